@@ -1,0 +1,89 @@
+# The two commands: `make demo`, `make test`. Everything they need goes into .venv.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+INSTALL := $(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PYTEST := $(BIN)/python -m pytest
+
+DEV := $(VENV)/.installed-dev
+DEMO := $(VENV)/.installed-demo
+INPUTS := pyproject.toml constraints.txt
+
+PACKAGES := shardmath backends
+# What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
+CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo lint test test-all bench mutate clean
+
+help:
+	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
+	@echo "make test      lint, types, layers, doctests, tests, notebooks"
+	@echo "make test-all  the same, deeper and slower"
+	@echo "make lint      lint, types and layers only"
+	@echo "make bench     the benchmarks, each beside its peer"
+	@echo "make mutate    mutation-test the core and list the mutants that survive"
+	@echo "make venv      only install .venv"
+	@echo "make clean     remove .venv and every cache"
+	@echo
+	@echo "PYTHON=python3.12   another Python, 3.11 to 3.13, for a new .venv (now: $(PYTHON))"
+	@echo "TORCH_INDEX=URL     another wheel index for torch, such as https://download.pytorch.org/whl/cpu:"
+	@echo "                    on Linux the default index may give the CUDA build, several GB"
+
+# Every step may be repeated: a .venv that is there and has pip is kept, and pip leaves alone what is installed already.
+# torch comes first and alone, by its exact pin, so that nothing that needs "some torch" can choose another build.
+define install
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	    echo "venv: creating $(VENV) with $(PYTHON)"; \
+	    $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	        echo "venv: $(PYTHON) is missing or is not Python 3.11 to 3.13; try make PYTHON=python3.12" >&2; exit 1; }; \
+	    $(PYTHON) -m venv --clear $(VENV) || { \
+	        echo "venv: $(PYTHON) cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; }
+	@echo "venv: installing torch and shardmath[$(1)] at the versions of constraints.txt (minutes the first time)"
+	@$(INSTALL) hatchling "$$(grep '^torch==' constraints.txt)" \
+	    && $(INSTALL) --no-build-isolation -e '.[$(1)]' || { \
+	        echo "venv: pip failed, see above; repeat make to go on, or choose another index for torch with TORCH_INDEX=URL" >&2; exit 1; }
+	@touch $@
+endef
+
+$(DEV): $(INPUTS)
+	$(call install,dev)
+
+$(DEMO): $(INPUTS)
+	$(call install,demo)
+
+venv: $(DEV)
+
+# The demo needs less than the tests; where .venv has everything already, that will do.
+demo: $(if $(wildcard $(DEV)),$(DEV),$(DEMO))
+	@$(BIN)/python -m shardmath refit --demo
+
+lint: $(DEV)
+	@echo "lint: ruff"
+	@$(BIN)/ruff check --quiet --output-format concise .
+	@$(BIN)/ruff format --quiet --check . || { echo "lint: not formatted; run $(BIN)/ruff format ." >&2; exit 1; }
+	@echo "lint: mypy --strict"
+	@$(BIN)/mypy --strict --no-error-summary $(PACKAGES)
+	@echo "lint: layers"
+	@out=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$out" >&2; exit 1; }
+
+test: lint
+	@$(PYTEST) $(CHECKED) -m "not slow" --durations=5
+
+test-all: lint
+	@HYPOTHESIS_PROFILE=deep $(PYTEST) $(CHECKED) --durations=20 --timeout=1800
+
+bench: $(DEV)
+	@$(PYTEST) tests/bench -q --timeout=900 --benchmark-sort=name --benchmark-columns=min,median,max,rounds
+
+mutate: $(DEV)
+	@$(BIN)/python tools/mutate.py run
+	@$(BIN)/python tools/mutate.py results
+
+clean:
+	rm -rf $(VENV) mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

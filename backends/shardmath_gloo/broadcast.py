@@ -1,0 +1,80 @@
+"""The reference: every source tensor is broadcast whole, and each rank slices out what the plan gives it.
+
+Slow, with all the memory it takes, and so plain that it is right at sight. Tests compare the exchange with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardmath.plan import Transfer
+from shardmath_torch import dtypes
+from shardmath_torch.cells import divide_cells, fill_cells, held
+from shardmath_torch.wire import Task
+
+__all__ = ["Broadcast"]
+
+
+class _Turn(NamedTuple):
+    """One broadcast: all addends of number 0 go before those of number 1, so folds come in order."""
+
+    addend: int
+    rank: int
+    key: str
+
+
+class Broadcast:
+    """The engine "broadcast"."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        moved = [t for t in task.plan.transfers() if t.nbytes]
+        self._turns = sorted({_turn(t) for t in moved})
+        self._mine: dict[_Turn, list[Transfer]] = {}
+        for t in moved:
+            if t.dst_rank == task.rank:
+                self._mine.setdefault(_turn(t), []).append(t)
+
+    @property
+    def staging_bytes(self) -> int:
+        """None is kept."""
+        return 0
+
+    def prepare(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+        """Nothing to prepare."""
+
+    def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+        """Moves. Raises PeerFailure."""
+        plan, rank = self._task.plan, self._task.rank
+        fill_cells(plan, rank, dst)
+        for turn in self._turns:
+            whole = self._broadcast(turn, src)
+            for t in self._mine.get(turn, ()):
+                _apply(t, whole[t.src_slices], dst[t.dst_tensor].detach()[t.dst_slices])
+        divide_cells(plan, rank, dst)
+
+    def _broadcast(self, turn: _Turn, src: Mapping[str, Tensor]) -> Tensor:
+        """The whole source tensor of that rank."""
+        _, layout = held(self._task.plan.src, turn.rank)[turn.key]
+        shape = layout.local_shape(turn.rank)
+        if turn.rank == self._task.rank:
+            whole = src[turn.key].detach().clone(memory_format=torch.contiguous_format)
+        else:
+            whole = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype))
+        self._task.wire.broadcast(dtypes.words(whole).view(-1).view(torch.uint8), turn.rank)
+        return whole
+
+
+def _turn(t: Transfer) -> _Turn:
+    return _Turn(t.addend, t.src_rank, t.src_tensor)
+
+
+def _apply(t: Transfer, piece: Tensor, into: Tensor) -> None:
+    if t.op == "copy":
+        dtypes.words(into).copy_(dtypes.words(piece))
+    else:
+        dtypes.fold(t.op, into, piece)

@@ -1,0 +1,86 @@
+"""torch's element types: names, words on the wire, and which arithmetic they have.
+
+1. Data moves as **words**, unsigned or signed integers of the element's size: every type moves, bit by bit, also those
+   that have no arithmetic (float8, float4).
+2. Arithmetic is torch's, in the tensor's own type. Whether torch has it is asked of torch, not of a list, because it
+   differs between versions; unsigned integers borrow the signed type of their size for sum and product, which are the
+   same bits.
+
+>>> missing("float32", "sum"), missing("float8_e4m3fn", "sum")
+(False, True)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardmath import dtypes
+
+__all__ = ["divide", "dtype_of", "fill", "fold", "missing", "words"]
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""The type in which elements of so many bytes are copied (complex128 is copied bit by bit, too)."""
+
+FOLDS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+BORROWED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Two's complement: sum and product of these have the bits of the signed type's."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's type of that canonical name. Raises AttributeError where this torch has none."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def words(tensor: Tensor) -> Tensor:
+    """The same memory, detached, as words of the element's size."""
+    return tensor.detach().view(WORDS[tensor.element_size()])
+
+
+def fold(op: str, into: Tensor, piece: Tensor) -> None:
+    """into = op(into, piece), in their own type and without a temporary."""
+    if op in ("sum", "product") and into.dtype in BORROWED:
+        into, piece = into.view(BORROWED[into.dtype]), piece.view(BORROWED[into.dtype])
+    FOLDS[op](into, piece, out=into)
+
+
+def fill(cells: Tensor, value: complex) -> None:
+    """Every one of the cells becomes `value`."""
+    cells.fill_(value)
+
+
+def divide(cells: Tensor, by: int) -> None:
+    """Every one of the cells is divided by `by`, in its own type."""
+    torch.div(cells, by, out=cells)
+
+
+@functools.cache
+def missing(name: str, op: str) -> bool:
+    """Whether torch has no such operation on elements of the named type; `op` is a reduction, "fill" or "divide"."""
+    one = torch.zeros(dtypes.itemsize(name), dtype=torch.uint8).view(dtype_of(name))
+    try:
+        _try(op, one)
+    except (RuntimeError, TypeError):
+        return True
+    return False
+
+
+def _try(op: str, one: Tensor) -> None:
+    if op == "fill":
+        fill(one, 1)
+    elif op == "divide":
+        divide(one, 2)
+    else:
+        fold(op, one, one.clone())

@@ -1,0 +1,176 @@
+"""The tensors that a rank passes, checked against what a plan's layouts store there.
+
+1. A plan of two layouts takes a tensor a side; a plan of mappings takes dicts by local buffer key; a side that the rank
+   is not on takes None.
+2. Nothing is converted: a wrong shape, dtype or kind of device is an objection that names both and the fix.
+3. Source and destination may be any views, but must not share memory: what arrives would overwrite what has not left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardmath.errors import ExchangeError
+from shardmath.layout import Layout
+from shardmath.plan import Plan
+from shardmath_torch.cells import held
+
+__all__ = ["Local", "Tensors", "local_tensors", "signature"]
+
+Local: TypeAlias = Tensor | Mapping[str, Tensor] | None
+"""What a rank passes for one side."""
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+Wanted: TypeAlias = Mapping[str, tuple[str, Layout]]
+
+
+def local_tensors(plan: Plan, rank: int, device_type: str, src: Local, dst: Local) -> tuple[Tensors, Tensors]:
+    """Both sides' tensors by local buffer key. Raises ExchangeError for the first that does not fit."""
+    sides = []
+    for side, layouts, given in (("source", plan.src, src), ("destination", plan.dst, dst)):
+        wanted = held(layouts, rank)
+        tensors = _by_key(side, given, wanted, single=not plan.is_tree and len(layouts[""]) == 1)
+        for key, (_, layout) in wanted.items():
+            _check(_label(side, key), tensors[key], layout, rank, device_type)
+        sides.append(tensors)
+    _check_writable(sides[1])
+    _check_one_device(*sides)
+    _check_apart(*sides)
+    return sides[0], sides[1]
+
+
+def signature(src: Tensors, dst: Tensors) -> tuple[object, ...]:
+    """Equal for tensors that lie at the same place in the same way: what was checked need not be checked again."""
+    return tuple(
+        (key, t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for side in (src, dst) for key, t in side.items()
+    )
+
+
+def _label(side: str, key: str) -> str:
+    return f"{side} tensor {key!r}" if key else f"the {side} tensor"
+
+
+def _by_key(side: str, given: Local, wanted: Wanted, *, single: bool) -> Tensors:
+    if given is None:
+        given = {}
+    elif isinstance(given, Tensor):
+        if not single:
+            raise ExchangeError(f"the {side} is one tensor; the plan has names: pass a dict with {_names(wanted)}")
+        given = {"": given}
+    elif not isinstance(given, Mapping):
+        raise ExchangeError(f"the {side} is {type(given).__name__}; pass a tensor, a dict of tensors, or None")
+    elif single and given:
+        raise ExchangeError(f"the {side} is a dict with {_names(given)}; the plan has one tensor: pass it without a dict")
+    _check_names(side, given, wanted)
+    return given
+
+
+def _check_names(side: str, given: Tensors, wanted: Wanted) -> None:
+    lacking = [key for key in wanted if key not in given]
+    if lacking:
+        raise ExchangeError(f"{_label(side, lacking[0])} is missing: {_names(given)} given; pass {_names(wanted)}")
+    extra = [key for key in given if key not in wanted]
+    if extra and not wanted:
+        raise ExchangeError(f"{_label(side, extra[0])} is given, but this rank is not on the {side} side; pass None")
+    if extra:
+        raise ExchangeError(f"{_label(side, extra[0])} is not one that this rank stores; pass {_names(wanted)}")
+
+
+def _names(keys: Mapping[str, object]) -> str:
+    shown = [repr(key) for key in keys if key]
+    few = ", ".join(shown[:8]) + (f", ... ({len(shown)} in all)" if len(shown) > 8 else "")
+    return few or ("one tensor" if "" in keys else "nothing")
+
+
+def _check(label: str, tensor: object, layout: Layout, rank: int, device_type: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ExchangeError(f"{label} is {type(tensor).__name__}; pass a torch.Tensor")
+    shape, dtype = layout.local_shape(rank), str(tensor.dtype).removeprefix("torch.")
+    if tuple(tensor.shape) != shape:
+        what = f"{label} has shape {tuple(tensor.shape)}, the plan's layout stores {shape} there"
+        raise ExchangeError(f"{what}; pass the local tensor of {layout}")
+    if dtype != layout.dtype:
+        what = f"{label} has dtype {dtype}, the plan's layout has {layout.dtype}"
+        raise ExchangeError(f"{what}; pass a tensor of {layout.dtype}, or plan with dtype={dtype!r}")
+    if tensor.device.type != device_type:
+        what = f"{label} is on device '{tensor.device}', the process group moves tensors on '{device_type}'"
+        raise ExchangeError(f"{what}; pass it on '{device_type}', or compile on a group for '{tensor.device.type}'")
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        raise ExchangeError(f"{label} is {_kind(tensor)}; pass a plain strided tensor: {_plain(tensor)}")
+
+
+def _kind(tensor: Tensor) -> str:
+    return "a lazy conjugate or negative" if tensor.layout == torch.strided else f"stored as {tensor.layout}"
+
+
+def _plain(tensor: Tensor) -> str:
+    return ".resolve_conj().resolve_neg()" if tensor.layout == torch.strided else ".to_dense()"
+
+
+def _check_writable(dst: Tensors) -> None:
+    for key, t in dst.items():
+        if any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True)):
+            what = f"{_label('destination', key)} is expanded: strides {t.stride()} put several elements into one cell"
+            raise ExchangeError(f"{what}; pass .contiguous() of it")
+
+
+def _check_one_device(src: Tensors, dst: Tensors) -> None:
+    first: tuple[str, torch.device] | None = None
+    for side, tensors in (("source", src), ("destination", dst)):
+        for key, t in tensors.items():
+            first = first or (_label(side, key), t.device)
+            if t.device != first[1]:
+                what = f"{_label(side, key)} is on device '{t.device}', {first[0]} on '{first[1]}'"
+                raise ExchangeError(f"{what}; pass all tensors of a rank on one device")
+
+
+def _check_apart(src: Tensors, dst: Tensors) -> None:
+    for here, there in _suspects(src, dst):
+        if _share(src[here], dst[there]):
+            what = f"{_label('source', here)} and {_label('destination', there)} share memory"
+            raise ExchangeError(f"{what}, so arriving bytes would overwrite some that have not left; pass a clone of one")
+
+
+def _suspects(src: Tensors, dst: Tensors) -> Iterator[tuple[str, str]]:
+    """Pairs (source key, destination key) whose stretches of memory meet: one sweep over their starts."""
+    spans = sorted((*_extent(t), side, key) for side, ts in enumerate((src, dst)) for key, t in ts.items() if t.numel())
+    active: tuple[list[tuple[int, str]], list[tuple[int, str]]] = ([], [])
+    for start, end, side, key in spans:
+        other = active[1 - side]
+        other[:] = [span for span in other if span[0] > start]
+        yield from ((key, name) if side == 0 else (name, key) for _, name in other)
+        active[side].append((end, key))
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    """First and one past the last byte of memory that the tensor uses."""
+    reach = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (reach + 1) * t.element_size()
+
+
+class _Cells:
+    """The tensor's addresses as numpy sees them; its memory is never read."""
+
+    def __init__(self, t: Tensor) -> None:
+        strides = tuple(step * t.element_size() for step in t.stride())
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (t.data_ptr(), True),
+            "shape": tuple(t.shape),
+            "strides": strides,
+            "typestr": f"|V{t.element_size()}",
+        }
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether the tensors have a byte in common; yes where that is too hard to tell."""
+    shares: Callable[..., bool] = np.shares_memory  # numpy's own types know two values of max_work only
+    try:
+        return shares(np.asarray(_Cells(a)), np.asarray(_Cells(b)), max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True

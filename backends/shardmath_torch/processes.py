@@ -1,0 +1,263 @@
+"""Processes: the ranks of one job as processes on this machine, joined by gloo over the loopback.
+
+1. Each process runs `task(argument, rank, say)`: a function that children can import, and values that pickle. What it
+   returns comes back by rank; `say(phase, done, total)` is its progress.
+2. torch is imported once: the processes are forked from a server that has it (spawned where there is no fork).
+3. The first failure ends the job: a rank that raised, that died without a word, or that says nothing for `timeout`
+   seconds. It is raised here once, with the rank and the phase; what the other ranks made of it is dropped.
+4. No process outlives `run`, and none outlives the process that called it.
+5. They meet at a store in this process, on a port that the system chose, so that nobody can take the port in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from typing import Generic, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from shardmath import ExchangeError, ShardError
+
+__all__ = ["Progress", "Say", "Task", "run"]
+
+A = TypeVar("A")
+R = TypeVar("R")
+Say: TypeAlias = Callable[[str, float, float], None]
+Task: TypeAlias = Callable[[A, int, Say], R]
+
+Context: TypeAlias = ForkServerContext | SpawnContext
+
+HOST = "127.0.0.1"
+QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Many processes share the cores: one thread each. Gloo's log of a lost peer is our error, said once."""
+SAY_EVERY = 0.1
+LISTEN_AFTER_FAILURE = 0.5
+"""Seconds. The latter lets an earlier cause overtake the echo that arrived first."""
+PATIENCE = 5.0
+"""Seconds beyond `timeout`: ranks give up on a lost peer by themselves, and their word is better than ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where one rank is: its phase, and how much of it is done."""
+
+    phase: str = "start"
+    done: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why the job ends. A silent death sorts first, for all else is its echo; then the earliest."""
+
+    spoken: bool
+    when: float
+    rank: int
+    error: ShardError
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One child, and our end of its pipe."""
+
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+
+
+@dataclass(slots=True)
+class _Job(Generic[R]):
+    """What is known of the ranks so far."""
+
+    ranks: list[_Rank]
+    progress: dict[int, Progress]
+    results: dict[int, R] = field(default_factory=dict)
+    failures: list[_Failure] = field(default_factory=list)
+
+
+def run(
+    task: Task[A, R],
+    argument: A,
+    world: int,
+    *,
+    timeout: float,
+    watch: Callable[[Mapping[int, Progress]], None] = lambda progress: None,
+) -> list[R]:
+    """Run the task on ranks 0..world-1 and return what each returned.
+
+    `timeout`, in seconds, bounds every wait inside the group and the silence of all ranks together; `watch` is called
+    with every rank's progress. Raises the first rank's ShardError, or ExchangeError for any other end.
+    """
+    with _quiet():
+        context = _context(task)
+        store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        ranks = [_start(context, task, argument, rank, world, store.port, timeout) for rank in range(world)]
+    try:
+        job: _Job[R] = _Job(ranks, {rank: Progress() for rank in range(world)})
+        _listen(job, timeout, watch)
+        return [job.results[rank] for rank in range(world)]
+    finally:
+        _end([child.process for child in ranks])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The environment that children inherit."""
+    before = {name: os.environ.get(name) for name in QUIET}
+    os.environ.update(QUIET)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def _context(task: Task[A, R]) -> Context:
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([task.__module__])
+    return context
+
+
+def _start(context: Context, task: Task[A, R], argument: A, rank: int, world: int, port: int, timeout: float) -> _Rank:
+    ours, theirs = mp.Pipe()
+    child = (task, argument, rank, world, port, timeout, theirs)
+    process = context.Process(target=_child, args=child, daemon=True, name=f"rank {rank}")
+    process.start()
+    theirs.close()
+    return _Rank(rank, process, ours)
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(2.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _listen(job: _Job[R], timeout: float, watch: Callable[[Mapping[int, Progress]], None]) -> None:
+    """Hear the ranks out until all have returned. Raises the first failure."""
+    waiting = {child.pipe: child for child in job.ranks}
+    heard = time.monotonic()
+    while waiting and not job.failures:
+        ready = [pipe for pipe in wait(list(waiting), timeout=0.5) if isinstance(pipe, Connection)]
+        heard = time.monotonic() if ready else heard
+        for pipe in ready:
+            if _hear(job, waiting[pipe]):
+                del waiting[pipe]
+        watch(job.progress)
+        if time.monotonic() - heard > timeout + PATIENCE:
+            raise _silent(job, timeout + PATIENCE, [child.rank for child in waiting.values()])
+    if job.failures:
+        _echoes(job, waiting)
+        raise min(job.failures, key=lambda failure: (failure.spoken, failure.when)).error
+
+
+def _echoes(job: _Job[R], waiting: dict[Connection, _Rank]) -> None:
+    """Collect what else fails within a moment of the first failure."""
+    until = time.monotonic() + LISTEN_AFTER_FAILURE
+    while waiting and time.monotonic() < until:
+        for pipe in wait(list(waiting), timeout=max(0.0, until - time.monotonic())):
+            if isinstance(pipe, Connection) and _hear(job, waiting[pipe]):
+                del waiting[pipe]
+
+
+def _hear(job: _Job[R], child: _Rank) -> bool:
+    """One message of the child; whether it was the last."""
+    try:
+        word, *values = child.pipe.recv()
+    except (EOFError, OSError):
+        job.failures.append(_Failure(False, time.monotonic(), child.rank, _died(job, child)))
+        return True
+    if word == "progress":
+        job.progress[child.rank] = Progress(*values)
+    elif word == "result":
+        job.results[child.rank] = values[0]
+        job.progress[child.rank] = Progress("done", 1.0, 1.0)
+    else:
+        job.failures.append(_Failure(True, values[0], child.rank, values[1]))
+    return bool(word != "progress")
+
+
+def _died(job: _Job[R], child: _Rank) -> ShardError:
+    child.process.join(1.0)
+    code = child.process.exitcode
+    cause = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    phase = job.progress[child.rank].phase
+    hint = "it may have run out of memory" if code == -signal.SIGKILL else "see what it printed above"
+    return ExchangeError(f"rank {child.rank} ended with {cause} while in {phase!r}, without a word; {hint}")
+
+
+def _silent(job: _Job[R], seconds: float, ranks: list[int]) -> ShardError:
+    at = ", ".join(f"rank {rank} in {job.progress[rank].phase!r}" for rank in ranks)
+    return ExchangeError(f"no rank was heard of for {seconds:.0f} s: {at}; give a longer timeout, or fewer ranks")
+
+
+def _child(task: Task[A, R], argument: A, rank: int, world: int, port: int, timeout: float, pipe: Connection) -> None:
+    """What a process does: join the group, run the task, say how it went."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    try:
+        _join(rank, world, port, timeout)
+        result = task(argument, rank, _speaker(pipe))
+        pipe.send(("result", result))
+        dist.destroy_process_group()
+    except Exception as error:
+        pipe.send(("failure", time.monotonic(), _readable(error, rank)))
+
+
+def _leave_with_parent() -> None:
+    parent = mp.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _join(rank: int, world: int, port: int, timeout: float) -> None:
+    if os.path.isdir("/sys/class/net/lo"):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    limit = timedelta(seconds=timeout)
+    store = TCPStore(HOST, port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+
+
+def _speaker(pipe: Connection) -> Say:
+    """`say` for one child: at once where the phase changes, else every SAY_EVERY seconds."""
+    last = Progress()
+    said = 0.0
+
+    def say(phase: str, done: float, total: float) -> None:
+        nonlocal last, said
+        now = time.monotonic()
+        if phase != last.phase or done >= total or now - said > SAY_EVERY:
+            last, said = Progress(phase, done, total), now
+            pipe.send(("progress", phase, done, total))
+
+    return say
+
+
+def _readable(error: Exception, rank: int) -> ShardError:
+    """The error as the caller shall see it: ours as it is, any other with its traceback."""
+    if isinstance(error, ShardError):
+        return error
+    shown = "".join(traceback.format_exception(error)).rstrip()
+    return ExchangeError(f"rank {rank} failed: {type(error).__name__}: {error}; its traceback:\n{shown}")

@@ -1,0 +1,99 @@
+"""What a transport gives: bytes to a rank, bytes from a rank, and a vote.
+
+1. Everything that a rank will wait for together is posted first (`receive`, `send`), then `start`ed, then waited for.
+2. Memory is contiguous bytes on the transport's kind of device.
+3. Waiting ends: with the bytes, or after the patience that the wire was opened with, by PeerFailure.
+4. After a failure nothing may write into memory that the caller owns: `abandon` cancels what is still on its way, which
+   ends the group's connections and so lets the other ranks notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from shardmath.plan import Plan
+from shardmath_torch.compat import Group
+from shardmath_torch.messages import Round
+
+__all__ = ["Engine", "PeerFailure", "Pending", "Task", "Transport", "Wire"]
+
+
+class PeerFailure(Exception):
+    """A rank did not do its part: `rank`, None where the transport cannot tell which; `tensor` was on its way."""
+
+    def __init__(self, rank: int | None, cause: str, tensor: str | None = None) -> None:
+        super().__init__(cause)
+        self.rank, self.cause, self.tensor = rank, cause, tensor
+
+
+class Pending(Protocol):
+    """Bytes on their way."""
+
+    def wait(self) -> None:
+        """Returns when they are there, or have left. Raises PeerFailure."""
+
+
+class Wire(Protocol):
+    """A process group as a transport sees it; ranks are global."""
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that tensors must be on: "cpu" or "cuda"."""
+
+    def receive(self, memory: Tensor, rank: int) -> Pending:
+        """Bytes from `rank` into `memory`. Raises PeerFailure."""
+
+    def send(self, memory: Tensor, rank: int) -> Pending:
+        """The bytes of `memory` to `rank`. Raises PeerFailure."""
+
+    def start(self) -> None:
+        """What was posted since the last start begins to move, at the latest now."""
+
+    def gather(self, record: bytes) -> list[bytes]:
+        """Every rank's record, all of one size, in the group's order. Raises PeerFailure."""
+
+    def broadcast(self, memory: Tensor, rank: int) -> None:
+        """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
+
+    def abandon(self) -> None:
+        """Cancels what is on its way. Never raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an engine needs to know: the plan, who I am, how I reach others, and what I send, receive and keep."""
+
+    plan: Plan
+    rank: int
+    wire: Wire
+    rounds: tuple[Round, ...]
+
+
+class Engine(Protocol):
+    """Moves the bytes of one plan; tensors come by local buffer key, have been checked, and all ranks agree."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of staging memory held between moves."""
+
+    def prepare(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+        """Makes room for moving tensors that lie in memory like these. No communication."""
+
+    def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+        """Moves tensors that lie like those prepared for. Raises PeerFailure."""
+
+
+class Transport(Protocol):
+    """A transport package: how to open a group, and its engines by name."""
+
+    @property
+    def ENGINES(self) -> Mapping[str, Callable[[Task], Engine]]:
+        """By the name that `compile` takes."""
+
+    @property
+    def open_wire(self) -> Callable[[Group, float], Wire]:
+        """The group as a wire on which waiting ends after so many seconds."""

@@ -1,0 +1,383 @@
+"""Digits: every way of dividing one dimension is a sequence of cuts and keepers.
+
+1. A **digit** is how every current piece is cut (`Chunks`, `Balanced`, `Sizes`, `Block`, or a user's `Rule`)
+   and who keeps the parts: a mesh axis, whose coordinate r keeps the r-th part, or everybody, in order.
+2. Digits of a **stage** act inside each other's pieces. The end of a stage concatenates the pieces and
+   forgets their borders; the next stage divides what is left as one piece.
+3. A **field** is a number of stored positions with its stages; a **dimension** is its fields one after the
+   other, seen through `stored`, the Runs from stored to logical positions.
+4. Stages are canonical: no digit that changes nothing, no border that nobody could see.
+
+Placements, text, DTensor's shard order and the grammar are all made of these.
+
+>>> strided = ((Digit(Chunks(2)), Digit(Chunks(2), ("tp",), (2,))),)
+>>> print(stage_runs(strided[0], 8, {"tp": 1}))
+[2:4 6:8]
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from shardmath.errors import PlacementError
+from shardmath.runs import Runs, Segment, _make, compose, concat, identity
+
+__all__ = [
+    "Balanced",
+    "Block",
+    "Chunks",
+    "Cut",
+    "Digit",
+    "Dimension",
+    "Field",
+    "Rule",
+    "Sizes",
+    "Splits",
+    "Stage",
+    "canonical_stages",
+    "cells",
+    "lengths_at",
+    "pieces_runs",
+    "stage_runs",
+]
+
+
+class Splits(Hashable, Protocol):
+    """Anything hashable that divides a length: `split(n, parts)` gives the Runs of each part over 0..n-1."""
+
+    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
+        """The `parts` parts of a length `n`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Ceil-chunks, as torch.chunk: all parts as long as the first, the trailing ones short or empty."""
+
+    parts: int
+
+    def count(self, length: int) -> int:
+        """Parts of a piece of this length."""
+        return self.parts
+
+    def part(self, length: int, i: int) -> tuple[int, int]:
+        """(offset, length) of part i of a piece of this length."""
+        step = -(-length // self.parts)
+        start = min(length, i * step)
+        return start, min(length - start, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """Sizes that differ by at most one, larger first, as numpy.array_split."""
+
+    parts: int
+
+    def count(self, length: int) -> int:
+        """Parts of a piece of this length."""
+        return self.parts
+
+    def part(self, length: int, i: int) -> tuple[int, int]:
+        """(offset, length) of part i of a piece of this length."""
+        step, extra = divmod(length, self.parts)
+        return i * step + min(i, extra), step + (i < extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Consecutive parts of given sizes, which must add up to the piece."""
+
+    sizes: tuple[int, ...]
+
+    def count(self, length: int) -> int:
+        """Parts of a piece of this length. Raises PlacementError if the sizes do not add up to it."""
+        if sum(self.sizes) != length:
+            raise PlacementError(
+                f"sizes {list(self.sizes)} add up to {sum(self.sizes)}, the piece has {length}; make them add up"
+            )
+        return len(self.sizes)
+
+    def part(self, length: int, i: int) -> tuple[int, int]:
+        """(offset, length) of part i of a piece of this length."""
+        return sum(self.sizes[:i]), self.sizes[i]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Blocks of a fixed size, the last one short; a part that lies beyond the piece is empty."""
+
+    size: int
+
+    def count(self, length: int) -> int:
+        """Parts of a piece of this length."""
+        return -(-length // self.size)
+
+    def part(self, length: int, i: int) -> tuple[int, int]:
+        """(offset, length) of part i of a piece of this length."""
+        start = min(length, i * self.size)
+        return start, min(length - start, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A user's way of splitting a length; its parts may be any Runs."""
+
+    by: Splits
+    parts: int
+
+    def count(self, length: int) -> int:
+        """Parts of a piece of this length. Raises PlacementError if the rule does not give as many as the axis has."""
+        return len(_rule_parts(self.by, length, self.parts))
+
+    def runs(self, length: int, i: int) -> Runs:
+        """Part i of a piece of this length."""
+        return _rule_parts(self.by, length, self.parts)[i]
+
+
+Interval: TypeAlias = Chunks | Balanced | Sizes | Block
+Cut: TypeAlias = Interval | Rule
+
+
+@functools.lru_cache(maxsize=4096)
+def _rule_parts(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
+    """What the rule answers, checked to be that many Runs within the length."""
+    out = tuple(by.split(length, parts))
+    if len(out) != parts:
+        raise PlacementError(f"{by}.split({length}, {parts}) gave {len(out)} parts; give {parts}, empty ones included")
+    for i, part in enumerate(out):
+        if not isinstance(part, Runs):
+            raise PlacementError(f"{by}.split({length}, {parts}) gave {part!r} as part {i}; give Runs")
+        if part.extent > length:
+            raise PlacementError(
+                f"{by}.split({length}, {parts}): part {i} is {part}, beyond the length; stay below {length}"
+            )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """A cut and its keeper: the flattened mesh axes `axes` of these `sizes`, or everybody if there are none."""
+
+    cut: Cut
+    axes: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def coordinate(self, coords: Mapping[str, int]) -> int:
+        """The flattened coordinate on the digit's axes, first slowest."""
+        at = 0
+        for name, n in zip(self.axes, self.sizes, strict=True):
+            at = at * n + coords[name]
+        return at
+
+
+Stage: TypeAlias = tuple[Digit, ...]
+Coords: TypeAlias = Mapping[str, int]
+
+
+def stage_runs(stage: Stage, length: int, coords: Coords) -> Runs:
+    """What the rank at `coords` keeps of 0..length-1 after one stage."""
+    pieces = [(0, length)]
+    for digit in stage:
+        cut = digit.cut
+        if isinstance(cut, Rule):
+            return pieces_runs(stage, length, coords)
+        if digit.axes:
+            i = digit.coordinate(coords)
+            pieces = [(start + o, n) for start, size in pieces for o, n in (cut.part(size, i),)]
+        else:
+            pieces = [piece for start, size in pieces for piece in _parts(cut, start, size)]
+    return _joined(pieces)
+
+
+def _parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]]:
+    """All parts of the piece, as (start, length)."""
+    if isinstance(cut, Sizes):
+        for n in cut.sizes[: cut.count(size)]:
+            yield start, n
+            start += n
+        return
+    for i in range(cut.count(size)):
+        o, n = cut.part(size, i)
+        yield start + o, n
+
+
+def _joined(pieces: list[tuple[int, int]]) -> Runs:
+    """Disjoint pieces (start, length) one after the other."""
+    segments: list[Segment] = []
+    at = end = 0
+    for start, n in pieces:
+        if not n:
+            continue
+        if start == end and segments:
+            lo, g, k = segments[-1]
+            segments[-1] = (lo, g, k + n)
+        else:
+            segments.append((at, start, n))
+        at, end = at + n, start + n
+    return _make(tuple(segments), at)
+
+
+def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
+    """The same as `stage_runs` by its definition: pieces are Runs, so that cuts may be any rule."""
+    pieces = [identity(length)]
+    for digit in stage:
+        kept = [digit.coordinate(coords)] if digit.axes else None
+        pieces = [part for piece in pieces for part in _cut_piece(digit.cut, piece, kept)]
+    return concat(pieces)
+
+
+def _cut_piece(cut: Cut, piece: Runs, kept: list[int] | None) -> list[Runs]:
+    size = len(piece)
+    parts = range(cut.count(size)) if kept is None else kept
+    if isinstance(cut, Rule):
+        return [compose(cut.runs(size, i), piece) for i in parts]
+    bounds = [cut.part(size, i) for i in parts]
+    return [compose(Runs([(0, o, n)], n), piece) for o, n in bounds]
+
+
+def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
+    """The stages without digits that change nothing, joined where the first leaves one piece a rank."""
+    out: list[Stage] = []
+    for stage in map(_canonical_stage, stages):
+        if stage and out and all(digit.axes for digit in out[-1]):
+            out[-1] += stage
+        elif stage:
+            out.append(stage)
+    return tuple(out)
+
+
+def _canonical_stage(stage: Stage) -> Stage:
+    digits = [digit for digit in stage if digit.axes or not _whole(digit.cut)]
+    while digits and not digits[-1].axes:
+        digits.pop()
+    return tuple(d for d, after in itertools.zip_longest(digits, digits[1:]) if after is None or not _hidden(d, after))
+
+
+def _whole(cut: Cut) -> bool:
+    """Whether everybody keeping the cut's parts in order is no cut at all because there is one part."""
+    return (isinstance(cut, Chunks) and cut.parts == 1) or (isinstance(cut, Sizes) and len(cut.sizes) == 1)
+
+
+def _hidden(digit: Digit, after: Digit) -> bool:
+    """Whether the borders of a local digit are all borders of the local digit after it."""
+    a, b = digit.cut, after.cut
+    local = not digit.axes and not after.axes
+    return local and isinstance(a, Block) and isinstance(b, Block) and a.size % b.size == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """`size` consecutive stored positions and the stages that divide them."""
+
+    size: int
+    stages: tuple[Stage, ...] = ()
+
+    def runs(self, coords: Coords) -> Runs:
+        """What the rank at `coords` keeps of 0..size-1."""
+        kept: Runs | None = None
+        for stage in self.stages:
+            part = stage_runs(stage, self.size if kept is None else len(kept), coords)
+            kept = part if kept is None else compose(part, kept)
+        return identity(self.size) if kept is None else kept
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """One dimension of a layout: `size` logical positions, how the stored ones are divided, and which is which.
+
+    `stored` is the Runs from stored to logical positions, None for the identity; `fields` cover the stored
+    positions one after the other. Raises PlacementError where sizes do not fit.
+    """
+
+    size: int
+    fields: tuple[Field, ...]
+    stored: Runs | None = None
+
+    def __post_init__(self) -> None:
+        total = sum(f.size for f in self.fields)
+        if total != self.stored_size:
+            fix = "make the fields add up to the stored size"
+            raise PlacementError(
+                f"fields {[f.size for f in self.fields]} add up to {total}, the dimension stores "
+                f"{self.stored_size}; {fix}"
+            )
+        if self.stored is not None and self.stored.extent > self.size:
+            raise PlacementError(
+                f"stored {self.stored} reaches position {self.stored.extent - 1} of a dimension of {self.size}; "
+                f"stay inside"
+            )
+        if self.stored == identity(self.size):
+            object.__setattr__(self, "stored", None)
+        for f in self.fields:
+            _check_lengths(f)
+
+    @property
+    def stored_size(self) -> int:
+        """Positions that are stored, holes included."""
+        return self.size if self.stored is None else len(self.stored)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh axes that divide this dimension and their sizes, in order of appearance."""
+        digits = (digit for f in self.fields for stage in f.stages for digit in stage)
+        return {name: n for digit in digits for name, n in zip(digit.axes, digit.sizes, strict=True)}
+
+    def runs(self, coords: Coords) -> Runs:
+        """Local to logical positions of the rank at `coords`."""
+        kept = [f.runs(coords) for f in self.fields]
+        stored = kept[0] if len(kept) == 1 else concat(_shifted(kept, [f.size for f in self.fields]))
+        return stored if self.stored is None else compose(stored, self.stored)
+
+
+def _shifted(parts: list[Runs], sizes: list[int]) -> Iterator[Runs]:
+    """Each part's positions moved behind the fields before it."""
+    for part, at in zip(parts, itertools.accumulate(sizes, initial=0), strict=False):
+        yield _make(tuple((lo, g + at, n) for lo, g, n in part.segments), len(part))
+
+
+@functools.lru_cache(maxsize=4096)
+def cells(dimension: Dimension) -> tuple[Runs, ...]:
+    """The Runs at every coordinate of the dimension's axes, row-major in `dimension.axes`."""
+    axes = dimension.axes
+    points = itertools.product(*map(range, axes.values()))
+    return tuple(dimension.runs(dict(zip(axes, point, strict=True))) for point in points)
+
+
+def _check_lengths(f: Field) -> None:
+    """Raise PlacementError where a cut of given sizes, or a user's rule, meets a piece that it does not fit."""
+    for s, stage in enumerate(f.stages):
+        if not any(isinstance(digit.cut, Sizes | Rule) for digit in stage):
+            continue
+        for length in lengths_at(f, s):
+            _check_stage(stage, length)
+
+
+def _check_stage(stage: Stage, length: int) -> None:
+    sizes = {length}
+    for digit in stage:
+        sizes = {n for size in sizes for n in _part_sizes(digit, size)}
+
+
+def _part_sizes(digit: Digit, size: int) -> set[int]:
+    cut, count = digit.cut, digit.cut.count(size)
+    if isinstance(cut, Rule):
+        return {len(cut.runs(size, i)) for i in range(count)}
+    kept = range(math.prod(digit.sizes)) if digit.axes else {0, count - 1} if isinstance(cut, Block) else range(count)
+    return {cut.part(size, i)[1] for i in kept if i >= 0}
+
+
+def _lengths(f: Field) -> set[int]:
+    """The local lengths that ranks have after all stages of the field."""
+    axes = Dimension(f.size, (f,)).axes
+    points = itertools.product(*map(range, axes.values()))
+    return {len(f.runs(dict(zip(axes, point, strict=True)))) for point in points}
+
+
+def lengths_at(f: Field, stage: int) -> set[int]:
+    """The lengths of what ranks hold when the given stage of the field begins."""
+    return _lengths(Field(f.size, f.stages[:stage])) if stage else {f.size}

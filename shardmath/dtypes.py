@@ -1,0 +1,75 @@
+"""Names of element types and their size in bytes; the core knows nothing else of them.
+
+1. Names are numpy's and torch's: `float32`, `bfloat16`, `float8_e4m3fn`.
+2. Anything whose text ends in such a name is accepted: `torch.float32`, `numpy.dtype("int8")`, `np.float64`.
+3. Only `is_integer` and `is_bool` matter beyond the size: an average of integers is refused.
+
+>>> canonical("torch.bfloat16"), itemsize("bfloat16")
+('bfloat16', 2)
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from shardmath.errors import LayoutError
+
+__all__ = ["ITEMSIZE", "canonical", "is_bool", "is_integer", "itemsize"]
+
+ITEMSIZE: dict[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}
+"""Bytes an element, by name (torch 2.13 and numpy 2; a `_x2` element is a byte of two values)."""
+
+ALIASES = {"half": "float16", "float": "float32", "double": "float64", "int": "int64", "long": "int64", "bool_": "bool"}
+
+
+def canonical(dtype: object) -> str:
+    """The name of `dtype`: a name, a torch or numpy dtype, or a numpy scalar type.
+
+    Raises LayoutError if it is not a type that shardmath knows.
+    """
+    text = dtype.__name__ if isinstance(dtype, type) else str(dtype)
+    name = text.rpartition(".")[2]
+    name = ALIASES.get(name, name)
+    if name not in ITEMSIZE:
+        near = difflib.get_close_matches(name, ITEMSIZE, n=1)
+        fix = f"did you mean {near[0]!r}?" if near else f"known names are {', '.join(ITEMSIZE)}"
+        raise LayoutError(f"unknown dtype {text!r}; {fix}")
+    return name
+
+
+def itemsize(dtype: object) -> int:
+    """Bytes an element of `dtype`."""
+    return ITEMSIZE[canonical(dtype)]
+
+
+def is_integer(dtype: str) -> bool:
+    """Whether the canonical name `dtype` is an integer type."""
+    return dtype.startswith(("int", "uint"))
+
+
+def is_bool(dtype: str) -> bool:
+    """Whether the canonical name `dtype` is the truth-value type."""
+    return dtype == "bool"

@@ -1,0 +1,71 @@
+"""Every error that shardmath raises on purpose.
+
+1. One base, `ShardError`, a `ValueError`: catch it to catch all of them.
+2. A message says what is wrong, shows both operands, and names the fix.
+3. It is raised where the value is made, not where it is used.
+
+>>> try:
+...     raise MeshError("axis 'tp' has size 0; give every axis at least one coordinate")
+... except ShardError as error:
+...     print(error)
+axis 'tp' has size 0; give every axis at least one coordinate
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ExchangeError",
+    "LayoutError",
+    "MeshError",
+    "NotationError",
+    "PlacementError",
+    "PlanError",
+    "RunsError",
+    "ShardError",
+    "StoreError",
+]
+
+
+class ShardError(ValueError):
+    """Base of all errors of shardmath."""
+
+
+class RunsError(ShardError):
+    """Segments that are not a partial injection, or do not compose."""
+
+
+class MeshError(ShardError):
+    """An impossible mesh, or a rank or axis that a mesh does not have."""
+
+
+class PlacementError(ShardError):
+    """A placement that cannot divide the dimension it is put on."""
+
+
+class NotationError(ShardError):
+    """Text that is not a layout; the message has a caret under the offending character."""
+
+    def __init__(self, what: str, text: str | None = None, position: int = 0, fix: str = "") -> None:
+        """`what` is wrong in `text` at 0-based `position`; `fix` says what to write instead."""
+        self.what, self.text, self.position, self.fix = what, text, position, fix
+        shown = what if text is None else f"{what}\n    {text}\n    {' ' * position}^"
+        super().__init__(f"{shown}\n{fix}" if fix else shown)
+
+    def __reduce__(self) -> tuple[type[NotationError], tuple[str, str | None, int, str]]:
+        return NotationError, (self.what, self.text, self.position, self.fix)
+
+
+class LayoutError(ShardError):
+    """A layout whose shape, mesh and placements do not fit each other."""
+
+
+class StoreError(ShardError):
+    """Views that leave their buffer, overlap, or do not fit their layouts."""
+
+
+class PlanError(ShardError):
+    """A plan that cannot exist, or one that does not do what its layouts ask for."""
+
+
+class ExchangeError(ShardError):
+    """Ranks that disagree, tensors that do not fit the plan, or a peer that failed."""

@@ -1,0 +1,416 @@
+"""Layout: who holds what of one tensor.
+
+1. A layout is shape + dtype + mesh + the stages of digits of each dimension + the Partial axes.
+2. Three spellings make the same value: a tuple with one placement a mesh axis, applied left to right (DTensor);
+   a mapping from axis, or tuple of axes, to placement, applied in its order; text.
+3. One tuple with StridedShard has two readings: `"placement"` applies the splits as written, `"order"` decodes the
+   order of splits that the strides stand for (what FSDP2 stores). They differ where sizes do not divide.
+4. Layouts are interned: equal layouts are one object. Equality is structural; `equivalent` compares what ranks hold.
+5. What a rank holds is a product over dimensions, each depending only on the axes that divide it.
+
+>>> a = Layout((9, 4), Mesh(dp=4, tp=2), "(tp dp n) h", dtype="bfloat16")
+>>> print(a)
+bfloat16[9, 4] (tp dp n) h on dp=4 tp=2
+>>> a.local_shape(6), [str(runs) for runs in a.runs(7)]
+((0, 4), ['[8:9]', '[0:4]'])
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+from typing import cast as typed
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath import dtypes
+from shardmath.box import Box
+from shardmath.digit import Chunks, Digit, Dimension, Field, Stage, canonical_stages, cells
+from shardmath.errors import LayoutError, PlacementError
+from shardmath.mesh import Mesh
+from shardmath.notation import Partials, Rules, padded, parse, rule_names, unparse
+from shardmath.placement import Partial, Placement, Replicate, Shard, Spec, StridedShard, stage_of
+from shardmath.runs import Runs, identity, restrict
+
+__all__ = [
+    "AxisSpec",
+    "Layout",
+    "Reading",
+    "cast",
+    "equivalent",
+    "holdings_digest",
+    "relabelled",
+    "repartialed",
+    "sliced",
+    "transposed",
+    "window",
+]
+
+Reading: TypeAlias = Literal["placement", "order"]
+AxisSpec: TypeAlias = (
+    str | Sequence[Spec] | Mapping[str, Spec] | Mapping[tuple[str, ...], Spec] | Mapping[str | tuple[str, ...], Spec]
+)
+"""The three spellings: text, one placement a mesh axis, or axis -> placement."""
+
+_Key: TypeAlias = tuple[tuple[int, ...], str, Mesh, tuple[Dimension, ...], Partials]
+_interned: weakref.WeakValueDictionary[_Key, Layout] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False, init=False)
+class Layout:
+    """Who holds what of a tensor of global shape `shape`.
+
+    `spec` is one of the three spellings; `dtype` a numpy- or torch-style name; `reading` says what StridedShard means;
+    `stored` gives, per dimension, a padded length or the Runs from stored to logical positions; `rules` names the
+    placements that text refers to by `@name`. Raises LayoutError, PlacementError or NotationError.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    mesh: Mesh
+    dims: tuple[Dimension, ...]
+    partial: Partials
+
+    def __new__(
+        cls,
+        shape: Iterable[int],
+        mesh: Mesh,
+        spec: AxisSpec = (),
+        *,
+        dtype: object = "float32",
+        reading: Reading = "placement",
+        stored: Mapping[int, int | Runs] | None = None,
+        rules: Rules | None = None,
+    ) -> Layout:
+        sizes = _shape(shape)
+        if not isinstance(mesh, Mesh):
+            raise LayoutError(f"mesh is {mesh!r}; give a shardmath.Mesh, for example Mesh(dp=4, tp=2)")
+        if reading not in ("placement", "order"):
+            raise LayoutError(f"reading={reading!r} is not a reading; use 'placement' or 'order'")
+        name = dtypes.canonical(dtype)
+        if isinstance(spec, str):
+            dims, partial = _from_text(spec, sizes, mesh, stored, rules)
+        else:
+            dims, partial = _from_placements(spec, sizes, mesh, reading, stored or {})
+        return _intern(sizes, name, mesh, dims, partial)
+
+    def __repr__(self) -> str:
+        rules = f", rules={self.rules!r}" if self.rules else ""
+        return f"Layout({self.shape}, {self.mesh!r}, {self.text!r}, dtype={self.dtype!r}{rules})"
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{name}={n}" for name, n in self.mesh.axes) or "one rank"
+        return f"{self.dtype}{list(self.shape)} {self.text or 'scalar'} on {axes}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _intern, (self.shape, self.dtype, self.mesh, self.dims, self.partial)
+
+    @property
+    def text(self) -> str:
+        """The canonical notation; reading it back with the same `rules` gives this layout."""
+        return unparse(self.dims, self.partial, self.mesh.shape)
+
+    @property
+    def rules(self) -> dict[str, Placement]:
+        """The placements that `text` refers to by `@name`."""
+        return {name: by for by, name in rule_names(self.dims).items()}  # type: ignore[misc]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return dtypes.ITEMSIZE[self.dtype]
+
+    @property
+    def op(self) -> str | None:
+        """The reduction that the Partial axes wait for, None without any."""
+        return self.partial[0][1] if self.partial else None
+
+    @property
+    def free_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which ranks hold the same: neither dividing nor Partial, in mesh order."""
+        used = {name for dim in self.dims for name in dim.axes} | {name for name, _ in self.partial}
+        return tuple(name for name in self.mesh.shape if name not in used)
+
+    def runs(self, rank: int) -> tuple[Runs, ...]:
+        """One Runs a dimension: which global positions lie at which local ones.
+
+        Raises MeshError for a rank outside the mesh.
+        """
+        coords = self.mesh.coords(rank)
+        return tuple(dim.runs(coords) for dim in self.dims)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the local tensor, padding included. Raises MeshError for a rank outside the mesh."""
+        return tuple(map(len, self.runs(rank)))
+
+    def indices(self, rank: int) -> tuple[NDArray[np.int64], ...]:
+        """One int64 array a dimension: the global index of each local position, -1 for none."""
+        return tuple(runs.indices() for runs in self.runs(rank))
+
+    def holes(self, rank: int) -> bool:
+        """Whether some local cells are not this tensor's."""
+        return any(runs.size < len(runs) for runs in self.runs(rank))
+
+
+def _intern(shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> Layout:
+    """The one Layout of these canonical fields."""
+    key = (shape, dtype, mesh, dims, partial)
+    found = _interned.get(key)
+    if found is None:
+        _check_axes(mesh, dims, partial)
+        found = object.__new__(Layout)
+        for name, value in zip(("shape", "dtype", "mesh", "dims", "partial"), key, strict=True):
+            object.__setattr__(found, name, value)
+        found = _interned.setdefault(key, found)
+    return found
+
+
+def _shape(shape: Iterable[int]) -> tuple[int, ...]:
+    sizes = tuple(shape) if not isinstance(shape, int) else (shape,)
+    for n in sizes:
+        if not isinstance(n, int | np.integer) or n < 0:
+            raise LayoutError(f"shape {sizes} has {n!r}; sizes are integers >= 0")
+    return tuple(int(n) for n in sizes)
+
+
+def _check_axes(mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> None:
+    """Each axis has one use, and all reductions are one."""
+    used: dict[str, str] = {}
+    uses = [(name, f"dimension {d}") for d, dim in enumerate(dims) for name in dim.axes]
+    for name, use in uses + [(name, f"Partial({op!r})") for name, op in partial]:
+        if name in used:
+            raise LayoutError(f"mesh axis {name!r} is used in {used[name]} and in {use}; an axis has one use")
+        used[name] = use
+    ops = dict.fromkeys(op for _, op in partial)
+    if len(ops) > 1:
+        shown = ", ".join(f"{op} on {name}" for name, op in partial)
+        raise LayoutError(f"Partial axes wait for different reductions: {shown}; reduce one of them first")
+
+
+def _from_text(
+    text: str, shape: tuple[int, ...], mesh: Mesh, stored: Mapping[int, int | Runs] | None, rules: Rules | None
+) -> tuple[tuple[Dimension, ...], Partials]:
+    if stored:
+        raise LayoutError(
+            f"stored={dict(stored)} beside the text {text!r}; write it in the text: (n)=8 or (n)=<0:4 -4>"
+        )
+    for by in (rules or {}).values():
+        stage_of(by, (), ())
+    return parse(text, shape, mesh.shape, rules or {})
+
+
+_Named: TypeAlias = list[tuple[tuple[str, ...], Spec]]
+
+
+def _named(spec: AxisSpec, mesh: Mesh) -> _Named:
+    """(axes, placement) in the order in which they are applied."""
+    pairs: _Named
+    if isinstance(spec, Mapping):
+        pairs = [((key,) if isinstance(key, str) else tuple(key), value) for key, value in spec.items()]
+    elif len(spec) == len(mesh.axes):
+        pairs = list(zip(((name,) for name in mesh.shape), typed(Sequence[Spec], spec), strict=True))
+    else:
+        axes = ", ".join(mesh.shape) or "none"
+        what = f"{len(spec)} placements {tuple(spec)} for {len(mesh.axes)} mesh axes ({axes})"
+        raise LayoutError(f"{what}; give one an axis, or a mapping")
+    for names, value in pairs:
+        for name in names:
+            if name not in mesh.shape:
+                shown = " ".join(f"{axis}={n}" for axis, n in mesh.axes)
+                raise LayoutError(
+                    f"{value} on axis {name!r}: mesh {shown} has no such axis; "
+                    f"its axes are {', '.join(mesh.shape) or 'none'}"
+                )
+    return pairs
+
+
+def _from_placements(
+    spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Mapping[int, int | Runs]
+) -> tuple[tuple[Dimension, ...], Partials]:
+    pairs = _named(spec, mesh)
+    _check_once(pairs)
+    by_dim: list[_Named] = [[] for _ in shape]
+    for axes, value in pairs:
+        if not isinstance(value, Replicate | Partial):
+            by_dim[_dim(value, shape)].append((axes, value))
+    partial = {name: value.op for axes, value in pairs if isinstance(value, Partial) for name in axes}
+    kept = _stored(stored, shape)
+    dims = []
+    for d, (n, named) in enumerate(zip(shape, by_dim, strict=True)):
+        stages = _ordered(named, mesh) if reading == "order" else _written(named, mesh)
+        size = n if kept[d] is None else len(kept[d] or ())
+        dims.append(_dimension(d, shape, Field(size, canonical_stages(stages)), kept[d]))
+    return tuple(dims), tuple((name, partial[name]) for name in mesh.shape if name in partial)
+
+
+def _dimension(d: int, shape: tuple[int, ...], f: Field, stored: Runs | None) -> Dimension:
+    try:
+        return Dimension(shape[d], (f,), stored)
+    except PlacementError as error:
+        raise PlacementError(f"dimension {d} of shape {shape}: {error}") from None
+
+
+def _check_once(pairs: _Named) -> None:
+    seen: dict[str, Spec] = {}
+    for axes, value in pairs:
+        for name in axes:
+            if name in seen:
+                raise LayoutError(
+                    f"mesh axis {name!r} is used twice, by {seen[name]} and {value}; an axis has one placement"
+                )
+            seen[name] = value
+
+
+def _dim(value: Placement, shape: tuple[int, ...]) -> int:
+    dim = getattr(value, "dim", None)
+    if not isinstance(dim, int | np.integer):
+        raise PlacementError(f"{value!r} is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`")
+    if not -len(shape) <= dim < len(shape):
+        raise LayoutError(
+            f"{value} divides dimension {dim}, shape {shape} has {len(shape)}; use {-len(shape)}..{len(shape) - 1}"
+        )
+    return int(dim) % len(shape)
+
+
+def _stored(stored: Mapping[int, int | Runs], shape: tuple[int, ...]) -> list[Runs | None]:
+    out: list[Runs | None] = [None] * len(shape)
+    for d, value in stored.items():
+        if not -len(shape) <= d < len(shape):
+            raise LayoutError(
+                f"stored= names dimension {d}, shape {shape} has {len(shape)}; use {-len(shape)}..{len(shape) - 1}"
+            )
+        out[d] = value if isinstance(value, Runs) else padded(shape[d], int(value))
+    return out
+
+
+def _sizes(axes: tuple[str, ...], mesh: Mesh) -> tuple[int, ...]:
+    return tuple(mesh.axis_size(name) for name in axes)
+
+
+def _written(named: _Named, mesh: Mesh) -> list[Stage]:
+    """A stage a placement, as written."""
+    return [stage_of(value, axes, _sizes(axes, mesh)) for axes, value in named]  # type: ignore[arg-type]
+
+
+def _ordered(named: _Named, mesh: Mesh) -> list[Stage]:
+    """The order reading: all Shard and StridedShard of the dimension as one stage, in the order they stand for.
+
+    Right to left, each goes where the product of the sizes before it is its split factor (torch 2.13
+    `_StridedShard` decoding). Raises PlacementError where there is no such place.
+    """
+    if not any(isinstance(value, StridedShard) for _, value in named):
+        return _written(named, mesh)
+    order: list[tuple[str, ...]] = []
+    for axes, value in reversed(named):
+        if not isinstance(value, Shard | StridedShard):
+            raise PlacementError(
+                f"reading='order': {value} beside {StridedShard.__name__} on one dimension; use reading='placement'"
+            )
+        factor = value.split_factor if isinstance(value, StridedShard) else 1
+        order.insert(_place(order, factor, value, mesh), axes)
+    return [tuple(Digit(Chunks(math.prod(_sizes(axes, mesh))), axes, _sizes(axes, mesh)) for axes in order)]
+
+
+def _place(order: list[tuple[str, ...]], factor: int, value: Spec, mesh: Mesh) -> int:
+    product = 1
+    for at, axes in enumerate([*order, ()]):
+        if product == factor:
+            return at
+        product *= math.prod(_sizes(axes, mesh))
+    sizes = " ".join(f"{'*'.join(axes)}={math.prod(_sizes(axes, mesh))}" for axes in order) or "none"
+    fix = "use reading='placement', which applies the splits as written"
+    raise PlacementError(
+        f"reading='order': {value} stands for no order: the axes right of it on its dimension are {sizes}; {fix}"
+    )
+
+
+def _holdings(layout: Layout) -> tuple[object, ...]:
+    """What each rank holds, spelled in one way: by ascending rank, the number of its part of each dimension, the parts
+    in the order of the first rank that holds them, and its addend."""
+    mesh = layout.mesh
+    order = np.argsort(mesh.ranks)
+    dims = []
+    for dim in layout.dims:
+        held = cells(dim)
+        at = mesh.coordinate(dim.axes)[order].tolist()
+        number: dict[Runs, int] = {}
+        ids = tuple(number.setdefault(held[i], len(number)) for i in at)
+        dims.append((tuple(number), ids))
+    addend = tuple(mesh.coordinate(name for name, _ in layout.partial)[order].tolist())
+    op = layout.op if any(addend) else None
+    return layout.shape, layout.dtype, tuple(sorted(mesh.ranks)), tuple(dims), op, addend
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def holdings_digest(layout: Layout) -> str:
+    """A digest of what each rank holds and of the order of the addends; the same for every spelling."""
+    return hashlib.sha256(repr(_holdings(layout)).encode()).hexdigest()
+
+
+def equivalent(a: Layout, b: Layout) -> bool:
+    """Whether every rank holds the same of the same tensor, in the same order, under both layouts."""
+    return a is b or _holdings(a) == _holdings(b)
+
+
+def repartialed(layout: Layout, axes: Iterable[str]) -> Layout:
+    """The same division with addends along exactly these axes, waiting for their sum."""
+    named = set(axes)
+    return _intern(
+        layout.shape, layout.dtype, layout.mesh, layout.dims, tuple((n, "sum") for n in layout.mesh.shape if n in named)
+    )
+
+
+def cast(layout: Layout, dtype: object) -> Layout:
+    """The same holdings with elements of another type."""
+    return _intern(layout.shape, dtypes.canonical(dtype), layout.mesh, layout.dims, layout.partial)
+
+
+def relabelled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
+    """The same layout with every rank renamed; ranks not named keep their number."""
+    return _intern(layout.shape, layout.dtype, layout.mesh.relabel(ranks), layout.dims, layout.partial)
+
+
+def transposed(layout: Layout, order: Sequence[int]) -> Layout:
+    """The layout of the tensor with its dimensions in another order. Raises LayoutError unless each is named once."""
+    if sorted(order) != list(range(layout.ndim)):
+        raise LayoutError(
+            f"cannot transpose shape {layout.shape} to {tuple(order)}; name each of 0..{layout.ndim - 1} once"
+        )
+    shape = tuple(layout.shape[d] for d in order)
+    return _intern(shape, layout.dtype, layout.mesh, tuple(layout.dims[d] for d in order), layout.partial)
+
+
+def _check_box(layout: Layout, box: Box) -> None:
+    inside = all(0 <= lo <= hi <= n for (lo, hi), n in zip(box, layout.shape, strict=False))
+    if len(box) != layout.ndim or not inside:
+        raise LayoutError(f"box {box} is not inside shape {layout.shape}; give one (start, stop) a dimension")
+
+
+def window(layout: Layout, box: Box) -> Layout:
+    """The same local tensors with holes outside `box`, one (start, stop) a dimension."""
+    _check_box(layout, box)
+    dims = (_windowed(dim, lo, hi, 0, dim.size) for dim, (lo, hi) in zip(layout.dims, box, strict=True))
+    return _intern(layout.shape, layout.dtype, layout.mesh, tuple(dims), layout.partial)
+
+
+def sliced(layout: Layout, box: Box) -> Layout:
+    """The layout of the slice `box` as a tensor of its own, in the same local tensors: holes outside it."""
+    _check_box(layout, box)
+    dims = (_windowed(dim, lo, hi, lo, hi - lo) for dim, (lo, hi) in zip(layout.dims, box, strict=True))
+    return _intern(tuple(hi - lo for lo, hi in box), layout.dtype, layout.mesh, tuple(dims), layout.partial)
+
+
+def _windowed(dim: Dimension, lo: int, hi: int, origin: int, size: int) -> Dimension:
+    kept = restrict(dim.stored or identity(dim.size), lo, hi)
+    return Dimension(size, dim.fields, Runs(((a, g - origin, n) for a, g, n in kept.segments), len(kept)))

@@ -1,0 +1,138 @@
+"""Simulate: what a plan means, all ranks in one process, in numpy.
+
+The oracle that every backend is compared with: obviously right and kept slow. Destination arrays start as zeros
+(holes stay so), their own cells at `Plan.fill`; pieces enter in order of addend; an average is divided at the end.
+
+>>> import numpy as np
+>>> from shardmath.layout import Layout
+>>> from shardmath.mesh import Mesh
+>>> from shardmath.plan import plan
+>>> mesh = Mesh(tp=2)
+>>> p = plan(Layout((4,), mesh, "(tp n)"), Layout((4,), mesh, "n"))
+>>> simulate(p, {0: np.array([1, 2]), 1: np.array([3, 4])})[1]
+array([1, 2, 3, 4])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.errors import PlanError
+from shardmath.layout import Layout
+from shardmath.plan import Plan, local_name
+
+__all__ = ["Array", "Shards", "scatter", "simulate"]
+
+Array: TypeAlias = NDArray[Any]
+Shards: TypeAlias = Mapping[int, Array] | Mapping[int, Mapping[str, Array]]
+"""Local arrays by rank; for a plan of several tensors or windows, by rank and local tensor name."""
+
+FOLD: dict[str, Callable[[Array, Array], Array]] = {
+    "copy": lambda there, piece: piece,
+    "sum": np.add,
+    "product": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+
+
+def simulate(p: Plan, shards: Shards) -> dict[int, Array] | dict[int, dict[str, Array]]:
+    """The destination's local arrays, given the source's.
+
+    For two Layouts {rank: array} gives {rank: array}; for mappings, or tensors held as several windows, the values are
+    mappings by local name (`name`, or `name[i]` for window i). Any numpy dtype. Raises PlanError for a missing rank or
+    tensor, or an array whose shape is not the layout's local shape.
+    """
+    single = not p.is_tree
+    held = {rank: _named(p, shards, rank) for rank in p.src_ranks}
+    dtypes = {name: _dtype(p, name, held) for name in p.src}
+    out: dict[int, dict[str, Array]] = {rank: {} for rank in p.dst_ranks}
+    for name, windows in p.dst.items():
+        for j, layout in enumerate(windows):
+            for rank in layout.mesh.ranks:
+                out[rank][local_name(name, j, len(windows))] = _begin(layout, rank, dtypes[name], p.fill(name))
+    for rank, arrays in out.items():
+        for t in sorted(p.transfers(dst=rank), key=lambda t: t.addend):
+            there = arrays[t.dst_tensor]
+            there[t.dst_slices] = FOLD[t.op](there[t.dst_slices], held[t.src_rank][t.src_tensor][t.src_slices])
+        _divide(p, arrays)
+    return {rank: arrays[""] for rank, arrays in out.items()} if single and len(p.dst[""]) == 1 else out
+
+
+def _named(p: Plan, shards: Shards, rank: int) -> dict[str, Array]:
+    """The rank's source arrays by local name, checked against their layouts."""
+    if rank not in shards:
+        raise PlanError(f"no source arrays for rank {rank}; give them for ranks {', '.join(map(str, p.src_ranks))}")
+    given = (
+        cast(Mapping[str, Array], shards[rank])
+        if isinstance(shards[rank], Mapping)
+        else {"": cast(Array, shards[rank])}
+    )
+    out = {}
+    for name, windows in p.src.items():
+        for i, layout in enumerate(windows):
+            if rank in layout.mesh:
+                key = local_name(name, i, len(windows))
+                out[key] = _checked(given, key, rank, layout)
+    return out
+
+
+def _checked(given: Mapping[str, Array], key: str, rank: int, layout: Layout) -> Array:
+    if key not in given:
+        raise PlanError(f"rank {rank} gives no source array {key!r}; it gives {', '.join(map(repr, given)) or 'none'}")
+    array = np.asarray(given[key])
+    if array.shape != layout.local_shape(rank):
+        raise PlanError(
+            f"rank {rank}: source array {key!r} has shape {array.shape}, {layout} has "
+            f"{layout.local_shape(rank)} there; pass that local array"
+        )
+    return array
+
+
+def _dtype(p: Plan, name: str, held: Mapping[int, Mapping[str, Array]]) -> np.dtype[Any]:
+    keys = {local_name(name, i, len(p.src[name])) for i in range(len(p.src[name]))}
+    found = {arrays[key].dtype: rank for rank, arrays in held.items() for key in keys & arrays.keys()}
+    if len(found) != 1:
+        shown = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in found.items())
+        raise PlanError(f"tensor {name!r} has several dtypes: {shown}; pass one")
+    return next(iter(found))
+
+
+def _begin(layout: Layout, rank: int, dtype: np.dtype[Any], fill: complex | None) -> Array:
+    out = np.zeros(layout.local_shape(rank), dtype)
+    if fill is not None:
+        cells = np.ix_(*(np.flatnonzero(index >= 0) for index in layout.indices(rank)))
+        out[cells] = fill
+    return out
+
+
+def _divide(p: Plan, arrays: dict[str, Array]) -> None:
+    for name, windows in p.dst.items():
+        if p.divisor(name) > 1:
+            for j in range(len(windows)):
+                key = local_name(name, j, len(windows))
+                if key in arrays:
+                    arrays[key] = (arrays[key] / p.divisor(name)).astype(arrays[key].dtype)
+
+
+def scatter(layout: Layout, whole: Array) -> dict[int, Array]:
+    """Every rank's local array of a global one, holes 0; Partial(sum) axes hold it at their first coordinate.
+
+    Raises PlanError unless `whole` has the layout's shape.
+    """
+    if whole.shape != layout.shape:
+        raise PlanError(f"array of shape {whole.shape} for {layout}; pass the global array")
+    first = layout.mesh.coordinate(name for name, _ in layout.partial)
+    out = {}
+    for rank, addend in zip(layout.mesh.ranks, first.tolist(), strict=True):
+        local = np.zeros(layout.local_shape(rank), whole.dtype)
+        index = layout.indices(rank)
+        here, there = (np.ix_(*(f(i) for i in index)) for f in (lambda i: np.flatnonzero(i >= 0), lambda i: i[i >= 0]))
+        if not addend or layout.op in ("avg", "max", "min"):
+            local[here] = whole[there]
+        out[rank] = local
+    return out

@@ -1,0 +1,225 @@
+"""Verify: proofs that transfers do what two layouts ask for.
+
+What is checked is what is executed: the transfers that the plan expands, by sender and by receiver, which must be the
+same.
+
+1. Each transfer's slices, shape, size and global slices agree, and both ends hold those global elements there.
+2. Each enters by the right operation, in the place of its addend.
+3. **Exactly once**: each destination replica receives each source addend of each of its elements exactly once. Boxes
+   that lie inside what is held, do not meet, and have its volume together are a partition of it.
+
+`verify(p, transfers=...)` proves a claim made elsewhere against the same layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardmath.adjoint import flip_of, swapped
+from shardmath.box import Box, first_gap, first_overlap
+from shardmath.errors import PlanError
+from shardmath.layout import Layout
+from shardmath.mesh import Mesh
+from shardmath.plan import Plan, Transfer, local_name
+from shardmath.reduction import Reduction, reduction
+from shardmath.runs import Runs
+
+__all__ = ["verify"]
+
+
+def verify(p: Plan, *, transfers: Iterable[Transfer] | None = None) -> None:
+    """Raise PlanError, naming the first offending element, unless the transfers do what the plan's layouts ask for.
+
+    Without `transfers` the plan's own are proved, as each sender and each receiver expands them.
+    """
+    claimed = _executed(p) if transfers is None else transfers
+    forward = p.forward or p
+    flip = flip_of(forward) if p.forward else None
+    tensors = {name: _Tensor(forward, name) for name in forward.src}
+    boxes: dict[_Target, list[Box]] = {}
+    for t in claimed:
+        if t.tensor not in tensors:
+            raise PlanError(
+                f"{t}: the plan has no tensor {t.tensor!r}; its tensors are {', '.join(map(repr, tensors))}"
+            )
+        ahead = t if flip is None else swapped(t)
+        target, op = _check(tensors[t.tensor], ahead)
+        _check_entry(t, (op, target.addend) if flip is None else flip.entry(ahead.dst_tensor, ahead.dst_rank))
+        boxes.setdefault(target, []).append(_box(ahead.dst_slices))
+    for tensor in tensors.values():
+        _check_complete(tensor, boxes)
+
+
+def _check_entry(t: Transfer, expected: tuple[str, int]) -> None:
+    if (t.op, t.addend) != expected:
+        raise PlanError(
+            f"{t}: enters by {t.op!r} as addend {t.addend}; "
+            f"rank {t.src_rank} enters by {expected[0]!r} as addend {expected[1]}"
+        )
+
+
+def _executed(p: Plan) -> list[Transfer]:
+    """All transfers, after checking that senders and receivers list the same ones, pair by pair in the same order."""
+    sent = [t for rank in p.src_ranks for t in p.transfers(src=rank)]
+    received = [t for rank in p.dst_ranks for t in p.transfers(dst=rank)]
+    by_pair: dict[tuple[int, int], list[Transfer]] = {}
+    for t in sent:
+        by_pair.setdefault((t.src_rank, t.dst_rank), []).append(t)
+    there: dict[tuple[int, int], list[Transfer]] = {}
+    for t in received:
+        there.setdefault((t.src_rank, t.dst_rank), []).append(t)
+    for pair in by_pair.keys() | there.keys():
+        if by_pair.get(pair) != there.get(pair):
+            ours, theirs = Counter(by_pair.get(pair, ())), Counter(there.get(pair, ()))
+            odd = next(iter((ours - theirs) or (theirs - ours)), None)
+            raise PlanError(f"ranks {pair[0]} and {pair[1]} expand different transfers between them; first: {odd}")
+    return sent
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What boxes must partition: one addend of a window of a tensor at a rank, or at any rank of a group of addends."""
+
+    tensor: str
+    window: int
+    group: int
+    addend: int
+
+
+class _Tensor:
+    """What the layouts of one tensor say, looked up by rank."""
+
+    def __init__(self, p: Plan, name: str) -> None:
+        self.name, self.src, self.dst = name, p.src[name], p.dst[name]
+        self.itemsize = self.src[0].itemsize
+        self.windows = [{local_name(name, i, len(side)): i for i in range(len(side))} for side in (self.src, self.dst)]
+        self.rules = {(i, j): reduction(a, b) for i, a in enumerate(self.src) for j, b in enumerate(self.dst)}
+        self.groups = [
+            _at(layout.mesh, _others(layout.mesh, self.rules[0, j].chosen)) for j, layout in enumerate(self.dst)
+        ]
+        self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
+
+    def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
+        """What the rank holds of a window of the source (0) or of the destination (1)."""
+        key = (side, window, rank)
+        if key not in self.held:
+            self.held[key] = (self.src, self.dst)[side][window].runs(rank)
+        return self.held[key]
+
+
+def _others(mesh: Mesh, names: Iterable[str]) -> tuple[str, ...]:
+    left_out = set(names)
+    return tuple(name for name in mesh.shape if name not in left_out)
+
+
+def _at(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
+    return dict(zip(mesh.ranks, mesh.coordinate(axes).tolist(), strict=True))
+
+
+def _box(slices: tuple[slice, ...]) -> Box:
+    return tuple((s.start, s.stop) for s in slices)
+
+
+def _check(tensor: _Tensor, t: Transfer) -> tuple[_Target, str]:
+    """Prove what can be said of one transfer alone; what it is part of, and by which operation it must enter."""
+    _check_sizes(tensor, t)
+    i = _end(tensor, 0, t.src_tensor, t.src_rank, t.src_slices, t)
+    j = _end(tensor, 1, t.dst_tensor, t.dst_rank, t.dst_slices, t)
+    rule = tensor.rules[i, j]
+    addend = _addend(tensor.src[i], tensor.dst[j], rule, t)
+    return _Target(t.tensor, j, tensor.groups[j][t.dst_rank], addend), rule.op_of(addend)
+
+
+def _check_sizes(tensor: _Tensor, t: Transfer) -> None:
+    for slices in (t.src_slices, t.dst_slices, t.global_slices):
+        if (
+            any(s.step not in (None, 1) or s.start < 0 for s in slices)
+            or tuple(s.stop - s.start for s in slices) != t.shape
+        ):
+            raise PlanError(
+                f"{t}: slices {_box(slices)} are not of shape {t.shape}; all slices of a transfer list the same box"
+            )
+    if any(n <= 0 for n in t.shape) or len(t.shape) != tensor.src[0].ndim:
+        raise PlanError(
+            f"{t}: shape {t.shape} is not a box of {tensor.src[0].shape}; give a positive length a dimension"
+        )
+    if t.nbytes != math.prod(t.shape) * tensor.itemsize:
+        raise PlanError(
+            f"{t}: {t.nbytes} B for {t.shape} of {tensor.itemsize} B each; "
+            f"it is {math.prod(t.shape) * tensor.itemsize} B"
+        )
+
+
+def _end(tensor: _Tensor, side: int, local: str, rank: int, slices: tuple[slice, ...], t: Transfer) -> int:
+    """The window of one end, which must hold the global slices at the local ones."""
+    word = ("source", "destination")[side]
+    if local not in tensor.windows[side]:
+        raise PlanError(f"{t}: no {word} tensor {local!r}; they are {', '.join(map(repr, tensor.windows[side]))}")
+    window = tensor.windows[side][local]
+    layout = (tensor.src, tensor.dst)[side][window]
+    if rank not in layout.mesh:
+        raise PlanError(f"{t}: rank {rank} is not in the {word} {layout}")
+    for d, (runs, here, whole) in enumerate(zip(tensor.runs(side, window, rank), slices, t.global_slices, strict=True)):
+        if not _holds(runs, here, whole):
+            element = tuple(s.start for s in t.global_slices)
+            raise PlanError(
+                f"{t}: element {element}: rank {rank} of the {word} holds {runs} of dimension {d}, not "
+                f"{whole.start}:{whole.stop} at {here.start}:{here.stop}"
+            )
+    return window
+
+
+def _holds(runs: Runs, here: slice, whole: slice) -> bool:
+    """Whether the local positions `here` are the global ones `whole`; within one segment, as runs are canonical."""
+    return any(
+        lo <= here.start and here.stop <= lo + n and g + here.start - lo == whole.start for lo, g, n in runs.segments
+    )
+
+
+def _addend(src: Layout, dst: Layout, rule: Reduction, t: Transfer) -> int:
+    """The sender's place in the fold; addends that pass through must stay in theirs."""
+    here, there = src.mesh.coords(t.src_rank), dst.mesh.coords(t.dst_rank)
+    for a, b in rule.matched:
+        if here[a] != there[b]:
+            raise PlanError(
+                f"{t}: addend {here[a]} of {a!r} arrives as addend {there[b]} of {b!r}; "
+                f"addends pass through along this axis"
+            )
+    out = 0
+    for name in rule.folded:
+        out = out * src.mesh.axis_size(name) + here[name]
+    return out
+
+
+def _check_complete(tensor: _Tensor, boxes: dict[_Target, list[Box]]) -> None:
+    """Prove that each replica receives each addend of each element once."""
+    for j, layout in enumerate(tensor.dst):
+        seen: set[int] = set()
+        for rank in layout.mesh.ranks:
+            group = tensor.groups[j][rank]
+            if group in seen:
+                continue
+            seen.add(group)
+            runs = tensor.runs(1, j, rank)
+            for addend in range(tensor.rules[0, j].addends):
+                _check_partition(tensor, rank, runs, addend, boxes.get(_Target(tensor.name, j, group, addend), []))
+
+
+def _check_partition(tensor: _Tensor, rank: int, runs: tuple[Runs, ...], addend: int, boxes: list[Box]) -> None:
+    what = f"tensor {tensor.name!r}: rank {rank}" + (f", addend {addend}" if tensor.rules[0, 0].addends > 1 else "")
+    pair = first_overlap(boxes)
+    if pair is not None:
+        at = _element(runs, tuple(max(a[0], b[0]) for a, b in zip(boxes[pair[0]], boxes[pair[1]], strict=True)))
+        raise PlanError(f"{what} receives element {at} twice; it is to be received exactly once")
+    if sum(math.prod(hi - lo for lo, hi in box) for box in boxes) != math.prod(r.size for r in runs):
+        gap = first_gap([[(lo, lo + n) for lo, _, n in r.segments] for r in runs], boxes)
+        raise PlanError(f"{what} never receives element {_element(runs, gap or ())}; it is to be received exactly once")
+
+
+def _element(runs: tuple[Runs, ...], local: tuple[int, ...]) -> tuple[int, ...]:
+    """The global element at a local position."""
+    spans = ((at, next(s for s in r.segments if s[0] <= at < s[0] + s[2])) for r, at in zip(runs, local, strict=True))
+    return tuple(g + at - lo for at, (lo, g, _) in spans)

@@ -1,0 +1,141 @@
+"""Worker processes that are one gloo group, kept alive between tests.
+
+A task is a function of a module that workers can import, called as `task(rank, *args)` on every worker at once. What a
+worker raises comes back as a Failure; a worker that is gone comes back as a Lost.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+START_S = 120.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a worker raised."""
+
+    kind: str
+    text: str
+    trace: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker that died or did not answer in time."""
+
+    why: str
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _work(rank: int, size: int, port: int, host: int | None, channel: Connection) -> None:
+    """A worker's life: join the group, then do tasks until the channel closes."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=rank == host, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    channel.send("ready")
+    while True:
+        try:
+            task, args = pickle.loads(channel.recv_bytes())
+        except EOFError:
+            return
+        try:
+            result = task(rank, *args)
+        except Exception as error:
+            result = Failure(type(error).__name__, str(error), traceback.format_exc())
+        channel.send(result)
+
+
+class Pool:
+    """`size` workers, ranks 0..size-1. The store of the group is served by the parent, or by worker `host`."""
+
+    def __init__(self, size: int, host: int | None = None) -> None:
+        import torch.distributed as dist
+
+        self.size, port = size, free_port()
+        self._store = None
+        if host is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            port = self._store.port
+        context = mp.get_context("spawn")
+        pairs = [context.Pipe() for _ in range(size)]
+        self.channels = [ours for ours, _ in pairs]
+        self.processes = [
+            context.Process(target=_work, args=(rank, size, port, host, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, theirs in pairs:
+            theirs.close()
+        answers = self.gather(START_S)
+        assert answers == ["ready"] * size, answers
+
+    def run(self, task: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """What each worker's task(rank, *args) returned. Raises AssertionError if any failed or was lost."""
+        out = self.attempt(task, *args, timeout=timeout)
+        bad = {rank: x for rank, x in enumerate(out) if isinstance(x, Failure | Lost)}
+        for rank, x in bad.items():
+            raise AssertionError(f"worker {rank}: {x.trace if isinstance(x, Failure) else x.why}; failed: {sorted(bad)}")
+        return out
+
+    def attempt(self, task: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """What each worker's task(rank, *args) returned, a Failure, or a Lost."""
+        return self.attempt_each(task, [args] * self.size, timeout=timeout)
+
+    def attempt_each(self, task: Callable[..., Any], args: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
+        """The same with arguments of its own for each worker."""
+        for channel, own in zip(self.channels, args, strict=True):
+            channel.send_bytes(pickle.dumps((task, own)))
+        return self.gather(timeout)
+
+    def gather(self, timeout: float) -> list[Any]:
+        """An answer from every worker."""
+        deadline = time.monotonic() + timeout
+        return [self._answer(rank, deadline) for rank in range(self.size)]
+
+    def _answer(self, rank: int, deadline: float) -> Any:
+        channel = self.channels[rank]
+        try:
+            if not channel.poll(max(0.0, deadline - time.monotonic())):
+                return Lost("no answer in time")
+            return channel.recv()
+        except (EOFError, ConnectionResetError):
+            return Lost("the process is gone")
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Sends the worker a signal."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def close(self) -> None:
+        """Ends all workers; none is left behind."""
+        for channel in self.channels:
+            channel.close()
+        for process in self.processes:
+            process.join(0.5)
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()

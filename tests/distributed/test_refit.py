@@ -1,0 +1,271 @@
+"""Refit: the command end to end on a tiny model, its bounds as laws, and every way it can fail, said once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from shardmath import Layout, Mesh, plan
+from shardmath.rules import parse
+from shardmath_torch.refit import DEMO_DST, DEMO_SRC, command
+from shardmath_torch.refit_bounds import bounds
+from shardmath_torch.refit_report import Table, size
+from shardmath_torch.weights import load, open_weights
+
+SRC = "dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); vocab (tp dp n) h; * (dp n) ..."
+DST = "tp=3 ranks=3:6: column (tp n) ...; row n (tp h); vocab (tp n) h"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Sizes that do not divide, several types, a scalar and an empty tensor."""
+    numbers = torch.arange(7 * 11, dtype=torch.int64)
+    tensors = {
+        "embed_tokens.weight": torch.randn(13, 6).to(torch.bfloat16),
+        "layers.0.q_proj.weight": torch.randn(10, 6),
+        "layers.0.q_proj.bias": torch.randn(10).half(),
+        "layers.0.o_proj.weight": torch.randn(6, 10).to(torch.float8_e4m3fn),
+        "layers.0.norm.weight": torch.tensor([1.0, float("nan"), -0.0]),
+        "positions": numbers.view(7, 11),
+        "scale": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def shardmath(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "shardmath", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+
+
+# The command
+
+
+def test_end_to_end_on_overlapping_sides(model: Path, tmp_path: Path) -> None:
+    """Rank 3 is on both sides; every rank leaves what it received."""
+    out = tmp_path / "out"
+    done = shardmath("refit", model, "--src", SRC, "--dst", DST, "--steps", "2", "--max-inflight", "64B", "--out", out)
+    assert (done.returncode, done.stderr) == (0, "")
+    weights, side = open_weights(model), parse(DST)
+    for rank in side.mesh.ranks:
+        expected, found = load(weights, side.layouts(weights.shapes), rank), load_file(out / f"rank{rank}.safetensors")
+        assert {n: raw(t) for n, t in found.items()} == {n: raw(t) for n, t in expected.items()}
+    for said in (
+        "(tp dp n) ...",
+        "embed_tokens.weight bfloat16[13, 6]",
+        "transfers of 8 tensors",
+        "compile (",
+        "move (",
+    ):
+        assert said in done.stdout
+    assert re.search(r"all \d+ bytes on ranks 3, 4, 5 equal .*model.safetensors", done.stdout)
+    assert re.search(r"isend/irecv +[\d.]+ ms +[\d.]+ ms", done.stdout)
+
+
+def raw(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def test_the_demo_s_rules_divide_attention_and_ffn() -> None:
+    names = {
+        "embeddings.word_embeddings.weight": (30522, 384),
+        "encoder.layer.0.attention.self.query.bias": (384,),
+        "encoder.layer.0.attention.output.dense.weight": (384, 384),
+        "encoder.layer.0.attention.output.dense.bias": (384,),
+        "encoder.layer.0.intermediate.dense.weight": (1536, 384),
+    }
+    shapes = {name: (shape, "float32") for name, shape in names.items()}
+    src, dst = (parse(text).layouts(shapes) for text in (DEMO_SRC, DEMO_DST))
+    assert [src[name].local_shape(1) for name in names] == [(7631, 384), (96,), (192, 192), (192,), (384, 384)]
+    assert [dst[name].local_shape(3) for name in names] == [(7629, 384), (96,), (384, 96), (384,), (384, 384)]
+
+
+# Bad input: found before a process starts, said once, status 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (
+            ["--src", "tp=2: colunm (tp n) ...", "--dst", "tp=2"],
+            r"'colunm' matches none.*\n.*\n +\^\ndid you mean 'column'",
+        ),
+        (["--src", "tp=2: * (tp n) h", "--dst", "tp=2"], r"does not fit tensor 'layers.0.norm.weight' of shape \(3,\)"),
+        (["--src", "tp=2", "--dst", "tp=2: * (tp n"], r"expected '\)'"),
+        (["--src", "tp=2", "--dst", "tp=2 ranks=3:5"], "rank 2 is on neither side"),
+        (["--src", "tp=2", "--dst", "tp=64"], "66 ranks .* at most 64"),
+        (["--src", "dp=2 tp=2: * ... {sum: dp}", "--dst", "tp=2"], "is Partial .* a file holds whole values"),
+    ],
+)
+def test_bad_requests(model: Path, arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([str(model), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert re.search(what, error)
+    assert error.startswith("refit: ")
+    assert "Traceback" not in error
+
+
+def test_a_file_cut_short(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = model / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 5)
+    assert command([str(model), "--src", "tp=2", "--dst", "tp=2"]) == 1
+    assert "is cut short" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "give MODEL_DIR, --src and --dst, or --demo"),
+        (["m", "--src", "tp=2"], "give MODEL_DIR, --src and --dst, or --demo"),
+        (["--demo", "--steps", "0"], "'0' is not a number of 1 or more"),
+        (["--demo", "--timeout", "soon"], "'soon' is not a time in seconds"),
+        (["--demo", "--max-inflight", "1 mile"], "'1 mile' is not a size"),
+    ],
+)
+def test_usage(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command(arguments)
+    assert caught.value.code == 2
+    assert what in capsys.readouterr().err
+
+
+# Processes: failures are raised once, and nothing is left behind
+
+TASKS = """
+    import os, signal, sys, time
+    import torch.distributed as dist
+    from shardmath import ShardError
+    from shardmath_torch import processes
+
+    processes.PATIENCE = 0.5
+
+    def task(how, rank, say):
+        say("work", 0, 1)
+        print(os.getpid(), file=sys.stderr, flush=True)
+        if how == "sleep" or (how == "silent" and rank == 1):
+            time.sleep(100)
+        if rank == 1 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and how == "ours":
+            raise ShardError("tensor 'w' is short; load it again")
+        if rank == 1 and how == "other":
+            1 / 0
+        dist.barrier()
+        return rank * rank
+
+    if __name__ == "__main__":
+        for how in sys.argv[1:]:
+            try:
+                print(how, processes.run(task, how, 3, timeout=2.0 if how == "silent" else 20.0))
+            except ShardError as error:
+                print(how, error)
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    file = tmp_path / "tasks.py"
+    file.write_text(textwrap.dedent(TASKS))
+    return file
+
+
+def test_failures_of_ranks(tasks: Path) -> None:
+    """Right, ours, another's, killed, silent, right again: each in one go, told apart, within its time."""
+    hows = ["right", "ours", "other", "killed", "silent", "right"]
+    line = [sys.executable, str(tasks), *hows]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
+    assert re.sub(r'File ".*', "File", done.stdout).splitlines() == [
+        "right [0, 1, 4]",
+        "ours tensor 'w' is short; load it again",
+        "other rank 1 failed: ZeroDivisionError: division by zero; its traceback:",
+        "Traceback (most recent call last):",
+        *[line for line in re.sub(r'File ".*', "File", done.stdout).splitlines() if line.startswith("  ")],
+        "ZeroDivisionError: division by zero",
+        "killed rank 1 ended with signal SIGKILL while in 'work', without a word; it may have run out of memory",
+        *[line for line in done.stdout.splitlines() if line.startswith("silent")],
+        "right [0, 1, 4]",
+    ]
+    assert re.search(r"silent (no rank was heard of for 2 s: .*rank 1 in 'work'|rank \d failed)", done.stdout)
+    pids = [int(pid) for pid in re.findall(r"^\d+$", done.stderr, re.MULTILINE)]
+    assert len(pids) == 3 * len(hows)
+    assert not any(alive(pid) for pid in pids)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_ranks_leave_with_their_parent(tasks: Path) -> None:
+    with subprocess.Popen([sys.executable, str(tasks), "sleep"], stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stderr is not None
+        pids = [int(parent.stderr.readline()) for _ in range(3)]
+        assert all(alive(pid) for pid in pids)
+        parent.send_signal(signal.SIGKILL)
+    until = time.monotonic() + 10
+    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)
+
+
+# Bounds: laws over the rules' notation
+
+TEXTS = ("n h", "(tp n) h", "(dp n) h", "(tp dp n) h", "(dp n) (tp h)", "(4 dp n | tp n) h", "(n tp 2) h", "n (tp~ h)")
+sides = st.tuples(st.sampled_from(TEXTS), st.sampled_from([(2, 2), (1, 3), (3, 1)]), st.permutations(range(6)))
+
+
+@given(sides, sides, st.tuples(st.integers(0, 13), st.integers(1, 7)))
+@settings(max_examples=200, deadline=None)
+def test_bounds_hold_for_every_plan(a: tuple, b: tuple, shape: tuple[int, int]) -> None:  # type: ignore[type-arg]
+    """Received bytes are the bound; sent bytes are never below theirs, for a rank and for the busiest."""
+    src, dst = ({"w": layout(side, shape)} for side in (a, b))
+    made, bound = plan(src, dst), bounds(src, dst)
+    sent = made.sent_bytes()
+    assert bound.received == made.received_bytes()
+    assert all(sent[rank] >= bound.sent[rank] for rank in sent)
+    assert max(sent.values()) >= bound.busiest
+    assert sum(bound.received.values()) <= bound.busiest * len(src["w"].mesh.ranks)
+
+
+def layout(side: tuple[str, tuple[int, int], list[int]], shape: tuple[int, int]) -> Layout:
+    text, (dp, tp), ranks = side
+    return Layout(shape, Mesh(dp=dp, tp=tp, ranks=ranks[: dp * tp]), text)
+
+
+def test_bound_of_replicas() -> None:
+    """Ranks 0 and 1 alone hold rows 0:4, which two receivers want: each sends at least one receiver's worth."""
+    src = {"w": Layout((8,), Mesh(dp=2, tp=2, ranks=(0, 2, 1, 3)), "(tp n)")}
+    dst = {"w": Layout((8,), Mesh(tp=2, ranks=(4, 5)), "n")}
+    bound = bounds(src, dst)
+    assert bound.received == {0: 0, 1: 0, 2: 0, 3: 0, 4: 32, 5: 32}
+    assert bound.sent == dict.fromkeys(range(6), 0)
+    assert (bound.busiest, bound.forced_by) in ((16, frozenset({0, 1})), (16, frozenset({2, 3})))
+
+
+# What it prints
+
+
+def test_tables_align() -> None:
+    table = Table("Title", ("name", "n"), (("a", "5"), ("bcd", "12")))
+    assert str(table) == "Title\n  name   n\n  ----  --\n  a      5\n  bcd   12"
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e9, "2.50 GB")])
+def test_sizes(nbytes: float, text: str) -> None:
+    assert size(nbytes) == text
