@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 
 from shardmath.errors import PlanError
 from shardmath.layout import Layout, repartialed
-from shardmath.overlay import overlapping
-from shardmath.plan import Plan, Transfer, local_name
+from shardmath.partition import overlapping
+from shardmath.plan import Plan, Transfer
 from shardmath.reduction import Reduction, check_arithmetic, identity_of
+from shardmath.store import local_name
 
 __all__ = ["Flip", "adjoint", "swapped"]
 

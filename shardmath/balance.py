@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.box import row_size
-from shardmath.overlay import Ints, Template, unit_boxes
+from shardmath.overlay import Template, unit_boxes
+from shardmath.partition import Ints, overlapping
 
 __all__ = [
     "SMALL",
@@ -106,26 +108,32 @@ def _holds(t: Template, klass: Ints, rank: Ints) -> Bools:
 
 
 def _one_each(t: Template, rows: Requests, klass: Ints, here: Bools) -> tuple[Requests, Ints, Bools]:
-    """Where any one destination addend may receive: the first that holds the unit already, or all of them a stripe."""
+    """Where any one destination addend may receive: for each unit the one that most hold already, or all a stripe.
+
+    Replicas of an addend have to stay equal, so what is chosen depends on the unit alone; where destination parts
+    overlap, and one element is in several units, it is the first addend.
+    """
     mesh = t.dst.mesh
-    group = mesh.coordinate(name for name in mesh.shape if name not in t.reduction.chosen)
-    by_rank = dict(zip(mesh.ranks, group.tolist(), strict=True))
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i, (unit, rank) in enumerate(zip(rows.unit.tolist(), rows.rank.tolist(), strict=True)):
-        groups.setdefault((unit, by_rank[rank]), []).append(i)
-    keep, lo, hi = [], [], []
-    for (unit, _), members in groups.items():
-        local = [i for i in members if here[i]]
-        chosen = sorted(local or members, key=lambda i: int(rows.rank[i]))[: 1 if local else None]
-        size = int(t.unit_size[unit])
-        ends = [snap(t, unit, size * j // len(chosen)) for j in range(len(chosen))] + [size]
-        keep += chosen
-        lo += ends[:-1]
-        hi += ends[1:]
-    index, begin, end = (np.array(x, np.int64) for x in (keep, lo, hi))
-    index, begin, end = (x[end > begin] for x in (index, begin, end))
-    striped = Requests(rows.batch[index], rows.unit[index], rows.rank[index], begin, end)
-    return striped, klass[index], here[index]
+    place = dict(zip(mesh.ranks, mesh.coordinate(t.reduction.chosen).tolist(), strict=True))
+    addend = np.array([place[rank] for rank in rows.rank.tolist()], np.int64)
+    count = int(mesh.coordinate(t.reduction.chosen).max()) + 1
+    fixed = any(overlapping(dim) for dim in t.dst.dims)
+    keep: list[tuple[int, int, int]] = []
+    for unit in np.unique(rows.unit).tolist():
+        members = np.flatnonzero(rows.unit == unit)
+        local = np.bincount(addend[members][here[members]], minlength=count)
+        first = 0 if fixed else int(local.argmax())
+        stripes = [first] if fixed or local[first] else range(count)
+        for (lo, hi), chosen in zip(_stripes(t, unit, len(stripes)), stripes, strict=True):
+            keep += [(i, lo, hi) for i in members[addend[members] == chosen].tolist() if lo < hi]
+    index, begin, end = np.array(keep, np.int64).reshape(-1, 3).T
+    return Requests(rows.batch[index], rows.unit[index], rows.rank[index], begin, end), klass[index], here[index]
+
+
+def _stripes(t: Template, unit: int, count: int) -> list[tuple[int, int]]:
+    """The unit in `count` even ranges of elements, snapped."""
+    size = int(t.unit_size[unit])
+    return list(itertools.pairwise([*(snap(t, unit, size * j // count) for j in range(count)), size]))
 
 
 def snap(t: Template, unit: int, at: int) -> int:
@@ -182,7 +190,7 @@ def stacked(parts: Sequence[Requests]) -> Requests:
 
 def _number_lines(templates: Sequence[Template]) -> tuple[list[tuple[int, ...]], list[Ints]]:
     """The distinct sets of holders, sorted, and for each template the number of the set of each class."""
-    sets = [[tuple(x.tolist()) for x in np.split(t.holders, t.holder_first[1:-1])] for t in templates]
+    sets = [[tuple(t.holders[lo:hi].tolist()) for lo, hi in itertools.pairwise(t.holder_first)] for t in templates]
     distinct = sorted({holders for held in sets for holders in held})
     number = {holders: i for i, holders in enumerate(distinct)}
     return distinct, [np.array([number[holders] for holders in held], np.int64) for held in sets]

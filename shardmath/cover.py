@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -17,9 +17,11 @@ from shardmath.box import Box, first_gap
 from shardmath.digit import Dimension
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
-from shardmath.overlay import Ints, Template, expand, partition
+from shardmath.mesh import Mesh
+from shardmath.overlay import Template, expand
+from shardmath.partition import Ints, partition
 
-__all__ = ["by_rank", "check_covered", "check_disjoint"]
+__all__ = ["by_rank", "check_covered", "check_disjoint", "groups"]
 
 
 def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
@@ -41,49 +43,64 @@ def _common(a: Dimension, b: Dimension) -> int | None:
     return min(meet, default=None)
 
 
-def check_covered(batches: tuple[Batch, ...], asked: list[Requests]) -> None:
+def check_covered(batches: Sequence[Batch], asked: Sequence[Requests]) -> None:
     """Raise PlanError unless every destination gets as many elements, of every addend, as it has cells."""
     got: dict[tuple[str, int], list[int]] = {}
     for b, batch in enumerate(batches):
         got.setdefault((batch.names[0], batch.target), []).append(b)
     for parts in got.values():
         t = batches[parts[0]].template
-        group = _groups(t)
-        have = dict.fromkeys(group.values(), 0)
+        group = groups(t)
+        have = np.zeros(t.dst.mesh.size, np.int64)
         for b in parts:
-            for rank, n in by_rank(asked[b].rank, asked[b].hi - asked[b].lo):
-                have[group[rank]] += n
-        for rank in t.dst.mesh.ranks:
-            need = math.prod(runs.size for runs in t.dst.runs(rank)) * t.reduction.addends
-            if have[group[rank]] != need:
-                _missing([batches[b] for b in parts], [asked[b] for b in parts], rank)
+            np.add.at(have, group[_positions(t.dst.mesh, asked[b].rank)], asked[b].hi - asked[b].lo)
+        short = np.flatnonzero(have[group] != _cells(t.dst) * t.reduction.addends)
+        if len(short):
+            _missing([batches[b] for b in parts], [asked[b] for b in parts], int(short[0]))
 
 
-def _groups(t: Template) -> dict[int, int]:
-    """The destination ranks by what one of them may receive for all."""
+def groups(t: Template) -> Ints:
+    """For each position of the destination's mesh, its group of ranks of which one may receive for all."""
     mesh = t.dst.mesh
-    at = mesh.coordinate(name for name in mesh.shape if name not in t.reduction.chosen)
-    return dict(zip(mesh.ranks, at.tolist(), strict=True))
+    return mesh.coordinate(name for name in mesh.shape if name not in t.reduction.chosen)
 
 
-def _missing(batches: list[Batch], asked: list[Requests], rank: int) -> None:
+def _positions(mesh: Mesh, ranks: Ints) -> Ints:
+    """The positions of ranks in their mesh."""
+    listed = np.array(mesh.ranks, np.int64)
+    order = np.argsort(listed)
+    return order[np.searchsorted(listed[order], ranks)]
+
+
+def _cells(layout: Layout) -> Ints:
+    """How many of its local cells are the tensor's, by position in the mesh."""
+    out = np.ones(layout.mesh.size, np.int64)
+    for dim in layout.dims:
+        parts = partition(dim)
+        out *= np.array([runs.size for runs in parts.parts], np.int64)[parts.by_rank(layout.mesh)]
+    return out
+
+
+def _missing(batches: Sequence[Batch], asked: Sequence[Requests], position: int) -> NoReturn:
+    """Raise PlanError for the first element that the rank at this position of the mesh needs and nobody holds."""
     batch, dst = batches[0], batches[0].template.dst
+    rank = dst.mesh.ranks[position]
     held = [[(g, g + n) for _, g, n in runs.segments] for runs in dst.runs(rank)]
     boxes: list[Box] = []
     for b, rows in zip(batches, asked, strict=True):
-        t, group = b.template, _groups(b.template)
-        for u, r in zip(rows.unit.tolist(), rows.rank.tolist(), strict=True):
-            if group[r] == group[rank]:
-                sender = int(t.holders[t.holder_first[t.unit_class[u]]])
-                boxes += [
-                    tuple((s.start, s.stop) for s in piece.whole)
-                    for piece in expand(t, u, sender, 0, int(t.unit_size[u]))
-                ]
+        t, group = b.template, groups(b.template)
+        for i in np.flatnonzero(group[_positions(dst.mesh, rows.rank)] == group[position]).tolist():
+            boxes += _boxes(t, int(rows.unit[i]))
     at = first_gap(held, boxes)
-    raise PlanError(
-        f"tensor {batch.names[0]!r}: rank {rank} needs element {at} under {dst}, no rank holds it under "
-        f"{batch.template.src}; cover it at the source"
-    )
+    what = f"tensor {batch.names[0]!r}: rank {rank} needs element {at} under {dst}"
+    raise PlanError(f"{what}, no rank holds it under {batch.template.src}; cover it at the source")
+
+
+def _boxes(t: Template, unit: int) -> list[Box]:
+    """The global boxes of a unit."""
+    sender = int(t.holders[t.holder_first[t.unit_class[unit]]])
+    pieces = expand(t, unit, sender, 0, int(t.unit_size[unit]))
+    return [tuple((s.start, s.stop) for s in piece.whole) for piece in pieces]
 
 
 def by_rank(ranks: Ints, load: Ints) -> Iterator[tuple[int, int]]:

@@ -186,20 +186,32 @@ def stage_runs(stage: Stage, length: int, coords: Coords) -> Runs:
         cut = digit.cut
         if isinstance(cut, Rule):
             return pieces_runs(stage, length, coords)
-        if digit.axes:
+        if not digit.axes:
+            pieces = [piece for start, size in pieces for piece in _parts(cut, start, size)]
+        elif isinstance(cut, Chunks):
+            pieces = _chunks(pieces, cut.parts, digit.coordinate(coords))
+        else:
             i = digit.coordinate(coords)
             pieces = [(start + o, n) for start, size in pieces for o, n in (cut.part(size, i),)]
-        else:
-            pieces = [piece for start, size in pieces for piece in _parts(cut, start, size)]
     return _joined(pieces)
+
+
+def _chunks(pieces: list[tuple[int, int]], parts: int, i: int) -> list[tuple[int, int]]:
+    """Part i of every piece by `Chunks(parts)`, without a call a piece; empty ones are left out."""
+    out = []
+    for start, size in pieces:
+        step = -(-size // parts)
+        at = i * step
+        if at < size:
+            out.append((start + at, step if at + step <= size else size - at))
+    return out
 
 
 def _parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]]:
     """All parts of the piece, as (start, length)."""
     if isinstance(cut, Sizes):
-        for n in cut.sizes[: cut.count(size)]:
-            yield start, n
-            start += n
+        cut.count(size)
+        yield from zip(itertools.accumulate(cut.sizes, initial=start), cut.sizes, strict=False)
         return
     for i in range(cut.count(size)):
         o, n = cut.part(size, i)
@@ -208,17 +220,21 @@ def _parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]]:
 
 def _joined(pieces: list[tuple[int, int]]) -> Runs:
     """Disjoint pieces (start, length) one after the other."""
+    if len(pieces) == 1:
+        start, n = pieces[0]
+        return _make(((0, start, n),) if n else (), n)
     segments: list[Segment] = []
-    at = end = 0
+    at, end = 0, -1
     for start, n in pieces:
-        if not n:
-            continue
-        if start == end and segments:
+        if start == end:
             lo, g, k = segments[-1]
             segments[-1] = (lo, g, k + n)
-        else:
+        elif n:
             segments.append((at, start, n))
-        at, end = at + n, start + n
+        else:
+            continue
+        at += n
+        end = start + n
     return _make(tuple(segments), at)
 
 

@@ -31,10 +31,11 @@ from numpy.typing import NDArray
 
 from shardmath import dtypes
 from shardmath.box import Box
-from shardmath.digit import Chunks, Digit, Dimension, Field, Stage, canonical_stages, cells
+from shardmath.digit import Chunks, Digit, Dimension, Field, Stage, canonical_stages
 from shardmath.errors import LayoutError, PlacementError
 from shardmath.mesh import Mesh
 from shardmath.notation import Partials, Rules, padded, parse, rule_names, unparse
+from shardmath.partition import Ints, Partition, partition
 from shardmath.placement import Partial, Placement, Replicate, Shard, Spec, StridedShard, stage_of
 from shardmath.runs import Runs, identity, restrict
 
@@ -147,8 +148,7 @@ class Layout:
 
         Raises MeshError for a rank outside the mesh.
         """
-        coords = self.mesh.coords(rank)
-        return tuple(dim.runs(coords) for dim in self.dims)
+        return _runs(self, rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the local tensor, padding included. Raises MeshError for a rank outside the mesh."""
@@ -161,6 +161,12 @@ class Layout:
     def holes(self, rank: int) -> bool:
         """Whether some local cells are not this tensor's."""
         return any(runs.size < len(runs) for runs in self.runs(rank))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _runs(layout: Layout, rank: int) -> tuple[Runs, ...]:
+    coords = layout.mesh.coords(rank)
+    return tuple(dim.runs(coords) for dim in layout.dims)
 
 
 def _intern(shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> Layout:
@@ -340,16 +346,17 @@ def _holdings(layout: Layout) -> tuple[object, ...]:
     in the order of the first rank that holds them, and its addend."""
     mesh = layout.mesh
     order = np.argsort(mesh.ranks)
-    dims = []
-    for dim in layout.dims:
-        held = cells(dim)
-        at = mesh.coordinate(dim.axes)[order].tolist()
-        number: dict[Runs, int] = {}
-        ids = tuple(number.setdefault(held[i], len(number)) for i in at)
-        dims.append((tuple(number), ids))
+    dims = tuple(_numbered(partition(dim), mesh, order) for dim in layout.dims)
     addend = tuple(mesh.coordinate(name for name, _ in layout.partial)[order].tolist())
     op = layout.op if any(addend) else None
-    return layout.shape, layout.dtype, tuple(sorted(mesh.ranks)), tuple(dims), op, addend
+    return layout.shape, layout.dtype, tuple(sorted(mesh.ranks)), dims, op, addend
+
+
+def _numbered(parts: Partition, mesh: Mesh, order: Ints) -> tuple[tuple[Runs, ...], tuple[int, ...]]:
+    """The parts in the order of the first rank that holds them, and each rank's number."""
+    held = parts.by_rank(mesh)[order].tolist()
+    number = {part: i for i, part in enumerate(dict.fromkeys(held))}
+    return tuple(parts.parts[part] for part in number), tuple(map(number.__getitem__, held))
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -52,6 +52,7 @@ class Mesh:
     ranks: tuple[int, ...]
     _positions: dict[int, int] = field(compare=False)
     _hash: int = field(compare=False)
+    _steps: dict[str, NDArray[np.int64]] = field(compare=False)
 
     def __init__(
         self, axes: Mapping[str, int] | None = None, /, *, ranks: Iterable[int] | None = None, **sizes: int
@@ -66,6 +67,8 @@ class Mesh:
         object.__setattr__(self, "ranks", listed)
         object.__setattr__(self, "_positions", {r: i for i, r in enumerate(listed)})
         object.__setattr__(self, "_hash", hash((self.axes, listed)))
+        steps = zip(named, strides(named.values()), strict=True)
+        object.__setattr__(self, "_steps", {name: np.arange(total) // step for name, step in steps})
 
     def __hash__(self) -> int:
         return self._hash
@@ -113,11 +116,10 @@ class Mesh:
 
     def coordinate(self, names: Iterable[str]) -> NDArray[np.int64]:
         """Every rank's coordinate on the flattened axes `names` (first slowest): int64 of shape (size,)."""
-        steps = dict(zip(self.shape, strides(n for _, n in self.axes), strict=True))
-        at, out = np.arange(self.size), np.zeros(self.size, np.int64)
+        out = np.zeros(self.size, np.int64)
         for name in names:
             n = self.axis_size(name)
-            out = out * n + at // steps[name] % n
+            out = out * n + self._steps[name] % n
         return out
 
     def axis_size(self, name: str) -> int:

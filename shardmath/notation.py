@@ -26,10 +26,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 from shardmath.digit import (
     Balanced,
@@ -47,102 +45,14 @@ from shardmath.digit import (
     lengths_at,
 )
 from shardmath.errors import NotationError, ShardError
-from shardmath.placement import OPS, Placement
+from shardmath.placement import OPS
+from shardmath.reader import Axes, Reader, Rules, Token, Word, listed
 from shardmath.runs import Runs, from_ranges, identity, spanning
 
 __all__ = ["Rules", "parse", "rule_names", "unparse"]
 
-Rules: TypeAlias = Mapping[str, Placement]
-"""Placements by the name that text calls them by."""
-Axes: TypeAlias = Mapping[str, int]
 Partials: TypeAlias = tuple[tuple[str, str], ...]
 """(mesh axis, operation), in mesh order."""
-
-TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z_]\w*)|(?P<int>\d+)|(?P<mark>\.\.\.|=<|[()\[\]{}<>+:|=~*@\-]))")
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    kind: str
-    text: str
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Word:
-    """One digit as written: what it divides by, before the free name is known."""
-
-    at: int
-    axes: tuple[str, ...] = ()
-    number: int = 0
-    sizes: tuple[int, ...] | None = None
-    mark: str = ""
-    free: str = ""
-
-
-def _tokens(text: str) -> Iterator[_Token]:
-    at = 0
-    while text[at:].strip():
-        match = TOKEN.match(text, at)
-        if match is None:
-            at += len(text[at:]) - len(text[at:].lstrip())
-            fix = "use names, integers and ( ) [ ] { } < > + : | = ~ * @ - ..."
-            raise NotationError(f"unexpected character {text[at]!r}", text, at, fix)
-        kind = match.lastgroup or ""
-        yield _Token(kind, match[kind], match.start(kind))
-        at = match.end()
-    yield _Token("end", "", len(text))
-
-
-class _Reader:
-    """The tokens of one text and what its names mean."""
-
-    def __init__(self, text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> None:
-        self.text, self.shape, self.axes, self.rules = text, shape, axes, rules
-        self.tokens = list(_tokens(text))
-        self.next = 0
-        self.names: dict[str, int] = {}
-        self.used: dict[str, int] = {}
-
-    def fail(self, what: str, at: int, fix: str) -> NoReturn:
-        raise NotationError(what, self.text, at, fix)
-
-    @property
-    def here(self) -> _Token:
-        return self.tokens[self.next]
-
-    def take(self) -> _Token:
-        self.next += 1
-        return self.tokens[self.next - 1]
-
-    def accept(self, text: str) -> bool:
-        found = self.here.kind == "mark" and self.here.text == text
-        self.next += found
-        return found
-
-    def expect(self, text: str, fix: str) -> None:
-        if not self.accept(text):
-            self.fail(f"expected {text!r}, found {self.here.text or 'the end'!r}", self.here.at, fix)
-
-    def integer(self) -> int:
-        if self.here.kind != "int":
-            self.fail(f"expected an integer, found {self.here.text or 'the end'!r}", self.here.at, "write a number")
-        return int(self.take().text)
-
-    def word(self, what: str) -> _Token:
-        if self.here.kind != "word":
-            self.fail(f"expected {what}, found {self.here.text or 'the end'!r}", self.here.at, f"write {what}")
-        return self.take()
-
-    def axis(self) -> _Token:
-        token = self.word("a mesh axis")
-        if token.text not in self.axes:
-            self.fail(f"unknown mesh axis {token.text!r}", token.at, f"mesh axes are {_listed(self.axes)}")
-        return token
-
-
-def _listed(names: Mapping[str, object]) -> str:
-    return ", ".join(names) or "none"
 
 
 def parse(text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> tuple[tuple[Dimension, ...], Partials]:
@@ -150,7 +60,7 @@ def parse(text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> tuple[
 
     `axes` are the mesh's axes and sizes. Raises NotationError, with a caret under the place.
     """
-    read = _Reader(text, shape, axes, rules)
+    read = Reader(text, shape, axes, rules)
     groups = _read_dims(read)
     partial: dict[str, str] = {}
     while read.here.text == "{":
@@ -160,7 +70,7 @@ def parse(text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> tuple[
     return tuple(groups), tuple((name, partial[name]) for name in axes if name in partial)
 
 
-def _read_dims(read: _Reader) -> list[Dimension]:
+def _read_dims(read: Reader) -> list[Dimension]:
     dims: list[Dimension] = []
     ellipsis: int | None = None
     while read.here.kind == "word" or read.here.text in ("(", "..."):
@@ -186,7 +96,7 @@ def _read_dims(read: _Reader) -> list[Dimension]:
     return dims
 
 
-def _top_level(tokens: list[_Token]) -> int:
+def _top_level(tokens: list[Token]) -> int:
     """How many dimensions the text names: words and groups outside of groups."""
     depth = count = 0
     for token in tokens:
@@ -201,13 +111,13 @@ def _undivided(n: int) -> Dimension:
     return Dimension(n, (Field(n),))
 
 
-def _claim(read: _Reader, name: str, d: int, at: int) -> None:
+def _claim(read: Reader, name: str, d: int, at: int) -> None:
     """Note that dimension d is called `name`."""
     if read.names.setdefault(name, d) != d:
         read.fail(f"free name {name!r} is used in two dimensions", at, "give each dimension its own name")
 
 
-def _read_dim(read: _Reader, d: int) -> Dimension:
+def _read_dim(read: Reader, d: int) -> Dimension:
     if read.here.text != "(":
         token = read.take()
         if token.text in read.axes:
@@ -225,7 +135,7 @@ def _read_dim(read: _Reader, d: int) -> Dimension:
     return _read_group(read, d)
 
 
-def _read_group(read: _Reader, d: int) -> Dimension:
+def _read_group(read: Reader, d: int) -> Dimension:
     start = read.take().at
     if read.here.text == ")":
         read.fail("empty group", start, "write a free name for an undivided dimension")
@@ -246,7 +156,7 @@ def _read_group(read: _Reader, d: int) -> Dimension:
     return dimension
 
 
-def _claim_axes(read: _Reader, dimension: Dimension, at: int) -> None:
+def _claim_axes(read: Reader, dimension: Dimension, at: int) -> None:
     for name in dimension.axes:
         if name in read.used:
             read.fail(
@@ -257,7 +167,7 @@ def _claim_axes(read: _Reader, dimension: Dimension, at: int) -> None:
         read.used[name] = at
 
 
-def _read_field(read: _Reader, d: int) -> tuple[int | None, list[list[_Word]]]:
+def _read_field(read: Reader, d: int) -> tuple[int | None, list[list[Word]]]:
     size = None
     if read.here.kind == "int" and read.tokens[read.next + 1].text == ":":
         size = read.integer()
@@ -272,7 +182,7 @@ def _read_field(read: _Reader, d: int) -> tuple[int | None, list[list[_Word]]]:
     return size, stages
 
 
-def _once(read: _Reader, words: list[_Word]) -> None:
+def _once(read: Reader, words: list[Word]) -> None:
     seen: set[str] = set()
     for word in words:
         for name in word.axes:
@@ -281,8 +191,8 @@ def _once(read: _Reader, words: list[_Word]) -> None:
             seen.add(name)
 
 
-def _read_words(read: _Reader, d: int) -> list[_Word]:
-    words: list[_Word] = []
+def _read_words(read: Reader, d: int) -> list[Word]:
+    words: list[Word] = []
     while read.here.kind in ("word", "int") or read.here.text == "[":
         words.append(_read_word(read))
         if words[-1].free:
@@ -290,37 +200,37 @@ def _read_words(read: _Reader, d: int) -> list[_Word]:
     return words
 
 
-def _read_word(read: _Reader) -> _Word:
+def _read_word(read: Reader) -> Word:
     at = read.here.at
     if read.here.kind == "int":
         number = read.integer()
         if number < 1:
             read.fail("a local digit of 0", at, "write 1 or more")
-        return _Word(at, number=number)
+        return Word(at, number=number)
     if read.here.text == "[":
-        return _Word(at, sizes=_read_sizes(read))
+        return Word(at, sizes=_read_sizes(read))
     if read.here.text not in read.axes:
-        return _Word(at, free=read.take().text)
+        return Word(at, free=read.take().text)
     axes = [read.axis().text]
     while read.accept("*"):
         axes.append(read.axis().text)
-    return _read_mark(read, _Word(at, axes=tuple(axes)))
+    return _read_mark(read, Word(at, axes=tuple(axes)))
 
 
-def _read_mark(read: _Reader, word: _Word) -> _Word:
+def _read_mark(read: Reader, word: Word) -> Word:
     if read.accept("~"):
-        return _Word(word.at, word.axes, mark="~")
+        return Word(word.at, word.axes, mark="~")
     if read.here.text == "[":
-        return _Word(word.at, word.axes, sizes=_read_sizes(read))
+        return Word(word.at, word.axes, sizes=_read_sizes(read))
     if read.accept("@"):
         name = read.word("the name of a rule")
         if name.text not in read.rules:
-            read.fail(f"unknown rule {name.text!r}", name.at, f"rules= has {_listed(read.rules)}")
-        return _Word(word.at, word.axes, mark=name.text)
+            read.fail(f"unknown rule {name.text!r}", name.at, f"rules= has {listed(read.rules)}")
+        return Word(word.at, word.axes, mark=name.text)
     return word
 
 
-def _read_sizes(read: _Reader) -> tuple[int, ...]:
+def _read_sizes(read: Reader) -> tuple[int, ...]:
     start, sizes = read.take().at, []
     while read.here.kind == "int":
         sizes.append(read.integer())
@@ -330,7 +240,7 @@ def _read_sizes(read: _Reader) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _read_stored(read: _Reader, n: int) -> Runs | None:
+def _read_stored(read: Reader, n: int) -> Runs | None:
     start = read.here.at
     try:
         if read.accept("="):
@@ -351,7 +261,7 @@ def padded(n: int, size: int) -> Runs:
     return Runs(identity(n).segments, size)
 
 
-def _read_ranges(read: _Reader) -> list[tuple[int, int] | int]:
+def _read_ranges(read: Reader) -> list[tuple[int, int] | int]:
     out: list[tuple[int, int] | int] = []
     while not read.accept(">"):
         if read.accept("-"):
@@ -363,7 +273,7 @@ def _read_ranges(read: _Reader) -> list[tuple[int, int] | int]:
     return out
 
 
-def _field(read: _Reader, size: int | None, stages: list[list[_Word]], total: int, count: int) -> Field:
+def _field(read: Reader, size: int | None, stages: list[list[Word]], total: int, count: int) -> Field:
     at = stages[0][0].at
     if size is None and count > 1:
         read.fail("a field without a size", at, "write (8: tp n + 2: n): every field its size")
@@ -375,7 +285,7 @@ def _field(read: _Reader, size: int | None, stages: list[list[_Word]], total: in
     return Field(n, canonical_stages(raw))
 
 
-def _check_exact(read: _Reader, before: Field, words: list[_Word]) -> None:
+def _check_exact(read: Reader, before: Field, words: list[Word]) -> None:
     """A stage without a free name: its digits multiply to the length that they divide."""
     product = math.prod(_count(read, word) for word in words)
     wrong = lengths_at(before, len(before.stages)) - {product}
@@ -384,28 +294,28 @@ def _check_exact(read: _Reader, before: Field, words: list[_Word]) -> None:
         read.fail(f"a group without a free name divides {product} exactly, not {min(wrong)}", words[0].at, fix)
 
 
-def _count(read: _Reader, word: _Word) -> int:
+def _count(read: Reader, word: Word) -> int:
     if word.mark or word.sizes is not None:
         read.fail("a group with ~, sizes or a rule needs a free name", word.at, "write (tp~ n)")
     return word.number or math.prod(read.axes[name] for name in word.axes)
 
 
-def _stage(read: _Reader, words: list[_Word]) -> Stage:
+def _stage(read: Reader, words: list[Word]) -> Stage:
     free = [i for i, word in enumerate(words) if word.free]
     if len(free) > 1:
         first, second = words[free[0]], words[free[1]]
-        fix = f"one must be a mesh axis ({_listed(read.axes)}) or an integer"
+        fix = f"one must be a mesh axis ({listed(read.axes)}) or an integer"
         read.fail(f"{first.free!r} and {second.free!r} are both free names", second.at, fix)
     end = free[0] if free else len(words)
     return (*(_left(read, word) for word in words[:end]), *_right(read, words[end + 1 :], bool(free)))
 
 
-def _left(read: _Reader, word: _Word) -> Digit:
+def _left(read: Reader, word: Word) -> Digit:
     sizes = tuple(read.axes[name] for name in word.axes)
     return Digit(_left_cut(read, word, word.number or math.prod(sizes)), word.axes, sizes)
 
 
-def _left_cut(read: _Reader, word: _Word, parts: int) -> Cut:
+def _left_cut(read: Reader, word: Word, parts: int) -> Cut:
     if word.sizes is not None:
         if word.axes and len(word.sizes) != parts:
             read.fail(f"{len(word.sizes)} sizes for {parts} coordinates", word.at, "give one size a coordinate")
@@ -415,7 +325,7 @@ def _left_cut(read: _Reader, word: _Word, parts: int) -> Cut:
     return Rule(read.rules[word.mark], parts) if word.mark else Chunks(parts)
 
 
-def _right(read: _Reader, words: list[_Word], free: bool) -> list[Digit]:
+def _right(read: Reader, words: list[Word], free: bool) -> list[Digit]:
     """The free name's own blocks and the digits right of it, each a block of what is right of it."""
     digits: list[Digit] = []
     block = 1
@@ -428,7 +338,7 @@ def _right(read: _Reader, words: list[_Word], free: bool) -> list[Digit]:
     return [Digit(Block(block)), *reversed(digits)] if free else []
 
 
-def _read_partial(read: _Reader) -> dict[str, str]:
+def _read_partial(read: Reader) -> dict[str, str]:
     read.take()
     op = read.word("a reduction")
     if op.text not in OPS:

@@ -1,6 +1,6 @@
 """Overlay: two partitions of a dimension -> atoms -> templates.
 
-1. A partition is the distinct Runs (parts) that cells of a dimension hold. Source parts are cut into **atoms**,
+1. Source parts are cut into **atoms**,
    global ranges held by one set of parts, the atom's **key**; where parts do not overlap a key is one part.
 2. Overlaid with the destination's parts, each (key, part) pair gets rows (source start, destination start, global
    start, size). Because Runs are canonical every row is as long as it can be: there is no merge pass.
@@ -12,77 +12,25 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardmath.digit import Dimension, cells
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
+from shardmath.partition import Ints, Partition, partition, spans
 from shardmath.reduction import Reduction
 from shardmath.runs import Runs, identity
 
-__all__ = [
-    "Ints",
-    "Overlay",
-    "Partition",
-    "Piece",
-    "Template",
-    "expand",
-    "overlapping",
-    "overlay",
-    "partition",
-    "ranges",
-    "template",
-    "unit_boxes",
-]
-
-Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Partition:
-    """The distinct `parts` of a dimension and, row-major over `axes`, the part that each `cell` holds."""
-
-    axes: tuple[str, ...]
-    parts: tuple[Runs, ...]
-    cell: Ints
-
-    def by_rank(self, mesh: Mesh) -> Ints:
-        """The part that each rank of the mesh holds, in mesh order."""
-        return self.cell[mesh.coordinate(self.axes)]
-
-
-@functools.lru_cache(maxsize=4096)
-def partition(dimension: Dimension) -> Partition:
-    """The parts of one dimension of a layout."""
-    held = cells(dimension)
-    number = {runs: i for i, runs in enumerate(dict.fromkeys(held))}
-    return Partition(tuple(dimension.axes), tuple(number), np.array([number[runs] for runs in held], np.int64))
-
-
-def overlapping(dimension: Dimension) -> bool:
-    """Whether two cells of the dimension hold one position."""
-    start, stop, _, _ = _spans(cells(dimension))
-    return bool((stop[:-1] > start[1:]).any())
+__all__ = ["Overlay", "Piece", "Template", "expand", "overlay", "ranges", "template", "unit_boxes"]
 
 
 def _addends(axes: tuple[str, ...], count: int) -> Partition:
     """One addend a coordinate."""
     return Partition(axes, tuple(Runs(((0, i, 1),)) for i in range(count)), np.arange(count))
-
-
-def _spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
-    """All segments of all parts by global start: global start, global stop, local start, part."""
-    rows = [(g, g + n, lo, p) for p, runs in enumerate(parts) for lo, g, n in runs.segments]
-    table = np.array(rows, np.int64).reshape(-1, 4)
-    g, stop, lo, p = table[np.argsort(table[:, 0], kind="stable")].T
-    return g, stop, lo, p
 
 
 def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
@@ -117,7 +65,7 @@ class Overlay:
 def overlay(source: Partition, target: Partition) -> Overlay:
     """What of each source key each destination part holds."""
     keys, start, stop, key, local = _atoms(source)
-    g, end, lo, part = _spans(target.parts)
+    g, end, lo, part = spans(target.parts)
     atom, span = ranges(np.searchsorted(stop, g, "right"), np.searchsorted(start, end, "left"))
     left = np.maximum(start[atom], g[span])
     size = np.minimum(stop[atom], end[span]) - left
@@ -145,7 +93,7 @@ def overlay(source: Partition, target: Partition) -> Overlay:
 
 def _atoms(source: Partition) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints, Ints, Ints]:
     """keys; and by atom, in global order: start, stop, key, local start in each part of the key."""
-    g, stop, lo, part = _spans(source.parts)
+    g, stop, lo, part = spans(source.parts)
     if (stop[:-1] <= g[1:]).all():
         return tuple((p,) for p in range(len(source.parts))), g, stop, part, lo[:, None]
     cuts = np.unique(np.concatenate((g, stop)))

@@ -47,6 +47,7 @@ from shardmath.errors import PlanError
 from shardmath.layout import Layout, holdings_digest
 from shardmath.overlay import Piece, expand, template
 from shardmath.reduction import Reduction, reduction
+from shardmath.store import local_name
 
 __all__ = ["Plan", "Side", "Transfer", "Windows", "local_name", "plan"]
 
@@ -83,11 +84,6 @@ class Transfer(NamedTuple):
 
 def _spans(slices: tuple[slice, ...]) -> str:
     return f"[{', '.join(f'{s.start}:{s.stop}' for s in slices)}]"
-
-
-def local_name(name: str, window: int, count: int) -> str:
-    """The key of a local tensor: the name, or name[i] where a side holds it as several windows."""
-    return name if count == 1 else f"{name}[{window}]"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

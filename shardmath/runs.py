@@ -96,11 +96,15 @@ def _make(segments: tuple[Segment, ...], length: int) -> Runs:
 def _merge(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     """Join neighbours that continue on both sides and drop empty ones; `segments` sorted by local start."""
     out: list[Segment] = []
+    local_end = global_end = -1
     for lo, g, n in segments:
-        if out and out[-1][0] + out[-1][2] == lo and out[-1][1] + out[-1][2] == g:
+        if lo == local_end and g == global_end:
             out[-1] = (out[-1][0], out[-1][1], out[-1][2] + n)
         elif n:
             out.append((lo, g, n))
+        else:
+            continue
+        local_end, global_end = lo + n, g + n
     return tuple(out)
 
 

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
-from shardmath.plan import Plan, local_name
+from shardmath.plan import Plan
+from shardmath.store import local_name
 
 __all__ = ["Array", "Shards", "scatter", "simulate"]
 

@@ -17,15 +17,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from shardmath.adjoint import flip_of, swapped
 from shardmath.box import Box, first_gap, first_overlap
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
-from shardmath.plan import Plan, Transfer, local_name
+from shardmath.plan import Plan, Transfer
 from shardmath.reduction import Reduction, reduction
 from shardmath.runs import Runs
+from shardmath.store import local_name
 
 __all__ = ["verify"]
 
@@ -39,7 +41,7 @@ def verify(p: Plan, *, transfers: Iterable[Transfer] | None = None) -> None:
     forward = p.forward or p
     flip = flip_of(forward) if p.forward else None
     tensors = {name: _Tensor(forward, name) for name in forward.src}
-    boxes: dict[_Target, list[Box]] = {}
+    boxes: _Boxes = {}
     for t in claimed:
         if t.tensor not in tensors:
             raise PlanError(
@@ -48,7 +50,8 @@ def verify(p: Plan, *, transfers: Iterable[Transfer] | None = None) -> None:
         ahead = t if flip is None else swapped(t)
         target, op = _check(tensors[t.tensor], ahead)
         _check_entry(t, (op, target.addend) if flip is None else flip.entry(ahead.dst_tensor, ahead.dst_rank))
-        boxes.setdefault(target, []).append(_box(ahead.dst_slices))
+        chosen = tensors[t.tensor].chosen[target.window][ahead.dst_rank]
+        boxes.setdefault(target, {}).setdefault(chosen, []).append(_box(ahead.dst_slices))
     for tensor in tensors.values():
         _check_complete(tensor, boxes)
 
@@ -89,6 +92,11 @@ class _Target:
     addend: int
 
 
+_Choice: TypeAlias = dict[int, list[Box]]
+"""The boxes that each destination addend receives."""
+_Boxes: TypeAlias = dict[_Target, _Choice]
+
+
 class _Tensor:
     """What the layouts of one tensor say, looked up by rank."""
 
@@ -100,6 +108,7 @@ class _Tensor:
         self.groups = [
             _at(layout.mesh, _others(layout.mesh, self.rules[0, j].chosen)) for j, layout in enumerate(self.dst)
         ]
+        self.chosen = [_at(layout.mesh, self.rules[0, j].chosen) for j, layout in enumerate(self.dst)]
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
 
     def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
@@ -194,18 +203,28 @@ def _addend(src: Layout, dst: Layout, rule: Reduction, t: Transfer) -> int:
     return out
 
 
-def _check_complete(tensor: _Tensor, boxes: dict[_Target, list[Box]]) -> None:
-    """Prove that each replica receives each addend of each element once."""
+def _check_complete(tensor: _Tensor, boxes: _Boxes) -> None:
+    """Prove that each replica receives each addend of each element once, and that all choose the same receivers."""
     for j, layout in enumerate(tensor.dst):
-        seen: set[int] = set()
-        for rank in layout.mesh.ranks:
-            group = tensor.groups[j][rank]
-            if group in seen:
-                continue
-            seen.add(group)
-            runs = tensor.runs(1, j, rank)
-            for addend in range(tensor.rules[0, j].addends):
-                _check_partition(tensor, rank, runs, addend, boxes.get(_Target(tensor.name, j, group, addend), []))
+        families = _at(layout.mesh, _others(layout.mesh, (*tensor.rules[0, j].chosen, *layout.free_axes)))
+        for addend in range(tensor.rules[0, j].addends):
+            first: dict[int, _Choice] = {}
+            for group, rank in {tensor.groups[j][r]: r for r in reversed(layout.mesh.ranks)}.items():
+                choice = boxes.get(_Target(tensor.name, j, group, addend), {})
+                runs = tensor.runs(1, j, rank)
+                _check_partition(tensor, rank, runs, addend, [box for chosen in choice.values() for box in chosen])
+                _check_replicas(tensor, rank, runs, choice, first.setdefault(families[rank], choice))
+
+
+def _check_replicas(tensor: _Tensor, rank: int, runs: tuple[Runs, ...], choice: _Choice, first: _Choice) -> None:
+    """Two partitions among addends are the same if no box of one meets a box of another addend of the other."""
+    for addend, mine in choice.items() if choice is not first else ():
+        theirs = [box for other, there in first.items() if other != addend for box in there]
+        pair = first_overlap([*mine, *theirs])
+        if pair is not None:
+            at = _element(runs, tuple(lo for lo, _ in mine[pair[0]]))
+            what = f"tensor {tensor.name!r}: rank {rank} gets, near element {at}, what another addend of a replica gets"
+            raise PlanError(f"{what}; replicas have to stay equal")
 
 
 def _check_partition(tensor: _Tensor, rank: int, runs: tuple[Runs, ...], addend: int, boxes: list[Box]) -> None:

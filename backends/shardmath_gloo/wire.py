@@ -81,7 +81,7 @@ class GlooWire:
         """Ends all connections of the group. Never raises."""
         nothing = torch.empty(1, dtype=torch.uint8)
         for rank in self._others[:1]:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, PeerFailure):
                 _Pending(dist.irecv(nothing, rank, group=self._group, tag=TAG + 1), rank, time.monotonic()).wait()
 
     def _posted(self, rank: int | None, post: Callable[[], dist.Work | None]) -> _Pending:

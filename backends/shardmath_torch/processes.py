@@ -3,8 +3,8 @@
 1. Each process runs `task(argument, rank, say)`: a function that children can import, and values that pickle. What it
    returns comes back by rank; `say(phase, done, total)` is its progress.
 2. torch is imported once: the processes are forked from a server that has it (spawned where there is no fork).
-3. The first failure ends the job: a rank that raised, that died without a word, or that says nothing for `timeout`
-   seconds. It is raised here once, with the rank and the phase; what the other ranks made of it is dropped.
+3. The first failure ends the job: a rank that raised, that died without a word, or that stalled for `timeout` seconds.
+   It is raised here once, with the rank and the phase; what the other ranks made of it is dropped.
 4. No process outlives `run`, and none outlives the process that called it.
 5. They meet at a store in this process, on a port that the system chose, so that nobody can take the port in between.
 """
@@ -45,10 +45,12 @@ HOST = "127.0.0.1"
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Many processes share the cores: one thread each. Gloo's log of a lost peer is our error, said once."""
 SAY_EVERY = 0.1
-LISTEN_AFTER_FAILURE = 0.5
-"""Seconds. The latter lets an earlier cause overtake the echo that arrived first."""
+"""Seconds."""
 PATIENCE = 5.0
-"""Seconds beyond `timeout`: ranks give up on a lost peer by themselves, and their word is better than ours."""
+"""Seconds beyond `timeout`: ranks give up on a lost peer by themselves, and their word is better than ours. Also the
+time for the others' words after a first failure, so that a cause may overtake its echo."""
+STARTING = 60.0
+"""Seconds more until all have started: many processes that import torch at once are slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +62,23 @@ class Progress:
     total: float = 0.0
 
 
+class Lost(ExchangeError):
+    """What a rank raises whose peer has gone: the cause lies elsewhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why the job ends. A silent death sorts first, for all else is its echo; then the earliest."""
+    """Why the job ends. A silent death comes first, for all else is its echo; then the earliest that is no echo."""
 
     spoken: bool
     when: float
     rank: int
     error: ShardError
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """Smaller is nearer to the cause."""
+        return self.spoken, isinstance(self.error, Lost), self.when
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +113,17 @@ def run(
     `timeout`, in seconds, bounds every wait inside the group and the silence of all ranks together; `watch` is called
     with every rank's progress. Raises the first rank's ShardError, or ExchangeError for any other end.
     """
-    with _quiet():
-        context = _context(task)
-        store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-        ranks = [_start(context, task, argument, rank, world, store.port, timeout) for rank in range(world)]
+    job: _Job[R] = _Job([], {rank: Progress() for rank in range(world)})
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     try:
-        job: _Job[R] = _Job(ranks, {rank: Progress() for rank in range(world)})
+        with _quiet():
+            context = _context(task)
+            for rank in range(world):
+                job.ranks.append(_start(context, task, argument, rank, world, store.port, timeout))
         _listen(job, timeout, watch)
         return [job.results[rank] for rank in range(world)]
     finally:
-        _end([child.process for child in ranks])
+        _end([child.process for child in job.ranks])
 
 
 @contextlib.contextmanager
@@ -130,7 +142,7 @@ def _context(task: Task[A, R]) -> Context:
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([task.__module__])
+    context.set_forkserver_preload([__name__, task.__module__])
     return context
 
 
@@ -164,20 +176,35 @@ def _listen(job: _Job[R], timeout: float, watch: Callable[[Mapping[int, Progress
             if _hear(job, waiting[pipe]):
                 del waiting[pipe]
         watch(job.progress)
-        if time.monotonic() - heard > timeout + PATIENCE:
-            raise _silent(job, timeout + PATIENCE, [child.rank for child in waiting.values()])
+        if time.monotonic() - heard > _patience(job, timeout):
+            raise _silent(job, _patience(job, timeout), [child.rank for child in waiting.values()])
     if job.failures:
         _echoes(job, waiting)
-        raise min(job.failures, key=lambda failure: (failure.spoken, failure.when)).error
+        raise _cause(job, [child.rank for child in waiting.values()])
+
+
+def _patience(job: _Job[R], timeout: float) -> float:
+    """Seconds of silence before the job is given up."""
+    starting = any(at.phase == "start" for at in job.progress.values())
+    return timeout + PATIENCE + (STARTING if starting else 0.0)
 
 
 def _echoes(job: _Job[R], waiting: dict[Connection, _Rank]) -> None:
-    """Collect what else fails within a moment of the first failure."""
-    until = time.monotonic() + LISTEN_AFTER_FAILURE
-    while waiting and time.monotonic() < until:
+    """Collect what else fails, for a while, unless the cause is plain."""
+    until = time.monotonic() + PATIENCE
+    while waiting and time.monotonic() < until and all(failure.spoken for failure in job.failures):
         for pipe in wait(list(waiting), timeout=max(0.0, until - time.monotonic())):
             if isinstance(pipe, Connection) and _hear(job, waiting[pipe]):
                 del waiting[pipe]
+
+
+def _cause(job: _Job[R], silent: list[int]) -> ShardError:
+    """The failure nearest to the cause; where all are echoes, the ranks that say nothing are the cause."""
+    nearest = min(job.failures, key=lambda failure: failure.order).error
+    if not silent or not isinstance(nearest, Lost):
+        return nearest
+    at = ", ".join(f"rank {rank} stalled in {job.progress[rank].phase!r}" for rank in silent)
+    return ExchangeError(f"{at} until the others gave up ({nearest}); give a longer timeout if it was only slow")
 
 
 def _hear(job: _Job[R], child: _Rank) -> bool:
@@ -256,8 +283,10 @@ def _speaker(pipe: Connection) -> Say:
 
 
 def _readable(error: Exception, rank: int) -> ShardError:
-    """The error as the caller shall see it: ours as it is, any other with its traceback."""
+    """The error as the caller shall see it: ours as it is, gloo's in one line, any other with its traceback."""
     if isinstance(error, ShardError):
         return error
+    if isinstance(error, RuntimeError) and "gloo" in str(error):
+        return Lost(f"rank {rank} lost a peer: {str(error).splitlines()[0]}")
     shown = "".join(traceback.format_exception(error)).rstrip()
     return ExchangeError(f"rank {rank} failed: {type(error).__name__}: {error}; its traceback:\n{shown}")

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import shardmath as sm
@@ -110,6 +110,7 @@ def _refit(options: argparse.Namespace, model: Path, show: Screen, out: Path | N
     world = _world(job.src, job.dst)
     show.table(layouts_table(job.weights, job.src, job.dst))
     plan = _planned(src, dst, show)
+    job = replace(job, digest=plan.digest)
     with show.progress() as watch:
         outcomes = run(refit_rank, job, world, timeout=job.timeout, watch=watch)
     result = Result(job, plan, bounds(src, dst), outcomes)

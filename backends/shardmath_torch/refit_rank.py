@@ -1,7 +1,7 @@
 """What one rank of `refit` does: load its slices, plan, compile, move, check.
 
 1. A source rank reads its own slices and no more; a destination rank starts with empty tensors.
-2. Every rank plans for itself; `compile` makes them agree.
+2. Every rank plans for itself, and holds its plan against the digest of the one that was proved.
 3. Before each move the destination's bytes are spoilt, so that what is right afterwards has been moved.
 4. Beside each move the same bytes go between the same pairs by hand-written `batch_isend_irecv` on contiguous buffers:
    what the network alone costs.
@@ -41,7 +41,7 @@ SPOILT = 0xA5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank is told; `timeout` in seconds, `out` a folder for what arrives."""
+    """What every rank is told; `timeout` in seconds, `out` a folder for what arrives, `digest` the plan's."""
 
     weights: Weights
     src: Side
@@ -50,6 +50,7 @@ class Job:
     timeout: float
     max_inflight_bytes: int
     out: Path | None = None
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ def refit_rank(job: Job, rank: int, say: Say) -> Outcome:
     arriving = {name: zeros(layout, rank) for name, layout in dst.items()} if rank in job.dst.mesh else None
     say("plan", 0, 1)
     plan, plan_s = _timed(lambda: sm.plan(src, dst))
+    if plan.digest != job.digest:
+        raise sm.PlanError(f"rank {rank} plans {plan.digest}, proved was {job.digest}; run one version of everything")
     say("compile", 0, 1)
     limit = job.max_inflight_bytes
     mover, compile_s = _timed(lambda: compile(plan, timeout=job.timeout, max_inflight_bytes=limit))

@@ -53,7 +53,7 @@ class Table:
 
     def right(self, column: int) -> bool:
         """Whether the column holds numbers."""
-        return all(row[column][:1].isdigit() or row[column] in ("", "-") for row in self.rows)
+        return all(row[column].lstrip("-")[:1].isdigit() or not row[column] for row in self.rows)
 
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]

@@ -78,7 +78,7 @@ def expected(plan: sm.Plan, src: Arrays, dst: Arrays) -> dict[int, dict[str, byt
         done: Any = sm.simulate(plan, shards)
     out: dict[int, dict[str, bytes]] = {}
     for rank, key, layout in held(plan.dst):
-        now, before = done[rank] if isinstance(done[rank], np.ndarray) else done[rank][key], dst[rank][key]
+        now, before = np.asarray(done[rank][key] if isinstance(done[rank], dict) else done[rank]), dst[rank][key]
         own = np.ix_(*(np.flatnonzero(index >= 0) for index in layout.indices(rank)))
         before = before.copy()
         before[own] = now[own]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
-import signal
 import socket
 import time
 import traceback
@@ -19,6 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 START_S = 120.0
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.distributed_c10d", "shardmath_torch", "shardmath_gloo"]
+"""Imported once, in the process that all workers are forked from."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ class Pool:
     def __init__(self, size: int, host: int | None = None) -> None:
         import torch.distributed as dist
 
-        self.size, port = size, free_port()
-        self._store = None
+        self.size, self._store, port = size, None, free_port()
         if host is None:
             self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
             port = self._store.port
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         pairs = [context.Pipe() for _ in range(size)]
         self.channels = [ours for ours, _ in pairs]
         self.processes = [
@@ -88,7 +89,7 @@ class Pool:
             process.start()
         for _, theirs in pairs:
             theirs.close()
-        answers = self.gather(START_S)
+        answers = self.gather(range(size), START_S)
         assert answers == ["ready"] * size, answers
 
     def run(self, task: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -99,20 +100,19 @@ class Pool:
             raise AssertionError(f"worker {rank}: {x.trace if isinstance(x, Failure) else x.why}; failed: {sorted(bad)}")
         return out
 
-    def attempt(self, task: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """What each worker's task(rank, *args) returned, a Failure, or a Lost."""
-        return self.attempt_each(task, [args] * self.size, timeout=timeout)
+    def attempt(
+        self, task: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None, timeout: float = 60.0
+    ) -> list[Any]:
+        """What each worker's task(rank, *args) returned, a Failure, or a Lost; `ranks` are those to wait for."""
+        data = pickle.dumps((task, args))
+        for channel in self.channels:
+            channel.send_bytes(data)
+        return self.gather(range(self.size) if ranks is None else ranks, timeout)
 
-    def attempt_each(self, task: Callable[..., Any], args: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
-        """The same with arguments of its own for each worker."""
-        for channel, own in zip(self.channels, args, strict=True):
-            channel.send_bytes(pickle.dumps((task, own)))
-        return self.gather(timeout)
-
-    def gather(self, timeout: float) -> list[Any]:
-        """An answer from every worker."""
+    def gather(self, ranks: Sequence[int], timeout: float) -> list[Any]:
+        """An answer from each of these workers."""
         deadline = time.monotonic() + timeout
-        return [self._answer(rank, deadline) for rank in range(self.size)]
+        return [self._answer(rank, deadline) for rank in ranks]
 
     def _answer(self, rank: int, deadline: float) -> Any:
         channel = self.channels[rank]
@@ -123,19 +123,11 @@ class Pool:
         except (EOFError, ConnectionResetError):
             return Lost("the process is gone")
 
-    def signal(self, rank: int, number: signal.Signals) -> None:
-        """Sends the worker a signal."""
-        pid = self.processes[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
-
     def close(self) -> None:
         """Ends all workers; none is left behind."""
         for channel in self.channels:
             channel.close()
         for process in self.processes:
-            process.join(0.5)
+            process.kill()
         for process in self.processes:
-            if process.is_alive():
-                process.kill()
             process.join()

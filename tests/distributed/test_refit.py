@@ -79,6 +79,13 @@ def raw(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
+@pytest.mark.slow
+def test_the_demo() -> None:
+    done = shardmath("refit", "--demo", "--steps", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "embeddings of the arrived weights equal the original model's, bit for bit" in done.stdout
+
+
 def test_the_demo_s_rules_divide_attention_and_ffn() -> None:
     names = {
         "embeddings.word_embeddings.weight": (30522, 384),
@@ -144,7 +151,7 @@ def test_usage(arguments: list[str], what: str, capsys: pytest.CaptureFixture[st
 
 # Processes: failures are raised once, and nothing is left behind
 
-TASKS = """
+TASKS = r"""
     import os, signal, sys, time
     import torch.distributed as dist
     from shardmath import ShardError
@@ -154,7 +161,7 @@ TASKS = """
 
     def task(how, rank, say):
         say("work", 0, 1)
-        print(os.getpid(), file=sys.stderr, flush=True)
+        os.write(2, f"{os.getpid()}\n".encode())
         if how == "sleep" or (how == "silent" and rank == 1):
             time.sleep(100)
         if rank == 1 and how == "killed":
@@ -171,7 +178,8 @@ TASKS = """
             try:
                 print(how, processes.run(task, how, 3, timeout=2.0 if how == "silent" else 20.0))
             except ShardError as error:
-                print(how, error)
+                lines = str(error).splitlines()
+                print(how, lines[0], "...", lines[-1])
 """
 
 
@@ -187,18 +195,13 @@ def test_failures_of_ranks(tasks: Path) -> None:
     hows = ["right", "ours", "other", "killed", "silent", "right"]
     line = [sys.executable, str(tasks), *hows]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
-    assert re.sub(r'File ".*', "File", done.stdout).splitlines() == [
-        "right [0, 1, 4]",
-        "ours tensor 'w' is short; load it again",
-        "other rank 1 failed: ZeroDivisionError: division by zero; its traceback:",
-        "Traceback (most recent call last):",
-        *[line for line in re.sub(r'File ".*', "File", done.stdout).splitlines() if line.startswith("  ")],
-        "ZeroDivisionError: division by zero",
-        "killed rank 1 ended with signal SIGKILL while in 'work', without a word; it may have run out of memory",
-        *[line for line in done.stdout.splitlines() if line.startswith("silent")],
-        "right [0, 1, 4]",
-    ]
-    assert re.search(r"silent (no rank was heard of for 2 s: .*rank 1 in 'work'|rank \d failed)", done.stdout)
+    right, ours, other, killed, silent, again = done.stdout.splitlines()
+    assert right == again == "right [0, 1, 4]"
+    assert ours.startswith("ours tensor 'w' is short; load it again ...")
+    assert other.startswith("other rank 1 failed: ZeroDivisionError: division by zero; its traceback: ...")
+    assert other.endswith("... ZeroDivisionError: division by zero")
+    assert killed.startswith("killed rank 1 ended with signal SIGKILL while in 'work', without a word; it may have run")
+    assert silent.startswith("silent rank 1 stalled in 'work' until the others gave up (rank ")
     pids = [int(pid) for pid in re.findall(r"^\d+$", done.stderr, re.MULTILINE)]
     assert len(pids) == 3 * len(hows)
     assert not any(alive(pid) for pid in pids)

@@ -1,0 +1,7 @@
+"""`python -m shardmath`."""
+
+import sys
+
+from shardmath.cli import main
+
+sys.exit(main())

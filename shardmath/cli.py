@@ -1,0 +1,100 @@
+"""The command line: `python -m shardmath COMMAND ...`.
+
+`show` and `plan` need the core alone; backends add commands through the entry point group `shardmath.commands`, each a
+function of the remaining arguments that returns an exit status.
+
+    python -m shardmath show "dp=4 tp=2" 9,4 "(tp dp n) h"
+    python -m shardmath plan "tp=4" "tp=2 ranks=4:6" 8,4 "(tp n) h" "n (tp h)"
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+
+from shardmath.errors import ShardError
+from shardmath.layout import Layout
+from shardmath.mesh import Mesh
+from shardmath.plan import plan
+from shardmath.rules import parse
+from shardmath.show import show
+from shardmath.verify import verify
+
+__all__ = ["main"]
+
+Command = Callable[[Sequence[str]], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0, 1 for an error of ours, 2 for a wrong command line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {**BUILT_IN, **{point.name: _loaded(point) for point in entry_points(group="shardmath.commands")}}
+    if not arguments or arguments[0] not in commands:
+        wanted = arguments and arguments[0] not in ("-h", "--help")
+        text = f"{__doc__ or ''}\ncommands: {', '.join(sorted(commands))}"
+        print(
+            f"unknown command {arguments[0]!r}\n\n{text}" if wanted else text, file=sys.stderr if wanted else sys.stdout
+        )
+        return 2 if wanted else 0
+    try:
+        return commands[arguments[0]](arguments[1:])
+    except ShardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _loaded(point: EntryPoint) -> Command:
+    def command(argv: Sequence[str]) -> int:
+        try:
+            run: Command = point.load()
+        except ImportError as error:
+            print(f"error: {point.name} needs {error.name}; install shardmath[torch]", file=sys.stderr)
+            return 1
+        return run(argv)
+
+    return command
+
+
+def _mesh(text: str) -> Mesh:
+    return parse(f"{text}: * ...").mesh
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in text.split(",") if n.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write sizes with commas: 9,4") from None
+
+
+def _show(argv: Sequence[str]) -> int:
+    """Print what each rank holds."""
+    parser = argparse.ArgumentParser(prog="shardmath show", description=_show.__doc__)
+    parser.add_argument("mesh", help='axes and sizes: "dp=4 tp=2"')
+    parser.add_argument("shape", type=_shape, help="global shape: 9,4")
+    parser.add_argument("layout", help='notation: "(tp dp n) h"')
+    parser.add_argument("--dtype", default="float32")
+    given = parser.parse_args(argv)
+    print(show(Layout(given.shape, _mesh(given.mesh), given.layout, dtype=given.dtype)))
+    return 0
+
+
+def _plan(argv: Sequence[str]) -> int:
+    """Plan a move between two layouts, prove it, and print who sends what."""
+    parser = argparse.ArgumentParser(prog="shardmath plan", description=_plan.__doc__)
+    parser.add_argument("src_mesh", help='axes and sizes of the source: "tp=4"')
+    parser.add_argument("dst_mesh", help='of the destination: "tp=2 ranks=4:6"')
+    parser.add_argument("shape", type=_shape, help="global shape: 8,4")
+    parser.add_argument("src", help='layout at the source: "(tp n) h"')
+    parser.add_argument("dst", help='layout at the destination: "n (tp h)"')
+    parser.add_argument("--dtype", default="float32")
+    given = parser.parse_args(argv)
+    sides = ((given.src_mesh, given.src), (given.dst_mesh, given.dst))
+    p = plan(*(Layout(given.shape, _mesh(mesh), text, dtype=given.dtype) for mesh, text in sides))
+    verify(p)
+    print(f"{show(p)}\nproved: each destination element arrives exactly once; digest {p.digest[:16]}")
+    return 0
+
+
+BUILT_IN: dict[str, Command] = {"show": _show, "plan": _plan}

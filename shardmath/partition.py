@@ -1,0 +1,64 @@
+"""Partition: the distinct parts of one dimension, and which coordinate holds which.
+
+1. A part is the Runs that some coordinate of the dividing axes holds; equal Runs are one part.
+2. Parts of a dividing placement do not overlap. Parts of a Table may: what several hold, several can send.
+
+>>> from shardmath.layout import Layout
+>>> from shardmath.mesh import Mesh
+>>> halves = partition(Layout((4,), Mesh(dp=2, tp=2), "(tp n)").dims[0])
+>>> [str(part) for part in halves.parts], halves.by_rank(Mesh(dp=2, tp=2)).tolist()
+(['[0:2]', '[2:4]'], [0, 1, 0, 1])
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.digit import Dimension, cells
+from shardmath.mesh import Mesh
+from shardmath.runs import Runs
+
+__all__ = ["Ints", "Partition", "overlapping", "partition", "spans"]
+
+Ints: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """The distinct `parts` of a dimension and, row-major over `axes`, the part that each `cell` holds."""
+
+    axes: tuple[str, ...]
+    parts: tuple[Runs, ...]
+    cell: Ints
+
+    def by_rank(self, mesh: Mesh) -> Ints:
+        """The part that each rank of the mesh holds, in mesh order."""
+        return self.cell[mesh.coordinate(self.axes)]
+
+
+@functools.lru_cache(maxsize=4096)
+def partition(dimension: Dimension) -> Partition:
+    """The parts of one dimension of a layout."""
+    held = cells(dimension)
+    number = {runs: i for i, runs in enumerate(dict.fromkeys(held))}
+    return Partition(tuple(dimension.axes), tuple(number), np.array([number[runs] for runs in held], np.int64))
+
+
+def overlapping(dimension: Dimension) -> bool:
+    """Whether two cells of the dimension hold one position."""
+    start, stop, _, _ = spans(cells(dimension))
+    return bool((stop[:-1] > start[1:]).any())
+
+
+def spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
+    """All segments of all parts by global start: global start, global stop, local start, part."""
+    rows = [(g, g + n, lo, p) for p, runs in enumerate(parts) for lo, g, n in runs.segments]
+    table = np.array(rows, np.int64).reshape(-1, 4)
+    g, stop, lo, p = table[np.argsort(table[:, 0], kind="stable")].T
+    return g, stop, lo, p

@@ -1,0 +1,193 @@
+"""Store: which buffer, and which view of it, a local tensor lies in.
+
+1. A layout says what a rank's local tensor holds; a store says, as a separate value, where that tensor lies: a view
+   (buffer, offset, strides, all in elements) for each (local tensor, rank). Plans and transfers stay logical.
+2. Holes make several tensors fit one buffer: the q, k and v of an interleaved QKV are three layouts of the same
+   view whose holes interlock; `check` proves that no cell is two tensors'.
+3. A flat shard, any row-major range of a tensor, is at most 2 d - 1 windows, each a contiguous view of the flat buffer.
+
+>>> windows, store = flat_windows("w", (4, 5), {0: (0, 7), 1: (7, 20)}, dtype="float32")
+>>> [(str(w.mesh.ranks[0]), w.text) for w in windows]
+[('0', '(n)=<0:1> h'), ('0', '(n)=<1:2> (h)=<0:2>'), ('1', '(n)=<1:2> (h)=<2:5>'), ('1', '(n)=<2:4> h')]
+>>> store.place("w[1]", windows[1], 0)
+Place(buffer='w', offset=5, shape=(1, 2), strides=(2, 1))
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.box import Box, flat_boxes, volume
+from shardmath.errors import StoreError
+from shardmath.layout import Layout
+from shardmath.mesh import Mesh, strides
+from shardmath.runs import Runs
+
+__all__ = ["Place", "Store", "View", "check", "flat_windows", "local_name", "local_tensors", "views"]
+
+
+def local_name(name: str, window: int, count: int) -> str:
+    """The key of a local tensor: the name, or name[i] where a side holds it as several windows."""
+    return name if count == 1 else f"{name}[{window}]"
+
+
+def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, Layout]]:
+    """(local tensor, layout) of every window of a tensor."""
+    return ((local_name(name, i, len(windows)), layout) for i, layout in enumerate(windows))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where in a buffer a local tensor begins and, in elements, how it strides; row-major without `strides`."""
+
+    buffer: str
+    offset: int = 0
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A view with its shape: what `as_strided` of numpy or torch takes, counted in elements."""
+
+    buffer: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """One past the last element of the buffer that the view reaches."""
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Store:
+    """A view for each (local tensor, rank), from a mapping; equal mappings are equal stores."""
+
+    entries: tuple[tuple[tuple[str, int], View], ...]
+
+    def __init__(self, entries: Mapping[tuple[str, int], View] | Iterable[tuple[tuple[str, int], View]]) -> None:
+        listed = sorted((entries.items() if isinstance(entries, Mapping) else entries), key=lambda entry: entry[0])
+        keys = [key for key, _ in listed]
+        twice = next((key for key, after in itertools.pairwise(keys) if key == after), None)
+        if twice is not None:
+            raise StoreError(f"local tensor {twice[0]!r} of rank {twice[1]} has two views; give one")
+        object.__setattr__(self, "entries", tuple(listed))
+
+    def place(self, local: str, layout: Layout, rank: int) -> Place:
+        """Where the rank's local tensor of this layout lies. Raises StoreError for a view missing or misfit."""
+        view = dict(self.entries).get((local, rank))
+        if view is None:
+            known = ", ".join(f"{name!r} of rank {r}" for (name, r), _ in self.entries[:8]) or "none"
+            raise StoreError(f"no view for local tensor {local!r} of rank {rank}; views are there for {known}")
+        shape = layout.local_shape(rank)
+        steps = strides(shape) if view.strides is None else view.strides
+        if len(steps) != len(shape) or view.offset < 0 or min(steps, default=0) < 0:
+            what = f"{view} of {local!r}, whose local shape is {shape}"
+            raise StoreError(f"{what}; give an offset >= 0 and {len(shape)} strides >= 0")
+        return Place(view.buffer, view.offset, shape, steps)
+
+
+Buffers = Mapping[str, NDArray[Any]]
+
+
+def views(store: Store, layouts: Mapping[str, Layout], rank: int, buffers: Buffers) -> dict[str, NDArray[Any]]:
+    """The rank's local tensors as views of its flat buffers, by local name; writing one writes the buffer.
+
+    Layouts whose mesh does not have the rank are left out. Raises StoreError for a missing buffer, or a view beyond
+    its end.
+    """
+    out = {}
+    for local, layout in layouts.items():
+        if rank in layout.mesh:
+            place = store.place(local, layout, rank)
+            out[local] = _strided(place, _buffer(place, local, buffers))
+    return out
+
+
+def _buffer(place: Place, local: str, buffers: Buffers) -> NDArray[Any]:
+    if place.buffer not in buffers:
+        known = ", ".join(map(repr, buffers)) or "none"
+        raise StoreError(f"no buffer {place.buffer!r} for {local!r}; buffers are {known}")
+    buffer = buffers[place.buffer]
+    if buffer.ndim != 1 or place.end > len(buffer):
+        what = f"{place} of {local!r} ends at {place.end}, the buffer has shape {buffer.shape}"
+        raise StoreError(f"{what}; give a flat one that holds it")
+    return buffer
+
+
+def _strided(place: Place, buffer: NDArray[Any]) -> NDArray[Any]:
+    steps = tuple(step * buffer.itemsize for step in place.strides)
+    return np.lib.stride_tricks.as_strided(buffer[place.offset :], place.shape, steps)
+
+
+def check(store: Store, layouts: Mapping[str, Layout], rank: int) -> None:
+    """Raise StoreError if two cells of the rank's local tensors, holes left out, lie at one place of a buffer.
+
+    Takes a byte for each element that the buffers reach.
+    """
+    places = {local: store.place(local, layout, rank) for local, layout in layouts.items() if rank in layout.mesh}
+    ends: dict[str, int] = {}
+    for place in places.values():
+        ends[place.buffer] = max(ends.get(place.buffer, 0), place.end)
+    owners = list(places)
+    taken = {buffer: np.zeros(end, np.int32) for buffer, end in ends.items()}
+    for number, local in enumerate(owners, 1):
+        cells = _cells(places[local], layouts[local], rank)
+        buffer = taken[places[local].buffer]
+        clash = cells[buffer[cells] > 0] if len(np.unique(cells)) == len(cells) else cells
+        if len(clash):
+            other = owners[int(buffer[clash[0]]) - 1] if buffer[clash[0]] else local
+            what = (
+                f"rank {rank}: {local!r} and {other!r} both lie at element {int(clash[0])} of {places[local].buffer!r}"
+            )
+            raise StoreError(f"{what}; their holes have to interlock")
+        buffer[cells] = number
+
+
+def _cells(place: Place, layout: Layout, rank: int) -> NDArray[np.int64]:
+    """The buffer elements of the tensor's own cells."""
+    out = np.array([place.offset])
+    for index, step in zip(layout.indices(rank), place.strides, strict=True):
+        out = (out[:, None] + np.flatnonzero(index >= 0) * step).ravel()
+    return out
+
+
+def flat_windows(
+    name: str,
+    shape: Sequence[int],
+    ranges: Mapping[int, tuple[int, int]],
+    *,
+    dtype: object = "float32",
+    buffer: str | None = None,
+) -> tuple[tuple[Layout, ...], Store]:
+    """A tensor of which each rank holds a row-major flat range [lo, hi), in a flat buffer of its own.
+
+    The windows, rank by rank and in order, and where they lie: in `buffer` (the name, if not given), whose element 0 is
+    the rank's element lo. Raises PlanError for a range outside the tensor.
+    """
+    windows: list[Layout] = []
+    places: list[tuple[int, int]] = []
+    for rank, (lo, hi) in ranges.items():
+        offset = 0
+        for box in flat_boxes(shape, lo, hi):
+            windows.append(_boxed(tuple(shape), rank, box, dtype))
+            places.append((rank, offset))
+            offset += volume(box)
+    names = [local_name(name, i, len(windows)) for i in range(len(windows))]
+    views = {(local, rank): View(buffer or name, at) for local, (rank, at) in zip(names, places, strict=True)}
+    return tuple(windows), Store(views)
+
+
+def _boxed(shape: tuple[int, ...], rank: int, box: Box, dtype: object) -> Layout:
+    """One rank holds exactly the box."""
+    stored = {d: Runs(((0, lo, hi - lo),)) for d, (lo, hi) in enumerate(box)}
+    return Layout(shape, Mesh(ranks=[rank]), (), dtype=dtype, stored=stored)

@@ -1,0 +1,56 @@
+"""Testing: strategies for every value, a brute-force oracle, and the laws by name.
+
+Whoever writes a placement checks it with `check_placement`:
+
+    from hypothesis import given
+    from shardmath import testing
+
+    @given(testing.lengths(), testing.parts())
+    def test_mine(n, parts):
+        testing.check_placement(Mine(0), n, parts)
+
+and every value of ours obeys `LAWS`: `given(law.cases)(lambda case: law.check(*case))`. Needs hypothesis (the extra
+`testing`).
+"""
+
+from shardmath.testing.laws import LAWS, PLACEMENT_LAWS, Law, check_placement
+from shardmath.testing.oracle import addends, distribute, run, value
+from shardmath.testing.strategies import (
+    boxes,
+    layouts,
+    lengths,
+    meshes,
+    pairs,
+    parts,
+    placements,
+    register_strategies,
+    runs,
+    shapes,
+    tilings,
+    trees,
+)
+
+__all__ = [
+    "LAWS",
+    "PLACEMENT_LAWS",
+    "Law",
+    "addends",
+    "boxes",
+    "check_placement",
+    "distribute",
+    "layouts",
+    "lengths",
+    "meshes",
+    "pairs",
+    "parts",
+    "placements",
+    "register_strategies",
+    "run",
+    "runs",
+    "shapes",
+    "tilings",
+    "trees",
+    "value",
+]
+
+register_strategies()

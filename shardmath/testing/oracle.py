@@ -1,0 +1,62 @@
+"""Oracle: what local arrays stand for, by whole global arrays and index lists; it knows nothing of plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.layout import Layout
+from shardmath.plan import Plan
+from shardmath.simulate import FOLD, simulate
+
+__all__ = ["Array", "addends", "distribute", "run", "value"]
+
+Array: TypeAlias = NDArray[Any]
+
+
+def addends(layout: Layout, seed: int = 0) -> list[Array]:
+    """A random global array for each addend of the layout; integers in floats, so that sums are exact."""
+    count = math.prod(layout.mesh.axis_size(name) for name, _ in layout.partial)
+    rng = np.random.default_rng(seed)
+    return [rng.integers(-8, 9, layout.shape).astype(float) for _ in range(count)]
+
+
+def _index(layout: Layout, rank: int) -> tuple[Any, Any]:
+    """Local and global index of the rank's own cells."""
+    index = layout.indices(rank)
+    return np.ix_(*(np.flatnonzero(i >= 0) for i in index)), np.ix_(*(i[i >= 0] for i in index))
+
+
+def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[int, Array]:
+    """Every rank's local array of the addends' global arrays, with `hole` in holes."""
+    place = layout.mesh.coordinate(name for name, _ in layout.partial)
+    out = {}
+    for rank, addend in zip(layout.mesh.ranks, place.tolist(), strict=True):
+        local = np.full(layout.local_shape(rank), hole)
+        here, there = _index(layout, rank)
+        local[here] = values[addend][there]
+        out[rank] = local
+    return out
+
+
+def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
+    """The global array that local ones stand for: addends folded in mesh order, averages divided."""
+    place = layout.mesh.coordinate(name for name, _ in layout.partial)
+    count = math.prod(layout.mesh.axis_size(name) for name, _ in layout.partial)
+    found = [np.zeros(layout.shape) for _ in range(count)]
+    for rank, addend in zip(layout.mesh.ranks, place.tolist(), strict=True):
+        here, there = _index(layout, rank)
+        found[addend][there] = shards[rank][here]
+    out = found[0]
+    for addend in found[1:]:
+        out = FOLD["sum" if layout.op == "avg" else str(layout.op)](out, addend)
+    return out / count if layout.op == "avg" else out
+
+
+def run(p: Plan, shards: Mapping[int, Array]) -> dict[int, Array]:
+    """simulate for two Layouts."""
+    return cast(dict[int, Array], simulate(p, shards))
