@@ -36,7 +36,7 @@ from shardmath.errors import LayoutError, PlacementError
 from shardmath.mesh import Mesh
 from shardmath.notation import Partials, Rules, padded, parse, rule_names, unparse
 from shardmath.partition import Ints, Partition, partition
-from shardmath.placement import Partial, Placement, Replicate, Shard, Spec, StridedShard, stage_of
+from shardmath.placement import Partial, Placement, Replicate, Shard, Spec, StridedShard, check_protocol, stage_of
 from shardmath.runs import Runs, identity, restrict
 
 __all__ = [
@@ -82,7 +82,7 @@ class Layout:
         cls,
         shape: Iterable[int],
         mesh: Mesh,
-        spec: AxisSpec = (),
+        spec: AxisSpec,
         *,
         dtype: object = "float32",
         reading: Reading = "placement",
@@ -212,7 +212,7 @@ def _from_text(
             f"stored={dict(stored)} beside the text {text!r}; write it in the text: (n)=8 or (n)=<0:4 -4>"
         )
     for by in (rules or {}).values():
-        stage_of(by, (), ())
+        check_protocol(by)
     return parse(text, shape, mesh.shape, rules or {})
 
 

@@ -25,6 +25,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
@@ -378,12 +379,12 @@ def _name(d: int, axes: Axes) -> str:
 
 def rule_names(dims: tuple[Dimension, ...]) -> dict[Splits, str]:
     """A name for every rule in the dimensions: its class in lower case, numbered from the second."""
+    cuts = (digit.cut for dim in dims for f in dim.fields for stage in f.stages for digit in stage)
     out: dict[Splits, str] = {}
-    for cut in (digit.cut for dim in dims for f in dim.fields for stage in f.stages for digit in stage):
-        if isinstance(cut, Rule) and cut.by not in out:
-            base = type(cut.by).__name__.lower()
-            taken = sum(name.rstrip("0123456789") == base for name in out.values())
-            out[cut.by] = f"{base}{taken + 1}" if taken else base
+    for by in dict.fromkeys(cut.by for cut in cuts if isinstance(cut, Rule)):
+        base = type(by).__name__.lower()
+        numbered = (f"{base}{i}" for i in itertools.count(2))
+        out[by] = next(name for name in itertools.chain([base], numbered) if name not in out.values())
     return out
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "Spec",
     "StridedShard",
     "Table",
+    "check_protocol",
     "stage_of",
 ]
 
@@ -258,11 +259,12 @@ def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]
     if type(placement) in BuiltIn.__args__:
         *local, last = cast(BuiltIn, placement).digits(parts)
         return (*(Digit(cut) for cut in local), Digit(last, axes, sizes))
-    _check_protocol(placement)
+    check_protocol(placement)
     return (Digit(Rule(placement, parts), axes, sizes),)
 
 
-def _check_protocol(placement: Placement) -> None:
+def check_protocol(placement: Placement) -> None:
+    """Raise PlacementError unless it has `dim` and `split`, and can be hashed."""
     if not callable(getattr(placement, "split", None)) or not hasattr(placement, "dim"):
         raise PlacementError(f"{placement!r} is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`")
     try:
