@@ -170,9 +170,15 @@ def plan(src: Side, dst: Side) -> Plan:
     an element that no source rank holds.
     """
     source, target = _side(src), _side(dst)
-    _check_sides(source, target)
-    rules = {name: _rule(name, held, target[name]) for name, held in source.items()}
-    keys = {name: _key(held, target[name], rules[name]) for name, held in source.items()}
+    _check_names(source, target)
+    alike: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], tuple[Reduction, tuple[object, ...]]] = {}
+    for name, held in source.items():
+        if (held, target[name]) not in alike:
+            _check_tensor(name, held, target[name])
+            rule = _rule(name, held, target[name])
+            alike[held, target[name]] = rule, _key(held, target[name], rule)
+    rules = {name: alike[held, target[name]][0] for name, held in source.items()}
+    keys = {name: alike[held, target[name]][1] for name, held in source.items()}
     batches = _batches(source, target, keys)
     asked = [requests(b, batch) for b, batch in enumerate(batches)]
     check_covered(batches, [rows for rows, _, _ in asked])
@@ -192,7 +198,7 @@ def _side(side: Side) -> dict[str, tuple[Layout, ...]]:
     return out
 
 
-def _check_sides(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout, ...]]) -> None:
+def _check_names(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout, ...]]) -> None:
     if src.keys() != dst.keys():
         only = [
             f"{side} alone has {sorted(names)[:8]}"
@@ -200,15 +206,17 @@ def _check_sides(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout
             if names
         ]
         raise PlanError(f"names differ: {'; '.join(only)}; give both sides the same names")
-    for name in src:
-        for layout in (*src[name], *dst[name]):
-            first = src[name][0]
-            if (layout.shape, layout.dtype) != (first.shape, first.dtype):
-                what = (
-                    f"tensor {name!r}: {first.dtype}{list(first.shape)} here, {layout.dtype}{list(layout.shape)} there"
-                )
-                raise PlanError(f"{what}; both sides and all windows hold one tensor (cast() changes a layout's dtype)")
-        check_disjoint(name, src[name])
+
+
+def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> None:
+    """All windows of both sides hold one tensor, and those of the source hold nothing twice."""
+    first = src[0]
+    for layout in (*src, *dst):
+        if (layout.shape, layout.dtype) != (first.shape, first.dtype):
+            here, there = (f"{x.dtype}{list(x.shape)}" for x in (first, layout))
+            what = f"tensor {name!r}: {here} here, {there} there"
+            raise PlanError(f"{what}; both sides and all windows hold one tensor (layout.cast changes the dtype)")
+    check_disjoint(name, src)
 
 
 def _rule(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> Reduction:

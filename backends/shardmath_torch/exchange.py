@@ -57,19 +57,28 @@ class Exchange:
         plan, rank = self._task.plan, self._task.rank
         ends = _Ends(src, dst, self._block)
         fill_cells(plan, rank, dst)
+        before: _Posted | None = None
         for one in self._rounds:
-            self._round(one, ends)
+            posted = self._post(one, ends)
+            if before:
+                self._finish(before, ends)
+            before = posted
+        if before:
+            self._finish(before, ends)
         divide_cells(plan, rank, dst)
 
-    def _round(self, one: LaidRound, ends: _Ends) -> None:
+    def _post(self, one: LaidRound, ends: _Ends) -> _Posted:
         arriving = [self._receive(place, ends) for place in one.receives]
         leaving = [self._send(place, ends) for place in one.sends]
         self._task.wire.start()
-        folds = [fold for source, target in one.keeps for fold in ends.keep(source, target)]
-        for place, pending in arriving:
+        return _Posted(one, arriving, leaving)
+
+    def _finish(self, posted: _Posted, ends: _Ends) -> None:
+        folds = [fold for source, target in posted.laid.keeps for fold in ends.keep(source, target)]
+        for place, pending in posted.arriving:
             _wait(pending, place.message)
             folds += ends.unpack(place)
-        for place, pending in leaving:
+        for place, pending in posted.leaving:
             _wait(pending, place.message)
         for fold in sorted(folds, key=lambda fold: fold.addend):
             dtypes.fold(fold.op, fold.into, fold.piece)
@@ -101,6 +110,14 @@ class _Naming:
     def __exit__(self, kind: object, failure: object, trace: object) -> None:
         if isinstance(failure, PeerFailure):
             failure.tensor = self._message.pieces[0].tensor
+
+
+class _Posted(NamedTuple):
+    """A round on its way."""
+
+    laid: LaidRound
+    arriving: list[tuple[Place, Pending]]
+    leaving: list[tuple[Place, Pending]]
 
 
 class _Fold(NamedTuple):

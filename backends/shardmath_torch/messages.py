@@ -142,7 +142,14 @@ def rounds(given: Iterable[Message], rank: int) -> tuple[Round, ...]:
             sends.append(m)
         elif m.dst_rank == rank:
             receives.append(m)
-    return tuple(Round(*map(tuple, steps[step])) for step in sorted(steps) if any(steps[step]))
+    return tuple(_in_turns(*steps[step], rank) for step in sorted(steps) if any(steps[step]))
+
+
+def _in_turns(sends: list[Message], receives: list[Message], keeps: list[Message], rank: int) -> Round:
+    """Sends to the ranks behind this one first, receives from those before it, so that not all call on one rank."""
+    to = sorted(sends, key=lambda m: (m.dst_rank < rank, m.dst_rank))
+    of = sorted(receives, key=lambda m: (m.src_rank > rank, -m.src_rank))
+    return Round(tuple(to), tuple(of), tuple(keeps))
 
 
 def staging_bytes(one: Round) -> int:
