@@ -15,10 +15,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from shardmath.digest import digest
 from shardmath.errors import PlanError
 from shardmath.layout import Layout, repartialed
 from shardmath.partition import overlapping
@@ -44,8 +44,8 @@ def adjoint(p: Plan) -> Plan:
     src = {name: _dual(windows, p.rules[name], source=False) for name, windows in p.dst.items()}
     dst = {name: _dual(windows, p.rules[name], source=True) for name, windows in p.src.items()}
     rules = {n: replace(rule, fill=identity_of("sum", p.src[n][0].dtype)) for n, rule in p.rules.items()}
-    digest = hashlib.sha256(f"adjoint {p.digest}".encode()).hexdigest()
-    return replace(p, src=src, dst=dst, rules=rules, digest=digest, forward=p, flip=flip_of(p))
+    name = digest(("adjoint", p.digest))
+    return replace(p, src=src, dst=dst, rules=rules, digest=name, forward=p, flip=flip_of(p))
 
 
 def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:

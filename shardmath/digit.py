@@ -41,6 +41,7 @@ __all__ = [
     "Stage",
     "canonical_stages",
     "cells",
+    "divided",
     "lengths_at",
     "pieces_runs",
     "stage_runs",
@@ -256,6 +257,14 @@ def _cut_piece(cut: Cut, piece: Runs, kept: list[int] | None) -> list[Runs]:
     return [compose(Runs([(0, o, n)], n), piece) for o, n in bounds]
 
 
+def divided(size: int, stages: Iterable[Stage]) -> Field:
+    """The field of these stages, made canonical.
+
+    Raises PlacementError where a cut of given sizes, or a user's rule, meets a piece that it does not fit.
+    """
+    return Field(size, canonical_stages(Field(size, tuple(stages)).stages))
+
+
 def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
     """The stages without digits that change nothing, joined where the first leaves one piece a rank."""
     out: list[Stage] = []
@@ -288,10 +297,16 @@ def _hidden(digit: Digit, after: Digit) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`size` consecutive stored positions and the stages that divide them."""
+    """`size` consecutive stored positions and the stages that divide them.
+
+    Raises PlacementError where a cut of given sizes, or a user's rule, meets a piece that it does not fit.
+    """
 
     size: int
     stages: tuple[Stage, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_lengths(self)
 
     def runs(self, coords: Coords) -> Runs:
         """What the rank at `coords` keeps of 0..size-1."""
@@ -329,8 +344,6 @@ class Dimension:
             )
         if self.stored == identity(self.size):
             object.__setattr__(self, "stored", None)
-        for f in self.fields:
-            _check_lengths(f)
 
     @property
     def stored_size(self) -> int:

@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 from shardmath.errors import LayoutError
 
 __all__ = ["ITEMSIZE", "canonical", "is_bool", "is_integer", "itemsize"]
@@ -54,7 +52,9 @@ def canonical(dtype: object) -> str:
     name = text.rpartition(".")[2]
     name = ALIASES.get(name, name)
     if name not in ITEMSIZE:
-        near = difflib.get_close_matches(name, ITEMSIZE, n=1)
+        from difflib import get_close_matches  # 3 ms that only a mistake should cost
+
+        near = get_close_matches(name, ITEMSIZE, n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"known names are {', '.join(ITEMSIZE)}"
         raise LayoutError(f"unknown dtype {text!r}; {fix}")
     return name

@@ -18,7 +18,6 @@ bfloat16[9, 4] (tp dp n) h on dp=4 tp=2
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +30,8 @@ from numpy.typing import NDArray
 
 from shardmath import dtypes
 from shardmath.box import Box
-from shardmath.digit import Chunks, Digit, Dimension, Field, Stage, canonical_stages
+from shardmath.digest import digest
+from shardmath.digit import Chunks, Digit, Dimension, Stage, divided
 from shardmath.errors import LayoutError, PlacementError
 from shardmath.mesh import Mesh
 from shardmath.notation import Partials, Rules, padded, parse, rule_names, unparse
@@ -256,13 +256,13 @@ def _from_placements(
     for d, (n, named) in enumerate(zip(shape, by_dim, strict=True)):
         stages = _ordered(named, mesh) if reading == "order" else _written(named, mesh)
         size = n if kept[d] is None else len(kept[d] or ())
-        dims.append(_dimension(d, shape, Field(size, canonical_stages(stages)), kept[d]))
+        dims.append(_dimension(d, shape, size, stages, kept[d]))
     return tuple(dims), tuple((name, partial[name]) for name in mesh.shape if name in partial)
 
 
-def _dimension(d: int, shape: tuple[int, ...], f: Field, stored: Runs | None) -> Dimension:
+def _dimension(d: int, shape: tuple[int, ...], size: int, stages: list[Stage], stored: Runs | None) -> Dimension:
     try:
-        return Dimension(shape[d], (f,), stored)
+        return Dimension(shape[d], (divided(size, stages),), stored)
     except PlacementError as error:
         raise PlacementError(f"dimension {d} of shape {shape}: {error}") from None
 
@@ -362,7 +362,7 @@ def _numbered(parts: Partition, mesh: Mesh, order: Ints) -> tuple[tuple[Runs, ..
 @functools.lru_cache(maxsize=1 << 16)
 def holdings_digest(layout: Layout) -> str:
     """A digest of what each rank holds and of the order of the addends; the same for every spelling."""
-    return hashlib.sha256(repr(_holdings(layout)).encode()).hexdigest()
+    return digest(_holdings(layout))
 
 
 def equivalent(a: Layout, b: Layout) -> bool:

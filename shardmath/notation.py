@@ -42,7 +42,7 @@ from shardmath.digit import (
     Sizes,
     Splits,
     Stage,
-    canonical_stages,
+    divided,
     lengths_at,
 )
 from shardmath.errors import NotationError, ShardError
@@ -282,8 +282,8 @@ def _field(read: Reader, size: int | None, stages: list[list[Word]], total: int,
     raw = tuple(_stage(read, words) for words in stages)
     for s, words in enumerate(stages):
         if not any(word.free for word in words):
-            _check_exact(read, Field(n, canonical_stages(raw[:s])), words)
-    return Field(n, canonical_stages(raw))
+            _check_exact(read, divided(n, raw[:s]), words)
+    return divided(n, raw)
 
 
 def _check_exact(read: Reader, before: Field, words: list[Word]) -> None:

@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -224,8 +225,7 @@ def _entries(overlays: Sequence[Overlay], mesh: Mesh, parts: Ints) -> tuple[Ints
     return unit, np.array(mesh.ranks, np.int64)[order][at]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One box of a unit as its source and its destination see it; `addend` is its place in the fold."""
 
     src: tuple[slice, ...]

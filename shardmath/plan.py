@@ -19,7 +19,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +42,7 @@ from shardmath.balance import (
     unit_order,
 )
 from shardmath.cover import by_rank, check_covered, check_disjoint
+from shardmath.digest import digest
 from shardmath.errors import PlanError
 from shardmath.layout import Layout, holdings_digest
 from shardmath.overlay import Piece, expand, template
@@ -184,8 +184,8 @@ def plan(src: Side, dst: Side) -> Plan:
     check_covered(batches, [rows for rows, _, _ in asked])
     remote = [(rows[~here], klass[~here]) for rows, klass, here in asked]
     local = stacked([_sorted(batches[b], rows[here]) for b, (rows, _, here) in enumerate(asked)])
-    digest = hashlib.sha256(repr(keys).encode()).hexdigest()
-    return Plan(source, target, rules, batches, local, lines(batches, remote), digest, isinstance(src, Mapping))
+    cut = lines(batches, remote)
+    return Plan(source, target, rules, batches, local, cut, digest(keys), isinstance(src, Mapping))
 
 
 def _side(side: Side) -> dict[str, tuple[Layout, ...]]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from shardmath.errors import NotationError
 from shardmath.placement import Placement
@@ -26,8 +25,7 @@ Axes: TypeAlias = Mapping[str, int]
 TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z_]\w*)|(?P<int>\d+)|(?P<mark>\.\.\.|=<|[()\[\]{}<>+:|=~*@\-]))")
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """A `word`, `int`, `mark` or the `end`, and where it begins."""
 
     kind: str
@@ -35,8 +33,7 @@ class Token:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+class Word(NamedTuple):
     """One digit as written: what it divides by, before the free name is known."""
 
     at: int

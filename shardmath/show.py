@@ -72,9 +72,8 @@ def _plan(p: Plan, most: int) -> str:
     loads = table(["rank", "sends", "receives"], ([r, nbytes(sent[r]), nbytes(received[r])] for r in shown))
     listed = list(itertools.islice(p.transfers(), most + 1))
     lines = "\n".join(map(str, listed[:most])) + ("\n..." if len(listed) > most else "")
-    total = (
-        f"{nbytes(sum(sent.values()))} between {len(p.src_ranks)} and {len(p.dst_ranks)} ranks, {len(p.src)} tensors"
-    )
+    tensors = "1 tensor" if len(p.src) == 1 else f"{len(p.src)} tensors"
+    total = f"{nbytes(sum(sent.values()))} between {len(p.src_ranks)} and {len(p.dst_ranks)} ranks, {tensors}"
     return f"{total}\n{loads}{_more(len(p.ranks), most, 'ranks')}\n{lines}"
 
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from shardmath.adjoint import flip_of, swapped
 from shardmath.box import Box, first_gap, first_overlap
@@ -82,8 +81,7 @@ def _executed(p: Plan) -> list[Transfer]:
     return sent
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(NamedTuple):
     """What boxes must partition: one addend of a window of a tensor at a rank, or at any rank of a group of addends."""
 
     tensor: str
