@@ -79,6 +79,7 @@ test-all: lint
 
 bench: $(DEV)
 	@$(PYTEST) tests/bench -q --timeout=900 --benchmark-sort=name --benchmark-columns=min,median,max,rounds
+	@$(BIN)/python tests/bench/bench_exchange.py
 
 mutate: $(DEV)
 	@$(BIN)/python tools/mutate.py run

@@ -353,8 +353,7 @@ class Dimension:
     @property
     def axes(self) -> dict[str, int]:
         """The mesh axes that divide this dimension and their sizes, in order of appearance."""
-        digits = (digit for f in self.fields for stage in f.stages for digit in stage)
-        return {name: n for digit in digits for name, n in zip(digit.axes, digit.sizes, strict=True)}
+        return {name: n for f in self.fields for stage in f.stages for name, n in _axes(stage).items()}
 
     def runs(self, coords: Coords) -> Runs:
         """Local to logical positions of the rank at `coords`."""
@@ -372,9 +371,31 @@ def _shifted(parts: list[Runs], sizes: list[int]) -> Iterator[Runs]:
 @functools.lru_cache(maxsize=4096)
 def cells(dimension: Dimension) -> tuple[Runs, ...]:
     """The Runs at every coordinate of the dimension's axes, row-major in `dimension.axes`."""
+    if len(dimension.fields) == 1:
+        stored = dimension.stored
+        held = _field_cells(dimension.fields[0])
+        return tuple(held if stored is None else (compose(runs, stored) for runs in held))
     axes = dimension.axes
-    points = itertools.product(*map(range, axes.values()))
-    return tuple(dimension.runs(dict(zip(axes, point, strict=True))) for point in points)
+    return tuple(dimension.runs(coords) for coords in _points(axes))
+
+
+def _points(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Every coordinate, the last axis fastest."""
+    return (dict(zip(axes, point, strict=True)) for point in itertools.product(*map(range, axes.values())))
+
+
+def _axes(stage: Stage) -> dict[str, int]:
+    return {name: n for digit in stage for name, n in zip(digit.axes, digit.sizes, strict=True)}
+
+
+def _field_cells(f: Field) -> list[Runs]:
+    """The Runs at every coordinate of the field's axes; a stage is divided once for each length that reaches it."""
+    held = [identity(f.size)]
+    for stage in f.stages:
+        points = list(_points(_axes(stage)))
+        parts = {n: [stage_runs(stage, n, coords) for coords in points] for n in {len(runs) for runs in held}}
+        held = [compose(part, runs) for runs in held for part in parts[len(runs)]]
+    return held
 
 
 def _check_lengths(f: Field) -> None:
@@ -400,13 +421,6 @@ def _part_sizes(digit: Digit, size: int) -> set[int]:
     return {cut.part(size, i)[1] for i in kept if i >= 0}
 
 
-def _lengths(f: Field) -> set[int]:
-    """The local lengths that ranks have after all stages of the field."""
-    axes = Dimension(f.size, (f,)).axes
-    points = itertools.product(*map(range, axes.values()))
-    return {len(f.runs(dict(zip(axes, point, strict=True)))) for point in points}
-
-
 def lengths_at(f: Field, stage: int) -> set[int]:
     """The lengths of what ranks hold when the given stage of the field begins."""
-    return _lengths(Field(f.size, f.stages[:stage])) if stage else {f.size}
+    return {len(runs) for runs in _field_cells(Field(f.size, f.stages[:stage]))}

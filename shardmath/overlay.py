@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -235,6 +236,7 @@ class Piece(NamedTuple):
     addend: int
 
 
+@functools.lru_cache(maxsize=1024)
 def unit_boxes(t: Template, unit: int) -> tuple[Ints, Ints]:
     """The rows of every box of the unit, box by box and row-major, and their sizes: two arrays (boxes, dimensions)."""
     rows = [
