@@ -32,15 +32,16 @@ __all__ = ["Flip", "adjoint", "swapped"]
 def adjoint(p: Plan) -> Plan:
     """The transposed plan: <p(x), y> = <x, adjoint(p)(y)> for arbitrary local arrays x and y.
 
-    Raises PlanError where the plan is not linear: a reduction by max, min or product.
+    Raises PlanError where the plan is not linear: a reduction by max, min or product; and where the dtype has no sum.
     """
+    if not isinstance(p, Plan):
+        raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) returns")
     if p.forward is not None:
         return p.forward
     for name, rule in p.rules.items():
         if (rule.folded and rule.op in ("max", "min", "product")) or (rule.chosen and rule.op == "product"):
             what = f"tensor {name!r} is reduced by {rule.op}, which is not linear"
             raise PlanError(f"{what}; only copies, sum and avg have an adjoint")
-        check_arithmetic("sum", p.src[name][0].dtype)
     src = {name: _dual(windows, p.rules[name], source=False) for name, windows in p.dst.items()}
     dst = {name: _dual(windows, p.rules[name], source=True) for name, windows in p.src.items()}
     rules = {n: replace(rule, fill=identity_of("sum", p.src[n][0].dtype)) for n, rule in p.rules.items()}
@@ -50,13 +51,14 @@ def adjoint(p: Plan) -> Plan:
 
 def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
     """The axes of a destination along which all receive the same."""
-    out = {*rule.chosen, *(b for _, b in rule.matched), *(name for dim in layout.dims for name in dim.axes)}
+    through = (name for _, axes in rule.matched for name in axes)
+    out = {*rule.chosen, *through, *(name for dim in layout.dims for name in dim.axes)}
     return tuple(name for name in layout.mesh.shape if name not in out)
 
 
 def _dual(windows: tuple[Layout, ...], rule: Reduction, *, source: bool) -> tuple[Layout, ...]:
     """One side of the adjoint: a side's holdings with Replicate and Partial swapped."""
-    through = [pair[not source] for pair in rule.matched]
+    through = [name for pair in rule.matched for name in pair[not source]]
     axes = [{*(layout.free_axes if source else everybody(layout, rule)), *through} for layout in windows]
     return tuple(repartialed(layout, names) for layout, names in zip(windows, axes, strict=True))
 
@@ -85,14 +87,16 @@ class Flip:
 
 
 def flip_of(p: Plan) -> Flip:
-    """How the transfers of `p` enter its adjoint: window by window, in the order of the mesh."""
+    """How the transfers of `p` enter its adjoint: window by window, by ascending rank."""
     entries: dict[str, tuple[str, Mapping[int, int]]] = {}
     for name, windows in p.dst.items():
         op = "sum" if _replicated(windows, p.rules[name]) else "copy"
+        if op == "sum":
+            check_arithmetic("sum", windows[0].dtype)
         before = 0
         for j, layout in enumerate(windows):
             places = range(before, before + layout.mesh.size) if op == "sum" else [0] * layout.mesh.size
-            entries[local_name(name, j, len(windows))] = op, dict(zip(layout.mesh.ranks, places, strict=True))
+            entries[local_name(name, j, len(windows))] = op, dict(zip(sorted(layout.mesh.ranks), places, strict=True))
             before += layout.mesh.size
     return Flip(entries)
 

@@ -2,7 +2,7 @@
 
 1. A **class** is a set of ranks that hold the same. All that is asked of a class lies on one integer **line** of bytes:
    receiver by receiver, then tensor, then unit.
-2. The line is **cut** at integers among the holders; holder j sends what lies between cuts j and j + 1.
+2. The line is **cut** evenly, at integers, among the holders; holder j sends what lies between cuts j and j + 1.
    Loads are differences of cuts, a rank's own list is its slices of the lines, striping adds one transfer a cut.
 3. Cuts snap to whole rows of a box; boxes of at most `SMALL` bytes stay whole.
 4. A receiver that holds its cell already copies locally and is not on the line.
@@ -245,7 +245,7 @@ def senders(on: Lines, line: int, lo: int, hi: int) -> list[tuple[int, int, int]
     return [(rank, x, y) for rank, x, y in spans if x < y]
 
 
-def sent_loads(on: Lines, count: Sequence[int]) -> tuple[Ints, Ints]:
+def sent_loads(on: Lines) -> tuple[Ints, Ints]:
     """(rank, bytes) of every holder's share of every line."""
     at = np.arange(len(on.holders)) + np.repeat(np.arange(len(on.first) - 1), np.diff(on.holder_first))
     return on.holders, on.cuts[at + 1] - on.cuts[at]

@@ -24,7 +24,6 @@ __all__ = [
     "first_gap",
     "first_overlap",
     "flat_boxes",
-    "intersect",
     "row_size",
     "shape",
     "slices",
@@ -54,12 +53,6 @@ def volume(box: Box) -> int:
 def slices(box: Box) -> tuple[slice, ...]:
     """The box as an index: one slice a dimension."""
     return tuple(slice(start, stop) for start, stop in box)
-
-
-def intersect(a: Box, b: Box) -> Box:
-    """What both hold; a dimension of length 0 where they do not meet."""
-    both = ((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return tuple((lo, max(lo, hi)) for lo, hi in both)
 
 
 def row_size(dims: Sequence[int]) -> int:
@@ -101,24 +94,29 @@ def _within(row: int, dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
     return [((row, row + 1), *box) for box in _flat(dims[1:], lo, hi)]
 
 
-def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """The numbers of two boxes that share an element, or None. All boxes have as many dimensions, and none is empty.
+def first_overlap(boxes: Sequence[Box], labels: Sequence[int] | None = None) -> tuple[int, int] | None:
+    """The numbers of two boxes that share an element, or None; boxes of one label may.
+
+    All boxes have as many dimensions, and none is empty.
 
     >>> first_overlap([((0, 2), (0, 2)), ((2, 3), (0, 2)), ((1, 3), (1, 2))])
     (0, 2)
+    >>> first_overlap([((0, 2),), ((1, 3),)], labels=[7, 7])
     """
     if len(boxes) < 2:
         return None
     table = np.array(boxes, np.int64).reshape(len(boxes), -1, 2)
+    label = np.arange(len(boxes)) if labels is None else np.array(labels)
     if not table.shape[1]:
-        return 0, 1
+        other = np.flatnonzero(label != label[0])
+        return (0, int(other[0])) if len(other) else None
     sweep = max(range(table.shape[1]), key=lambda d: len(np.unique(table[:, d, 0])))
     order = np.argsort(table[:, sweep, 0], kind="stable")
-    lo, hi = table[order, :, 0], table[order, :, 1]
+    lo, hi, label = table[order, :, 0], table[order, :, 1], label[order]
     reach = np.searchsorted(lo[:, sweep], hi[:, sweep], "left")
     for i in np.flatnonzero(reach > np.arange(len(boxes)) + 1).tolist():
         later = slice(i + 1, int(reach[i]))
-        meet = ((lo[later] < hi[i]) & (hi[later] > lo[i])).all(axis=1)
+        meet = ((lo[later] < hi[i]) & (hi[later] > lo[i])).all(axis=1) & (label[later] != label[i])
         if meet.any():
             a, b = int(order[i]), int(order[i + 1 + int(meet.argmax())])
             return min(a, b), max(a, b)

@@ -19,7 +19,7 @@ from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
 from shardmath.overlay import Template, expand
-from shardmath.partition import Ints, partition
+from shardmath.partition import Ints, partition, spans
 
 __all__ = ["by_rank", "check_covered", "check_disjoint", "groups"]
 
@@ -38,9 +38,21 @@ def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
 
 def _common(a: Dimension, b: Dimension) -> int | None:
     """The first position that some rank holds under both, or None."""
-    held = [sorted((g, g + n) for runs in partition(x).parts for _, g, n in runs.segments) for x in (a, b)]
-    meet = (max(p, r) for p, q in held[0] for r, s in held[1] if max(p, r) < min(q, s))
-    return min(meet, default=None)
+    (lo, hi), (other_lo, other_hi) = _union(a), _union(b)
+    at = np.searchsorted(other_hi, lo, "right")
+    inside = at < len(other_lo)
+    start = np.maximum(lo[inside], other_lo[at[inside]])
+    meet = start[start < np.minimum(hi[inside], other_hi[at[inside]])]
+    return int(meet[0]) if len(meet) else None
+
+
+def _union(dimension: Dimension) -> tuple[Ints, Ints]:
+    """Starts and stops of the disjoint ranges that anybody holds, ascending."""
+    start, stop, _, _ = spans(partition(dimension).parts)
+    reach = np.maximum.accumulate(stop)
+    first = np.append(True, start[1:] > reach[:-1])[: len(start)]
+    last = np.append(first[1:], True)[: len(start)]
+    return start[first], reach[last]
 
 
 def check_covered(batches: Sequence[Batch], asked: Sequence[Requests]) -> None:

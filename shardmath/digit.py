@@ -21,10 +21,10 @@ import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from shardmath.errors import PlacementError
+from shardmath.errors import PlacementError, ShardError
 from shardmath.runs import Runs, Segment, _make, compose, concat, identity
 
 __all__ = [
@@ -94,18 +94,21 @@ class Sizes:
     """Consecutive parts of given sizes, which must add up to the piece."""
 
     sizes: tuple[int, ...]
+    _starts: tuple[int, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_starts", tuple(itertools.accumulate(self.sizes, initial=0)))
 
     def count(self, length: int) -> int:
         """Parts of a piece of this length. Raises PlacementError if the sizes do not add up to it."""
-        if sum(self.sizes) != length:
-            raise PlacementError(
-                f"sizes {list(self.sizes)} add up to {sum(self.sizes)}, the piece has {length}; make them add up"
-            )
+        if self._starts[-1] != length:
+            what = f"sizes {list(self.sizes)} add up to {self._starts[-1]}, the piece has {length}"
+            raise PlacementError(f"{what}; make them add up")
         return len(self.sizes)
 
     def part(self, length: int, i: int) -> tuple[int, int]:
         """(offset, length) of part i of a piece of this length."""
-        return sum(self.sizes[:i]), self.sizes[i]
+        return self._starts[i], self.sizes[i]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,38 +129,49 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A user's way of splitting a length; its parts may be any Runs."""
+    """A user's way of splitting a length; its parts may be any Runs. Each length is split once and kept."""
 
     by: Splits
     parts: int
+    _split: dict[int, tuple[Runs, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def count(self, length: int) -> int:
         """Parts of a piece of this length. Raises PlacementError if the rule does not give as many as the axis has."""
-        return len(_rule_parts(self.by, length, self.parts))
+        return len(self.split(length))
 
-    def runs(self, length: int, i: int) -> Runs:
-        """Part i of a piece of this length."""
-        return _rule_parts(self.by, length, self.parts)[i]
+    def split(self, length: int) -> tuple[Runs, ...]:
+        """All parts of a piece of this length, checked. Raises PlacementError."""
+        if length not in self._split:
+            self._split[length] = _checked_split(self.by, length, self.parts)
+        return self._split[length]
 
 
 Interval: TypeAlias = Chunks | Balanced | Sizes | Block
 Cut: TypeAlias = Interval | Rule
 
 
-@functools.lru_cache(maxsize=4096)
-def _rule_parts(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
-    """What the rule answers, checked to be that many Runs within the length."""
-    out = tuple(by.split(length, parts))
+def _checked_split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
+    """What the rule answers: that many Runs within the length."""
+    call = f"{_short(by)}.split({length}, {parts})"
+    try:
+        out = tuple(by.split(length, parts))
+    except ShardError:
+        raise
+    except Exception as error:
+        raise PlacementError(f"{call} raised {error!r}; it is to give {parts} Runs") from error
     if len(out) != parts:
-        raise PlacementError(f"{by}.split({length}, {parts}) gave {len(out)} parts; give {parts}, empty ones included")
+        raise PlacementError(f"{call} gave {len(out)} parts; give {parts}, empty ones included")
     for i, part in enumerate(out):
         if not isinstance(part, Runs):
-            raise PlacementError(f"{by}.split({length}, {parts}) gave {part!r} as part {i}; give Runs")
+            raise PlacementError(f"{call} gave {_short(part)} as part {i}; give Runs")
         if part.extent > length:
-            raise PlacementError(
-                f"{by}.split({length}, {parts}): part {i} is {part}, beyond the length; stay below {length}"
-            )
+            raise PlacementError(f"{call}: part {i} is {part}, beyond the length; stay below {length}")
     return out
+
+
+def _short(value: object, most: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +228,15 @@ def _parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]]:
         cut.count(size)
         yield from zip(itertools.accumulate(cut.sizes, initial=start), cut.sizes, strict=False)
         return
-    for i in range(cut.count(size)):
+    for i in range(_kept(cut, size)):
         o, n = cut.part(size, i)
         yield start + o, n
+
+
+def _kept(cut: Cut, size: int) -> int:
+    """How many parts of a piece need a look: all but those that are empty because there are more than positions."""
+    count = cut.count(size)
+    return min(count, size) if isinstance(cut, Chunks | Balanced) else count
 
 
 def _joined(pieces: list[tuple[int, int]]) -> Runs:
@@ -250,9 +270,9 @@ def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
 
 def _cut_piece(cut: Cut, piece: Runs, kept: list[int] | None) -> list[Runs]:
     size = len(piece)
-    parts = range(cut.count(size)) if kept is None else kept
+    parts = range(_kept(cut, size)) if kept is None else kept
     if isinstance(cut, Rule):
-        return [compose(cut.runs(size, i), piece) for i in parts]
+        return [compose(cut.split(size)[i], piece) for i in parts]
     bounds = [cut.part(size, i) for i in parts]
     return [compose(Runs([(0, o, n)], n), piece) for o, n in bounds]
 
@@ -414,11 +434,15 @@ def _check_stage(stage: Stage, length: int) -> None:
 
 
 def _part_sizes(digit: Digit, size: int) -> set[int]:
+    """The sizes of the parts of a piece; of long runs of equal parts, the first and the last ones."""
     cut, count = digit.cut, digit.cut.count(size)
     if isinstance(cut, Rule):
-        return {len(cut.runs(size, i)) for i in range(count)}
-    kept = range(math.prod(digit.sizes)) if digit.axes else {0, count - 1} if isinstance(cut, Block) else range(count)
-    return {cut.part(size, i)[1] for i in kept if i >= 0}
+        return set(map(len, cut.split(size)))
+    if isinstance(cut, Sizes):
+        return set(cut.sizes)
+    last = math.prod(digit.sizes) if digit.axes else count
+    some = {0, min(last, count) - 1, -(-size // max(1, cut.part(size, 0)[1])) - 1, last - 1}
+    return {cut.part(size, i)[1] for i in some if 0 <= i < last}
 
 
 def lengths_at(f: Field, stage: int) -> set[int]:

@@ -1,7 +1,7 @@
 """Names of element types and their size in bytes; the core knows nothing else of them.
 
 1. Names are numpy's and torch's: `float32`, `bfloat16`, `float8_e4m3fn`.
-2. Anything whose text ends in such a name is accepted: `torch.float32`, `numpy.dtype("int8")`, `np.float64`.
+2. Dtypes and scalar types of either are accepted: `torch.float32`, `numpy.dtype("int8")`, `np.float64`, `float`.
 3. Only `is_integer` and `is_bool` matter beyond the size: an average of integers is refused.
 
 >>> canonical("torch.bfloat16"), itemsize("bfloat16")
@@ -40,7 +40,11 @@ ITEMSIZE: dict[str, int] = {
 }
 """Bytes an element, by name (torch 2.13 and numpy 2; a `_x2` element is a byte of two values)."""
 
-ALIASES = {"half": "float16", "float": "float32", "double": "float64", "int": "int64", "long": "int64", "bool_": "bool"}
+PYTHON: dict[object, str] = {float: "float64", int: "int64", bool: "bool", complex: "complex128"}
+"""Python's own types, as numpy reads them."""
+
+AMBIGUOUS = {"float": "float32 or float64", "int": "int32 or int64"}
+"""Names that numpy and torch read differently."""
 
 
 def canonical(dtype: object) -> str:
@@ -48,16 +52,22 @@ def canonical(dtype: object) -> str:
 
     Raises LayoutError if it is not a type that shardmath knows.
     """
+    if isinstance(dtype, type) and dtype in PYTHON:
+        return PYTHON[dtype]
     text = dtype.__name__ if isinstance(dtype, type) else str(dtype)
-    name = text.rpartition(".")[2]
-    name = ALIASES.get(name, name)
-    if name not in ITEMSIZE:
-        from difflib import get_close_matches  # 3 ms that only a mistake should cost
-
-        near = get_close_matches(name, ITEMSIZE, n=1)
-        fix = f"did you mean {near[0]!r}?" if near else f"known names are {', '.join(ITEMSIZE)}"
-        raise LayoutError(f"unknown dtype {text!r}; {fix}")
+    module, _, name = text.rpartition(".")
+    if name in AMBIGUOUS:
+        raise LayoutError(f"dtype {text!r} is one size in numpy and another in torch; write {AMBIGUOUS[name]}")
+    if name not in ITEMSIZE or module not in ("", "torch", "numpy", "np"):
+        raise LayoutError(f"unknown dtype {text!r}; {_fix(name)}")
     return name
+
+
+def _fix(name: str) -> str:
+    from difflib import get_close_matches  # 3 ms that only a mistake should cost
+
+    near = get_close_matches(name, ITEMSIZE, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known names are {', '.join(ITEMSIZE)}"
 
 
 def itemsize(dtype: object) -> int:

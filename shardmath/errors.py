@@ -42,13 +42,25 @@ class PlacementError(ShardError):
     """A placement that cannot divide the dimension it is put on."""
 
 
+SHOWN = 100
+"""Characters of a text that a message shows."""
+
+
+def _around(text: str, position: int) -> str:
+    """The text on one line, or what of a long one is near the position, with a caret below it."""
+    line = "".join(" " if character.isspace() else character for character in text)
+    start = max(0, min(position - SHOWN // 2, len(line) - SHOWN))
+    head, tail = "... " * (start > 0), " ..." * (start + SHOWN < len(line))
+    return f"{head}{line[start : start + SHOWN]}{tail}\n    {' ' * (len(head) + position - start)}^"
+
+
 class NotationError(ShardError):
     """Text that is not a layout; the message has a caret under the offending character."""
 
     def __init__(self, what: str, text: str | None = None, position: int = 0, fix: str = "") -> None:
         """`what` is wrong in `text` at 0-based `position`; `fix` says what to write instead."""
         self.what, self.text, self.position, self.fix = what, text, position, fix
-        shown = what if text is None else f"{what}\n    {text}\n    {' ' * position}^"
+        shown = what if text is None else f"{what}\n    {_around(text, position)}"
         super().__init__(f"{shown}\n{fix}" if fix else shown)
 
     def __reduce__(self) -> tuple[type[NotationError], tuple[str, str | None, int, str]]:

@@ -32,12 +32,13 @@ from shardmath import dtypes
 from shardmath.box import Box
 from shardmath.digest import digest
 from shardmath.digit import Chunks, Digit, Dimension, Stage, divided
-from shardmath.errors import LayoutError, PlacementError
+from shardmath.errors import LayoutError, MeshError, PlacementError
 from shardmath.mesh import Mesh
 from shardmath.notation import Partials, Rules, padded, parse, rule_names, unparse
 from shardmath.partition import Ints, Partition, partition
 from shardmath.placement import Partial, Placement, Replicate, Shard, Spec, StridedShard, check_protocol, stage_of
 from shardmath.runs import Runs, identity, restrict
+from shardmath.whole import whole
 
 __all__ = [
     "AxisSpec",
@@ -58,6 +59,9 @@ AxisSpec: TypeAlias = (
     str | Sequence[Spec] | Mapping[str, Spec] | Mapping[tuple[str, ...], Spec] | Mapping[str | tuple[str, ...], Spec]
 )
 """The three spellings: text, one placement a mesh axis, or axis -> placement."""
+
+MOST_BYTES = 1 << 56
+"""Of one tensor; sums over tensors and ranks stay exact in 64 bits."""
 
 _Key: TypeAlias = tuple[tuple[int, ...], str, Mesh, tuple[Dimension, ...], Partials]
 _interned: weakref.WeakValueDictionary[_Key, Layout] = weakref.WeakValueDictionary()
@@ -94,6 +98,10 @@ class Layout:
             raise LayoutError(f"mesh is {mesh!r}; give a shardmath.Mesh, for example Mesh(dp=4, tp=2)")
         if reading not in ("placement", "order"):
             raise LayoutError(f"reading={reading!r} is not a reading; use 'placement' or 'order'")
+        if not isinstance(spec, str | Sequence | Mapping):
+            raise LayoutError(
+                f"spec is {spec!r}; give text, one placement a mesh axis, or a mapping from axis to placement"
+            )
         name = dtypes.canonical(dtype)
         if isinstance(spec, str):
             dims, partial = _from_text(spec, sizes, mesh, stored, rules)
@@ -148,7 +156,7 @@ class Layout:
 
         Raises MeshError for a rank outside the mesh.
         """
-        return _runs(self, rank)
+        return _runs(self, whole(rank, "rank", MeshError))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the local tensor, padding included. Raises MeshError for a rank outside the mesh."""
@@ -163,7 +171,7 @@ class Layout:
         return any(runs.size < len(runs) for runs in self.runs(rank))
 
 
-@functools.lru_cache(maxsize=1 << 14)
+@functools.lru_cache(maxsize=512)
 def _runs(layout: Layout, rank: int) -> tuple[Runs, ...]:
     coords = layout.mesh.coords(rank)
     return tuple(dim.runs(coords) for dim in layout.dims)
@@ -175,6 +183,7 @@ def _intern(shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimensio
     found = _interned.get(key)
     if found is None:
         _check_axes(mesh, dims, partial)
+        _check_size(shape, dtype, dims)
         found = object.__new__(Layout)
         for name, value in zip(("shape", "dtype", "mesh", "dims", "partial"), key, strict=True):
             object.__setattr__(found, name, value)
@@ -182,12 +191,19 @@ def _intern(shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimensio
     return found
 
 
-def _shape(shape: Iterable[int]) -> tuple[int, ...]:
-    sizes = tuple(shape) if not isinstance(shape, int) else (shape,)
-    for n in sizes:
-        if not isinstance(n, int | np.integer) or n < 0:
-            raise LayoutError(f"shape {sizes} has {n!r}; sizes are integers >= 0")
-    return tuple(int(n) for n in sizes)
+def _shape(shape: object) -> tuple[int, ...]:
+    given = tuple(shape) if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape,)
+    sizes = tuple(whole(n, f"a size of shape {given}", LayoutError) for n in given)
+    if min(sizes, default=0) < 0:
+        raise LayoutError(f"shape {sizes} has {min(sizes)}; sizes are >= 0")
+    return sizes
+
+
+def _check_size(shape: tuple[int, ...], dtype: str, dims: tuple[Dimension, ...]) -> None:
+    """Bytes are counted in 64 bits."""
+    for sizes in (shape, tuple(dim.stored_size for dim in dims)):
+        if math.prod(sizes) * dtypes.ITEMSIZE[dtype] > MOST_BYTES:
+            raise LayoutError(f"{dtype}{list(sizes)} has more than {MOST_BYTES} bytes; divide the tensor")
 
 
 def _check_axes(mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> None:
@@ -211,9 +227,27 @@ def _from_text(
         raise LayoutError(
             f"stored={dict(stored)} beside the text {text!r}; write it in the text: (n)=8 or (n)=<0:4 -4>"
         )
-    for by in (rules or {}).values():
+    if not rules:
+        return _parsed(text, shape, mesh.axes)
+    if not isinstance(rules, Mapping):
+        raise LayoutError(f"rules={rules!r}; give a mapping from name to placement")
+    for by in rules.values():
         check_protocol(by)
-    return parse(text, shape, mesh.shape, rules or {})
+    return parse(text, shape, mesh.shape, rules)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(
+    text: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]
+) -> tuple[tuple[Dimension, ...], Partials]:
+    return parse(text, shape, dict(axes), {})
+
+
+def _key_axes(key: object) -> tuple[str, ...]:
+    axes = (key,) if isinstance(key, str) else key
+    if not isinstance(axes, tuple) or not axes or not all(isinstance(name, str) for name in axes):
+        raise LayoutError(f"{key!r} is no mesh axis; the keys of a spec are axis names or tuples of them")
+    return axes
 
 
 _Named: TypeAlias = list[tuple[tuple[str, ...], Spec]]
@@ -223,7 +257,7 @@ def _named(spec: AxisSpec, mesh: Mesh) -> _Named:
     """(axes, placement) in the order in which they are applied."""
     pairs: _Named
     if isinstance(spec, Mapping):
-        pairs = [((key,) if isinstance(key, str) else tuple(key), value) for key, value in spec.items()]
+        pairs = [(_key_axes(key), value) for key, value in spec.items()]
     elif len(spec) == len(mesh.axes):
         pairs = list(zip(((name,) for name in mesh.shape), typed(Sequence[Spec], spec), strict=True))
     else:
@@ -291,12 +325,18 @@ def _dim(value: Placement, shape: tuple[int, ...]) -> int:
 
 def _stored(stored: Mapping[int, int | Runs], shape: tuple[int, ...]) -> list[Runs | None]:
     out: list[Runs | None] = [None] * len(shape)
-    for d, value in stored.items():
+    if not isinstance(stored, Mapping):
+        raise LayoutError(f"stored={stored!r}; give a mapping from dimension to a length or Runs")
+    for key, value in stored.items():
+        d = whole(key, "a dimension of stored=", LayoutError)
         if not -len(shape) <= d < len(shape):
             raise LayoutError(
                 f"stored= names dimension {d}, shape {shape} has {len(shape)}; use {-len(shape)}..{len(shape) - 1}"
             )
-        out[d] = value if isinstance(value, Runs) else padded(shape[d], int(value))
+        if out[d] is not None:
+            raise LayoutError(f"stored= names dimension {d % len(shape)} of shape {shape} twice; name it once")
+        size = f"the stored size of dimension {d}"
+        out[d] = value if isinstance(value, Runs) else padded(shape[d], whole(value, size, LayoutError))
     return out
 
 
@@ -359,7 +399,7 @@ def _numbered(parts: Partition, mesh: Mesh, order: Ints) -> tuple[tuple[Runs, ..
     return tuple(parts.parts[part] for part in number), tuple(map(number.__getitem__, held))
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(maxsize=4096)
 def holdings_digest(layout: Layout) -> str:
     """A digest of what each rank holds and of the order of the addends; the same for every spelling."""
     return digest(_holdings(layout))
@@ -367,6 +407,9 @@ def holdings_digest(layout: Layout) -> str:
 
 def equivalent(a: Layout, b: Layout) -> bool:
     """Whether every rank holds the same of the same tensor, in the same order, under both layouts."""
+    for x in (a, b):
+        if not isinstance(x, Layout):
+            raise LayoutError(f"{x!r} is not a Layout; equivalent compares two layouts")
     return a is b or _holdings(a) == _holdings(b)
 
 

@@ -17,13 +17,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from keyword import iskeyword
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.errors import MeshError
+from shardmath.whole import whole
 
 __all__ = ["Mesh", "strides"]
+
+
+MOST_RANKS = 1 << 24
+"""More ranks than any machine has; sums over them stay exact in 64 bits."""
 
 
 def strides(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -57,11 +63,15 @@ class Mesh:
     def __init__(
         self, axes: Mapping[str, int] | None = None, /, *, ranks: Iterable[int] | None = None, **sizes: int
     ) -> None:
+        if not isinstance(axes, Mapping | None):
+            raise MeshError(f"axes are {axes!r}; give a mapping from name to size, or keywords: Mesh(dp=4, tp=2)")
         named = {**(axes or {}), **sizes}
         for name, n in named.items():
             _check_axis(name, n)
         total = math.prod(named.values())
-        listed = tuple(range(total)) if ranks is None else tuple(int(r) for r in ranks)
+        if total > MOST_RANKS:
+            raise MeshError(f"mesh {named} has {total} ranks; give at most {MOST_RANKS}")
+        listed = _listed(range(total) if ranks is None else ranks)
         _check_ranks(listed, total, named)
         object.__setattr__(self, "axes", tuple((name, int(n)) for name, n in named.items()))
         object.__setattr__(self, "ranks", listed)
@@ -74,7 +84,7 @@ class Mesh:
         return self._hash
 
     def __repr__(self) -> str:
-        keyword = all(name.isidentifier() and name != "ranks" for name, _ in self.axes)
+        keyword = not any(iskeyword(name) or name == "ranks" for name, _ in self.axes)
         shown = [f"{name}={n}" for name, n in self.axes] if keyword else [repr(self.shape)]
         return f"Mesh({', '.join(shown + self._ranks_text())})"
 
@@ -104,7 +114,7 @@ class Mesh:
         """Row-major position of `rank`. Raises MeshError if it is not in the mesh."""
         try:
             return self._positions[rank]
-        except KeyError:
+        except (KeyError, TypeError):
             raise MeshError(f"rank {rank} is not in {self}; its ranks are {_short(self.ranks)}") from None
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -163,7 +173,7 @@ class Mesh:
     def transpose(self, names: Iterable[str]) -> Mesh:
         """The same coordinates with the axes in another order. Raises MeshError unless all are named once."""
         order = tuple(names)
-        if sorted(order) != sorted(self.shape):
+        if len(order) != len(self.axes) or set(order) != set(self.shape):
             raise MeshError(f"cannot transpose {self} to {order}; name each of its axes once")
         index = [list(self.shape).index(name) for name in order]
         return _mesh(
@@ -176,7 +186,7 @@ class Mesh:
         Raises MeshError for an unknown axis or a coordinate that it does not have.
         """
         for name, at in coords.items():
-            if not 0 <= at < self.axis_size(name):
+            if not 0 <= whole(at, f"coordinate on axis {name!r}", MeshError) < self.axis_size(name):
                 raise MeshError(
                     f"coordinate {at} is not on axis {name!r} of size {self.axis_size(name)}; "
                     f"use 0..{self.axis_size(name) - 1}"
@@ -186,7 +196,12 @@ class Mesh:
         return _mesh(axes, tuple(self.array()[index].ravel().tolist()))
 
     def relabel(self, ranks: Mapping[int, int]) -> Mesh:
-        """The same mesh with every rank renamed; ranks not named keep their number."""
+        """The same mesh with every rank renamed; ranks not named keep their number.
+
+        Raises MeshError if two ranks get one name.
+        """
+        if not isinstance(ranks, Mapping):
+            raise MeshError(f"ranks are {ranks!r}; give a mapping from old to new ranks")
         return _mesh(self.axes, tuple(ranks.get(r, r) for r in self.ranks))
 
 
@@ -197,10 +212,18 @@ def _mesh(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:
     return Mesh(dict(axes), ranks=ranks)
 
 
+def _listed(ranks: object) -> tuple[int, ...]:
+    if isinstance(ranks, range):
+        return tuple(ranks)
+    if isinstance(ranks, str) or not isinstance(ranks, Iterable):
+        raise MeshError(f"ranks are {ranks!r}; give integers, for example range(4, 8)")
+    return tuple(whole(r, "a rank", MeshError) for r in ranks)
+
+
 def _check_axis(name: str, size: int) -> None:
     if not isinstance(name, str) or not name.isidentifier():
         raise MeshError(f"axis name {name!r} is not a word; use letters, digits and underscores")
-    if not isinstance(size, int | np.integer) or size < 1:
+    if whole(size, f"the size of axis {name!r}", MeshError) < 1:
         raise MeshError(f"axis {name!r} has size {size!r}; give every axis at least one coordinate")
 
 
@@ -211,6 +234,8 @@ def _check_ranks(ranks: tuple[int, ...], total: int, axes: Mapping[str, int]) ->
     if len(set(ranks)) != total:
         twice = next(r for i, r in enumerate(ranks) if r in ranks[:i])
         raise MeshError(f"rank {twice} appears twice in the mesh {shown}; a rank has one coordinate")
+    if max(ranks) >= MOST_RANKS:
+        raise MeshError(f"rank {max(ranks)} of the mesh {shown} is too large; ranks are below {MOST_RANKS}")
     if min(ranks) < 0:
         raise MeshError(f"rank {min(ranks)} of the mesh {shown} is negative; number ranks from 0")
 

@@ -6,8 +6,8 @@
    A group without a free name must divide exactly.
 3. A free name alone is not divided, mesh axes that are not named replicate, `...` stands for the remaining
    dimensions, undivided.
-4. `dp*tp` is one digit over flattened axes; `tp~` is balanced; `tp[7 3]` and `[8 2 2]` give sizes; `tp@name` is the
-   placement that `rules` calls so; `|` ends a stage.
+4. `dp*tp` is one digit over flattened axes; `tp~` is balanced; `tp[7 3]` gives sizes to the axis's coordinates (no
+   blank between), `[8 2 2]` to components; `tp@name` is the placement that `rules` calls so; `|` ends a stage.
 5. `(8: tp n + 2: kv n)` puts fields one after the other; `=152064` pads; `=<0:4 -4>` lists which logical ranges and
    holes are stored.
 6. `{sum: pp}` at the end: the ranks along pp hold addends.
@@ -221,7 +221,8 @@ def _read_word(read: Reader) -> Word:
 def _read_mark(read: Reader, word: Word) -> Word:
     if read.accept("~"):
         return Word(word.at, word.axes, mark="~")
-    if read.here.text == "[":
+    before = read.tokens[read.next - 1]
+    if read.here.text == "[" and read.here.at == before.at + len(before.text):
         return Word(word.at, word.axes, sizes=_read_sizes(read))
     if read.accept("@"):
         name = read.word("the name of a rule")
@@ -247,7 +248,10 @@ def _read_stored(read: Reader, n: int) -> Runs | None:
         if read.accept("="):
             return padded(n, read.integer())
         if read.accept("=<"):
-            return from_ranges(_read_ranges(read))
+            stored = from_ranges(_read_ranges(read))
+            if stored.extent > n:
+                raise ShardError(f"stored {stored} reaches position {stored.extent - 1}, beyond the dimension")
+            return stored
     except NotationError:
         raise
     except ShardError as error:
@@ -279,6 +283,10 @@ def _field(read: Reader, size: int | None, stages: list[list[Word]], total: int,
     if size is None and count > 1:
         read.fail("a field without a size", at, "write (8: tp n + 2: n): every field its size")
     n = total if size is None else size
+    first = stages[0][0]
+    if first.sizes is not None and sum(first.sizes) != n:
+        fix = f"the dimension, or field, has {n}"
+        read.fail(f"sizes {list(first.sizes)} add up to {sum(first.sizes)}", first.at, fix)
     raw = tuple(_stage(read, words) for words in stages)
     for s, words in enumerate(stages):
         if not any(word.free for word in words):

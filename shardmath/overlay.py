@@ -168,8 +168,8 @@ def _dimensions(src: Layout, dst: Layout, reduced: Reduction) -> Iterable[tuple[
             Partition((), (identity(reduced.addends),), np.zeros(1, np.int64)),
         )
     for a, b in reduced.matched:
-        n = src.mesh.axis_size(a)
-        yield _addends((a,), n), _addends((b,), n)
+        n = math.prod(map(src.mesh.axis_size, a))
+        yield _addends(a, n), _addends(b, n)
     for s, d in zip(src.dims, dst.dims, strict=True):
         yield partition(s), partition(d)
 

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias, cast
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, cast
 
 from shardmath.digit import Balanced as BalancedCut
 from shardmath.digit import Block, Chunks, Digit, Rule, Sizes, Splits, Stage
 from shardmath.errors import PlacementError
 from shardmath.runs import Runs, from_ranges
+from shardmath.whole import whole
 
 __all__ = [
     "OPS",
@@ -98,6 +100,9 @@ class Shard:
 
     dim: int
 
+    def __post_init__(self) -> None:
+        _check_dim(self)
+
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The Runs of each of `parts` parts of a length n."""
         return _dealt([_chunks(0, n, parts)])
@@ -112,6 +117,9 @@ class Balanced:
     """Parts whose sizes differ by at most one, larger first, as numpy.array_split."""
 
     dim: int
+
+    def __post_init__(self) -> None:
+        _check_dim(self)
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The Runs of each of `parts` parts of a length n."""
@@ -132,7 +140,8 @@ class StridedShard:
     split_factor: int
 
     def __post_init__(self) -> None:
-        if self.split_factor < 1:
+        _check_dim(self)
+        if whole(self.split_factor, f"the split factor of StridedShard({self.dim}, ...)", PlacementError) < 1:
             raise PlacementError(
                 f"StridedShard({self.dim}, {self.split_factor}): the split factor is a number of pieces; give 1 or more"
             )
@@ -154,6 +163,7 @@ class Packed:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        _check_dim(self)
         object.__setattr__(self, "sizes", _sizes("Packed", self.sizes))
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
@@ -175,6 +185,7 @@ class Ragged:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        _check_dim(self)
         object.__setattr__(self, "sizes", _sizes("Ragged", self.sizes))
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
@@ -199,7 +210,8 @@ class BlockCyclic:
     block: int = 1
 
     def __post_init__(self) -> None:
-        if self.block < 1:
+        _check_dim(self)
+        if whole(self.block, f"the block of BlockCyclic({self.dim}, {self.block!r})", PlacementError) < 1:
             raise PlacementError(
                 f"BlockCyclic({self.dim}, {self.block}): a block has at least one position; give 1 or more"
             )
@@ -220,15 +232,21 @@ class Table:
 
     dim: int
     parts: tuple[Runs, ...]
+    _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        parts = tuple(self.parts)
+        _check_dim(self)
+        parts = _listed("Table parts", self.parts)
         for i, part in enumerate(parts):
             if not isinstance(part, Runs):
                 raise PlacementError(
                     f"Table({self.dim}, ...): part {i} is {part!r}; give Runs, for example runs.from_ranges([(0, 4)])"
                 )
         object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "_hash", hash((self.dim, parts)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The given parts. Raises PlacementError unless they are `parts` many and inside a length n."""
@@ -239,8 +257,18 @@ class Table:
         return self.parts
 
 
+def _check_dim(placement: Placement) -> None:
+    whole(placement.dim, f"the dimension of a {type(placement).__name__}", PlacementError)
+
+
+def _listed(what: str, given: object) -> tuple[Any, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise PlacementError(f"{what} are {given!r}; give a tuple")
+    return tuple(given)
+
+
 def _sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    out = tuple(int(n) for n in sizes)
+    out = tuple(whole(n, f"a size of {name}", PlacementError) for n in _listed(f"{name} sizes", sizes))
     if not out or min(out) < 0:
         raise PlacementError(f"{name} sizes {list(out)} are not sizes; give one or more numbers >= 0")
     return out
@@ -265,7 +293,7 @@ def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]
 
 def check_protocol(placement: Placement) -> None:
     """Raise PlacementError unless it has `dim` and `split`, and can be hashed."""
-    if not callable(getattr(placement, "split", None)) or not hasattr(placement, "dim"):
+    if isinstance(placement, type) or not callable(getattr(placement, "split", None)) or not hasattr(placement, "dim"):
         raise PlacementError(f"{placement!r} is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`")
     try:
         hash(placement)

@@ -19,7 +19,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ from shardmath.errors import PlanError
 from shardmath.layout import Layout, holdings_digest
 from shardmath.overlay import Piece, expand, template
 from shardmath.reduction import Reduction, reduction
-from shardmath.store import local_name
+from shardmath.store import local_name, local_tensors
 
 __all__ = ["Plan", "Side", "Transfer", "Windows", "local_name", "plan"]
 
@@ -155,7 +154,8 @@ class Plan:
 
     def _loads(self, sent: bool) -> dict[int, int]:
         count = [len(b.names) for b in self.batches]
-        return dict.fromkeys(self.ranks, 0) | dict(by_rank(*(sent_loads if sent else asked_loads)(self.lines, count)))
+        loads = sent_loads(self.lines) if sent else asked_loads(self.lines, count)
+        return dict.fromkeys(self.ranks, 0) | dict(by_rank(*loads))
 
 
 def _ranks(side: Mapping[str, tuple[Layout, ...]]) -> tuple[int, ...]:
@@ -171,12 +171,14 @@ def plan(src: Side, dst: Side) -> Plan:
     """
     source, target = _side(src), _side(dst)
     _check_names(source, target)
+    for side in (source, target):
+        _check_local_names(side)
     alike: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], tuple[Reduction, tuple[object, ...]]] = {}
     for name, held in source.items():
         if (held, target[name]) not in alike:
             _check_tensor(name, held, target[name])
             rule = _rule(name, held, target[name])
-            alike[held, target[name]] = rule, _key(held, target[name], rule)
+            alike[held, target[name]] = rule, _key(held, target[name])
     rules = {name: alike[held, target[name]][0] for name, held in source.items()}
     keys = {name: alike[held, target[name]][1] for name, held in source.items()}
     batches = _batches(source, target, keys)
@@ -185,11 +187,15 @@ def plan(src: Side, dst: Side) -> Plan:
     remote = [(rows[~here], klass[~here]) for rows, klass, here in asked]
     local = stacked([_sorted(batches[b], rows[here]) for b, (rows, _, here) in enumerate(asked)])
     cut = lines(batches, remote)
-    return Plan(source, target, rules, batches, local, cut, digest(keys), isinstance(src, Mapping))
+    tree = isinstance(src, Mapping)
+    return Plan(source, target, rules, batches, local, cut, digest((tree, keys)), tree)
 
 
 def _side(side: Side) -> dict[str, tuple[Layout, ...]]:
     named: Mapping[str, Windows] = side if isinstance(side, Mapping) else {"": side}
+    for name in named:
+        if not isinstance(name, str):
+            raise PlanError(f"tensor name {name!r} is not text; name tensors by str")
     out = {}
     for name, held in sorted(named.items()):
         out[name] = held if isinstance(held, tuple) else (held,)
@@ -208,6 +214,14 @@ def _check_names(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout
         raise PlanError(f"names differ: {'; '.join(only)}; give both sides the same names")
 
 
+def _check_local_names(side: Mapping[str, tuple[Layout, ...]]) -> None:
+    """A window's name is no tensor's."""
+    for name, windows in side.items():
+        for local, _ in local_tensors(name, windows) if len(windows) > 1 else ():
+            if local in side:
+                raise PlanError(f"window {local!r} of tensor {name!r} has the name of another tensor; rename one")
+
+
 def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> None:
     """All windows of both sides hold one tensor, and those of the source hold nothing twice."""
     first = src[0]
@@ -220,20 +234,28 @@ def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -
 
 
 def _rule(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> Reduction:
-    """What the Partial axes of a tensor's windows ask for, which must be the same for all of them."""
+    """What the Partial axes of a tensor's windows ask for, in which all windows have to agree."""
     first = reduction(src[0], dst[0])
-    for a, b in itertools.product(src, dst):
-        rule = reduction(a, b)
-        if (rule.op, rule.addends, rule.fill) != (first.op, first.addends, first.fill):
-            what = f"tensor {name!r}: windows {a} and {src[0]} to {b} and {dst[0]} are Partial in different ways"
-            raise PlanError(f"{what}; give all windows of a side the same Partial axes")
+    for b in dst:
+        there = _asks(reduction(src[0], b))
+        for a in src:
+            rule = reduction(a, b)
+            if _asks(rule) != there or (rule.op, rule.addends, rule.fill) != (first.op, first.addends, first.fill):
+                what = f"tensor {name!r}: windows {a} and {src[0]} to {b} and {dst[0]} are Partial in different ways"
+                raise PlanError(f"{what}; give all windows of a side the same Partial axes")
     return first
 
 
-def _key(src: tuple[Layout, ...], dst: tuple[Layout, ...], rule: Reduction) -> tuple[object, ...]:
+def _asks(rule: Reduction) -> tuple[object, ...]:
+    """What a rule says of the destination alone."""
+    return rule.chosen, [axes for _, axes in rule.matched]
+
+
+def _key(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> tuple[object, ...]:
     """All that the transfers of a tensor depend on, but for its name; the same for every spelling of its layouts."""
     sides = [tuple(map(holdings_digest, side)) for side in (src, dst)]
-    return src[0].shape, src[0].dtype, *sides, rule.by_ranks(src[0], dst[0])
+    rules = tuple(reduction(a, b).by_ranks(a, b) for a in src for b in dst) if src[0].partial or dst[0].partial else ()
+    return src[0].shape, src[0].dtype, *sides, rules if any(rules) else ()
 
 
 def _batches(

@@ -22,7 +22,10 @@ Rules: TypeAlias = Mapping[str, Placement]
 Axes: TypeAlias = Mapping[str, int]
 """Mesh axes and their sizes."""
 
-TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z_]\w*)|(?P<int>\d+)|(?P<mark>\.\.\.|=<|[()\[\]{}<>+:|=~*@\-]))")
+DIGITS = 18
+"""Of an integer; more would not fit 64 bits."""
+
+TOKEN = re.compile(r"\s*(?:(?P<word>[^\W\d]\w*)|(?P<int>[0-9]+)|(?P<mark>\.\.\.|=<|[()\[\]{}<>+:|=~*@\-]))")
 
 
 class Token(NamedTuple):
@@ -46,11 +49,12 @@ class Word(NamedTuple):
 
 def tokens(text: str) -> Iterator[Token]:
     """The tokens of the text, and one of kind "end". Raises NotationError at a character that no token has."""
-    at = 0
-    while text[at:].strip():
+    at, end = 0, len(text.rstrip())
+    while at < end:
         match = TOKEN.match(text, at)
         if match is None:
-            at += len(text[at:]) - len(text[at:].lstrip())
+            while text[at].isspace():
+                at += 1
             fix = "use names, integers and ( ) [ ] { } < > + : | = ~ * @ - ..."
             raise NotationError(f"unexpected character {text[at]!r}", text, at, fix)
         kind = match.lastgroup or ""
@@ -98,7 +102,10 @@ class Reader:
         """Take an integer, or fail."""
         if self.here.kind != "int":
             self.fail(f"expected an integer, found {self.here.text or 'the end'!r}", self.here.at, "write a number")
-        return int(self.take().text)
+        token = self.take()
+        if len(token.text) > DIGITS:
+            self.fail(f"an integer of {len(token.text)} digits", token.at, f"write at most {DIGITS}")
+        return int(token.text)
 
     def word(self, what: str) -> Token:
         """Take a word, or fail."""

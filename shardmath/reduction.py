@@ -5,7 +5,7 @@ Partial is one more dimension, whose coordinate is the addend. So one law covers
 
 1. As a source, Replicate means that any one holder sends and Partial that all contribute; as a destination, Replicate
    means that all receive and Partial (sum, product) that any one does, the others staying at the operation's identity.
-2. An axis that is Partial with the same operation and the same ranks on both sides passes through.
+2. Axes that are Partial with the same operation and the same ranks on both sides pass through.
 3. The meaning: start at the identity (max, min: at the first addend) and fold left in mesh order. avg is sum with a
    divisor. To Partial avg, max and min everybody receives, as to Replicate, since the value itself is right there.
 4. The identity of sum is -0.0, because +0.0 would turn -0.0 into +0.0.
@@ -31,13 +31,17 @@ from shardmath.mesh import Mesh
 __all__ = ["Reduction", "check_arithmetic", "identity_of", "ranks_along", "reduction"]
 
 
+NO_ARITHMETIC = {"float8_e8m0fnu": "it has no zero", "float4_e2m1fn_x2": "an element is two packed values"}
+"""Types that only move."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """`matched` (source axis, destination axis) pass through; `folded` source axes hold the addends that are reduced;
-    of the destination ranks that differ only on `chosen` axes one receives; `fill` is what they start at."""
+    """`matched` (source axes, destination axes), flattened, pass through; `folded` source axes hold the addends that
+    are reduced; of the destination ranks that differ only on `chosen` axes one receives, and they start at `fill`."""
 
     op: str | None = None
-    matched: tuple[tuple[str, str], ...] = ()
+    matched: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
     folded: tuple[str, ...] = ()
     chosen: tuple[str, ...] = ()
     addends: int = 1
@@ -52,11 +56,11 @@ class Reduction:
 
     def by_ranks(self, src: Layout, dst: Layout) -> tuple[object, ...]:
         """The same in terms of ranks, which does not depend on how the axes are named or flattened."""
-        if not src.partial and not dst.partial:
+        if not (self.matched or self.folded or self.chosen):
             return ()
         folded = sorted(zip(src.mesh.ranks, src.mesh.coordinate(self.folded).tolist(), strict=True))
         chosen = sorted(zip(dst.mesh.ranks, dst.mesh.coordinate(self.chosen).tolist(), strict=True))
-        matched = sorted(tuple(map(sorted, ranks_along(src.mesh, a))) for a, _ in self.matched)
+        matched = sorted(tuple(map(sorted, ranks_along(src.mesh, axes))) for axes, _ in self.matched)
         return self.op, self.addends, tuple(folded), tuple(chosen), repr(matched)
 
 
@@ -68,8 +72,9 @@ def reduction(src: Layout, dst: Layout) -> Reduction:
     if not src.partial and not dst.partial:
         return Reduction()
     matched = _matched(src, dst)
-    folded = tuple(name for name, _ in src.partial if name not in dict(matched) and src.mesh.axis_size(name) > 1)
-    left = tuple(name for name, _ in dst.partial if name not in dict(matched).values() and dst.mesh.axis_size(name) > 1)
+    through = [{name for pair in matched for name in pair[side]} for side in (0, 1)]
+    folded = tuple(name for name in _addend_axes(src) if name not in through[0])
+    left = tuple(name for name in _addend_axes(dst) if name not in through[1])
     if folded and left and src.op != dst.op:
         raise PlanError(
             f"cannot turn Partial({src.op!r}) into Partial({dst.op!r}): {src} to {dst}; reduce to Replicate first"
@@ -83,20 +88,30 @@ def reduction(src: Layout, dst: Layout) -> Reduction:
     return Reduction(op, matched, folded, chosen, addends, addends if op == "avg" else 1, fill)
 
 
-def _matched(src: Layout, dst: Layout) -> tuple[tuple[str, str], ...]:
-    """Pairs of Partial axes along which source and destination have the same ranks at every coordinate."""
-    if src.op != dst.op:
+def _addend_axes(layout: Layout) -> tuple[str, ...]:
+    """The Partial axes that have more than one addend."""
+    return tuple(name for name, _ in layout.partial if layout.mesh.axis_size(name) > 1)
+
+
+def _matched(src: Layout, dst: Layout) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+    """Pairs of Partial axes, flattened, along which source and destination have the same ranks at every coordinate.
+
+    All axes of both sides are one pair where that is so, however spelled; otherwise axis is compared with axis.
+    """
+    here, there = _addend_axes(src), _addend_axes(dst)
+    if src.op != dst.op or not here or not there:
         return ()
-    there = {ranks_along(dst.mesh, name): name for name, _ in dst.partial if dst.mesh.axis_size(name) > 1}
-    pairs = ((name, there.get(ranks_along(src.mesh, name))) for name, _ in src.partial if src.mesh.axis_size(name) > 1)
-    return tuple((a, b) for a, b in pairs if b is not None)
+    if ranks_along(src.mesh, here) == ranks_along(dst.mesh, there):
+        return ((here, there),)
+    found = {ranks_along(dst.mesh, (name,)): name for name in there}
+    pairs = ((name, found.get(ranks_along(src.mesh, (name,)))) for name in here)
+    return tuple(((a,), (b,)) for a, b in pairs if b is not None)
 
 
-def ranks_along(mesh: Mesh, axis: str) -> tuple[frozenset[int], ...]:
-    """The ranks at each coordinate of an axis."""
-    at = mesh.coordinate([axis])
-    ranks = np.array(mesh.ranks)
-    return tuple(frozenset(ranks[at == i].tolist()) for i in range(mesh.axis_size(axis)))
+def ranks_along(mesh: Mesh, axes: tuple[str, ...]) -> tuple[frozenset[int], ...]:
+    """The ranks at each coordinate of the flattened axes."""
+    at, ranks = mesh.coordinate(axes), np.array(mesh.ranks)
+    return tuple(frozenset(ranks[at == i].tolist()) for i in range(math.prod(map(mesh.axis_size, axes))))
 
 
 def check_arithmetic(op: str, dtype: str) -> None:
@@ -105,6 +120,8 @@ def check_arithmetic(op: str, dtype: str) -> None:
         raise PlanError(f"avg of {dtype} is not an integer; use sum, or cast to a floating type first")
     if is_bool(dtype) and op in ("sum", "avg", "product"):
         raise PlanError(f"{op} of bool has no agreed meaning; use max for any, min for all, or cast to an integer type")
+    if dtype in NO_ARITHMETIC and op in ("sum", "avg", "product"):
+        raise PlanError(f"{op} of {dtype} does not exist: {NO_ARITHMETIC[dtype]}; cast to a floating type first")
     if dtype.startswith("complex") and op in ("max", "min"):
         raise PlanError(f"{op} of {dtype}: complex numbers have no order; reduce real and imaginary parts apart")
 
@@ -115,4 +132,6 @@ def identity_of(op: str, dtype: str) -> complex:
         return 1
     if is_integer(dtype):
         return 0
+    if dtype.endswith("fnuz"):
+        return 0.0
     return complex(-0.0, -0.0) if dtype.startswith("complex") else -0.0

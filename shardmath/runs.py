@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.errors import RunsError
+from shardmath.whole import whole
 
 __all__ = ["Runs", "Segment", "compose", "concat", "from_ranges", "identity", "invert", "restrict", "spanning"]
 
@@ -49,11 +50,12 @@ class Runs:
     length: int
 
     def __init__(self, segments: Iterable[Segment] = (), length: int | None = None) -> None:
-        merged = _merge(sorted((int(lo), int(g), int(n)) for lo, g, n in segments))
+        merged = _merge(sorted(map(_segment, segments)))
         end = merged[-1][0] + merged[-1][2] if merged else 0
-        _check(merged, end if length is None else int(length))
+        total = end if length is None else whole(length, f"length of Runs {merged}", RunsError)
+        _check(merged, total)
         object.__setattr__(self, "segments", merged)
-        object.__setattr__(self, "length", end if length is None else int(length))
+        object.__setattr__(self, "length", total)
 
     def __len__(self) -> int:
         return self.length
@@ -85,6 +87,14 @@ class Runs:
         return _make, (self.segments, self.length)
 
 
+def _segment(item: Segment) -> Segment:
+    try:
+        lo, g, n = item
+    except (TypeError, ValueError):
+        raise RunsError(f"segment {item!r} is not (local start, global start, length); give three integers") from None
+    return tuple(whole(x, f"a number of segment {item}", RunsError) for x in (lo, g, n))  # type: ignore[return-value]
+
+
 def _make(segments: tuple[Segment, ...], length: int) -> Runs:
     """A Runs of segments that are canonical already."""
     runs = object.__new__(Runs)
@@ -96,7 +106,8 @@ def _make(segments: tuple[Segment, ...], length: int) -> Runs:
 def _merge(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     """Join neighbours that continue on both sides and drop empty ones; `segments` sorted by local start."""
     out: list[Segment] = []
-    local_end = global_end = -1
+    local_end: int | None = None
+    global_end = 0
     for lo, g, n in segments:
         if lo == local_end and g == global_end:
             out[-1] = (out[-1][0], out[-1][1], out[-1][2] + n)
@@ -109,6 +120,8 @@ def _merge(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 def _check(segments: tuple[Segment, ...], length: int) -> None:
+    if length < 0:
+        raise RunsError(f"length {length} of segments {segments} is negative; count positions from 0")
     for lo, g, n in segments:
         if lo < 0 or g < 0 or n < 0 or lo + n > length:
             raise RunsError(
@@ -148,13 +161,23 @@ def from_ranges(ranges: Iterable[tuple[int, int] | int]) -> Runs:
     """
     segments, at = [], 0
     for item in ranges:
-        start, stop = (0, item) if isinstance(item, int) else item
-        if stop < start or start < 0:
-            raise RunsError(f"range {start}:{stop} is not a range; write 0 <= start <= stop")
-        if not isinstance(item, int):
+        start, stop = _range(item)
+        if isinstance(item, tuple):
             segments.append((at, start, stop - start))
         at += stop - start
     return Runs(segments, at)
+
+
+def _range(item: tuple[int, int] | int) -> tuple[int, int]:
+    """(start, stop) of a range, or of a hole as if it began at 0."""
+    try:
+        start, stop = item if isinstance(item, tuple) else (0, item)
+    except ValueError:
+        raise RunsError(f"range {item!r} is not (start, stop); give two integers, or one for a hole") from None
+    lo, hi = whole(start, f"the start of {item!r}", RunsError), whole(stop, f"the stop of {item!r}", RunsError)
+    if hi < lo or lo < 0:
+        raise RunsError(f"range {start}:{stop} is not a range; write 0 <= start <= stop")
+    return lo, hi
 
 
 def concat(parts: Iterable[Runs]) -> Runs:
@@ -191,7 +214,8 @@ def compose(f: Runs, g: Runs) -> Runs:
     starts = [lo for lo, _, _ in g.segments]
     out: list[Segment] = []
     for lo, mid, n in f.segments:
-        for a, b, k in g.segments[max(0, bisect.bisect_right(starts, mid) - 1) :]:
+        for j in range(max(0, bisect.bisect_right(starts, mid) - 1), len(starts)):
+            a, b, k = g.segments[j]
             if a >= mid + n:
                 break
             left, right = max(a, mid), min(a + k, mid + n)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+from shardmath.errors import LayoutError
 from shardmath.layout import Layout
 from shardmath.plan import Plan
 
@@ -80,7 +81,7 @@ def _plan(p: Plan, most: int) -> str:
 def grid(layout: Layout) -> str:
     """Which ranks hold each element of a 1-d or 2-d tensor, as a grid; `.` where nobody does, `+` where more than one.
 
-    Raises ValueError for more dimensions.
+    Raises LayoutError for more dimensions.
 
     >>> from shardmath.mesh import Mesh
     >>> print(grid(Layout((3, 4), Mesh(tp=2), "n (2 tp h)")))
@@ -89,7 +90,7 @@ def grid(layout: Layout) -> str:
     0 1 0 1
     """
     if layout.ndim not in (1, 2):
-        raise ValueError(f"{layout} has {layout.ndim} dimensions; grid() draws 1 or 2")
+        raise LayoutError(f"{layout} has {layout.ndim} dimensions; grid() draws 1 or 2")
     shape = layout.shape if layout.ndim == 2 else (1, *layout.shape)
     held: list[list[str]] = [["."] * shape[1] for _ in range(shape[0])]
     for rank in layout.mesh.ranks:

@@ -26,7 +26,7 @@ from shardmath.layout import Layout
 from shardmath.plan import Plan
 from shardmath.store import local_name
 
-__all__ = ["Array", "Shards", "scatter", "simulate"]
+__all__ = ["Array", "Shards", "simulate"]
 
 Array: TypeAlias = NDArray[Any]
 Shards: TypeAlias = Mapping[int, Array] | Mapping[int, Mapping[str, Array]]
@@ -48,6 +48,8 @@ def simulate(p: Plan, shards: Shards) -> dict[int, Array] | dict[int, dict[str, 
     mappings by local name (`name`, or `name[i]` for window i). Any numpy dtype. Raises PlanError for a missing rank or
     tensor, or an array whose shape is not the layout's local shape.
     """
+    if not isinstance(shards, Mapping):
+        raise PlanError(f"source arrays are {shards!r}; give a mapping from rank to array, or to arrays by name")
     single = not p.is_tree
     held = {rank: _named(p, shards, rank) for rank in p.src_ranks}
     dtypes = {name: _dtype(p, name, held) for name in p.src}
@@ -100,7 +102,10 @@ def _dtype(p: Plan, name: str, held: Mapping[int, Mapping[str, Array]]) -> np.dt
     if len(found) != 1:
         shown = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in found.items())
         raise PlanError(f"tensor {name!r} has several dtypes: {shown}; pass one")
-    return next(iter(found))
+    dtype = next(iter(found))
+    if p.divisor(name) > 1 and dtype.kind in "biu":
+        raise PlanError(f"tensor {name!r} is averaged, and its arrays are {dtype}; pass floating or complex ones")
+    return dtype
 
 
 def _begin(layout: Layout, rank: int, dtype: np.dtype[Any], fill: complex | None) -> Array:
@@ -118,22 +123,3 @@ def _divide(p: Plan, arrays: dict[str, Array]) -> None:
                 key = local_name(name, j, len(windows))
                 if key in arrays:
                     arrays[key] = (arrays[key] / p.divisor(name)).astype(arrays[key].dtype)
-
-
-def scatter(layout: Layout, whole: Array) -> dict[int, Array]:
-    """Every rank's local array of a global one, holes 0; Partial(sum) axes hold it at their first coordinate.
-
-    Raises PlanError unless `whole` has the layout's shape.
-    """
-    if whole.shape != layout.shape:
-        raise PlanError(f"array of shape {whole.shape} for {layout}; pass the global array")
-    first = layout.mesh.coordinate(name for name, _ in layout.partial)
-    out = {}
-    for rank, addend in zip(layout.mesh.ranks, first.tolist(), strict=True):
-        local = np.zeros(layout.local_shape(rank), whole.dtype)
-        index = layout.indices(rank)
-        here, there = (np.ix_(*(f(i) for i in index)) for f in (lambda i: np.flatnonzero(i >= 0), lambda i: i[i >= 0]))
-        if not addend or layout.op in ("avg", "max", "min"):
-            local[here] = whole[there]
-        out[rank] = local
-    return out

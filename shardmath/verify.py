@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from shardmath.adjoint import flip_of, swapped
@@ -24,7 +25,7 @@ from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
 from shardmath.plan import Plan, Transfer
-from shardmath.reduction import Reduction, reduction
+from shardmath.reduction import Reduction, identity_of, reduction
 from shardmath.runs import Runs
 from shardmath.store import local_name
 
@@ -34,25 +35,50 @@ __all__ = ["verify"]
 def verify(p: Plan, *, transfers: Iterable[Transfer] | None = None) -> None:
     """Raise PlanError, naming the first offending element, unless the transfers do what the plan's layouts ask for.
 
-    Without `transfers` the plan's own are proved, as each sender and each receiver expands them.
+    Without `transfers` the plan's own are proved, as each sender and each receiver expands them, and with them what it
+    fills in and divides by.
     """
-    claimed = _executed(p) if transfers is None else transfers
+    if not isinstance(p, Plan):
+        raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) returns")
     forward = p.forward or p
     flip = flip_of(forward) if p.forward else None
     tensors = {name: _Tensor(forward, name) for name in forward.src}
+    if transfers is None:
+        _check_rules(p, tensors)
     boxes: _Boxes = {}
-    for t in claimed:
+    for t in _executed(p) if transfers is None else transfers:
+        _check_type(t)
         if t.tensor not in tensors:
             raise PlanError(
                 f"{t}: the plan has no tensor {t.tensor!r}; its tensors are {', '.join(map(repr, tensors))}"
             )
         ahead = t if flip is None else swapped(t)
-        target, op = _check(tensors[t.tensor], ahead)
+        tensor = tensors[t.tensor]
+        target, op = _check(tensor, ahead)
         _check_entry(t, (op, target.addend) if flip is None else flip.entry(ahead.dst_tensor, ahead.dst_rank))
-        chosen = tensors[t.tensor].chosen[target.window][ahead.dst_rank]
-        boxes.setdefault(target, {}).setdefault(chosen, []).append(_box(ahead.dst_slices))
+        tensor.choose(target, ahead)
+        boxes.setdefault(target, []).append(_box(ahead.dst_slices))
     for tensor in tensors.values():
         _check_complete(tensor, boxes)
+
+
+def _check_type(t: object) -> None:
+    whole = isinstance(t, Transfer) and all(
+        isinstance(s, slice) and isinstance(s.start, int) and isinstance(s.stop, int)
+        for s in (*t.src_slices, *t.dst_slices, *t.global_slices)
+    )
+    if not whole:
+        raise PlanError(f"{t!r} is not a Transfer whose slices have integer starts and stops; give shardmath.Transfer")
+
+
+def _check_rules(p: Plan, tensors: Mapping[str, _Tensor]) -> None:
+    """What is filled in, and divided by, is what the layouts ask for."""
+    for name, tensor in tensors.items():
+        expected = tensor.rules[0, 0]
+        if p.forward is not None:
+            expected = replace(expected, fill=identity_of("sum", tensor.src[0].dtype))
+        if repr(p.rules[name]) != repr(expected):
+            raise PlanError(f"tensor {name!r} is reduced by {p.rules[name]}; its layouts ask for {expected}")
 
 
 def _check_entry(t: Transfer, expected: tuple[str, int]) -> None:
@@ -90,9 +116,7 @@ class _Target(NamedTuple):
     addend: int
 
 
-_Choice: TypeAlias = dict[int, list[Box]]
-"""The boxes that each destination addend receives."""
-_Boxes: TypeAlias = dict[_Target, _Choice]
+_Boxes: TypeAlias = dict[_Target, list[Box]]
 
 
 class _Tensor:
@@ -103,10 +127,11 @@ class _Tensor:
         self.itemsize = self.src[0].itemsize
         self.windows = [{local_name(name, i, len(side)): i for i in range(len(side))} for side in (self.src, self.dst)]
         self.rules = {(i, j): reduction(a, b) for i, a in enumerate(self.src) for j, b in enumerate(self.dst)}
-        self.groups = [
-            _at(layout.mesh, _others(layout.mesh, self.rules[0, j].chosen)) for j, layout in enumerate(self.dst)
-        ]
-        self.chosen = [_at(layout.mesh, self.rules[0, j].chosen) for j, layout in enumerate(self.dst)]
+        chosen = [self.rules[0, j].chosen for j in range(len(self.dst))]
+        self.groups = [_at(x.mesh, _others(x.mesh, axes)) for x, axes in zip(self.dst, chosen, strict=True)]
+        self.chosen = [_at(x.mesh, axes) if axes else {} for x, axes in zip(self.dst, chosen, strict=True)]
+        self.through = [_at(x.mesh, _through(self.rules[0, j])) for j, x in enumerate(self.dst)]
+        self.choices: dict[tuple[int, int, int], dict[tuple[Box, int], None]] = {}
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
 
     def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
@@ -115,6 +140,17 @@ class _Tensor:
         if key not in self.held:
             self.held[key] = (self.src, self.dst)[side][window].runs(rank)
         return self.held[key]
+
+    def choose(self, target: _Target, t: Transfer) -> None:
+        """Note which of the destination's addends receives, where any one may."""
+        j = target.window
+        if self.chosen[j]:
+            choice = self.choices.setdefault((j, self.through[j][t.dst_rank], target.addend), {})
+            choice[_box(t.global_slices), self.chosen[j][t.dst_rank]] = None
+
+
+def _through(rule: Reduction) -> tuple[str, ...]:
+    return tuple(name for _, axes in rule.matched for name in axes)
 
 
 def _others(mesh: Mesh, names: Iterable[str]) -> tuple[str, ...]:
@@ -190,39 +226,40 @@ def _addend(src: Layout, dst: Layout, rule: Reduction, t: Transfer) -> int:
     """The sender's place in the fold; addends that pass through must stay in theirs."""
     here, there = src.mesh.coords(t.src_rank), dst.mesh.coords(t.dst_rank)
     for a, b in rule.matched:
-        if here[a] != there[b]:
-            raise PlanError(
-                f"{t}: addend {here[a]} of {a!r} arrives as addend {there[b]} of {b!r}; "
-                f"addends pass through along this axis"
-            )
+        ours, theirs = _flat(src.mesh, here, a), _flat(dst.mesh, there, b)
+        if ours != theirs:
+            what = f"{t}: addend {ours} of {'*'.join(a)} arrives as addend {theirs} of {'*'.join(b)}"
+            raise PlanError(f"{what}; addends pass through along these axes")
+    return _flat(src.mesh, here, rule.folded)
+
+
+def _flat(mesh: Mesh, coords: Mapping[str, int], axes: Iterable[str]) -> int:
+    """The coordinate on flattened axes."""
     out = 0
-    for name in rule.folded:
-        out = out * src.mesh.axis_size(name) + here[name]
+    for name in axes:
+        out = out * mesh.axis_size(name) + coords[name]
     return out
 
 
 def _check_complete(tensor: _Tensor, boxes: _Boxes) -> None:
     """Prove that each replica receives each addend of each element once, and that all choose the same receivers."""
     for j, layout in enumerate(tensor.dst):
-        families = _at(layout.mesh, _others(layout.mesh, (*tensor.rules[0, j].chosen, *layout.free_axes)))
-        for addend in range(tensor.rules[0, j].addends):
-            first: dict[int, _Choice] = {}
-            for group, rank in {tensor.groups[j][r]: r for r in reversed(layout.mesh.ranks)}.items():
-                choice = boxes.get(_Target(tensor.name, j, group, addend), {})
-                runs = tensor.runs(1, j, rank)
-                _check_partition(tensor, rank, runs, addend, [box for chosen in choice.values() for box in chosen])
-                _check_replicas(tensor, rank, runs, choice, first.setdefault(families[rank], choice))
+        for group, rank in {tensor.groups[j][rank]: rank for rank in reversed(layout.mesh.ranks)}.items():
+            runs = tensor.runs(1, j, rank)
+            for addend in range(tensor.rules[0, j].addends):
+                _check_partition(tensor, rank, runs, addend, boxes.get(_Target(tensor.name, j, group, addend), []))
+    for choice in tensor.choices.values():
+        _check_replicas(tensor, [box for box, _ in choice], [chosen for _, chosen in choice])
 
 
-def _check_replicas(tensor: _Tensor, rank: int, runs: tuple[Runs, ...], choice: _Choice, first: _Choice) -> None:
-    """Two partitions among addends are the same if no box of one meets a box of another addend of the other."""
-    for addend, mine in choice.items() if choice is not first else ():
-        theirs = [box for other, there in first.items() if other != addend for box in there]
-        pair = first_overlap([*mine, *theirs])
-        if pair is not None:
-            at = _element(runs, tuple(lo for lo, _ in mine[pair[0]]))
-            what = f"tensor {tensor.name!r}: rank {rank} gets, near element {at}, what another addend of a replica gets"
-            raise PlanError(f"{what}; replicas have to stay equal")
+def _check_replicas(tensor: _Tensor, boxes: list[Box], chosen: list[int]) -> None:
+    """Replicas of an addend stay equal: no element goes to two different addends of the destination."""
+    pair = first_overlap(boxes, chosen)
+    if pair is not None:
+        a, b = (boxes[i] for i in pair)
+        at = tuple(max(x[0], y[0]) for x, y in zip(a, b, strict=True))
+        what = f"tensor {tensor.name!r}: element {at} goes to addend {chosen[pair[0]]} of some replicas"
+        raise PlanError(f"{what} and to addend {chosen[pair[1]]} of others; replicas have to stay equal")
 
 
 def _check_partition(tensor: _Tensor, rank: int, runs: tuple[Runs, ...], addend: int, boxes: list[Box]) -> None:
