@@ -43,6 +43,9 @@ ITEMSIZE: dict[str, int] = {
 PYTHON: dict[object, str] = {float: "float64", int: "int64", bool: "bool", complex: "complex128"}
 """Python's own types, as numpy reads them."""
 
+ALIASES = {"half": "float16", "double": "float64", "bool_": "bool"}
+"""Other names, the same in numpy and torch."""
+
 AMBIGUOUS = {"float": "float32 or float64", "int": "int32 or int64"}
 """Names that numpy and torch read differently."""
 
@@ -56,6 +59,7 @@ def canonical(dtype: object) -> str:
         return PYTHON[dtype]
     text = dtype.__name__ if isinstance(dtype, type) else str(dtype)
     module, _, name = text.rpartition(".")
+    name = ALIASES.get(name, name)
     if name in AMBIGUOUS:
         raise LayoutError(f"dtype {text!r} is one size in numpy and another in torch; write {AMBIGUOUS[name]}")
     if name not in ITEMSIZE or module not in ("", "torch", "numpy", "np"):

@@ -13,8 +13,8 @@ same.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
@@ -91,20 +91,25 @@ def _check_entry(t: Transfer, expected: tuple[str, int]) -> None:
 
 def _executed(p: Plan) -> list[Transfer]:
     """All transfers, after checking that senders and receivers list the same ones, pair by pair in the same order."""
-    sent = [t for rank in p.src_ranks for t in p.transfers(src=rank)]
-    received = [t for rank in p.dst_ranks for t in p.transfers(dst=rank)]
-    by_pair: dict[tuple[int, int], list[Transfer]] = {}
-    for t in sent:
-        by_pair.setdefault((t.src_rank, t.dst_rank), []).append(t)
-    there: dict[tuple[int, int], list[Transfer]] = {}
-    for t in received:
-        there.setdefault((t.src_rank, t.dst_rank), []).append(t)
-    for pair in by_pair.keys() | there.keys():
-        if by_pair.get(pair) != there.get(pair):
-            ours, theirs = Counter(by_pair.get(pair, ())), Counter(there.get(pair, ()))
-            odd = next(iter((ours - theirs) or (theirs - ours)), None)
-            raise PlanError(f"ranks {pair[0]} and {pair[1]} expand different transfers between them; first: {odd}")
-    return sent
+    try:
+        sent = _by_pair(t for rank in p.src_ranks for t in p.transfers(src=rank))
+        received = _by_pair(t for rank in p.dst_ranks for t in p.transfers(dst=rank))
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise PlanError(f"the plan's tables cannot be expanded: {error!r}; make the plan anew") from error
+    for pair in sorted(sent.keys() | received.keys()):
+        ours, theirs = sent.get(pair, []), received.get(pair, [])
+        if ours != theirs:
+            both = itertools.zip_longest(ours, theirs)
+            here, there = next((a, b) for a, b in both if a != b)
+            raise PlanError(f"ranks {pair[0]} and {pair[1]} disagree on what goes between them: {here} or {there}")
+    return [t for ours in sent.values() for t in ours]
+
+
+def _by_pair(transfers: Iterable[Transfer]) -> dict[tuple[int, int], list[Transfer]]:
+    out: dict[tuple[int, int], list[Transfer]] = {}
+    for t in transfers:
+        out.setdefault((t.src_rank, t.dst_rank), []).append(t)
+    return out
 
 
 class _Target(NamedTuple):

@@ -1,0 +1,144 @@
+"""Adjoints: ends swapped, Replicate and Partial exchanged, and what has none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from shardmath import Layout, Mesh, PlanError, adjoint, plan, simulate, testing, verify
+from shardmath.adjoint import everybody, swapped
+from shardmath.layout import window
+
+TP, FAR = Mesh(tp=2), Mesh(dp=2, tp=2, ranks=range(4, 8))
+
+
+def of(src: str, dst: str, there: Mesh = TP, dtype: str = "float32"):
+    return adjoint(plan(Layout((4,), TP, src, dtype=dtype), Layout((4,), there, dst, dtype=dtype)))
+
+
+def texts(p) -> tuple[str, str]:
+    return p.src[""][0].text, p.dst[""][0].text
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "there", "back"),
+    [
+        ("(tp n)", "n", TP, ("n {sum: tp}", "(tp n)")),
+        ("n {sum: tp}", "n", TP, ("n {sum: tp}", "n")),
+        ("n {sum: tp}", "(tp n)", TP, ("(tp n)", "n")),
+        ("n", "(tp n)", TP, ("(tp n)", "n {sum: tp}")),
+        ("n", "n {sum: tp}", TP, ("n", "n {sum: tp}")),
+        ("n {sum: tp}", "n {sum: tp}", TP, ("n {sum: tp}", "n {sum: tp}")),
+        ("(tp n)", "(tp n)", FAR, ("(tp n) {sum: dp}", "(tp n)")),
+        ("(tp n)", "(tp n) {sum: dp}", FAR, ("(tp n)", "(tp n)")),
+        ("n {avg: tp}", "n", FAR, ("n {sum: dp tp}", "n")),
+        ("n", "(tp n) {avg: dp}", FAR, ("(tp n) {sum: dp}", "n {sum: tp}")),
+    ],
+)
+def test_replicate_and_partial_change_places(src: str, dst: str, there: Mesh, back: tuple[str, str]) -> None:
+    p = of(src, dst, there)
+    assert texts(p) == back
+    verify(p)
+    assert adjoint(p).forward is None and adjoint(adjoint(p)) == p
+
+
+def test_ends_are_swapped() -> None:
+    forward = plan(Layout((4,), TP, "(tp n)"), Layout((4,), FAR, "n"))
+    p = adjoint(forward)
+    assert p.src_ranks == (4, 5, 6, 7) and p.dst_ranks == (0, 1)
+    assert p.sent_bytes() == forward.received_bytes() and p.received_bytes() == forward.sent_bytes()
+    there = sorted(map(str, map(swapped, forward.transfers())))
+    assert sorted(str(t._replace(op="copy")) for t in p.transfers()) == there
+    assert sorted((t.addend, t.src_rank) for t in p.transfers(dst=0)) == [(i, 4 + i) for i in range(4)]
+    assert {t.op for t in p.transfers()} == {"sum"}
+    assert list(p.transfers(src=5)) == [t for r in (0, 1) for t in p.transfers(src=5, dst=r)]
+    assert list(p.transfers(src=0)) == [] and repr(p).startswith("<adjoint plan of 1 tensors, 4 -> 2 ranks, ")
+
+
+def test_swapped_is_its_own_inverse() -> None:
+    (t, *_) = plan({"w": Layout((4, 6), TP, "(tp n) h")}, {"w": Layout((4, 6), FAR, "n (tp h)")}).transfers()
+    assert swapped(swapped(t)) == t and swapped(t) != t
+    assert (swapped(t).src_rank, swapped(t).dst_slices) == (t.dst_rank, t.src_slices)
+
+
+def test_copies_stay_copies_where_nothing_is_replicated() -> None:
+    p = of("(tp n)", "(n tp)")
+    assert {(t.op, t.addend) for t in p.transfers()} == {("copy", 0)}
+
+
+def test_fill_is_zero() -> None:
+    p = of("(tp n)", "n")
+    assert repr(p.fill("")) == "-0.0"
+    assert repr(of("(tp n)", "n", dtype="int32").fill("")) == "0"
+    out = simulate(of("n", "(tp n)", Mesh(tp=2, ranks=(4, 5))), {r: np.full(2, 3.0) for r in (4, 5)})
+    assert {r: x.tolist() for r, x in out.items()} == {0: [3.0, 3.0, 0.0, 0.0], 1: [0.0, 0.0, 3.0, 3.0]}
+    assert np.signbit(out[0]).tolist() == [False, False, True, True]
+
+
+def test_average_has_an_adjoint() -> None:
+    p = of("n {avg: tp}", "n")
+    assert p.divisor("") == 2
+    x, y = ({r: np.arange(4.0) * (r + 1) + k for r in (0, 1)} for k in (0, 5))
+    forward, back = simulate(adjoint(p), x), simulate(p, y)
+    assert sum((forward[r] * y[r]).sum() for r in y) == sum((x[r] * back[r]).sum() for r in x)
+
+
+def test_everybody() -> None:
+    def axes(src: str, dst: str) -> tuple[str, ...]:
+        p = plan(Layout((4,), TP, src), Layout((4,), FAR, dst))
+        return everybody(p.dst[""][0], p.rules[""])
+
+    assert axes("n", "n") == ("dp", "tp")
+    assert axes("n", "(tp n)") == ("dp",)
+    assert axes("n", "n {sum: dp}") == ("tp",)
+    assert axes("n", "n {avg: dp}") == ("dp", "tp")
+
+
+@given(testing.pairs(ops=(None,)), testing.lengths(3))
+def test_windows_have_an_adjoint(pair: tuple[Layout, ...], cut: int) -> None:
+    src, dst = pair
+    if not src.ndim:
+        return
+    at = min(cut, src.shape[0])
+    rest = tuple((0, n) for n in src.shape[1:])
+    p = plan({"w": src}, {"w": (window(dst, ((0, at), *rest)), window(dst, ((at, src.shape[0]), *rest)))})
+    back = adjoint(p)
+    verify(back)
+    rng = np.random.default_rng(0)
+    x = {r: {"w": rng.integers(-4, 5, src.local_shape(r)).astype(float)} for r in src.mesh.ranks}
+    y = {r: {f"w[{j}]": rng.integers(-4, 5, dst.local_shape(r)).astype(float) for j in (0, 1)} for r in dst.mesh.ranks}
+    forward, backward = simulate(p, x), simulate(back, y)
+    left = sum((forward[r][k] * y[r][k]).sum() for r in y for k in y[r])
+    assert left == sum((x[r]["w"] * backward[r]["w"]).sum() for r in x)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "op"),
+    [
+        ("n {max: tp}", "n", "max"),
+        ("n {min: tp}", "(tp n)", "min"),
+        ("n {product: tp}", "n", "product"),
+        ("n", "n {product: tp}", "product"),
+    ],
+)
+def test_nonlinear_plans_have_none(src: str, dst: str, op: str, fails) -> None:
+    fails(
+        lambda: of(src, dst),
+        PlanError,
+        f"tensor '' is reduced by {op}, which is not linear; only copies, sum and avg have an adjoint",
+    )
+
+
+def test_what_passes_through_or_is_copied_is_linear() -> None:
+    for op in ("max", "min", "product"):
+        verify(of(f"n {{{op}: tp}}", f"n {{{op}: tp}}"))
+    verify(of("n", "n {max: tp}"))
+
+
+def test_bool_has_no_sum(fails) -> None:
+    fails(
+        lambda: of("(tp n)", "n", dtype="bool"),
+        PlanError,
+        "sum of bool has no agreed meaning; use max for any, min for all, or cast to an integer type",
+    )

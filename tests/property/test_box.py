@@ -1,0 +1,130 @@
+"""Boxes against sets of elements."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmath import PlanError, testing
+from shardmath.box import first_gap, first_overlap, flat_boxes, row_size, shape, slices, volume, whole
+
+SHAPES = [dims for d in range(4) for dims in itertools.product((0, 1, 2, 3), repeat=d)]
+
+
+def elements(box) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(lo, hi) for lo, hi in box)))
+
+
+@st.composite
+def box_lists(draw: st.DrawFn, dims: int | None = None):
+    sides = tuple(draw(st.integers(1, 4)) for _ in range(draw(st.integers(0, 3)) if dims is None else dims))
+    drawn = draw(st.lists(testing.boxes(sides), max_size=5))
+    return sides, [box for box in drawn if volume(box)]
+
+
+def test_a_box() -> None:
+    box = ((1, 3), (0, 4))
+    assert (shape(box), volume(box)) == ((2, 4), 8)
+    assert slices(box) == (slice(1, 3), slice(0, 4))
+    assert np.arange(20).reshape(4, 5)[slices(box)].tolist() == [[5, 6, 7, 8], [10, 11, 12, 13]]
+    assert (whole((3, 2)), whole(())) == (((0, 3), (0, 2)), ())
+    assert (shape(()), volume(()), slices(())) == ((), 1, ())
+
+
+@pytest.mark.parametrize(
+    ("dims", "row"),
+    [
+        ((), 1),
+        ((1,), 1),
+        ((5,), 1),
+        ((4, 3), 3),
+        ((1, 4, 3), 3),
+        ((1, 1, 7), 1),
+        ((2, 3, 5), 15),
+        ((0, 3), 1),
+        ((0, 3, 4), 4),
+    ],
+)
+def test_row_size(dims: tuple[int, ...], row: int) -> None:
+    assert row_size(dims) == row
+
+
+@pytest.mark.parametrize("dims", SHAPES, ids=str)
+def test_every_flat_range(dims: tuple[int, ...]) -> None:
+    total = math.prod(dims)
+    listed = elements(whole(dims))
+    for lo, hi in itertools.combinations_with_replacement(range(total + 1), 2):
+        boxes = flat_boxes(dims, lo, hi)
+        assert [x for box in boxes for x in elements(box)] == listed[lo:hi]
+        assert all(volume(box) for box in boxes)
+        assert len(boxes) <= max(1, 2 * len(dims) - 1)
+
+
+def test_flat_range_literals() -> None:
+    assert flat_boxes((4, 5), 5, 15) == (((1, 3), (0, 5)),)
+    assert flat_boxes((4, 5), 0, 20) == (((0, 4), (0, 5)),)
+    assert flat_boxes((2, 3, 4), 5, 19) == (
+        ((0, 1), (1, 2), (1, 4)),
+        ((0, 1), (2, 3), (0, 4)),
+        ((1, 2), (0, 1), (0, 4)),
+        ((1, 2), (1, 2), (0, 3)),
+    )
+    assert flat_boxes((), 0, 1) == ((),)
+    assert flat_boxes((), 0, 0) == ()
+    assert flat_boxes((2, 3), 4, 4) == ()
+
+
+@pytest.mark.parametrize(("lo", "hi"), [(-1, 2), (3, 2), (0, 7)])
+def test_flat_range_outside(lo: int, hi: int, fails) -> None:
+    fails(
+        lambda: flat_boxes((2, 3), lo, hi),
+        PlanError,
+        f"flat range [{lo}, {hi}) is not inside (2, 3) of 6 elements; cut it to fit",
+    )
+
+
+@given(box_lists())
+def test_first_overlap(case) -> None:
+    _, boxes = case
+    meeting = {
+        (i, j)
+        for i, j in itertools.combinations(range(len(boxes)), 2)
+        if set(elements(boxes[i])) & set(elements(boxes[j]))
+    }
+    found = first_overlap(boxes)
+    assert (found in meeting) if meeting else (found is None)
+
+
+def test_first_overlap_literals() -> None:
+    assert first_overlap([]) is None
+    assert first_overlap([()]) is None
+    assert first_overlap([(), ()]) == (0, 1)
+    assert first_overlap([((0, 2),), ((2, 4),)]) is None
+    assert first_overlap([((2, 4),), ((0, 2),), ((3, 5),)]) == (0, 2)
+    assert first_overlap([((3, 5),), ((0, 4),)]) == (0, 1)
+    # All start alike in one dimension and touch in the other.
+    assert first_overlap([((0, 4), (0, 2)), ((0, 4), (2, 4)), ((0, 4), (4, 5))]) is None
+    # The first meets nothing, the last two meet.
+    assert first_overlap([((0, 1), (0, 9)), ((5, 9), (0, 1)), ((6, 7), (0, 1))]) == (1, 2)
+
+
+@given(box_lists())
+def test_first_gap(case) -> None:
+    sides, boxes = case
+    covered = {x for box in boxes for x in elements(box)}
+    missing = [x for x in elements(whole(sides)) if x not in covered]
+    assert first_gap([[(0, n)] for n in sides], boxes) == (missing[0] if missing else None)
+
+
+def test_first_gap_looks_only_at_what_is_held() -> None:
+    assert first_gap([[(0, 1), (3, 4)]], [((0, 1),)]) == (3,)
+    assert first_gap([[(0, 1), (3, 4)]], [((0, 1),), ((3, 4),)]) is None
+    assert first_gap([[(0, 2)], [(1, 2), (4, 6)]], [((0, 2), (0, 5))]) == (0, 5)
+    assert first_gap([[]], []) is None
+    assert first_gap([], []) == ()
+    assert first_gap([], [()]) is None

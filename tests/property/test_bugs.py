@@ -1,0 +1,141 @@
+"""Bugs once found, one test each, with what they did."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import shardmath as sm
+from shardmath.runs import from_ranges
+
+
+def _transfers(p: sm.Plan) -> list[sm.Transfer]:
+    return list(p.transfers())
+
+
+def test_a_tensor_of_no_elements_leaves_the_others_alone() -> None:
+    """Its template has no classes, which shifted the cuts of every later line."""
+    src, dst = sm.Mesh(x=2), sm.Mesh(x=2, ranks=(2, 3))
+    sides = [{"w": sm.Layout((4,), m, "(x n)"), "e": sm.Layout((0,), m, "(x n)")} for m in (src, dst)]
+    p = sm.plan(*sides)
+    sm.verify(p)
+    assert len(_transfers(p)) == 2
+
+
+def test_replicas_choose_the_same_addend() -> None:
+    """Each group of replicas chose by itself, so replicas of one addend differed and the sum was wrong afterwards."""
+    mesh = sm.Mesh(a=4, b=2)
+    one, many = sm.Layout((), sm.Mesh(), ""), sm.Layout((), mesh, "{sum: b}")
+    there = sm.simulate(sm.plan(one, many), {0: np.array(7.0)})
+    back = sm.simulate(sm.plan(many, one), there)
+    assert back[0] == 7.0
+    assert {(float(there[r]), float(there[r + 1])) for r in range(0, 8, 2)} == {(7.0, 0.0)}
+
+
+def test_adjoints_of_one_digest_fold_in_one_order() -> None:
+    """Replicas were numbered in mesh order, which the digest does not contain."""
+    src = sm.Layout((4,), sm.Mesh(tp=1), "n")
+    there = [sm.Layout((4,), sm.Mesh(tp=3, ranks=ranks), "n") for ranks in ((0, 1, 2), (2, 1, 0))]
+    back = [sm.adjoint(sm.plan(src, dst)) for dst in there]
+    assert back[0].digest == back[1].digest
+    assert _transfers(back[0]) == _transfers(back[1])
+
+
+def test_partial_axes_pass_through_however_they_are_flattened() -> None:
+    """{avg: x y} to {avg: xy} was an all-reduce."""
+    a = sm.Layout((4,), sm.Mesh(x=2, y=2), "n {avg: x y}")
+    b = sm.Layout((4,), sm.Mesh(xy=4), "n {avg: xy}")
+    assert sm.equivalent(a, b)
+    assert not any(sm.plan(a, b).sent_bytes().values())
+    assert sm.plan(a, b).digest == sm.plan(a, a).digest
+
+
+def test_an_addend_axis_of_one_rank_is_no_meaning() -> None:
+    """`{sum: pp}` with pp=1 had another digest than nothing."""
+    mesh = sm.Mesh(tp=2, pp=1)
+    plain, partial = sm.Layout((4,), mesh, "(tp n)"), sm.Layout((4,), mesh, "(tp n) {sum: pp}")
+    assert sm.plan(plain, plain).digest == sm.plan(partial, plain).digest
+
+
+def test_a_window_and_a_tensor_of_one_name_are_refused() -> None:
+    """Half of w was lost."""
+    mesh = sm.Mesh()
+    full = sm.Layout((4,), mesh, "n")
+    halves = tuple(sm.Layout((4,), mesh, f"(n)=<{span}>") for span in ("0:2", "2:4"))
+    with pytest.raises(sm.PlanError, match="'w\\[0\\]' of tensor 'w' has the name of another tensor"):
+        sm.plan({"w": full, "w[0]": full}, {"w": halves, "w[0]": full})
+
+
+def test_what_is_executed_beside_transfers_is_proved_too() -> None:
+    """A divisor of 1 doubled an average, and passed."""
+    mesh = sm.Mesh(tp=2)
+    p = sm.plan(sm.Layout((4,), mesh, "n {avg: tp}"), sm.Layout((4,), mesh, "n"))
+    for changed in ({"divisor": 1}, {"fill": 5.0}):
+        with pytest.raises(sm.PlanError, match="its layouts ask for"):
+            sm.verify(replace(p, rules={"": replace(p.rules[""], **changed)}))
+
+
+def test_sizes_beyond_64_bits_are_refused() -> None:
+    """Loads wrapped to 0 or below."""
+    with pytest.raises(sm.LayoutError, match="more than 72057594037927936 bytes"):
+        sm.Layout((2**33, 2**33), sm.Mesh(tp=2), "(tp n) h")
+    with pytest.raises(sm.MeshError, match="too large"):
+        sm.Mesh(ranks=[2**70])
+
+
+def test_local_sizes_after_an_axis_are_not_the_axis_s() -> None:
+    """`tp [4 4]` was read as `tp[4 4]`."""
+    layout = sm.Layout((16,), sm.Mesh(tp=2, dp=2), {"tp": sm.Shard(0), "dp": sm.Packed(0, (4, 4))})
+    assert layout.text == "(tp [4 4] dp n)"
+    assert sm.Layout((16,), layout.mesh, layout.text) is layout
+
+
+@pytest.mark.parametrize("text", ["(3000000 tp n)", "(200 200 200 tp n)", "(4000000000 tp n)"])
+def test_more_pieces_than_positions_cost_nothing(text: str) -> None:
+    """Every empty piece was written down."""
+    layout = sm.Layout((4,), sm.Mesh(tp=2), text)
+    assert layout.runs(0) == (sm.Runs([(0, 0, 4)]),) and layout.runs(1) == (sm.Runs([], 0),)
+
+
+def test_integers_are_integers() -> None:
+    """Floats, text and truth values were cut to integers without a word."""
+    wrong = [
+        lambda: sm.Mesh(tp=2, ranks=[0.5, 1.7]),
+        lambda: sm.Mesh(tp=2, ranks="01"),
+        lambda: sm.Mesh(dp=True),
+        lambda: sm.Packed(0, (1.7, 2.3)),
+        lambda: sm.Packed(0, "44"),
+        lambda: sm.Shard("a"),
+        lambda: sm.StridedShard(0, 2.5),
+        lambda: sm.BlockCyclic(0, 1.5),
+        lambda: sm.Runs([(0.7, 0.2, 1.9)]),
+        lambda: sm.Runs([(-1, -1, 3)]),
+        lambda: sm.Runs([(0, 0)]),
+        lambda: from_ranges([(0.5, 2.5)]),
+        lambda: sm.Layout((True,), sm.Mesh(), "n"),
+        lambda: sm.Layout(4.5, sm.Mesh(), "n"),
+        lambda: sm.Layout((4,), sm.Mesh(), "n").runs([0]),
+        lambda: sm.Layout((4,), sm.Mesh(tp=2), sm.Shard(0)),
+        lambda: sm.Layout((4,), sm.Mesh(tp=2), {5: sm.Shard(0)}),
+        lambda: sm.Layout((4,), sm.Mesh(tp=2), {(): sm.Shard(0)}),
+        lambda: sm.Layout((8, 4), sm.Mesh(tp=2), (sm.Shard(0),), stored={0: 8, -2: 9}),
+        lambda: sm.Layout((8,), sm.Mesh(tp=2), (sm.Shard(0),), stored={0: 8.7}),
+        lambda: sm.Layout((4,), sm.Mesh(tp=2), "(" + "9" * 5000 + " n)"),
+        lambda: sm.plan({1: sm.Layout((4,), sm.Mesh(), "n")}, {1: sm.Layout((4,), sm.Mesh(), "n")}),
+    ]
+    for make in wrong:
+        with pytest.raises(sm.ShardError):
+            make()
+
+
+def test_a_rule_that_fails_is_named() -> None:
+    """The exception of a user's split came out bare."""
+
+    class Broken:
+        dim = 0
+
+        def split(self, n: int, parts: int) -> tuple[sm.Runs, ...]:
+            raise KeyError("oops")
+
+    with pytest.raises(sm.PlacementError, match=r"split\(4, 2\) raised KeyError\('oops'\); it is to give 2 Runs"):
+        sm.Layout((4,), sm.Mesh(tp=2), (Broken(),))

@@ -1,0 +1,91 @@
+"""The command line: two commands, errors, exit statuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from unittest import mock
+
+import pytest
+
+from shardmath import Layout, Mesh, cli, plan
+from shardmath.show import show
+
+
+def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "dp=4 tp=2", "9,4", "(tp dp n) h"]) == 0
+    assert capsys.readouterr().out == show(Layout((9, 4), Mesh(dp=4, tp=2), "(tp dp n) h")) + "\n"
+
+
+def test_show_a_scalar_and_a_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "tp=2 ranks=5,3", "", "{sum: tp}", "--dtype", "int8"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "int8[] {sum: tp} on tp=2"
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "tp=4", "tp=2 ranks=4:6", "8,4", "(tp n) h", "n (tp h)", "--dtype", "bfloat16"]) == 0
+    p = plan(
+        Layout((8, 4), Mesh(tp=4), "(tp n) h", dtype="bfloat16"),
+        Layout((8, 4), Mesh(tp=2, ranks=(4, 5)), "n (tp h)", dtype="bfloat16"),
+    )
+    proof = f"proved: each destination element arrives exactly once; digest {p.digest[:16]}"
+    assert capsys.readouterr().out == f"{show(p)}\n{proof}\n"
+
+
+def test_errors_of_ours_are_one_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "tp=2", "9", "(ep n)"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(
+        "error: 'ep' and 'n' are both free names\n    (ep n)\n        ^\n"
+    )
+
+
+@pytest.mark.parametrize("argv", [["show", "tp=2", "9;4", "n"], ["show"], ["plan", "tp=2"]])
+def test_wrong_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert "usage: shardmath" in err
+    assert "9;4" not in argv or "'9;4' is not a shape; write sizes with commas: 9,4" in err
+
+
+@pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]])
+def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 0
+    captured = capsys.readouterr()
+    assert "commands: plan" in captured.out and ", show" in captured.out and captured.err == ""
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["move"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("unknown command 'move'\n") and captured.out == ""
+
+
+def test_backends_add_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    points = [
+        EntryPoint("works", f"{__name__}:nothing", "shardmath.commands"),
+        EntryPoint("lacks", "no_such_package:command", "shardmath.commands"),
+    ]
+    with (
+        mock.patch.object(cli, "entry_points", lambda group: points if group == "shardmath.commands" else []),
+        mock.patch.object(EntryPoint, "load", load),
+    ):
+        assert cli.main(["works", "a", "b"]) == 7
+        assert cli.main(["lacks"]) == 1
+    assert capsys.readouterr().err == "error: lacks needs no_such_package; install shardmath[torch]\n"
+
+
+def load(point: EntryPoint):
+    if point.name == "lacks":
+        raise ModuleNotFoundError("no", name="no_such_package")
+    return lambda argv: 7 if argv == ["a", "b"] else 0
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shardmath", "show", "tp=2", "4", "(tp n)"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout.startswith("float32[4] (tp n) on tp=2\n")

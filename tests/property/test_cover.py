@@ -1,0 +1,127 @@
+"""Cover: sources that hold something twice, destinations that nobody can serve."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmath import Layout, Mesh, PlanError, Shard, Table, plan, testing
+from shardmath.cover import by_rank, check_disjoint, groups
+from shardmath.layout import window
+from shardmath.overlay import template
+from shardmath.reduction import reduction
+from shardmath.runs import from_ranges
+
+MESH = Mesh(dp=2, tp=2)
+WHOLE = Layout((6, 4), MESH, "(tp n) h")
+
+
+def box(*sides: tuple[int, int]) -> Layout:
+    return window(WHOLE, sides)
+
+
+@given(testing.layouts(), st.data())
+def test_source_windows_hold_different_elements(layout: Layout, data: st.DataObject) -> None:
+    boxes = [data.draw(testing.boxes(layout.shape)) for _ in range(2)]
+    windows = tuple(window(layout, b) for b in boxes)
+    both = [
+        set.intersection(*({i for r in w.mesh.ranks for i in w.indices(r)[d].tolist() if i >= 0} for w in windows))
+        for d in range(layout.ndim)
+    ]
+    if all(both):
+        with pytest.raises(PlanError) as caught:
+            check_disjoint("w", windows)
+        at = tuple(min(x) for x in both)
+        fix = "use layout.window to keep them apart"
+        assert str(caught.value) == f"tensor 'w': source windows 0 and 1 both hold element {at}; {fix}"
+    else:
+        check_disjoint("w", windows)
+
+
+def test_all_pairs_of_windows_are_compared(fails) -> None:
+    a, b, c = box((0, 2), (0, 4)), box((2, 4), (0, 4)), box((3, 6), (1, 2))
+    fails(
+        lambda: plan({"w": (a, b, c)}, {"w": WHOLE}),
+        PlanError,
+        "tensor 'w': source windows 1 and 2 both hold element (3, 1); use layout.window to keep them apart",
+    )
+    check_disjoint("w", (a, b))
+
+
+@given(testing.layouts(overlap=False), testing.layouts(), st.data())
+def test_holes_at_the_source_are_found(src: Layout, other: Layout, data: st.DataObject) -> None:
+    """The plan exists if and only if everything that is asked is held."""
+    hole = window(src, data.draw(testing.boxes(src.shape)))
+    dst = data.draw(testing.layouts(src.shape, data.draw(testing.meshes())))
+    held = {x for r in hole.mesh.ranks for x in _elements(hole, r)}
+    short = next((r for r in dst.mesh.ranks if not set(_elements(dst, r)) <= held), None)
+    if short is None:
+        plan(hole, dst)
+        return
+    first = min(set(_elements(dst, short)) - held)
+    with pytest.raises(PlanError) as caught:
+        plan(hole, dst)
+    assert str(caught.value) == (
+        f"tensor '': rank {short} needs element {first} under {dst}, no rank holds it under {hole}; "
+        "cover it at the source"
+    )
+
+
+def _elements(layout: Layout, rank: int) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(i[i >= 0].tolist() for i in layout.indices(rank))))
+
+
+def test_each_destination_window_is_covered_alone(fails) -> None:
+    half = box((0, 3), (0, 4))
+    plan({"w": half}, {"w": (box((0, 2), (0, 4)), box((2, 3), (1, 2)))})
+    fails(
+        lambda: plan({"w": (half, box((4, 6), (0, 4)))}, {"w": (box((0, 2), (0, 4)), box((2, 6), (0, 4)))}),
+        PlanError,
+        f"tensor 'w': rank 1 needs element (3, 0) under {box((2, 6), (0, 4))}, no rank holds it under {half}; "
+        "cover it at the source",
+    )
+
+
+def test_a_missing_addend_is_missed(fails) -> None:
+    """Only the ranks of the first addend hold the second half."""
+    mesh = Mesh(dp=2)
+    part = Layout((4,), mesh, {"dp": Table(0, (from_ranges([(0, 3)]), from_ranges([(0, 4)])))})
+    fails(
+        lambda: plan(window(part, ((0, 2),)), Layout((4,), mesh, "n {sum: dp}")),
+        PlanError,
+        f"tensor '': rank 0 needs element (2,) under float32[4] n {{sum: dp}} on dp=2, no rank holds it under "
+        f"{window(part, ((0, 2),))}; cover it at the source",
+    )
+
+
+def test_groups_are_ranks_of_which_one_receives() -> None:
+    def found(src: str, dst: str) -> list[int]:
+        a, b = Layout((4,), MESH, src), Layout((4,), Mesh(dp=2, tp=2, ranks=(9, 8, 7, 6)), dst)
+        return groups(template(a, b, reduction(a, b))).tolist()
+
+    assert found("n", "n") == found("n", "(dp tp n)") == [0, 1, 2, 3]
+    assert found("n", "n {sum: tp}") == [0, 0, 1, 1]
+    assert found("n", "n {sum: dp}") == [0, 1, 0, 1]
+    assert found("n", "n {sum: dp tp}") == [0, 0, 0, 0]
+    assert found("n", "n {max: tp}") == [0, 1, 2, 3]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1 << 60)), max_size=8))
+def test_loads_by_rank_are_exact(loads: list[tuple[int, int]]) -> None:
+    ranks, load = (np.array([x[i] for x in loads], np.int64) for i in (0, 1))
+    if sum(load.tolist()) < 1 << 62:
+        expected = {r: sum(n for q, n in loads if q == r) for r, _ in loads}
+        assert dict(by_rank(ranks, load)) == expected and [r for r, _ in by_rank(ranks, load)] == sorted(expected)
+
+
+def test_a_scalar_needs_a_holder() -> None:
+    empty = Layout((1,), Mesh(), {}, stored={0: from_ranges([1])})
+    with pytest.raises(PlanError, match=r"rank 0 needs element \(0,\) .*; cover it at the source"):
+        plan(empty, Layout((1,), Mesh(), "n"))
+    plan(empty, empty)
+    plan(Layout((), Mesh(), ""), Layout((), MESH, ""))
+    plan(Layout((0,), Mesh(), "n"), Layout((0,), MESH, (Shard(0), Shard(0))))

@@ -1,0 +1,187 @@
+"""Meshes against numpy arrays of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from shardmath import Mesh, MeshError, testing
+from shardmath.mesh import strides
+
+
+def test_literals() -> None:
+    mesh = Mesh(dp=4, tp=2)
+    assert (mesh.size, mesh.shape, mesh.ranks) == (8, {"dp": 4, "tp": 2}, tuple(range(8)))
+    assert mesh.axes == (("dp", 4), ("tp", 2))
+    assert mesh.coords(5) == {"dp": 2, "tp": 1}
+    assert mesh.array().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert Mesh(tp=2, ranks=[9, 3]).coords(3) == {"tp": 1}
+    assert Mesh().ranks == (0,) and Mesh(ranks=[7]).coords(7) == {} and Mesh().array().shape == ()
+
+
+def test_strides() -> None:
+    assert strides((4, 3, 2)) == (6, 2, 1)
+    assert strides(()) == ()
+    assert strides(iter((5,))) == (1,)
+
+
+@given(testing.meshes())
+def test_coordinates_are_numpys(mesh: Mesh) -> None:
+    for index in itertools.product(*(range(n) for n in mesh.shape.values())):
+        rank = int(mesh.array()[index])
+        assert tuple(mesh.coords(rank).values()) == index
+        assert mesh.ranks[mesh.position(rank)] == rank
+        assert rank in mesh
+    assert -1 not in mesh and "0" not in mesh
+
+
+@given(testing.meshes())
+def test_coordinate_on_flattened_axes(mesh: Mesh) -> None:
+    for k in range(len(mesh.axes) + 1):
+        for names in itertools.permutations(mesh.shape, k):
+            sizes = [mesh.axis_size(name) for name in names]
+            expected = [
+                int(np.ravel_multi_index([mesh.coords(r)[name] for name in names], sizes)) if names else 0
+                for r in mesh.ranks
+            ]
+            assert mesh.coordinate(names).tolist() == expected
+
+
+@given(testing.meshes())
+def test_values(mesh: Mesh) -> None:
+    assert eval(repr(mesh), {"Mesh": Mesh}) == mesh
+    again = pickle.loads(pickle.dumps(mesh))
+    assert again == mesh and hash(again) == hash(mesh)
+    assert Mesh(mesh.shape, ranks=mesh.ranks) == mesh
+
+
+def test_order_of_axes_and_ranks_is_part_of_the_value() -> None:
+    assert Mesh(a=2, b=1) != Mesh(b=1, a=2)
+    assert Mesh(a=2) != Mesh(a=2, ranks=(1, 0))
+    assert len({Mesh(a=2), Mesh(a=2, ranks=range(2)), Mesh({"a": 2})}) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Mesh()",
+        "Mesh(dp=4, tp=2)",
+        "Mesh(tp=4, ranks=range(8, 12))",
+        "Mesh(tp=2, ranks=[9, 3])",
+        "Mesh(tp=3, ranks=[0, 1, 3])",
+        "Mesh({'ranks': 2})",
+        "Mesh({'ranks': 2}, ranks=range(3, 5))",
+    ],
+)
+def test_repr(text: str) -> None:
+    assert repr(eval(text)) == text
+
+
+def test_numpy_sizes_and_ranks_turn_into_int() -> None:
+    mesh = Mesh(a=np.int64(2), ranks=np.array([4, 5]))
+    assert repr(mesh) == "Mesh(a=2, ranks=range(4, 6))"
+    assert all(type(r) is int for r in mesh.ranks) and type(mesh.axes[0][1]) is int
+
+
+def test_split_and_merge() -> None:
+    mesh = Mesh(dp=2, tp=6, pp=2, ranks=range(100, 124))
+    split = mesh.split("tp", kv=2, rep=3)
+    assert split.axes == (("dp", 2), ("kv", 2), ("rep", 3), ("pp", 2))
+    assert split.ranks == mesh.ranks
+    assert split.merge(("kv", "rep"), "tp") == mesh
+    assert mesh.split("tp", tp=6) == mesh
+
+
+@given(testing.meshes())
+def test_merging_flattens_the_axes(mesh: Mesh) -> None:
+    for k in range(1, len(mesh.axes) + 1):
+        for names in itertools.permutations(mesh.shape, k):
+            merged = mesh.merge(names, "m")
+            assert sorted(merged.ranks) == sorted(mesh.ranks)
+            assert list(merged.shape) == [
+                "m" if name == names[0] else name for name in mesh.shape if name not in names[1:]
+            ]
+            here = dict(zip(mesh.ranks, mesh.coordinate(names).tolist(), strict=True))
+            for rank in mesh.ranks:
+                rest = {name: at for name, at in mesh.coords(rank).items() if name not in names}
+                assert merged.coords(rank) == {"m": here[rank], **rest}
+
+
+@given(testing.meshes())
+def test_transposing_keeps_coordinates(mesh: Mesh) -> None:
+    for names in itertools.permutations(mesh.shape):
+        turned = mesh.transpose(names)
+        assert tuple(turned.shape) == names
+        assert all(turned.coords(r) == mesh.coords(r) for r in mesh.ranks)
+
+
+@given(testing.meshes())
+def test_selecting(mesh: Mesh) -> None:
+    assert mesh.select() == mesh
+    for name, n in mesh.axes:
+        for at in range(n):
+            sub = mesh.select(**{name: at})
+            assert sub.ranks == tuple(r for r in mesh.ranks if mesh.coords(r)[name] == at)
+            assert sub.axes == tuple(axis for axis in mesh.axes if axis[0] != name)
+
+
+def test_relabel() -> None:
+    assert Mesh(a=3).relabel({0: 7, 2: 0}) == Mesh(a=3, ranks=(7, 1, 0))
+
+
+LONG = Mesh(a=17)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mesh(tp=0), "axis 'tp' has size 0; give every axis at least one coordinate"),
+        (lambda: Mesh(tp=2.0), "the size of axis 'tp' is 2.0; give an integer"),
+        (lambda: Mesh({"a-b": 2}), "axis name 'a-b' is not a word; use letters, digits and underscores"),
+        (lambda: Mesh({3: 2}), "axis name 3 is not a word; use letters, digits and underscores"),
+        (lambda: Mesh(a=2, b=2, ranks=[0, 1]), "2 ranks for a mesh a=2 b=2 of 4; give one rank for each coordinate"),
+        (lambda: Mesh(ranks=[]), "0 ranks for a mesh no axes of 1; give one rank for each coordinate"),
+        (lambda: Mesh(a=3, ranks=[4, 5, 4]), "rank 4 appears twice in the mesh a=3; a rank has one coordinate"),
+        (lambda: Mesh(a=2, ranks=[0, -1]), "rank -1 of the mesh a=2 is negative; number ranks from 0"),
+        (lambda: Mesh(a=2).position(2), "rank 2 is not in Mesh(a=2); its ranks are 0, 1"),
+        (lambda: Mesh(a=2).coords(9), "rank 9 is not in Mesh(a=2); its ranks are 0, 1"),
+        (
+            lambda: Mesh(a=16).position(16),
+            "rank 16 is not in Mesh(a=16); its ranks are " + ", ".join(map(str, range(16))),
+        ),
+        (
+            lambda: LONG.position(17),
+            "rank 17 is not in Mesh(a=17); its ranks are 0, 1, 2, 3, 4, 5, 6, 7, ... (17 in all)",
+        ),
+        (lambda: Mesh(a=2).axis_size("b"), "axis 'b' is not in Mesh(a=2); its axes are a"),
+        (lambda: Mesh().axis_size("b"), "axis 'b' is not in Mesh(); its axes are none"),
+        (
+            lambda: Mesh(a=4).split("a", b=2, c=3),
+            "axis 'a' has size 4, the parts {'b': 2, 'c': 3} multiply to 6; make them agree",
+        ),
+        (
+            lambda: Mesh(a=4, b=2).split("a", b=2, c=2),
+            "axes b, c, b repeat a name; choose one that the mesh does not have",
+        ),
+        (lambda: Mesh(a=4).merge((), "b"), "cannot merge axes (): name each of one or more axes once"),
+        (lambda: Mesh(a=4).merge(("a", "a"), "b"), "cannot merge axes ('a', 'a'): name each of one or more axes once"),
+        (
+            lambda: Mesh(a=4, b=2, c=2).merge(("a", "b"), "c"),
+            "axes c, c repeat a name; choose one that the mesh does not have",
+        ),
+        (
+            lambda: Mesh(a=4, b=2).transpose(("a",)),
+            "cannot transpose Mesh(a=4, b=2) to ('a',); name each of its axes once",
+        ),
+        (lambda: Mesh(a=4).select(a=4), "coordinate 4 is not on axis 'a' of size 4; use 0..3"),
+        (lambda: Mesh(a=4).select(a=-1), "coordinate -1 is not on axis 'a' of size 4; use 0..3"),
+        (lambda: Mesh(a=4).select(b=0), "axis 'b' is not in Mesh(a=4); its axes are a"),
+        (lambda: Mesh(a=2).relabel({0: 1}), "rank 1 appears twice in the mesh a=2; a rank has one coordinate"),
+    ],
+)
+def test_errors(make, message: str, fails) -> None:
+    fails(make, MeshError, message)

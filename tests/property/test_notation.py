@@ -1,0 +1,432 @@
+"""Text to holdings: all texts of a small grammar against a reading by lists, einops, and every error with its caret."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmath import BlockCyclic, Layout, Mesh, NotationError, Runs, Shard
+from shardmath.notation import padded, parse, rule_names, unparse
+from shardmath.reader import Reader, listed, tokens
+from shardmath.runs import from_ranges, identity
+
+MESH = Mesh(a=2, b=3)
+SIZES = {"a": 2, "b": 3}
+WORDS = ("a", "b", "2", "n")
+
+
+def chunks(piece: list[int], k: int) -> list[list[int]]:
+    step = max(1, -(-len(piece) // k))
+    return [piece[i * step : (i + 1) * step] for i in range(k)]
+
+
+def blocks(piece: list[int], size: int) -> list[list[int]]:
+    return [piece[i : i + size] for i in range(0, len(piece), size)]
+
+
+def size_of(word: str) -> int:
+    return math.prod(SIZES.get(name) or int(name) for name in word.rstrip("~").split("*"))
+
+
+def kept(word: str, parts: list[list[int]], coords: dict[str, int]) -> list[list[int]]:
+    """The parts that stay: all of a number, one of axes."""
+    if word[0].isdigit():
+        return parts
+    at = 0
+    for name in word.rstrip("~").split("*"):
+        at = at * SIZES[name] + coords[name]
+    return parts[at : at + 1]
+
+
+def read_stage(words: list[str], piece: list[int], coords: dict[str, int]) -> list[int]:
+    """What the words say, on a list of positions."""
+    free = words.index("n") if "n" in words else len(words)
+    pieces = [piece]
+    for word in words[:free]:
+        even = [np.array_split(p, size_of(word)) if "~" in word else chunks(p, size_of(word)) for p in pieces]
+        pieces = [list(map(int, part)) for parts in even for part in kept(word, parts, coords)]
+    block = math.prod(size_of(word) for word in words[free + 1 :])
+    pieces = [part for p in pieces for part in blocks(p, block)] if words[free + 1 :] else pieces
+    for word in words[free + 1 :]:
+        block //= size_of(word)
+        pieces = [part for p in pieces for part in kept(word, blocks(p, block), coords)]
+    return [i for p in pieces for i in p]
+
+
+def read_text(text: str, n: int, coords: dict[str, int]) -> list[int]:
+    positions = list(range(n))
+    for stage in text.split("|"):
+        positions = read_stage(stage.split(), positions, coords)
+    return positions
+
+
+def check(text: str, n: int) -> None:
+    layout = Layout((n,), MESH, f"({text})")
+    for rank in MESH.ranks:
+        assert layout.indices(rank)[0].tolist() == read_text(text, n, MESH.coords(rank))
+    assert Layout((n,), MESH, layout.text) is layout
+
+
+def legal(words: tuple[str, ...]) -> bool:
+    axes = [w for w in words if w in "ab"]
+    return words.count("n") <= 1 and len(set(axes)) == len(axes)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_every_small_group(count: int) -> None:
+    for words in itertools.product(WORDS, repeat=count):
+        text = " ".join(words)
+        for n in range(13) if count < 5 else (7, 12):
+            product = math.prod(size_of(w) for w in words if w != "n")
+            if legal(words) and ("n" in words or product == n):
+                check(text, n)
+            else:
+                with pytest.raises(NotationError):
+                    Layout((n,), MESH, f"({text})")
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """Stages of words with every axis at most once."""
+    axes = draw(st.sampled_from([("a", "b"), ("b", "a"), ("a*b",), ("b*a",), ("a~", "b"), ("a", "b~"), ("a*b~",)]))
+    words = [*axes[: draw(st.integers(0, 2))], *draw(st.lists(st.sampled_from(["1", "2", "3"]), max_size=2))]
+    words = draw(st.permutations(words))
+    cut = draw(st.integers(0, len(words)))
+    return " | ".join(draw(_with_free(list(part))) for part in (words[:cut], words[cut:]))
+
+
+@st.composite
+def _with_free(draw: st.DrawFn, words: list[str]) -> str:
+    last = max((i + 1 for i, w in enumerate(words) if "~" in w), default=0)
+    at = draw(st.integers(last, len(words)))
+    return " ".join([*words[:at], "n", *words[at:]])
+
+
+@given(texts(), st.integers(0, 20))
+def test_stages_are_read_in_order(text: str, n: int) -> None:
+    check(text, n)
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("a n", "(a n) -> a n"),
+        ("n a", "(n a) -> a n"),
+        ("b a n", "(b a n) -> (a b) n"),
+        ("a n b", "(a n b) -> (a b) n"),
+        ("2 a n", "(x a n) -> a (x n)"),
+        ("a 2 n b 3", "(a x n b y) -> (a b) (x n y)"),
+        ("n b 2 a", "(n b x a) -> (a b) (n x)"),
+        ("3 b n a 2", "(y b n a x) -> (a b) (y n x)"),
+        ("b 2 a", "(b x a) -> (a b) x"),
+        ("2 n 3", "(x n y) -> (x n y)"),
+        ("a | b n", "(a b n) -> (a b) n"),
+    ],
+)
+def test_einops_agrees_on_even_sizes(text: str, pattern: str) -> None:
+    """einops refuses anonymous integers, so they are named x and y."""
+    einops = pytest.importorskip("einops")
+    used = {name: SIZES[name] for name in "ab" if name in pattern}
+    unit = math.prod(used.values()) * (2 if "x" in pattern else 1) * (3 if "y" in pattern else 1)
+    for n in (unit,) if "n" not in text else (unit, 2 * unit, 5 * unit):
+        names = {**used, **{k: v for k, v in (("x", 2), ("y", 3)) if k in pattern}}
+        rows = einops.rearrange(np.arange(n), pattern, **names)
+        mesh = Mesh(used)
+        layout = Layout((n,), mesh, f"({text})" if "|" not in text else "(a n | b n)")
+        assert [layout.indices(r)[0].tolist() for r in mesh.ranks] == rows.reshape(mesh.size, -1).tolist()
+
+
+def test_einops_agrees_in_two_dimensions() -> None:
+    einops = pytest.importorskip("einops")
+    mesh = Mesh(dp=2, tp=3)
+    whole = np.arange(12 * 6).reshape(12, 6)
+    cells = einops.rearrange(whole, "(x dp n) (tp h) -> dp tp (x n) h", dp=2, tp=3, x=2)
+    layout = Layout((12, 6), mesh, "(2 dp n) (tp h)")
+    for rank in mesh.ranks:
+        at = mesh.coords(rank)
+        assert (whole[np.ix_(*layout.indices(rank))] == cells[at["dp"], at["tp"]]).all()
+
+
+FULL = Mesh(pp=2, dp=4, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "text", "printed"),
+    [
+        ((9, 4), "(tp dp n) h {sum: pp}", "(tp dp n) h {sum: pp}"),
+        ((9, 4), "(tp dp rows)columns{sum:pp}", "(tp dp n) h {sum: pp}"),
+        ((9, 4), "x y", "n h"),
+        ((9, 4), "(x) (y)", "n h"),
+        ((9, 4), "...", "n h"),
+        ((9, 4), "(tp n) ...", "(tp n) h"),
+        ((9, 4), "... (tp n)", "n (tp h)"),
+        ((9, 4, 3), "(tp n) ... (dp k)", "(tp n) h (dp w)"),
+        ((9, 4), "n ... h", "n h"),
+        ((1, 2, 3, 4, 5), "... (tp k)", "n h w d (tp n4)"),
+        ((9,), "(1 tp n)", "(tp n)"),
+        ((9,), "(tp 3 n)", "(tp n)"),
+        ((9,), "(tp n | dp m)", "(tp dp n)"),
+        ((9,), "(2 tp n | dp m)", "(2 tp n | dp n)"),
+        ((9,), "(tp n 1)", "(tp n)"),
+        ((9,), "(n 4)", "n"),
+        ((9,), "(n tp 1)", "(n tp)"),
+        ((12,), "(n tp 3 2)", "(n tp 6)"),
+        ((12,), "(n 2 tp 3)", "(n tp 3)"),
+        ((12,), "(2 tp 3)", "(2 tp n)"),
+        ((12,), "(3 n 2 tp)", "(3 n tp)"),
+        ((12,), "(3 n dp 2 tp)", "(3 n dp 2 tp)"),
+        ((9,), "(dp*tp n)", "(dp*tp n)"),
+        ((9,), "(tp~ n)", "(tp~ n)"),
+        ((9,), "(tp[7 2] n)", "(tp[7 2] n)"),
+        ((9,), "([4 4 1] tp n)", "([4 4 1] tp n)"),
+        ((9,), "(n)=16", "(n)=16"),
+        ((9,), "(n)=9", "n"),
+        ((9,), "(tp n)=16", "(tp n)=16"),
+        ((9,), "(tp n)=<0:9 -7>", "(tp n)=16"),
+        ((9,), "(n)=<0:9>", "n"),
+        ((9,), "(n)=<4:9 -2 0:4>", "(n)=<4:9 -2 0:4>"),
+        ((9,), "(tp n)=<-3 2:6>", "(tp n)=<-3 2:6>"),
+        ((9,), "(n)=<>", "(n)=<>"),
+        ((0,), "(n)=<>", "n"),
+        ((9,), "(5: tp n + 4: dp n)", "(5: tp n + 4: dp n)"),
+        ((9,), "(5: tp n + 4: tp n)=<0:9>", "(5: tp n + 4: tp n)"),
+        ((9,), "(9: tp n)", "(tp n)"),
+        ((9,), "(5: n + 4: tp m)", "(5: n + 4: tp n)"),
+        ((9,), "n {sum: dp pp}", "n {sum: pp dp}"),
+        ((9,), "n {sum: dp} {sum: pp}", "n {sum: pp dp}"),
+        ((9,), "n {sum:}", "n"),
+        ((), "", ""),
+        ((), "...", ""),
+        ((), "{avg: tp}", "{avg: tp}"),
+        ((8,), "(tp dp)", "(tp dp n)"),
+        ((9,), "n1_x", "n"),
+    ],
+)
+def test_printed_form(shape: tuple[int, ...], text: str, printed: str) -> None:
+    layout = Layout(shape, FULL, text)
+    assert layout.text == printed
+    assert Layout(shape, FULL, printed) is layout
+
+
+def test_names_that_are_axes_are_not_printed_as_free_names() -> None:
+    mesh = Mesh({"n": 2, "n_": 2, "h": 2})
+    layout = Layout((4, 4), mesh, (Shard(0), Shard(1), Shard(1)))
+    assert layout.text == "(n n__) (n_ h h_)"
+    assert Layout((4, 4), mesh, layout.text) is layout
+
+
+def test_fields_and_stored_hold() -> None:
+    layout = Layout((9,), Mesh(tp=2), "(4: tp n + 4: tp n + 2: n)=10")
+    assert [str(layout.runs(r)[0]) for r in range(2)] == ["[0:2 4:6 8:9 -1]", "[2:4 6:9 -1]"]
+    turned = Layout((9,), Mesh(tp=2), "(tp n)=<5:9 -2 0:5>")
+    assert [str(turned.runs(r)[0]) for r in range(2)] == ["[5:9 -2]", "[0:5]"]
+
+
+def test_same_axis_may_divide_several_fields_of_one_dimension_in_different_ways() -> None:
+    layout = Layout((9,), FULL, "(6: tp*dp n + 3: dp n)")
+    assert layout.text == "(6: tp*dp n + 3: dp n)"
+    assert str(layout.runs(FULL.ranks[3])[0]) == "[5:6 7:8]"
+
+
+def test_parse_and_unparse_are_inverse() -> None:
+    dims, partial = parse("(tp dp n) h {sum: pp}", (9, 4), FULL.shape, {})
+    assert partial == (("pp", "sum"),)
+    assert unparse(dims, partial, FULL.shape) == "(tp dp n) h {sum: pp}"
+    assert unparse((), (("dp", "sum"), ("tp", "max"), ("pp", "sum")), FULL.shape) == "{sum: dp pp} {max: tp}"
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Block-cyclic by its own class."""
+
+    dim: int
+    block: int
+
+    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
+        return BlockCyclic(0, self.block).split(n, parts)
+
+
+def test_rules_are_named_after_their_class() -> None:
+    tables = [Deal(0, k) for k in (3, 4)]
+    mesh = Mesh(a=2, b=2, c=2)
+    layout = Layout((4, 4), mesh, "(a@x b@y n) (c@x h)", rules={"x": tables[1], "y": tables[0]})
+    assert layout.text == "(a@deal b@deal2 n) (c@deal h)"
+    assert rule_names(layout.dims) == {tables[1]: "deal", tables[0]: "deal2"}
+    assert Layout((4, 4), mesh, layout.text, rules=layout.rules) is layout
+
+
+def test_padded() -> None:
+    assert padded(3, 3) == identity(3)
+    assert padded(3, 5) == from_ranges([(0, 3), 2])
+    assert padded(0, 0) == Runs()
+
+
+def test_tokens_know_their_place() -> None:
+    found = list(tokens(" (tp*dp~ [3 40]n)=<0:4 -2> ... {sum: pp} "))
+    assert [t.text for t in found] == [
+        *("(", "tp", "*", "dp", "~", "[", "3", "40", "]", "n", ")"),
+        *("=<", "0", ":", "4", "-", "2", ">", "...", "{", "sum", ":", "pp", "}", ""),
+    ]
+    text = " (tp*dp~ [3 40]n)=<0:4 -2> ... {sum: pp} "
+    assert all(text[t.at :].startswith(t.text) for t in found)
+    assert [t.kind for t in found[:4]] == ["mark", "word", "mark", "word"]
+    assert (found[6].kind, found[-1].kind, found[-1].at) == ("int", "end", len(text))
+
+
+def test_reader_looks_takes_and_accepts() -> None:
+    read = Reader("a ( b", (1,), {"a": 2}, {})
+    assert (read.here.text, read.take().text, read.accept(")"), read.accept("("), read.take().text) == (
+        *("a", "a", False, True),
+        "b",
+    )
+    assert read.here.kind == "end" and not read.accept("")
+    assert listed({}) == "none" and listed({"a": 1, "b": 2}) == "a, b"
+
+
+DEEP = Mesh(dp=2, tp=2)
+ONE = "write a free name for what is not divided"
+ONE_USE = "an axis divides a dimension or is Partial, not both"
+ADD = "; make them add up"
+NO_FREE = "a group without a free name divides"
+ADD_FREE = "add a free name, or make the length"
+DIM_0 = "dimension 0 of (8,)"
+
+
+@pytest.mark.parametrize(
+    ("shape", "text", "at", "what", "fix"),
+    [
+        ((8,), "(n ?)", "?", "unexpected character '?'", "use names, integers and ( ) [ ] { } < > + : | = ~ * @ - ..."),
+        ((8,), "n  .", ".", "unexpected character '.'", "use names, integers and ( ) [ ] { } < > + : | = ~ * @ - ..."),
+        ((8,), "n w", "w", "text has more dimensions than the shape (8,)", "write 1 of them"),
+        ((), "n", "n", "text has more dimensions than the shape ()", "write 0 of them"),
+        ((8, 2), "n ", "$", "text has 1 dimensions, the shape (8, 2) has 2", "add a name for each, or ..."),
+        ((8, 2), "", "$", "text has 0 dimensions, the shape (8, 2) has 2", "add a name for each, or ..."),
+        ((8, 2), "{sum: tp}", "{", "text has 0 dimensions, the shape (8, 2) has 2", "add a name for each, or ..."),
+        ((8, 2), "... n ...", "...$", "second '...'", "write ... once"),
+        ((8,), "n {sum: tp} w", "w", "unexpected 'w'", "a layout is words and groups, then {op: axes}"),
+        ((8,), "n }", "}", "unexpected '}'", "a layout is words and groups, then {op: axes}"),
+        ((8,), "tp", "tp", "mesh axis 'tp' stands alone", "write (tp n) to divide, or leave it out to replicate"),
+        ((8, 2), "n n", "n$", "free name 'n' is used in two dimensions", "give each dimension its own name"),
+        ((8, 2), "(tp n) n", "n$", "free name 'n' is used in two dimensions", "give each dimension its own name"),
+        ((8, 2), "n (tp n)", "n)", "free name 'n' is used in two dimensions", "give each dimension its own name"),
+        ((8,), "()", "(", "empty group", "write a free name for an undivided dimension"),
+        ((8,), "(tp n | )", "tp", "empty field or stage", ONE),
+        ((8,), "( | tp n)", "|", "empty field or stage", ONE),
+        ((8,), "(4: + 4: n)", "+", "empty field or stage", ONE),
+        ((8,), "((tp n))", "(tp", "empty field or stage", ONE),
+        ((8,), "(tp n", "$", "expected ')', found 'the end'", "close the group"),
+        ((8,), "(tp n ~)", "~", "expected ')', found '~'", "close the group"),
+        ((8,), "(n n)", "n)", "'n' and 'n' are both free names", "one must be a mesh axis (dp, tp) or an integer"),
+        ((8,), "(ep n)", "n)", "'ep' and 'n' are both free names", "one must be a mesh axis (dp, tp) or an integer"),
+        ((8,), "(tp n | tp m)", "tp m", "mesh axis 'tp' is used twice in one field", "an axis divides once"),
+        ((8,), "(tp n dp*tp)", "dp", "mesh axis 'tp' is used twice in one field", "an axis divides once"),
+        ((8,), "(tp*tp n)", "tp*", "mesh axis 'tp' is used twice in one field", "an axis divides once"),
+        (
+            (8, 2),
+            "(tp n) (tp m)",
+            "(tp m",
+            "mesh axis 'tp' is used in two dimensions",
+            "an axis divides one dimension; leave it out of the other",
+        ),
+        ((8,), "(tp* n)", "n)", "unknown mesh axis 'n'", "mesh axes are dp, tp"),
+        ((8,), "(tp*4 n)", "4", "expected a mesh axis, found '4'", "write a mesh axis"),
+        ((8,), "(tp@ 4)", "4", "expected the name of a rule, found '4'", "write the name of a rule"),
+        ((8,), "(tp@x n)", "x", "unknown rule 'x'", "rules= has none"),
+        ((8,), "(0 n)", "0", "a local digit of 0", "write 1 or more"),
+        ((8,), "([] tp n)", "[", "empty list of sizes", "write one size or more"),
+        ((8,), "([3 n)", "n)", "expected ']', found 'n'", "sizes are integers between [ and ]"),
+        ((8,), "(tp[1 2 5] n)", "tp", "3 sizes for 2 coordinates", "give one size a coordinate"),
+        ((8,), "(dp tp[4 3] n)", "(", f"sizes [4, 3] add up to 7, the piece has 4{ADD}", "dimension 0 of (8,)"),
+        ((8,), "(dp 3)", "dp", f"{NO_FREE} 6 exactly, not 8", f"{ADD_FREE} 6"),
+        ((9,), "(tp n | dp 2)", "dp", f"{NO_FREE} 4 exactly, not 5", f"{ADD_FREE} 4"),
+        ((8,), "(tp~ 4)", "tp", "a group with ~, sizes or a rule needs a free name", "write (tp~ n)"),
+        ((8,), "(4 [1 1])", "[", "a group with ~, sizes or a rule needs a free name", "write (tp~ n)"),
+        ((8,), "(n tp~)", "tp", "~, sizes and rules stand left of the free name", "right of it are fixed blocks"),
+        ((8,), "(n [4 4])", "[", "~, sizes and rules stand left of the free name", "right of it are fixed blocks"),
+        ((8,), "(n + 4: m)", "n", "a field without a size", "write (8: tp n + 2: n): every field its size"),
+        ((8,), "(4: n + tp m)", "tp", "a field without a size", "write (8: tp n + 2: n): every field its size"),
+        (
+            (8,),
+            "(4: n + 3: m)",
+            "(",
+            "fields [4, 3] add up to 7, the dimension stores 8; make the fields add up to the stored size",
+            "dimension 0 of (8,)",
+        ),
+        (
+            (8,),
+            "n (9: n)"[2:],
+            "(",
+            "fields [9] add up to 9, the dimension stores 8; make the fields add up to the stored size",
+            "dimension 0 of (8,)",
+        ),
+        ((8,), "(n)=", "$", "expected an integer, found 'the end'", "write a number"),
+        ((8,), "(n)=<4 >", ">", "expected ':', found '>'", "a stored range is start:stop, a hole -n"),
+        ((8,), "(n)=<0:4 -", "$", "expected an integer, found 'the end'", "write a number"),
+        (
+            (8,),
+            "(n) =3",
+            "=",
+            "stored size 3 is below the 8 logical positions; pad to 8 or more",
+            "the dimension has 8 logical positions",
+        ),
+        (
+            (8,),
+            "(n)=<5:3>",
+            "=<",
+            "range 5:3 is not a range; write 0 <= start <= stop",
+            "the dimension has 8 logical positions",
+        ),
+        (
+            (8,),
+            "(n)=<0:3 2:4>",
+            "=<",
+            "segments (0, 0, 3) and (3, 2, 2) share global position 2; each position may appear once",
+            "the dimension has 8 logical positions",
+        ),
+        (
+            (8,),
+            "(n)=<0:9>",
+            "=<",
+            "stored [0:9] reaches position 8, beyond the dimension",
+            "the dimension has 8 logical positions",
+        ),
+        ((8,), "n {mul: tp}", "mul", "unknown reduction 'mul'", "use one of sum, avg, product, max, min"),
+        ((8,), "n {3: tp}", "3", "expected a reduction, found '3'", "write a reduction"),
+        ((8,), "n {sum tp}", "tp", "expected ':', found 'tp'", "write {sum: axes}"),
+        ((8,), "n {sum: ep}", "ep", "unknown mesh axis 'ep'", "mesh axes are dp, tp"),
+        ((8,), "n {sum: ", "$", "expected a mesh axis, found 'the end'", "write a mesh axis"),
+        ((8,), "n {sum: tp tp}", "tp}", "mesh axis 'tp' is used already", ONE_USE),
+        ((8,), "(tp n) {max: tp}", "tp}", "mesh axis 'tp' is used already", ONE_USE),
+    ],
+)
+def test_errors_point_at_their_place(shape: tuple[int, ...], text: str, at: str, what: str, fix: str) -> None:
+    """`at` is what stands at the caret; `$` is the end of the text."""
+    with pytest.raises(NotationError) as caught:
+        Layout(shape, DEEP, text)
+    error = caught.value
+    column = len(text) - len(at.rstrip("$")) if at.endswith("$") else text.index(at)
+    assert (error.what, error.text, error.position, error.fix) == (what, text, column, fix)
+    assert str(error) == f"{what}\n    {text}\n    {' ' * column}^\n{fix}"
+
+
+def test_rules_that_are_there_are_listed() -> None:
+    with pytest.raises(NotationError, match=r"rules= has p, q"):
+        Layout((8,), DEEP, "(tp@x n)", rules={"p": Shard(0), "q": Shard(0)})
+
+
+def test_errors_travel_between_processes() -> None:
+    with pytest.raises(NotationError) as caught:
+        Layout((8,), DEEP, "(n ?)")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is NotationError and str(again) == str(caught.value) and again.position == 3
+    assert str(NotationError("no text at all")) == "no text at all"
+    assert str(NotationError("no text", fix="write one")) == "no text\nwrite one"
+    assert re.fullmatch(r"bad\n    abc\n      \^", str(NotationError("bad", "abc", 2)))
