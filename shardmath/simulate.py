@@ -122,4 +122,4 @@ def _divide(p: Plan, arrays: dict[str, Array]) -> None:
             for j in range(len(windows)):
                 key = local_name(name, j, len(windows))
                 if key in arrays:
-                    arrays[key] = (arrays[key] / p.divisor(name)).astype(arrays[key].dtype)
+                    arrays[key] = np.asarray(arrays[key] / p.divisor(name), arrays[key].dtype)

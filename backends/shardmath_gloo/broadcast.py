@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardmath.plan import Transfer
 from shardmath_torch import dtypes
-from shardmath_torch.cells import divide_cells, fill_cells, held
+from shardmath_torch.cells import held
 from shardmath_torch.wire import Task
 
 __all__ = ["Broadcast"]
@@ -49,13 +49,14 @@ class Broadcast:
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
         """Moves. Raises PeerFailure."""
-        plan, rank = self._task.plan, self._task.rank
-        fill_cells(plan, rank, dst)
+        for work in self._task.fills:
+            work.fill(dst)
         for turn in self._turns:
             whole = self._broadcast(turn, src)
             for t in self._mine.get(turn, ()):
                 _apply(t, whole[t.src_slices], dst[t.dst_tensor].detach()[t.dst_slices])
-        divide_cells(plan, rank, dst)
+        for work in self._task.divisions:
+            work.divide(dst)
 
     def _broadcast(self, turn: _Turn, src: Mapping[str, Tensor]) -> Tensor:
         """The whole source tensor of that rank."""

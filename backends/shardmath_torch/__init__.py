@@ -1,7 +1,7 @@
 """Plans on torch.distributed: `compile` once, then `move` many times.
 
-    move = compile(plan)                        # collective; every rank of the group, once
-    move(src_tensors, out=dst_tensors)          # collective; many times, in the same order on every rank
+move = compile(plan)                        # collective; every rank of the group, once
+move(src_tensors, out=dst_tensors)          # collective; many times, in the same order on every rank
 """
 
 from __future__ import annotations

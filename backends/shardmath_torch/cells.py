@@ -10,18 +10,18 @@ Holes (padding, or another tensor's share of a fused buffer) are never touched.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
 from shardmath.layout import Layout
 from shardmath.plan import Plan
-from shardmath.store import local_name
 from shardmath.runs import Runs
+from shardmath.store import local_name
 from shardmath_torch import dtypes
 
-__all__ = ["divide_cells", "fill_cells", "held", "own_boxes"]
+__all__ = ["CellWork", "divisions", "fills", "held", "own_boxes"]
 
 
 def held(side: Mapping[str, tuple[Layout, ...]], rank: int) -> dict[str, tuple[str, Layout]]:
@@ -50,22 +50,35 @@ def _own(runs: Runs) -> list[slice]:
     return out
 
 
-def fill_cells(plan: Plan, rank: int, dst: Mapping[str, Tensor]) -> None:
+class CellWork(NamedTuple):
+    """Boxes of the tensor `key` that are all filled with `value`, or all divided by it."""
+
+    key: str
+    boxes: tuple[tuple[slice, ...], ...]
+    value: complex
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """The cells hold `value`."""
+        for box in self.boxes:
+            dtypes.fill(tensors[self.key].detach()[box], self.value)
+
+    def divide(self, tensors: Mapping[str, Tensor]) -> None:
+        """The cells are divided by `value`."""
+        for box in self.boxes:
+            dtypes.divide(tensors[self.key].detach()[box], int(self.value.real))
+
+
+def fills(plan: Plan, rank: int) -> tuple[CellWork, ...]:
     """Destinations that are folded into start at the identity of their reduction."""
-    for key, (name, layout) in held(plan.dst, rank).items():
-        value = plan.fill(name)
-        if value is not None:
-            _on_own(layout, rank, dst[key], partial(dtypes.fill, value=value))
+    found = ((key, layout, plan.fill(name)) for key, (name, layout) in held(plan.dst, rank).items())
+    return tuple(_work(key, layout, rank, value) for key, layout, value in found if value is not None)
 
 
-def divide_cells(plan: Plan, rank: int, dst: Mapping[str, Tensor]) -> None:
-    """Averages are sums until all has arrived."""
-    for key, (name, layout) in held(plan.dst, rank).items():
-        by = plan.divisor(name)
-        if by != 1:
-            _on_own(layout, rank, dst[key], partial(dtypes.divide, by=by))
+def divisions(plan: Plan, rank: int) -> tuple[CellWork, ...]:
+    """Averages are sums until all has arrived, and then divided."""
+    found = ((key, layout, plan.divisor(name)) for key, (name, layout) in held(plan.dst, rank).items())
+    return tuple(_work(key, layout, rank, by) for key, layout, by in found if by != 1)
 
 
-def _on_own(layout: Layout, rank: int, tensor: Tensor, act: Callable[[Tensor], None]) -> None:
-    for box in own_boxes(layout.runs(rank)):
-        act(tensor.detach()[box])
+def _work(key: str, layout: Layout, rank: int, value: complex) -> CellWork:
+    return CellWork(key, own_boxes(layout.runs(rank)), value)

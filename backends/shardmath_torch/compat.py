@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import stat
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -11,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardmath.errors import ExchangeError
 
-__all__ = ["Group", "Store", "backend_of", "group_of", "my_rank", "next_key", "ranks_of", "store_host", "store_of"]
+__all__ = ["Group", "Store", "backend_of", "group_of", "my_rank", "next_key", "ranks_of", "serves", "store_of"]
 
 Group: TypeAlias = dist.ProcessGroup
 
@@ -19,9 +22,8 @@ Group: TypeAlias = dist.ProcessGroup
 def group_of(group: Group | None) -> Group:
     """The group, or the default one. Raises ExchangeError where there is none, or this process is not in it."""
     if not dist.is_available() or not dist.is_initialized():
-        raise ExchangeError(
-            "torch.distributed has no process group; call torch.distributed.init_process_group on every rank before compile"
-        )
+        fix = "call torch.distributed.init_process_group on every rank before compile"
+        raise ExchangeError(f"torch.distributed has no process group; {fix}")
     found = dist.group.WORLD if group is None else group
     if found is None or dist.get_rank(found) < 0:
         raise ExchangeError(f"rank {dist.get_rank()} is not in the group; call compile only on the ranks of the group")
@@ -39,7 +41,7 @@ def my_rank() -> int:
 
 
 def backend_of(group: Group) -> str:
-    """"nccl" or "gloo", the better of those that the group has; otherwise what torch calls it."""
+    """ "nccl" or "gloo", the better of those that the group has; otherwise what torch calls it."""
     name = str(dist.get_backend(group))
     return next((known for known in ("nccl", "gloo") if known in name), name)
 
@@ -52,13 +54,33 @@ def store_of(group: Group) -> Store | None:
         return None
 
 
-def store_host(store: Store | None) -> int | None:
-    """The global rank whose process serves the store; None where that is no rank (torchrun's agent, a file)."""
+def serves(store: Store | None) -> bool:
+    """Whether this process serves the store to others: whether it listens on its port.
+
+    torch tells only in the store's repr, which looks names up and may take seconds.
+    """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    return 0
+    return isinstance(store, TCPStore) and store.port in _listened_ports()
+
+
+def _listened_ports() -> set[int]:
+    """TCP ports on which this process listens; none where the system has no list of open files."""
+    out = set()
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                out |= _listened_port(int(name))
+    return out
+
+
+def _listened_port(fd: int) -> set[int]:
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        return set()
+    with socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as found:
+        listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        address = found.getsockname()
+    return {address[1]} if listens and isinstance(address, tuple) else set()
 
 
 def next_key(group: Group, rank: int) -> str:

@@ -1,7 +1,7 @@
 """`compile` a plan once, `move` tensors many times.
 
-1. Ranks are global ranks of torch.distributed. Every rank of the plan is in the group; ranks that the plan does not name
-   take part in agreement and move nothing.
+1. Ranks are global ranks of torch.distributed. Every rank of the plan is in the group; ranks that the plan does not
+   name take part in agreement and move nothing.
 2. Both calls are collective over the group. Before a byte moves all ranks agree (`agree`): an objection of one is an
    ExchangeError on all, and no destination has changed.
 3. `timeout` is how long a rank waits for another without progress; after that, or as soon as a connection breaks, every
@@ -19,9 +19,9 @@ from shardmath.errors import ExchangeError, ShardError
 from shardmath.plan import Plan, Transfer
 from shardmath_torch import compat, dtypes
 from shardmath_torch.agree import Ballot, vote
-from shardmath_torch.cells import held
+from shardmath_torch.cells import divisions, fills, held
 from shardmath_torch.failure import Evidence, Inquest
-from shardmath_torch.local import Local, Tensors, local_tensors, signature
+from shardmath_torch.local import Local, Tensors, by_key, check, signature, wanted
 from shardmath_torch.messages import Round, keeps_fold_order, messages, most_peers, rounds, set_pace
 from shardmath_torch.wire import Engine, PeerFailure, Task, Transport, Wire
 
@@ -43,7 +43,7 @@ class _Settings(NamedTuple):
     @property
     def patience(self) -> float:
         """Seconds to wait for a peer; the rest of the timeout is for finding out who failed."""
-        return self.timeout - self.grace
+        return self.timeout - 1.2 * self.grace
 
     @property
     def grace(self) -> float:
@@ -61,6 +61,7 @@ class _Party(NamedTuple):
     transport: Transport
     grace: float
     key: str
+    host: int | None = None
 
 
 def compile(
@@ -73,9 +74,9 @@ def compile(
 ) -> Mover:
     """The plan made ready on this rank. Collective over `group` (default: all ranks).
 
-    `timeout` is in seconds; `max_inflight_bytes` bounds a rank's staging memory; `engine` is "exchange", "broadcast" (the
-    slow reference, on gloo) or "auto". Raises ExchangeError on every rank where ranks pass different plans or settings,
-    where the group lacks a rank of the plan, or where torch lacks arithmetic that the plan needs.
+    `timeout` is in seconds; `max_inflight_bytes` bounds a rank's staging memory; `engine` is "exchange", "broadcast"
+    (the slow reference, on gloo) or "auto". Raises ExchangeError on every rank where ranks pass different plans or
+    settings, where the group lacks a rank of the plan, or where torch lacks arithmetic that the plan needs.
     """
     settings = _Settings(timeout, max_inflight_bytes, DEFAULT_ENGINE if engine == "auto" else engine)
     party = _join(compat.group_of(group), settings if _is_time(timeout) else settings._replace(timeout=60.0))
@@ -107,11 +108,16 @@ def _compile(party: _Party, plan: Plan, settings: _Settings) -> Mover:
     peers = max(b.number for b in vote(party.wire, party.ranks, Ballot(claim, peers, objection)))
     pace = set_pace(plan.ranks, peers=peers, max_inflight_bytes=settings.max_inflight_bytes, by_addend=False)
     cut = messages(mine, pace)
-    fine = keeps_fold_order(m for m in cut if m.dst_rank == party.rank)
-    if not all(b.number for b in vote(party.wire, party.ranks, Ballot(claim, int(fine)))):
+    unordered = not keeps_fold_order(m for m in cut if m.dst_rank == party.rank)
+    hosts = compat.serves(compat.store_of(party.group))
+    ballots = vote(party.wire, party.ranks, Ballot(claim, unordered + 2 * hosts))
+    if any(b.number & 1 for b in ballots):
         cut = messages(mine, pace._replace(by_addend=True))
+    host = next((rank for rank, b in zip(party.ranks, ballots, strict=True) if b.number & 2), None)
+    party = party._replace(host=host)
     walked = rounds(cut, party.rank)
-    task = Task(plan, party.rank, party.wire, walked)
+    here = plan, party.rank
+    task = Task(*here, party.wire, walked, fills(*here), divisions(*here))
     return Mover(plan, party, walked, party.transport.ENGINES[settings.engine](task))
 
 
@@ -141,7 +147,9 @@ def _check(party: _Party, plan: Plan, settings: _Settings) -> None:
         raise ExchangeError(f"max_inflight_bytes={settings.max_inflight_bytes!r} is no number of bytes; pass an int")
     if settings.engine not in party.transport.ENGINES:
         known = ", ".join(map(repr, ("auto", *party.transport.ENGINES)))
-        raise ExchangeError(f"engine {settings.engine!r} is unknown on {compat.backend_of(party.group)}; use one of {known}")
+        raise ExchangeError(
+            f"engine {settings.engine!r} is unknown on {compat.backend_of(party.group)}; use one of {known}"
+        )
     outside = sorted(set(plan.ranks) - set(party.ranks))
     if outside:
         what = f"the plan has ranks {list(plan.ranks)[:16]}, the group {list(party.ranks)[:16]}"
@@ -150,26 +158,21 @@ def _check(party: _Party, plan: Plan, settings: _Settings) -> None:
 
 def _check_arithmetic(plan: Plan, rank: int, mine: list[Transfer]) -> None:
     """Every operation that this rank will do must exist in torch for the dtype that it is done in."""
-    for t in mine:
-        if t.dst_rank == rank and t.op != "copy":
-            _need(t.tensor, plan.dst[t.tensor][0].dtype, t.op)
-    for name, layout in held(plan.dst, rank).values():
-        if plan.fill(name) is not None:
-            _need(name, layout.dtype, "fill")
-        if plan.divisor(name) != 1:
-            _need(name, layout.dtype, "divide")
-
-
-def _need(name: str, dtype: str, op: str) -> None:
-    if dtypes.missing(dtype, op):
-        what = f"tensor {name!r} needs {op!r} of {dtype}, which torch does not have"
-        raise ExchangeError(f"{what}; cast it to float32 before the move and plan with dtype='float32'")
+    needed = {(t.tensor, t.op) for t in mine if t.dst_rank == rank and t.op != "copy"}
+    stored = {name for name, _ in held(plan.dst, rank).values()}
+    needed |= {(name, "fill") for name in stored if plan.fill(name) is not None}
+    needed |= {(name, "divide") for name in stored if plan.divisor(name) != 1}
+    for name, op in sorted(needed):
+        dtype = plan.dst[name][0].dtype
+        if dtypes.missing(dtype, op):
+            what = f"tensor {name!r} needs {op!r} of {dtype}, which torch does not have"
+            raise ExchangeError(f"{what}; cast it to float32 before the move and plan with dtype='float32'")
 
 
 def _broken(party: _Party, plan: Plan, failure: PeerFailure) -> ExchangeError:
     """What to tell the caller when a peer failed: asks the others who was first."""
     mine = Evidence(failure.rank, failure.tensor, failure.cause)
-    inquest = Inquest(compat.store_of(party.group), party.key, party.rank, party.ranks, party.grace)
+    inquest = Inquest(compat.store_of(party.group), party.host, party.key, party.rank, party.ranks, party.grace)
     first, evidence = inquest.hold(mine, party.wire.abandon)
     fix = "start the ranks again, form a new process group and compile again"
     if first == party.rank:
@@ -198,14 +201,15 @@ def _way(plan: Plan, tensor: str | None, rank: int | None) -> str:
 class Mover:
     """A compiled plan: `move(src_tensors, out=dst_tensors)`, collective, as often as wanted.
 
-    A side is a tensor for a plan of two layouts, a dict by local buffer key for a plan of mappings, None where this rank
-    is not on that side. Destination cells that are not the tensor's own (padding) are left as they are.
+    A side is a tensor for a plan of two layouts, a dict by local buffer key for a plan of mappings, None where this
+    rank is not on that side. Destination cells that are not the tensor's own (padding) are left as they are.
     Raises ExchangeError.
     """
 
     def __init__(self, plan: Plan, party: _Party, walked: tuple[Round, ...], engine: Engine) -> None:
         self.plan, self.rounds = plan, walked
         self._party, self._engine = party, engine
+        self._wanted = wanted(plan, party.rank)
         self._moves = 0
         self._checked: object = None
         self._failed: str = ""
@@ -244,9 +248,13 @@ class Mover:
         return tensors
 
     def _ready(self, src: Local, out: Local) -> tuple[Tensors, Tensors]:
-        party = self._party
-        tensors = local_tensors(self.plan, party.rank, party.wire.device_type, src, out)
-        self._engine.prepare(*tensors)
+        tensors = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
+        signed = signature(tensors)
+        if signed != self._checked:
+            self._checked = None
+            check(self._wanted, tensors, self._party.wire.device_type)
+            self._engine.prepare(*tensors)
+            self._checked = signed
         return tensors
 
     def _guarded(self, act: Callable[[], None]) -> None:

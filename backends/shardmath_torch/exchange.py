@@ -16,7 +16,6 @@ from torch import Tensor
 from shardmath.mesh import strides as row_major
 from shardmath.plan import Transfer
 from shardmath_torch import dtypes
-from shardmath_torch.cells import divide_cells, fill_cells
 from shardmath_torch.messages import Message
 from shardmath_torch.pack import LaidRound, Place, Site, lay, staging_needed, view
 from shardmath_torch.wire import PeerFailure, Pending, Task
@@ -54,31 +53,23 @@ class Exchange:
 
     def move(self, src: Tensors, dst: Tensors) -> None:
         """Moves. Raises PeerFailure."""
-        plan, rank = self._task.plan, self._task.rank
         ends = _Ends(src, dst, self._block)
-        fill_cells(plan, rank, dst)
-        before: _Posted | None = None
+        for work in self._task.fills:
+            work.fill(dst)
         for one in self._rounds:
-            posted = self._post(one, ends)
-            if before:
-                self._finish(before, ends)
-            before = posted
-        if before:
-            self._finish(before, ends)
-        divide_cells(plan, rank, dst)
+            self._round(one, ends)
+        for work in self._task.divisions:
+            work.divide(dst)
 
-    def _post(self, one: LaidRound, ends: _Ends) -> _Posted:
+    def _round(self, one: LaidRound, ends: _Ends) -> None:
         arriving = [self._receive(place, ends) for place in one.receives]
         leaving = [self._send(place, ends) for place in one.sends]
         self._task.wire.start()
-        return _Posted(one, arriving, leaving)
-
-    def _finish(self, posted: _Posted, ends: _Ends) -> None:
-        folds = [fold for source, target in posted.laid.keeps for fold in ends.keep(source, target)]
-        for place, pending in posted.arriving:
+        folds = [fold for source, target in one.keeps for fold in ends.keep(source, target)]
+        for place, pending in arriving:
             _wait(pending, place.message)
             folds += ends.unpack(place)
-        for place, pending in posted.leaving:
+        for place, pending in leaving:
             _wait(pending, place.message)
         for fold in sorted(folds, key=lambda fold: fold.addend):
             dtypes.fold(fold.op, fold.into, fold.piece)
@@ -110,14 +101,6 @@ class _Naming:
     def __exit__(self, kind: object, failure: object, trace: object) -> None:
         if isinstance(failure, PeerFailure):
             failure.tensor = self._message.pieces[0].tensor
-
-
-class _Posted(NamedTuple):
-    """A round on its way."""
-
-    laid: LaidRound
-    arriving: list[tuple[Place, Pending]]
-    leaving: list[tuple[Place, Pending]]
 
 
 class _Fold(NamedTuple):

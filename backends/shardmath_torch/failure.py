@@ -1,11 +1,11 @@
 """Who failed first, when an exchange breaks.
 
-1. A rank that fails writes a report into the process group's key-value store: whom it blames, and for which tensor. Only
-   then does it let go of its own connections, which makes ranks that wait for it fail in turn, at once.
+1. A rank that fails writes a report into the process group's key-value store: whom it blames, and for which tensor.
+   Only then does it let go of its own connections, which makes ranks that wait for it fail in turn, at once.
 2. The first to fail is one that others blame and that has itself not reported: a survivor that merely could not go on
    has said why, and whom it blames instead.
-3. If the store does not answer, the process that serves it is the one that died or stopped; if no rank serves it, a rank
-   has only what it saw itself.
+3. If the store does not answer, the process that serves it is the one that died or stopped; if no rank serves it, a
+   rank has only what it saw itself.
 4. Asking takes no longer than a grace period, whatever the store does: it happens on a thread that nobody waits for.
 """
 
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from shardmath_torch.compat import Store, store_host
+from shardmath_torch.compat import Store
 
 __all__ = ["Evidence", "Inquest", "first_failed"]
 
@@ -52,9 +52,13 @@ def first_failed(reports: Mapping[int, int | None], ranks: Sequence[int]) -> int
 
 @dataclass(slots=True)
 class Inquest:
-    """Asks all ranks of a group, through `store` under `key`, what they saw; takes at most `grace` seconds."""
+    """Asks all ranks of a group, through `store` under `key`, what they saw; takes at most `grace` seconds.
+
+    `host` is the rank whose process serves the store, None where no rank of the group does.
+    """
 
     store: Store | None
+    host: int | None
     key: str
     rank: int
     ranks: Sequence[int]
@@ -76,8 +80,7 @@ class Inquest:
     def _verdict(self, mine: Evidence) -> tuple[int | None, Evidence]:
         reports = {**self.reports, self.rank: mine}
         if not self.answered:
-            host = store_host(self.store)
-            found = host if host in self.ranks and host != self.rank else mine.blames
+            found = self.host if self.host is not None and self.host != self.rank else mine.blames
         else:
             found = first_failed({rank: e.blames for rank, e in reports.items()}, self.ranks)
         against = [e for e in (mine, *reports.values()) if e.blames == found]
@@ -122,7 +125,7 @@ class Inquest:
         """The store's host stays until all who reported have read the others' reports."""
         store.set(self._name(self.rank, "read"), "")
         deadline = time.monotonic() + self.grace / 5
-        while store_host(store) == self.rank and time.monotonic() < deadline:
+        while self.host == self.rank and time.monotonic() < deadline:
             if all(store.check([self._name(rank, "read")]) for rank in self.reports):
                 return
             time.sleep(0.02)

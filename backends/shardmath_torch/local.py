@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,65 +20,89 @@ from shardmath.layout import Layout
 from shardmath.plan import Plan
 from shardmath_torch.cells import held
 
-__all__ = ["Local", "Tensors", "local_tensors", "signature"]
+__all__ = ["Local", "Tensors", "Wanted", "by_key", "check", "signature", "wanted"]
 
 Local: TypeAlias = Tensor | Mapping[str, Tensor] | None
 """What a rank passes for one side."""
 Tensors: TypeAlias = Mapping[str, Tensor]
 
-Wanted: TypeAlias = Mapping[str, tuple[str, Layout]]
+
+class Wanted(NamedTuple):
+    """What a rank stores on one side: local buffer key -> (local shape, layout); `single`: one tensor, not a dict."""
+
+    side: str
+    rank: int
+    tensors: Mapping[str, tuple[tuple[int, ...], Layout]]
+    single: bool
 
 
-def local_tensors(plan: Plan, rank: int, device_type: str, src: Local, dst: Local) -> tuple[Tensors, Tensors]:
-    """Both sides' tensors by local buffer key. Raises ExchangeError for the first that does not fit."""
+def wanted(plan: Plan, rank: int) -> tuple[Wanted, Wanted]:
+    """What `rank` passes to a move of the plan: source and destination."""
     sides = []
-    for side, layouts, given in (("source", plan.src, src), ("destination", plan.dst, dst)):
-        wanted = held(layouts, rank)
-        tensors = _by_key(side, given, wanted, single=not plan.is_tree and len(layouts[""]) == 1)
-        for key, (_, layout) in wanted.items():
-            _check(_label(side, key), tensors[key], layout, rank, device_type)
-        sides.append(tensors)
-    _check_writable(sides[1])
-    _check_one_device(*sides)
-    _check_apart(*sides)
+    for side, layouts in (("source", plan.src), ("destination", plan.dst)):
+        stored = {key: (layout.local_shape(rank), layout) for key, (_, layout) in held(layouts, rank).items()}
+        sides.append(Wanted(side, rank, stored, not plan.is_tree and len(layouts[""]) == 1))
     return sides[0], sides[1]
 
 
-def signature(src: Tensors, dst: Tensors) -> tuple[object, ...]:
-    """Equal for tensors that lie at the same place in the same way: what was checked need not be checked again."""
+def by_key(want: Wanted, given: Local) -> Tensors:
+    """The side's tensors by local buffer key. Raises ExchangeError for names that are missing or too many."""
+    if given is None:
+        given = {}
+    elif isinstance(given, Tensor):
+        if not want.single:
+            raise ExchangeError(
+                f"the {want.side} is one tensor; the plan has names: pass a dict with {_names(want.tensors)}"
+            )
+        given = {"": given}
+    elif not isinstance(given, Mapping):
+        raise ExchangeError(f"the {want.side} is {type(given).__name__}; pass a tensor, a dict of tensors, or None")
+    elif want.single and given:
+        what = f"the {want.side} is a dict with {_names(given)}; the plan has one tensor"
+        raise ExchangeError(f"{what}: pass it without a dict")
+    _check_names(want, given)
+    return given
+
+
+def check(wants: tuple[Wanted, Wanted], given: tuple[Tensors, Tensors], device_type: str) -> None:
+    """Raises ExchangeError for the first tensor that does not fit."""
+    for want, tensors in zip(wants, given, strict=True):
+        for key, (shape, layout) in want.tensors.items():
+            _check(_label(want.side, key), tensors[key], shape, layout, device_type)
+    _check_writable(given[1])
+    _check_one_device(*given)
+    _check_apart(*given)
+
+
+def signature(given: tuple[Tensors, Tensors]) -> tuple[object, ...]:
+    """Equal for plain tensors that lie at the same place in the same way: what was checked need not be again."""
     return tuple(
-        (key, t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for side in (src, dst) for key, t in side.items()
+        (key, t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()) if _plain(t) else object()
+        for side in given
+        for key, t in side.items()
     )
+
+
+def _plain(t: object) -> bool:
+    return isinstance(t, Tensor) and t.layout == torch.strided
 
 
 def _label(side: str, key: str) -> str:
     return f"{side} tensor {key!r}" if key else f"the {side} tensor"
 
 
-def _by_key(side: str, given: Local, wanted: Wanted, *, single: bool) -> Tensors:
-    if given is None:
-        given = {}
-    elif isinstance(given, Tensor):
-        if not single:
-            raise ExchangeError(f"the {side} is one tensor; the plan has names: pass a dict with {_names(wanted)}")
-        given = {"": given}
-    elif not isinstance(given, Mapping):
-        raise ExchangeError(f"the {side} is {type(given).__name__}; pass a tensor, a dict of tensors, or None")
-    elif single and given:
-        raise ExchangeError(f"the {side} is a dict with {_names(given)}; the plan has one tensor: pass it without a dict")
-    _check_names(side, given, wanted)
-    return given
-
-
-def _check_names(side: str, given: Tensors, wanted: Wanted) -> None:
-    lacking = [key for key in wanted if key not in given]
+def _check_names(want: Wanted, given: Tensors) -> None:
+    lacking = [key for key in want.tensors if key not in given]
     if lacking:
-        raise ExchangeError(f"{_label(side, lacking[0])} is missing: {_names(given)} given; pass {_names(wanted)}")
-    extra = [key for key in given if key not in wanted]
-    if extra and not wanted:
-        raise ExchangeError(f"{_label(side, extra[0])} is given, but this rank is not on the {side} side; pass None")
+        what = f"{_label(want.side, lacking[0])} is missing: {_names(given)} given"
+        raise ExchangeError(f"{what}; pass {_names(want.tensors)}")
+    extra = [key for key in given if key not in want.tensors]
+    if extra and not want.tensors:
+        what = f"{_label(want.side, extra[0])} is given, but this rank is not on the {want.side} side"
+        raise ExchangeError(f"{what}; pass None")
     if extra:
-        raise ExchangeError(f"{_label(side, extra[0])} is not one that this rank stores; pass {_names(wanted)}")
+        what = f"{_label(want.side, extra[0])} is not one that this rank stores"
+        raise ExchangeError(f"{what}; pass {_names(want.tensors)}")
 
 
 def _names(keys: Mapping[str, object]) -> str:
@@ -87,10 +111,10 @@ def _names(keys: Mapping[str, object]) -> str:
     return few or ("one tensor" if "" in keys else "nothing")
 
 
-def _check(label: str, tensor: object, layout: Layout, rank: int, device_type: str) -> None:
+def _check(label: str, tensor: object, shape: tuple[int, ...], layout: Layout, device_type: str) -> None:
     if not isinstance(tensor, Tensor):
         raise ExchangeError(f"{label} is {type(tensor).__name__}; pass a torch.Tensor")
-    shape, dtype = layout.local_shape(rank), str(tensor.dtype).removeprefix("torch.")
+    dtype = str(tensor.dtype).removeprefix("torch.")
     if tuple(tensor.shape) != shape:
         what = f"{label} has shape {tuple(tensor.shape)}, the plan's layout stores {shape} there"
         raise ExchangeError(f"{what}; pass the local tensor of {layout}")
@@ -101,14 +125,14 @@ def _check(label: str, tensor: object, layout: Layout, rank: int, device_type: s
         what = f"{label} is on device '{tensor.device}', the process group moves tensors on '{device_type}'"
         raise ExchangeError(f"{what}; pass it on '{device_type}', or compile on a group for '{tensor.device.type}'")
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-        raise ExchangeError(f"{label} is {_kind(tensor)}; pass a plain strided tensor: {_plain(tensor)}")
+        raise ExchangeError(f"{label} is {_kind(tensor)}; pass a plain strided tensor: {_made_plain(tensor)}")
 
 
 def _kind(tensor: Tensor) -> str:
     return "a lazy conjugate or negative" if tensor.layout == torch.strided else f"stored as {tensor.layout}"
 
 
-def _plain(tensor: Tensor) -> str:
+def _made_plain(tensor: Tensor) -> str:
     return ".resolve_conj().resolve_neg()" if tensor.layout == torch.strided else ".to_dense()"
 
 
@@ -133,7 +157,7 @@ def _check_apart(src: Tensors, dst: Tensors) -> None:
     for here, there in _suspects(src, dst):
         if _share(src[here], dst[there]):
             what = f"{_label('source', here)} and {_label('destination', there)} share memory"
-            raise ExchangeError(f"{what}, so arriving bytes would overwrite some that have not left; pass a clone of one")
+            raise ExchangeError(f"{what}: arriving bytes would overwrite some that have not left; pass a clone of one")
 
 
 def _suspects(src: Tensors, dst: Tensors) -> Iterator[tuple[str, str]]:

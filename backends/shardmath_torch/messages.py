@@ -1,15 +1,15 @@
 """Transfers -> the messages that a transport sends: pure Python, no torch.
 
-1. All transfers from one rank to another, in their common order, are one **stream**. A stream is cut into messages of at
-   most `Pace.message_bytes`: big transfers are cut by whole rows, small ones joined. Both ends cut alike, because a cut
-   depends on nothing but the stream and the pace, and the pace is agreed.
+1. All transfers from one rank to another, in their common order, are one **stream**. A stream is cut into messages of
+   at most `Pace.message_bytes`: big transfers are cut by whole rows, small ones joined. Both ends cut alike, because a
+   cut depends on nothing but the stream and the pace, and the pace is agreed.
 2. Message k of every stream belongs to **round** k. Every rank walks its rounds in one order, and posts all of a round
    before it waits: the earliest round in which anybody waits has all of its messages posted, so nobody waits for ever.
-3. Many peers or a small limit: streams take **turns**, (receiver - sender) modulo the number of ranks; only `Pace.turns`
-   of them go at once, so a rank has at most so many messages each way in hand, however many ranks there are.
+3. Many peers or a small limit: streams take **turns**, (receiver - sender) modulo the number of ranks; only
+   `Pace.turns` go at once, so a rank has at most so many messages each way in hand, however many ranks there are.
 4. A rank's own copies are a stream like any other that never meets the wire.
-5. Pieces that are folded into one element (a reduction) must come in order of addend. `keeps_fold_order` says whether the
-   rounds do so by themselves; where not, `Pace.by_addend` sends one addend after the other.
+5. Pieces that are folded into one element (a reduction) must come in order of addend. `keeps_fold_order` says whether
+   the rounds do so by themselves; where not, `Pace.by_addend` sends one addend after the other.
 
 >>> pace = set_pace((0, 1, 2), peers=2, max_inflight_bytes=1 << 20, by_addend=False)
 >>> pace.message_bytes, pace.turns

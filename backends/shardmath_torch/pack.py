@@ -87,10 +87,8 @@ def _contiguous(site: Site) -> bool:
 
 
 def lay(rounds: Sequence[Round], src: Strides, dst: Strides) -> tuple[LaidRound, ...]:
-    """The rounds for tensors of these strides. Rounds take turns in two halves of staging, since two are in hand at once."""
-    laid = [_lay_round(one, src, dst, 0) for one in rounds]
-    half = aligned(staging_needed(laid))
-    return tuple(_lay_round(one, src, dst, half) if k % 2 else laid[k] for k, one in enumerate(rounds))
+    """The rounds for tensors of these strides."""
+    return tuple(_lay_round(one, src, dst) for one in rounds)
 
 
 def staging_needed(rounds: Sequence[LaidRound]) -> int:
@@ -102,10 +100,10 @@ def _end(place: Place) -> int:
     return 0 if place.stretch else place.start + place.message.nbytes
 
 
-def _lay_round(one: Round, src: Strides, dst: Strides, start: int) -> LaidRound:
-    receives = tuple(_placed((_at_dst(m, dst) for m in one.receives), start))
-    free = max(map(_end, receives), default=start)
-    sends = tuple(_placed((_at_src(m, src) for m in one.sends), aligned(max(start, free))))
+def _lay_round(one: Round, src: Strides, dst: Strides) -> LaidRound:
+    receives = tuple(_placed((_at_dst(m, dst) for m in one.receives), 0))
+    free = max(map(_end, receives), default=0)
+    sends = tuple(_placed((_at_src(m, src) for m in one.sends), aligned(free)))
     return LaidRound(sends, receives, tuple((_at_src(m, src), _at_dst(m, dst)) for m in one.keeps))
 
 

@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from shardmath.plan import Plan
+from shardmath_torch.cells import CellWork
 from shardmath_torch.compat import Group
 from shardmath_torch.messages import Round
 
@@ -65,12 +66,15 @@ class Wire(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an engine needs to know: the plan, who I am, how I reach others, and what I send, receive and keep."""
+    """What an engine needs to know: the plan, who I am, how I reach others, what I send, receive and keep, and what
+    happens to this rank's destination cells before and after."""
 
     plan: Plan
     rank: int
     wire: Wire
     rounds: tuple[Round, ...]
+    fills: tuple[CellWork, ...]
+    divisions: tuple[CellWork, ...]
 
 
 class Engine(Protocol):

@@ -27,6 +27,7 @@ import shardmath_torch as smt
 from tests.distributed.pool import Pool
 
 MESH = sm.Mesh(dp=2, tp=4)
+HEADS = ("shardmath", "by hand", "packed", "DTensor", "x by hand", "x packed", "x DTensor")
 Spec = tuple[Any, ...]
 CASES: dict[str, tuple[Spec, Spec]] = {
     "S0,S1 -> S1,S0": ((sm.Shard(0), sm.Shard(1)), (sm.Shard(1), sm.Shard(0))),
@@ -89,7 +90,10 @@ def dtensor(rank: int, a: Spec, b: Spec, src: Tensor, rows: int) -> Callable[[],
     from torch.distributed.tensor.placement_types import _StridedShard
 
     def placements(spec: Spec) -> list[Any]:
-        return [_StridedShard(p.dim, split_factor=p.split_factor) if isinstance(p, sm.StridedShard) else Shard(p.dim) for p in spec]
+        return [
+            _StridedShard(p.dim, split_factor=p.split_factor) if isinstance(p, sm.StridedShard) else Shard(p.dim)
+            for p in spec
+        ]
 
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     held = DTensor.from_local(src, mesh, placements(a), shape=torch.Size((rows, rows)), stride=(rows, 1))
@@ -117,7 +121,7 @@ def main(megabytes: int = 256, repeats: int = 7) -> None:
     rows = int((megabytes * 2**20 / 4) ** 0.5) // 8 * 8
     workers = Pool(8)
     print(f"{rows} x {rows} float32 on {MESH}, 8 gloo processes, median of {repeats}, slowest rank")
-    print(f"{'':28}{'shardmath':>11}{'by hand':>11}{'packed':>11}{'DTensor':>11}{'x by hand':>11}{'x packed':>11}{'x DTensor':>11}")
+    print(" " * 28 + "".join(f"{head:>11}" for head in HEADS))
     for name, (a, b) in CASES.items():
         ranks = workers.run(bench, a, b, rows, repeats, timeout=300)
         slowest = {way: statistics.median(map(max, zip(*(r[way] for r in ranks), strict=True))) for way in ranks[0]}

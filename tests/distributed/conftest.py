@@ -14,8 +14,17 @@ from tests.distributed.pool import Pool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Eight gloo workers, ranks 0..7, whose group tests leave whole."""
-    made = Pool(8)
+def pools() -> Iterator[list[Pool]]:
+    """The pool that tests share, in a list so that a broken one can be replaced."""
+    made = [Pool(8)]
     yield made
-    made.close()
+    made[0].close()
+
+
+@pytest.fixture
+def pool(pools: list[Pool]) -> Pool:
+    """Eight gloo workers, ranks 0..7, whose group tests leave whole; new ones after a test that failed."""
+    if pools[0].broken:
+        pools[0].close()
+        pools[0] = Pool(8)
+    return pools[0]

@@ -73,6 +73,7 @@ class Pool:
     def __init__(self, size: int, host: int | None = None) -> None:
         import torch.distributed as dist
 
+        self.broken = False
         self.size, self._store, port = size, None, free_port()
         if host is None:
             self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -96,8 +97,10 @@ class Pool:
         """What each worker's task(rank, *args) returned. Raises AssertionError if any failed or was lost."""
         out = self.attempt(task, *args, timeout=timeout)
         bad = {rank: x for rank, x in enumerate(out) if isinstance(x, Failure | Lost)}
-        for rank, x in bad.items():
-            raise AssertionError(f"worker {rank}: {x.trace if isinstance(x, Failure) else x.why}; failed: {sorted(bad)}")
+        self.broken = self.broken or bool(bad)
+        if bad:
+            first = min(bad, key=lambda rank: (getattr(bad[rank], "kind", "") == "ExchangeError", rank))
+            raise AssertionError(f"worker {first}: {getattr(bad[first], 'trace', bad[first])}; failed: {sorted(bad)}")
         return out
 
     def attempt(

@@ -56,7 +56,8 @@ def tensor_of(shape: tuple[int, ...], dtype: str, data: bytes, lying: str = "con
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The tensor's elements row-major."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    plain = tensor.clone(memory_format=torch.contiguous_format)
+    return plain.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def tensors_of(given: Bytes | None, lying: str = "contiguous") -> Any:
@@ -88,6 +89,16 @@ def move_cases(rank: int, cases: Sequence[Case]) -> list[dict[str, bytes]]:
     return out
 
 
+def move_again(rank: int, cases: Sequence[Case]) -> list[dict[str, bytes]]:
+    """The destinations of all cases, which have one plan, moved by one mover."""
+    move, out = smt.compile(cases[0].plan, timeout=30.0), []
+    for case in cases:
+        src, dst = (tensors_of(side.get(rank), case.lying) for side in (case.src, case.dst))
+        move(src, out=dst)
+        out.append(results(dst))
+    return out
+
+
 def _first(tensors: Any) -> tuple[str, torch.Tensor]:
     return next(iter(tensors.items())) if isinstance(tensors, dict) else ("", tensors)
 
@@ -103,7 +114,9 @@ def broken(how: str, src: Any, dst: Any) -> tuple[Any, Any]:
     key, t = _first(given)
     if what == "alias":
         buffer = t.new_zeros(t.numel() + 1)
-        return _with(src, _first(src)[0], buffer[1 : 1 + src.numel()].view(src.shape)), buffer[: dst.numel()].view(dst.shape)
+        return _with(src, _first(src)[0], buffer[1 : 1 + src.numel()].view(src.shape)), buffer[: dst.numel()].view(
+            dst.shape
+        )
     changed = {
         "shape": lambda: _with(given, key, t.new_zeros((*t.shape, 2))),
         "dtype": lambda: _with(given, key, t.to(torch.float64)),
@@ -122,11 +135,11 @@ def broken(how: str, src: Any, dst: Any) -> tuple[Any, Any]:
 
 
 def bad_move(rank: int, case: Case, who: Sequence[int], how: str) -> tuple[str, bool, dict[str, bytes]]:
-    """A good move, a bad one on some ranks, a good one: the error, whether destinations stayed as they were, the end."""
+    """A good move, a bad one on some ranks, a good one: the error, whether destinations stayed so, the end."""
     src, dst = tensors_of(case.src.get(rank)), tensors_of(case.dst.get(rank))
     move = smt.compile(case.plan, timeout=20.0, **case.options)
     move(src, out=dst)
-    for t in (dst.values() if isinstance(dst, dict) else [] if dst is None else [dst]):
+    for t in dst.values() if isinstance(dst, dict) else [] if dst is None else [dst]:
         t.view(torch.uint8).fill_(113)
     before = results(dst)
     wrong, error = broken(how, src, dst) if rank in who else (src, dst), ""

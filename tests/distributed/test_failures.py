@@ -23,6 +23,7 @@ PLAN = sm.plan(
         ("kill send", 2, 0),
         ("kill receive", 0, 0),
         ("kill before", 1, None),
+        ("kill send", 3, 3),
         ("stop send", 2, None),
         ("stop send", 0, 0),
         ("stop before", 2, 0),

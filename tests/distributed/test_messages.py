@@ -13,7 +13,17 @@ import pytest
 
 import shardmath as sm
 from shardmath.plan import Transfer
-from shardmath_torch.messages import Message, Pace, Round, keeps_fold_order, messages, most_peers, rounds, set_pace, staging_bytes
+from shardmath_torch.messages import (
+    Message,
+    Pace,
+    Round,
+    keeps_fold_order,
+    messages,
+    most_peers,
+    rounds,
+    set_pace,
+    staging_bytes,
+)
 from tests.distributed import cases
 
 random_plan = functools.cache(cases.random_plan)
@@ -141,5 +151,5 @@ def test_few_peers_go_at_once_where_the_limit_is_small() -> None:
 
 def test_no_room_is_an_error() -> None:
     """A limit below one element each way cannot be kept."""
-    with pytest.raises(sm.ExchangeError, match="max_inflight_bytes=31 has no room.*pass 32 or more"):
+    with pytest.raises(sm.ExchangeError, match=r"max_inflight_bytes=31 has no room.*pass 32 or more"):
         set_pace((0, 1), peers=1, max_inflight_bytes=31, by_addend=False)

@@ -272,3 +272,18 @@ def test_a_tensor_of_no_elements_beside_others() -> None:
     )
     check_lines(p)
     assert [(t.src_rank, t.dst_rank) for t in p.transfers()] == [(0, 2), (1, 3)]
+
+
+def test_cuts_inside_stripes() -> None:
+    """Two holders, three addends of which each receives a stripe: stripes begin inside the unit."""
+    p = plan(large(PAIR, "n h"), large(FAR, "n h {sum: b}"))
+    assert p.lines.requests.lo.tolist() == [0, 64 * 333, 64 * 666]
+    check_lines(p)
+    verify(p)
+    sent = p.sent_bytes()
+    assert (sent[0], sent[1]) == (512 * 500, 512 * 500)
+
+
+def test_nothing_is_asked_for_nothing() -> None:
+    p = plan(large(PAIR, "n h", 0), large(FAR, "n h {sum: b}", 0))
+    assert list(p.transfers()) == [] and len(p.lines.requests) == len(p.local) == 0

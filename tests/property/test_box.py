@@ -128,3 +128,16 @@ def test_first_gap_looks_only_at_what_is_held() -> None:
     assert first_gap([[]], []) is None
     assert first_gap([], []) == ()
     assert first_gap([], [()]) is None
+
+
+@given(box_lists(), st.data())
+def test_boxes_of_one_label_may_overlap(case, data: st.DataObject) -> None:
+    _, boxes = case
+    labels = data.draw(st.lists(st.integers(0, 2), min_size=len(boxes), max_size=len(boxes)))
+    meeting = {
+        (i, j)
+        for i, j in itertools.combinations(range(len(boxes)), 2)
+        if labels[i] != labels[j] and set(elements(boxes[i])) & set(elements(boxes[j]))
+    }
+    found = first_overlap(boxes, labels)
+    assert (found in meeting) if meeting else (found is None)

@@ -75,6 +75,14 @@ def test_what_is_executed_beside_transfers_is_proved_too() -> None:
             sm.verify(replace(p, rules={"": replace(p.rules[""], **changed)}))
 
 
+def test_a_scalar_s_average_is_an_array() -> None:
+    """It was a numpy scalar, which cannot be written to."""
+    mesh = sm.Mesh(tp=2)
+    average = sm.plan(sm.Layout((), mesh, "{avg: tp}"), sm.Layout((), mesh, ""))
+    out = sm.simulate(average, {r: np.array(3.0 * r) for r in (0, 1)})
+    assert isinstance(out[0], np.ndarray) and out[0] == 1.5
+
+
 def test_sizes_beyond_64_bits_are_refused() -> None:
     """Loads wrapped to 0 or below."""
     with pytest.raises(sm.LayoutError, match="more than 72057594037927936 bytes"):

@@ -42,6 +42,15 @@ def test_source_windows_hold_different_elements(layout: Layout, data: st.DataObj
         check_disjoint("w", windows)
 
 
+def test_windows_that_touch() -> None:
+    line = Layout((6,), Mesh(), "n")
+    held = Layout((6,), Mesh(ranks=[1]), "(n)=<0:2 3:5>")
+    with pytest.raises(PlanError, match=r"both hold element \(3,\)"):
+        check_disjoint("w", (window(line, ((2, 4),)), held))
+    check_disjoint("w", (window(line, ((2, 3),)), held))
+    check_disjoint("w", (window(line, ((5, 6),)), held))
+
+
 def test_all_pairs_of_windows_are_compared(fails) -> None:
     a, b, c = box((0, 2), (0, 4)), box((2, 4), (0, 4)), box((3, 6), (1, 2))
     fails(

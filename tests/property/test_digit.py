@@ -290,6 +290,17 @@ def test_sizes_have_to_fit_the_last_piece_too(n: int, before: Digit, length: int
     fails(lambda: field(n, before, given_sizes(1, 3)), PlacementError, message)
 
 
+def test_sizes_have_to_fit_the_first_piece_too(fails) -> None:
+    for before in (
+        Digit(Block(4)),
+        Digit(Block(4), ("b",), (2,)),
+        Digit(Sizes((4, 1))),
+        Digit(Sizes((4, 1)), ("b",), (2,)),
+    ):
+        message = "sizes [0, 1] add up to 1, the piece has 4; make them add up"
+        fails(lambda before=before: field(5, before, given_sizes(0, 1)), PlacementError, message)
+
+
 def test_sizes_have_to_fit_every_rank_s_length_in_a_later_stage(fails) -> None:
     strided = (Digit(Chunks(2)), B)
     assert Dimension(8, (Field(8, (strided, (given_sizes(1, 3),))),)).runs({"a": 0, "b": 1}) == from_ranges([(2, 3)])
@@ -325,6 +336,12 @@ def test_spans_are_sorted_by_global_start() -> None:
     assert [x.tolist() for x in spans(())] == [[], [], [], []]
 
 
+def test_spans_that_begin_alike_are_in_the_order_of_their_parts() -> None:
+    """More than the 16 that any sort keeps in order."""
+    _, _, _, part = spans([identity(1 + i % 3) for i in range(100)])
+    assert part.tolist() == list(range(100))
+
+
 @pytest.mark.parametrize(
     ("parts", "overlap"),
     [
@@ -334,11 +351,14 @@ def test_spans_are_sorted_by_global_start() -> None:
         (((0, 2), (0, 2)), True),
         (((0, 0), (0, 2)), False),
         (((0, 4), (0, 0)), False),
+        (((0, 1), (1, 3), (2, 4)), True),
+        (((0, 1), (2, 4), (1, 3)), True),
+        (((0, 1), (2, 3), (3, 4)), False),
     ],
 )
 def test_overlapping(parts, overlap: bool) -> None:
     table = tuple(from_ranges([part]) for part in parts)
-    dim = field(4, Digit(Rule(Says(table), 2), ("a",), (2,)))
+    dim = field(4, Digit(Rule(Says(table), len(table)), ("a",), (len(table),)))
     assert overlapping(dim) == overlap
     assert overlap == (concat_fails(table))
 

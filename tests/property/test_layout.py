@@ -330,6 +330,57 @@ class Strange:
             "stored= names dimension -2, shape (9,) has 1; use -1..0",
         ),
         (
+            lambda: Layout((9,), MESH, {}, stored={"n": 12}),
+            LayoutError,
+            "a dimension of stored= is 'n'; give an integer",
+        ),
+        (
+            lambda: Layout((9,), MESH, {}, stored={0: 12.0}),
+            LayoutError,
+            "the stored size of dimension 0 is 12.0; give an integer",
+        ),
+        (
+            lambda: Layout((9,), MESH, {}, stored={0: 12, -1: 12}),
+            LayoutError,
+            "stored= names dimension 0 of shape (9,) twice; name it once",
+        ),
+        (
+            lambda: Layout((9,), MESH, {}, stored=[12]),
+            LayoutError,
+            "stored=[12]; give a mapping from dimension to a length or Runs",
+        ),
+        (lambda: Layout((9,), MESH, "n", rules=[3]), LayoutError, "rules=[3]; give a mapping from name to placement"),
+        (
+            lambda: Layout((9,), MESH, {3: Shard(0)}),
+            LayoutError,
+            "3 is no mesh axis; the keys of a spec are axis names or tuples of them",
+        ),
+        (
+            lambda: Layout((9,), MESH, {(): Shard(0)}),
+            LayoutError,
+            "() is no mesh axis; the keys of a spec are axis names or tuples of them",
+        ),
+        (
+            lambda: Layout((9,), MESH, {("tp", 3): Shard(0)}),
+            LayoutError,
+            "('tp', 3) is no mesh axis; the keys of a spec are axis names or tuples of them",
+        ),
+        (
+            lambda: Layout((1 << 28, 1 << 27), MESH, "n h"),
+            LayoutError,
+            f"float32[268435456, 134217728] has more than {1 << 56} bytes; divide the tensor",
+        ),
+        (
+            lambda: Layout((1, 1 << 27), MESH, {}, stored={0: 1 << 28}),
+            LayoutError,
+            f"float32[268435456, 134217728] has more than {1 << 56} bytes; divide the tensor",
+        ),
+        (
+            lambda: equivalent(Layout((9,), MESH, "n"), "n"),
+            LayoutError,
+            "'n' is not a Layout; equivalent compares two layouts",
+        ),
+        (
             lambda: Layout((9,), MESH, {}, stored={0: 8}),
             ShardError,
             "stored size 8 is below the 9 logical positions; pad to 9 or more",
@@ -416,3 +467,7 @@ def test_all_errors_are_value_errors() -> None:
         with pytest.raises(ValueError, match=r".") as caught:
             make()
         assert isinstance(caught.value, ShardError | NotationError)
+
+
+def test_as_large_as_can_be() -> None:
+    assert Layout((1 << 27, 1 << 27), MESH, "n h").local_shape(0) == (1 << 27, 1 << 27)

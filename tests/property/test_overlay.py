@@ -204,3 +204,10 @@ def test_holders_are_ascending_ranks(ranks: tuple[int, ...]) -> None:
     t = of(Layout((4,), mesh, "(tp n)"), Layout((4,), Mesh(ranks=[99]), "n"))
     held = [t.holders[lo:hi].tolist() for lo, hi in itertools.pairwise(t.holder_first)]
     assert held == [sorted(ranks[0::2]), sorted(ranks[1::2])]
+
+
+def test_parts_that_all_hold_everything() -> None:
+    """Every atom has two holders, though no part is another one."""
+    table = Table(0, (identity(4), from_ranges([(2, 4), (0, 2)])))
+    t = of(Layout((4,), Mesh(a=2), (table,)), Layout((4,), Mesh(ranks=[9]), "n"))
+    assert [t.holders[lo:hi].tolist() for lo, hi in itertools.pairwise(t.holder_first)] == [[0, 1]]

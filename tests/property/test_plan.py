@@ -139,7 +139,7 @@ def test_fill_and_divisor() -> None:
 def test_equal_plans() -> None:
     a, b = Layout((8,), TP2, "(tp n)"), Layout((8,), TP4, "(tp n)")
     p, q = plan(a, b), plan(a, b)
-    assert p == q and hash(p) == hash(q) and len({p, q}) == 1
+    assert p == q and hash(p) == hash(q) == hash(p.digest) and len({p, q}) == 1
     assert p != plan(b, a) and p != "p" and p != p.digest
     assert repr(p) == f"<plan of 1 tensors, 2 -> 4 ranks, {p.digest[:12]}>"
     assert len(p.digest) == 64 and set(p.digest) <= set("0123456789abcdef")
@@ -241,6 +241,10 @@ def test_transfers_inside_a_line_of_many_tensors() -> None:
 # Errors
 
 
+def halves(layout: Layout) -> tuple[Layout, ...]:
+    return tuple(window(layout, ((lo, lo + 4), (0, 2))) for lo in (0, 4))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -270,6 +274,15 @@ def test_transfers_inside_a_line_of_many_tensors() -> None:
             lambda: plan((window(A, ((0, 1), (0, 2))), Layout((8,), TP2, "n")), A),
             "tensor '': float32[8, 2] here, float32[8] there; both sides and all windows hold one tensor "
             "(layout.cast changes the dtype)",
+        ),
+        (lambda: plan({3: A}, {3: B}), "tensor name 3 is not text; name tensors by str"),
+        (
+            lambda: plan({"w": halves(A), "w[1]": A}, {"w": B, "w[1]": B}),
+            "window 'w[1]' of tensor 'w' has the name of another tensor; rename one",
+        ),
+        (
+            lambda: plan({"w": A, "w[0]": A}, {"w": halves(B), "w[0]": B}),
+            "window 'w[0]' of tensor 'w' has the name of another tensor; rename one",
         ),
         (lambda: plan({"w": ()}, {"w": A}), "tensor 'w' is (); give a Layout or a tuple of Layouts"),
         (lambda: plan({"w": A}, {"w": "n h"}), "tensor 'w' is 'n h'; give a Layout or a tuple of Layouts"),

@@ -170,3 +170,12 @@ def test_two_operations(fails) -> None:
         "cannot turn Partial('sum') into Partial('max'): float32[6] n {sum: dp} on dp=2 tp=3 to "
         "float32[6] n {max: dp} on dp=2 tp=3; reduce to Replicate first",
     )
+
+
+def test_by_ranks_says_all() -> None:
+    sides = Layout((6,), MESH, "n {sum: dp tp}"), Layout((6,), MESH, "n {sum: tp}")
+    folded = tuple((rank, rank // 3) for rank in range(6))
+    chosen = tuple((rank, 0) for rank in range(6))
+    assert reduction(*sides).by_ranks(*sides) == ("sum", 2, folded, chosen, "[([0, 3], [1, 4], [2, 5])]")
+    sides = Layout((6,), MESH, "n {sum: dp}"), Layout((6,), Mesh(x=2, ranks=(8, 7)), "n {sum: x}")
+    assert reduction(*sides).by_ranks(*sides) == ("sum", 2, folded, ((7, 1), (8, 0)), "[]")

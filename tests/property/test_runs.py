@@ -152,3 +152,8 @@ def test_errors(make, message: str, fails) -> None:
 def test_touching_segments_are_no_error() -> None:
     assert invert(from_ranges([(2, 5)]), 5) == Runs([(2, 0, 3)], 5)
     assert Runs([(0, 3, 2), (2, 0, 3)], 5).indices().tolist() == [3, 4, 0, 1, 2]
+
+
+def test_concat_keeps_holes_at_the_end() -> None:
+    assert concat([identity(1), Runs((), 2)]) == Runs([(0, 0, 1)], 3)
+    assert concat([Runs((), 1), from_ranges([(4, 5), 1])]) == from_ranges([1, (4, 5), 1])

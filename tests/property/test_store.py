@@ -364,6 +364,10 @@ def told(offset: int = 0, strides: tuple[int, ...] | None = None) -> Store:
     ("make", "message"),
     [
         (
+            lambda: check(Store({("w", 2): View("b", 0, (0, 1)), ("x", 2): View("b", 20)}), BOTH, 2),
+            "rank 2: 'w' and 'w' both lie at element 0 of 'b'; their holes have to interlock",
+        ),
+        (
             lambda: Store([(("w", 2), View("a")), (("v", 2), View("a")), (("w", 2), View("b"))]),
             "local tensor 'w' of rank 2 has two views; give one",
         ),

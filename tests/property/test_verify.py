@@ -496,6 +496,171 @@ def test_parts_that_overlap_have_to_choose_the_same_addend() -> None:
     p = plan(Layout((4,), Mesh(), "n"), dst)
     transfers = list(p.transfers())
     assert {t.dst_rank for t in transfers} == {3, 4} and right(p, transfers)
+    verify(p)
     moved = [t._replace(dst_rank=6) if t.dst_rank == 4 and t.global_slices[0].start == 2 else t for t in transfers]
     assert not right(p, moved)
     assert raises_plan_error(lambda: verify(p, transfers=moved))
+
+
+# What is said of each
+
+W = ("w", Layout((4, 6), Mesh(a=2), "(a n) h"), Layout((4, 6), Mesh(b=2, ranks=(2, 3)), "n (b h)"))
+TREE = plan({"v": W[1], "w": W[1]}, {"v": W[2], "w": W[2]})
+CUT = plan({"w": halves(W[1], 1)}, {"w": halves(W[2], 3)})
+REDUCE = of((4,), (Mesh(a=2), "n {sum: a}"), (FAR, "n"))
+ONE_BOX = "all slices of a transfer list the same box"
+ONCE = "it is to be received exactly once"
+
+
+def said(p: Plan, change: Callable[[list[Transfer]], list[Any]]) -> str:
+    with pytest.raises(PlanError) as caught:
+        verify(p, transfers=change(list(p.transfers())))
+    return str(caught.value)
+
+
+def first(**fields: Any) -> Callable[[list[Transfer]], list[Transfer]]:
+    return lambda ts: [ts[0]._replace(**fields), *ts[1:]]
+
+
+def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
+    return tuple(slice(lo, hi) for lo, hi in sides)
+
+
+@pytest.mark.parametrize(
+    ("p", "change", "message"),
+    [
+        (TREE, first(tensor="x"), "{t}: the plan has no tensor 'x'; its tensors are 'v', 'w'"),
+        (
+            TREE,
+            first(dst_slices=box((0, 2), (0, 2))),
+            f"{{t}}: slices ((0, 2), (0, 2)) are not of shape (2, 3); {ONE_BOX}",
+        ),
+        (TREE, first(shape=(2, 4)), f"{{t}}: slices ((0, 2), (0, 3)) are not of shape (2, 4); {ONE_BOX}"),
+        (
+            TREE,
+            first(src_slices=box((-1, 1), (0, 3))),
+            f"{{t}}: slices ((-1, 1), (0, 3)) are not of shape (2, 3); {ONE_BOX}",
+        ),
+        (
+            TREE,
+            first(global_slices=(slice(0, 2, 2), slice(0, 3))),
+            f"{{t}}: slices ((0, 2), (0, 3)) are not of shape (2, 3); {ONE_BOX}",
+        ),
+        (
+            TREE,
+            first(shape=(0, 3), **dict.fromkeys(ALL, box((0, 0), (0, 3)))),
+            "{t}: shape (0, 3) is not a box of (4, 6); give a positive length a dimension",
+        ),
+        (
+            TREE,
+            first(shape=(2,), **dict.fromkeys(ALL, box((0, 2)))),
+            "{t}: shape (2,) is not a box of (4, 6); give a positive length a dimension",
+        ),
+        (TREE, first(nbytes=6), "{t}: 6 B for (2, 3) of 4 B each; it is 24 B"),
+        (TREE, first(src_tensor="w"), "{t}: no source tensor 'w'; they are 'v'"),
+        (CUT, first(dst_tensor="w"), "{t}: no destination tensor 'w'; they are 'w[0]', 'w[1]'"),
+        (TREE, first(src_rank=2), f"{{t}}: rank 2 is not in the source {W[1]}"),
+        (TREE, first(dst_rank=0), f"{{t}}: rank 0 is not in the destination {W[2]}"),
+        (
+            TREE,
+            first(global_slices=box((1, 3), (0, 3))),
+            "{t}: element (1, 0): rank 0 of the source holds [0:2] of dimension 0, not 1:3 at 0:2",
+        ),
+        (
+            TREE,
+            first(dst_rank=3),
+            "{t}: element (0, 0): rank 3 of the destination holds [3:6] of dimension 1, not 0:3 at 0:3",
+        ),
+        (TREE, first(op="sum"), "{t}: enters by 'sum' as addend 0; rank 0 enters by 'copy' as addend 0"),
+        (TREE, first(addend=1), "{t}: enters by 'copy' as addend 1; rank 0 enters by 'copy' as addend 0"),
+        (REDUCE, lambda ts: ts[1:], f"tensor '': rank 3, addend 0 never receives element (0,); {ONCE}"),
+        (REDUCE, lambda ts: [*ts, ts[-1]], f"tensor '': rank 5, addend 1 receives element (0,) twice; {ONCE}"),
+        (TREE, lambda ts: ts[:-1], f"tensor 'w': rank 3 never receives element (2, 3); {ONCE}"),
+        (TREE, lambda ts: [*ts, ts[-1]], f"tensor 'w': rank 3 receives element (2, 3) twice; {ONCE}"),
+        (
+            CUT,
+            lambda ts: [t for t in ts if t.src_rank == 0],
+            f"tensor 'w': rank 3 never receives element (2, 3); {ONCE}",
+        ),
+        (
+            PLANS["pass through"],
+            first(src_rank=1),
+            "{t}: addend 1 of b arrives as addend 0 of b; addends pass through along these axes",
+        ),
+    ],
+)
+def test_messages(p: Plan, change: Callable[[list[Transfer]], list[Transfer]], message: str) -> None:
+    """`{t}` is the first transfer as it was changed."""
+    assert said(p, change) == message.replace("{t}", str(change(list(p.transfers()))[0]))
+
+
+def test_what_is_no_transfer(fails) -> None:
+    good = next(iter(TREE.transfers()))
+    fix = "is not a Transfer whose slices have integer starts and stops; give shardmath.Transfer"
+    for bad in (
+        tuple(good),
+        None,
+        good._replace(src_slices=(slice(None, 2), slice(0, 3))),
+        good._replace(dst_slices=(slice(0, None), slice(0, 3))),
+        good._replace(global_slices=(slice(0, 2), (0, 3))),
+        good._replace(src_slices=(slice(0, 2), slice(0.0, 3))),
+    ):
+        fails(lambda bad=bad: verify(TREE, transfers=[bad]), PlanError, f"{bad!r} {fix}")
+
+
+def test_what_is_no_plan(fails) -> None:
+    fails(lambda: verify("plan"), PlanError, "'plan' is not a Plan; pass what plan(src, dst) returns")
+
+
+def test_fills_and_divisors_are_proved(fails) -> None:
+    p = of((4,), (Mesh(a=2), "n {avg: a}"), (FAR, "n"))
+    other = dataclasses.replace(p.rules[""], divisor=3)
+    message = f"tensor '' is reduced by {other}; its layouts ask for {p.rules['']}"
+    fails(lambda: verify(dataclasses.replace(p, rules={"": other})), PlanError, message)
+    verify(dataclasses.replace(p, rules={"": other}), transfers=p.transfers())
+    whole = adjoint(of((4,), (Mesh(a=2), "(a n)"), (FAR, "n"), "int32"))
+    assert repr(whole.rules[""].fill) == "0"
+    for fill in (None, -0.0, 1):
+        wrong = dataclasses.replace(whole, rules={"": dataclasses.replace(whole.rules[""], fill=fill)})
+        assert raises_plan_error(lambda wrong=wrong: verify(wrong))
+
+
+def test_ends_that_disagree_are_named() -> None:
+    p = of((4,), (LINE, "n"), (FAR, "n"))
+    start = p.lines.start.copy()
+    start[1] = 0
+    q = dataclasses.replace(p, lines=dataclasses.replace(p.lines, start=start))
+    with pytest.raises(PlanError) as caught:
+        verify(q)
+    _, sent, received = executed(q)
+    pair = min(pair for pair in sent.keys() | received.keys() if sent.get(pair) != received.get(pair))
+    both = itertools.zip_longest(sent.get(pair, []), received.get(pair, []))
+    here, there = next((a, b) for a, b in both if a != b)
+    ranks = f"ranks {pair[0]} and {pair[1]}"
+    assert str(caught.value) == f"{ranks} disagree on what goes between them: {here} or {there}"
+
+
+def test_tables_that_cannot_be_expanded(fails) -> None:
+    nbytes = np.zeros_like(PLANS["strided"].lines.nbytes)
+    q = dataclasses.replace(PLANS["strided"], lines=dataclasses.replace(PLANS["strided"].lines, nbytes=nbytes))
+    with pytest.raises(
+        PlanError, match=r"the plan's tables cannot be expanded: ZeroDivisionError.*; make the plan anew"
+    ):
+        verify(q)
+
+
+def test_replicas_have_to_choose_alike() -> None:
+    """Addend 0 of one replica gets what addend 1 of the other does."""
+    dst = Layout((4,), Mesh(x=2, y=2, ranks=range(3, 7)), "n {sum: x}")
+    p = plan(Layout((4,), Mesh(ranks=[0]), "n"), dst)
+    assert {t.dst_rank for t in p.transfers()} == {5, 6}
+    message = said(p, lambda ts: [t._replace(dst_rank=4) if t.dst_rank == 6 else t for t in ts])
+    where = "element (0,) goes to addend 1 of some replicas and to addend 0 of others"
+    assert message == f"tensor '': {where}; replicas have to stay equal"
+
+
+@pytest.mark.parametrize("name", [*FORWARD, "nothing", "no elements"])
+def test_all_tables_are_of_64_bits(name: str) -> None:
+    others = {"nothing": plan({}, {}), "no elements": of((0, 3), (LINE, "(a n) h"), (FAR, "n h {sum: x}"))}
+    for table, array, _ in arrays_of(PLANS.get(name) or others[name], lambda p: p):
+        assert array.dtype == np.int64, table

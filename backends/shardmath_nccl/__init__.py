@@ -1,0 +1,14 @@
+"""Moving over NCCL, between CUDA devices: the exchange, on the caller's current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardmath_nccl.exchange import CudaExchange
+from shardmath_nccl.wire import NcclWire
+from shardmath_torch.wire import Engine, Task
+
+__all__ = ["ENGINES", "open_wire"]
+
+ENGINES: dict[str, Callable[[Task], Engine]] = {"exchange": CudaExchange}
+open_wire = NcclWire

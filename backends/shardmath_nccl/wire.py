@@ -1,0 +1,109 @@
+"""NCCL as a wire: what is posted between two starts is one group of sends and receives.
+
+1. Kernels that pack before a `start`, and kernels that unpack after a `wait`, run on the caller's current stream; torch
+   orders NCCL's own stream after the first and before the second.
+2. NCCL does not say when a peer is gone, so waiting looks again and again whether the group is done, and gives up after
+   the patience: `wait` returns when the bytes are there, also for the host.
+3. Groups are bounded by the pace (`messages.Pace.turns`): NCCL has hung on groups of many thousand operations
+   (pytorch issue 174288), and on groups whose operations the two ends split differently.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmath_torch.compat import Group
+from shardmath_torch.wire import PeerFailure
+
+__all__ = ["NcclWire"]
+
+LOOK_AGAIN_S = 0.0002
+
+
+class _Batch:
+    """What one start set moving."""
+
+    def __init__(self) -> None:
+        self.ops: list[dist.P2POp] = []
+        self.works: list[dist.Work] = []
+        self.until = 0.0
+
+
+class _Pending:
+    def __init__(self, batch: _Batch, rank: int) -> None:
+        self._batch, self._rank = batch, rank
+
+    def wait(self) -> None:
+        _finish(self._batch.works, self._batch.until, self._rank)
+
+
+def _finish(works: list[dist.Work], until: float, rank: int | None) -> None:
+    """Returns when all are done, on the device and in the current stream. Raises PeerFailure naming `rank`."""
+    try:
+        while not all(work.is_completed() for work in works):
+            if time.monotonic() > until:
+                raise PeerFailure(rank, "it did not answer in time")
+            time.sleep(LOOK_AGAIN_S)
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise PeerFailure(rank, str(error)) from error
+
+
+class NcclWire:
+    """An NCCL process group; waiting ends `patience` seconds after the start."""
+
+    device_type = "cuda"
+
+    def __init__(self, group: Group, patience: float) -> None:
+        self._group, self._patience = group, patience
+        self._size = dist.get_world_size(group)
+        self._batch = _Batch()
+
+    def receive(self, memory: Tensor, rank: int) -> _Pending:
+        """Bytes from `rank` into `memory`, from the next start on."""
+        self._batch.ops.append(dist.P2POp(dist.irecv, memory, rank, self._group))
+        return _Pending(self._batch, rank)
+
+    def send(self, memory: Tensor, rank: int) -> _Pending:
+        """The bytes of `memory` to `rank`, from the next start on."""
+        self._batch.ops.append(dist.P2POp(dist.isend, memory, rank, self._group))
+        return _Pending(self._batch, rank)
+
+    def start(self) -> None:
+        """All that was posted goes as one group. Raises PeerFailure."""
+        batch, self._batch = self._batch, _Batch()
+        batch.until = time.monotonic() + self._patience
+        try:
+            batch.works = dist.batch_isend_irecv(batch.ops) if batch.ops else []
+        except RuntimeError as error:
+            raise PeerFailure(None, str(error)) from error
+
+    def gather(self, record: bytes) -> list[bytes]:
+        """Every rank's record, all of one size, in the group's order. Raises PeerFailure."""
+        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).cuda()
+        got = [torch.empty_like(mine) for _ in range(self._size)]
+        try:
+            work = dist.all_gather(got, mine, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise PeerFailure(None, str(error)) from error
+        _finish([work] if work is not None else [], time.monotonic() + self._patience, None)
+        return [row.numpy().tobytes() for row in torch.stack(got).cpu()]
+
+    def broadcast(self, memory: Tensor, rank: int) -> None:
+        """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
+        try:
+            work = dist.broadcast(memory, rank, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise PeerFailure(None, str(error)) from error
+        _finish([work] if work is not None else [], time.monotonic() + self._patience, None)
+
+    def abandon(self) -> None:
+        """Aborts the group's communicators. Never raises."""
+        with suppress(Exception):
+            self._group.abort()

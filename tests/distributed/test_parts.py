@@ -1,0 +1,122 @@
+"""The parts of the exchange that need no second process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardmath as sm
+from shardmath.runs import Runs
+from shardmath_torch import dtypes
+from shardmath_torch.agree import RECORD, Ballot, decode, encode
+from shardmath_torch.cells import own_boxes
+from shardmath_torch.failure import Evidence, Inquest, first_failed
+from shardmath_torch.local import by_key, check, signature, wanted
+from shardmath_torch.pack import site_of, stretch_of, view
+
+LAYOUT = sm.Layout((4, 6), sm.Mesh(tp=1), "n h")
+WANTS = wanted(sm.plan(LAYOUT, LAYOUT), 0)
+
+
+@pytest.mark.parametrize(
+    ("reports", "first"),
+    [
+        ({0: 2, 1: 2, 3: 2}, 2),
+        ({0: 1, 1: 2, 3: 0}, 2),
+        ({0: None, 1: 3, 3: None}, 2),
+        ({0: 1, 1: 0, 2: 0, 3: 0}, 0),
+        ({1: 1, 0: 1, 2: 1, 3: 2}, 1),
+        ({0: None, 1: None, 2: None, 3: None}, None),
+    ],
+    ids=["all saw it", "a chain", "nobody saw it", "all went on", "it says so itself", "nothing tells"],
+)
+def test_who_failed_first(reports: dict[int, int | None], first: int | None) -> None:
+    """The blamed who is silent; else who is silent; else the most blamed."""
+    assert first_failed(reports, range(4)) == first
+
+
+def test_an_inquest_without_a_store_goes_by_what_it_saw() -> None:
+    """No store: own evidence; a store that no longer answers: its host."""
+    saw, let_go = Evidence(3, "w", "its connection closed"), []
+    assert Inquest(None, None, "1", 0, range(4), 0.2).hold(saw, lambda: let_go.append(1)) == (3, saw)
+    assert Inquest(None, 2, "1", 0, range(4), 0.2).hold(saw, lambda: let_go.append(2))[0] == 2
+    assert let_go == [1, 2]
+
+
+@pytest.mark.parametrize("text", ["", "no", "é" * 2000, "x" * 5000])
+def test_records_have_one_size(text: str) -> None:
+    """Long texts are cut, also inside a letter of several bytes."""
+    record = encode(Ballot(text, -3, text))
+    read = decode(record)
+    assert len(record) == RECORD
+    assert text.startswith(read.claim)
+    assert text.startswith(read.objection)
+    assert (read.number, bool(read.objection)) == (-3, bool(text))
+
+
+def _checked(src: torch.Tensor, dst: torch.Tensor) -> None:
+    check(WANTS, (by_key(WANTS[0], src), by_key(WANTS[1], dst)), "cpu")
+
+
+def test_interleaved_views_of_one_buffer_are_apart() -> None:
+    """Two column blocks, or odd and even columns, of one buffer share no element."""
+    buffer = torch.zeros(4, 12)
+    _checked(buffer[:, :6], buffer[:, 6:])
+    _checked(buffer[:, ::2], buffer[:, 1::2])
+    _checked(torch.zeros(1).expand(4, 6), torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_views_that_share_an_element_are_refused(start: int) -> None:
+    """Overlapping columns, and the same tensor twice."""
+    buffer = torch.zeros(4, 12)
+    with pytest.raises(sm.ExchangeError, match="share memory: arriving bytes would overwrite"):
+        _checked(buffer[:, :6], buffer[:, start : start + 6])
+
+
+def test_a_lazy_conjugate_is_refused() -> None:
+    """Its bytes are not its values."""
+    layout = sm.Layout((4, 6), sm.Mesh(tp=1), "n h", dtype="complex64")
+    wants = wanted(sm.plan(layout, layout), 0)
+    src, dst = torch.zeros(4, 6, dtype=torch.complex64), torch.zeros(4, 6, dtype=torch.complex64)
+    with pytest.raises(sm.ExchangeError, match=r"lazy conjugate or negative.*resolve_conj"):
+        check(wants, ({"": src.conj()}, {"": dst}), "cpu")
+
+
+def test_a_signature_tells_tensors_apart() -> None:
+    """The same place and kind are equal; another place, stride or kind is not; what is no tensor equals nothing."""
+    t = torch.zeros(6, 6)
+    assert signature(({"": t}, {})) == signature(({"": t.view(6, 6)}, {}))
+    for other in (torch.zeros(6, 6), t.T, t.view(torch.int32), 7):
+        assert signature(({"": t}, {})) != signature(({"": other}, {}))  # type: ignore[dict-item]
+
+
+def test_sites_are_slices() -> None:
+    """A site's view is the slice; sites that follow each other in memory are one stretch, others are none."""
+    t = torch.arange(48).view(6, 8)
+    a, b, c = (slice(1, 3), slice(0, 8)), (slice(3, 4), slice(0, 8)), (slice(1, 3), slice(0, 4))
+    sites = [site_of("t", t.stride(), s, tuple(t[s].shape)) for s in (a, b, c)]
+    assert all(torch.equal(view({"t": t}, site), t[s]) for site, s in zip(sites, (a, b, c), strict=True))
+    stretch = stretch_of(sites[:2])
+    assert stretch is not None
+    assert torch.equal(view({"t": t}, stretch), t[1:4].flatten())
+    assert stretch_of([sites[1], sites[0]]) is None
+    assert stretch_of(sites[2:]) is None
+
+
+def test_own_cells_leave_holes_out() -> None:
+    """Boxes of local positions, joined where only the global side jumps; one empty box for a scalar."""
+    runs = Runs(((0, 8, 2), (2, 0, 1), (5, 1, 1)), 7)
+    assert own_boxes((runs, Runs(((0, 0, 4),)))) == ((slice(0, 3), slice(0, 4)), (slice(5, 6), slice(0, 4)))
+    assert own_boxes(()) == ((),)
+
+
+def test_arithmetic_does_not_depend_on_the_place() -> None:
+    """Every fold gives the same bits for a whole tensor as for its elements one by one."""
+    for name, op in [(n, o) for n in ("float32", "bfloat16", "complex64", "uint16") for o in ("sum", "product")]:
+        made = [torch.randint(0, 50, (2, 37, 8), dtype=torch.uint8).view(getattr(torch, name)) for _ in range(2)]
+        whole, single = made[0].clone(), made[0].clone()
+        dtypes.fold(op, whole, made[1])
+        for i in range(whole.shape[1]):
+            dtypes.fold(op, single[:, i], made[1][:, i])
+        assert torch.equal(whole.view(torch.uint8), single.view(torch.uint8)), (name, op)
