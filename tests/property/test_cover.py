@@ -134,3 +134,9 @@ def test_a_scalar_needs_a_holder() -> None:
     plan(empty, empty)
     plan(Layout((), Mesh(), ""), Layout((), MESH, ""))
     plan(Layout((0,), Mesh(), "n"), Layout((0,), MESH, (Shard(0), Shard(0))))
+
+
+def test_the_first_missing_element_is_behind_all_that_are_held() -> None:
+    src = Layout((6,), Mesh(a=2), "(a n)=<0:4>")
+    with pytest.raises(PlanError, match=r"rank 9 needs element \(4,\) under"):
+        plan(src, Layout((6,), Mesh(ranks=[9]), "n"))

@@ -312,6 +312,7 @@ def test_sizes_that_fit_every_piece() -> None:
     assert field(8, B, given_sizes(1, 3)).runs({"a": 1, "b": 1}) == from_ranges([(5, 8)])
     assert field(8, Digit(Block(4)), given_sizes(1, 3)).runs({"a": 0}) == from_ranges([(0, 1), (4, 5)])
     assert field(8, Digit(Block(4), ("b",), (2,)), given_sizes(1, 3)).runs({"a": 1, "b": 0}) == from_ranges([(1, 4)])
+    assert field(9, Digit(Block(4), ("b",), (2,)), given_sizes(1, 3)).runs({"a": 0, "b": 1}) == from_ranges([(4, 5)])
     assert field(6, given_sizes(2, 4), Digit(Chunks(2), ("b",), (2,))).runs({"a": 1, "b": 1}) == from_ranges([(4, 6)])
 
 

@@ -1,10 +1,13 @@
 """Every law of shardmath.testing, on the values that its strategies draw."""
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import testing
+from shardmath import Layout, Mesh, Runs, testing
 from shardmath.placement import Table
 
 
@@ -27,6 +30,19 @@ def test_placement_law(law) -> None:
             law(*case)
 
     check()
+
+
+@given(st.from_type(Mesh), st.from_type(Layout), st.from_type(Runs))
+def test_types_are_registered(mesh: Mesh, layout: Layout, runs: Runs) -> None:
+    assert mesh.size >= 1 and layout.mesh.size >= 1 and len(runs) >= runs.size
+
+
+def test_hypothesis_finds_the_strategies_by_itself() -> None:
+    code = (
+        "import hypothesis, shardmath; print(hypothesis.find(hypothesis.strategies.from_type(shardmath.Layout), bool))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert out.stdout.startswith("float64"), out.stderr
 
 
 def test_laws_have_names_and_say_what_they_mean() -> None:

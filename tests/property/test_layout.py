@@ -418,6 +418,7 @@ class Strange:
             "reading='order': Balanced(dim=0) beside StridedShard on one dimension; use reading='placement'",
         ),
         (lambda: Layout((9,), MESH, "n").runs(8), MeshError, f"rank 8 is not in Mesh(dp=4, tp=2); {RANKS}"),
+        (lambda: Layout((9,), MESH, "n").runs("0"), MeshError, "rank is '0'; give an integer"),
         (lambda: Layout((9,), MESH, "n").local_shape(-1), MeshError, f"rank -1 is not in Mesh(dp=4, tp=2); {RANKS}"),
         (lambda: Layout((9,), MESH, "n").indices(99), MeshError, f"rank 99 is not in Mesh(dp=4, tp=2); {RANKS}"),
         (lambda: Layout((9,), MESH, "n").holes(99), MeshError, f"rank 99 is not in Mesh(dp=4, tp=2); {RANKS}"),

@@ -426,6 +426,13 @@ def test_rules_that_are_there_are_listed() -> None:
         Layout((8,), DEEP, "(tp@x n)", rules={"p": Shard(0), "q": Shard(0)})
 
 
+def test_a_rule_right_of_the_free_name_is_pointed_at() -> None:
+    for text, at in (("(n tp@p)", 3), ("(tp@p 4)", 1)):
+        with pytest.raises(NotationError) as caught:
+            Layout((8,), DEEP, text, rules={"p": Shard(0)})
+        assert caught.value.position == at
+
+
 def test_errors_travel_between_processes() -> None:
     with pytest.raises(NotationError) as caught:
         Layout((8,), DEEP, "(n ?)")

@@ -423,6 +423,7 @@ def test_errors(make, message: str, fails) -> None:
 def test_what_fits_is_no_error() -> None:
     views(told(), W, 2, {"b": np.zeros(12)})
     check(Store({("w", 2): View("b"), ("x", 2): View("b", 12)}), BOTH, 2)
+    check(Store({("w", 2): View("b", 12), ("x", 2): View("b")}), BOTH, 2)
     check(Store({("w", 2): View("b"), ("x", 2): View("c")}), BOTH, 2)
     check(Store({("w", 2): View("b", 0, (6, 1)), ("x", 2): View("b", 3, (6, 1))}), BOTH, 2)
     check(Store({}), W, 0)

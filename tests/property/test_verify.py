@@ -664,3 +664,13 @@ def test_all_tables_are_of_64_bits(name: str) -> None:
     others = {"nothing": plan({}, {}), "no elements": of((0, 3), (LINE, "(a n) h"), (FAR, "n h {sum: x}"))}
     for table, array, _ in arrays_of(PLANS.get(name) or others[name], lambda p: p):
         assert array.dtype == np.int64, table
+
+
+def test_the_element_is_named_by_its_own_segment() -> None:
+    """Local position 2 begins the second segment: global 4, not 2."""
+    p = of((8,), (Mesh(ranks=[9]), "n"), (Mesh(a=2), "(2 a n)"))
+    assert [t.global_slices[0].start for t in p.transfers(dst=0)] == [0, 4]
+    message = said(p, lambda ts: [t for t in ts if t.global_slices[0].start != 4])
+    assert message == f"tensor '': rank 0 never receives element (4,); {ONCE}"
+    message = said(p, lambda ts: [*ts, *(t for t in ts if t.global_slices[0].start == 6)])
+    assert message == f"tensor '': rank 1 receives element (6,) twice; {ONCE}"
