@@ -61,10 +61,11 @@ class Mesh:
     _steps: dict[str, NDArray[np.int64]] = field(compare=False)
 
     def __init__(
-        self, axes: Mapping[str, int] | None = None, /, *, ranks: Iterable[int] | None = None, **sizes: int
+        self, axes: Mapping[str, int] | None = None, /, *more: object, ranks: Iterable[int] | None = None, **sizes: int
     ) -> None:
-        if not isinstance(axes, Mapping | None):
-            raise MeshError(f"axes are {axes!r}; give a mapping from name to size, or keywords: Mesh(dp=4, tp=2)")
+        if more or not isinstance(axes, Mapping | None):
+            given = (axes, *more) if more else axes
+            raise MeshError(f"axes are {given!r}; give a mapping from name to size, or keywords: Mesh(dp=4, tp=2)")
         named = {**(axes or {}), **sizes}
         for name, n in named.items():
             _check_axis(name, n)

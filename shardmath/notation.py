@@ -92,7 +92,7 @@ def _read_dims(read: Reader) -> list[Dimension]:
         read.fail(
             f"text has {len(dims)} dimensions, the shape {read.shape} has {len(read.shape)}",
             read.here.at,
-            "add a name for each, or ...",
+            "add a name for each, or '...' for the rest",
         )
     return dims
 

@@ -92,6 +92,11 @@ def mutants(file: str) -> Iterator[str]:
 def run(files: list[str]) -> None:
     """Run all mutants that have no result yet."""
     generate()
+    _, status = os.waitpid(_started("none", _all_tests()), 0)
+    if status:
+        sys.exit(
+            "the tests fail without a mutant; see HYPOTHESIS_PROFILE=mutate .venv/bin/python -m pytest tests/property"
+        )
     names = [name for file in files for name in mutants(file)]
     known = results()
     first = [name for name in names if name not in known]

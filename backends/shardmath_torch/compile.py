@@ -174,7 +174,7 @@ def _broken(party: _Party, plan: Plan, failure: PeerFailure) -> ExchangeError:
     mine = Evidence(failure.rank, failure.tensor, failure.cause)
     inquest = Inquest(compat.store_of(party.group), party.host, party.key, party.rank, party.ranks, party.grace)
     first, evidence = inquest.hold(mine, party.wire.abandon)
-    fix = "start the ranks again, form a new process group and compile again"
+    fix = "see that it calls compile and every move; start the ranks again with a new process group, and compile again"
     if first == party.rank:
         return ExchangeError(f"rank {first} (this one) failed or was given up by the others: {evidence.cause}; {fix}")
     who = "a rank" if first is None else f"rank {first}"

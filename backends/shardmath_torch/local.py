@@ -4,10 +4,12 @@
    is not on takes None.
 2. Nothing is converted: a wrong shape, dtype or kind of device is an objection that names both and the fix.
 3. Source and destination may be any views, but must not share memory: what arrives would overwrite what has not left.
+   Destinations must not share cells that are theirs; holes may be another's.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from shardmath.errors import ExchangeError
 from shardmath.layout import Layout
 from shardmath.plan import Plan
-from shardmath_torch.cells import held
+from shardmath_torch.cells import held, own_boxes
 
 __all__ = ["Local", "Tensors", "Wanted", "by_key", "check", "signature", "wanted"]
 
@@ -72,6 +74,7 @@ def check(wants: tuple[Wanted, Wanted], given: tuple[Tensors, Tensors], device_t
     _check_writable(given[1])
     _check_one_device(*given)
     _check_apart(*given)
+    _check_distinct(wants[1], given[1])
 
 
 def signature(given: tuple[Tensors, Tensors]) -> tuple[object, ...]:
@@ -138,9 +141,38 @@ def _made_plain(tensor: Tensor) -> str:
 
 def _check_writable(dst: Tensors) -> None:
     for key, t in dst.items():
-        if any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True)):
-            what = f"{_label('destination', key)} is expanded: strides {t.stride()} put several elements into one cell"
-            raise ExchangeError(f"{what}; pass .contiguous() of it")
+        if _overlaps_itself(t):
+            what = f"{_label('destination', key)} has shape {tuple(t.shape)} and strides {t.stride()}"
+            raise ExchangeError(f"{what}, which put several elements into one cell; pass .contiguous() of it")
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    """Whether two elements may lie in one cell: unless each stride steps over all that smaller ones reach."""
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1):
+        if step <= reach:
+            return t.numel() > 0
+        reach += (n - 1) * step
+    return False
+
+
+def _check_distinct(want: Wanted, dst: Tensors) -> None:
+    """No cell is two destinations' own, as it would be for tied weights that are passed twice."""
+    for one, other in _meeting(dst):
+        boxes = [own_boxes(want.tensors[key][1].runs(want.rank)) for key in (one, other)]
+        for a, b in itertools.product(*boxes):
+            if _share(dst[one][a], dst[other][b]):
+                what = f"{_label('destination', one)} and {_label('destination', other)} share memory"
+                raise ExchangeError(f"{what}: one would overwrite the other; pass tensors of their own")
+
+
+def _meeting(tensors: Tensors) -> Iterator[tuple[str, str]]:
+    """Pairs of keys whose stretches of memory meet."""
+    active: list[tuple[int, str]] = []
+    for start, end, key in sorted((*_extent(t), key) for key, t in tensors.items() if t.numel()):
+        active = [span for span in active if span[0] > start]
+        yield from ((name, key) for _, name in active)
+        active.append((end, key))
 
 
 def _check_one_device(src: Tensors, dst: Tensors) -> None:

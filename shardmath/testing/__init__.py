@@ -13,6 +13,11 @@ and every value of ours obeys `LAWS`: `given(law.cases)(lambda case: law.check(*
 `testing`).
 """
 
+try:
+    import hypothesis  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("shardmath.testing needs hypothesis; pip install 'shardmath[testing]'") from error
+
 from shardmath.testing.laws import LAWS, PLACEMENT_LAWS, Law, check_placement
 from shardmath.testing.oracle import addends, distribute, run, value
 from shardmath.testing.strategies import (

@@ -15,12 +15,12 @@ import hypothesis.strategies as st
 import numpy as np
 
 from shardmath.adjoint import adjoint
-from shardmath.digit import pieces_runs, stage_runs
+from shardmath.digit import Rule, pieces_runs, stage_runs
 from shardmath.errors import PlanError
 from shardmath.layout import Layout, equivalent, relabelled, sliced, transposed
 from shardmath.layout import cast as cast_layout
 from shardmath.mesh import Mesh
-from shardmath.placement import Placement, Shard, Table
+from shardmath.placement import Placement, Shard, Table, check_protocol
 from shardmath.plan import Plan, Side, plan
 from shardmath.reduction import reduction
 from shardmath.runs import Runs, compose, invert
@@ -33,35 +33,50 @@ from shardmath.verify import verify
 __all__ = ["LAWS", "PLACEMENT_LAWS", "Law", "check_placement"]
 
 
+def _require(holds: bool, placement: Placement, n: int, count: int, what: str) -> None:
+    """An AssertionError that names the case, also under `python -O`."""
+    if not holds:
+        raise AssertionError(f"{placement}.split({n}, {count}): {what}")
+
+
+def _positions(placement: Placement, n: int, count: int) -> list[int]:
+    """The positions of all parts, one after the other, holes left out."""
+    return [i for part in placement.split(n, count) for i in part.indices().tolist() if i >= 0]
+
+
 def in_bounds(placement: Placement, n: int, count: int) -> None:
     """There is a part for every coordinate, inside the length."""
-    split = placement.split(n, count)
-    assert len(split) == count
-    assert all(part.extent <= n for part in split)
+    Rule(placement, count).split(n)
 
 
 def disjoint(placement: Placement, n: int, count: int) -> None:
     """No position has two parts."""
-    held = [i for part in placement.split(n, count) for i in part.indices().tolist() if i >= 0]
-    assert len(held) == len(set(held))
+    held = _positions(placement, n, count)
+    twice = next((i for i in held if held.count(i) > 1), None)
+    _require(twice is None, placement, n, count, f"position {twice} is in two parts")
 
 
 def covering(placement: Placement, n: int, count: int) -> None:
     """Every position has a part."""
-    held = {i for part in placement.split(n, count) for i in part.indices().tolist()}
-    assert set(range(n)) <= held
+    lost = min(set(range(n)) - set(_positions(placement, n, count)), default=None)
+    _require(lost is None, placement, n, count, f"position {lost} is in no part")
 
 
 def hashable(placement: Placement, n: int, count: int) -> None:
-    """Equal placements are equal and hash alike after pickling."""
+    """Equal placements are equal and hash alike after pickling, and split alike every time."""
+    check_protocol(placement)
     again = pickle.loads(pickle.dumps(placement))
-    assert again == placement and hash(again) == hash(placement)
+    same = again == placement and hash(again) == hash(placement)
+    _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
+    alike = again.split(n, count) == placement.split(n, count)
+    _require(alike, placement, n, count, "it splits differently every time; split by n and parts alone")
 
 
 def composes(placement: Placement, n: int, count: int) -> None:
     """A layout gives coordinate r exactly part r."""
     layout = Layout((n,), Mesh(a=count), {"a": _at_zero(placement)})
-    assert tuple(layout.runs(r)[0] for r in range(count)) == placement.split(n, count)
+    held = tuple(layout.runs(r)[0] for r in range(count))
+    _require(held == placement.split(n, count), placement, n, count, "a layout of it holds other positions")
 
 
 def _at_zero(placement: Placement) -> Placement:
@@ -88,7 +103,8 @@ def moves(placement: Placement, n: int, count: int) -> None:
         p = plan(src, dst)
         verify(p)
         out, expected = run(p, distribute(src, values)), distribute(dst, values)
-        assert all((out[r] == expected[r]).all() for r in range(count))
+        kept = all((out[r] == expected[r]).all() for r in range(count))
+        _require(kept, placement, n, count, f"moving {src.text} to {dst.text} changes values")
 
 
 PLACEMENT_LAWS = (in_bounds, disjoint, covering, hashable, composes, moves)

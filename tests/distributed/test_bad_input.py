@@ -44,7 +44,12 @@ MOVES = [
     (SAME, "src dict", (2,), "rank 2: the source is a dict with 'w'; the plan has one tensor: pass it without a dict"),
     (SAME, "src list", (2,), "rank 2: the source is list; pass a tensor, a dict of tensors, or None"),
     (SAME, "src sparse", (2,), "rank 2: the source tensor is stored as torch.sparse_coo; pass a plain strided tensor"),
-    (SAME, "dst expanded", (2,), "rank 2: the destination tensor is expanded: strides (0, 1)"),
+    (
+        SAME,
+        "dst expanded",
+        (2,),
+        "rank 2: the destination tensor has shape (4, 2) and strides (0, 1), which put several elements into one cell",
+    ),
     (SAME, "dst alias", (4,), "rank 4: the source tensor and the destination tensor share memory"),
     (SAME, "src shape", (1, 2, 3, 6), "ranks 1-3, 6: the source tensor has shape (1, 4, 2)"),
     (TREE, "src missing", (1,), "rank 1: source tensor 'v' is missing: 'w' given; pass 'v', 'w'"),
