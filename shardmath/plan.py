@@ -229,8 +229,7 @@ def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -
         if (layout.shape, layout.dtype) != (first.shape, first.dtype):
             here, there = (f"{x.dtype}{list(x.shape)}" for x in (first, layout))
             what = f"tensor {name!r}: {here} here, {there} there"
-            fix = "both sides and all windows hold one tensor of one shape and dtype"
-            raise PlanError(f"{what}; {fix} (shardmath.layout.cast(layout, dtype) changes a layout's dtype)")
+            raise PlanError(f"{what}; both sides and all windows hold one tensor of one shape and dtype")
     check_disjoint(name, src)
 
 

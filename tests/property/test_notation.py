@@ -295,6 +295,7 @@ def test_reader_looks_takes_and_accepts() -> None:
 
 DEEP = Mesh(dp=2, tp=2)
 ONE = "write a free name for what is not divided"
+MORE = "add a name for each, or '...' for the rest"
 ONE_USE = "an axis divides a dimension or is Partial, not both"
 ADD = "; make them add up"
 NO_FREE = "a group without a free name divides"
@@ -314,21 +315,21 @@ DIM_0 = "dimension 0 of (8,)"
             "n ",
             "$",
             "text has 1 dimensions, the shape (8, 2) has 2",
-            "add a name for each, or '...' for the rest",
+            MORE,
         ),
         (
             (8, 2),
             "",
             "$",
             "text has 0 dimensions, the shape (8, 2) has 2",
-            "add a name for each, or '...' for the rest",
+            MORE,
         ),
         (
             (8, 2),
             "{sum: tp}",
             "{",
             "text has 0 dimensions, the shape (8, 2) has 2",
-            "add a name for each, or '...' for the rest",
+            MORE,
         ),
         ((8, 2), "... n ...", "...$", "second '...'", "write ... once"),
         ((8,), "n {sum: tp} w", "w", "unexpected 'w'", "a layout is words and groups, then {op: axes}"),

@@ -263,17 +263,17 @@ def halves(layout: Layout) -> tuple[Layout, ...]:
         (
             lambda: plan({"w": A}, {"w": Layout((8, 3), TP4, "n h")}),
             "tensor 'w': float32[8, 2] here, float32[8, 3] there; both sides and all windows hold one tensor "
-            "(layout.cast changes the dtype)",
+            "of one shape and dtype",
         ),
         (
             lambda: plan(A, Layout((8, 2), TP4, "n h", dtype="int8")),
             "tensor '': float32[8, 2] here, int8[8, 2] there; both sides and all windows hold one tensor "
-            "(layout.cast changes the dtype)",
+            "of one shape and dtype",
         ),
         (
             lambda: plan((window(A, ((0, 1), (0, 2))), Layout((8,), TP2, "n")), A),
             "tensor '': float32[8, 2] here, float32[8] there; both sides and all windows hold one tensor "
-            "(layout.cast changes the dtype)",
+            "of one shape and dtype",
         ),
         (lambda: plan({3: A}, {3: B}), "tensor name 3 is not text; name tensors by str"),
         (
