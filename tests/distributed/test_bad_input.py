@@ -48,7 +48,7 @@ MOVES = [
         SAME,
         "dst expanded",
         (2,),
-        "rank 2: the destination tensor has shape (4, 2) and strides (0, 1), which put several elements into one cell",
+        "rank 2: the destination tensor has shape (8, 2) and strides (0, 1), which put several elements into one cell",
     ),
     (SAME, "dst alias", (4,), "rank 4: the source tensor and the destination tensor share memory"),
     (SAME, "src shape", (1, 2, 3, 6), "ranks 1-3, 6: the source tensor has shape (1, 4, 2)"),

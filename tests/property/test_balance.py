@@ -60,6 +60,13 @@ def test_snap_is_the_last_legal_place(pair: tuple[Layout, ...], small: int) -> N
                 assert snap(t, unit, at) == max(x for x in legal if x <= at)
 
 
+def test_small_boxes_of_a_large_unit_stay_whole() -> None:
+    """Two boxes of 40 KiB: the size of a box counts, not where it ends."""
+    t = template_of(large(Mesh(a=2), "(2 a n) h", 320), large(Mesh(ranks=[9]), "n h", 320))
+    assert unit_boxes(t, 0)[1].tolist() == [[80, 64], [80, 64]]
+    assert [snap(t, 0, 64 * row) for row in (0, 40, 80, 120, 159, 160)] == [0, 0, 64 * 80, 64 * 80, 64 * 80, 64 * 160]
+
+
 def test_rows_are_of_the_first_long_dimension() -> None:
     src, dst = (Layout((1, 100, 7, 100), Mesh(ranks=[r]), "...", dtype="float64") for r in (0, 1))
     t = template_of(src, dst)

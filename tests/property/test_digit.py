@@ -290,6 +290,20 @@ def test_sizes_have_to_fit_the_last_piece_too(n: int, before: Digit, length: int
     fails(lambda: field(n, before, given_sizes(1, 3)), PlacementError, message)
 
 
+@dataclass(frozen=True)
+class NotOne:
+    """A rule that cannot split a length of 1."""
+
+    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
+        return (identity(n + (n == 1)), *[Runs()] * (parts - 1))
+
+
+def test_rules_meet_every_length_when_the_dimension_is_made() -> None:
+    """Chunks of 7 in 5 are 2, 2, 2, 1, 0: the 1 is neither the first nor the last."""
+    with pytest.raises(PlacementError, match=r"part 0 is \[0:2\], beyond the length; stay below 1"):
+        field(7, Digit(Chunks(5), ("b",), (5,)), Digit(Rule(NotOne(), 2), ("a",), (2,)))
+
+
 def test_sizes_have_to_fit_the_first_piece_too(fails) -> None:
     for before in (
         Digit(Block(4)),
