@@ -4,8 +4,8 @@
     python tools/mutate.py results          score by file, and the survivors
     python tools/mutate.py show NAME        one of them
 
-A mutant runs in a process of its own that imports shardmath anew, since values are interned and cached: first the tests
-of its own file, then, if it survives, all of `pytest_add_cli_args_test_selection`. Left alone: string literals, what an
+A mutant runs in a process of its own, forked before any test ran, since values are interned and cached: first the tests of
+its own file, then, if it survives, all of `pytest_add_cli_args_test_selection`. Left alone: string literals, what an
 error says, zip's `strict` (an assertion); and, by mutmut, decorated functions (properties, caches) and `__new__`.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import importlib
 import json
 import os
 import signal
@@ -56,6 +57,7 @@ def generate() -> None:
     setup_source_paths()
     mutmut.store_lines_covered_by_tests()
     mutmut.create_mutants(PROCESSES)
+    mutmut.set_mutant_under_test("none")
 
 
 class _Meaning(ast.NodeTransformer):
@@ -92,6 +94,7 @@ def mutants(file: str) -> Iterator[str]:
 def run(files: list[str]) -> None:
     """Run all mutants that have no result yet."""
     generate()
+    _preload()
     _, status = os.waitpid(_started("none", _all_tests()), 0)
     if status:
         sys.exit(
@@ -103,6 +106,15 @@ def run(files: list[str]) -> None:
     survivors = _rounds(first, _own_tests)
     again = [name for name in names if known.get(name) == "own" or name in survivors]
     _rounds(again, lambda name: _all_tests())
+
+
+def _preload() -> None:
+    """Import what every mutant needs; hypothesis imports shardmath.testing, which has to be the mutated one."""
+    sys.path.insert(0, str(MUTANTS.resolve()))
+    for name in ("numpy", "hypothesis.strategies", "pytest", "pytest_timeout"):
+        importlib.import_module(name)
+    origin = Path(str(importlib.import_module("shardmath").__file__)).resolve()
+    assert MUTANTS.resolve() in origin.parents, origin
 
 
 def results() -> dict[str, str]:
@@ -161,9 +173,7 @@ def _started(name: str, tests: list[str]) -> int:
         os.dup2(silence, 2)
         os.environ["MUTANT_UNDER_TEST"] = name
         os.chdir(MUTANTS)
-        sys.path.insert(0, os.getcwd())
-        import pytest
-
+        pytest = importlib.import_module("pytest")
         quiet = ["--rootdir=.", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "pytest_timeout", "-W", "ignore"]
         code = int(pytest.main([*quiet, "-k", "not torch", *tests]))
     finally:
@@ -190,14 +200,6 @@ def main(argv: list[str]) -> None:
 
     match argv:
         case ["run", *files]:
-            import hypothesis.strategies
-            import numpy
-            import pytest
-            import pytest_timeout
-
-            print(
-                f"with {numpy.__name__}, {hypothesis.__name__}, {pytest.__name__}, {pytest_timeout.__name__} imported"
-            )
             run(files or [Path(path).stem for path in config().only_mutate])
         case ["results"]:
             report()

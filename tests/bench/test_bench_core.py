@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import shardmath as sm
-from shardmath import digit, layout, partition
+from shardmath import digit, layout, overlay, partition
 
 N = 1 << 27
 """The dimension whose cost must not depend on its size."""
@@ -25,7 +25,7 @@ SMALL = 1 << 22
 """PyTorch's strided shards cost seconds and gigabytes at N: its figure is taken here and grows with the size."""
 MESH = sm.Mesh(dp=8, tp=8)
 RANK = 13
-CACHES = (layout._runs, layout.holdings_digest, digit.cells, digit._rule_parts, partition.partition)
+CACHES = (layout._runs, layout._parsed, layout.holdings_digest, digit.cells, overlay.unit_boxes, partition.partition)
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "Shard": {"tp": sm.Shard(0)},
