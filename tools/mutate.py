@@ -4,8 +4,8 @@
     python tools/mutate.py results          score by file, and the survivors
     python tools/mutate.py show NAME        one of them
 
-A mutant runs in a process of its own, forked before any test ran, since values are interned and cached: first the
-tests of its own file, then, if it survives, all of `pytest_add_cli_args_test_selection`. Left alone: string literals, what an
+A mutant runs in a process of its own, forked before any test ran, since values are interned and cached: first the tests
+of its own file, then, if it survives, all of `pytest_add_cli_args_test_selection`. Left alone: string literals, what an
 error says, zip's `strict` (an assertion); and, by mutmut, decorated functions (properties, caches) and `__new__`.
 """
 

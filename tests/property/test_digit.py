@@ -349,6 +349,8 @@ def test_spans_are_sorted_by_global_start() -> None:
     g, stop, lo, part = spans(parts)
     assert (g.tolist(), stop.tolist(), lo.tolist(), part.tolist()) == ([0, 1, 4], [1, 4, 6], [3, 0, 0], [0, 1, 0])
     assert [x.tolist() for x in spans(())] == [[], [], [], []]
+    nested = spans((from_ranges([(1, 2)]), from_ranges([(0, 4)])))
+    assert [x.tolist() for x in nested] == [[0, 1], [4, 2], [0, 0], [1, 0]]
 
 
 def test_spans_that_begin_alike_are_in_the_order_of_their_parts() -> None:
