@@ -26,7 +26,7 @@ __all__ = [
     "flat_boxes",
     "row_size",
     "shape",
-    "slices",
+    "from_slices",
     "volume",
     "whole",
 ]
@@ -50,9 +50,9 @@ def volume(box: Box) -> int:
     return math.prod(shape(box))
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    """The box as an index: one slice a dimension."""
-    return tuple(slice(start, stop) for start, stop in box)
+def from_slices(index: Sequence[slice]) -> Box:
+    """The box of an index: slices with a start and a stop, one a dimension."""
+    return tuple((s.start, s.stop) for s in index)
 
 
 def row_size(dims: Sequence[int]) -> int:

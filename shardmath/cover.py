@@ -13,7 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from shardmath.balance import Batch, Requests
-from shardmath.box import Box, first_gap
+from shardmath.box import Box, first_gap, from_slices
 from shardmath.digit import Dimension
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
@@ -112,7 +112,7 @@ def _boxes(t: Template, unit: int) -> list[Box]:
     """The global boxes of a unit."""
     sender = int(t.holders[t.holder_first[t.unit_class[unit]]])
     pieces = expand(t, unit, sender, 0, int(t.unit_size[unit]))
-    return [tuple((s.start, s.stop) for s in piece.whole) for piece in pieces]
+    return [from_slices(piece.whole) for piece in pieces]
 
 
 def by_rank(ranks: Ints, load: Ints) -> Iterator[tuple[int, int]]:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from shardmath.adjoint import flip_of, swapped
-from shardmath.box import Box, first_gap, first_overlap
+from shardmath.box import Box, first_gap, first_overlap, from_slices
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
@@ -57,7 +57,7 @@ def verify(p: Plan, *, transfers: Iterable[Transfer] | None = None) -> None:
         target, op = _check(tensor, ahead)
         _check_entry(t, (op, target.addend) if flip is None else flip.entry(ahead.dst_tensor, ahead.dst_rank))
         tensor.choose(target, ahead)
-        boxes.setdefault(target, []).append(_box(ahead.dst_slices))
+        boxes.setdefault(target, []).append(from_slices(ahead.dst_slices))
     for tensor in tensors.values():
         _check_complete(tensor, boxes)
 
@@ -151,7 +151,7 @@ class _Tensor:
         j = target.window
         if self.chosen[j]:
             choice = self.choices.setdefault((j, self.through[j][t.dst_rank], target.addend), {})
-            choice[_box(t.global_slices), self.chosen[j][t.dst_rank]] = None
+            choice[from_slices(t.global_slices), self.chosen[j][t.dst_rank]] = None
 
 
 def _through(rule: Reduction) -> tuple[str, ...]:
@@ -165,10 +165,6 @@ def _others(mesh: Mesh, names: Iterable[str]) -> tuple[str, ...]:
 
 def _at(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
     return dict(zip(mesh.ranks, mesh.coordinate(axes).tolist(), strict=True))
-
-
-def _box(slices: tuple[slice, ...]) -> Box:
-    return tuple((s.start, s.stop) for s in slices)
 
 
 def _check(tensor: _Tensor, t: Transfer) -> tuple[_Target, str]:
@@ -187,9 +183,8 @@ def _check_sizes(tensor: _Tensor, t: Transfer) -> None:
             any(s.step not in (None, 1) or s.start < 0 for s in slices)
             or tuple(s.stop - s.start for s in slices) != t.shape
         ):
-            raise PlanError(
-                f"{t}: slices {_box(slices)} are not of shape {t.shape}; all slices of a transfer list the same box"
-            )
+            what = f"{t}: slices {from_slices(slices)} are not of shape {t.shape}"
+            raise PlanError(f"{what}; all slices of a transfer list the same box")
     if any(n <= 0 for n in t.shape) or len(t.shape) != tensor.src[0].ndim:
         raise PlanError(
             f"{t}: shape {t.shape} is not a box of {tensor.src[0].shape}; give a positive length a dimension"

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from shardmath.box import Box
+from shardmath.box import Box, from_slices
 from shardmath.errors import ExchangeError
 from shardmath.plan import Transfer
 
@@ -167,7 +167,7 @@ def keeps_fold_order(given: Iterable[Message]) -> bool:
     brought: dict[str, dict[int, list[tuple[Step, Box]]]] = {}
     for m in given:
         for piece in m.pieces:
-            box = tuple((s.start, s.stop) for s in piece.dst_slices)
+            box = from_slices(piece.dst_slices)
             brought.setdefault(piece.dst_tensor, {}).setdefault(piece.addend, []).append((m.step, box))
     return all(_apart(by_addend) or _alike(by_addend) for by_addend in brought.values())
 

@@ -9,7 +9,7 @@ import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import numpy as np
@@ -378,9 +378,6 @@ def trees_are_their_tensors(tree: tuple[dict[str, Layout], dict[str, Layout]]) -
     for name in src:
         alone = value(dst[name], run(plan(src[name], dst[name]), held[name]))
         assert np.allclose(value(dst[name], {r: out[r][name] for r in dst[name].mesh.ranks}), alone)
-
-
-Cases: TypeAlias = tuple[st.SearchStrategy[Any], ...]
 
 
 @dataclass(frozen=True)
