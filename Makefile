@@ -77,8 +77,10 @@ test: lint
 test-all: lint
 	@HYPOTHESIS_PROFILE=deep $(PYTEST) $(CHECKED) --durations=20 --timeout=1800
 
+# The peer needs no more than torch, numpy and packaging, whatever its metadata says.
 bench: $(DEV)
-	@$(PYTEST) tests/bench -q --timeout=900 --benchmark-sort=name --benchmark-columns=min,median,max,rounds
+	@$(PIP) install --no-deps megatron-core==0.16.1
+	@$(PYTEST) tests/bench -q --timeout=1800 --benchmark-sort=name --benchmark-columns=min,median,max,rounds --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_exchange.py
 
 mutate: $(DEV)

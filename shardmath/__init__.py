@@ -4,6 +4,9 @@ Everything here is an immutable value or a pure function; nothing does I/O and n
 """
 
 from shardmath.adjoint import adjoint
+from shardmath.certify import certify
+from shardmath.collectives import Collective, recognise
+from shardmath.cost import Certificate
 from shardmath.errors import (
     ExchangeError,
     LayoutError,
@@ -30,13 +33,19 @@ from shardmath.placement import (
     Table,
 )
 from shardmath.plan import Plan, Transfer, plan
+from shardmath.program import Program
+from shardmath.relabel import Relabelling, relabel
 from shardmath.runs import Runs
+from shardmath.schedule import schedule
 from shardmath.simulate import simulate
+from shardmath.topology import Topology
 from shardmath.verify import verify
 
 __all__ = [
     "Balanced",
     "BlockCyclic",
+    "Certificate",
+    "Collective",
     "ExchangeError",
     "Layout",
     "LayoutError",
@@ -49,7 +58,9 @@ __all__ = [
     "PlacementError",
     "Plan",
     "PlanError",
+    "Program",
     "Ragged",
+    "Relabelling",
     "Replicate",
     "Runs",
     "RunsError",
@@ -58,10 +69,15 @@ __all__ = [
     "StoreError",
     "StridedShard",
     "Table",
+    "Topology",
     "Transfer",
     "adjoint",
+    "certify",
     "equivalent",
     "plan",
+    "recognise",
+    "relabel",
+    "schedule",
     "simulate",
     "verify",
 ]

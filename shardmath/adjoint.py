@@ -46,7 +46,8 @@ def adjoint(p: Plan) -> Plan:
     dst = {name: _dual(windows, p.rules[name], source=True) for name, windows in p.src.items()}
     rules = {n: replace(rule, fill=identity_of("sum", p.src[n][0].dtype)) for n, rule in p.rules.items()}
     name = digest(("adjoint", p.digest))
-    return replace(p, src=src, dst=dst, rules=rules, digest=name, forward=p, flip=flip_of(p))
+    turned = replace(p, src=src, dst=dst, rules=rules, src_ranks=p.dst_ranks, dst_ranks=p.src_ranks)
+    return replace(turned, digest=name, forward=p, flip=flip_of(p))
 
 
 def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:

@@ -1,256 +1,276 @@
-"""Balance: lines and cuts, which holder sends what.
+"""Balance: where lines are cut, that is, which holder sends what.
 
-1. A **class** is a set of ranks that hold the same. All that is asked of a class lies on one integer **line** of bytes:
-   receiver by receiver, then tensor, then unit.
-2. The line is **cut** evenly, at integers, among the holders; holder j sends what lies between cuts j and j + 1.
-   Loads are differences of cuts, a rank's own list is its slices of the lines, striping adds one transfer a cut.
-3. Cuts snap to whole rows of a box; boxes of at most `SMALL` bytes stay whole.
-4. A receiver that holds its cell already copies locally and is not on the line.
-5. The order of lines, of what is on them and of their holders depends on holdings alone, so every rank finds the same.
+1. A line is cut at integers among its holders, so that the largest load of a rank is minimal over all lines together
+   (`flow`); holder h sends what lies between cuts h and h + 1. Loads are differences of cuts, a rank's own list is
+   its slices of the lines, striping adds one transfer a cut.
+2. Cuts snap to whole rows of a box; boxes of at most `SMALL` bytes stay whole.
+3. Lines that stay on a node are balanced apart from those that do not.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardmath.box import row_size
-from shardmath.overlay import Template, unit_boxes
-from shardmath.partition import Ints, overlapping
+from shardmath.flow import shares
+from shardmath.lines import Batch, Lines, Ranks, wire
+from shardmath.partition import Ints
+from shardmath.template import snap, unit_rows
+from shardmath.topology import Topology
 
 __all__ = [
-    "SMALL",
-    "Batch",
-    "Lines",
-    "Requests",
-    "asked_loads",
-    "between",
-    "lines",
-    "requests",
-    "senders",
+    "Cutter",
+    "Grid",
+    "Stretch",
+    "balanced",
+    "grid",
+    "kept",
+    "received",
+    "received_loads",
+    "sent",
     "sent_loads",
-    "share",
-    "snap",
-    "stacked",
-    "unit_order",
+    "shared",
+    "totals",
 ]
 
-Bools: TypeAlias = NDArray[np.bool_]
-SMALL = 1 << 16
-"""Bytes: boxes up to this size are not divided among senders."""
+
+class Stretch(NamedTuple):
+    """Bytes lo..hi-1 of the content of a block, from one rank to another (or the same)."""
+
+    block: int
+    sender: int
+    receiver: int
+    lo: int
+    hi: int
+
+
+def totals(on: Lines) -> Ints:
+    """The length of each line in bytes."""
+    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(on.nbytes * on.count)))
+    out: Ints = ends[on.first[1:]] - ends[on.first[:-1]]
+    return out
+
+
+def balanced(on: Lines, batches: tuple[Batch, ...], topology: Topology | None = None) -> Lines:
+    """The lines cut so that the largest load is minimal."""
+    length = totals(on)
+    nodes = {r: topology.node(r) for i in on.holders.tolist() for r in on.sets[i]} if topology else None
+    first, cuts = shared(on, length.tolist(), nodes)
+    inner = np.ones(len(cuts), bool)
+    inner[first[:-1]] = inner[first[1:] - 1] = False
+    at, line = cuts[inner], np.repeat(np.arange(len(on.holders)), np.diff(first))[inner]
+    cuts[inner] = _snapped(on, batches, length, line, at)
+    return replace(on, cut_first=first, cuts=cuts)
+
+
+def shared(on: Lines, length: list[int], nodes: Mapping[int, int] | None = None) -> tuple[Ints, Ints]:
+    """Where the lines, of these lengths, are cut among their holders: the first cut of each line, and all cuts."""
+    held = [on.sets[i] for i in on.holders.tolist()]
+    cuts: list[list[int]] = [[]] * len(held)
+    for near in (False, True):
+        some = np.flatnonzero(on.near == near).tolist()
+        found = shares([length[i] for i in some], [held[i] for i in some], None if near else nodes) if some else []
+        for i, parts in zip(some, found, strict=True):
+            cuts[i] = [0, *itertools.accumulate(parts)]
+    first = np.cumsum([0, *map(len, cuts)])
+    return first, np.array(list(itertools.chain.from_iterable(cuts)), np.int64)
+
+
+def _snapped(on: Lines, batches: tuple[Batch, ...], length: Ints, line: Ints, at: Ints) -> Ints:
+    """The last places not after bytes `at` of lines where they may be cut."""
+    base = np.cumsum(length) - length
+    begin = np.repeat(base, np.diff(on.first)) + on.start
+    block = np.searchsorted(begin, base[line] + at, "right") - 1
+    inside = at - on.start[block]
+    whole = (inside == 0) | (at == length[line])
+    content = np.where(whole, 0, inside % on.nbytes[block])
+    out: Ints = np.where(whole, at, at - content + grid(on, batches).snapped(block, content))
+    return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """The tensors `names` that move by one template, from source window `source` to destination window `target`."""
+class Cutter:
+    """Where lines and contents may be cut: at whole rows of a box, small boxes staying whole."""
 
-    template: Template
-    names: tuple[str, ...]
-    source: int = 0
-    target: int = 0
+    on: Lines
+    batches: tuple[Batch, ...]
+
+    def of_line(self, line: int, at: int) -> int:
+        """The last place not after byte `at` of the line."""
+        a, b = int(self.on.first[line]), int(self.on.first[line + 1])
+        block = a + int(np.searchsorted(self.on.start[a:b], at, "right")) - 1
+        inside = at - int(self.on.start[block])
+        if not inside:
+            return at
+        content = inside % int(self.on.nbytes[block])
+        return at - content + self.of_block(block, content)
+
+    def of_block(self, block: int, at: int) -> int:
+        """The last place not after byte `at` of the content of the block."""
+        row = row_at(self.on, block, at)
+        t, lo = self.batches[int(self.on.batch[row])].template, int(self.on.lo[row])
+        inside = (at - int(self.on.at[row])) % int(self.on.each[row])
+        place = snap(t, int(self.on.unit[row]), lo + inside // t.src.itemsize) - lo if inside else 0
+        return at - inside + max(place, 0) * t.src.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Requests:
-    """Who asks for elements lo..hi-1 of which unit of which batch: one row a (unit, rank)."""
+class Grid:
+    """The same for many places at once, and quick where a unit is one box.
 
-    batch: Ints
-    unit: Ints
-    rank: Ints
-    lo: Ints
-    hi: Ints
-
-    def __getitem__(self, rows: Ints | Bools) -> Requests:
-        return Requests(self.batch[rows], self.unit[rows], self.rank[rows], self.lo[rows], self.hi[rows])
-
-    def __len__(self) -> int:
-        return len(self.unit)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lines:
-    """All lines: what is asked of each class, and where it is cut.
-
-    Line l has the requests `first[l]..first[l+1]-1`, each beginning at byte `start` of its line and taking `nbytes` a
-    tensor; its holders are `holders[holder_first[l]:holder_first[l+1]]`, and holder h of the array sends the bytes
-    `cuts[h + l]..cuts[h + l + 1] - 1`.
+    Row r of the lines begins at byte `begin[r]` of all contents together, of which block b has its own from `base[b]`
+    on. `rows[r]` elements are a row of the one box of its unit: 0 where it stays whole, -1 where it has several boxes.
     """
 
-    requests: Requests
-    start: Ints
-    nbytes: Ints
-    first: Ints
-    holders: Ints
-    holder_first: Ints
-    cuts: Ints
+    on: Lines
+    batches: tuple[Batch, ...]
+    base: Ints
+    begin: Ints
+    item: Ints
+    rows: Ints
+
+    def snapped(self, block: Ints, at: Ints) -> Ints:
+        """The last places not after bytes `at` of the contents of blocks."""
+        on = self.on
+        r = np.searchsorted(self.begin, self.base[block] + at, "right") - 1
+        inside, rows = (at - on.at[r]) % on.each[r], self.rows[r]
+        whole = np.maximum(rows, 1)
+        place = np.where(rows == 0, 0, (on.lo[r] + inside // self.item[r]) // whole * whole - on.lo[r])
+        out: Ints = at - inside + np.maximum(place, 0) * self.item[r]
+        for i in np.flatnonzero((rows < 0) & (inside > 0)).tolist():
+            out[i] = Cutter(on, self.batches).of_block(int(block[i]), int(at[i]))
+        return out
 
 
-def requests(index: int, batch: Batch) -> tuple[Requests, Ints, Bools]:
-    """All requests of a batch, the class that each is asked of, and whether its rank holds it itself."""
-    t = batch.template
-    klass = t.unit_class[t.entry_unit]
-    here = _holds(t, klass, t.entry_rank)
-    size = t.unit_size[t.entry_unit]
-    rows = Requests(np.full(len(size), index), t.entry_unit, t.entry_rank, np.zeros_like(size), size)
-    return _one_each(t, rows, klass, here) if t.reduction.chosen else (rows, klass, here)
+@functools.lru_cache(maxsize=8)
+def grid(on: Lines, batches: tuple[Batch, ...]) -> Grid:
+    """The grid of all blocks of these lines."""
+    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(on.nbytes)))
+    block = np.repeat(np.arange(len(on.nbytes)), np.diff(on.row_first))
+    item = np.array([b.template.src.itemsize for b in batches], np.int64)[on.batch]
+    first = np.cumsum([0, *(len(b.template.unit_size) for b in batches)])
+    rows = np.concatenate([np.zeros(0, np.int64), *(unit_rows(b.template) for b in batches)])
+    return Grid(on, batches, ends, ends[block] + on.at, item, rows[first[on.batch] + on.unit])
 
 
-def _holds(t: Template, klass: Ints, rank: Ints) -> Bools:
-    """Whether each rank is a holder of the class beside it."""
-    span = int(max(t.holders.max(initial=0), rank.max(initial=0))) + 1
-    owner = np.repeat(np.arange(len(t.holder_first) - 1), np.diff(t.holder_first))
-    return np.isin(klass * span + rank, owner * span + t.holders)
+def row_at(on: Lines, block: int, at: int) -> int:
+    """The row that byte `at` of the content of a block is in."""
+    a, b = int(on.row_first[block]), int(on.row_first[block + 1])
+    return a + int(np.searchsorted(on.at[a:b], at, "right")) - 1
 
 
-def _one_each(t: Template, rows: Requests, klass: Ints, here: Bools) -> tuple[Requests, Ints, Bools]:
-    """Where any one destination addend may receive: for each unit the one that most hold already, or all a stripe.
-
-    Replicas of an addend have to stay equal, so what is chosen depends on the unit alone; where destination parts
-    overlap, and one element is in several units, it is the first addend.
-    """
-    mesh = t.dst.mesh
-    place = dict(zip(mesh.ranks, mesh.coordinate(t.reduction.chosen).tolist(), strict=True))
-    addend = np.array([place[rank] for rank in rows.rank.tolist()], np.int64)
-    count = int(mesh.coordinate(t.reduction.chosen).max()) + 1
-    fixed = any(overlapping(dim) for dim in t.dst.dims)
-    keep: list[tuple[int, int, int]] = []
-    for unit in np.unique(rows.unit).tolist():
-        members = np.flatnonzero(rows.unit == unit)
-        local = np.bincount(addend[members][here[members]], minlength=count)
-        first = 0 if fixed else int(local.argmax())
-        stripes = [first] if fixed or local[first] else range(count)
-        for (lo, hi), chosen in zip(_stripes(t, unit, len(stripes)), stripes, strict=True):
-            keep += [(i, lo, hi) for i in members[addend[members] == chosen].tolist() if lo < hi]
-    index, begin, end = np.array(keep, np.int64).reshape(-1, 3).T
-    return Requests(rows.batch[index], rows.unit[index], rows.rank[index], begin, end), klass[index], here[index]
+def sent(on: Lines, rank: int) -> Iterator[Stretch]:
+    """All that the rank sends to others."""
+    for line, lo, hi in _share(on, rank):
+        a, b = int(on.first[line]), int(on.first[line + 1])
+        begin = a + int(np.searchsorted(on.start[a:b], lo, "right")) - 1
+        for block in range(begin, a + int(np.searchsorted(on.start[a:b], hi, "left"))):
+            yield from _of_block(on, line, block, rank, lo, hi)
 
 
-def _stripes(t: Template, unit: int, count: int) -> list[tuple[int, int]]:
-    """The unit in `count` even ranges of elements, snapped."""
-    size = int(t.unit_size[unit])
-    return list(itertools.pairwise([*(snap(t, unit, size * j // count) for j in range(count)), size]))
+def _share(on: Lines, rank: int) -> list[tuple[int, int, int]]:
+    """(line, first byte, last byte + 1) of all that the rank sends."""
+    out = []
+    for line, n in enumerate(on.holders.tolist()):
+        held = on.sets[n]
+        if _among(held, rank):
+            at = int(on.cut_first[line]) + bisect.bisect_left(held, rank)
+            out.append((line, int(on.cuts[at]), int(on.cuts[at + 1])))
+    return [(line, lo, hi) for line, lo, hi in out if lo < hi]
 
 
-def snap(t: Template, unit: int, at: int) -> int:
-    """The last place not after element `at` of the unit where it may be cut: a box, or a row of a large one."""
-    _, sizes = unit_boxes(t, unit)
-    ends = np.cumsum(sizes.prod(axis=1))
-    box = int(np.searchsorted(ends, at, "right"))
-    begin = int(ends[box - 1]) if box else 0
-    if at == begin or box == len(ends) or (ends[box] - begin) * t.src.itemsize <= SMALL:
-        return begin
-    row = row_size(sizes[box].tolist())
-    return begin + (at - begin) // row * row
+def _of_block(on: Lines, line: int, block: int, rank: int, lo: int, hi: int) -> Iterator[Stretch]:
+    """What the bytes lo..hi-1 of the line have of a block, receiver by receiver."""
+    each, start = int(on.nbytes[block]), int(on.start[block])
+    lo, hi = max(lo - start, 0), min(hi - start, each * int(on.count[block]))
+    asking = wire(on, line, block) if lo < hi else ()
+    for j in range(lo // each, -(-hi // each)):
+        yield Stretch(block, rank, asking[j], max(lo - j * each, 0), min(hi - j * each, each))
 
 
-def unit_order(t: Template) -> Ints:
-    """The place of each unit in the order of its first elements, which is the same for every spelling of a layout."""
-    columns = [over.start[over.first[t.unit_pairs[:, d]]] for d, over in enumerate(t.overlays)]
-    targets = [over.dst[over.first[t.unit_pairs[:, d]]] for d, over in enumerate(t.overlays)]
-    order = np.lexsort((t.unit_size, *reversed(targets), *reversed(columns)))
-    return np.argsort(order)
+def received(on: Lines, rank: int) -> Iterator[Stretch]:
+    """All that the rank receives from others."""
+    for line, block in _asked_by(on, rank):
+        held = on.sets[on.holders[line]]
+        if not _among(held, rank):
+            begin = int(on.start[block]) + _place(on, held, block, rank) * int(on.nbytes[block])
+            for sender, lo, hi in _senders(on, line, begin, begin + int(on.nbytes[block])):
+                yield Stretch(block, sender, rank, lo - begin, hi - begin)
 
 
-def lines(batches: Sequence[Batch], asked: Sequence[tuple[Requests, Ints]]) -> Lines:
-    """The lines of all requests, each given with the class that it is asked of, cut evenly."""
-    holders, of_class = _number_lines([b.template for b in batches])
-    rows = stacked([rows for rows, _ in asked])
-    line = (
-        np.concatenate([of_class[b][klass] for b, (_, klass) in enumerate(asked)]) if asked else np.zeros(0, np.int64)
-    )
-    units = (
-        np.concatenate([unit_order(batches[b].template)[r.unit] for b, (r, _) in enumerate(asked)]) if asked else line
-    )
-    order = np.lexsort((units, rows.batch, rows.rank, line))
-    rows, line = rows[order], line[order]
-    itemsize = np.array([b.template.src.itemsize for b in batches], np.int64)
-    count = np.array([len(b.names) for b in batches], np.int64)
-    nbytes = (rows.hi - rows.lo) * itemsize[rows.batch]
-    first = np.searchsorted(line, np.arange(len(holders) + 1))
-    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(nbytes * count[rows.batch])))
-    start = ends[:-1] - ends[first[line]]
-    total = ends[first[1:]] - ends[first[:-1]]
-    holder_first = np.cumsum([0, *map(len, holders)])
-    flat = np.array([r for h in holders for r in h], np.int64)
-    out = Lines(rows, start, nbytes, first, flat, holder_first, np.zeros(0, np.int64))
-    return Lines(rows, start, nbytes, first, flat, holder_first, _cuts(batches, out, total.tolist()))
+def kept(on: Lines, rank: int) -> Iterator[Stretch]:
+    """All that stays on the rank: whole blocks."""
+    for line, block in _asked_by(on, rank):
+        if _among(on.sets[on.holders[line]], rank):
+            yield Stretch(block, rank, rank, 0, int(on.nbytes[block]))
 
 
-def stacked(parts: Sequence[Requests]) -> Requests:
-    """The requests of all parts, one after the other."""
-    empty = np.zeros(0, np.int64)
-    columns = ("batch", "unit", "rank", "lo", "hi")
-    return Requests(*(np.concatenate([empty, *(getattr(p, name) for p in parts)]) for name in columns))
+def _among(ranks: Ranks, rank: int) -> bool:
+    at = bisect.bisect_left(ranks, rank)
+    return at < len(ranks) and ranks[at] == rank
 
 
-def _number_lines(templates: Sequence[Template]) -> tuple[list[tuple[int, ...]], list[Ints]]:
-    """The distinct sets of holders, sorted, and for each template the number of the set of each class."""
-    sets = [[tuple(t.holders[lo:hi].tolist()) for lo, hi in itertools.pairwise(t.holder_first)] for t in templates]
-    distinct = sorted({holders for held in sets for holders in held})
-    number = {holders: i for i, holders in enumerate(distinct)}
-    return distinct, [np.array([number[holders] for holders in held], np.int64) for held in sets]
+def _place(on: Lines, held: Ranks, block: int, rank: int) -> int:
+    """The place of a rank among the receivers of a block that are not holders."""
+    asking = on.sets[on.receivers[block]]
+    at = bisect.bisect_left(asking, rank)
+    if on.count[block] == len(asking):
+        return at
+    return at - sum(_among(asking, other) for other in held[: bisect.bisect_left(held, rank)])
 
 
-def _cuts(batches: Sequence[Batch], on: Lines, total: list[int]) -> Ints:
-    """Even shares of every line, snapped."""
-    cuts: list[int] = []
-    for line, length in enumerate(total):
-        m = int(on.holder_first[line + 1] - on.holder_first[line])
-        inner = [length * j // m for j in range(1, m)]
-        cuts += [0, *(_snapped(batches, on, line, x) for x in inner), length]
-    return np.array(cuts, np.int64)
+def _asked_by(on: Lines, rank: int) -> Iterator[tuple[int, int]]:
+    """(line, block) of all blocks that the rank is a receiver of."""
+    mine = [i for i in np.unique(on.receivers).tolist() if _among(on.sets[i], rank)]
+    blocks = np.flatnonzero(np.isin(on.receivers, mine))
+    return zip((np.searchsorted(on.first, blocks, "right") - 1).tolist(), blocks.tolist(), strict=True)
 
 
-def _snapped(batches: Sequence[Batch], on: Lines, line: int, at: int) -> int:
-    lo, hi = int(on.first[line]), int(on.first[line + 1])
-    if at == 0 or lo == hi:
-        return 0
-    e = lo + int(np.searchsorted(on.start[lo:hi], at, "right")) - 1
-    t = batches[int(on.requests.batch[e])].template
-    tensors, inside = divmod(at - int(on.start[e]), int(on.nbytes[e]))
-    begin = int(on.requests.lo[e])
-    place = snap(t, int(on.requests.unit[e]), begin + inside // t.src.itemsize) - begin
-    return int(on.start[e]) + tensors * int(on.nbytes[e]) + max(place, 0) * t.src.itemsize
-
-
-def share(on: Lines, rank: int) -> list[tuple[int, int, int]]:
-    """(line, first byte, last byte + 1) of all that `rank` sends."""
-    at = np.flatnonzero(on.holders == rank)
-    line = np.searchsorted(on.holder_first, at, "right") - 1
-    spans = zip(line.tolist(), on.cuts[at + line].tolist(), on.cuts[at + line + 1].tolist(), strict=True)
-    return [(n, lo, hi) for n, lo, hi in spans if lo < hi]
-
-
-def between(on: Lines, line: int, lo: int, hi: int) -> range:
-    """The requests that the bytes lo..hi-1 of a line touch."""
-    a, b = int(on.first[line]), int(on.first[line + 1])
-    begin = a + int(np.searchsorted(on.start[a:b], lo, "right")) - 1
-    return range(begin, a + int(np.searchsorted(on.start[a:b], hi, "left")))
-
-
-def senders(on: Lines, line: int, lo: int, hi: int) -> list[tuple[int, int, int]]:
+def _senders(on: Lines, line: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
     """(rank, first byte, last byte + 1) of the holders that send the bytes lo..hi-1 of a line."""
-    a, b = int(on.holder_first[line]), int(on.holder_first[line + 1])
-    cuts = on.cuts[a + line : b + line + 1]
-    first, last = int(np.searchsorted(cuts, lo, "right")) - 1, int(np.searchsorted(cuts, hi, "left"))
-    spans = [
-        (int(on.holders[a + j]), max(lo, int(cuts[j])), min(hi, int(cuts[j + 1])))
-        for j in range(max(first, 0), min(last, b - a))
-    ]
-    return [(rank, x, y) for rank, x, y in spans if x < y]
+    held = on.sets[on.holders[line]]
+    a = int(on.cut_first[line])
+    cuts = on.cuts[a : a + len(held) + 1]
+    first = max(int(np.searchsorted(cuts, lo, "right")) - 1, 0)
+    for h in range(first, min(int(np.searchsorted(cuts, hi, "left")), len(held))):
+        x, y = max(lo, int(cuts[h])), min(hi, int(cuts[h + 1]))
+        if x < y:
+            yield held[h], x, y
 
 
-def sent_loads(on: Lines) -> tuple[Ints, Ints]:
-    """(rank, bytes) of every holder's share of every line."""
-    at = np.arange(len(on.holders)) + np.repeat(np.arange(len(on.first) - 1), np.diff(on.holder_first))
-    return on.holders, on.cuts[at + 1] - on.cuts[at]
+def sent_loads(on: Lines) -> dict[int, int]:
+    """Bytes that each holder sends to others."""
+    out: dict[int, int] = {}
+    for line, n in enumerate(on.holders.tolist()):
+        a = int(on.cut_first[line])
+        for rank, x in zip(on.sets[n], np.diff(on.cuts[a : a + len(on.sets[n]) + 1]).tolist(), strict=True):
+            out[rank] = out.get(rank, 0) + x
+    return out
 
 
-def asked_loads(on: Lines, count: Sequence[int]) -> tuple[Ints, Ints]:
-    """(rank, bytes) of every request; `count` tensors move by each batch."""
-    return on.requests.rank, on.nbytes * np.array(count, np.int64)[on.requests.batch]
+def received_loads(on: Lines) -> dict[int, int]:
+    """Bytes that each receiver gets from others."""
+    asked = np.zeros(len(on.sets), np.int64)
+    np.add.at(asked, on.receivers, on.nbytes)
+    out: dict[int, int] = {}
+    for n in np.flatnonzero(asked).tolist():
+        for rank in on.sets[n]:
+            out[rank] = out.get(rank, 0) + int(asked[n])
+    for rank, nbytes in _local(on):
+        out[rank] -= nbytes
+    return out
+
+
+def _local(on: Lines) -> Iterator[tuple[int, int]]:
+    """(rank, bytes) of what receivers hold themselves, block by block."""
+    line = np.repeat(np.arange(len(on.holders)), np.diff(on.first))
+    size = np.array([len(ranks) for ranks in on.sets], np.int64)[on.receivers]
+    for block in np.flatnonzero(on.count < size).tolist():
+        both = set(on.sets[on.receivers[block]]) & set(on.sets[on.holders[line[block]]])
+        yield from ((rank, int(on.nbytes[block])) for rank in sorted(both))

@@ -1,27 +1,28 @@
 """Cover: whether the source holds what the destination needs, and nothing twice.
 
 1. Windows of one source tensor hold different elements, or a destination would be sent one twice.
-2. Every destination rank, or group of addends of which any one receives, gets as many elements of every addend as it
-   has cells. Units of one template never meet, so counting is enough.
+2. Every position of the destination gets as many elements of every addend as it has cells. Units of one template never
+   meet, so counting is enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
 
-from shardmath.balance import Batch, Requests
 from shardmath.box import Box, first_gap, from_slices
 from shardmath.digit import Dimension
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
-from shardmath.mesh import Mesh
-from shardmath.overlay import Template, expand
+from shardmath.lines import Batch
+from shardmath.overlay import Overlay
 from shardmath.partition import Ints, partition, spans
+from shardmath.template import Template, expand
 
-__all__ = ["by_rank", "check_covered", "check_disjoint", "groups"]
+__all__ = ["cells_held", "check_covered", "check_disjoint", "meeting"]
 
 
 def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
@@ -55,69 +56,98 @@ def _union(dimension: Dimension) -> tuple[Ints, Ints]:
     return start[first], reach[last]
 
 
-def check_covered(batches: Sequence[Batch], asked: Sequence[Requests]) -> None:
+def meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int, int]]:
+    """The pairs (source window, destination window) whose hulls meet; at least one for each destination window."""
+    if len(src) == len(dst) == 1:
+        return [(0, 0)]
+    (lo, hi), (begin, end) = _hulls(src), _hulls(dst)
+    both = np.logical_and(lo[:, None] < end[None], hi[:, None] > begin[None]).min(axis=2, initial=True)
+    both[0] |= ~both.any(axis=0)
+    return [(int(i), int(j)) for i, j in np.argwhere(both)]
+
+
+def _hulls(windows: tuple[Layout, ...]) -> tuple[Ints, Ints]:
+    """The least and, plus one, the largest position that anybody holds: two arrays (windows, dimensions)."""
+    spans = [[_union(dim) for dim in layout.dims] for layout in windows]
+    shape = len(windows), windows[0].ndim
+    lo = [[int(start.min(initial=1 << 62)) for start, _ in dims] for dims in spans]
+    hi = [[int(stop.max(initial=0)) for _, stop in dims] for dims in spans]
+    return np.array(lo, np.int64).reshape(shape), np.array(hi, np.int64).reshape(shape)
+
+
+def check_covered(batches: Sequence[Batch]) -> None:
     """Raise PlanError unless every destination gets as many elements, of every addend, as it has cells."""
-    got: dict[tuple[str, int], list[int]] = {}
-    for b, batch in enumerate(batches):
-        got.setdefault((batch.names[0], batch.target), []).append(b)
-    for parts in got.values():
-        t = batches[parts[0]].template
-        group = groups(t)
-        have = np.zeros(t.dst.mesh.size, np.int64)
-        for b in parts:
-            np.add.at(have, group[_positions(t.dst.mesh, asked[b].rank)], asked[b].hi - asked[b].lo)
-        short = np.flatnonzero(have[group] != _cells(t.dst) * t.reduction.addends)
+    windows: dict[tuple[str, int], list[Batch]] = {}
+    for batch in batches:
+        windows.setdefault((batch.names[0], batch.target), []).append(batch)
+    for parts in windows.values():
+        if len(parts) == 1 and _covered(parts[0].template):
+            continue
+        t = parts[0].template
+        have = sum(_given(batch.template) for batch in parts)
+        short = np.flatnonzero(have != cells_held(t.dst) * t.reduction.addends)
         if len(short):
-            _missing([batches[b] for b in parts], [asked[b] for b in parts], int(short[0]))
+            _missing(parts, int(short[0]))
 
 
-def groups(t: Template) -> Ints:
-    """For each position of the destination's mesh, its group of ranks of which one may receive for all."""
-    mesh = t.dst.mesh
-    return mesh.coordinate(name for name in mesh.shape if name not in t.reduction.chosen)
+@functools.lru_cache(maxsize=4096)
+def _covered(t: Template) -> bool:
+    """Whether every position gets all that it has cells for."""
+    if all(map(_whole, t.overlays)):
+        return True
+    return bool((_given(t) == cells_held(t.dst) * t.reduction.addends).all())
 
 
-def _positions(mesh: Mesh, ranks: Ints) -> Ints:
-    """The positions of ranks in their mesh."""
-    listed = np.array(mesh.ranks, np.int64)
-    order = np.argsort(listed)
-    return order[np.searchsorted(listed[order], ranks)]
+@functools.lru_cache(maxsize=4096)
+def _whole(over: Overlay) -> bool:
+    """Whether every part of the destination is covered in this dimension."""
+    return _got(over) == [runs.size for runs in over.target.parts]
 
 
-def _cells(layout: Layout) -> Ints:
+def _got(over: Overlay) -> list[int]:
+    """How many positions of each part of the destination are in rows."""
+    got = [0] * len(over.target.parts)
+    for goal, size in zip(over.pair_goal.tolist(), over.pair_size.tolist(), strict=True):
+        for part in over.goals[goal]:
+            got[part] += size
+    return got
+
+
+def _given(t: Template) -> Ints:
+    """How many elements of all addends each position of the destination gets."""
+    out = np.ones(t.dst.mesh.size, np.int64)
+    for over in t.overlays:
+        got = np.array(_got(over), np.int64)
+        out *= got[over.target.by_rank(t.dst.mesh)] if len(got) > 1 else got[0]
+    return out
+
+
+def cells_held(layout: Layout) -> Ints:
     """How many of its local cells are the tensor's, by position in the mesh."""
     out = np.ones(layout.mesh.size, np.int64)
     for dim in layout.dims:
         parts = partition(dim)
-        out *= np.array([runs.size for runs in parts.parts], np.int64)[parts.by_rank(layout.mesh)]
+        size = np.array([runs.size for runs in parts.parts], np.int64)
+        out *= size[parts.by_rank(layout.mesh)] if len(size) > 1 else size[0]
     return out
 
 
-def _missing(batches: Sequence[Batch], asked: Sequence[Requests], position: int) -> NoReturn:
-    """Raise PlanError for the first element that the rank at this position of the mesh needs and nobody holds."""
-    batch, dst = batches[0], batches[0].template.dst
-    rank = dst.mesh.ranks[position]
-    held = [[(g, g + n) for _, g, n in runs.segments] for runs in dst.runs(rank)]
-    boxes: list[Box] = []
-    for b, rows in zip(batches, asked, strict=True):
-        t, group = b.template, groups(b.template)
-        for i in np.flatnonzero(group[_positions(dst.mesh, rows.rank)] == group[position]).tolist():
-            boxes += _boxes(t, int(rows.unit[i]))
-    at = first_gap(held, boxes)
-    what = f"tensor {batch.names[0]!r}: rank {rank} needs element {at} under {dst}"
+def _missing(batches: Sequence[Batch], position: int) -> NoReturn:
+    """Raise PlanError for the first element that this position of the destination needs and nobody holds."""
+    batch = batches[0]
+    form, rank = batch.template.dst, batch.dst.ranks[position]
+    held = [[(g, g + n) for _, g, n in runs.segments] for runs in form.runs(position)]
+    at = first_gap(held, [box for b in batches for box in _boxes(b.template, position)])
+    what = f"tensor {batch.names[0]!r}: rank {rank} needs element {at} under {form}"
     raise PlanError(f"{what}, no rank holds it under {batch.template.src}; cover it at the source")
 
 
-def _boxes(t: Template, unit: int) -> list[Box]:
-    """The global boxes of a unit."""
-    sender = int(t.holders[t.holder_first[t.unit_class[unit]]])
-    pieces = expand(t, unit, sender, 0, int(t.unit_size[unit]))
-    return [from_slices(piece.whole) for piece in pieces]
-
-
-def by_rank(ranks: Ints, load: Ints) -> Iterator[tuple[int, int]]:
-    """(rank, exact integer sum of its loads) of all ranks that appear."""
-    order = np.argsort(ranks, kind="stable")
-    first = np.flatnonzero(np.diff(ranks[order], prepend=-1))
-    sums = np.add.reduceat(load[order], first) if len(first) else first
-    return zip(ranks[order][first].tolist(), sums.tolist(), strict=True)
+def _boxes(t: Template, position: int) -> list[Box]:
+    """The global boxes of all units that a position of the destination is to get."""
+    holders, receivers = list(t.holders), [set(r.tolist()) for r in t.receivers]
+    pieces = [
+        expand(t, unit, int(holders[klass][0]), position, 0, int(t.unit_size[unit]))
+        for unit, (klass, cell) in enumerate(zip(t.unit_class.tolist(), t.unit_cell.tolist(), strict=True))
+        if position in receivers[cell]
+    ]
+    return [from_slices(piece.whole) for unit in pieces for piece in unit]

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
-__all__ = ["digest"]
+from collections.abc import Sequence
+
+__all__ = ["digest", "names_digest"]
 
 
 def digest(value: object) -> str:
@@ -14,3 +16,16 @@ def digest(value: object) -> str:
     from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
 
     return sha256(repr(value).encode()).hexdigest()
+
+
+def names_digest(names: Sequence[str]) -> str:
+    """The same of a sequence of names: of all of them in a row, and of their lengths where that is not enough.
+
+    >>> names_digest(["ab", "c"]) == names_digest(["a", "bc"])
+    False
+    """
+    from hashlib import sha256
+
+    joined = "\0".join(names)
+    lengths = () if joined.count("\0") < len(names) else tuple(map(len, names))
+    return sha256(f"{len(names)} {lengths} {joined}".encode("utf-8", "surrogatepass")).hexdigest()

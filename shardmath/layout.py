@@ -35,7 +35,7 @@ from shardmath.digit import Chunks, Digit, Dimension, Stage, divided
 from shardmath.errors import LayoutError, MeshError, PlacementError
 from shardmath.mesh import Mesh
 from shardmath.notation import Partials, Rules, padded, parse, rule_names, unparse
-from shardmath.partition import Ints, Partition, partition
+from shardmath.partition import partition
 from shardmath.placement import Partial, Placement, Replicate, Shard, Spec, StridedShard, check_protocol, stage_of
 from shardmath.runs import Runs, identity, restrict
 from shardmath.whole import whole
@@ -81,6 +81,7 @@ class Layout:
     mesh: Mesh
     dims: tuple[Dimension, ...]
     partial: Partials
+    _form: Layout | None
 
     def __new__(
         cls,
@@ -136,6 +137,14 @@ class Layout:
         return len(self.shape)
 
     @property
+    def form(self) -> Layout:
+        """The same layout with ranks named by their position in the mesh: equal forms differ in ranks alone."""
+        if self._form is None:
+            form = _intern(self.shape, self.dtype, _positions(self.mesh.axes), self.dims, self.partial)
+            object.__setattr__(self, "_form", form)
+        return self._form  # type: ignore[return-value]
+
+    @property
     def itemsize(self) -> int:
         """Bytes an element."""
         return dtypes.ITEMSIZE[self.dtype]
@@ -172,6 +181,11 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=512)
+def _positions(axes: tuple[tuple[str, int], ...]) -> Mesh:
+    return Mesh(dict(axes))
+
+
+@functools.lru_cache(maxsize=512)
 def _runs(layout: Layout, rank: int) -> tuple[Runs, ...]:
     coords = layout.mesh.coords(rank)
     return tuple(dim.runs(coords) for dim in layout.dims)
@@ -187,6 +201,7 @@ def _intern(shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimensio
         found = object.__new__(Layout)
         for name, value in zip(("shape", "dtype", "mesh", "dims", "partial"), key, strict=True):
             object.__setattr__(found, name, value)
+        object.__setattr__(found, "_form", None)
         found = _interned.setdefault(key, found)
     return found
 
@@ -382,27 +397,67 @@ def _place(order: list[tuple[str, ...]], factor: int, value: Spec, mesh: Mesh) -
 
 
 def _holdings(layout: Layout) -> tuple[object, ...]:
-    """What each rank holds, spelled in one way: by ascending rank, the number of its part of each dimension, the parts
-    in the order of the first rank that holds them, and its addend."""
-    mesh = layout.mesh
-    order = np.argsort(mesh.ranks)
-    dims = tuple(_numbered(partition(dim), mesh, order) for dim in layout.dims)
-    addend = tuple(mesh.coordinate(name for name, _ in layout.partial)[order].tolist())
-    op = layout.op if any(addend) else None
-    return layout.shape, layout.dtype, tuple(sorted(mesh.ranks)), dims, op, addend
+    """What each rank holds, spelled in one way."""
+    ranks = layout.mesh.ranks
+    ascending = tuple(sorted(ranks))
+    order = None if ascending == ranks else tuple(np.argsort(ranks).tolist())
+    return _held_by_position(layout.form, order), ascending
 
 
-def _numbered(parts: Partition, mesh: Mesh, order: Ints) -> tuple[tuple[Runs, ...], tuple[int, ...]]:
-    """The parts in the order of the first rank that holds them, and each rank's number."""
-    held = parts.by_rank(mesh)[order].tolist()
+_Order: TypeAlias = tuple[int, ...] | None
+"""An order of positions; None for as they are."""
+
+
+def _held_by_position(form: Layout, order: _Order) -> tuple[object, ...]:
+    """Of each position, in this order: its part of each dimension and its addend."""
+    dims = tuple(_numbered(dim, form.mesh, order) for dim in form.dims)
+    return form.shape, form.dtype, dims, _addends(form, order)
+
+
+def _addends(form: Layout, order: _Order) -> tuple[object, ...]:
+    """What the Partial axes wait for, and the addend of each position; nothing where there is one addend."""
+    if not form.partial:
+        return ()
+    at = form.mesh.coordinate(name for name, _ in form.partial)
+    addend = at if order is None else at[list(order)]
+    return (form.op, *addend.tolist()) if addend.any() else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _numbered(dim: Dimension, mesh: Mesh, order: _Order) -> tuple[tuple[Runs, ...], tuple[int, ...]]:
+    """The parts in the order of the first position that holds them, and each position's number."""
+    parts = partition(dim)
+    if len(parts.parts) == 1:
+        return parts.parts, ()
+    at = parts.by_rank(mesh)
+    held = (at if order is None else at[list(order)]).tolist()
     number = {part: i for i, part in enumerate(dict.fromkeys(held))}
     return tuple(parts.parts[part] for part in number), tuple(map(number.__getitem__, held))
 
 
 @functools.lru_cache(maxsize=4096)
-def holdings_digest(layout: Layout) -> str:
-    """A digest of what each rank holds and of the order of the addends; the same for every spelling."""
-    return digest(_holdings(layout))
+def _digest_of_dimension(dim: Dimension, mesh: Mesh, order: _Order) -> str:
+    return digest(_numbered(dim, mesh, order))
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest_by_position(form: Layout, order: _Order) -> str:
+    dims = tuple(_digest_of_dimension(dim, form.mesh, order) for dim in form.dims)
+    return digest((form.shape, form.dtype, form.mesh.size, dims, _addends(form, order)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest_of_ranks(mesh: Mesh) -> tuple[_Order, str]:
+    """The order of positions by ascending rank, None if they are so, and a digest of the ranks."""
+    ascending = tuple(sorted(mesh.ranks))
+    order = None if ascending == mesh.ranks else tuple(np.argsort(mesh.ranks).tolist())
+    return order, digest(ascending)
+
+
+def holdings_digest(layout: Layout) -> tuple[str, str]:
+    """Digests of what ranks hold and of the order of addends, and of the ranks; the same for every spelling."""
+    order, ranks = _digest_of_ranks(layout.mesh)
+    return _digest_by_position(layout.form, order), ranks
 
 
 def equivalent(a: Layout, b: Layout) -> bool:

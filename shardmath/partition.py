@@ -24,8 +24,9 @@ from shardmath.digit import Dimension, cells
 from shardmath.mesh import Mesh
 from shardmath.runs import Runs
 
-__all__ = ["Ints", "Partition", "overlapping", "partition", "spans"]
+__all__ = ["Bools", "Ints", "Partition", "overlapping", "partition", "spans"]
 
+Bools: TypeAlias = NDArray[np.bool_]
 Ints: TypeAlias = NDArray[np.int64]
 
 

@@ -19,34 +19,30 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
 from shardmath.balance import (
-    Batch,
-    Lines,
-    Requests,
-    asked_loads,
-    between,
-    lines,
-    requests,
-    senders,
+    Stretch,
+    balanced,
+    kept,
+    received,
+    received_loads,
+    row_at,
+    sent,
     sent_loads,
-    share,
-    stacked,
-    unit_order,
 )
-from shardmath.cover import by_rank, check_covered, check_disjoint
-from shardmath.digest import digest
+from shardmath.cover import check_covered, check_disjoint, meeting
+from shardmath.digest import digest, names_digest
 from shardmath.errors import PlanError
 from shardmath.layout import Layout, holdings_digest
-from shardmath.overlay import Piece, expand, template
+from shardmath.lines import Batch, Lines, lines
 from shardmath.reduction import Reduction, reduction
 from shardmath.store import local_name, local_tensors
+from shardmath.template import Piece, Template, expand, template
+from shardmath.topology import Topology
 
 __all__ = ["Plan", "Side", "Transfer", "Windows", "local_name", "plan"]
 
@@ -89,18 +85,20 @@ def _spans(slices: tuple[slice, ...]) -> str:
 class Plan:
     """What `plan` returns. Equal plans do the same for the same names.
 
-    `src` and `dst` are each tensor's windows, by sorted name ("" for two Layouts); `rules` what their Partial axes ask
-    for. An adjoint has the plan that it transposes as `forward`, and lists its transfers through `flip`.
+    `src` and `dst` are each tensor's windows, by name ("" for two Layouts), names ascending; `rules` what their Partial
+    axes ask for. An adjoint has the plan that it transposes as `forward`, and lists its transfers through `flip`.
     """
 
     src: Mapping[str, tuple[Layout, ...]]
     dst: Mapping[str, tuple[Layout, ...]]
     rules: Mapping[str, Reduction]
     batches: tuple[Batch, ...]
-    local: Requests
     lines: Lines
     digest: str
     is_tree: bool
+    src_ranks: tuple[int, ...]
+    dst_ranks: tuple[int, ...]
+    topology: Topology | None = None
     forward: Plan | None = None
     flip: Callable[[Transfer], Transfer] | None = None
 
@@ -114,16 +112,6 @@ class Plan:
         what = "adjoint plan" if self.forward else "plan"
         ranks = f"{len(self.src_ranks)} -> {len(self.dst_ranks)} ranks"
         return f"<{what} of {len(self.src)} tensors, {ranks}, {self.digest[:12]}>"
-
-    @property
-    def src_ranks(self) -> tuple[int, ...]:
-        """All ranks of the source, ascending."""
-        return _ranks(self.src)
-
-    @property
-    def dst_ranks(self) -> tuple[int, ...]:
-        """All ranks of the destination, ascending."""
-        return _ranks(self.dst)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -152,59 +140,70 @@ class Plan:
         """Bytes that each rank of either side receives from other ranks."""
         return self._loads(sent=self.forward is not None)
 
-    def _loads(self, sent: bool) -> dict[int, int]:
-        count = [len(b.names) for b in self.batches]
-        loads = sent_loads(self.lines) if sent else asked_loads(self.lines, count)
-        return dict.fromkeys(self.ranks, 0) | dict(by_rank(*loads))
+    def _loads(self, *, sent: bool) -> dict[int, int]:
+        return dict.fromkeys(self.ranks, 0) | (sent_loads if sent else received_loads)(self.lines)
 
 
-def _ranks(side: Mapping[str, tuple[Layout, ...]]) -> tuple[int, ...]:
-    meshes = {layout.mesh for windows in side.values() for layout in windows}
+def _ranks(sides: Iterable[tuple[Layout, ...]]) -> tuple[int, ...]:
+    meshes = {layout.mesh for windows in sides for layout in windows}
     return tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
 
 
-def plan(src: Side, dst: Side) -> Plan:
+def plan(src: Side, dst: Side, *, topology: Topology | None = None) -> Plan:
     """The plan that gives every rank of `dst` what it holds there, from the ranks of `src`.
+
+    With a topology, what a rank of the receiver's own node holds comes from there.
 
     Raises PlanError where names, shapes or dtypes differ, where source windows overlap, or where the destination needs
     an element that no source rank holds.
     """
-    source, target = _side(src), _side(dst)
-    _check_names(source, target)
-    for side in (source, target):
-        _check_local_names(side)
-    alike: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], tuple[Reduction, tuple[object, ...]]] = {}
-    for name, held in source.items():
-        if (held, target[name]) not in alike:
-            _check_tensor(name, held, target[name])
-            rule = _rule(name, held, target[name])
-            alike[held, target[name]] = rule, _key(held, target[name])
-    rules = {name: alike[held, target[name]][0] for name, held in source.items()}
-    keys = {name: alike[held, target[name]][1] for name, held in source.items()}
-    batches = _batches(source, target, keys)
-    asked = [requests(b, batch) for b, batch in enumerate(batches)]
-    check_covered(batches, [rows for rows, _, _ in asked])
-    remote = [(rows[~here], klass[~here]) for rows, klass, here in asked]
-    local = stacked([_sorted(batches[b], rows[here]) for b, (rows, _, here) in enumerate(asked)])
-    cut = lines(batches, remote)
+    here, there = _named(src), _named(dst)
+    _check_names(here, there)
+    names = sorted(here)
+    source, target = _side(names, here), _side(names, there)
+    groups = _groups(source, target)
+    batches = _batches(groups)
+    check_covered(batches)
+    cut = balanced(lines(batches, topology), batches, topology)
+    rules = dict.fromkeys(names, NOTHING)
+    for group in groups:
+        if group.rule is not NOTHING:
+            rules |= dict.fromkeys(group.names, group.rule)
+    key = tuple((group.key, names_digest(group.names)) for group in groups)
     tree = isinstance(src, Mapping)
-    return Plan(source, target, rules, batches, local, cut, digest((tree, keys)), tree)
+    name = digest((tree, key) if topology is None else (tree, key, topology))
+    ranks = _ranks(group.src for group in groups), _ranks(group.dst for group in groups)
+    return Plan(source, target, rules, batches, cut, name, tree, *ranks, topology)
 
 
-def _side(side: Side) -> dict[str, tuple[Layout, ...]]:
+def _named(side: Side) -> Mapping[str, Windows]:
+    """A side by name."""
     named: Mapping[str, Windows] = side if isinstance(side, Mapping) else {"": side}
-    for name in named:
+    for name in named if not set(map(type, named)) <= {str} else ():
         if not isinstance(name, str):
             raise PlanError(f"tensor name {name!r} is not text; name tensors by str")
-    out = {}
-    for name, held in sorted(named.items()):
-        out[name] = held if isinstance(held, tuple) else (held,)
-        if not out[name] or not all(isinstance(layout, Layout) for layout in out[name]):
-            raise PlanError(f"tensor {name!r} is {held!r}; give a Layout or a tuple of Layouts")
+    return named
+
+
+def _side(names: list[str], named: Mapping[str, Windows]) -> dict[str, tuple[Layout, ...]]:
+    """Each tensor's windows, in the order of the names; tensors held alike have the same tuple."""
+    held = list(map(named.__getitem__, names))
+    windows = {key: _windows(names, held, one) for key, one in dict(zip(map(id, held), held, strict=True)).items()}
+    out = dict(zip(names, map(windows.__getitem__, map(id, held)), strict=True))
+    if any(len(one) > 1 for one in windows.values()):
+        _check_local_names(out)
     return out
 
 
-def _check_names(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout, ...]]) -> None:
+def _windows(names: list[str], sides: list[Windows], held: object) -> tuple[Layout, ...]:
+    out = held if isinstance(held, tuple) else (held,)
+    if not out or not all(isinstance(layout, Layout) for layout in out):
+        name = next(name for name, one in zip(names, sides, strict=True) if one is held)
+        raise PlanError(f"tensor {name!r} is {held!r}; give a Layout or a tuple of Layouts")
+    return out
+
+
+def _check_names(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> None:
     if src.keys() != dst.keys():
         only = [
             f"{side} alone has {sorted(names)[:8]}"
@@ -222,6 +221,40 @@ def _check_local_names(side: Mapping[str, tuple[Layout, ...]]) -> None:
                 raise PlanError(f"window {local!r} of tensor {name!r} has the name of another tensor; rename one")
 
 
+class _Group(NamedTuple):
+    """Tensors that are held alike on both sides."""
+
+    key: tuple[object, ...]
+    names: tuple[str, ...]
+    src: tuple[Layout, ...]
+    dst: tuple[Layout, ...]
+    rule: Reduction
+
+
+def _groups(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout, ...]]) -> list[_Group]:
+    """All tensors by what their transfers depend on, in order of their first names."""
+    same: dict[tuple[int, int], list[str]] = {}
+    for name, pair in zip(src, zip(map(id, src.values()), map(id, dst.values()), strict=True), strict=True):
+        try:
+            same[pair].append(name)
+        except KeyError:
+            same[pair] = [name]
+    alike: dict[tuple[object, ...], list[_Group]] = {}
+    for names in same.values():
+        a, b = src[names[0]], dst[names[0]]
+        _check_tensor(names[0], a, b)
+        key = _key(a, b)
+        alike.setdefault(key, []).append(_Group(key, tuple(names), a, b, _rule(names[0], a, b)))
+    return sorted(map(_joined, alike.values()), key=lambda group: group.names[0])
+
+
+def _joined(groups: list[_Group]) -> _Group:
+    """One group of several that differ in how their layouts are spelled."""
+    if len(groups) == 1:
+        return groups[0]
+    return groups[0]._replace(names=tuple(sorted(name for group in groups for name in group.names)))
+
+
 def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> None:
     """All windows of both sides hold one tensor, and those of the source hold nothing twice."""
     first = src[0]
@@ -230,11 +263,18 @@ def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -
             here, there = (f"{x.dtype}{list(x.shape)}" for x in (first, layout))
             what = f"tensor {name!r}: {here} here, {there} there"
             raise PlanError(f"{what}; both sides and all windows hold one tensor of one shape and dtype")
-    check_disjoint(name, src)
+    if len(src) > 1:
+        check_disjoint(name, src)
+
+
+NOTHING = Reduction()
+"""Where nothing is Partial."""
 
 
 def _rule(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> Reduction:
     """What the Partial axes of a tensor's windows ask for, in which all windows have to agree."""
+    if not any(layout.partial for layout in (*src, *dst)):
+        return NOTHING
     first = reduction(src[0], dst[0])
     for b in dst:
         there = _asks(reduction(src[0], b))
@@ -253,30 +293,26 @@ def _asks(rule: Reduction) -> tuple[object, ...]:
 
 def _key(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> tuple[object, ...]:
     """All that the transfers of a tensor depend on, but for its name; the same for every spelling of its layouts."""
-    sides = [tuple(map(holdings_digest, side)) for side in (src, dst)]
-    rules = tuple(reduction(a, b).by_ranks(a, b) for a in src for b in dst) if src[0].partial or dst[0].partial else ()
+    sides = tuple(map(holdings_digest, src)), tuple(map(holdings_digest, dst))
+    if not (src[0].partial or dst[0].partial):
+        return src[0].shape, src[0].dtype, *sides, ()
+    rules = tuple(reduction(a, b).by_ranks(a, b) for a in src for b in dst)
     return src[0].shape, src[0].dtype, *sides, rules if any(rules) else ()
 
 
-def _batches(
-    src: Mapping[str, tuple[Layout, ...]],
-    dst: Mapping[str, tuple[Layout, ...]],
-    keys: Mapping[str, tuple[object, ...]],
-) -> tuple[Batch, ...]:
-    """Tensors with one key share their templates."""
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for name, key in keys.items():
-        groups.setdefault(key, []).append(name)
-    return tuple(
-        Batch(template(a, b, reduction(a, b)), tuple(names), i, j)
-        for names in groups.values()
-        for i, a in enumerate(src[names[0]])
-        for j, b in enumerate(dst[names[0]])
-    )
-
-
-def _sorted(batch: Batch, rows: Requests) -> Requests:
-    return rows[np.lexsort((unit_order(batch.template)[rows.unit], rows.rank))]
+def _batches(groups: list[_Group]) -> tuple[Batch, ...]:
+    """The windows of each group that may have anything in common, pair by pair."""
+    out = []
+    known: dict[tuple[int, int], Template] = {}
+    for group in groups:
+        for i, j in meeting(group.src, group.dst):
+            a, b = group.src[i], group.dst[j]
+            forms = id(a.form), id(b.form)
+            t = known.get(forms) if group.rule is NOTHING else template(a, b, reduction(a, b))
+            if t is None:
+                t = known[forms] = template(a, b, NOTHING)
+            out.append(Batch(t, group.names, a.mesh, b.mesh, i, j))
+    return tuple(out)
 
 
 def _transfers(p: Plan, src: int | None, dst: int | None) -> Iterator[Transfer]:
@@ -287,71 +323,66 @@ def _transfers(p: Plan, src: int | None, dst: int | None) -> Iterator[Transfer]:
     return (t for t in _sent(p, src) if dst is None or t.dst_rank == dst)
 
 
-def _copies(p: Plan, rank: int) -> Iterator[Transfer]:
-    """What stays on the rank."""
-    rows = p.local
-    for i in np.flatnonzero(rows.rank == rank).tolist():
-        batch = p.batches[int(rows.batch[i])]
-        pieces = expand(batch.template, int(rows.unit[i]), rank, int(rows.lo[i]), int(rows.hi[i]))
-        for name in batch.names:
-            yield from _named(p, batch, name, rank, rank, pieces)
-
-
 def _sent(p: Plan, rank: int) -> Iterator[Transfer]:
-    yield from _copies(p, rank)
-    for line, lo, hi in share(p.lines, rank):
-        for request in between(p.lines, line, lo, hi):
-            yield from _stretch(p, request, rank, lo, hi)
+    for stretch in itertools.chain(kept(p.lines, rank), sent(p.lines, rank)):
+        yield from spelled(p, p.lines, stretch)
 
 
 def _received(p: Plan, rank: int) -> Iterator[Transfer]:
-    yield from _copies(p, rank)
-    on = p.lines
-    asked = np.flatnonzero(on.requests.rank == rank)
-    line = np.searchsorted(on.first, asked, "right") - 1
-    for request, n in zip(asked.tolist(), line.tolist(), strict=True):
-        begin = int(on.start[request])
-        end = begin + int(on.nbytes[request]) * len(p.batches[int(on.requests.batch[request])].names)
-        for sender, lo, hi in senders(on, n, begin, end):
-            yield from _stretch(p, request, sender, lo, hi)
+    for stretch in itertools.chain(kept(p.lines, rank), received(p.lines, rank)):
+        yield from spelled(p, p.lines, stretch)
 
 
-def _stretch(p: Plan, request: int, sender: int, lo: int, hi: int) -> Iterator[Transfer]:
-    """What the bytes lo..hi-1 of the line are of one request, sent by one holder, tensor by tensor."""
-    on, rows = p.lines, p.lines.requests
-    batch = p.batches[int(rows.batch[request])]
-    unit, begin, end, rank = (int(x[request]) for x in (rows.unit, rows.lo, rows.hi, rows.rank))
-    each, item = int(on.nbytes[request]), batch.template.src.itemsize
-    lo, hi = max(lo - int(on.start[request]), 0), min(hi - int(on.start[request]), each * len(batch.names))
-    whole: list[Piece] | None = None
-    for i in range(lo // each, -(-hi // each)):
-        a, b = max(lo - i * each, 0) // item, min(hi - i * each, each) // item
-        if b - a == end - begin:
-            whole = whole or expand(batch.template, unit, sender, begin, end)
-            pieces = whole
-        else:
-            pieces = expand(batch.template, unit, sender, begin + a, begin + b)
-        yield from _named(p, batch, batch.names[i], sender, rank, pieces)
+def spelled(p: Plan, on: Lines, stretch: Stretch, *, relayed: bool = False) -> Iterator[Transfer]:
+    """The transfers of a stretch of the plan's lines, tensor by tensor.
+
+    Where `relayed`, the sender is a rank of the destination and sends what it has received, folded in already.
+    """
+    block, sender, receiver, lo, hi = stretch
+    for row in range(row_at(on, block, lo), int(on.row_first[block + 1])):
+        start = int(on.at[row])
+        if start >= hi:
+            break
+        batch = p.batches[int(on.batch[row])]
+        each, item, begin, unit = int(on.each[row]), batch.template.src.itemsize, int(on.lo[row]), int(on.unit[row])
+        ends = (batch.dst if relayed else batch.src).position(sender), batch.dst.position(receiver)
+        x, y = max(lo - start, 0), min(hi - start, each * len(batch.names))
+        for i, k, a, b in _tensors(x, y, each):
+            pieces = expand(batch.template, unit, *ends, begin + a // item, begin + b // item, relayed=relayed)
+            yield from _transfers_of(p, batch, batch.names[i:k], (sender, receiver), pieces, relayed)
 
 
-def _named(p: Plan, batch: Batch, name: str, sender: int, receiver: int, pieces: list[Piece]) -> Iterator[Transfer]:
-    t = batch.template
-    here = local_name(name, batch.source, len(p.src[name]))
-    there = local_name(name, batch.target, len(p.dst[name]))
-    for piece in pieces:
-        nbytes = math.prod(piece.shape) * t.src.itemsize
-        op = t.reduction.op_of(piece.addend)
-        yield Transfer(
-            name,
-            sender,
-            receiver,
-            op,
-            here,
-            piece.src,
-            there,
-            piece.dst,
-            piece.shape,
-            nbytes,
-            piece.whole,
-            piece.addend,
-        )
+def _tensors(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, int, int]]:
+    """(tensors i..k-1, bytes a..b-1 of each) of bytes lo..hi-1 where every tensor has `each` bytes."""
+    i, a = divmod(lo, each)
+    k, b = divmod(hi, each)
+    if i == k:
+        yield i, i + 1, a, b
+        return
+    if a:
+        yield i, i + 1, a, each
+    if i + bool(a) < k:
+        yield i + bool(a), k, 0, each
+    if b:
+        yield k, k + 1, 0, b
+
+
+def _transfers_of(
+    p: Plan, batch: Batch, names: tuple[str, ...], ends: tuple[int, int], pieces: list[Piece], relayed: bool
+) -> list[Transfer]:
+    op_of, windows = batch.template.reduction.op_of, (len(p.src[names[0]]), len(p.dst[names[0]]))
+    boxes = [("copy" if relayed else op_of(x.addend), x) for x in pieces]
+    new = tuple.__new__  # what Transfer(...) does in the end, at half the time
+    if windows == (1, 1):
+        return [
+            new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, whole, addend))
+            for name in names
+            for op, (src, dst, whole, shape, nbytes, addend) in boxes
+        ]
+    out = []
+    for name in names:
+        there = local_name(name, batch.target, windows[1])
+        here = there if relayed else local_name(name, batch.source, windows[0])
+        for op, (src, dst, whole, shape, nbytes, addend) in boxes:
+            out.append(Transfer(name, *ends, op, here, src, there, dst, shape, nbytes, whole, addend))
+    return out

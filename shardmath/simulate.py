@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
-from shardmath.plan import Plan
+from shardmath.plan import Plan, Transfer
+from shardmath.program import Program
 from shardmath.store import local_name
 
 __all__ = ["Array", "Shards", "simulate"]
@@ -41,16 +42,16 @@ FOLD: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-def simulate(p: Plan, shards: Shards) -> dict[int, Array] | dict[int, dict[str, Array]]:
-    """The destination's local arrays, given the source's.
+def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, dict[str, Array]]:
+    """The destination's local arrays, given the source's; of a program, round by round.
 
     For two Layouts {rank: array} gives {rank: array}; for mappings, or tensors held as several windows, the values are
     mappings by local name (`name`, or `name[i]` for window i). Any numpy dtype. Raises PlanError for a missing rank or
     tensor, or an array whose shape is not the layout's local shape.
     """
+    prog, p = (p, p.plan) if isinstance(p, Program) else (None, p)
     if not isinstance(shards, Mapping):
         raise PlanError(f"source arrays are {shards!r}; give a mapping from rank to array, or to arrays by name")
-    single = not p.is_tree
     held = {rank: _named(p, shards, rank) for rank in p.src_ranks}
     dtypes = {name: _dtype(p, name, held) for name in p.src}
     out: dict[int, dict[str, Array]] = {rank: {} for rank in p.dst_ranks}
@@ -58,12 +59,36 @@ def simulate(p: Plan, shards: Shards) -> dict[int, Array] | dict[int, dict[str, 
         for j, layout in enumerate(windows):
             for rank in layout.mesh.ranks:
                 out[rank][local_name(name, j, len(windows))] = _begin(layout, rank, dtypes[name], p.fill(name))
-    for rank, arrays in out.items():
-        for t in sorted(p.transfers(dst=rank), key=lambda t: t.addend):
-            there = arrays[t.dst_tensor]
-            there[t.dst_slices] = FOLD[t.op](there[t.dst_slices], held[t.src_rank][t.src_tensor][t.src_slices])
+    if prog is None:
+        for rank in out:
+            _enter(out, [(t, held) for t in sorted(p.transfers(dst=rank), key=lambda t: t.addend)])
+    else:
+        _walk(prog, held, out)
+    for arrays in out.values():
         _divide(p, arrays)
-    return {rank: arrays[""] for rank, arrays in out.items()} if single and len(p.dst[""]) == 1 else out
+    return {rank: arrays[""] for rank, arrays in out.items()} if not p.is_tree and len(p.dst[""]) == 1 else out
+
+
+_Arrays: TypeAlias = Mapping[int, Mapping[str, Array]]
+
+
+def _enter(out: _Arrays, pieces: list[tuple[Transfer, _Arrays]]) -> None:
+    """Bring the pieces, each from these arrays, to their destinations; all are read before any is written."""
+    read = [(t, source[t.src_rank][t.src_tensor][t.src_slices].copy()) for t, source in pieces]
+    for t, piece in read:
+        there = out[t.dst_rank][t.dst_tensor]
+        there[t.dst_slices] = FOLD[t.op](there[t.dst_slices], piece)
+
+
+def _walk(prog: Program, held: _Arrays, out: _Arrays) -> None:
+    """All rounds of all ranks, step by step; what is passed on is read where it has arrived."""
+    steps: dict[tuple[int, int, int], list[tuple[Transfer, _Arrays]]] = {}
+    for rank in out:
+        for one in prog.for_rank(rank):
+            pieces = [(t, out if m.leg > 1 else held) for m in one.messages if m.direction != "send" for t in m.pieces]
+            steps.setdefault(one.step, []).extend(pieces)
+    for step in sorted(steps):
+        _enter(out, steps[step])
 
 
 def _named(p: Plan, shards: Shards, rank: int) -> dict[str, Array]:

@@ -1,7 +1,7 @@
-"""Verify: proofs that transfers do what two layouts ask for.
+"""Verify: proofs that a plan, or a list of transfers, does what two layouts ask for.
 
-What is checked is what is executed: the transfers that the plan expands, by sender and by receiver, which must be the
-same.
+A plan is proved by its tables (`proof`), which are what its transfers expand from. Transfers from elsewhere are
+proved one by one:
 
 1. Each transfer's slices, shape, size and global slices agree, and both ends hold those global elements there.
 2. Each enters by the right operation, in the place of its addend.
@@ -13,7 +13,6 @@ same.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -21,10 +20,13 @@ from typing import NamedTuple, TypeAlias
 
 from shardmath.adjoint import flip_of, swapped
 from shardmath.box import Box, first_gap, first_overlap, from_slices
+from shardmath.delivery import prove_program
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
 from shardmath.plan import Plan, Transfer
+from shardmath.program import Program
+from shardmath.proof import prove
 from shardmath.reduction import Reduction, identity_of, reduction
 from shardmath.runs import Runs
 from shardmath.store import local_name
@@ -32,21 +34,31 @@ from shardmath.store import local_name
 __all__ = ["verify"]
 
 
-def verify(p: Plan, *, transfers: Iterable[Transfer] | None = None) -> None:
-    """Raise PlanError, naming the first offending element, unless the transfers do what the plan's layouts ask for.
+def verify(p: Plan | Program, *, transfers: Iterable[Transfer] | None = None) -> None:
+    """Raise PlanError unless the plan's or program's tables, or the transfers given, do what the layouts ask for.
 
-    Without `transfers` the plan's own are proved, as each sender and each receiver expands them, and with them what it
-    fills in and divides by.
+    Without `transfers` the plan's own tables are proved, and what it fills in and divides by. With them the error
+    names the first offending element.
     """
+    if isinstance(p, Program):
+        _check_rules(p.plan)
+        if transfers is None:
+            prove_program(p)
+            return
+        p = p.plan
     if not isinstance(p, Plan):
-        raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) returns")
+        raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) or schedule(plan) returns")
     forward = p.forward or p
+    tensors = {name: _Tensor(forward, name) for name in forward.src} if transfers is not None else {}
     flip = flip_of(forward) if p.forward else None
-    tensors = {name: _Tensor(forward, name) for name in forward.src}
     if transfers is None:
-        _check_rules(p, tensors)
+        _check_rules(p)
+        if p.flip != flip:
+            raise PlanError(f"{p!r} does not list the transfers of {p.forward!r} with their ends swapped")
+        prove(forward)
+        return
     boxes: _Boxes = {}
-    for t in _executed(p) if transfers is None else transfers:
+    for t in transfers:
         _check_type(t)
         if t.tensor not in tensors:
             raise PlanError(
@@ -71,13 +83,18 @@ def _check_type(t: object) -> None:
         raise PlanError(f"{t!r} is not a Transfer whose slices have integer starts and stops; give shardmath.Transfer")
 
 
-def _check_rules(p: Plan, tensors: Mapping[str, _Tensor]) -> None:
+def _check_rules(p: Plan) -> None:
     """What is filled in, and divided by, is what the layouts ask for."""
-    for name, tensor in tensors.items():
-        expected = tensor.rules[0, 0]
+    forward = p.forward or p
+    asked: dict[tuple[Layout, Layout], Reduction] = {}
+    for name, windows in forward.src.items():
+        pair = windows[0], forward.dst[name][0]
+        if pair not in asked:
+            asked[pair] = reduction(*pair)
+        expected = asked[pair]
         if p.forward is not None:
-            expected = replace(expected, fill=identity_of("sum", tensor.src[0].dtype))
-        if repr(p.rules[name]) != repr(expected):
+            expected = replace(expected, fill=identity_of("sum", windows[0].dtype))
+        if p.rules[name] is not expected and repr(p.rules[name]) != repr(expected):
             raise PlanError(f"tensor {name!r} is reduced by {p.rules[name]}; its layouts ask for {expected}")
 
 
@@ -87,29 +104,6 @@ def _check_entry(t: Transfer, expected: tuple[str, int]) -> None:
             f"{t}: enters by {t.op!r} as addend {t.addend}; "
             f"rank {t.src_rank} enters by {expected[0]!r} as addend {expected[1]}"
         )
-
-
-def _executed(p: Plan) -> list[Transfer]:
-    """All transfers, after checking that senders and receivers list the same ones, pair by pair in the same order."""
-    try:
-        sent = _by_pair(t for rank in p.src_ranks for t in p.transfers(src=rank))
-        received = _by_pair(t for rank in p.dst_ranks for t in p.transfers(dst=rank))
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise PlanError(f"the plan's tables cannot be expanded: {error!r}; make the plan anew") from error
-    for pair in sorted(sent.keys() | received.keys()):
-        ours, theirs = sent.get(pair, []), received.get(pair, [])
-        if ours != theirs:
-            both = itertools.zip_longest(ours, theirs)
-            here, there = next((a, b) for a, b in both if a != b)
-            raise PlanError(f"ranks {pair[0]} and {pair[1]} disagree on what goes between them: {here} or {there}")
-    return [t for ours in sent.values() for t in ours]
-
-
-def _by_pair(transfers: Iterable[Transfer]) -> dict[tuple[int, int], list[Transfer]]:
-    out: dict[tuple[int, int], list[Transfer]] = {}
-    for t in transfers:
-        out.setdefault((t.src_rank, t.dst_rank), []).append(t)
-    return out
 
 
 class _Target(NamedTuple):

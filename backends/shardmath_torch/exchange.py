@@ -2,7 +2,8 @@
 
 A rank walks its rounds. In each it posts all receives, packs and posts all sends, copies what it keeps while the wire
 works, unpacks messages as they arrive, and at last folds what is reduced, in order of addend: so results do not depend
-on what arrives first, and are those of `shardmath.simulate` bit for bit.
+on what arrives first, and are those of `shardmath.simulate` bit for bit. All of this is done before the next round
+packs, so what arrived in one may be passed on in the next.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Exchange:
     def _send(self, place: Place, ends: _Ends) -> tuple[Place, Pending]:
         ends.pack(place)
         with _Naming(place.message):
-            return place, self._task.wire.send(ends.memory(place, ends.src), place.message.dst_rank)
+            return place, self._task.wire.send(ends.memory(place, ends.read(place)), place.message.dst_rank)
 
 
 def _wait(pending: Pending, message: Message) -> None:
@@ -121,6 +122,10 @@ class _Ends:
         self._block = block
         self._blocks: dict[torch.dtype, Tensor] = {}
 
+    def read(self, place: Place) -> Tensors:
+        """The tensors from which the message is sent."""
+        return self.dst if place.message.relayed else self.src
+
     def memory(self, place: Place, words: Tensors) -> Tensor:
         """The message's bytes: in the tensor where they are a stretch of it, otherwise in staging."""
         if place.stretch:
@@ -130,9 +135,9 @@ class _Ends:
     def pack(self, place: Place) -> None:
         """Copies the pieces into staging, unless they are a stretch."""
         if not place.stretch:
+            tensors = self.read(place)
             for site, piece, start in _each(place):
-                words = self.src[site.key]
-                self._staged(words.dtype, piece, start).copy_(view(self.src, site))
+                self._staged(tensors[site.key].dtype, piece, start).copy_(view(tensors, site))
 
     def unpack(self, place: Place) -> Iterator[_Fold]:
         """Copies the pieces out of staging, unless they came in place; what is to be folded is left for later."""

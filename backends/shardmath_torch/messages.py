@@ -10,6 +10,8 @@
 4. A rank's own copies are a stream like any other that never meets the wire.
 5. Pieces that are folded into one element (a reduction) must come in order of addend. `keeps_fold_order` says whether
    the rounds do so by themselves; where not, `Pace.by_addend` sends one addend after the other.
+6. A program's messages and steps are its own (`scheduled`): both ends have them from the same value, and its phases
+   bring addends in order. What is passed on leaves the sender's destination, where an earlier round has put it.
 
 >>> pace = set_pace((0, 1, 2), peers=2, max_inflight_bytes=1 << 20, by_addend=False)
 >>> pace.message_bytes, pace.turns
@@ -27,6 +29,7 @@ from typing import NamedTuple, TypeAlias
 from shardmath.box import Box, from_slices
 from shardmath.errors import ExchangeError
 from shardmath.plan import Transfer
+from shardmath.program import Program
 
 __all__ = [
     "Message",
@@ -37,6 +40,7 @@ __all__ = [
     "messages",
     "most_peers",
     "rounds",
+    "scheduled",
     "set_pace",
     "staging_bytes",
 ]
@@ -49,7 +53,7 @@ LEAST_MESSAGE = 1 << 16
 
 
 Step: TypeAlias = tuple[int, int, int]
-"""When a message goes: (phase of an addend, window of turns, number in its stream)."""
+"""When a message goes: (phase of an addend, window of turns, number in its stream); a program's (phase, slot, turn)."""
 
 
 class Pace(NamedTuple):
@@ -64,7 +68,7 @@ class Pace(NamedTuple):
 class Message(NamedTuple):
     """What one rank sends another in one go: pieces one after the other, each at its place in bytes.
 
-    Pieces are transfers cut to size.
+    Pieces are transfers cut to size. Where `relayed`, the sender reads them from its destination tensors.
     """
 
     step: Step
@@ -73,6 +77,7 @@ class Message(NamedTuple):
     pieces: tuple[Transfer, ...]
     starts: tuple[int, ...]
     nbytes: int
+    relayed: bool = False
 
 
 class Round(NamedTuple):
@@ -131,8 +136,26 @@ def messages(transfers: Iterable[Transfer], pace: Pace) -> tuple[Message, ...]:
     return tuple(sorted(out, key=lambda m: m[:3]))
 
 
+def scheduled(prog: Program, rank: int) -> tuple[Message, ...]:
+    """The program's messages from, to and on `rank`, in order of step and peer, and of leg where these are the same.
+
+    Pieces with large elements come first, so that no byte of a message is padding.
+    """
+    out = []
+    for one in prog.for_rank(rank):
+        for m in one.messages:
+            ends = {"send": (rank, m.peer), "receive": (m.peer, rank), "keep": (rank, rank)}[m.direction]
+            pieces = sorted((t for t in m.pieces if t.nbytes), key=_itemsize, reverse=True)
+            if pieces:
+                out.append(_message(one.step, *ends, pieces)._replace(relayed=m.leg > 1))
+    return tuple(out)
+
+
 def rounds(given: Iterable[Message], rank: int) -> tuple[Round, ...]:
-    """The messages from or to `rank`, step by step. A message from a rank to itself is kept."""
+    """The messages from or to `rank`, step by step. A message from a rank to itself is kept.
+
+    Several messages of one step between the same ranks stay in the order in which they are given.
+    """
     steps: dict[Step, tuple[list[Message], list[Message], list[Message]]] = {}
     for m in given:
         sends, receives, keeps = steps.setdefault(m.step, ([], [], []))

@@ -6,7 +6,8 @@
    the tensor itself. Pieces that are folded into what is there are never received in place.
 3. Other messages go through staging: one block of bytes, as large as the round that needs most of it, made once. Each
    message of a round has its own part of the block.
-4. Copies move words (`dtypes.words`), so every element type moves bit by bit. A move allocates views, no memory.
+4. A message is read from source tensors, or, where it is passed on (`Message.relayed`), from destination tensors.
+5. Copies move words (`dtypes.words`), so every element type moves bit by bit. A move allocates views, no memory.
 
 >>> site_of("w", (8, 1), (slice(2, 4), slice(0, 8)), (2, 8))
 Site(key='w', shape=(2, 8), strides=(8, 1), offset=16)
@@ -103,7 +104,7 @@ def _end(place: Place) -> int:
 def _lay_round(one: Round, src: Strides, dst: Strides) -> LaidRound:
     receives = tuple(_placed((_at_dst(m, dst) for m in one.receives), 0))
     free = max(map(_end, receives), default=0)
-    sends = tuple(_placed((_at_src(m, src) for m in one.sends), aligned(free)))
+    sends = tuple(_placed((_at_src(m, dst if m.relayed else src) for m in one.sends), aligned(free)))
     return LaidRound(sends, receives, tuple((_at_src(m, src), _at_dst(m, dst)) for m in one.keeps))
 
 

@@ -1,12 +1,16 @@
 """The table at the end of a benchmark run: each figure beside its target and its peer's figure.
 
-Machines are shared and noisy, so both the median and the minimum are shown, and no figure fails a test.
+Machines are shared and noisy, so both the median and the minimum are shown, and no figure fails a test. With
+`--page FILE` the benchmark page is written too.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,17 +29,29 @@ class Row(NamedTuple):
 
 
 ROWS = pytest.StashKey[list[Row]]()
+NOTES = pytest.StashKey[dict[str, list[str]]]()
 HEAD = ["figure", "median", "min", "target", "peer", "median", "min", "peer / ours"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--page", help="write the benchmark page to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[ROWS] = []
+    config.stash[NOTES] = {}
 
 
 @pytest.fixture
 def record(pytestconfig: pytest.Config) -> Callable[..., None]:
     """Puts a row into the table: record(what, seconds, target=, peer=, peer_seconds=)."""
     return lambda *args, **named: pytestconfig.stash[ROWS].append(Row(*args, **named))
+
+
+@pytest.fixture
+def note(pytestconfig: pytest.Config) -> Callable[..., None]:
+    """Puts a line of text under a heading of the page: note(heading, line)."""
+    return lambda heading, line: pytestconfig.stash[NOTES].setdefault(heading, []).append(line)
 
 
 def duration(seconds: float) -> str:
@@ -57,8 +73,41 @@ def cells(row: Row) -> list[str]:
     return [*out, duration(statistics.median(theirs)), duration(min(theirs)), f"{ratio:,.3g}x"]
 
 
+HEADS = {
+    "certificates": "| program | `fanout` | its time | bound | ratio | witness | slots |\n" + "|---" * 7 + "|",
+    "scaling": "Milliseconds, by ranks on each side.\n\n![scaling](scaling.svg)\n\n"
+    "| | 64 | 128 | 256 | 512 | 1,024 | 2,048 | 4,096 | 8,192 | 16,384 |\n" + "|---" * 10 + "|",
+    "memory": "",
+}
+
+
+def page(rows: list[Row], notes: dict[str, list[str]]) -> str:
+    """The benchmark page."""
+    machine = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
+    out = [
+        "# Benchmarks",
+        "",
+        f"Written by `make bench` on {machine}. Every cache is emptied before each round; medians, then minima. "
+        "No target fails a test: machines are shared and noisy.",
+        "",
+        f"| {' | '.join(HEAD)} |",
+        "|" + "---|" * len(HEAD),
+        *(f"| {' | '.join(cells(row))} |" for row in rows),
+    ]
+    for heading, lines in notes.items():
+        out += ["", f"## {heading.capitalize()}", "", *filter(None, [HEADS[heading]]), *lines]
+    return "\n".join(out) + "\n"
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    rows = config.stash[ROWS]
+    rows, notes = config.stash[ROWS], config.stash[NOTES]
     if rows:
         terminalreporter.section("figures, each beside its peer")
         terminalreporter.write_line(table(HEAD, map(cells, rows)))
+    for heading, lines in notes.items():
+        terminalreporter.section(heading)
+        terminalreporter.write_line("\n".join(lines))
+    if rows and config.getoption("--page"):
+        to = Path(config.getoption("--page"))
+        to.parent.mkdir(exist_ok=True)
+        to.write_text(page(rows, notes))

@@ -1,8 +1,11 @@
-"""Lines and cuts against brute force: where units may be cut, who asks, who sends."""
+"""Balance against brute force: given shares, where lines are cut, who sends what to whom, and what that adds up to."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -10,15 +13,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, Plan, balance, plan, testing, verify
-from shardmath.balance import SMALL, between, requests, senders, share, snap, stacked, unit_order
-from shardmath.overlay import Template, template, unit_boxes
-from shardmath.reduction import reduction
+from shardmath import Layout, Mesh, Plan, Table, Topology, plan, testing, verify
+from shardmath.balance import (
+    Cutter,
+    Stretch,
+    balanced,
+    kept,
+    received,
+    received_loads,
+    row_at,
+    sent,
+    sent_loads,
+    totals,
+)
+from shardmath.lines import Batch, Lines, lines, wire
+from shardmath.runs import from_ranges
+from shardmath.template import SMALL, snap
 from shardmath.testing import laws
+from tests.property.plans import FORWARD
 
-
-def template_of(src: Layout, dst: Layout) -> Template:
-    return template(src, dst, reduction(src, dst))
+Ranks = tuple[int, ...]
 
 
 def large(mesh: Mesh, text: str, rows: int = 1000, columns: int = 64) -> Layout:
@@ -26,198 +40,147 @@ def large(mesh: Mesh, text: str, rows: int = 1000, columns: int = 64) -> Layout:
     return Layout((rows, columns), mesh, text, dtype="float64")
 
 
-def legal_cuts(t: Template, unit: int, small: int = SMALL) -> list[int]:
-    """Boxes of the unit, and the rows of boxes of more than `small` bytes."""
-    out, at = [], 0
-    for dims in unit_boxes(t, unit)[1].tolist():
-        size = int(np.prod(dims))
-        long = next((d for d, n in enumerate(dims) if n > 1), len(dims))
-        row = int(np.prod(dims[long + 1 :])) if long < len(dims) else 1
-        out += range(at, at + size, row) if size * t.src.itemsize > small else [at]
-        at += size
-    return [*out, at]
-
-
-# Snapping
-
-
-@pytest.mark.parametrize(
-    ("rows", "cut"),
-    [(128, 0), (129, 64 * 64)],
-)
-def test_boxes_of_64_kib_stay_whole(rows: int, cut: int) -> None:
-    t = template_of(large(Mesh(a=2), "n h", rows), large(Mesh(ranks=[9]), "n h", rows))
-    assert SMALL == 65536 and snap(t, 0, 64 * 64 + 1) == cut
-
-
-@given(testing.pairs(), st.sampled_from([0, 16, 64, SMALL]))
-def test_snap_is_the_last_legal_place(pair: tuple[Layout, ...], small: int) -> None:
-    t = template_of(*pair)
-    with mock.patch.object(balance, "SMALL", small):
-        for unit in range(len(t.unit_size)):
-            legal = legal_cuts(t, unit, small)
-            for at in range(int(t.unit_size[unit]) + 1):
-                assert snap(t, unit, at) == max(x for x in legal if x <= at)
-
-
-def test_small_boxes_of_a_large_unit_stay_whole() -> None:
-    """Two boxes of 40 KiB: the size of a box counts, not where it ends."""
-    t = template_of(large(Mesh(a=2), "(2 a n) h", 320), large(Mesh(ranks=[9]), "n h", 320))
-    assert unit_boxes(t, 0)[1].tolist() == [[80, 64], [80, 64]]
-    assert [snap(t, 0, 64 * row) for row in (0, 40, 80, 120, 159, 160)] == [0, 0, 64 * 80, 64 * 80, 64 * 80, 64 * 160]
-
-
-def test_rows_are_of_the_first_long_dimension() -> None:
-    src, dst = (Layout((1, 100, 7, 100), Mesh(ranks=[r]), "...", dtype="float64") for r in (0, 1))
-    t = template_of(src, dst)
-    assert [snap(t, 0, x) for x in (0, 699, 700, 701, 1400, 70000)] == [0, 0, 700, 700, 1400, 70000]
-
-
-# Units in an order that all spellings share
-
-
-@given(testing.pairs())
-def test_unit_order_is_by_first_element(pair: tuple[Layout, ...]) -> None:
-    t = template_of(*pair)
-    order = unit_order(t)
-    assert sorted(order.tolist()) == list(range(len(t.unit_size)))
-    firsts = []
-    for unit in np.argsort(order).tolist():
-        over = list(zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True))
-        firsts.append(
-            (tuple(int(o.start[o.first[p]]) for o, p in over), tuple(int(o.dst[o.first[p]]) for o, p in over))
-        )
-    assert firsts == sorted(firsts)
-
-
-# Requests
-
-
-@given(testing.pairs(ops=(None, "max", "avg")))
-def test_everybody_asks_for_all_it_holds(pair: tuple[Layout, ...]) -> None:
-    src, dst = pair
-    t = template_of(src, dst)
-    rows, klass, here = requests(3, balance.Batch(t, ("w",)))
-    assert set(rows.batch.tolist()) <= {3} and len(rows) == len(t.entry_unit)
-    for i in range(len(rows)):
-        holders = t.holders[t.holder_first[klass[i]] : t.holder_first[klass[i] + 1]]
-        assert klass[i] == t.unit_class[rows.unit[i]]
-        assert here[i] == (rows.rank[i] in holders)
-        assert (rows.lo[i], rows.hi[i]) == (0, t.unit_size[rows.unit[i]])
-
-
-def asks(src: Layout, dst: Layout) -> list[tuple[int, int, int, bool]]:
-    """(rank, lo, hi, here) of every request, sorted."""
-    rows, _, here = requests(0, balance.Batch(template_of(src, dst), ("w",)))
-    return sorted(zip(rows.rank.tolist(), rows.lo.tolist(), rows.hi.tolist(), here.tolist(), strict=True))
-
-
 PAIR, FAR = Mesh(a=2), Mesh(b=3, ranks=range(4, 7))
+topologies = st.one_of(st.none(), st.integers(1, 5).map(lambda n: Topology(ranks_per_node=n)))
 
 
-def test_of_sum_addends_the_one_that_holds_it_receives() -> None:
-    assert asks(large(PAIR, "(a n) h"), large(PAIR, "n h {sum: a}")) == [(0, 0, 32000, True), (1, 0, 32000, True)]
-    assert asks(large(PAIR, "n h"), large(PAIR, "n h {sum: a}")) == [(0, 0, 64000, True)]
-    ahead = Mesh(b=3, ranks=(7, 8, 1))
-    assert asks(large(PAIR, "n h"), large(ahead, "n h {sum: b}")) == [(1, 0, 64000, True)]
+def blocks_of(on: Lines, line: int) -> range:
+    return range(int(on.first[line]), int(on.first[line + 1]))
 
 
-def test_of_sum_addends_that_hold_nothing_each_receives_a_stripe() -> None:
-    stripes = [(0, 64 * 333), (64 * 333, 64 * 666), (64 * 666, 64000)]
-    expected = [(4 + i, lo, hi, False) for i, (lo, hi) in enumerate(stripes)]
-    assert asks(large(PAIR, "n h"), large(FAR, "n h {sum: b}")) == expected
-    assert asks(large(PAIR, "n h", 100), large(FAR, "n h {sum: b}", 100)) == [(6, 0, 6400, False)]
+def rows_of(on: Lines, block: int) -> range:
+    return range(int(on.row_first[block]), int(on.row_first[block + 1]))
 
 
-def test_replicas_of_an_addend_all_receive() -> None:
-    far = Mesh(b=2, c=2, ranks=range(4, 8))
-    asked = asks(large(PAIR, "n h"), large(far, "n h {sum: b}"))
-    assert asked == [(4, 0, 32000, False), (5, 0, 32000, False), (6, 32000, 64000, False), (7, 32000, 64000, False)]
+def held_by(on: Lines, line: int) -> tuple[int, ...]:
+    return on.sets[on.holders[line]]
 
 
-def test_a_replica_that_holds_it_decides_for_all() -> None:
-    mixed = Mesh(b=2, c=2, ranks=(4, 5, 6, 1))
-    asked = asks(large(PAIR, "n h"), large(mixed, "n h {sum: b}"))
-    assert asked == [(1, 0, 64000, True), (6, 0, 64000, False)]
+def cuts_of(on: Lines, line: int) -> list[int]:
+    return on.cuts[on.cut_first[line] : on.cut_first[line + 1]].tolist()
 
 
-def test_rows_of_requests() -> None:
-    rows, _, _ = requests(0, balance.Batch(template_of(large(PAIR, "n h"), large(FAR, "(b n) h")), ("w",)))
-    assert len(rows) == 3 and rows[np.array([2, 0])].rank.tolist() == [rows.rank[2], rows.rank[0]]
-    both = stacked([rows, rows[rows.rank == 4]])
-    assert both.rank.tolist() == [*rows.rank.tolist(), 4] and len(stacked([])) == 0
-    assert stacked([]).lo.dtype == np.int64
+# Where lines are cut
 
 
-# Lines
+class Drawn:
+    """Shares drawn at random, and what was asked for."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data, self.calls, self.given = data, [], []
+
+    def __call__(self, lengths: list[int], holders: list[Ranks], nodes: dict[int, int] | None) -> list[list[int]]:
+        self.calls.append((lengths, holders, nodes))
+        cuts = [self.cuts(length, len(held)) for length, held in zip(lengths, holders, strict=True)]
+        self.given += [cuts]
+        return [[b - a for a, b in itertools.pairwise(line)] for line in cuts]
+
+    def cuts(self, length: int, count: int) -> list[int]:
+        inner = st.lists(st.integers(0, length), min_size=count - 1, max_size=count - 1)
+        return [0, *sorted(self.data.draw(inner)), length]
+
+
+def content_places(on: Lines, batches: tuple[Batch, ...], block: int) -> list[int]:
+    """Where the content of a block may be cut: where a tensor of a row begins, or a piece of it."""
+    out = []
+    for row in rows_of(on, block):
+        batch, unit, lo, hi = batches[on.batch[row]], int(on.unit[row]), int(on.lo[row]), int(on.hi[row])
+        inner = {lo, *(x for x in (snap(batch.template, unit, at) for at in range(lo, hi)) if x > lo)}
+        starts = [(x - lo) * batch.template.src.itemsize for x in sorted(inner)]
+        begin, each = int(on.at[row]), int(on.each[row])
+        out += [begin + k * each + x for k in range(len(batch.names)) for x in starts]
+    return out
+
+
+def line_places(on: Lines, batches: tuple[Batch, ...], line: int) -> list[int]:
+    """Where a line may be cut: where a receiver's content may be, and at its ends."""
+    out = {0, int(totals(on)[line])}
+    for block in blocks_of(on, line):
+        begin, each, places = int(on.start[block]), int(on.nbytes[block]), content_places(on, batches, block)
+        out |= {begin + j * each + x for j in range(int(on.count[block])) for x in places}
+    return sorted(out)
+
+
+def last(places: list[int], at: int) -> int:
+    return max(x for x in places if x <= at)
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    return plan(*draw(testing.trees()))
+    return plan(*draw(testing.trees()), topology=draw(topologies))
 
 
-def check_lines(p: Plan) -> None:
+@given(plans(), st.sampled_from([0, 16, SMALL]), st.data())
+def test_cuts_are_the_last_places_before_the_shares(p: Plan, small: int, data: st.DataObject) -> None:
+    with mock.patch("shardmath.template.SMALL", small):
+        on, shares = lines(p.batches, p.topology), Drawn(data)
+        with mock.patch("shardmath.balance.shares", shares):
+            cut = balanced(on, p.batches, p.topology)
+        asked = {
+            line: given
+            for near, given in zip(nears(on), shares.given, strict=True)
+            for line, given in zip(near, given, strict=True)
+        }
+        for line in range(len(on.holders)):
+            places = line_places(on, p.batches, line)
+            assert cuts_of(cut, line) == [last(places, at) for at in asked[line]]
+            length, held = int(totals(on)[line]), held_by(on, line)
+            assert len(cuts_of(cut, line)) == len(held) + 1 and cuts_of(cut, line)[-1] == length
+    columns = [name for name in Lines.__slots__ if "cut" not in name]
+    assert all(getattr(cut, name) is getattr(on, name) for name in columns)
+    assert cut.cuts.dtype == cut.cut_first.dtype == np.int64
+
+
+def nears(on: Lines) -> list[list[int]]:
+    """The lines that are far, and those that are near, where there are any."""
+    out = [[line for line, near in enumerate(on.near.tolist()) if near == wanted] for wanted in (False, True)]
+    return [some for some in out if some]
+
+
+@given(plans(), st.data())
+def test_shares_are_asked_for_once(p: Plan, data: st.DataObject) -> None:
+    """All far lines together, with the node of every holder; near ones together, without nodes."""
+    on, shares = lines(p.batches, p.topology), Drawn(data)
+    with mock.patch("shardmath.balance.shares", shares):
+        balanced(on, p.batches, p.topology)
+    ranks = {rank for line in range(len(on.holders)) for rank in held_by(on, line)}
+    nodes = {rank: p.topology.node(rank) for rank in ranks} if p.topology else None
+    expected = [
+        ([int(totals(on)[i]) for i in some], [held_by(on, i) for i in some], None if on.near[some[0]] else nodes)
+        for some in nears(on)
+    ]
+    assert shares.calls == expected
+
+
+@given(plans(), st.sampled_from([0, 16, SMALL]), st.data())
+def test_contents_are_cut_at_the_last_place(p: Plan, small: int, data: st.DataObject) -> None:
     on = p.lines
-    rows = on.requests
-    count = [len(b.names) for b in p.batches]
-    item = [b.template.src.itemsize for b in p.batches]
-    holders = [tuple(on.holders[lo:hi].tolist()) for lo, hi in itertools.pairwise(on.holder_first.tolist())]
-    assert holders == sorted(set(holders))
-    assert len(on.cuts) == len(on.holders) + len(holders)
-    for line, held in enumerate(holders):
-        lo, hi = int(on.first[line]), int(on.first[line + 1])
-        at = 0
-        keys = []
-        for e in range(lo, hi):
-            batch = int(rows.batch[e])
-            t = p.batches[batch].template
-            klass = t.unit_class[rows.unit[e]]
-            assert tuple(t.holders[t.holder_first[klass] : t.holder_first[klass + 1]].tolist()) == held
-            assert rows.rank[e] not in held
-            keys.append((int(rows.rank[e]), batch, int(unit_order(t)[rows.unit[e]])))
-            assert on.start[e] == at and on.nbytes[e] == (rows.hi[e] - rows.lo[e]) * item[batch]
-            at += int(on.nbytes[e]) * count[batch]
-        assert keys == sorted(keys)
-        cuts = on.cuts[on.holder_first[line] + line : on.holder_first[line + 1] + line + 1].tolist()
-        assert cuts == expected_cuts(p, line, at, len(held))
-        check_slices(p, line, held, cuts)
-    assert on.first[-1] == len(rows)
+    with mock.patch("shardmath.template.SMALL", small):
+        cutter = Cutter(on, p.batches)
+        for block in range(len(on.receivers)):
+            places = content_places(on, p.batches, block)
+            for at in data.draw(st.lists(st.integers(0, int(on.nbytes[block]) - 1), max_size=20)):
+                assert cutter.of_block(block, at) == last(places, at)
 
 
-def expected_cuts(p: Plan, line: int, total: int, count: int) -> list[int]:
-    """Even shares, each moved down to the last legal place of the line."""
-    places = [total]
-    for e in range(int(p.lines.first[line]), int(p.lines.first[line + 1])):
-        batch = p.batches[int(p.lines.requests.batch[e])]
-        unit, lo, hi = (int(getattr(p.lines.requests, name)[e]) for name in ("unit", "lo", "hi"))
-        legal = [x for x in legal_cuts(batch.template, unit, balance.SMALL) if lo < x < hi]
-        for tensor in range(len(batch.names)):
-            begin = int(p.lines.start[e] + tensor * p.lines.nbytes[e])
-            places += [begin + (x - lo) * batch.template.src.itemsize for x in [lo, *legal]]
-    return [0, *(max(x for x in [0, *places] if x <= total * j // count) for j in range(1, count)), total]
+@given(plans())
+def test_the_row_of_a_byte(p: Plan) -> None:
+    on = p.lines
+    for block in range(len(on.receivers)):
+        for at in range(int(on.nbytes[block])):
+            assert row_at(on, block, at) == max(row for row in rows_of(on, block) if on.at[row] <= at)
 
 
-def check_slices(p: Plan, line: int, held: tuple[int, ...], cuts: list[int]) -> None:
-    on, total = p.lines, cuts[-1]
-    for j, rank in enumerate(held):
-        mine = [(lo, hi) for n, lo, hi in share(on, rank) if n == line]
-        assert mine == [(cuts[j], cuts[j + 1])] * (cuts[j] < cuts[j + 1])
-    borders = sorted({0, total, *cuts, *range(0, total, max(1, total // 7))})
-    spans = list(zip(held, cuts[:-1], cuts[1:], strict=True))
-    for lo, hi in itertools.combinations(borders, 2):
-        expected = [(r, max(lo, a), min(hi, b)) for r, a, b in spans if max(lo, a) < min(hi, b)]
-        assert senders(on, line, lo, hi) == expected
-        first, last = int(on.first[line]), int(on.first[line + 1])
-        ends = [*on.start[first + 1 : last].tolist(), total]
-        touched = [e for e in range(first, last) if on.start[e] < hi and ends[e - first] > lo]
-        assert list(between(on, line, lo, hi)) == touched
-
-
-@given(plans(), st.sampled_from([0, 16, SMALL]))
-def test_lines_are_even_shares_of_what_is_asked(p: Plan, small: int) -> None:
-    with mock.patch.object(balance, "SMALL", small):
-        check_lines(plan(p.src, p.dst))
+def test_large_boxes_are_cut_at_rows_and_small_ones_not_at_all() -> None:
+    """1000 rows of 512 B between three; 128 rows, 64 KiB, stay whole."""
+    three = Mesh(a=3)
+    assert cuts_of(plan(large(three, "n h"), large(Mesh(ranks=[9]), "n h")).lines, 0) == [
+        *(512 * x for x in (0, 333, 666, 1000)),
+    ]
+    assert cuts_of(plan(large(three, "n h", 128), large(Mesh(ranks=[9]), "n h", 128)).lines, 0) == [0, 0, 0, 65536]
+    assert cuts_of(plan(large(three, "n h", 129), large(Mesh(ranks=[9]), "n h", 129)).lines, 0) == [
+        *(512 * x for x in (0, 43, 86, 129)),
+    ]
 
 
 @pytest.mark.parametrize("names", [1, 3])
@@ -225,12 +188,149 @@ def test_large_tensors_are_striped(names: int) -> None:
     src = {f"w{i}": large(Mesh(a=3), "n h") for i in range(names)}
     dst = {f"w{i}": large(Mesh(b=2, ranks=(7, 5)), "n h") for i in range(names)}
     p = plan(src, dst)
-    check_lines(p)
     verify(p)
     loads = list(p.sent_bytes().values())[:3]
     assert sum(loads) == names * 2 * 512000 and max(loads) - min(loads) <= 1024
     whole = 2 * names * 1000
     assert p.lines.cuts.tolist() == [0, *(512 * (whole * j // 3) for j in (1, 2)), 512 * whole]
+
+
+def test_cuts_inside_stripes() -> None:
+    """Two holders, three addends of which each receives a stripe: stripes begin inside the unit."""
+    p = plan(large(PAIR, "n h"), large(FAR, "n h {sum: b}"))
+    assert p.lines.lo.tolist() == [0, 64 * 333, 64 * 666]
+    assert p.lines.cuts.tolist() == [0, 512 * 500, 512 * 1000]
+    verify(p)
+    assert [p.sent_bytes()[r] for r in (0, 1)] == [512 * 500, 512 * 500]
+
+
+# Who sends what to whom
+
+
+def stretches(on: Lines) -> list[Stretch]:
+    """All that goes from rank to rank, by line, block, receiver and sender."""
+    out = []
+    for line in range(len(on.holders)):
+        shares = list(zip(held_by(on, line), itertools.pairwise(cuts_of(on, line)), strict=True))
+        for block in blocks_of(on, line):
+            each = int(on.nbytes[block])
+            for j, receiver in enumerate(wire(on, line, block)):
+                begin = int(on.start[block]) + j * each
+                ends = [(h, max(a - begin, 0), min(b - begin, each)) for h, (a, b) in shares]
+                out += [Stretch(block, h, receiver, lo, hi) for h, lo, hi in ends if lo < hi]
+    return out
+
+
+def local(on: Lines) -> list[Stretch]:
+    """All that stays where it is."""
+    pairs = [(line, block) for line in range(len(on.holders)) for block in blocks_of(on, line)]
+    both = [(block, set(held_by(on, line)) & set(on.sets[on.receivers[block]])) for line, block in pairs]
+    return [Stretch(block, rank, rank, 0, int(on.nbytes[block])) for block, ranks in both for rank in sorted(ranks)]
+
+
+def check_stretches(p: Plan) -> None:
+    """Every rank's own lists are its part of all of them; both ends of a pair have them in one order."""
+    on, there, here = p.lines, stretches(p.lines), local(p.lines)
+    for rank in (*p.ranks, 10**6):
+        assert list(kept(on, rank)) == [x for x in here if x.receiver == rank]
+        assert list(received(on, rank)) == [x for x in there if x.receiver == rank]
+        assert sorted(sent(on, rank)) == sorted(x for x in there if x.sender == rank)
+        for other in p.ranks:
+            ours = [x for x in sent(on, rank) if x.receiver == other]
+            assert ours == [x for x in received(on, other) if x.sender == rank]
+    asked = [on.count[block] * on.nbytes[block] for block in range(len(on.receivers))]
+    assert sum(x.hi - x.lo for x in there) == sum(asked) == totals(on).sum()
+
+
+@given(plans(), st.sampled_from([0, 16, SMALL]))
+def test_everybody_finds_its_part(p: Plan, small: int) -> None:
+    with mock.patch("shardmath.template.SMALL", small):
+        check_stretches(plan(p.src, p.dst, topology=p.topology))
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_everybody_finds_its_part_of_all_plans(name: str) -> None:
+    check_stretches(FORWARD[name])
+
+
+@given(plans(), st.data())
+def test_wherever_lines_are_cut(p: Plan, data: st.DataObject) -> None:
+    """At any byte, and holders may have nothing at all to send."""
+    shares = Drawn(data)
+    on = p.lines
+    cuts = [shares.cuts(int(totals(on)[line]), len(held_by(on, line))) for line in range(len(on.holders))]
+    check_stretches(replace(p, lines=replace(on, cuts=np.array(list(itertools.chain(*cuts)), np.int64))))
+
+
+def test_stretches_of_two_receivers() -> None:
+    """Three senders, two receivers: the second sender ends the first receiver's and begins the second's."""
+    p = plan(large(Mesh(a=3), "n h", 300), large(Mesh(b=2, ranks=(8, 9)), "n h", 300))
+    row = 512
+    assert stretches(p.lines) == [
+        Stretch(0, 0, 8, 0, 200 * row),
+        Stretch(0, 1, 8, 200 * row, 300 * row),
+        Stretch(0, 1, 9, 0, 100 * row),
+        Stretch(0, 2, 9, 100 * row, 300 * row),
+    ]
+    assert list(sent(p.lines, 1)) == stretches(p.lines)[1:3]
+    assert list(received(p.lines, 9)) == stretches(p.lines)[2:]
+
+
+# Loads
+
+
+@given(plans(), st.sampled_from([0, SMALL]))
+def test_loads_are_what_goes_from_rank_to_rank(p: Plan, small: int) -> None:
+    with mock.patch("shardmath.template.SMALL", small):
+        p = plan(p.src, p.dst, topology=p.topology)
+    out, into = Counter(), Counter()
+    for x in stretches(p.lines):
+        out[x.sender] += x.hi - x.lo
+        into[x.receiver] += x.hi - x.lo
+    assert Counter(sent_loads(p.lines)) == out and Counter(received_loads(p.lines)) == into
+    assert all(
+        type(x) is int for loads in (sent_loads(p.lines), received_loads(p.lines)) for x in loads.items() for x in x
+    )
+    assert p.sent_bytes() == {rank: out[rank] for rank in p.ranks}
+    assert p.received_bytes() == {rank: into[rank] for rank in p.ranks}
+
+
+def test_loads_are_even_over_all_lines_together() -> None:
+    """Rank 0 alone has the first half; the second, which 1 has too, is sent by 1."""
+    held = Table(0, (from_ranges([(0, 1000)]), from_ranges([(500, 1000)])))
+    p = plan(Layout((1000, 64), PAIR, {"a": held}, dtype="float64"), large(Mesh(ranks=[9]), "n h"))
+    assert p.sent_bytes() == {0: 512 * 500, 1: 512 * 500, 9: 0}
+
+
+# Nodes
+
+
+def test_what_a_node_has_does_not_leave_another() -> None:
+    """Ranks 0 and 4 hold it; of 1, 2, 5 and 8 only 8 asks across, and both may send it half."""
+    held, wanted = large(Mesh(a=2, ranks=(0, 4)), "n h"), large(Mesh(b=4, ranks=(1, 2, 5, 8)), "n h")
+    p = plan(held, wanted, topology=Topology(ranks_per_node=4))
+    pairs = Counter((x.sender, x.receiver) for x in stretches(p.lines))
+    assert set(pairs) == {(0, 1), (0, 2), (4, 5), (0, 8), (4, 8)}
+    far = [x for x in stretches(p.lines) if x.receiver == 8]
+    assert [(x.sender, x.hi - x.lo) for x in far] == [(0, 256000), (4, 256000)]
+    assert p.sent_bytes() == {0: 2 * 512000 + 256000, 1: 0, 2: 0, 4: 512000 + 256000, 5: 0, 8: 0}
+    verify(p)
+
+
+@given(plans())
+def test_nobody_asks_across_for_what_its_node_has(p: Plan) -> None:
+    if p.topology is None:
+        return
+    on, node = p.lines, p.topology.node
+    for x in stretches(on):
+        line = int(np.searchsorted(on.first, x.block, "right")) - 1
+        if on.near[line]:
+            assert {node(rank) for rank in held_by(on, line)} == {node(x.receiver)}
+        else:
+            assert node(x.receiver) not in {node(rank) for rank in held_by(on, line)}
+
+
+# Laws where every row is a cut
 
 
 @pytest.mark.parametrize(
@@ -243,10 +343,10 @@ def test_large_tensors_are_striped(names: int) -> None:
         laws.relabelling_commutes,
     ],
 )
-def test_laws_of_plans_where_every_row_is_a_cut(law) -> None:
+def test_laws_of_plans_where_every_row_is_a_cut(law: Callable[..., None]) -> None:
     @given(testing.pairs())
     def check(pair: tuple[Layout, ...]) -> None:
-        with mock.patch.object(balance, "SMALL", 0):
+        with mock.patch("shardmath.template.SMALL", 0):
             law(*pair)
 
     check()
@@ -254,8 +354,8 @@ def test_laws_of_plans_where_every_row_is_a_cut(law) -> None:
 
 def test_trees_where_every_row_is_a_cut() -> None:
     @given(testing.trees())
-    def check(tree) -> None:
-        with mock.patch.object(balance, "SMALL", 0):
+    def check(tree: tuple[dict[str, Layout], dict[str, Layout]]) -> None:
+        with mock.patch("shardmath.template.SMALL", 0):
             laws.trees_are_their_tensors(tree)
 
     check()
@@ -264,10 +364,13 @@ def test_trees_where_every_row_is_a_cut() -> None:
 def test_windows_where_every_row_is_a_cut() -> None:
     @given(st.data(), testing.pairs(ops=(None,)))
     def check(data: st.DataObject, pair: tuple[Layout, ...]) -> None:
-        with mock.patch.object(balance, "SMALL", 0):
+        with mock.patch("shardmath.template.SMALL", 0):
             laws.windows_are_their_union(data, *pair)
 
     check()
+
+
+# Nothing, and next to nothing
 
 
 def test_a_tensor_of_no_elements_beside_others() -> None:
@@ -277,20 +380,20 @@ def test_a_tensor_of_no_elements_beside_others() -> None:
         {"w": Layout((4,), m, "(x n)"), "e": Layout((0,), m, "(x n)")},
         {"w": Layout((4,), k, "(x n)"), "e": Layout((0,), k, "(x n)")},
     )
-    check_lines(p)
+    check_stretches(p)
     assert [(t.src_rank, t.dst_rank) for t in p.transfers()] == [(0, 2), (1, 3)]
-
-
-def test_cuts_inside_stripes() -> None:
-    """Two holders, three addends of which each receives a stripe: stripes begin inside the unit."""
-    p = plan(large(PAIR, "n h"), large(FAR, "n h {sum: b}"))
-    assert p.lines.requests.lo.tolist() == [0, 64 * 333, 64 * 666]
-    check_lines(p)
-    verify(p)
-    sent = p.sent_bytes()
-    assert (sent[0], sent[1]) == (512 * 500, 512 * 500)
 
 
 def test_nothing_is_asked_for_nothing() -> None:
     p = plan(large(PAIR, "n h", 0), large(FAR, "n h {sum: b}", 0))
-    assert list(p.transfers()) == [] and len(p.lines.requests) == len(p.local) == 0
+    assert list(p.transfers()) == [] and len(p.lines.batch) == 0
+    assert (p.lines.cut_first.tolist(), len(p.lines.cuts)) == ([0], 0)
+    assert sent_loads(p.lines) == received_loads(p.lines) == {} and len(totals(p.lines)) == 0
+
+
+def test_a_line_on_which_nothing_is_sent() -> None:
+    """All receivers are holders: a line of no bytes, cut into nothing."""
+    p = plan(large(PAIR, "n h"), large(PAIR, "n h"))
+    assert cuts_of(p.lines, 0) == [0, 0, 0] and stretches(p.lines) == []
+    assert sent_loads(p.lines) == received_loads(p.lines) == {0: 0, 1: 0}
+    check_stretches(p)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Shard, Table, plan, testing
-from shardmath.cover import by_rank, check_disjoint, groups
+from shardmath.cover import cells_held, check_disjoint, meeting
 from shardmath.layout import window
-from shardmath.overlay import template
-from shardmath.reduction import reduction
 from shardmath.runs import from_ranges
 
 MESH = Mesh(dp=2, tp=2)
@@ -107,24 +105,61 @@ def test_a_missing_addend_is_missed(fails) -> None:
     )
 
 
-def test_groups_are_ranks_of_which_one_receives() -> None:
-    def found(src: str, dst: str) -> list[int]:
-        a, b = Layout((4,), MESH, src), Layout((4,), Mesh(dp=2, tp=2, ranks=(9, 8, 7, 6)), dst)
-        return groups(template(a, b, reduction(a, b))).tolist()
-
-    assert found("n", "n") == found("n", "(dp tp n)") == [0, 1, 2, 3]
-    assert found("n", "n {sum: tp}") == [0, 0, 1, 1]
-    assert found("n", "n {sum: dp}") == [0, 1, 0, 1]
-    assert found("n", "n {sum: dp tp}") == [0, 0, 0, 0]
-    assert found("n", "n {max: tp}") == [0, 1, 2, 3]
+def test_a_missing_addend_of_a_chosen_axis_is_missed(fails) -> None:
+    """Where any one addend may receive, none can."""
+    hole, dst = box((0, 3), (0, 4)), Layout((6, 4), Mesh(x=2, ranks=(7, 5)), "n h {sum: x}")
+    fails(
+        lambda: plan(hole, dst),
+        PlanError,
+        f"tensor '': rank 7 needs element (3, 0) under {dst}, no rank holds it under {hole}; cover it at the source",
+    )
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1 << 60)), max_size=8))
-def test_loads_by_rank_are_exact(loads: list[tuple[int, int]]) -> None:
-    ranks, load = (np.array([x[i] for x in loads], np.int64) for i in (0, 1))
-    if sum(load.tolist()) < 1 << 62:
-        expected = {r: sum(n for q, n in loads if q == r) for r, _ in loads}
-        assert dict(by_rank(ranks, load)) == expected and [r for r, _ in by_rank(ranks, load)] == sorted(expected)
+@given(testing.layouts())
+def test_cells_are_what_ranks_hold(layout: Layout) -> None:
+    expected = [math.prod(int((i >= 0).sum()) for i in layout.indices(rank)) for rank in layout.mesh.ranks]
+    assert cells_held(layout).tolist() == expected
+
+
+@given(testing.layouts(), testing.meshes(), st.data())
+def test_windows_meet_where_their_hulls_do(layout: Layout, mesh: Mesh, data: st.DataObject) -> None:
+    """All pairs with an element in common are among those that meet, and every destination window is."""
+    other = data.draw(testing.layouts(layout.shape, mesh))
+    src, dst = (
+        tuple(window(x, data.draw(testing.boxes(x.shape))) for _ in range(data.draw(st.integers(1, 3))))
+        for x in (layout, other)
+    )
+    met = meeting(src, dst)
+    assert len(set(met)) == len(met) and {j for _, j in met} == set(range(len(dst)))
+    held = [[{x for r in w.mesh.ranks for x in _elements(w, r)} for w in side] for side in (src, dst)]
+    for i, j in itertools.product(range(len(src)), range(len(dst))):
+        if held[0][i] & held[1][j]:
+            assert (i, j) in met
+        elif len(src) * len(dst) > 1 and (i, j) in met:
+            assert i == 0 or _hulls_meet(src[i], dst[j])
+
+
+def _hulls_meet(a: Layout, b: Layout) -> bool:
+    """Whether, dimension by dimension, neither is before the other."""
+    out = True
+    for d in range(a.ndim):
+        (lo, hi), (begin, end) = (
+            (min(held, default=1 << 62), max(held, default=-1))
+            for x in (a, b)
+            for held in ({i for r in x.mesh.ranks for i in x.indices(r)[d].tolist() if i >= 0},)
+        )
+        out &= lo <= end and begin <= hi
+    return out
+
+
+def test_windows_that_only_touch_do_not_meet() -> None:
+    row = Layout((6,), Mesh(), "n")
+    src = tuple(window(row, ((lo, lo + 2),)) for lo in (0, 2, 4))
+    dst = tuple(window(row, ((lo, lo + 3),)) for lo in (0, 3))
+    assert meeting(src, dst) == [(0, 0), (1, 0), (1, 1), (2, 1)]
+    assert meeting(src[:1], dst[1:]) == [(0, 0)]
+    empty = window(row, ((2, 2),))
+    assert meeting(src, (empty, dst[1])) == [(0, 0), (1, 1), (2, 1)]
 
 
 def test_a_scalar_needs_a_holder() -> None:

@@ -1,0 +1,188 @@
+"""Whole models on many ranks: plans, lists, proofs, certificates, and how they grow.
+
+Only what is computed is asserted; what it costs is recorded (`conftest`) and never fails. Garbage is not collected
+while the clock runs, as in `timeit`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardmath as sm
+from tests.bench import megatron_peer, models
+from tests.bench.test_bench_core import cold, rounds_of
+
+Record = Callable[..., None]
+
+ROWS: dict[str, tuple[Callable[[], models.Pair], float, float]] = {
+    "DeepSeek-V3, 256 + 256 ranks": (models.deepseek_v3, 0.1, 0.1),
+    "DeepSeek-V3, 4,096 + 4,096 ranks": (lambda: models.deepseek_v3(4096), 0.3, 0.1),
+    "DeepSeek-V3, experts in stacked buffers, 4,096 + 4,096": (lambda: models.deepseek_v3_stacked(4096), 0.5, 0.3),
+    "FSDP512 x TP8 -> DP1024 x TP4, 4,096 ranks, 407 tensors": (models.fsdp_over_tp, 0.5, 0.3),
+}
+"""The workload, the seconds that its plan and loads may take, and those of one rank's list."""
+
+
+def planned(src: dict[str, sm.Layout], dst: dict[str, sm.Layout]) -> sm.Plan:
+    """The plan, and what every rank sends and receives."""
+    p = sm.plan(src, dst)
+    assert sum(p.sent_bytes().values()) == sum(p.received_bytes().values())
+    return p
+
+
+def count(p: sm.Plan, **of: int) -> int:
+    """How many transfers one rank has."""
+    return len(list(p.transfers(**of)))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_plan_of_a_model(record: Record, name: str) -> None:
+    """The plan of all tensors with every rank's loads, and one receiver's and one sender's list."""
+    workload, plan_target, list_target = ROWS[name]
+    src, dst = workload()
+    record(f"{name}: plan and loads", rounds_of(lambda: planned(src, dst), 7), plan_target)
+    p = planned(src, dst)
+    receiver, sender = p.dst_ranks[3], p.src_ranks[3]
+    assert sum(t.nbytes for t in p.transfers(dst=receiver) if t.src_rank != receiver) == p.received_bytes()[receiver]
+    record(f"{name}: one receiver's list", rounds_of(lambda: count(p, dst=receiver), 5, lambda: forget(p)), list_target)
+    record(f"{name}: one sender's list", rounds_of(lambda: count(p, src=sender), 5, lambda: forget(p)), list_target)
+
+
+def forget(p: sm.Plan) -> None:
+    """Empty every cache, but keep the plan."""
+    del p
+    cold()
+
+
+def test_verify_of_a_model(record: Record, note: Record) -> None:
+    """The whole plan of DeepSeek-V3, 256 + 256 ranks, proved; and the memory that it takes."""
+    p = planned(*models.deepseek_v3())
+    record("DeepSeek-V3, 256 + 256 ranks: verify", rounds_of(lambda: sm.verify(p), 5), 0.5)
+    grown = int(subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True).stdout)
+    assert grown >= 0
+    note("memory", f"`verify` of DeepSeek-V3, 256 + 256 ranks, adds {grown / 1024:.0f} MiB to the process at its peak.")
+
+
+GROWTH = """
+import resource
+import shardmath as sm
+from tests.bench import models
+p = sm.plan(*models.deepseek_v3())
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+sm.verify(p)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+"""KiB that the peak grows by, in a process of its own."""
+
+
+def test_plan_of_400_tensors(record: Record) -> None:
+    """What one rank of 64 + 64 does before it moves 400 tensors from TP4 to TP8: the plan, and its own transfers."""
+    src, dst = models.tp4_to_tp8()
+    seconds = rounds_of(lambda: count(sm.plan(src, dst), dst=77), 30)
+    p = sm.plan(src, dst)
+    assert len(p.src) == 400
+    row = "64 + 64 ranks, 400 tensors, TP4 -> TP8: plan and one rank's list", seconds, 3e-3
+    try:
+        record(*row, "Megatron-Core 0.16.1, planner alone", [megatron_peer.seconds(64, 400)])
+    except ImportError as missing:
+        record(*row, f"Megatron-Core: {missing}"[:60])
+
+
+CERTIFIED = {
+    "DeepSeek-V3 PP16 EP16 -> TP32 DP8, 256 + 256 ranks": models.deepseek_v3,
+    "Qwen3-235B TP4 PP8 EP16 -> TP8 DP16, 128 + 128 ranks": models.qwen3_235b,
+}
+
+
+@pytest.mark.parametrize("name", CERTIFIED)
+@pytest.mark.parametrize("fanout", ["none", "node", "auto"])
+def test_certificates(note: Record, name: str, fanout: Any) -> None:
+    """How near the program is to the bound on nodes of 8 H100 with one 400 Gb/s NIC each."""
+    prog = sm.schedule(sm.plan(*CERTIFIED[name]()), fanout=fanout)
+    found = sm.certify(prog)
+    assert found.ratio >= 1
+    witness = found.witness
+    assert witness is not None
+    note(
+        "certificates",
+        f"| {name} | `{fanout}` | {found.plan_s:.4f} s | {found.bound_s:.4f} s | {found.ratio:.4f} | "
+        f"{len(witness.ranks)} ranks must {'take in' if witness.direction == 'in' else 'give out'} "
+        f"{witness.nbytes / 1e9:.1f} GB | {prog.slots} |",
+    )
+
+
+@pytest.mark.parametrize("name", CERTIFIED)
+def test_schedule_and_verify_a_program(record: Record, name: str) -> None:
+    """A program's making, its certificate, its proof and one rank's rounds."""
+    p = sm.plan(*CERTIFIED[name]())
+    short = name.split()[0]
+    record(f"{short}: schedule", rounds_of(lambda: sm.schedule(p), 1))
+    prog = sm.schedule(p)
+    record(f"{short}: certify", rounds_of(lambda: sm.certify(prog), 1))
+    record(f"{short}: verify the program", rounds_of(lambda: sm.verify(prog), 1))
+    rank = prog.ranks[-1]
+    record(f"{short}: one receiver's rounds", rounds_of(lambda: prog.for_rank(rank), 1))
+
+
+SCALES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+GROWING: dict[str, Callable[[int], models.Pair]] = {
+    "TP4 -> TP8, 400 tensors": models.tp4_to_tp8,
+    "DeepSeek-V3, 45,395 tensors": models.deepseek_v3,
+    "FSDP x TP8 -> DP x TP4, 407 tensors": models.fsdp_over_tp,
+}
+
+
+def test_scaling(note: Record, pytestconfig: pytest.Config) -> None:
+    """Plan and loads, and one receiver's list, from 64 to 16,384 ranks a side."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for name, workload in GROWING.items():
+        for ranks in SCALES:
+            src, dst = workload(ranks)
+            made = min(rounds_of(lambda src=src, dst=dst: planned(src, dst), 3))  # type: ignore[misc]
+            p = planned(src, dst)
+            listed = min(rounds_of(lambda p=p: count(p, dst=p.dst_ranks[3]), 3))  # type: ignore[misc]
+            curves.setdefault(f"{name}: plan and loads", []).append((ranks, made))
+            curves.setdefault(f"{name}: one receiver's list", []).append((ranks, listed))
+    for ranks in (16, 32, 64, 128):
+        try:
+            took = megatron_peer.seconds(ranks, 400)
+        except ImportError:
+            break
+        curves.setdefault("Megatron-Core 0.16.1 (planner alone), TP4 -> TP8, 400 tensors", []).append((ranks, took))
+    for name, points in curves.items():
+        by = dict(points)
+        note("scaling", f"| {name} | " + " | ".join(f"{by[n] * 1e3:.0f}" if n in by else "" for n in SCALES) + " |")
+    page = pytestconfig.getoption("--page")
+    if page:
+        draw(curves, Path(page).with_name("scaling.svg"))
+
+
+def draw(curves: dict[str, list[tuple[int, float]]], to: Path) -> None:
+    """The curves as a picture: seconds by ranks of a side, both logarithmic."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    colours = dict(
+        zip(dict.fromkeys(name.rpartition(":")[0] for name in curves), ("C0", "C1", "C2", "black"), strict=False)
+    )
+    for name, points in curves.items():
+        dashed = name.endswith("list")
+        style = "--" if dashed else "-"
+        axes.plot(
+            *zip(*points, strict=True), style, marker="o", ms=3, color=colours[name.rpartition(":")[0]], label=name
+        )
+    axes.set(xscale="log", yscale="log", xlabel="ranks on each side", ylabel="seconds on one core")
+    axes.set_xticks(SCALES, [f"{n:,}" for n in SCALES], fontsize=8)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.savefig(to, metadata={"Date": None})
