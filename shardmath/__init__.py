@@ -1,12 +1,13 @@
 """shardmath: which ranks hold which pieces of which tensors, and how to get from one answer to another.
 
-Everything here is an immutable value or a pure function; nothing does I/O and nothing imports torch.
+Everything here is an immutable value or a pure function; nothing does I/O and nothing imports torch. What only some
+need is imported when it is first asked for.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from shardmath.adjoint import adjoint
-from shardmath.certify import certify
-from shardmath.collectives import Collective, recognise
-from shardmath.cost import Certificate
 from shardmath.errors import (
     ExchangeError,
     LayoutError,
@@ -33,13 +34,37 @@ from shardmath.placement import (
     Table,
 )
 from shardmath.plan import Plan, Transfer, plan
-from shardmath.program import Program
-from shardmath.relabel import Relabelling, relabel
 from shardmath.runs import Runs
-from shardmath.schedule import schedule
 from shardmath.simulate import simulate
 from shardmath.topology import Topology
 from shardmath.verify import verify
+
+if TYPE_CHECKING:
+    from shardmath.certificate import certify
+    from shardmath.collectives import Collective, recognise
+    from shardmath.cost import Certificate
+    from shardmath.program import Program
+    from shardmath.relabelling import Relabelling, relabel
+    from shardmath.scheduling import schedule
+
+LATE = {
+    "Certificate": "cost",
+    "Collective": "collectives",
+    "Program": "program",
+    "Relabelling": "relabelling",
+    "certify": "certificate",
+    "recognise": "collectives",
+    "relabel": "relabelling",
+    "schedule": "scheduling",
+}
+"""Where names are that are imported on use; no module has the name of what it gives, which would hide it."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in LATE:
+        raise AttributeError(f"module 'shardmath' has no attribute {name!r}")
+    return getattr(import_module(f"shardmath.{LATE[name]}"), name)
+
 
 __all__ = [
     "Balanced",

@@ -72,8 +72,8 @@ def balanced(on: Lines, batches: tuple[Batch, ...], topology: Topology | None = 
 def shared(on: Lines, length: list[int], nodes: Mapping[int, int] | None = None) -> tuple[Ints, Ints]:
     """Where the lines, of these lengths, are cut among their holders: the first cut of each line, and all cuts."""
     held = [on.sets[i] for i in on.holders.tolist()]
-    cuts: list[list[int]] = [[]] * len(held)
-    for near in (False, True):
+    cuts: list[list[int]] = [[0, nbytes] for nbytes in length]
+    for near in (False, True) if any(len(ranks) > 1 for ranks in held) else ():
         some = np.flatnonzero(on.near == near).tolist()
         found = shares([length[i] for i in some], [held[i] for i in some], None if near else nodes) if some else []
         for i, parts in zip(some, found, strict=True):
@@ -84,6 +84,8 @@ def shared(on: Lines, length: list[int], nodes: Mapping[int, int] | None = None)
 
 def _snapped(on: Lines, batches: tuple[Batch, ...], length: Ints, line: Ints, at: Ints) -> Ints:
     """The last places not after bytes `at` of lines where they may be cut."""
+    if not len(at):
+        return at
     base = np.cumsum(length) - length
     begin = np.repeat(base, np.diff(on.first)) + on.start
     block = np.searchsorted(begin, base[line] + at, "right") - 1

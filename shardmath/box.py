@@ -12,10 +12,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardmath.errors import PlanError
 
@@ -27,6 +29,7 @@ __all__ = [
     "row_size",
     "shape",
     "from_slices",
+    "tiles",
     "volume",
     "whole",
 ]
@@ -137,3 +140,40 @@ def first_gap(held: Sequence[Sequence[tuple[int, int]]], boxes: Sequence[Box]) -
         if gap is not None:
             return (x, *gap)
     return None
+
+
+PRIME = (1 << 31) - 1
+
+
+def tiles(held: Sequence[Sequence[tuple[int, int]]], boxes: Sequence[Box]) -> bool:
+    """Whether boxes have every element of the product of `held` once and no other; ranges (start, stop) a dimension.
+
+    Positions get random weights, twice: the weights of all boxes then add up to the weight of the whole. A wrong list
+    passes with probability (dimensions / 2^31)^2 at most (Schwartz 1980, Zippel 1979), a right one always.
+
+    >>> tiles([[(0, 2)], [(0, 3)]], [((0, 1), (0, 3)), ((1, 2), (0, 2)), ((1, 2), (2, 3))])
+    True
+    >>> tiles([[(0, 2)], [(0, 3)]], [((0, 1), (0, 3)), ((0, 1), (0, 3))])
+    False
+    """
+    if not held or not boxes:
+        return len(boxes) == math.prod(sum(hi - lo for lo, hi in ranges) for ranges in held)
+    table = np.array(boxes, np.int64).reshape(len(boxes), len(held), 2)
+    return _weighed(held, table) and _weighed(held, table)
+
+
+def _weighed(held: Sequence[Sequence[tuple[int, int]]], table: NDArray[np.int64]) -> bool:
+    """Whether the boxes weigh as much as the product of the ranges, for one choice of weights."""
+    boxes, whole = np.ones(len(table), np.uint64), 1
+    for d, ranges in enumerate(held):
+        own = np.array(ranges, np.int64).reshape(-1, 2)
+        marks = np.unique(np.concatenate((table[:, d].ravel(), own.ravel())))
+        weight = np.frombuffer(os.urandom(8 * len(marks)), np.uint64) % PRIME
+        before = (np.cumsum(weight) - weight) % PRIME
+        sizes = [
+            (before[np.searchsorted(marks, x[:, 1])] + PRIME - before[np.searchsorted(marks, x[:, 0])]) % PRIME
+            for x in (table[:, d], own)
+        ]
+        boxes = boxes * sizes[0] % PRIME
+        whole = whole * int(sizes[1].sum()) % PRIME
+    return int(boxes.sum()) % PRIME == whole

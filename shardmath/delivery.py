@@ -36,7 +36,7 @@ from shardmath.lines import Lines, wire
 from shardmath.partition import Bools, Ints
 from shardmath.program import Message, Program, Round, Step, Streams, streams
 from shardmath.proof import prove
-from shardmath.schedule import MOST_SLOTS, round_loads
+from shardmath.scheduling import MOST_SLOTS, round_loads
 from shardmath.template import legal
 
 __all__ = ["Walk", "prove_program", "walk"]

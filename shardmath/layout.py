@@ -82,6 +82,7 @@ class Layout:
     dims: tuple[Dimension, ...]
     partial: Partials
     _form: Layout | None
+    _digest: tuple[str, str] | None
 
     def __new__(
         cls,
@@ -202,6 +203,7 @@ def _intern(shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimensio
         for name, value in zip(("shape", "dtype", "mesh", "dims", "partial"), key, strict=True):
             object.__setattr__(found, name, value)
         object.__setattr__(found, "_form", None)
+        object.__setattr__(found, "_digest", None)
         found = _interned.setdefault(key, found)
     return found
 
@@ -456,8 +458,10 @@ def _digest_of_ranks(mesh: Mesh) -> tuple[_Order, str]:
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
     """Digests of what ranks hold and of the order of addends, and of the ranks; the same for every spelling."""
-    order, ranks = _digest_of_ranks(layout.mesh)
-    return _digest_by_position(layout.form, order), ranks
+    if layout._digest is None:
+        order, ranks = _digest_of_ranks(layout.mesh)
+        object.__setattr__(layout, "_digest", (_digest_by_position(layout.form, order), ranks))
+    return layout._digest  # type: ignore[return-value]
 
 
 def equivalent(a: Layout, b: Layout) -> bool:

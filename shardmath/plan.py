@@ -240,11 +240,18 @@ def _groups(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout, ...
         except KeyError:
             same[pair] = [name]
     alike: dict[tuple[object, ...], list[_Group]] = {}
+    asks: dict[tuple[Layout, Layout], Reduction] = {}
     for names in same.values():
         a, b = src[names[0]], dst[names[0]]
-        _check_tensor(names[0], a, b)
+        forms = a[0].form, b[0].form
+        rule = asks.get(forms) if len(a) == len(b) == 1 else None
+        if rule is None:
+            _check_tensor(names[0], a, b)
+            rule = _rule(names[0], a, b)
+            if rule is NOTHING and len(a) == len(b) == 1:
+                asks[forms] = rule
         key = _key(a, b)
-        alike.setdefault(key, []).append(_Group(key, tuple(names), a, b, _rule(names[0], a, b)))
+        alike.setdefault(key, []).append(_Group(key, tuple(names), a, b, rule))
     return sorted(map(_joined, alike.values()), key=lambda group: group.names[0])
 
 
@@ -293,11 +300,12 @@ def _asks(rule: Reduction) -> tuple[object, ...]:
 
 def _key(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> tuple[object, ...]:
     """All that the transfers of a tensor depend on, but for its name; the same for every spelling of its layouts."""
+    first = src[0]
+    if len(src) == len(dst) == 1 and not (first.partial or dst[0].partial):
+        return first.shape, first.dtype, (holdings_digest(first),), (holdings_digest(dst[0]),), ()
     sides = tuple(map(holdings_digest, src)), tuple(map(holdings_digest, dst))
-    if not (src[0].partial or dst[0].partial):
-        return src[0].shape, src[0].dtype, *sides, ()
-    rules = tuple(reduction(a, b).by_ranks(a, b) for a in src for b in dst)
-    return src[0].shape, src[0].dtype, *sides, rules if any(rules) else ()
+    rules = tuple(reduction(a, b).by_ranks(a, b) for a in src for b in dst) if first.partial or dst[0].partial else ()
+    return first.shape, first.dtype, *sides, rules if any(rules) else ()
 
 
 def _batches(groups: list[_Group]) -> tuple[Batch, ...]:

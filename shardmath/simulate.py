@@ -16,7 +16,7 @@ array([1, 2, 3, 4])
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.plan import Plan, Transfer
-from shardmath.program import Program
 from shardmath.store import local_name
+
+if TYPE_CHECKING:
+    from shardmath.program import Program
 
 __all__ = ["Array", "Shards", "simulate"]
 
@@ -49,7 +51,7 @@ def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, 
     mappings by local name (`name`, or `name[i]` for window i). Any numpy dtype. Raises PlanError for a missing rank or
     tensor, or an array whose shape is not the layout's local shape.
     """
-    prog, p = (p, p.plan) if isinstance(p, Program) else (None, p)
+    prog, p = (None, p) if isinstance(p, Plan) else (p, p.plan)
     if not isinstance(shards, Mapping):
         raise PlanError(f"source arrays are {shards!r}; give a mapping from rank to array, or to arrays by name")
     held = {rank: _named(p, shards, rank) for rank in p.src_ranks}

@@ -16,22 +16,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from shardmath.adjoint import flip_of, swapped
-from shardmath.box import Box, first_gap, first_overlap, from_slices
-from shardmath.delivery import prove_program
+from shardmath.box import Box, first_gap, first_overlap, from_slices, tiles
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
 from shardmath.plan import Plan, Transfer
-from shardmath.program import Program
-from shardmath.proof import prove
 from shardmath.reduction import Reduction, identity_of, reduction
 from shardmath.runs import Runs
 from shardmath.store import local_name
 
+if TYPE_CHECKING:
+    from shardmath.program import Program
+
 __all__ = ["verify"]
+
+MANY = 256
+"""Boxes of one receiver that are first weighed (`box.tiles`), and compared one by one only where that fails."""
 
 
 def verify(p: Plan | Program, *, transfers: Iterable[Transfer] | None = None) -> None:
@@ -40,23 +43,35 @@ def verify(p: Plan | Program, *, transfers: Iterable[Transfer] | None = None) ->
     Without `transfers` the plan's own tables are proved, and what it fills in and divides by. With them the error
     names the first offending element.
     """
-    if isinstance(p, Program):
-        _check_rules(p.plan)
-        if transfers is None:
-            prove_program(p)
-            return
-        p = p.plan
-    if not isinstance(p, Plan):
+    whole = p if isinstance(p, Plan) else getattr(p, "plan", None)
+    if not isinstance(whole, Plan):
         raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) or schedule(plan) returns")
-    forward = p.forward or p
-    tensors = {name: _Tensor(forward, name) for name in forward.src} if transfers is not None else {}
-    flip = flip_of(forward) if p.forward else None
     if transfers is None:
-        _check_rules(p)
-        if p.flip != flip:
-            raise PlanError(f"{p!r} does not list the transfers of {p.forward!r} with their ends swapped")
-        prove(forward)
+        _prove(p, whole)
+    else:
+        _check_claim(whole, transfers)
+
+
+def _prove(p: Plan | Program, whole: Plan) -> None:
+    """Prove the tables, which few need who import this."""
+    _check_rules(whole)
+    if not isinstance(p, Plan):
+        from shardmath.delivery import prove_program
+
+        prove_program(p)
         return
+    from shardmath.proof import prove
+
+    if p.forward is not None and p.flip != flip_of(p.forward):
+        raise PlanError(f"{p!r} does not list the transfers of {p.forward!r} with their ends swapped")
+    prove(p.forward or p)
+
+
+def _check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
+    """Prove the transfers one by one, and that all of them together are right."""
+    forward = p.forward or p
+    flip = flip_of(forward) if p.forward else None
+    tensors = {name: _Tensor(forward, name) for name in forward.src}
     boxes: _Boxes = {}
     for t in transfers:
         _check_type(t)
@@ -258,12 +273,15 @@ def _check_replicas(tensor: _Tensor, boxes: list[Box], chosen: list[int]) -> Non
 
 def _check_partition(tensor: _Tensor, rank: int, runs: tuple[Runs, ...], addend: int, boxes: list[Box]) -> None:
     what = f"tensor {tensor.name!r}: rank {rank}" + (f", addend {addend}" if tensor.rules[0, 0].addends > 1 else "")
+    held = [[(lo, lo + n) for lo, _, n in r.segments] for r in runs]
+    if len(boxes) > MANY and tiles(held, boxes):
+        return
     pair = first_overlap(boxes)
     if pair is not None:
         at = _element(runs, tuple(max(a[0], b[0]) for a, b in zip(boxes[pair[0]], boxes[pair[1]], strict=True)))
         raise PlanError(f"{what} receives element {at} twice; it is to be received exactly once")
     if sum(math.prod(hi - lo for lo, hi in box) for box in boxes) != math.prod(r.size for r in runs):
-        gap = first_gap([[(lo, lo + n) for lo, _, n in r.segments] for r in runs], boxes)
+        gap = first_gap(held, boxes)
         raise PlanError(f"{what} never receives element {_element(runs, gap or ())}; it is to be received exactly once")
 
 

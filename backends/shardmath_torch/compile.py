@@ -185,7 +185,7 @@ def _scheduled(prog: Program, rank: int) -> tuple[int, Cut]:
 
 def _check(party: _Party, plan: object, settings: _Settings) -> None:
     if not isinstance(plan, Plan | Program):
-        fix = "pass shardmath.plan(src, dst), or what shardmath.schedule makes of it"
+        fix = "pass shardmath.plan(src, dst), or what shardmath.scheduling makes of it"
         raise ExchangeError(f"compile takes a Plan, got {type(plan).__name__}; {fix}")
     if not _is_time(settings.timeout):
         raise ExchangeError(f"timeout={settings.timeout!r} is no time to wait; pass seconds > 0")

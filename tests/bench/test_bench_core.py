@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import shardmath as sm
+from shardmath import layout
 
 N = 1 << 27
 """The dimension whose cost must not depend on its size."""
@@ -45,9 +46,12 @@ TORCH = {"Shard": N, "StridedShard, Shard": SMALL}
 
 
 def cold() -> None:
-    """Forget everything computed so far."""
+    """Forget everything computed so far, also what layouts remember."""
     for cache in CACHES:
         cache.cache_clear()
+    for held in list(layout._interned.values()):
+        object.__setattr__(held, "_form", None)
+        object.__setattr__(held, "_digest", None)
 
 
 def rounds_of(act: Callable[[], object], rounds: int, before: Callable[[], object] = cold) -> list[float]:
@@ -55,7 +59,6 @@ def rounds_of(act: Callable[[], object], rounds: int, before: Callable[[], objec
     out = []
     for _ in range(rounds):
         before()
-        gc.collect()
         gc.disable()
         start = time.perf_counter()
         act()

@@ -160,6 +160,7 @@ def test_scaling(note: Record, pytestconfig: pytest.Config) -> None:
         note("scaling", f"| {name} | " + " | ".join(f"{by[n] * 1e3:.0f}" if n in by else "" for n in SCALES) + " |")
     page = pytestconfig.getoption("--page")
     if page:
+        Path(page).parent.mkdir(exist_ok=True)
         draw(curves, Path(page).with_name("scaling.svg"))
 
 

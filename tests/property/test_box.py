@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import PlanError, testing
-from shardmath.box import first_gap, first_overlap, flat_boxes, from_slices, row_size, shape, volume, whole
+from shardmath.box import first_gap, first_overlap, flat_boxes, from_slices, row_size, shape, tiles, volume, whole
 
 SHAPES = [dims for d in range(4) for dims in itertools.product((0, 1, 2, 3), repeat=d)]
 
@@ -139,3 +141,37 @@ def test_boxes_of_one_label_may_overlap(case, data: st.DataObject) -> None:
     }
     found = first_overlap(boxes, labels)
     assert (found in meeting) if meeting else (found is None)
+
+
+@st.composite
+def ranges_and_boxes(draw: st.DrawFn) -> tuple[list[list[tuple[int, int]]], list[Any]]:
+    """Ranges of up to three dimensions, and boxes that tile their product or nearly do."""
+    held = draw(st.lists(st.sampled_from([[(0, 3)], [(1, 2), (4, 6)], [(0, 1)], [(2, 2)]]), min_size=1, max_size=3))
+    singles = [tuple((x, x + 1) for x in at) for at in itertools.product(*(sorted(cells(one)) for one in held))]
+    boxes = [box for box in singles if draw(st.integers(0, 9))]
+    extra = draw(st.lists(st.sampled_from(singles), max_size=2)) if singles else []
+    return held, boxes + extra
+
+
+def cells(ranges: list[tuple[int, int]]) -> set[int]:
+    return {x for lo, hi in ranges for x in range(lo, hi)}
+
+
+@given(ranges_and_boxes())
+def test_tiles_is_exactly_once(case: tuple[list[list[tuple[int, int]]], list[Any]]) -> None:
+    """Weights agree just where every element is in one box, and none is outside."""
+    held, boxes = case
+    found = Counter(at for box in boxes for at in itertools.product(*(range(lo, hi) for lo, hi in box)))
+    wanted = Counter(itertools.product(*(sorted(cells(one)) for one in held)))
+    assert tiles(held, boxes) == (found == wanted)
+
+
+def test_tiles_of_many_boxes() -> None:
+    """A duplicate and a gap of equal volume are seen, at any size."""
+    n = 1 << 40
+    boxes = [((i * n, (i + 1) * n), (j, j + 1)) for i in range(40) for j in range(40)]
+    held = [[(0, 40 * n)], [(0, 40)]]
+    assert tiles(held, boxes)
+    assert not tiles(held, [*boxes[:-1], boxes[0]])
+    assert not tiles(held, boxes[:-1])
+    assert not tiles(held, [*boxes[:-1], ((39 * n, 40 * n), (40, 41))])

@@ -198,7 +198,7 @@ def test_nothing_but_plan_errors_comes_out(junk: Any) -> None:
             assert refused(prog) or carried_out(prog), (name, table)
 
 
-@pytest.mark.parametrize("number", [-(1 << 63), -(1 << 32), 1 << 32, 1 << 62, (1 << 63) - 1])
+@pytest.mark.parametrize("number", [-(1 << 63), 1 << 32, (1 << 63) - 1])
 def test_numbers_far_away(number: int) -> None:
     for name in ("nodes", "relays", "folded"):
         for table, value, rebuild in leaves(PROGRAMS[name]):
@@ -360,7 +360,7 @@ def test_nobody_walks() -> None:
     assert walk({}) == Walk(0, 0, 0, 0) == walk({3: []})
 
 
-@pytest.mark.parametrize("name", ["nodes", "three legs", "few messages"])
+@pytest.mark.parametrize("name", ["nodes", "in between", "few messages"])
 def test_a_message_less(name: str) -> None:
     """Without any one end of any message nobody gets through."""
     rounds = all_rounds(PROGRAMS[name])

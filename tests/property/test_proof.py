@@ -19,8 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, PlanError, Runs, adjoint, plan, testing, verify
+from shardmath.balance import balanced
 from shardmath.layout import relabelled, window
-from shardmath.template import Template
+from shardmath.lines import Batch, lines
+from shardmath.reduction import Reduction
+from shardmath.template import Template, template
 from shardmath.topology import Topology
 from tests.property.edits import (
     ANY,
@@ -476,6 +479,18 @@ def test_tensors_of_a_batch_have_as_many_windows(fails: Callable[..., None]) -> 
     mixed = dataclasses.replace(p, batches=q.batches, lines=q.lines)
     assert not right(mixed, list(mixed.transfers()))
     fails(lambda: verify(mixed), PlanError, "tensors of other windows move as 'u' does; make the plan anew")
+
+
+def test_source_windows_hold_different_elements(fails: Callable[..., None]) -> None:
+    """Two windows of the first half: as many elements as the whole has."""
+    half, whole = window(lay(LINE, "n h"), ((0, 3), (0, 4))), lay(FAR, "n h")
+    batches = tuple(Batch(template(half, whole, Reduction()), ("w",), LINE, FAR, i, 0) for i in (0, 1))
+    twice = dataclasses.replace(
+        SPLIT, src={"w": (half, half)}, batches=batches, lines=balanced(lines(batches), batches)
+    )
+    assert not right(twice, list(twice.transfers()))
+    message = "tensor 'w': source windows 0 and 1 both hold element (0, 0); use layout.window to keep them apart"
+    fails(lambda: verify(twice), PlanError, message)
 
 
 def test_a_trivial_partial_axis_is_no_other_reduction() -> None:

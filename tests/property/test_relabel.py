@@ -16,7 +16,7 @@ from shardmath import Layout, Mesh, PlanError, Table, plan, testing
 from shardmath.layout import relabelled, window
 from shardmath.partition import partition
 from shardmath.plan import Side
-from shardmath.relabel import Relabelling, overlap_table, relabel
+from shardmath.relabelling import Relabelling, overlap_table, relabel
 from shardmath.runs import from_ranges
 
 

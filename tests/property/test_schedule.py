@@ -1,4 +1,4 @@
-"""Schedules: what they bring, what they cost, what of it crosses nodes, and that they keep their limits or say why not."""
+"""Schedules: what they bring, what of it crosses nodes, what it costs, and that they keep limits or say why not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, PlanError, Program, Topology, adjoint, certify, plan, schedule, simulate
-from shardmath.schedule import leg_loads, round_loads, seconds
+from shardmath.scheduling import leg_loads, round_loads, seconds
 from tests.property.programs import (
     FANOUTS,
     PROGRAMS,
@@ -75,8 +75,9 @@ def test_minus_zero_is_passed_on() -> None:
 
 
 def elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
-    held = layout.indices(rank) if rank in layout.mesh else [np.array([-1])] * layout.ndim
-    return set(itertools.product(*(i[i >= 0].tolist() for i in held))) if rank in layout.mesh else set()
+    if rank not in layout.mesh:
+        return set()
+    return set(itertools.product(*(i[i >= 0].tolist() for i in layout.indices(rank))))
 
 
 def entering(prog: Program) -> Counter[int]:
@@ -91,7 +92,7 @@ def entering(prog: Program) -> Counter[int]:
 def asked_for(p: Plan, per_node: int, *, once: bool) -> Counter[int]:
     """Bytes that ranks of a node need and no rank of it holds, for the node once or for every rank."""
     out: Counter[int] = Counter()
-    for name, ((src,), (dst,)) in {name: (p.src[name], p.dst[name]) for name in p.src}.items():
+    for (src,), (dst,) in ((p.src[name], p.dst[name]) for name in p.src):
         for node in {rank // per_node for rank in p.ranks}:
             ranks = [rank for rank in p.ranks if rank // per_node == node]
             held = set().union(*(elements(src, rank) for rank in ranks))
@@ -156,18 +157,18 @@ def sent_far(prog: Program) -> Counter[int]:
     return +out
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9, 16, 17, 20, 33])
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 7, 12])
 def test_one_source_is_relieved_by_its_receivers(count: int) -> None:
     """It sends little more than the content, where each alone would have it send as many copies as there are nodes."""
-    size = 4096
-    where = nodes_of(1, 1e-12)
+    size = 1024
+    where = nodes_of(1, 1e-11)
     p = plan(
         Layout((size,), Mesh(), "n", dtype="int8"),
         Layout((size,), Mesh(x=count, ranks=range(1, count + 1)), "n", dtype="int8"),
     )
     alone, shared = (schedule(p, topology=where, fanout=fanout) for fanout in ("none", "auto"))
     assert sent_far(alone) == {0: count * size}
-    assert sent_far(shared)[0] <= size + 64 and max(sent_far(shared).values()) <= 1.1 * size + 64
+    assert sent_far(shared)[0] <= 1.03 * size and max(sent_far(shared).values()) <= 1.03 * size
     assert certify(shared).plan_s < certify(alone).plan_s
 
 
@@ -182,8 +183,8 @@ def test_sources_that_are_not_the_bottleneck_send_all_themselves() -> None:
 def test_sources_are_relieved_as_far_as_they_must_be() -> None:
     """Two sources, six receivers: each would send three copies, and sends little more than one."""
     p = plan(Layout((3000,), Mesh(a=2), "n"), Layout((3000,), Mesh(x=6, ranks=range(2, 8)), "n"))
-    load = sent_far(schedule(p, topology=nodes_of(1, 1e-12)))
-    assert max(load.values()) <= 1.05 * 12000
+    load = sent_far(schedule(p, topology=nodes_of(1, 1e-10)))
+    assert load[0] == load[1] == 12000 and max(load.values()) <= 12000
 
 
 # Limits
@@ -195,9 +196,10 @@ def limited(p: Plan, **limits: Any) -> tuple[Program, int]:
         try:
             return schedule(p, **limits), times
         except PlanError as error:
-            found = re.fullmatch(r"(max_\w+)=(\d+): .*; pass (\d+) or more", str(error))
-            assert found and limits[found[1]] == int(found[2]) < int(found[3]), error
-            limits[found[1]] = int(found[3])
+            said = str(error)
+        found = re.fullmatch(r"(max_\w+)=(\d+): .*; pass (\d+) or more", said)
+        assert found and limits[found[1]] == int(found[2]) < int(found[3]), said
+        limits[found[1]] = int(found[3])
     raise AssertionError
 
 
@@ -239,12 +241,12 @@ def test_limits_that_nothing_keeps(fails) -> None:
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("nbytes", [1, 1000, 1 << 20])
+@pytest.mark.parametrize("nbytes", [1, 1 << 20])
 @pytest.mark.parametrize("columns", [1 << 12, 1 << 24])
 def test_tiny_limits_on_large_tensors_do_not_take_for_ever(nbytes: int, columns: int) -> None:
-    """2 GiB in rows of 4 KiB or 16 MiB to replicas on four nodes."""
+    """2 GiB in rows of 4 KiB or 16 MiB to replicas on two nodes."""
     src = Layout((2 * GIB // columns, columns), Mesh(a=2), "(a n) h", dtype="int8")
-    p = plan(src, Layout(src.shape, Mesh(x=4, y=4, ranks=range(8, 24)), "(y n) h", dtype="int8"))
+    p = plan(src, Layout(src.shape, Mesh(x=4, y=2, ranks=range(8, 16)), "n h", dtype="int8"))
     begin = time.process_time()
     prog, times = limited(p, topology=nodes_of(4, 1e-5), max_inflight_bytes=nbytes)
     assert times < 4 and time.process_time() - begin < 20
@@ -252,8 +254,8 @@ def test_tiny_limits_on_large_tensors_do_not_take_for_ever(nbytes: int, columns:
 
 
 def test_few_messages_among_many_ranks() -> None:
-    p = plan(*(Layout((64, 64), Mesh(a=32), text, dtype="int8") for text in ("(a n) h", "n (a h)")))
-    for ops in (2, 3, 7, 62, 63):
+    p = plan(*(Layout((64, 64), Mesh(a=24), text, dtype="int8") for text in ("(a n) h", "n (a h)")))
+    for ops in (2, 3, 45, 46):
         assert under_way(all_rounds(schedule(p, topology=nodes_of(8), max_ops_per_group=ops)))[1] <= ops
 
 

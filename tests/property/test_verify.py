@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -363,3 +364,16 @@ def test_the_element_is_named_by_its_own_segment() -> None:
     assert message == f"tensor '': rank 0 never receives element (4,); {ONCE}"
     message = said(p, lambda ts: [*ts, *(t for t in ts if t.global_slices[0].start == 6)])
     assert message == f"tensor '': rank 1 receives element (6,) twice; {ONCE}"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_many_boxes_are_weighed(name: str) -> None:
+    """Where boxes are many they are weighed first; what is wrong is named all the same."""
+    p = PLANS[name]
+    with mock.patch("shardmath.verify.MANY", 0):
+        verify(p, transfers=p.transfers())
+        for t in list(p.transfers())[:5]:
+            others = list(p.transfers())
+            others.remove(t)
+            assert raises_plan_error(lambda others=others: verify(p, transfers=others))
+            assert raises_plan_error(lambda t=t: verify(p, transfers=[*p.transfers(), t]))

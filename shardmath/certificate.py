@@ -7,7 +7,7 @@ counts every byte of every round, one round after the other. Where the bound can
 >>> from shardmath.layout import Layout
 >>> from shardmath.mesh import Mesh
 >>> from shardmath.plan import plan
->>> from shardmath.schedule import schedule
+>>> from shardmath.scheduling import schedule
 >>> from shardmath.topology import Topology
 >>> p = plan(Layout((1 << 20,), Mesh(tp=2), "(tp n)"), Layout((1 << 20,), Mesh(tp=2, ranks=(2, 3)), "(tp n)"))
 >>> print(certify(schedule(p, topology=Topology(ranks_per_node=1))))
@@ -26,7 +26,7 @@ from shardmath.errors import PlanError
 from shardmath.lines import lines
 from shardmath.plan import Plan
 from shardmath.program import Program
-from shardmath.schedule import round_loads, seconds
+from shardmath.scheduling import round_loads, seconds
 
 __all__ = ["blocks", "certify"]
 

@@ -43,10 +43,6 @@ __all__ = ["Fanout", "Loads", "leg_loads", "round_loads", "schedule", "seconds"]
 
 Fanout: TypeAlias = Literal["auto", "none", "node"]
 
-CLASSES = (2, 4, 8, 16)
-"""Into how many classes nodes are divided to pass on to each other: the fewest of which one, or more, is served
-straight. Where one class in 16 is too many, every node is a class."""
-
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Slots to choose from where something is passed on: many, because the first and last are not full; few, because each
 has its latency."""
@@ -229,9 +225,11 @@ def _spread(sizes: dict[int, int], copies: list[int], nbytes: int) -> dict[int, 
 def _plot(size: int, count: int, straight: int) -> Plot:
     """Bands in which `straight` bytes of `count` copies of a content go straight: all nodes get and pass on the same.
 
-    Chunk c goes straight to d classes of nodes, or d + 1, that begin with class c.
+    Classes are the fewest, of as many nodes each, of which one or more can be served straight: in a class with a node
+    less than others one node would pass on twice as much. Chunk c goes straight to d classes of nodes, or d + 1, that
+    begin with class c.
     """
-    classes = next(c for c in (*CLASSES, count) if c == count or (c < count and c * straight >= count * size))
+    classes = next(c for c in range(2, count + 1) if count % c == 0 and c * straight >= count * size)
     d = min(classes * straight // (count * size), classes - 1)
     less = ((d + 1) * size * count - straight * classes) // (classes * count)
     plot = []
