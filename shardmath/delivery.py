@@ -177,7 +177,7 @@ def _check_once(prog: Program, inbox: _Inbox, of: Streams, begin: Ints) -> None:
 
 
 def _check_in_hand(prog: Program, line: int, inbox: _Inbox, of: Streams, begin: Ints) -> None:
-    """Every sender has what it sends: as a holder, or from a stream of an earlier leg."""
+    """Every sender has what it sends: as a holder, or from a stream of an earlier leg that came to the same place."""
     on, straight = prog.legs.lines, of.leg == 1
     held = np.isin(of.sender, on.sets[on.holders[line]])
     _refuse(prog, of, straight & ~held, "leave a rank that does not hold them")
@@ -186,8 +186,8 @@ def _check_in_hand(prog: Program, line: int, inbox: _Inbox, of: Streams, begin: 
     passed = np.flatnonzero(~straight & known)
     order = np.argsort(begin, kind="stable")
     came = order[np.searchsorted(begin[order], inbox.base[at[passed]] + of.lo[passed], "right") - 1]
-    same = (of.receiver[came] == of.sender[passed]) & (of.leg[came] < of.leg[passed])
-    for column in (of.block, of.root, of.lo, of.hi):
+    same = of.leg[came] < of.leg[passed]
+    for column in (of.root, of.lo, of.hi):
         same &= column[came] == column[passed]
     wrong = ~straight
     wrong[passed[same]] = False

@@ -18,6 +18,7 @@ from shardmath.balance import (
     Cutter,
     Stretch,
     balanced,
+    grid,
     kept,
     received,
     received_loads,
@@ -116,51 +117,72 @@ def test_cuts_are_the_last_places_before_the_shares(p: Plan, small: int, data: s
         on, shares = lines(p.batches, p.topology), Drawn(data)
         with mock.patch("shardmath.balance.shares", shares):
             cut = balanced(on, p.batches, p.topology)
-        asked = {
-            line: given
-            for near, given in zip(nears(on), shares.given, strict=True)
-            for line, given in zip(near, given, strict=True)
-        }
+        asked = given_to(on, shares)
         for line in range(len(on.holders)):
             places = line_places(on, p.batches, line)
             assert cuts_of(cut, line) == [last(places, at) for at in asked[line]]
-            length, held = int(totals(on)[line]), held_by(on, line)
-            assert len(cuts_of(cut, line)) == len(held) + 1 and cuts_of(cut, line)[-1] == length
+            assert len(cuts_of(cut, line)) == len(held_by(on, line)) + 1
     columns = [name for name in Lines.__slots__ if "cut" not in name]
     assert all(getattr(cut, name) is getattr(on, name) for name in columns)
     assert cut.cuts.dtype == cut.cut_first.dtype == np.int64
 
 
-def nears(on: Lines) -> list[list[int]]:
+def kinds(on: Lines) -> list[list[int]]:
     """The lines that are far, and those that are near, where there are any."""
     out = [[line for line, near in enumerate(on.near.tolist()) if near == wanted] for wanted in (False, True)]
     return [some for some in out if some]
 
 
+def given_to(on: Lines, shares: Drawn) -> dict[int, list[int]]:
+    """Where each line is cut, if its holders have a choice."""
+    out = {line: [0, int(length)] for line, length in enumerate(totals(on))}
+    if shares.given:
+        out |= {
+            i: cuts
+            for some, given in zip(kinds(on), shares.given, strict=True)
+            for i, cuts in zip(some, given, strict=True)
+        }
+    return out
+
+
 @given(plans(), st.data())
 def test_shares_are_asked_for_once(p: Plan, data: st.DataObject) -> None:
-    """All far lines together, with the node of every holder; near ones together, without nodes."""
+    """All far lines together, with the node of every holder; near ones together, without nodes; none without need."""
     on, shares = lines(p.batches, p.topology), Drawn(data)
     with mock.patch("shardmath.balance.shares", shares):
         balanced(on, p.batches, p.topology)
-    ranks = {rank for line in range(len(on.holders)) for rank in held_by(on, line)}
-    nodes = {rank: p.topology.node(rank) for rank in ranks} if p.topology else None
+    held = [held_by(on, line) for line in range(len(on.holders))]
+    nodes = {rank: p.topology.node(rank) for ranks in held for rank in ranks} if p.topology else None
     expected = [
-        ([int(totals(on)[i]) for i in some], [held_by(on, i) for i in some], None if on.near[some[0]] else nodes)
-        for some in nears(on)
+        ([int(totals(on)[i]) for i in some], [held[i] for i in some], None if on.near[some[0]] else nodes)
+        for some in kinds(on)
     ]
-    assert shares.calls == expected
+    assert shares.calls == (expected if any(len(ranks) > 1 for ranks in held) else [])
 
 
 @given(plans(), st.sampled_from([0, 16, SMALL]), st.data())
 def test_contents_are_cut_at_the_last_place(p: Plan, small: int, data: st.DataObject) -> None:
     on = p.lines
     with mock.patch("shardmath.template.SMALL", small):
-        cutter = Cutter(on, p.batches)
+        grid.cache_clear()
+        cutter, together = Cutter(on, p.batches), grid(on, p.batches)
         for block in range(len(on.receivers)):
             places = content_places(on, p.batches, block)
-            for at in data.draw(st.lists(st.integers(0, int(on.nbytes[block]) - 1), max_size=20)):
-                assert cutter.of_block(block, at) == last(places, at)
+            some = data.draw(st.lists(st.integers(0, int(on.nbytes[block]) - 1), max_size=20))
+            expected = [last(places, at) for at in some]
+            assert [cutter.of_block(block, at) for at in some] == expected
+            assert together.snapped(np.full(len(some), block), np.array(some, np.int64)).tolist() == expected
+
+
+@given(plans(), st.sampled_from([0, 16, SMALL]), st.data())
+def test_lines_are_cut_at_the_last_place(p: Plan, small: int, data: st.DataObject) -> None:
+    on = p.lines
+    with mock.patch("shardmath.template.SMALL", small):
+        cutter = Cutter(on, p.batches)
+        for line in range(len(on.holders)):
+            places = line_places(on, p.batches, line)
+            for at in data.draw(st.lists(st.integers(0, int(totals(on)[line])), max_size=20)):
+                assert cutter.of_line(line, at) == last(places, at)
 
 
 @given(plans())

@@ -296,6 +296,16 @@ def test_what_is_passed_on_comes_as_a_whole(fails) -> None:
         fails(lambda: verify(prog), PlanError, f"{prog!r}: {C.replace('32', '16')} {LATE}; schedule it anew")
 
 
+def test_a_part_is_not_passed_on_by_itself(fails) -> None:
+    """The first half of a stream comes from the holder instead."""
+    prog = passing_on()
+    made = streams(prog.legs, 0)
+    columns = {name: np.insert(column, 2, column[0]) for name, column in made._asdict().items()}
+    columns["receiver"][2], columns["hi"][2], columns["lo"][3] = 3, 16, 16
+    with mock.patch("shardmath.delivery.streams", return_value=made._replace(**columns)):
+        fails(lambda: verify(prog), PlanError, f"{prog!r}: {C.replace('0:', '16:')} {LATE}; schedule it anew")
+
+
 def test_sums_are_not_passed_on(fails) -> None:
     """What is received for a second addend is on top of the first."""
     p = plan(*(Layout((8,), m, text) for m, text in ((Mesh(a=2), "n {sum: a}"), (Mesh(x=2, ranks=(2, 3)), "n"))))
@@ -448,6 +458,15 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
             },
             "rank 0 waits in step (0, 0, 0) for rank 1, rank 1 waits in step (0, 1, 0) for rank 2, "
             "rank 2 waits in step (0, 2, 0) for rank 0: nobody goes on; give all ranks one order of steps",
+        ),
+        (
+            {
+                0: [at(0, send(0, 1), receive(1, 0)), at(0, send(0, 2))],
+                1: [at(0, send(1, 0), receive(2, 1)), at(0, receive(0, 1))],
+                2: [at(0, receive(0, 2)), at(0, send(2, 1))],
+            },
+            "rank 0 waits in step (0, 0, 0) for rank 1, rank 1 waits in step (0, 0, 0) for rank 2, "
+            "rank 2 waits in step (0, 0, 0) for rank 0: nobody goes on; give all ranks one order of steps",
         ),
         (
             {0: [at(0, send(0, 1)._replace(direction="give"))]},

@@ -25,6 +25,7 @@ from shardmath.template import (
     template,
     unit_addends,
     unit_boxes,
+    unit_rows,
 )
 
 MESH = Mesh(dp=2, tp=2)
@@ -300,6 +301,19 @@ def test_snap_is_the_last_place(pair: tuple[Layout, ...], small: int) -> None:
             for at in range(int(t.unit_size[unit]) + 1):
                 assert snap(t, unit, at) == max(x for x in cuts if x <= at)
                 assert legal(t, unit, at) == (at in rows)
+
+
+@given(testing.pairs(), st.sampled_from([0, 16, 64, SMALL]))
+def test_rows_of_units_of_one_box(pair: tuple[Layout, ...], small: int) -> None:
+    """Snapping to them is snapping; units of several boxes have none."""
+    t = of(*pair)
+    with mock.patch("shardmath.template.SMALL", small):
+        for unit, rows in enumerate(unit_rows(t).tolist()):
+            cuts, boxes = legal_cuts(t, unit, small), len(unit_boxes(t, unit)[0])
+            if boxes > 1:
+                assert rows == -1
+            else:
+                assert cuts == [*range(0, cuts[-1], rows or cuts[-1]), cuts[-1]]
 
 
 def test_small_boxes_of_a_large_unit_stay_whole() -> None:
