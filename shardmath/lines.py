@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from shardmath.errors import PlanError
 from shardmath.mesh import Mesh
 from shardmath.overlay import ranges
 from shardmath.partition import Bools, Ints
@@ -30,6 +31,9 @@ __all__ = ["Batch", "Lines", "Ranks", "lines", "wire"]
 
 Ranks: TypeAlias = tuple[int, ...]
 """Distinct ranks, ascending."""
+
+MOST_BYTES = 1 << 61
+"""That all ranks together ask for; sums and differences stay exact in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,6 +211,7 @@ def _sorted(batches: Sequence[Batch], sets: tuple[Ranks, ...], near: Ints, asked
     begins = np.flatnonzero(np.diff(block, prepend=-1))
     receivers, addend, line = (x[by[begins]] for x in (receivers, addend, line))
     row_first = np.append(begins, len(by))
+    _check_total(batches, sets, batch, hi - lo, block % len(sets))
     each = (hi - lo) * np.array([b.template.src.itemsize for b in batches], np.int64)[batch]
     ends = _ends(each * np.array([len(b.names) for b in batches], np.int64)[batch])
     nbytes = ends[row_first[1:]] - ends[row_first[:-1]]
@@ -231,6 +236,15 @@ def _addends(batches: Sequence[Batch], batch: Ints, unit: Ints) -> Ints:
             mine = batch == b
             out[mine] = unit_addends(one.template)[unit[mine]]
     return out
+
+
+def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], batch: Ints, elements: Ints, asking: Ints) -> None:
+    """Bytes are counted in 64 bits."""
+    each = np.array([b.template.src.itemsize * len(b.names) for b in batches], np.float64)
+    ranks = np.array([len(one) for one in sets], np.float64)
+    total = float((elements * each[batch] * ranks[asking]).sum()) if len(batch) else 0.0
+    if total > MOST_BYTES:
+        raise PlanError(f"the plan moves about {total:.3g} bytes, more than {MOST_BYTES}; plan fewer tensors at a time")
 
 
 def _ends(sizes: Ints) -> Ints:

@@ -42,7 +42,8 @@ from shardmath.lines import Batch, Lines, lines
 from shardmath.reduction import Reduction, reduction
 from shardmath.store import local_name, local_tensors
 from shardmath.template import Piece, Template, expand, template
-from shardmath.topology import Topology
+from shardmath.topology import Topology, checked
+from shardmath.whole import whole
 
 __all__ = ["Plan", "Side", "Transfer", "Windows", "local_name", "plan"]
 
@@ -128,6 +129,7 @@ class Plan:
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
         """The transfers, all or those of one sender, of one receiver, or of a pair; none for a rank without any."""
+        src, dst = (rank if rank is None else whole(rank, "a rank", PlanError) for rank in (src, dst))
         if self.forward is None or self.flip is None:
             return _transfers(self, src, dst)
         return map(self.flip, _transfers(self.forward, dst, src))
@@ -157,6 +159,8 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None) -> Plan:
     Raises PlanError where names, shapes or dtypes differ, where source windows overlap, or where the destination needs
     an element that no source rank holds.
     """
+    if topology is not None:
+        checked(topology)
     here, there = _named(src), _named(dst)
     _check_names(here, there)
     names = sorted(here)
@@ -383,14 +387,14 @@ def _transfers_of(
     new = tuple.__new__  # what Transfer(...) does in the end, at half the time
     if windows == (1, 1):
         return [
-            new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, whole, addend))
+            new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, at, addend))
             for name in names
-            for op, (src, dst, whole, shape, nbytes, addend) in boxes
+            for op, (src, dst, at, shape, nbytes, addend) in boxes
         ]
     out = []
     for name in names:
         there = local_name(name, batch.target, windows[1])
         here = there if relayed else local_name(name, batch.source, windows[0])
-        for op, (src, dst, whole, shape, nbytes, addend) in boxes:
-            out.append(Transfer(name, *ends, op, here, src, there, dst, shape, nbytes, whole, addend))
+        for op, (src, dst, at, shape, nbytes, addend) in boxes:
+            out.append(Transfer(name, *ends, op, here, src, there, dst, shape, nbytes, at, addend))
     return out

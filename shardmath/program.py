@@ -26,12 +26,14 @@ import numpy as np
 
 from shardmath.balance import Stretch, grid, kept
 from shardmath.collectives import Collective, recognise
+from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.lines import Lines, Ranks, wire
 from shardmath.overlay import ranges
 from shardmath.partition import Ints
 from shardmath.plan import Plan, Transfer, spelled
 from shardmath.topology import Topology
+from shardmath.whole import whole
 
 __all__ = [
     "Bands",
@@ -160,7 +162,7 @@ class Program:
     def for_rank(self, rank: int) -> tuple[Round, ...]:
         """The rank's rounds, in order; none for a stranger."""
         steps: dict[Step, dict[tuple[int, int, str], list[Transfer]]] = {}
-        for step, leg, stretch in _of_rank(self, rank):
+        for step, leg, stretch in _of_rank(self, whole(rank, "a rank", PlanError)):
             way = "send" if stretch.receiver != rank else "receive" if stretch.sender != rank else "keep"
             peer = stretch.receiver if way == "send" else stretch.sender
             pieces = spelled(self.plan, self.legs.lines, stretch, relayed=leg > 1)

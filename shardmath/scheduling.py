@@ -36,7 +36,7 @@ from shardmath.lines import Lines, Ranks, lines
 from shardmath.partition import Bools, Ints
 from shardmath.plan import Plan
 from shardmath.program import Bands, Legs, Program, Streams, nodes, slices, straight, streams
-from shardmath.topology import Topology
+from shardmath.topology import Topology, checked
 from shardmath.whole import whole
 
 __all__ = ["Fanout", "Loads", "leg_loads", "round_loads", "schedule", "seconds"]
@@ -74,15 +74,17 @@ def schedule(
         raise PlanError(f"{p!r} is not a plan of two sides' layouts; schedule what plan(src, dst) returns")
     if fanout not in ("auto", "none", "node"):
         raise PlanError(f"fanout={fanout!r} is unknown; use 'auto', 'none' or 'node'")
-    for name, value in (("max_inflight_bytes", max_inflight_bytes), ("max_ops_per_group", max_ops_per_group)):
-        if whole(value, name, PlanError) < 1:
+    room, most = (
+        whole(max_inflight_bytes, "max_inflight_bytes", PlanError),
+        whole(max_ops_per_group, "max_ops_per_group", PlanError),
+    )
+    for name, value in (("max_inflight_bytes", room), ("max_ops_per_group", most)):
+        if value < 1:
             raise PlanError(f"{name}={value} leaves no room for a message; give a positive number")
-    where = topology or p.topology or Topology()
+    where = p.topology or Topology() if topology is None else checked(topology)
     on = lines(p.batches, where)
     made = [one for way in WAYS[fanout] for one in _program(p, where, on, *way)]
-    prog = _fastest(
-        [replace(one, max_inflight_bytes=max_inflight_bytes, max_ops_per_group=max_ops_per_group) for one in made]
-    )
+    prog = _fastest([replace(one, max_inflight_bytes=room, max_ops_per_group=most) for one in made])
     return replace(prog, digest=_digest(prog))
 
 

@@ -51,6 +51,8 @@ def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, 
     mappings by local name (`name`, or `name[i]` for window i). Any numpy dtype. Raises PlanError for a missing rank or
     tensor, or an array whose shape is not the layout's local shape.
     """
+    if not isinstance(getattr(p, "plan", p), Plan):
+        raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) or schedule(plan) returns")
     prog, p = (None, p) if isinstance(p, Plan) else (p, p.plan)
     if not isinstance(shards, Mapping):
         raise PlanError(f"source arrays are {shards!r}; give a mapping from rank to array, or to arrays by name")

@@ -21,7 +21,7 @@ from typing import SupportsFloat
 from shardmath.errors import PlanError
 from shardmath.whole import whole
 
-__all__ = ["H100", "H200", "Topology"]
+__all__ = ["H100", "H200", "Topology", "checked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         count = whole(self.ranks_per_node, "ranks_per_node", PlanError)
-        if count < 1:
-            raise PlanError(f"ranks_per_node is {count}; a node has at least one rank")
+        if not 1 <= count <= MOST_RANKS:
+            raise PlanError(f"ranks_per_node is {count}; a node has at least one rank, and at most {MOST_RANKS}")
         object.__setattr__(self, "ranks_per_node", count)
         for name in ("intra_bytes_per_s", "inter_bytes_per_s", "latency_s"):
             object.__setattr__(self, name, _number(name, getattr(self, name), zero=name == "latency_s"))
@@ -60,11 +60,25 @@ class Topology:
         return {node: tuple(held) for node, held in out.items()}
 
 
+def checked(topology: object) -> Topology:
+    """The topology itself. Raises PlanError for anything else."""
+    if not isinstance(topology, Topology):
+        raise PlanError(f"topology={topology!r} is no Topology; give shardmath.Topology(ranks_per_node=8)")
+    return topology
+
+
+MOST_RANKS = 1 << 24
+"""Of a node; as many as a mesh may have."""
+
+
 def _number(name: str, value: object, *, zero: bool) -> float:
     """`value` as a float, so that 50e9 and 50_000_000_000 are one topology, and -0.0 is 0.0."""
     if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
         raise PlanError(f"{name} is {value!r}; give a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, OverflowError):
+        raise PlanError(f"{name} is {value!r}; give a finite number") from None
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
         raise PlanError(f"{name} is {value!r}; give a finite number {'>= 0' if zero else '> 0'}")
     return number + 0.0

@@ -147,3 +147,43 @@ def test_a_rule_that_fails_is_named() -> None:
 
     with pytest.raises(sm.PlacementError, match=r"split\(4, 2\) raised KeyError\('oops'\); it is to give 2 Runs"):
         sm.Layout((4,), sm.Mesh(tp=2), (Broken(),))
+
+
+A, B = sm.Layout((8,), sm.Mesh(tp=2), "(tp n)"), sm.Layout((8,), sm.Mesh(dp=2, ranks=(2, 3)), "n")
+
+
+def test_more_bytes_than_64_bits_count_are_refused() -> None:
+    src = sm.Layout((1 << 27, 1 << 27), sm.Mesh(tp=2), "(tp n) h")
+    dst = sm.Layout((1 << 27, 1 << 27), sm.Mesh(tp=4, dp=2, ranks=range(8, 16)), "n (tp h)")
+    with pytest.raises(sm.PlanError, match="plan fewer tensors"):
+        sm.plan({f"t{i}": src for i in range(300)}, {f"t{i}": dst for i in range(300)})
+
+
+def test_numpy_limits_are_integers() -> None:
+    p = sm.plan(A, B)
+    prog = sm.schedule(p, max_inflight_bytes=np.int64(1000), max_ops_per_group=np.int64(5))
+    assert prog.digest == sm.schedule(p, max_inflight_bytes=1000, max_ops_per_group=5).digest
+    sm.verify(prog)
+
+
+@pytest.mark.parametrize("wrong", [8, 0, "x", False])
+def test_what_is_no_topology(wrong: object) -> None:
+    for make in (lambda: sm.plan(A, B, topology=wrong), lambda: sm.schedule(sm.plan(A, B), topology=wrong)):
+        with pytest.raises(sm.PlanError, match="is no Topology"):
+            make()
+
+
+def test_the_empty_program_is_proved() -> None:
+    sm.verify(sm.schedule(sm.plan({}, {})))
+
+
+def test_what_is_no_rank_and_no_plan() -> None:
+    p = sm.plan(A, B)
+    for ask in (lambda: p.transfers(src="x"), lambda: p.transfers(dst=1.5), lambda: sm.schedule(p).for_rank("x")):
+        with pytest.raises(sm.PlanError, match="a rank"):
+            ask()
+    with pytest.raises(sm.PlanError, match="is not a Plan"):
+        sm.simulate(None, {})
+    for rates in ({"intra_bytes_per_s": 10**400}, {"ranks_per_node": 1 << 70}):
+        with pytest.raises(sm.PlanError):
+            sm.Topology(**rates)
