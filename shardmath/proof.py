@@ -107,7 +107,9 @@ def _check_sides(p: Plan, held: Sequence[_Held]) -> None:
     for side, word, ranks in ((0, "source", p.src_ranks), (1, "destination", p.dst_ranks)):
         meshes = {layout.mesh for alike in held for pair in alike for layout in pair[side]}
         known = tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
-        require(ranks == known, f"ranks {ranks!r} are not those of the {word}, {known}")
+        if ranks != known:
+            what = f"{len(ranks)} ranks {ranks[:8]} are not those of the {word}, {len(known)} ranks {known[:8]}"
+            raise PlanError(f"{what}; make the plan anew")
 
 
 def _check_group(batches: Sequence[Batch], held: _Held) -> None:

@@ -27,6 +27,8 @@ from shardmath.template import Template, template
 from shardmath.topology import Topology
 from tests.property.edits import (
     ANY,
+    FIVE,
+    ONE,
     PARTS,
     SPLIT,
     SUM,
@@ -375,8 +377,8 @@ TURNED = Mesh(a=3, ranks=(0, 2, 1))
         (SPLIT, "batches.0.names", to(("x",)), "tensor 'w' is in no batch, or not in the plan"),
         (PAIR, "batches.0.names", to(("u",)), "tensor 'v' is in no batch, or not in the plan"),
         (SPLIT, "batches", lambda x: 2 * x, "tensor 'w' moves twice between two windows"),
-        (SPLIT, "src_ranks", to((0, 1)), "ranks (0, 1) are not those of the source, (0, 1, 2)"),
-        (SPLIT, "dst_ranks", to((3, 4)), "ranks (3, 4) are not those of the destination, (3, 4, 5)"),
+        (SPLIT, "src_ranks", to((0, 1)), "2 ranks (0, 1) are not those of the source, 3 ranks (0, 1, 2)"),
+        (SPLIT, "dst_ranks", to((3, 4)), "2 ranks (3, 4) are not those of the destination, 3 ranks (3, 4, 5)"),
         (SPLIT, "batches.0.source", to(1), "tensor 'w' moves from window 1 of 1 to window 0 of 1"),
         (CUT, "batches.0.target", to(-1), "tensor 'w' moves from window 0 of 2 to window -1 of 2"),
         (CUT, "batches", lambda x: x[1:], "tensor 'w': nothing arrives in window 0"),
@@ -447,6 +449,14 @@ def test_elements_that_never_arrive_or_twice(
 ) -> None:
     once = f"tensor 'w': {message}; it is to be received exactly once"
     fails(lambda: verify(uncut(p, change(rows_of(p)))), PlanError, once)
+
+
+def test_every_dimension_counts(fails: Callable[..., None]) -> None:
+    """Rank 3 holds the first columns of the first rows, and is to receive those of the last rows for rank 5."""
+    p = plan({"w": lay(ONE, "n h")}, {"w": lay(FIVE, "(x n) (y h)")})
+    rows = [row._replace(receivers=(3,)) if row.receivers == (5,) else row for row in rows_of(p)]
+    message = "tensor 'w': rank 3 is to receive element (3, 0), which it does not hold at the destination"
+    fails(lambda: verify(uncut(p, rows)), PlanError, f"{message}; make the plan anew")
 
 
 def test_all_replicas_of_an_addend_receive_alike(fails: Callable[..., None]) -> None:
