@@ -21,7 +21,7 @@ import numpy as np
 from shardmath.flow import shares
 from shardmath.lines import Batch, Lines, Ranks, wire
 from shardmath.partition import Ints
-from shardmath.template import snap, unit_rows
+from shardmath.template import snap, unit_grains, unit_rows
 from shardmath.topology import Topology
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "sent_loads",
     "shared",
     "totals",
+    "uncut",
 ]
 
 
@@ -159,6 +160,20 @@ def grid(on: Lines, batches: tuple[Batch, ...]) -> Grid:
     first = np.cumsum([0, *(len(b.template.unit_size) for b in batches)])
     rows = np.concatenate([np.zeros(0, np.int64), *(unit_rows(b.template) for b in batches)])
     return Grid(on, batches, ends, ends[block] + on.at, item, rows[first[on.batch] + on.unit])
+
+
+def uncut(on: Lines, batches: tuple[Batch, ...]) -> Ints:
+    """Of each row of the lines, the bytes of its largest box, or row of one, that is never cut.
+
+    0 where that is not known, as the row is a stripe of a unit.
+    """
+    first = np.cumsum([0, *(len(b.template.unit_size) for b in batches)])
+    none = np.zeros(0, np.int64)
+    grain = np.concatenate([none, *(unit_grains(b.template) for b in batches)])
+    size = np.concatenate([none, *(b.template.unit_size for b in batches)])
+    unit = first[on.batch] + on.unit
+    out: Ints = np.where(on.hi - on.lo == size[unit], grain[unit], 0)
+    return out
 
 
 def row_at(on: Lines, block: int, at: int) -> int:

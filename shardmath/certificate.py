@@ -24,9 +24,9 @@ from shardmath.cost import Block, Certificate, bound, certificate
 from shardmath.cover import meeting
 from shardmath.errors import PlanError
 from shardmath.lines import lines
+from shardmath.loads import round_loads, seconds
 from shardmath.plan import Plan
 from shardmath.program import Program
-from shardmath.scheduling import round_loads, seconds
 
 __all__ = ["blocks", "certify"]
 
@@ -38,7 +38,7 @@ def certify(prog: Program) -> Certificate:
     """
     if not isinstance(prog, Program):
         raise PlanError(f"{prog!r} is not a Program; certify what schedule(plan) returns")
-    loads, _ = round_loads(prog)
+    loads = round_loads(prog)
     return certificate(bound(blocks(prog.plan), prog.ranks, prog.topology), seconds(prog.topology, loads))
 
 

@@ -33,10 +33,11 @@ import numpy as np
 from shardmath.balance import grid, row_at, totals
 from shardmath.errors import PlanError
 from shardmath.lines import Lines, wire
+from shardmath.loads import messages, pairs, round_loads
 from shardmath.partition import Bools, Ints
 from shardmath.program import Message, Program, Round, Step, Streams, streams
 from shardmath.proof import prove
-from shardmath.scheduling import MOST_SLOTS, round_loads
+from shardmath.scheduling import MOST_SLOTS
 from shardmath.template import legal
 
 __all__ = ["Walk", "prove_program", "walk"]
@@ -195,10 +196,10 @@ def _check_in_hand(prog: Program, line: int, inbox: _Inbox, of: Streams, begin: 
 
 
 def _check_limits(prog: Program) -> None:
-    loads, messages = round_loads(prog)
+    loads, counts = round_loads(prog), messages(pairs(prog), prog.turns, len(prog.ranks))
     for most, limit, word in (
         (int(loads.sum(axis=-1).max(initial=0)), prog.max_inflight_bytes, "bytes"),
-        (int(messages.max(initial=0)), prog.max_ops_per_group, "messages"),
+        (int(counts.max(initial=0)), prog.max_ops_per_group, "messages"),
     ):
         _require(most <= limit, prog, f"a rank has {most} {word} under way in a round, {limit} are allowed")
 

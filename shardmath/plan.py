@@ -45,7 +45,7 @@ from shardmath.template import Piece, Template, expand, template
 from shardmath.topology import Topology, checked
 from shardmath.whole import whole
 
-__all__ = ["Plan", "Side", "Transfer", "Windows", "local_name", "plan"]
+__all__ = ["Plan", "Side", "Transfer", "Windows", "local_name", "named", "plan"]
 
 Windows: TypeAlias = Layout | tuple[Layout, ...]
 """How a side holds one tensor: a layout, or several windows of one shape."""
@@ -161,8 +161,7 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None) -> Plan:
     """
     if topology is not None:
         checked(topology)
-    here, there = _named(src), _named(dst)
-    _check_names(here, there)
+    here, there = named(src, dst)
     names = sorted(here)
     source, target = _side(names, here), _side(names, there)
     groups = _groups(source, target)
@@ -180,13 +179,22 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None) -> Plan:
     return Plan(source, target, rules, batches, cut, name, tree, *ranks, topology)
 
 
-def _named(side: Side) -> Mapping[str, Windows]:
-    """A side by name."""
-    named: Mapping[str, Windows] = side if isinstance(side, Mapping) else {"": side}
-    for name in named if not set(map(type, named)) <= {str} else ():
+def named(src: Side, dst: Side) -> tuple[Mapping[str, Windows], Mapping[str, Windows]]:
+    """Both sides by name, "" for what has none. Raises PlanError where one alone is a mapping, or names differ."""
+    if isinstance(src, Mapping) != isinstance(dst, Mapping):
+        words = ("a mapping" if isinstance(side, Mapping) else f"{side!r}" for side in (src, dst))
+        raise PlanError("the source is {}, the destination {}; give two layouts, or two mappings".format(*words))
+    here, there = _by_name(src), _by_name(dst)
+    _check_names(here, there)
+    return here, there
+
+
+def _by_name(side: Side) -> Mapping[str, Windows]:
+    out: Mapping[str, Windows] = side if isinstance(side, Mapping) else {"": side}
+    for name in out if not set(map(type, out)) <= {str} else ():
         if not isinstance(name, str):
             raise PlanError(f"tensor name {name!r} is not text; name tensors by str")
-    return named
+    return out
 
 
 def _side(names: list[str], named: Mapping[str, Windows]) -> dict[str, tuple[Layout, ...]]:

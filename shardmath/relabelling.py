@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from shardmath.errors import PlanError
 from shardmath.layout import Layout, relabelled
 from shardmath.partition import Ints, Partition, partition, spans
-from shardmath.plan import Side, Windows
+from shardmath.plan import Side, Windows, named
 from shardmath.reduction import reduction
 
 __all__ = ["Relabelling", "overlap_table", "relabel"]
@@ -92,14 +92,13 @@ class Relabelling:
         """
         ranks = self.ranks
         if isinstance(dst, Mapping):
-            return {name: _renamed(held, ranks) for name, held in dst.items()}
-        return _renamed(dst, ranks)
+            return {name: _renamed(name, held, ranks) for name, held in dst.items()}
+        return _renamed("", dst, ranks)
 
 
-def _renamed(held: Windows, ranks: Mapping[int, int]) -> Windows:
-    if isinstance(held, tuple):
-        return tuple(relabelled(layout, ranks) for layout in _windows("", held))
-    return relabelled(_windows("", held)[0], ranks)
+def _renamed(name: str, held: Windows, ranks: Mapping[int, int]) -> Windows:
+    windows = tuple(relabelled(layout, ranks) for layout in _windows(name, held))
+    return windows if isinstance(held, tuple) else windows[0]
 
 
 def relabel(src: Side, dst: Side) -> Relabelling:
@@ -130,10 +129,7 @@ def _windows(name: str, held: object) -> tuple[Layout, ...]:
 
 def _pairs(src: Side, dst: Side) -> Counter[Pair]:
     """How many tensors have each pair of a source and a destination window."""
-    here, there = (side if isinstance(side, Mapping) else {"": side} for side in (src, dst))
-    if here.keys() != there.keys():
-        odd = sorted(map(str, here.keys() ^ there.keys()))
-        raise PlanError(f"only one side has {odd[:8]}; give both sides the same names")
+    here, there = named(src, dst)
     out: Counter[Pair] = Counter()
     total = 0
     for name, held in here.items():

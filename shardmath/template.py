@@ -48,6 +48,7 @@ __all__ = [
     "template",
     "unit_addends",
     "unit_boxes",
+    "unit_grains",
     "unit_rows",
 ]
 
@@ -204,20 +205,29 @@ Rows: TypeAlias = tuple[int, ...]
 
 def unit_rows(t: Template) -> Ints:
     """Of each unit: elements of a row of its one box, 0 where it stays whole, -1 where there are several boxes."""
-    rows = _one_box_rows(t)
+    boxes, _, row = _largest_box(t)
+    rows = np.where(boxes > 1, -1, row)
     return np.where((rows > 0) & (t.unit_size * t.src.itemsize <= SMALL), 0, rows)
 
 
+def unit_grains(t: Template) -> Ints:
+    """Of each unit, the bytes of its largest box that are never cut: all of a small one, a row of a large one."""
+    _, size, row = _largest_box(t)
+    return np.where(size * t.src.itemsize <= SMALL, size, row) * t.src.itemsize
+
+
 @functools.lru_cache(maxsize=4096)
-def _one_box_rows(t: Template) -> Ints:
+def _largest_box(t: Template) -> tuple[Ints, Ints, Ints]:
+    """Of each unit: how many boxes it has, the elements of the largest, and those of a row of it."""
     boxes = np.ones(len(t.unit_size), np.int64)
-    lead = np.ones(len(t.unit_size), np.int64)
+    lead, size = boxes.copy(), boxes.copy()
     for d, over in enumerate(t.overlays):
         pair = t.unit_pairs[:, d]
         boxes *= np.diff(over.first)[pair]
-        lead = np.where(lead == 1, over.pair_size[pair], lead)
-    out: Ints = np.where(boxes > 1, -1, t.unit_size // np.maximum(lead, 1))
-    return out
+        largest = np.maximum.reduceat(over.size, over.first[:-1]) if len(over.size) else over.size
+        lead = np.where(lead == 1, largest[pair], lead)
+        size *= largest[pair]
+    return boxes, size, size // np.maximum(lead, 1)
 
 
 class _Listed(NamedTuple):

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import SupportsFloat
@@ -29,7 +28,7 @@ class Topology:
     """Nodes of `ranks_per_node` ranks, rates in bytes per second, and seconds a message.
 
     The rates are those of the links; what software attains of them is somebody else's factor. Raises PlanError unless
-    all are finite and positive; `latency_s` may be 0.
+    all are from 1e-18 to 1e18; `latency_s` may be 0.
     """
 
     ranks_per_node: int = 8
@@ -54,6 +53,8 @@ class Topology:
 
     def nodes(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """The distinct ranks by node, both ascending; nodes without any are left out."""
+        if not isinstance(ranks, Iterable):
+            raise PlanError(f"{ranks!r} are no ranks; give integers")
         out: dict[int, list[int]] = {}
         for rank in sorted({whole(rank, "a rank", PlanError) for rank in ranks}):
             out.setdefault(self.node(rank), []).append(rank)
@@ -78,10 +79,15 @@ def _number(name: str, value: object, *, zero: bool) -> float:
     try:
         number = float(value)
     except (TypeError, OverflowError):
-        raise PlanError(f"{name} is {value!r}; give a finite number") from None
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        raise PlanError(f"{name} is {value!r}; give a finite number {'>= 0' if zero else '> 0'}")
+        raise PlanError(f"{name} is {value!r}; give a number up to {MOST}") from None
+    least = 0 if zero else LEAST
+    if not least <= number <= MOST:
+        raise PlanError(f"{name} is {value!r}; give a number from {least} to {MOST}")
     return number + 0.0
+
+
+LEAST, MOST = 1e-18, 1e18
+"""Bytes per second and seconds: times of any plan, and their ratios, are finite and not 0."""
 
 
 H100 = Topology()

@@ -26,6 +26,7 @@ from shardmath.balance import (
     sent,
     sent_loads,
     totals,
+    uncut,
 )
 from shardmath.lines import Batch, Lines, lines, wire
 from shardmath.runs import from_ranges
@@ -183,6 +184,21 @@ def test_lines_are_cut_at_the_last_place(p: Plan, small: int, data: st.DataObjec
             places = line_places(on, p.batches, line)
             for at in data.draw(st.lists(st.integers(0, int(totals(on)[line])), max_size=20)):
                 assert cutter.of_line(line, at) == last(places, at)
+
+
+@given(plans(), st.sampled_from([0, SMALL]))
+def test_what_no_cut_divides(p: Plan, small: int) -> None:
+    """Of each row of the lines: the longest way from one place where its content may be cut to the next."""
+    on = p.lines
+    with mock.patch("shardmath.template.SMALL", small):
+        found = uncut(on, p.batches).tolist()
+        for block in range(len(on.receivers)):
+            places = np.array([*content_places(on, p.batches, block), int(on.nbytes[block])])
+            for row in rows_of(on, block):
+                begin, end = int(on.at[row]), int(on.at[row]) + int(on.each[row])
+                longest = max(np.diff(places[(begin <= places) & (places <= end)]))
+                unit = p.batches[on.batch[row]].template.unit_size[on.unit[row]]
+                assert found[row] == (longest if on.hi[row] - on.lo[row] == unit else 0)
 
 
 @given(plans())

@@ -273,8 +273,14 @@ def test_what_cannot_be_relabelled(fails) -> None:
     fails(
         lambda: relabel({"a": src}, {"b": dst}),
         PlanError,
-        "only one side has ['a', 'b']; give both sides the same names",
+        "names differ: the source alone has ['a']; the destination alone has ['b']; give both sides the same names",
     )
+    fails(lambda: relabel({3: src}, {3: dst}), PlanError, "tensor name 3 is not text; name tensors by str")
+    what = f"the source is {src!r}, the destination a mapping; give two layouts, or two mappings"
+    fails(lambda: relabel(src, {"": dst}), PlanError, what)
+    fails(lambda: plan(src, {"": dst}), PlanError, what)
+    held = {"a": dst, "b": 3}
+    fails(lambda: relabel(src, dst).apply(held), PlanError, "tensor 'b' is 3; give a Layout or a tuple of Layouts")
     fails(lambda: relabel(src, ()), PlanError, "tensor '' is (); give a Layout or a tuple of Layouts")
     mixed = (src, 3)
     fails(lambda: relabel(mixed, dst), PlanError, f"tensor '' is {mixed!r}; give a Layout or a tuple of Layouts")

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, PlanError, Program, Topology, adjoint, certify, plan, schedule, simulate
-from shardmath.scheduling import leg_loads, round_loads, seconds
+from shardmath.loads import leg_loads, pairs, round_loads, seconds
+from shardmath.loads import messages as counts
 from tests.property.programs import (
     FANOUTS,
     PROGRAMS,
@@ -221,19 +222,18 @@ def test_a_program_keeps_its_limits(prog: Program) -> None:
 def test_limits_that_nothing_keeps(fails) -> None:
     src, far = Layout((8,), Mesh(), "n", dtype="float64"), Mesh(x=4, ranks=range(1, 5))
     p = plan(src, Layout((8,), far, "n", dtype="float64"))
-    said = "no round of this plan stays below"
     for nbytes in (1, 7):
         fails(
             lambda nbytes=nbytes: schedule(p, topology=nodes_of(1), max_inflight_bytes=nbytes, fanout="none"),
             PlanError,
-            f"max_inflight_bytes={nbytes}: {said} 8; pass 8 or more",
+            f"max_inflight_bytes={nbytes}: a row or small box of 8 bytes of tensor '' is not cut; pass 8 or more",
         )
     assert under_way(all_rounds(schedule(p, topology=nodes_of(1), max_inflight_bytes=8, fanout="none"))) == (8, 1)
     swap = plan(Layout((8,), Mesh(a=2), "(a n)"), Layout((8,), Mesh(a=2, ranks=(1, 0)), "(a n)"))
     fails(
         lambda: schedule(swap, max_ops_per_group=1),
         PlanError,
-        f"max_ops_per_group=1: {said} 2; pass 2 or more",
+        "max_ops_per_group=1: found no rounds of fewer than 2; pass 2 or more",
     )
     assert under_way(all_rounds(schedule(swap, max_ops_per_group=2))) == (32, 2)
 
@@ -251,6 +251,20 @@ def test_tiny_limits_on_large_tensors_do_not_take_for_ever(nbytes: int, columns:
     prog, times = limited(p, topology=nodes_of(4, 1e-5), max_inflight_bytes=nbytes)
     assert times < 4 and time.process_time() - begin < 20
     assert nbytes < columns or nbytes == 1 << 20 or prog.max_inflight_bytes < GIB
+
+
+def test_what_cannot_be_kept_is_refused_at_once(fails) -> None:
+    """Between 128 ranks: a row of 256 bytes, and pairs with more than so many slots divide."""
+    src, dst = Mesh(a=64), Mesh(x=64, ranks=range(64, 128))
+    p = plan(Layout((4096, 64), src, "(a n) h"), Layout((4096, 64), dst, "n (x h)"))
+    begin = time.process_time()
+    for nbytes in (1, 3):
+        what = f"max_inflight_bytes={nbytes}: a row or small box of 4 bytes of tensor '' is not cut; pass 4 or more"
+        fails(lambda nbytes=nbytes: schedule(p, max_inflight_bytes=nbytes), PlanError, what)
+    long = plan(Layout((1 << 20,), src, "n", dtype="int8"), Layout((1 << 20,), dst, "n", dtype="int8"))
+    what = "found no rounds of fewer than 32 bytes, with 4096 slots and 256 turns; pass 32 or more"
+    fails(lambda: schedule(long, max_inflight_bytes=1), PlanError, f"max_inflight_bytes=1: {what}")
+    assert time.process_time() - begin < 2
 
 
 def test_few_messages_among_many_ranks() -> None:
@@ -295,22 +309,23 @@ def brute_loads(prog: Program) -> tuple[dict[Any, list[int]], dict[Any, int]]:
 
 def loads_are_those_of_messages(prog: Program) -> None:
     """By phase, slot, turn, rank and link; and no round has more messages than is counted."""
-    exact, counted = round_loads(prog)
-    loads, pairs = brute_loads(prog)
+    exact, counted = round_loads(prog), counts(pairs(prog), prog.turns, len(prog.ranks))
+    loads, peers = brute_loads(prog)
     assert {tuple(at[:4]): exact[tuple(at[:4])].tolist() for at in np.argwhere(exact).tolist()} == {
         (*step, rank): links for (step, rank), links in loads.items()
     }
-    assert {tuple(at): counted[tuple(at)] for at in np.argwhere(counted).tolist()} == pairs
+    assert {tuple(at): counted[tuple(at)] for at in np.argwhere(counted).tolist()} == peers
 
 
 def legs_are_those_of_messages(prog: Program) -> None:
     """By phase, leg, rank and link."""
-    found = np.zeros_like(leg_loads(prog))
+    exact = leg_loads(prog, pairs(prog))
+    found = np.zeros_like(exact)
     n = prog.topology.ranks_per_node
     for rank, (phase, _, _), m in messages(all_rounds(prog), "send", "receive"):
         link = 2 * (rank // n != m.peer // n) + (m.direction == "receive")
         found[phase, m.leg - 1, prog.ranks.index(rank), link] += m.nbytes
-    assert (found == leg_loads(prog)).all()
+    assert (found == exact).all()
 
 
 def time_is_that_of_rounds(prog: Program) -> None:
@@ -320,8 +335,8 @@ def time_is_that_of_rounds(prog: Program) -> None:
     for (step, _), links in brute_loads(prog)[0].items():
         fullest[step] = max(fullest[step], *(x / rate for x, rate in zip(links, rates, strict=True)))
     total = sum(fullest.values()) + where.latency_s * len(fullest)
-    assert math.isclose(seconds(where, round_loads(prog)[0]), total, rel_tol=1e-9)
-    assert certify(prog).plan_s == seconds(where, round_loads(prog)[0])
+    assert math.isclose(seconds(where, round_loads(prog)), total, rel_tol=1e-9)
+    assert certify(prog).plan_s == seconds(where, round_loads(prog))
 
 
 LAWS = (loads_are_those_of_messages, legs_are_those_of_messages, time_is_that_of_rounds)
@@ -351,6 +366,6 @@ def test_seconds_by_hand() -> None:
 def test_one_round_by_hand() -> None:
     """Rank 0 sends 32 bytes to its own node and 64 to another, in one round."""
     prog = of((4,), (Mesh(), "n"), (Mesh(x=3, ranks=(1, 2, 3)), "n"), 2, "none")
-    exact, counted = round_loads(prog)
+    exact, counted = round_loads(prog), counts(pairs(prog), prog.turns, len(prog.ranks))
     assert exact.sum(axis=(0, 1, 2)).tolist() == [[32, 0, 64, 0], [0, 32, 0, 0], [0, 0, 0, 32], [0, 0, 0, 32]]
     assert counted.tolist() == [[3, 1, 1, 1]]

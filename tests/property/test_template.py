@@ -25,6 +25,7 @@ from shardmath.template import (
     template,
     unit_addends,
     unit_boxes,
+    unit_grains,
     unit_rows,
 )
 
@@ -314,6 +315,17 @@ def test_rows_of_units_of_one_box(pair: tuple[Layout, ...], small: int) -> None:
                 assert rows == -1
             else:
                 assert cuts == [*range(0, cuts[-1], rows or cuts[-1]), cuts[-1]]
+
+
+@given(testing.pairs(), st.sampled_from([0, 16, 64, SMALL]))
+def test_grains_are_what_no_cut_divides(pair: tuple[Layout, ...], small: int) -> None:
+    """Exactly, but where small boxes lie beside a large one, which may be larger than a row of it."""
+    t = of(*pair)
+    with mock.patch("shardmath.template.SMALL", small):
+        for unit, grain in enumerate(unit_grains(t).tolist()):
+            sizes = [int(np.prod(dims)) * t.src.itemsize for dims in unit_boxes(t, unit)[1]]
+            longest = t.src.itemsize * max(np.diff(legal_cuts(t, unit, small)))
+            assert grain == longest or (grain < longest and min(sizes) <= small < max(sizes))
 
 
 def test_small_boxes_of_a_large_unit_stay_whole() -> None:

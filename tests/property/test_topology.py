@@ -78,14 +78,16 @@ def test_a_network_may_be_faster_than_the_node() -> None:
         ({"ranks_per_node": 0}, "ranks_per_node is 0; a node has at least one rank, and at most 16777216"),
         ({"ranks_per_node": 2.0}, "ranks_per_node is 2.0; give an integer"),
         ({"ranks_per_node": True}, "ranks_per_node is True; give an integer"),
-        ({"intra_bytes_per_s": 0}, "intra_bytes_per_s is 0; give a finite number > 0"),
-        ({"inter_bytes_per_s": -1.0}, "inter_bytes_per_s is -1.0; give a finite number > 0"),
-        ({"inter_bytes_per_s": float("inf")}, "inter_bytes_per_s is inf; give a finite number > 0"),
+        ({"intra_bytes_per_s": 0}, "intra_bytes_per_s is 0; give a number from 1e-18 to 1e+18"),
+        ({"inter_bytes_per_s": -1.0}, "inter_bytes_per_s is -1.0; give a number from 1e-18 to 1e+18"),
+        ({"inter_bytes_per_s": float("inf")}, "inter_bytes_per_s is inf; give a number from 1e-18 to 1e+18"),
+        ({"inter_bytes_per_s": 5e-324}, "inter_bytes_per_s is 5e-324; give a number from 1e-18 to 1e+18"),
+        ({"latency_s": 10**400}, f"latency_s is {10**400}; give a number up to 1e+18"),
         ({"inter_bytes_per_s": "50e9"}, "inter_bytes_per_s is '50e9'; give a number"),
         ({"inter_bytes_per_s": None}, "inter_bytes_per_s is None; give a number"),
         ({"intra_bytes_per_s": True}, "intra_bytes_per_s is True; give a number"),
-        ({"latency_s": float("nan")}, "latency_s is nan; give a finite number >= 0"),
-        ({"latency_s": -1e-9}, "latency_s is -1e-09; give a finite number >= 0"),
+        ({"latency_s": float("nan")}, "latency_s is nan; give a number from 0 to 1e+18"),
+        ({"latency_s": -1e-9}, "latency_s is -1e-09; give a number from 0 to 1e+18"),
     ],
 )
 def test_what_is_no_topology(fails, given_as: dict[str, object], message: str) -> None:
@@ -95,6 +97,7 @@ def test_what_is_no_topology(fails, given_as: dict[str, object], message: str) -
 def test_what_is_no_rank(fails) -> None:
     fails(lambda: H100.node(-1), PlanError, "rank -1 is negative; number ranks from 0")
     fails(lambda: H100.node(1.5), PlanError, "a rank is 1.5; give an integer")
+    fails(lambda: H100.nodes(None), PlanError, "None are no ranks; give integers")
     fails(lambda: H100.nodes([3, -2]), PlanError, "rank -2 is negative; number ranks from 0")
 
 
