@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 from shardmath.flow import shares
 from shardmath.lines import Batch, Lines, Ranks, wire
 from shardmath.partition import Ints
-from shardmath.template import snap, unit_grains, unit_rows
+from shardmath.template import Template, snap, unit_grains, unit_rows
 from shardmath.topology import Topology
 
 __all__ = [
@@ -157,9 +157,18 @@ def grid(on: Lines, batches: tuple[Batch, ...]) -> Grid:
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(on.nbytes)))
     block = np.repeat(np.arange(len(on.nbytes)), np.diff(on.row_first))
     item = np.array([b.template.src.itemsize for b in batches], np.int64)[on.batch]
-    first = np.cumsum([0, *(len(b.template.unit_size) for b in batches)])
-    rows = np.concatenate([np.zeros(0, np.int64), *(unit_rows(b.template) for b in batches)])
-    return Grid(on, batches, ends, ends[block] + on.at, item, rows[first[on.batch] + on.unit])
+    (rows,) = _of_units(on, batches, unit_rows)
+    return Grid(on, batches, ends, ends[block] + on.at, item, rows)
+
+
+def _of_units(on: Lines, batches: tuple[Batch, ...], *of: Callable[[Template], Ints]) -> Iterator[Ints]:
+    """What each function says of the unit of each row of the lines."""
+    templates = list(dict.fromkeys(b.template for b in batches))
+    ends = itertools.accumulate((len(t.unit_size) for t in templates), initial=0)
+    first = dict(zip(templates, ends, strict=False))
+    unit = np.array([first[b.template] for b in batches], np.int64)[on.batch] + on.unit
+    for column in of:
+        yield np.concatenate([np.zeros(0, np.int64), *map(column, templates)])[unit]
 
 
 def uncut(on: Lines, batches: tuple[Batch, ...]) -> Ints:
@@ -167,13 +176,8 @@ def uncut(on: Lines, batches: tuple[Batch, ...]) -> Ints:
 
     0 where that is not known, as the row is a stripe of a unit.
     """
-    first = np.cumsum([0, *(len(b.template.unit_size) for b in batches)])
-    none = np.zeros(0, np.int64)
-    grain = np.concatenate([none, *(unit_grains(b.template) for b in batches)])
-    size = np.concatenate([none, *(b.template.unit_size for b in batches)])
-    unit = first[on.batch] + on.unit
-    out: Ints = np.where(on.hi - on.lo == size[unit], grain[unit], 0)
-    return out
+    size, grain = _of_units(on, batches, lambda t: t.unit_size, unit_grains)
+    return np.where(on.hi - on.lo == size, grain, 0)
 
 
 def row_at(on: Lines, block: int, at: int) -> int:
@@ -242,11 +246,12 @@ def _place(on: Lines, held: Ranks, block: int, rank: int) -> int:
     return at - sum(_among(asking, other) for other in held[: bisect.bisect_left(held, rank)])
 
 
-def _asked_by(on: Lines, rank: int) -> Iterator[tuple[int, int]]:
+@functools.lru_cache(maxsize=64)
+def _asked_by(on: Lines, rank: int) -> tuple[tuple[int, int], ...]:
     """(line, block) of all blocks that the rank is a receiver of."""
-    mine = [i for i in np.unique(on.receivers).tolist() if _among(on.sets[i], rank)]
-    blocks = np.flatnonzero(np.isin(on.receivers, mine))
-    return zip((np.searchsorted(on.first, blocks, "right") - 1).tolist(), blocks.tolist(), strict=True)
+    among = np.array([_among(ranks, rank) for ranks in on.sets], bool)
+    blocks = among[on.receivers].nonzero()[0]
+    return tuple(zip((on.first.searchsorted(blocks, "right") - 1).tolist(), blocks.tolist(), strict=True))
 
 
 def _senders(on: Lines, line: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:

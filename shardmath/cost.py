@@ -38,7 +38,7 @@ import numpy as np
 
 from shardmath.errors import PlanError
 from shardmath.flow import levels
-from shardmath.overlay import ranges
+from shardmath.overlay import begins, ranges
 from shardmath.partition import Bools, Ints
 from shardmath.topology import Topology
 from shardmath.whole import whole
@@ -288,7 +288,7 @@ def _forced(table: _Table, label: Ints, key: Ints, nbytes: Ints, count: int) -> 
     keys, groups = len(table.group), int(table.group[-1]) + 1
     code, amount = _summed(label * keys + key, nbytes)
     place = code // keys * groups + table.group[code % keys]
-    first = np.flatnonzero(np.diff(place, prepend=-1))
+    first = begins(place)
     out = np.zeros(count, np.int64)
     if len(first):
         np.add.at(out, place[first] // groups, np.maximum.reduceat(amount, first))

@@ -348,6 +348,7 @@ class Dimension:
     size: int
     fields: tuple[Field, ...]
     stored: Runs | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         total = sum(f.size for f in self.fields)
@@ -364,6 +365,13 @@ class Dimension:
             )
         if self.stored == identity(self.size):
             object.__setattr__(self, "stored", None)
+        object.__setattr__(self, "_hash", hash((self.size, self.fields, self.stored)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Dimension, (self.size, self.fields, self.stored)
 
     @property
     def stored_size(self) -> int:
@@ -410,8 +418,9 @@ def _axes(stage: Stage) -> dict[str, int]:
 
 def _field_cells(f: Field) -> list[Runs]:
     """The Runs at every coordinate of the field's axes; a stage is divided once for each length that reaches it."""
-    held = [identity(f.size)]
-    for stage in f.stages:
+    first, *rest = f.stages or ((),)
+    held = [stage_runs(first, f.size, coords) for coords in _points(_axes(first))]
+    for stage in rest:
         points = list(_points(_axes(stage)))
         parts = {n: [stage_runs(stage, n, coords) for coords in points] for n in {len(runs) for runs in held}}
         held = [compose(part, runs) for runs in held for part in parts[len(runs)]]

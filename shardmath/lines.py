@@ -22,7 +22,7 @@ import numpy as np
 
 from shardmath.errors import PlanError
 from shardmath.mesh import Mesh
-from shardmath.overlay import ranges
+from shardmath.overlay import begins, ranges
 from shardmath.partition import Bools, Ints
 from shardmath.template import Members, Template, snap, unit_addends
 from shardmath.topology import Topology
@@ -138,11 +138,11 @@ def _asked(batches: Sequence[Batch], sets: _Sets) -> Iterable[_Asked]:
         if t.reduction.chosen:
             yield from (_one_each(b, batches[b], sets) for b in members)
             continue
-        here = np.stack([sets.named(batches[b].src, t.holders) for b in members])[:, t.unit_class]
-        there = np.stack([sets.named(batches[b].dst, t.receivers) for b in members])[:, t.unit_cell]
-        of = np.repeat(np.array(members, np.int64), len(t.unit_size))
-        unit, order, size = (np.tile(x, len(members)) for x in (np.arange(len(t.unit_size)), t.unit_order, t.unit_size))
-        yield of, unit, order, np.zeros_like(size), size, here.ravel(), there.ravel()
+        here = np.concatenate([sets.named(batches[b].src, t.holders)[t.unit_class] for b in members])
+        there = np.concatenate([sets.named(batches[b].dst, t.receivers)[t.unit_cell] for b in members])
+        of = np.array(members, np.int64).repeat(len(t.unit_size))
+        unit = np.arange(len(of)) % len(t.unit_size)
+        yield of, unit, t.unit_order[unit], np.zeros_like(of), t.unit_size[unit], here, there
 
 
 def _one_each(b: int, batch: Batch, sets: _Sets) -> _Asked:
@@ -208,9 +208,9 @@ def _sorted(batches: Sequence[Batch], sets: tuple[Ranks, ...], near: Ints, asked
     block = (line * (int(addend.max(initial=0)) + 1) + addend) * len(sets) + receivers
     by = np.lexsort((lo, batch * (int(order.max(initial=0)) + 1) + order, block))
     batch, unit, lo, hi, block = (x[by] for x in (batch, unit, lo, hi, block))
-    begins = np.flatnonzero(np.diff(block, prepend=-1))
-    receivers, addend, line = (x[by[begins]] for x in (receivers, addend, line))
-    row_first = np.append(begins, len(by))
+    of_block = begins(block)
+    receivers, addend, line = (x[by[of_block]] for x in (receivers, addend, line))
+    row_first = np.append(of_block, len(by))
     _check_total(batches, sets, batch, hi - lo, block % len(sets))
     each = (hi - lo) * np.array([b.template.src.itemsize for b in batches], np.int64)[batch]
     ends = _ends(each * np.array([len(b.names) for b in batches], np.int64)[batch])
@@ -219,9 +219,9 @@ def _sorted(batches: Sequence[Batch], sets: tuple[Ranks, ...], near: Ints, asked
     keys, first = np.unique(line, return_index=True)
     count = _counts(sets, line // 2, receivers)
     block_ends = _ends(nbytes * count)
-    start = block_ends[:-1] - np.repeat(block_ends[first], np.diff(np.append(first, len(begins))))
+    start = block_ends[:-1] - np.repeat(block_ends[first], np.diff(np.append(first, len(of_block))))
     none = np.zeros(0, np.int64)
-    bounds = np.append(first, len(begins))
+    bounds = np.append(first, len(of_block))
     return Lines(
         sets, keys // 2, keys % 2 > 0, bounds, none, none, receivers, addend, count, nbytes, start, row_first,
         batch, unit, lo, hi, at, each,

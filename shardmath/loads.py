@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shardmath.overlay import begins
 from shardmath.partition import Bools, Ints
 from shardmath.program import Program, Streams, slices, streams
 from shardmath.topology import Topology
@@ -72,7 +73,7 @@ def _far(prog: Program, sender: Ints, receiver: Ints) -> Bools:
 def _summed(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
     """Each code once, ascending, and its bytes in all."""
     order = np.argsort(code, kind="stable")
-    first = np.flatnonzero(np.diff(code[order], prepend=-1))
+    first = begins(code[order])
     return code[order[first]], np.add.reduceat(nbytes[order], first) if len(first) else nbytes
 
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardmath.digit import Dimension
-from shardmath.partition import Ints, Partition, partition, spans
+from shardmath.partition import Bools, Ints, Partition, partition, spans
 
-__all__ = ["Overlay", "Parts", "overlaid", "overlay", "ranges"]
+__all__ = ["Overlay", "Parts", "begins", "distinct", "overlaid", "overlay", "ranges"]
 
 Parts = tuple[tuple[int, ...], ...]
 """Sets of parts, by number."""
@@ -33,8 +33,29 @@ Parts = tuple[tuple[int, ...], ...]
 def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
     """All integers of the ranges one after the other, and which range each is of."""
     counts = np.maximum(stops - starts, 0)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts - starts, counts), owner
+    owner = np.arange(len(counts)).repeat(counts)
+    return np.arange(len(owner)) - (counts.cumsum() - counts - starts)[owner], owner
+
+
+def begins(sorted_: Ints) -> Ints:
+    """Where each run of equal numbers begins."""
+    return _new(sorted_).nonzero()[0]
+
+
+def _new(sorted_: Ints) -> Bools:
+    """Of each number whether it is unlike the one before."""
+    new = np.ones(len(sorted_), bool)
+    np.not_equal(sorted_[1:], sorted_[:-1], out=new[1:])
+    return new
+
+
+def distinct(numbers: Ints) -> tuple[Ints, Ints]:
+    """The distinct numbers, ascending, and which of them each is: `numpy.unique`, quicker where there are few."""
+    order = numbers.argsort(kind="stable")
+    new = _new(numbers[order])
+    which = np.empty_like(order)
+    which[order] = new.cumsum() - 1
+    return numbers[order[new]], which
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +91,7 @@ def overlay(source: Partition, target: Partition) -> Overlay:
     """What of each source key each destination goal has."""
     keys, start, stop, key, here = _atoms(source)
     goals, begin, end, goal, there = _atoms(target)
-    a, b = ranges(np.searchsorted(stop, begin, "right"), np.searchsorted(start, end, "left"))
+    a, b = ranges(stop.searchsorted(begin, "right"), start.searchsorted(end, "left"))
     left = np.maximum(start[a], begin[b])
     size = np.minimum(stop[a], end[b]) - left
     src = here[a] + (left - start[a])[:, None]
@@ -78,7 +99,7 @@ def overlay(source: Partition, target: Partition) -> Overlay:
     pair = key[a] * (len(goals) + 1) + goal[b]
     order = np.lexsort((dst[:, 0], pair))
     pair, left, size, src, dst = pair[order], left[order], size[order], src[order], dst[order]
-    first = np.flatnonzero(np.diff(pair, prepend=-1))
+    first = begins(pair)
     pair_key, pair_goal = np.divmod(pair[first], len(goals) + 1)
     sizes = np.add.reduceat(size, first) if len(first) else size
     rows = np.append(first, len(pair))
@@ -98,7 +119,7 @@ def _atoms(held: Partition) -> tuple[Parts, Ints, Ints, Ints, Ints]:
 
 def _group_atoms(cuts: Ints, atom: Ints, part: Ints, local: Ints) -> tuple[Parts, Ints, Ints, Ints, Ints]:
     """Number the sets of parts that hold each atom; `atom` is sorted, and `part` within it."""
-    first = np.flatnonzero(np.diff(atom, prepend=-1))
+    first = begins(atom)
     count = np.diff(np.append(first, len(atom)))
     held = [tuple(x.tolist()) for x in np.split(part, first[1:])]
     number = {parts: k for k, parts in enumerate(dict.fromkeys(held))}

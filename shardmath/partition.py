@@ -46,9 +46,9 @@ class Partition:
 @functools.lru_cache(maxsize=4096)
 def partition(dimension: Dimension) -> Partition:
     """The parts of one dimension of a layout."""
-    held = cells(dimension)
-    number = {runs: i for i, runs in enumerate(dict.fromkeys(held))}
-    return Partition(tuple(dimension.axes), tuple(number), np.array([number[runs] for runs in held], np.int64))
+    number: dict[Runs, int] = {}
+    cell = [number.setdefault(runs, len(number)) for runs in cells(dimension)]
+    return Partition(tuple(dimension.axes), tuple(number), np.array(cell, np.int64))
 
 
 def overlapping(dimension: Dimension) -> bool:

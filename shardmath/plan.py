@@ -172,7 +172,8 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None) -> Plan:
     for group in groups:
         if group.rule is not NOTHING:
             rules |= dict.fromkeys(group.names, group.rule)
-    key = tuple((group.key, names_digest(group.names)) for group in groups)
+    every = names_digest(list(itertools.chain.from_iterable(group.names for group in groups)))
+    key = every, [(len(group.names), group.key) for group in groups]
     tree = isinstance(src, Mapping)
     name = digest((tree, key) if topology is None else (tree, key, topology))
     ranks = _ranks(group.src for group in groups), _ranks(group.dst for group in groups)

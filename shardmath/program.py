@@ -29,7 +29,7 @@ from shardmath.collectives import Collective, recognise
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.lines import Lines, Ranks, wire
-from shardmath.overlay import ranges
+from shardmath.overlay import begins, ranges
 from shardmath.partition import Ints
 from shardmath.plan import Plan, Transfer, spelled
 from shardmath.topology import Topology
@@ -286,7 +286,7 @@ def streams(legs: Legs, line: int) -> Streams:
 def _within(group: Ints, size: Ints) -> Ints:
     """Where each item begins among those of its group, groups standing together."""
     ends = np.cumsum(size) - size
-    first = np.flatnonzero(np.diff(group, prepend=-1))
+    first = begins(group)
     return ends - np.repeat(ends[first], np.diff(np.append(first, len(group))))
 
 

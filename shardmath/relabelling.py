@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from shardmath.errors import PlanError
 from shardmath.layout import Layout, relabelled
+from shardmath.overlay import ranges
 from shardmath.partition import Ints, Partition, partition, spans
 from shardmath.plan import Side, Windows, named
 from shardmath.reduction import reduction
@@ -225,21 +226,14 @@ def overlap_table(source: Partition, target: Partition) -> Ints:
     start, stop, _, p = spans(source.parts)
     begin, end, _, q = spans(target.parts)
     cuts = np.unique(np.concatenate((start, stop, begin, end)))
-    atom, span = _ranges(np.searchsorted(cuts, start), np.searchsorted(cuts, stop))
+    atom, span = ranges(np.searchsorted(cuts, start), np.searchsorted(cuts, stop))
     order = np.argsort(atom, kind="stable")
     atom, part = atom[order], p[span[order]]
-    other, its = _ranges(np.searchsorted(cuts, begin), np.searchsorted(cuts, end))
-    at, of = _ranges(np.searchsorted(atom, other, "left"), np.searchsorted(atom, other, "right"))
+    other, its = ranges(np.searchsorted(cuts, begin), np.searchsorted(cuts, end))
+    at, of = ranges(np.searchsorted(atom, other, "left"), np.searchsorted(atom, other, "right"))
     out = np.zeros((len(source.parts), len(target.parts)), np.int64)
     np.add.at(out, (part[at], q[its[of]]), np.diff(cuts)[atom[at]])
     return out
-
-
-def _ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
-    """All integers of the ranges one after the other, and which range each is of."""
-    counts = stops - starts
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts - starts, counts), owner
 
 
 def _allowed(pairs: Iterable[Pair], ranks: Ints) -> Bools | None:

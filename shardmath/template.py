@@ -30,8 +30,8 @@ import numpy as np
 
 from shardmath.box import row_size
 from shardmath.layout import Layout
-from shardmath.mesh import Mesh
-from shardmath.overlay import Overlay, Parts, overlaid, overlay, ranges
+from shardmath.mesh import Mesh, strides
+from shardmath.overlay import Overlay, Parts, distinct, overlaid, overlay, ranges
 from shardmath.partition import Ints, Partition
 from shardmath.reduction import Reduction
 from shardmath.runs import Runs, identity
@@ -107,14 +107,12 @@ def _template(src: Layout, dst: Layout, rule: Reduction) -> Template:
     hidden = (overlay(a, b) for a, b in hidden_pairs(src, rule))
     overlays = (*hidden, *map(overlaid, src.dims, dst.dims))
     keys, goals, size, pairs = _units(overlays)
-    classes, unit_class = np.unique(keys, return_inverse=True)
-    cells, unit_cell = np.unique(goals, return_inverse=True)
+    classes, unit_class = distinct(keys)
+    cells, unit_cell = distinct(goals)
     holders = _members(_dividing(overlays, source=True), True, src.mesh, classes.tobytes())
     receivers = _members(_dividing(overlays, source=False), False, dst.mesh, cells.tobytes())
     order = _order(overlays, size, pairs)
-    return Template(
-        src, dst, rule, overlays, size, pairs, order, unit_class.ravel(), holders, unit_cell.ravel(), receivers
-    )
+    return Template(src, dst, rule, overlays, size, pairs, order, unit_class, holders, unit_cell, receivers)
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
@@ -136,14 +134,13 @@ def _units(overlays: Sequence[Overlay]) -> tuple[Ints, Ints, Ints, Ints]:
     """Code of the keys, code of the goals, elements and pair of each dimension, by unit."""
     keys = goals = np.zeros(1, np.int64)
     size = np.ones(1, np.int64)
-    columns: list[Ints] = []
     for over in overlays:
-        count = len(over.pair_key)
         keys = (keys[:, None] * len(over.keys) + over.pair_key).ravel()
         goals = (goals[:, None] * len(over.goals) + over.pair_goal).ravel()
-        columns = [np.repeat(x, count) for x in columns] + [np.tile(np.arange(count), len(size))]
         size = (size[:, None] * over.pair_size).ravel()
-    return keys, goals, size, np.stack(columns, axis=1) if columns else np.zeros((1, 0), np.int64)
+    counts = [len(over.pair_key) for over in overlays]
+    pairs = np.arange(len(size))[:, None] // np.array(strides(counts), np.int64) % np.array(counts, np.int64)
+    return keys, goals, size, pairs
 
 
 def _dividing(overlays: Sequence[Overlay], *, source: bool) -> tuple[Overlay, ...]:
@@ -160,11 +157,13 @@ def _members(overlays: tuple[Overlay, ...], source: bool, mesh: Mesh, wanted: by
     code = np.zeros(mesh.size, np.int64)
     for over in overlays:
         held, sets = (over.source, over.keys) if source else (over.target, over.goals)
-        part, number = _part_sets(sets)
         own = held.by_rank(mesh)[position]
-        row, owner = ranges(np.searchsorted(part, own, "left"), np.searchsorted(part, own, "right"))
-        position, code = position[owner], code[owner] * len(sets) + number[row]
-    at = np.searchsorted(codes, code)
+        if max(map(len, sets), default=1) > 1:
+            part, number = _part_sets(sets)
+            row, owner = ranges(part.searchsorted(own, "left"), part.searchsorted(own, "right"))
+            position, code, own = position[owner], code[owner], number[row]
+        code = code * len(sets) + own
+    at = codes.searchsorted(code)
     used = at < len(codes)
     used[used] = codes[at[used]] == code[used]
     order = np.lexsort((position[used], at[used]))
@@ -180,8 +179,6 @@ def _alike(first: bytes, position: bytes) -> Members:
 
 def _part_sets(sets: Parts) -> tuple[Ints, Ints]:
     """(part, set) of all sets that a part is in, sorted."""
-    if all(len(parts) == 1 for parts in sets):
-        return np.arange(len(sets)), np.arange(len(sets))
     pairs = sorted((p, k) for k, parts in enumerate(sets) for p in parts)
     part, number = np.array(pairs, np.int64).reshape(-1, 2).T
     return part, number
@@ -221,13 +218,19 @@ def _largest_box(t: Template) -> tuple[Ints, Ints, Ints]:
     """Of each unit: how many boxes it has, the elements of the largest, and those of a row of it."""
     boxes = np.ones(len(t.unit_size), np.int64)
     lead, size = boxes.copy(), boxes.copy()
-    for d, over in enumerate(t.overlays):
-        pair = t.unit_pairs[:, d]
-        boxes *= np.diff(over.first)[pair]
-        largest = np.maximum.reduceat(over.size, over.first[:-1]) if len(over.size) else over.size
-        lead = np.where(lead == 1, largest[pair], lead)
-        size *= largest[pair]
+    for over, pair in zip(t.overlays, t.unit_pairs.T, strict=True):
+        count, largest = (column[pair] for column in _rows_of_pairs(over))
+        boxes *= count
+        lead = np.where(lead == 1, largest, lead)
+        size *= largest
     return boxes, size, size // np.maximum(lead, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows_of_pairs(over: Overlay) -> tuple[Ints, Ints]:
+    """Of each pair: how many rows it has, and the size of the largest."""
+    count = over.first[1:] - over.first[:-1]
+    return count, np.maximum.reduceat(over.size, over.first[:-1]) if len(count) else count
 
 
 class _Listed(NamedTuple):
