@@ -1,8 +1,9 @@
 """Mutation tests of the core: mutmut's mutants, each shown to the tests that have to notice it.
 
-    python tools/mutate.py run [FILE ...]   mutate shardmath/FILE.py (all of only_mutate); goes on where it stopped
-    python tools/mutate.py results          score by file, and the survivors
-    python tools/mutate.py show NAME        one of them
+    python tools/mutate.py run [1/N] [FILE ...]   mutate shardmath/FILE.py (all of only_mutate), or one in N of its
+                                                  mutants, always the same; goes on where it stopped
+    python tools/mutate.py results                score by file, and the survivors
+    python tools/mutate.py show NAME              one of them
 
 A mutant runs in a process of its own, forked before any test ran, since values are interned and cached: first the tests
 of its own file, then, if it survives, all of `pytest_add_cli_args_test_selection`. Left alone: string literals, what an
@@ -19,12 +20,14 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 MUTANTS = Path("mutants")
 RESULTS = MUTANTS / "results.jsonl"
-SECONDS = 60
+SECONDS = {"own": 60, "all": 600}
+"""After which a mutant is killed that still runs: what takes for ever is noticed."""
 PROCESSES = 2
 FIRST = {
     "partition": ("digit", "overlay"),
@@ -36,6 +39,17 @@ FIRST = {
     "overlay": ("overlay", "plan"),
     "plan": ("plan", "adjoint"),
     "cover": ("cover", "plan"),
+    "certificate": ("certify",),
+    "cost": ("cost", "certify"),
+    "fanout": ("schedule", "program"),
+    "lines": ("lines", "plan"),
+    "loads": ("schedule", "certify"),
+    "network": ("flow",),
+    "program": ("program", "schedule"),
+    "proof": ("proof", "verify"),
+    "relabelling": ("relabel",),
+    "scheduling": ("schedule", "certify"),
+    "template": ("template", "plan"),
 }
 """The tests that a file's mutants meet first; those of the same name where nothing is said."""
 
@@ -91,8 +105,8 @@ def mutants(file: str) -> Iterator[str]:
             yield f"shardmath.{file}.{name}"
 
 
-def run(files: list[str]) -> None:
-    """Run all mutants that have no result yet."""
+def run(files: list[str], one_in: int) -> None:
+    """Run all mutants that have no result yet, or one in so many of them."""
     generate()
     _preload()
     _, status = os.waitpid(_started("none", _all_tests()), 0)
@@ -100,7 +114,7 @@ def run(files: list[str]) -> None:
         sys.exit(
             "the tests fail without a mutant; see HYPOTHESIS_PROFILE=mutate .venv/bin/python -m pytest tests/property"
         )
-    names = [name for file in files for name in mutants(file)]
+    names = [name for file in files for name in mutants(file) if zlib.crc32(name.encode()) % one_in == 0]
     known = results()
     first = [name for name in names if name not in known]
     survivors = _rounds(first, _own_tests)
@@ -153,8 +167,8 @@ def _rounds(names: Iterable[str], tests: Callable[[str], list[str]]) -> set[str]
                 file.write(json.dumps([name, result]) + "\n")
             print(f"\r{len(waiting)} left, {len(survivors)} alive ", end="", flush=True)
             continue
-        for child, (_, began) in running.items():
-            if time.monotonic() - began > SECONDS:
+        for child, (name, began) in running.items():
+            if time.monotonic() - began > SECONDS["all" if tests(name) == _all_tests() else "own"]:
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.01)
     print()
@@ -200,7 +214,8 @@ def main(argv: list[str]) -> None:
 
     match argv:
         case ["run", *files]:
-            run(files or [Path(path).stem for path in config().only_mutate])
+            one_in = int(files.pop(0)[2:]) if files and files[0].startswith("1/") else 1
+            run(files or [Path(path).stem for path in config().only_mutate], one_in)
         case ["results"]:
             report()
         case ["show", name]:
