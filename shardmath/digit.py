@@ -401,7 +401,7 @@ def cells(dimension: Dimension) -> tuple[Runs, ...]:
     """The Runs at every coordinate of the dimension's axes, row-major in `dimension.axes`."""
     if len(dimension.fields) == 1:
         stored = dimension.stored
-        held = _field_cells(dimension.fields[0])
+        held = _field_cells(dimension.fields[0].size, dimension.fields[0].stages)
         return tuple(held if stored is None else (compose(runs, stored) for runs in held))
     axes = dimension.axes
     return tuple(dimension.runs(coords) for coords in _points(axes))
@@ -416,10 +416,10 @@ def _axes(stage: Stage) -> dict[str, int]:
     return {name: n for digit in stage for name, n in zip(digit.axes, digit.sizes, strict=True)}
 
 
-def _field_cells(f: Field) -> list[Runs]:
-    """The Runs at every coordinate of the field's axes; a stage is divided once for each length that reaches it."""
-    first, *rest = f.stages or ((),)
-    held = [stage_runs(first, f.size, coords) for coords in _points(_axes(first))]
+def _field_cells(size: int, stages: tuple[Stage, ...]) -> list[Runs]:
+    """The Runs at every coordinate of the stages' axes; a stage is divided once for each length that reaches it."""
+    first, *rest = stages or ((),)
+    held = [stage_runs(first, size, coords) for coords in _points(_axes(first))]
     for stage in rest:
         points = list(_points(_axes(stage)))
         parts = {n: [stage_runs(stage, n, coords) for coords in points] for n in {len(runs) for runs in held}}
@@ -456,4 +456,4 @@ def _part_sizes(digit: Digit, size: int) -> set[int]:
 
 def lengths_at(f: Field, stage: int) -> set[int]:
     """The lengths of what ranks hold when the given stage of the field begins."""
-    return {len(runs) for runs in _field_cells(Field(f.size, f.stages[:stage]))}
+    return {len(runs) for runs in _field_cells(f.size, f.stages[:stage])}

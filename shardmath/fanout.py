@@ -1,8 +1,9 @@
 """Fan-out: who passes on what, so that few bytes cross between nodes and no holder sends all copies.
 
 1. By node: each byte enters a node once, at one replica of it, a stripe each, and is spread there.
-2. Relays: where what holders send binds, nodes of the destination pass a share on to other nodes. That share is shed
-   from the lines of the ranks above the target only, and evenly over their blocks.
+2. Relays: where what holders send is the bottleneck, nodes of the destination pass a share on to other nodes. The
+   target is a load that no rank can go below; only lines whose holders would send more shed copies, as many as bring
+   their holders down to it, evenly over the line's blocks.
 3. All is decided by integers that every rank finds alike; the first leg's lines are cut by `flow`.
 """
 

@@ -521,5 +521,5 @@ def sliced(layout: Layout, box: Box) -> Layout:
 
 
 def _windowed(dim: Dimension, lo: int, hi: int, origin: int, size: int) -> Dimension:
-    kept = restrict(dim.stored or identity(dim.size), lo, hi)
+    kept = restrict(identity(dim.size) if dim.stored is None else dim.stored, lo, hi)
     return Dimension(size, dim.fields, Runs(((a, g - origin, n) for a, g, n in kept.segments), len(kept)))

@@ -65,12 +65,20 @@ class Message(NamedTuple):
     pieces: tuple[Transfer, ...]
     leg: int
 
+    def __str__(self) -> str:
+        way = {"send": "to", "receive": "from", "keep": "of"}[self.direction]
+        return f"{self.direction} {self.nbytes} B {way} rank {self.peer} in {len(self.pieces)} pieces, leg {self.leg}"
+
 
 class Round(NamedTuple):
     """One rank's messages of one step: posted together, done before the next."""
 
     step: Step
     messages: tuple[Message, ...]
+
+    def __str__(self) -> str:
+        phase, slot, turn = self.step
+        return "\n  ".join((f"phase {phase}, slot {slot}, turn {turn}", *map(str, self.messages)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -68,7 +68,7 @@ class Relabelling:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Old -> new rank, what `layout.relabelled` and `Mesh.relabel` take."""
+        """Old -> new rank, what `shardmath.layout.relabelled` and `Mesh.relabel` take."""
         return dict(self.pairs)
 
     @property
@@ -286,7 +286,7 @@ def _solver() -> Callable[..., tuple[Ints, Ints]]:
         return cast(Callable[..., tuple[Ints, Ints]], importlib.import_module("scipy.optimize").linear_sum_assignment)
     except ModuleNotFoundError:
         raise PlanError(
-            "relabel solves a linear assignment with scipy, which is not installed; pip install scipy"
+            "relabel solves a linear assignment with scipy, which is not installed; pip install 'shardmath[relabel]'"
         ) from None
 
 

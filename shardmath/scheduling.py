@@ -18,7 +18,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
@@ -56,6 +55,10 @@ MOST_SLOTS = 1 << 12
 
 MOST_SLICES = 1 << 24
 """Slots times streams: of more streams there are fewer slots, but never fewer than those to choose from."""
+
+GROWTH = 3
+"""More slots than so many times the best so far are not tried: what a slot has of a stream is whole rows, one fewer of
+them at last when there are twice as many slots."""
 
 MOST_ROUNDS = 1 << 24
 """Rounds of all ranks together, so that tables of them fit in memory."""
@@ -167,15 +170,21 @@ def _sized(way: _Way, slots: int) -> tuple[float, Program]:
     room, most = prog.max_inflight_bytes, _most_slots(prog)
     _check_bytes(way._replace(prog=prog), most)
     slots = min(max(-(-int(way.loads.sum(axis=(1, 3)).max(initial=0)) // room), slots), most)
-    before = math.inf
-    while True:
+    best: tuple[int, Program] | None = None
+    while best is None or slots <= GROWTH * best[1].slots:
         sized = replace(prog, slots=slots)
         time, under_way = _measured(sized)
         if under_way <= room:
             return time, sized
-        if slots == most or under_way >= before:
-            return _turned(sized)
-        before, slots = under_way, min(slots * under_way * 33 // (32 * room) + 1, most)
+        if slots == most:
+            break
+        grown = slots * under_way * 33 // (32 * room)
+        if best is None or under_way < best[0]:
+            best = under_way, sized
+        else:
+            grown = max(grown, slots * 3 // 2)
+        slots = min(grown + 1, most)
+    return _turned(sized if best is None else best[1])
 
 
 def _measured(prog: Program) -> tuple[float, int]:
@@ -191,7 +200,8 @@ def _turns(way: _Way) -> int:
         count = int(messages(way.pairs, turns, ranks).max(initial=0))
         if count <= limit:
             return turns
-    raise PlanError(f"max_ops_per_group={limit}: found no rounds of fewer than {count}; pass {count} or more")
+    what = f"found no rounds in which no rank has more than {count - 1} messages"
+    raise PlanError(f"max_ops_per_group={limit}: {what}; pass {count} or more")
 
 
 def _more_turns(prog: Program) -> list[int]:
@@ -214,7 +224,7 @@ def _check_bytes(way: _Way, slots: int) -> None:
     pair, rank = way.pairs.nbytes.max(initial=0), way.loads.sum(axis=(1, 3)).max(initial=0)
     least = max(-(-int(pair) // slots), -(-int(rank) // rounds))
     if least > way.prog.max_inflight_bytes:
-        what = f"found no rounds of fewer than {least} bytes, with {slots} slots and {turns} turns"
+        what = f"{slots} slots and {turns} turns leave {least} bytes under way at some rank in some round"
         raise PlanError(f"max_inflight_bytes={way.prog.max_inflight_bytes}: {what}; pass {least} or more")
 
 
@@ -223,6 +233,7 @@ def _turned(prog: Program) -> tuple[float, Program]:
     options, room = [replace(prog, turns=turns) for turns in _more_turns(prog)], prog.max_inflight_bytes
     _, least = _measured(options[-1])
     if least > room:
-        raise PlanError(f"max_inflight_bytes={room}: found no rounds of fewer than {least}; pass {least} or more")
+        what = f"found no rounds in which no rank has {least} bytes under way, both ways together"
+        raise PlanError(f"max_inflight_bytes={room}: {what}; pass {least} or more")
     at = bisect.bisect_left(options, True, hi=len(options) - 1, key=lambda one: _measured(one)[1] <= room)
     return _measured(options[at])[0], options[at]

@@ -1,4 +1,4 @@
-"""Simulate: what a plan means, all ranks in one process, in numpy.
+"""Simulate: what a plan or a program means, all ranks in one process, in numpy.
 
 The oracle that every backend is compared with: obviously right and kept slow. Destination arrays start as zeros
 (holes stay so), their own cells at `Plan.fill`; pieces enter in order of addend; an average is divided at the end.
@@ -42,6 +42,10 @@ FOLD: dict[str, Callable[[Array, Array], Array]] = {
     "max": np.maximum,
     "min": np.minimum,
 }
+
+
+NUMBERS = "biufcV"
+"""Kinds of numpy's dtypes; "V" are those of ml_dtypes."""
 
 
 def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, dict[str, Array]]:
@@ -116,7 +120,12 @@ def _named(p: Plan, shards: Shards, rank: int) -> dict[str, Array]:
 def _checked(given: Mapping[str, Array], key: str, rank: int, layout: Layout) -> Array:
     if key not in given:
         raise PlanError(f"rank {rank} gives no source array {key!r}; it gives {', '.join(map(repr, given)) or 'none'}")
-    array = np.asarray(given[key])
+    try:
+        array = np.asarray(given[key])
+    except ValueError as error:
+        raise PlanError(f"rank {rank}: source array {key!r} is none: {error}; pass a numpy array") from None
+    if array.dtype.kind not in NUMBERS:
+        raise PlanError(f"rank {rank}: source array {key!r} has dtype {array.dtype}; pass numbers")
     if array.shape != layout.local_shape(rank):
         raise PlanError(
             f"rank {rank}: source array {key!r} has shape {array.shape}, {layout} has "

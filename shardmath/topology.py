@@ -74,11 +74,12 @@ MOST_RANKS = 1 << 24
 
 def _number(name: str, value: object, *, zero: bool) -> float:
     """`value` as a float, so that 50e9 and 50_000_000_000 are one topology, and -0.0 is 0.0."""
-    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
+    kind = type(value).__name__
+    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat) or kind.startswith(("bool", "complex")):
         raise PlanError(f"{name} is {value!r}; give a number")
     try:
         number = float(value)
-    except (TypeError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         raise PlanError(f"{name} is {value!r}; give a number up to {MOST}") from None
     least = 0 if zero else LEAST
     if not least <= number <= MOST:

@@ -1,4 +1,4 @@
-"""Verify: proofs that a plan, or a list of transfers, does what two layouts ask for.
+"""Verify: proofs that a plan, a program of it, or a list of transfers, does what two layouts ask for.
 
 A plan is proved by its tables (`proof`), which are what its transfers expand from. Transfers from elsewhere are
 proved one by one:
@@ -73,6 +73,8 @@ def _check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
     flip = flip_of(forward) if p.forward else None
     tensors = {name: _Tensor(forward, name) for name in forward.src}
     boxes: _Boxes = {}
+    if not isinstance(transfers, Iterable):
+        raise PlanError(f"transfers={transfers!r} are none; give an iterable of shardmath.Transfer")
     for t in transfers:
         _check_type(t)
         if t.tensor not in tensors:
@@ -90,12 +92,18 @@ def _check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
 
 
 def _check_type(t: object) -> None:
-    whole = isinstance(t, Transfer) and all(
-        isinstance(s, slice) and isinstance(s.start, int) and isinstance(s.stop, int)
-        for s in (*t.src_slices, *t.dst_slices, *t.global_slices)
+    """Raise PlanError unless it is a Transfer of names, and of tuples of slices between integers."""
+    if isinstance(t, Transfer):
+        named = all(isinstance(name, str) for name in (t.tensor, t.op, t.src_tensor, t.dst_tensor))
+        if named and all(map(_is_box, (t.src_slices, t.dst_slices, t.global_slices))):
+            return
+    raise PlanError(f"{t!r} is not a Transfer whose slices have integer starts and stops; give shardmath.Transfer")
+
+
+def _is_box(slices: object) -> bool:
+    return isinstance(slices, tuple) and all(
+        isinstance(s, slice) and isinstance(s.start, int) and isinstance(s.stop, int) for s in slices
     )
-    if not whole:
-        raise PlanError(f"{t!r} is not a Transfer whose slices have integer starts and stops; give shardmath.Transfer")
 
 
 def _check_rules(p: Plan) -> None:

@@ -65,7 +65,11 @@ def covering(placement: Placement, n: int, count: int) -> None:
 def hashable(placement: Placement, n: int, count: int) -> None:
     """Equal placements are equal and hash alike after pickling, and split alike every time."""
     check_protocol(placement)
-    again = pickle.loads(pickle.dumps(placement))
+    try:
+        again = pickle.loads(pickle.dumps(placement))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        again = None
+        _require(False, placement, n, count, f"it cannot be pickled: {error}; define its class in a module")
     same = again == placement and hash(again) == hash(placement)
     _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
     alike = again.split(n, count) == placement.split(n, count)

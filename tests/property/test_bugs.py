@@ -1,11 +1,14 @@
 """Bugs once found, one test each, with what they did."""
 
+import time
 from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pytest
 
 import shardmath as sm
+from shardmath.layout import sliced, window
 from shardmath.runs import from_ranges
 
 
@@ -187,3 +190,31 @@ def test_what_is_no_rank_and_no_plan() -> None:
     for rates in ({"intra_bytes_per_s": 10**400}, {"ranks_per_node": 1 << 70}):
         with pytest.raises(sm.PlanError):
             sm.Topology(**rates)
+
+
+def test_a_window_of_what_stores_nothing() -> None:
+    """Empty Runs are Runs, not the identity."""
+    nothing = sm.Layout((2,), sm.Mesh(), {}, stored={0: sm.Runs([], 0)})
+    assert window(nothing, ((0, 1),)).local_shape(0) == sliced(nothing, ((0, 1),)).local_shape(0) == (0,)
+
+
+def test_many_stages_cost_as_many() -> None:
+    """Every stage asked anew for the lengths at all stages before it."""
+    begin = time.process_time()
+    axes = [f"a{i}" for i in range(40)]
+    layout = sm.Layout((4,), sm.Mesh(dict.fromkeys(axes, 1)), {a: sm.Packed(0, (2, 2)) for a in axes})
+    assert layout.local_shape(0) == (4,) and time.process_time() - begin < 2
+
+
+@pytest.mark.parametrize("wrong", [np.array("abc"), np.bool_(True), np.complex128(1 + 2j), Decimal("sNaN")])
+def test_what_is_no_number_of_a_topology(wrong: object) -> None:
+    with pytest.raises(sm.PlanError, match="latency_s is"):
+        sm.Topology(latency_s=wrong)
+
+
+@pytest.mark.parametrize("nbytes", [8192, 12288, 13312, 15360, 20480, 22528, 1 << 20])
+def test_limits_between_multiples_of_a_row(nbytes: int) -> None:
+    """17 rows of 8 KiB: slots of 2 rows do not get smaller until there are 17 of them."""
+    src, dst = (sm.Layout((17, 1024), sm.Mesh(ranks=[r]), "n h", dtype="float64") for r in (0, 1))
+    prog = sm.schedule(sm.plan(src, dst), max_inflight_bytes=nbytes)
+    assert max(m.nbytes for one in prog.for_rank(0) for m in one.messages) <= nbytes

@@ -34,7 +34,7 @@ def test_source_windows_hold_different_elements(layout: Layout, data: st.DataObj
         with pytest.raises(PlanError) as caught:
             check_disjoint("w", windows)
         at = tuple(min(x) for x in both)
-        fix = "use layout.window to keep them apart"
+        fix = "use shardmath.layout.window to keep them apart"
         assert str(caught.value) == f"tensor 'w': source windows 0 and 1 both hold element {at}; {fix}"
     else:
         check_disjoint("w", windows)
@@ -54,7 +54,7 @@ def test_all_pairs_of_windows_are_compared(fails) -> None:
     fails(
         lambda: plan({"w": (a, b, c)}, {"w": WHOLE}),
         PlanError,
-        "tensor 'w': source windows 1 and 2 both hold element (3, 1); use layout.window to keep them apart",
+        "tensor 'w': source windows 1 and 2 both hold element (3, 1); use shardmath.layout.window to keep them apart",
     )
     check_disjoint("w", (a, b))
 

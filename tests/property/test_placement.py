@@ -158,6 +158,15 @@ def test_a_users_placement_keeps_the_laws(n: int, parts: int) -> None:
     testing.check_placement(Snake(3), n, parts)
 
 
+def test_a_placement_that_other_processes_cannot_find() -> None:
+    @dataclass(frozen=True)
+    class Here(Snake):
+        pass
+
+    with pytest.raises(AssertionError, match=r"Here\(dim=0\)\.split\(4, 2\): it cannot be pickled: .* in a module"):
+        testing.check_placement(Here(0), 4, 2)
+
+
 def test_a_users_placement_gets_everything() -> None:
     mesh = Mesh(dp=2, tp=3)
     layout = Layout((8, 4), mesh, {"tp": Snake(0), "dp": Shard(0)})

@@ -244,7 +244,8 @@ def test_disjoint_sides_keep_their_names_without_scipy(monkeypatch: pytest.Monke
 
 def test_scipy_is_named_where_it_is_missing(fails, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    message = "relabel solves a linear assignment with scipy, which is not installed; pip install scipy"
+    fix = "pip install 'shardmath[relabel]'"
+    message = f"relabel solves a linear assignment with scipy, which is not installed; {fix}"
     fails(lambda: relabel(*case()), PlanError, message)
 
 

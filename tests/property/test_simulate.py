@@ -115,6 +115,14 @@ GIVEN = {r: np.zeros(2) for r in range(3)}
             lambda: simulate(plan(SRC, DST), {**GIVEN, 2: np.zeros(2, np.int8)}),
             "tensor '' has several dtypes: float64 on rank 1, int8 on rank 2; pass one",
         ),
+        (
+            lambda: simulate(plan(SRC, DST), {**GIVEN, 2: ["a", "b"]}),
+            "rank 2: source array '' has dtype <U1; pass numbers",
+        ),
+        (
+            lambda: simulate(plan(SRC, DST), {**GIVEN, 2: np.array([1, 2], object)}),
+            "rank 2: source array '' has dtype object; pass numbers",
+        ),
     ],
 )
 def test_errors(make, message: str, fails) -> None:

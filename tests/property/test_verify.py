@@ -325,8 +325,14 @@ def test_what_is_no_transfer(fails) -> None:
         good._replace(dst_slices=(slice(0, None), slice(0, 3))),
         good._replace(global_slices=(slice(0, 2), (0, 3))),
         good._replace(src_slices=(slice(0, 2), slice(0.0, 3))),
+        good._replace(src_slices=None),
+        good._replace(dst_slices=5),
+        good._replace(tensor=[]),
+        good._replace(dst_tensor=None),
     ):
         fails(lambda bad=bad: verify(TREE, transfers=[bad]), PlanError, f"{bad!r} {fix}")
+    none = "transfers=5 are none; give an iterable of shardmath.Transfer"
+    fails(lambda: verify(TREE, transfers=5), PlanError, none)
 
 
 def test_what_is_no_plan(fails) -> None:

@@ -17,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 from typing import NamedTuple
@@ -139,3 +140,14 @@ def test_paths_exist() -> None:
     assert listed
     for path in links + listed:
         assert (ROOT / path).exists(), path
+
+
+def test_files_of_the_core_are_listed_in_import_order() -> None:
+    """The table of files has every file of the core, and import-linter's layers read from the bottom up."""
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    listed = re.findall(r"^\| `shardmath/(\w+)(?:\.py)?` \|", README.read_text(), re.M)
+    there = {
+        path.stem for path in (ROOT / "shardmath").iterdir() if path.name[0] not in "_." and path.name != "py.typed"
+    }
+    assert set(listed) == there
+    assert listed == [name for name in (layer.strip("()") for layer in reversed(layers)) if name in there]
