@@ -499,7 +499,8 @@ def test_source_windows_hold_different_elements(fails: Callable[..., None]) -> N
         SPLIT, src={"w": (half, half)}, batches=batches, lines=balanced(lines(batches), batches)
     )
     assert not right(twice, list(twice.transfers()))
-    message = "tensor 'w': source windows 0 and 1 both hold element (0, 0); use shardmath.layout.window to keep them apart"
+    fix = "use shardmath.layout.window to keep them apart"
+    message = f"tensor 'w': source windows 0 and 1 both hold element (0, 0); {fix}"
     fails(lambda: verify(twice), PlanError, message)
 
 
