@@ -6,15 +6,31 @@ import os
 import socket
 import stat
 from contextlib import suppress
-from typing import TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardmath.errors import ExchangeError
 
-__all__ = ["Group", "Store", "backend_of", "group_of", "my_rank", "next_key", "ranks_of", "serves", "store_of"]
+__all__ = [
+    "Group",
+    "Spec",
+    "Store",
+    "backend_of",
+    "group_of",
+    "local_of",
+    "my_rank",
+    "next_key",
+    "ranks_of",
+    "serves",
+    "spec_of",
+    "store_of",
+]
 
 Group: TypeAlias = dist.ProcessGroup
 
@@ -87,3 +103,31 @@ def next_key(group: Group, rank: int) -> str:
     """A name for this rank's next collective object on the group: the same on all ranks that make as many."""
     store = store_of(group)
     return str(store.add(f"shardmath/made/{rank}", 1)) if store is not None else "0"
+
+
+class Spec(NamedTuple):
+    """What a DTensor says of itself: placements, and what may be meant by them.
+
+    `order` are the mesh dimensions that divide, first to last, where that is not left to right; `readings` otherwise.
+    """
+
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...] | None
+    readings: tuple[Literal["placement", "order"], ...]
+
+
+def spec_of(tensor: DTensor) -> Spec:
+    """The DTensor's placements and how they may be read (torch 2.13: DTensorSpec.shard_order)."""
+    spec = tensor._spec
+    placements = tuple(spec.placements)
+    if any(isinstance(p, _StridedShard) for p in placements):
+        split = getattr(spec, "use_strided_shard_as_shard_order", True) is False
+        return Spec(placements, None, ("placement",) if split else ("placement", "order"))
+    order = [i for entry in getattr(spec, "shard_order", None) or () for i in entry.mesh_dims]
+    per_dim = sorted(order, key=lambda i: (placements[i].dim, i))  # type: ignore[attr-defined]
+    return Spec(placements, tuple(order) if order != per_dim else None, ("placement", "order"))
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """The local tensor, not part of the DTensor's graph."""
+    return tensor._local_tensor

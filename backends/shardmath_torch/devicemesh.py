@@ -1,0 +1,52 @@
+"""DeviceMesh and Mesh: the same axes over the same ranks, with process groups and without.
+
+1. A DeviceMesh without names has the axes `dim0`, `dim1`, ...
+2. Making a DeviceMesh, or a group, is for all ranks of the default group to do together; what was made here is kept,
+   and made once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardmath.errors import MeshError
+from shardmath.mesh import Mesh
+
+__all__ = ["device_mesh_of", "group_for", "mesh_of"]
+
+
+@functools.lru_cache(maxsize=256)
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """The axes and ranks of a DeviceMesh."""
+    ranks = device_mesh.mesh
+    names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(ranks.ndim))
+    return Mesh(dict(zip(names, ranks.shape, strict=True)), ranks=ranks.flatten().tolist())
+
+
+@functools.cache
+def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """A DeviceMesh of these axes and ranks. Collective over the default group, on first use."""
+    if not dist.is_initialized():
+        raise MeshError(f"{mesh} has no process groups; call torch.distributed.init_process_group first")
+    outside = sorted(set(mesh.ranks) - set(range(dist.get_world_size())))
+    if outside:
+        what = f"{mesh} has ranks {outside[:8]}, the default group has ranks 0..{dist.get_world_size() - 1}"
+        raise MeshError(f"{what}; use ranks of the group")
+    return DeviceMesh(device_type, torch.from_numpy(mesh.array()), mesh_dim_names=tuple(mesh.shape))
+
+
+@functools.cache
+def group_for(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """A group of exactly these ranks, ascending: None, the default one, where they are all.
+
+    Collective over the default group, on first use: torch names groups by how many a rank has seen, so that ranks which
+    make one without the others may wait for ever (`use_local_synchronization`, torch 2.13).
+    """
+    if len(ranks) == dist.get_world_size():
+        return None
+    found = dist.new_group(list(ranks))
+    return found if isinstance(found, dist.ProcessGroup) else None

@@ -1,0 +1,197 @@
+"""Redistribute: a DTensor, or a local tensor with its Layout, to any other layout on any mesh; differentiable.
+
+1. What a DTensor has is asked of it (`from_dtensor`), not of its placements alone; what comes out is a DTensor where
+   placements can say it, and else this rank's local tensor.
+2. Meshes may be the same, overlap or be disjoint. All ranks of either mesh call, and again for the gradient.
+3. The gradient goes from the layout that it arrives in to that of the input, where a Partial input has a Replicate
+   gradient, as in torch. With `grad="partial"` it is the dual layout: a Replicate input has a Partial gradient, which
+   saves reducing it here.
+4. A gradient of another dtype than the input is moved as it is, and cast where it arrives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+
+from shardmath.errors import LayoutError, ShardError
+from shardmath.layout import Layout, equivalent, repartialed
+from shardmath.layout import cast as _of_dtype
+from shardmath.plan import plan
+from shardmath_torch import compat
+from shardmath_torch.compile import Mover, compile
+from shardmath_torch.devicemesh import group_for, mesh_of
+from shardmath_torch.dtensor import Reading, layout_among, layout_like, local_of, placements_of, to_dtensor
+from shardmath_torch.dtypes import dtype_of
+
+__all__ = ["Target", "redistribute"]
+
+Target: TypeAlias = Layout | Sequence[Placement]
+
+
+def redistribute(
+    tensor: Tensor,
+    target: Target,
+    *,
+    layout: Layout | None = None,
+    device_mesh: DeviceMesh | None = None,
+    reading: Reading | None = None,
+    grad: Literal["replicate", "partial"] = "replicate",
+) -> Tensor:
+    """The same tensor under the target: a Layout, or DTensor placements on `device_mesh` (default: the tensor's own).
+
+    `layout` says what a plain local tensor is part of; of a DTensor it is found out, where `reading` may help. Returns
+    a DTensor if placements of DTensor can stand for the target, otherwise the local tensor.
+
+    Collective over the ranks of both meshes; the first time among ranks that are not all, over the default group, since
+    a process group is made. Raises LayoutError where shapes, dtypes or readings do not fit, and what `plan` and
+    `compile` raise.
+    """
+    if grad not in ("replicate", "partial"):
+        raise LayoutError(f"grad={grad!r} is unknown; use 'replicate' or 'partial'")
+    own = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    if isinstance(target, Layout):
+        mesh = device_mesh or (own if own is not None and mesh_of(own) == target.mesh else None)
+        src, dst = _source(tensor, layout, reading, target.mesh.ranks), target
+        face = _Face(mesh, _placements(dst))
+    else:
+        mesh = _given(device_mesh or own)
+        src = _source(tensor, layout, reading, mesh_of(mesh).ranks)
+        dst, face = _read(src, mesh, target, reading), _Face(mesh, tuple(target))
+    if (dst.shape, dst.dtype) != (src.shape, src.dtype):
+        here, there = (f"{x.dtype}{list(x.shape)}" for x in (src, dst))
+        raise LayoutError(f"the tensor is {here}, the target {there}; a move changes neither shape nor dtype")
+    route = _Route(src, dst, _face(tensor), face, grad)
+    moved: Tensor = _Moved.apply(tensor, route)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def _given(mesh: DeviceMesh | None) -> DeviceMesh:
+    if mesh is None:
+        raise LayoutError("placements are on a mesh; pass device_mesh= with them, or a Layout as the target")
+    return mesh
+
+
+def _source(tensor: Tensor, layout: Layout | None, reading: Reading | None, ranks: Iterable[int]) -> Layout:
+    if isinstance(tensor, DTensor):
+        if layout is not None:
+            raise LayoutError("layout= is for plain tensors, a DTensor has its own; leave it out, or pass to_local()")
+        return layout_among(tensor, ranks, reading=reading)
+    if layout is None:
+        raise LayoutError("a plain tensor is part of what? pass layout=, or a DTensor")
+    return layout
+
+
+def _read(src: Layout, mesh: DeviceMesh, target: Sequence[Placement], reading: Reading | None) -> Layout:
+    """The layout that the target's placements stand for."""
+    found = layout_like(src.shape, mesh, target, src.dtype)
+    if reading is not None:
+        found = {name: one for name, one in found.items() if name == reading}
+    layouts = [one for one in found.values() if isinstance(one, Layout)]
+    if not layouts:
+        raise next((e for e in found.values() if isinstance(e, ShardError)), LayoutError(f"reading={reading!r}"))
+    if not all(equivalent(layouts[0], one) for one in layouts[1:]):
+        shown = " and ".join(one.text for one in layouts)
+        raise LayoutError(f"{tuple(target)} has two readings at {src.shape}, {shown}; pass reading=, or a Layout")
+    return layouts[0]
+
+
+class _Face(NamedTuple):
+    """How a tensor shows itself: as a DTensor of these placements on a mesh, or as a local tensor where there are none.
+
+    Without a mesh one is made of the layout's.
+    """
+
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...] | None
+
+
+class _Route(NamedTuple):
+    src: Layout
+    dst: Layout
+    source: _Face
+    target: _Face
+    grad: str
+
+
+def _face(tensor: Tensor) -> _Face:
+    return _Face(tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else _Face(None, None)
+
+
+def _placements(layout: Layout) -> tuple[Placement, ...] | None:
+    try:
+        return placements_of(layout)
+    except ShardError:
+        return None
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, route: _Route) -> Tensor:
+        ctx.route, ctx.device = route, tensor.device
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        return _shown(_moved(local, route.src, route.dst), route.dst, route.target)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        route: _Route = ctx.route
+        if isinstance(gradient, DTensor):
+            here, local = layout_among(gradient, route.src.mesh.ranks), local_of(gradient)
+        else:
+            here, local = _of_dtype(repartialed(route.dst, ()), _name(gradient.dtype)), gradient
+        there = _dual(route.src, route.grad)
+        moved = _moved(local, here, _of_dtype(there, here.dtype)).to(dtype_of(route.src.dtype))
+        return _shown(moved, there, route.source._replace(placements=_dual_placements(route.source, there))), None
+
+
+def _shown(local: Tensor, layout: Layout, face: _Face) -> Tensor:
+    if face.placements is None:
+        return local
+    return to_dtensor(local, layout, device_mesh=face.mesh, placements=face.placements)
+
+
+def _dual(layout: Layout, grad: str) -> Layout:
+    """The layout of the gradient of a tensor of this layout."""
+    return repartialed(layout, layout.free_axes if grad == "partial" else ())
+
+
+def _dual_placements(face: _Face, dual: Layout) -> tuple[Placement, ...] | None:
+    """The input's placements, but that its Partial ones are Replicate, and Replicate ones what they are in the dual."""
+    if face.placements is None:
+        return None
+    waiting = {name for name, _ in dual.partial}
+    whole = (Partial() if name in waiting else Replicate() for name in dual.mesh.shape)
+    return tuple(
+        p if isinstance(p, Shard | _StridedShard) else other for p, other in zip(face.placements, whole, strict=True)
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _moved(local: Tensor, src: Layout, dst: Layout) -> Tensor:
+    """What this rank holds under `dst` of a tensor of which it holds `local` under `src`."""
+    rank = compat.my_rank()
+    here, there = rank in src.mesh, rank in dst.mesh
+    out = torch.empty(dst.local_shape(rank) if there else (0,), dtype=dtype_of(dst.dtype), device=local.device)
+    if there and dst.holes(rank):
+        out.zero_()
+    movers = _movers(tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks})))
+    if here or there:
+        movers(src, dst)(local if here else None, out=out if there else None)
+    return out
+
+
+@functools.cache
+def _movers(ranks: tuple[int, ...]) -> Callable[[Layout, Layout], Mover]:
+    """The latest compiled moves among these ranks, which all of them make in one order: so all forget the same ones."""
+    group = group_for(ranks)
+    return functools.lru_cache(maxsize=64)(lambda src, dst: compile(plan(src, dst), group=group))

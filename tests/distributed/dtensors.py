@@ -1,0 +1,269 @@
+"""What workers do with DTensors. Imported by workers, so no pytest here.
+
+Placements are written `S0` for Shard(0), `SS0,2` for _StridedShard(0, split_factor=2), `R`, and `Psum`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath_torch.dtensor import local_of
+
+_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+
+
+def device_mesh(ranks: Any, shape: tuple[int, ...], names: tuple[str, ...] = ()) -> DeviceMesh:
+    """A DeviceMesh, made once; all workers ask for it at the same time."""
+    key = tuple(ranks), shape, names
+    if key not in _meshes:
+        array = torch.tensor(list(ranks)).reshape(shape)
+        _meshes[key] = DeviceMesh("cpu", array, mesh_dim_names=names or None)
+    return _meshes[key]
+
+
+PLACEMENTS = {
+    "S": Shard,
+    "SS": lambda d, f: _StridedShard(d, split_factor=f),
+    "R": Replicate,
+    "P": Partial,
+}
+
+
+def words(text: str, of: dict[str, Any]) -> Iterator[Any]:
+    """`S0 SS0,2 R Psum` as placements, by kind."""
+    for word in text.split():
+        kind = "SS" if word.startswith("SS") else word[0]
+        yield of[kind](*(int(x) if x.isdigit() else x for x in word[len(kind) :].split(",") if x))
+
+
+def placements_of(text: str) -> tuple[Placement, ...]:
+    """DTensor's placements."""
+    return tuple(words(text, PLACEMENTS))
+
+
+def whole(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The element numbers."""
+    return torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+
+
+def part(layout: sm.Layout, rank: int, full: torch.Tensor) -> torch.Tensor:
+    """What the rank holds of the whole tensor, addends apart: the first has all."""
+    if rank not in layout.mesh:
+        return torch.empty(0, dtype=full.dtype)
+    out = full
+    for d, index in enumerate(layout.indices(rank)):
+        out = out.index_select(d, torch.from_numpy(index.clip(0)))
+    coords = layout.mesh.coords(rank)
+    return out.clone() if all(coords[name] == 0 for name, _ in layout.partial) else torch.zeros_like(out)
+
+
+def layouts_of_fsdp2(rank: int, shape: tuple[int, ...], rows: int, columns: int, dim: int) -> Any:
+    """ColwiseParallel or RowwiseParallel, then fully_shard: what is read, and what is really there."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = device_mesh(range(8), shape, ("dp", "tp") if len(shape) == 2 else ("hsdp", "dp", "tp"))
+    style = ColwiseParallel() if dim == 0 else RowwiseParallel()
+    module = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=True))
+    with torch.no_grad():
+        module[0].weight.copy_(whole((rows, columns)))
+    parallelize_module(module, mesh["tp"], {"0": style})
+    fully_shard(module, mesh=mesh["dp"] if len(shape) == 2 else mesh["hsdp", "dp"])
+    weight = module[0].weight
+    layout = smt.from_dtensor(weight)
+    held = local_of(weight).detach().flatten().tolist()
+    return (
+        layout.text,
+        str(tuple(weight.placements)),
+        held,
+        part(layout, rank, whole((rows, columns))).flatten().tolist(),
+    )
+
+
+@dataclass(frozen=True)
+class Move:
+    """From one mesh and placements to others; `reading` is that of both."""
+
+    src_ranks: tuple[int, ...]
+    src_mesh: tuple[int, ...]
+    src: str
+    dst_ranks: tuple[int, ...]
+    dst_mesh: tuple[int, ...]
+    dst: str
+    shape: tuple[int, ...]
+    reading: Any = None
+
+    @property
+    def layouts(self) -> tuple[sm.Layout, sm.Layout]:
+        """What the placements stand for."""
+        ends = ((self.src_ranks, self.src_mesh, self.src), (self.dst_ranks, self.dst_mesh, self.dst))
+        return tuple(layout(ranks, mesh, text, self.shape, self.reading) for ranks, mesh, text in ends)  # type: ignore[return-value]
+
+    def source(self) -> DTensor:
+        """The element numbers as a DTensor, on this rank."""
+        return dtensor(self.layouts[0], device_mesh(self.src_ranks, self.src_mesh), placements_of(self.src))
+
+
+OURS = {"S": sm.Shard, "SS": sm.StridedShard, "R": sm.Replicate, "P": sm.Partial}
+
+
+def layout(ranks: Any, mesh: tuple[int, ...], text: str, shape: tuple[int, ...], reading: Any = None) -> sm.Layout:
+    """The layout that placements stand for."""
+    axes = sm.Mesh({f"dim{i}": n for i, n in enumerate(mesh)}, ranks=ranks)
+    return sm.Layout(shape, axes, tuple(words(text, OURS)), reading=reading or "placement")
+
+
+def dtensor(layout: sm.Layout, mesh: DeviceMesh, placements: Any, dtype: Any = torch.float32) -> DTensor:
+    """The element numbers as a DTensor of the layout."""
+    full = whole(layout.shape, dtype)
+    local = part(layout, dist.get_rank(), full)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def caught(act: Any) -> Any:
+    """What it returns, or the kind and text of its error."""
+    try:
+        return act()
+    except sm.ShardError as error:
+        return type(error).__name__, str(error)
+
+
+def redistributed(rank: int, moves: list[Move]) -> list[Any]:
+    """Of each move: this rank's part, and the layout that the result says it has."""
+    out = []
+    for move in moves:
+        mesh = device_mesh(move.dst_ranks, move.dst_mesh)
+        moved = smt.redistribute(move.source(), placements_of(move.dst), device_mesh=mesh, reading=move.reading)
+        out.append((local_of(moved).numpy(), smt.from_dtensor(moved, reading=move.reading)))
+    return out
+
+
+def by_torch(rank: int, move: Move) -> Any:
+    """What torch's redistribute gives, and what it should."""
+    mesh = device_mesh(move.dst_ranks, move.dst_mesh)
+    moved = move.source().redistribute(mesh, placements_of(move.dst))
+    right = rank not in move.dst_ranks or local_of(moved).equal(part(move.layouts[1], rank, whole(move.shape)))
+    return right and moved.device_mesh == mesh
+
+
+def distributed(rank: int, mesh: tuple[int, ...], text: str, shape: tuple[int, ...]) -> Any:
+    """What distribute_tensor stores, and what is read from it."""
+    made = distribute_tensor(whole(shape), device_mesh(range(8), mesh), placements_of(text), src_data_rank=None)
+    found = smt.from_dtensor(made)
+    return local_of(made).tolist(), part(found, rank, whole(shape)).tolist()
+
+
+def viewed(rank: int) -> Any:
+    """A view of a DTensor that flattens a dimension divided to the right."""
+    mesh = device_mesh(range(4), (4,))
+    tensor = dtensor(layout(range(4), (4,), "S1", (4, 8)), mesh, (Shard(1),)).view(-1)
+    found = smt.from_dtensor(tensor)
+    return found.text, local_of(tensor).tolist() if rank < 4 else [], part(found, rank, whole((32,))).tolist()
+
+
+def ordered(rank: int, n: int) -> Any:
+    """Plain shards of one dimension, of which the right one divides first."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+
+    mesh = device_mesh(range(8), (4, 2))
+    there = sm.Layout((n,), sm.Mesh(dim0=4, dim1=2), "(dim1 dim0 n)")
+    local, full = part(there, rank, whole((n,))), whole((n,))
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    spec = DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta, shard_order=order)
+    tensor = DTensor(local, spec, requires_grad=False)
+    found = smt.from_dtensor(tensor)
+    return found.text, local_of(tensor).tolist(), part(found, rank, full).tolist()
+
+
+def misfit(rank: int) -> Any:
+    """A DTensor that says another shape than it has."""
+    tensor = DTensor.from_local(
+        torch.zeros(3), device_mesh(range(8), (4, 2)), placements_of("SS0,2 S0"), shape=(9,), stride=(1,)
+    )
+    return caught(lambda: smt.from_dtensor(tensor).text)
+
+
+def round_trip(rank: int, layout: sm.Layout) -> Any:
+    """Whether the layout comes back from a DTensor of it, and the local tensor with it."""
+    local = part(layout, rank, whole(layout.shape))
+
+    def act() -> Any:
+        tensor = smt.to_dtensor(local, layout)
+        return sm.equivalent(smt.from_dtensor(tensor), layout), local_of(tensor).equal(local)
+
+    return caught(act)
+
+
+def gradients(rank: int, src: str, dst: str, shape: tuple[int, ...], dtype: str) -> Any:
+    """Gradients of a weighted sum of the moved tensor: ours, and torch's."""
+    mesh, kind = device_mesh(range(8), (4, 2)), getattr(torch, dtype)
+    out = []
+    for move in (lambda t: smt.redistribute(t, placements_of(dst)), lambda t: t.redistribute(mesh, placements_of(dst))):
+        given = dtensor(layout(range(8), (4, 2), src, shape), mesh, placements_of(src), kind).requires_grad_()
+        there = move(given)
+        weight = dtensor(layout(range(8), (4, 2), "S0 S1", shape), mesh, placements_of("S0 S1"), kind)
+        (there * weight.redistribute(mesh, there.placements)).sum().backward()
+        out.append((str(given.grad.placements), local_of(given.grad).tolist()))
+    return out
+
+
+def partial_gradient(rank: int) -> Any:
+    """The gradient of a replicated input, left as addends; their sum; and what it should be."""
+    mesh = device_mesh(range(8), (4, 2))
+    given = dtensor(layout(range(8), (4, 2), "R S0", (8, 6)), mesh, placements_of("R S0")).requires_grad_()
+    moved = smt.redistribute(given, placements_of("S1 R"), grad="partial")
+    (moved * moved.detach()).sum().backward()
+    total = given.grad.redistribute(mesh, placements_of("R R"))
+    return str(tuple(given.grad.placements)), local_of(total).tolist(), whole((8, 6)).tolist()
+
+
+def without_grad(rank: int) -> Any:
+    """Under no_grad, of a tensor whose memory is not contiguous."""
+    mesh = device_mesh(range(8), (4, 2))
+    there = layout(range(8), (4, 2), "S1 S0", (8, 12))
+    local = part(there, rank, whole((8, 12))).t().contiguous().t()
+    given = DTensor.from_local(local, mesh, placements_of("S1 S0"), shape=(8, 12), stride=(12, 1)).requires_grad_()
+    with torch.no_grad():
+        moved = smt.redistribute(given, placements_of("S0 R"))
+    wanted = part(layout(range(8), (4, 2), "S0 R", (8, 12)), rank, whole((8, 12)))
+    return moved.requires_grad, local_of(moved).equal(wanted)
+
+
+def through_a_packed_layout(rank: int) -> Any:
+    """To a layout that DTensor cannot say, and back, with its gradient."""
+    mesh = device_mesh(range(8), (4, 2))
+    given = dtensor(layout(range(8), (4, 2), "S0 R", (9, 4)), mesh, placements_of("S0 R")).requires_grad_()
+    packed = sm.Layout((9, 4), sm.Mesh(tp=2, ranks=(6, 3)), "([4 5] tp n) h")
+    local = smt.redistribute(given, packed)
+    held = local.tolist() if rank in packed.mesh else []
+    back = smt.redistribute(local, placements_of("S1 R"), layout=packed, device_mesh=mesh)
+    (back * back.detach()).sum().backward()
+    return held, part(packed, rank, whole((9, 4))).tolist(), local_of(given.grad).equal(local_of(given).detach())
+
+
+def wrong(rank: int, what: str) -> Any:
+    """Something that cannot be moved."""
+    mesh = device_mesh(range(8), (4, 2))
+    given = dtensor(layout(range(8), (4, 2), "S0 R", (9, 4)), mesh, placements_of("S0 R"))
+    calls = {
+        "shape": lambda: smt.redistribute(given, sm.Layout((9, 5), sm.Mesh(tp=2), "n h")),
+        "dtype": lambda: smt.redistribute(given, sm.Layout((9, 4), sm.Mesh(tp=2), "n h", dtype="float16")),
+        "plain": lambda: smt.redistribute(torch.zeros(3), sm.Layout((3,), sm.Mesh(), "n")),
+        "grad": lambda: smt.redistribute(given, placements_of("R R"), grad="half"),
+        "readings": lambda: smt.redistribute(given, placements_of("SS0,2 S0")),
+        "mask": lambda: smt.redistribute(given, (Partial("band"), Replicate())),
+        "mesh": lambda: smt.redistribute(torch.zeros(9, 4), placements_of("R R"), layout=smt.from_dtensor(given)),
+    }
+    return caught(calls[what])
