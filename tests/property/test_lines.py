@@ -316,3 +316,12 @@ def test_no_rows() -> None:
         for p in (plan(*empty, topology=topology), plan({}, {}, topology=topology)):
             check_lines(p)
             assert len(p.lines.batch) == len(p.lines.holders) == 0 and p.lines.first.tolist() == [0]
+
+
+def test_addends_to_choose_from_beside_tensors_without_any() -> None:
+    """A template whose destination may choose an addend comes first; those after it are on the lines too."""
+    one, many = Mesh(), Mesh(a=2, ranks=(1, 2))
+    names = {"a": "n {sum: a}", "b": "(a n)", "c": "n"}
+    p = plan({k: Layout((4,), one, "n") for k in names}, {k: Layout((4,), many, text) for k, text in names.items()})
+    check_lines(p)
+    assert sum(p.received_bytes().values()) == 16 + 2 * 8 + 2 * 16
