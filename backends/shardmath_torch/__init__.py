@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from shardmath_torch.compile import Mover, compile
 from shardmath_torch.dtensor import from_dtensor, to_dtensor
+from shardmath_torch.modules import layout_of
 from shardmath_torch.redistribute import redistribute
 
-__all__ = ["Mover", "compile", "from_dtensor", "redistribute", "to_dtensor"]
+__all__ = ["Mover", "compile", "from_dtensor", "layout_of", "redistribute", "to_dtensor"]

@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from shardmath_torch.devicemesh import device_mesh_of, group_for, mesh_of
 __all__ = [
     "Reading",
     "from_dtensor",
+    "from_dtensors",
     "layout_among",
     "layout_like",
     "local_of",
@@ -47,6 +49,7 @@ __all__ = [
 Reading: TypeAlias = Literal["placement", "order"]
 Shape: TypeAlias = tuple[int, ...]
 Placements: TypeAlias = tuple[theirs.Placement, ...]
+_T = TypeVar("_T")
 
 
 # DTensor -> Layout
@@ -64,17 +67,57 @@ def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
     return layout_among(tensor, mesh_of(tensor.device_mesh).ranks, reading=reading)
 
 
-def layout_among(tensor: DTensor, ranks: Iterable[int], *, reading: Reading | None = None) -> Layout:
-    """The same, collective over `ranks`, some of which may be outside the DTensor's mesh, where it has to ask."""
+def from_dtensors(tensors: Mapping[str, DTensor]) -> dict[str, Layout]:
+    """The same of many, by name, asking all ranks of a mesh once.
+
+    Raises what `from_dtensor` does, naming the tensor; only when everybody was asked, so that nobody waits.
+    """
+    made = {}
+    for name, tensor in tensors.items():
+        with _named(name):
+            made[name] = _possible(tensor)
+    everyone: dict[str, dict[int, Shape]] = {}
+    for mesh in dict.fromkeys(tensors[name].device_mesh for name in made if len(made[name]) > 1):
+        mine = {n: tuple(local_of(t).shape) for n, t in tensors.items() if t.device_mesh == mesh and len(made[n]) > 1}
+        by_rank = _gathered(mine, mesh.get_all_groups())
+        everyone |= {name: {rank: shapes[name] for rank, shapes in by_rank.items()} for name in mine}
+    out = {}
+    for name, tensor in tensors.items():
+        with _named(name):
+            known = everyone.get(name)
+            out[name] = _held(tensor, made[name][0]) if known is None else _decided(tensor, made[name], known)
+    return out
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors that say of which tensor they are."""
+    try:
+        yield
+    except ShardError as error:
+        raise type(error)(f"tensor {name!r}: {error}") from error
+
+
+def _possible(tensor: DTensor) -> list[Layout]:
+    """The layouts that the DTensor's placements may stand for, one of those that are alike."""
     found = readings(tensor)
-    if reading is not None:
-        return _held(tensor, _chosen(found, reading))
     made = [layout for layout in found.values() if isinstance(layout, Layout)]
     if not made:
         raise next(error for error in found.values() if isinstance(error, ShardError))
-    if all(equivalent(made[0], layout) for layout in made[1:]):
-        return _held(tensor, made[-1])
-    return _decided(tensor, made, _all_shapes(tensor, tuple(sorted({*ranks, *made[0].mesh.ranks}))))
+    return made[-1:] if all(equivalent(made[0], layout) for layout in made[1:]) else made
+
+
+def layout_among(tensor: DTensor, ranks: Iterable[int], *, reading: Reading | None = None) -> Layout:
+    """The same, collective over `ranks`, some of which may be outside the DTensor's mesh, where it has to ask."""
+    if reading is not None:
+        return _held(tensor, _chosen(readings(tensor), reading))
+    made = _possible(tensor)
+    if len(made) == 1:
+        return _held(tensor, made[0])
+    mesh = tensor.device_mesh
+    more = set(ranks) - set(made[0].mesh.ranks)
+    groups = [group_for(tuple(sorted({*ranks, *made[0].mesh.ranks})))] if more else mesh.get_all_groups()
+    return _decided(tensor, made, _gathered(tuple(local_of(tensor).shape), groups))
 
 
 def readings(tensor: DTensor) -> dict[Reading, Layout | ShardError]:
@@ -172,11 +215,10 @@ def _decided(tensor: DTensor, made: list[Layout], shapes: dict[int, Shape]) -> L
     raise LayoutError(f"{placed}: {shown}; the DTensor was made with another shape or other placements")
 
 
-def _all_shapes(tensor: DTensor, ranks: tuple[int, ...]) -> dict[int, Shape]:
-    """The local shapes of these ranks, gathered along the axes of the mesh, or in a group where others ask too."""
-    mesh, found = tensor.device_mesh, [(compat.my_rank(), tuple(local_of(tensor).shape))]
-    more = set(ranks) - set(mesh_of(mesh).ranks)
-    for group in [group_for(ranks)] if more else mesh.get_all_groups():
+def _gathered(mine: _T, groups: Sequence[dist.ProcessGroup | None]) -> dict[int, _T]:
+    """What every rank gives, gathered in one group after the other: those of a mesh's axes reach all of its ranks."""
+    found = [(compat.my_rank(), mine)]
+    for group in groups:
         each: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(each, found, group=group)
         found = list(itertools.chain.from_iterable(each))

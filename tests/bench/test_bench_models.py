@@ -182,8 +182,9 @@ def draw(curves: dict[str, list[tuple[int, float]]], to: Path) -> None:
             *zip(*points, strict=True), style, marker="o", ms=3, color=colours[name.rpartition(":")[0]], label=name
         )
     axes.set(xscale="log", yscale="log", xlabel="ranks on each side", ylabel="seconds on one core")
-    axes.set_xticks(SCALES, [f"{n:,}" for n in SCALES], fontsize=8)
+    ranks = sorted({n for points in curves.values() for n, _ in points})
+    axes.set_xticks(ranks, [f"{n:,}" for n in ranks], fontsize=8)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    figure.legend(fontsize=7, loc="outside upper center", ncols=2)
     figure.savefig(to, metadata={"Date": None})

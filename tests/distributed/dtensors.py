@@ -267,3 +267,37 @@ def wrong(rank: int, what: str) -> Any:
         "mesh": lambda: smt.redistribute(torch.zeros(9, 4), placements_of("R R"), layout=smt.from_dtensor(given)),
     }
     return caught(calls[what])
+
+
+def layouts_of_module(rank: int, mesh: tuple[int, ...]) -> Any:
+    """A column-parallel, a row-parallel, a tied and a plain part under FSDP2: layouts, and whether they are right."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(6, 9), torch.nn.Linear(9, 6)
+            self.norm = torch.nn.LayerNorm(6)
+            self.tied = self.up
+
+    names = ("dp", "tp") if len(mesh) == 2 else ("replica", "dp", "tp")
+    devices, module = device_mesh(range(8), mesh, names), Block()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(whole(tuple(p.shape)))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(module, devices["tp"], plan)
+    before = smt.layout_of(module)
+    fully_shard(module, mesh=devices[names[:-1]] if len(mesh) == 3 else devices["dp"], ignored_params=set())
+    found = smt.layout_of(module)
+    right = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        held = local_of(p) if isinstance(p, DTensor) else p
+        right[name] = held.detach().equal(part(found[name], rank, whole(tuple(p.shape))))
+    return {n: x.text for n, x in before.items()}, {n: str(x) for n, x in found.items()}, right
+
+
+def plain_module(rank: int) -> Any:
+    """A module that nobody divided."""
+    return {name: (x.text, x.mesh.size) for name, x in smt.layout_of(torch.nn.Linear(3, 2)).items()}

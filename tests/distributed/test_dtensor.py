@@ -133,6 +133,33 @@ def test_shapes_that_fit_no_reading(pool: Pool) -> None:
         assert kind == "LayoutError" and "the DTensor was made with another shape or other placements" in said
 
 
+def test_layouts_of_a_module(pool: Pool) -> None:
+    """FSDP2 over tensor parallel, uneven; a part that is shared; a part that only FSDP2 divides."""
+    for before, found, right in pool.run(work.layouts_of_module, (4, 2)):
+        assert before["up.weight"] == "(tp n) h" and before["down.weight"] == "n (tp h)" and before["norm.bias"] == "n"
+        assert found == {
+            "up.weight": "float32[9, 6] (tp dp n) h on dp=4 tp=2",
+            "up.bias": "float32[9] (tp dp n) on dp=4 tp=2",
+            "down.weight": "float32[6, 9] (dp n) (tp h) on dp=4 tp=2",
+            "down.bias": "float32[6] (dp n) on dp=4 tp=2",
+            "norm.weight": "float32[6] (dp n) on dp=4 tp=2",
+            "norm.bias": "float32[6] (dp n) on dp=4 tp=2",
+            "tied.weight": "float32[9, 6] (tp dp n) h on dp=4 tp=2",
+            "tied.bias": "float32[9] (tp dp n) on dp=4 tp=2",
+        }
+        assert all(right.values()), right
+
+
+def test_layouts_of_a_module_under_hybrid_sharding(pool: Pool) -> None:
+    for _, found, right in pool.run(work.layouts_of_module, (2, 2, 2)):
+        assert found["up.weight"] == "float32[9, 6] (tp dp n) h on replica=2 dp=2 tp=2"
+        assert found["norm.bias"] == "float32[6] (dp n) on replica=2 dp=2 tp=2" and all(right.values()), right
+
+
+def test_layouts_of_a_plain_module(pool: Pool) -> None:
+    assert pool.run(work.plain_module) == [{"weight": ("n h", 8), "bias": ("n", 8)}] * 8
+
+
 # Layout -> DTensor
 
 MESH = sm.Mesh(dp=4, tp=2)
