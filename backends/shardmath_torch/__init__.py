@@ -9,9 +9,21 @@ other = redistribute(dtensor, target)       # any mesh to any mesh, differentiab
 
 from __future__ import annotations
 
+from shardmath_torch.checkpoint import load, save
 from shardmath_torch.compile import Mover, compile
 from shardmath_torch.dtensor import from_dtensor, to_dtensor
 from shardmath_torch.modules import layout_of
 from shardmath_torch.redistribute import redistribute
+from shardmath_torch.stored import open_checkpoint
 
-__all__ = ["Mover", "compile", "from_dtensor", "layout_of", "redistribute", "to_dtensor"]
+__all__ = [
+    "Mover",
+    "compile",
+    "from_dtensor",
+    "layout_of",
+    "load",
+    "open_checkpoint",
+    "redistribute",
+    "save",
+    "to_dtensor",
+]

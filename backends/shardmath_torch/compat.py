@@ -6,12 +6,15 @@ import os
 import socket
 import stat
 from contextlib import suppress
-from typing import Literal, NamedTuple, TypeAlias
+from typing import BinaryIO, Literal, NamedTuple, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -20,14 +23,17 @@ from shardmath.errors import ExchangeError
 __all__ = [
     "Group",
     "Spec",
+    "StorageInfo",
     "Store",
     "backend_of",
     "group_of",
     "local_of",
     "my_rank",
     "next_key",
+    "rank_or_0",
     "ranks_of",
     "serves",
+    "skeleton",
     "spec_of",
     "store_of",
 ]
@@ -54,6 +60,11 @@ def ranks_of(group: Group) -> tuple[int, ...]:
 def my_rank() -> int:
     """This process's global rank."""
     return dist.get_rank()
+
+
+def rank_or_0() -> int:
+    """This process's global rank; 0 where there is no process group."""
+    return my_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def backend_of(group: Group) -> str:
@@ -131,3 +142,18 @@ def spec_of(tensor: DTensor) -> Spec:
 def local_of(tensor: DTensor) -> Tensor:
     """The local tensor, not part of the DTensor's graph."""
     return tensor._local_tensor
+
+
+def skeleton(stream: BinaryIO, offset: int, length: int) -> tuple[int, Tensor]:
+    """The tensor of a torch.save archive in a file, without data, and where in the file its storage begins.
+
+    torch reads it with its list of allowed types (`weights_only`). Raises what torch raises.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes most of a second to import
+
+    with FakeTensorMode():
+        view = _create_file_view(stream, offset, length)  # type: ignore[arg-type]
+        found = torch.load(view, weights_only=True, map_location="cpu")  # type: ignore[arg-type]
+    if type(found).__name__ != "FakeTensor":
+        raise TypeError(f"it holds a {type(found).__name__}")
+    return offset + found.untyped_storage()._checkpoint_offset, found

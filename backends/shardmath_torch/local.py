@@ -22,7 +22,7 @@ from shardmath.layout import Layout
 from shardmath.plan import Plan
 from shardmath_torch.cells import held, own_boxes
 
-__all__ = ["Local", "Tensors", "Wanted", "by_key", "check", "signature", "wanted"]
+__all__ = ["Local", "Tensors", "Wanted", "by_key", "check", "fits", "signature", "wanted"]
 
 Local: TypeAlias = Tensor | Mapping[str, Tensor] | None
 """What a rank passes for one side."""
@@ -69,12 +69,17 @@ def by_key(want: Wanted, given: Local) -> Tensors:
 def check(wants: tuple[Wanted, Wanted], given: tuple[Tensors, Tensors], device_type: str) -> None:
     """Raises ExchangeError for the first tensor that does not fit."""
     for want, tensors in zip(wants, given, strict=True):
-        for key, (shape, layout) in want.tensors.items():
-            _check(_label(want.side, key), tensors[key], shape, layout, device_type)
+        fits(want, tensors, device_type)
     _check_writable(given[1])
     _check_one_device(*given)
     _check_apart(*given)
     _check_distinct(wants[1], given[1])
+
+
+def fits(want: Wanted, tensors: Tensors, device_type: str | None = None) -> None:
+    """Raises ExchangeError for the first tensor of a side that is not as stored there, or not on such a device."""
+    for key, (shape, layout) in want.tensors.items():
+        _check(_label(want.side, key), tensors[key], shape, layout, device_type)
 
 
 def signature(given: tuple[Tensors, Tensors]) -> tuple[object, ...]:
@@ -114,7 +119,7 @@ def _names(keys: Mapping[str, object]) -> str:
     return few or ("one tensor" if "" in keys else "nothing")
 
 
-def _check(label: str, tensor: object, shape: tuple[int, ...], layout: Layout, device_type: str) -> None:
+def _check(label: str, tensor: object, shape: tuple[int, ...], layout: Layout, device_type: str | None) -> None:
     if not isinstance(tensor, Tensor):
         raise ExchangeError(f"{label} is {type(tensor).__name__}; pass a torch.Tensor")
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -124,7 +129,7 @@ def _check(label: str, tensor: object, shape: tuple[int, ...], layout: Layout, d
     if dtype != layout.dtype:
         what = f"{label} has dtype {dtype}, the plan's layout has {layout.dtype}"
         raise ExchangeError(f"{what}; pass a tensor of {layout.dtype}, or plan with dtype={dtype!r}")
-    if tensor.device.type != device_type:
+    if device_type is not None and tensor.device.type != device_type:
         what = f"{label} is on device '{tensor.device}', the process group moves tensors on '{device_type}'"
         raise ExchangeError(f"{what}; pass it on '{device_type}', or compile on a group for '{tensor.device.type}'")
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():

@@ -39,6 +39,7 @@ __all__ = [
     "check",
     "load",
     "open_weights",
+    "room",
     "tied",
     "whole",
     "zeros",
@@ -82,12 +83,13 @@ class WeightsError(ShardError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where one tensor lies: `key` in `file`, with its global shape and dtype."""
+    """Where one tensor lies: `key` in `file`, from byte `start` on, with its global shape and dtype."""
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: str
+    start: int
 
     @property
     def nbytes(self) -> int:
@@ -209,7 +211,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
         raise _short(file, size, 8 + length, "header")
     header = _object(_bytes(file, 8, length), file, "the header")
     header.pop("__metadata__", None)
-    spans = {name: _span(file, name, value) for name, value in header.items()}
+    spans = {name: _span(file, name, value, 8 + length) for name, value in header.items()}
     _check_spans(file, size, 8 + length, {name: span for name, (_, span) in spans.items()})
     return {name: entry for name, (entry, _) in spans.items()}
 
@@ -219,15 +221,16 @@ def _short(file: Path, size: int, expected: int, what: str) -> WeightsError:
     return WeightsError(f"{file} is cut short: {lack}; fetch it again")
 
 
-def _span(file: Path, name: str, value: object) -> tuple[Entry, tuple[int, int]]:
-    """The tensor and its [begin, end) in the data, as one header entry says."""
+def _span(file: Path, name: str, value: object, data: int) -> tuple[Entry, tuple[int, int]]:
+    """The tensor and its [begin, end) in the data, as one header entry says; the data begin at byte `data`."""
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         raise _damaged(file, f"the header's entry of {name!r} is {value!r}, not a dtype, a shape and two data_offsets")
     if dtype not in DTYPES:
         raise WeightsError(f"{file} holds {name!r} as {dtype}, which cannot be sliced; types are {', '.join(DTYPES)}")
-    entry, (begin, end) = Entry(file, name, tuple(shape), DTYPES[dtype]), offsets
+    begin, end = offsets
+    entry = Entry(file, name, tuple(shape), DTYPES[dtype], data + begin)
     if end - begin != entry.nbytes:
         what = f"{name!r} is {dtype}{shape}, {entry.nbytes} bytes, its data_offsets {begin}:{end} hold {end - begin}"
         raise _damaged(file, what)
@@ -319,12 +322,19 @@ def load(
     """
     out = {}
     for name, layout, stored in _open(weights, layouts):
-        out[name] = zeros(layout, rank)
+        out[name] = room(layout, rank)
         for local, glob in boxes(layout, rank):
             out[name][local] = stored[glob]
         if progress:
             progress(out[name].nbytes)
     return {name: out[name] for name in layouts}
+
+
+def room(layout: Layout, rank: int) -> torch.Tensor:
+    """A local tensor of `rank` to be filled: what will not be, holes, is zero."""
+    if layout.holes(rank):
+        return zeros(layout, rank)
+    return torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype))
 
 
 def zeros(layout: Layout, rank: int) -> torch.Tensor:

@@ -1,0 +1,171 @@
+"""Checkpoints: save what ranks hold under some layouts, load it under any others.
+
+1. `save` writes each element once, whoever holds it; `load` reads what this rank needs and nothing else. Meshes and
+   numbers of processes may differ as they like.
+2. Both are collective, and what goes wrong on one rank is a CheckpointError on all, naming it.
+3. The folder holds safetensors files, an index in JSON, and torch's own `.metadata`, so that
+   torch.distributed.checkpoint reads it too. Nothing is ever unpickled but that file of a checkpoint of torch's own,
+   and of that only what is on a list (`unpickled`).
+4. A save that ends in the middle leaves what was in the folder before; one that ends well removes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as write
+
+from shardmath.errors import ShardError
+from shardmath.layout import Layout
+from shardmath.mesh import Mesh
+from shardmath_torch import compat
+from shardmath_torch.archive import CheckpointError
+from shardmath_torch.compat import Group
+from shardmath_torch.loading import LoadPlanner, Reader, local_layouts
+from shardmath_torch.saving import Bytes, Layouts, SavePlanner, Writer
+from shardmath_torch.stored import Checkpoint, open_checkpoint
+from shardmath_torch.weights import room
+
+__all__ = ["load", "save"]
+
+_T = TypeVar("_T")
+
+
+def save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor | Bytes],
+    layouts: Layouts,
+    *,
+    group: Group | None = None,
+) -> None:
+    """Saves tensors to the folder `path`, in place of what was saved there before.
+
+    `tensors` are this rank's local tensors, `layouts` everybody's layouts, the same on all ranks, both by name; a
+    tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
+    None is for bytes (or a 1-d tensor of uint8) that each rank has of its own; a rank without any leaves the name out.
+
+    Collective over `group` (default: all ranks), which has every rank of the layouts. Raises CheckpointError on every
+    rank: for tensors that do not fit their layouts, for elements that nobody holds, for a tensor that is Partial, where
+    ranks disagree, or for what the system refuses.
+    """
+    _check_ranks(layouts, group)
+    state: dict[str, Any] = dict(tensors)
+    writer = Writer(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
+        try:
+            write(state, storage_writer=writer, planner=SavePlanner(layouts), process_group=group)
+        except CheckpointException as error:
+            failures = {rank: _text(failure[0]) or "" for rank, failure in error.failures.items()}
+            raise _failed("save", failures, group) from error
+    _on_all("remove what was saved before", lambda: writer.clear(_share(group)), group)
+
+
+def load(
+    path: str | os.PathLike[str] | Checkpoint,
+    layouts: Layouts,
+    *,
+    names: Mapping[str, str] | None = None,
+    group: Group | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """This rank's local tensors under these layouts, by name: shape `layout.local_shape(rank)`, holes zero.
+
+    `path` is a folder that `save` or torch.distributed.checkpoint wrote, or safetensors as Hugging Face keeps them;
+    `names` says under which name what is stored, where that differs. A tuple of layouts gives `name[0]`, `name[1]` and
+    so on; a layout of None the bytes that this rank saved, as uint8, or if it saved none those of the lowest rank.
+
+    Collective over `group` (default: all ranks). Raises CheckpointError on every rank: for names, shapes or types that
+    are not those of the checkpoint, for elements that it lacks or has twice, for files that are missing or damaged, and
+    for metadata of torch that say something else than what is stored.
+    """
+    act = functools.partial(_load, path, layouts, names or {}, group)
+    return {key: tensor.to(device) for key, tensor in _on_all("load", act, group).items()}
+
+
+def _load(
+    path: str | os.PathLike[str] | Checkpoint, layouts: Layouts, names: Mapping[str, str], group: Group | None
+) -> dict[str, Tensor]:
+    rank = compat.rank_or_0()
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(os.fspath(path))
+    stored = {name: names.get(name, name) for name in layouts}
+    wanted: dict[str, Layout | tuple[Layout, ...]] = {}
+    for name, one in layouts.items():
+        if one is None:
+            stored[name] = checkpoint.blob(stored[name], rank)
+        wanted[name] = _own(checkpoint, stored[name], rank) if one is None else one
+    out = {key: room(layout, rank) for _, key, layout in local_layouts(wanted, rank)}
+    planner, reader = LoadPlanner(wanted, names=stored), Reader(checkpoint, names=stored.values(), share=_share(group))
+    metadata = reader.read_metadata()
+    planner.set_up_planner(out, metadata)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    return out
+
+
+def _own(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
+    """The layout of bytes that are one rank's."""
+    saved = checkpoint[name]
+    if (saved.dtype, len(saved.shape)) != ("uint8", 1):
+        raise CheckpointError(f"{name!r} is a tensor, {saved.dtype}{list(saved.shape)}, not bytes; give it a layout")
+    return Layout(saved.shape, Mesh(ranks=[rank]), (), dtype=saved.dtype)
+
+
+def _together() -> bool:
+    """Whether there are processes to do this with."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def _share(group: Group | None) -> tuple[int, int]:
+    """This rank's number in the group, and how many there are."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if _together() else (0, 1)
+
+
+def _on_all(step: str, act: Callable[[], _T], group: Group | None) -> _T:
+    """What `act` returns. Raises CheckpointError on every rank where it raises on one."""
+    done: list[_T] = []
+    error: Exception | None = None
+    try:
+        done.append(act())
+    except Exception as raised:
+        error = raised
+    said: list[str | None] = [_text(error)]
+    if _together():
+        said = [None] * dist.get_world_size(group)
+        dist.all_gather_object(said, _text(error), group=group)
+    failures = {rank: text for rank, text in enumerate(said) if text is not None}
+    if failures:
+        raise _failed(step, failures, group) from error
+    return done[0]
+
+
+def _text(error: BaseException | None) -> str | None:
+    return (
+        None if error is None else str(error) if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
+    )
+
+
+def _failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:
+    """The error of the first rank that has one, ranks of the group as global ones."""
+    first = min(failures)
+    ranks = [dist.get_global_rank(group, i) if group is not None else i for i in sorted(failures)]
+    others = f" (and {len(ranks) - 1} others)" if len(ranks) > 1 else ""
+    return CheckpointError(f"rank {ranks[0]}{others} could not {step}: {failures[first]}")
+
+
+def _check_ranks(layouts: Layouts, group: Group | None) -> None:
+    """Every rank that holds something is here to save it."""
+    here = set(compat.ranks_of(compat.group_of(group))) if _together() else {0}
+    for name, one in layouts.items():
+        for layout in one if isinstance(one, tuple) else (one,):
+            if layout is not None and not here.issuperset(layout.mesh.ranks):
+                outside = sorted(set(layout.mesh.ranks) - here)
+                what = f"tensor {name!r} is on ranks {outside[:8]} too, the group has {sorted(here)[:8]}"
+                raise CheckpointError(f"{what}; save with a group of all ranks that hold it")

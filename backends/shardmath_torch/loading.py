@@ -1,0 +1,281 @@
+"""Loading: which bytes of which files are a rank's, and how they get into its tensors.
+
+1. Every rank finds out by itself: its boxes, of any layout, against the boxes that are stored. No rank plans for
+   others, and nothing is sent.
+2. Files are mapped, and of a stored box those rows are copied that a rank needs.
+3. `LoadPlanner` and `Reader` are what torch.distributed.checkpoint calls planner and storage reader; each works with
+   torch's own counterpart.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.checkpoint import planner as theirs
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.futures import Future
+
+from shardmath.layout import Layout
+from shardmath.store import local_tensors
+from shardmath_torch import compat
+from shardmath_torch.archive import CheckpointError, Stored, described
+from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.stored import Checkpoint, Piece, check_archive, open_checkpoint
+from shardmath_torch.weights import Slices, boxes
+
+__all__ = ["LoadPlanner", "Reader", "local_layouts"]
+
+Windows = Layout | tuple[Layout, ...]
+
+
+def local_layouts(layouts: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
+    """(name, local buffer key, layout) of all that the rank holds."""
+    for name, one in layouts.items():
+        for key, layout in local_tensors(name, one if isinstance(one, tuple) else (one,)):
+            if rank in layout.mesh:
+                yield name, key, layout
+
+
+class LoadPlanner(theirs.LoadPlanner):
+    """Which stored boxes this rank reads for tensors under these layouts. For torch.distributed.checkpoint.load.
+
+    The state dict holds this rank's local tensors, by local buffer key; they are filled in place. `names` says under
+    which name a tensor is stored, where that differs. Raises CheckpointError where the checkpoint has a tensor with
+    another shape or type, or lacks it.
+    """
+
+    def __init__(
+        self, layouts: Mapping[str, Windows], *, names: Mapping[str, str] | None = None, rank: int | None = None
+    ) -> None:
+        self._layouts, self._names = layouts, names or {}
+        self._rank = compat.rank_or_0() if rank is None else rank
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Takes the local tensors, and what is stored."""
+        assert metadata is not None, "a checkpoint has metadata"
+        self._tensors, self._metadata = state_dict, metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """The stored boxes that have anything of this rank's, and what of them."""
+        items: list[ReadItem] = []
+        for name, each in itertools.groupby(local_layouts(self._layouts, self._rank), key=lambda one: one[0]):
+            source = self._names.get(name, name)
+            stored = self._stored(source)
+            table = _table(source, stored)
+            for _, key, layout in each:
+                _check_alike(name, layout, stored)
+                items += _meeting(key, layout, self._rank, table)
+        return LoadPlan(items)
+
+    def _stored(self, name: str) -> TensorStorageMetadata:
+        found = self._metadata.get(name)
+        if not isinstance(found, TensorStorageMetadata):
+            raise CheckpointError(f"the checkpoint has no tensor {name!r} among its {len(self._metadata)} names")
+        return found
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """The same: ranks need not know of each other."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """The same."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Never asked for."""
+        raise CheckpointError(f"{read_item.dest_index.fqn!r} is no tensor; load it with the layout None")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The cells that an item goes to."""
+        at = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._tensors[read_item.dest_index.fqn].detach()[tuple(slice(lo, lo + n) for lo, n in at)]  # type: ignore[no-any-return]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing is left to do: it is the cells themselves."""
+
+
+def _check_alike(name: str, layout: Layout, stored: TensorStorageMetadata) -> None:
+    dtype = str(stored.properties.dtype).removeprefix("torch.")
+    if (layout.shape, layout.dtype) != (tuple(stored.size), dtype):
+        what = f"tensor {name!r} is stored as {dtype}{list(stored.size)}, its layout says {layout}"
+        raise CheckpointError(f"{what}; make the layout from `open_checkpoint(path).shapes`")
+    if layout.partial:
+        what = f"tensor {name!r} is Partial in {layout}, a checkpoint holds whole values"
+        raise CheckpointError(f"{what}; load it divided or replicated, and move it then")
+
+
+_Table = tuple[list[MetadataIndex], NDArray[np.int64], NDArray[np.int64]]
+
+
+def _table(name: str, stored: TensorStorageMetadata) -> _Table:
+    """The boxes that have elements: their names, and where they begin and end."""
+    chunks = [chunk for chunk in stored.chunks if 0 not in chunk.sizes]
+    lo = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(len(chunks), len(stored.size))
+    sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(lo.shape)
+    return [MetadataIndex(name, chunk.offsets) for chunk in chunks], lo, lo + sizes
+
+
+def _meeting(key: str, layout: Layout, rank: int, table: _Table) -> Iterator[ReadItem]:
+    """What of the stored boxes the rank holds under the layout."""
+    index, lo, hi = table
+    for local, whole in boxes(layout, rank):
+        start, stop, here = (np.array(ends, np.int64) for ends in _ends(local, whole))
+        first, last = np.maximum(lo, start), np.minimum(hi, stop)
+        for i in np.flatnonzero((first < last).all(axis=1)).tolist():
+            at, begin, sizes = (
+                torch.Size(x.tolist()) for x in (first[i] - start + here, first[i] - lo[i], last[i] - first[i])
+            )
+            yield ReadItem(LoadItemType.TENSOR, MetadataIndex(key, at), at, index[i], begin, sizes)
+
+
+def _ends(local: Slices, whole: Slices) -> tuple[list[int], list[int], list[int]]:
+    """Where a box begins and ends in the tensor, and begins in the local tensor."""
+    return [s.start for s in whole], [s.stop for s in whole], [s.start for s in local]
+
+
+class Reader(storage.StorageReader):
+    """A checkpoint of ours, of torch, or of Hugging Face. For torch.distributed.checkpoint.load.
+
+    `share` (i, n) is which part of a checkpoint of torch this rank looks through for wrong metadata. Raises
+    CheckpointError or WeightsError for what is missing, damaged or wrong.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Checkpoint,
+        *,
+        names: Iterable[str] | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        self._path, self._names, self._share = path, names, share
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another checkpoint, if given."""
+        self._path = self._path if checkpoint_id is None else checkpoint_id
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """What is stored, proved as far as that is possible without data."""
+        found = self._path if isinstance(self._path, Checkpoint) else open_checkpoint(os.fspath(self._path))
+        names = tuple(found.tensors if self._names is None else self._names)
+        found.check(names)
+        found.check_archives(names, self._share)
+        self._found = found
+        return Metadata({name: _metadata(found, name) for name in names})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is needed."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The same."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The same."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: theirs.LoadPlanner) -> Future[None]:
+        """Copies what the plan's items say, file by file."""
+        wanted: dict[Path, list[tuple[Piece, ReadItem]]] = {}
+        pieces = {name: {p.offsets: p for p in self._found[name].pieces if p.nonempty} for name in _named(plan)}
+        for item in plan.items:
+            piece = pieces[item.storage_index.fqn][tuple(item.storage_index.offset or ())]
+            wanted.setdefault(piece.file, []).append((piece, item))
+        for file, items in wanted.items():
+            self._read(file, items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: Path, items: Sequence[tuple[Piece, ReadItem]], planner: theirs.LoadPlanner) -> None:
+        bytes_of = _mapped(file)
+        views: dict[Piece, Tensor] = {}
+        for piece, item in items:
+            if piece not in views:
+                views[piece] = self._view(bytes_of, item.storage_index.fqn, piece)
+            at = zip(item.storage_offsets, item.lengths, strict=True)
+            source, target = views[piece][tuple(slice(lo, lo + n) for lo, n in at)], planner.resolve_tensor(item)
+            if _plain(source, target) and len(bytes_of) > (offset := source.data_ptr() - bytes_of.data_ptr()) >= 0:
+                _read_into(file, offset, target)
+            else:
+                target.copy_(source)
+            planner.commit_tensor(item, target)
+
+    def _view(self, memory: Tensor, name: str, piece: Piece) -> Tensor:
+        saved = self._found[name]
+        stored = Stored(piece.start, saved.dtype, piece.sizes, _row_major(piece.sizes))
+        if piece.archive:
+            stored = described(piece.file, [(piece.start, piece.length)])[0]
+            check_archive(name, saved, piece, stored)
+        dtype = dtype_of(stored.dtype)
+        end = stored.start + stored.extent * dtype.itemsize
+        if end > len(memory):
+            raise CheckpointError(f"{piece.file} ends at {len(memory)}, {name!r} needs bytes to {end}; fetch it again")
+        taken = memory[stored.start : end]
+        taken = taken if stored.start % dtype.itemsize == 0 else taken.clone()
+        return taken.view(dtype).as_strided(stored.shape, stored.strides)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path."""
+        return "://" not in os.fspath(checkpoint_id)
+
+
+def _named(plan: LoadPlan) -> list[str]:
+    return list(dict.fromkeys(item.storage_index.fqn for item in plan.items))
+
+
+def _metadata(found: Checkpoint, name: str) -> TensorStorageMetadata:
+    saved = found[name]
+    chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in saved.pieces]
+    return TensorStorageMetadata(TensorProperties(dtype_of(saved.dtype)), torch.Size(saved.shape), chunks)
+
+
+def _mapped(file: Path) -> Tensor:
+    """The bytes of a file; what is not touched is not read."""
+    try:
+        return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; it belongs to the checkpoint") from error
+
+
+def _plain(source: Tensor, target: Tensor) -> bool:
+    """Whether the same bytes in the same order are wanted as are stored."""
+    return source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype and target.is_cpu
+
+
+def _read_into(file: Path, offset: int, target: Tensor) -> None:
+    """Bytes of a file into memory, which takes half the time of copying them from a mapped file."""
+    memory = memoryview(target.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        while memory:
+            count = stream.readinto(memory)
+            if not count:
+                raise CheckpointError(f"{file} ends at byte {stream.tell()}; it was cut while it was read")
+            memory = memory[count:]
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    out = [1]
+    for n in reversed(shape[1:]):
+        out.append(out[-1] * n)
+    return tuple(reversed(out))[: len(shape)]

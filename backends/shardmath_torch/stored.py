@@ -1,0 +1,318 @@
+"""Checkpoints as they are found: which box of which tensor lies at which bytes of which file.
+
+1. Three kinds are read: ours, those of torch.distributed.checkpoint, and safetensors as Hugging Face keeps them.
+2. Ours is a folder with an index, `shardmath.json`, beside torch's own `.metadata`; both name the same data files. The
+   index counts if it was written with the `.metadata` that lies there; otherwise torch has saved over it since, or a
+   save of ours ended between the two, and `.metadata`, which is written first, is the newer.
+3. Nothing is read here but indices and headers, and nothing is believed before it is checked: the boxes of a tensor
+   have every element once, and files are as long as they should be (`check`).
+4. A box in an archive of torch.save may be other than the metadata says: torch writes wrong metadata for uneven
+   `_StridedShard`, and loses rows. `check_archives` looks into the archives.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from shardmath.box import first_gap, first_overlap, tiles
+from shardmath.dtypes import ITEMSIZE
+from shardmath.rules import Shapes
+from shardmath_torch.archive import CheckpointError, Stored, described
+from shardmath_torch.unpickled import read_metadata
+from shardmath_torch.weights import open_weights
+
+__all__ = ["BLOBS", "INDEX", "METADATA", "Checkpoint", "Piece", "Saved", "open_checkpoint", "to_json"]
+
+INDEX, METADATA = "shardmath.json", ".metadata"
+BLOBS = "shardmath.blobs"
+"""Where in torch's metadata the stored names of ranks' own bytes are."""
+VERSION = 1
+
+
+class Piece(NamedTuple):
+    """A stored box: where it begins in the tensor, its sizes, and its bytes in a file.
+
+    The bytes are the elements, row-major, or an `archive` of torch.save.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    start: int
+    length: int
+    archive: bool = False
+
+    @property
+    def nonempty(self) -> bool:
+        """Whether it has elements."""
+        return 0 not in self.sizes
+
+    @property
+    def stop(self) -> int:
+        """One past its last byte."""
+        return self.start + self.length
+
+    def __str__(self) -> str:
+        box = ", ".join(f"{at}:{at + n}" for at, n in zip(self.offsets, self.sizes, strict=True))
+        return f"[{box}] in {self.file.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor of a checkpoint: its global shape, its type, and the boxes that it is stored in."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What lies in a checkpoint, by name; no data.
+
+    `blobs` are what ranks saved as bytes of their own: of each name, the stored name by rank. `sizes` says how long
+    files should be, where that is known.
+    """
+
+    path: Path
+    tensors: Mapping[str, Saved]
+    blobs: Mapping[str, Mapping[int, str]]
+    sizes: Mapping[Path, int]
+
+    @property
+    def shapes(self) -> Shapes:
+        """Global shape and dtype of each tensor, by name; of each blob, as bytes of its first rank."""
+        hidden = {key for by_rank in self.blobs.values() for key in by_rank.values()} - set(self.blobs)
+        return {name: (saved.shape, saved.dtype) for name, saved in self.tensors.items() if name not in hidden}
+
+    def __getitem__(self, name: str) -> Saved:
+        """The tensor of that name. Raises CheckpointError where there is none."""
+        found = self.tensors.get(name)
+        if found is None:
+            near = difflib.get_close_matches(name, self.tensors, 3) or sorted(self.tensors)[:3]
+            shown = ", ".join(map(repr, near)) or "nothing"
+            raise CheckpointError(f"{self.path} has no {name!r} among its {len(self.tensors)} tensors; it has {shown}")
+        return found
+
+    def blob(self, name: str, rank: int) -> str:
+        """The stored name of what the rank saved as bytes; where it saved none, of what the lowest rank did."""
+        by_rank = self.blobs.get(name, {rank: name})
+        return by_rank[rank if rank in by_rank else min(by_rank)]
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises CheckpointError unless the tensors are all there: each element once, in files that are long enough."""
+        ends: dict[Path, int] = {}
+        for name in names:
+            saved = self[name]
+            _check_tiled(self.path, name, saved)
+            for piece in saved.pieces:
+                ends[piece.file] = max(ends.get(piece.file, 0), piece.stop)
+        for file, end in ends.items():
+            _check_file(file, end, self.sizes.get(file))
+
+    def check_archives(self, names: Iterable[str], share: tuple[int, int]) -> None:
+        """Raises CheckpointError where an archive holds another tensor than the metadata says.
+
+        Looks into every n-th, from the i-th on, `share` being (i, n): n ranks look into all of them together.
+        """
+        archives = [(name, piece) for name in names for piece in self[name].pieces if piece.archive]
+        mine = archives[share[0] :: share[1]]
+        for file in dict.fromkeys(piece.file for _, piece in mine):
+            here = [(name, piece) for name, piece in mine if piece.file == file]
+            for (name, piece), stored in zip(
+                here, described(file, ((p.start, p.length) for _, p in here)), strict=True
+            ):
+                check_archive(name, self[name], piece, stored)
+
+
+def check_archive(name: str, saved: Saved, piece: Piece, stored: Stored) -> None:
+    """Raises CheckpointError where the archive holds another tensor than the metadata says."""
+    if (stored.shape, stored.dtype) != (piece.sizes, saved.dtype):
+        what = f"tensor {name!r}: the metadata has {saved.dtype}{list(piece.sizes)} at {piece}"
+        found = f"{stored.dtype}{list(stored.shape)} is stored there"
+        why = "torch writes this for a _StridedShard that does not divide evenly, and elements of the tensor are lost"
+        raise CheckpointError(f"{what}, but {found}; {why}: save it again with shardmath_torch.save")
+
+
+def _check_tiled(path: Path, name: str, saved: Saved) -> None:
+    """The boxes are in the tensor, and have each of its elements once."""
+    boxes = [tuple((at, at + n) for at, n in zip(p.offsets, p.sizes, strict=True)) for p in saved.pieces if p.nonempty]
+    outside = next((b for b in boxes if any(hi > n for (_, hi), n in zip(b, saved.shape, strict=True))), None)
+    held = [[(0, n)] if n else [] for n in saved.shape]
+    if outside is None and tiles(held, boxes):
+        return
+    fix = "elements are lost, or saved twice: save it again with shardmath_torch.save"
+    what = f"{path}: tensor {name!r} of shape {list(saved.shape)}"
+    if outside is not None:
+        raise CheckpointError(f"{what} has a box {outside} outside it; {fix}")
+    twice = first_overlap(boxes)
+    if twice is not None:
+        raise CheckpointError(f"{what} has boxes that overlap, {boxes[twice[0]]} and {boxes[twice[1]]}; {fix}")
+    raise CheckpointError(f"{what} has no box with element {first_gap(held, boxes)}; {fix}")
+
+
+def _check_file(file: Path, end: int, expected: int | None) -> None:
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}; it belongs to the checkpoint") from error
+    if size < end or (expected is not None and size != expected):
+        what = f"{file} has {size} bytes, the checkpoint was saved with {expected or f'at least {end}'}"
+        raise CheckpointError(f"{what}; it is cut short or damaged: fetch it again")
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """The checkpoint at `path`: a folder of ours or of torch.distributed.checkpoint, or safetensors as in `weights`.
+
+    Reads indices and headers only. Raises CheckpointError or WeightsError, naming the file.
+    """
+    path = Path(path)
+    metadata = _text(path / METADATA) if (path / METADATA).is_file() else None
+    if (path / INDEX).is_file():
+        index = _index(path / INDEX)
+        if metadata is None or index["metadata"] == hashlib.sha256(metadata).hexdigest():
+            return _ours(path, index)
+    if metadata is not None:
+        return _torchs(path, read_metadata(metadata, path / METADATA))
+    return _weights(path)
+
+
+def _text(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}; check its permissions") from error
+
+
+# Ours
+
+
+def to_json(checkpoint: Checkpoint, metadata: bytes) -> str:
+    """The index of a checkpoint of ours, written beside this `.metadata`."""
+    number = {file: i for i, file in enumerate(checkpoint.sizes)}
+    tensors = {
+        name: [saved.dtype, saved.shape, [[number[p.file], p.start, p.offsets, p.sizes] for p in saved.pieces]]
+        for name, saved in checkpoint.tensors.items()
+    }
+    out = {
+        "shardmath": VERSION,
+        "metadata": hashlib.sha256(metadata).hexdigest(),
+        "files": [[file.name, size] for file, size in checkpoint.sizes.items()],
+        "tensors": tensors,
+        "blobs": checkpoint.blobs,
+    }
+    return json.dumps(out, separators=(",", ":"))
+
+
+def _index(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_text(file))
+        version, _ = found["shardmath"], found["metadata"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is no index of shardmath ({error}); fetch it again") from error
+    if version != VERSION:
+        raise CheckpointError(f"{file} has version {version!r}, this shardmath reads {VERSION}; use a newer shardmath")
+    return dict(found)
+
+
+def _ours(path: Path, index: dict[str, Any]) -> Checkpoint:
+    try:
+        files = [(_inside(path, name), _count(size)) for name, size in index["files"]]
+        tensors = {name: _saved([file for file, _ in files], *entry) for name, entry in index["tensors"].items()}
+        blobs = {name: {int(r): str(key) for r, key in by_rank.items()} for name, by_rank in index["blobs"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{path / INDEX} is damaged ({error}); fetch it again") from error
+    return Checkpoint(path, tensors, blobs, dict(files))
+
+
+def _saved(files: list[Path], dtype: str, shape: list[int], pieces: list[Any]) -> Saved:
+    each, sizes = ITEMSIZE[dtype], tuple(map(_count, shape))
+    return Saved(sizes, dtype, tuple(_piece(files, each, len(sizes), *piece) for piece in pieces))
+
+
+def _piece(
+    files: list[Path], each: int, ndim: int, file: int, start: int, offsets: list[int], sizes: list[int]
+) -> Piece:
+    at, box = tuple(map(_count, offsets)), tuple(map(_count, sizes))
+    if len(at) != ndim or len(box) != ndim:
+        raise ValueError(f"a box {at} {box} in {ndim} dimensions")
+    return Piece(at, box, files[_count(file)], _count(start), math.prod(box) * each)
+
+
+def _count(n: object) -> int:
+    if type(n) is not int or n < 0:
+        raise ValueError(f"{n!r} is no count")
+    return n
+
+
+def _inside(folder: Path, name: object) -> Path:
+    """A file of the folder, or of a folder in it."""
+    if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise CheckpointError(f"{folder} names a data file {name!r}; a checkpoint's files lie in its folder")
+    return folder / name
+
+
+# torch.distributed.checkpoint
+
+
+def _torchs(path: Path, metadata: Metadata) -> Checkpoint:
+    stored = metadata.storage_data
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{path / METADATA} does not say where data lies; save again with FileSystemWriter")
+    try:
+        tensors = {name: _of_torch(path, name, md, stored) for name, md in metadata.state_dict_metadata.items()}
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path / METADATA} is damaged ({error!r}); save again") from error
+    extra = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    blobs = extra.get(BLOBS, {})
+    return Checkpoint(path, tensors, blobs, {})
+
+
+def _of_torch(path: Path, name: str, md: object, stored: Mapping[MetadataIndex, Any]) -> Saved:
+    if not isinstance(md, TensorStorageMetadata):
+        info = stored[MetadataIndex(name)]
+        whole = Piece((0,), (info.length,), _file(path, name, info), info.offset, info.length)
+        return Saved((info.length,), "uint8", (whole,))
+    dtype = str(md.properties.dtype).removeprefix("torch.")
+    return Saved(tuple(md.size), dtype, tuple(_chunks(path, name, md, stored)))
+
+
+def _chunks(path: Path, name: str, md: TensorStorageMetadata, stored: Mapping[MetadataIndex, Any]) -> Iterator[Piece]:
+    """The boxes; of an empty one and another that begin at one place, torch keeps a single archive: the other's."""
+    full = {tuple(chunk.offsets) for chunk in md.chunks if 0 not in chunk.sizes}
+    for chunk in md.chunks:
+        at, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        if 0 in sizes and at in full:
+            continue
+        info = stored[MetadataIndex(name, chunk.offsets)]
+        yield Piece(at, sizes, _file(path, name, info), info.offset, info.length, archive=True)
+
+
+def _file(path: Path, name: str, info: Any) -> Path:
+    if getattr(info, "transform_descriptors", None):
+        what = f"{path}: {name!r} is stored through {list(info.transform_descriptors)}"
+        raise CheckpointError(f"{what}, extensions of torch that are not read here; save it without them")
+    return _inside(path, info.relative_path)
+
+
+# Hugging Face
+
+
+def _weights(path: Path) -> Checkpoint:
+    entries = open_weights(path).entries
+    tensors = {
+        name: Saved(e.shape, e.dtype, (Piece((0,) * len(e.shape), e.shape, e.file, e.start, e.nbytes),))
+        for name, e in entries.items()
+    }
+    return Checkpoint(path, tensors, {}, {})
