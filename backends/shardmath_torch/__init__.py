@@ -5,25 +5,40 @@ move(src_tensors, out=dst_tensors)          # collective; many times, in the sam
 
 layout = from_dtensor(dtensor)              # what every rank really holds
 other = redistribute(dtensor, target)       # any mesh to any mesh, differentiable
+
+save(path, tensors, layouts)                # what ranks hold, every element once
+tensors = load(path, layouts)               # under any other layouts, on any number of ranks
 """
 
 from __future__ import annotations
 
+from shardmath_torch.archive import CheckpointError
 from shardmath_torch.checkpoint import load, save
 from shardmath_torch.compile import Mover, compile
 from shardmath_torch.dtensor import from_dtensor, to_dtensor
 from shardmath_torch.modules import layout_of
 from shardmath_torch.redistribute import redistribute
+from shardmath_torch.scales import amax
 from shardmath_torch.stored import open_checkpoint
+from shardmath_torch.styles import Fused
+from shardmath_torch.tensor_parallel import set_device_mesh
+from shardmath_torch.training import load_state, save_state, state_of
 
 __all__ = [
+    "CheckpointError",
+    "Fused",
     "Mover",
+    "amax",
     "compile",
     "from_dtensor",
     "layout_of",
     "load",
+    "load_state",
     "open_checkpoint",
     "redistribute",
     "save",
+    "save_state",
+    "set_device_mesh",
+    "state_of",
     "to_dtensor",
 ]

@@ -34,7 +34,7 @@ from shardmath_torch.saving import Bytes, Layouts, SavePlanner, Writer
 from shardmath_torch.stored import Checkpoint, open_checkpoint
 from shardmath_torch.weights import room
 
-__all__ = ["load", "save"]
+__all__ = ["load", "on_all", "save"]
 
 _T = TypeVar("_T")
 
@@ -66,7 +66,9 @@ def save(
         except CheckpointException as error:
             failures = {rank: _text(failure[0]) or "" for rank, failure in error.failures.items()}
             raise _failed("save", failures, group) from error
-    _on_all("remove what was saved before", lambda: writer.clear(_share(group)), group)
+        except RuntimeError as error:
+            raise _gone("save", error) from error
+    on_all("remove what was saved before", lambda: writer.clear(_share(group)), group)
 
 
 def load(
@@ -88,7 +90,7 @@ def load(
     for metadata of torch that say something else than what is stored.
     """
     act = functools.partial(_load, path, layouts, names or {}, group)
-    return {key: tensor.to(device) for key, tensor in _on_all("load", act, group).items()}
+    return {key: tensor.to(device) for key, tensor in on_all("load", act, group).items()}
 
 
 def _load(
@@ -128,7 +130,7 @@ def _share(group: Group | None) -> tuple[int, int]:
     return (dist.get_rank(group), dist.get_world_size(group)) if _together() else (0, 1)
 
 
-def _on_all(step: str, act: Callable[[], _T], group: Group | None) -> _T:
+def on_all(step: str, act: Callable[[], _T], group: Group | None) -> _T:
     """What `act` returns. Raises CheckpointError on every rank where it raises on one."""
     done: list[_T] = []
     error: Exception | None = None
@@ -139,7 +141,10 @@ def _on_all(step: str, act: Callable[[], _T], group: Group | None) -> _T:
     said: list[str | None] = [_text(error)]
     if _together():
         said = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, _text(error), group=group)
+        try:
+            dist.all_gather_object(said, _text(error), group=group)
+        except RuntimeError as broken:
+            raise _gone(step, broken) from broken
     failures = {rank: text for rank, text in enumerate(said) if text is not None}
     if failures:
         raise _failed(step, failures, group) from error
@@ -150,6 +155,12 @@ def _text(error: BaseException | None) -> str | None:
     return (
         None if error is None else str(error) if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
     )
+
+
+def _gone(step: str, error: RuntimeError) -> CheckpointError:
+    """The error where ranks no longer hear of each other."""
+    fix = "see which rank ended first, start the ranks again, and load what was saved last"
+    return CheckpointError(f"a rank is gone, the others could not {step}: {error}; {fix}")
 
 
 def _failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:

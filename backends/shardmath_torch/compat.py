@@ -15,18 +15,23 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardmath.errors import ExchangeError
 
 __all__ = [
+    "Components",
+    "EqualComponents",
     "Group",
     "Spec",
     "StorageInfo",
     "Store",
     "backend_of",
     "group_of",
+    "group_of_mesh",
+    "in_backward",
     "local_of",
     "my_rank",
     "next_key",
@@ -60,6 +65,17 @@ def ranks_of(group: Group) -> tuple[int, ...]:
 def my_rank() -> int:
     """This process's global rank."""
     return dist.get_rank()
+
+
+def group_of_mesh(mesh: DeviceMesh) -> Group | None:
+    """The group of all ranks of a mesh: its own if it has one axis, that of its axes flattened if it is part of a mesh
+    of all ranks, which make the groups of all such parts together; None otherwise."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    root = mesh._get_root_mesh()
+    if root is mesh or root.size() != dist.get_world_size() or not mesh.mesh_dim_names:
+        return None
+    return mesh._flatten("shardmath_" + "_".join(mesh.mesh_dim_names)).get_group()
 
 
 def rank_or_0() -> int:
@@ -116,6 +132,14 @@ def next_key(group: Group, rank: int) -> str:
     return str(store.add(f"shardmath/made/{rank}", 1)) if store is not None else "0"
 
 
+class EqualComponents(_StridedShard):
+    """The label of a fused weight: right on the mesh it was made for, and not beside what FSDP2 adds to it."""
+
+
+class Components(EqualComponents):
+    """The same where components differ in size, which no placement says: it has the right local shapes alone."""
+
+
 class Spec(NamedTuple):
     """What a DTensor says of itself: placements, and what may be meant by them.
 
@@ -137,6 +161,11 @@ def spec_of(tensor: DTensor) -> Spec:
     order = [i for entry in getattr(spec, "shard_order", None) or () for i in entry.mesh_dims]
     per_dim = sorted(order, key=lambda i: (placements[i].dim, i))  # type: ignore[attr-defined]
     return Spec(placements, tuple(order) if order != per_dim else None, ("placement", "order"))
+
+
+def in_backward() -> bool:
+    """Whether autograd computes gradients in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def local_of(tensor: DTensor) -> Tensor:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardmath.errors import MeshError
 from shardmath.mesh import Mesh
+from shardmath_torch import compat
 
 __all__ = ["device_mesh_of", "group_for", "mesh_of"]
 
@@ -39,14 +41,27 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
     return DeviceMesh(device_type, torch.from_numpy(mesh.array()), mesh_dim_names=tuple(mesh.shape))
 
 
-@functools.cache
-def group_for(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A group of exactly these ranks, ascending: None, the default one, where they are all.
+def group_for(ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()) -> dist.ProcessGroup | None:
+    """A group of exactly these ranks: None, the default one, where they are all; that of a mesh that has them.
 
-    Collective over the default group, on first use: torch names groups by how many a rank has seen, so that ranks which
-    make one without the others may wait for ever (`use_local_synchronization`, torch 2.13).
+    A rank outside gets None, and has nothing to say in it.
+
+    Otherwise one is made, collectively over the default group, on first use: torch names groups by how many a rank has
+    seen, so that ranks which make one without the others may wait for ever (`use_local_synchronization`, torch 2.13).
     """
-    if len(ranks) == dist.get_world_size():
+    among = tuple(sorted(set(ranks)))
+    if len(among) == dist.get_world_size():
         return None
+    for mesh in (mesh for mesh in meshes if mesh is not None and set(mesh_of(mesh).ranks) == set(among)):
+        if mesh.ndim == 1 and compat.my_rank() not in among:
+            return None
+        found = compat.group_of_mesh(mesh)
+        if found is not None:
+            return found
+    return _made(among)
+
+
+@functools.cache
+def _made(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     found = dist.new_group(list(ranks))
     return found if isinstance(found, dist.ProcessGroup) else None

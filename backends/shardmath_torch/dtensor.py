@@ -107,16 +107,28 @@ def _possible(tensor: DTensor) -> list[Layout]:
     return made[-1:] if all(equivalent(made[0], layout) for layout in made[1:]) else made
 
 
-def layout_among(tensor: DTensor, ranks: Iterable[int], *, reading: Reading | None = None) -> Layout:
-    """The same, collective over `ranks`, some of which may be outside the DTensor's mesh, where it has to ask."""
+def layout_among(
+    tensor: DTensor,
+    ranks: Iterable[int],
+    *,
+    reading: Reading | None = None,
+    meshes: Iterable[DeviceMesh | None] = (),
+) -> Layout:
+    """The same, collective over `ranks`, some of which may be outside the DTensor's mesh, where it has to ask.
+
+    One of `meshes` may have the group of all of them. A rank outside asks nobody, and gets one of the two readings.
+    """
     if reading is not None:
         return _held(tensor, _chosen(readings(tensor), reading))
     made = _possible(tensor)
     if len(made) == 1:
         return _held(tensor, made[0])
     mesh = tensor.device_mesh
-    more = set(ranks) - set(made[0].mesh.ranks)
-    groups = [group_for(tuple(sorted({*ranks, *made[0].mesh.ranks})))] if more else mesh.get_all_groups()
+    everyone = {*ranks, *made[0].mesh.ranks}
+    apart = None if everyone == set(made[0].mesh.ranks) else [group_for(everyone, meshes)]
+    if compat.my_rank() not in everyone:
+        return made[0]
+    groups = mesh.get_all_groups() if apart is None else apart
     return _decided(tensor, made, _gathered(tuple(local_of(tensor).shape), groups))
 
 
@@ -124,10 +136,19 @@ def readings(tensor: DTensor) -> dict[Reading, Layout | ShardError]:
     """The layouts that the DTensor's placements may stand for, and why one of them stands for none."""
     spec = compat.spec_of(tensor)
     mesh = mesh_of(tensor.device_mesh)
+    _check_said(spec.placements)
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if spec.order is not None:
         return {"order": _layout(shape, mesh, _in_order(spec.placements, mesh, spec.order), dtype, "placement")}
     return {reading: _layout(shape, mesh, _translated(spec.placements), dtype, reading) for reading in spec.readings}
+
+
+def _check_said(placements: Placements) -> None:
+    """Placements of fused weights that `set_device_mesh` has divided do not say all."""
+    for p in placements:
+        if isinstance(p, compat.Components) or (isinstance(p, compat.EqualComponents) and len(placements) > 1):
+            what = f"{placements} are those of a fused weight, whose components no placements say"
+            raise PlacementError(f"{what}; take layout_of(module), and move the local tensor with layout=")
 
 
 def layout_like(

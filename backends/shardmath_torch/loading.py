@@ -14,7 +14,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -123,28 +123,31 @@ def _check_alike(name: str, layout: Layout, stored: TensorStorageMetadata) -> No
         raise CheckpointError(f"{what}; load it divided or replicated, and move it then")
 
 
-_Table = tuple[list[MetadataIndex], NDArray[np.int64], NDArray[np.int64]]
+class _Table(NamedTuple):
+    """The stored boxes of a tensor that have elements: where each begins and ends."""
+
+    name: str
+    lo: NDArray[np.int64]
+    hi: NDArray[np.int64]
 
 
 def _table(name: str, stored: TensorStorageMetadata) -> _Table:
-    """The boxes that have elements: their names, and where they begin and end."""
-    chunks = [chunk for chunk in stored.chunks if 0 not in chunk.sizes]
-    lo = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(len(chunks), len(stored.size))
-    sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(lo.shape)
-    return [MetadataIndex(name, chunk.offsets) for chunk in chunks], lo, lo + sizes
+    chunks = [(chunk.offsets, chunk.sizes) for chunk in stored.chunks if 0 not in chunk.sizes]
+    boxes = np.array(chunks, np.int64).reshape(len(chunks), 2, len(stored.size))
+    return _Table(name, boxes[:, 0], boxes.sum(axis=1))
 
 
 def _meeting(key: str, layout: Layout, rank: int, table: _Table) -> Iterator[ReadItem]:
     """What of the stored boxes the rank holds under the layout."""
-    index, lo, hi = table
+    name, lo, hi = table
     for local, whole in boxes(layout, rank):
         start, stop, here = (np.array(ends, np.int64) for ends in _ends(local, whole))
         first, last = np.maximum(lo, start), np.minimum(hi, stop)
-        for i in np.flatnonzero((first < last).all(axis=1)).tolist():
-            at, begin, sizes = (
-                torch.Size(x.tolist()) for x in (first[i] - start + here, first[i] - lo[i], last[i] - first[i])
-            )
-            yield ReadItem(LoadItemType.TENSOR, MetadataIndex(key, at), at, index[i], begin, sizes)
+        met = (first < last).all(axis=1)
+        each = (x[met].tolist() for x in (lo, first - start + here, first - lo, last - first))
+        for origin, at, begin, sizes in zip(*each, strict=True):
+            into, source = MetadataIndex(key, at), MetadataIndex(name, origin)
+            yield ReadItem(LoadItemType.TENSOR, into, torch.Size(at), source, torch.Size(begin), torch.Size(sizes))
 
 
 def _ends(local: Slices, whole: Slices) -> tuple[list[int], list[int], list[int]]:

@@ -4,9 +4,13 @@
    two readings; those that nobody divided are plain tensors, the same on every rank.
 2. All ranks get the same layouts. A parameter that lies on a part of the mesh of the others, as one that only FSDP2
    divides lies on this rank's data-parallel group, is replicated along the axes that the part leaves out.
+3. Parameters that `set_device_mesh` has placed are as it has recorded, their parts chunked by what FSDP2 has divided
+   since. Their DTensor placements may say something else, and nobody is asked.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +21,7 @@ from shardmath.layout import Layout
 from shardmath.mesh import Mesh
 from shardmath_torch import compat
 from shardmath_torch.dtensor import from_dtensors
+from shardmath_torch.placed import check_held, layout_where, placed_in
 
 __all__ = ["layout_of"]
 
@@ -31,12 +36,22 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
     if not isinstance(module, nn.Module):
         raise LayoutError(f"{type(module).__name__} is no torch.nn.Module; give a module")
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    divided = from_dtensors({name: p for name, p in parameters.items() if isinstance(p, DTensor)})
+    placed = _placed(module, parameters)
+    others = {n: p for n, p in parameters.items() if isinstance(p, DTensor) and n not in placed}
+    divided = from_dtensors(others) | placed
+    for name, layout in placed.items():
+        check_held(name, parameters[name], layout)
     plain = mesh or max((layout.mesh for layout in divided.values()), key=lambda m: m.size, default=None) or _world()
     return {
         name: _lifted(divided[name], plain) if name in divided else _replicated(tuple(p.shape), str(p.dtype), plain)
         for name, p in parameters.items()
     }
+
+
+def _placed(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Layout]:
+    """The layouts of those that set_device_mesh has placed and that are still what it has made of them."""
+    found = {name: layout_where(parameters.get(name), placed) for name, placed in placed_in(module).items()}
+    return {name: layout for name, layout in found.items() if layout is not None}
 
 
 def _lifted(layout: Layout, mesh: Mesh) -> Layout:

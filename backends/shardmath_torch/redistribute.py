@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,16 +24,19 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardmath.errors import LayoutError, ShardError
 from shardmath.layout import Layout, equivalent, repartialed
 from shardmath.layout import cast as _of_dtype
-from shardmath.plan import plan
+from shardmath.plan import Plan, plan
+from shardmath.reduction import Reduction
 from shardmath_torch import compat
-from shardmath_torch.compile import Mover, compile
+from shardmath_torch.compile import compile
 from shardmath_torch.devicemesh import group_for, mesh_of
 from shardmath_torch.dtensor import Reading, layout_among, layout_like, local_of, placements_of, to_dtensor
 from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.local import by_key, fits, wanted
 
 __all__ = ["Target", "redistribute"]
 
 Target: TypeAlias = Layout | Sequence[Placement]
+Meshes: TypeAlias = tuple[DeviceMesh | None, DeviceMesh | None]
 
 
 def redistribute(
@@ -50,20 +53,20 @@ def redistribute(
     `layout` says what a plain local tensor is part of; of a DTensor it is found out, where `reading` may help. Returns
     a DTensor if placements of DTensor can stand for the target, otherwise the local tensor.
 
-    Collective over the ranks of both meshes; the first time among ranks that are not all, over the default group, since
-    a process group is made. Raises LayoutError where shapes, dtypes or readings do not fit, and what `plan` and
-    `compile` raise.
+    Collective over the ranks of both meshes. The first time among ranks that are neither all nor those of one of the
+    DeviceMeshes, it is over the default group, since a process group is made. Raises LayoutError where shapes, dtypes
+    or readings do not fit, and what `plan` and `compile` raise.
     """
     if grad not in ("replicate", "partial"):
         raise LayoutError(f"grad={grad!r} is unknown; use 'replicate' or 'partial'")
     own = tensor.device_mesh if isinstance(tensor, DTensor) else None
     if isinstance(target, Layout):
         mesh = device_mesh or (own if own is not None and mesh_of(own) == target.mesh else None)
-        src, dst = _source(tensor, layout, reading, target.mesh.ranks), target
+        src, dst = _source(tensor, layout, reading, target.mesh.ranks, device_mesh), target
         face = _Face(mesh, _placements(dst))
     else:
         mesh = _given(device_mesh or own)
-        src = _source(tensor, layout, reading, mesh_of(mesh).ranks)
+        src = _source(tensor, layout, reading, mesh_of(mesh).ranks, mesh)
         dst, face = _read(src, mesh, target, reading), _Face(mesh, tuple(target))
     if (dst.shape, dst.dtype) != (src.shape, src.dtype):
         here, there = (f"{x.dtype}{list(x.shape)}" for x in (src, dst))
@@ -79,11 +82,13 @@ def _given(mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
-def _source(tensor: Tensor, layout: Layout | None, reading: Reading | None, ranks: Iterable[int]) -> Layout:
+def _source(
+    tensor: Tensor, layout: Layout | None, reading: Reading | None, ranks: Iterable[int], mesh: DeviceMesh | None
+) -> Layout:
     if isinstance(tensor, DTensor):
         if layout is not None:
             raise LayoutError("layout= is for plain tensors, a DTensor has its own; leave it out, or pass to_local()")
-        return layout_among(tensor, ranks, reading=reading)
+        return layout_among(tensor, ranks, reading=reading, meshes=[mesh])
     if layout is None:
         raise LayoutError("a plain tensor is part of what? pass layout=, or a DTensor")
     return layout
@@ -120,6 +125,11 @@ class _Route(NamedTuple):
     target: _Face
     grad: str
 
+    @property
+    def meshes(self) -> Meshes:
+        """DeviceMeshes that may have the group of all ranks."""
+        return self.source.mesh, self.target.mesh
+
 
 def _face(tensor: Tensor) -> _Face:
     return _Face(tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else _Face(None, None)
@@ -137,17 +147,17 @@ class _Moved(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, route: _Route) -> Tensor:
         ctx.route, ctx.device = route, tensor.device
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        return _shown(_moved(local, route.src, route.dst), route.dst, route.target)
+        return _shown(_moved(local, route.src, route.dst, route.meshes), route.dst, route.target)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         route: _Route = ctx.route
         if isinstance(gradient, DTensor):
-            here, local = layout_among(gradient, route.src.mesh.ranks), local_of(gradient)
+            here, local = layout_among(gradient, route.src.mesh.ranks, meshes=route.meshes), local_of(gradient)
         else:
             here, local = _of_dtype(repartialed(route.dst, ()), _name(gradient.dtype)), gradient
         there = _dual(route.src, route.grad)
-        moved = _moved(local, here, _of_dtype(there, here.dtype)).to(dtype_of(route.src.dtype))
+        moved = _moved(local, here, _of_dtype(there, here.dtype), route.meshes).to(dtype_of(route.src.dtype))
         return _shown(moved, there, route.source._replace(placements=_dual_placements(route.source, there))), None
 
 
@@ -177,21 +187,51 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _moved(local: Tensor, src: Layout, dst: Layout) -> Tensor:
+def _moved(local: Tensor, src: Layout, dst: Layout, meshes: Meshes) -> Tensor:
     """What this rank holds under `dst` of a tensor of which it holds `local` under `src`."""
     rank = compat.my_rank()
     here, there = rank in src.mesh, rank in dst.mesh
     out = torch.empty(dst.local_shape(rank) if there else (0,), dtype=dtype_of(dst.dtype), device=local.device)
     if there and dst.holes(rank):
         out.zero_()
-    movers = _movers(tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks})))
+    movers = _movers(tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks})), meshes)
     if here or there:
         movers(src, dst)(local if here else None, out=out if there else None)
     return out
 
 
+class _Move(Protocol):
+    def __call__(self, src: Tensor | None, *, out: Tensor | None) -> None: ...
+
+
+def _copy(moved: Plan) -> _Move:
+    """What the plan does on this rank where no rank is sent anything: so nobody needs to be asked."""
+    rank = compat.my_rank()
+    want, boxes = wanted(moved, rank)[0], [(t.src_slices, t.dst_slices) for t in moved.transfers(src=rank)]
+
+    def copy(src: Tensor | None, *, out: Tensor | None) -> None:
+        given = by_key(want, src)
+        fits(want, given)
+        for here, there in boxes:
+            assert out is not None, "who keeps something is on both sides"
+            out[there].copy_(given[""][here])
+
+    return copy
+
+
+def _stays(moved: Plan) -> bool:
+    """Whether every rank has all that it needs, and has only to copy it."""
+    return moved.rules[""] == Reduction() and not any(moved.received_bytes().values())
+
+
 @functools.cache
-def _movers(ranks: tuple[int, ...]) -> Callable[[Layout, Layout], Mover]:
+def _movers(ranks: tuple[int, ...], meshes: Meshes) -> Callable[[Layout, Layout], _Move]:
     """The latest compiled moves among these ranks, which all of them make in one order: so all forget the same ones."""
-    group = group_for(ranks)
-    return functools.lru_cache(maxsize=64)(lambda src, dst: compile(plan(src, dst), group=group))
+    group = group_for(ranks, meshes)
+
+    @functools.lru_cache(maxsize=64)
+    def made(src: Layout, dst: Layout) -> _Move:
+        moved = plan(src, dst)
+        return _copy(moved) if _stays(moved) else compile(moved, group=group)
+
+    return made

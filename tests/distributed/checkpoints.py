@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch import archive
 from shardmath_torch.dtensor import local_of
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.loading import LoadPlanner
@@ -221,6 +222,23 @@ def vocabulary(rank: int, path: str, by: str) -> Any:
     if by == "torch":
         return fsdp2_by_torch(rank, path, (4, 2), 50_257)
     return fsdp2_by_us(rank, path, (4, 2), 50_257)
+
+
+def lost(rank: int, path: str, layouts: dict[str, Any]) -> Any:
+    """Saves, but rank 1 ends while it writes."""
+    if rank == 1:
+        archive.write = lambda *args: os._exit(7)
+    return caught(lambda: saved(rank, path, layouts))
+
+
+def among_some(rank: int, path: str, ranks: tuple[int, ...], layouts: dict[str, Any]) -> Any:
+    """Saves and loads with a group of some ranks."""
+    group = dist.new_group(list(ranks))
+    if rank not in ranks:
+        return []
+    smt.save(path, keyed(layouts, rank), layouts, group=group)
+    found, wanted = smt.load(path, layouts, group=group), keyed(layouts, rank)
+    return [key for key in wanted if not same(found[key], wanted[key])]
 
 
 def files(path: str) -> list[str]:

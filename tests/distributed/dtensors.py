@@ -149,6 +149,21 @@ def redistributed(rank: int, moves: list[Move]) -> list[Any]:
     return out
 
 
+def on_submeshes(rank: int, axes: tuple[str, ...], src: str, dst: str) -> Any:
+    """Every part of a (2, 2, 2) mesh moves a tensor of its own, at the same time; its gradient comes back."""
+    root = device_mesh(range(8), (2, 2, 2), ("replica", "dp", "tp"))
+    mesh = root[axes]
+    ranks = mesh.mesh.flatten().tolist()
+    there = sm.Layout((9, 4), sm.Mesh(dict(zip(axes, mesh.shape, strict=True)), ranks=ranks), tuple(words(src, OURS)))
+    local = part(there, rank, whole((9, 4)) + ranks[0])
+    given = DTensor.from_local(local, mesh, placements_of(src), run_check=False, shape=(9, 4), stride=(4, 1))
+    moved = smt.redistribute(given.requires_grad_(), placements_of(dst), reading="placement")
+    (moved * moved.detach()).sum().backward()
+    after = smt.from_dtensor(moved, reading="placement")
+    right = part(after, rank, whole((9, 4)) + ranks[0])
+    return local_of(moved).detach().equal(right), local_of(given.grad).equal(local)
+
+
 def by_torch(rank: int, move: Move) -> Any:
     """What torch's redistribute gives, and what it should."""
     mesh = device_mesh(move.dst_ranks, move.dst_mesh)
@@ -264,9 +279,117 @@ def wrong(rank: int, what: str) -> Any:
         "grad": lambda: smt.redistribute(given, placements_of("R R"), grad="half"),
         "readings": lambda: smt.redistribute(given, placements_of("SS0,2 S0")),
         "mask": lambda: smt.redistribute(given, (Partial("band"), Replicate())),
+        "local": lambda: smt.redistribute(
+            torch.zeros(1, 4), placements_of("S0 S0"), layout=smt.from_dtensor(given), device_mesh=mesh
+        ),
         "mesh": lambda: smt.redistribute(torch.zeros(9, 4), placements_of("R R"), layout=smt.from_dtensor(given)),
     }
     return caught(calls[what])
+
+
+def from_one_rank(rank: int, text: str, shape: tuple[int, ...], dtype: str) -> Any:
+    """A whole tensor that rank 3 alone has, to placements; and that as a whole on every rank again."""
+    kind = getattr(torch, dtype)
+    alone, mesh = sm.Layout(shape, sm.Mesh(ranks=[3]), {}, dtype=dtype), device_mesh(range(8), (4, 2))
+    given = whole(shape, kind) if rank == 3 else torch.empty(0, dtype=kind)
+    made = smt.redistribute(given, placements_of(text), layout=alone, device_mesh=mesh, reading="placement")
+    back = smt.redistribute(made, placements_of("R R"), reading="placement")
+    return local_of(made).tolist(), str(made.dtype), local_of(back).equal(whole(shape, kind))
+
+
+def by_torchs_distribute(rank: int, text: str, shape: tuple[int, ...]) -> Any:
+    """What torch's distribute_tensor from rank 0 stores, where it does not fail."""
+    made = distribute_tensor(whole(shape), device_mesh(range(8), (4, 2)), placements_of(text))
+    return local_of(made).tolist()
+
+
+def to_addends(rank: int) -> Any:
+    """Whole numbers to addends, by us and by torch: the types."""
+    mesh = device_mesh(range(8), (8,))
+    given = dtensor(layout(range(8), (8,), "R", (5,)), mesh, placements_of("R"), torch.int64)
+    ours = smt.redistribute(given, placements_of("Psum"))
+    theirs = distribute_tensor(whole((5,), torch.int64), mesh, placements_of("Psum"), src_data_rank=None)
+    total = smt.redistribute(ours, placements_of("R"))
+    return str(ours.dtype), str(theirs.dtype), local_of(total).tolist()
+
+
+def from_ragged(rank: int) -> Any:
+    """Shards of given sizes: what DTensor says to them, what comes of them as shards, and of the whole."""
+    sizes, mesh = (3, 0, 1, 5, 2, 2, 7, 1), device_mesh(range(8), (8,))
+    ragged = sm.Layout((21, 2), sm.Mesh(dim0=8), (sm.Ragged(0, sizes),))
+    local = part(ragged, rank, whole((21, 2)))
+    refused = caught(lambda: smt.to_dtensor(local, ragged))
+    made = smt.redistribute(local, placements_of("S0"), layout=ragged, device_mesh=mesh)
+    return refused, local_of(made).tolist(), smt.from_dtensor(made).text
+
+
+def torch_says(rank: int, case: str) -> Any:
+    """What torch does in a case, as something that is True where it is right."""
+    return {
+        "c02": _boxes_of_fsdp2,
+        "c09": _box_of_a_view,
+        "c27": _offset_of_an_order,
+        "c29": _handed_out,
+        "c42": _fsdp2_of_columns,
+        "c28": _ragged_without_a_shape,
+        "c39": lambda rank: _full("SS0,2 S0", (4, 2), (9,)),
+        "fuzz": lambda rank: by_torch(rank, Move(range(4), (2, 2), "SS0,3 S0", range(4), (2, 2), "SS1,3 S1", (8, 16))),
+    }[case](rank)
+
+
+def _boxes_of_fsdp2(rank: int) -> Any:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as box
+
+    held = layouts_of_fsdp2(rank, (4, 2), 9, 1, 0)[2]
+    shape, _ = box((9, 1), device_mesh(range(8), (4, 2), ("dp", "tp")), placements_of("SS0,2 S0"))
+    return math.prod(shape) == len(held)
+
+
+def _box_of_a_view(rank: int) -> Any:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as box
+
+    mesh = device_mesh(range(4), (4,))
+    tensor = dtensor(layout(range(4), (4,), "S1", (4, 8)), mesh, (Shard(1),)).view(-1)
+    if rank >= 4:
+        return True
+    (size,), (start,) = box(tensor.shape, mesh, tensor.placements)
+    return local_of(tensor).tolist() == list(range(start, start + size))
+
+
+def _offset_of_an_order(rank: int) -> Any:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as box
+
+    held = ordered(rank, 16)[1]
+    _, (start,) = box((16,), device_mesh(range(8), (4, 2)), (Shard(0), Shard(0)))
+    return held[0] == start
+
+
+def _handed_out(rank: int) -> Any:
+    from torch.distributed._state_dict_utils import _distribute_tensors
+
+    mesh, state = device_mesh(range(8), (8,)), {"w": whole((32,))}
+    made = distribute_tensor(torch.zeros(32), mesh, placements_of("SS0,2"), src_data_rank=None)
+    there = layout(range(8), (8,), "SS0,2", (32,))
+    _distribute_tensors({"w": (made, state["w"])}, ["w"], torch.device("cpu"))
+    return local_of(made).equal(part(there, rank, whole((32,))))
+
+
+def _fsdp2_of_columns(rank: int) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    module = torch.nn.Linear(9, 4, bias=False)
+    fully_shard(module, mesh=device_mesh(range(8), (8,)), shard_placement_fn=lambda p: Shard(1))
+    return True
+
+
+def _ragged_without_a_shape(rank: int) -> Any:
+    made = DTensor.from_local(torch.zeros(rank + 1), device_mesh(range(8), (8,)), (Shard(0),))
+    return made.full_tensor().numel() == 36
+
+
+def _full(text: str, mesh: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    made = distribute_tensor(whole(shape), device_mesh(range(8), mesh), placements_of(text), src_data_rank=None)
+    return made.full_tensor().equal(whole(shape))
 
 
 def layouts_of_module(rank: int, mesh: tuple[int, ...]) -> Any:

@@ -278,6 +278,28 @@ def test_a_failed_save_leaves_the_former(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(work.loaded, str(tmp_path), layouts) == [[]] * 8
 
 
+def test_a_rank_that_ends_in_the_middle(tmp_path: Path) -> None:
+    """The others hear of it, and what was saved before is whole."""
+    alone, layouts = Pool(3), {"w": sm.Layout((9, 2), sm.Mesh(dp=3), "(dp n) h")}
+    try:
+        alone.run(work.saved, str(tmp_path), layouts)
+        answers = alone.attempt(work.lost, str(tmp_path), layouts, ranks=[0, 2])
+        assert all(kind == "CheckpointError" and "a rank is gone" in said for kind, said in answers), answers
+    finally:
+        alone.close()
+    found = smt.load(tmp_path, {"w": sm.Layout((9, 2), sm.Mesh(), {})})
+    assert found["w"].equal(work.elements((9, 2), "float32"))
+
+
+def test_a_group_of_some_ranks(pool: Pool, tmp_path: Path) -> None:
+    ranks = (6, 1, 3)
+    layouts = {
+        "w": sm.Layout((9, 2), sm.Mesh(dp=3, ranks=ranks), "(dp n) h"),
+        "v": sm.Layout((4,), sm.Mesh(ranks=[1]), "n"),
+    }
+    assert pool.run(work.among_some, str(tmp_path), ranks, layouts) == [[]] * 8
+
+
 def test_ranks_that_save_different_things(pool: Pool, tmp_path: Path) -> None:
     """The local tensors fit on every rank, the layouts differ."""
     one, other = sm.Layout((8, 2), DP, "(dp n) h"), sm.Layout((8, 2), DP, "(n dp 1) h")

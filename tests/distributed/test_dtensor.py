@@ -83,6 +83,23 @@ def test_torch_still_gets_it_wrong(pool: Pool, name: str) -> None:
         assert not any(isinstance(x, Failure) for x in got)
 
 
+@pytest.mark.parametrize("case", ["c02", "c09", "c27", "c29", "c42"])
+def test_torch_still_says_something_else_than_is_stored(pool: Pool, case: str) -> None:
+    """Sizes and offsets, state dicts handed out, a refusal. If this fails, torch was mended; take the case out."""
+    assert not all(x is True for x in pool.attempt(work.torch_says, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["c28", "c39", "fuzz"])
+def test_torch_still_ends_or_waits_for_ever(case: str) -> None:
+    """In processes of their own, since some do not come back. If this fails, torch was mended."""
+    alone = Pool(8)
+    try:
+        assert not all(x is True for x in alone.attempt(work.torch_says, case, timeout=30))
+    finally:
+        alone.close()
+
+
 # Any placements, any meshes
 
 TEXTS = ["S0 R", "R S1", "S0 S1", "S1 S0", "S0 S0", "SS0,2 S0", "SS0,3 S1", "Psum R", "R Psum", "Psum S0", "S1 Psum"]
@@ -95,6 +112,49 @@ def test_everything_to_everything(pool: Pool, shape: tuple[int, ...]) -> None:
     ends = [(*MESHES[i % len(MESHES)], text) for i, text in enumerate(TEXTS * 2)]
     moves = [work.Move(*a, *b, shape, "placement") for i, a in enumerate(ends) for b in ends[i % 5 :: 5]]
     check(pool, moves)
+
+
+@pytest.mark.parametrize(("text", "shape"), [("SS0,2 R", (5,)), ("SS0,2 S1", (5, 3)), ("S0 SS0,2", (13, 2))])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bfloat16"])
+def test_c12_c29_a_tensor_that_one_rank_has(pool: Pool, text: str, shape: tuple[int, ...], dtype: str) -> None:
+    """The state dict of a whole model, handed out; torch's distribute_tensor asserts that strided shards divide."""
+    there = work.layout(range(8), (4, 2), text, shape)
+    for rank, (held, kind, same) in enumerate(pool.run(work.from_one_rank, text, shape, dtype)):
+        assert held == work.part(there, rank, work.whole(shape)).tolist() and kind == f"torch.{dtype}" and same
+
+
+def test_c12_torch_still_asserts(pool: Pool) -> None:
+    """If this fails, torch was mended."""
+    got = pool.attempt(work.by_torchs_distribute, "SS0,2 R", (5,))
+    assert all(isinstance(x, Failure) and x.kind == "AssertionError" for x in got)
+
+
+def test_c13_whole_numbers_stay_whole_numbers(pool: Pool) -> None:
+    """As addends; torch makes them float32. If that fails, torch was mended."""
+    for ours, theirs, total in pool.run(work.to_addends):
+        assert ours == "torch.int64" and total == [0, 1, 2, 3, 4] and theirs == "torch.float32"
+
+
+def test_c28_shards_of_given_sizes(pool: Pool) -> None:
+    """DTensor.from_local takes the first rank's size for all; here they are a layout."""
+    there = work.layout(range(8), (8,), "S0", (21, 2))
+    for rank, ((kind, said), held, text) in enumerate(pool.run(work.from_ragged)):
+        assert kind == "PlacementError" and "DTensor cannot express dimension 0" in said
+        assert held == work.part(there, rank, work.whole((21, 2))).tolist() and text == "(dim0 n) h"
+
+
+@pytest.mark.parametrize(
+    ("axes", "src", "dst"),
+    [
+        (("tp",), "S0", "R"),
+        (("dp",), "S0", "S1"),
+        (("dp", "tp"), "S0 S1", "S1 S0"),
+        (("replica", "tp"), "S0 S0", "S1 R"),
+    ],
+)
+def test_parts_of_a_mesh_at_the_same_time(pool: Pool, axes: tuple[str, ...], src: str, dst: str) -> None:
+    """Each in a group of its own, which nobody else is asked to make."""
+    assert pool.run(work.on_submeshes, axes, src, dst) == [(True, True)] * 8
 
 
 # What a DTensor really holds
@@ -227,6 +287,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("grad", "LayoutError", "grad='half' is unknown; use 'replicate' or 'partial'"),
     ("readings", "LayoutError", "pass reading=, or a Layout"),
     ("mask", "PlacementError", "is no placement of ours"),
+    ("local", "ExchangeError", "has shape (1, 4), the plan's layout stores"),
     ("mesh", "LayoutError", "placements are on a mesh; pass device_mesh="),
 ]
 

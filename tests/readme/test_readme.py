@@ -77,14 +77,10 @@ def comparable(text: str) -> str:
     return text.strip()
 
 
-def commands() -> list[tuple[int, str, str]]:
-    """(line, command, its output) of every console block."""
-    out = []
-    for block in of("console"):
-        for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
-            command, _, output = part.partition("\n")
-            out.append((block.line, command, output))
-    return out
+def commands(block: Block) -> list[tuple[str, str]]:
+    """(command, its output) of a console block, in order."""
+    parts = (part.partition("\n") for part in re.split(r"^\$ ", block.text, flags=re.M)[1:])
+    return [(command, output) for command, _, output in parts]
 
 
 def test_every_block_is_executed() -> None:
@@ -109,20 +105,22 @@ def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("line", "command", "expected"), commands(), ids=[command for _, command, _ in commands()])
-def test_console(line: int, command: str, expected: str, tmp_path: Path) -> None:
-    """Every command prints what stands under it."""
-    for block in of("python"):
-        program = PROGRAM.match(block.text)
+@pytest.mark.parametrize("block", of("console"), ids=lambda block: commands(block)[0][0])
+def test_console(block: Block, tmp_path: Path) -> None:
+    """Every command prints what stands under it; those of one block run one after the other in one folder."""
+    for other in of("python"):
+        program = PROGRAM.match(other.text)
         if program:
-            (tmp_path / program[1]).write_text(block.text)
-    first, *rest = shlex.split(command)
-    if first == "make":
-        rest = RECIPE.findall((ROOT / "Makefile").read_text())[0].split()
+            (tmp_path / program[1]).write_text(other.text)
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*RUNNERS[first], *rest], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert comparable(done.stdout) == comparable(expected), f"README.md, line {line}"
+    for command, expected in commands(block):
+        first, *rest = shlex.split(command)
+        if first == "make":
+            rest = RECIPE.findall((ROOT / "Makefile").read_text())[0].split()
+        line = [*RUNNERS[first], *rest]
+        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+        assert comparable(done.stdout) == comparable(expected), f"README.md, line {block.line}: {command}"
 
 
 def test_make_targets_exist() -> None:
