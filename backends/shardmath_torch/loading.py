@@ -209,18 +209,16 @@ class Reader(storage.StorageReader):
         return done
 
     def _read(self, file: Path, items: Sequence[tuple[Piece, ReadItem]], planner: theirs.LoadPlanner) -> None:
-        bytes_of = _mapped(file)
+        memory = _mapped(file)
         views: dict[Piece, Tensor] = {}
-        for piece, item in items:
-            if piece not in views:
-                views[piece] = self._view(bytes_of, item.storage_index.fqn, piece)
-            at = zip(item.storage_offsets, item.lengths, strict=True)
-            source, target = views[piece][tuple(slice(lo, lo + n) for lo, n in at)], planner.resolve_tensor(item)
-            if _plain(source, target) and len(bytes_of) > (offset := source.data_ptr() - bytes_of.data_ptr()) >= 0:
-                _read_into(file, offset, target)
-            else:
-                target.copy_(source)
-            planner.commit_tensor(item, target)
+        with file.open("rb", buffering=0) as stream:
+            for piece, item in items:
+                if piece not in views:
+                    views[piece] = self._view(memory, item.storage_index.fqn, piece)
+                at = zip(item.storage_offsets, item.lengths, strict=True)
+                target = planner.resolve_tensor(item)
+                _copy(stream, memory, views[piece][tuple(slice(lo, lo + n) for lo, n in at)], target)
+                planner.commit_tensor(item, target)
 
     def _view(self, memory: Tensor, name: str, piece: Piece) -> Tensor:
         saved = self._found[name]
@@ -265,16 +263,22 @@ def _plain(source: Tensor, target: Tensor) -> bool:
     return source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype and target.is_cpu
 
 
-def _read_into(file: Path, offset: int, target: Tensor) -> None:
-    """Bytes of a file into memory, which takes half the time of copying them from a mapped file."""
-    memory = memoryview(target.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    with file.open("rb", buffering=0) as stream:
-        stream.seek(offset)
-        while memory:
-            count = stream.readinto(memory)
-            if not count:
-                raise CheckpointError(f"{file} ends at byte {stream.tell()}; it was cut while it was read")
-            memory = memory[count:]
+def _copy(stream: io.FileIO, memory: Tensor, source: Tensor, target: Tensor) -> None:
+    """What lies in the mapped memory of a file, or was taken from there, into the target.
+
+    Reading takes half the time of copying from a mapped file, where bytes are wanted as they lie.
+    """
+    offset = source.data_ptr() - memory.data_ptr()
+    if not _plain(source, target) or not 0 <= offset < len(memory):
+        target.copy_(source)
+        return
+    stream.seek(offset)
+    left = memoryview(target.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    while left:
+        count = stream.readinto(left)
+        if not count:
+            raise CheckpointError(f"{stream.name!r} ends at byte {stream.tell()}; it was cut while it was read")
+        left = left[count:]
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
