@@ -139,8 +139,8 @@ def readings(tensor: DTensor) -> dict[Reading, Layout | ShardError]:
     _check_said(spec.placements)
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if spec.order is not None:
-        return {"order": _layout(shape, mesh, _in_order(spec.placements, mesh, spec.order), dtype, "placement")}
-    return {reading: _layout(shape, mesh, _translated(spec.placements), dtype, reading) for reading in spec.readings}
+        return {"order": _made(shape, mesh, _in_order(spec.placements, mesh, spec.order), dtype, "placement")}
+    return {reading: _layout(shape, mesh, spec.placements, dtype, reading) for reading in spec.readings}
 
 
 def _check_said(placements: Placements) -> None:
@@ -155,20 +155,24 @@ def layout_like(
     shape: Sequence[int], device_mesh: DeviceMesh, placements: Iterable[theirs.Placement], dtype: object
 ) -> dict[Reading, Layout | ShardError]:
     """The layouts of a tensor that `placements` on a DeviceMesh may stand for."""
-    mesh, given = mesh_of(device_mesh), _translated(tuple(placements))
+    mesh, given = mesh_of(device_mesh), tuple(placements)
     name = str(dtype).removeprefix("torch.")
     return {reading: _layout(tuple(shape), mesh, given, name, reading) for reading in get_args(Reading)}
 
 
-def _layout(shape: Shape, mesh: Mesh, spec: Any, dtype: str, reading: Reading) -> Layout | ShardError:
+@functools.lru_cache(maxsize=4096)
+def _layout(shape: Shape, mesh: Mesh, placements: Placements, dtype: str, reading: Reading) -> Layout | ShardError:
+    try:
+        return _made(shape, mesh, tuple(map(_ours, placements)), dtype, reading)
+    except PlacementError as error:
+        return error.with_traceback(None)
+
+
+def _made(shape: Shape, mesh: Mesh, spec: Any, dtype: str, reading: Reading) -> Layout | ShardError:
     try:
         return Layout(shape, mesh, spec, dtype=dtype, reading=reading)
     except ShardError as error:
-        return error
-
-
-def _translated(placements: Placements) -> tuple[ours.Spec, ...]:
-    return tuple(map(_ours, placements))
+        return error.with_traceback(None)
 
 
 def _ours(placement: theirs.Placement) -> ours.Spec:
@@ -306,7 +310,7 @@ def _spelled(
     for factors in _factors(layout.mesh, dim):
         spec = {name: ours.Shard(0) if f == 1 else ours.StridedShard(0, f) for name, f in factors.items()}
         given = tuple(spec.get(name, ours.Replicate()) for name in layout.mesh.shape)
-        made = {r: _layout((dim.size,), layout.mesh, given, layout.dtype, r) for r in readings}
+        made = {r: _made((dim.size,), layout.mesh, given, layout.dtype, r) for r in readings}
         right = {r for r, one in made.items() if isinstance(one, Layout) and _alike(one.dims[0], dim, layout.mesh)}
         if len(right) > len(best[1]):
             best = {name: _theirs(d, f) for name, f in factors.items()}, right

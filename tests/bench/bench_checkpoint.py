@@ -1,6 +1,6 @@
 """`shardmath_torch.save` and `load` beside torch.distributed.checkpoint, over 8 processes, in one run.
 
-    python tests/bench/bench_checkpoint.py [megabytes] [repeats] [folder]
+    python tests/bench/bench_checkpoint.py [megabytes] [repeats] [--folder /dev/shm]
 
 Seconds of the slowest rank, median of the repeats, ours and theirs in turns, from tensors to files and back. A save
 waits until its bytes are on disk (fsync), as torch's does; a load finds the files in memory. What is saved is (dp=4,
@@ -10,7 +10,6 @@ tp=2) `(tp dp n) h`, other layouts are rows and columns of 8 ranks. Every file i
 from __future__ import annotations
 
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardmath as sm
 import shardmath_torch as smt
+from tests.bench.section import arguments, show, slowest
 from tests.distributed import dtensors
 from tests.distributed.pool import Pool
 
@@ -80,8 +80,8 @@ def bench(rank: int, folder: str, rows: int, repeats: int) -> dict[str, tuple[li
     return {label: (ours[1:], theirs[1:]) for label, (ours, theirs) in out.items()}
 
 
-def main(megabytes: int = 1024, repeats: int = 3, folder: str | None = None) -> None:
-    """Runs all steps and prints the table."""
+def main(megabytes: int = 1024, repeats: int = 5, folder: str | None = None, page: Path | None = None) -> None:
+    """Runs all steps and shows the table."""
     rows = int((megabytes * 2**20 / 4 / TENSORS) ** 0.5) // 8 * 8
     where, workers = tempfile.mkdtemp(dir=folder), Pool(8)
     try:
@@ -89,13 +89,15 @@ def main(megabytes: int = 1024, repeats: int = 3, folder: str | None = None) -> 
     finally:
         workers.close()
         shutil.rmtree(where)
-    print(f"{TENSORS} tensors of {rows} x {rows} float32, 8 processes, median of {repeats}, slowest rank, seconds")
-    print(f"{'':32}{'shardmath':>11}{'torch DCP':>11}{'ratio':>8}")
+    found = []
     for label in ranks[0]:
-        each = zip(*(found[label] for found in ranks), strict=True)
-        ours, theirs = (statistics.median(map(max, zip(*way, strict=True))) for way in each)
-        print(f"{label:32}{ours:11.3f}{theirs:11.3f}{theirs / ours:7.1f}x")
+        ours, theirs = (slowest(way) for way in zip(*(each[label] for each in ranks), strict=True))
+        found.append([label, f"{ours:.3f}", f"{theirs:.3f}", f"{theirs / ours:.1f}x"])
+    kind = "in memory" if folder else "on disk"
+    about = f"{TENSORS} tensors of {rows} x {rows} float32, 8 processes, seconds, median of {repeats}, slowest rank."
+    show(page, f"Checkpoints {kind}", about, ["step", "shardmath", "torch DCP", "DCP / ours"], found)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]), *sys.argv[3:4])
+    given = arguments(__doc__ or "", megabytes=1024, repeats=5)
+    main(given.megabytes, given.repeats, given.folder, given.page)

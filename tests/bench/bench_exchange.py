@@ -10,7 +10,6 @@ The targets: at most 1.5 times by hand; 8 times faster than DTensor.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -25,10 +24,12 @@ from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
+from tests.bench.section import arguments, show, slowest
 from tests.distributed.pool import Pool
 
 MESH = sm.Mesh(dp=2, tp=4)
-HEADS = ("shardmath", "program", "by hand", "packed", "DTensor", "x by hand", "x packed", "x DTensor", "program x")
+HEADS = ["relayout", "shardmath", "program", "by hand", "packed", "DTensor"]
+HEADS += ["ours / by hand", "ours / packed", "DTensor / ours", "program / ours"]
 Spec = tuple[Any, ...]
 CASES: dict[str, tuple[Spec, Spec]] = {
     "S0,S1 -> S1,S0": ((sm.Shard(0), sm.Shard(1)), (sm.Shard(1), sm.Shard(0))),
@@ -118,20 +119,20 @@ def bench(rank: int, a: Spec, b: Spec, rows: int, repeats: int) -> dict[str, lis
     return out
 
 
-def main(megabytes: int = 256, repeats: int = 7) -> None:
-    """Runs all cases and prints the table."""
+def main(megabytes: int = 256, repeats: int = 7, page: Path | None = None) -> None:
+    """Runs all cases and shows the table."""
     rows = int((megabytes * 2**20 / 4) ** 0.5) // 8 * 8
-    workers = Pool(8)
-    print(f"{rows} x {rows} float32 on {MESH}, 8 gloo processes, median of {repeats}, slowest rank")
-    print(" " * 28 + "".join(f"{head:>11}" for head in HEADS))
+    workers, found = Pool(8), []
     for name, (a, b) in CASES.items():
         ranks = workers.run(bench, a, b, rows, repeats, timeout=300)
-        slowest = {way: statistics.median(map(max, zip(*(r[way] for r in ranks), strict=True))) for way in ranks[0]}
-        ours, program, hand, packed, theirs = slowest.values()
-        times = "".join(f"{s:11.3f}" for s in slowest.values())
-        print(f"{name:28}{times}{ours / hand:11.2f}{ours / packed:11.2f}{theirs / ours:11.1f}{program / ours:11.2f}")
+        ours, program, hand, packed, theirs = seconds = [slowest([r[way] for r in ranks]) for way in ranks[0]]
+        ratios = (ours / hand, ours / packed, theirs / ours, program / ours)
+        found.append([f"`{name}`", *(f"{x:.3f}" for x in seconds), *(f"{x:.2f}" for x in ratios)])
     workers.close()
+    about = f"{rows} x {rows} float32 on 8 gloo processes (dp=2 tp=4), seconds, median of {repeats}, slowest rank."
+    show(page, "Exchange", about, HEADS, found)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    given = arguments(__doc__ or "", megabytes=256, repeats=7)
+    main(given.megabytes, given.repeats, given.page)

@@ -4,13 +4,12 @@
 
 Times are milliseconds, the slowest rank of the median repeat, of the whole call: ours finds out what the DTensor holds,
 allocates what it returns, and agrees with all ranks before each move. "received" is what the fullest rank receives of
-ours, which is the least that it can.
+ours, "bound" what the neediest does not hold already, counted element by element.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 import shardmath as sm
 import shardmath_torch as smt
 from tests.bench.bench_exchange import timed
+from tests.bench.section import arguments, show, slowest
 from tests.distributed import dtensors
 from tests.distributed.pool import Pool
 
@@ -47,6 +47,9 @@ CASES = [
 """Mesh, placements before, placements after."""
 
 
+HEAD = ["mesh, relayout", "shardmath", "DTensor", "DTensor / ours", "received", "bound"]
+
+
 def bench(rank: int, mesh: tuple[int, ...], src: str, dst: str, rows: int, repeats: int) -> tuple[list[float], ...]:
     """Seconds of each repeat, ours and theirs."""
     ranks = range(math.prod(mesh))
@@ -61,21 +64,39 @@ def bench(rank: int, mesh: tuple[int, ...], src: str, dst: str, rows: int, repea
     return ours, theirs
 
 
-def main(megabytes: int = 256, repeats: int = 5) -> None:
-    """Runs all cases and prints the table."""
+def bound(src: sm.Layout, dst: sm.Layout) -> int:
+    """Bytes that the neediest rank does not hold already: the least that it can receive."""
+    most = 0
+    for rank in dst.mesh.ranks:
+        needed = [set(index.tolist()) for index in dst.indices(rank)]
+        held = [set(index.tolist()) for index in src.indices(rank)]
+        kept = math.prod(len(a & b) for a, b in zip(needed, held, strict=True))
+        most = max(most, (math.prod(map(len, needed)) - kept) * dst.itemsize)
+    return most
+
+
+def main(megabytes: int = 256, repeats: int = 5, page: Path | None = None) -> None:
+    """Runs all cases and shows the table."""
     rows = int((megabytes * 2**20 / 4) ** 0.5) // 8 * 8
-    workers = Pool(8)
-    print(f"{rows} x {rows} float32, gloo, median of {repeats}, slowest rank, ms; MB received by the fullest rank")
-    print(f"{'mesh':8}{'from':12}{'to':10}{'shardmath':>11}{'DTensor':>11}{'ratio':>8}{'received':>10}")
+    workers, found = Pool(8), []
     for mesh, src, dst in CASES:
         ranks: list[Any] = workers.run(bench, mesh, src, dst, rows, repeats, timeout=300)
-        ours, theirs = (statistics.median(map(max, zip(*way, strict=True))) * 1e3 for way in zip(*ranks, strict=True))
-        ends = (dtensors.layout(range(math.prod(mesh)), mesh, x, (rows, rows)) for x in (src, dst))
-        most = max(sm.plan(*ends).received_bytes().values()) / 2**20
-        row = f"{mesh!s:8}{src:12}{dst:10}{ours:11.1f}{theirs:11.1f}{theirs / ours:7.1f}x{most:10.1f}"
-        print(row, flush=True)
+        ours, theirs = (slowest(way) for way in zip(*ranks, strict=True))
+        ends = [dtensors.layout(range(math.prod(mesh)), mesh, x, (rows, rows)) for x in (src, dst)]
+        bytes_of = max(sm.plan(*ends).received_bytes().values()), bound(*ends)
+        shown = [
+            f"{ours * 1e3:.0f}",
+            f"{theirs * 1e3:.0f}",
+            f"{theirs / ours:.1f}x",
+            *(f"{b / 2**20:g}" for b in bytes_of),
+        ]
+        found.append([f"{mesh} `{src} -> {dst}`", *shown])
     workers.close()
+    what = f"{rows} x {rows} float32, gloo, milliseconds of a call, median of {repeats}, slowest rank"
+    about = f"{what}; MiB that the fullest rank receives, and has to."
+    show(page, "Redistribute", about, HEAD, found)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    given = arguments(__doc__ or "", megabytes=256, repeats=5)
+    main(given.megabytes, given.repeats, given.page)
