@@ -164,6 +164,15 @@ def on_submeshes(rank: int, axes: tuple[str, ...], src: str, dst: str) -> Any:
     return local_of(moved).detach().equal(right), local_of(given.grad).equal(local)
 
 
+def reduced(rank: int, op: str, after: str) -> Any:
+    """Addends of a reduction to `after`: ours, and torch's."""
+    mesh = device_mesh(range(8), (4, 2))
+    local = (whole((9, 3)) * 7 + rank // 2 * 5) % 11 - 4
+    given = DTensor.from_local(local, mesh, placements_of(f"P{op} R"), run_check=False, shape=(9, 3), stride=(3, 1))
+    ours, theirs = smt.redistribute(given, placements_of(after)), given.redistribute(mesh, placements_of(after))
+    return local_of(ours).tolist(), local_of(theirs).tolist()
+
+
 def by_torch(rank: int, move: Move) -> Any:
     """What torch's redistribute gives, and what it should."""
     mesh = device_mesh(move.dst_ranks, move.dst_mesh)

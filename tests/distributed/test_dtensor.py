@@ -143,6 +143,14 @@ def test_c28_shards_of_given_sizes(pool: Pool) -> None:
         assert held == work.part(there, rank, work.whole((21, 2))).tolist() and text == "(dim0 n) h"
 
 
+@pytest.mark.parametrize("after", ["R R", "S0 R", "S1 S0"])
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_c14_to_c17_reductions(pool: Pool, op: str, after: str) -> None:
+    """On which torch is right; whole numbers, so that the order of folding does not matter."""
+    for ours, theirs in pool.run(work.reduced, op, after):
+        assert ours == theirs
+
+
 @pytest.mark.parametrize(
     ("axes", "src", "dst"),
     [
