@@ -22,7 +22,7 @@ from shardmath_torch.scales import amax
 from shardmath_torch.stored import open_checkpoint
 from shardmath_torch.styles import Fused
 from shardmath_torch.tensor_parallel import set_device_mesh
-from shardmath_torch.training import load_state, save_state, state_of
+from shardmath_torch.training import load_state, load_weights, save_state, state_of
 
 __all__ = [
     "CheckpointError",
@@ -34,6 +34,7 @@ __all__ = [
     "layout_of",
     "load",
     "load_state",
+    "load_weights",
     "open_checkpoint",
     "redistribute",
     "save",

@@ -4,7 +4,7 @@
    records that make an archive of each; they are tensors of bytes by themselves, `frame/0`, `frame/1`, ...
 2. So one copy of the data is read by safetensors, by torch.load at the archive's offset, which is how the readers of
    torch.distributed.checkpoint find it, and by whoever maps the file.
-3. Archives, and the tensors in them, begin at multiples of 64 bytes of the file.
+3. Archives begin at multiples of 64 bytes of the file, and with torch's own alignment so do the tensors in them.
 4. torch makes the archive and leaves out the data (`skip_data`), which is written as it lies in memory; checksums are
    left out too, as torch does not look at them.
 5. Types that safetensors has no name for are bytes to it; the checkpoint's index knows better.
@@ -21,9 +21,9 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,13 +33,16 @@ from shardmath.errors import ShardError
 from shardmath_torch import compat
 from shardmath_torch.weights import DTYPES
 
-__all__ = ["ALIGNMENT", "CheckpointError", "Stored", "Written", "described", "write"]
+__all__ = ["ALIGNMENT", "CheckpointError", "Strided", "Written", "described", "unused", "write"]
 
 ALIGNMENT = 64
 """Bytes; torch.save aligns the data in an archive to as many."""
 
 SHARDING, SAVED = "DCP_SHARDING_INFO", "saved_offsets"
 """Where in a header's metadata torch's HuggingFaceStorageReader looks for the index at which a tensor begins."""
+
+METADATA = "__metadata__"
+"""A key of the header that is no tensor."""
 
 NAMES = {name: theirs for theirs, name in DTYPES.items()}
 
@@ -63,8 +66,8 @@ class _Frame(NamedTuple):
     after: bytes
 
 
-Named: TypeAlias = Mapping[str, tuple[tuple[int, ...], Tensor]]
-"""Tensors by name, each with the global index at which it begins."""
+Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
+"""Tensors by name, each with the global index at which it begins, None where the name is not that of a whole tensor."""
 
 
 def write(file: Path, tensors: Named) -> dict[str, Written]:
@@ -128,62 +131,69 @@ def _aligned(n: int) -> int:
 def _header(tensors: Named, places: Mapping[str, Written], end: int) -> bytes:
     entries: dict[str, object] = {}
     offsets: dict[str, object] = {}
-    at = 0
+    taken, at = {METADATA, *tensors}, 0
     for i, (name, (offset, tensor)) in enumerate(tensors.items()):
         start, stop = places[name].start, places[name].start + tensor.nbytes
-        frame = _unused(f"frame/{i}", tensors)
+        frame, key = unused(f"frame/{i}", taken), unused(name, {METADATA})
         dtype = NAMES.get(str(tensor.dtype).removeprefix("torch."))
         known = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
-        entries |= {frame: _bytes(at, start), name: known if dtype else _bytes(start, stop)}
-        offsets |= {frame: {SAVED: [0]}, name: {SAVED: list(offset)}}
+        entries |= {frame: _bytes(at, start), key: known if dtype else _bytes(start, stop)}
+        offsets |= {frame: {SAVED: [0]}} | ({} if offset is None else {key: {SAVED: list(offset)}})
         at = stop
-    last = _unused(f"frame/{len(tensors)}", tensors)
+    last = unused(f"frame/{len(tensors)}", taken)
     sharding = json.dumps({**offsets, last: {SAVED: [0]}})
-    return json.dumps({"__metadata__": {SHARDING: sharding}, **entries, last: _bytes(at, end)}).encode()
+    return json.dumps({METADATA: {SHARDING: sharding}, **entries, last: _bytes(at, end)}).encode()
 
 
-def _unused(name: str, tensors: Named) -> str:
-    """The name, or one like it that is no tensor's."""
-    return name if name not in tensors else _unused(name + "_", tensors)
+def unused(name: str, taken: Container[str]) -> str:
+    """The name, or one like it that is not taken.
+
+    >>> unused("w", {"v"}), unused("w", {"w", "w_"})
+    ('w', 'w__')
+    """
+    return unused(name + "_", taken) if name in taken else name
 
 
 def _bytes(start: int, stop: int) -> dict[str, object]:
     return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
 
 
-class Stored(NamedTuple):
-    """A tensor in a file: its first byte, type, shape and strides in elements."""
+class Strided(NamedTuple):
+    """A tensor in a file: its first byte, type, shape, strides in elements, and whether its values are conjugated or
+    negated when they are read."""
 
     start: int
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    conj: bool = False
+    neg: bool = False
 
     @property
     def extent(self) -> int:
         """Elements from its first to its last, in memory."""
-        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)) if self.nonempty else 0
-
-    @property
-    def nonempty(self) -> bool:
-        """Whether it has elements."""
-        return 0 not in self.shape
+        reach = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        return 1 + reach if 0 not in self.shape else 0
 
 
-def described(file: Path, archives: Iterable[tuple[int, int]]) -> list[Stored]:
+def described(file: Path, archives: Sequence[tuple[int, int]]) -> list[Strided]:
     """The tensors in archives (offset, length) of torch.save; none of their data is read, nor any code run.
 
-    Raises CheckpointError where an archive holds no single plain tensor.
+    Raises CheckpointError where an archive holds no single plain tensor within its bytes.
     """
-    with file.open("rb") as stream:
-        return [_described(file, stream, offset, length) for offset, length in archives]
-
-
-def _described(file: Path, stream: BinaryIO, offset: int, length: int) -> Stored:
     try:
-        start, tensor = compat.skeleton(stream, offset, length)
+        with file.open("rb") as stream:
+            return list(map(_strided, compat.skeletons(stream, archives)))
     except Exception as error:
-        what = f"{file} has no tensor of torch.save at bytes {offset}..{offset + length} ({error})"
+        what = f"{file} has an archive that is no tensor of torch.save ({error})"
         raise CheckpointError(f"{what}; the file is cut short or damaged: save again") from error
-    begin = start + int(tensor.storage_offset()) * tensor.element_size()
-    return Stored(begin, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.stride())
+
+
+def _strided(skeleton: compat.Skeleton) -> Strided:
+    start, stop, tensor = skeleton
+    each, dtype = tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
+    begin = start + int(tensor.storage_offset()) * each
+    found = Strided(begin, dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    if found.extent and not start <= begin <= begin + found.extent * each <= stop:
+        raise ValueError(f"its {dtype}{list(found.shape)} with strides {found.strides} lies outside its storage")
+    return found

@@ -6,7 +6,8 @@
 3. The folder holds safetensors files, an index in JSON, and torch's own `.metadata`, so that
    torch.distributed.checkpoint reads it too. Nothing is ever unpickled but that file of a checkpoint of torch's own,
    and of that only what is on a list (`unpickled`).
-4. A save that ends in the middle leaves what was in the folder before; one that ends well removes it.
+4. A save that ends in the middle leaves what was in the folder before; one that ends well removes what we saved before.
+5. Replicas are taken to be equal, bit by bit: any of them may be written, or parts of several.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as write
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardmath.errors import ShardError
 from shardmath.layout import Layout
@@ -30,9 +31,10 @@ from shardmath_torch import compat
 from shardmath_torch.archive import CheckpointError
 from shardmath_torch.compat import Group
 from shardmath_torch.loading import LoadPlanner, Reader, local_layouts
-from shardmath_torch.saving import Bytes, Layouts, SavePlanner, Writer
+from shardmath_torch.saving import Bytes, Layouts, SavePlanner
 from shardmath_torch.stored import Checkpoint, open_checkpoint
 from shardmath_torch.weights import room
+from shardmath_torch.writing import Writer
 
 __all__ = ["load", "on_all", "save"]
 
@@ -56,13 +58,17 @@ def save(
     rank: for tensors that do not fit their layouts, for elements that nobody holds, for a tensor that is Partial, where
     ranks disagree, or for what the system refuses.
     """
-    _check_ranks(layouts, group)
-    state: dict[str, Any] = dict(tensors)
-    writer = Writer(path)
+
+    def ready() -> tuple[dict[str, Any], SavePlanner, Writer]:
+        check_layouts(layouts)
+        _check_ranks(layouts, group)
+        return dict(tensors), SavePlanner(layouts), Writer(path)
+
+    state, planner, writer = on_all("save", ready, group, claim=lambda _: os.fspath(path))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
         try:
-            write(state, storage_writer=writer, planner=SavePlanner(layouts), process_group=group)
+            dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
             failures = {rank: _text(failure[0]) or "" for rank, failure in error.failures.items()}
             raise _failed("save", failures, group) from error
@@ -82,34 +88,42 @@ def load(
     """This rank's local tensors under these layouts, by name: shape `layout.local_shape(rank)`, holes zero.
 
     `path` is a folder that `save` or torch.distributed.checkpoint wrote, or safetensors as Hugging Face keeps them;
-    `names` says under which name what is stored, where that differs. A tuple of layouts gives `name[0]`, `name[1]` and
-    so on; a layout of None the bytes that this rank saved, as uint8, or if it saved none those of the lowest rank.
+    `names` says, as {wanted: stored}, what is stored under another name; several may be stored under one. A tuple of
+    layouts gives `name[0]`, `name[1]` and so on; a layout of None the bytes that this rank saved, as uint8, or if it
+    saved none those of the lowest rank. A rank that is not on a layout's mesh gets nothing of it, and ranks may ask for
+    different layouts.
 
-    Collective over `group` (default: all ranks). Raises CheckpointError on every rank: for names, shapes or types that
-    are not those of the checkpoint, for elements that it lacks or has twice, for files that are missing or damaged, and
-    for metadata of torch that say something else than what is stored.
+    Collective over `group` (default: all ranks), which waits as long as the group does. Raises CheckpointError on every
+    rank: for names, shapes or types that are not those of the checkpoint, for elements that it lacks or has twice, for
+    files that are missing or damaged, and for metadata of torch that say something else than what is stored.
     """
-    act = functools.partial(_load, path, layouts, names or {}, group)
-    return {key: tensor.to(device) for key, tensor in on_all("load", act, group).items()}
+    act = functools.partial(_load, path, layouts, names or {}, group, device)
+    return on_all("load", act, group, claim=lambda done: done[1])[0]
 
 
 def _load(
-    path: str | os.PathLike[str] | Checkpoint, layouts: Layouts, names: Mapping[str, str], group: Group | None
-) -> dict[str, Tensor]:
-    rank = compat.rank_or_0()
-    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(os.fspath(path))
+    path: str | os.PathLike[str] | Checkpoint,
+    layouts: Layouts,
+    names: Mapping[str, str],
+    group: Group | None,
+    device: torch.device | str,
+) -> tuple[dict[str, Tensor], str]:
+    """The tensors, and which checkpoint they are from."""
+    check_layouts(layouts)
+    rank, share = compat.rank_or_0(), _share(group)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     stored = {name: names.get(name, name) for name in layouts}
     wanted: dict[str, Layout | tuple[Layout, ...]] = {}
     for name, one in layouts.items():
         if one is None:
             stored[name] = checkpoint.blob(stored[name], rank)
         wanted[name] = _own(checkpoint, stored[name], rank) if one is None else one
-    out = {key: room(layout, rank) for _, key, layout in local_layouts(wanted, rank)}
-    planner, reader = LoadPlanner(wanted, names=stored), Reader(checkpoint, names=stored.values(), share=_share(group))
+    planner, reader = LoadPlanner(wanted, names=stored), Reader(checkpoint, names=stored.values(), share=share)
     metadata = reader.read_metadata()
+    out = {key: room(layout, rank) for _, key, layout in local_layouts(wanted, rank)}
     planner.set_up_planner(out, metadata)
     reader.read_data(planner.create_local_plan(), planner).wait()
-    return out
+    return {key: tensor.to(device) for key, tensor in out.items()}, checkpoint.digest
 
 
 def _own(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
@@ -126,35 +140,49 @@ def _together() -> bool:
 
 
 def _share(group: Group | None) -> tuple[int, int]:
-    """This rank's number in the group, and how many there are."""
-    return (dist.get_rank(group), dist.get_world_size(group)) if _together() else (0, 1)
+    """This rank's number in the group, and how many there are. Raises ExchangeError for a rank outside."""
+    if not _together():
+        return 0, 1
+    found = compat.group_of(group)
+    return dist.get_rank(found), dist.get_world_size(found)
 
 
-def on_all(step: str, act: Callable[[], _T], group: Group | None) -> _T:
-    """What `act` returns. Raises CheckpointError on every rank where it raises on one."""
+def on_all(step: str, act: Callable[[], _T], group: Group | None, *, claim: Callable[[_T], str] | None = None) -> _T:
+    """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
+    what ranks claim is not the same."""
+    count = _share(group)[1]
     done: list[_T] = []
     error: Exception | None = None
     try:
         done.append(act())
     except Exception as raised:
         error = raised
-    said: list[str | None] = [_text(error)]
-    if _together():
-        said = [None] * dist.get_world_size(group)
-        try:
-            dist.all_gather_object(said, _text(error), group=group)
-        except RuntimeError as broken:
-            raise _gone(step, broken) from broken
-    failures = {rank: text for rank, text in enumerate(said) if text is not None}
+    mine = _text(error), claim(done[0]) if claim is not None and done else ""
+    said: list[Any] = _gathered(step, mine, count, group)
+    failures = {i: text for i, (text, _) in enumerate(said) if text is not None}
     if failures:
         raise _failed(step, failures, group) from error
+    other = next((i for i, (_, claimed) in enumerate(said) if claimed != said[0][1]), None)
+    if other is not None:
+        what = f"it is {said[other][1]!r} here and {said[0][1]!r} on the first rank of the group"
+        raise _failed(step, {other: f"{what}; call it with the same on all ranks, and not while it is saved"}, group)
     return done[0]
 
 
+def _gathered(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
+    said = [mine] * count
+    if _together():
+        try:
+            dist.all_gather_object(said, mine, group=group)
+        except RuntimeError as broken:
+            raise _gone(step, broken) from broken
+    return said
+
+
 def _text(error: BaseException | None) -> str | None:
-    return (
-        None if error is None else str(error) if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
-    )
+    if error is None or isinstance(error, ShardError):
+        return None if error is None else str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _gone(step: str, error: RuntimeError) -> CheckpointError:
@@ -169,6 +197,18 @@ def _failed(step: str, failures: Mapping[int, str], group: Group | None) -> Chec
     ranks = [dist.get_global_rank(group, i) if group is not None else i for i in sorted(failures)]
     others = f" (and {len(ranks) - 1} others)" if len(ranks) > 1 else ""
     return CheckpointError(f"rank {ranks[0]}{others} could not {step}: {failures[first]}")
+
+
+def check_layouts(layouts: object) -> None:
+    """Raises CheckpointError for what is no mapping from names to layouts, tuples of them, or None."""
+    if not isinstance(layouts, Mapping):
+        raise CheckpointError(f"layouts is a {type(layouts).__name__}; give a mapping from names to layouts")
+    for name, one in layouts.items():
+        for layout in one if isinstance(one, tuple) else (one,):
+            if not isinstance(name, str) or not (layout is None or isinstance(layout, Layout)) or one == ():
+                raise CheckpointError(
+                    f"{name!r} has the layout {one!r}; names are text, layouts a Layout, some, or None"
+                )
 
 
 def _check_ranks(layouts: Layouts, group: Group | None) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import stat
+import zipfile
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import BinaryIO, Literal, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -25,12 +27,14 @@ __all__ = [
     "Components",
     "EqualComponents",
     "Group",
+    "Skeleton",
     "Spec",
     "StorageInfo",
     "Store",
     "backend_of",
     "group_of",
     "group_of_mesh",
+    "hold_nothing",
     "in_backward",
     "local_of",
     "my_rank",
@@ -38,7 +42,7 @@ __all__ = [
     "rank_or_0",
     "ranks_of",
     "serves",
-    "skeleton",
+    "skeletons",
     "spec_of",
     "store_of",
 ]
@@ -168,21 +172,88 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def hold_nothing(tensor: DTensor) -> None:
+    """Gives a DTensor of another rank's mesh an empty local tensor of as many dimensions as it has.
+
+    torch's own has one dimension, and its `to_local` cannot take gradients of that (torch 2.13).
+    """
+    tensor._local_tensor = tensor._local_tensor.new_empty((0,) * tensor.ndim)
+
+
 def local_of(tensor: DTensor) -> Tensor:
     """The local tensor, not part of the DTensor's graph."""
     return tensor._local_tensor
 
 
-def skeleton(stream: BinaryIO, offset: int, length: int) -> tuple[int, Tensor]:
-    """The tensor of a torch.save archive in a file, without data, and where in the file its storage begins.
+class Skeleton(NamedTuple):
+    """A tensor without data, and where in its file the storage begins and ends."""
 
-    torch reads it with its list of allowed types (`weights_only`). Raises what torch raises.
+    start: int
+    stop: int
+    tensor: Tensor
+
+
+def skeletons(stream: BinaryIO, archives: Iterable[tuple[int, int]]) -> Iterator[Skeleton]:
+    """The tensors of torch.save archives (offset, length) in a file.
+
+    torch reads them with its list of allowed types (`weights_only`). Raises what torch and zipfile raise, and
+    ValueError for what does not lie there as it is.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes most of a second to import
 
     with FakeTensorMode():
-        view = _create_file_view(stream, offset, length)  # type: ignore[arg-type]
-        found = torch.load(view, weights_only=True, map_location="cpu")  # type: ignore[arg-type]
-    if type(found).__name__ != "FakeTensor":
-        raise TypeError(f"it holds a {type(found).__name__}")
-    return offset + found.untyped_storage()._checkpoint_offset, found
+        for offset, length in archives:
+            view = io.BufferedReader(_Part(stream, offset, length))
+            records = _records(view)
+            view.seek(0)
+            found = torch.load(view, weights_only=True, map_location="cpu")
+            if type(found).__name__ != "FakeTensor":
+                raise ValueError(f"it holds a {type(found).__name__}")
+            start = found.untyped_storage()._checkpoint_offset
+            if start not in records:
+                raise ValueError(f"its storage begins at {start}, its records at {sorted(records)}")
+            yield Skeleton(offset + start, offset + start + records[start], found)
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file as a file."""
+
+    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
+        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._stream.seek(self._offset + self._at)
+        data = self._stream.read(min(len(buffer), max(0, self._length - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _records(view: BinaryIO) -> dict[int, int]:
+    """Where the records of an archive begin, and their sizes; nothing is compressed, and numbers are little-endian.
+
+    torch would swap the bytes of others in place, also where there are none.
+    """
+    out = {}
+    with zipfile.ZipFile(view) as archive:
+        for info in archive.infolist():
+            view.seek(info.header_offset + 26)
+            names = sum(int.from_bytes(view.read(2), "little") for _ in range(2))
+            start = info.header_offset + 30 + names
+            out[start] = info.file_size
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{info.filename} is compressed")
+            view.seek(start)
+            if info.filename.endswith("/byteorder") and view.read(info.file_size) != b"little":
+                raise ValueError("its numbers are not little-endian")
+    return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,9 @@ def group_for(ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()) ->
 
     A rank outside gets None, and has nothing to say in it.
 
-    Otherwise one is made, collectively over the default group, on first use: torch names groups by how many a rank has
-    seen, so that ranks which make one without the others may wait for ever (`use_local_synchronization`, torch 2.13).
+    Otherwise one is made, collectively over the default group, on first use: all ranks ask at once, also for different
+    groups, and all make all of them in one order. torch names groups by how many a rank has seen, so that ranks which
+    make one without the others may wait for ever (`use_local_synchronization`, torch 2.13).
     """
     among = tuple(sorted(set(ranks)))
     if len(among) == dist.get_world_size():
@@ -58,10 +60,19 @@ def group_for(ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()) ->
         found = compat.group_of_mesh(mesh)
         if found is not None:
             return found
-    return _made(among)
+    if among not in _made:
+        _make(among)
+    return _made[among]
 
 
-@functools.cache
-def _made(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    found = dist.new_group(list(ranks))
-    return found if isinstance(found, dist.ProcessGroup) else None
+_made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+"""Groups made so far, by their ranks."""
+
+
+def _make(ranks: tuple[int, ...]) -> None:
+    """Make the groups that ranks ask for."""
+    asked: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(asked, ranks)
+    for each in sorted(set(asked) - set(_made)):
+        found = dist.new_group(list(each))
+        _made[each] = found if isinstance(found, dist.ProcessGroup) else None

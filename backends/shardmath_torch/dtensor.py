@@ -186,6 +186,8 @@ def _ours(placement: theirs.Placement) -> ours.Spec:
             return ours.Replicate()
         case theirs.Partial() if type(placement) is theirs.Partial and placement.reduce_op in ours.OPS:
             return ours.Partial(placement.reduce_op)
+    if isinstance(placement, ours.BuiltIn | ours.Replicate | ours.Partial):
+        raise PlacementError(f"{placement!r} is shardmath's; give torch's placements, or a Layout of these")
     known = "Shard, _StridedShard, Replicate, and Partial of " + ", ".join(ours.OPS)
     raise PlacementError(f"{placement!r} is no placement of ours, which are {known}; redistribute it to one of these")
 
@@ -272,7 +274,10 @@ def to_dtensor(
         raise LayoutError(f"the layout is on {layout.mesh}, device_mesh= is {mesh_of(mesh)}; pass one mesh")
     _check_local(local, layout)
     shape = torch.Size(layout.shape)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides(layout.shape))
+    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides(layout.shape))
+    if compat.my_rank() not in layout.mesh:
+        compat.hold_nothing(made)
+    return made
 
 
 def _check_local(local: Tensor, layout: Layout) -> None:

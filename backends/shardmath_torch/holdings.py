@@ -12,14 +12,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardmath.digest import digest
 from shardmath.layout import Layout
 from shardmath.layout import cast as _of_dtype
 from shardmath.mesh import Mesh
@@ -28,9 +30,11 @@ from shardmath_torch.compat import Group, ranks_of
 from shardmath_torch.dtensor import local_of
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.modules import layout_of
+from shardmath_torch.saving import as_tensor
 
 __all__ = [
     "KINDS",
+    "Description",
     "Extra",
     "Model",
     "Optimizers",
@@ -39,6 +43,7 @@ __all__ = [
     "as_bytes",
     "coded",
     "decoded",
+    "description",
     "groups_of",
     "layout_by",
     "local_part",
@@ -46,6 +51,7 @@ __all__ = [
     "optimizer_of",
 ]
 
+_T = TypeVar("_T")
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 """One, several that share the parameters out, or none."""
 
@@ -73,46 +79,65 @@ def as_bytes(tensor: Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()
 
 
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+class Kind(NamedTuple):
+    """What an extra state may be: the types, and what is made of a tensor of bytes again."""
+
+    types: tuple[type, ...]
+    restored: Callable[[Tensor], object]
 
 
-KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Tensor], Callable[[Tensor], object]]] = {
-    "tensor": (lambda x: isinstance(x, Tensor) and x.dtype == torch.uint8 and x.ndim == 1, Tensor.detach, Tensor.clone),
-    "file": (lambda x: isinstance(x, io.BytesIO), lambda x: _tensor(x.getvalue()), lambda x: io.BytesIO(as_bytes(x))),
-    "bytes": (lambda x: isinstance(x, bytes | bytearray | memoryview), lambda x: _tensor(bytes(x)), as_bytes),
-    "none": (lambda x: x is None, lambda x: _tensor(b""), lambda x: None),
+KINDS = {
+    "tensor": Kind((Tensor,), Tensor.clone),
+    "file": Kind((io.BytesIO,), lambda data: io.BytesIO(as_bytes(data))),
+    "bytes": Kind((bytes, bytearray, memoryview), as_bytes),
+    "none": Kind((type(None),), lambda data: None),
 }
-"""What extra states may be: the test for it, how it is a tensor of bytes, and back."""
+"""By the word that the checkpoint keeps."""
 
 
 class Extra(NamedTuple):
-    """What a module's get_extra_state gave, and which of KINDS it is."""
+    """What a module's get_extra_state gave, as bytes, and which of KINDS it is."""
 
     module: nn.Module
     kind: str
-    value: object
-
-    def packed(self) -> Tensor:
-        """As a tensor of bytes."""
-        return KINDS[self.kind][1](self.value)
+    packed: Tensor
 
 
 def _extra(module: nn.Module, name: str, value: object) -> Extra:
     path, _, last = name.rpartition(".")
     if last != "_extra_state":
         raise CheckpointError(f"{name!r} of the state dict is no parameter, buffer or extra state; remove its hook")
-    kind = next((kind for kind, (fits, _, _) in KINDS.items() if fits(value)), None)
-    if kind is None:
+    kind = next((word for word, kind in KINDS.items() if isinstance(value, kind.types)), None)
+    if kind is None or (isinstance(value, Tensor) and (value.dtype != torch.uint8 or value.ndim != 1)):
         what = f"extra state {name!r} is of type {type(value).__name__}"
         raise CheckpointError(f"{what}; return bytes, a BytesIO, or a 1-d tensor of uint8")
-    return Extra(module.get_submodule(path), kind, value)
+    owner = next(part for at, part in module.named_modules() if _plain(at) == path and not _wraps(part))
+    return Extra(owner, kind, as_tensor(name, b"" if value is None else value))
 
 
 # Modules
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What wrappers put into names."""
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What wrappers put into names, between dots."""
+
+
+class Description(NamedTuple):
+    """A module without layouts: parameters by name, buffers, extra states, all names by first name, first names of
+    parameters by id."""
+
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    extra: dict[str, Extra]
+    names: dict[str, list[str]]
+    first: dict[int, str]
+
+    @property
+    def claim(self) -> str:
+        """What has to be the same on all ranks."""
+        tensors = {name: (str(t.dtype), tuple(t.shape)) for name, t in (self.parameters | self.buffers).items()}
+        divided = [(name, str(p.placements)) for name, p in self.parameters.items() if isinstance(p, DTensor)]
+        return f"a module of {len(self.names)} names, {digest((tensors, divided, sorted(self.extra)))[:12]}"
 
 
 class Model(NamedTuple):
@@ -124,36 +149,52 @@ class Model(NamedTuple):
     parameters: dict[int, str]
 
 
-def model_of(module: nn.Module, *, mesh: Mesh | None = None, group: Group | None = None) -> Model:
-    """Its parameters, persistent buffers and extra states. Has FSDP2 take back first what it gathered.
+def description(module: nn.Module) -> Description:
+    """What the module has. Talks to nobody. Has FSDP2 take back first what it gathered.
 
-    What is plain is replicated on `mesh`, by default the largest of the DTensors', or the ranks of the group.
+    Raises CheckpointError for an extra state that is not bytes, and for two names that are one without wrappers.
     """
-    mesh = mesh or _mesh(module, group)
-    kept = {_plain(name): value for name, value in _state_dict(module).items()}
-    layouts = {_plain(name): layout for name, layout in layout_of(module, mesh=mesh).items()}
-    parameters = {_plain(name): p for name, p in module.named_parameters(remove_duplicate=False)}
-    buffers = {_plain(n): b for n, b in module.named_buffers(remove_duplicate=False) if _plain(n) in kept}
+    kept = _unwrapped(dict(module.state_dict(keep_vars=True)))
+    parameters = _unwrapped(dict(module.named_parameters(remove_duplicate=False)))
+    buffers = {n: b for n, b in _unwrapped(dict(module.named_buffers(remove_duplicate=False))).items() if n in kept}
     extra = {n: _extra(module, n, value) for n, value in kept.items() if n not in parameters and n not in buffers}
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, p in parameters.items():
         names.setdefault(first.setdefault(id(p), name), []).append(name)
     names |= {name: [name] for name in (*buffers, *extra)}
+    return Description(module, parameters, buffers, extra, names, first)
+
+
+def _unwrapped(named: dict[str, _T]) -> dict[str, _T]:
+    """By names without wrappers. Raises CheckpointError where two become one."""
+    out = {_plain(name): value for name, value in named.items()}
+    if len(out) < len(named):
+        twice = next(plain for plain, count in Counter(map(_plain, named)).items() if count > 1)
+        raise CheckpointError(f"without {' and '.join(WRAPPERS)}, several names are {twice!r}; name modules otherwise")
+    return out
+
+
+def model_of(described: Description, *, mesh: Mesh | None = None, group: Group | None = None) -> Model:
+    """Its parameters, persistent buffers and extra states. Collective where `layout_of` is.
+
+    What is plain is replicated on `mesh`, by default the largest of the DTensors', or the ranks of the group.
+    """
+    module, parameters, buffers, extra, names, first = described
+    mesh = mesh or _mesh(module, group)
+    layouts = {_plain(name): layout for name, layout in layout_of(module, mesh=mesh).items()}
     layouts |= _layouts_of_buffers(buffers, layouts.values(), mesh)
     tensors = parameters | buffers
     slots = {name: Slot(local_part(name, tensors[name]), layouts[name]) for name in names if name in tensors}
     return Model(slots, extra, names, first)
 
 
-def _state_dict(module: nn.Module) -> dict[str, object]:
-    return dict(module.state_dict(keep_vars=True))
+def _wraps(module: nn.Module) -> bool:
+    return any(wrapper in module._modules for wrapper in WRAPPERS)
 
 
 def _plain(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _mesh(module: nn.Module, group: Group | None) -> Mesh | None:
@@ -208,7 +249,7 @@ def optimizer_of(model: Model, optimizer: Optimizers) -> tuple[dict[str, Slot], 
         options = {k: coded(v, f"{k!r} of a parameter group") for k, v in group.options.items() if k not in UNVALUED}
         groups.append({"parameters": list(group.parameters), "options": options})
         for name, p in group.parameters.items():
-            held = {str(key): value for key, value in group.optimizer.state.get(p, {}).items()}
+            held = _by_text(name, group.optimizer.state.get(p, {}))
             state[name] = {key: _entry(f"{key!r} of {name!r}", value, p) for key, value in held.items()}
             layout = model.slots[name].layout
             slots |= {
@@ -217,6 +258,13 @@ def optimizer_of(model: Model, optimizer: Optimizers) -> tuple[dict[str, Slot], 
                 if isinstance(value, Tensor)
             }
     return slots, {"groups": None if optimizer is None else groups, "state": state}
+
+
+def _by_text(name: str, held: Mapping[Any, Any]) -> dict[str, Any]:
+    odd = next((key for key in held if not isinstance(key, str)), None)
+    if odd is not None:
+        raise CheckpointError(f"the optimizer's state of {name!r} has the key {odd!r}; keys are text")
+    return dict(held)
 
 
 def _entry(what: str, value: object, parameter: Tensor) -> dict[str, Any]:
@@ -236,7 +284,7 @@ def _alike(value: Tensor, parameter: Tensor) -> bool:
     if isinstance(value, DTensor) and isinstance(parameter, DTensor):
         lies = [(x.shape, x.device_mesh, x.placements) for x in (value, parameter)]
         return lies[0] == lies[1]
-    return value.shape == parameter.shape and not isinstance(value, DTensor)
+    return value.shape == parameter.shape and isinstance(value, DTensor) == isinstance(parameter, DTensor)
 
 
 def layout_by(entry: dict[str, Any], parameter: Layout) -> Layout:
@@ -259,7 +307,7 @@ def coded(value: object, what: str) -> Any:
             return [coded(x, what) for x in value]
         case tuple():
             return {"tuple": [coded(x, what) for x in value]}
-        case Tensor():
+        case Tensor() if not value.is_complex():
             return {"tensor": [str(value.dtype).removeprefix("torch."), value.tolist()]}
         case dict() if all(isinstance(key, str) for key in value):
             return {"dict": {key: coded(x, what) for key, x in value.items()}}

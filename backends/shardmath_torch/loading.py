@@ -4,7 +4,7 @@
    others, and nothing is sent.
 2. Files are mapped, and of a stored box those rows are copied that a rank needs.
 3. `LoadPlanner` and `Reader` are what torch.distributed.checkpoint calls planner and storage reader; each works with
-   torch's own counterpart.
+   torch's own counterpart, for tensors.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.futures import Future
 
 from shardmath.layout import Layout
+from shardmath.mesh import strides
 from shardmath.store import local_tensors
 from shardmath_torch import compat
-from shardmath_torch.archive import CheckpointError, Stored, described
+from shardmath_torch.archive import CheckpointError, Strided
 from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.stored import Checkpoint, Piece, check_archive, open_checkpoint
+from shardmath_torch.stored import Checkpoint, Piece, open_checkpoint
 from shardmath_torch.weights import Slices, boxes
 
 __all__ = ["LoadPlanner", "Reader", "local_layouts"]
@@ -64,6 +65,8 @@ class LoadPlanner(theirs.LoadPlanner):
     def __init__(
         self, layouts: Mapping[str, Windows], *, names: Mapping[str, str] | None = None, rank: int | None = None
     ) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._metadata: Mapping[str, object] = {}
         self._layouts, self._names = layouts, names or {}
         self._rank = compat.rank_or_0() if rank is None else rank
 
@@ -107,7 +110,7 @@ class LoadPlanner(theirs.LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """The cells that an item goes to."""
         at = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._tensors[read_item.dest_index.fqn].detach()[tuple(slice(lo, lo + n) for lo, n in at)]  # type: ignore[no-any-return]
+        return self._tensors[read_item.dest_index.fqn].detach()[tuple(slice(lo, lo + n) for lo, n in at)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing is left to do: it is the cells themselves."""
@@ -170,6 +173,8 @@ class Reader(storage.StorageReader):
         share: tuple[int, int] = (0, 1),
     ) -> None:
         self._path, self._names, self._share = path, names, share
+        self._found: Checkpoint | None = None
+        self._strided: dict[Piece, Strided] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another checkpoint, if given."""
@@ -178,9 +183,9 @@ class Reader(storage.StorageReader):
     def read_metadata(self, *args: Any) -> Metadata:
         """What is stored, proved as far as that is possible without data."""
         found = self._path if isinstance(self._path, Checkpoint) else open_checkpoint(os.fspath(self._path))
-        names = tuple(found.tensors if self._names is None else self._names)
+        names = tuple(dict.fromkeys(found.tensors if self._names is None else self._names))
         found.check(names)
-        found.check_archives(names, self._share)
+        self._strided = found.check_archives(names, self._share)
         self._found = found
         return Metadata({name: _metadata(found, name) for name in names})
 
@@ -197,42 +202,34 @@ class Reader(storage.StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: theirs.LoadPlanner) -> Future[None]:
         """Copies what the plan's items say, file by file."""
+        found = self._found
+        assert found is not None, "metadata are read before data"
         wanted: dict[Path, list[tuple[Piece, ReadItem]]] = {}
-        pieces = {name: {p.offsets: p for p in self._found[name].pieces if p.nonempty} for name in _named(plan)}
+        names = dict.fromkeys(item.storage_index.fqn for item in plan.items)
+        pieces = {name: {p.offsets: p for p in found[name].pieces if p.nonempty} for name in names}
         for item in plan.items:
             piece = pieces[item.storage_index.fqn][tuple(item.storage_index.offset or ())]
             wanted.setdefault(piece.file, []).append((piece, item))
         for file, items in wanted.items():
-            self._read(file, items, planner)
+            self._read(found, file, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, file: Path, items: Sequence[tuple[Piece, ReadItem]], planner: theirs.LoadPlanner) -> None:
+    def _read(
+        self, found: Checkpoint, file: Path, items: Sequence[tuple[Piece, ReadItem]], planner: theirs.LoadPlanner
+    ) -> None:
         memory = _mapped(file)
-        views: dict[Piece, Tensor] = {}
+        new = dict.fromkeys((i.storage_index.fqn, p) for p, i in items if p.archive and p not in self._strided)
+        self._strided |= found.described(new)
         with file.open("rb", buffering=0) as stream:
             for piece, item in items:
-                if piece not in views:
-                    views[piece] = self._view(memory, item.storage_index.fqn, piece)
+                dtype = found[item.storage_index.fqn].dtype
+                strided = self._strided.get(piece) or Strided(piece.start, dtype, piece.sizes, strides(piece.sizes))
                 at = zip(item.storage_offsets, item.lengths, strict=True)
                 target = planner.resolve_tensor(item)
-                _copy(stream, memory, views[piece][tuple(slice(lo, lo + n) for lo, n in at)], target)
+                _copy(stream, memory, _view(memory, file, strided)[tuple(slice(lo, lo + n) for lo, n in at)], target)
                 planner.commit_tensor(item, target)
-
-    def _view(self, memory: Tensor, name: str, piece: Piece) -> Tensor:
-        saved = self._found[name]
-        stored = Stored(piece.start, saved.dtype, piece.sizes, _row_major(piece.sizes))
-        if piece.archive:
-            stored = described(piece.file, [(piece.start, piece.length)])[0]
-            check_archive(name, saved, piece, stored)
-        dtype = dtype_of(stored.dtype)
-        end = stored.start + stored.extent * dtype.itemsize
-        if end > len(memory):
-            raise CheckpointError(f"{piece.file} ends at {len(memory)}, {name!r} needs bytes to {end}; fetch it again")
-        taken = memory[stored.start : end]
-        taken = taken if stored.start % dtype.itemsize == 0 else taken.clone()
-        return taken.view(dtype).as_strided(stored.shape, stored.strides)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -240,8 +237,17 @@ class Reader(storage.StorageReader):
         return "://" not in os.fspath(checkpoint_id)
 
 
-def _named(plan: LoadPlan) -> list[str]:
-    return list(dict.fromkeys(item.storage_index.fqn for item in plan.items))
+def _view(memory: Tensor, file: Path, found: Strided) -> Tensor:
+    """A tensor in the mapped memory of a file; a copy where it begins between two elements."""
+    dtype = dtype_of(found.dtype)
+    end = found.start + found.extent * dtype.itemsize
+    if end > len(memory):
+        raise CheckpointError(f"{file} ends at byte {len(memory)}, a tensor in it at {end}; fetch it again")
+    taken = memory[found.start : end]
+    taken = taken if found.start % dtype.itemsize == 0 else taken.clone()
+    view = taken.view(dtype).as_strided(found.shape, found.strides)
+    view = view.conj() if found.conj else view
+    return torch._neg_view(view) if found.neg else view
 
 
 def _metadata(found: Checkpoint, name: str) -> TensorStorageMetadata:
@@ -258,9 +264,11 @@ def _mapped(file: Path) -> Tensor:
         raise CheckpointError(f"{file} cannot be read: {error}; it belongs to the checkpoint") from error
 
 
-def _plain(source: Tensor, target: Tensor) -> bool:
+def _lies_so(source: Tensor, target: Tensor) -> bool:
     """Whether the same bytes in the same order are wanted as are stored."""
-    return source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype and target.is_cpu
+    if source.is_conj() or source.is_neg() or source.dtype != target.dtype:
+        return False
+    return source.is_contiguous() and target.is_contiguous() and target.is_cpu
 
 
 def _copy(stream: io.FileIO, memory: Tensor, source: Tensor, target: Tensor) -> None:
@@ -269,7 +277,7 @@ def _copy(stream: io.FileIO, memory: Tensor, source: Tensor, target: Tensor) -> 
     Reading takes half the time of copying from a mapped file, where bytes are wanted as they lie.
     """
     offset = source.data_ptr() - memory.data_ptr()
-    if not _plain(source, target) or not 0 <= offset < len(memory):
+    if not _lies_so(source, target) or not 0 <= offset < len(memory):
         target.copy_(source)
         return
     stream.seek(offset)
@@ -279,10 +287,3 @@ def _copy(stream: io.FileIO, memory: Tensor, source: Tensor, target: Tensor) -> 
         if not count:
             raise CheckpointError(f"{stream.name!r} ends at byte {stream.tell()}; it was cut while it was read")
         left = left[count:]
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    out = [1]
-    for n in reversed(shape[1:]):
-        out.append(out[-1] * n)
-    return tuple(reversed(out))[: len(shape)]

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardmath.errors import ExchangeError
 from shardmath.layout import Layout
@@ -122,6 +123,8 @@ def _names(keys: Mapping[str, object]) -> str:
 def _check(label: str, tensor: object, shape: tuple[int, ...], layout: Layout, device_type: str | None) -> None:
     if not isinstance(tensor, Tensor):
         raise ExchangeError(f"{label} is {type(tensor).__name__}; pass a torch.Tensor")
+    if isinstance(tensor, DTensor):
+        raise ExchangeError(f"{label} is a DTensor; pass its local tensor, tensor.to_local()")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tuple(tensor.shape) != shape:
         what = f"{label} has shape {tuple(tensor.shape)}, the plan's layout stores {shape} there"

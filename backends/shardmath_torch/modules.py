@@ -29,6 +29,8 @@ __all__ = ["layout_of"]
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
     """The layout of every parameter, by the names of `named_parameters`, shared ones under each of their names.
 
+    As they lie now: after a forward FSDP2 may still hold what it has gathered, until `module.reshard()`.
+
     Parameters that are no DTensors are replicated over `mesh`, by default the largest of the DTensors', or all ranks of
     the default group. Collective over the ranks of the DTensors' meshes where placements have two readings that differ.
     Raises LayoutError for a parameter whose local shape fits no reading, naming it.

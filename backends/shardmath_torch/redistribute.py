@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -35,7 +36,7 @@ from shardmath_torch.local import by_key, fits, wanted
 
 __all__ = ["Target", "redistribute"]
 
-Target: TypeAlias = Layout | Sequence[Placement]
+Target: TypeAlias = Layout | str | Sequence[Placement]
 Meshes: TypeAlias = tuple[DeviceMesh | None, DeviceMesh | None]
 
 
@@ -48,10 +49,14 @@ def redistribute(
     reading: Reading | None = None,
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
-    """The same tensor under the target: a Layout, or DTensor placements on `device_mesh` (default: the tensor's own).
+    """The same tensor under the target: a Layout; or text of one, or DTensor placements, on `device_mesh` (default: the
+    tensor's own).
 
     `layout` says what a plain local tensor is part of; of a DTensor it is found out, where `reading` may help. Returns
     a DTensor if placements of DTensor can stand for the target, otherwise the local tensor.
+
+    A rank that is not on the source's mesh passes an empty tensor, one that is not on the target's gets one, and takes
+    part in the backward: `moved.to_local().sum().backward()` does, or that of any other function of it.
 
     Collective over the ranks of both meshes. The first time among ranks that are neither all nor those of one of the
     DeviceMeshes, it is over the default group, since a process group is made. Raises LayoutError where shapes, dtypes
@@ -59,7 +64,16 @@ def redistribute(
     """
     if grad not in ("replicate", "partial"):
         raise LayoutError(f"grad={grad!r} is unknown; use 'replicate' or 'partial'")
+    if not isinstance(tensor, Tensor):
+        raise LayoutError(f"{type(tensor).__name__} is no tensor; a rank that has no part of it passes torch.empty(0)")
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        raise LayoutError(
+            f"device_mesh is {device_mesh!r}; give torch's DeviceMesh, or a Layout on that mesh as target"
+        )
     own = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    if isinstance(target, str):
+        shape, dtype = (layout.shape, layout.dtype) if layout is not None else (tensor.shape, _name(tensor.dtype))
+        target = Layout(shape, mesh_of(_given(device_mesh or own)), target, dtype=dtype)
     if isinstance(target, Layout):
         mesh = device_mesh or (own if own is not None and mesh_of(own) == target.mesh else None)
         src, dst = _source(tensor, layout, reading, target.mesh.ranks, device_mesh), target
@@ -152,13 +166,33 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         route: _Route = ctx.route
-        if isinstance(gradient, DTensor):
-            here, local = layout_among(gradient, route.src.mesh.ranks, meshes=route.meshes), local_of(gradient)
-        else:
-            here, local = _of_dtype(repartialed(route.dst, ()), _name(gradient.dtype)), gradient
+        local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+        here = _agreed(_cotangent(gradient, route), route)
         there = _dual(route.src, route.grad)
         moved = _moved(local, here, _of_dtype(there, here.dtype), route.meshes).to(dtype_of(route.src.dtype))
         return _shown(moved, there, route.source._replace(placements=_dual_placements(route.source, there))), None
+
+
+def _cotangent(gradient: Tensor, route: _Route) -> Layout | None:
+    """The layout that a gradient arrives in; None on a rank that has none of it."""
+    if compat.my_rank() not in route.dst.mesh:
+        return None
+    if isinstance(gradient, DTensor):
+        return layout_among(gradient, mesh_of(gradient.device_mesh).ranks)
+    return _of_dtype(repartialed(route.dst, ()), _name(gradient.dtype))
+
+
+def _agreed(mine: Layout | None, route: _Route) -> Layout:
+    """The gradient's layout, told to the ranks that have none of it."""
+    everyone = {*route.src.mesh.ranks, *route.dst.mesh.ranks}
+    if compat.my_rank() not in everyone:
+        return route.dst
+    if everyone == set(route.dst.mesh.ranks) and mine is not None:
+        return mine
+    group = group_for(everyone, route.meshes)
+    said: list[Any] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
+    return next(one for one in said if isinstance(one, Layout))
 
 
 def _shown(local: Tensor, layout: Layout, face: _Face) -> Tensor:
@@ -191,7 +225,9 @@ def _moved(local: Tensor, src: Layout, dst: Layout, meshes: Meshes) -> Tensor:
     """What this rank holds under `dst` of a tensor of which it holds `local` under `src`."""
     rank = compat.my_rank()
     here, there = rank in src.mesh, rank in dst.mesh
-    out = torch.empty(dst.local_shape(rank) if there else (0,), dtype=dtype_of(dst.dtype), device=local.device)
+    out = torch.empty(
+        dst.local_shape(rank) if there else (0,) * len(dst.shape), dtype=dtype_of(dst.dtype), device=local.device
+    )
     if there and dst.holes(rank):
         out.zero_()
     movers = _movers(tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks})), meshes)

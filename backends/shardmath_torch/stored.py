@@ -2,8 +2,8 @@
 
 1. Three kinds are read: ours, those of torch.distributed.checkpoint, and safetensors as Hugging Face keeps them.
 2. Ours is a folder with an index, `shardmath.json`, beside torch's own `.metadata`; both name the same data files. The
-   index counts if it was written with the `.metadata` that lies there; otherwise torch has saved over it since, or a
-   save of ours ended between the two, and `.metadata`, which is written first, is the newer.
+   index counts if it can be read and was written with the `.metadata` that lies there; otherwise torch has saved over
+   it since, or a save of ours ended between the two, and `.metadata`, which is written first, is the newer.
 3. Nothing is read here but indices and headers, and nothing is believed before it is checked: the boxes of a tensor
    have every element once, and files are as long as they should be (`check`).
 4. A box in an archive of torch.save may be other than the metadata says: torch writes wrong metadata for uneven
@@ -16,23 +16,27 @@ import difflib
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardmath.box import first_gap, first_overlap, tiles
 from shardmath.dtypes import ITEMSIZE
+from shardmath.errors import ShardError
 from shardmath.rules import Shapes
-from shardmath_torch.archive import CheckpointError, Stored, described
+from shardmath_torch.archive import CheckpointError, Strided, described
 from shardmath_torch.unpickled import read_metadata
 from shardmath_torch.weights import open_weights
 
-__all__ = ["BLOBS", "INDEX", "METADATA", "Checkpoint", "Piece", "Saved", "open_checkpoint", "to_json"]
+__all__ = ["BLOBS", "INDEX", "METADATA", "OURS", "Checkpoint", "Piece", "Saved", "open_checkpoint", "to_json"]
 
 INDEX, METADATA = "shardmath.json", ".metadata"
+OURS = "shardmath-"
+"""How names of our data files begin."""
 BLOBS = "shardmath.blobs"
 """Where in torch's metadata the stored names of ranks' own bytes are."""
 VERSION = 1
@@ -75,18 +79,19 @@ class Saved:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Checkpoint:
     """What lies in a checkpoint, by name; no data.
 
     `blobs` are what ranks saved as bytes of their own: of each name, the stored name by rank. `sizes` says how long
-    files should be, where that is known.
+    files should be, where that is known. Two that have the same `digest` were read from the same index or headers.
     """
 
     path: Path
     tensors: Mapping[str, Saved]
     blobs: Mapping[str, Mapping[int, str]]
     sizes: Mapping[Path, int]
+    digest: str = ""
 
     @property
     def shapes(self) -> Shapes:
@@ -94,18 +99,34 @@ class Checkpoint:
         hidden = {key for by_rank in self.blobs.values() for key in by_rank.values()} - set(self.blobs)
         return {name: (saved.shape, saved.dtype) for name, saved in self.tensors.items() if name not in hidden}
 
+    def __repr__(self) -> str:
+        return f"<checkpoint of {len(self)} tensors at {self.path}>"
+
+    def __len__(self) -> int:
+        """How many names there are; bytes of ranks count once a name."""
+        return len(self.shapes)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self.shapes)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self.tensors
+
     def __getitem__(self, name: str) -> Saved:
         """The tensor of that name. Raises CheckpointError where there is none."""
         found = self.tensors.get(name)
         if found is None:
             near = difflib.get_close_matches(name, self.tensors, 3) or sorted(self.tensors)[:3]
             shown = ", ".join(map(repr, near)) or "nothing"
-            raise CheckpointError(f"{self.path} has no {name!r} among its {len(self.tensors)} tensors; it has {shown}")
+            what = f"{self.path} has no {name!r} among its {len(self.tensors)} tensors; it has {shown}"
+            raise CheckpointError(f"{what}: load what is stored under another name with names={{wanted: stored}}")
         return found
 
     def blob(self, name: str, rank: int) -> str:
         """The stored name of what the rank saved as bytes; where it saved none, of what the lowest rank did."""
-        by_rank = self.blobs.get(name, {rank: name})
+        by_rank = self.blobs.get(name) or {rank: name}
         return by_rank[rank if rank in by_rank else min(by_rank)]
 
     def check(self, names: Iterable[str]) -> None:
@@ -123,28 +144,34 @@ class Checkpoint:
         for file, end in ends.items():
             _check_file(file, end, self.sizes.get(file))
 
-    def check_archives(self, names: Iterable[str], share: tuple[int, int]) -> None:
-        """Raises CheckpointError where an archive holds another tensor than the metadata says.
+    def check_archives(self, names: Iterable[str], share: tuple[int, int]) -> dict[Piece, Strided]:
+        """What archives hold, each looked into by one of n ranks, this being the i-th: `share` is (i, n).
 
-        Looks into every n-th, from the i-th on, `share` being (i, n): n ranks look into all of them together.
+        Raises CheckpointError where one holds another tensor than the metadata says.
         """
-        archives = [(name, piece) for name in names for piece in self[name].pieces if piece.archive]
-        mine = archives[share[0] :: share[1]]
-        for file in dict.fromkeys(piece.file for _, piece in mine):
-            here = [(name, piece) for name, piece in mine if piece.file == file]
-            for (name, piece), stored in zip(
-                here, described(file, ((p.start, p.length) for _, p in here)), strict=True
-            ):
-                check_archive(name, self[name], piece, stored)
+        archives = [(name, p) for name in sorted(set(names)) for p in self[name].pieces if p.archive]
+        return self.described(archives[share[0] :: share[1]])
+
+    def described(self, archives: Iterable[tuple[str, Piece]]) -> dict[Piece, Strided]:
+        """What these archives (tensor, piece) hold. Raises CheckpointError where it is not what the metadata says."""
+        by_file: dict[Path, list[tuple[str, Piece]]] = {}
+        for name, piece in archives:
+            by_file.setdefault(piece.file, []).append((name, piece))
+        out: dict[Piece, Strided] = {}
+        for file, here in by_file.items():
+            found = described(file, [(piece.start, piece.length) for _, piece in here])
+            for (name, piece), strided in zip(here, found, strict=True):
+                _check_archive(name, self[name], piece, strided)
+                out[piece] = strided
+        return out
 
 
-def check_archive(name: str, saved: Saved, piece: Piece, stored: Stored) -> None:
-    """Raises CheckpointError where the archive holds another tensor than the metadata says."""
-    if (stored.shape, stored.dtype) != (piece.sizes, saved.dtype):
+def _check_archive(name: str, saved: Saved, piece: Piece, found: Strided) -> None:
+    if (found.shape, found.dtype) != (piece.sizes, saved.dtype):
         what = f"tensor {name!r}: the metadata has {saved.dtype}{list(piece.sizes)} at {piece}"
-        found = f"{stored.dtype}{list(stored.shape)} is stored there"
+        stored = f"{found.dtype}{list(found.shape)} is stored there"
         why = "torch writes this for a _StridedShard that does not divide evenly, and elements of the tensor are lost"
-        raise CheckpointError(f"{what}, but {found}; {why}: save it again with shardmath_torch.save")
+        raise CheckpointError(f"{what}, but {stored}; {why}: save it again with shardmath_torch.save")
 
 
 def _check_tiled(path: Path, name: str, saved: Saved) -> None:
@@ -170,24 +197,41 @@ def _check_file(file: Path, end: int, expected: int | None) -> None:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}; it belongs to the checkpoint") from error
     if size < end or (expected is not None and size != expected):
-        what = f"{file} has {size} bytes, the checkpoint was saved with {expected or f'at least {end}'}"
-        raise CheckpointError(f"{what}; it is cut short or damaged: fetch it again")
+        told = f"it was saved with {expected}" if expected not in (None, size) else f"tensors lie up to byte {end}"
+        raise CheckpointError(f"{file} has {size} bytes, {told}; it or the index is damaged: fetch it again")
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint at `path`: a folder of ours or of torch.distributed.checkpoint, or safetensors as in `weights`.
 
     Reads indices and headers only. Raises CheckpointError or WeightsError, naming the file.
     """
-    path = Path(path)
+    try:
+        return _opened(Path(path))
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        if isinstance(error, ShardError):
+            raise
+        raise CheckpointError(f"{path} is no checkpoint, or a damaged one ({error!r}); fetch it again") from error
+
+
+def _opened(path: Path) -> Checkpoint:
     metadata = _text(path / METADATA) if (path / METADATA).is_file() else None
-    if (path / INDEX).is_file():
-        index = _index(path / INDEX)
-        if metadata is None or index["metadata"] == hashlib.sha256(metadata).hexdigest():
-            return _ours(path, index)
+    index = _text(path / INDEX) if (path / INDEX).is_file() else None
+    if index is not None and (metadata is None or _names(index, hashlib.sha256(metadata).hexdigest())):
+        return _ours(path, _index(path / INDEX, index), hashlib.sha256(index).hexdigest())
     if metadata is not None:
-        return _torchs(path, read_metadata(metadata, path / METADATA))
+        found = read_metadata(metadata, path / METADATA)
+        return _torchs(path, found, hashlib.sha256(metadata).hexdigest())
     return _weights(path)
+
+
+def _names(index: bytes, digest: str) -> bool:
+    """Whether this version's index was written beside a `.metadata` of the digest."""
+    try:
+        found = json.loads(index)
+        return bool(found["metadata"] == digest and found["shardmath"] == VERSION)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def _text(file: Path) -> bytes:
@@ -217,25 +261,30 @@ def to_json(checkpoint: Checkpoint, metadata: bytes) -> str:
     return json.dumps(out, separators=(",", ":"))
 
 
-def _index(file: Path) -> dict[str, Any]:
+def _index(file: Path, text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(_text(file))
-        version, _ = found["shardmath"], found["metadata"]
+        found = dict(json.loads(text))
+        version = found["shardmath"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is no index of shardmath ({error}); fetch it again") from error
     if version != VERSION:
         raise CheckpointError(f"{file} has version {version!r}, this shardmath reads {VERSION}; use a newer shardmath")
-    return dict(found)
+    return found
 
 
-def _ours(path: Path, index: dict[str, Any]) -> Checkpoint:
-    try:
-        files = [(_inside(path, name), _count(size)) for name, size in index["files"]]
-        tensors = {name: _saved([file for file, _ in files], *entry) for name, entry in index["tensors"].items()}
-        blobs = {name: {int(r): str(key) for r, key in by_rank.items()} for name, by_rank in index["blobs"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path / INDEX} is damaged ({error}); fetch it again") from error
-    return Checkpoint(path, tensors, blobs, dict(files))
+def _ours(path: Path, index: dict[str, Any], digest: str) -> Checkpoint:
+    files = [(_inside(path, name), _count(size)) for name, size in index["files"]]
+    tensors = {name: _saved([file for file, _ in files], *entry) for name, entry in index["tensors"].items()}
+    return Checkpoint(path, tensors, _blobs(index["blobs"], tensors), dict(files), digest)
+
+
+def _blobs(found: Any, tensors: Mapping[str, Saved]) -> dict[str, dict[int, str]]:
+    """The stored names of ranks' bytes, every one of them there."""
+    out = {str(name): {int(rank): str(key) for rank, key in by_rank.items()} for name, by_rank in found.items()}
+    missing = [key for by_rank in out.values() for key in by_rank.values() if key not in tensors]
+    if missing or not all(out.values()):
+        raise CheckpointError(f"bytes of ranks are said to be under {missing[:3]}, where nothing is; fetch it again")
+    return out
 
 
 def _saved(files: list[Path], dtype: str, shape: list[int], pieces: list[Any]) -> Saved:
@@ -252,15 +301,18 @@ def _piece(
     return Piece(at, box, files[_count(file)], _count(start), math.prod(box) * each)
 
 
+MOST = (1 << 63) - 1
+
+
 def _count(n: object) -> int:
-    if type(n) is not int or n < 0:
+    if type(n) is not int or not 0 <= n <= MOST:
         raise ValueError(f"{n!r} is no count")
     return n
 
 
 def _inside(folder: Path, name: object) -> Path:
     """A file of the folder, or of a folder in it."""
-    if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+    if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"{folder} names a data file {name!r}; a checkpoint's files lie in its folder")
     return folder / name
 
@@ -268,39 +320,43 @@ def _inside(folder: Path, name: object) -> Path:
 # torch.distributed.checkpoint
 
 
-def _torchs(path: Path, metadata: Metadata) -> Checkpoint:
-    stored = metadata.storage_data
-    if not isinstance(stored, dict):
+_Places: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], Any]
+"""torch's storage info by name and, for a box, where it begins."""
+
+
+def _torchs(path: Path, metadata: Metadata, digest: str) -> Checkpoint:
+    if not isinstance(metadata.storage_data, dict):
         raise CheckpointError(f"{path / METADATA} does not say where data lies; save again with FileSystemWriter")
-    try:
-        tensors = {name: _of_torch(path, name, md, stored) for name, md in metadata.state_dict_metadata.items()}
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path / METADATA} is damaged ({error!r}); save again") from error
+    places = {
+        (index.fqn, None if index.offset is None else tuple(index.offset)): info
+        for index, info in metadata.storage_data.items()
+    }
+    tensors = {name: _of_torch(path, name, md, places) for name, md in metadata.state_dict_metadata.items()}
     extra = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    blobs = extra.get(BLOBS, {})
-    return Checkpoint(path, tensors, blobs, {})
+    return Checkpoint(path, tensors, _blobs(extra.get(BLOBS, {}), tensors), {}, digest)
 
 
-def _of_torch(path: Path, name: str, md: object, stored: Mapping[MetadataIndex, Any]) -> Saved:
+def _of_torch(path: Path, name: str, md: object, places: _Places) -> Saved:
     if not isinstance(md, TensorStorageMetadata):
-        info = stored[MetadataIndex(name)]
-        whole = Piece((0,), (info.length,), _file(path, name, info), info.offset, info.length)
-        return Saved((info.length,), "uint8", (whole,))
-    dtype = str(md.properties.dtype).removeprefix("torch.")
-    return Saved(tuple(md.size), dtype, tuple(_chunks(path, name, md, stored)))
+        info = places[name, None]
+        length = _count(info.length)
+        return Saved(
+            (length,), "uint8", (Piece((0,), (length,), _file(path, name, info), _count(info.offset), length),)
+        )
+    shape, dtype = tuple(map(_count, md.size)), str(md.properties.dtype).removeprefix("torch.")
+    return Saved(shape, dtype, tuple(_chunks(path, name, md, places)))
 
 
-def _chunks(path: Path, name: str, md: TensorStorageMetadata, stored: Mapping[MetadataIndex, Any]) -> Iterator[Piece]:
+def _chunks(path: Path, name: str, md: TensorStorageMetadata, places: _Places) -> Iterator[Piece]:
     """The boxes; of an empty one and another that begin at one place, torch keeps a single archive: the other's."""
-    full = {tuple(chunk.offsets) for chunk in md.chunks if 0 not in chunk.sizes}
-    for chunk in md.chunks:
-        at, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        if 0 in sizes and at in full:
-            continue
-        info = stored[MetadataIndex(name, chunk.offsets)]
-        yield Piece(at, sizes, _file(path, name, info), info.offset, info.length, archive=True)
+    chunks = [(tuple(map(_count, chunk.offsets)), tuple(map(_count, chunk.sizes))) for chunk in md.chunks]
+    full = {at for at, sizes in chunks if 0 not in sizes}
+    for at, sizes in chunks:
+        if not len(at) == len(sizes) == len(md.size):
+            raise ValueError(f"{name!r} has a box {at} {sizes} in {len(md.size)} dimensions")
+        if 0 not in sizes or at not in full:
+            info = places[name, at]
+            yield Piece(at, sizes, _file(path, name, info), _count(info.offset), _count(info.length), archive=True)
 
 
 def _file(path: Path, name: str, info: Any) -> Path:
@@ -314,9 +370,12 @@ def _file(path: Path, name: str, info: Any) -> Path:
 
 
 def _weights(path: Path) -> Checkpoint:
+    if path.is_dir() and any(path.glob(f"{OURS}*")) and not any(path.glob("model.safetensors*")):
+        raise CheckpointError(f"{path} has data of a save that did not end, and no index; save again, or give another")
     entries = open_weights(path).entries
     tensors = {
         name: Saved(e.shape, e.dtype, (Piece((0,) * len(e.shape), e.shape, e.file, e.start, e.nbytes),))
         for name, e in entries.items()
     }
-    return Checkpoint(path, tensors, {}, {})
+    said = sorted((name, e.shape, e.dtype, e.file.name, e.start) for name, e in entries.items())
+    return Checkpoint(path, tensors, {}, {}, hashlib.sha256(repr(said).encode()).hexdigest())

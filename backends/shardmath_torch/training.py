@@ -20,10 +20,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardmath.layout import Layout
+from shardmath.layout import cast as _of_dtype
 from shardmath.mesh import Mesh
 from shardmath_torch.archive import CheckpointError
 from shardmath_torch.checkpoint import load, on_all, save
@@ -44,14 +44,16 @@ from shardmath_torch.holdings import (
     ParameterGroup,
     as_bytes,
     decoded,
+    description,
     groups_of,
     layout_by,
     local_part,
     model_of,
     optimizer_of,
 )
+from shardmath_torch.stored import Checkpoint, open_checkpoint
 
-__all__ = ["Optimizers", "Unmatched", "load_state", "save_state", "state_of"]
+__all__ = ["Optimizers", "Unmatched", "load_state", "load_weights", "save_state", "state_of"]
 
 INDEX = "training"
 """The name of the JSON."""
@@ -70,7 +72,10 @@ def state_of(
     Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
     say, an optimizer's parameter that is not the module's, and a module on the meta device; LayoutError as `layout_of`.
     """
-    model = model_of(module, mesh=mesh, group=group)
+    return _state(model_of(description(module), mesh=mesh, group=group), optimizer)
+
+
+def _state(model: Model, optimizer: Optimizers) -> tuple[dict[str, Tensor], dict[str, Layout | None]]:
     state, about = optimizer_of(model, optimizer)
     slots = {f"model.{name}": slot for name, slot in model.slots.items()}
     slots |= {f"optim.state.{name}": slot for name, slot in state.items()}
@@ -78,7 +83,7 @@ def state_of(
         "names": {name: first for first, names in model.names.items() for name in names},
         "extra": {name: extra.kind for name, extra in model.extra.items()},
     }
-    blobs = {f"model.{name}": extra.packed() for name, extra in model.extra.items()}
+    blobs = {f"model.{name}": extra.packed for name, extra in model.extra.items()}
     blobs[INDEX] = torch.frombuffer(bytearray(json.dumps(index | about).encode()), dtype=torch.uint8)
     tensors = {name: slot.local for name, slot in slots.items()}
     return tensors | blobs, {name: slot.layout for name, slot in slots.items()} | dict.fromkeys(blobs)
@@ -92,9 +97,18 @@ def save_state(
     mesh: Mesh | None = None,
     group: Group | None = None,
 ) -> None:
-    """`save` of `state_of`. Collective over the group, by default all ranks. Raises what both do."""
-    described = functools.partial(state_of, module, optimizer, mesh=mesh, group=group)
-    save(path, *on_all("describe its state", described, group), group=group)
+    """`save` of `state_of`. Collective over the group, by default all ranks.
+
+    Raises CheckpointError on every rank for what either raises on one, and where modules differ.
+    """
+    model = _model(module, mesh, group)
+    save(path, *on_all("describe its state", lambda: _state(model, optimizer), group), group=group)
+
+
+def _model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
+    """The module with its layouts, about which ranks talk only when all have described the same."""
+    described = on_all("describe its module", lambda: description(module), group, claim=lambda d: d.claim)
+    return on_all("lay out its module", lambda: model_of(described, mesh=mesh, group=group), group)
 
 
 class Unmatched(NamedTuple):
@@ -118,14 +132,15 @@ def load_state(
     The optimizer may be fresh. Its groups take the options of the groups that their parameters were in; they may be
     other groups, if those agree. Without an optimizer, only the module is restored.
 
-    Collective over the group. Raises CheckpointError for names that only one side has, unless not `strict`, when these
-    are left alone and returned; and for what `state_of`, `load` and rule 4 do not allow. Then nothing was restored.
-    `mesh` is as in `state_of`.
+    Collective over the group. Raises CheckpointError on every rank for names that only one side has, unless not
+    `strict`, when these are left alone and returned; and for what `state_of`, `load` and rule 4 do not allow. Then
+    nothing was restored, unless a module's set_extra_state raised: these come first. `mesh` is as in `state_of`.
     """
-    saved = _read(path, load(path, {INDEX: None}, group=group)[INDEX])
+    index = load(path, {INDEX: None}, group=group)[INDEX]
+    model = _model(module, mesh, group)
 
     def matched() -> tuple[Unmatched, list[_Restored], list[_Job]]:
-        model = model_of(module, mesh=mesh, group=group)
+        saved = _read(path, index)
         groups = list(groups_of(model, optimizer))
         there = _there(model, saved)
         unmatched = _unmatched(model, saved, there, groups if optimizer is not None else None)
@@ -135,20 +150,59 @@ def load_state(
         return unmatched, plans, [*_of_model(model, saved, there), *_of_groups(plans, model, there)]
 
     unmatched, plans, jobs = on_all("match its state", matched, group)
+    layouts, names = {job.here: job.layout for job in jobs}, {job.here: job.there for job in jobs}
+    found = load(path, layouts, names=names, group=group)
+    on_all("restore its state", lambda: _restore(jobs, plans, found), group)
+    return unmatched
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    *,
+    names: Mapping[str, str] | None = None,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+) -> None:
+    """Fills the module's parameters and persistent buffers, in place, from any checkpoint that `load` reads.
+
+    `names` says, as {name in the module: stored name}, what is stored under another name. A parameter with several
+    names is found under any of them. Values are cast to the module's types. Collective over the group; raises
+    CheckpointError on every rank for what is missing or has another shape. `mesh` is as in `state_of`.
+    """
+    model, renamed = _model(module, mesh, group), names or {}
+
+    def ready() -> tuple[Checkpoint, dict[str, Layout], dict[str, str]]:
+        found = open_checkpoint(path)
+        stored = {name: _stored(found, name, model.names[name], renamed) for name in model.slots}
+        layouts = {name: _of_dtype(slot.layout, found[stored[name]].dtype) for name, slot in model.slots.items()}
+        return found, layouts, stored
+
+    found, layouts, stored = on_all("match its weights", ready, group, claim=lambda done: done[0].digest)
+    tensors = load(found, layouts, names=stored, group=group)
     with torch.no_grad():
-        layouts, names = {job.here: job.layout for job in jobs}, {job.here: job.there for job in jobs}
-        found = load(path, layouts, names=names, group=group)
-        for job in jobs:
+        for name, slot in model.slots.items():
+            slot.local.copy_(tensors[name])
+
+
+def _stored(found: Checkpoint, first: str, names: list[str], renamed: Mapping[str, str]) -> str:
+    """The stored name of a parameter: what is said of one of its names, or the first of them that is there."""
+    said = [renamed[name] for name in names if name in renamed]
+    return next((name for name in [*said, *names] if name in found), said[0] if said else first)
+
+
+def _restore(jobs: list[_Job], plans: list[_Restored], found: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for job in sorted(jobs, key=lambda job: job.layout is not None):
             job.put(found[job.here])
         for plan in plans:
             _finish(plan)
-    return unmatched
 
 
 # What is where
 
 
-class _Saved(NamedTuple):
+class _Kept(NamedTuple):
     """The JSON: all names of the module and those that they are kept under, kinds of extra states, groups, state."""
 
     names: dict[str, str]
@@ -161,15 +215,18 @@ class _Saved(NamedTuple):
         return {name: group["options"] for group in self.groups or () for name in group["parameters"]}
 
 
-def _read(path: object, index: Tensor) -> _Saved:
+def _read(path: object, index: Tensor) -> _Kept:
     try:
-        return _Saved(**json.loads(as_bytes(index)))
+        found = _Kept(**json.loads(as_bytes(index)))
+        if not isinstance(found.names, dict) or not isinstance(found.extra, dict) or not isinstance(found.state, dict):
+            raise TypeError("its parts are no objects")
+        return found
     except (ValueError, TypeError) as error:
         what = f"{path}: {INDEX!r} is nothing that save_state wrote ({error})"
         raise CheckpointError(f"{what}; read tensors of other checkpoints with shardmath_torch.load") from error
 
 
-def _there(model: Model, saved: _Saved) -> dict[str, str]:
+def _there(model: Model, saved: _Kept) -> dict[str, str]:
     """The name under which the checkpoint keeps what it has of the module, by the name here."""
     out: dict[str, str] = {}
     for first, names in model.names.items():
@@ -181,7 +238,7 @@ def _there(model: Model, saved: _Saved) -> dict[str, str]:
     return out
 
 
-def _unmatched(model: Model, saved: _Saved, there: dict[str, str], groups: list[ParameterGroup] | None) -> Unmatched:
+def _unmatched(model: Model, saved: _Kept, there: dict[str, str], groups: list[ParameterGroup] | None) -> Unmatched:
     here = {name: None for names in model.names.values() for name in names}
     missing = [f"model.{name}" for name in here if name not in saved.names]
     unexpected = [f"model.{name}" for name in saved.names if name not in here]
@@ -202,20 +259,21 @@ def _some(names: tuple[str, ...], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _options(group: ParameterGroup, saved: _Saved, there: dict[str, str]) -> dict[str, Any]:
+def _options(group: ParameterGroup, saved: _Kept, there: dict[str, str]) -> dict[str, Any]:
     """The options that the group's parameters had: the same for all of them."""
     by_name = saved.options()
     found = {name: by_name[there[name]] for name in group.parameters if there.get(name) in by_name}
     first = next(iter(found), "")
     for name, options in found.items():
-        differ = [key for key in options if options[key] != found[first].get(key)]
+        other = found[first]
+        differ = sorted(key for key in {*options, *other} if repr(options.get(key)) != repr(other.get(key)))
         if differ:
             what = f"{first} and {name} are in one group of the optimizer here, and differ in {', '.join(differ)} there"
             raise CheckpointError(f"{what}; give them groups of their own")
     return {key: decoded(value) for key, value in found.get(first, {}).items()}
 
 
-def _entries(group: ParameterGroup, saved: _Saved, there: dict[str, str]) -> dict[str, dict[str, Any]]:
+def _entries(group: ParameterGroup, saved: _Kept, there: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What is said of the state of each of the group's parameters that the checkpoint knows."""
     names = [name for name in group.parameters if there.get(name) in saved.state]
     return {name: saved.state[there[name]] for name in names}
@@ -241,7 +299,7 @@ class _Restored(NamedTuple):
     entries: dict[str, dict[str, Any]]
 
 
-def _of_model(model: Model, saved: _Saved, there: dict[str, str]) -> Iterator[_Job]:
+def _of_model(model: Model, saved: _Kept, there: dict[str, str]) -> Iterator[_Job]:
     for here, kept in there.items():
         slot = model.slots.get(here)
         put = slot.local.copy_ if slot is not None else _setter(model.extra[here], saved.extra[kept])
@@ -249,7 +307,7 @@ def _of_model(model: Model, saved: _Saved, there: dict[str, str]) -> Iterator[_J
 
 
 def _setter(extra: Extra, kind: str) -> Callable[[Tensor], object]:
-    return lambda data: extra.module.set_extra_state(KINDS[kind][2](data))
+    return lambda data: extra.module.set_extra_state(KINDS[kind].restored(data))
 
 
 def _of_groups(plans: list[_Restored], model: Model, there: dict[str, str]) -> Iterator[_Job]:

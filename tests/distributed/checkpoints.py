@@ -173,6 +173,21 @@ def fsdp2_by_torch(rank: int, path: str, mesh: tuple[int, int], rows: int) -> An
     return module[0].weight.full_tensor()[:, 0].tolist()
 
 
+def plain_by_torch(rank: int, path: str) -> Any:
+    """The tensor whole from torch's checkpoint of FSDP2, and a checkpoint of a whole one into FSDP2, by torch."""
+    out = []
+    module = linear((4, 2), 9, 2)
+    for state, folder in (({"weight": torch.zeros(9, 2)}, path), ({"weight": module[0].weight}, f"{path}-plain")):
+        if folder != path:
+            dcp.save({"weight": whole((9, 2))}, checkpoint_id=folder)
+        try:
+            dcp.load(state, checkpoint_id=folder)
+            out.append("loaded")
+        except BaseException as error:
+            out.append(f"{type(error).__name__}: {error}")
+    return out
+
+
 def fsdp2_by_us(rank: int, path: str, mesh: tuple[int, int], rows: int) -> Any:
     """The same by us, and onto the transposed mesh: whether all is as it was."""
     module = linear(mesh, rows, 2)
@@ -222,6 +237,26 @@ def vocabulary(rank: int, path: str, by: str) -> Any:
     if by == "torch":
         return fsdp2_by_torch(rank, path, (4, 2), 50_257)
     return fsdp2_by_us(rank, path, (4, 2), 50_257)
+
+
+def elsewhere(rank: int, step: str, paths: list[str], layouts: dict[str, Any]) -> Any:
+    """Saves or loads, rank 2 another folder."""
+    path = paths[rank == 2]
+    if step == "save":
+        return caught(lambda: smt.save(path, keyed(layouts, rank), layouts))
+    return caught(lambda: smt.load(path, layouts))
+
+
+def wrong_on_one(rank: int, path: str, layouts: dict[str, Any], what: str) -> Any:
+    """Saves, rank 2 with something that is wrong before anything is asked."""
+    given: list[Any] = [path, keyed(layouts, rank), layouts]
+    if rank == 2:
+        outside = {"w": sm.Layout((8, 2), sm.Mesh(dp=2, ranks=(7, 8)), "(dp n) h")}
+        at, value = {"text": (2, {"w": "n h"}), "ranks": (2, outside), "no tensors": (1, None), "no path": (0, None)}[
+            what
+        ]
+        given[at] = value
+    return caught(lambda: smt.save(*given))
 
 
 def lost(rank: int, path: str, layouts: dict[str, Any]) -> Any:

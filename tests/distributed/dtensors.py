@@ -173,6 +173,35 @@ def reduced(rank: int, op: str, after: str) -> Any:
     return local_of(ours).tolist(), local_of(theirs).tolist()
 
 
+def across_meshes(rank: int, how: str) -> Any:
+    """From ranks 0 and 1 to ranks 1 to 3, which DTensor can say, and back with the gradient of the squares."""
+    mesh = device_mesh((0, 1), (2,), ("a",))
+    src = sm.Layout((7, 5), sm.Mesh(a=2, ranks=(0, 1)), "(a n) h")
+    dst = sm.Layout((7, 5), sm.Mesh(tp=3, ranks=(1, 2, 3)), "n (tp h)")
+    local = part(src, rank, whole((7, 5)))
+    given = local.clone()
+    if how == "DTensor":
+        given = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(7, 5), stride=(5, 1))
+    given.requires_grad_()
+    moved = smt.redistribute(given, dst, layout=None if how == "DTensor" else src)
+    moved.to_local().pow(2).sum().backward()
+    held = local_of(moved).detach().equal(part(dst, rank, whole((7, 5)))) or rank not in dst.mesh
+    gradient = local_of(given.grad) if isinstance(given.grad, DTensor) else given.grad
+    return held, gradient.equal(2 * local)
+
+
+def local_parts_of_a_mesh(rank: int) -> Any:
+    """Plain local tensors whose layouts are on different ranks, at the same time, to a target in text."""
+    mesh = device_mesh(range(8), (4, 2), ("dp", "tp"))["tp"]
+    ranks = mesh.mesh.tolist()
+    there = sm.Layout((9, 4), sm.Mesh(tp=2, ranks=ranks), "([4 5] tp n) h")
+    local = part(there, rank, whole((9, 4)) + rank // 2)
+    plain = smt.redistribute(local, sm.Layout((9, 4), there.mesh, "n h"), layout=there)
+    text = smt.redistribute(local, "n (tp h)", layout=there, device_mesh=mesh)
+    wanted = whole((9, 4)) + rank // 2
+    return local_of(plain).equal(wanted), local_of(text).equal(wanted[:, rank % 2 * 2 : rank % 2 * 2 + 2])
+
+
 def by_torch(rank: int, move: Move) -> Any:
     """What torch's redistribute gives, and what it should."""
     mesh = device_mesh(move.dst_ranks, move.dst_mesh)
@@ -284,6 +313,8 @@ def wrong(rank: int, what: str) -> Any:
     calls = {
         "shape": lambda: smt.redistribute(given, sm.Layout((9, 5), sm.Mesh(tp=2), "n h")),
         "dtype": lambda: smt.redistribute(given, sm.Layout((9, 4), sm.Mesh(tp=2), "n h", dtype="float16")),
+        "nothing": lambda: smt.redistribute(None, placements_of("R R"), layout=smt.from_dtensor(given)),
+        "no device mesh": lambda: smt.redistribute(given, placements_of("R R"), device_mesh=sm.Mesh(dp=4, tp=2)),
         "plain": lambda: smt.redistribute(torch.zeros(3), sm.Layout((3,), sm.Mesh(), "n")),
         "grad": lambda: smt.redistribute(given, placements_of("R R"), grad="half"),
         "readings": lambda: smt.redistribute(given, placements_of("SS0,2 S0")),

@@ -143,6 +143,17 @@ def test_c28_shards_of_given_sizes(pool: Pool) -> None:
         assert held == work.part(there, rank, work.whole((21, 2))).tolist() and text == "(dim0 n) h"
 
 
+@pytest.mark.parametrize("how", ["DTensor", "plain"])
+def test_backward_across_meshes(pool: Pool, how: str) -> None:
+    """A rank of the source alone takes part in the backward as the others do."""
+    assert pool.run(work.across_meshes, how)[:4] == [(True, True)] * 4
+
+
+def test_local_tensors_of_parts_of_a_mesh(pool: Pool) -> None:
+    """Whose groups nobody has made yet: all ranks make all of them."""
+    assert pool.run(work.local_parts_of_a_mesh) == [(True, True)] * 8
+
+
 @pytest.mark.parametrize("after", ["R R", "S0 R", "S1 S0"])
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
 def test_c14_to_c17_reductions(pool: Pool, op: str, after: str) -> None:
@@ -291,6 +302,8 @@ def test_targets_that_dtensor_cannot_say(pool: Pool) -> None:
 WRONG: list[tuple[str, str, str]] = [
     ("shape", "LayoutError", "a move changes neither shape nor dtype"),
     ("dtype", "LayoutError", "a move changes neither shape nor dtype"),
+    ("nothing", "LayoutError", "NoneType is no tensor; a rank that has no part of it passes torch.empty(0)"),
+    ("no device mesh", "LayoutError", "give torch's DeviceMesh, or a Layout on that mesh as target"),
     ("plain", "LayoutError", "a plain tensor is part of what? pass layout=, or a DTensor"),
     ("grad", "LayoutError", "grad='half' is unknown; use 'replicate' or 'partial'"),
     ("readings", "LayoutError", "pass reading=, or a Layout"),

@@ -140,12 +140,12 @@ def test_paths_exist() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_files_of_the_core_are_listed_in_import_order() -> None:
-    """The table of files has every file of the core, and import-linter's layers read from the bottom up."""
-    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
-    listed = re.findall(r"^\| `shardmath/(\w+)(?:\.py)?` \|", README.read_text(), re.M)
-    there = {
-        path.stem for path in (ROOT / "shardmath").iterdir() if path.name[0] not in "_." and path.name != "py.typed"
-    }
+@pytest.mark.parametrize("folder", ["shardmath", "backends/shardmath_torch"])
+def test_files_are_listed_in_import_order(folder: str) -> None:
+    """The table of files has every file, and import-linter's layers read from the bottom up."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(c["layers"] for c in contracts if c.get("containers") == [Path(folder).name])
+    listed = re.findall(rf"^\| `{folder}/(\w+)(?:\.py)?` \|", README.read_text(), re.M)
+    there = {path.stem for path in (ROOT / folder).iterdir() if path.name[0] not in "_." and path.name != "py.typed"}
     assert set(listed) == there
     assert listed == [name for name in (layer.strip("()") for layer in reversed(layers)) if name in there]
