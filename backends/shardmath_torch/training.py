@@ -136,7 +136,9 @@ def load_state(
     `strict`, when these are left alone and returned; and for what `state_of`, `load` and rule 4 do not allow. Then
     nothing was restored, unless a module's set_extra_state raised: these come first. `mesh` is as in `state_of`.
     """
-    index = load(path, {INDEX: None}, group=group)[INDEX]
+    index = load(on_all("find what save_state wrote", lambda: _of_state(path), group), {INDEX: None}, group=group)[
+        INDEX
+    ]
     model = _model(module, mesh, group)
 
     def matched() -> tuple[Unmatched, list[_Restored], list[_Job]]:
@@ -189,6 +191,13 @@ def _stored(found: Checkpoint, first: str, names: list[str], renamed: Mapping[st
     """The stored name of a parameter: what is said of one of its names, or the first of them that is there."""
     said = [renamed[name] for name in names if name in renamed]
     return next((name for name in [*said, *names] if name in found), said[0] if said else first)
+
+
+def _of_state(path: str | os.PathLike[str]) -> Checkpoint:
+    found = open_checkpoint(path)
+    if INDEX not in found:
+        raise CheckpointError(f"{path} is nothing that save_state wrote; fill the module's weights with load_weights")
+    return found
 
 
 def _restore(jobs: list[_Job], plans: list[_Restored], found: dict[str, Tensor]) -> None:

@@ -332,9 +332,75 @@ def test_another_checkpoint(tmp_path: Path) -> None:
     """One that is not of `save_state`, and one that only looks like it."""
     module, none = nn.Linear(3, 2), {"training": None}
     save(tmp_path, {"model.weight": module.weight}, {"model.weight": layout_of(module)["weight"]})
-    with pytest.raises(CheckpointError, match="has no 'training' among its 1 tensors"):
+    with pytest.raises(
+        CheckpointError, match="is nothing that save_state wrote; fill the module's weights with load_weights"
+    ):
         training.load_state(tmp_path, module)
     for data in (b"{", b"[1]", b'{"names": {}}'):
         save(tmp_path, {"training": data}, none)
         with pytest.raises(CheckpointError, match="'training' is nothing that save_state wrote"):
             training.load_state(tmp_path, module)
+
+
+class Looks(nn.Module):
+    """Has names that look like those of wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_orig_mod, self.aweight = nn.Linear(2, 2), nn.Parameter(torch.randn(2, 2))
+
+
+def test_names_that_only_look_like_wrappers(tmp_path: Path) -> None:
+    module = Looks()
+    assert set(training.state_of(module)[0]) == {
+        "model.a_orig_mod.weight",
+        "model.a_orig_mod.bias",
+        "model.aweight",
+        "training",
+    }
+    wanted = {name: p.detach().clone() for name, p in module.named_parameters()}
+    training.save_state(tmp_path, module)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+    training.load_state(tmp_path, module)
+    assert all(p.equal(wanted[name]) for name, p in module.named_parameters())
+
+
+class Bytes(nn.Module):
+    """Has a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = b"before"
+
+    def get_extra_state(self) -> bytes:
+        return self.state
+
+    def set_extra_state(self, state: bytes) -> None:
+        self.state = state
+
+
+def test_extra_state_of_a_compiled_module(tmp_path: Path) -> None:
+    module = nn.ModuleDict({"one": torch.compile(Bytes())})
+    training.save_state(tmp_path, module)
+    module["one"]._orig_mod.state = b"after"
+    training.load_state(tmp_path, module)
+    assert module["one"]._orig_mod.state == b"before"
+
+
+def test_keys_of_state_that_are_no_text() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[module.weight] = {0: torch.zeros(2, 2)}
+    with pytest.raises(CheckpointError, match="has the key 0; keys are text"):
+        training.state_of(module, optimizer)
+
+
+def test_an_option_that_only_one_group_has(tmp_path: Path) -> None:
+    """Is not given to parameters of the other."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    groups = [{"params": [module[0].weight], "initial_lr": 3.0}, {"params": [module[1].weight]}]
+    training.save_state(tmp_path, module, optim.SGD(groups, lr=0.1))
+    with pytest.raises(CheckpointError, match=r"0.weight and 1.weight are in one group .* differ in initial_lr"):
+        training.load_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))

@@ -161,3 +161,26 @@ def test_torch_takes_local_tensors_for_even(pool: Pool) -> None:
     """Why the intermediate features go on as DTensors: else torch refuses them."""
     for rank, said in enumerate(pool.run(work.refused)):
         assert f"but got [18, {(18, 16)[rank % 2]}] X [17, 27]" in said
+
+
+@pytest.mark.parametrize("what", ["gives", "takes", "module"])
+def test_one_rank_that_is_wrong(pool: Pool, tmp_path: Path, what: str) -> None:
+    """Nobody waits for it, also where layouts have to be asked for."""
+    answers = pool.run(work.wrong_on_one, str(tmp_path), what)
+    assert all(kind == "CheckpointError" and "rank 2 could not" in said for kind, said in answers), answers
+
+
+def test_weights_of_another_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """Other names, another type, a parameter with two names, FSDP2 in uneven rows."""
+    import torch
+    from safetensors.torch import save_file
+
+    whole = {"model.words": torch.arange(36.0).reshape(9, 4), "model.ln.weight": torch.ones(4) * 3}
+    whole["model.ln.bias"] = torch.ones(4) / 2
+    save_file({name: t.bfloat16() for name, t in whole.items()}, tmp_path / "model.safetensors")
+    for found in pool.run(work.filled, str(tmp_path)):
+        assert found == {
+            "embed.weight": ("torch.float32", whole["model.words"].tolist()),
+            "norm.weight": ("torch.float32", [3.0] * 4),
+            "norm.bias": ("torch.float32", [0.5] * 4),
+        }

@@ -317,3 +317,57 @@ def refused(rank: int) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+class Counter(nn.Module):
+    """Has bytes of its own, and may refuse to give or to take them."""
+
+    def __init__(self, gives: bool, takes: bool) -> None:
+        super().__init__()
+        self.gives, self.takes, self.weight = gives, takes, nn.Parameter(torch.ones(2))
+
+    def get_extra_state(self) -> bytes:
+        if not self.gives:
+            raise ValueError("nothing to give")
+        return b"seven"
+
+    def set_extra_state(self, state: Any) -> None:
+        if not self.takes:
+            raise ValueError("nothing is taken")
+
+
+def wrong_on_one(rank: int, path: str, what: str) -> Any:
+    """Saves or restores uneven FSDP2 over tensor parallelism, where rank 2 is wrong about something."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = device_mesh(range(8), (4, 2), ("dp", "tp"))
+
+    def made(gives: bool = True, takes: bool = True) -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 7, bias=False), Counter(gives, takes))
+        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel()})
+        fully_shard(module[0], mesh=mesh["dp"])
+        return module
+
+    good, odd = made(), rank == 2
+    if what == "gives":
+        return caught(lambda: smt.save_state(path, made(gives=not odd)))
+    smt.save_state(path, good)
+    if what == "takes":
+        return caught(lambda: smt.load_state(path, made(takes=not odd)))
+    return caught(lambda: smt.load_state(path, nn.Linear(2, 2) if odd else good))
+
+
+def filled(rank: int, path: str) -> Any:
+    """Weights of one whole, tied, half-precision model in a folder of safetensors, into uneven shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = device_mesh(range(8), (4, 2), ("dp", "tp"))
+    module = nn.Sequential()
+    module.embed, module.head, module.norm = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False), nn.LayerNorm(4)
+    module.head.weight = module.embed.weight
+    fully_shard(module, mesh=mesh["dp"])
+    names = {f"norm.{name}": f"model.ln.{name}" for name in ("weight", "bias")} | {"embed.weight": "model.words"}
+    smt.load_weights(path, module, names=names)
+    full = {name: p.full_tensor() for name, p in module.named_parameters()}
+    return {name: (str(t.dtype), t.tolist()) for name, t in full.items()}
