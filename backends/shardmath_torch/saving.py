@@ -77,7 +77,7 @@ class SavePlanner(theirs.SavePlanner):
         tensors = by_key(want, {name: t for name, t in self._given.items() if name not in own})
         fits(want, tensors)
         contents = {name: (sha256(t.numpy().tobytes()).hexdigest(), len(t)) for name, t in self._blobs.items()}
-        said = _Said(self._rank, digest((moved.digest, sorted(own))), self._names, contents)
+        said = _Said(self._rank, digest((moved.digest, sorted(own))), contents)
         return SavePlan(list(self._boxes(moved, tensors)), planner_data=said)
 
     def _boxes(self, moved: Plan, tensors: Mapping[str, Tensor]) -> Iterator[WriteItem]:
@@ -100,7 +100,7 @@ class SavePlanner(theirs.SavePlanner):
         """Everybody's boxes, equal bytes once, and the metadata. Raises CheckpointError where ranks disagree."""
         said: list[_Said] = [one.planner_data for one in all_plans]
         _check_agreed(said)
-        stored = _stored_names(said)
+        stored = _stored_names(said, self._names)
         plans = [_with_bytes(*each, stored) for each in zip(all_plans, said, strict=True)]
         tensors: dict[str, TensorStorageMetadata] = {}
         for item in (item for one in plans for item in one.items):
@@ -146,11 +146,10 @@ def as_tensor(name: str, data: object) -> Tensor:
 
 
 class _Said(NamedTuple):
-    """What a rank tells the others: what it saves, all names, and of its own bytes the content and length by name."""
+    """What a rank tells the others: what it saves, and of its own bytes the content and length by name."""
 
     rank: int
     digest: str
-    names: frozenset[str]
     contents: Mapping[str, tuple[str, int]]
 
 
@@ -163,13 +162,12 @@ def _check_agreed(said: Sequence[_Said]) -> None:
         raise CheckpointError(f"{what}, {digests}; pass everybody's layouts, the same on all ranks")
 
 
-def _stored_names(said: Iterable[_Said]) -> dict[str, dict[int, str]]:
-    """The stored name of every rank's bytes, by name and rank: ranks that have the same share one."""
+def _stored_names(said: Iterable[_Said], names: Iterable[str]) -> dict[str, dict[int, str]]:
+    """The stored name of every rank's bytes, by name and rank: ranks that have the same share one; none of `names`."""
     first: dict[tuple[str, str], str] = {}
     out: dict[str, dict[int, str]] = {}
-    taken: set[str] = set()
+    taken = set(names)
     for one in sorted(said, key=lambda one: one.rank):
-        taken |= one.names
         for name, (content, _) in one.contents.items():
             if (name, content) not in first:
                 first[name, content] = unused(f"{name}@{one.rank}", taken) if name in out else name

@@ -68,8 +68,9 @@ class Writer(storage.StorageWriter):
                 "objects are not written; save bytes with SavePlanner, or objects with torch's writer"
             )
         with _told(self._path, BEFORE):
-            self._path.mkdir(parents=True, exist_ok=True)
-            _sync(self._path.parent)
+            if not self._path.is_dir():
+                self._path.mkdir(parents=True, exist_ok=True)
+                _sync(self._path.parent)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
