@@ -48,7 +48,7 @@ def group_for(ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()) ->
     A rank outside gets None, and has nothing to say in it.
 
     Otherwise one is made, collectively over the default group, on first use: all ranks ask at once, also for different
-    groups, and all make all of them in one order. torch names groups by how many a rank has seen, so that ranks which
+    groups, of which none has been made before, and all make all of them in one order. torch names groups by how many a rank has seen, so that ranks which
     make one without the others may wait for ever (`use_local_synchronization`, torch 2.13).
     """
     among = tuple(sorted(set(ranks)))

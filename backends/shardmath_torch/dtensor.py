@@ -148,7 +148,9 @@ def _check_said(placements: Placements) -> None:
     for p in placements:
         if isinstance(p, compat.Components) or (isinstance(p, compat.EqualComponents) and len(placements) > 1):
             what = f"{placements} are those of a fused weight, whose components no placements say"
-            raise PlacementError(f"{what}; take layout_of(module), and move the local tensor with layout=")
+            raise PlacementError(
+                f"{what}; take layout_of(module), and move the local tensor with layout= and device_mesh="
+            )
 
 
 def layout_like(

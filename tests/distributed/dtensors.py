@@ -192,14 +192,14 @@ def across_meshes(rank: int, how: str) -> Any:
 
 def local_parts_of_a_mesh(rank: int) -> Any:
     """Plain local tensors whose layouts are on different ranks, at the same time, to a target in text."""
-    mesh = device_mesh(range(8), (4, 2), ("dp", "tp"))["tp"]
+    mesh = device_mesh(range(8), (2, 4), ("tp", "dp"))["tp"]
     ranks = mesh.mesh.tolist()
     there = sm.Layout((9, 4), sm.Mesh(tp=2, ranks=ranks), "([4 5] tp n) h")
-    local = part(there, rank, whole((9, 4)) + rank // 2)
+    local = part(there, rank, whole((9, 4)) + rank % 4)
     plain = smt.redistribute(local, sm.Layout((9, 4), there.mesh, "n h"), layout=there)
     text = smt.redistribute(local, "n (tp h)", layout=there, device_mesh=mesh)
-    wanted = whole((9, 4)) + rank // 2
-    return local_of(plain).equal(wanted), local_of(text).equal(wanted[:, rank % 2 * 2 : rank % 2 * 2 + 2])
+    wanted = whole((9, 4)) + rank % 4
+    return local_of(plain).equal(wanted), local_of(text).equal(wanted[:, rank // 4 * 2 : rank // 4 * 2 + 2])
 
 
 def by_torch(rank: int, move: Move) -> Any:
