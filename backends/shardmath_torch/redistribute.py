@@ -59,8 +59,8 @@ def redistribute(
     part in the backward: `moved.to_local().sum().backward()` does, or that of any other function of it.
 
     Collective over the ranks of both meshes. The first time among ranks that are neither all nor those of one of the
-    DeviceMeshes, it is over the default group, since a process group is made: give `device_mesh` to avoid that. Raises LayoutError where shapes, dtypes
-    or readings do not fit, and what `plan` and `compile` raise.
+    DeviceMeshes, it is over the default group, since a process group or a DeviceMesh is made: give `device_mesh` to
+    avoid that. Raises LayoutError where shapes, dtypes or readings do not fit, and what `plan` and `compile` raise.
     """
     if grad not in ("replicate", "partial"):
         raise LayoutError(f"grad={grad!r} is unknown; use 'replicate' or 'partial'")
