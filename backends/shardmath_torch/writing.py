@@ -18,7 +18,7 @@ import pickle
 import re
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,15 +146,17 @@ def _told(path: Path, state: str) -> Iterator[None]:
         raise CheckpointError(f"{what}; {state}") from error
 
 
-def _files(items: Iterable[WriteItem]) -> list[dict[str, WriteItem]]:
+def _files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]:
     """The items, file by file, each by its name there."""
     out: list[dict[str, WriteItem]] = []
     seen: Counter[str] = Counter()
+    taken = {item.index.fqn for item in items}
     for item in items:
         name, at = item.index.fqn, seen[item.index.fqn]
         seen[name] += 1
         if at >= MOST_FILES:
-            name, at = unused(f"{name}#{at - MOST_FILES + 1}", out[-1]), MOST_FILES - 1
+            name, at = unused(f"{name}#{at - MOST_FILES + 1}", taken), MOST_FILES - 1
+            taken.add(name)
         while at >= len(out):
             out.append({})
         out[at][name] = item

@@ -390,6 +390,13 @@ def test_rows_dealt_one_by_one(pool: Pool, tmp_path: Path) -> None:
         torch.distributed.checkpoint.HuggingFaceStorageReader(str(tmp_path)).read_metadata()
 
 
+def test_rows_dealt_one_by_one_beside_a_tensor_called_like_one_of_them(pool: Pool, tmp_path: Path) -> None:
+    """Boxes are numbered in the last file, where the other tensor has a box of its own."""
+    layouts = {name: sm.Layout((144, 3), DP, "(n dp 1) h") for name in ("w", "w#1", "w#2")}
+    pool.run(work.saved, str(tmp_path), layouts)
+    assert pool.run(work.loaded, str(tmp_path), layouts) == [[]] * 8
+
+
 class Sub(torch.Tensor):
     pass
 
