@@ -21,9 +21,10 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Container, Mapping, Sequence
+import zipfile
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ ALIGNMENT = 64
 SHARDING, SAVED = "DCP_SHARDING_INFO", "saved_offsets"
 """Where in a header's metadata torch's HuggingFaceStorageReader looks for the index at which a tensor begins."""
 
-METADATA = "__metadata__"
+RESERVED = "__metadata__"
 """A key of the header that is no tensor."""
 
 NAMES = {name: theirs for theirs, name in DTYPES.items()}
@@ -131,10 +132,10 @@ def _aligned(n: int) -> int:
 def _header(tensors: Named, places: Mapping[str, Written], end: int) -> bytes:
     entries: dict[str, object] = {}
     offsets: dict[str, object] = {}
-    taken, at = {METADATA, *tensors}, 0
+    taken, at = {RESERVED, *tensors}, 0
     for i, (name, (offset, tensor)) in enumerate(tensors.items()):
         start, stop = places[name].start, places[name].start + tensor.nbytes
-        frame, key = unused(f"frame/{i}", taken), unused(name, {METADATA})
+        frame, key = unused(f"frame/{i}", taken), unused(name, {RESERVED})
         dtype = NAMES.get(str(tensor.dtype).removeprefix("torch."))
         known = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
         entries |= {frame: _bytes(at, start), key: known if dtype else _bytes(start, stop)}
@@ -142,7 +143,7 @@ def _header(tensors: Named, places: Mapping[str, Written], end: int) -> bytes:
         at = stop
     last = unused(f"frame/{len(tensors)}", taken)
     sharding = json.dumps({**offsets, last: {SAVED: [0]}})
-    return json.dumps({METADATA: {SHARDING: sharding}, **entries, last: _bytes(at, end)}).encode()
+    return json.dumps({RESERVED: {SHARDING: sharding}, **entries, last: _bytes(at, end)}).encode()
 
 
 def unused(name: str, taken: Container[str]) -> str:
@@ -176,24 +177,80 @@ class Strided(NamedTuple):
         return 1 + reach if 0 not in self.shape else 0
 
 
-def described(file: Path, archives: Sequence[tuple[int, int]]) -> list[Strided]:
+def described(file: Path, archives: Iterable[tuple[int, int]]) -> list[Strided]:
     """The tensors in archives (offset, length) of torch.save; none of their data is read, nor any code run.
 
-    Raises CheckpointError where an archive holds no single plain tensor within its bytes.
+    torch reads them with its list of allowed types (`weights_only`). Raises CheckpointError where an archive holds no
+    single plain tensor within its bytes.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes most of a second to import
+
     try:
-        with file.open("rb") as stream:
-            return list(map(_strided, compat.skeletons(stream, archives)))
+        with file.open("rb") as stream, FakeTensorMode():
+            return [_described(stream, *archive) for archive in archives]
     except Exception as error:
         what = f"{file} has an archive that is no tensor of torch.save ({error})"
         raise CheckpointError(f"{what}; the file is cut short or damaged: save again") from error
 
 
-def _strided(skeleton: compat.Skeleton) -> Strided:
-    start, stop, tensor = skeleton
+def _described(stream: BinaryIO, offset: int, length: int) -> Strided:
+    """Raises what torch and zipfile raise, and ValueError for what does not lie there as it is."""
+    view = io.BufferedReader(_Part(stream, offset, length))
+    records = _records(view)
+    view.seek(0)
+    tensor = torch.load(view, weights_only=True, map_location="cpu")
+    if type(tensor).__name__ != "FakeTensor":
+        raise ValueError(f"it holds a {type(tensor).__name__}")
+    storage = compat.storage_start(tensor)
+    if storage is None or storage not in records:
+        raise ValueError(f"its storage begins at {storage}, its records at {sorted(records)}")
     each, dtype = tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
-    begin = start + int(tensor.storage_offset()) * each
-    found = Strided(begin, dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    if found.extent and not start <= begin <= begin + found.extent * each <= stop:
+    begin = storage + int(tensor.storage_offset()) * each
+    found = Strided(offset + begin, dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    if found.extent and not storage <= begin <= begin + found.extent * each <= storage + records[storage]:
         raise ValueError(f"its {dtype}{list(found.shape)} with strides {found.strides} lies outside its storage")
     return found
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file as a file."""
+
+    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
+        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._stream.seek(self._offset + self._at)
+        data = self._stream.read(min(len(buffer), max(0, self._length - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _records(view: BinaryIO) -> dict[int, int]:
+    """Where the records of an archive begin, and their sizes; nothing is compressed, and numbers are little-endian.
+
+    torch would swap the bytes of others in place, also where there are none.
+    """
+    out = {}
+    with zipfile.ZipFile(view) as archive:
+        for info in archive.infolist():
+            view.seek(info.header_offset + 26)
+            names = sum(int.from_bytes(view.read(2), "little") for _ in range(2))
+            start = info.header_offset + 30 + names
+            out[start] = info.file_size
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{info.filename} is compressed")
+            view.seek(start)
+            if info.filename.endswith("/byteorder") and view.read(info.file_size) != b"little":
+                raise ValueError("its numbers are not little-endian")
+    return out

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 import stat
-import zipfile
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,7 +24,6 @@ __all__ = [
     "Components",
     "EqualComponents",
     "Group",
-    "Skeleton",
     "Spec",
     "StorageInfo",
     "Store",
@@ -42,8 +38,8 @@ __all__ = [
     "rank_or_0",
     "ranks_of",
     "serves",
-    "skeletons",
     "spec_of",
+    "storage_start",
     "store_of",
 ]
 
@@ -185,75 +181,6 @@ def local_of(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
-class Skeleton(NamedTuple):
-    """A tensor without data, and where in its file the storage begins and ends."""
-
-    start: int
-    stop: int
-    tensor: Tensor
-
-
-def skeletons(stream: BinaryIO, archives: Iterable[tuple[int, int]]) -> Iterator[Skeleton]:
-    """The tensors of torch.save archives (offset, length) in a file.
-
-    torch reads them with its list of allowed types (`weights_only`). Raises what torch and zipfile raise, and
-    ValueError for what does not lie there as it is.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # takes most of a second to import
-
-    with FakeTensorMode():
-        for offset, length in archives:
-            view = io.BufferedReader(_Part(stream, offset, length))
-            records = _records(view)
-            view.seek(0)
-            found = torch.load(view, weights_only=True, map_location="cpu")
-            if type(found).__name__ != "FakeTensor":
-                raise ValueError(f"it holds a {type(found).__name__}")
-            start = found.untyped_storage()._checkpoint_offset
-            if start not in records:
-                raise ValueError(f"its storage begins at {start}, its records at {sorted(records)}")
-            yield Skeleton(offset + start, offset + start + records[start], found)
-
-
-class _Part(io.RawIOBase):
-    """Some bytes of a file as a file."""
-
-    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
-        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._length)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._stream.seek(self._offset + self._at)
-        data = self._stream.read(min(len(buffer), max(0, self._length - self._at)))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def _records(view: BinaryIO) -> dict[int, int]:
-    """Where the records of an archive begin, and their sizes; nothing is compressed, and numbers are little-endian.
-
-    torch would swap the bytes of others in place, also where there are none.
-    """
-    out = {}
-    with zipfile.ZipFile(view) as archive:
-        for info in archive.infolist():
-            view.seek(info.header_offset + 26)
-            names = sum(int.from_bytes(view.read(2), "little") for _ in range(2))
-            start = info.header_offset + 30 + names
-            out[start] = info.file_size
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{info.filename} is compressed")
-            view.seek(start)
-            if info.filename.endswith("/byteorder") and view.read(info.file_size) != b"little":
-                raise ValueError("its numbers are not little-endian")
-    return out
+def storage_start(tensor: Tensor) -> int | None:
+    """Where in the file that a tensor without data was read from its storage begins."""
+    return tensor.untyped_storage()._checkpoint_offset

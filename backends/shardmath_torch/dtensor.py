@@ -32,6 +32,7 @@ from shardmath.layout import Layout, equivalent
 from shardmath.mesh import Mesh, strides
 from shardmath.partition import partition
 from shardmath_torch import compat
+from shardmath_torch.compat import local_of
 from shardmath_torch.devicemesh import device_mesh_of, group_for, mesh_of
 
 __all__ = [
@@ -210,11 +211,6 @@ def _chosen(found: dict[Reading, Layout | ShardError], reading: str) -> Layout:
     if isinstance(layout, ShardError):
         raise layout
     return layout
-
-
-def local_of(tensor: DTensor) -> Tensor:
-    """This rank's part, detached from the DTensor's graph."""
-    return compat.local_of(tensor)
 
 
 def _held(tensor: DTensor, layout: Layout) -> Layout:

@@ -159,7 +159,7 @@ def _placements(layout: Layout) -> tuple[Placement, ...] | None:
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, route: _Route) -> Tensor:
-        ctx.route, ctx.device = route, tensor.device
+        ctx.route = route
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
         return _shown(_moved(local, route.src, route.dst, route.meshes), route.dst, route.target)
 
