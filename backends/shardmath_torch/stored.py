@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +33,27 @@ from shardmath_torch.archive import CheckpointError, Strided, described
 from shardmath_torch.unpickled import read_metadata
 from shardmath_torch.weights import open_weights
 
-__all__ = ["BLOBS", "INDEX", "METADATA", "OURS", "Checkpoint", "Piece", "Saved", "open_checkpoint", "to_json"]
+__all__ = [
+    "BLOBS",
+    "DATA",
+    "DIGITS",
+    "FILE",
+    "INDEX",
+    "METADATA",
+    "OURS",
+    "UNFINISHED",
+    "Checkpoint",
+    "Piece",
+    "Saved",
+    "open_checkpoint",
+    "to_json",
+]
 
 INDEX, METADATA = "shardmath.json", ".metadata"
-OURS = "shardmath-"
-"""How names of our data files begin."""
+OURS, DATA, UNFINISHED = "shardmath-", ".safetensors", ".unfinished"
+DIGITS = 12
+FILE = re.compile(rf"{OURS}[0-9a-f]{{{DIGITS}}}-\d{{5,}}-of-\d{{5,}}(-\d+)?{re.escape(DATA)}({re.escape(UNFINISHED)})?")
+"""How our data files are called: by the save, the rank's number, and the file's; and until all are written."""
 BLOBS = "shardmath.blobs"
 """Where in torch's metadata the stored names of ranks' own bytes are."""
 VERSION = 1
@@ -216,22 +233,20 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def _opened(path: Path) -> Checkpoint:
     metadata = _text(path / METADATA) if (path / METADATA).is_file() else None
-    index = _text(path / INDEX) if (path / INDEX).is_file() else None
-    if index is not None and (metadata is None or _names(index, hashlib.sha256(metadata).hexdigest())):
-        return _ours(path, _index(path / INDEX, index), hashlib.sha256(index).hexdigest())
+    text = _text(path / INDEX) if (path / INDEX).is_file() else None
+    if text is not None:
+        index = _index(path / INDEX, text)
+        if isinstance(index, dict) and (metadata is None or index["metadata"] == _digest(metadata)):
+            return _ours(path, index, _digest(text))
+        if isinstance(index, CheckpointError) and metadata is None:
+            raise index
     if metadata is not None:
-        found = read_metadata(metadata, path / METADATA)
-        return _torchs(path, found, hashlib.sha256(metadata).hexdigest())
+        return _torchs(path, read_metadata(metadata, path / METADATA), _digest(metadata))
     return _weights(path)
 
 
-def _names(index: bytes, digest: str) -> bool:
-    """Whether this version's index was written beside a `.metadata` of the digest."""
-    try:
-        found = json.loads(index)
-        return bool(found["metadata"] == digest and found["shardmath"] == VERSION)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
 
 
 def _text(file: Path) -> bytes:
@@ -253,7 +268,7 @@ def to_json(checkpoint: Checkpoint, metadata: bytes) -> str:
     }
     out = {
         "shardmath": VERSION,
-        "metadata": hashlib.sha256(metadata).hexdigest(),
+        "metadata": _digest(metadata),
         "files": [[file.name, size] for file, size in checkpoint.sizes.items()],
         "tensors": tensors,
         "blobs": checkpoint.blobs,
@@ -261,14 +276,15 @@ def to_json(checkpoint: Checkpoint, metadata: bytes) -> str:
     return json.dumps(out, separators=(",", ":"))
 
 
-def _index(file: Path, text: bytes) -> dict[str, Any]:
+def _index(file: Path, text: bytes) -> dict[str, Any] | CheckpointError:
+    """The index; what is wrong with it where it cannot be read, since `.metadata` may do instead."""
     try:
         found = dict(json.loads(text))
-        version = found["shardmath"]
+        version, _ = found["shardmath"], found["metadata"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no index of shardmath ({error}); fetch it again") from error
+        return CheckpointError(f"{file} is no index of shardmath ({error}); fetch it again")
     if version != VERSION:
-        raise CheckpointError(f"{file} has version {version!r}, this shardmath reads {VERSION}; use a newer shardmath")
+        return CheckpointError(f"{file} has version {version!r}, this shardmath reads {VERSION}; use a newer shardmath")
     return found
 
 
@@ -370,7 +386,8 @@ def _file(path: Path, name: str, info: Any) -> Path:
 
 
 def _weights(path: Path) -> Checkpoint:
-    if path.is_dir() and any(path.glob(f"{OURS}*")) and not any(path.glob("model.safetensors*")):
+    ours = path.is_dir() and any(FILE.fullmatch(file.name) for file in path.glob(f"{OURS}*"))
+    if ours and not any(path.glob("model.safetensors*")):
         raise CheckpointError(f"{path} has data of a save that did not end, and no index; save again, or give another")
     entries = open_weights(path).entries
     tensors = {
@@ -378,4 +395,4 @@ def _weights(path: Path) -> Checkpoint:
         for name, e in entries.items()
     }
     said = sorted((name, e.shape, e.dtype, e.file.name, e.start) for name, e in entries.items())
-    return Checkpoint(path, tensors, {}, {}, hashlib.sha256(repr(said).encode()).hexdigest())
+    return Checkpoint(path, tensors, {}, {}, _digest(repr(said).encode()))

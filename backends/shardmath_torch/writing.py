@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import re
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,17 +31,25 @@ from torch.futures import Future
 
 from shardmath_torch import archive, compat
 from shardmath_torch.archive import CheckpointError, unused
-from shardmath_torch.stored import BLOBS, INDEX, METADATA, OURS, Checkpoint, Piece, Saved, to_json
+from shardmath_torch.stored import (
+    BLOBS,
+    DATA,
+    DIGITS,
+    FILE,
+    INDEX,
+    METADATA,
+    OURS,
+    UNFINISHED,
+    Checkpoint,
+    Piece,
+    Saved,
+    to_json,
+)
 
 __all__ = ["MOST_FILES", "Writer"]
 
-DATA, UNFINISHED = ".safetensors", ".unfinished"
-DIGITS = 12
 MOST_FILES = 16
 """Of a rank, however many boxes a tensor has."""
-
-FILE = re.compile(rf"{OURS}[0-9a-f]{{{DIGITS}}}-\d{{5,}}-of-\d{{5,}}(-\d+)?{re.escape(DATA)}({re.escape(UNFINISHED)})?")
-"""How our data files are called: by the save, the rank's number, and the file's."""
 
 
 class Writer(storage.StorageWriter):

@@ -429,6 +429,14 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     assert smt.load(tmp_path, {"w": LINE})["w"].equal(torch.arange(6.0))
 
 
+def test_weights_that_are_called_like_ours(tmp_path: Path) -> None:
+    """One file of Hugging Face's in a folder is loaded, whatever its name begins with."""
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.arange(6.0)}, tmp_path / "shardmath-model.safetensors")
+    assert smt.load(tmp_path, {"w": LINE})["w"].equal(torch.arange(6.0))
+
+
 def test_a_first_save_that_ended_is_no_checkpoint(tmp_path: Path) -> None:
     """Its one data file is not taken for weights."""
     process = mp.get_context("fork").Process(target=crash, args=(str(tmp_path), "replace", 1))
