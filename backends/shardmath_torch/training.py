@@ -136,9 +136,8 @@ def load_state(
     `strict`, when these are left alone and returned; and for what `state_of`, `load` and rule 4 do not allow. Then
     nothing was restored, unless a module's set_extra_state raised: these come first. `mesh` is as in `state_of`.
     """
-    index = load(on_all("find what save_state wrote", lambda: _of_state(path), group), {INDEX: None}, group=group)[
-        INDEX
-    ]
+    kept = on_all("find what save_state wrote", lambda: _of_state(path), group)
+    index = load(kept, {INDEX: None}, group=group)[INDEX]
     model = _model(module, mesh, group)
 
     def matched() -> tuple[Unmatched, list[_Restored], list[_Job]]:
@@ -153,7 +152,7 @@ def load_state(
 
     unmatched, plans, jobs = on_all("match its state", matched, group)
     layouts, names = {job.here: job.layout for job in jobs}, {job.here: job.there for job in jobs}
-    found = load(path, layouts, names=names, group=group)
+    found = load(kept, layouts, names=names, group=group)
     on_all("restore its state", lambda: _restore(jobs, plans, found), group)
     return unmatched
 
