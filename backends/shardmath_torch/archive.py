@@ -32,7 +32,7 @@ from torch.serialization import skip_data
 
 from shardmath.errors import ShardError
 from shardmath_torch import compat
-from shardmath_torch.weights import DTYPES
+from shardmath_torch.weights import DTYPES, Progress
 
 __all__ = ["ALIGNMENT", "CheckpointError", "Strided", "Written", "described", "unused", "write"]
 
@@ -71,7 +71,7 @@ Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
 """Tensors by name, each with the global index at which it begins, None where the name is not that of a whole tensor."""
 
 
-def write(file: Path, tensors: Named) -> dict[str, Written]:
+def write(file: Path, tensors: Named, *, progress: Progress | None = None) -> dict[str, Written]:
     """Writes a file of tensors, in one pass from its beginning to its end. On disk when this returns.
 
     The tensors are contiguous, on the CPU, and alone in their storages.
@@ -86,6 +86,8 @@ def write(file: Path, tensors: Named) -> dict[str, Written]:
             stream.write(before)
             stream.write(memoryview(tensors[name][1].reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
             stream.write(after + bytes(_aligned(places[name].length) - places[name].length))
+            if progress:
+                progress(tensors[name][1].nbytes)
         stream.flush()
         os.fsync(stream.fileno())
     return {name: Written(at.archive + room, at.length, at.start + room) for name, at in places.items()}

@@ -33,7 +33,7 @@ from shardmath_torch.compat import Group
 from shardmath_torch.loading import LoadPlanner, Reader, local_layouts
 from shardmath_torch.saving import Bytes, Layouts, SavePlanner
 from shardmath_torch.stored import Checkpoint, open_checkpoint
-from shardmath_torch.weights import room
+from shardmath_torch.weights import Progress, room
 from shardmath_torch.writing import Writer
 
 __all__ = ["load", "on_all", "save"]
@@ -47,12 +47,14 @@ def save(
     layouts: Layouts,
     *,
     group: Group | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Saves tensors to the folder `path`, in place of what was saved there before.
 
     `tensors` are this rank's local tensors, `layouts` everybody's layouts, the same on all ranks, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
     None is for bytes (or a 1-d tensor of uint8) that each rank has of its own; a rank without any leaves the name out.
+    `progress` is called with the bytes that this rank has just written.
 
     Collective over `group` (default: all ranks), which has every rank of the layouts. Raises CheckpointError on every
     rank: for tensors that do not fit their layouts, for elements that nobody holds, for a tensor that is Partial, where
@@ -62,7 +64,7 @@ def save(
     def ready() -> tuple[dict[str, Any], SavePlanner, Writer]:
         check_layouts(layouts)
         _check_ranks(layouts, group)
-        return dict(tensors), SavePlanner(layouts), Writer(path)
+        return dict(tensors), SavePlanner(layouts), Writer(path, progress=progress)
 
     state, planner, writer = on_all("save", ready, group, claim=lambda _: os.fspath(path))
     with warnings.catch_warnings():
@@ -84,6 +86,7 @@ def load(
     names: Mapping[str, str] | None = None,
     group: Group | None = None,
     device: torch.device | str = "cpu",
+    progress: Progress | None = None,
 ) -> dict[str, Tensor]:
     """This rank's local tensors under these layouts, by name: shape `layout.local_shape(rank)`, holes zero.
 
@@ -91,13 +94,13 @@ def load(
     `names` says, as {wanted: stored}, what is stored under another name; several may be stored under one. A tuple of
     layouts gives `name[0]`, `name[1]` and so on; a layout of None the bytes that this rank saved, as uint8, or if it
     saved none those of the lowest rank. A rank that is not on a layout's mesh gets nothing of it, and ranks may ask for
-    different layouts.
+    different layouts. `progress` is called with the bytes that this rank has just read.
 
     Collective over `group` (default: all ranks), which waits as long as the group does. Raises CheckpointError on every
     rank: for names, shapes or types that are not those of the checkpoint, for elements that it lacks or has twice, for
     files that are missing or damaged, and for metadata of torch that say something else than what is stored.
     """
-    act = functools.partial(_load, path, layouts, names or {}, group, device)
+    act = functools.partial(_load, path, layouts, names or {}, group, device, progress)
     return on_all("load", act, group, claim=lambda done: done[1])[0]
 
 
@@ -107,6 +110,7 @@ def _load(
     names: Mapping[str, str],
     group: Group | None,
     device: torch.device | str,
+    progress: Progress | None,
 ) -> tuple[dict[str, Tensor], str]:
     """The tensors, and which checkpoint they are from."""
     check_layouts(layouts)
@@ -118,7 +122,8 @@ def _load(
         if one is None:
             stored[name] = checkpoint.blob(stored[name], rank)
         wanted[name] = _own(checkpoint, stored[name], rank) if one is None else one
-    planner, reader = LoadPlanner(wanted, names=stored), Reader(checkpoint, names=stored.values(), share=share)
+    planner = LoadPlanner(wanted, names=stored)
+    reader = Reader(checkpoint, names=stored.values(), share=share, progress=progress)
     metadata = reader.read_metadata()
     out = {key: room(layout, rank) for _, key, layout in local_layouts(wanted, rank)}
     planner.set_up_planner(out, metadata)

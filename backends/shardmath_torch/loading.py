@@ -39,7 +39,7 @@ from shardmath_torch import compat
 from shardmath_torch.archive import CheckpointError, Strided
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.stored import Checkpoint, Piece, open_checkpoint
-from shardmath_torch.weights import Slices, boxes
+from shardmath_torch.weights import Progress, Slices, boxes
 
 __all__ = ["LoadPlanner", "Reader", "local_layouts"]
 
@@ -171,8 +171,9 @@ class Reader(storage.StorageReader):
         *,
         names: Iterable[str] | None = None,
         share: tuple[int, int] = (0, 1),
+        progress: Progress | None = None,
     ) -> None:
-        self._path, self._names, self._share = path, names, share
+        self._path, self._names, self._share, self._progress = path, names, share, progress
         self._found: Checkpoint | None = None
         self._strided: dict[Piece, Strided] = {}
 
@@ -230,6 +231,8 @@ class Reader(storage.StorageReader):
                 target = planner.resolve_tensor(item)
                 _copy(stream, memory, _view(memory, file, strided)[tuple(slice(lo, lo + n) for lo, n in at)], target)
                 planner.commit_tensor(item, target)
+                if self._progress:
+                    self._progress(target.nbytes)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

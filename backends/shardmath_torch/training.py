@@ -52,6 +52,7 @@ from shardmath_torch.holdings import (
     optimizer_of,
 )
 from shardmath_torch.stored import Checkpoint, open_checkpoint
+from shardmath_torch.weights import Progress
 
 __all__ = ["Optimizers", "Unmatched", "load_state", "load_weights", "save_state", "state_of"]
 
@@ -96,13 +97,15 @@ def save_state(
     *,
     mesh: Mesh | None = None,
     group: Group | None = None,
+    progress: Progress | None = None,
 ) -> None:
-    """`save` of `state_of`. Collective over the group, by default all ranks.
+    """`save` of `state_of`, with its `progress`. Collective over the group, by default all ranks.
 
     Raises CheckpointError on every rank for what either raises on one, and where modules differ.
     """
     model = _model(module, mesh, group)
-    save(path, *on_all("describe its state", lambda: _state(model, optimizer), group), group=group)
+    state = on_all("describe its state", lambda: _state(model, optimizer), group)
+    save(path, *state, group=group, progress=progress)
 
 
 def _model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
@@ -126,6 +129,7 @@ def load_state(
     strict: bool = True,
     mesh: Mesh | None = None,
     group: Group | None = None,
+    progress: Progress | None = None,
 ) -> Unmatched:
     """Restore in place what `save_state` saved of a module with the same names, whatever divides either.
 
@@ -134,7 +138,8 @@ def load_state(
 
     Collective over the group. Raises CheckpointError on every rank for names that only one side has, unless not
     `strict`, when these are left alone and returned; and for what `state_of`, `load` and rule 4 do not allow. Then
-    nothing was restored, unless a module's set_extra_state raised: these come first. `mesh` is as in `state_of`.
+    nothing was restored, unless a module's set_extra_state raised: these come first. `mesh` is as in
+    `state_of`, `progress` as in `load`.
     """
     kept = on_all("find what save_state wrote", lambda: _of_state(path), group)
     index = load(kept, {INDEX: None}, group=group)[INDEX]
@@ -152,7 +157,7 @@ def load_state(
 
     unmatched, plans, jobs = on_all("match its state", matched, group)
     layouts, names = {job.here: job.layout for job in jobs}, {job.here: job.there for job in jobs}
-    found = load(kept, layouts, names=names, group=group)
+    found = load(kept, layouts, names=names, group=group, progress=progress)
     on_all("restore its state", lambda: _restore(jobs, plans, found), group)
     return unmatched
 
@@ -164,12 +169,14 @@ def load_weights(
     names: Mapping[str, str] | None = None,
     mesh: Mesh | None = None,
     group: Group | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Fills the module's parameters and persistent buffers, in place, from any checkpoint that `load` reads.
 
     `names` says, as {name in the module: stored name}, what is stored under another name. A parameter with several
     names is found under any of them. Values are cast to the module's types. Collective over the group; raises
-    CheckpointError on every rank for what is missing or has another shape. `mesh` is as in `state_of`.
+    CheckpointError on every rank for what is missing or has another shape. `mesh` is as in `state_of`, `progress` as in
+    `load`.
     """
     model, renamed = _model(module, mesh, group), names or {}
 
@@ -180,7 +187,7 @@ def load_weights(
         return found, layouts, stored
 
     found, layouts, stored = on_all("match its weights", ready, group, claim=lambda done: done[0].digest)
-    tensors = load(found, layouts, names=stored, group=group)
+    tensors = load(found, layouts, names=stored, group=group, progress=progress)
     with torch.no_grad():
         for name, slot in model.slots.items():
             slot.local.copy_(tensors[name])

@@ -33,6 +33,7 @@ from shardmath_torch.dtypes import dtype_of
 __all__ = [
     "DTYPES",
     "Entry",
+    "Progress",
     "Weights",
     "WeightsError",
     "boxes",

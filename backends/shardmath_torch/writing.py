@@ -45,6 +45,7 @@ from shardmath_torch.stored import (
     Saved,
     to_json,
 )
+from shardmath_torch.weights import Progress
 
 __all__ = ["MOST_FILES", "Writer"]
 
@@ -58,8 +59,8 @@ class Writer(storage.StorageWriter):
     Raises CheckpointError where the folder cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path, self._save = Path(path), OURS
+    def __init__(self, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
+        self._path, self._save, self._progress = Path(path), OURS, progress
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another folder, if given."""
@@ -93,7 +94,7 @@ class Writer(storage.StorageWriter):
         for i, items in enumerate(_files(plan.items)):
             name = plan.storage_data + (f"-{i}" if i else "") + DATA
             with _told(self._path / name, BEFORE):
-                out += _written(self._path / (name + UNFINISHED), name, items, planner)
+                out += _written(self._path / (name + UNFINISHED), name, items, planner, self._progress)
         done: Future[list[storage.WriteResult]] = Future()
         done.set_result(out)
         return done
@@ -171,10 +172,10 @@ def _files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]:
 
 
 def _written(
-    file: Path, name: str, items: Mapping[str, WriteItem], planner: theirs.SavePlanner
+    file: Path, name: str, items: Mapping[str, WriteItem], planner: theirs.SavePlanner, progress: Progress | None
 ) -> Iterator[storage.WriteResult]:
     tensors = {key: _box(key, item, planner.resolve_data(item)) for key, item in items.items()}
-    places = archive.write(file, tensors)
+    places = archive.write(file, tensors, progress=progress)
     for key, item in items.items():
         at = places[key]
         info = compat.StorageInfo(name, at.archive, at.length)

@@ -262,7 +262,7 @@ def wrong_on_one(rank: int, path: str, layouts: dict[str, Any], what: str) -> An
 def lost(rank: int, path: str, layouts: dict[str, Any]) -> Any:
     """Saves, but rank 1 ends while it writes."""
     if rank == 1:
-        archive.write = lambda *args: os._exit(7)
+        archive.write = lambda *args, **kwargs: os._exit(7)
     return caught(lambda: saved(rank, path, layouts))
 
 
