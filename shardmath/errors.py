@@ -18,6 +18,7 @@ __all__ = [
     "LayoutError",
     "MeshError",
     "NotationError",
+    "ParamLayoutError",
     "PlacementError",
     "PlanError",
     "RunsError",
@@ -73,6 +74,10 @@ class LayoutError(ShardError):
 
 class StoreError(ShardError):
     """Views that leave their buffer, overlap, or do not fit their layouts."""
+
+
+class ParamLayoutError(ShardError):
+    """Parameters that a rule cannot lay out, or a flat buffer's layout that contradicts itself or its ranks."""
 
 
 class PlanError(ShardError):

@@ -1,0 +1,164 @@
+"""Megatron-Core's buffers of DistributedOptimizer and of plain DDP, and NVFP4's packed one (d98e8a64).
+
+1. Parameters are placed one after the other, last one first, since gradients are ready in that order.
+2. A bucket closes at the first parameter that makes it `bucket_size` elements or more. DistributedOptimizer starts
+   parameters at multiples of 64, ends buckets where data-parallel ranks get equal shares, and gives a shared embedding
+   a bucket of its own, so that both pipeline stages that hold it divide it alike; the bucket before one ends where the
+   embedding would have started, and counts as unpadded up to there. Plain DDP does none of that.
+3. NVFP4 keeps two values a byte: its parameters lie packed in a buffer of bytes, with buckets of the same parameters.
+4. A parameter without elements takes no room: it lies at [p, p).
+
+>>> params = [Param("a", (1000,)), Param("b", (1000,))]
+>>> layout = distributed_optimizer(params, data_parallel_world_size=3)
+>>> print(layout.bucket_indices, dict(layout.param_index_map))
+((0, 2304),) {'b': (0, 1000, 0), 'a': (1024, 2024, 0)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardmath.buffers.param_layout import (
+    START,
+    Param,
+    PerBufferParamLayout,
+    Placed,
+    bucket_end_divisor,
+    forward,
+    laid_out,
+    positive,
+    up,
+)
+from shardmath.errors import ParamLayoutError
+
+__all__ = ["checked_bucket_size", "data_parallel", "default_bucket_size", "distributed_optimizer", "nvfp4_packed"]
+
+
+def checked_bucket_size(bucket_size: object) -> int | None:
+    """None, for one bucket, or the size. Raises ParamLayoutError for what is below 1."""
+    return None if bucket_size is None else positive(bucket_size, "bucket_size (None is one bucket)")
+
+
+def default_bucket_size(
+    data_parallel_world_size: int,
+    *,
+    num_parameters: int | None = None,
+    num_buckets: int | None = None,
+    overlap_grad_reduce: bool = True,
+    pipeline_rank: int = 0,
+    chunk: int = 0,
+) -> int | None:
+    """The bucket size that Megatron-Core's DDP takes where none is given; None is one bucket.
+
+    `num_buckets` divides `num_parameters`, all of the model chunk. Only the first stage's first chunk has buckets:
+    other stages have time to reduce at once. `data_parallel_world_size` is that within one optimizer instance.
+    """
+    size = positive(data_parallel_world_size, "data_parallel_world_size")
+    if not overlap_grad_reduce or pipeline_rank > 0 or chunk > 0:
+        return None
+    if num_buckets is None:
+        return max(40_000_000, 1_000_000 * size)
+    total = positive(num_parameters, "num_parameters (which num_buckets divides)")
+    return positive(
+        total // positive(num_buckets, "num_buckets"), f"{total} parameters divided by {num_buckets} buckets"
+    )
+
+
+def distributed_optimizer(
+    params: Iterable[Param],
+    *,
+    data_parallel_world_size: int,
+    bucket_size: int | None = None,
+    pad_for_high_nccl_busbw: bool = False,
+) -> PerBufferParamLayout:
+    """The buffer of Megatron-Core's DistributedOptimizer; `params` in forward order.
+
+    Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
+    """
+    divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
+    return _walk(forward(params), checked_bucket_size(bucket_size), start=START, end=divisor)
+
+
+def data_parallel(params: Iterable[Param], *, bucket_size: int | None = None) -> PerBufferParamLayout:
+    """The buffer of Megatron-Core's DDP without a distributed optimizer: no padding at all.
+
+    Raises ParamLayoutError for a parameter given twice, and for a bucket size below 1.
+    """
+    return _walk(forward(params), checked_bucket_size(bucket_size), start=1, end=1)
+
+
+class _Buckets:
+    """Buckets as they are closed, each padded to a multiple of `divisor`."""
+
+    def __init__(self, divisor: int) -> None:
+        self.divisor, self.first = divisor, 0
+        self.indices: list[tuple[int, int]] = []
+        self.unpadded: list[int] = []
+
+    def close(self, end: int) -> int:
+        """Close the bucket whose content ends here; where the next one starts."""
+        self.unpadded.append(end - self.first)
+        start, self.first = self.first, up(end, self.divisor)
+        self.indices.append((start, self.first))
+        return self.first
+
+
+def _walk(params: Sequence[Param], bucket_size: int | None, *, start: int, end: int) -> PerBufferParamLayout:
+    """Parameters, last one first, each at a multiple of `start`; embeddings are alone where buckets are padded."""
+    buckets, placed, position, filled = _Buckets(end), list[tuple[str, Placed]](), 0, False
+    for param in reversed(params):
+        alone = param.shared_embedding and end > 1
+        position = up(position, start)
+        if alone and filled:
+            position = buckets.close(position)
+        stop = position + param.numel
+        placed.append((param.name, (position, stop, len(buckets.indices))))
+        full = alone or (bucket_size is not None and stop - buckets.first >= bucket_size)
+        position, filled = (buckets.close(stop), False) if full else (stop, True)
+    if filled:
+        buckets.close(position)
+    return laid_out(params, placed, buckets.indices, buckets.unpadded)
+
+
+def nvfp4_packed(
+    params: Iterable[Param],
+    layout: PerBufferParamLayout,
+    *,
+    data_parallel_world_size: int | None = None,
+    pad_for_high_nccl_busbw: bool = False,
+) -> PerBufferParamLayout:
+    """Where the bytes of the same parameters lie: two elements of an NVFP4 one are a byte, any other element is one.
+
+    NVFP4 are the parameters with `quantised="nvfp4"`, or True. `layout` is that of the gradients, whose buckets it
+    keeps; without `data_parallel_world_size` nothing is padded. Shapes are left out: they count elements, not bytes.
+
+    Raises ParamLayoutError for an odd number of elements, and where the layout has other parameters.
+    """
+    listed = forward(params)
+    bucket = {name: at[2] for name, at in layout.placed}
+    if bucket.keys() != {param.name for param in listed}:
+        differ = sorted(bucket.keys() ^ {param.name for param in listed})
+        raise ParamLayoutError(f"parameters and layout differ in {differ[:8]}; give the layout of these parameters")
+    padded = data_parallel_world_size is not None
+    divisor = bucket_end_divisor(data_parallel_world_size or 1, pad_for_high_nccl_busbw) if padded else 1
+    buckets, placed, position = _Buckets(divisor), list[tuple[str, Placed]](), 0
+    for param in reversed(listed):
+        position = up(position, START if padded else 1)
+        if bucket[param.name] != len(buckets.indices):
+            position = buckets.close(position)
+        stop = position + _packed(param)
+        placed.append((param.name, (position, stop, bucket[param.name])))
+        position = stop
+    if placed:
+        buckets.close(position)
+    return PerBufferParamLayout(placed, buckets.indices, buckets.unpadded, layout.param_indices)
+
+
+def _packed(param: Param) -> int:
+    if param.quantised not in (True, "nvfp4"):
+        return param.numel
+    if param.numel % 2:
+        raise ParamLayoutError(
+            f"NVFP4 parameter {param.name!r} has {param.numel} elements, two of which are a byte; give an even number"
+        )
+    return param.numel // 2

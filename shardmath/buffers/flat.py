@@ -1,0 +1,175 @@
+"""Flat parameters outside Megatron-Core's DDP: PyTorch's FSDP1, DeepSpeed's ZeRO stages 1 and 2, Megatron-FSDP.
+
+1. FSDP1 (torch 2.13 `FlatParamHandle`) and ZeRO (DeepSpeed 0.19 `stage_1_and_2.py`) lay one buffer of one bucket, in
+   forward order, padded so that ranks get equal shares.
+2. Megatron-FSDP (megatron-fsdp 0.6, `build_data_parallel_buffer_index`) cuts shards at whole rows where it can: with a
+   chunk of `factor` elements, the longest row or a common multiple, parameters start at multiples of it; the odd ends
+   of two share a chunk, and parameters smaller than a chunk fill the gaps, first come first served: Megatron sorts them
+   by size and drops the result.
+
+>>> flat_parameter([Param("a", (3,), "float32"), Param("b", (5,), "float32")], world_size=4).placed
+(('a', (0, 3, 0)), ('b', (4, 9, 0)))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from shardmath import dtypes
+from shardmath.buffers.ddp import checked_bucket_size
+from shardmath.buffers.param_layout import (
+    Param,
+    PerBufferParamLayout,
+    Placed,
+    forward,
+    laid_out,
+    positive,
+    up,
+)
+from shardmath.errors import ParamLayoutError
+
+__all__ = ["flat_parameter", "megatron_fsdp", "zero"]
+
+ALIGNED_BYTES = 16
+"""Between which FSDP1 starts parameters with `use_orig_params` (torch 2.13 `_get_aligned_numel`)."""
+
+ZERO_ALIGNMENT = 2
+"""Elements that a rank's share is a multiple of (DeepSpeed `nccl_start_alignment_factor`)."""
+
+
+def flat_parameter(params: Iterable[Param], *, world_size: int, use_orig_params: bool = True) -> PerBufferParamLayout:
+    """The FlatParameter of one FSDP1 unit; `params` in the order of its modules, all of one dtype.
+
+    With `use_orig_params` parameters start at multiples of 16 bytes. Raises ParamLayoutError for several dtypes, for a
+    parameter given twice or without elements, which FSDP1 refuses, and for sizes below 1.
+    """
+    listed, ranks = forward(params), positive(world_size, "world_size")
+    kinds = sorted({param.dtype for param in listed})
+    if len(kinds) > 1:
+        raise ParamLayoutError(f"a FlatParameter has one dtype, these parameters have {', '.join(kinds)}; group them")
+    aligned = ALIGNED_BYTES // dtypes.itemsize(kinds[0]) if kinds and use_orig_params else 1
+    return _one_bucket(listed, listed, max(aligned, 1), ranks)
+
+
+def zero(params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False) -> PerBufferParamLayout:
+    """The flat group of DeepSpeed's ZeRO stages 1 and 2: one param group of one dtype, in the optimizer's order.
+
+    With `round_robin` (`round_robin_gradients`) parameters i, i + n, i + 2n ... of n ranks come first for each i.
+    Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
+    """
+    listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
+    order = [param for i in range(ranks) for param in listed[i::ranks]] if round_robin else listed
+    return _one_bucket(listed, order, 1, ranks * ZERO_ALIGNMENT)
+
+
+def _one_bucket(params: Sequence[Param], order: Sequence[Param], start: int, end: int) -> PerBufferParamLayout:
+    placed, position = list[tuple[str, Placed]](), 0
+    for param in order:
+        position = up(position, start)
+        placed.append((param.name, (position, position + param.numel, 0)))
+        position += param.numel
+    bucket = [(0, up(position, end))] if placed else []
+    return laid_out(params, placed, bucket, [position] if placed else [])
+
+
+def megatron_fsdp(
+    params: Iterable[Param],
+    *,
+    data_parallel_world_size: int,
+    bucket_size: int | None = None,
+    chunk_size_factor: int | None = None,
+    sharded: bool = True,
+) -> PerBufferParamLayout:
+    """The buffers of Megatron-FSDP for parameters of one kind outside its units, or of one unit (`bucket_size=None`).
+
+    Each bucket is a buffer of its own there; here they follow one another. Without a `chunk_size_factor` parameters are
+    sorted by the length of their rows, longest first, and the factor of each bucket is found as Megatron finds it; with
+    one, they stay in forward order. `sharded=False` is the strategy "no_shard", without padding at the end.
+
+    Raises ParamLayoutError for a parameter given twice or without elements, and for sizes below 1.
+    """
+    listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
+    empty = next((param.name for param in listed if not param.numel), None)
+    if empty is not None:
+        raise ParamLayoutError(f"parameter {empty!r} has no elements, which Megatron-FSDP cannot chunk; leave it out")
+    given = None if chunk_size_factor is None else positive(chunk_size_factor, "chunk_size_factor")
+    placed, buckets, unpadded, first = list[tuple[str, Placed]](), list[tuple[int, int]](), list[int](), 0
+    for group in _buckets(listed, checked_bucket_size(bucket_size), sharded):
+        group = group if given else sorted(group, key=_row, reverse=True)
+        factor = given or _factor(group)
+        starts, size = _chunked(group, factor)
+        end = first + (up(size, ranks * factor) if sharded else size)
+        placed += [(p.name, (first + at, first + at + p.numel, len(buckets))) for p, at in starts]
+        buckets.append((first, end))
+        unpadded.append(size)
+        first = end
+    return laid_out(listed, placed, buckets, unpadded)
+
+
+def _buckets(params: Sequence[Param], bucket_size: int | None, sharded: bool) -> list[list[Param]]:
+    """The parameters of each bucket, in forward order; where they are sharded, shared embeddings are alone."""
+    buckets: list[list[Param]] = []
+    filled = 0
+    for param in params:
+        alone = param.shared_embedding and sharded
+        if not filled or alone:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(param)
+        filled += param.numel
+        if alone or (bucket_size is not None and filled >= bucket_size):
+            filled = 0
+    return buckets
+
+
+def _row(param: Param) -> int:
+    return math.prod(param.shape[1:])
+
+
+def _factor(params: Sequence[Param]) -> int:
+    """The chunk of parameters sorted by their rows: the longest, multiplied where another one's does not fit."""
+    factor = _row(params[0])
+    for param in params:
+        if param.numel >= factor and (factor % _row(param) or param.numel % factor) and _row(param) != factor:
+            factor = math.lcm(factor, _row(param))
+    return factor
+
+
+def _chunked(params: Sequence[Param], factor: int) -> tuple[list[tuple[Param, int]], int]:
+    """Where each parameter starts, in the order in which they are placed, and where the last one ends."""
+    small = [param for param in params if param.numel < factor]
+    large = [param for param in params if param.numel >= factor]
+    out: list[tuple[Param, int]] = []
+    position, done = 0, set[str]()
+    for i, param in enumerate(large):
+        if param.name in done:
+            continue
+        out.append((param, position))
+        odd = param.numel % factor
+        gap = position + param.numel
+        position += up(param.numel, factor)
+        if not odd:
+            continue
+        room = position
+        other = next(
+            (p for p in large[i + 1 :] if p.name not in done and p.numel % factor and odd + p.numel % factor <= factor),
+            None,
+        )
+        if other is not None:
+            done.add(other.name)
+            room -= other.numel % factor
+            out.append((other, room))
+            position += other.numel // factor * factor
+        left = []
+        for param in small:
+            if gap + param.numel > room:
+                left.append(param)
+                continue
+            out.append((param, gap))
+            gap += param.numel
+        small = left
+    for param in small:
+        out.append((param, position))
+        position += param.numel
+    return out, position

@@ -1,0 +1,152 @@
+"""The buffer of Megatron-Core's LayerWise optimizer, which orthogonalises whole matrices (Muon; d98e8a64).
+
+1. A bucket is `data_parallel_world_size` shards of one size, and no parameter crosses a border between them: a rank
+   updates the parameters of its shard alone, whole.
+2. Parameters fill buckets last one first. A full bucket takes in what fits beside its largest shard, as estimated by
+   putting each parameter where least lies; a bucket is full at `bucket_size`, or where its largest parameter is no
+   longer more than a tenth above an even share.
+3. In a bucket the costliest parameters choose first, each the shard with the least work so far, over all buckets, among
+   those that stay within 1.3 even shares; where there is none, the one that holds least. Ties go to the lowest shard.
+4. A shared embedding is alone in shard 0 of a bucket of its own.
+5. Megatron looks through all shards for every parameter. Here they are in heaps: what a shard holds only grows, so what
+   was taken out for being too full stays out, and an entry that has become too low is put back when it is met.
+
+>>> params = [Param(f"p{i}", (16, 16)) for i in range(5)]
+>>> layout = layer_wise(params, data_parallel_world_size=4)
+>>> print(layout.bucket_indices, dict(layout.param_index_map)["p1"])
+((0, 2048),) (1536, 1792, 0)
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+
+from shardmath.buffers.ddp import checked_bucket_size
+from shardmath.buffers.param_layout import (
+    START,
+    Param,
+    PerBufferParamLayout,
+    Placed,
+    bucket_end_divisor,
+    forward,
+    laid_out,
+    up,
+)
+
+__all__ = ["layer_wise"]
+
+FILLED = 0.9
+"""Of the largest parameter's size times the shards: what a bucket holds before it may close."""
+
+SPARE = 1.3
+"""Even shares that a shard may hold where the work is balanced."""
+
+
+def layer_wise(
+    params: Iterable[Param],
+    *,
+    data_parallel_world_size: int,
+    bucket_size: int | None = None,
+    pad_for_high_nccl_busbw: bool = False,
+) -> PerBufferParamLayout:
+    """The buffer of Megatron-Core's LayerWiseDistributedOptimizer: all `params`, in forward order, managed or not.
+
+    Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
+    """
+    listed, size = forward(params), checked_bucket_size(bucket_size)
+    end = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
+    shards = int(data_parallel_world_size)
+    divisor = math.lcm(START, end // shards)
+    placed, buckets, unpadded, work = list[tuple[str, Placed]](), list[tuple[int, int]](), list[int](), [0] * shards
+    for chunk in _chunks(listed, size, shards, divisor):
+        first = buckets[-1][1] if buckets else 0
+        if chunk[0].shared_embedding:
+            homes, shard = [chunk, *([] for _ in range(shards - 1))], up(chunk[0].numel, divisor)
+        else:
+            homes, held = _assigned(chunk, work)
+            shard = up(max(held), divisor)
+        for number, home in enumerate(homes):
+            position = first + number * shard
+            for param in home:
+                position = up(position, START)
+                placed.append((param.name, (position, position + param.numel, len(buckets))))
+                position += param.numel
+        buckets.append((first, first + shards * shard))
+        unpadded.append(sum(param.numel for param in chunk))
+    return laid_out(listed, placed, buckets, unpadded, shards)
+
+
+def _chunks(params: Sequence[Param], bucket_size: int | None, shards: int, divisor: int) -> list[list[Param]]:
+    """The parameters of each bucket, last one first."""
+    chunks: list[list[Param]] = []
+    loads, largest, total, most, open_ = [(0, s) for s in range(shards)], 0, 0, 0, False
+    for param in reversed(params):
+        n = param.numel
+        if open_ and not param.shared_embedding and bucket_size is not None:
+            full = total >= max(bucket_size, int(shards * largest * FILLED))
+            open_ = not full or up(loads[0][0], START) + n <= up(most, divisor)
+        if param.shared_embedding or not open_:
+            chunks.append([])
+            loads, largest, total, most = [(0, s) for s in range(shards)], 0, 0, 0
+        chunks[-1].append(param)
+        open_ = not param.shared_embedding
+        least, shard = loads[0]
+        heapq.heapreplace(loads, (up(least, START) + n, shard))
+        largest, total, most = max(largest, n), total + n, max(most, up(least, START) + n)
+    return chunks
+
+
+def _cost(param: Param) -> int:
+    """Multiplications of a Newton-Schulz step, but for a factor; of what is no matrix, its size."""
+    if len(param.shape) != 2:
+        return param.numel
+    rows, columns = param.shape[0] * param.gtp_remat_size, param.shape[1]
+    return max(rows, columns) * min(rows, columns) ** 2
+
+
+def _assigned(chunk: Sequence[Param], work: list[int]) -> tuple[list[list[Param]], list[int]]:
+    """The parameters of each shard, and how far it is filled; `work` grows by what is assigned."""
+    shards = len(work)
+    homes, held = [list[Param]() for _ in work], [0] * shards
+    most = sum(param.numel for param in chunk) / shards * SPARE
+    emptiest = _Least(range(shards), held.__getitem__)
+    by_size: dict[int, _Least] = {}
+    for cost, param in sorted(((_cost(param), param) for param in chunk), key=itemgetter(0), reverse=True):
+        n = param.numel
+        if n not in by_size:
+            fits = [s for s in range(shards) if up(held[s], START) + n <= most]
+            by_size[n] = _Least(fits, work.__getitem__)
+        shard = by_size[n].least(lambda s, n=n: up(held[s], START) + n <= most)  # type: ignore[misc]
+        if shard is None:
+            shard = emptiest.least()
+        assert shard is not None
+        homes[shard].append(param)
+        held[shard] = up(held[shard], START) + n
+        work[shard] += cost
+    return homes, held
+
+
+class _Least:
+    """A heap of shards by a key that only grows; the lowest shard among equals."""
+
+    def __init__(self, shards: Iterable[int], key: Callable[[int], int]) -> None:
+        self.key = key
+        self.heap = [(key(shard), shard) for shard in shards]
+        heapq.heapify(self.heap)
+
+    def least(self, keep: Callable[[int], bool] = lambda shard: True) -> int | None:
+        """The shard with the least key, or None; what is not to be kept is dropped for good."""
+        heap = self.heap
+        while heap:
+            key, shard = heap[0]
+            now = self.key(shard)
+            if not keep(shard):
+                heapq.heappop(heap)
+            elif now != key:
+                heapq.heapreplace(heap, (now, shard))
+            else:
+                return shard
+        return None

@@ -1,0 +1,411 @@
+"""Parameter layouts: where parameters lie in flat buffers, as values.
+
+1. A buffer is one flat array; parameters lie in it without overlap, each inside one bucket; buckets follow one another
+   without a gap, and what no parameter has is padding.
+2. A bucket is divided evenly among the data-parallel ranks: rank r of n has its r-th n-th, whatever lies there.
+3. Fields and their meanings are those of Megatron-Core's `core.optimizer.param_layout` (d98e8a64), by name instead of
+   by `torch.nn.Parameter`, and immutable. `param_index_map` iterates in the order in which the rule placed parameters,
+   most often the reverse of the forward order; `param_indices` is in forward order.
+4. Arithmetic is in integers; Megatron's padding divides floats, and is wrong above 2^53.
+
+>>> PerBufferParamLayout({"b": (0, 103, 0), "a": (128, 225, 0)}, [(0, 256)], [225]).padding
+56
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath import dtypes
+from shardmath.errors import ParamLayoutError
+from shardmath.whole import whole
+
+__all__ = [
+    "BufferKey",
+    "FullParamLayout",
+    "Param",
+    "PerBufferParamLayout",
+    "bucket_end_divisor",
+    "forward",
+    "laid_out",
+    "numbered",
+    "pad_bucket_end",
+    "pad_param_start",
+    "pad_to_divisor",
+    "positive",
+    "up",
+]
+
+START = 64
+"""Elements between which parameters start (Megatron-Core `pad_param_start`; its docstring says bytes)."""
+
+NCCL = 128
+"""Elements that a rank's share of a bucket is a multiple of (Megatron-Core `bucket_end_divisor`)."""
+
+BUSBW = 1 << 16
+"""The same where NCCL is to run at full bus bandwidth."""
+
+
+def positive(value: object, what: str) -> int:
+    """`value` as an int of at least 1. Raises ParamLayoutError, which says `what` it is."""
+    number = whole(value, what, ParamLayoutError)
+    if number < 1:
+        raise ParamLayoutError(f"{what} is {number}; give at least 1")
+    return number
+
+
+def pad_to_divisor(value: int, divisor: int) -> int:
+    """The least multiple of `divisor` that is not below `value`. Raises ParamLayoutError for negative or zero ones.
+
+    >>> pad_to_divisor(65, 64), pad_to_divisor(2**53 + 1, 64) - 2**53
+    (128, 64)
+    """
+    number, by = whole(value, "the value to pad", ParamLayoutError), positive(divisor, "the divisor")
+    if number < 0:
+        raise ParamLayoutError(f"the value to pad is {number}; give at least 0")
+    return up(number, by)
+
+
+def up(value: int, divisor: int) -> int:
+    """`pad_to_divisor` of what is known to be right."""
+    return -(-value // divisor) * divisor
+
+
+def pad_param_start(start: int) -> int:
+    """The first position from `start` on where Megatron's optimizers let a parameter start."""
+    return pad_to_divisor(start, START)
+
+
+def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
+    """What the end of a bucket is a multiple of."""
+    size = positive(data_parallel_world_size, "data_parallel_world_size")
+    return math.lcm(size, NCCL, BUSBW) if pad_for_high_nccl_busbw else math.lcm(size, NCCL)
+
+
+def pad_bucket_end(end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
+    """Where Megatron's optimizers end a bucket whose parameters end at `end`."""
+    return pad_to_divisor(end, bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw))
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter as the rules see it: `shape` as this rank holds it, and what its optimizer wants to know.
+
+    `quantised` is whether its storage is quantised (uint8 in a buffer), or the format: "fp8", "mxfp8", "nvfp4".
+    `grad_dtype` is that of its gradient, its own if not given. `managed` is whether LayerWise optimizers orthogonalise
+    it: every matrix that is no shared embedding, if not given; say False of an embedding or output layer.
+    `gtp_remat_size` is how many ranks hold rows of what is orthogonalised as one.
+
+    Raises ParamLayoutError for what is no name, or a format that is none, LayoutError for an unknown dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    grad_dtype: str | None = None
+    quantised: bool | str = False
+    shared_embedding: bool = False
+    expert_parallel: bool = False
+    managed: bool | None = None
+    gtp_remat_size: int = 1
+    numel: int = field(init=False, repr=False, compare=False)
+    """Elements."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ParamLayoutError(f"the name of a parameter is {self.name!r}; name parameters by str")
+        if type(self.shape) is not tuple or not set(map(type, self.shape)) <= {int} or min(self.shape, default=0) < 0:
+            object.__setattr__(self, "shape", _sizes(self.name, self.shape))
+        if self.quantised not in QUANTISED:
+            known = ", ".join(map(repr, QUANTISED))
+            raise ParamLayoutError(f"parameter {self.name!r}: quantised={self.quantised!r}; give one of {known}")
+        if self.gtp_remat_size != 1:
+            positive(self.gtp_remat_size, f"gtp_remat_size of parameter {self.name!r}")
+        if self.dtype not in dtypes.ITEMSIZE:
+            object.__setattr__(self, "dtype", dtypes.canonical(self.dtype))
+        if self.grad_dtype is not None:
+            object.__setattr__(self, "grad_dtype", dtypes.canonical(self.grad_dtype))
+        object.__setattr__(self, "numel", math.prod(self.shape))
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether a LayerWise optimizer orthogonalises it."""
+        if self.managed is None:
+            return len(self.shape) == 2 and not self.shared_embedding
+        return self.managed
+
+
+QUANTISED = (False, True, "fp8", "mxfp8", "nvfp4")
+"""Storage of parameters: as it is, quantised, or quantised in one of the formats that Megatron's buffers know."""
+
+
+def _sizes(name: str, shape: object) -> tuple[int, ...]:
+    listed = shape if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape,)
+    sizes = tuple(whole(n, f"a size of parameter {name!r}", ParamLayoutError) for n in listed)
+    if min(sizes, default=0) < 0:
+        raise ParamLayoutError(f"parameter {name!r} has shape {sizes}; sizes are >= 0")
+    return sizes
+
+
+def forward(params: Iterable[Param]) -> tuple[Param, ...]:
+    """The parameters, in forward order. Raises ParamLayoutError for what is no Param, or a name given twice."""
+    out = tuple(params)
+    seen: set[str] = set()
+    for param in out:
+        if not isinstance(param, Param):
+            raise ParamLayoutError(f"{param!r} is no parameter; give buffers.Param(name, shape)")
+        if param.name in seen:
+            raise ParamLayoutError(f"parameter {param.name!r} is given twice; a tied parameter lies in a buffer once")
+        seen.add(param.name)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class BufferKey:
+    """Which parameters share a buffer: those that agree in all of this."""
+
+    param_dtype: str
+    grad_dtype: str
+    is_expert_parallel: bool
+    is_managed_by_layer_wise_optimizer: bool = False
+
+
+Placed: TypeAlias = tuple[int, int, int]
+"""Start and end in the buffer, and the number of the bucket."""
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class PerBufferParamLayout:
+    """Where the parameters of one buffer lie.
+
+    `placed` has (name, (start, end, bucket)) of each; `param_index_map` is the same as a mapping.
+    `per_bucket_numel_unpadded` counts what the rule does not call padding; gaps between parameters may be in it, as in
+    Megatron. `param_indices` is the number of each parameter among those of its logical dtype, in forward order.
+    `num_optimizer_shards` is set where no parameter crosses a border between that many shards of a bucket. `shapes` are
+    those of `placed`, or empty if unknown.
+
+    Raises ParamLayoutError where parameters overlap, leave their bucket, or the numbers contradict each other.
+    """
+
+    placed: tuple[tuple[str, Placed], ...]
+    bucket_indices: tuple[tuple[int, int], ...]
+    per_bucket_numel_unpadded: tuple[int, ...]
+    param_indices: tuple[int, ...]
+    num_optimizer_shards: int | None
+    shapes: tuple[tuple[int, ...], ...]
+    _map: Mapping[str, Placed]
+
+    def __init__(
+        self,
+        param_index_map: Mapping[str, Placed] | Iterable[tuple[str, Placed]] = (),
+        bucket_indices: Iterable[tuple[int, int]] = (),
+        per_bucket_numel_unpadded: Iterable[int] = (),
+        param_indices: Iterable[int] = (),
+        num_optimizer_shards: int | None = None,
+        *,
+        shapes: Iterable[tuple[int, ...]] = (),
+    ) -> None:
+        pairs = param_index_map.items() if isinstance(param_index_map, Mapping) else param_index_map
+        placed = tuple((name, (int(at[0]), int(at[1]), int(at[2]))) for name, at in pairs)
+        fields = (
+            placed,
+            tuple((int(start), int(end)) for start, end in bucket_indices),
+            tuple(map(int, per_bucket_numel_unpadded)),
+            tuple(map(int, param_indices)),
+            None if num_optimizer_shards is None else positive(num_optimizer_shards, "num_optimizer_shards"),
+            tuple(tuple(map(int, shape)) for shape in shapes),
+            MappingProxyType(dict(placed)),
+        )
+        for name, value in zip(self.__slots__, fields, strict=True):
+            object.__setattr__(self, name, value)
+        _check(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PerBufferParamLayout) and self._fields() == other._fields()
+
+    def __hash__(self) -> int:
+        return hash(self._fields())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, self._fields()
+
+    def __repr__(self) -> str:
+        given = ", ".join(map(repr, (dict(self.placed), *self._fields()[1:-1])))
+        return f"PerBufferParamLayout({given}, shapes={self.shapes!r})"
+
+    def __str__(self) -> str:
+        what = f"{len(self.placed)} parameters in {len(self.bucket_indices)} buckets"
+        return f"{what}, {self.numel} elements, {self.padding} of them padding ({100 * self.padding_share:.2f} %)"
+
+    def _fields(self) -> tuple[object, ...]:
+        counts = self.per_bucket_numel_unpadded, self.param_indices, self.num_optimizer_shards
+        return self.placed, self.bucket_indices, *counts, self.shapes
+
+    @property
+    def param_index_map(self) -> Mapping[str, Placed]:
+        """Name -> (start, end, bucket), read-only, in the order in which the rule placed them."""
+        return self._map
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.bucket_indices[-1][1] if self.bucket_indices else 0
+
+    @property
+    def padding(self) -> int:
+        """Elements of the buffer that are no parameter's."""
+        return self.numel - sum(end - start for _, (start, end, _) in self.placed)
+
+    @property
+    def padding_share(self) -> float:
+        """The share of the buffer that is no parameter's."""
+        return self.padding / self.numel if self.numel else 0.0
+
+    def with_indices(self, param_indices: Iterable[int]) -> PerBufferParamLayout:
+        """The same layout with other `param_indices`."""
+        out = object.__new__(PerBufferParamLayout)
+        for name in self.__slots__:
+            object.__setattr__(out, name, getattr(self, name))
+        object.__setattr__(out, "param_indices", tuple(map(int, param_indices)))
+        _check_counts(out)
+        return out
+
+
+def _restored(*fields: object) -> PerBufferParamLayout:
+    *positional, shapes = fields
+    return PerBufferParamLayout(*positional, shapes=shapes)  # type: ignore[arg-type]
+
+
+def _check(layout: PerBufferParamLayout) -> None:
+    names = [name for name, _ in layout.placed]
+    if len(layout.param_index_map) != len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ParamLayoutError(f"parameter {twice!r} is given twice; a parameter lies in a buffer once")
+    _check_buckets(layout)
+    _check_placed(layout)
+    _check_counts(layout)
+
+
+def _check_counts(layout: PerBufferParamLayout) -> None:
+    for what, given in (("param_indices", layout.param_indices), ("shapes", layout.shapes)):
+        if given and len(given) != len(layout.placed):
+            raise ParamLayoutError(f"{len(given)} {what} of {len(layout.placed)} parameters; give one each, or none")
+
+
+def _check_buckets(layout: PerBufferParamLayout) -> None:
+    buckets, unpadded = layout.bucket_indices, layout.per_bucket_numel_unpadded
+    if len(unpadded) != len(buckets):
+        raise ParamLayoutError(f"{len(unpadded)} unpadded sizes of {len(buckets)} buckets; give one each")
+    before = 0
+    for number, ((start, end), filled) in enumerate(zip(buckets, unpadded, strict=True)):
+        if start != before or end < start:
+            what = f"bucket {number} is [{start}, {end}), the one before ends at {before}"
+            raise ParamLayoutError(f"{what}; buckets follow one another from 0 on")
+        if not 0 <= filled <= end - start:
+            what = f"bucket {number} has {end - start} elements, {filled} of them unpadded"
+            raise ParamLayoutError(f"{what}; a bucket holds what is unpadded, and padding after it")
+        before = end
+
+
+def _check_placed(layout: PerBufferParamLayout) -> None:
+    if not layout.placed:
+        return
+    at = np.array([place for _, place in layout.placed], np.int64)
+    buckets = np.array(layout.bucket_indices, np.int64).reshape(-1, 2)
+    known = (at[:, 2] >= 0) & (at[:, 2] < len(buckets))
+    inside = known.copy()
+    inside[known] &= (at[known, 0] >= buckets[at[known, 2], 0]) & (at[known, 1] <= buckets[at[known, 2], 1])
+    inside &= at[:, 0] <= at[:, 1]
+    if not inside.all():
+        name, (start, end, number) = layout.placed[int(np.flatnonzero(~inside)[0])]
+        has = f"[{buckets[number, 0]}, {buckets[number, 1]})" if 0 <= number < len(buckets) else "none such"
+        raise ParamLayoutError(f"parameter {name!r} lies at [{start}, {end}) of bucket {number}, which is {has}")
+    filled = np.zeros(len(buckets), np.int64)
+    np.add.at(filled, at[:, 2], at[:, 1] - at[:, 0])
+    short = np.flatnonzero(filled > np.array(layout.per_bucket_numel_unpadded))
+    if len(short):
+        number = int(short[0])
+        what = f"bucket {number} has parameters of {filled[number]} elements"
+        raise ParamLayoutError(f"{what}, and {layout.per_bucket_numel_unpadded[number]} unpadded; count them all")
+    _check_disjoint(layout, at)
+    for (name, (start, end, _)), shape in zip(layout.placed, layout.shapes, strict=False):
+        if math.prod(shape) != end - start:
+            raise ParamLayoutError(
+                f"parameter {name!r} of shape {shape} lies at [{start}, {end}); make the sizes agree"
+            )
+
+
+def _check_disjoint(layout: PerBufferParamLayout, at: NDArray[np.int64]) -> None:
+    own = np.flatnonzero(at[:, 1] > at[:, 0])
+    order = own[np.argsort(at[own, 0], kind="stable")]
+    clash = np.flatnonzero(at[order[1:], 0] < at[order[:-1], 1])
+    if len(clash):
+        i, j = (layout.placed[int(order[int(clash[0]) + k])] for k in (0, 1))
+        what = f"parameters {i[0]!r} at {i[1][:2]} and {j[0]!r} at {j[1][:2]}"
+        raise ParamLayoutError(f"{what} overlap; an element of a buffer is one parameter's")
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
+    """The buffers of a model: BufferKey -> PerBufferParamLayout, in order of the first parameter of each."""
+
+    entries: tuple[tuple[BufferKey, PerBufferParamLayout], ...]
+
+    def __init__(self, layouts: Mapping[BufferKey, PerBufferParamLayout]) -> None:
+        object.__setattr__(self, "entries", tuple(layouts.items()))
+
+    @property
+    def layouts(self) -> dict[BufferKey, PerBufferParamLayout]:
+        """The same as a dict."""
+        return dict(self.entries)
+
+    def __getitem__(self, key: BufferKey) -> PerBufferParamLayout:
+        for known, layout in self.entries:
+            if known == key:
+                return layout
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[BufferKey]:
+        return iter([key for key, _ in self.entries])
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __repr__(self) -> str:
+        return f"FullParamLayout({dict(self.entries)!r})"
+
+
+def laid_out(
+    params: Sequence[Param],
+    placed: Sequence[tuple[str, Placed]],
+    bucket_indices: Iterable[tuple[int, int]],
+    per_bucket_numel_unpadded: Iterable[int],
+    num_optimizer_shards: int | None = None,
+) -> PerBufferParamLayout:
+    """What a rule returns: shapes and `param_indices` come from the parameters, which are in forward order."""
+    shape = {param.name: param.shape for param in params}
+    return PerBufferParamLayout(
+        placed,
+        bucket_indices,
+        per_bucket_numel_unpadded,
+        numbered((param.dtype, param.grad_dtype, param.expert_parallel) for param in params),
+        num_optimizer_shards,
+        shapes=[shape[name] for name, _ in placed],
+    )
+
+
+def numbered(alike: Iterable[object]) -> list[int]:
+    """The number of each among those before it that are equal to it."""
+    counts: dict[object, int] = {}
+    out = []
+    for key in alike:
+        out.append(counts.setdefault(key, 0))
+        counts[key] += 1
+    return out

@@ -1,0 +1,338 @@
+"""Optimizer state in sharded buffers, as layouts: what plans, checkpoints and proofs take.
+
+1. Rank r of n has the r-th n-th of every bucket; its shards, bucket after bucket, are one flat array, in which all views
+   of a Store lie. Padding belongs to nobody: it is not moved, and not missed.
+2. Seen flat, a parameter's state is Ragged over its elements: rank by rank consecutive pieces, most of them empty.
+3. Seen in its own shape it is windows: a row-major range of a tensor of d dimensions is at most 2 d - 1 boxes. Where a
+   parameter is itself divided, by tensor parallelism, ranges are of what each rank has of it; ranks that have the same of
+   it in buffers that are cut elsewhere hold the pieces between all of these cuts.
+4. Parameters that are cut alike have the same layouts, so that a plan is made once for all of them.
+
+>>> from shardmath.buffers.ddp import distributed_optimizer
+>>> buffer = distributed_optimizer([Param("w", (4, 5)), Param("b", (108,))], data_parallel_world_size=2)
+>>> buffer.bucket_indices, state_layouts(buffer, Mesh(dp=2))["b"].text
+(((0, 256),), '(dp[108 0] n)')
+>>> flat = state_layouts(distributed_optimizer([Param("w", (20, 10))], data_parallel_world_size=2), Mesh(dp=2))["w"]
+>>> flat.text, flat.local_shape(1)
+('(dp[128 72] n)', (72,))
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple, TypeAlias, overload
+
+from shardmath.box import flat_boxes, volume
+from shardmath.buffers.param_layout import Param, PerBufferParamLayout, forward
+from shardmath.buffers.grouping import Rule
+from shardmath.errors import ParamLayoutError
+from shardmath.layout import Layout
+from shardmath.mesh import Mesh
+from shardmath.placement import Ragged
+from shardmath.runs import Runs, compose, from_ranges, identity
+from shardmath.store import Store, View, local_name
+
+__all__ = [
+    "SHARD",
+    "model_parallel_state",
+    "shard_numel",
+    "shard_ranges",
+    "state_layouts",
+    "state_store",
+]
+
+SHARD = "shard"
+"""The name of a rank's flat array in a Store."""
+
+Axis: TypeAlias = str | tuple[str, ...] | None
+"""The mesh axes along which buffers are sharded; None is all of the mesh."""
+
+Windows: TypeAlias = dict[str, tuple[Layout, ...]]
+
+
+def shard_ranges(buffer: PerBufferParamLayout, shards: int, shard: int) -> tuple[tuple[int, int], ...]:
+    """What of the buffer a rank has, a range a bucket: its flat array is these, one after the other.
+
+    Raises ParamLayoutError where a bucket is not divided evenly by so many shards.
+    """
+    _check_shards(buffer, shards)
+    if not 0 <= shard < shards:
+        raise ParamLayoutError(f"shard {shard} of {shards}; use 0..{shards - 1}")
+    sizes = ((start, (end - start) // shards) for start, end in buffer.bucket_indices)
+    return tuple((start + shard * size, start + (shard + 1) * size) for start, size in sizes)
+
+
+def shard_numel(buffer: PerBufferParamLayout, shards: int) -> int:
+    """Elements of a rank's flat array. Raises ParamLayoutError where a bucket is not divided evenly."""
+    _check_shards(buffer, shards)
+    return buffer.numel // shards
+
+
+def _check_shards(buffer: PerBufferParamLayout, shards: int) -> None:
+    if buffer.num_optimizer_shards not in (None, shards):
+        what = f"the buffer is laid out for {buffer.num_optimizer_shards} shards, {shards} ranks share it"
+        raise ParamLayoutError(f"{what}; lay it out for {shards}")
+    for number, (start, end) in enumerate(buffer.bucket_indices):
+        if shards < 1 or (end - start) % shards:
+            what = f"bucket {number} has {end - start} elements, which {shards} ranks do not divide evenly"
+            raise ParamLayoutError(f"{what}; lay the buffer out for data_parallel_world_size={shards}")
+
+
+@overload
+def state_layouts(
+    buffer: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None, shape: Literal["flat"] = "flat", dtype: object = ...
+) -> dict[str, Layout]: ...
+
+
+@overload
+def state_layouts(
+    buffer: PerBufferParamLayout,
+    mesh: Mesh,
+    *,
+    axis: Axis = None,
+    shape: Literal["nd"],
+    dtype: object = ...,
+    ranks: Iterable[int] = ...,
+) -> tuple[Windows, Store]: ...
+
+
+def state_layouts(
+    buffer: PerBufferParamLayout,
+    mesh: Mesh,
+    *,
+    axis: Axis = None,
+    shape: Literal["flat", "nd"] = "flat",
+    dtype: object = "float32",
+    ranks: Iterable[int] = (),
+) -> dict[str, Layout] | tuple[Windows, Store]:
+    """How ranks hold what an optimizer keeps of each parameter, in the order of the buffer's map.
+
+    With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` says where it lies. With
+    `shape="nd"`, name -> windows of the parameter's own shape, and the Store of views into each rank's flat array; local
+    tensors are called `name`, or `name[i]` where there are several windows; with `ranks`, it has views of these ranks
+    only. Ranks along other axes hold the same.
+
+    Raises ParamLayoutError where ranks do not divide a bucket evenly, or shapes are needed and unknown.
+    """
+    if shape not in ("flat", "nd"):
+        raise ParamLayoutError(f"shape={shape!r}; use 'flat', or 'nd' for the shapes of the parameters")
+    groups = _groups(mesh, axis)
+    if shape == "flat":
+        return _flat(buffer, mesh, axis, len(groups[0]), dtype)
+    if len(buffer.shapes) != len(buffer.placed):
+        raise ParamLayoutError("the buffer's layout has no shapes; give them, or use shape='flat'")
+    shapes = dict(zip(buffer.param_index_map, buffer.shapes, strict=True))
+    whole = {dims: tuple(map(identity, dims)) for dims in set(buffer.shapes)}
+    interned: _Cuts = {}
+    held = {
+        name: [_Held(group, whole[shapes[name]], cuts, before) for group in groups]
+        for name, cuts, before in _cuts(buffer, len(groups[0]), interned)
+    }
+    return _windowed(shapes, held, dtype, ranks)
+
+
+class _Cut(NamedTuple):
+    """What one shard has of a parameter: its elements lo..hi-1, at `at` of the shard of the bucket."""
+
+    shard: int
+    lo: int
+    hi: int
+    at: int
+
+
+class _Held(NamedTuple):
+    """How one data-parallel group holds a tensor: its ranks, the runs of each dimension that they have, the cuts of the
+    row-major elements of that, and where the shard of the bucket begins in their flat arrays.
+    """
+
+    group: tuple[int, ...]
+    runs: tuple[Runs, ...]
+    cuts: tuple[_Cut, ...]
+    before: int
+
+
+def _axes(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
+    return tuple(mesh.shape) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _groups(mesh: Mesh, axis: Axis) -> list[tuple[int, ...]]:
+    """The ranks of each data-parallel group, in order of their shards."""
+    axes = _axes(mesh, axis)
+    sizes = [mesh.axis_size(name) for name in axes]
+    others = [name for name in mesh.shape if name not in axes]
+    ranks = mesh.transpose([*others, *axes]).ranks
+    n = math.prod(sizes)
+    return [ranks[i : i + n] for i in range(0, len(ranks), n)]
+
+
+_Cuts: TypeAlias = dict[tuple[int, int, int], tuple[_Cut, ...]]
+"""By where a parameter starts in its bucket, its elements, and those of a shard; most parameters of a model are alike."""
+
+
+def _cuts(buffer: PerBufferParamLayout, shards: int, known: _Cuts) -> Iterator[tuple[str, tuple[_Cut, ...], int]]:
+    """(parameter, its cuts, where the shard of its bucket begins in a flat array)."""
+    _check_shards(buffer, shards)
+    for name, (start, end, number) in buffer.placed:
+        first, stop = buffer.bucket_indices[number]
+        key = start - first, end - start, (stop - first) // shards
+        if key not in known:
+            known[key] = tuple(_cut(*key))
+        yield name, known[key], first // shards
+
+
+def _cut(start: int, numel: int, size: int) -> Iterator[_Cut]:
+    for shard in range(start // size, (start + numel - 1) // size + 1) if numel else ():
+        lo, hi = max(start, shard * size), min(start + numel, (shard + 1) * size)
+        yield _Cut(shard, lo - start, hi - start, lo - shard * size)
+
+
+def _flat(buffer: PerBufferParamLayout, mesh: Mesh, axis: Axis, shards: int, dtype: object) -> dict[str, Layout]:
+    axes = _axes(mesh, axis)
+    known: dict[int, Layout] = {}
+    out: dict[str, Layout] = {}
+    interned: _Cuts = {}
+    for name, cuts, _ in _cuts(buffer, shards, interned):
+        if id(cuts) not in known:
+            sizes = [0] * shards
+            for cut in cuts:
+                sizes[cut.shard] = cut.hi - cut.lo
+            spec = {axes: Ragged(0, tuple(sizes))} if axes else ()
+            known[id(cuts)] = Layout((sum(sizes),), mesh, spec, dtype=dtype)
+        out[name] = known[id(cuts)]
+    return out
+
+
+def state_store(buffer: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None, ranks: Iterable[int] = ()) -> Store:
+    """Where the flat layouts' local tensors lie in the flat arrays of `ranks`, all of the mesh if none are given.
+
+    Local tensors without elements have views too, at 0. Raises ParamLayoutError as `state_layouts` does.
+    """
+    wanted = set(ranks) or set(mesh.ranks)
+    views: dict[tuple[str, int], View] = {
+        (name, rank): View(SHARD) for name in buffer.param_index_map for rank in wanted
+    }
+    interned: _Cuts = {}
+    for group in _groups(mesh, axis):
+        for name, cuts, before in _cuts(buffer, len(group), interned) if wanted.intersection(group) else ():
+            for cut in cuts:
+                if group[cut.shard] in wanted:
+                    views[name, group[cut.shard]] = View(SHARD, before + cut.at)
+    return Store(views)
+
+
+def model_parallel_state(
+    params: Iterable[Param],
+    layouts: Mapping[str, Layout],
+    *,
+    mesh: Mesh,
+    axis: Axis,
+    rule: Rule,
+    dtype: object = "float32",
+    ranks: Iterable[int] = (),
+    **options: object,
+) -> tuple[Windows, Store]:
+    """How ranks hold the optimizer state of parameters that are themselves divided: windows, and where they lie.
+
+    `params` in forward order have their global shapes; `layouts` say, by name, which ranks of `mesh` have what of each,
+    alike along `axis`, the data-parallel axis. Each group along `axis` has a buffer of its own, which `rule` lays out for
+    what the group has, with `options` and the group's size as `data_parallel_world_size`. With `ranks`, the Store has
+    views of these ranks only.
+
+    Raises ParamLayoutError where ranks along `axis` have different parts of a parameter, or a layout is missing.
+    """
+    listed = forward(params)
+    missing = [param.name for param in listed if param.name not in layouts]
+    if missing:
+        raise ParamLayoutError(f"no layouts for {missing[:8]}; give one for each parameter")
+    held: dict[str, list[_Held]] = {param.name: [] for param in listed}
+    known: dict[object, list[tuple[str, tuple[_Cut, ...], int]]] = {}
+    interned: _Cuts = {}
+    for group in _groups(mesh, axis):
+        parts = {p.name: runs for p in listed if (runs := _alike(p, layouts[p.name], group)) is not None}
+        local = tuple(replace(p, shape=tuple(map(len, parts[p.name]))) for p in listed if p.name in parts)
+        if local not in known:
+            buffer = rule(local, data_parallel_world_size=len(group), **options)
+            known[local] = list(_cuts(buffer, len(group), interned))
+        for name, cuts, before in known[local]:
+            held[name].append(_Held(group, parts[name], cuts, before))
+    return _windowed({param.name: param.shape for param in listed}, held, dtype, ranks)
+
+
+def _alike(param: Param, layout: Layout, group: Sequence[int]) -> tuple[Runs, ...] | None:
+    """What all ranks of the group have of the parameter; None where they have no part in it."""
+    if layout.shape != param.shape:
+        raise ParamLayoutError(f"parameter {param.name!r} has shape {param.shape}, its layout {layout.shape}; give one")
+    if layout.partial:
+        raise ParamLayoutError(f"parameter {param.name!r} is {layout}: addends have no optimizer state; reduce them")
+    parts = {layout.runs(rank) if rank in layout.mesh else None for rank in group}
+    if len(parts) > 1:
+        what = f"parameter {param.name!r} is {layout}; ranks {', '.join(map(str, group))} share a buffer"
+        raise ParamLayoutError(f"{what}, and hold different parts; name the axis along which they hold the same")
+    return parts.pop()
+
+
+class _Place(NamedTuple):
+    """A window's number, the number of what holds it, the rank, and how far into the shard of the bucket it lies."""
+
+    window: int
+    held: int
+    rank: int
+    at: int
+
+
+def _windowed(
+    shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Sequence[_Held]], dtype: object, ranks: Iterable[int]
+) -> tuple[Windows, Store]:
+    wanted = set(ranks)
+    known: dict[object, tuple[tuple[Layout, ...], list[_Place]]] = {}
+    out: Windows = {}
+    views: dict[tuple[str, int], View] = {}
+    for name, groups in held.items():
+        key = shapes[name], tuple((one.group, id(one.runs), id(one.cuts)) for one in groups)
+        if key not in known:
+            windows, places = _windows(name, shapes[name], groups, dtype)
+            known[key] = windows, [place for place in places if not wanted or place.rank in wanted]
+        out[name], places = known[key]
+        for window, number, rank, at in places:
+            views[local_name(name, window, len(out[name])), rank] = View(SHARD, groups[number].before + at)
+    return out, Store(views)
+
+
+def _windows(
+    name: str, shape: tuple[int, ...], groups: Sequence[_Held], dtype: object
+) -> tuple[tuple[Layout, ...], list[_Place]]:
+    """The windows of a tensor, and where each rank has each."""
+    same: dict[tuple[Runs, ...], list[tuple[int, _Cut]]] = {}
+    for number, one in enumerate(groups):
+        same.setdefault(one.runs, []).extend((number, cut) for cut in one.cuts)
+    windows: list[Layout] = []
+    places: list[_Place] = []
+    for runs, cuts in same.items():
+        for lo, hi, holders in _pieces(cuts):
+            ranks = [groups[number].group[cut.shard] for number, cut in holders]
+            mesh = Mesh(ranks=ranks) if len(ranks) == 1 else Mesh(replica=len(ranks), ranks=ranks)
+            at = lo
+            for box in flat_boxes(tuple(map(len, runs)), lo, hi):
+                stored = {d: compose(from_ranges([span]), runs[d]) for d, span in enumerate(box)}
+                for (number, cut), rank in zip(holders, ranks, strict=True):
+                    places.append(_Place(len(windows), number, rank, cut.at + at - cut.lo))
+                windows.append(Layout(shape, mesh, {}, dtype=dtype, stored=stored))
+                at += volume(box)
+    if not windows:
+        if not groups:
+            raise ParamLayoutError(f"parameter {name!r}: no rank of the mesh has a part of it; give its ranks")
+        windows.append(Layout(shape, Mesh(ranks=groups[0].group[:1]), {}, dtype=dtype))
+        places.append(_Place(0, 0, groups[0].group[0], 0))
+    return tuple(windows), places
+
+
+def _pieces(cuts: Sequence[tuple[int, _Cut]]) -> Iterator[tuple[int, int, list[tuple[int, _Cut]]]]:
+    """The pieces between all borders of the cuts, and who has each."""
+    borders = sorted({x for _, cut in cuts for x in (cut.lo, cut.hi)})
+    for lo, hi in itertools.pairwise(borders):
+        holders = [(number, cut) for number, cut in cuts if cut.lo <= lo and hi <= cut.hi]
+        if holders:
+            yield lo, hi, holders
