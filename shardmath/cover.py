@@ -27,14 +27,15 @@ __all__ = ["cells_held", "check_covered", "check_disjoint", "meeting"]
 
 def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
     """Source windows hold different elements, or a destination would be sent one twice."""
-    for j, b in enumerate(windows):
-        for i, a in enumerate(windows[:j]):
-            both = [_common(x, y) for x, y in zip(a.dims, b.dims, strict=True)]
-            if None not in both:
-                raise PlanError(
-                    f"tensor {name!r}: source windows {i} and {j} both hold element {tuple(both)}; "
-                    f"use shardmath.layout.window to keep them apart"
-                )
+    lo, hi = _hulls(windows)
+    near = np.logical_and(lo[:, None] < hi[None], hi[:, None] > lo[None]).all(axis=2)
+    for j, i in np.argwhere(np.tril(near, -1)).tolist():
+        both = [_common(x, y) for x, y in zip(windows[i].dims, windows[j].dims, strict=True)]
+        if None not in both:
+            raise PlanError(
+                f"tensor {name!r}: source windows {i} and {j} both hold element {tuple(both)}; "
+                f"use shardmath.layout.window to keep them apart"
+            )
 
 
 def _common(a: Dimension, b: Dimension) -> int | None:
@@ -47,6 +48,7 @@ def _common(a: Dimension, b: Dimension) -> int | None:
     return int(meet[0]) if len(meet) else None
 
 
+@functools.lru_cache(maxsize=4096)
 def _union(dimension: Dimension) -> tuple[Ints, Ints]:
     """Starts and stops of the disjoint ranges that anybody holds, ascending."""
     start, stop, _, _ = spans(partition(dimension).parts)

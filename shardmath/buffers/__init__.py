@@ -1,0 +1,74 @@
+"""Buffers: flat parameter and gradient buffers of distributed optimizers, exactly as the optimizers lay them out.
+
+In reading order:
+
+- `param_layout`: where parameters lie in a buffer, as values with the fields of Megatron-Core's;
+- `ddp`: the rules of its DistributedOptimizer, of plain DDP, and NVFP4's packed map; `layer_wise`: that of Muon;
+- `flat`: those of PyTorch's FSDP1, DeepSpeed's ZeRO, and Megatron-FSDP;
+- `grouping`: which parameters share a buffer;
+- `states`: optimizer state in these buffers as layouts, which plans and checkpoints take.
+
+A rule is a function from parameters in forward order, and options by keyword, to a `PerBufferParamLayout`; one of your
+own needs no more than that, and `shardmath.testing.check_rule` checks it.
+
+>>> from shardmath import Mesh, buffers, plan
+>>> params = [buffers.Param("w", (64, 96)), buffers.Param("emb", (1000,), shared_embedding=True)]
+>>> layout = buffers.distributed_optimizer(params, data_parallel_world_size=8, bucket_size=40_000)
+>>> print(layout.bucket_indices, dict(layout.param_index_map))
+((0, 1024), (1024, 7168)) {'emb': (0, 1000, 0), 'w': (1024, 7168, 1)}
+>>> other = buffers.distributed_optimizer(params, data_parallel_world_size=3)
+>>> moved = plan(buffers.state_layouts(layout, Mesh(dp=8)), buffers.state_layouts(other, Mesh(dp=3)))
+>>> sum(moved.received_bytes().values())
+24992
+"""
+
+from shardmath.buffers.ddp import data_parallel, default_bucket_size, distributed_optimizer, nvfp4_packed
+from shardmath.buffers.flat import flat_parameter, megatron_fsdp, zero
+from shardmath.buffers.grouping import BESIDE, Rule, full_layout
+from shardmath.buffers.layer_wise import layer_wise
+from shardmath.buffers.param_layout import (
+    BufferKey,
+    FullParamLayout,
+    Param,
+    PerBufferParamLayout,
+    bucket_end_divisor,
+    pad_bucket_end,
+    pad_param_start,
+    pad_to_divisor,
+)
+from shardmath.buffers.states import (
+    SHARD,
+    model_parallel_state,
+    shard_numel,
+    shard_ranges,
+    state_layouts,
+    state_store,
+)
+
+__all__ = [
+    "BESIDE",
+    "SHARD",
+    "BufferKey",
+    "FullParamLayout",
+    "Param",
+    "PerBufferParamLayout",
+    "Rule",
+    "bucket_end_divisor",
+    "data_parallel",
+    "default_bucket_size",
+    "distributed_optimizer",
+    "flat_parameter",
+    "full_layout",
+    "layer_wise",
+    "megatron_fsdp",
+    "model_parallel_state",
+    "nvfp4_packed",
+    "pad_bucket_end",
+    "pad_param_start",
+    "pad_to_divisor",
+    "shard_numel",
+    "shard_ranges",
+    "state_layouts",
+    "state_store",
+    "zero",
+]

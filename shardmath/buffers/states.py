@@ -1,11 +1,11 @@
 """Optimizer state in sharded buffers, as layouts: what plans, checkpoints and proofs take.
 
-1. Rank r of n has the r-th n-th of every bucket; its shards, bucket after bucket, are one flat array, in which all views
-   of a Store lie. Padding belongs to nobody: it is not moved, and not missed.
+1. Rank r of n has the r-th n-th of every bucket; its shards, bucket after bucket, are one flat array, in which all
+   views of a Store lie. Padding belongs to nobody: it is not moved, and not missed.
 2. Seen flat, a parameter's state is Ragged over its elements: rank by rank consecutive pieces, most of them empty.
 3. Seen in its own shape it is windows: a row-major range of a tensor of d dimensions is at most 2 d - 1 boxes. Where a
-   parameter is itself divided, by tensor parallelism, ranges are of what each rank has of it; ranks that have the same of
-   it in buffers that are cut elsewhere hold the pieces between all of these cuts.
+   parameter is itself divided, by tensor parallelism, ranges are of what each rank has of it; ranks that have the same
+   of it in buffers that are cut elsewhere hold the pieces between all of these cuts.
 4. Parameters that are cut alike have the same layouts, so that a plan is made once for all of them.
 
 >>> from shardmath.buffers.ddp import distributed_optimizer
@@ -26,8 +26,8 @@ from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias, overload
 
 from shardmath.box import flat_boxes, volume
-from shardmath.buffers.param_layout import Param, PerBufferParamLayout, forward
 from shardmath.buffers.grouping import Rule
+from shardmath.buffers.param_layout import Param, PerBufferParamLayout, forward
 from shardmath.errors import ParamLayoutError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
@@ -111,9 +111,9 @@ def state_layouts(
     """How ranks hold what an optimizer keeps of each parameter, in the order of the buffer's map.
 
     With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` says where it lies. With
-    `shape="nd"`, name -> windows of the parameter's own shape, and the Store of views into each rank's flat array; local
-    tensors are called `name`, or `name[i]` where there are several windows; with `ranks`, it has views of these ranks
-    only. Ranks along other axes hold the same.
+    `shape="nd"`, name -> windows of the parameter's own shape, and the Store of views into each rank's flat array;
+    local tensors are called `name`, or `name[i]` where there are several windows; with `ranks`, it has views of these
+    ranks only. Ranks along other axes hold the same.
 
     Raises ParamLayoutError where ranks do not divide a bucket evenly, or shapes are needed and unknown.
     """
@@ -128,30 +128,34 @@ def state_layouts(
     whole = {dims: tuple(map(identity, dims)) for dims in set(buffer.shapes)}
     interned: _Cuts = {}
     held = {
-        name: [_Held(group, whole[shapes[name]], cuts, before) for group in groups]
-        for name, cuts, before in _cuts(buffer, len(groups[0]), interned)
+        name: [_Held(group, whole[shapes[name]], cuts, at, later) for group in groups]
+        for name, cuts, at, later in _cuts(buffer, len(groups[0]), interned)
     }
     return _windowed(shapes, held, dtype, ranks)
 
 
 class _Cut(NamedTuple):
-    """What one shard has of a parameter: its elements lo..hi-1, at `at` of the shard of the bucket."""
+    """What one shard has of a parameter: its elements lo..hi-1."""
 
     shard: int
     lo: int
     hi: int
-    at: int
 
 
 class _Held(NamedTuple):
     """How one data-parallel group holds a tensor: its ranks, the runs of each dimension that they have, the cuts of the
-    row-major elements of that, and where the shard of the bucket begins in their flat arrays.
+    row-major elements of that, and where in a flat array the first of them begins, and any other.
     """
 
     group: tuple[int, ...]
     runs: tuple[Runs, ...]
     cuts: tuple[_Cut, ...]
-    before: int
+    at: int
+    later: int
+
+    def place(self, cut: _Cut) -> int:
+        """Where the cut lies in the flat array of its rank."""
+        return self.later if cut.lo else self.at
 
 
 def _axes(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
@@ -168,25 +172,27 @@ def _groups(mesh: Mesh, axis: Axis) -> list[tuple[int, ...]]:
     return [ranks[i : i + n] for i in range(0, len(ranks), n)]
 
 
-_Cuts: TypeAlias = dict[tuple[int, int, int], tuple[_Cut, ...]]
-"""By where a parameter starts in its bucket, its elements, and those of a shard; most parameters of a model are alike."""
+_Cuts: TypeAlias = dict[tuple[int, ...], tuple[_Cut, ...]]
+"""Cuts by all that they depend on; most parameters of a model are cut alike."""
 
 
-def _cuts(buffer: PerBufferParamLayout, shards: int, known: _Cuts) -> Iterator[tuple[str, tuple[_Cut, ...], int]]:
-    """(parameter, its cuts, where the shard of its bucket begins in a flat array)."""
+def _cuts(buffer: PerBufferParamLayout, shards: int, known: _Cuts) -> Iterator[tuple[str, tuple[_Cut, ...], int, int]]:
+    """(parameter, its cuts, where the first lies in the flat array of its shard, and where others lie in theirs)."""
     _check_shards(buffer, shards)
     for name, (start, end, number) in buffer.placed:
         first, stop = buffer.bucket_indices[number]
-        key = start - first, end - start, (stop - first) // shards
+        size, before = (stop - first) // shards, first // shards
+        shard, offset = divmod(start - first, size) if size else (0, 0)
+        key = shard, end - start, size - offset if offset + end - start > size else -1, size
         if key not in known:
-            known[key] = tuple(_cut(*key))
-        yield name, known[key], first // shards
+            known[key] = tuple(_cut(start - first, end - start, size))
+        yield name, known[key], before + offset, before
 
 
 def _cut(start: int, numel: int, size: int) -> Iterator[_Cut]:
     for shard in range(start // size, (start + numel - 1) // size + 1) if numel else ():
         lo, hi = max(start, shard * size), min(start + numel, (shard + 1) * size)
-        yield _Cut(shard, lo - start, hi - start, lo - shard * size)
+        yield _Cut(shard, lo - start, hi - start)
 
 
 def _flat(buffer: PerBufferParamLayout, mesh: Mesh, axis: Axis, shards: int, dtype: object) -> dict[str, Layout]:
@@ -194,7 +200,7 @@ def _flat(buffer: PerBufferParamLayout, mesh: Mesh, axis: Axis, shards: int, dty
     known: dict[int, Layout] = {}
     out: dict[str, Layout] = {}
     interned: _Cuts = {}
-    for name, cuts, _ in _cuts(buffer, shards, interned):
+    for name, cuts, _, _ in _cuts(buffer, shards, interned):
         if id(cuts) not in known:
             sizes = [0] * shards
             for cut in cuts:
@@ -216,10 +222,10 @@ def state_store(buffer: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None, 
     }
     interned: _Cuts = {}
     for group in _groups(mesh, axis):
-        for name, cuts, before in _cuts(buffer, len(group), interned) if wanted.intersection(group) else ():
+        for name, cuts, at, later in _cuts(buffer, len(group), interned) if wanted.intersection(group) else ():
             for cut in cuts:
                 if group[cut.shard] in wanted:
-                    views[name, group[cut.shard]] = View(SHARD, before + cut.at)
+                    views[name, group[cut.shard]] = View(SHARD, later if cut.lo else at)
     return Store(views)
 
 
@@ -237,9 +243,9 @@ def model_parallel_state(
     """How ranks hold the optimizer state of parameters that are themselves divided: windows, and where they lie.
 
     `params` in forward order have their global shapes; `layouts` say, by name, which ranks of `mesh` have what of each,
-    alike along `axis`, the data-parallel axis. Each group along `axis` has a buffer of its own, which `rule` lays out for
-    what the group has, with `options` and the group's size as `data_parallel_world_size`. With `ranks`, the Store has
-    views of these ranks only.
+    alike along `axis`, the data-parallel axis. Each group along `axis` has a buffer of its own, which `rule` lays out
+    for what the group has, with `options` and the group's size as `data_parallel_world_size`. With `ranks`, the Store
+    has views of these ranks only.
 
     Raises ParamLayoutError where ranks along `axis` have different parts of a parameter, or a layout is missing.
     """
@@ -248,7 +254,7 @@ def model_parallel_state(
     if missing:
         raise ParamLayoutError(f"no layouts for {missing[:8]}; give one for each parameter")
     held: dict[str, list[_Held]] = {param.name: [] for param in listed}
-    known: dict[object, list[tuple[str, tuple[_Cut, ...], int]]] = {}
+    known: dict[object, list[tuple[str, tuple[_Cut, ...], int, int]]] = {}
     interned: _Cuts = {}
     for group in _groups(mesh, axis):
         parts = {p.name: runs for p in listed if (runs := _alike(p, layouts[p.name], group)) is not None}
@@ -256,8 +262,8 @@ def model_parallel_state(
         if local not in known:
             buffer = rule(local, data_parallel_world_size=len(group), **options)
             known[local] = list(_cuts(buffer, len(group), interned))
-        for name, cuts, before in known[local]:
-            held[name].append(_Held(group, parts[name], cuts, before))
+        for name, cuts, at, later in known[local]:
+            held[name].append(_Held(group, parts[name], cuts, at, later))
     return _windowed({param.name: param.shape for param in listed}, held, dtype, ranks)
 
 
@@ -275,12 +281,13 @@ def _alike(param: Param, layout: Layout, group: Sequence[int]) -> tuple[Runs, ..
 
 
 class _Place(NamedTuple):
-    """A window's number, the number of what holds it, the rank, and how far into the shard of the bucket it lies."""
+    """Which window it is, of which cut of which group, on which rank, and how far into the cut it lies."""
 
     window: int
     held: int
+    cut: _Cut
     rank: int
-    at: int
+    within: int
 
 
 def _windowed(
@@ -296,8 +303,9 @@ def _windowed(
             windows, places = _windows(name, shapes[name], groups, dtype)
             known[key] = windows, [place for place in places if not wanted or place.rank in wanted]
         out[name], places = known[key]
-        for window, number, rank, at in places:
-            views[local_name(name, window, len(out[name])), rank] = View(SHARD, groups[number].before + at)
+        for window, number, cut, rank, within in places:
+            at = groups[number].place(cut) + within
+            views[local_name(name, window, len(out[name])), rank] = View(SHARD, at)
     return out, Store(views)
 
 
@@ -318,14 +326,14 @@ def _windows(
             for box in flat_boxes(tuple(map(len, runs)), lo, hi):
                 stored = {d: compose(from_ranges([span]), runs[d]) for d, span in enumerate(box)}
                 for (number, cut), rank in zip(holders, ranks, strict=True):
-                    places.append(_Place(len(windows), number, rank, cut.at + at - cut.lo))
+                    places.append(_Place(len(windows), number, cut, rank, at - cut.lo))
                 windows.append(Layout(shape, mesh, {}, dtype=dtype, stored=stored))
                 at += volume(box)
     if not windows:
         if not groups:
             raise ParamLayoutError(f"parameter {name!r}: no rank of the mesh has a part of it; give its ranks")
         windows.append(Layout(shape, Mesh(ranks=groups[0].group[:1]), {}, dtype=dtype))
-        places.append(_Place(0, 0, groups[0].group[0], 0))
+        places.append(_Place(0, 0, _Cut(0, 0, 0), groups[0].group[0], 0))
     return tuple(windows), places
 
 
