@@ -15,10 +15,12 @@ Place(buffer='w', offset=5, shape=(1, 2), strides=(2, 1))
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +31,7 @@ from shardmath.layout import Layout
 from shardmath.mesh import Mesh, strides
 from shardmath.runs import Runs
 
-__all__ = ["Place", "Store", "View", "check", "flat_windows", "local_name", "local_tensors", "views"]
+__all__ = ["Place", "Store", "View", "check", "flat_windows", "local_name", "local_tensors", "locals_of", "views"]
 
 
 def local_name(name: str, window: int, count: int) -> str:
@@ -40,6 +42,18 @@ def local_name(name: str, window: int, count: int) -> str:
 def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, Layout]]:
     """(local tensor, layout) of every window of a tensor."""
     return ((local_name(name, i, len(windows)), layout) for i, layout in enumerate(windows))
+
+
+Held: TypeAlias = Mapping[str, Layout] | Mapping[str, tuple[Layout, ...]] | Mapping[str, Layout | tuple[Layout, ...]]
+"""How tensors are held, by name: each under a layout, or as windows."""
+
+
+def locals_of(layouts: Held, rank: int) -> Iterator[tuple[str, Layout]]:
+    """(local tensor, layout) of all that the rank has a part of."""
+    for name, one in layouts.items():
+        for local, layout in local_tensors(name, one if isinstance(one, tuple) else (one,)):
+            if rank in layout.mesh:
+                yield local, layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +97,11 @@ class Store:
 
     def place(self, local: str, layout: Layout, rank: int) -> Place:
         """Where the rank's local tensor of this layout lies. Raises StoreError for a view missing or misfit."""
-        view = dict(self.entries).get((local, rank))
-        if view is None:
+        at = bisect.bisect_left(self.entries, (local, rank), key=itemgetter(0))
+        if at == len(self.entries) or self.entries[at][0] != (local, rank):
             known = ", ".join(f"{name!r} of rank {r}" for (name, r), _ in self.entries[:8]) or "none"
             raise StoreError(f"no view for local tensor {local!r} of rank {rank}; views are there for {known}")
+        view = self.entries[at][1]
         shape = layout.local_shape(rank)
         steps = strides(shape) if view.strides is None else view.strides
         if len(steps) != len(shape) or view.offset < 0 or min(steps, default=0) < 0:
@@ -98,18 +113,14 @@ class Store:
 Buffers = Mapping[str, NDArray[Any]]
 
 
-def views(store: Store, layouts: Mapping[str, Layout], rank: int, buffers: Buffers) -> dict[str, NDArray[Any]]:
+def views(store: Store, layouts: Held, rank: int, buffers: Buffers) -> dict[str, NDArray[Any]]:
     """The rank's local tensors as views of its flat buffers, by local name; writing one writes the buffer.
 
-    Layouts whose mesh does not have the rank are left out. Raises StoreError for a missing buffer, or a view beyond
-    its end.
+    A tensor held as several windows has a local tensor of each, `name[0]`, `name[1]`, ... Layouts whose mesh does not
+    have the rank are left out. Raises StoreError for a missing buffer, or a view beyond its end.
     """
-    out = {}
-    for local, layout in layouts.items():
-        if rank in layout.mesh:
-            place = store.place(local, layout, rank)
-            out[local] = _strided(place, _buffer(place, local, buffers))
-    return out
+    places = {local: store.place(local, layout, rank) for local, layout in locals_of(layouts, rank)}
+    return {local: _strided(place, _buffer(place, local, buffers)) for local, place in places.items()}
 
 
 def _buffer(place: Place, local: str, buffers: Buffers) -> NDArray[Any]:
@@ -128,19 +139,20 @@ def _strided(place: Place, buffer: NDArray[Any]) -> NDArray[Any]:
     return np.lib.stride_tricks.as_strided(buffer[place.offset :], place.shape, steps)
 
 
-def check(store: Store, layouts: Mapping[str, Layout], rank: int) -> None:
+def check(store: Store, layouts: Held, rank: int) -> None:
     """Raise StoreError if two cells of the rank's local tensors, holes left out, lie at one place of a buffer.
 
     Takes a byte for each element that the buffers reach.
     """
-    places = {local: store.place(local, layout, rank) for local, layout in layouts.items() if rank in layout.mesh}
+    own = dict(locals_of(layouts, rank))
+    places = {local: store.place(local, layout, rank) for local, layout in own.items()}
     ends: dict[str, int] = {}
     for place in places.values():
         ends[place.buffer] = max(ends.get(place.buffer, 0), place.end)
     owners = list(places)
     taken = {buffer: np.zeros(end, np.int32) for buffer, end in ends.items()}
     for number, local in enumerate(owners, 1):
-        cells = _cells(places[local], layouts[local], rank)
+        cells = _cells(places[local], own[local], rank)
         buffer = taken[places[local].buffer]
         clash = cells[buffer[cells] > 0] if len(np.unique(cells)) == len(cells) else cells
         if len(clash):

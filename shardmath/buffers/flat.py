@@ -42,7 +42,7 @@ def flat_parameter(params: Iterable[Param], *, world_size: int, use_orig_params:
     """The FlatParameter of one FSDP1 unit; `params` in the order of its modules, all of one dtype.
 
     With `use_orig_params` parameters start at multiples of 16 bytes. Raises ParamLayoutError for several dtypes, for a
-    parameter given twice or without elements, which FSDP1 refuses, and for sizes below 1.
+    parameter given twice, and for sizes below 1.
     """
     listed, ranks = forward(params), positive(world_size, "world_size")
     kinds = sorted({param.dtype for param in listed})

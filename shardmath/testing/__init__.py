@@ -9,8 +9,8 @@ Whoever writes a placement checks it with `check_placement`:
     def test_mine(n, parts):
         testing.check_placement(Mine(0), n, parts)
 
-and every value of ours obeys `LAWS`: `given(law.cases)(lambda case: law.check(*case))`. Needs hypothesis (the extra
-`testing`).
+a rule of buffers with `check_rule`, on what `params` draws; and every value of ours obeys `LAWS`:
+`given(law.cases)(lambda case: law.check(*case))`. Needs hypothesis (the extra `testing`).
 """
 
 try:
@@ -18,6 +18,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("shardmath.testing needs hypothesis; pip install 'shardmath[testing]'") from error
 
+from shardmath.testing.buffers import RULE_LAWS, RuleCase, check_rule, params, rule_cases
 from shardmath.testing.laws import LAWS, PLACEMENT_LAWS, Law, check_placement
 from shardmath.testing.oracle import addends, distribute, run, value
 from shardmath.testing.strategies import (
@@ -38,18 +39,23 @@ from shardmath.testing.strategies import (
 __all__ = [
     "LAWS",
     "PLACEMENT_LAWS",
+    "RULE_LAWS",
     "Law",
+    "RuleCase",
     "addends",
     "boxes",
     "check_placement",
+    "check_rule",
     "distribute",
     "layouts",
     "lengths",
     "meshes",
     "pairs",
+    "params",
     "parts",
     "placements",
     "register_strategies",
+    "rule_cases",
     "run",
     "runs",
     "shapes",
