@@ -140,7 +140,9 @@ def nvfp4_packed(
         differ = sorted(bucket.keys() ^ {param.name for param in listed})
         raise ParamLayoutError(f"parameters and layout differ in {differ[:8]}; give the layout of these parameters")
     padded = data_parallel_world_size is not None
-    divisor = bucket_end_divisor(data_parallel_world_size or 1, pad_for_high_nccl_busbw) if padded else 1
+    divisor = (
+        1 if data_parallel_world_size is None else bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
+    )
     buckets, placed, position = _Buckets(divisor), list[tuple[str, Placed]](), 0
     for param in reversed(listed):
         position = up(position, START if padded else 1)

@@ -8,8 +8,8 @@
 3. In a bucket the costliest parameters choose first, each the shard with the least work so far, over all buckets, among
    those that stay within 1.3 even shares; where there is none, the one that holds least. Ties go to the lowest shard.
 4. A shared embedding is alone in shard 0 of a bucket of its own.
-5. Megatron looks through all shards for every parameter. Here they are in heaps: what a shard holds only grows, so what
-   was taken out for being too full stays out, and an entry that has become too low is put back when it is met.
+5. Megatron looks through all shards for every parameter. Here they are in heaps, and a shard that has no room for the
+   smallest parameter to come is left out of them.
 
 >>> params = [Param(f"p{i}", (16, 16)) for i in range(5)]
 >>> layout = layer_wise(params, data_parallel_world_size=4)
@@ -20,8 +20,9 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from shardmath.buffers.ddp import checked_bucket_size
@@ -109,44 +110,44 @@ def _cost(param: Param) -> int:
 
 def _assigned(chunk: Sequence[Param], work: list[int]) -> tuple[list[list[Param]], list[int]]:
     """The parameters of each shard, and how far it is filled; `work` grows by what is assigned."""
-    shards = len(work)
-    homes, held = [list[Param]() for _ in work], [0] * shards
-    most = sum(param.numel for param in chunk) / shards * SPARE
-    emptiest = _Least(range(shards), held.__getitem__)
-    by_size: dict[int, _Least] = {}
-    for cost, param in sorted(((_cost(param), param) for param in chunk), key=itemgetter(0), reverse=True):
-        n = param.numel
-        if n not in by_size:
-            fits = [s for s in range(shards) if up(held[s], START) + n <= most]
-            by_size[n] = _Least(fits, work.__getitem__)
-        shard = by_size[n].least(lambda s, n=n: up(held[s], START) + n <= most)  # type: ignore[misc]
-        if shard is None:
-            shard = emptiest.least()
-        assert shard is not None
+    homes, held = [list[Param]() for _ in work], [0] * len(work)
+    most = math.floor(sum(param.numel for param in chunk) / len(work) * SPARE)
+    idlest = [(done, shard) for shard, done in enumerate(work)]
+    emptiest = [(0, shard) for shard in range(len(work))]
+    heapq.heapify(idlest)
+    ordered = sorted(((_cost(param), param) for param in chunk), key=itemgetter(0), reverse=True)
+    for (cost, param), least in zip(ordered, _smallest_from([param.numel for _, param in ordered]), strict=True):
+        full = _without_room(idlest, held, most - param.numel)
+        if idlest:
+            done, shard = idlest[0]
+            heapq.heapreplace(idlest, (done + cost, shard))
+        else:
+            shard = _emptiest(emptiest, held)
+            full = [(done + cost * (s == shard), s) for done, s in full]
+        for entry in full:
+            if up(held[entry[1]], START) + least <= most:
+                heapq.heappush(idlest, entry)
         homes[shard].append(param)
-        held[shard] = up(held[shard], START) + n
+        held[shard] = up(held[shard], START) + param.numel
         work[shard] += cost
     return homes, held
 
 
-class _Least:
-    """A heap of shards by a key that only grows; the lowest shard among equals."""
+def _smallest_from(sizes: Sequence[int]) -> list[int]:
+    """The smallest of each size and all that follow."""
+    return list(itertools.accumulate(reversed(sizes), min))[::-1]
 
-    def __init__(self, shards: Iterable[int], key: Callable[[int], int]) -> None:
-        self.key = key
-        self.heap = [(key(shard), shard) for shard in shards]
-        heapq.heapify(self.heap)
 
-    def least(self, keep: Callable[[int], bool] = lambda shard: True) -> int | None:
-        """The shard with the least key, or None; what is not to be kept is dropped for good."""
-        heap = self.heap
-        while heap:
-            key, shard = heap[0]
-            now = self.key(shard)
-            if not keep(shard):
-                heapq.heappop(heap)
-            elif now != key:
-                heapq.heapreplace(heap, (now, shard))
-            else:
-                return shard
-        return None
+def _without_room(heap: list[tuple[int, int]], held: Sequence[int], room: int) -> list[tuple[int, int]]:
+    """What stands on top of the heap and holds more than `room`, taken off."""
+    out = []
+    while heap and up(held[heap[0][1]], START) > room:
+        out.append(heapq.heappop(heap))
+    return out
+
+
+def _emptiest(heap: list[tuple[int, int]], held: Sequence[int]) -> int:
+    """The shard that holds least; entries that have become too low are put back where they belong."""
+    while heap[0][0] != held[heap[0][1]]:
+        heapq.heapreplace(heap, (held[heap[0][1]], heap[0][1]))
+    return heap[0][1]

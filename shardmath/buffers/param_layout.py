@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,8 +119,7 @@ class Param:
     """Elements."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ParamLayoutError(f"the name of a parameter is {self.name!r}; name parameters by str")
+        _named(self.name)
         if type(self.shape) is not tuple or not set(map(type, self.shape)) <= {int} or min(self.shape, default=0) < 0:
             object.__setattr__(self, "shape", _sizes(self.name, self.shape))
         if self.quantised not in QUANTISED:
@@ -213,14 +212,14 @@ class PerBufferParamLayout:
         shapes: Iterable[tuple[int, ...]] = (),
     ) -> None:
         pairs = param_index_map.items() if isinstance(param_index_map, Mapping) else param_index_map
-        placed = tuple((name, (int(at[0]), int(at[1]), int(at[2]))) for name, at in pairs)
+        placed = tuple((_named(name), _place(name, at)) for name, at in pairs)
         fields = (
             placed,
-            tuple((int(start), int(end)) for start, end in bucket_indices),
-            tuple(map(int, per_bucket_numel_unpadded)),
-            tuple(map(int, param_indices)),
+            tuple(map(_border, bucket_indices)),
+            _integers(per_bucket_numel_unpadded, "an unpadded size"),
+            _integers(param_indices, "a number of param_indices"),
             None if num_optimizer_shards is None else positive(num_optimizer_shards, "num_optimizer_shards"),
-            tuple(tuple(map(int, shape)) for shape in shapes),
+            tuple(_integers(shape, "a size in shapes") for shape in shapes),
             MappingProxyType(dict(placed)),
         )
         for name, value in zip(self.__slots__, fields, strict=True):
@@ -273,9 +272,44 @@ class PerBufferParamLayout:
         out = object.__new__(PerBufferParamLayout)
         for name in self.__slots__:
             object.__setattr__(out, name, getattr(self, name))
-        object.__setattr__(out, "param_indices", tuple(map(int, param_indices)))
+        object.__setattr__(out, "param_indices", _integers(param_indices, "a number of param_indices"))
         _check_counts(out)
         return out
+
+
+MOST = 1 << 62
+"""The last position in a buffer: positions are integers of 64 bits."""
+
+
+def _integers(values: Iterable[object], what: str) -> tuple[int, ...]:
+    """The values as ints. Raises ParamLayoutError, which says `what` each is, for what is none, or beyond `MOST`."""
+    given = tuple(values)
+    if not set(map(type, given)) <= {int}:
+        given = tuple(whole(value, what, ParamLayoutError) for value in given)
+    out = cast(tuple[int, ...], given)
+    if out and not -MOST <= min(out) <= max(out) <= MOST:
+        raise ParamLayoutError(f"{what} is {max(out, key=abs)}; a buffer has at most {MOST} elements")
+    return out
+
+
+def _place(name: str, at: Iterable[object]) -> Placed:
+    out = _integers(at, f"the place of parameter {name!r}")
+    if len(out) != 3:
+        raise ParamLayoutError(f"parameter {name!r} lies at {out}; give its start, its end and its bucket")
+    return out
+
+
+def _border(pair: Iterable[object]) -> tuple[int, int]:
+    out = _integers(pair, "a border of a bucket")
+    if len(out) != 2:
+        raise ParamLayoutError(f"a bucket is {out}; give its start and its end")
+    return out
+
+
+def _named(name: object) -> str:
+    if not isinstance(name, str):
+        raise ParamLayoutError(f"the name of a parameter is {name!r}; name parameters by str")
+    return name
 
 
 def _restored(*fields: object) -> PerBufferParamLayout:
