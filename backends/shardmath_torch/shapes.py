@@ -7,6 +7,7 @@
    expert. UNSTACK says how to undo it, by model type; all other types go by what transformers 5 itself would save,
    slower: experts that are stacked in the checkpoint, too, stay so (gpt-oss), and renamed modules have their old names.
 4. Elements are of `dtype`, or of the config's own; what transformers keeps in float32 (router biases) is float32.
+5. `parameters` are those that are trained, as the rules of `shardmath.buffers` see them, in forward order.
 
 >>> from transformers import MixtralConfig
 >>> small = MixtralConfig(num_hidden_layers=1, num_local_experts=2, hidden_size=8, intermediate_size=6, vocab_size=32,
@@ -23,24 +24,56 @@ model.layers.0.block_sparse_moe.experts.1.w2.weight (8, 6) bfloat16
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardmath import ShardError, dtypes
+from shardmath.buffers import Param
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["DEEPSEEK_V3", "MODELS", "QWEN3_235B", "UNSTACK", "Unstack", "shapes"]
+__all__ = [
+    "DEEPSEEK_V3",
+    "MODELS",
+    "NEMOTRON_NANO",
+    "NEMOTRON_SUPER",
+    "QWEN3_235B",
+    "QWEN3_30B",
+    "QWEN3_4B",
+    "UNSTACK",
+    "Unstack",
+    "parameters",
+    "shapes",
+]
 
 Entry: TypeAlias = tuple[tuple[int, ...], str]
 """Global shape and dtype."""
 
 DEEPSEEK_V3 = "deepseek-ai/DeepSeek-V3"
 QWEN3_235B = "Qwen/Qwen3-235B-A22B"
+QWEN3_30B = "Qwen/Qwen3-30B-A3B"
+QWEN3_4B = "Qwen/Qwen3-4B"
+NEMOTRON_NANO = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+NEMOTRON_SUPER = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"
+
+NEMOTRON: dict[str, object] = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "n_shared_experts": 1,
+    "vocab_size": 131072,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+"""What the hybrids of Mamba, experts and attention have in common; without layers of multi-token prediction."""
 
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     DEEPSEEK_V3: (
@@ -81,8 +114,64 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "dtype": "bfloat16",
         },
     ),
+    QWEN3_30B: (
+        "qwen3_moe",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+        },
+    ),
+    QWEN3_4B: (
+        "qwen3",
+        {
+            "hidden_size": 2560,
+            "num_hidden_layers": 36,
+            "intermediate_size": 9728,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "dtype": "bfloat16",
+        },
+    ),
+    NEMOTRON_NANO: (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "hidden_size": 2688,
+            "mamba_num_heads": 64,
+            "moe_intermediate_size": 1856,
+            "n_routed_experts": 128,
+            "moe_shared_expert_intermediate_size": 3712,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        },
+    ),
+    NEMOTRON_SUPER: (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "hidden_size": 4096,
+            "mamba_num_heads": 128,
+            "moe_intermediate_size": 2688,
+            "moe_latent_size": 1024,
+            "n_routed_experts": 512,
+            "moe_shared_expert_intermediate_size": 5376,
+            "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*"
+            "EMEMEMEME",
+        },
+    ),
 }
-"""Model type and configuration of models known without a network: what their published config.json say of shapes."""
+"""Model type and configuration of models known without a network: what is published of their shapes."""
 
 
 class Unstack(NamedTuple):
@@ -127,9 +216,51 @@ def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[s
     """
     config = _config(model)
     network = _build(config)
-    kind = dtypes.canonical(dtype or getattr(config, "dtype", None) or "float32")
+    return _named(network, dict(_stored(network)), _kind(config, dtype))
+
+
+def parameters(
+    model: PretrainedConfig | str, *, dtype: str | None = None, shared: Collection[str] = ()
+) -> tuple[Param, ...]:
+    """The tensors of `shapes` that are trained, as rules of buffers see them, in forward order.
+
+    Experts are what is named `.experts.`; embeddings and output layers are not managed by LayerWise optimizers, what is
+    named in `shared` is a shared embedding. Raises ShardError as `shapes` does, and for a name that is none of them.
+    """
+    config = _config(model)
+    network, kind = _build(config), _kind(config, dtype)
+    trained = {name: tensor for name, tensor in _stored(network) if tensor.requires_grad}
+    known, tables = _named(network, trained, kind), _tables(network)
+    words = _named(network, {name: tensor for name, tensor in trained.items() if id(tensor) in tables}, kind)
+    missing = sorted(set(shared) - set(known))
+    if missing:
+        raise ShardError(f"no parameter is called {missing[0]!r}; embeddings are {', '.join(words) or 'none'}")
+    return tuple(
+        Param(
+            name,
+            *entry,
+            shared_embedding=name in shared,
+            expert_parallel=".experts." in name,
+            managed=False if name in words else None,
+        )
+        for name, entry in known.items()
+    )
+
+
+def _tables(network: PreTrainedModel) -> set[int]:
+    """The ids of the weights of embeddings and of the output layer."""
+    layers = [module for module in network.modules() if isinstance(module, nn.Embedding)]
+    return {id(layer.weight) for layer in (*layers, network.get_output_embeddings()) if layer is not None}
+
+
+def _kind(config: PretrainedConfig, dtype: str | None) -> str:
+    return dtypes.canonical(dtype or getattr(config, "dtype", None) or "float32")
+
+
+def _named(network: PreTrainedModel, tensors: dict[str, Tensor], kind: str) -> dict[str, Entry]:
+    """Shape and dtype of tensors of the network under the names that its checkpoint has for them, and cut alike."""
     wide = tuple(getattr(network, "_keep_in_fp32_modules_strict", None) or ())
-    rules, tensors = UNSTACK.get(config.model_type), dict(_stored(network))
+    rules = UNSTACK.get(network.config.model_type)
     out = {}
     for name, tensor in (tensors if rules else _as_saved(network, tensors)).items():
         entry = _dtype(name, tensor, kind, wide)
@@ -182,13 +313,15 @@ def _stored(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _as_saved(network: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names, and cut as, transformers saves them."""
+    """The tensors under the names, and cut as, transformers saves them; in the model's order, not sorted as there."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5, modules are named and cut as their checkpoints
         return tensors
     found: dict[str, Tensor] = revert_weight_conversion(network, tensors)
-    return found
+    alone = (revert_weight_conversion(network, {name: tensor}) for name, tensor in tensors.items())
+    names = dict.fromkeys(name for part in alone for name in part if name in found)
+    return {name: found[name] for name in (*names, *found)}
 
 
 def _dtype(name: str, tensor: Tensor, kind: str, wide: tuple[str, ...]) -> str:

@@ -139,13 +139,12 @@ def nvfp4_packed(
     if bucket.keys() != {param.name for param in listed}:
         differ = sorted(bucket.keys() ^ {param.name for param in listed})
         raise ParamLayoutError(f"parameters and layout differ in {differ[:8]}; give the layout of these parameters")
-    padded = data_parallel_world_size is not None
-    divisor = (
-        1 if data_parallel_world_size is None else bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
-    )
+    start = divisor = 1
+    if data_parallel_world_size is not None:
+        start, divisor = START, bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     buckets, placed, position = _Buckets(divisor), list[tuple[str, Placed]](), 0
     for param in reversed(listed):
-        position = up(position, START if padded else 1)
+        position = up(position, start)
         if bucket[param.name] != len(buckets.indices):
             position = buckets.close(position)
         stop = position + _packed(param)

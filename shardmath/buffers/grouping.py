@@ -25,6 +25,7 @@ from shardmath.buffers.param_layout import (
     forward,
     numbered,
 )
+from shardmath.errors import ParamLayoutError
 
 __all__ = ["BESIDE", "Rule", "full_layout", "grouped"]
 
@@ -50,6 +51,9 @@ def full_layout(
     what the rule does not manage. `expert_data_parallel_world_size` takes the place of `data_parallel_world_size` for
     experts. Raises ParamLayoutError for a parameter given twice, and what the rule raises.
     """
+    if expert_data_parallel_world_size is not None and "data_parallel_world_size" not in options:
+        what = f"expert_data_parallel_world_size={expert_data_parallel_world_size} without data_parallel_world_size"
+        raise ParamLayoutError(f"{what}; give both, to a rule that takes it")
     other = beside or BESIDE.get(rule)
     listed = forward(params)
     keys = [_key(param, grad_reduce_in_fp32, other is not None) for param in listed]

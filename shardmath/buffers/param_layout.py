@@ -288,7 +288,7 @@ def _integers(values: Iterable[object], what: str) -> tuple[int, ...]:
         given = tuple(whole(value, what, ParamLayoutError) for value in given)
     out = cast(tuple[int, ...], given)
     if out and not -MOST <= min(out) <= max(out) <= MOST:
-        raise ParamLayoutError(f"{what} is {max(out, key=abs)}; a buffer has at most {MOST} elements")
+        raise ParamLayoutError(f"{what} is {max(out, key=abs)}; a buffer has at most 2^62 elements")
     return out
 
 

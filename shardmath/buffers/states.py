@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias, overload
 
 from shardmath.box import flat_boxes, volume
 from shardmath.buffers.grouping import Rule
-from shardmath.buffers.param_layout import Param, PerBufferParamLayout, forward
+from shardmath.buffers.param_layout import Param, PerBufferParamLayout, forward, positive
 from shardmath.errors import ParamLayoutError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
@@ -72,11 +72,12 @@ def shard_numel(buffer: PerBufferParamLayout, shards: int) -> int:
 
 
 def _check_shards(buffer: PerBufferParamLayout, shards: int) -> None:
+    positive(shards, "the number of shards")
     if buffer.num_optimizer_shards not in (None, shards):
         what = f"the buffer is laid out for {buffer.num_optimizer_shards} shards, {shards} ranks share it"
         raise ParamLayoutError(f"{what}; lay it out for {shards}")
     for number, (start, end) in enumerate(buffer.bucket_indices):
-        if shards < 1 or (end - start) % shards:
+        if (end - start) % shards:
             what = f"bucket {number} has {end - start} elements, which {shards} ranks do not divide evenly"
             raise ParamLayoutError(f"{what}; lay the buffer out for data_parallel_world_size={shards}")
 
@@ -205,7 +206,7 @@ def _flat(buffer: PerBufferParamLayout, mesh: Mesh, axis: Axis, shards: int, dty
             sizes = [0] * shards
             for cut in cuts:
                 sizes[cut.shard] = cut.hi - cut.lo
-            spec = {axes: Ragged(0, tuple(sizes))} if axes else ()
+            spec = {axes: Ragged(0, tuple(sizes))} if axes else {}
             known[id(cuts)] = Layout((sum(sizes),), mesh, spec, dtype=dtype)
         out[name] = known[id(cuts)]
     return out
@@ -250,34 +251,51 @@ def model_parallel_state(
     Raises ParamLayoutError where ranks along `axis` have different parts of a parameter, or a layout is missing.
     """
     listed = forward(params)
-    missing = [param.name for param in listed if param.name not in layouts]
-    if missing:
-        raise ParamLayoutError(f"no layouts for {missing[:8]}; give one for each parameter")
+    _check_parameters(listed, layouts)
     held: dict[str, list[_Held]] = {param.name: [] for param in listed}
     known: dict[object, list[tuple[str, tuple[_Cut, ...], int, int]]] = {}
     interned: _Cuts = {}
     for group in _groups(mesh, axis):
-        parts = {p.name: runs for p in listed if (runs := _alike(p, layouts[p.name], group)) is not None}
-        local = tuple(replace(p, shape=tuple(map(len, parts[p.name]))) for p in listed if p.name in parts)
-        if local not in known:
+        parts = _parts(listed, layouts, group)
+        shapes = tuple((name, tuple(map(len, runs))) for name, runs in parts.items())
+        if shapes not in known:
+            local = [replace(p, shape=shape) for p, (_, shape) in zip(_named(listed, parts), shapes, strict=True)]
             buffer = rule(local, data_parallel_world_size=len(group), **options)
-            known[local] = list(_cuts(buffer, len(group), interned))
-        for name, cuts, at, later in known[local]:
+            known[shapes] = list(_cuts(buffer, len(group), interned))
+        for name, cuts, at, later in known[shapes]:
             held[name].append(_Held(group, parts[name], cuts, at, later))
     return _windowed({param.name: param.shape for param in listed}, held, dtype, ranks)
 
 
-def _alike(param: Param, layout: Layout, group: Sequence[int]) -> tuple[Runs, ...] | None:
-    """What all ranks of the group have of the parameter; None where they have no part in it."""
-    if layout.shape != param.shape:
-        raise ParamLayoutError(f"parameter {param.name!r} has shape {param.shape}, its layout {layout.shape}; give one")
-    if layout.partial:
-        raise ParamLayoutError(f"parameter {param.name!r} is {layout}: addends have no optimizer state; reduce them")
-    parts = {layout.runs(rank) if rank in layout.mesh else None for rank in group}
-    if len(parts) > 1:
-        what = f"parameter {param.name!r} is {layout}; ranks {', '.join(map(str, group))} share a buffer"
-        raise ParamLayoutError(f"{what}, and hold different parts; name the axis along which they hold the same")
-    return parts.pop()
+def _named(params: Iterable[Param], names: Container[str]) -> Iterator[Param]:
+    return (param for param in params if param.name in names)
+
+
+def _check_parameters(params: Sequence[Param], layouts: Mapping[str, Layout]) -> None:
+    missing = [param.name for param in params if param.name not in layouts]
+    if missing:
+        raise ParamLayoutError(f"no layouts for {missing[:8]}; give one for each parameter")
+    for name, shape, layout in ((param.name, param.shape, layouts[param.name]) for param in params):
+        if layout.shape != shape:
+            raise ParamLayoutError(f"parameter {name!r} has shape {shape}, its layout {layout.shape}; make them agree")
+        if layout.partial:
+            raise ParamLayoutError(f"parameter {name!r} is {layout}: addends have no optimizer state; reduce them")
+
+
+def _parts(params: Sequence[Param], layouts: Mapping[str, Layout], group: Sequence[int]) -> dict[str, tuple[Runs, ...]]:
+    """What all ranks of the group have of each parameter; those of which they have no part are left out."""
+    known: dict[Layout, set[tuple[Runs, ...] | None]] = {}
+    out: dict[str, tuple[Runs, ...]] = {}
+    for name, layout in ((param.name, layouts[param.name]) for param in params):
+        if layout not in known:
+            known[layout] = {layout.runs(rank) if rank in layout.mesh else None for rank in group}
+        if len(known[layout]) > 1:
+            what = f"parameter {name!r} is {layout}; ranks {', '.join(map(str, group))} share a buffer"
+            raise ParamLayoutError(f"{what}, and hold different parts; name the axis along which they hold the same")
+        (part,) = known[layout]
+        if part is not None:
+            out[name] = part
+    return out
 
 
 class _Place(NamedTuple):
