@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,17 +38,13 @@ class Chosen(NamedTuple):
     busbw: bool = False
 
 
-def _flat_parameter(params: Iterable[buffers.Param], *, data_parallel_world_size: int) -> buffers.PerBufferParamLayout:
-    return buffers.flat_parameter(params, world_size=data_parallel_world_size)
-
-
 RULES: dict[str, Chosen] = {
     # rule                                                       sharded  bucket_size  busbw
     "distributed_optimizer": Chosen(buffers.distributed_optimizer, True, True, True),
     "data_parallel": Chosen(buffers.data_parallel, False, True),
     "layer_wise": Chosen(buffers.layer_wise, True, True, True),
     "megatron_fsdp": Chosen(buffers.megatron_fsdp, True, True),
-    "flat_parameter": Chosen(_flat_parameter, True, False),
+    "flat_parameter": Chosen(buffers.flat_parameter, True, False),
     "zero": Chosen(buffers.zero, True, False),
 }
 

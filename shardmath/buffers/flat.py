@@ -7,7 +7,7 @@
    of two share a chunk, and parameters smaller than a chunk fill the gaps, first come first served: Megatron sorts them
    by size and drops the result.
 
->>> flat_parameter([Param("a", (3,), "float32"), Param("b", (5,), "float32")], world_size=4).placed
+>>> flat_parameter([Param("a", (3,), "float32"), Param("b", (5,), "float32")], data_parallel_world_size=4).placed
 (('a', (0, 3, 0)), ('b', (4, 9, 0)))
 """
 
@@ -38,18 +38,27 @@ ZERO_ALIGNMENT = 2
 """Elements that a rank's share is a multiple of (DeepSpeed `nccl_start_alignment_factor`)."""
 
 
-def flat_parameter(params: Iterable[Param], *, world_size: int, use_orig_params: bool = True) -> PerBufferParamLayout:
+def flat_parameter(
+    params: Iterable[Param],
+    *,
+    data_parallel_world_size: int,
+    use_orig_params: bool = True,
+    forward_dtype: object = None,
+) -> PerBufferParamLayout:
     """The FlatParameter of one FSDP1 unit; `params` in the order of its modules, all of one dtype.
 
-    With `use_orig_params` parameters start at multiples of 16 bytes. Raises ParamLayoutError for several dtypes, for a
-    parameter given twice, and for sizes below 1.
+    With `use_orig_params` parameters start at multiples of 16 bytes, in the dtype that they have in the forward:
+    MixedPrecision's `param_dtype`, their own if not given. Raises ParamLayoutError for several dtypes, for a parameter
+    given twice, and for sizes below 1.
     """
-    listed, ranks = forward(params), positive(world_size, "world_size")
+    listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
     kinds = sorted({param.dtype for param in listed})
     if len(kinds) > 1:
         raise ParamLayoutError(f"a FlatParameter has one dtype, these parameters have {', '.join(kinds)}; group them")
-    aligned = ALIGNED_BYTES // dtypes.itemsize(kinds[0]) if kinds and use_orig_params else 1
-    return _one_bucket(listed, listed, max(aligned, 1), ranks)
+    if not kinds:
+        return PerBufferParamLayout()
+    size = dtypes.itemsize(kinds[0] if forward_dtype is None else forward_dtype)
+    return _one_bucket(listed, listed, ALIGNED_BYTES // size if use_orig_params else 1, ranks)
 
 
 def zero(params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False) -> PerBufferParamLayout:

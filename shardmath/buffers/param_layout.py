@@ -125,9 +125,9 @@ class Param:
         if self.quantised not in QUANTISED:
             known = ", ".join(map(repr, QUANTISED))
             raise ParamLayoutError(f"parameter {self.name!r}: quantised={self.quantised!r}; give one of {known}")
-        if self.gtp_remat_size != 1:
+        if type(self.gtp_remat_size) is not int or self.gtp_remat_size != 1:
             positive(self.gtp_remat_size, f"gtp_remat_size of parameter {self.name!r}")
-        if self.dtype not in dtypes.ITEMSIZE:
+        if type(self.dtype) is not str or self.dtype not in dtypes.ITEMSIZE:
             object.__setattr__(self, "dtype", dtypes.canonical(self.dtype))
         if self.grad_dtype is not None:
             object.__setattr__(self, "grad_dtype", dtypes.canonical(self.grad_dtype))

@@ -34,6 +34,7 @@ from shardmath.mesh import Mesh
 from shardmath.placement import Ragged
 from shardmath.runs import Runs, compose, from_ranges, identity
 from shardmath.store import Store, View, local_name
+from shardmath.whole import whole
 
 __all__ = [
     "SHARD",
@@ -59,7 +60,7 @@ def shard_ranges(buffer: PerBufferParamLayout, shards: int, shard: int) -> tuple
     Raises ParamLayoutError where a bucket is not divided evenly by so many shards.
     """
     _check_shards(buffer, shards)
-    if not 0 <= shard < shards:
+    if not 0 <= whole(shard, "the shard", ParamLayoutError) < shards:
         raise ParamLayoutError(f"shard {shard} of {shards}; use 0..{shards - 1}")
     sizes = ((start, (end - start) // shards) for start, end in buffer.bucket_indices)
     return tuple((start + shard * size, start + (shard + 1) * size) for start, size in sizes)
@@ -96,7 +97,7 @@ def state_layouts(
     axis: Axis = None,
     shape: Literal["nd"],
     dtype: object = ...,
-    ranks: Iterable[int] = ...,
+    ranks: Iterable[int] | None = ...,
 ) -> tuple[Windows, Store]: ...
 
 
@@ -107,7 +108,7 @@ def state_layouts(
     axis: Axis = None,
     shape: Literal["flat", "nd"] = "flat",
     dtype: object = "float32",
-    ranks: Iterable[int] = (),
+    ranks: Iterable[int] | None = None,
 ) -> dict[str, Layout] | tuple[Windows, Store]:
     """How ranks hold what an optimizer keeps of each parameter, in the order of the buffer's map.
 
@@ -126,10 +127,10 @@ def state_layouts(
     if len(buffer.shapes) != len(buffer.placed):
         raise ParamLayoutError("the buffer's layout has no shapes; give them, or use shape='flat'")
     shapes = dict(zip(buffer.param_index_map, buffer.shapes, strict=True))
-    whole = {dims: tuple(map(identity, dims)) for dims in set(buffer.shapes)}
+    entire = {dims: tuple(map(identity, dims)) for dims in set(buffer.shapes)}
     interned: _Cuts = {}
     held = {
-        name: [_Held(group, whole[shapes[name]], cuts, at, later) for group in groups]
+        name: [_Held(group, entire[shapes[name]], cuts, at, later) for group in groups]
         for name, cuts, at, later in _cuts(buffer, len(groups[0]), interned)
     }
     return _windowed(shapes, held, dtype, ranks)
@@ -212,12 +213,14 @@ def _flat(buffer: PerBufferParamLayout, mesh: Mesh, axis: Axis, shards: int, dty
     return out
 
 
-def state_store(buffer: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None, ranks: Iterable[int] = ()) -> Store:
-    """Where the flat layouts' local tensors lie in the flat arrays of `ranks`, all of the mesh if none are given.
+def state_store(
+    buffer: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None, ranks: Iterable[int] | None = None
+) -> Store:
+    """Where the flat layouts' local tensors lie in the flat arrays of `ranks`, all of the mesh if not given.
 
     Local tensors without elements have views too, at 0. Raises ParamLayoutError as `state_layouts` does.
     """
-    wanted = set(ranks) or set(mesh.ranks)
+    wanted = set(mesh.ranks) if ranks is None else set(mesh.ranks).intersection(ranks)
     views: dict[tuple[str, int], View] = {
         (name, rank): View(SHARD) for name in buffer.param_index_map for rank in wanted
     }
@@ -238,7 +241,7 @@ def model_parallel_state(
     axis: Axis,
     rule: Rule,
     dtype: object = "float32",
-    ranks: Iterable[int] = (),
+    ranks: Iterable[int] | None = None,
     **options: object,
 ) -> tuple[Windows, Store]:
     """How ranks hold the optimizer state of parameters that are themselves divided: windows, and where they lie.
@@ -309,9 +312,12 @@ class _Place(NamedTuple):
 
 
 def _windowed(
-    shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Sequence[_Held]], dtype: object, ranks: Iterable[int]
+    shapes: Mapping[str, tuple[int, ...]],
+    held: Mapping[str, Sequence[_Held]],
+    dtype: object,
+    ranks: Iterable[int] | None,
 ) -> tuple[Windows, Store]:
-    wanted = set(ranks)
+    wanted = None if ranks is None else set(ranks)
     known: dict[object, tuple[tuple[Layout, ...], list[_Place]]] = {}
     out: Windows = {}
     views: dict[tuple[str, int], View] = {}
@@ -319,12 +325,22 @@ def _windowed(
         key = shapes[name], tuple((one.group, id(one.runs), id(one.cuts)) for one in groups)
         if key not in known:
             windows, places = _windows(name, shapes[name], groups, dtype)
-            known[key] = windows, [place for place in places if not wanted or place.rank in wanted]
+            known[key] = windows, [place for place in places if wanted is None or place.rank in wanted]
         out[name], places = known[key]
         for window, number, cut, rank, within in places:
             at = groups[number].place(cut) + within
             views[local_name(name, window, len(out[name])), rank] = View(SHARD, at)
+    _check_names(out)
     return out, Store(views)
+
+
+def _check_names(windows: Windows) -> None:
+    """A window's name is no parameter's."""
+    for name in windows:
+        owner, bracket, number = name.rpartition("[")
+        others = len(windows.get(owner, ())) if bracket else 0
+        if others > 1 and number in {f"{i}]" for i in range(others)}:
+            raise ParamLayoutError(f"parameter {name!r} has the name of a window of parameter {owner!r}; rename one")
 
 
 def _windows(
@@ -350,7 +366,8 @@ def _windows(
     if not windows:
         if not groups:
             raise ParamLayoutError(f"parameter {name!r}: no rank of the mesh has a part of it; give its ranks")
-        windows.append(Layout(shape, Mesh(ranks=groups[0].group[:1]), {}, dtype=dtype))
+        stored = dict(enumerate(groups[0].runs))
+        windows.append(Layout(shape, Mesh(ranks=groups[0].group[:1]), {}, dtype=dtype, stored=stored))
         places.append(_Place(0, 0, _Cut(0, 0, 0), groups[0].group[0], 0))
     return tuple(windows), places
 

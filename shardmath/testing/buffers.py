@@ -104,18 +104,13 @@ def rule_cases(
 ) -> RuleCase:
     """A rule of shardmath.buffers, sharded by the number drawn if `shards` are given, and what it takes."""
     rule = draw(st.sampled_from([*START] if shards is None else [rule for rule in START if rule is not data_parallel]))
-    listed = draw(
-        params(
-            most=most, longest=longest, empty=rule not in (flat_parameter, megatron_fsdp), alike=rule is flat_parameter
-        )
-    )
+    listed = draw(params(most=most, longest=longest, empty=rule is not megatron_fsdp, alike=rule is flat_parameter))
     if rule is data_parallel:
         return RuleCase(rule, tuple(listed), options={"bucket_size": draw(_bucket_sizes)})
     count = draw(st.integers(1, 8) if shards is None else shards)
     options = {name: draw(values) for name, values in OPTIONS[rule].items()}
-    ranks = "world_size" if rule is flat_parameter else "data_parallel_world_size"
     start = 1 if options.get("use_orig_params") is False else START[rule]
-    return RuleCase(rule, tuple(listed), count, start, {ranks: count, **options})
+    return RuleCase(rule, tuple(listed), count, start, {"data_parallel_world_size": count, **options})
 
 
 _bucket_sizes = st.sampled_from([None, 1, 100, 1000, 5000])

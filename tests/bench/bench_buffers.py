@@ -44,7 +44,7 @@ RULES: dict[str, tuple[buffers.Rule, Callable[[int], dict[str, Any]]]] = {
     "the same, busbw": (buffers.distributed_optimizer, lambda n: _sized(n, pad_for_high_nccl_busbw=True)),
     "layer_wise": (buffers.layer_wise, _sized),
     "megatron_fsdp": (buffers.megatron_fsdp, _sized),
-    "flat_parameter": (buffers.flat_parameter, lambda n: {"world_size": n}),
+    "flat_parameter": (buffers.flat_parameter, lambda n: {"data_parallel_world_size": n}),
     "zero": (buffers.zero, lambda n: {"data_parallel_world_size": n}),
 }
 """A rule, and its options for so many ranks."""

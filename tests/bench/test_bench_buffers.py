@@ -24,7 +24,7 @@ RULES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plain DDP": (buffers.data_parallel, {"bucket_size": SIZE}),
     "LayerWise": (buffers.layer_wise, {"data_parallel_world_size": DP, "bucket_size": SIZE}),
     "Megatron-FSDP": (buffers.megatron_fsdp, {"data_parallel_world_size": DP, "bucket_size": SIZE}),
-    "FSDP1's flat parameter": (buffers.flat_parameter, {"world_size": DP}),
+    "FSDP1's flat parameter": (buffers.flat_parameter, {"data_parallel_world_size": DP}),
     "ZeRO": (buffers.zero, {"data_parallel_world_size": DP}),
 }
 

@@ -41,8 +41,7 @@ class Stage:
 
     def lay(self, params: Any) -> buffers.PerBufferParamLayout:
         assert self.rule is not None
-        size = "world_size" if self.rule is buffers.flat_parameter else "data_parallel_world_size"
-        return self.rule(params, **{size: self.dp}, **dict(self.options))
+        return self.rule(params, data_parallel_world_size=self.dp, **dict(self.options))
 
 
 STAGES = (
@@ -175,7 +174,7 @@ class Trainer:
         lay = self.stage.lay(params_of(training.plain()))
         if shape == "flat":
             ragged = buffers.state_layouts(lay, mesh, dtype="float64")
-            where = buffers.state_store(lay, mesh, ranks=[self.rank] if self.rank in mesh else ())
+            where = buffers.state_store(lay, mesh, ranks=[self.rank])
             return Held(ragged, lambda kind: self._views(where, ragged, kind))
         windows, where = buffers.state_layouts(lay, mesh, shape="nd", dtype="float64")
         return Held(windows, lambda kind: self._views(where, windows, kind))

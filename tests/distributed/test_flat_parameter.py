@@ -47,18 +47,28 @@ def offsets(flat) -> dict[str, tuple[int, int, int]]:
     return out
 
 
-@given(SHAPES, st.sampled_from(["float32", "bfloat16", "float64"]), st.integers(1, 6), st.booleans())
-@example([(3,), (5,)], "float32", 4, True)
-@example([(1,)], "float32", 6, False)
-@example([(1,)], "bfloat16", 6, True)
-@example([(0,), (3, 0), (2,)], "float32", 2, True)
-def test_offsets_padding_and_shards(shapes, dtype: str, world_size: int, aligned: bool) -> None:
-    layout = buffers.flat_parameter(given_to_us(shapes, dtype), world_size=world_size, use_orig_params=aligned)
+DTYPES = st.sampled_from(["float32", "bfloat16", "float64"])
+
+
+@given(SHAPES, DTYPES, st.integers(1, 6), st.booleans(), st.none() | DTYPES)
+@example([(3,), (5,)], "float32", 4, True, None)
+@example([(3,), (5,)], "float32", 4, True, "bfloat16")
+@example([(1,)], "float32", 6, False, None)
+@example([(1,)], "bfloat16", 6, True, None)
+@example([(0,), (3, 0), (2,)], "float32", 2, True, None)
+def test_offsets_padding_and_shards(shapes, dtype: str, world_size: int, aligned: bool, forward: str | None) -> None:
+    layout = buffers.flat_parameter(
+        given_to_us(shapes, dtype),
+        data_parallel_world_size=world_size,
+        use_orig_params=aligned,
+        forward_dtype=forward,
+    )
+    precision = None if forward is None else getattr(torch, forward)
     mesh = Mesh(fsdp=world_size)
     flat = buffers.state_layouts(layout, mesh)
-    whole = handle(shapes, dtype, 0, world_size, aligned).flat_param.detach()
+    whole = handle(shapes, dtype, 0, world_size, aligned, precision).flat_param.detach()
     for rank in range(world_size):
-        theirs = handle(shapes, dtype, rank, world_size, aligned)
+        theirs = handle(shapes, dtype, rank, world_size, aligned, precision)
         assert offsets(theirs.flat_param) == dict(layout.param_index_map)
         assert list(theirs.flat_param._fqns) == list(layout.param_index_map)
         theirs.shard()
@@ -80,7 +90,9 @@ def test_padding_is_torch_s_where_parameters_are_aligned() -> None:
     shapes = [(3,), (5,), (2, 3)]
     for aligned, length in ((True, 20), (False, 14)):
         theirs = handle(shapes, "float32", 0, 5, aligned).flat_param
-        layout = buffers.flat_parameter(given_to_us(shapes, "float32"), world_size=5, use_orig_params=aligned)
+        layout = buffers.flat_parameter(
+            given_to_us(shapes, "float32"), data_parallel_world_size=5, use_orig_params=aligned
+        )
         assert theirs.numel() == length
         assert layout.bucket_indices == ((0, -(-length // 5) * 5),)
         assert layout.per_bucket_numel_unpadded == (18 if aligned else 14,)
@@ -90,7 +102,7 @@ def test_torch_cannot_shard_what_has_no_elements_at_all() -> None:
     theirs = handle([(0,)], "float32", 0, 2, True)
     with pytest.raises(AssertionError):
         theirs.shard()
-    assert buffers.flat_parameter(given_to_us([(0,)], "float32"), world_size=2).numel == 0
+    assert buffers.flat_parameter(given_to_us([(0,)], "float32"), data_parallel_world_size=2).numel == 0
 
 
 def test_several_dtypes_are_refused_by_both() -> None:
@@ -106,4 +118,4 @@ def test_several_dtypes_are_refused_by_both() -> None:
     with pytest.raises(
         ParamLayoutError, match="a FlatParameter has one dtype, these parameters have bfloat16, float32"
     ):
-        buffers.flat_parameter(mixed, world_size=1)
+        buffers.flat_parameter(mixed, data_parallel_world_size=1)

@@ -775,7 +775,7 @@ def test_what_a_param_takes() -> None:
 
 
 def test_no_parameters_are_no_buffer() -> None:
-    assert buffers.data_parallel([]) == buffers.flat_parameter([], world_size=2) == PerBufferParamLayout()
+    assert buffers.data_parallel([]) == buffers.flat_parameter([], data_parallel_world_size=2) == PerBufferParamLayout()
     assert full([]) == FullParamLayout({}) and len(full([])) == 0
 
 
@@ -918,10 +918,13 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
             "chunk_size_factor is 0; give at least 1",
         ),
         (
-            lambda: buffers.flat_parameter([A, Param("b", 1, "float32")], world_size=2),
+            lambda: buffers.flat_parameter([A, Param("b", 1, "float32")], data_parallel_world_size=2),
             "a FlatParameter has one dtype, these parameters have bfloat16, float32; group them",
         ),
-        (lambda: buffers.flat_parameter([A], world_size=0), "world_size is 0; give at least 1"),
+        (
+            lambda: buffers.flat_parameter([A], data_parallel_world_size=0),
+            "data_parallel_world_size is 0; give at least 1",
+        ),
         (
             lambda: buffers.nvfp4_packed([Param("a", 5, quantised="nvfp4")], buffers.data_parallel([Param("a", 5)])),
             "NVFP4 parameter 'a' has 5 elements, two of which are a byte; give an even number",

@@ -335,7 +335,7 @@ def test_views_of_some_ranks(given_case: tuple[RuleCase, Mesh], data: st.DataObj
             buffers.state_store(buffer, mesh, axis="dp", ranks=ranks),
             buffers.state_layouts(buffer, mesh, axis="dp", shape="nd", ranks=ranks),
         )
-        for ranks in ((), some)
+        for ranks in (None, some)
     ]
     (flat, (windows, nd)), (flat_some, (windows_some, nd_some)) = stores
     assert windows == windows_some
@@ -440,7 +440,7 @@ def test_tensor_parallel_models_in_buckets(size: int) -> None:
 
 
 def contiguous(params: Sequence[Param], *, data_parallel_world_size: int) -> PerBufferParamLayout:
-    return buffers.flat_parameter(params, world_size=data_parallel_world_size, use_orig_params=False)
+    return buffers.flat_parameter(params, data_parallel_world_size=data_parallel_world_size, use_orig_params=False)
 
 
 def test_replicas_in_buffers_that_are_cut_elsewhere_are_pieces() -> None:
@@ -522,7 +522,7 @@ def test_views_of_some_ranks_of_a_model(model: tuple, data: st.DataObject) -> No
     some = data.draw(st.lists(st.sampled_from(mesh.ranks), min_size=1))
     (windows, whole), (again, part) = (
         buffers.model_parallel_state(params, layouts, mesh=mesh, axis="dp", rule=buffers.zero, ranks=ranks)
-        for ranks in ((), some)
+        for ranks in (None, some)
     )
     assert windows == again
     assert part.entries == tuple(entry for entry in whole.entries if entry[0][1] in some)
@@ -681,3 +681,38 @@ def test_a_shard_that_is_too_short_is_refused() -> None:
     short = np.zeros(buffers.shard_numel(BUFFER, 2) // 8)
     with pytest.raises(StoreError, match=r"ends at 12, the buffer has shape \(8,\)"):
         views(store, flat, 0, {SHARD: short})
+
+
+def test_what_nobody_holds_is_held_by_nobody() -> None:
+    """Empty runs of a tensor that has elements: a layout that has none of them, not the whole."""
+    nothing = Layout((4, 4), Mesh(dp=2), {}, stored={0: Runs([], 0)})
+    windows, _ = buffers.model_parallel_state(
+        [Param("w", (4, 4))], {"w": nothing}, mesh=Mesh(dp=2), axis="dp", rule=buffers.distributed_optimizer
+    )
+    assert [window.local_shape(0) for window in windows["w"]] == [(0, 4)]
+    with pytest.raises(PlanError, match="no rank holds it"):
+        sm.plan({"w": windows["w"]}, {"w": Layout((4, 4), Mesh(), "n h")})
+
+
+def test_a_parameter_with_the_name_of_a_window() -> None:
+    """Its view would take the window's place in the Store; where there is one window it has no number."""
+    params = [Param("w", (20, 10)), Param("w[0]", (3,))]
+    layout = buffers.distributed_optimizer(params, data_parallel_world_size=2)
+    with pytest.raises(ParamLayoutError, match=r"'w\[0\]' has the name of a window of parameter 'w'; rename one"):
+        buffers.state_layouts(layout, Mesh(dp=2), shape="nd")
+    whole = buffers.distributed_optimizer(params, data_parallel_world_size=1)
+    assert list(buffers.state_layouts(whole, Mesh(dp=1), shape="nd")[0]) == ["w[0]", "w"]
+
+
+def test_ranks_outside_the_mesh_have_no_views() -> None:
+    layout, mesh = buffers.distributed_optimizer([Param("w", (20, 10))], data_parallel_world_size=2), Mesh(dp=2)
+    assert not buffers.state_store(layout, mesh, ranks=[99]).entries
+    assert not buffers.state_store(layout, mesh, ranks=[]).entries
+    assert not buffers.state_layouts(layout, mesh, shape="nd", ranks=[99])[1].entries
+    assert len(buffers.state_store(layout, mesh).entries) == 2
+
+
+def test_a_shard_is_an_integer() -> None:
+    layout = buffers.distributed_optimizer([Param("w", (20, 10))], data_parallel_world_size=2)
+    with pytest.raises(ParamLayoutError, match=r"the shard is 1.0; give an integer"):
+        buffers.shard_ranges(layout, 2, 1.0)  # type: ignore[arg-type]
