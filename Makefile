@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PYTEST := $(BIN)/python -m pytest
+# Tests that start processes stay on one worker (tests/conftest.py), the others run beside them.
+SPREAD := -n auto --maxprocesses 4 --dist loadscope
 
 DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
@@ -72,10 +74,10 @@ lint: $(DEV)
 	@out=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$out" >&2; exit 1; }
 
 test: lint
-	@$(PYTEST) $(CHECKED) -m "not slow" --durations=5
+	@$(PYTEST) $(SPREAD) $(CHECKED) -m "not slow" --durations=5
 
 test-all: lint
-	@HYPOTHESIS_PROFILE=deep $(PYTEST) $(CHECKED) --durations=20 --timeout=1800
+	@HYPOTHESIS_PROFILE=deep $(PYTEST) $(SPREAD) $(CHECKED) --durations=20 --timeout=1800
 
 # The peer needs no more than torch, numpy and packaging, whatever its metadata says.
 bench: $(DEV)

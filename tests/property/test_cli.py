@@ -55,7 +55,7 @@ def test_wrong_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) ->
 def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 0
     captured = capsys.readouterr()
-    assert "commands: plan" in captured.out and ", show" in captured.out and captured.err == ""
+    assert "commands: " in captured.out and "plan, " in captured.out and ", show" in captured.out and captured.err == ""
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
