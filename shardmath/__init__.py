@@ -62,6 +62,8 @@ LATE = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "buffers":
+        return import_module("shardmath.buffers")
     if name not in LATE:
         raise AttributeError(f"module 'shardmath' has no attribute {name!r}")
     return getattr(import_module(f"shardmath.{LATE[name]}"), name)

@@ -4,7 +4,8 @@
    and the marks that Megatron puts on parameters (`shared_embedding`, `allreduce`, `is_embedding_or_output_parameter`).
 2. `by_parameter` gives a layout the keys and types that Megatron's own `PerBufferParamLayout` has; `by_name` reads one
    back.
-3. `views` are local tensors that lie in flat arrays: what is moved into them, is in the arrays.
+3. `state_views` are local tensors that lie in a rank's flat array: what is moved into them, is in the array. `views`
+   are the same of any Store.
 
 >>> module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False))
 >>> [(param.name, param.shape) for param in params_of(module)]
@@ -17,18 +18,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardmath import Layout, ParamLayoutError, StoreError, buffers
+from shardmath import Layout, Mesh, ParamLayoutError, StoreError, buffers
 from shardmath.store import Held, Place, Store, locals_of
 from shardmath_torch.dtensor import local_of
 from shardmath_torch.dtypes import dtype_of
 
-__all__ = ["ParamLayout", "by_name", "by_parameter", "params_of", "views"]
+__all__ = ["ParamLayout", "by_name", "by_parameter", "params_of", "state_views", "views"]
 
 
 def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
@@ -51,12 +52,17 @@ def _param(name: str, p: nn.Parameter, embedding: bool) -> buffers.Param:
     unmanaged = embedding or getattr(p, "is_embedding_or_output_parameter", False)
     return buffers.Param(
         name,
-        tuple(local_of(p).shape if isinstance(p, DTensor) else p.shape),
+        _shape(p),
         str(p.dtype),
         shared_embedding=bool(getattr(p, "shared_embedding", False)),
         expert_parallel=not getattr(p, "allreduce", True),
         managed=False if unmanaged or getattr(p, "use_muon", None) is False else None,
     )
+
+
+def _shape(p: Tensor) -> tuple[int, ...]:
+    """Of this rank's part."""
+    return tuple(local_of(p).shape if isinstance(p, DTensor) else p.shape)
 
 
 class ParamLayout(NamedTuple):
@@ -93,8 +99,12 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
     )
 
 
-def by_name(layout: _LikeMegatron, module: nn.Module) -> buffers.PerBufferParamLayout:
+def by_name(
+    layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
+) -> buffers.PerBufferParamLayout:
     """A layout by parameter, Megatron-Core's own or `by_parameter`'s, by name and checked.
+
+    Such a one does not know how many ranks it is laid out for: with `data_parallel_world_size` the result does.
 
     Raises ParamLayoutError for a parameter that the module does not have, and where the layout contradicts itself.
     """
@@ -111,8 +121,36 @@ def by_name(layout: _LikeMegatron, module: nn.Module) -> buffers.PerBufferParamL
         layout.per_bucket_numel_unpadded,
         layout.param_indices,
         getattr(layout, "num_optimizer_shards", None),
-        shapes=[tuple(local_of(p).shape if isinstance(p, DTensor) else p.shape) for p, _ in placed],
+        shapes=[_shape(p) for p, _ in placed],
+        data_parallel_world_size=data_parallel_world_size,
     )
+
+
+def state_views(
+    buffer: buffers.PerBufferParamLayout,
+    mesh: Mesh,
+    rank: int,
+    array: Tensor,
+    *,
+    axis: buffers.Axis = None,
+    shape: Literal["flat", "nd"] = "flat",
+) -> dict[str, Tensor]:
+    """This rank's local tensors under `buffers.state_layouts(buffer, mesh, axis=axis, shape=shape, dtype=array.dtype)`,
+    as views of its flat array; none for a rank outside the mesh.
+
+    Raises StoreError where the array is not flat, or not as long as the rank's share of the buffer, and
+    ParamLayoutError as `state_layouts` does.
+    """
+    share = buffers.state_numel(buffer, mesh, axis=axis)
+    if rank not in mesh:
+        return {}
+    if tuple(array.shape) != (share,):
+        raise StoreError(f"the array has shape {tuple(array.shape)}, rank {rank} has {share} elements of the buffer")
+    if shape == "nd":
+        windows, store = buffers.state_layouts(buffer, mesh, axis=axis, shape="nd", dtype=array.dtype, ranks=[rank])
+        return views(store, windows, rank, array)
+    flat = buffers.state_layouts(buffer, mesh, axis=axis, shape=shape, dtype=array.dtype)
+    return views(buffers.state_store(buffer, mesh, axis=axis, ranks=[rank]), flat, rank, array)
 
 
 def views(store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -38,16 +38,19 @@ from shardmath.buffers.param_layout import (
 )
 from shardmath.buffers.states import (
     SHARD,
+    Axis,
     model_parallel_state,
     shard_numel,
     shard_ranges,
     state_layouts,
+    state_numel,
     state_store,
 )
 
 __all__ = [
     "BESIDE",
     "SHARD",
+    "Axis",
     "BufferKey",
     "FullParamLayout",
     "Param",
@@ -69,6 +72,7 @@ __all__ = [
     "shard_numel",
     "shard_ranges",
     "state_layouts",
+    "state_numel",
     "state_store",
     "zero",
 ]

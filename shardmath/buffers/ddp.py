@@ -76,7 +76,7 @@ def distributed_optimizer(
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """
     divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
-    return _walk(forward(params), checked_bucket_size(bucket_size), start=START, end=divisor)
+    return _walk(forward(params), checked_bucket_size(bucket_size), START, divisor, data_parallel_world_size)
 
 
 def data_parallel(params: Iterable[Param], *, bucket_size: int | None = None) -> PerBufferParamLayout:
@@ -84,7 +84,7 @@ def data_parallel(params: Iterable[Param], *, bucket_size: int | None = None) ->
 
     Raises ParamLayoutError for a parameter given twice, and for a bucket size below 1.
     """
-    return _walk(forward(params), checked_bucket_size(bucket_size), start=1, end=1)
+    return _walk(forward(params), checked_bucket_size(bucket_size), 1, 1, None)
 
 
 class _Buckets:
@@ -103,11 +103,13 @@ class _Buckets:
         return self.first
 
 
-def _walk(params: Sequence[Param], bucket_size: int | None, *, start: int, end: int) -> PerBufferParamLayout:
-    """Parameters, last one first, each at a multiple of `start`; embeddings are alone where buckets are padded."""
+def _walk(
+    params: Sequence[Param], bucket_size: int | None, start: int, end: int, ranks: int | None
+) -> PerBufferParamLayout:
+    """Parameters, last one first, each at a multiple of `start`; embeddings are alone where ranks share buckets."""
     buckets, placed, position, filled = _Buckets(end), list[tuple[str, Placed]](), 0, False
     for param in reversed(params):
-        alone = param.shared_embedding and end > 1
+        alone = param.shared_embedding and ranks is not None
         position = up(position, start)
         if alone and filled:
             position = buckets.close(position)
@@ -117,7 +119,7 @@ def _walk(params: Sequence[Param], bucket_size: int | None, *, start: int, end: 
         position, filled = (buckets.close(stop), False) if full else (stop, True)
     if filled:
         buckets.close(position)
-    return laid_out(params, placed, buckets.indices, buckets.unpadded)
+    return laid_out(params, placed, buckets.indices, buckets.unpadded, ranks=ranks)
 
 
 def nvfp4_packed(
@@ -152,7 +154,13 @@ def nvfp4_packed(
         position = stop
     if placed:
         buckets.close(position)
-    return PerBufferParamLayout(placed, buckets.indices, buckets.unpadded, layout.param_indices)
+    return PerBufferParamLayout(
+        placed,
+        buckets.indices,
+        buckets.unpadded,
+        layout.param_indices,
+        data_parallel_world_size=data_parallel_world_size,
+    )
 
 
 def _packed(param: Param) -> int:

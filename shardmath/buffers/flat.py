@@ -55,10 +55,8 @@ def flat_parameter(
     kinds = sorted({param.dtype for param in listed})
     if len(kinds) > 1:
         raise ParamLayoutError(f"a FlatParameter has one dtype, these parameters have {', '.join(kinds)}; group them")
-    if not kinds:
-        return PerBufferParamLayout()
-    size = dtypes.itemsize(kinds[0] if forward_dtype is None else forward_dtype)
-    return _one_bucket(listed, listed, ALIGNED_BYTES // size if use_orig_params else 1, ranks)
+    size = dtypes.itemsize(forward_dtype or next(iter(kinds), "uint8"))
+    return _one_bucket(listed, listed, ALIGNED_BYTES // size if use_orig_params else 1, ranks, ranks)
 
 
 def zero(params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False) -> PerBufferParamLayout:
@@ -69,17 +67,19 @@ def zero(params: Iterable[Param], *, data_parallel_world_size: int, round_robin:
     """
     listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
     order = [param for i in range(ranks) for param in listed[i::ranks]] if round_robin else listed
-    return _one_bucket(listed, order, 1, ranks * ZERO_ALIGNMENT)
+    return _one_bucket(listed, order, 1, ranks * ZERO_ALIGNMENT, ranks)
 
 
-def _one_bucket(params: Sequence[Param], order: Sequence[Param], start: int, end: int) -> PerBufferParamLayout:
+def _one_bucket(
+    params: Sequence[Param], order: Sequence[Param], start: int, end: int, ranks: int
+) -> PerBufferParamLayout:
     placed, position = list[tuple[str, Placed]](), 0
     for param in order:
         position = up(position, start)
         placed.append((param.name, (position, position + param.numel, 0)))
         position += param.numel
     bucket = [(0, up(position, end))] if placed else []
-    return laid_out(params, placed, bucket, [position] if placed else [])
+    return laid_out(params, placed, bucket, [position] if placed else [], ranks=ranks)
 
 
 def megatron_fsdp(
@@ -113,7 +113,7 @@ def megatron_fsdp(
         buckets.append((first, end))
         unpadded.append(size)
         first = end
-    return laid_out(listed, placed, buckets, unpadded)
+    return laid_out(listed, placed, buckets, unpadded, ranks=ranks if sharded else None)
 
 
 def _buckets(params: Sequence[Param], bucket_size: int | None, sharded: bool) -> list[list[Param]]:

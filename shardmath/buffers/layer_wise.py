@@ -77,7 +77,7 @@ def layer_wise(
                 position += param.numel
         buckets.append((first, first + shards * shard))
         unpadded.append(sum(param.numel for param in chunk))
-    return laid_out(listed, placed, buckets, unpadded, shards)
+    return laid_out(listed, placed, buckets, unpadded, shards, ranks=shards)
 
 
 def _chunks(params: Sequence[Param], bucket_size: int | None, shards: int, divisor: int) -> list[list[Param]]:

@@ -188,7 +188,8 @@ class PerBufferParamLayout:
     `per_bucket_numel_unpadded` counts what the rule does not call padding; gaps between parameters may be in it, as in
     Megatron. `param_indices` is the number of each parameter among those of its logical dtype, in forward order.
     `num_optimizer_shards` is set where no parameter crosses a border between that many shards of a bucket. `shapes` are
-    those of `placed`, or empty if unknown.
+    those of `placed`, or empty if unknown. `data_parallel_world_size` is the number of ranks that it was laid out for,
+    if for any; no other number may share it.
 
     Raises ParamLayoutError where parameters overlap, leave their bucket, or the numbers contradict each other.
     """
@@ -199,6 +200,7 @@ class PerBufferParamLayout:
     param_indices: tuple[int, ...]
     num_optimizer_shards: int | None
     shapes: tuple[tuple[int, ...], ...]
+    data_parallel_world_size: int | None
     _map: Mapping[str, Placed]
 
     def __init__(
@@ -210,6 +212,7 @@ class PerBufferParamLayout:
         num_optimizer_shards: int | None = None,
         *,
         shapes: Iterable[tuple[int, ...]] = (),
+        data_parallel_world_size: int | None = None,
     ) -> None:
         pairs = param_index_map.items() if isinstance(param_index_map, Mapping) else param_index_map
         placed = tuple((_named(name), _place(name, at)) for name, at in pairs)
@@ -218,8 +221,9 @@ class PerBufferParamLayout:
             tuple(map(_border, bucket_indices)),
             _integers(per_bucket_numel_unpadded, "an unpadded size"),
             _integers(param_indices, "a number of param_indices"),
-            None if num_optimizer_shards is None else positive(num_optimizer_shards, "num_optimizer_shards"),
+            _size(num_optimizer_shards, "num_optimizer_shards"),
             tuple(_integers(shape, "a size in shapes") for shape in shapes),
+            _size(data_parallel_world_size, "data_parallel_world_size"),
             MappingProxyType(dict(placed)),
         )
         for name, value in zip(self.__slots__, fields, strict=True):
@@ -236,16 +240,17 @@ class PerBufferParamLayout:
         return _restored, self._fields()
 
     def __repr__(self) -> str:
-        given = ", ".join(map(repr, (dict(self.placed), *self._fields()[1:-1])))
-        return f"PerBufferParamLayout({given}, shapes={self.shapes!r})"
+        *given, shapes, size = self._fields()
+        shown = ", ".join(map(repr, (dict(self.placed), *given[1:])))
+        return f"PerBufferParamLayout({shown}, shapes={shapes!r}, data_parallel_world_size={size!r})"
 
     def __str__(self) -> str:
-        what = f"{len(self.placed)} parameters in {len(self.bucket_indices)} buckets"
+        what = f"{_count(self.placed, 'parameter')} in {_count(self.bucket_indices, 'bucket')}"
         return f"{what}, {self.numel} elements, {self.padding} of them padding ({100 * self.padding_share:.2f} %)"
 
     def _fields(self) -> tuple[object, ...]:
         counts = self.per_bucket_numel_unpadded, self.param_indices, self.num_optimizer_shards
-        return self.placed, self.bucket_indices, *counts, self.shapes
+        return self.placed, self.bucket_indices, *counts, self.shapes, self.data_parallel_world_size
 
     @property
     def param_index_map(self) -> Mapping[str, Placed]:
@@ -292,6 +297,14 @@ def _integers(values: Iterable[object], what: str) -> tuple[int, ...]:
     return out
 
 
+def _size(value: object, what: str) -> int | None:
+    return None if value is None else positive(value, what)
+
+
+def _count(items: Sequence[object], what: str) -> str:
+    return f"{len(items)} {what}{'s' * (len(items) != 1)}"
+
+
 def _place(name: str, at: Iterable[object]) -> Placed:
     out = _integers(at, f"the place of parameter {name!r}")
     if len(out) != 3:
@@ -313,8 +326,8 @@ def _named(name: object) -> str:
 
 
 def _restored(*fields: object) -> PerBufferParamLayout:
-    *positional, shapes = fields
-    return PerBufferParamLayout(*positional, shapes=shapes)  # type: ignore[arg-type]
+    *given, shapes, size = fields
+    return PerBufferParamLayout(*given, shapes=shapes, data_parallel_world_size=size)  # type: ignore[arg-type]
 
 
 def _check(layout: PerBufferParamLayout) -> None:
@@ -422,8 +435,10 @@ def laid_out(
     bucket_indices: Iterable[tuple[int, int]],
     per_bucket_numel_unpadded: Iterable[int],
     num_optimizer_shards: int | None = None,
+    *,
+    ranks: int | None = None,
 ) -> PerBufferParamLayout:
-    """What a rule returns: shapes and `param_indices` come from the parameters, which are in forward order."""
+    """What a rule for so many `ranks` returns; shapes and `param_indices` are of the parameters, in forward order."""
     shape = {param.name: param.shape for param in params}
     return PerBufferParamLayout(
         placed,
@@ -432,6 +447,7 @@ def laid_out(
         numbered((param.dtype, param.grad_dtype, param.expert_parallel) for param in params),
         num_optimizer_shards,
         shapes=[shape[name] for name, _ in placed],
+        data_parallel_world_size=ranks,
     )
 
 

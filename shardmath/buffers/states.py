@@ -38,10 +38,12 @@ from shardmath.whole import whole
 
 __all__ = [
     "SHARD",
+    "Axis",
     "model_parallel_state",
     "shard_numel",
     "shard_ranges",
     "state_layouts",
+    "state_numel",
     "state_store",
 ]
 
@@ -57,7 +59,8 @@ Windows: TypeAlias = dict[str, tuple[Layout, ...]]
 def shard_ranges(buffer: PerBufferParamLayout, shards: int, shard: int) -> tuple[tuple[int, int], ...]:
     """What of the buffer a rank has, a range a bucket: its flat array is these, one after the other.
 
-    Raises ParamLayoutError where a bucket is not divided evenly by so many shards.
+    One shard is all of the buffer. Raises ParamLayoutError for any other number than the buffer is laid out for, and
+    where a bucket is not divided evenly.
     """
     _check_shards(buffer, shards)
     if not 0 <= whole(shard, "the shard", ParamLayoutError) < shards:
@@ -72,11 +75,20 @@ def shard_numel(buffer: PerBufferParamLayout, shards: int) -> int:
     return buffer.numel // shards
 
 
-def _check_shards(buffer: PerBufferParamLayout, shards: int) -> None:
+def state_numel(buffer: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None) -> int:
+    """Elements of the flat array of a rank of the mesh. Raises ParamLayoutError as `state_layouts` does."""
+    return shard_numel(buffer, math.prod(mesh.axis_size(name) for name in _axes(mesh, axis)))
+
+
+def _check_shards(buffer: object, shards: int) -> None:
+    if not isinstance(buffer, PerBufferParamLayout):
+        what = f"{type(buffer).__name__} is no layout of one buffer"
+        raise ParamLayoutError(f"{what}; of a FullParamLayout take each value, and join what comes of them")
     positive(shards, "the number of shards")
-    if buffer.num_optimizer_shards not in (None, shards):
-        what = f"the buffer is laid out for {buffer.num_optimizer_shards} shards, {shards} ranks share it"
-        raise ParamLayoutError(f"{what}; lay it out for {shards}")
+    for made_for in (buffer.data_parallel_world_size, buffer.num_optimizer_shards):
+        if made_for not in (None, shards) and shards > 1:
+            what = f"the buffer is laid out for {made_for} ranks, {shards} share it"
+            raise ParamLayoutError(f"{what}; lay it out with data_parallel_world_size={shards}")
     for number, (start, end) in enumerate(buffer.bucket_indices):
         if (end - start) % shards:
             what = f"bucket {number} has {end - start} elements, which {shards} ranks do not divide evenly"
@@ -115,9 +127,13 @@ def state_layouts(
     With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` says where it lies. With
     `shape="nd"`, name -> windows of the parameter's own shape, and the Store of views into each rank's flat array;
     local tensors are called `name`, or `name[i]` where there are several windows; with `ranks`, it has views of these
-    ranks only. Ranks along other axes hold the same.
+    ranks only. Without `axis` all axes of the mesh share the buffer; ranks along other axes than these hold the same.
 
-    Raises ParamLayoutError where ranks do not divide a bucket evenly, or shapes are needed and unknown.
+    What is saved in the parameters' shapes can be loaded under any rule and any parallelism; what is saved flat, only
+    flat. A model of several buffers has the layouts of all of them, each on the mesh of its ranks.
+
+    Raises ParamLayoutError for another number of ranks than the buffer is laid out for (but one, which has all of it),
+    where ranks do not divide a bucket evenly, or where shapes are needed and unknown.
     """
     if shape not in ("flat", "nd"):
         raise ParamLayoutError(f"shape={shape!r}; use 'flat', or 'nd' for the shapes of the parameters")
@@ -125,7 +141,9 @@ def state_layouts(
     if shape == "flat":
         return _flat(buffer, mesh, axis, len(groups[0]), dtype)
     if len(buffer.shapes) != len(buffer.placed):
-        raise ParamLayoutError("the buffer's layout has no shapes; give them, or use shape='flat'")
+        raise ParamLayoutError(
+            "the buffer's layout has no shapes; make it with PerBufferParamLayout(..., shapes=), or use shape='flat'"
+        )
     shapes = dict(zip(buffer.param_index_map, buffer.shapes, strict=True))
     entire = {dims: tuple(map(identity, dims)) for dims in set(buffer.shapes)}
     interned: _Cuts = {}
@@ -161,6 +179,8 @@ class _Held(NamedTuple):
 
 
 def _axes(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
+    if not isinstance(mesh, Mesh):
+        raise ParamLayoutError(f"mesh is {mesh!r}; give a shardmath.Mesh, for example Mesh(dp=4)")
     return tuple(mesh.shape) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 

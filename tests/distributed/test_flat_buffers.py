@@ -15,7 +15,7 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath import buffers
 from shardmath.store import Store, View
-from shardmath_torch.flat_buffers import by_name, by_parameter, params_of, views
+from shardmath_torch.flat_buffers import by_name, by_parameter, params_of, state_views, views
 
 
 class Tied(nn.Module):
@@ -72,7 +72,7 @@ def test_by_parameter_and_back(rule: Any) -> None:
     names = {p: name for name, p in module.named_parameters()}
     assert [(names[p], at) for p, at in original.param_index_map.items()] == list(layout.param_index_map.items())
     assert isinstance(original.bucket_indices, list) and isinstance(original.param_index_map, dict)
-    assert by_name(original, module) == layout
+    assert by_name(original, module, data_parallel_world_size=4) == layout
 
 
 def test_other_parameters() -> None:
@@ -132,6 +132,28 @@ def test_arrays_that_do_not_fit(array: Any, said: str) -> None:
     windows, store = buffers.state_layouts(layout, sm.Mesh(dp=2), shape="nd")
     with pytest.raises(sm.StoreError, match=said):
         views(store, windows, 0, array)
+
+
+@pytest.mark.parametrize("shape", ["flat", "nd"])
+def test_state_views(shape: Any) -> None:
+    """The views of layout and Store of one buffer, which cannot be those of two."""
+    layout, mesh = buffers.distributed_optimizer(params_of(Tied()), data_parallel_world_size=2), sm.Mesh(dp=2, tp=2)
+    array = torch.arange(float(buffers.state_numel(layout, mesh, axis="dp")))
+    assert len(array) * 2 == layout.numel
+    found = state_views(layout, mesh, 2, array, axis="dp", shape=shape)
+    if shape == "nd":
+        layouts, store = buffers.state_layouts(layout, mesh, axis="dp", shape="nd")
+    else:
+        layouts, store = buffers.state_layouts(layout, mesh, axis="dp"), buffers.state_store(layout, mesh, axis="dp")
+    wanted = views(store, layouts, 2, array)
+    assert list(found) == list(wanted)
+    assert all(found[name].equal(wanted[name]) and found[name].shape == wanted[name].shape for name in wanted)
+    assert state_views(layout, mesh, 4, array, axis="dp") == {}
+    for other in (torch.zeros(layout.numel), array.reshape(2, -1), array[:-1]):
+        with pytest.raises(sm.StoreError, match=f"rank 2 has {len(array)} elements of the buffer"):
+            state_views(layout, mesh, 2, other, axis="dp", shape=shape)
+    with pytest.raises(sm.ParamLayoutError, match="laid out for 2 ranks, 4 share it"):
+        state_views(layout, mesh, 2, array)
 
 
 def test_arrays_by_name() -> None:

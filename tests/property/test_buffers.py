@@ -737,18 +737,20 @@ def test_the_map_is_read_only() -> None:
 
 def test_what_makes_layouts_differ() -> None:
     fields = (LAYOUT.placed, LAYOUT.bucket_indices, LAYOUT.per_bucket_numel_unpadded, LAYOUT.param_indices)
-    assert PerBufferParamLayout(*fields, shapes=LAYOUT.shapes) == LAYOUT
-    assert PerBufferParamLayout(dict(LAYOUT.placed), *fields[1:], shapes=LAYOUT.shapes) == LAYOUT
-    assert PerBufferParamLayout(LAYOUT.placed[::-1], *fields[1:], shapes=LAYOUT.shapes[::-1]) != LAYOUT
-    assert PerBufferParamLayout(*fields) != LAYOUT
-    assert PerBufferParamLayout(*fields, 2, shapes=LAYOUT.shapes) != LAYOUT
+    more = {"shapes": LAYOUT.shapes, "data_parallel_world_size": 2}
+    assert PerBufferParamLayout(*fields, **more) == LAYOUT
+    assert PerBufferParamLayout(dict(LAYOUT.placed), *fields[1:], **more) == LAYOUT
+    assert PerBufferParamLayout(LAYOUT.placed[::-1], *fields[1:], **(more | {"shapes": LAYOUT.shapes[::-1]})) != LAYOUT
+    assert PerBufferParamLayout(*fields, data_parallel_world_size=2) != LAYOUT
+    assert PerBufferParamLayout(*fields, shapes=LAYOUT.shapes) != LAYOUT
+    assert PerBufferParamLayout(*fields, 2, **more) != LAYOUT
     assert LAYOUT.with_indices((1, 0)) != LAYOUT == LAYOUT.with_indices((1, 0)).with_indices((0, 1))
     assert len({LAYOUT, pickle.loads(pickle.dumps(LAYOUT))}) == 1
 
 
 def test_sizes_of_a_layout() -> None:
     assert (LAYOUT.numel, LAYOUT.padding, LAYOUT.padding_share) == (256, 144, 144 / 256)
-    assert str(LAYOUT) == "2 parameters in 1 buckets, 256 elements, 144 of them padding (56.25 %)"
+    assert str(LAYOUT) == "2 parameters in 1 bucket, 256 elements, 144 of them padding (56.25 %)"
     nothing = PerBufferParamLayout()
     assert (nothing.numel, nothing.padding, nothing.padding_share) == (0, 0, 0.0)
 
@@ -775,7 +777,8 @@ def test_what_a_param_takes() -> None:
 
 
 def test_no_parameters_are_no_buffer() -> None:
-    assert buffers.data_parallel([]) == buffers.flat_parameter([], data_parallel_world_size=2) == PerBufferParamLayout()
+    assert buffers.data_parallel([]) == PerBufferParamLayout()
+    assert buffers.flat_parameter([], data_parallel_world_size=2) == PerBufferParamLayout(data_parallel_world_size=2)
     assert full([]) == FullParamLayout({}) and len(full([])) == 0
 
 
@@ -948,7 +951,7 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
         (lambda: buffers.shard_ranges(LAYOUT, 2, -1), "shard -1 of 2; use 0..1"),
         (
             lambda: buffers.shard_numel(buffers.layer_wise([A], data_parallel_world_size=4), 2),
-            "the buffer is laid out for 4 shards, 2 ranks share it; lay it out for 2",
+            "the buffer is laid out for 4 ranks, 2 share it; lay it out with data_parallel_world_size=2",
         ),
     ],
 )
@@ -1017,4 +1020,5 @@ def test_integers_are_integers_of_64_bits(make: Callable, message: str, fails) -
 
 def test_integers_of_numpy_are_integers() -> None:
     layout = PerBufferParamLayout({"a": np.array([0, 2, 0])}, np.array([[0, 2]]), np.array([2]), np.array([0]))
-    assert repr(layout) == "PerBufferParamLayout({'a': (0, 2, 0)}, ((0, 2),), (2,), (0,), None, shapes=())"
+    again = "PerBufferParamLayout({'a': (0, 2, 0)}, ((0, 2),), (2,), (0,), None, shapes=(), "
+    assert repr(layout) == f"{again}data_parallel_world_size=None)"
