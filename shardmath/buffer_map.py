@@ -40,7 +40,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath import dtypes
-from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout, positive
+from shardmath.buffers.param import positive
+from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout
 from shardmath.buffers.states import shard_numel
 from shardmath.errors import ParamLayoutError
 from shardmath.show import nbytes, table

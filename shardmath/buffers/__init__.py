@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `param`: parameters as the rules see them, and padding;
 - `param_layout`: where parameters lie in a buffer, as values with the fields of Megatron-Core's;
 - `ddp`: the rules of its DistributedOptimizer, of plain DDP, and NVFP4's packed map; `layer_wise`: that of Muon;
 - `flat`: those of PyTorch's FSDP1, DeepSpeed's ZeRO, and Megatron-FSDP;
@@ -26,16 +27,8 @@ from shardmath.buffers.ddp import data_parallel, default_bucket_size, distribute
 from shardmath.buffers.flat import flat_parameter, megatron_fsdp, zero
 from shardmath.buffers.grouping import BESIDE, Rule, full_layout
 from shardmath.buffers.layer_wise import layer_wise
-from shardmath.buffers.param_layout import (
-    BufferKey,
-    FullParamLayout,
-    Param,
-    PerBufferParamLayout,
-    bucket_end_divisor,
-    pad_bucket_end,
-    pad_param_start,
-    pad_to_divisor,
-)
+from shardmath.buffers.param import Param, bucket_end_divisor, pad_bucket_end, pad_param_start, pad_to_divisor
+from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout
 from shardmath.buffers.states import (
     SHARD,
     Axis,

@@ -18,17 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardmath.buffers.param_layout import (
-    START,
-    Param,
-    PerBufferParamLayout,
-    Placed,
-    bucket_end_divisor,
-    forward,
-    laid_out,
-    positive,
-    up,
-)
+from shardmath.buffers.param import START, Param, bucket_end_divisor, forward, positive, up
+from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
 from shardmath.errors import ParamLayoutError
 
 __all__ = ["checked_bucket_size", "data_parallel", "default_bucket_size", "distributed_optimizer", "nvfp4_packed"]

@@ -18,15 +18,8 @@ from collections.abc import Iterable, Sequence
 
 from shardmath import dtypes
 from shardmath.buffers.ddp import checked_bucket_size
-from shardmath.buffers.param_layout import (
-    Param,
-    PerBufferParamLayout,
-    Placed,
-    forward,
-    laid_out,
-    positive,
-    up,
-)
+from shardmath.buffers.param import Param, forward, positive, up
+from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
 from shardmath.errors import ParamLayoutError
 
 __all__ = ["flat_parameter", "megatron_fsdp", "zero"]

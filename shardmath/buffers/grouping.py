@@ -17,14 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from shardmath.buffers.ddp import distributed_optimizer
 from shardmath.buffers.layer_wise import layer_wise
-from shardmath.buffers.param_layout import (
-    BufferKey,
-    FullParamLayout,
-    Param,
-    PerBufferParamLayout,
-    forward,
-    numbered,
-)
+from shardmath.buffers.param import Param, forward, numbered
+from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout
 from shardmath.errors import ParamLayoutError
 
 __all__ = ["BESIDE", "Rule", "full_layout", "grouped"]

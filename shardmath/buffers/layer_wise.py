@@ -26,16 +26,8 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from shardmath.buffers.ddp import checked_bucket_size
-from shardmath.buffers.param_layout import (
-    START,
-    Param,
-    PerBufferParamLayout,
-    Placed,
-    bucket_end_divisor,
-    forward,
-    laid_out,
-    up,
-)
+from shardmath.buffers.param import START, Param, bucket_end_divisor, forward, up
+from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
 
 __all__ = ["layer_wise"]
 

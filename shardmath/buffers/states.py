@@ -27,7 +27,8 @@ from typing import Literal, NamedTuple, TypeAlias, overload
 
 from shardmath.box import flat_boxes, volume
 from shardmath.buffers.grouping import Rule
-from shardmath.buffers.param_layout import Param, PerBufferParamLayout, forward, positive
+from shardmath.buffers.param import Param, forward, positive
+from shardmath.buffers.param_layout import PerBufferParamLayout
 from shardmath.errors import ParamLayoutError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh

@@ -1,0 +1,171 @@
+"""Parameters as the rules see them, and the integers that they pad by.
+
+1. A parameter is a name, a shape, and what some rule wants to know of it. Rules take parameters in forward order.
+2. Padding is in integers; Megatron's divides floats, and is wrong above 2^53.
+
+>>> Param("w", (64, 96)).numel, pad_to_divisor(65, 64), bucket_end_divisor(3)
+(6144, 128, 384)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shardmath import dtypes
+from shardmath.errors import ParamLayoutError
+from shardmath.whole import whole
+
+__all__ = [
+    "START",
+    "Param",
+    "bucket_end_divisor",
+    "forward",
+    "named",
+    "numbered",
+    "pad_bucket_end",
+    "pad_param_start",
+    "pad_to_divisor",
+    "positive",
+    "up",
+]
+
+START = 64
+"""Elements between which parameters start (Megatron-Core `pad_param_start`; its docstring says bytes)."""
+
+NCCL = 128
+"""What the end of a bucket is a multiple of, besides the number of ranks (Megatron-Core `bucket_end_divisor`)."""
+
+BUSBW = 1 << 16
+"""The same where NCCL is to run at full bus bandwidth."""
+
+
+def positive(value: object, what: str) -> int:
+    """`value` as an int of at least 1. Raises ParamLayoutError, which says `what` it is."""
+    number = whole(value, what, ParamLayoutError)
+    if number < 1:
+        raise ParamLayoutError(f"{what} is {number}; give at least 1")
+    return number
+
+
+def pad_to_divisor(value: int, divisor: int) -> int:
+    """The least multiple of `divisor` that is not below `value`. Raises ParamLayoutError for negative or zero ones.
+
+    >>> pad_to_divisor(65, 64), pad_to_divisor(2**53 + 1, 64) - 2**53
+    (128, 64)
+    """
+    number, by = whole(value, "the value to pad", ParamLayoutError), positive(divisor, "the divisor")
+    if number < 0:
+        raise ParamLayoutError(f"the value to pad is {number}; give at least 0")
+    return up(number, by)
+
+
+def named(name: object) -> str:
+    """The name of a parameter. Raises ParamLayoutError for what is no str."""
+    if not isinstance(name, str):
+        raise ParamLayoutError(f"the name of a parameter is {name!r}; name parameters by str")
+    return name
+
+
+def up(value: int, divisor: int) -> int:
+    """`pad_to_divisor` of what is known to be right."""
+    return -(-value // divisor) * divisor
+
+
+def pad_param_start(start: int) -> int:
+    """The first position from `start` on where Megatron's optimizers let a parameter start."""
+    return pad_to_divisor(start, START)
+
+
+def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
+    """What the end of a bucket is a multiple of."""
+    size = positive(data_parallel_world_size, "data_parallel_world_size")
+    return math.lcm(size, NCCL, BUSBW) if pad_for_high_nccl_busbw else math.lcm(size, NCCL)
+
+
+def pad_bucket_end(end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
+    """Where Megatron's optimizers end a bucket whose parameters end at `end`."""
+    return pad_to_divisor(end, bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw))
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter as the rules see it: `shape` as this rank holds it, and what its optimizer wants to know.
+
+    `quantised` is whether its storage is quantised (uint8 in a buffer), or the format: "fp8", "mxfp8", "nvfp4".
+    `grad_dtype` is that of its gradient, its own if not given. `managed` is whether LayerWise optimizers orthogonalise
+    it: every matrix that is no shared embedding, if not given; say False of an embedding or output layer.
+    `gtp_remat_size` is how many ranks hold rows of what is orthogonalised as one.
+
+    Raises ParamLayoutError for what is no name, or a format that is none, LayoutError for an unknown dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    grad_dtype: str | None = None
+    quantised: bool | str = False
+    shared_embedding: bool = False
+    expert_parallel: bool = False
+    managed: bool | None = None
+    gtp_remat_size: int = 1
+    numel: int = field(init=False, repr=False, compare=False)
+    """Elements."""
+
+    def __post_init__(self) -> None:
+        named(self.name)
+        if type(self.shape) is not tuple or not set(map(type, self.shape)) <= {int} or min(self.shape, default=0) < 0:
+            object.__setattr__(self, "shape", _sizes(self.name, self.shape))
+        if self.quantised not in QUANTISED:
+            known = ", ".join(map(repr, QUANTISED))
+            raise ParamLayoutError(f"parameter {self.name!r}: quantised={self.quantised!r}; give one of {known}")
+        if type(self.gtp_remat_size) is not int or self.gtp_remat_size != 1:
+            positive(self.gtp_remat_size, f"gtp_remat_size of parameter {self.name!r}")
+        if type(self.dtype) is not str or self.dtype not in dtypes.ITEMSIZE:
+            object.__setattr__(self, "dtype", dtypes.canonical(self.dtype))
+        if self.grad_dtype is not None:
+            object.__setattr__(self, "grad_dtype", dtypes.canonical(self.grad_dtype))
+        object.__setattr__(self, "numel", math.prod(self.shape))
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether a LayerWise optimizer orthogonalises it."""
+        if self.managed is None:
+            return len(self.shape) == 2 and not self.shared_embedding
+        return self.managed
+
+
+QUANTISED = (False, True, "fp8", "mxfp8", "nvfp4")
+"""Storage of parameters: as it is, quantised, or quantised in one of the formats that Megatron's buffers know."""
+
+
+def _sizes(name: str, shape: object) -> tuple[int, ...]:
+    listed = shape if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape,)
+    sizes = tuple(whole(n, f"a size of parameter {name!r}", ParamLayoutError) for n in listed)
+    if min(sizes, default=0) < 0:
+        raise ParamLayoutError(f"parameter {name!r} has shape {sizes}; sizes are >= 0")
+    return sizes
+
+
+def forward(params: Iterable[Param]) -> tuple[Param, ...]:
+    """The parameters, in forward order. Raises ParamLayoutError for what is no Param, or a name given twice."""
+    out = tuple(params)
+    seen: set[str] = set()
+    for param in out:
+        if not isinstance(param, Param):
+            raise ParamLayoutError(f"{param!r} is no parameter; give buffers.Param(name, shape)")
+        if param.name in seen:
+            raise ParamLayoutError(f"parameter {param.name!r} is given twice; a tied parameter lies in a buffer once")
+        seen.add(param.name)
+    return out
+
+
+def numbered(alike: Iterable[object]) -> list[int]:
+    """The number of each among those before it that are equal to it."""
+    counts: dict[object, int] = {}
+    out = []
+    for key in alike:
+        out.append(counts.setdefault(key, 0))
+        counts[key] += 1
+    return out
