@@ -10,6 +10,7 @@ function of the remaining arguments that returns an exit status.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return commands[arguments[0]](arguments[1:])
     except ShardError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever reads has had enough; what is left is not to be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

@@ -6,7 +6,8 @@
 1. The model is a name of `shapes.MODELS`, a folder with config.json, such a file, a model type of transformers ("llama"
    is its default config), or a Hub id. It is laid out whole: no tensor, pipeline or expert parallelism divides it.
 2. RULES says which rule takes which options; an option that the rule does not take is a wrong command line.
-3. Experts share buffers of their own, with `--expert-dp` ranks.
+   Names and shapes are those of the checkpoint: Megatron fuses q, k and v, gate and up, and orders experts otherwise.
+3. Experts share buffers of their own where the rule has it so: see RULES.
 4. Exit status 0; 1: an error, said once on stderr; 2: usage.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,23 +32,28 @@ __all__ = ["RULES", "Chosen", "command"]
 
 
 class Chosen(NamedTuple):
-    """A rule, and which options it takes: `sharded` is whether ranks divide its buffers, `--expert-dp` goes with it."""
+    """A rule, which options it takes, and when experts lie apart: `always`, `asked` (with `--expert-dp`), or `never`.
+
+    `sharded` is whether ranks divide its buffers.
+    """
 
     rule: buffers.Rule
-    sharded: bool = True
-    bucket_size: bool = True
-    busbw: bool = False
+    sharded: bool
+    bucket_size: bool
+    busbw: bool
+    experts: str
 
 
 RULES: dict[str, Chosen] = {
-    # rule                                                       sharded  bucket_size  busbw
-    "distributed_optimizer": Chosen(buffers.distributed_optimizer, True, True, True),
-    "data_parallel": Chosen(buffers.data_parallel, False, True),
-    "layer_wise": Chosen(buffers.layer_wise, True, True, True),
-    "megatron_fsdp": Chosen(buffers.megatron_fsdp, True, True),
-    "flat_parameter": Chosen(buffers.flat_parameter, True, False),
-    "zero": Chosen(buffers.zero, True, False),
+    # rule                                                       sharded  bucket_size  busbw  experts
+    "distributed_optimizer": Chosen(buffers.distributed_optimizer, True, True, True, "asked"),
+    "data_parallel": Chosen(buffers.data_parallel, False, True, False, "never"),
+    "layer_wise": Chosen(buffers.layer_wise, True, True, True, "asked"),
+    "megatron_fsdp": Chosen(buffers.megatron_fsdp, True, True, False, "always"),
+    "flat_parameter": Chosen(buffers.flat_parameter, True, False, False, "never"),
+    "zero": Chosen(buffers.zero, True, False, False, "never"),
 }
+"""Megatron-Core puts experts apart where expert parallelism divides them, Megatron-FSDP always, the others never."""
 
 
 def command(argv: Sequence[str]) -> int:
@@ -102,13 +109,15 @@ def _taken(given: argparse.Namespace, chosen: Chosen) -> dict[str, bool]:
     asked = {
         "--bucket-size": (given.bucket_size is not None, chosen.bucket_size),
         "--busbw": (given.busbw, chosen.busbw),
-        "--expert-dp": (given.expert_dp is not None, chosen.sharded),
+        "--expert-dp": (given.expert_dp is not None, chosen.experts != "never"),
     }
     return {option: taken for option, (there, taken) in asked.items() if there}
 
 
 def _show(given: argparse.Namespace, chosen: Chosen) -> None:
     params = parameters(_model(given.model), dtype=given.dtype, shared=given.shared_embedding)
+    if chosen.experts == "never" or (chosen.experts == "asked" and given.expert_dp is None):
+        params = tuple(replace(param, expert_parallel=False) for param in params)
     layouts = buffers.full_layout(params, rule=chosen.rule, **_options(given, chosen))
     print(buffer_table(layouts))
     for number, (key, layout) in enumerate(layouts.items()):
@@ -141,7 +150,7 @@ def _options(given: argparse.Namespace, chosen: Chosen) -> dict[str, Any]:
     elements = {"default": buffers.default_bucket_size(given.dp), "none": None}.get(size, size)
     options = {
         "data_parallel_world_size": (given.dp, chosen.sharded),
-        "expert_data_parallel_world_size": (given.expert_dp, chosen.sharded),
+        "expert_data_parallel_world_size": (given.expert_dp, chosen.experts != "never"),
         "bucket_size": (elements, chosen.bucket_size),
         "pad_for_high_nccl_busbw": (given.busbw, chosen.busbw),
     }

@@ -29,7 +29,7 @@ from shardmath.store import Held, Place, Store, locals_of
 from shardmath_torch.dtensor import local_of
 from shardmath_torch.dtypes import dtype_of
 
-__all__ = ["ParamLayout", "by_name", "by_parameter", "params_of", "state_views", "views"]
+__all__ = ["ParamLayout", "by_name", "by_parameter", "embeddings", "params_of", "state_views", "views"]
 
 
 def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
@@ -38,11 +38,12 @@ def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
     Embeddings and output layers (`get_output_embeddings`) are not managed by LayerWise optimizers. Quantised storage is
     not seen: replace such a Param with `quantised=` what it is.
     """
-    unmanaged = _embeddings(module)
+    unmanaged = embeddings(module)
     return tuple(_param(name, p, id(p) in unmanaged) for name, p in module.named_parameters() if p.requires_grad)
 
 
-def _embeddings(module: nn.Module) -> set[int]:
+def embeddings(module: nn.Module) -> set[int]:
+    """Ids of the parameters of embeddings and of the output layer."""
     found = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
     output = getattr(module, "get_output_embeddings", lambda: None)()
     return found | {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else found
@@ -127,7 +128,7 @@ def by_name(
 
 
 def state_views(
-    buffer: buffers.PerBufferParamLayout,
+    buffer_layout: buffers.PerBufferParamLayout,
     mesh: Mesh,
     rank: int,
     array: Tensor,
@@ -135,26 +136,27 @@ def state_views(
     axis: buffers.Axis = None,
     shape: Literal["flat", "nd"] = "flat",
 ) -> dict[str, Tensor]:
-    """This rank's local tensors under `buffers.state_layouts(buffer, mesh, axis=axis, shape=shape, dtype=array.dtype)`,
-    as views of its flat array; none for a rank outside the mesh.
+    """This rank's local tensors under `buffers.state_layouts` of the same arguments, in the array's dtype, as views of
+    its flat array; none for a rank outside the mesh.
 
     Raises StoreError where the array is not flat, or not as long as the rank's share of the buffer, and
     ParamLayoutError as `state_layouts` does.
     """
-    share = buffers.state_numel(buffer, mesh, axis=axis)
+    share = buffers.state_numel(buffer_layout, mesh, axis=axis)
     if rank not in mesh:
         return {}
     if tuple(array.shape) != (share,):
         raise StoreError(f"the array has shape {tuple(array.shape)}, rank {rank} has {share} elements of the buffer")
     if shape == "nd":
-        windows, store = buffers.state_layouts(buffer, mesh, axis=axis, shape="nd", dtype=array.dtype, ranks=[rank])
-        return views(store, windows, rank, array)
-    flat = buffers.state_layouts(buffer, mesh, axis=axis, shape=shape, dtype=array.dtype)
-    return views(buffers.state_store(buffer, mesh, axis=axis, ranks=[rank]), flat, rank, array)
+        found = buffers.state_layouts(buffer_layout, mesh, axis=axis, shape="nd", dtype=array.dtype, ranks=[rank])
+        return views(found[1], found[0], rank, array)
+    flat = buffers.state_layouts(buffer_layout, mesh, axis=axis, shape=shape, dtype=array.dtype)
+    return views(buffers.state_store(buffer_layout, mesh, axis=axis, ranks=[rank]), flat, rank, array)
 
 
 def views(store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's local tensors, by local name, as views of its flat arrays; a single array is `buffers.SHARD`.
+    """This rank's local tensors, by local name, as views of its flat arrays, detached; a single array is
+    `buffers.SHARD`.
 
     Tensors of which the rank has no part are left out. Raises StoreError for an array that is missing, too short, not
     flat, or of another dtype.
@@ -171,8 +173,8 @@ def _view(place: Place, local: str, layout: Layout, arrays: Mapping[str, Tensor]
     if array is None:
         known = ", ".join(map(repr, arrays)) or "none"
         raise StoreError(f"no array {place.buffer!r} for {local!r}; arrays are {known}")
-    if array.ndim != 1 or place.end > array.numel() or str(array.dtype) != str(dtype_of(layout.dtype)):
+    if array.ndim != 1 or place.end > array.numel() or array.dtype != dtype_of(layout.dtype):
         what = f"{place} of {local!r} ends at {place.end} and is {layout.dtype}"
         raise StoreError(f"{what}, the array is {array.dtype}{list(array.shape)}; give a flat one that holds it")
     steps = tuple(step * array.stride(0) for step in place.strides)
-    return torch.as_strided(array, place.shape, steps, array.storage_offset() + place.offset * array.stride(0))
+    return torch.as_strided(array.detach(), place.shape, steps, array.storage_offset() + place.offset * array.stride(0))

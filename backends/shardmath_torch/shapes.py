@@ -24,14 +24,17 @@ model.layers.0.block_sparse_moe.experts.1.w2.weight (8, 6) bfloat16
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardmath import ShardError, dtypes
 from shardmath.buffers import Param
+from shardmath_torch.flat_buffers import embeddings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -230,7 +233,7 @@ def parameters(
     config = _config(model)
     network, kind = _build(config), _kind(config, dtype)
     trained = {name: tensor for name, tensor in _stored(network) if tensor.requires_grad}
-    known, tables = _named(network, trained, kind), _tables(network)
+    known, tables = _named(network, trained, kind), embeddings(network)
     words = _named(network, {name: tensor for name, tensor in trained.items() if id(tensor) in tables}, kind)
     missing = sorted(set(shared) - set(known))
     if missing:
@@ -245,12 +248,6 @@ def parameters(
         )
         for name, entry in known.items()
     )
-
-
-def _tables(network: PreTrainedModel) -> set[int]:
-    """The ids of the weights of embeddings and of the output layer."""
-    layers = [module for module in network.modules() if isinstance(module, nn.Embedding)]
-    return {id(layer.weight) for layer in (*layers, network.get_output_embeddings()) if layer is not None}
 
 
 def _kind(config: PretrainedConfig, dtype: str | None) -> str:
@@ -276,11 +273,17 @@ def _config(model: PretrainedConfig | str) -> PretrainedConfig:
     if model in MODELS:
         kind, settings = MODELS[model]
         return AutoConfig.for_model(kind, **settings)
+    if not Path(model).exists() and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
+        raise ShardError(f"no config for {model!r}: there is no such file or folder; {_wanted()}")
     try:
         return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        what = f"no config for {model!r}: {str(error).splitlines()[0]}"
-        raise ShardError(f"{what}; give a config, a folder with config.json, or one of {', '.join(MODELS)}") from error
+    except Exception as error:  # the file is the user's, and what reads it transformers'
+        what = f"no config for {model!r}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise ShardError(f"{what}; {_wanted()}") from error
+
+
+def _wanted() -> str:
+    return f"give a config, a folder with config.json, or one of {', '.join(MODELS)}"
 
 
 def _build(config: PretrainedConfig) -> PreTrainedModel:
@@ -288,8 +291,8 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return _network(config)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"{type(config).__name__} builds no model: {error}"
+    except Exception as error:  # the settings are the user's, and what takes them transformers'
+        what = f"{type(config).__name__} builds no model: {type(error).__name__}: {error}"
         raise ShardError(f"{what}; give a transformers config, with what its architecture needs") from error
 
 

@@ -18,16 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardmath.buffers.param import START, Param, bucket_end_divisor, forward, positive, up
+from shardmath.buffers.param import START, Param, bucket_end_divisor, checked_bucket_size, forward, positive, up
 from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
 from shardmath.errors import ParamLayoutError
 
-__all__ = ["checked_bucket_size", "data_parallel", "default_bucket_size", "distributed_optimizer", "nvfp4_packed"]
-
-
-def checked_bucket_size(bucket_size: object) -> int | None:
-    """None, for one bucket, or the size. Raises ParamLayoutError for what is below 1."""
-    return None if bucket_size is None else positive(bucket_size, "bucket_size (None is one bucket)")
+__all__ = ["data_parallel", "default_bucket_size", "distributed_optimizer", "nvfp4_packed"]
 
 
 def default_bucket_size(
@@ -67,15 +62,16 @@ def distributed_optimizer(
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """
     divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
-    return _walk(forward(params), checked_bucket_size(bucket_size), START, divisor, data_parallel_world_size)
+    size = checked_bucket_size(bucket_size)
+    return _walk(forward(params), size, start=START, end=divisor, ranks=data_parallel_world_size)
 
 
 def data_parallel(params: Iterable[Param], *, bucket_size: int | None = None) -> PerBufferParamLayout:
-    """The buffer of Megatron-Core's DDP without a distributed optimizer: no padding at all.
+    """The buffer of Megatron-Core's DDP without a distributed optimizer: no padding, and every rank has all of it.
 
     Raises ParamLayoutError for a parameter given twice, and for a bucket size below 1.
     """
-    return _walk(forward(params), checked_bucket_size(bucket_size), 1, 1, None)
+    return _walk(forward(params), checked_bucket_size(bucket_size), start=1, end=1, ranks=None)
 
 
 class _Buckets:
@@ -95,7 +91,7 @@ class _Buckets:
 
 
 def _walk(
-    params: Sequence[Param], bucket_size: int | None, start: int, end: int, ranks: int | None
+    params: Sequence[Param], bucket_size: int | None, *, start: int, end: int, ranks: int | None
 ) -> PerBufferParamLayout:
     """Parameters, last one first, each at a multiple of `start`; embeddings are alone where ranks share buckets."""
     buckets, placed, position, filled = _Buckets(end), list[tuple[str, Placed]](), 0, False
@@ -110,7 +106,7 @@ def _walk(
         position, filled = (buckets.close(stop), False) if full else (stop, True)
     if filled:
         buckets.close(position)
-    return laid_out(params, placed, buckets.indices, buckets.unpadded, ranks=ranks)
+    return laid_out(params, placed, buckets.indices, buckets.unpadded, ranks=ranks or 1)
 
 
 def nvfp4_packed(
@@ -123,25 +119,28 @@ def nvfp4_packed(
     """Where the bytes of the same parameters lie: two elements of an NVFP4 one are a byte, any other element is one.
 
     NVFP4 are the parameters with `quantised="nvfp4"`, or True. `layout` is that of the gradients, whose buckets it
-    keeps; without `data_parallel_world_size` nothing is padded. Shapes are left out: they count elements, not bytes.
+    keeps, by a rule that places the last parameter first; without `data_parallel_world_size` nothing is padded. Shapes
+    are left out: they count elements, not bytes.
 
-    Raises ParamLayoutError for an odd number of elements, and where the layout has other parameters.
+    Raises ParamLayoutError for an odd number of elements, and where the layout is not of these parameters in this
+    order, or for another number of ranks.
     """
     listed = forward(params)
-    bucket = {name: at[2] for name, at in layout.placed}
-    if bucket.keys() != {param.name for param in listed}:
-        differ = sorted(bucket.keys() ^ {param.name for param in listed})
-        raise ParamLayoutError(f"parameters and layout differ in {differ[:8]}; give the layout of these parameters")
+    _check_same(listed, layout)
     start = divisor = 1
     if data_parallel_world_size is not None:
         start, divisor = START, bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
+    if layout.data_parallel_world_size not in (None, data_parallel_world_size or 1):
+        what = f"the layout is for {layout.data_parallel_world_size} ranks"
+        raise ParamLayoutError(f"{what}; give data_parallel_world_size={layout.data_parallel_world_size}")
     buckets, placed, position = _Buckets(divisor), list[tuple[str, Placed]](), 0
     for param in reversed(listed):
+        number = layout.param_index_map[param.name][2]
         position = up(position, start)
-        if bucket[param.name] != len(buckets.indices):
+        if number != len(buckets.indices):
             position = buckets.close(position)
         stop = position + _packed(param)
-        placed.append((param.name, (position, stop, bucket[param.name])))
+        placed.append((param.name, (position, stop, number)))
         position = stop
     if placed:
         buckets.close(position)
@@ -150,8 +149,20 @@ def nvfp4_packed(
         buckets.indices,
         buckets.unpadded,
         layout.param_indices,
-        data_parallel_world_size=data_parallel_world_size,
+        data_parallel_world_size=data_parallel_world_size or 1,
     )
+
+
+def _check_same(params: Sequence[Param], layout: PerBufferParamLayout) -> None:
+    """The layout has these parameters, and buckets in the order of the walk."""
+    there = {name: end - start for name, (start, end, _) in layout.placed}
+    differ = sorted(set(there.items()) ^ {(param.name, param.numel) for param in params})
+    if differ:
+        raise ParamLayoutError(f"parameters and layout differ in {differ[:8]}; give the layout of these parameters")
+    numbers = [layout.param_index_map[param.name][2] for param in reversed(params)]
+    if sorted(set(numbers)) != list(dict.fromkeys(numbers)) or len(set(numbers)) != len(layout.bucket_indices):
+        what = f"last parameter first, they lie in buckets {numbers[:8]}"
+        raise ParamLayoutError(f"{what}; give parameters in forward order, and a layout that follows backward order")
 
 
 def _packed(param: Param) -> int:

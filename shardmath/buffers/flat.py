@@ -17,8 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from shardmath import dtypes
-from shardmath.buffers.ddp import checked_bucket_size
-from shardmath.buffers.param import Param, forward, positive, up
+from shardmath.buffers.param import Param, checked_bucket_size, flag, forward, positive, up
 from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
 from shardmath.errors import ParamLayoutError
 
@@ -41,15 +40,19 @@ def flat_parameter(
     """The FlatParameter of one FSDP1 unit; `params` in the order of its modules, all of one dtype.
 
     With `use_orig_params` parameters start at multiples of 16 bytes, in the dtype that they have in the forward:
-    MixedPrecision's `param_dtype`, their own if not given. Raises ParamLayoutError for several dtypes, for a parameter
-    given twice, and for sizes below 1.
+    MixedPrecision's `param_dtype`, their own if not given. Raises ParamLayoutError for several dtypes and for scalars,
+    which FSDP1 refuses, for a parameter given twice, and for sizes below 1.
     """
     listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
     kinds = sorted({param.dtype for param in listed})
     if len(kinds) > 1:
         raise ParamLayoutError(f"a FlatParameter has one dtype, these parameters have {', '.join(kinds)}; group them")
-    size = dtypes.itemsize(forward_dtype or next(iter(kinds), "uint8"))
-    return _one_bucket(listed, listed, ALIGNED_BYTES // size if use_orig_params else 1, ranks, ranks)
+    scalar = next((param.name for param in listed if not param.shape), None)
+    if scalar is not None:
+        raise ParamLayoutError(f"parameter {scalar!r} is a scalar, which FSDP1 cannot flatten; give it one dimension")
+    size = dtypes.itemsize(next(iter(kinds), "uint8") if forward_dtype is None else forward_dtype)
+    start = ALIGNED_BYTES // size if flag(use_orig_params, "use_orig_params") else 1
+    return _one_bucket(listed, listed, start=start, end=ranks, ranks=ranks)
 
 
 def zero(params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False) -> PerBufferParamLayout:
@@ -59,12 +62,13 @@ def zero(params: Iterable[Param], *, data_parallel_world_size: int, round_robin:
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """
     listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
-    order = [param for i in range(ranks) for param in listed[i::ranks]] if round_robin else listed
-    return _one_bucket(listed, order, 1, ranks * ZERO_ALIGNMENT, ranks)
+    order = [param for i in range(ranks) for param in listed[i::ranks]]
+    order = order if flag(round_robin, "round_robin") else [*listed]
+    return _one_bucket(listed, order, start=1, end=ranks * ZERO_ALIGNMENT, ranks=ranks)
 
 
 def _one_bucket(
-    params: Sequence[Param], order: Sequence[Param], start: int, end: int, ranks: int
+    params: Sequence[Param], order: Sequence[Param], *, start: int, end: int, ranks: int
 ) -> PerBufferParamLayout:
     placed, position = list[tuple[str, Placed]](), 0
     for param in order:
@@ -95,6 +99,7 @@ def megatron_fsdp(
     empty = next((param.name for param in listed if not param.numel), None)
     if empty is not None:
         raise ParamLayoutError(f"parameter {empty!r} has no elements, which Megatron-FSDP cannot chunk; leave it out")
+    flag(sharded, "sharded")
     given = None if chunk_size_factor is None else positive(chunk_size_factor, "chunk_size_factor")
     placed, buckets, unpadded, first = list[tuple[str, Placed]](), list[tuple[int, int]](), list[int](), 0
     for group in _buckets(listed, checked_bucket_size(bucket_size), sharded):
@@ -106,7 +111,7 @@ def megatron_fsdp(
         buckets.append((first, end))
         unpadded.append(size)
         first = end
-    return laid_out(listed, placed, buckets, unpadded, ranks=ranks if sharded else None)
+    return laid_out(listed, placed, buckets, unpadded, ranks=ranks if sharded else 1)
 
 
 def _buckets(params: Sequence[Param], bucket_size: int | None, sharded: bool) -> list[list[Param]]:
@@ -142,36 +147,72 @@ def _chunked(params: Sequence[Param], factor: int) -> tuple[list[tuple[Param, in
     """Where each parameter starts, in the order in which they are placed, and where the last one ends."""
     small = [param for param in params if param.numel < factor]
     large = [param for param in params if param.numel >= factor]
+    pieces = _Leftmost([param.numel for param in small])
+    odds = _Leftmost([param.numel % factor or factor for param in large])
     out: list[tuple[Param, int]] = []
-    position, done = 0, set[str]()
+    position, done = 0, set[int]()
     for i, param in enumerate(large):
-        if param.name in done:
+        if i in done:
             continue
         out.append((param, position))
-        odd = param.numel % factor
-        gap = position + param.numel
+        odd, gap = param.numel % factor, position + param.numel
         position += up(param.numel, factor)
         if not odd:
             continue
         room = position
-        other = next(
-            (p for p in large[i + 1 :] if p.name not in done and p.numel % factor and odd + p.numel % factor <= factor),
-            None,
-        )
+        other = odds.find(i + 1, factor - odd)
         if other is not None:
-            done.add(other.name)
-            room -= other.numel % factor
-            out.append((other, room))
-            position += other.numel // factor * factor
-        left = []
-        for param in small:
-            if gap + param.numel > room:
-                left.append(param)
-                continue
-            out.append((param, gap))
-            gap += param.numel
-        small = left
-    for param in small:
-        out.append((param, position))
-        position += param.numel
+            done.add(other)
+            odds.remove(other)
+            room -= large[other].numel % factor
+            out.append((large[other], room))
+            position += large[other].numel // factor * factor
+        piece = pieces.find(0, room - gap)
+        while piece is not None:
+            pieces.remove(piece)
+            out.append((small[piece], gap))
+            gap += small[piece].numel
+            piece = pieces.find(piece + 1, room - gap)
+    for piece in pieces.left():
+        out.append((small[piece], position))
+        position += small[piece].numel
     return out, position
+
+
+class _Leftmost:
+    """Numbers, of which the leftmost that is small enough is found in logarithmic time: a tree of minima."""
+
+    GONE = 1 << 63
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.count = len(numbers)
+        self.size = 1 << max(self.count - 1, 0).bit_length()
+        self.tree = [self.GONE] * self.size + [*numbers] + [self.GONE] * (self.size - self.count)
+        for node in range(self.size - 1, 0, -1):
+            self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
+
+    def find(self, start: int, most: int) -> int | None:
+        """The first from `start` on that is at most `most`, or None."""
+        node = self.size + start
+        while start < self.size and self.tree[node] > most:
+            while node & 1:
+                node >>= 1
+            if not node:
+                return None
+            node += 1
+        if start >= self.size:
+            return None
+        while node < self.size:
+            node = 2 * node if self.tree[2 * node] <= most else 2 * node + 1
+        return node - self.size
+
+    def remove(self, at: int) -> None:
+        node = self.size + at
+        self.tree[node] = self.GONE
+        while node > 1:
+            node >>= 1
+            self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
+
+    def left(self) -> list[int]:
+        """Those that have not been removed."""
+        return [i for i in range(self.count) if self.tree[self.size + i] != self.GONE]

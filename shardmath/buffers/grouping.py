@@ -13,20 +13,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping
 
 from shardmath.buffers.ddp import distributed_optimizer
 from shardmath.buffers.layer_wise import layer_wise
 from shardmath.buffers.param import Param, forward, numbered
-from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout
+from shardmath.buffers.param_layout import BufferKey, FullParamLayout, Rule
 from shardmath.errors import ParamLayoutError
 
-__all__ = ["BESIDE", "Rule", "full_layout", "grouped"]
+__all__ = ["full_layout"]
 
-Rule = Callable[..., PerBufferParamLayout]
-"""Parameters in forward order, and options by keyword, to the layout of one buffer."""
-
-BESIDE: Mapping[Rule, Rule] = {layer_wise: distributed_optimizer}
+_BESIDE: Mapping[Rule, Rule] = {layer_wise: distributed_optimizer}
 """Rules that manage some parameters only, and what lays out the others."""
 
 
@@ -41,20 +39,24 @@ def full_layout(
 ) -> FullParamLayout:
     """All buffers of a model chunk: BufferKey -> PerBufferParamLayout, `params` in forward order.
 
-    `rule` lays out each buffer with `options`; where `beside` is given, or BESIDE has one for the rule, that lays out
-    what the rule does not manage. `expert_data_parallel_world_size` takes the place of `data_parallel_world_size` for
-    experts. Raises ParamLayoutError for a parameter given twice, and what the rule raises.
+    `rule` lays out each buffer with `options`. Where `beside` is given, that lays out what the rule does not manage;
+    beside `layer_wise`, also with options bound by functools.partial, that is `distributed_optimizer`.
+    `expert_data_parallel_world_size` takes the place of `data_parallel_world_size` for experts.
+
+    Raises ParamLayoutError for a parameter given twice, and what the rule raises.
     """
+    if not callable(rule):
+        raise ParamLayoutError(f"rule is {rule!r}; give a function such as buffers.distributed_optimizer")
     if expert_data_parallel_world_size is not None and "data_parallel_world_size" not in options:
         what = f"expert_data_parallel_world_size={expert_data_parallel_world_size} without data_parallel_world_size"
         raise ParamLayoutError(f"{what}; give both, to a rule that takes it")
-    other = beside or BESIDE.get(rule)
+    other = beside or _BESIDE.get(rule.func if isinstance(rule, functools.partial) else rule)
     listed = forward(params)
     keys = [_key(param, grad_reduce_in_fp32, other is not None) for param in listed]
     logical = ((param.dtype, key.grad_dtype, *_apart(key)) for param, key in zip(listed, keys, strict=True))
     number = dict(zip([param.name for param in listed], numbered(logical), strict=True))
     layouts = {}
-    for key, group in grouped(listed, keys).items():
+    for key, group in _grouped(listed, keys).items():
         chosen = rule if other is None or key.is_managed_by_layer_wise_optimizer else other
         given = dict(options)
         if key.is_expert_parallel and expert_data_parallel_world_size is not None:
@@ -63,7 +65,7 @@ def full_layout(
     return FullParamLayout(layouts)
 
 
-def grouped(params: Iterable[Param], keys: Iterable[BufferKey]) -> dict[BufferKey, list[Param]]:
+def _grouped(params: Iterable[Param], keys: Iterable[BufferKey]) -> dict[BufferKey, list[Param]]:
     """The parameters of each buffer, in forward order."""
     out: dict[BufferKey, list[Param]] = {}
     for param, key in zip(params, keys, strict=True):
@@ -73,7 +75,7 @@ def grouped(params: Iterable[Param], keys: Iterable[BufferKey]) -> dict[BufferKe
 
 def _key(param: Param, grad_reduce_in_fp32: bool, tagged: bool) -> BufferKey:
     stored = "uint8" if param.quantised else param.dtype
-    gradient = param.grad_dtype or ("float32" if grad_reduce_in_fp32 else param.dtype)
+    gradient = "float32" if grad_reduce_in_fp32 and param.grad_dtype is None else param.gradient
     return BufferKey(stored, gradient, param.expert_parallel, tagged and param.is_managed)
 
 

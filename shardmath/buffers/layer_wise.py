@@ -25,8 +25,7 @@ import math
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-from shardmath.buffers.ddp import checked_bucket_size
-from shardmath.buffers.param import START, Param, bucket_end_divisor, forward, up
+from shardmath.buffers.param import START, Param, bucket_end_divisor, checked_bucket_size, forward, up
 from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
 
 __all__ = ["layer_wise"]

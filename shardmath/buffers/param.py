@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from shardmath import dtypes
 from shardmath.errors import ParamLayoutError
@@ -21,6 +23,8 @@ __all__ = [
     "START",
     "Param",
     "bucket_end_divisor",
+    "checked_bucket_size",
+    "flag",
     "forward",
     "named",
     "numbered",
@@ -47,6 +51,15 @@ def positive(value: object, what: str) -> int:
     if number < 1:
         raise ParamLayoutError(f"{what} is {number}; give at least 1")
     return number
+
+
+def flag(value: object, what: str) -> bool:
+    """`value` as a bool, numpy's too. Raises ParamLayoutError, which says `what` it is."""
+    if type(value) is bool:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise ParamLayoutError(f"{what} is {value!r}; give True or False")
 
 
 def pad_to_divisor(value: int, divisor: int) -> int:
@@ -81,7 +94,13 @@ def pad_param_start(start: int) -> int:
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
     """What the end of a bucket is a multiple of."""
     size = positive(data_parallel_world_size, "data_parallel_world_size")
-    return math.lcm(size, NCCL, BUSBW) if pad_for_high_nccl_busbw else math.lcm(size, NCCL)
+    more = BUSBW if flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
+    return math.lcm(size, NCCL, more)
+
+
+def checked_bucket_size(bucket_size: object) -> int | None:
+    """None, for one bucket, or the size. Raises ParamLayoutError for what is below 1."""
+    return None if bucket_size is None else positive(bucket_size, "bucket_size (None is one bucket)")
 
 
 def pad_bucket_end(end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
@@ -117,16 +136,33 @@ class Param:
         named(self.name)
         if type(self.shape) is not tuple or not set(map(type, self.shape)) <= {int} or min(self.shape, default=0) < 0:
             object.__setattr__(self, "shape", _sizes(self.name, self.shape))
-        if self.quantised not in QUANTISED:
-            known = ", ".join(map(repr, QUANTISED))
-            raise ParamLayoutError(f"parameter {self.name!r}: quantised={self.quantised!r}; give one of {known}")
-        if type(self.gtp_remat_size) is not int or self.gtp_remat_size != 1:
-            positive(self.gtp_remat_size, f"gtp_remat_size of parameter {self.name!r}")
-        if type(self.dtype) is not str or self.dtype not in dtypes.ITEMSIZE:
-            object.__setattr__(self, "dtype", dtypes.canonical(self.dtype))
-        if self.grad_dtype is not None:
-            object.__setattr__(self, "grad_dtype", dtypes.canonical(self.grad_dtype))
+        for field_, value in self._unusual():
+            object.__setattr__(self, field_, value)
         object.__setattr__(self, "numel", math.prod(self.shape))
+
+    def _unusual(self) -> Iterator[tuple[str, object]]:
+        """Canonical values of the fields that are not so already."""
+        if type(self.dtype) is not str or self.dtype not in dtypes.ITEMSIZE:
+            yield "dtype", dtypes.canonical(self.dtype)
+        if self.grad_dtype is not None:
+            yield "grad_dtype", dtypes.canonical(self.grad_dtype)
+        stored: object = self.quantised
+        if not isinstance(stored, bool | str | np.bool_) or stored not in QUANTISED:
+            known = ", ".join(map(repr, QUANTISED))
+            raise ParamLayoutError(f"parameter {self.name!r}: quantised={stored!r}; give one of {known}")
+        if isinstance(stored, np.bool_):
+            yield "quantised", bool(stored)
+        for name in ("shared_embedding", "expert_parallel", "managed"):
+            value = getattr(self, name)
+            if type(value) is not bool and not (name == "managed" and value is None):
+                yield name, flag(value, f"{name} of parameter {self.name!r}")
+        if type(self.gtp_remat_size) is not int or self.gtp_remat_size < 1:
+            yield "gtp_remat_size", positive(self.gtp_remat_size, f"gtp_remat_size of parameter {self.name!r}")
+
+    @property
+    def gradient(self) -> str:
+        """The dtype of its gradient."""
+        return self.grad_dtype or self.dtype
 
     @property
     def is_managed(self) -> bool:
@@ -141,7 +177,7 @@ QUANTISED = (False, True, "fp8", "mxfp8", "nvfp4")
 
 
 def _sizes(name: str, shape: object) -> tuple[int, ...]:
-    listed = shape if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape,)
+    listed = shape if isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes) else (shape,)
     sizes = tuple(whole(n, f"a size of parameter {name!r}", ParamLayoutError) for n in listed)
     if min(sizes, default=0) < 0:
         raise ParamLayoutError(f"parameter {name!r} has shape {sizes}; sizes are >= 0")
@@ -150,6 +186,8 @@ def _sizes(name: str, shape: object) -> tuple[int, ...]:
 
 def forward(params: Iterable[Param]) -> tuple[Param, ...]:
     """The parameters, in forward order. Raises ParamLayoutError for what is no Param, or a name given twice."""
+    if isinstance(params, Param) or not isinstance(params, Iterable):
+        raise ParamLayoutError(f"params is {params!r}; give parameters in forward order")
     out = tuple(params)
     seen: set[str] = set()
     for param in out:

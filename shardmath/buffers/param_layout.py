@@ -14,7 +14,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias, cast
@@ -22,11 +23,12 @@ from typing import TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath.buffers.param import Param, named, numbered, positive
+from shardmath import dtypes
+from shardmath.buffers.param import Param, flag, named, numbered, positive
 from shardmath.errors import ParamLayoutError
 from shardmath.whole import whole
 
-__all__ = ["BufferKey", "FullParamLayout", "PerBufferParamLayout", "Placed", "laid_out"]
+__all__ = ["BufferKey", "FullParamLayout", "PerBufferParamLayout", "Placed", "Rule", "laid_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,12 @@ class BufferKey:
     grad_dtype: str
     is_expert_parallel: bool
     is_managed_by_layer_wise_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "grad_dtype"):
+            object.__setattr__(self, name, dtypes.canonical(getattr(self, name)))
+        for name in ("is_expert_parallel", "is_managed_by_layer_wise_optimizer"):
+            object.__setattr__(self, name, flag(getattr(self, name), name))
 
 
 Placed: TypeAlias = tuple[int, int, int]
@@ -188,19 +196,40 @@ def _restored(*fields: object) -> PerBufferParamLayout:
 
 
 def _check(layout: PerBufferParamLayout) -> None:
-    names = [name for name, _ in layout.placed]
-    if len(layout.param_index_map) != len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
+    names = Counter(name for name, _ in layout.placed)
+    if len(names) != len(layout.placed):
+        ((twice, _),) = names.most_common(1)
         raise ParamLayoutError(f"parameter {twice!r} is given twice; a parameter lies in a buffer once")
     _check_buckets(layout)
     _check_placed(layout)
     _check_counts(layout)
+    _check_shares(layout)
 
 
 def _check_counts(layout: PerBufferParamLayout) -> None:
     for what, given in (("param_indices", layout.param_indices), ("shapes", layout.shapes)):
         if given and len(given) != len(layout.placed):
             raise ParamLayoutError(f"{len(given)} {what} of {len(layout.placed)} parameters; give one each, or none")
+    if min(layout.param_indices, default=0) < 0:
+        raise ParamLayoutError(f"param_indices has {min(layout.param_indices)}; numbers are >= 0")
+
+
+def _check_shares(layout: PerBufferParamLayout) -> None:
+    """Ranks get equal shares, and no parameter has elements of two optimizer shards."""
+    ranks, shards = layout.data_parallel_world_size, layout.num_optimizer_shards
+    if None not in (ranks, shards) and ranks != shards:
+        raise ParamLayoutError(f"{shards} optimizer shards for {ranks} ranks; a rank has one shard")
+    size = ranks or shards or 1
+    for number, (start, end) in enumerate(layout.bucket_indices):
+        if (end - start) % size:
+            what = f"bucket {number} has {end - start} elements, which {size} ranks do not divide evenly"
+            raise ParamLayoutError(f"{what}; pad its end")
+    for name, (start, end, number) in layout.placed if shards else ():
+        first, stop = layout.bucket_indices[number]
+        share = (stop - first) // size
+        if end > start and (start - first) // share != (end - 1 - first) // share:
+            what = f"parameter {name!r} at [{start}, {end}) has elements of two of {size} optimizer shards"
+            raise ParamLayoutError(f"{what}; place it in one, or leave out num_optimizer_shards")
 
 
 def _check_buckets(layout: PerBufferParamLayout) -> None:
@@ -256,6 +285,10 @@ def _check_disjoint(layout: PerBufferParamLayout, at: NDArray[np.int64]) -> None
         raise ParamLayoutError(f"{what} overlap; an element of a buffer is one parameter's")
 
 
+Rule: TypeAlias = Callable[..., PerBufferParamLayout]
+"""Parameters in forward order, and options by keyword, to the layout of one buffer."""
+
+
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
     """The buffers of a model: BufferKey -> PerBufferParamLayout, in order of the first parameter of each."""
@@ -263,6 +296,9 @@ class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
     entries: tuple[tuple[BufferKey, PerBufferParamLayout], ...]
 
     def __init__(self, layouts: Mapping[BufferKey, PerBufferParamLayout]) -> None:
+        for key, layout in layouts.items():
+            if not isinstance(key, BufferKey) or not isinstance(layout, PerBufferParamLayout):
+                raise ParamLayoutError(f"{key!r}: {type(layout).__name__}; give BufferKey -> PerBufferParamLayout")
         object.__setattr__(self, "entries", tuple(layouts.items()))
 
     @property
@@ -301,7 +337,7 @@ def laid_out(
         placed,
         bucket_indices,
         per_bucket_numel_unpadded,
-        numbered((param.dtype, param.grad_dtype, param.expert_parallel) for param in params),
+        numbered((param.dtype, param.gradient, param.expert_parallel) for param in params),
         num_optimizer_shards,
         shapes=[shape[name] for name, _ in placed],
         data_parallel_world_size=ranks,

@@ -26,9 +26,8 @@ from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias, overload
 
 from shardmath.box import flat_boxes, volume
-from shardmath.buffers.grouping import Rule
 from shardmath.buffers.param import Param, forward, positive
-from shardmath.buffers.param_layout import PerBufferParamLayout
+from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
 from shardmath.errors import ParamLayoutError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
@@ -57,28 +56,28 @@ Axis: TypeAlias = str | tuple[str, ...] | None
 Windows: TypeAlias = dict[str, tuple[Layout, ...]]
 
 
-def shard_ranges(buffer: PerBufferParamLayout, shards: int, shard: int) -> tuple[tuple[int, int], ...]:
+def shard_ranges(buffer_layout: PerBufferParamLayout, shards: int, shard: int) -> tuple[tuple[int, int], ...]:
     """What of the buffer a rank has, a range a bucket: its flat array is these, one after the other.
 
     One shard is all of the buffer. Raises ParamLayoutError for any other number than the buffer is laid out for, and
     where a bucket is not divided evenly.
     """
-    _check_shards(buffer, shards)
+    _check_shards(buffer_layout, shards)
     if not 0 <= whole(shard, "the shard", ParamLayoutError) < shards:
         raise ParamLayoutError(f"shard {shard} of {shards}; use 0..{shards - 1}")
-    sizes = ((start, (end - start) // shards) for start, end in buffer.bucket_indices)
+    sizes = ((start, (end - start) // shards) for start, end in buffer_layout.bucket_indices)
     return tuple((start + shard * size, start + (shard + 1) * size) for start, size in sizes)
 
 
-def shard_numel(buffer: PerBufferParamLayout, shards: int) -> int:
+def shard_numel(buffer_layout: PerBufferParamLayout, shards: int) -> int:
     """Elements of a rank's flat array. Raises ParamLayoutError where a bucket is not divided evenly."""
-    _check_shards(buffer, shards)
-    return buffer.numel // shards
+    _check_shards(buffer_layout, shards)
+    return buffer_layout.numel // shards
 
 
-def state_numel(buffer: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None) -> int:
+def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None) -> int:
     """Elements of the flat array of a rank of the mesh. Raises ParamLayoutError as `state_layouts` does."""
-    return shard_numel(buffer, math.prod(mesh.axis_size(name) for name in _axes(mesh, axis)))
+    return shard_numel(buffer_layout, math.prod(mesh.axis_size(name) for name in _axes(mesh, axis)))
 
 
 def _check_shards(buffer: object, shards: int) -> None:
@@ -87,6 +86,9 @@ def _check_shards(buffer: object, shards: int) -> None:
         raise ParamLayoutError(f"{what}; of a FullParamLayout take each value, and join what comes of them")
     positive(shards, "the number of shards")
     for made_for in (buffer.data_parallel_world_size, buffer.num_optimizer_shards):
+        if made_for == 1 and shards > 1:
+            what = f"every rank has all of this buffer, {shards} ranks cannot share it"
+            raise ParamLayoutError(f"{what}; name the axes that share it, or none: axis=()")
         if made_for not in (None, shards) and shards > 1:
             what = f"the buffer is laid out for {made_for} ranks, {shards} share it"
             raise ParamLayoutError(f"{what}; lay it out with data_parallel_world_size={shards}")
@@ -98,40 +100,49 @@ def _check_shards(buffer: object, shards: int) -> None:
 
 @overload
 def state_layouts(
-    buffer: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None, shape: Literal["flat"] = "flat", dtype: object = ...
+    buffer_layout: PerBufferParamLayout,
+    mesh: Mesh,
+    *,
+    axis: Axis = None,
+    shape: Literal["flat"] = "flat",
+    dtype: object = ...,
 ) -> dict[str, Layout]: ...
 
 
 @overload
 def state_layouts(
-    buffer: PerBufferParamLayout,
+    buffer_layout: PerBufferParamLayout,
     mesh: Mesh,
     *,
     axis: Axis = None,
     shape: Literal["nd"],
     dtype: object = ...,
     ranks: Iterable[int] | None = ...,
+    buffer: str = ...,
 ) -> tuple[Windows, Store]: ...
 
 
 def state_layouts(
-    buffer: PerBufferParamLayout,
+    buffer_layout: PerBufferParamLayout,
     mesh: Mesh,
     *,
     axis: Axis = None,
     shape: Literal["flat", "nd"] = "flat",
     dtype: object = "float32",
     ranks: Iterable[int] | None = None,
+    buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[Windows, Store]:
     """How ranks hold what an optimizer keeps of each parameter, in the order of the buffer's map.
 
     With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` says where it lies. With
     `shape="nd"`, name -> windows of the parameter's own shape, and the Store of views into each rank's flat array;
     local tensors are called `name`, or `name[i]` where there are several windows; with `ranks`, it has views of these
-    ranks only. Without `axis` all axes of the mesh share the buffer; ranks along other axes than these hold the same.
+    ranks only, and `buffer` names the array. Without `axis` all axes of the mesh share the buffer; ranks along other
+    axes than these hold the same.
 
     What is saved in the parameters' shapes can be loaded under any rule and any parallelism; what is saved flat, only
-    flat. A model of several buffers has the layouts of all of them, each on the mesh of its ranks.
+    flat. A model of several buffers has the layouts of all of them, each on the mesh of its ranks, with arrays of
+    different names.
 
     Raises ParamLayoutError for another number of ranks than the buffer is laid out for (but one, which has all of it),
     where ranks do not divide a bucket evenly, or where shapes are needed and unknown.
@@ -140,19 +151,21 @@ def state_layouts(
         raise ParamLayoutError(f"shape={shape!r}; use 'flat', or 'nd' for the shapes of the parameters")
     groups = _groups(mesh, axis)
     if shape == "flat":
-        return _flat(buffer, mesh, axis, len(groups[0]), dtype)
-    if len(buffer.shapes) != len(buffer.placed):
+        if ranks is not None or buffer != SHARD:
+            raise ParamLayoutError("ranks= and buffer= are for the Store of shape='nd'; give them to state_store")
+        return _flat(buffer_layout, mesh, axis, len(groups[0]), dtype)
+    if len(buffer_layout.shapes) != len(buffer_layout.placed):
         raise ParamLayoutError(
             "the buffer's layout has no shapes; make it with PerBufferParamLayout(..., shapes=), or use shape='flat'"
         )
-    shapes = dict(zip(buffer.param_index_map, buffer.shapes, strict=True))
-    entire = {dims: tuple(map(identity, dims)) for dims in set(buffer.shapes)}
+    shapes = dict(zip(buffer_layout.param_index_map, buffer_layout.shapes, strict=True))
+    entire = {dims: tuple(map(identity, dims)) for dims in set(buffer_layout.shapes)}
     interned: _Cuts = {}
     held = {
         name: [_Held(group, entire[shapes[name]], cuts, at, later) for group in groups]
-        for name, cuts, at, later in _cuts(buffer, len(groups[0]), interned)
+        for name, cuts, at, later in _cuts(buffer_layout, len(groups[0]), interned)
     }
-    return _windowed(shapes, held, dtype, ranks)
+    return _windowed(shapes, held, dtype, ranks, buffer)
 
 
 class _Cut(NamedTuple):
@@ -235,22 +248,26 @@ def _flat(buffer: PerBufferParamLayout, mesh: Mesh, axis: Axis, shards: int, dty
 
 
 def state_store(
-    buffer: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None, ranks: Iterable[int] | None = None
+    buffer_layout: PerBufferParamLayout,
+    mesh: Mesh,
+    *,
+    axis: Axis = None,
+    ranks: Iterable[int] | None = None,
+    buffer: str = SHARD,
 ) -> Store:
     """Where the flat layouts' local tensors lie in the flat arrays of `ranks`, all of the mesh if not given.
 
-    Local tensors without elements have views too, at 0. Raises ParamLayoutError as `state_layouts` does.
+    `buffer` names the array. There is a view of each parameter and rank, of local tensors without elements at 0: name
+    `ranks` where there are many. Raises ParamLayoutError as `state_layouts` does.
     """
     wanted = set(mesh.ranks) if ranks is None else set(mesh.ranks).intersection(ranks)
-    views: dict[tuple[str, int], View] = {
-        (name, rank): View(SHARD) for name in buffer.param_index_map for rank in wanted
-    }
+    views = {(name, rank): View(buffer) for name in buffer_layout.param_index_map for rank in wanted}
     interned: _Cuts = {}
     for group in _groups(mesh, axis):
-        for name, cuts, at, later in _cuts(buffer, len(group), interned) if wanted.intersection(group) else ():
+        for name, cuts, at, later in _cuts(buffer_layout, len(group), interned) if wanted.intersection(group) else ():
             for cut in cuts:
                 if group[cut.shard] in wanted:
-                    views[name, group[cut.shard]] = View(SHARD, later if cut.lo else at)
+                    views[name, group[cut.shard]] = View(buffer, later if cut.lo else at)
     return Store(views)
 
 
@@ -263,6 +280,7 @@ def model_parallel_state(
     rule: Rule,
     dtype: object = "float32",
     ranks: Iterable[int] | None = None,
+    buffer: str = SHARD,
     **options: object,
 ) -> tuple[Windows, Store]:
     """How ranks hold the optimizer state of parameters that are themselves divided: windows, and where they lie.
@@ -270,7 +288,7 @@ def model_parallel_state(
     `params` in forward order have their global shapes; `layouts` say, by name, which ranks of `mesh` have what of each,
     alike along `axis`, the data-parallel axis. Each group along `axis` has a buffer of its own, which `rule` lays out
     for what the group has, with `options` and the group's size as `data_parallel_world_size`. With `ranks`, the Store
-    has views of these ranks only.
+    has views of these ranks only; `buffer` names the array.
 
     Raises ParamLayoutError where ranks along `axis` have different parts of a parameter, or a layout is missing.
     """
@@ -284,11 +302,11 @@ def model_parallel_state(
         shapes = tuple((name, tuple(map(len, runs))) for name, runs in parts.items())
         if shapes not in known:
             local = [replace(p, shape=shape) for p, (_, shape) in zip(_named(listed, parts), shapes, strict=True)]
-            buffer = rule(local, data_parallel_world_size=len(group), **options)
-            known[shapes] = list(_cuts(buffer, len(group), interned))
+            laid = rule(local, data_parallel_world_size=len(group), **options)
+            known[shapes] = list(_cuts(laid, len(group), interned))
         for name, cuts, at, later in known[shapes]:
             held[name].append(_Held(group, parts[name], cuts, at, later))
-    return _windowed({param.name: param.shape for param in listed}, held, dtype, ranks)
+    return _windowed({param.name: param.shape for param in listed}, held, dtype, ranks, buffer)
 
 
 def _named(params: Iterable[Param], names: Container[str]) -> Iterator[Param]:
@@ -337,6 +355,7 @@ def _windowed(
     held: Mapping[str, Sequence[_Held]],
     dtype: object,
     ranks: Iterable[int] | None,
+    buffer: str,
 ) -> tuple[Windows, Store]:
     wanted = None if ranks is None else set(ranks)
     known: dict[object, tuple[tuple[Layout, ...], list[_Place]]] = {}
@@ -350,7 +369,7 @@ def _windowed(
         out[name], places = known[key]
         for window, number, cut, rank, within in places:
             at = groups[number].place(cut) + within
-            views[local_name(name, window, len(out[name])), rank] = View(SHARD, at)
+            views[local_name(name, window, len(out[name])), rank] = View(buffer, at)
     _check_names(out)
     return out, Store(views)
 
@@ -395,8 +414,11 @@ def _windows(
 
 def _pieces(cuts: Sequence[tuple[int, _Cut]]) -> Iterator[tuple[int, int, list[tuple[int, _Cut]]]]:
     """The pieces between all borders of the cuts, and who has each."""
-    borders = sorted({x for _, cut in cuts for x in (cut.lo, cut.hi)})
-    for lo, hi in itertools.pairwise(borders):
-        holders = [(number, cut) for number, cut in cuts if cut.lo <= lo and hi <= cut.hi]
-        if holders:
-            yield lo, hi, holders
+    coming = sorted(cuts, key=lambda pair: pair[1].lo, reverse=True)
+    here: list[tuple[int, _Cut]] = []
+    for lo, hi in itertools.pairwise(sorted({x for _, cut in cuts for x in (cut.lo, cut.hi)})):
+        here = [pair for pair in here if pair[1].hi > lo]
+        while coming and coming[-1][1].lo <= lo:
+            here.append(coming.pop())
+        if here:
+            yield lo, hi, sorted(here)

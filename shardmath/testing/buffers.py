@@ -35,6 +35,7 @@ from shardmath.buffers import (
     megatron_fsdp,
     zero,
 )
+from shardmath.buffers.param import positive
 
 __all__ = ["RULE_LAWS", "RuleCase", "check_rule", "params", "rule_cases"]
 
@@ -49,18 +50,27 @@ SIZES = (0, 1, 2, 3, 5, 8, 33, 64, 65, 100, 128, 200)
 
 @st.composite
 def params(
-    draw: Draw, *, least: int = 0, most: int = 7, longest: int = 100, empty: bool = True, alike: bool = False
+    draw: Draw,
+    *,
+    least: int = 0,
+    most: int = 7,
+    longest: int = 100,
+    empty: bool = True,
+    scalars: bool = True,
+    alike: bool = False,
 ) -> list[Param]:
     """Parameters in forward order: matrices, vectors, scalars, shared embeddings, experts, quantised ones.
 
-    Dimensions are at most `longest`; with `empty` parameters may have no elements, with `alike` they share one dtype.
+    Dimensions are at most `longest`; with `empty` parameters may have no elements, with `scalars` no dimensions, with
+    `alike` they share one dtype.
     """
+    ndim = 0 if scalars else 1
     sizes = st.sampled_from([n for n in SIZES if n <= longest and (n or empty)])
     dtype = st.just("bfloat16") if alike else st.sampled_from(["bfloat16", "bfloat16", "float32"])
     return [
         Param(
             f"w{i}",
-            tuple(draw(st.lists(sizes, max_size=draw(st.sampled_from([1, 2, 2, 3]))))),
+            tuple(draw(st.lists(sizes, min_size=ndim, max_size=draw(st.sampled_from([1, 2, 2, 3]))))),
             draw(dtype),
             draw(st.sampled_from([None, None, "float32"])),
             quantised=draw(_formats),
@@ -104,7 +114,8 @@ def rule_cases(
 ) -> RuleCase:
     """A rule of shardmath.buffers, sharded by the number drawn if `shards` are given, and what it takes."""
     rule = draw(st.sampled_from([*START] if shards is None else [rule for rule in START if rule is not data_parallel]))
-    listed = draw(params(most=most, longest=longest, empty=rule is not megatron_fsdp, alike=rule is flat_parameter))
+    flat = rule is flat_parameter
+    listed = draw(params(most=most, longest=longest, empty=rule is not megatron_fsdp, scalars=not flat, alike=flat))
     if rule is data_parallel:
         return RuleCase(rule, tuple(listed), options={"bucket_size": draw(_bucket_sizes)})
     count = draw(st.integers(1, 8) if shards is None else shards)
@@ -284,9 +295,10 @@ def check_rule(
     """Check a rule of your own against its laws, for these parameters in forward order and options.
 
     `shards` divide every bucket, `data_parallel_world_size` of them if not given and that is; parameters begin at
-    multiples of `start`. Raises AssertionError, which names the case.
+    multiples of `start`. The laws are those of RULE_LAWS. Raises AssertionError, which names the case.
     """
     given = options.get("data_parallel_world_size") if shards is None else shards
-    case = RuleCase(rule, tuple(params), given if isinstance(given, int) else None, start, options)
+    ranks = None if given is None else positive(given, "shards")
+    case = RuleCase(rule, tuple(params), ranks, positive(start, "start"), options)
     for law in RULE_LAWS:
         law(case)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -155,7 +156,18 @@ def test_every_rule(capsys: pytest.CaptureFixture[str], model: Path, rule: str) 
     ranks = "1 rank has" if rule == "data_parallel" else "4 ranks have"
     assert ranks in out and f"{model}, {rule}: bfloat16" in out
     parts = [int(n) for n in re.findall(r"^(\d+) parameters? in", out, re.M)]
-    assert sum(parts) == len(parameters(experts())) and len(parts) == (3 if rule == "layer_wise" else 2)
+    assert sum(parts) == len(parameters(experts()))
+    assert len(parts) == {"layer_wise": 2, "megatron_fsdp": 2}.get(rule, 1)
+
+
+@pytest.mark.parametrize(("rule", "buffers"), [("distributed_optimizer", 2), ("layer_wise", 3)])
+def test_experts_lie_apart_where_they_are_divided(
+    capsys: pytest.CaptureFixture[str], model: Path, rule: str, buffers: int
+) -> None:
+    """As in Megatron-Core, with other ranks."""
+    _, out, _ = run(capsys, model, "--dp", 4, "--expert-dp", 2, "--rule", rule)
+    assert len(re.findall(r"^\d+ parameters? in", out, re.M)) == buffers
+    assert "experts" in out and "2 ranks have" in out and "4 ranks have" in out
 
 
 def test_options_reach_the_rules(capsys: pytest.CaptureFixture[str], model: Path) -> None:
@@ -179,7 +191,7 @@ def test_models_from_everywhere(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_pictures(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
-    status, out, _ = run(capsys, model, "--dp", 4, "--svg", tmp_path / "b.svg", "--dtype", "float32")
+    status, out, _ = run(capsys, model, "--dp", 4, "--expert-dp", 2, "--svg", tmp_path / "b.svg", "--dtype", "float32")
     files = [tmp_path / "b.svg", tmp_path / "b-1.svg"]
     assert status == 0 and all(f"drawn in {file}" in out for file in files)
     titles = [ElementTree.parse(file).getroot()[0].text or "" for file in files]
@@ -200,8 +212,19 @@ def test_errors_are_said_once(capsys: pytest.CaptureFixture[str], model: Path, t
     assert (status, err.partition(";")[0]) == (1, "buffers: no parameter is called 'wte'")
     status, _, err = run(capsys, model, "--dp", 2, "--svg", tmp_path / "no" / "b.svg")
     assert status == 1 and re.match(r"buffers: cannot write .*b.svg: No such file or directory; give", err)
+    status, _, err = run(capsys, "lama", "--dp", 2)
+    assert status == 1 and err.startswith("buffers: no config for 'lama': there is no such file or folder; give")
     status, _, err = run(capsys, model, "--dp", 2, "--dtype", "float5")
     assert status == 1 and "float5" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("setting", [{"hidden_size": -64}, {"hidden_size": "x"}])
+def test_configs_that_make_no_model(capsys: pytest.CaptureFixture[str], model: Path, setting: dict[str, Any]) -> None:
+    """Whatever transformers makes of them, it is one error of ours."""
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | setting))
+    status, _, err = run(capsys, model, "--dp", 2)
+    assert status == 1 and err.startswith("buffers: ") and "Error" in err and "give a" in err
 
 
 @pytest.mark.parametrize(
@@ -213,6 +236,7 @@ def test_errors_are_said_once(capsys: pytest.CaptureFixture[str], model: Path, t
         ("--dp 2 --rule adam", "invalid choice: 'adam'"),
         ("--dp 2 --rule zero --bucket-size 4", "--bucket-size: rule zero takes none"),
         ("--dp 2 --rule megatron_fsdp --busbw", "--busbw: rule megatron_fsdp takes none"),
+        ("--dp 2 --rule zero --expert-dp 1", "--expert-dp: rule zero takes none"),
         ("--dp 2 --rule data_parallel --expert-dp 1", "--expert-dp: rule data_parallel takes none"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -16,8 +17,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardmath import LayoutError, ParamLayoutError, buffers, testing
+from shardmath import LayoutError, Mesh, ParamLayoutError, buffers, testing
 from shardmath.buffers import BufferKey, FullParamLayout, Param, PerBufferParamLayout
+from shardmath.buffers.flat import _Leftmost
 from shardmath.testing.buffers import RULE_LAWS, RuleCase
 
 VECTORS = Path(__file__).parent.parent / "vectors"
@@ -574,7 +576,11 @@ def mixed(draw: st.DrawFn) -> list[Param]:
 
 @given(mixed(), SIZES, st.integers(1, 5), st.booleans())
 def test_packed_buckets_have_the_same_parameters(params: list[Param], size: int | None, dp: int, padded: bool) -> None:
-    layout = buffers.distributed_optimizer(params, bucket_size=size, data_parallel_world_size=dp)
+    layout = (
+        buffers.distributed_optimizer(params, bucket_size=size, data_parallel_world_size=dp)
+        if padded
+        else buffers.data_parallel(params, bucket_size=size)
+    )
     packed = buffers.nvfp4_packed(params, layout, data_parallel_world_size=dp if padded else None)
     assert [(name, at[2]) for name, at in packed.placed] == [(name, at[2]) for name, at in layout.placed]
     assert (packed.param_indices, packed.shapes) == (layout.param_indices, ())
@@ -777,7 +783,7 @@ def test_what_a_param_takes() -> None:
 
 
 def test_no_parameters_are_no_buffer() -> None:
-    assert buffers.data_parallel([]) == PerBufferParamLayout()
+    assert buffers.data_parallel([]) == PerBufferParamLayout(data_parallel_world_size=1)
     assert buffers.flat_parameter([], data_parallel_world_size=2) == PerBufferParamLayout(data_parallel_world_size=2)
     assert full([]) == FullParamLayout({}) and len(full([])) == 0
 
@@ -934,7 +940,7 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
         ),
         (
             lambda: buffers.nvfp4_packed([A, Param("c", 1)], buffers.data_parallel([A, Param("b", 5)])),
-            "parameters and layout differ in ['b', 'c']; give the layout of these parameters",
+            "parameters and layout differ in [('b', 5), ('c', 1)]; give the layout of these parameters",
         ),
         (
             lambda: buffers.nvfp4_packed([A], buffers.data_parallel([A]), data_parallel_world_size=0),
@@ -942,8 +948,7 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
         ),
         (
             lambda: buffers.shard_ranges(buffers.data_parallel(of(6, 7), bucket_size=7), 7, 0),
-            "bucket 1 has 6 elements, which 7 ranks do not divide evenly; "
-            "lay the buffer out for data_parallel_world_size=7",
+            "every rank has all of this buffer, 7 ranks cannot share it; name the axes that share it, or none: axis=()",
         ),
         (lambda: buffers.shard_numel(PerBufferParamLayout(), 0), "the number of shards is 0; give at least 1"),
         (lambda: buffers.shard_ranges(LAYOUT, 2.0, 1), "the number of shards is 2.0; give an integer"),
@@ -1022,3 +1027,132 @@ def test_integers_of_numpy_are_integers() -> None:
     layout = PerBufferParamLayout({"a": np.array([0, 2, 0])}, np.array([[0, 2]]), np.array([2]), np.array([0]))
     again = "PerBufferParamLayout({'a': (0, 2, 0)}, ((0, 2),), (2,), (0,), None, shapes=(), "
     assert repr(layout) == f"{again}data_parallel_world_size=None)"
+
+
+# --- what a reviewer found
+
+
+def test_options_bound_to_a_rule_change_nothing_else() -> None:
+    """LayerWise has DistributedOptimizer beside it, also as a partial; any other wrapper says so itself."""
+    params = [Param("w", (8, 8)), Param("norm", (8,))]
+    wanted = buffers.full_layout(params, rule=buffers.layer_wise, bucket_size=10, data_parallel_world_size=2)
+    bound = functools.partial(buffers.layer_wise, bucket_size=10)
+    assert len(wanted) == 2
+
+    def wrapped(listed: object, **options: object) -> PerBufferParamLayout:
+        return bound(listed, **options)
+
+    def beside(listed: object, **options: object) -> PerBufferParamLayout:
+        return buffers.distributed_optimizer(listed, bucket_size=10, **options)
+
+    for rule in (bound, wrapped):
+        found = buffers.full_layout(params, rule=rule, beside=beside, data_parallel_world_size=2)
+        assert found == wanted
+    assert len(buffers.full_layout(params, rule=bound, data_parallel_world_size=2)) == 2
+
+
+def test_flags_are_bools() -> None:
+    """Of numpy too; text that says no is not one."""
+    false = np.bool_(False)
+    param = Param("a", (2, 2), expert_parallel=false, shared_embedding=false, managed=false, quantised=false)
+    assert param == Param("a", (2, 2), managed=False) and repr(param) == repr(Param("a", (2, 2), managed=False))
+    assert repr(Param("a", np.array([2, 3]), gtp_remat_size=np.int64(2))) == repr(Param("a", (2, 3), gtp_remat_size=2))
+    assert BufferKey("torch.bfloat16", "bfloat16", np.bool_(True)) == BufferKey("bfloat16", "torch.bfloat16", True)
+
+
+def test_gradients_have_the_dtype_of_their_parameter() -> None:
+    params = [Param("a", (3,)), Param("b", (3,), grad_dtype="bfloat16"), Param("c", (3,), grad_dtype="float32")]
+    assert [param.gradient for param in params] == ["bfloat16", "bfloat16", "float32"]
+    assert buffers.distributed_optimizer(params, data_parallel_world_size=2).param_indices == (0, 1, 0)
+
+
+def test_check_rule_takes_integers_of_numpy() -> None:
+    params = [Param("w", (3, 5))]
+
+    def uneven(listed: list[Param], *, data_parallel_world_size: int) -> PerBufferParamLayout:
+        return PerBufferParamLayout({"w": (0, 15, 0)}, [(0, 15)], [15], shapes=[(3, 5)])
+
+    testing.check_rule(buffers.layer_wise, params, data_parallel_world_size=np.int64(2))
+    with pytest.raises(AssertionError, match="not divided by 2 shards"):
+        testing.check_rule(uneven, params, data_parallel_world_size=np.int64(2))
+
+
+@given(st.lists(st.integers(0, 9), max_size=20), st.data())
+def test_the_leftmost_that_is_small_enough(numbers: list[int], data: st.DataObject) -> None:
+    """Beside looking at one after the other."""
+    found, left = _Leftmost(numbers), dict(enumerate(numbers))
+    for _ in range(10):
+        start, most = data.draw(st.integers(0, len(numbers))), data.draw(st.integers(-1, 9))
+        wanted = next((i for i, n in left.items() if i >= start and n <= most), None)
+        assert found.find(start, most) == wanted
+        if wanted is not None and data.draw(st.booleans()):
+            found.remove(wanted)
+            del left[wanted]
+    assert found.left() == list(left)
+
+
+BUCKET = {"w": (0, 6, 0)}, [(0, 6)], [6]
+RANKS = {"data_parallel_world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Param("a", 3, expert_parallel="no"), "expert_parallel of parameter 'a' is 'no'; give True or False"),
+        (lambda: Param("a", 3, managed="no"), "managed of parameter 'a' is 'no'; give True or False"),
+        (
+            lambda: Param("a", 3, quantised=np.array([1])),
+            "parameter 'a': quantised=array([1]); give one of",
+        ),
+        (lambda: Param("a", b"ab"), "a size of parameter 'a' is b'ab'; give an integer"),
+        (lambda: Param("a", {3: 4}), "a size of parameter 'a' is {3: 4}; give an integer"),
+        (lambda: buffers.pad_bucket_end(5, 2, "no"), "pad_for_high_nccl_busbw is 'no'; give True or False"),
+        (lambda: buffers.zero([A], data_parallel_world_size=2, round_robin="no"), "round_robin is 'no'; give True"),
+        (lambda: BufferKey("bfloat16", "float32", "x"), "is_expert_parallel is 'x'; give True or False"),
+        (lambda: buffers.zero(A, data_parallel_world_size=2), "params is Param(name='a'"),
+        (lambda: buffers.full_layout([A], rule="zero"), "rule is 'zero'; give a function such as buffers."),
+        (lambda: FullParamLayout({"a": 3}), "'a': int; give BufferKey -> PerBufferParamLayout"),
+        (
+            lambda: buffers.nvfp4_packed([Param("a", 400)], buffers.data_parallel([Param("a", 8)])),
+            "parameters and layout differ in [('a', 8), ('a', 400)]; give the layout of these parameters",
+        ),
+        (
+            lambda: buffers.nvfp4_packed(of(4, 4), buffers.megatron_fsdp(of(4, 4), **RANKS, bucket_size=4), **RANKS),
+            "last parameter first, they lie in buckets [1, 0]; give parameters in forward order, and a layout that",
+        ),
+        (
+            lambda: buffers.nvfp4_packed([A], buffers.distributed_optimizer([A], data_parallel_world_size=2)),
+            "the layout is for 2 ranks; give data_parallel_world_size=2",
+        ),
+        (
+            lambda: PerBufferParamLayout(*BUCKET, data_parallel_world_size=4),
+            "bucket 0 has 6 elements, which 4 ranks do not divide evenly; pad its end",
+        ),
+        (
+            lambda: PerBufferParamLayout(*BUCKET, (), 2),
+            "parameter 'w' at [0, 6) has elements of two of 2 optimizer shards; place it in one, or leave out",
+        ),
+        (
+            lambda: PerBufferParamLayout(*BUCKET, (), 3, data_parallel_world_size=2),
+            "3 optimizer shards for 2 ranks; a rank has one shard",
+        ),
+        (lambda: PerBufferParamLayout(*BUCKET, [-5]), "param_indices has -5; numbers are >= 0"),
+        (
+            lambda: buffers.flat_parameter([Param("a", ())], data_parallel_world_size=2),
+            "parameter 'a' is a scalar, which FSDP1 cannot flatten; give it one dimension",
+        ),
+        (
+            lambda: buffers.state_layouts(buffers.zero([A], data_parallel_world_size=2), Mesh(dp=2), ranks=[0]),
+            "ranks= and buffer= are for the Store of shape='nd'; give them to state_store",
+        ),
+        (
+            lambda: buffers.state_layouts(FullParamLayout({}), Mesh(dp=2)),
+            "FullParamLayout is no layout of one buffer; of a FullParamLayout take each value, and join what comes",
+        ),
+        (lambda: buffers.state_layouts(LAYOUT, 2), "mesh is 2; give a shardmath.Mesh, for example Mesh(dp=4)"),
+    ],
+)
+def test_errors_of_what_looked_right(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ParamLayoutError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
