@@ -416,13 +416,21 @@ def _axes(stage: Stage) -> dict[str, int]:
     return {name: n for digit in stage for name, n in zip(digit.axes, digit.sizes, strict=True)}
 
 
+def _stage_cells(stage: Stage, length: int) -> list[Runs]:
+    """What every coordinate of the stage's axes keeps; where one digit does it all, its parts in order."""
+    if len(stage) != 1 or not stage[0].axes or not isinstance(stage[0].cut, Chunks | Balanced | Sizes):
+        return [stage_runs(stage, length, coords) for coords in _points(_axes(stage))]
+    nothing = _joined([])
+    held = [_joined([piece]) if piece[1] else nothing for piece in _parts(stage[0].cut, 0, length)]
+    return held + [nothing] * (math.prod(stage[0].sizes) - len(held))
+
+
 def _field_cells(size: int, stages: tuple[Stage, ...]) -> list[Runs]:
     """The Runs at every coordinate of the stages' axes; a stage is divided once for each length that reaches it."""
     first, *rest = stages or ((),)
-    held = [stage_runs(first, size, coords) for coords in _points(_axes(first))]
+    held = _stage_cells(first, size)
     for stage in rest:
-        points = list(_points(_axes(stage)))
-        parts = {n: [stage_runs(stage, n, coords) for coords in points] for n in {len(runs) for runs in held}}
+        parts = {n: _stage_cells(stage, n) for n in {len(runs) for runs in held}}
         held = [compose(part, runs) for runs in held for part in parts[len(runs)]]
     return held
 
