@@ -260,10 +260,15 @@ def _bucket_lines(bucket: Bucket, width: int, most: int) -> Iterator[str]:
     yield f"bucket {bucket.number:,} {span}: {count(len(bucket.params), 'parameter')}, {padding}"
     yield from _bar(bucket, letters, width)
     rows = [
-        (letters[p.name], bucket.within(p), bucket.held_by(p), f"{bucket.at(p):,}", shape_of(p), p.name) for p in listed
+        (letters[p.name], bucket.within(p), bucket.held_by(p), f"{bucket.at(p):,}", shape_of(p), _on_one_line(p.name))
+        for p in listed
     ]
     yield from _columns([("", "elements", "ranks", "at", "shape", "parameter"), *rows])
     yield from more_of(len(bucket.params), len(listed), "parameter")
+
+
+def _on_one_line(name: str) -> str:
+    return "".join(sign if sign.isprintable() else " " for sign in name)
 
 
 def shape_of(piece: Piece) -> str:

@@ -162,8 +162,8 @@ def state_layouts(
     entire = {dims: tuple(map(identity, dims)) for dims in set(buffer_layout.shapes)}
     interned: _Cuts = {}
     held = {
-        name: [_Held(group, entire[shapes[name]], cuts, at, later) for group in groups]
-        for name, cuts, at, later in _cuts(buffer_layout, len(groups[0]), interned)
+        name: [_Held(group, entire[shapes[name]], shares) for group in groups]
+        for name, shares in _shares(buffer_layout, len(groups[0]), interned)
     }
     return _windowed(shapes, held, dtype, ranks, buffer)
 
@@ -176,20 +176,24 @@ class _Cut(NamedTuple):
     hi: int
 
 
-class _Held(NamedTuple):
-    """How one data-parallel group holds a tensor: its ranks, the runs of each dimension that they have, the cuts of the
-    row-major elements of that, and where in a flat array the first of them begins, and any other.
-    """
+class _Shares(NamedTuple):
+    """The cuts of a parameter, and where in the flat array of its shard the first begins, and any later one."""
 
-    group: tuple[int, ...]
-    runs: tuple[Runs, ...]
     cuts: tuple[_Cut, ...]
     at: int
     later: int
 
     def place(self, cut: _Cut) -> int:
-        """Where the cut lies in the flat array of its rank."""
+        """Where the cut lies in the flat array of its shard."""
         return self.later if cut.lo else self.at
+
+
+class _Held(NamedTuple):
+    """How one data-parallel group holds a tensor: its ranks, what they have of each dimension, and the shares of it."""
+
+    group: tuple[int, ...]
+    runs: tuple[Runs, ...]
+    shares: _Shares
 
 
 def _axes(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
@@ -212,8 +216,8 @@ _Cuts: TypeAlias = dict[tuple[int, ...], tuple[_Cut, ...]]
 """Cuts by all that they depend on; most parameters of a model are cut alike."""
 
 
-def _cuts(buffer: PerBufferParamLayout, shards: int, known: _Cuts) -> Iterator[tuple[str, tuple[_Cut, ...], int, int]]:
-    """(parameter, its cuts, where the first lies in the flat array of its shard, and where others lie in theirs)."""
+def _shares(buffer: PerBufferParamLayout, shards: int, known: _Cuts) -> Iterator[tuple[str, _Shares]]:
+    """The shares of each parameter; equal cuts are one object, `known` has them."""
     _check_shards(buffer, shards)
     for name, (start, end, number) in buffer.placed:
         first, stop = buffer.bucket_indices[number]
@@ -222,7 +226,7 @@ def _cuts(buffer: PerBufferParamLayout, shards: int, known: _Cuts) -> Iterator[t
         key = shard, end - start, size - offset if offset + end - start > size else -1, size
         if key not in known:
             known[key] = tuple(_cut(start - first, end - start, size))
-        yield name, known[key], before + offset, before
+        yield name, _Shares(known[key], before + offset, before)
 
 
 def _cut(start: int, numel: int, size: int) -> Iterator[_Cut]:
@@ -236,7 +240,7 @@ def _flat(buffer: PerBufferParamLayout, mesh: Mesh, axis: Axis, shards: int, dty
     known: dict[int, Layout] = {}
     out: dict[str, Layout] = {}
     interned: _Cuts = {}
-    for name, cuts, _, _ in _cuts(buffer, shards, interned):
+    for name, (cuts, _, _) in _shares(buffer, shards, interned):
         if id(cuts) not in known:
             sizes = [0] * shards
             for cut in cuts:
@@ -264,10 +268,10 @@ def state_store(
     views = {(name, rank): View(buffer) for name in buffer_layout.param_index_map for rank in wanted}
     interned: _Cuts = {}
     for group in _groups(mesh, axis):
-        for name, cuts, at, later in _cuts(buffer_layout, len(group), interned) if wanted.intersection(group) else ():
-            for cut in cuts:
+        for name, shares in _shares(buffer_layout, len(group), interned) if wanted.intersection(group) else ():
+            for cut in shares.cuts:
                 if group[cut.shard] in wanted:
-                    views[name, group[cut.shard]] = View(buffer, later if cut.lo else at)
+                    views[name, group[cut.shard]] = View(buffer, shares.place(cut))
     return Store(views)
 
 
@@ -295,7 +299,7 @@ def model_parallel_state(
     listed = forward(params)
     _check_parameters(listed, layouts)
     held: dict[str, list[_Held]] = {param.name: [] for param in listed}
-    known: dict[object, list[tuple[str, tuple[_Cut, ...], int, int]]] = {}
+    known: dict[object, list[tuple[str, _Shares]]] = {}
     interned: _Cuts = {}
     for group in _groups(mesh, axis):
         parts = _parts(listed, layouts, group)
@@ -303,9 +307,9 @@ def model_parallel_state(
         if shapes not in known:
             local = [replace(p, shape=shape) for p, (_, shape) in zip(_named(listed, parts), shapes, strict=True)]
             laid = rule(local, data_parallel_world_size=len(group), **options)
-            known[shapes] = list(_cuts(laid, len(group), interned))
-        for name, cuts, at, later in known[shapes]:
-            held[name].append(_Held(group, parts[name], cuts, at, later))
+            known[shapes] = list(_shares(laid, len(group), interned))
+        for name, shares in known[shapes]:
+            held[name].append(_Held(group, parts[name], shares))
     return _windowed({param.name: param.shape for param in listed}, held, dtype, ranks, buffer)
 
 
@@ -362,13 +366,13 @@ def _windowed(
     out: Windows = {}
     views: dict[tuple[str, int], View] = {}
     for name, groups in held.items():
-        key = shapes[name], tuple((one.group, id(one.runs), id(one.cuts)) for one in groups)
+        key = shapes[name], tuple((one.group, id(one.runs), id(one.shares.cuts)) for one in groups)
         if key not in known:
             windows, places = _windows(name, shapes[name], groups, dtype)
             known[key] = windows, [place for place in places if wanted is None or place.rank in wanted]
         out[name], places = known[key]
         for window, number, cut, rank, within in places:
-            at = groups[number].place(cut) + within
+            at = groups[number].shares.place(cut) + within
             views[local_name(name, window, len(out[name])), rank] = View(buffer, at)
     _check_names(out)
     return out, Store(views)
@@ -389,7 +393,7 @@ def _windows(
     """The windows of a tensor, and where each rank has each."""
     same: dict[tuple[Runs, ...], list[tuple[int, _Cut]]] = {}
     for number, one in enumerate(groups):
-        same.setdefault(one.runs, []).extend((number, cut) for cut in one.cuts)
+        same.setdefault(one.runs, []).extend((number, cut) for cut in one.shares.cuts)
     windows: list[Layout] = []
     places: list[_Place] = []
     for runs, cuts in same.items():

@@ -318,3 +318,8 @@ def test_one_buffer_is_not_all() -> None:
         buffer_map(layouts, 1)  # type: ignore[arg-type]
     with pytest.raises(ParamLayoutError, match="PerBufferParamLayout is not the buffers of a model; give what full_"):
         buffer_table(four())  # type: ignore[arg-type]
+
+
+def test_names_are_on_one_line() -> None:
+    layout = buffers.zero([Param("a\nb\tc", (4,))], data_parallel_world_size=1)
+    assert buffer_map(layout, 1).endswith("a  [0, 4)    0      0   (4,)   a b c")

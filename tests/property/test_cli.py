@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -89,3 +90,13 @@ def test_as_a_module() -> None:
         [sys.executable, "-m", "shardmath", "show", "tp=2", "4", "(tp n)"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and done.stdout.startswith("float32[4] (tp n) on tp=2\n")
+
+
+def test_a_reader_that_has_had_enough() -> None:
+    """As `| head -1` is: no traceback."""
+    line = [sys.executable, "-m", "shardmath", "show", "dp=4", "9,4", "(dp n) h"]
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as run:
+        assert run.stdout is not None and run.stderr is not None
+        run.stdout.close()
+        assert run.wait(timeout=60) == 1 and run.stderr.read() == b""
