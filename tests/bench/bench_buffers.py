@@ -1,6 +1,6 @@
-"""How much of the flat buffers of real models is padding, by each optimizer's rule, and how long they take to lay out.
+"""How much of the flat buffers of real models is padding, by each optimizer's rule.
 
-    python tests/bench/bench_buffers.py [repeats]
+    python tests/bench/bench_buffers.py
 
 Models are whole, as their checkpoints have them: nothing but data parallelism divides them, and experts have as many
 data-parallel ranks as everything else. Bucket sizes are Megatron-Core's defaults.
@@ -8,10 +8,9 @@ data-parallel ranks as everything else. Bucket sizes are Megatron-Core's default
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,10 @@ RULES: dict[str, tuple[buffers.Rule, Callable[[int], dict[str, Any]]]] = {
 
 
 def laid_out(params: tuple[buffers.Param, ...], name: str, ranks: int) -> buffers.FullParamLayout:
-    """All buffers of a model by the rule."""
+    """All buffers of a model by the rule; without expert parallelism only Megatron-FSDP puts experts apart."""
     rule, options = RULES[name]
+    if rule is not buffers.megatron_fsdp:
+        params = tuple(replace(param, expert_parallel=False) for param in params)
     return buffers.full_layout(params, rule=rule, **options(ranks))
 
 
@@ -61,18 +62,8 @@ def padding(layouts: buffers.FullParamLayout) -> str:
     return share(sum(one.padding for one in layouts.values()), sum(one.numel for one in layouts.values()))
 
 
-def seconds(params: tuple[buffers.Param, ...], name: str, repeats: int) -> list[float]:
-    """How long each repeat took, on as many ranks as there are."""
-    out = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        laid_out(params, name, RANKS[-1])
-        out.append(time.perf_counter() - start)
-    return out
-
-
 def main() -> None:
-    given = arguments(__doc__ or "", repeats=5)
+    given = arguments(__doc__ or "")
     found = {model: parameters(model) for model in MODELS}
     rows = [
         [model.partition("/")[2], f"{sum(param.numel for param in params):,}", str(ranks)]
@@ -85,13 +76,6 @@ def main() -> None:
         "architecture, divided by data parallelism alone, default bucket sizes; FSDP1 and Megatron-FSDP without units."
     )
     show(given.page, "Padding of flat buffers", about, ["model", "parameters", "ranks", *RULES], rows)
-    params, times = found[DEEPSEEK_V3], []
-    for name in RULES:
-        took = seconds(params, name, given.repeats)
-        buckets = sum(len(one.bucket_indices) for one in laid_out(params, name, RANKS[-1]).values())
-        times.append([name, f"{buckets:,}", f"{statistics.median(took):.3f}", f"{min(took):.3f}"])
-    about = f"All {len(params):,} parameters of DeepSeek-V3 for {RANKS[-1]} ranks, seconds of {given.repeats} repeats."
-    show(given.page, "Laying out flat buffers", about, ["rule", "buckets", "median", "min"], times)
 
 
 if __name__ == "__main__":
