@@ -76,7 +76,10 @@ def _grouped(params: Iterable[Param], keys: Iterable[BufferKey]) -> dict[BufferK
 def _key(param: Param, grad_reduce_in_fp32: bool, tagged: bool) -> BufferKey:
     stored = "uint8" if param.quantised else param.dtype
     gradient = "float32" if grad_reduce_in_fp32 and param.grad_dtype is None else param.gradient
-    return BufferKey(stored, gradient, param.expert_parallel, tagged and param.is_managed)
+    return _buffer_key(stored, gradient, param.expert_parallel, tagged and param.is_managed)
+
+
+_buffer_key = functools.lru_cache(BufferKey)
 
 
 def _apart(key: BufferKey) -> tuple[bool, bool]:

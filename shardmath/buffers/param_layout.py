@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -93,7 +94,7 @@ class PerBufferParamLayout:
             _integers(per_bucket_numel_unpadded, "an unpadded size"),
             _integers(param_indices, "a number of param_indices"),
             _size(num_optimizer_shards, "num_optimizer_shards"),
-            tuple(_integers(shape, "a size in shapes") for shape in shapes),
+            tuple(map(functools.cache(_shape), map(tuple, shapes))),
             _size(data_parallel_world_size, "data_parallel_world_size"),
             MappingProxyType(dict(placed)),
         )
@@ -188,6 +189,10 @@ def _border(pair: Iterable[object]) -> tuple[int, int]:
     if len(out) != 2:
         raise ParamLayoutError(f"a bucket is {out}; give its start and its end")
     return out
+
+
+def _shape(sizes: tuple[object, ...]) -> tuple[int, ...]:
+    return _integers(sizes, "a size in shapes")
 
 
 def _restored(*fields: object) -> PerBufferParamLayout:

@@ -48,19 +48,18 @@ def test_layout_of_a_model(record: Record, name: str) -> None:
 
 
 def test_grouped_layout(record: Record) -> None:
-    """Buffers of experts, matrices and the rest apart, from shapes on."""
+    """Buffers of experts, matrices and the rest apart."""
+    params = [
+        buffers.Param(p.name, p.shape, expert_parallel=".experts." in p.name, managed=unmanaged(p.name))
+        for p in parameters()
+    ]
+    options = {"data_parallel_world_size": DP, "bucket_size": SIZE, "expert_data_parallel_world_size": 8}
 
     def laid() -> buffers.FullParamLayout:
-        found = [
-            buffers.Param(p.name, p.shape, expert_parallel=".experts." in p.name, managed=unmanaged(p.name))
-            for p in params
-        ]
-        options = {"data_parallel_world_size": DP, "bucket_size": SIZE}
-        return buffers.full_layout(found, rule=buffers.layer_wise, expert_data_parallel_world_size=8, **options)
+        return buffers.full_layout(params, rule=buffers.layer_wise, **options)
 
-    params = parameters()
     assert len(laid()) == 3
-    record("the same: grouped, LayerWise and DistributedOptimizer, parameters made", rounds_of(laid, 5), 0.5)
+    record("the same: grouped, LayerWise beside DistributedOptimizer, experts on DP8", rounds_of(laid, 5), 0.5)
 
 
 def unmanaged(name: str) -> bool | None:
