@@ -24,20 +24,17 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-TOGETHER = ("tests/distributed/", "tests/readme/", "tests/gpu/")
-"""Tests that start processes: one after the other on one worker, which has the pool; the others run beside them."""
+TOGETHER = ("tests/distributed/", "tests/readme/", "tests/gpu/", "notebooks/")
+"""What runs on one worker, in order: what shares a pool of processes, a folder, or a kernel."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Spreads tests one by one, but for those of TOGETHER and the cells of a notebook."""
+    """Spreads tests one by one, but for those of TOGETHER."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Spread(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(TOGETHER):
-                return "processes"
-            file = nodeid.partition("::")[0]
-            return file if file.startswith("notebooks/") else nodeid
+            return next((part for part in TOGETHER if nodeid.startswith(part)), nodeid)
 
     return Spread(config, log)

@@ -50,6 +50,9 @@ FIRST = {
     "relabelling": ("relabel",),
     "scheduling": ("schedule", "certify"),
     "template": ("template", "plan"),
+    "buffers.states": ("states",),
+    **dict.fromkeys(("buffers.param", "buffers.param_layout", "buffers.grouping"), ("buffers",)),
+    **dict.fromkeys(("buffers.ddp", "buffers.flat", "buffers.layer_wise"), ("buffers",)),
 }
 """The tests that a file's mutants meet first; those of the same name where nothing is said."""
 
@@ -96,7 +99,7 @@ class _Meaning(ast.NodeTransformer):
 
 def mutants(file: str) -> Iterator[str]:
     """The names of the file's mutants that change more than a message."""
-    tree = ast.parse((MUTANTS / "shardmath" / f"{file}.py").read_text())
+    tree = ast.parse((MUTANTS / "shardmath" / f"{file.replace('.', '/')}.py").read_text())
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and "__mutmut_" in node.name)
     bodies = {f.name: ast.dump(ast.Module([_Meaning().visit(line) for line in f.body], [])) for f in functions}
     for name, body in bodies.items():
@@ -137,8 +140,13 @@ def results() -> dict[str, str]:
     return dict(json.loads(line) for line in lines)
 
 
+def _file(name: str) -> str:
+    """The file that a mutant is in, a dot for each folder."""
+    return name.removeprefix("shardmath.").rpartition(".")[0]
+
+
 def _own_tests(name: str) -> list[str]:
-    file = name.split(".")[1]
+    file = _file(name)
     return [f"tests/property/test_{test}.py" for test in FIRST.get(file, (file,))]
 
 
@@ -197,12 +205,12 @@ def _started(name: str, tests: list[str]) -> int:
 def report() -> None:
     """Print the score of every file, and the survivors."""
     known = results()
-    count = collections.Counter(name.split(".")[1] for name in known)
+    count = collections.Counter(map(_file, known))
     alive = sorted(name for name, result in known.items() if result != "killed")
-    lived = collections.Counter(name.split(".")[1] for name in alive)
+    lived = collections.Counter(map(_file, alive))
     for file in [*count, "all"]:
         n, k = (count[file], lived[file]) if file != "all" else (len(known), len(alive))
-        print(f"{file:12} {n:5} mutants {k:4} alive  {100 * (1 - k / max(1, n)):5.1f}%")
+        print(f"{file:20} {n:5} mutants {k:4} alive  {100 * (1 - k / max(1, n)):5.1f}%")
     print("\n".join(alive))
 
 
@@ -215,7 +223,8 @@ def main(argv: list[str]) -> None:
     match argv:
         case ["run", *files]:
             one_in = int(files.pop(0)[2:]) if files and files[0].startswith("1/") else 1
-            run(files or [Path(path).stem for path in config().only_mutate], one_in)
+            paths = files or [path.removeprefix("shardmath/").removesuffix(".py") for path in config().only_mutate]
+            run([path.replace("/", ".") for path in paths], one_in)
         case ["results"]:
             report()
         case ["show", name]:
