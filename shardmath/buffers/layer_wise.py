@@ -113,8 +113,7 @@ def _assigned(chunk: Sequence[Param], work: list[int]) -> tuple[list[list[Param]
             done, shard = idlest[0]
             heapq.heapreplace(idlest, (done + cost, shard))
         else:
-            shard = _emptiest(emptiest, held)
-            full = [(done + cost * (s == shard), s) for done, s in full]
+            shard = _emptiest(emptiest, held)  # which has no room from now on, so that its entry does not matter
         for entry in full:
             if up(held[entry[1]], START) + least <= most:
                 heapq.heappush(idlest, entry)

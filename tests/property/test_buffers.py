@@ -1066,6 +1066,12 @@ def test_gradients_have_the_dtype_of_their_parameter() -> None:
     assert buffers.distributed_optimizer(params, data_parallel_world_size=2).param_indices == (0, 1, 0)
 
 
+def test_what_has_no_elements_lies_anywhere_in_its_bucket() -> None:
+    """Also where another parameter lies."""
+    layout = PerBufferParamLayout({"a": (0, 4, 0), "b": (0, 0, 0), "c": (2, 2, 0)}, [(0, 4)], [4])
+    assert layout.padding == 0
+
+
 def test_check_rule_takes_integers_of_numpy() -> None:
     params = [Param("w", (3, 5))]
 
