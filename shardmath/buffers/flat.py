@@ -62,8 +62,8 @@ def zero(params: Iterable[Param], *, data_parallel_world_size: int, round_robin:
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """
     listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
-    order = [param for i in range(ranks) for param in listed[i::ranks]]
-    order = order if flag(round_robin, "round_robin") else [*listed]
+    starts = range(min(ranks, len(listed))) if flag(round_robin, "round_robin") else ()
+    order = [param for i in starts for param in listed[i::ranks]] or listed
     return _one_bucket(listed, order, start=1, end=ranks * ZERO_ALIGNMENT, ranks=ranks)
 
 

@@ -5,6 +5,7 @@ Parameters are those of the Hugging Face checkpoint, experts unstacked; router b
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,17 @@ def test_layout_of_a_model(record: Record, name: str) -> None:
     laid = rule(params, **options)
     assert len(laid.placed) == len(params)
     record(f"DeepSeek-V3, 45,337 parameters, DP{DP}: {name}", rounds_of(lambda: rule(params, **options), 5), 0.5)
+
+
+@pytest.mark.parametrize("ranks", [8, 1024])
+def test_layer_wise_of_random_sizes(record: Record, ranks: int) -> None:
+    """No two parameters alike, where a search through all shards would be quadratic."""
+    draw = random.Random(1)
+    params = [buffers.Param(f"p{i}", (draw.randint(1, 4000), draw.randint(1, 4000))) for i in range(45_337)]
+    laid = buffers.layer_wise(params, data_parallel_world_size=ranks)
+    assert len(laid.placed) == len(params)
+    seconds = rounds_of(lambda: buffers.layer_wise(params, data_parallel_world_size=ranks), 3)
+    record(f"45,337 matrices of random sizes, DP{ranks}, one bucket: LayerWise", seconds, 0.5)
 
 
 def test_grouped_layout(record: Record) -> None:

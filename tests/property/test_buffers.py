@@ -1072,6 +1072,14 @@ def test_what_has_no_elements_lies_anywhere_in_its_bucket() -> None:
     assert layout.padding == 0
 
 
+def test_more_ranks_than_can_be_counted() -> None:
+    """What is laid out takes time by its parameters, not by its ranks."""
+    many = 1 << 50
+    for round_robin in (False, True):
+        layout = buffers.zero(of(3, 4), data_parallel_world_size=many, round_robin=round_robin)
+        assert layout.placed == (("p0", (0, 3, 0)), ("p1", (3, 7, 0))) and layout.numel == 2 * many
+
+
 def test_check_rule_takes_integers_of_numpy() -> None:
     params = [Param("w", (3, 5))]
 
