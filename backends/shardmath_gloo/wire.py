@@ -21,8 +21,15 @@ from shardmath_torch.wire import PeerFailure
 
 __all__ = ["GlooWire"]
 
-TAG = 7_348
-"""Of our messages, so that they never meet the caller's own."""
+OURS = 1 << 30
+"""In the tag of each of our messages, so that they never meet the caller's own."""
+
+STEPS = 32
+"""Tags a turn: 0 for its data, then one for each step of its vote. Steps are of different lengths, and gloo ends the
+process where a message is longer than the memory that waits for it. The last is never sent."""
+
+TURNS = OURS // STEPS
+"""Turns until tags repeat; what is on its way is of one turn alone."""
 
 
 class _Pending(NamedTuple):
@@ -42,7 +49,10 @@ class _Pending(NamedTuple):
 
 def _cause(error: RuntimeError) -> str:
     text = str(error)
-    return "it did not answer in time" if "imed out" in text else "its connection closed" if "losed" in text else text
+    if "imed out" in text:
+        return "it did not answer in time"
+    ended = any(word in text for word in ("losed", "reset by peer", "roken pipe"))
+    return "its connection closed" if ended else text
 
 
 class GlooWire:
@@ -54,31 +64,49 @@ class GlooWire:
         self._group, self._patience = group, patience
         self._ranks = dist.get_process_group_ranks(group)
         self._place = dist.get_rank(group)
+        self._tag = OURS
+
+    def begin(self, turn: int) -> None:
+        """What is posted from now on is of this turn."""
+        self._tag = OURS + turn % TURNS * STEPS
 
     def receive(self, memory: Tensor, rank: int) -> _Pending:
         """Bytes from `rank` into `memory`. Raises PeerFailure."""
-        return self._posted(rank, lambda: dist.irecv(memory, rank, group=self._group, tag=TAG))
+        return self._receive(memory, rank, self._patience, 0)
 
     def send(self, memory: Tensor, rank: int) -> _Pending:
         """The bytes of `memory` to `rank`. Raises PeerFailure."""
-        return self._posted(rank, lambda: dist.isend(memory, rank, group=self._group, tag=TAG))
+        return self._send(memory, rank, self._patience, 0)
+
+    def _receive(self, memory: Tensor, rank: int, patience: float, step: int) -> _Pending:
+        tag = self._tag + step
+        return self._posted(rank, patience, lambda: dist.irecv(memory, rank, group=self._group, tag=tag))
+
+    def _send(self, memory: Tensor, rank: int, patience: float, step: int) -> _Pending:
+        tag = self._tag + step
+        return self._posted(rank, patience, lambda: dist.isend(memory, rank, group=self._group, tag=tag))
 
     def start(self) -> None:
         """Nothing: what is posted moves."""
 
-    def gather(self, record: bytes) -> list[bytes]:
+    def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's record, all of one size, in the group's order. Raises PeerFailure.
+
+        Waits `patience` seconds instead of the wire's own.
 
         Bruck's algorithm: each step doubles what a rank has, log2(size) steps in all. gloo's own all-gather is a ring
         of size - 1 steps, twice as slow for 8 ranks, and does not tell who failed.
         """
-        size, have = len(self._ranks), 1
+        size, have, step = len(self._ranks), 1, 0
+        patience = self._patience if patience is None else patience
         got = torch.zeros(size, len(record), dtype=torch.uint8)  # row k is the record of the k-th rank after this one
         got[0] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         while have < size:
-            more = min(have, size - have)
-            arriving = self.receive(got[have : have + more], self._ranks[(self._place + have) % size])
-            leaving = self.send(got[:more], self._ranks[(self._place - have) % size])
+            more, step = min(have, size - have), step + 1
+            ahead = self._ranks[(self._place + have) % size]
+            behind = self._ranks[(self._place - have) % size]
+            arriving = self._receive(got[have : have + more], ahead, patience, step)
+            leaving = self._send(got[:more], behind, patience, step)
             arriving.wait()
             leaving.wait()
             have += more
@@ -86,19 +114,20 @@ class GlooWire:
 
     def broadcast(self, memory: Tensor, rank: int) -> None:
         """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
-        self._posted(None, lambda: dist.broadcast(memory, rank, group=self._group, async_op=True)).wait()
+        post = lambda: dist.broadcast(memory, rank, group=self._group, async_op=True)  # noqa: E731
+        self._posted(None, self._patience, post).wait()
 
     def abandon(self) -> None:
         """Ends all connections of the group. Never raises."""
         nothing = torch.empty(1, dtype=torch.uint8)
         for rank in self._ranks:  # a wait on a connection that is closed already does not time out and ends no other
             with suppress(RuntimeError, ValueError):
-                work = dist.irecv(nothing, rank, group=self._group, tag=TAG + 1)
+                work = dist.irecv(nothing, rank, group=self._group, tag=OURS + STEPS - 1)
                 if work is not None:
                     work.wait(timedelta(milliseconds=1))
 
-    def _posted(self, rank: int | None, post: Callable[[], dist.Work | None]) -> _Pending:
+    def _posted(self, rank: int | None, patience: float, post: Callable[[], dist.Work | None]) -> _Pending:
         try:
-            return _Pending(post(), rank, time.monotonic() + self._patience)
+            return _Pending(post(), rank, time.monotonic() + patience)
         except RuntimeError as error:
             raise PeerFailure(rank, _cause(error)) from error

@@ -65,6 +65,9 @@ class NcclWire:
         self._size = dist.get_world_size(group)
         self._batch = _Batch()
 
+    def begin(self, turn: int) -> None:
+        """Nothing: NCCL pairs messages by their order alone, and votes keep that order."""
+
     def receive(self, memory: Tensor, rank: int) -> _Pending:
         """Bytes from `rank` into `memory`, from the next start on."""
         self._batch.ops.append(dist.P2POp(dist.irecv, memory, rank, self._group))
@@ -84,15 +87,16 @@ class NcclWire:
         except RuntimeError as error:
             raise PeerFailure(None, str(error)) from error
 
-    def gather(self, record: bytes) -> list[bytes]:
+    def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's record, all of one size, in the group's order. Raises PeerFailure."""
+        patience = self._patience if patience is None else patience
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).cuda()
         got = [torch.empty_like(mine) for _ in range(self._size)]
         try:
             work = dist.all_gather(got, mine, group=self._group, async_op=True)
         except RuntimeError as error:
             raise PeerFailure(None, str(error)) from error
-        _finish([work] if work is not None else [], time.monotonic() + self._patience, None)
+        _finish([work] if work is not None else [], time.monotonic() + patience, None)
         return [row.numpy().tobytes() for row in torch.stack(got).cpu()]
 
     def broadcast(self, memory: Tensor, rank: int) -> None:

@@ -2,7 +2,7 @@
 
 1. One record of fixed size a rank, all gathered: so it costs the same whatever is wrong, and nobody is left waiting.
 2. A record holds a **claim** (what I am about to do: all must be equal), a number, and an objection (empty for none).
-3. Any objection, or two claims that differ, raise the same ExchangeError on every rank.
+3. Any objection, or two claims that differ, raise the same ExchangeError (`Refused`) on every rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardmath.errors import ExchangeError
+from shardmath_torch.turns import Refused
 from shardmath_torch.wire import Wire
 
 __all__ = ["Ballot", "decode", "encode", "vote"]
@@ -39,8 +39,8 @@ def encode(ballot: Ballot) -> bytes:
     >>> decode(encode(Ballot("move 1", 7, "no")))
     Ballot(claim='move 1', number=7, objection='no')
     """
-    claim = ballot.claim.encode()[:CLAIM]
-    objection = ballot.objection.encode()[: RECORD - HEADER.size - len(claim)]
+    claim = ballot.claim.encode(errors="backslashreplace")[:CLAIM]
+    objection = ballot.objection.encode(errors="backslashreplace")[: RECORD - HEADER.size - len(claim)]
     return (HEADER.pack(ballot.number, len(claim), len(objection)) + claim + objection).ljust(RECORD, b"\0")
 
 
@@ -52,17 +52,18 @@ def decode(record: bytes) -> Ballot:
     return Ballot(cut[0].decode(errors="ignore"), number, cut[1].decode(errors="ignore"))
 
 
-def vote(wire: Wire, ranks: Sequence[int], mine: Ballot) -> tuple[Ballot, ...]:
-    """Everybody's ballots, in the group's order `ranks`.
+def vote(wire: Wire, ranks: Sequence[int], mine: Ballot, patience: float | None = None) -> tuple[Ballot, ...]:
+    """Everybody's ballots, in the group's order `ranks`; waits `patience` seconds instead of the wire's own.
 
-    Raises ExchangeError on every rank if any rank objects or claims something else, PeerFailure if one does not vote.
+    Raises Refused on every rank if any rank objects or claims something else, PeerFailure if one does not vote.
     """
-    ballots = dict(zip(ranks, map(decode, wire.gather(encode(mine))), strict=True))
+    records = wire.gather(encode(mine), patience)
+    ballots = dict(zip(ranks, map(decode, records), strict=True))
     objections = {rank: b.objection for rank, b in ballots.items() if b.objection}
     if objections:
-        raise ExchangeError(_objected(objections))
+        raise Refused(_objected(objections))
     if len({b.claim for b in ballots.values()}) > 1:
-        raise ExchangeError(_disagreed({rank: b.claim for rank, b in ballots.items()}))
+        raise Refused(_disagreed({rank: b.claim for rank, b in ballots.items()}))
     return tuple(ballots.values())
 
 
@@ -82,6 +83,8 @@ def _disagreed(claims: Mapping[int, str]) -> str:
         by_text.setdefault(text, []).append(rank)
     parts = [f"{_ranks(ranks)}: {text}" for text, ranks in sorted(by_text.items(), key=lambda x: (-len(x[1]), x[1]))]
     fix = "nothing was moved; make the same calls in the same order, with the same plan and settings, on every rank"
+    if any(" in thread " in text for text in by_text):
+        fix += '; give each thread a group of its own, or, where threads of other names belong together, thread="..."'
     return "\n".join(["ranks disagree on what to do", *parts[:SHOWN], fix])
 
 

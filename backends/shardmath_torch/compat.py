@@ -32,9 +32,9 @@ __all__ = [
     "group_of_mesh",
     "hold_nothing",
     "in_backward",
+    "is_registered",
     "local_of",
     "my_rank",
-    "next_key",
     "rank_or_0",
     "ranks_of",
     "serves",
@@ -126,10 +126,9 @@ def _listened_port(fd: int) -> set[int]:
     return {address[1]} if listens and isinstance(address, tuple) else set()
 
 
-def next_key(group: Group, rank: int) -> str:
-    """A name for this rank's next collective object on the group: the same on all ranks that make as many."""
-    store = store_of(group)
-    return str(store.add(f"shardmath/made/{rank}", 1)) if store is not None else "0"
+def is_registered(group: Group) -> bool:
+    """Whether torch still knows the group: not after `destroy_process_group`."""
+    return group in c10d._world.pg_map
 
 
 class EqualComponents(_StridedShard):

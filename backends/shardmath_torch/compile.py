@@ -2,32 +2,32 @@
 
 1. Ranks are global ranks of torch.distributed. Every rank of the plan is in the group; ranks that the plan does not
    name take part in agreement and move nothing.
-2. Both calls are collective over the group. Before a byte moves all ranks agree (`agree`): an objection of one is an
-   ExchangeError on all, and no destination has changed.
+2. Both calls are collective over the group, and every rank makes those of one group in one order. Before a byte moves
+   all ranks agree (`agree`): an objection of one is an ExchangeError on all, and no destination has changed.
 3. `timeout` is how long a rank waits for another without progress; after that, or as soon as a connection breaks, every
-   survivor raises an ExchangeError that names the rank that failed first (`failure`). The mover is then broken, and so
-   is the group: its pending messages had to be cancelled.
-4. A plan is cut into messages here, at a pace on which all agree; a program's messages are part of what it is.
+   survivor raises an ExchangeError that names the rank that failed first, where that can be found out (`failure`).
+   The mover is then broken, and so is the group: its pending messages had to be cancelled. So they are when a move or a
+   compile is left by any other exception once it has begun to vote, as by Ctrl-C (`turns`).
+4. Threads: one at a time has a group. Ranks pair calls by their order and the thread's name, so two threads that share
+   a group and come in other orders on other ranks get an ExchangeError on all; a group for each thread never does.
+5. A plan is cut into messages here, at a pace on which all agree; a program's messages are part of what it is.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 from shardmath.errors import ExchangeError, ShardError
 from shardmath.plan import Plan, Transfer
 from shardmath.program import Program
 from shardmath_torch import compat, dtypes
-from shardmath_torch.agree import Ballot, vote
+from shardmath_torch.agree import Ballot
 from shardmath_torch.cells import divisions, fills, held
-from shardmath_torch.failure import Evidence, Inquest
-from shardmath_torch.local import Local, Tensors, by_key, check, signature, wanted
 from shardmath_torch.messages import (
     Message,
-    Round,
     keeps_fold_order,
     messages,
     most_peers,
@@ -35,7 +35,10 @@ from shardmath_torch.messages import (
     scheduled,
     set_pace,
 )
-from shardmath_torch.wire import Engine, PeerFailure, Task, Transport, Wire
+from shardmath_torch.mover import Made, Mover, called, crossing_text, plan_of
+from shardmath_torch.party import Party, is_time, no_time
+from shardmath_torch.turns import check_thread, in_thread, turns_of
+from shardmath_torch.wire import Task, Transport
 
 __all__ = ["Mover", "compile"]
 
@@ -50,12 +53,21 @@ Cut: TypeAlias = Callable[[int, bool], tuple[Message, ...]]
 """This rank's messages, given the most peers of any rank and whether one addend has to go after the other."""
 
 
+_T = TypeVar("_T")
+
+
 class _Settings(NamedTuple):
     """What every rank must pass alike, with the plan or program."""
 
     timeout: float
     max_inflight_bytes: int
     engine: str
+    thread: str | None
+
+    @property
+    def text(self) -> str:
+        """How agreement words them; a thread stands apart, since its name need not be given."""
+        return ", ".join(f"{k}={v!r}" for k, v in self._asdict().items() if k != "thread")
 
     @property
     def patience(self) -> float:
@@ -68,19 +80,6 @@ class _Settings(NamedTuple):
         return min(5.0, self.timeout / 5)
 
 
-class _Party(NamedTuple):
-    """This rank in a group, and how it reaches the others."""
-
-    group: compat.Group
-    rank: int
-    ranks: tuple[int, ...]
-    wire: Wire
-    transport: Transport
-    grace: float
-    key: str
-    host: int | None = None
-
-
 def compile(
     plan: Plan | Program,
     *,
@@ -88,81 +87,91 @@ def compile(
     timeout: float = 60.0,
     max_inflight_bytes: int | None = None,
     engine: str = "auto",
+    thread: str | None = None,
 ) -> Mover:
     """The plan or program made ready on this rank. Collective over `group` (default: all ranks).
 
     `timeout` is in seconds; `max_inflight_bytes` (1 GiB if not given) bounds a rank's staging memory. A program has a
     bound of its own, for the bytes of its messages; staging begins each at a multiple of 16 bytes. `engine` is
-    "exchange", "broadcast" (the slow reference, on gloo, which moves a program's plan) or "auto". Raises ExchangeError
-    on every rank where ranks pass different plans or settings, where the group lacks a rank of the plan, where torch
-    lacks arithmetic that the plan needs, or for a `max_inflight_bytes` that is not the program's own.
+    "exchange", "broadcast" (the slow reference, on gloo, which moves a program's plan) or "auto". `thread` stands for
+    the calling thread's name, by which ranks see that their calls belong together: give one where threads of different
+    names move together, such as the main thread of trainers and a worker thread of engines. Raises ExchangeError on
+    every rank where ranks pass different plans or settings, where the group lacks a rank of the plan, where torch lacks
+    arithmetic that the plan needs, or for a `max_inflight_bytes` that is not the program's own.
     """
     limit = _own_limit(plan) if max_inflight_bytes is None else max_inflight_bytes
-    settings = _Settings(timeout, limit, DEFAULT_ENGINE if engine == "auto" else engine)
-    party = _join(compat.group_of(group), settings if _is_time(timeout) else settings._replace(timeout=60.0))
-    try:
-        return _compile(party, plan, settings)
-    except PeerFailure as failure:
-        raise _broken(party, plan, failure) from failure
+    settings = _Settings(timeout, limit, DEFAULT_ENGINE if engine == "auto" else engine, thread)
+    if is_time(timeout):
+        settings = settings._replace(timeout=float(timeout))
+    party = _join(compat.group_of(group), settings if is_time(timeout) else settings._replace(timeout=60.0))
+    return party.together(
+        lambda: _compile(party.named(), plan, settings),
+        lambda failure, rank: crossing_text(plan, failure.tensor, rank),
+    )
 
 
 def _own_limit(plan: Plan | Program) -> int:
     return plan.max_inflight_bytes if isinstance(plan, Program) else DEFAULT_INFLIGHT_BYTES
 
 
-def _is_time(timeout: object) -> bool:
-    return isinstance(timeout, int | float) and timeout > 0
-
-
-def _join(group: compat.Group, settings: _Settings) -> _Party:
+def _join(group: compat.Group, settings: _Settings) -> Party:
     backend = compat.backend_of(group)
     if backend not in TRANSPORTS:
         known = " or ".join(TRANSPORTS)
         raise ExchangeError(f"the group's backend is {backend!r}; init_process_group with {known}")
     transport = cast(Transport, importlib.import_module(TRANSPORTS[backend]))
-    rank, ranks = compat.my_rank(), compat.ranks_of(group)
     wire = transport.open_wire(group, settings.patience)
-    return _Party(group, rank, ranks, wire, transport, settings.grace, compat.next_key(group, rank))
+    rank, ranks = compat.my_rank(), compat.ranks_of(group)
+    return Party(group, rank, ranks, wire, transport, turns_of(group), settings.patience, settings.grace)
 
 
-def _compile(party: _Party, plan: Plan | Program, settings: _Settings) -> Mover:
-    claim = f"compile({_called(plan)}, {', '.join(f'{k}={v!r}' for k, v in settings._asdict().items())})"
-    objection, peers, cut = _first_look(party, plan, settings)
-    peers = max(b.number for b in vote(party.wire, party.ranks, Ballot(claim, peers, objection)))
-    mine = cut(peers, False)
-    unordered = not keeps_fold_order(m for m in mine if m.dst_rank == party.rank)
-    assert not (unordered and isinstance(plan, Program)), "phases bring addends in order"
+def _compile(party: Party, plan: Plan | Program, settings: _Settings) -> Mover:
+    claim = f"compile({called(plan)}, {settings.text}){in_thread(settings.thread)}"
+    look, objection = _attempt(lambda: _first_look(party, plan, settings))
+    peers, cut = look or (0, None)
     hosts = compat.serves(compat.store_of(party.group))
-    ballots = vote(party.wire, party.ranks, Ballot(claim, unordered + 2 * hosts))
-    if any(b.number & 1 for b in ballots):
-        mine = cut(peers, True)
-    host = next((rank for rank, b in zip(party.ranks, ballots, strict=True) if b.number & 2), None)
-    party = party._replace(host=host)
+    ballots = party.vote(Ballot(claim, 2 * peers + hosts, objection))
+    assert cut is not None, "who objects does not get past the vote"
+    serving = [rank for rank, b in zip(party.ranks, ballots, strict=True) if b.number & 1]
+    party.turns.host = next(iter(serving), None)
+    peers = max(b.number // 2 for b in ballots)
+    for by_addend in (False, True):
+        build = functools.partial(_make, party, plan, settings, cut, peers, by_addend)
+        made, objection = _attempt(build)
+        unordered = made is not None and not made.keeps_order
+        if not any(b.number for b in party.vote(Ballot(claim, unordered, objection))):
+            break
+    assert made is not None, "who objects does not get past the vote"
+    return Mover(plan, party, made, settings.thread)
+
+
+def _make(party: Party, given: Plan | Program, settings: _Settings, cut: Cut, peers: int, by_addend: bool) -> Made:
+    mine = cut(peers, by_addend)
+    ordered = keeps_fold_order(m for m in mine if m.dst_rank == party.rank)
+    assert ordered or not isinstance(given, Program), "phases bring addends in order"
     walked = rounds(mine, party.rank)
-    here = _plan_of(plan), party.rank
+    here = plan_of(given), party.rank
     task = Task(*here, party.wire, walked, fills(*here), divisions(*here))
-    return Mover(plan, party, walked, party.transport.ENGINES[settings.engine](task))
+    return Made(walked, party.transport.ENGINES[settings.engine](task), ordered)
 
 
-def _called(given: object) -> str:
-    """How agreement names a plan or a program, and what is neither."""
-    kind = type(given).__name__
-    return f"{kind.lower()} {given.digest[:24]}" if isinstance(given, Plan | Program) else f"no plan but a {kind}"
-
-
-def _plan_of(plan: Plan | Program) -> Plan:
-    return plan.plan if isinstance(plan, Program) else plan
-
-
-def _first_look(party: _Party, plan: Plan | Program, settings: _Settings) -> tuple[str, int, Cut]:
-    """This rank's objection ("" for none), how many peers it has where that sets the pace, and its messages to be."""
+def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
+    """What is made, or why not, to be said in a vote: others wait for this rank's."""
     try:
-        _check(party, plan, settings)
-        if isinstance(plan, Program):
-            return "", *_scheduled(plan, party.rank)
-        return "", *_paced(plan, party.rank, settings.max_inflight_bytes)
+        return make(), ""
     except ShardError as error:
-        return str(error), 0, lambda peers, by_addend: ()
+        return None, str(error)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _first_look(party: Party, plan: Plan | Program, settings: _Settings) -> tuple[int, Cut]:
+    """How many peers this rank has where that sets the pace, and its messages to be. Raises ShardError to object."""
+    _check(party, plan, settings)
+    check_thread(party.turns, settings.thread)
+    if isinstance(plan, Program):
+        return _scheduled(plan, party.rank)
+    return _paced(plan, party.rank, settings.max_inflight_bytes)
 
 
 def _paced(plan: Plan, rank: int, limit: int) -> tuple[int, Cut]:
@@ -183,12 +192,14 @@ def _scheduled(prog: Program, rank: int) -> tuple[int, Cut]:
     return 0, lambda peers, by_addend: mine
 
 
-def _check(party: _Party, plan: object, settings: _Settings) -> None:
+def _check(party: Party, plan: object, settings: _Settings) -> None:
     if not isinstance(plan, Plan | Program):
         fix = "pass shardmath.plan(src, dst), or what shardmath.scheduling makes of it"
         raise ExchangeError(f"compile takes a Plan, got {type(plan).__name__}; {fix}")
-    if not _is_time(settings.timeout):
-        raise ExchangeError(f"timeout={settings.timeout!r} is no time to wait; pass seconds > 0")
+    if not is_time(settings.timeout):
+        raise ExchangeError(no_time(settings.timeout))
+    if not isinstance(settings.thread, str | None):
+        raise ExchangeError(f"thread={settings.thread!r} is not a name; pass a text, or leave it out")
     if not isinstance(settings.max_inflight_bytes, int):
         raise ExchangeError(f"max_inflight_bytes={settings.max_inflight_bytes!r} is no number of bytes; pass an int")
     if isinstance(plan, Program) and settings.max_inflight_bytes != plan.max_inflight_bytes:
@@ -216,109 +227,3 @@ def _check_arithmetic(plan: Plan, rank: int, mine: Iterable[Transfer]) -> None:
         if dtypes.missing(dtype, op):
             what = f"tensor {name!r} needs {op!r} of {dtype}, which torch does not have"
             raise ExchangeError(f"{what}; cast it to float32 before the move and plan with dtype='float32'")
-
-
-def _broken(party: _Party, plan: Plan | Program, failure: PeerFailure) -> ExchangeError:
-    """What to tell the caller when a peer failed: asks the others who was first."""
-    mine = Evidence(failure.rank, failure.tensor, failure.cause)
-    inquest = Inquest(compat.store_of(party.group), party.host, party.key, party.rank, party.ranks, party.grace)
-    first, evidence = inquest.hold(mine, party.wire.abandon)
-    fix = "see that it calls compile and every move; start the ranks again with a new process group, and compile again"
-    if first == party.rank:
-        return ExchangeError(f"rank {first} (this one) failed or was given up by the others: {evidence.cause}; {fix}")
-    who = "a rank" if first is None else f"rank {first}"
-    what = evidence.tensor if evidence.tensor is not None else _any_tensor(plan, first)
-    return ExchangeError(f"{who} failed while {_way(plan, what, first)}: {evidence.cause}; {fix}")
-
-
-def _any_tensor(plan: Plan | Program, rank: int | None) -> str | None:
-    """A tensor that was to come from the rank, or to go to it."""
-    if rank is None or not isinstance(plan, Plan | Program):
-        return None
-    return next(itertools.chain(_crossing(plan, rank, "send"), _crossing(plan, rank, "receive")), None)
-
-
-def _crossing(plan: Plan | Program, rank: int, way: str) -> Iterator[str]:
-    """The names of what the rank sends to others ("send"), or receives from them ("receive")."""
-    if isinstance(plan, Program):
-        each = (m for one in plan.for_rank(rank) for m in one.messages if m.direction == way)
-        return (t.tensor for m in each for t in m.pieces)
-    moved = plan.transfers(src=rank) if way == "send" else plan.transfers(dst=rank)
-    return (t.tensor for t in moved if t.src_rank != t.dst_rank)
-
-
-def _way(plan: Plan | Program, tensor: str | None, rank: int | None) -> str:
-    if tensor is None:
-        return "no tensor was on its way from or to it"
-    name = f"tensor {tensor!r}" if tensor else "the tensor"
-    sends = rank is not None and tensor in _crossing(plan, rank, "send")
-    return f"{name} was to {'come from' if sends else 'go to'} it"
-
-
-class Mover:
-    """A compiled plan or program: `move(src_tensors, out=dst_tensors)`, collective, as often as wanted.
-
-    A side is a tensor for a plan of two layouts, a dict by local buffer key for a plan of mappings, None where this
-    rank is not on that side. Destination cells that are not the tensor's own (padding) are left as they are.
-    `plan` is the plan, of a program the one that it carries out. Raises ExchangeError.
-    """
-
-    def __init__(self, given: Plan | Program, party: _Party, walked: tuple[Round, ...], engine: Engine) -> None:
-        self.plan, self.rounds = _plan_of(given), walked
-        self._given, self._party, self._engine = given, party, engine
-        self._wanted = wanted(self.plan, party.rank)
-        self._moves = 0
-        self._checked: object = None
-        self._failed: str = ""
-
-    def __repr__(self) -> str:
-        state = f"broken: {self._failed}" if self._failed else f"{self._moves} moves"
-        return f"<mover of {self._given!r} on rank {self._party.rank}, {len(self.rounds)} rounds, {state}>"
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of memory held for messages that cannot be sent or received in place; 0 before the first move."""
-        return self._engine.staging_bytes
-
-    def __call__(self, src: Local, *, out: Local = None) -> None:
-        """Moves `src`, this rank's source tensors, into `out`, its destination tensors."""
-        if self._failed:
-            raise ExchangeError(f"this mover is broken: {self._failed}")
-        self._moves += 1
-        try:
-            tensors = self._agree(src, out)
-            self._guarded(lambda: self._engine.move(*tensors))
-        except PeerFailure as failure:
-            error = _broken(self._party, self._given, failure)
-            self._failed = str(error)
-            raise error from failure
-
-    def _agree(self, src: Local, out: Local) -> tuple[Tensors, Tensors]:
-        tensors: tuple[Tensors, Tensors] = {}, {}
-        objection = ""
-        try:
-            tensors = self._ready(src, out)
-        except Exception as error:
-            objection = str(error) if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
-        claim = f"move {self._moves} of {_called(self._given)} (mover {self._party.key})"
-        vote(self._party.wire, self._party.ranks, Ballot(claim, 0, objection))
-        return tensors
-
-    def _ready(self, src: Local, out: Local) -> tuple[Tensors, Tensors]:
-        tensors = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
-        signed = signature(tensors)
-        if signed != self._checked:
-            self._checked = None
-            check(self._wanted, tensors, self._party.wire.device_type)
-            self._engine.prepare(*tensors)
-            self._checked = signed
-        return tensors
-
-    def _guarded(self, act: Callable[[], None]) -> None:
-        """What goes wrong here once others rely on this rank is this rank's failure, and they are told."""
-        try:
-            act()
-        except PeerFailure:
-            raise
-        except Exception as error:
-            raise PeerFailure(self._party.rank, f"{type(error).__name__}: {error}") from error

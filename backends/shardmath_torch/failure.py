@@ -4,8 +4,9 @@
    Only then does it let go of its own connections, which makes ranks that wait for it fail in turn, at once.
 2. The first to fail is one that others blame and that has itself not reported: a survivor that merely could not go on
    has said why, and whom it blames instead.
-3. If the store does not answer, the process that serves it is the one that died or stopped; if no rank serves it, a
-   rank has only what it saw itself.
+3. If the store does not answer, a rank has only what it saw itself: a connection that ended, or that nothing came. A
+   rank that had to give up looks no different from one that died. So where a rank served the store, which may have
+   been the first to go or only the last to leave, who failed first is not known.
 4. Asking takes no longer than a grace period, whatever the store does: it happens on a thread that nobody waits for.
 """
 
@@ -20,7 +21,10 @@ from dataclasses import asdict, dataclass, field
 
 from shardmath_torch.compat import Store
 
-__all__ = ["Evidence", "Inquest", "first_failed"]
+__all__ = ["UNTOLD", "Evidence", "Inquest", "first_failed"]
+
+UNTOLD = -1
+"""In place of the rank that serves the store, until ranks have told each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ def first_failed(reports: Mapping[int, int | None], ranks: Sequence[int]) -> int
 class Inquest:
     """Asks all ranks of a group, through `store` under `key`, what they saw; takes at most `grace` seconds.
 
-    `host` is the rank whose process serves the store, None where no rank of the group does.
+    `host` is the rank whose process serves the store, None where no rank of the group does, or UNTOLD.
     """
 
     store: Store | None
@@ -68,22 +72,29 @@ class Inquest:
 
     def hold(self, mine: Evidence, let_go: Callable[[], None]) -> tuple[int | None, Evidence]:
         """The rank that failed first, and the evidence against it. `let_go` is called once this rank has reported."""
+        deadline = time.monotonic() + self.grace
+        asking = self.tell(mine, let_go)
+        asking.join(max(0.0, deadline - time.monotonic()))
+        return self._verdict(mine)
+
+    def tell(self, mine: Evidence, let_go: Callable[[], None]) -> threading.Thread:
+        """Reports and lets go, and waits no longer than that takes. Gives the thread that asks the others."""
         reported = threading.Event()
         asking = threading.Thread(target=self._ask, args=(mine, reported), daemon=True)
-        deadline = time.monotonic() + self.grace
         asking.start()
         reported.wait(self.grace / 4)
         let_go()
-        asking.join(max(0.0, deadline - time.monotonic()))
-        return self._verdict(mine)
+        return asking
 
     def _verdict(self, mine: Evidence) -> tuple[int | None, Evidence]:
         reports = {**self.reports, self.rank: mine}
         if not self.answered:
-            found = self.host if self.host is not None and self.host != self.rank else mine.blames
+            alone = self.host is None or mine.blames == self.rank
+            found = mine.blames if alone else None
         else:
             found = first_failed({rank: e.blames for rank, e in reports.items()}, self.ranks)
-        against = [e for e in (mine, *reports.values()) if e.blames == found]
+        confessed = [reports[found]] if found in reports else []
+        against = [e for e in (*confessed, mine, *reports.values()) if e.blames == found]
         return found, against[0] if against else mine
 
     def _ask(self, mine: Evidence, reported: threading.Event) -> None:

@@ -3,7 +3,8 @@
 1. Everything that a rank will wait for together is posted first (`receive`, `send`), then `start`ed, then waited for.
 2. Memory is contiguous bytes on the transport's kind of device.
 3. Waiting ends: with the bytes, or after the patience that the wire was opened with, by PeerFailure.
-4. After a failure nothing may write into memory that the caller owns: `abandon` cancels what is still on its way, which
+4. `begin` says of which turn the messages are that follow: bytes of one turn never arrive in another's memory.
+5. After a failure nothing may write into memory that the caller owns: `abandon` cancels what is still on its way, which
    ends the group's connections and so lets the other ranks notice.
 """
 
@@ -45,6 +46,9 @@ class Wire(Protocol):
     def device_type(self) -> str:
         """The kind of device that tensors must be on: "cpu" or "cuda"."""
 
+    def begin(self, turn: int) -> None:
+        """What is posted from now on is of this turn, as `Turns` counts them, until another begins."""
+
     def receive(self, memory: Tensor, rank: int) -> Pending:
         """Bytes from `rank` into `memory`. Raises PeerFailure."""
 
@@ -54,8 +58,11 @@ class Wire(Protocol):
     def start(self) -> None:
         """What was posted since the last start begins to move, at the latest now."""
 
-    def gather(self, record: bytes) -> list[bytes]:
-        """Every rank's record, all of one size, in the group's order. Raises PeerFailure."""
+    def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
+        """Every rank's record, all of one size, in the group's order.
+
+        Waits `patience` seconds instead of the wire's own. Raises PeerFailure.
+        """
 
     def broadcast(self, memory: Tensor, rank: int) -> None:
         """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""

@@ -1,0 +1,230 @@
+"""What workers do where a move is left, late, or met by another one. Imported by workers, so no pytest here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath_gloo.wire import GlooWire
+
+Said = str
+"""What a call ended with: "" for well, otherwise the error's text."""
+
+
+def ends(act: Callable[[], Any]) -> Said:
+    """How a call ends; what is no ShardError is told by its kind."""
+    try:
+        act()
+    except sm.ShardError as error:
+        return str(error)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Rows:
+    """Rows of (rows, 4 n) numbers on this rank, to be moved to columns among the n ranks of a group."""
+
+    def __init__(self, rank: int, size: int, rows: int, times: float = 1.0) -> None:
+        mesh, shape = sm.Mesh(tp=size), (rows, 4 * size)
+        a, b = sm.Layout(shape, mesh, "(tp n) h"), sm.Layout(shape, mesh, "n (tp h)")
+        whole = times * torch.arange(float(rows * 4 * size)).view(shape)
+        self.plan = sm.plan(a, b)
+        self.src = whole[a.indices(rank)[0]].clone()
+        self.out = torch.full(b.local_shape(rank), -1.0)
+        self.want = whole[:, b.indices(rank)[1]]
+
+    def wrong(self) -> bool:
+        """Whether what arrived is not what should have."""
+        return not torch.equal(self.out, self.want)
+
+
+def left(rank: int, kind: str, at: str) -> list[Said]:
+    """Rank 0 leaves its second move by an exception as it sends; then: that move, again, another mover's, a compile."""
+    rows, others = Rows(rank, 2, 64), Rows(rank, 2, 6)
+    move = smt.compile(rows.plan, timeout=8.0)
+    other = smt.compile(others.plan, timeout=8.0)
+    move(rows.src, out=rows.out)
+    if rank == 0:
+        plain = GlooWire._send
+
+        def leave(self: GlooWire, memory: torch.Tensor, peer: int, patience: float, step: int) -> Any:
+            pending = plain(self, memory, peer, patience, step)
+            if bool(step) == (at == "vote"):
+                raise {"Ctrl-C": KeyboardInterrupt, "exit": SystemExit, "close": GeneratorExit}[kind]
+            return pending
+
+        GlooWire._send = leave  # type: ignore[method-assign]
+    rows.out.fill_(-1.0)
+    first = ends(lambda: move(rows.src, out=rows.out))
+    if not first and rows.wrong():
+        first = "WRONG"
+    if rank == 0:
+        GlooWire._send = plain  # type: ignore[method-assign]
+    return [
+        first,
+        ends(lambda: move(rows.src, out=rows.out)),
+        ends(lambda: other(others.src, out=others.out)),
+        ends(lambda: smt.compile(rows.plan, timeout=8.0)),
+    ]
+
+
+def interrupted(rank: int, seconds: float, seed: int) -> Said:
+    """Moves while a timer's handler raises on rank 0; "WRONG" if any of them ends well with other bytes."""
+    rows = Rows(rank, 2, 512)
+    move = smt.compile(rows.plan, timeout=8.0)
+    moments = torch.empty(1000).uniform_(1e-4, 6e-3, generator=torch.Generator().manual_seed(seed))
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, stop)
+    said, end, i = "", time.monotonic() + seconds, 0
+    while not said and time.monotonic() < end:
+        rows.out.fill_(-1.0)
+        try:
+            if rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, float(moments[i % 1000]))
+            said = ends(lambda: move(rows.src, out=rows.out))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:  # between the calls
+            continue
+        i += 1
+        if not said and rows.wrong():
+            said = "WRONG"
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return said
+
+
+def disagree(rank: int, kind: str) -> list[Said]:
+    """Ranks 1 and 3 call something else than the rest; then all move alike, twice."""
+    rows = Rows(rank, 8, 16)
+    move = smt.compile(rows.plan, timeout=20.0)
+    other = smt.compile(Rows(rank, 8, 24).plan, timeout=20.0)
+    here = lambda **how: move(rows.src, out=rows.out, **how)  # noqa: E731
+    odd: dict[str, Callable[[], Any]] = {
+        "compile": lambda: smt.compile(rows.plan, timeout=20.0),
+        "another mover": lambda: other(rows.src, out=rows.out),
+        "nothing to move": lambda: move(None),
+        "a receipt": lambda: here(acknowledge=True),
+        "no time": lambda: here(timeout=float("nan")),
+    }
+    said = [ends(odd[kind] if rank in (1, 3) else here) for _ in range(2)]
+    for _ in range(2):
+        rows.out.fill_(-1.0)
+        said.append(ends(here) or ("WRONG" if rows.wrong() else ""))
+    return said
+
+
+def late(rank: int, seconds: float) -> Said:
+    """Rank 1 comes later than compile's timeout; the others wait for it by a longer one of the call."""
+    rows = Rows(rank, 8, 16)
+    move = smt.compile(rows.plan, timeout=seconds / 2)
+    if rank == 1:
+        time.sleep(seconds)
+    said = ends(lambda: move(rows.src, out=rows.out, timeout=60.0))
+    return said or ("WRONG" if rows.wrong() else "")
+
+
+def received(rank: int, acknowledge: bool) -> Said:
+    """Rank 0 sends all that it has to rank 1, which fails when it has it."""
+    a, b = (sm.Layout((64, 64), sm.Mesh(tp=1, ranks=(r,)), "n h") for r in (0, 1))
+    move = smt.compile(sm.plan(a, b), timeout=8.0)
+    held = torch.zeros(64, 64)
+    if rank == 1:
+        plain = move._engine.move
+
+        def fail(*sides: Any) -> None:
+            plain(*sides)
+            time.sleep(0.5)
+            raise RuntimeError("no room")
+
+        move._engine.move = fail  # type: ignore[method-assign]
+    src, out = (held, None) if rank == 0 else (None, held)
+    return ends(lambda: move(src, out=out, acknowledge=acknowledge))
+
+
+def without_store(rank: int, number: int) -> tuple[Said, float]:
+    """The rank that serves the store stops or dies; the others compile."""
+    rows = Rows(rank, 3, 16)
+    smt.compile(rows.plan, timeout=4.0)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), number)
+    time.sleep(0.3)
+    start = time.monotonic()
+    return ends(lambda: smt.compile(rows.plan, timeout=4.0)), time.monotonic() - start
+
+
+def destroyed(rank: int) -> list[Said]:
+    """A mover whose process group is gone, and a compile without one."""
+    rows = Rows(rank, 2, 16)
+    move = smt.compile(rows.plan, timeout=8.0)
+    move(rows.src, out=rows.out)
+    dist.barrier()
+    dist.destroy_process_group()
+    return [ends(lambda: move(rows.src, out=rows.out)), ends(lambda: smt.compile(rows.plan))]
+
+
+def _in_threads(acts: dict[str, Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=act, name=name) for name, act in acts.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def threads(rank: int, kind: str) -> dict[str, list[Said]]:
+    """Two threads move at once, in another order on each rank; what each of their moves ended with."""
+    said: dict[str, list[Said]] = {"one": [], "two": []}
+    sets = {"one": Rows(rank, 8, 16), "two": Rows(rank, 8, 16 if kind == "one mover" else 24, 3.0)}
+    groups = {name: dist.new_group() if kind == "a group for each" else None for name in said}
+    movers = {name: smt.compile(rows.plan, group=groups[name], timeout=20.0) for name, rows in sets.items()}
+    if kind == "one mover":
+        movers["two"] = movers["one"]
+
+    def use(name: str) -> None:
+        rows = sets[name]
+        for i in range(12):
+            time.sleep(0.002 * ((rank * 7 + i * (3 if name == "one" else 5)) % 4))
+            rows.out.fill_(-1.0)
+            end = ends(lambda: movers[name](rows.src, out=rows.out))
+            said[name].append(end or ("WRONG" if rows.wrong() else ""))
+
+    _in_threads({name: lambda name=name: use(name) for name in said})  # type: ignore[misc]
+    return said
+
+
+def namesakes(rank: int) -> list[Said]:
+    """A mover used by two living threads of one name, and by two threads that both ranks name alike by hand."""
+    rows = Rows(rank, 8, 16)
+    move, shared = smt.compile(rows.plan, timeout=20.0), smt.compile(rows.plan, timeout=20.0, thread="refit")
+    said: list[Said] = []
+    done = threading.Event()
+
+    def first() -> None:
+        said.append(ends(lambda: move(rows.src, out=rows.out)))
+        done.wait(20.0)
+
+    def second() -> None:
+        while not said:
+            time.sleep(0.001)
+        said.append(ends(lambda: move(rows.src, out=rows.out)))
+        done.set()
+
+    pair = [threading.Thread(target=act, name="sync") for act in (first, second)]
+    for thread in pair:
+        thread.start()
+    for thread in pair:
+        thread.join()
+    _in_threads({f"worker {rank}": lambda: said.append(ends(lambda: shared(rows.src, out=rows.out)))})
+    return said
