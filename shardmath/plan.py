@@ -164,14 +164,15 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None) -> Plan:
     here, there = named(src, dst)
     names = sorted(here)
     source, target = _side(names, here), _side(names, there)
-    groups = _groups(source, target)
+    alike = _alike(source, target)
+    rules = dict.fromkeys(names, NOTHING)
+    for group in alike:
+        if group.rule is not NOTHING:
+            rules |= dict.fromkeys(group.names, group.rule)
+    groups = _joined(alike)
     batches = _batches(groups)
     check_covered(batches)
     cut = balanced(lines(batches, topology), batches, topology)
-    rules = dict.fromkeys(names, NOTHING)
-    for group in groups:
-        if group.rule is not NOTHING:
-            rules |= dict.fromkeys(group.names, group.rule)
     every = names_digest(list(itertools.chain.from_iterable(group.names for group in groups)))
     key = every, [(len(group.names), group.key) for group in groups]
     tree = isinstance(src, Mapping)
@@ -235,7 +236,10 @@ def _check_local_names(side: Mapping[str, tuple[Layout, ...]]) -> None:
 
 
 class _Group(NamedTuple):
-    """Tensors that are held alike on both sides."""
+    """Tensors that are held alike on both sides: `key` is all that their transfers depend on.
+
+    `src`, `dst` and `rule` are spelled as the first of them is.
+    """
 
     key: tuple[object, ...]
     names: tuple[str, ...]
@@ -244,35 +248,44 @@ class _Group(NamedTuple):
     rule: Reduction
 
 
-def _groups(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout, ...]]) -> list[_Group]:
-    """All tensors by what their transfers depend on, in order of their first names."""
+def _alike(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout, ...]]) -> list[_Group]:
+    """All tensors by their windows themselves, in order of their first names."""
     same: dict[tuple[int, int], list[str]] = {}
     for name, pair in zip(src, zip(map(id, src.values()), map(id, dst.values()), strict=True), strict=True):
         try:
             same[pair].append(name)
         except KeyError:
             same[pair] = [name]
-    alike: dict[tuple[object, ...], list[_Group]] = {}
-    asks: dict[tuple[Layout, Layout], Reduction] = {}
+    out = []
+    plain: set[tuple[Layout, Layout]] = set()
     for names in same.values():
         a, b = src[names[0]], dst[names[0]]
         forms = a[0].form, b[0].form
-        rule = asks.get(forms) if len(a) == len(b) == 1 else None
-        if rule is None:
+        single = len(a) == len(b) == 1
+        rule = NOTHING
+        if not (single and forms in plain):
             _check_tensor(names[0], a, b)
             rule = _rule(names[0], a, b)
-            if rule is NOTHING and len(a) == len(b) == 1:
-                asks[forms] = rule
-        key = _key(a, b)
-        alike.setdefault(key, []).append(_Group(key, tuple(names), a, b, rule))
-    return sorted(map(_joined, alike.values()), key=lambda group: group.names[0])
+            if rule is NOTHING and single:
+                plain.add(forms)
+        out.append(_Group(_key(a, b), tuple(names), a, b, rule))
+    return out
 
 
-def _joined(groups: list[_Group]) -> _Group:
-    """One group of several that differ in how their layouts are spelled."""
+def _joined(alike: Iterable[_Group]) -> list[_Group]:
+    """Groups that differ in how their layouts are spelled are one, in order of their first names."""
+    by_key: dict[tuple[object, ...], list[_Group]] = {}
+    for group in alike:
+        by_key.setdefault(group.key, []).append(group)
+    whole = (_one(groups) for groups in by_key.values())
+    return sorted(whole, key=lambda group: group.names[0])
+
+
+def _one(groups: list[_Group]) -> _Group:
     if len(groups) == 1:
         return groups[0]
-    return groups[0]._replace(names=tuple(sorted(name for group in groups for name in group.names)))
+    names = itertools.chain.from_iterable(group.names for group in groups)
+    return groups[0]._replace(names=tuple(sorted(names)))
 
 
 def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> None:
