@@ -4,6 +4,7 @@
 2. Replicate at an end turns into Partial(sum) and back: what all receive, all contribute to. Axes along which addends
    pass through stay Partial.
 3. The adjoint of the adjoint is the plan.
+4. Its destination is the plan's source, whole or not: `in_part` says which, and it is no error.
 
 >>> from shardmath.mesh import Mesh
 >>> from shardmath.plan import plan
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from shardmath.cover import not_whole
 from shardmath.digest import digest
 from shardmath.errors import PlanError
 from shardmath.layout import Layout, repartialed
@@ -44,9 +46,9 @@ def adjoint(p: Plan) -> Plan:
     src = {name: dual.src for name, dual in duals.items()}
     dst = {name: dual.dst for name, dual in duals.items()}
     rules = {name: dual.rule for name, dual in duals.items()}
-    name = digest(("adjoint", p.digest))
+    name, in_part = digest(("adjoint", p.digest)), not_whole(dst)
     turned = replace(p, src=src, dst=dst, rules=rules, src_ranks=p.dst_ranks, dst_ranks=p.src_ranks)
-    return replace(turned, digest=name, forward=p, flip=flip_of(p))
+    return replace(turned, digest=name, forward=p, flip=flip_of(p), in_part=in_part)
 
 
 class _Dual(NamedTuple):
