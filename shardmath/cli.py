@@ -15,10 +15,11 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
+from shardmath.cover import first_unheld
 from shardmath.errors import ShardError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
-from shardmath.plan import plan
+from shardmath.plan import Plan, plan
 from shardmath.rules import parse
 from shardmath.show import show
 from shardmath.verify import verify
@@ -93,12 +94,22 @@ def _plan(argv: Sequence[str]) -> int:
     parser.add_argument("src", help='layout at the source: "(tp n) h"')
     parser.add_argument("dst", help='layout at the destination: "n (tp h)"')
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--window", action="store_true", help="the destination may hold less than the tensor")
     given = parser.parse_args(argv)
     sides = ((given.src_mesh, given.src), (given.dst_mesh, given.dst))
-    p = plan(*(Layout(given.shape, _mesh(mesh), text, dtype=given.dtype) for mesh, text in sides))
+    src, dst = (Layout(given.shape, _mesh(mesh), text, dtype=given.dtype) for mesh, text in sides)
+    p = plan(src, dst, window=given.window)
     verify(p)
-    print(f"{show(p)}\nproved: each destination element arrives exactly once; digest {p.digest[:16]}")
+    print(f"{show(p)}\n{_proved(p)}; digest {p.digest[:16]}")
     return 0
+
+
+def _proved(p: Plan) -> str:
+    """What `verify` has found of a plan of one tensor."""
+    if not p.in_part:
+        return "proved: the destination holds every element, and each arrives exactly once wherever it is held"
+    missing = first_unheld(p.dst[""])
+    return f"proved: what the destination holds arrives exactly once; element {missing} is not held there"
 
 
 BUILT_IN: dict[str, Command] = {"show": _show, "plan": _plan}

@@ -1,15 +1,18 @@
-"""Cover: whether the source holds what the destination needs, and nothing twice.
+"""Cover: whether the source holds what the destination needs, and nothing twice; and whether a side holds all there is.
 
 1. Windows of one source tensor hold different elements, or a destination would be sent one twice.
 2. Every position of the destination gets as many elements of every addend as it has cells. Units of one template never
    meet, so counting is enough.
+3. An axis divides one dimension at most, so what all ranks of a layout hold together is a product of what they hold of
+   each dimension. Windows that are apart hold all of a tensor if and only if they have its volume.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NoReturn
+import math
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 
@@ -22,7 +25,7 @@ from shardmath.overlay import Overlay
 from shardmath.partition import Ints, partition, spans
 from shardmath.template import Template, expand
 
-__all__ = ["cells_held", "check_covered", "check_disjoint", "meeting"]
+__all__ = ["cells_held", "check_covered", "check_disjoint", "first_unheld", "holds_all", "meeting", "not_whole"]
 
 
 def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
@@ -75,6 +78,75 @@ def _hulls(windows: tuple[Layout, ...]) -> tuple[Ints, Ints]:
     lo = [[int(start.min(initial=1 << 62)) for start, _ in dims] for dims in spans]
     hi = [[int(stop.max(initial=0)) for _, stop in dims] for dims in spans]
     return np.array(lo, np.int64).reshape(shape), np.array(hi, np.int64).reshape(shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def holds_all(windows: tuple[Layout, ...]) -> bool:
+    """Whether the ranks of a side hold every element of the tensor between them."""
+    if any(all(map(_all_held, layout.dims)) for layout in windows):
+        return True
+    held = list({_together(layout): layout for layout in windows}.values())
+    missing = math.prod(windows[0].shape) - sum(map(_volume, held))
+    if missing > 0 or (missing == 0 and _apart(held)):
+        return missing <= 0
+    return first_unheld(windows) is None
+
+
+def not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
+    """The tensors, ascending, of which no rank of a side holds some element."""
+    short = {at for at, windows in {id(one): one for one in side.values()}.items() if not holds_all(windows)}
+    return tuple(sorted(name for name, windows in side.items() if id(windows) in short)) if short else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _all_held(dimension: Dimension) -> bool:
+    start, stop = _union(dimension)
+    return dimension.size == 0 or (len(start) == 1 and int(stop[0] - start[0]) == dimension.size)
+
+
+_Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""(start, stop) of what is held of one dimension, ascending and apart."""
+
+
+def _together(layout: Layout) -> tuple[_Ranges, ...]:
+    """What all ranks hold together is the product of these."""
+    unions = map(_union, layout.dims)
+    return tuple(tuple(zip(start.tolist(), stop.tolist(), strict=True)) for start, stop in unions)
+
+
+def _volume(layout: Layout) -> int:
+    """How many elements all ranks hold together."""
+    return math.prod(int((stop - start).sum()) for start, stop in map(_union, layout.dims))
+
+
+def _apart(windows: Sequence[Layout]) -> bool:
+    """Whether it takes no more than hulls to see that no two windows meet."""
+    lo, hi = _hulls(tuple(windows))
+    near = np.logical_and(lo[:, None] < hi[None], hi[:, None] > lo[None]).all(axis=2)
+    return not np.tril(near, -1).any()
+
+
+def first_unheld(windows: tuple[Layout, ...]) -> tuple[int, ...] | None:
+    """The first element of the tensor, row-major, that no rank of a side holds; None where all are held."""
+    if 0 in windows[0].shape:
+        return None
+    return _first_gap(windows[0].shape, tuple(dict.fromkeys(map(_together, windows))))
+
+
+def _first_gap(shape: tuple[int, ...], products: tuple[tuple[_Ranges, ...], ...]) -> tuple[int, ...] | None:
+    """The first element of a tensor that is in none of the products; which ones have a position changes at borders."""
+    if not shape:
+        return None if products else ()
+    borders = {0, *(x for product in products for span in product[0] for x in span)} - {shape[0]}
+    known: dict[tuple[tuple[_Ranges, ...], ...], tuple[int, ...] | None] = {}
+    for x in sorted(borders):
+        having = tuple(product[1:] for product in products if any(lo <= x < hi for lo, hi in product[0]))
+        if having not in known:
+            known[having] = _first_gap(shape[1:], having)
+        gap = known[having]
+        if gap is not None:
+            return (x, *gap)
+    return None
 
 
 def check_covered(batches: Sequence[Batch]) -> None:

@@ -2,10 +2,13 @@
 
 1. `plan(src, dst)` takes two Layouts, or two mappings name -> Layout with the same names. A tuple of Layouts of one
    shape stands for a tensor that is held as several windows.
-2. A plan is templates, lines and cuts; `transfers` expands what it is asked for and nothing else. Both ends of a pair
+2. A Layout as a destination asks for every element of the tensor. One that does not is an error, unless the caller
+   says that it is a window; a tuple of Layouts says so itself. `Plan.in_part` names the tensors that are not asked
+   for whole.
+3. A plan is templates, lines and cuts; `transfers` expands what it is asked for and nothing else. Both ends of a pair
    list the same transfers in the same order.
-3. Copies that stay on a rank are transfers too; loads leave them out.
-4. The digest and the transfers depend on what ranks hold, not on how it is spelled: ranks that agree on the digest
+4. Copies that stay on a rank are transfers too; loads leave them out.
+5. The digest and the transfers depend on what ranks hold, not on how it is spelled: ranks that agree on the digest
    have the same plan.
 
 >>> from shardmath.mesh import Mesh
@@ -34,7 +37,7 @@ from shardmath.balance import (
     sent,
     sent_loads,
 )
-from shardmath.cover import check_covered, check_disjoint, meeting
+from shardmath.cover import check_covered, check_disjoint, first_unheld, holds_all, meeting
 from shardmath.digest import digest, names_digest
 from shardmath.errors import PlanError
 from shardmath.layout import Layout, holdings_digest
@@ -87,7 +90,8 @@ class Plan:
     """What `plan` returns. Equal plans do the same for the same names.
 
     `src` and `dst` are each tensor's windows, by name ("" for two Layouts), names ascending; `rules` what their Partial
-    axes ask for. An adjoint has the plan that it transposes as `forward`, and lists its transfers through `flip`.
+    axes ask for; `in_part` the tensors, ascending, of which no rank of the destination holds some element. An adjoint
+    has the plan that it transposes as `forward`, and lists its transfers through `flip`.
     """
 
     src: Mapping[str, tuple[Layout, ...]]
@@ -102,6 +106,7 @@ class Plan:
     topology: Topology | None = None
     forward: Plan | None = None
     flip: Callable[[Transfer], Transfer] | None = None
+    in_part: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
@@ -112,7 +117,8 @@ class Plan:
     def __repr__(self) -> str:
         what = "adjoint plan" if self.forward else "plan"
         ranks = f"{len(self.src_ranks)} -> {len(self.dst_ranks)} ranks"
-        return f"<{what} of {len(self.src)} tensors, {ranks}, {self.digest[:12]}>"
+        part = f", {len(self.in_part)} of them in part" if self.in_part else ""
+        return f"<{what} of {len(self.src)} tensors{part}, {ranks}, {self.digest[:12]}>"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -151,33 +157,38 @@ def _ranks(sides: Iterable[tuple[Layout, ...]]) -> tuple[int, ...]:
     return tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
 
 
-def plan(src: Side, dst: Side, *, topology: Topology | None = None) -> Plan:
+def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool = False) -> Plan:
     """The plan that gives every rank of `dst` what it holds there, from the ranks of `src`.
 
-    With a topology, what a rank of the receiver's own node holds comes from there.
+    With a topology, what a rank of the receiver's own node holds comes from there. `window=True` says that the
+    destination may hold less than the tensors, as a tuple of Layouts says of its tensor; otherwise it is to hold all.
 
-    Raises PlanError where names, shapes or dtypes differ, where source windows overlap, or where the destination needs
-    an element that no source rank holds.
+    Raises PlanError where names, shapes or dtypes differ, where source windows overlap, where the destination needs an
+    element that no source rank holds, or where no rank of a destination that is no window holds an element.
     """
     if topology is not None:
         checked(topology)
+    if not isinstance(window, bool):
+        raise PlanError(f"window={window!r}; give True where the destination may hold less than the tensors, or False")
     here, there = named(src, dst)
     names = sorted(here)
     source, target = _side(names, here), _side(names, there)
-    groups = _groups(source, target)
-    batches = _batches(groups)
-    check_covered(batches)
-    cut = balanced(lines(batches, topology), batches, topology)
+    alike = _alike(source, target)
     rules = dict.fromkeys(names, NOTHING)
-    for group in groups:
+    for group in alike:
         if group.rule is not NOTHING:
             rules |= dict.fromkeys(group.names, group.rule)
+    groups = _joined(alike)
+    batches = _batches(groups)
+    check_covered(batches)
+    in_part = _in_part(alike, there, window)
+    cut = balanced(lines(batches, topology), batches, topology)
     every = names_digest(list(itertools.chain.from_iterable(group.names for group in groups)))
     key = every, [(len(group.names), group.key) for group in groups]
     tree = isinstance(src, Mapping)
     name = digest((tree, key) if topology is None else (tree, key, topology))
     ranks = _ranks(group.src for group in groups), _ranks(group.dst for group in groups)
-    return Plan(source, target, rules, batches, cut, name, tree, *ranks, topology)
+    return Plan(source, target, rules, batches, cut, name, tree, *ranks, topology, in_part=in_part)
 
 
 def named(src: Side, dst: Side) -> tuple[Mapping[str, Windows], Mapping[str, Windows]]:
@@ -235,7 +246,10 @@ def _check_local_names(side: Mapping[str, tuple[Layout, ...]]) -> None:
 
 
 class _Group(NamedTuple):
-    """Tensors that are held alike on both sides."""
+    """Tensors that are held alike on both sides: `key` is all that their transfers depend on.
+
+    `src`, `dst` and `rule` are spelled as the first of them is.
+    """
 
     key: tuple[object, ...]
     names: tuple[str, ...]
@@ -244,35 +258,57 @@ class _Group(NamedTuple):
     rule: Reduction
 
 
-def _groups(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout, ...]]) -> list[_Group]:
-    """All tensors by what their transfers depend on, in order of their first names."""
+def _alike(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout, ...]]) -> list[_Group]:
+    """All tensors by their windows themselves, in order of their first names."""
     same: dict[tuple[int, int], list[str]] = {}
     for name, pair in zip(src, zip(map(id, src.values()), map(id, dst.values()), strict=True), strict=True):
         try:
             same[pair].append(name)
         except KeyError:
             same[pair] = [name]
-    alike: dict[tuple[object, ...], list[_Group]] = {}
-    asks: dict[tuple[Layout, Layout], Reduction] = {}
+    out = []
+    plain: set[tuple[Layout, Layout]] = set()
     for names in same.values():
         a, b = src[names[0]], dst[names[0]]
         forms = a[0].form, b[0].form
-        rule = asks.get(forms) if len(a) == len(b) == 1 else None
-        if rule is None:
+        single = len(a) == len(b) == 1
+        rule = NOTHING
+        if not (single and forms in plain):
             _check_tensor(names[0], a, b)
             rule = _rule(names[0], a, b)
-            if rule is NOTHING and len(a) == len(b) == 1:
-                asks[forms] = rule
-        key = _key(a, b)
-        alike.setdefault(key, []).append(_Group(key, tuple(names), a, b, rule))
-    return sorted(map(_joined, alike.values()), key=lambda group: group.names[0])
+            if rule is NOTHING and single:
+                plain.add(forms)
+        out.append(_Group(_key(a, b), tuple(names), a, b, rule))
+    return out
 
 
-def _joined(groups: list[_Group]) -> _Group:
-    """One group of several that differ in how their layouts are spelled."""
+def _in_part(alike: Iterable[_Group], given: Mapping[str, Windows], window: bool) -> tuple[str, ...]:
+    """The tensors that the destination does not hold whole. Raises PlanError for one that is to."""
+    out: list[str] = []
+    for group in alike:
+        if not holds_all(group.dst):
+            if not (window or isinstance(given[group.names[0]], tuple)):
+                what = f"tensor {group.names[0]!r}: no rank asks for element {first_unheld(group.dst)}"
+                fix = "cover it at the destination, or say that this is a window: plan(..., window=True)"
+                raise PlanError(f"{what} under {group.dst[0]}; {fix}")
+            out += group.names
+    return tuple(sorted(out))
+
+
+def _joined(alike: Iterable[_Group]) -> list[_Group]:
+    """Groups that differ in how their layouts are spelled are one, in order of their first names."""
+    by_key: dict[tuple[object, ...], list[_Group]] = {}
+    for group in alike:
+        by_key.setdefault(group.key, []).append(group)
+    whole = (_one(groups) for groups in by_key.values())
+    return sorted(whole, key=lambda group: group.names[0])
+
+
+def _one(groups: list[_Group]) -> _Group:
     if len(groups) == 1:
         return groups[0]
-    return groups[0]._replace(names=tuple(sorted(name for group in groups for name in group.names)))
+    names = itertools.chain.from_iterable(group.names for group in groups)
+    return groups[0]._replace(names=tuple(sorted(names)))
 
 
 def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> None:

@@ -74,6 +74,7 @@ def _plan(p: Plan, most: int) -> str:
     listed = list(itertools.islice(p.transfers(), most + 1))
     lines = "\n".join(map(str, listed[:most])) + ("\n..." if len(listed) > most else "")
     tensors = "1 tensor" if len(p.src) == 1 else f"{len(p.src)} tensors"
+    tensors += f", {len(p.in_part)} of which the destination holds in part" if p.in_part else ""
     total = f"{nbytes(sum(sent.values()))} between {len(p.src_ranks)} and {len(p.dst_ranks)} ranks, {tensors}"
     return f"{total}\n{loads}{_more(len(p.ranks), most, 'ranks')}\n{lines}"
 

@@ -8,6 +8,9 @@ proved one by one:
 3. **Exactly once**: each destination replica receives each source addend of each of its elements exactly once. Boxes
    that lie inside what is held, do not meet, and have its volume together are a partition of it.
 
+4. **All of it**: every element of a tensor is held at the destination, but of those tensors that the plan names in
+   `in_part`.
+
 `verify(p, transfers=...)` proves a claim made elsewhere against the same layouts.
 """
 
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from shardmath.adjoint import flip_of, swapped
 from shardmath.box import Box, first_gap, first_overlap, from_slices, tiles
+from shardmath.cover import not_whole
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
@@ -40,16 +44,27 @@ MANY = 256
 def verify(p: Plan | Program, *, transfers: Iterable[Transfer] | None = None) -> None:
     """Raise PlanError unless the plan's or program's tables, or the transfers given, do what the layouts ask for.
 
-    Without `transfers` the plan's own tables are proved, and what it fills in and divides by. With them the error
-    names the first offending element.
+    Proved is that each element that the destination holds arrives there exactly once, and that all elements of every
+    tensor but those of `Plan.in_part` are held there. Without `transfers` the plan's own tables are proved, and what
+    it fills in and divides by. With them the error names the first offending element.
     """
     whole = p if isinstance(p, Plan) else getattr(p, "plan", None)
     if not isinstance(whole, Plan):
         raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) or schedule(plan) returns")
+    _check_in_part(whole)
     if transfers is None:
         _prove(p, whole)
     else:
         _check_claim(whole, transfers)
+
+
+def _check_in_part(p: Plan) -> None:
+    """The plan says of exactly those tensors that the destination holds them in part."""
+    short = not_whole(p.dst)
+    if p.in_part != short:
+        odd = sorted({*p.in_part} ^ {*short}) or list(p.in_part)
+        says = "in part" if odd[0] in p.in_part else "whole"
+        raise PlanError(f"tensor {odd[0]!r} is not held {says} at the destination of {p!r}; make the plan anew")
 
 
 def _prove(p: Plan | Program, whole: Plan) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -111,6 +113,68 @@ def test_windows_have_an_adjoint(pair: tuple[Layout, ...], cut: int) -> None:
     forward, backward = simulate(p, x), simulate(back, y)
     left = sum((forward[r][k] * y[r][k]).sum() for r in y for k in y[r])
     assert left == sum((x[r]["w"] * backward[r]["w"]).sum() for r in x)
+
+
+A, B = Mesh(a=2), Mesh(b=2)
+
+
+def test_windows_of_other_axis_names_pass_their_own_addends_through() -> None:
+    halves = [Layout((4,), mesh, text) for mesh, text in ((A, "n {sum: a}"), (B, "n {sum: b}"))]
+    windows = tuple(window(half, (at,)) for half, at in zip(halves, ((0, 2), (2, 4)), strict=True))
+    for src, dst in ((windows, halves[0]), (halves[0], windows), (windows, windows)):
+        p = plan({"w": src}, {"w": dst})
+        back = adjoint(p)
+        verify(back)
+        assert [layout.op for layout in (*back.src["w"], *back.dst["w"])] == ["sum"] * (
+            len(p.src["w"]) + len(p.dst["w"])
+        )
+    scattered = adjoint(plan({"w": windows}, {"w": Layout((4,), A, "(a n)")}))
+    assert [layout.op for layout in scattered.dst["w"]] == [None, None]
+
+
+def test_addends_that_pass_through_to_one_window_alone_have_no_adjoint(fails) -> None:
+    src = Layout((4,), Mesh(x=2, y=2), "n {sum: x y}")
+    rows, columns = (Layout((4,), Mesh(p=2, q=2), text) for text in ("n {sum: p}", "n {sum: q}"))
+    p = plan({"w": src}, {"w": (window(rows, ((0, 2),)), window(columns, ((2, 4),)))})
+    verify(p)
+    fails(
+        lambda: adjoint(p),
+        PlanError,
+        "tensor 'w': different addends of float32[4] n {sum: x y} on x=2 y=2 pass through to float32[4] (n)=<0:2 -2> "
+        "{sum: p} on p=2 q=2 and to float32[4] (n)=<-2 2:4> {sum: q} on p=2 q=2, and no layout is Partial in both "
+        "ways; transpose a plan of each window",
+    )
+
+
+def respelled(layout: Layout) -> Layout:
+    """The same on a mesh of other axis names."""
+    names = {name: f"{name}_" for name in layout.mesh.shape}
+    mesh = Mesh({names[name]: size for name, size in layout.mesh.axes}, ranks=layout.mesh.ranks)
+    text = re.sub(r"[A-Za-z_]\w*", lambda word: names.get(word[0], word[0]), layout.text)
+    return Layout(layout.shape, mesh, text, dtype=layout.dtype, rules=layout.rules)
+
+
+@given(testing.pairs(ops=(None, "sum", "avg")))
+def test_tensors_that_are_held_alike_keep_their_own_axes(pair: tuple[Layout, Layout]) -> None:
+    """One plan of two spellings says of each what a plan of it alone says."""
+    sides = {"v": tuple(map(respelled, pair)), "w": pair}
+    p = plan({name: src for name, (src, _) in sides.items()}, {name: dst for name, (_, dst) in sides.items()})
+    verify(p)
+    for name, (src, dst) in sides.items():
+        alone = plan({name: src}, {name: dst})
+        assert p.rules[name] == alone.rules[name]
+        back, own = adjoint(p), adjoint(alone)
+        verify(back)
+        assert (back.src[name], back.dst[name], back.rules[name]) == (own.src[name], own.dst[name], own.rules[name])
+
+
+def test_partial_over_one_rank_beside_a_plain_tensor() -> None:
+    one = Mesh(tp=1)
+    plain, partial = (Layout((4,), one, text) for text in ("n", "n {sum: tp}"))
+    p = plan({"v": plain, "w": plain}, {"v": partial, "w": plain})
+    assert [len(batch.names) for batch in p.batches] == [2] and [rule.op for rule in p.rules.values()] == ["sum", None]
+    verify(p)
+    verify(adjoint(p))
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,20 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
         Layout((8, 4), Mesh(tp=4), "(tp n) h", dtype="bfloat16"),
         Layout((8, 4), Mesh(tp=2, ranks=(4, 5)), "n (tp h)", dtype="bfloat16"),
     )
-    proof = f"proved: each destination element arrives exactly once; digest {p.digest[:16]}"
-    assert capsys.readouterr().out == f"{show(p)}\n{proof}\n"
+    proof = "proved: the destination holds every element, and each arrives exactly once wherever it is held"
+    assert capsys.readouterr().out == f"{show(p)}\n{proof}; digest {p.digest[:16]}\n"
+
+
+def test_a_plan_to_a_window_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    part = "(n)=<0:3>"
+    assert cli.main(["plan", "tp=2", "tp=2", "4,4", "(tp n) h", f"{part} (tp h)"]) == 1
+    refused = capsys.readouterr()
+    assert refused.out == "" and "no rank asks for element (3, 0)" in refused.err
+    assert cli.main(["plan", "--window", "tp=2", "tp=2", "4,4", "(tp n) h", f"{part} (tp h)"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 tensor, 1 of which the destination holds in part\n" in shown
+    proof = "proved: what the destination holds arrives exactly once; element (3, 0) is not held there"
+    assert shown.splitlines()[-1].startswith(f"{proof}; digest ")
 
 
 def test_errors_of_ours_are_one_status(capsys: pytest.CaptureFixture[str]) -> None:

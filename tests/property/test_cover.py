@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, PlanError, Shard, Table, plan, testing
-from shardmath.cover import cells_held, check_disjoint, meeting
+from shardmath import Layout, Mesh, PlanError, Shard, Table, adjoint, plan, schedule, testing, verify
+from shardmath.cover import cells_held, check_disjoint, first_unheld, holds_all, meeting
 from shardmath.layout import window
-from shardmath.runs import from_ranges
+from shardmath.runs import Runs, from_ranges
 
 MESH = Mesh(dp=2, tp=2)
 WHOLE = Layout((6, 4), MESH, "(tp n) h")
@@ -166,7 +167,7 @@ def test_a_scalar_needs_a_holder() -> None:
     empty = Layout((1,), Mesh(), {}, stored={0: from_ranges([1])})
     with pytest.raises(PlanError, match=r"rank 0 needs element \(0,\) .*; cover it at the source"):
         plan(empty, Layout((1,), Mesh(), "n"))
-    plan(empty, empty)
+    plan(empty, empty, window=True)
     plan(Layout((), Mesh(), ""), Layout((), MESH, ""))
     plan(Layout((0,), Mesh(), "n"), Layout((0,), MESH, (Shard(0), Shard(0))))
 
@@ -175,3 +176,94 @@ def test_the_first_missing_element_is_behind_all_that_are_held() -> None:
     src = Layout((6,), Mesh(a=2), "(a n)=<0:4>")
     with pytest.raises(PlanError, match=r"rank 9 needs element \(4,\) under"):
         plan(src, Layout((6,), Mesh(ranks=[9]), "n"))
+
+
+# destinations that hold less than the tensor
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """Equal chunks; the rest that does not divide is nobody's."""
+
+    dim: int
+
+    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
+        each = n // parts
+        return tuple(from_ranges([(each * i, each * (i + 1))]) for i in range(parts))
+
+
+ROWS = Layout((5, 4), Mesh(cp=2), "(cp n) h")
+LOST = Layout((5, 4), Mesh(cp=2, ranks=(2, 3)), {"cp": Lossy(0)})
+
+
+def test_a_destination_that_drops_a_row_is_no_plan(fails) -> None:
+    fails(
+        lambda: plan({"v": ROWS, "w": ROWS}, {"v": ROWS, "w": LOST}),
+        PlanError,
+        f"tensor 'w': no rank asks for element (4, 0) under {LOST}; cover it at the destination, or say that this is a "
+        "window: plan(..., window=True)",
+    )
+    fails(
+        lambda: plan(ROWS, LOST, window=1),  # type: ignore[arg-type]
+        PlanError,
+        "window=1; give True where the destination may hold less than the tensors, or False",
+    )
+
+
+def test_a_window_is_said_to_be_one() -> None:
+    by_word = plan({"v": ROWS, "w": ROWS}, {"v": ROWS, "w": LOST}, window=True)
+    by_tuple = plan({"v": ROWS, "w": ROWS}, {"v": ROWS, "w": (LOST,)})
+    assert by_word == by_tuple and list(by_word.transfers()) == list(by_tuple.transfers())
+    for p in (by_word, by_tuple):
+        verify(p)
+        verify(schedule(p))
+        assert p.in_part == ("w",) and repr(p).startswith("<plan of 2 tensors, 1 of them in part, 2 -> 4 ranks, ")
+    assert plan(ROWS, ROWS, window=True).in_part == () == plan(ROWS, (ROWS,)).in_part
+
+
+def test_an_adjoint_says_what_its_destination_holds() -> None:
+    back = adjoint(plan(ROWS, LOST, window=True))
+    verify(back)
+    assert back.in_part == () and adjoint(back).in_part == ("",)
+    part = plan((LOST,), LOST, window=True)
+    assert adjoint(part).in_part == ("",)
+    verify(adjoint(part))
+
+
+def test_a_plan_that_is_wrong_of_it_is_refused(fails) -> None:
+    p = plan({"v": ROWS, "w": ROWS}, {"v": ROWS, "w": LOST}, window=True)
+    fails(
+        lambda: verify(replace(p, in_part=()), transfers=p.transfers()),
+        PlanError,
+        f"tensor 'w' is not held whole at the destination of {replace(p, in_part=())!r}; make the plan anew",
+    )
+    wrong = replace(p, in_part=("v", "w"))
+    says = f"tensor 'v' is not held in part at the destination of {wrong!r}; make the plan anew"
+    fails(lambda: verify(wrong), PlanError, says)
+    fails(lambda: verify(schedule(wrong)), PlanError, says)
+
+
+@given(testing.layouts(), testing.meshes(), st.data())
+def test_what_is_held_together(layout: Layout, mesh: Mesh, data: st.DataObject) -> None:
+    """Windows of any boxes, against the sets of their elements."""
+    others = data.draw(testing.layouts(layout.shape, mesh))
+    boxes = data.draw(st.lists(testing.boxes(layout.shape), min_size=1, max_size=4))
+    whole = tuple((0, n) for n in layout.shape)
+    windows = tuple(window(data.draw(st.sampled_from((layout, others))), b) for b in boxes)
+    for held in (windows, data.draw(testing.tilings(layout)), (window(layout, whole),)):
+        mine = {x for one in held for r in one.mesh.ranks for x in _elements(one, r)}
+        missing = set(itertools.product(*map(range, layout.shape))) - mine
+        assert first_unheld(held) == min(missing, default=None)
+        assert holds_all(held) == (not missing)
+
+
+def test_parts_that_lie_in_many_pieces() -> None:
+    even, odd = ([(i, i + 1) for i in range(k, 9, 2)] for k in (0, 1))
+    parts = tuple(from_ranges(one) for one in (even, odd))
+    both = Layout((9, 9), Mesh(a=2, b=2), {"a": Table(0, parts), "b": Table(1, parts)})
+    assert holds_all((both,))
+    black = tuple(Layout((9, 9), Mesh(), {}, stored={0: x, 1: x}) for x in parts)
+    assert first_unheld(black) == (0, 1) and not holds_all(black)
+    white = tuple(Layout((9, 9), Mesh(), {}, stored={0: x, 1: y}) for x, y in (parts, parts[::-1]))
+    assert holds_all((*black, *white)) and first_unheld((*black, *white)) is None
+    assert not holds_all((*black, *white[:1])) and holds_all((*black, *white, *black))

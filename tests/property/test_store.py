@@ -37,9 +37,9 @@ class Side:
         return views(self.store, self.locals, rank, self.buffers[rank])
 
 
-def move(src: Side, dst: Side) -> None:
+def move(src: Side, dst: Side, **how: bool) -> None:
     """Carry out the proved plan on views of the buffers, and see that simulate says the same."""
-    p = plan(src.tensors, dst.tensors)
+    p = plan(src.tensors, dst.tensors, **how)
     verify(p)
     held = {rank: src.views(rank) for rank in src.ranks}
     there = {rank: dst.views(rank) for rank in dst.ranks}
@@ -226,7 +226,7 @@ def test_one_expert_of_a_stack(expert: int) -> None:
             part = experts[3 * i : 3 * i + 3].ravel()
             src.buffers[rank]["stack"][: len(part)] = part
         dst = Side(there, one_view(there, "expert"), {"expert": rows * 12})
-        move(src, dst)
+        move(src, dst, window=there is inside)
         for i, rank in enumerate(dst.ranks):
             expected = np.full((rows, 2, 6), UNTOUCHED)
             expected[expert if rows == 5 else 0] = experts[expert, 2 * i : 2 * i + 2]
