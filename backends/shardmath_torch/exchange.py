@@ -54,13 +54,14 @@ class Exchange:
 
     def move(self, src: Tensors, dst: Tensors) -> None:
         """Moves. Raises PeerFailure."""
-        ends = _Ends(src, dst, self._block)
-        for work in self._task.fills:
-            work.fill(dst)
-        for one in self._rounds:
-            self._round(one, ends)
-        for work in self._task.divisions:
-            work.divide(dst)
+        with torch.inference_mode():  # where inference tensors, too, may be written
+            ends = _Ends(src, dst, self._block)
+            for work in self._task.fills:
+                work.fill(dst)
+            for one in self._rounds:
+                self._round(one, ends)
+            for work in self._task.divisions:
+                work.divide(dst)
 
     def _round(self, one: LaidRound, ends: _Ends) -> None:
         arriving = [self._receive(place, ends) for place in one.receives]

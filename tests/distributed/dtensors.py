@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.dtensor import local_of
+from tests.distributed.scenarios import resized
 
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
@@ -323,6 +324,12 @@ def wrong(rank: int, what: str) -> Any:
             torch.zeros(1, 4), placements_of("S0 S0"), layout=smt.from_dtensor(given), device_mesh=mesh
         ),
         "mesh": lambda: smt.redistribute(torch.zeros(9, 4), placements_of("R R"), layout=smt.from_dtensor(given)),
+        "freed": lambda: smt.redistribute(
+            resized(torch.zeros(9, 4), 0),
+            placements_of("S0 R"),
+            layout=layout(range(8), (4, 2), "R R", (9, 4)),
+            device_mesh=mesh,
+        ),
     }
     return caught(calls[what])
 

@@ -99,6 +99,55 @@ def move_again(rank: int, cases: Sequence[Case]) -> list[dict[str, bytes]]:
     return out
 
 
+def resized(t: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """A copy whose storage was made so many bytes long."""
+    out = t.clone()
+    out.untyped_storage().resize_(nbytes)
+    return out
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that has no memory and can do nothing."""
+
+    @staticmethod
+    def __new__(cls, t: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype, strides=t.stride())
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"no {func}")
+
+
+class Touchy(torch.Tensor):
+    """A subclass on plain memory that stops whoever calls what a move needs."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("as_strided", "copy_", "view", "detach"):
+            raise RuntimeError(f"no {func.__name__}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def inference(t: torch.Tensor) -> torch.Tensor:
+    """A copy that may be written in inference mode only."""
+    with torch.inference_mode():
+        return t.clone()
+
+
+def unusual_moves(rank: int, case: Case) -> list[dict[str, bytes]]:
+    """The destinations of moves from and into unusual tensors that have memory; `lying` sends them through staging."""
+    out = []
+    for kind in (inference, lambda t: t.as_subclass(Touchy)):
+        src, dst = tensors_of(case.src.get(rank), case.lying), tensors_of(case.dst.get(rank), case.lying)
+        made = kind(dst)
+        with torch.inference_mode():  # staging that is made in it serves moves outside, too
+            smt.compile(case.plan, timeout=20.0)(src, out=made.clone())
+        smt.compile(case.plan, timeout=20.0)(kind(src), out=made)
+        with torch._C.DisableTorchFunctionSubclass():
+            out.append(results(made.as_subclass(torch.Tensor)))
+    return out
+
+
 def _first(tensors: Any) -> tuple[str, torch.Tensor]:
     return next(iter(tensors.items())) if isinstance(tensors, dict) else ("", tensors)
 
@@ -130,6 +179,9 @@ def broken(how: str, src: Any, dst: Any) -> tuple[Any, Any]:
         "number": lambda: _with(given, key, 7),
         "sparse": lambda: _with(given, key, t.to_sparse()),
         "expanded": lambda: _with(given, key, t[:1].expand(t.shape)),
+        "freed": lambda: _with(given, key, resized(t, 0)),
+        "shrunk": lambda: _with(given, key, resized(t, 8)),
+        "wrapper": lambda: _with(given, key, Wrapper(t)),
     }[what]()
     return (changed, other) if side == "src" else (other, changed)
 

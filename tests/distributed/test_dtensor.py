@@ -310,6 +310,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("mask", "PlacementError", "is no placement of ours"),
     ("local", "ExchangeError", "has shape (1, 4), the plan's layout stores"),
     ("mesh", "LayoutError", "placements are on a mesh; pass device_mesh="),
+    ("freed", "ExchangeError", "reaches 144 bytes into a storage of 0, which was freed"),
 ]
 
 
