@@ -11,9 +11,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,14 +24,11 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardmath.errors import LayoutError, ShardError
 from shardmath.layout import Layout, equivalent, repartialed
 from shardmath.layout import cast as _of_dtype
-from shardmath.plan import Plan, plan
-from shardmath.reduction import Reduction
 from shardmath_torch import compat
-from shardmath_torch.compile import compile
 from shardmath_torch.devicemesh import group_for, mesh_of
 from shardmath_torch.dtensor import Reading, layout_among, layout_like, local_of, placements_of, to_dtensor
 from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.local import by_key, fits, wanted
+from shardmath_torch.moves import move_between
 
 __all__ = ["Target", "redistribute"]
 
@@ -230,44 +226,7 @@ def _moved(local: Tensor, src: Layout, dst: Layout, meshes: Meshes) -> Tensor:
     )
     if there and dst.holes(rank):
         out.zero_()
-    movers = _movers(tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks})), meshes)
-    if here or there:
-        movers(src, dst)(local if here else None, out=out if there else None)
+    move = move_between(src, dst, meshes)
+    if move is not None:
+        move(local if here else None, out=out if there else None)
     return out
-
-
-class _Move(Protocol):
-    def __call__(self, src: Tensor | None, *, out: Tensor | None) -> None: ...
-
-
-def _copy(moved: Plan) -> _Move:
-    """What the plan does on this rank where no rank is sent anything: so nobody needs to be asked."""
-    rank = compat.my_rank()
-    want, boxes = wanted(moved, rank)[0], [(t.src_slices, t.dst_slices) for t in moved.transfers(src=rank)]
-
-    def copy(src: Tensor | None, *, out: Tensor | None) -> None:
-        given = by_key(want, src)
-        fits(want, given)
-        for here, there in boxes:
-            assert out is not None, "who keeps something is on both sides"
-            out[there].copy_(given[""][here])
-
-    return copy
-
-
-def _stays(moved: Plan) -> bool:
-    """Whether every rank has all that it needs, and has only to copy it."""
-    return moved.rules[""] == Reduction() and not any(moved.received_bytes().values())
-
-
-@functools.cache
-def _movers(ranks: tuple[int, ...], meshes: Meshes) -> Callable[[Layout, Layout], _Move]:
-    """The latest compiled moves among these ranks, which all of them make in one order: so all forget the same ones."""
-    group = group_for(ranks, meshes)
-
-    @functools.lru_cache(maxsize=64)
-    def made(src: Layout, dst: Layout) -> _Move:
-        moved = plan(src, dst)
-        return _copy(moved) if _stays(moved) else compile(moved, group=group)
-
-    return made

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import gc
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.staging import Fence
 
 Bytes = Mapping[str, tuple[tuple[int, ...], str, bytes]]
 """Tensors by local buffer key, as (shape, dtype, bytes)."""
@@ -237,9 +241,38 @@ def staging(rank: int, case: Case, moves: int) -> list[tuple[int, int, int]]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
             move(src, out=dst)
         most = sum(max(0, e.self_cpu_memory_usage) for e in seen.key_averages())
-        block = getattr(move._engine, "_block", torch.empty(0))
-        out.append((move.staging_bytes, block.data_ptr(), most))
+        with move._engine._staging.lent(move.staging_bytes, Fence()) as block:
+            out.append((move.staging_bytes, block.data_ptr(), most))
     return out
+
+
+def shared_staging(rank: int, cases: Sequence[Case]) -> tuple[list[int], list[int]]:
+    """Bytes of staging that each case's mover needs, and of the blocks that there are after moves of all, twice."""
+    movers = [smt.compile(case.plan, timeout=30.0) for case in cases]
+    for move, case in [*zip(movers, cases, strict=True)] * 2:
+        move(tensors_of(case.src.get(rank)), out=tensors_of(case.dst.get(rank)))
+    blocks = [block.memory.nbytes for block in movers[0]._engine._staging._free]
+    return [move.staging_bytes for move in movers], blocks
+
+
+def begin_again(rank: int, ports: Sequence[int]) -> tuple[list[bool], int]:
+    """Moves between ranks 0 and 1 under one default group after the other: whether right; old ones still alive."""
+    some = sm.Mesh(tp=2)
+    src, dst = sm.Layout((4, 6), some, "(tp n) h"), sm.Layout((4, 6), some, "n (tp h)")
+    moved, worlds = [], []
+    for port in ports:
+        dist.destroy_process_group()
+        store = dist.TCPStore("127.0.0.1", port, None, is_master=rank == 0, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        worlds.append(weakref.ref(dist.group.WORLD))
+        given = torch.arange(24.0).view(4, 6).chunk(2)[rank] if rank < 2 else torch.empty(0)
+        out = smt.redistribute(given, dst, layout=src)
+        local = out.to_local() if isinstance(out, DTensor) else out
+        moved.append(rank == 2 or local.equal(torch.arange(24.0).view(4, 6).chunk(2, 1)[rank]))
+        del out, local
+        dist.barrier()
+    gc.collect()
+    return moved, sum(world() is not None for world in worlds)
 
 
 def dies(rank: int, case: Case, victim: int, when: str, timeout: float) -> tuple[str, str, float]:
