@@ -140,7 +140,7 @@ def _compile(party: _Party, plan: Plan | Program, settings: _Settings) -> Mover:
     party = party._replace(host=host)
     walked = rounds(mine, party.rank)
     here = _plan_of(plan), party.rank
-    task = Task(*here, party.wire, walked, fills(*here), divisions(*here))
+    task = Task(*here, party.group, party.wire, walked, fills(*here), divisions(*here))
     return Mover(plan, party, walked, party.transport.ENGINES[settings.engine](task))
 
 
@@ -277,7 +277,10 @@ class Mover:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of memory held for messages that cannot be sent or received in place; 0 before the first move."""
+        """Bytes that its messages take which cannot be sent or received in place; 0 before the first move.
+
+        The memory is the group's: all its movers use the same.
+        """
         return self._engine.staging_bytes
 
     def __call__(self, src: Local, *, out: Local = None) -> None:
