@@ -4,8 +4,8 @@
    placements can say it, and else this rank's local tensor.
 2. Meshes may be the same, overlap or be disjoint. All ranks of either mesh call, and again for the gradient.
 3. The gradient goes from the layout that it arrives in to that of the input, where a Partial input has a Replicate
-   gradient, as in torch. With `grad="partial"` it is the dual layout: a Replicate input has a Partial gradient, which
-   saves reducing it here.
+   gradient, or a Partial one where it arrives so along the same axis of the same mesh, as in torch. With
+   `grad="partial"` it is the dual layout: a Replicate input has a Partial gradient, which saves reducing it here.
 4. A gradient of another dtype than the input is moved as it is, and cast where it arrives.
 """
 
@@ -164,7 +164,7 @@ class _Moved(torch.autograd.Function):
         route: _Route = ctx.route
         local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
         here = _agreed(_cotangent(gradient, route), route)
-        there = _dual(route.src, route.grad)
+        there = _dual(route.src, here, route.grad)
         moved = _moved(local, here, _of_dtype(there, here.dtype), route.meshes).to(dtype_of(route.src.dtype))
         return _shown(moved, there, route.source._replace(placements=_dual_placements(route.source, there))), None
 
@@ -197,17 +197,25 @@ def _shown(local: Tensor, layout: Layout, face: _Face) -> Tensor:
     return to_dtensor(local, layout, device_mesh=face.mesh, placements=face.placements)
 
 
-def _dual(layout: Layout, grad: str) -> Layout:
-    """The layout of the gradient of a tensor of this layout."""
-    return repartialed(layout, layout.free_axes if grad == "partial" else ())
+def _dual(layout: Layout, gradient: Layout, grad: str) -> Layout:
+    """The layout of the gradient of a tensor of this layout, of which it arrives as `gradient`.
+
+    Addends of the gradient that the tensor has, too, are left unreduced: what they go on to may sum them, or need not.
+    """
+    free = layout.free_axes if grad == "partial" else ()
+    op = gradient.op or "sum"
+    if layout.mesh != gradient.mesh or (free and op != "sum"):
+        return repartialed(layout, free)
+    kept = {name for name, _ in layout.partial} & {name for name, _ in gradient.partial}
+    return repartialed(layout, {*free, *kept}, op)
 
 
 def _dual_placements(face: _Face, dual: Layout) -> tuple[Placement, ...] | None:
-    """The input's placements, but that its Partial ones are Replicate, and Replicate ones what they are in the dual."""
+    """The input's placements, but that its Partial and Replicate ones are what they are in the dual."""
     if face.placements is None:
         return None
-    waiting = {name for name, _ in dual.partial}
-    whole = (Partial() if name in waiting else Replicate() for name in dual.mesh.shape)
+    waiting = dict(dual.partial)
+    whole = (Partial(waiting[name]) if name in waiting else Replicate() for name in dual.mesh.shape)
     return tuple(
         p if isinstance(p, Shard | _StridedShard) else other for p, other in zip(face.placements, whole, strict=True)
     )
