@@ -472,12 +472,11 @@ def equivalent(a: Layout, b: Layout) -> bool:
     return a is b or _holdings(a) == _holdings(b)
 
 
-def repartialed(layout: Layout, axes: Iterable[str]) -> Layout:
-    """The same division with addends along exactly these axes, waiting for their sum."""
+def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
+    """The same division with addends along exactly these axes, waiting for `op`."""
     named = set(axes)
-    return _intern(
-        layout.shape, layout.dtype, layout.mesh, layout.dims, tuple((n, "sum") for n in layout.mesh.shape if n in named)
-    )
+    partial = tuple((name, op) for name in layout.mesh.shape if name in named)
+    return _intern(layout.shape, layout.dtype, layout.mesh, layout.dims, partial)
 
 
 def cast(layout: Layout, dtype: object) -> Layout:

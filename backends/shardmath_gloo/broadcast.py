@@ -49,14 +49,15 @@ class Broadcast:
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
         """Moves. Raises PeerFailure."""
-        for work in self._task.fills:
-            work.fill(dst)
-        for turn in self._turns:
-            whole = self._broadcast(turn, src)
-            for t in self._mine.get(turn, ()):
-                _apply(t, whole[t.src_slices], dst[t.dst_tensor].detach()[t.dst_slices])
-        for work in self._task.divisions:
-            work.divide(dst)
+        with torch.inference_mode():  # where inference tensors, too, may be written
+            for work in self._task.fills:
+                work.fill(dst)
+            for turn in self._turns:
+                whole = self._broadcast(turn, src)
+                for t in self._mine.get(turn, ()):
+                    _apply(t, whole[t.src_slices], dst[t.dst_tensor].detach()[t.dst_slices])
+            for work in self._task.divisions:
+                work.divide(dst)
 
     def _broadcast(self, turn: _Turn, src: Mapping[str, Tensor]) -> Tensor:
         """The whole source tensor of that rank."""

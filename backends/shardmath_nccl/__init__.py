@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardmath_nccl.exchange import CudaExchange
+from shardmath_nccl.exchange import cuda_exchange
 from shardmath_nccl.wire import NcclWire
 from shardmath_torch.wire import Engine, Task
 
 __all__ = ["ENGINES", "open_wire"]
 
-ENGINES: dict[str, Callable[[Task], Engine]] = {"exchange": CudaExchange}
+ENGINES: dict[str, Callable[[Task], Engine]] = {"exchange": cuda_exchange}
 open_wire = NcclWire

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from shardmath_torch.exchange import Exchange
+from shardmath_torch.staging import Fence
 from shardmath_torch.wire import Task
 
-__all__ = ["CudaExchange"]
+__all__ = ["cuda_exchange"]
 
 
-class CudaExchange:
-    """The engine "exchange". Moves may run under different streams: a move's kernels wait for those of the last."""
+def cuda_exchange(task: Task) -> Exchange:
+    """The engine "exchange". Moves may run under different streams: a move's kernels wait for those that had its
+    staging before."""
+    return Exchange(task, Fence(_used, _wait))
 
-    def __init__(self, task: Task) -> None:
-        self._exchange = Exchange(task)
-        self._done: torch.cuda.Event | None = None
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of staging memory held between moves."""
-        return self._exchange.staging_bytes
+def _used(memory: Tensor) -> torch.cuda.Event:
+    """What ends when the current stream has done with the memory, which is not given to another before that."""
+    stream = torch.cuda.current_stream()
+    memory.record_stream(stream)
+    return stream.record_event()
 
-    def prepare(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-        """Finds where all messages lie in these tensors, and makes staging for those that need it."""
-        self._exchange.prepare(src, dst)
 
-    def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-        """Moves, on the current stream. Raises PeerFailure."""
-        if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
-        self._exchange.move(src, dst)
-        self._done = torch.cuda.current_stream().record_event()
+def _wait(used: object) -> None:
+    if isinstance(used, torch.cuda.Event):
+        torch.cuda.current_stream().wait_event(used)

@@ -151,7 +151,7 @@ def _make(party: Party, given: Plan | Program, settings: _Settings, cut: Cut, pe
     assert ordered or not isinstance(given, Program), "phases bring addends in order"
     walked = rounds(mine, party.rank)
     here = plan_of(given), party.rank
-    task = Task(*here, party.wire, walked, fills(*here), divisions(*here))
+    task = Task(*here, party.group, party.wire, walked, fills(*here), divisions(*here))
     return Made(walked, party.transport.ENGINES[settings.engine](task), ordered)
 
 

@@ -2,14 +2,15 @@
 
 1. A DeviceMesh without names has the axes `dim0`, `dim1`, ...
 2. Making a DeviceMesh, or a group, is for all ranks of the default group to do together; what was made here is kept,
-   and made once.
+   and made once under one default group. A process that ends its groups and begins others begins here, too.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,17 +20,46 @@ from shardmath.errors import MeshError
 from shardmath.mesh import Mesh
 from shardmath_torch import compat
 
-__all__ = ["device_mesh_of", "group_for", "mesh_of"]
+__all__ = ["World", "device_mesh_of", "group_for", "mesh_of", "world"]
 
 _T = TypeVar("_T")
 
 
-@functools.lru_cache(maxsize=256)
+@dataclass
+class World:
+    """What ranks made together under the default group `group`, by what it was made for; `kept` is for others."""
+
+    group: object
+    meshes: dict[tuple[Mesh, str], DeviceMesh] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    kept: dict[object, Any] = field(default_factory=dict)
+
+
+_latest = World(None)
+
+
+def world() -> World:
+    """What was made under the present default group; what was made under an earlier one is dropped."""
+    global _latest
+    group = dist.group.WORLD
+    if _latest.group is not group:
+        _latest = World(group)
+    return _latest
+
+
+_meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
+"""Weak, since a DeviceMesh holds what its world made."""
+
+
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """The axes and ranks of a DeviceMesh."""
-    ranks = device_mesh.mesh
-    names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(ranks.ndim))
-    return Mesh(dict(zip(names, ranks.shape, strict=True)), ranks=ranks.flatten().tolist())
+    found = _meshes.get(device_mesh)
+    if found is None:
+        ranks = device_mesh.mesh
+        names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(ranks.ndim))
+        found = Mesh(dict(zip(names, ranks.shape, strict=True)), ranks=ranks.flatten().tolist())
+        _meshes[device_mesh] = found
+    return found
 
 
 def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
@@ -40,14 +70,11 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
     if outside:
         what = f"{mesh} has ranks {outside[:8]}, the default group has ranks 0..{dist.get_world_size() - 1}"
         raise MeshError(f"{what}; use ranks of the group")
-    if (mesh, device_type) not in _meshes:
-        for each in (one for one in _asked_for((mesh, device_type)) if one not in _meshes):
-            _meshes[each] = _device_mesh(*each)
-    return _meshes[mesh, device_type]
-
-
-_meshes: dict[tuple[Mesh, str], DeviceMesh] = {}
-"""DeviceMeshes made so far."""
+    made = world().meshes
+    if (mesh, device_type) not in made:
+        for each in (one for one in _asked_for((mesh, device_type)) if one not in made):
+            made[each] = _device_mesh(*each)
+    return made[mesh, device_type]
 
 
 def _device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
@@ -80,17 +107,9 @@ def group_for(ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()) ->
         found = compat.group_of_mesh(mesh)
         if found is not None:
             return found
-    if among not in _made:
-        _make(among)
-    return _made[among]
-
-
-_made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-"""Groups made so far, by their ranks."""
-
-
-def _make(ranks: tuple[int, ...]) -> None:
-    """Make the groups that ranks ask for."""
-    for each in (one for one in _asked_for(ranks) if one not in _made):
-        found = dist.new_group(list(each))
-        _made[each] = found if isinstance(found, dist.ProcessGroup) else None
+    made = world().groups
+    if among not in made:
+        for each in (one for one in _asked_for(among) if one not in made):
+            found = dist.new_group(list(each))
+            made[each] = found if isinstance(found, dist.ProcessGroup) else None
+    return made[among]

@@ -19,6 +19,7 @@ from shardmath.plan import Transfer
 from shardmath_torch import dtypes
 from shardmath_torch.messages import Message
 from shardmath_torch.pack import LaidRound, Place, Site, lay, staging_needed, view
+from shardmath_torch.staging import Fence, staging_of
 from shardmath_torch.wire import PeerFailure, Pending, Task
 
 __all__ = ["Exchange"]
@@ -27,40 +28,43 @@ Tensors = Mapping[str, Tensor]
 
 
 class Exchange:
-    """The engine of both transports. Its staging is made when tensors first lie in memory as they do, and kept."""
+    """The engine of both transports. `fence` says how a move waits for the one that had its staging before."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, fence: Fence | None = None) -> None:
+        self._task, self._fence = task, fence or Fence()
         self._lying: object = None
         self._rounds: tuple[LaidRound, ...] = ()
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._staging = staging_of(task.group, torch.device("cpu"))
+        self._needed = 0
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of staging memory held between moves."""
-        return self._block.nbytes
+        """Bytes of the group's staging that a move takes."""
+        return self._needed
 
     def prepare(self, src: Tensors, dst: Tensors) -> None:
         """Finds where all messages lie in these tensors, and makes staging for those that need it."""
         lying = tuple({key: t.stride() for key, t in side.items()} for side in (src, dst))
-        device = next((t.device for t in (*src.values(), *dst.values())), self._block.device)
-        if (lying, device) == self._lying:
-            return
-        self._rounds = lay(self._task.rounds, *lying)
-        needed = staging_needed(self._rounds)
-        if needed > self._block.nbytes or device != self._block.device:
-            self._block = torch.empty(needed, dtype=torch.uint8, device=device)
-        self._lying = lying, device
+        device = next((t.device for t in (*src.values(), *dst.values())), torch.device("cpu"))
+        if (lying, device) != self._lying:
+            self._lying = None
+            self._rounds = lay(self._task.rounds, *lying)
+            self._staging = staging_of(self._task.group, device)
+            self._needed = staging_needed(self._rounds)
+            self._lying = lying, device
+        self._staging.reserve(self._needed)
 
     def move(self, src: Tensors, dst: Tensors) -> None:
         """Moves. Raises PeerFailure."""
-        ends = _Ends(src, dst, self._block)
-        for work in self._task.fills:
-            work.fill(dst)
-        for one in self._rounds:
-            self._round(one, ends)
-        for work in self._task.divisions:
-            work.divide(dst)
+        lent = self._staging.lent(self._needed, self._fence)
+        with torch.inference_mode(), lent as block:  # in that mode inference tensors, too, may be written
+            ends = _Ends(src, dst, block)
+            for work in self._task.fills:
+                work.fill(dst)
+            for one in self._rounds:
+                self._round(one, ends)
+            for work in self._task.divisions:
+                work.divide(dst)
 
     def _round(self, one: LaidRound, ends: _Ends) -> None:
         arriving = [self._receive(place, ends) for place in one.receives]

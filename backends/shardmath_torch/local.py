@@ -3,7 +3,8 @@
 1. A plan of two layouts takes a tensor a side; a plan of mappings takes dicts by local buffer key; a side that the rank
    is not on takes None.
 2. Nothing is converted: a wrong shape, dtype or kind of device is an objection that names both and the fix.
-3. Source and destination may be any views, but must not share memory: what arrives would overwrite what has not left.
+3. Its memory must be there (`memory`): a move that found out later would have begun.
+4. Source and destination may be any views, but must not share memory: what arrives would overwrite what has not left.
    Destinations must not share cells that are theirs; holes may be another's.
 """
 
@@ -22,6 +23,7 @@ from shardmath.errors import ExchangeError
 from shardmath.layout import Layout
 from shardmath.plan import Plan
 from shardmath_torch.cells import held, own_boxes
+from shardmath_torch.memory import missing_memory, plain, reach, stored_bytes
 
 __all__ = ["Local", "Tensors", "Wanted", "by_key", "check", "fits", "signature", "wanted"]
 
@@ -49,7 +51,10 @@ def wanted(plan: Plan, rank: int) -> tuple[Wanted, Wanted]:
 
 
 def by_key(want: Wanted, given: Local) -> Tensors:
-    """The side's tensors by local buffer key. Raises ExchangeError for names that are missing or too many."""
+    """The side's tensors, without subclasses that can be seen through, by local buffer key.
+
+    Raises ExchangeError for names that are missing or too many.
+    """
     if given is None:
         given = {}
     elif isinstance(given, Tensor):
@@ -64,7 +69,7 @@ def by_key(want: Wanted, given: Local) -> Tensors:
         what = f"the {want.side} is a dict with {_names(given)}; the plan has one tensor"
         raise ExchangeError(f"{what}: pass it without a dict")
     _check_names(want, given)
-    return given
+    return {key: plain(t) if isinstance(t, Tensor) else t for key, t in given.items()}
 
 
 def check(wants: tuple[Wanted, Wanted], given: tuple[Tensors, Tensors], device_type: str) -> None:
@@ -84,16 +89,17 @@ def fits(want: Wanted, tensors: Tensors, device_type: str | None = None) -> None
 
 
 def signature(given: tuple[Tensors, Tensors]) -> tuple[object, ...]:
-    """Equal for plain tensors that lie at the same place in the same way: what was checked need not be again."""
-    return tuple(
-        (key, t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()) if _plain(t) else object()
-        for side in given
-        for key, t in side.items()
-    )
+    """Equal for plain tensors that lie at the same place in the same way: what was checked need not be again.
+
+    A storage that shrank may stay where it was, so its size counts.
+    """
+    return tuple((key, *_lies(t)) for side in given for key, t in side.items())
 
 
-def _plain(t: object) -> bool:
-    return isinstance(t, Tensor) and t.layout == torch.strided
+def _lies(t: object) -> tuple[object, ...]:
+    if not isinstance(t, Tensor) or t.layout != torch.strided or missing_memory(t):
+        return (object(),)
+    return t.data_ptr(), stored_bytes(t), t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()
 
 
 def _label(side: str, key: str) -> str:
@@ -137,6 +143,9 @@ def _check(label: str, tensor: object, shape: tuple[int, ...], layout: Layout, d
         raise ExchangeError(f"{what}; pass it on '{device_type}', or compile on a group for '{tensor.device.type}'")
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         raise ExchangeError(f"{label} is {_kind(tensor)}; pass a plain strided tensor: {_made_plain(tensor)}")
+    lacks = missing_memory(tensor)
+    if lacks:
+        raise ExchangeError(f"{label} {lacks}; pass a plain tensor on its own memory, while that is there")
 
 
 def _kind(tensor: Tensor) -> str:
@@ -213,8 +222,7 @@ def _suspects(src: Tensors, dst: Tensors) -> Iterator[tuple[str, str]]:
 
 def _extent(t: Tensor) -> tuple[int, int]:
     """First and one past the last byte of memory that the tensor uses."""
-    reach = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (reach + 1) * t.element_size()
+    return t.data_ptr(), t.data_ptr() + reach(t) * t.element_size()
 
 
 class _Cells:

@@ -60,7 +60,10 @@ class Mover:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of memory held for messages that cannot be sent or received in place; 0 before the first move."""
+        """Bytes that its messages take which cannot be sent or received in place; 0 before the first move.
+
+        The memory is the group's: all its movers use the same.
+        """
         return self._engine.staging_bytes
 
     def __call__(

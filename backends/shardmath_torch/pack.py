@@ -4,7 +4,7 @@
    strides only, so sites are found once and used for every move of tensors that lie alike.
 2. A message whose sites are one contiguous **stretch** of memory needs no packing: it is sent from, or received into,
    the tensor itself. Pieces that are folded into what is there are never received in place.
-3. Other messages go through staging: one block of bytes, as large as the round that needs most of it, made once. Each
+3. Other messages go through staging: a block of bytes, at least as large as the round that needs most of it. Each
    message of a round has its own part of the block.
 4. A message is read from source tensors, or, where it is passed on (`Message.relayed`), from destination tensors.
 5. Copies move words (`dtypes.words`), so every element type moves bit by bit. A move allocates views, no memory.

@@ -4,16 +4,15 @@
    placements can say it, and else this rank's local tensor.
 2. Meshes may be the same, overlap or be disjoint. All ranks of either mesh call, and again for the gradient.
 3. The gradient goes from the layout that it arrives in to that of the input, where a Partial input has a Replicate
-   gradient, as in torch. With `grad="partial"` it is the dual layout: a Replicate input has a Partial gradient, which
-   saves reducing it here.
+   gradient, or a Partial one where it arrives so along the same axis of the same mesh, as in torch. With
+   `grad="partial"` it is the dual layout: a Replicate input has a Partial gradient, which saves reducing it here.
 4. A gradient of another dtype than the input is moved as it is, and cast where it arrives.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,14 +24,11 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardmath.errors import LayoutError, ShardError
 from shardmath.layout import Layout, equivalent, repartialed
 from shardmath.layout import cast as _of_dtype
-from shardmath.plan import Plan, plan
-from shardmath.reduction import Reduction
 from shardmath_torch import compat
-from shardmath_torch.compile import compile
 from shardmath_torch.devicemesh import group_for, mesh_of
 from shardmath_torch.dtensor import Reading, layout_among, layout_like, local_of, placements_of, to_dtensor
 from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.local import by_key, fits, wanted
+from shardmath_torch.moves import move_between
 
 __all__ = ["Target", "redistribute"]
 
@@ -168,7 +164,7 @@ class _Moved(torch.autograd.Function):
         route: _Route = ctx.route
         local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
         here = _agreed(_cotangent(gradient, route), route)
-        there = _dual(route.src, route.grad)
+        there = _dual(route.src, here, route.grad)
         moved = _moved(local, here, _of_dtype(there, here.dtype), route.meshes).to(dtype_of(route.src.dtype))
         return _shown(moved, there, route.source._replace(placements=_dual_placements(route.source, there))), None
 
@@ -201,17 +197,25 @@ def _shown(local: Tensor, layout: Layout, face: _Face) -> Tensor:
     return to_dtensor(local, layout, device_mesh=face.mesh, placements=face.placements)
 
 
-def _dual(layout: Layout, grad: str) -> Layout:
-    """The layout of the gradient of a tensor of this layout."""
-    return repartialed(layout, layout.free_axes if grad == "partial" else ())
+def _dual(layout: Layout, gradient: Layout, grad: str) -> Layout:
+    """The layout of the gradient of a tensor of this layout, of which it arrives as `gradient`.
+
+    Addends of the gradient that the tensor has, too, are left unreduced: what they go on to may sum them, or need not.
+    """
+    free = layout.free_axes if grad == "partial" else ()
+    op = gradient.op or "sum"
+    if layout.mesh != gradient.mesh or (free and op != "sum"):
+        return repartialed(layout, free)
+    kept = {name for name, _ in layout.partial} & {name for name, _ in gradient.partial}
+    return repartialed(layout, {*free, *kept}, op)
 
 
 def _dual_placements(face: _Face, dual: Layout) -> tuple[Placement, ...] | None:
-    """The input's placements, but that its Partial ones are Replicate, and Replicate ones what they are in the dual."""
+    """The input's placements, but that its Partial and Replicate ones are what they are in the dual."""
     if face.placements is None:
         return None
-    waiting = {name for name, _ in dual.partial}
-    whole = (Partial() if name in waiting else Replicate() for name in dual.mesh.shape)
+    waiting = dict(dual.partial)
+    whole = (Partial(waiting[name]) if name in waiting else Replicate() for name in dual.mesh.shape)
     return tuple(
         p if isinstance(p, Shard | _StridedShard) else other for p, other in zip(face.placements, whole, strict=True)
     )
@@ -230,44 +234,7 @@ def _moved(local: Tensor, src: Layout, dst: Layout, meshes: Meshes) -> Tensor:
     )
     if there and dst.holes(rank):
         out.zero_()
-    movers = _movers(tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks})), meshes)
-    if here or there:
-        movers(src, dst)(local if here else None, out=out if there else None)
+    move = move_between(src, dst, meshes)
+    if move is not None:
+        move(local if here else None, out=out if there else None)
     return out
-
-
-class _Move(Protocol):
-    def __call__(self, src: Tensor | None, *, out: Tensor | None) -> None: ...
-
-
-def _copy(moved: Plan) -> _Move:
-    """What the plan does on this rank where no rank is sent anything: so nobody needs to be asked."""
-    rank = compat.my_rank()
-    want, boxes = wanted(moved, rank)[0], [(t.src_slices, t.dst_slices) for t in moved.transfers(src=rank)]
-
-    def copy(src: Tensor | None, *, out: Tensor | None) -> None:
-        given = by_key(want, src)
-        fits(want, given)
-        for here, there in boxes:
-            assert out is not None, "who keeps something is on both sides"
-            out[there].copy_(given[""][here])
-
-    return copy
-
-
-def _stays(moved: Plan) -> bool:
-    """Whether every rank has all that it needs, and has only to copy it."""
-    return moved.rules[""] == Reduction() and not any(moved.received_bytes().values())
-
-
-@functools.cache
-def _movers(ranks: tuple[int, ...], meshes: Meshes) -> Callable[[Layout, Layout], _Move]:
-    """The latest compiled moves among these ranks, which all of them make in one order: so all forget the same ones."""
-    group = group_for(ranks, meshes)
-
-    @functools.lru_cache(maxsize=64)
-    def made(src: Layout, dst: Layout) -> _Move:
-        moved = plan(src, dst)
-        return _copy(moved) if _stays(moved) else compile(moved, group=group)
-
-    return made

@@ -37,6 +37,7 @@ from shardmath_torch import compat
 from shardmath_torch.archive import CheckpointError, unused
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.local import by_key, fits, wanted
+from shardmath_torch.memory import missing_memory, plain
 from shardmath_torch.stored import BLOBS
 
 __all__ = ["Bytes", "Layouts", "SavePlanner", "as_tensor", "to_disk"]
@@ -136,7 +137,10 @@ def to_disk(layouts: Mapping[str, Layout | tuple[Layout, ...]]) -> Plan:
 def as_tensor(name: str, data: object) -> Tensor:
     """Bytes of a rank's own as a tensor of uint8. Raises CheckpointError for what is none."""
     if isinstance(data, Tensor) and data.dtype == torch.uint8 and data.ndim == 1:
-        return data.detach().cpu().contiguous()
+        lacks = missing_memory(plain(data))
+        if lacks:
+            raise CheckpointError(f"{name!r} {lacks}; save it while its memory is there")
+        return plain(data).detach().cpu().contiguous()
     if isinstance(data, io.BytesIO):
         data = data.getvalue()
     if isinstance(data, bytes | bytearray | memoryview):

@@ -73,11 +73,12 @@ class Wire(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an engine needs to know: the plan, who I am, how I reach others, what I send, receive and keep, and what
-    happens to this rank's destination cells before and after."""
+    """What an engine needs to know: the plan, who I am, in which group, how I reach others, what I send, receive and
+    keep, and what happens to this rank's destination cells before and after."""
 
     plan: Plan
     rank: int
+    group: Group
     wire: Wire
     rounds: tuple[Round, ...]
     fills: tuple[CellWork, ...]

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.dtensor import local_of
+from tests.distributed.scenarios import resized
 
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
@@ -282,6 +283,19 @@ def partial_gradient(rank: int) -> Any:
     return str(tuple(given.grad.placements)), local_of(total).tolist(), whole((8, 6)).tolist()
 
 
+def gradients_given(rank: int, src: str, dst: str, given: str) -> Any:
+    """The gradient of a moved tensor where it arrives under placements of its own: ours, and torch's."""
+    mesh, shape = device_mesh(range(8), (4, 2)), (8, 6)
+    out = []
+    for move in (lambda t: smt.redistribute(t, placements_of(dst)), lambda t: t.redistribute(mesh, placements_of(dst))):
+        held = dtensor(layout(range(8), (4, 2), src, shape), mesh, placements_of(src)).requires_grad_()
+        arriving = dtensor(layout(range(8), (4, 2), given, shape), mesh, placements_of(given))
+        (gradient,) = torch.autograd.grad(move(held), held, arriving)
+        value = local_of(gradient.redistribute(mesh, placements_of("R R"))).tolist()
+        out.append((str(gradient.placements), local_of(gradient).tolist(), value))
+    return [*out, local_of(arriving.redistribute(mesh, placements_of("R R"))).tolist()]
+
+
 def without_grad(rank: int) -> Any:
     """Under no_grad, of a tensor whose memory is not contiguous."""
     mesh = device_mesh(range(8), (4, 2))
@@ -323,6 +337,12 @@ def wrong(rank: int, what: str) -> Any:
             torch.zeros(1, 4), placements_of("S0 S0"), layout=smt.from_dtensor(given), device_mesh=mesh
         ),
         "mesh": lambda: smt.redistribute(torch.zeros(9, 4), placements_of("R R"), layout=smt.from_dtensor(given)),
+        "freed": lambda: smt.redistribute(
+            resized(torch.zeros(9, 4), 0),
+            placements_of("S0 R"),
+            layout=layout(range(8), (4, 2), "R R", (9, 4)),
+            device_mesh=mesh,
+        ),
     }
     return caught(calls[what])
 

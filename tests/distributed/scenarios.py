@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import gc
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.staging import Fence
 
 Bytes = Mapping[str, tuple[tuple[int, ...], str, bytes]]
 """Tensors by local buffer key, as (shape, dtype, bytes)."""
@@ -99,6 +103,55 @@ def move_again(rank: int, cases: Sequence[Case]) -> list[dict[str, bytes]]:
     return out
 
 
+def resized(t: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """A copy whose storage was made so many bytes long."""
+    out = t.clone()
+    out.untyped_storage().resize_(nbytes)
+    return out
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that has no memory and can do nothing."""
+
+    @staticmethod
+    def __new__(cls, t: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype, strides=t.stride())
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"no {func}")
+
+
+class Touchy(torch.Tensor):
+    """A subclass on plain memory that stops whoever calls what a move needs."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("as_strided", "copy_", "view", "detach"):
+            raise RuntimeError(f"no {func.__name__}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def inference(t: torch.Tensor) -> torch.Tensor:
+    """A copy that may be written in inference mode only."""
+    with torch.inference_mode():
+        return t.clone()
+
+
+def unusual_moves(rank: int, case: Case) -> list[dict[str, bytes]]:
+    """The destinations of moves from and into unusual tensors that have memory; `lying` sends them through staging."""
+    out = []
+    for kind in (inference, lambda t: t.as_subclass(Touchy)):
+        src, dst = tensors_of(case.src.get(rank), case.lying), tensors_of(case.dst.get(rank), case.lying)
+        made = kind(dst)
+        with torch.inference_mode():  # staging that is made in it serves moves outside, too
+            smt.compile(case.plan, timeout=20.0)(src, out=made.clone())
+        smt.compile(case.plan, timeout=20.0)(kind(src), out=made)
+        with torch._C.DisableTorchFunctionSubclass():
+            out.append(results(made.as_subclass(torch.Tensor)))
+    return out
+
+
 def _first(tensors: Any) -> tuple[str, torch.Tensor]:
     return next(iter(tensors.items())) if isinstance(tensors, dict) else ("", tensors)
 
@@ -130,6 +183,9 @@ def broken(how: str, src: Any, dst: Any) -> tuple[Any, Any]:
         "number": lambda: _with(given, key, 7),
         "sparse": lambda: _with(given, key, t.to_sparse()),
         "expanded": lambda: _with(given, key, t[:1].expand(t.shape)),
+        "freed": lambda: _with(given, key, resized(t, 0)),
+        "shrunk": lambda: _with(given, key, resized(t, 8)),
+        "wrapper": lambda: _with(given, key, Wrapper(t)),
     }[what]()
     return (changed, other) if side == "src" else (other, changed)
 
@@ -185,9 +241,38 @@ def staging(rank: int, case: Case, moves: int) -> list[tuple[int, int, int]]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
             move(src, out=dst)
         most = sum(max(0, e.self_cpu_memory_usage) for e in seen.key_averages())
-        block = getattr(move._engine, "_block", torch.empty(0))
-        out.append((move.staging_bytes, block.data_ptr(), most))
+        with move._engine._staging.lent(move.staging_bytes, Fence()) as block:
+            out.append((move.staging_bytes, block.data_ptr(), most))
     return out
+
+
+def shared_staging(rank: int, cases: Sequence[Case]) -> tuple[list[int], list[int]]:
+    """Bytes of staging that each case's mover needs, and of the blocks that there are after moves of all, twice."""
+    movers = [smt.compile(case.plan, timeout=30.0) for case in cases]
+    for move, case in [*zip(movers, cases, strict=True)] * 2:
+        move(tensors_of(case.src.get(rank)), out=tensors_of(case.dst.get(rank)))
+    blocks = [block.memory.nbytes for block in movers[0]._engine._staging._free]
+    return [move.staging_bytes for move in movers], blocks
+
+
+def begin_again(rank: int, ports: Sequence[int]) -> tuple[list[bool], int]:
+    """Moves between ranks 0 and 1 under one default group after the other: whether right; old ones still alive."""
+    some = sm.Mesh(tp=2)
+    src, dst = sm.Layout((4, 6), some, "(tp n) h"), sm.Layout((4, 6), some, "n (tp h)")
+    moved, worlds = [], []
+    for port in ports:
+        dist.destroy_process_group()
+        store = dist.TCPStore("127.0.0.1", port, None, is_master=rank == 0, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        worlds.append(weakref.ref(dist.group.WORLD))
+        given = torch.arange(24.0).view(4, 6).chunk(2)[rank] if rank < 2 else torch.empty(0)
+        out = smt.redistribute(given, dst, layout=src)
+        local = out.to_local() if isinstance(out, DTensor) else out
+        moved.append(rank == 2 or local.equal(torch.arange(24.0).view(4, 6).chunk(2, 1)[rank]))
+        del out, local
+        dist.barrier()
+    gc.collect()
+    return moved, sum(world() is not None for world in worlds)
 
 
 def dies(rank: int, case: Case, victim: int, when: str, timeout: float) -> tuple[str, str, float]:

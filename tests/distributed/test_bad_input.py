@@ -9,7 +9,7 @@ import pytest
 import shardmath as sm
 from tests.distributed.cases import make_case
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import bad_move, compile_with, outsider
+from tests.distributed.scenarios import bad_move, compile_with, outsider, unusual_moves
 
 EIGHT = sm.Mesh(dp=4, tp=2)
 LEFT, RIGHT = sm.Mesh(tp=4), sm.Mesh(tp=3, ranks=range(4, 7))
@@ -50,6 +50,12 @@ MOVES = [
         (2,),
         "rank 2: the destination tensor has shape (8, 2) and strides (0, 1), which put several elements into one cell",
     ),
+    (SAME, "src freed", (1,), "rank 1: the source tensor reaches 16 bytes into a storage of 0, which was freed"),
+    (SAME, "dst freed", (1,), "rank 1: the destination tensor reaches 64 bytes into a storage of 0, which was freed"),
+    (SAME, "src shrunk", (1,), "rank 1: the source tensor reaches 16 bytes into a storage of 8, which was freed"),
+    (SAME, "src wrapper", (1,), "rank 1: the source tensor is a Wrapper, which has no plain memory; pass a plain"),
+    (SAME, "dst wrapper", (1,), "rank 1: the destination tensor is a Wrapper, which has no plain memory"),
+    (TREE, "src freed", (1,), "rank 1: source tensor 'v' reaches"),
     (SAME, "dst alias", (4,), "rank 4: the source tensor and the destination tensor share memory"),
     (SAME, "src shape", (1, 2, 3, 6), "ranks 1-3, 6: the source tensor has shape (1, 4, 2)"),
     (TREE, "src missing", (1,), "rank 1: source tensor 'v' is missing: 'w' given; pass 'v', 'w'"),
@@ -70,6 +76,13 @@ def test_a_bad_tensor_on_the_second_move(pool: Pool, plan: sm.Plan, how: str, wh
         assert "nothing was moved" in error
         assert same
         assert end == wanted.get(rank, {})
+
+
+def test_unusual_tensors_that_have_memory(pool: Pool) -> None:
+    """Inference tensors, and subclasses on plain memory, are moved as plain tensors are, also through staging."""
+    case, wanted = make_case(SAME, lying="transposed")
+    for rank, ends in enumerate(pool.run(unusual_moves, case)):
+        assert all(end == wanted[rank] for end in ends)
 
 
 def test_ranks_that_the_plan_does_not_name_pass_none(pool: Pool) -> None:

@@ -282,6 +282,27 @@ def test_gradients_are_those_of_dtensor(pool: Pool, src: str, dst: str, dtype: s
         assert ours == theirs
 
 
+@pytest.mark.parametrize(
+    ("src", "dst", "given"),
+    [
+        ("Psum S0", "Psum S1", "Psum S1"),
+        ("Psum S0", "Psum S1", "R S1"),
+        ("Psum R", "Psum S0", "Psum R"),
+        ("Psum Psum", "Psum R", "Psum R"),
+        ("Psum Psum", "R Psum", "Psum Psum"),
+        ("Psum R", "S0 R", "Psum R"),
+        ("R Psum", "R Psum", "S0 Psum"),
+        ("Pavg S0", "Pavg S1", "Pavg S1"),
+        ("S0 R", "S0 S1", "R Psum"),
+    ],
+)
+def test_gradients_that_arrive_as_addends_are_those_of_dtensor(pool: Pool, src: str, dst: str, given: str) -> None:
+    """They stay so along axes where the input is Partial, and are reduced along the others."""
+    for ours, theirs, value in pool.run(work.gradients_given, src, dst, given):
+        assert ours == theirs
+        assert ours[2] == value
+
+
 def test_a_partial_gradient(pool: Pool) -> None:
     """With grad="partial" a replicated input has addends, which sum to the gradient."""
     for placements, total, wanted in pool.run(work.partial_gradient):
@@ -310,6 +331,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("mask", "PlacementError", "is no placement of ours"),
     ("local", "ExchangeError", "has shape (1, 4), the plan's layout stores"),
     ("mesh", "LayoutError", "placements are on a mesh; pass device_mesh="),
+    ("freed", "ExchangeError", "reaches 144 bytes into a storage of 0, which was freed"),
 ]
 
 

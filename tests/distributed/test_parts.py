@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import shardmath as sm
 from shardmath.runs import Runs
 from shardmath_torch import dtypes
 from shardmath_torch.agree import RECORD, Ballot, decode, encode
+from shardmath_torch.archive import CheckpointError
 from shardmath_torch.cells import own_boxes
 from shardmath_torch.failure import Evidence, Inquest, first_failed
 from shardmath_torch.local import by_key, check, signature, wanted
 from shardmath_torch.pack import site_of, stretch_of, view
+from shardmath_torch.saving import SavePlanner, as_tensor
 
 LAYOUT = sm.Layout((4, 6), sm.Mesh(tp=1), "n h")
 WANTS = wanted(sm.plan(LAYOUT, LAYOUT), 0)
@@ -74,6 +78,38 @@ def test_views_that_share_an_element_are_refused(start: int) -> None:
         _checked(buffer[:, :6], buffer[:, start : start + 6])
 
 
+def test_memory_that_is_gone_is_refused() -> None:
+    """A storage freed or shrunk since it was checked is checked again; fake and transformed tensors have none."""
+    shrunk = torch.zeros(4, 6)
+    before = signature(({"": shrunk}, {}))
+    shrunk.untyped_storage().resize_(8)
+    assert signature(({"": shrunk}, {})) != before
+    with FakeTensorMode():
+        fake = torch.zeros(4, 6)
+    with pytest.raises(sm.ExchangeError, match="a FakeTensor, which has no plain memory"):
+        _checked(fake, torch.zeros(4, 6))
+    with pytest.raises(sm.ExchangeError, match="the source tensor reaches 96 bytes into a storage of 8"):
+        _checked(shrunk, torch.zeros(4, 6))
+
+    def move(src: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(sm.ExchangeError, match="the source tensor has no memory of its own"):
+            _checked(src, torch.zeros(4, 6))
+        return src
+
+    torch.vmap(move)(torch.zeros(2, 4, 6))
+    torch.func.grad(lambda src: move(src).sum())(torch.zeros(4, 6))
+
+
+def test_what_a_collective_returns_is_waited_for() -> None:
+    """And a part of a storage needs only that part."""
+    arrived = AsyncCollectiveTensor(torch.zeros(4, 6))
+    _checked(arrived, torch.zeros(4, 6))
+    assert type(by_key(WANTS[0], arrived)[""]) is torch.Tensor
+    part = torch.zeros(8, 6)[:4]
+    part.untyped_storage().resize_(96)
+    _checked(part, torch.zeros(4, 6))
+
+
 def test_a_lazy_conjugate_is_refused() -> None:
     """Its bytes are not its values."""
     layout = sm.Layout((4, 6), sm.Mesh(tp=1), "n h", dtype="complex64")
@@ -120,3 +156,17 @@ def test_arithmetic_does_not_depend_on_the_place() -> None:
         for i in range(whole.shape[1]):
             dtypes.fold(op, single[:, i], made[1][:, i])
         assert torch.equal(whole.view(torch.uint8), single.view(torch.uint8)), (name, op)
+
+
+def test_freed_memory_is_not_saved() -> None:
+    """Neither a tensor's nor that of bytes."""
+    layout, whole = sm.Layout((4, 6), sm.Mesh(tp=1), "n h"), torch.zeros(4, 6)
+    whole.untyped_storage().resize_(0)
+    planner = SavePlanner({"w": layout}, rank=0)
+    planner.set_up_planner({"w": whole})
+    with pytest.raises(sm.ExchangeError, match="source tensor 'w' reaches 96 bytes into a storage of 0"):
+        planner.create_local_plan()
+    blob = torch.zeros(4, dtype=torch.uint8)
+    blob.untyped_storage().resize_(0)
+    with pytest.raises(CheckpointError, match="'b' reaches 4 bytes into a storage of 0"):
+        as_tensor("b", blob)

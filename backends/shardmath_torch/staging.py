@@ -1,0 +1,79 @@
+"""Staging: memory in which messages lie that cannot be sent or received in place.
+
+1. It belongs to a group and a device, not to a move: moves of one group follow each other, so one block, as large as
+   the largest of them needs, serves them all. Moves that overlap in time, on threads of their own, have one each.
+2. Room is made before the ranks agree (`reserve`), so that a lack of memory is an objection and breaks nothing.
+3. After a failure messages may still arrive in a block: it is never lent again, and lives as long as its group's
+   staging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from shardmath_torch.compat import Group
+
+__all__ = ["Fence", "Staging", "staging_of"]
+
+
+class Fence(NamedTuple):
+    """How a move keeps off memory that the one before may still use: `mark` after it says what `wait` waits for.
+
+    Nothing is to be done where memory is free as soon as the call that used it has returned.
+    """
+
+    mark: Callable[[Tensor], object] = lambda memory: None
+    wait: Callable[[object], None] = lambda mark: None
+
+
+class _Block(NamedTuple):
+    memory: Tensor
+    mark: object
+
+
+class Staging:
+    """The blocks of one group on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[_Block] = []  # taken and given back in one step each, so that threads need no lock
+        self._lost: list[Tensor] = []
+
+    def reserve(self, nbytes: int) -> None:
+        """There is a free block of so many bytes now. Raises what torch raises where memory is short."""
+        self._free.append(self._take(nbytes))
+
+    def _take(self, nbytes: int) -> _Block:
+        with contextlib.suppress(IndexError):
+            block = self._free.pop()
+            if block.memory.nbytes >= nbytes:
+                return block
+            del block  # before the larger one is made, so that both need not fit
+        return _Block(torch.empty(nbytes, dtype=torch.uint8, device=self._device), None)
+
+    @contextlib.contextmanager
+    def lent(self, nbytes: int, fence: Fence) -> Iterator[Tensor]:
+        """A block of at least so many bytes, which nobody else has meanwhile."""
+        block = self._take(nbytes)
+        try:
+            fence.wait(block.mark)
+            yield block.memory
+        except BaseException:
+            self._lost.append(block.memory)
+            raise
+        self._free.append(_Block(block.memory, fence.mark(block.memory)))
+
+
+_of_groups: WeakKeyDictionary[Group, dict[torch.device, Staging]] = WeakKeyDictionary()
+
+
+def staging_of(group: Group, device: torch.device) -> Staging:
+    """The group's staging on the device; it goes when the group does."""
+    by_device = _of_groups.setdefault(group, {})
+    return by_device.setdefault(device, Staging(device))
