@@ -32,6 +32,7 @@ from torch.serialization import skip_data
 
 from shardmath.errors import ShardError
 from shardmath_torch import compat
+from shardmath_torch.dtypes import flat
 from shardmath_torch.weights import DTYPES, Progress
 
 __all__ = ["ALIGNMENT", "CheckpointError", "Strided", "Written", "described", "unused", "write"]
@@ -84,7 +85,7 @@ def write(file: Path, tensors: Named, *, progress: Progress | None = None) -> di
         stream.write((room - 8).to_bytes(8, "little") + header.ljust(room - 8))
         for name, (before, after) in frames.items():
             stream.write(before)
-            stream.write(memoryview(tensors[name][1].reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            stream.write(memoryview(flat(tensors[name][1]).view(torch.uint8).numpy()))  # type: ignore[arg-type]
             stream.write(after + bytes(_aligned(places[name].length) - places[name].length))
             if progress:
                 progress(tensors[name][1].nbytes)
@@ -134,10 +135,11 @@ def _aligned(n: int) -> int:
 def _header(tensors: Named, places: Mapping[str, Written], end: int) -> bytes:
     entries: dict[str, object] = {}
     offsets: dict[str, object] = {}
-    taken, at = {RESERVED, *tensors}, 0
+    keys, at = _keys(tensors), 0
+    taken = {RESERVED, *tensors, *keys.values()}
     for i, (name, (offset, tensor)) in enumerate(tensors.items()):
         start, stop = places[name].start, places[name].start + tensor.nbytes
-        frame, key = unused(f"frame/{i}", taken), unused(name, {RESERVED})
+        frame, key = unused(f"frame/{i}", taken), keys[name]
         dtype = NAMES.get(str(tensor.dtype).removeprefix("torch."))
         known = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
         entries |= {frame: _bytes(at, start), key: known if dtype else _bytes(start, stop)}
@@ -146,6 +148,17 @@ def _header(tensors: Named, places: Mapping[str, Written], end: int) -> bytes:
     last = unused(f"frame/{len(tensors)}", taken)
     sharding = json.dumps({**offsets, last: {SAVED: [0]}})
     return json.dumps({RESERVED: {SHARDING: sharding}, **entries, last: _bytes(at, end)}).encode()
+
+
+def _keys(names: Iterable[str]) -> dict[str, str]:
+    """The key of each name in the header: itself, or one like it where that is no key of the format, and no name."""
+    taken = {RESERVED, *names}
+    keys: dict[str, str] = {}
+    for name in names:
+        text = name.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no text in JSON
+        keys[name] = name if text == name != RESERVED else unused(text, taken)
+        taken.add(keys[name])
+    return keys
 
 
 def unused(name: str, taken: Container[str]) -> str:

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 import shardmath as sm
 from shardmath.rules import Side
 from shardmath_torch.compile import compile
+from shardmath_torch.dtypes import flat
 from shardmath_torch.processes import Say
 from shardmath_torch.weights import Progress, Weights, check, load, zeros
 
@@ -119,7 +120,7 @@ def _race(job: Job, move: Step, peer: Step, arriving: Tensors | None, say: Say) 
     for step in range(job.steps):
         say("move", step, job.steps)
         for tensor in (arriving or {}).values():
-            tensor.view(-1).view(torch.uint8).fill_(SPOILT)
+            flat(tensor).view(torch.uint8).fill_(SPOILT)
         seconds.append((_together(move), _together(peer)))
     say("move", job.steps, job.steps)
     ours, theirs = zip(*seconds, strict=True)

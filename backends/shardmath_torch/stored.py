@@ -54,8 +54,8 @@ OURS, DATA, UNFINISHED = "shardmath-", ".safetensors", ".unfinished"
 DIGITS = 12
 FILE = re.compile(rf"{OURS}[0-9a-f]{{{DIGITS}}}-\d{{5,}}-of-\d{{5,}}(-\d+)?{re.escape(DATA)}({re.escape(UNFINISHED)})?")
 """How our data files are called: by the save, the rank's number, and the file's; and until all are written."""
-BLOBS = "shardmath.blobs"
-"""Where in torch's metadata the stored names of ranks' own bytes are."""
+BLOBS = ("shardmath.blobs",)
+"""Where in torch's metadata the stored names of ranks' own bytes are: among the paths of names, so itself no name."""
 VERSION = 1
 
 
@@ -348,8 +348,14 @@ def _torchs(path: Path, metadata: Metadata, digest: str) -> Checkpoint:
         for index, info in metadata.storage_data.items()
     }
     tensors = {name: _of_torch(path, name, md, places) for name, md in metadata.state_dict_metadata.items()}
+    return Checkpoint(path, tensors, _blobs(_blobs_of(metadata), tensors), {}, digest)
+
+
+def _blobs_of(metadata: Metadata) -> dict[Any, Any]:
+    """What `.metadata` says of ranks' own bytes, under the key that we write, or wrote before paths lay beside it."""
     extra = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    return Checkpoint(path, tensors, _blobs(extra.get(BLOBS, {}), tensors), {}, digest)
+    found = (extra.get(key) for key in (BLOBS, BLOBS[0]))
+    return next((each for each in found if isinstance(each, dict)), {})
 
 
 def _of_torch(path: Path, name: str, md: object, places: _Places) -> Saved:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from shardmath import Layout, ShardError
 from shardmath.dtypes import itemsize
 from shardmath.rules import Shapes
-from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.dtypes import dtype_of, flat
 
 __all__ = [
     "DTYPES",
@@ -379,7 +379,7 @@ def _same(name: str, rank: int, glob: Slices, arrived: torch.Tensor, stored: tor
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return flat(tensor.detach().contiguous()).view(torch.uint8)
 
 
 def _unravel(at: int, shape: tuple[int, ...]) -> list[int]:
