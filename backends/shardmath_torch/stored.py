@@ -15,7 +15,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +29,7 @@ from shardmath.dtypes import ITEMSIZE
 from shardmath.errors import ShardError
 from shardmath.rules import Shapes
 from shardmath_torch.archive import CheckpointError, Strided, described
+from shardmath_torch.json_text import MOST, elements, read_json, shown
 from shardmath_torch.unpickled import read_metadata
 from shardmath_torch.weights import open_weights
 
@@ -225,10 +225,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     try:
         return _opened(Path(path))
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-        if isinstance(error, ShardError):
-            raise
-        raise CheckpointError(f"{path} is no checkpoint, or a damaged one ({error!r}); fetch it again") from error
+    except ShardError:
+        raise
+    except (LookupError, OSError, OverflowError, RecursionError, TypeError, ValueError, AttributeError) as error:
+        fault = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"{path} is no checkpoint, or a damaged one ({fault}); fetch it again") from error
 
 
 def _opened(path: Path) -> Checkpoint:
@@ -279,13 +280,14 @@ def to_json(checkpoint: Checkpoint, metadata: bytes) -> str:
 def _index(file: Path, text: bytes) -> dict[str, Any] | CheckpointError:
     """The index; what is wrong with it where it cannot be read, since `.metadata` may do instead."""
     try:
-        found = dict(json.loads(text))
+        found: Any = read_json(text)
         version, _ = found["shardmath"], found["metadata"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return CheckpointError(f"{file} is no index of shardmath ({error}); fetch it again")
     if version != VERSION:
-        return CheckpointError(f"{file} has version {version!r}, this shardmath reads {VERSION}; use a newer shardmath")
-    return found
+        what = f"{file} has version {shown(version)}, this shardmath reads {VERSION}"
+        return CheckpointError(f"{what}; use a newer shardmath")
+    return dict(found)
 
 
 def _ours(path: Path, index: dict[str, Any], digest: str) -> Checkpoint:
@@ -314,22 +316,19 @@ def _piece(
     at, box = tuple(map(_count, offsets)), tuple(map(_count, sizes))
     if len(at) != ndim or len(box) != ndim:
         raise ValueError(f"a box {at} {box} in {ndim} dimensions")
-    return Piece(at, box, files[_count(file)], _count(start), math.prod(box) * each)
-
-
-MOST = (1 << 63) - 1
+    return Piece(at, box, files[_count(file)], _count(start), elements(box) * each)
 
 
 def _count(n: object) -> int:
     if type(n) is not int or not 0 <= n <= MOST:
-        raise ValueError(f"{n!r} is no count")
+        raise ValueError(f"{shown(n)} is no count")
     return n
 
 
 def _inside(folder: Path, name: object) -> Path:
     """A file of the folder, or of a folder in it."""
     if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise CheckpointError(f"{folder} names a data file {name!r}; a checkpoint's files lie in its folder")
+        raise CheckpointError(f"{folder} names a data file {shown(name)}; a checkpoint's files lie in its folder")
     return folder / name
 
 
