@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--out",
         type=Path,
-        help="folder for what arrives: rank<r>.safetensors of each destination rank, and none of an earlier refit",
+        help="folder for what arrives: rank<r>.safetensors of each destination rank, no others",
     )
     return parser
 
