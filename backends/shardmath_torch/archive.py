@@ -34,15 +34,13 @@ from torch.serialization import skip_data
 from shardmath.errors import ShardError
 from shardmath_torch import compat
 from shardmath_torch.dtypes import flat
+from shardmath_torch.hf_sharded import SAVED, SHARDING
 from shardmath_torch.weights import DTYPES, Progress
 
 __all__ = ["ALIGNMENT", "CheckpointError", "Strided", "Written", "described", "unused", "write"]
 
 ALIGNMENT = 64
 """Bytes; torch.save aligns the data in an archive to as many."""
-
-SHARDING, SAVED = "DCP_SHARDING_INFO", "saved_offsets"
-"""Where in a header's metadata torch's HuggingFaceStorageReader looks for the index at which a tensor begins."""
 
 RESERVED = "__metadata__"
 """A key of the header that is no tensor."""

@@ -94,7 +94,8 @@ def load(
 ) -> dict[str, Tensor]:
     """This rank's local tensors under these layouts, by name: shape `layout.local_shape(rank)`, holes zero.
 
-    `path` is a folder that `save` or torch.distributed.checkpoint wrote, or safetensors as Hugging Face keeps them;
+    `path` is a folder that `save` or torch.distributed.checkpoint wrote, its HuggingFaceStorageWriter with
+    `save_distributed` too, or safetensors as Hugging Face keeps them;
     `names` says, as {wanted: stored}, what is stored under another name; several may be stored under one. A tuple of
     layouts gives `name[0]`, `name[1]` and so on; a layout of None the bytes that this rank saved, as uint8, or if it
     saved none those of the lowest rank. A rank that is not on a layout's mesh gets nothing of it, and ranks may ask for
