@@ -21,6 +21,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickletools
 import zipfile
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
@@ -32,15 +33,14 @@ from torch.serialization import skip_data
 
 from shardmath.errors import ShardError
 from shardmath_torch import compat
+from shardmath_torch.dtypes import flat
+from shardmath_torch.hf_sharded import SAVED, SHARDING
 from shardmath_torch.weights import DTYPES, Progress
 
 __all__ = ["ALIGNMENT", "CheckpointError", "Strided", "Written", "described", "unused", "write"]
 
 ALIGNMENT = 64
 """Bytes; torch.save aligns the data in an archive to as many."""
-
-SHARDING, SAVED = "DCP_SHARDING_INFO", "saved_offsets"
-"""Where in a header's metadata torch's HuggingFaceStorageReader looks for the index at which a tensor begins."""
 
 RESERVED = "__metadata__"
 """A key of the header that is no tensor."""
@@ -84,7 +84,7 @@ def write(file: Path, tensors: Named, *, progress: Progress | None = None) -> di
         stream.write((room - 8).to_bytes(8, "little") + header.ljust(room - 8))
         for name, (before, after) in frames.items():
             stream.write(before)
-            stream.write(memoryview(tensors[name][1].reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            stream.write(memoryview(flat(tensors[name][1]).view(torch.uint8).numpy()))  # type: ignore[arg-type]
             stream.write(after + bytes(_aligned(places[name].length) - places[name].length))
             if progress:
                 progress(tensors[name][1].nbytes)
@@ -134,10 +134,11 @@ def _aligned(n: int) -> int:
 def _header(tensors: Named, places: Mapping[str, Written], end: int) -> bytes:
     entries: dict[str, object] = {}
     offsets: dict[str, object] = {}
-    taken, at = {RESERVED, *tensors}, 0
+    keys, at = _keys(tensors), 0
+    taken = {RESERVED, *tensors, *keys.values()}
     for i, (name, (offset, tensor)) in enumerate(tensors.items()):
         start, stop = places[name].start, places[name].start + tensor.nbytes
-        frame, key = unused(f"frame/{i}", taken), unused(name, {RESERVED})
+        frame, key = unused(f"frame/{i}", taken), keys[name]
         dtype = NAMES.get(str(tensor.dtype).removeprefix("torch."))
         known = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
         entries |= {frame: _bytes(at, start), key: known if dtype else _bytes(start, stop)}
@@ -148,13 +149,26 @@ def _header(tensors: Named, places: Mapping[str, Written], end: int) -> bytes:
     return json.dumps({RESERVED: {SHARDING: sharding}, **entries, last: _bytes(at, end)}).encode()
 
 
+def _keys(names: Iterable[str]) -> dict[str, str]:
+    """The key of each name in the header: itself, or one like it where that is no key of the format, and no name."""
+    taken = {RESERVED, *names}
+    keys: dict[str, str] = {}
+    for name in names:
+        text = name.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no text in JSON
+        keys[name] = name if text == name != RESERVED else unused(text, taken)
+        taken.add(keys[name])
+    return keys
+
+
 def unused(name: str, taken: Container[str]) -> str:
     """The name, or one like it that is not taken.
 
     >>> unused("w", {"v"}), unused("w", {"w", "w_"})
     ('w', 'w__')
     """
-    return unused(name + "_", taken) if name in taken else name
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _bytes(start: int, stop: int) -> dict[str, object]:
@@ -199,6 +213,7 @@ def _described(stream: BinaryIO, offset: int, length: int) -> Strided:
     """Raises what torch and zipfile raise, and ValueError for what does not lie there as it is."""
     view = io.BufferedReader(_Part(stream, offset, length))
     records = _records(view)
+    _check_pickle(view)
     view.seek(0)
     tensor = torch.load(view, weights_only=True, map_location="cpu")
     if type(tensor).__name__ != "FakeTensor":
@@ -212,6 +227,24 @@ def _described(stream: BinaryIO, offset: int, length: int) -> Strided:
     if found.extent and not storage <= begin <= begin + found.extent * each <= storage + records[storage]:
         raise ValueError(f"its {dtype}{list(found.shape)} with strides {found.strides} lies outside its storage")
     return found
+
+
+MOST_PICKLED, MOST_TUPLES = 1 << 16, 16
+"""Of the pickle of a single tensor, which has some hundred bytes and six tuples."""
+
+
+def _check_pickle(view: BinaryIO) -> None:
+    """torch's reader hashes what a pickle calls a storage's key; tuples of tuples that share parts take 2^n steps."""
+    view.seek(0)
+    with zipfile.ZipFile(view) as archive:
+        found = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        if any(info.file_size > MOST_PICKLED for info in found):
+            raise ValueError("its pickle is too long for a tensor's")
+        pickles = [archive.read(info) for info in found]
+    for text in pickles:
+        tuples = sum(1 for code, _, _ in pickletools.genops(text) if "TUPLE" in code.name)
+        if tuples > MOST_TUPLES:
+            raise ValueError(f"its pickle makes {tuples} tuples, which no tensor does")
 
 
 class _Part(io.RawIOBase):

@@ -31,7 +31,7 @@ from shardmath_torch import compat
 from shardmath_torch.archive import CheckpointError
 from shardmath_torch.compat import Group
 from shardmath_torch.loading import LoadPlanner, Reader, local_layouts
-from shardmath_torch.saving import Bytes, Layouts, SavePlanner
+from shardmath_torch.saving import Bytes, Layouts, Paths, SavePlanner, check_paths
 from shardmath_torch.stored import Checkpoint, open_checkpoint
 from shardmath_torch.weights import Progress, room
 from shardmath_torch.writing import Writer
@@ -46,6 +46,7 @@ def save(
     tensors: Mapping[str, Tensor | Bytes],
     layouts: Layouts,
     *,
+    paths: Paths | None = None,
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -54,7 +55,9 @@ def save(
     `tensors` are this rank's local tensors, `layouts` everybody's layouts, the same on all ranks, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
     None is for bytes (or a 1-d tensor of uint8) that each rank has of its own; a rank without any leaves the name out.
-    `progress` is called with the bytes that this rank has just written.
+    `paths` is for torch's own tools, which make nested state dicts: `{"model.w": ("model", "w")}` is found by the key
+    "model", as `{"model": {"w": ...}}`; a name that is not in it is one key. `progress` is called with the bytes that
+    this rank has just written.
 
     Collective over `group` (default: all ranks), which has every rank of the layouts. Raises CheckpointError on every
     rank: for tensors that do not fit their layouts, for elements that nobody holds, for a tensor that is Partial, where
@@ -64,7 +67,8 @@ def save(
     def ready() -> tuple[dict[str, Any], SavePlanner, Writer]:
         check_layouts(layouts)
         _check_ranks(layouts, group)
-        return dict(tensors), SavePlanner(layouts), Writer(path, progress=progress)
+        check_paths(paths or {}, layouts)
+        return dict(tensors), SavePlanner(layouts, paths=paths), Writer(path, progress=progress)
 
     state, planner, writer = on_all("save", ready, group, claim=lambda _: os.fspath(path))
     with warnings.catch_warnings():
@@ -90,7 +94,8 @@ def load(
 ) -> dict[str, Tensor]:
     """This rank's local tensors under these layouts, by name: shape `layout.local_shape(rank)`, holes zero.
 
-    `path` is a folder that `save` or torch.distributed.checkpoint wrote, or safetensors as Hugging Face keeps them;
+    `path` is a folder that `save` or torch.distributed.checkpoint wrote, its HuggingFaceStorageWriter with
+    `save_distributed` too, or safetensors as Hugging Face keeps them;
     `names` says, as {wanted: stored}, what is stored under another name; several may be stored under one. A tuple of
     layouts gives `name[0]`, `name[1]` and so on; a layout of None the bytes that this rank saved, as uint8, or if it
     saved none those of the lowest rank. A rank that is not on a layout's mesh gets nothing of it, and ranks may ask for

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardmath import dtypes
 
-__all__ = ["divide", "dtype_of", "fill", "fold", "missing", "words"]
+__all__ = ["divide", "dtype_of", "fill", "flat", "fold", "missing", "words"]
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """The type in which elements of so many bytes are copied (complex128 is copied bit by bit, too)."""
@@ -43,6 +43,14 @@ def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as one row: the same memory, in steps of one element.
+
+    `reshape(-1)` keeps the stride of a dimension of one element, whatever it is, and then bytes cannot be viewed.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def words(tensor: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from shardmath.mesh import strides
 from shardmath.store import local_tensors
 from shardmath_torch import compat
 from shardmath_torch.archive import CheckpointError, Strided
-from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.dtypes import dtype_of, flat
 from shardmath_torch.stored import Checkpoint, Piece, open_checkpoint
 from shardmath_torch.weights import Progress, Slices, boxes
 
@@ -284,7 +284,7 @@ def _copy(stream: io.FileIO, memory: Tensor, source: Tensor, target: Tensor) -> 
         target.copy_(source)
         return
     stream.seek(offset)
-    left = memoryview(target.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    left = memoryview(flat(target).view(torch.uint8).numpy())  # type: ignore[arg-type]
     while left:
         count = stream.readinto(left)
         if not count:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeAlias
@@ -40,12 +40,14 @@ from shardmath_torch.local import by_key, fits, wanted
 from shardmath_torch.memory import missing_memory, plain
 from shardmath_torch.stored import BLOBS
 
-__all__ = ["Bytes", "Layouts", "SavePlanner", "as_tensor", "to_disk"]
+__all__ = ["Bytes", "Layouts", "Paths", "SavePlanner", "as_tensor", "check_paths", "to_disk"]
 
 Bytes: TypeAlias = Tensor | bytes | bytearray | io.BytesIO
 """What a rank saves as its own: bytes, or a tensor of uint8."""
 Layouts: TypeAlias = Mapping[str, Layout | tuple[Layout, ...] | None]
 """What everybody holds of each tensor; None for bytes that each rank has of its own."""
+Paths: TypeAlias = Mapping[str, tuple[str, ...]]
+"""Where torch's own tools put tensors in a nested state dict: the keys that lead to each, by name."""
 
 
 class SavePlanner(theirs.SavePlanner):
@@ -55,9 +57,10 @@ class SavePlanner(theirs.SavePlanner):
     for a Partial tensor, ExchangeError for local tensors that do not fit, PlanError for what nobody holds.
     """
 
-    def __init__(self, layouts: Layouts, *, rank: int | None = None) -> None:
+    def __init__(self, layouts: Layouts, *, rank: int | None = None, paths: Paths | None = None) -> None:
         self._layouts = {name: one for name, one in layouts.items() if one is not None}
         self._names = frozenset(layouts)
+        self._paths = paths or {}
         self._rank = compat.rank_or_0() if rank is None else rank
         self._given: Mapping[str, Any] = {}
         self._blobs: dict[str, Tensor] = {}
@@ -78,7 +81,7 @@ class SavePlanner(theirs.SavePlanner):
         tensors = by_key(want, {name: t for name, t in self._given.items() if name not in own})
         fits(want, tensors)
         contents = {name: (sha256(t.numpy().tobytes()).hexdigest(), len(t)) for name, t in self._blobs.items()}
-        said = _Said(self._rank, digest((moved.digest, sorted(own))), contents)
+        said = _Said(self._rank, digest((moved.digest, sorted(own), sorted(self._paths.items()))), contents)
         return SavePlan(list(self._boxes(moved, tensors)), planner_data=said)
 
     def _boxes(self, moved: Plan, tensors: Mapping[str, Tensor]) -> Iterator[WriteItem]:
@@ -109,7 +112,9 @@ class SavePlanner(theirs.SavePlanner):
             assert data is not None, "all items are boxes"
             found = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
             found.chunks.append(data.chunk)
-        return plans, Metadata(dict(sorted(tensors.items())), planner_data={BLOBS: stored})
+        # torch's own readers look here for the path of every name, and fail for a name without one
+        paths = {name: self._paths.get(name, (name,)) for name in tensors}
+        return plans, Metadata(dict(sorted(tensors.items())), planner_data={**paths, BLOBS: stored})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """The items to write; from now on it is known under which names bytes are stored."""
@@ -147,6 +152,24 @@ def as_tensor(name: str, data: object) -> Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
     what = f"{data.dtype}{list(data.shape)}" if isinstance(data, Tensor) else type(data).__name__
     raise CheckpointError(f"{name!r} is {what} and has no layout; give it one, or bytes, or a 1-d tensor of uint8")
+
+
+def check_paths(paths: Paths, names: Container[str]) -> None:
+    """Raises CheckpointError for a path that is not its name, cut at dots, and for one that leads through another."""
+    for name, path in paths.items():
+        if name not in names:
+            raise CheckpointError(f"paths has {name!r}, which is not saved; give paths of names that have a layout")
+        if not isinstance(path, tuple) or not path or not all(isinstance(key, str) for key in path):
+            raise CheckpointError(f"the path of {name!r} is {path!r}; give a tuple of keys, such as {(name,)!r}")
+        if ".".join(path) != name:
+            what = f"the path of {name!r} is {path!r}, which joined with dots is {'.'.join(path)!r}"
+            raise CheckpointError(f"{what}; give the name, cut at some of its dots")
+    ends = set(paths.values())
+    for path in ends:
+        through = next((path[:n] for n in range(1, len(path)) if path[:n] in ends), None)
+        if through is not None:
+            what = f"the path {path!r} leads through {through!r}, which is a tensor"
+            raise CheckpointError(f"{what}; cut one of the two names at other dots")
 
 
 class _Said(NamedTuple):

@@ -1,6 +1,6 @@
 """Checkpoints as they are found: which box of which tensor lies at which bytes of which file.
 
-1. Three kinds are read: ours, those of torch.distributed.checkpoint, and safetensors as Hugging Face keeps them.
+1. Read are ours, those of torch.distributed.checkpoint, and safetensors, as Hugging Face keeps them or in torch's shards.
 2. Ours is a folder with an index, `shardmath.json`, beside torch's own `.metadata`; both name the same data files. The
    index counts if it can be read and was written with the `.metadata` that lies there; otherwise torch has saved over
    it since, or a save of ours ended between the two, and `.metadata`, which is written first, is the newer.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +29,8 @@ from shardmath.dtypes import ITEMSIZE
 from shardmath.errors import ShardError
 from shardmath.rules import Shapes
 from shardmath_torch.archive import CheckpointError, Strided, described
+from shardmath_torch.hf_sharded import Parts, read_sharded
+from shardmath_torch.json_text import MOST, elements, read_json, shown
 from shardmath_torch.unpickled import read_metadata
 from shardmath_torch.weights import open_weights
 
@@ -54,8 +55,8 @@ OURS, DATA, UNFINISHED = "shardmath-", ".safetensors", ".unfinished"
 DIGITS = 12
 FILE = re.compile(rf"{OURS}[0-9a-f]{{{DIGITS}}}-\d{{5,}}-of-\d{{5,}}(-\d+)?{re.escape(DATA)}({re.escape(UNFINISHED)})?")
 """How our data files are called: by the save, the rank's number, and the file's; and until all are written."""
-BLOBS = "shardmath.blobs"
-"""Where in torch's metadata the stored names of ranks' own bytes are."""
+BLOBS = ("shardmath.blobs",)
+"""Where in torch's metadata the stored names of ranks' own bytes are: among the paths of names, so itself no name."""
 VERSION = 1
 
 
@@ -219,16 +220,17 @@ def _check_file(file: Path, end: int, expected: int | None) -> None:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at `path`: a folder of ours or of torch.distributed.checkpoint, or safetensors as in `weights`.
+    """The checkpoint at `path`: ours, torch.distributed.checkpoint's, or safetensors as in `weights` and `hf_sharded`.
 
     Reads indices and headers only. Raises CheckpointError or WeightsError, naming the file.
     """
     try:
         return _opened(Path(path))
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-        if isinstance(error, ShardError):
-            raise
-        raise CheckpointError(f"{path} is no checkpoint, or a damaged one ({error!r}); fetch it again") from error
+    except ShardError:
+        raise
+    except (LookupError, OSError, OverflowError, RecursionError, TypeError, ValueError, AttributeError) as error:
+        fault = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"{path} is no checkpoint, or a damaged one ({fault}); fetch it again") from error
 
 
 def _opened(path: Path) -> Checkpoint:
@@ -279,13 +281,14 @@ def to_json(checkpoint: Checkpoint, metadata: bytes) -> str:
 def _index(file: Path, text: bytes) -> dict[str, Any] | CheckpointError:
     """The index; what is wrong with it where it cannot be read, since `.metadata` may do instead."""
     try:
-        found = dict(json.loads(text))
+        found: Any = read_json(text)
         version, _ = found["shardmath"], found["metadata"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return CheckpointError(f"{file} is no index of shardmath ({error}); fetch it again")
     if version != VERSION:
-        return CheckpointError(f"{file} has version {version!r}, this shardmath reads {VERSION}; use a newer shardmath")
-    return found
+        what = f"{file} has version {shown(version)}, this shardmath reads {VERSION}"
+        return CheckpointError(f"{what}; use a newer shardmath")
+    return dict(found)
 
 
 def _ours(path: Path, index: dict[str, Any], digest: str) -> Checkpoint:
@@ -314,22 +317,19 @@ def _piece(
     at, box = tuple(map(_count, offsets)), tuple(map(_count, sizes))
     if len(at) != ndim or len(box) != ndim:
         raise ValueError(f"a box {at} {box} in {ndim} dimensions")
-    return Piece(at, box, files[_count(file)], _count(start), math.prod(box) * each)
-
-
-MOST = (1 << 63) - 1
+    return Piece(at, box, files[_count(file)], _count(start), elements(box) * each)
 
 
 def _count(n: object) -> int:
     if type(n) is not int or not 0 <= n <= MOST:
-        raise ValueError(f"{n!r} is no count")
+        raise ValueError(f"{shown(n)} is no count")
     return n
 
 
 def _inside(folder: Path, name: object) -> Path:
     """A file of the folder, or of a folder in it."""
     if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise CheckpointError(f"{folder} names a data file {name!r}; a checkpoint's files lie in its folder")
+        raise CheckpointError(f"{folder} names a data file {shown(name)}; a checkpoint's files lie in its folder")
     return folder / name
 
 
@@ -348,8 +348,14 @@ def _torchs(path: Path, metadata: Metadata, digest: str) -> Checkpoint:
         for index, info in metadata.storage_data.items()
     }
     tensors = {name: _of_torch(path, name, md, places) for name, md in metadata.state_dict_metadata.items()}
+    return Checkpoint(path, tensors, _blobs(_blobs_of(metadata), tensors), {}, digest)
+
+
+def _blobs_of(metadata: Metadata) -> dict[Any, Any]:
+    """What `.metadata` says of ranks' own bytes, under the key that we write, or wrote before paths lay beside it."""
     extra = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    return Checkpoint(path, tensors, _blobs(extra.get(BLOBS, {}), tensors), {}, digest)
+    found = (extra.get(key) for key in (BLOBS, BLOBS[0]))
+    return next((each for each in found if isinstance(each, dict)), {})
 
 
 def _of_torch(path: Path, name: str, md: object, places: _Places) -> Saved:
@@ -389,10 +395,19 @@ def _weights(path: Path) -> Checkpoint:
     ours = path.is_dir() and any(FILE.fullmatch(file.name) for file in path.glob(f"{OURS}*"))
     if ours and not any(path.glob("model.safetensors*")):
         raise CheckpointError(f"{path} has data of a save that did not end, and no index; save again, or give another")
-    entries = open_weights(path).entries
-    tensors = {
-        name: Saved(e.shape, e.dtype, (Piece((0,) * len(e.shape), e.shape, e.file, e.start, e.nbytes),))
-        for name, e in entries.items()
-    }
-    said = sorted((name, e.shape, e.dtype, e.file.name, e.start) for name, e in entries.items())
+    sharded = read_sharded(path)
+    if sharded is None:
+        entries = open_weights(path).entries
+        sharded = {name: Parts(e.shape, e.dtype, (((0,) * len(e.shape), e),)) for name, e in entries.items()}
+    tensors = {name: _in_boxes(parts) for name, parts in sharded.items()}
+    said = [(name, saved.shape, saved.dtype, *map(_said, saved.pieces)) for name, saved in sorted(tensors.items())]
     return Checkpoint(path, tensors, {}, {}, _digest(repr(said).encode()))
+
+
+def _in_boxes(parts: Parts) -> Saved:
+    pieces = (Piece(at, e.shape, e.file, e.start, e.nbytes) for at, e in parts.boxes)
+    return Saved(parts.shape, parts.dtype, tuple(pieces))
+
+
+def _said(piece: Piece) -> tuple[object, ...]:
+    return piece.offsets, piece.sizes, piece.file.name, piece.start

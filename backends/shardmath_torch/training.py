@@ -73,10 +73,18 @@ def state_of(
     Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
     say, an optimizer's parameter that is not the module's, and a module on the meta device; LayoutError as `layout_of`.
     """
-    return _state(model_of(description(module), mesh=mesh, group=group), optimizer)
+    return _state(model_of(description(module), mesh=mesh, group=group), optimizer)[:2]
 
 
-def _state(model: Model, optimizer: Optimizers) -> tuple[dict[str, Tensor], dict[str, Layout | None]]:
+class _State(NamedTuple):
+    """What is saved: this rank's tensors, everybody's layouts, and where torch's own tools nest each; by flat name."""
+
+    tensors: dict[str, Tensor]
+    layouts: dict[str, Layout | None]
+    paths: dict[str, tuple[str, ...]]
+
+
+def _state(model: Model, optimizer: Optimizers) -> _State:
     state, about = optimizer_of(model, optimizer)
     slots = {f"model.{name}": slot for name, slot in model.slots.items()}
     slots |= {f"optim.state.{name}": slot for name, slot in state.items()}
@@ -87,7 +95,11 @@ def _state(model: Model, optimizer: Optimizers) -> tuple[dict[str, Tensor], dict
     blobs = {f"model.{name}": extra.packed for name, extra in model.extra.items()}
     blobs[INDEX] = torch.frombuffer(bytearray(json.dumps(index | about).encode()), dtype=torch.uint8)
     tensors = {name: slot.local for name, slot in slots.items()}
-    return tensors | blobs, {name: slot.layout for name, slot in slots.items()} | dict.fromkeys(blobs)
+    paths: dict[str, tuple[str, ...]] = {f"model.{name}": ("model", name) for name in (*model.slots, *model.extra)}
+    keys = [(name, key) for name, held in about["state"].items() for key in held if f"{name}.{key}" in state]
+    paths |= {f"optim.state.{name}.{key}": ("optim", "state", name, key) for name, key in keys}
+    layouts = {name: slot.layout for name, slot in slots.items()} | dict.fromkeys(blobs)
+    return _State(tensors | blobs, layouts, paths)
 
 
 def save_state(
@@ -105,7 +117,7 @@ def save_state(
     """
     model = _model(module, mesh, group)
     state = on_all("describe its state", lambda: _state(model, optimizer), group)
-    save(path, *state, group=group, progress=progress)
+    save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
 
 
 def _model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
@@ -236,7 +248,7 @@ def _read(path: object, index: Tensor) -> _Kept:
         if not isinstance(found.names, dict) or not isinstance(found.extra, dict) or not isinstance(found.state, dict):
             raise TypeError("its parts are no objects")
         return found
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         what = f"{path}: {INDEX!r} is nothing that save_state wrote ({error})"
         raise CheckpointError(f"{what}; read tensors of other checkpoints with shardmath_torch.load") from error
 

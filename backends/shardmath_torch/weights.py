@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +27,8 @@ from safetensors import SafetensorError, safe_open
 from shardmath import Layout, ShardError
 from shardmath.dtypes import itemsize
 from shardmath.rules import Shapes
-from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.dtypes import dtype_of, flat
+from shardmath_torch.json_text import MOST, elements, read_json, shown
 
 __all__ = [
     "DTYPES",
@@ -40,6 +40,7 @@ __all__ = [
     "check",
     "load",
     "open_weights",
+    "read_header",
     "room",
     "tied",
     "whole",
@@ -122,11 +123,19 @@ def open_weights(path: str | Path) -> Weights:
     Reads and checks headers only. Raises WeightsError with the file, what is wrong with it and the fix.
     """
     path = Path(path)
+    try:
+        return _opened(path)
+    except OSError as error:
+        what = f"{shown(str(error.filename or path))} cannot be read: {error.strerror}"
+        raise WeightsError(f"{what}; check the file, its name and its permissions") from error
+
+
+def _opened(path: Path) -> Weights:
     if path.is_dir():
         path = _in_folder(path)
     if not path.is_file():
         raise WeightsError(f"{path} does not exist; give a safetensors file, or a folder with {FILE} or {INDEX}")
-    return Weights(path, _read_index(path) if path.suffix == ".json" else _read_header(path))
+    return Weights(path, _read_index(path) if path.suffix == ".json" else read_header(path)[0])
 
 
 def _in_folder(folder: Path) -> Path:
@@ -148,7 +157,7 @@ def _read_index(index: Path) -> dict[str, Entry]:
     if missing:
         shown = ", ".join(missing[:3] + ["..."] * (len(missing) > 3))
         raise WeightsError(f"{index} names {len(names)} files, {len(missing)} are missing ({shown}); fetch them again")
-    headers = {name: _read_header(index.parent / name) for name in names}
+    headers = {name: read_header(index.parent / name)[0] for name in names}
     for name, file in places.items():
         if name not in headers[file]:
             where = next((other for other in names if name in headers[other]), "no file of the index")
@@ -161,8 +170,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(places, dict) or not places:
         raise WeightsError(f"{index} has no weight_map of names to files; fetch it again")
     for name, file in places.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise WeightsError(f"{index} puts {name!r} in {file!r}; a file of an index is a name in the index's folder")
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+            what = f"{index} puts {shown(name)} in {shown(file)}"
+            raise WeightsError(f"{what}; a file of an index is a name in the index's folder")
     return places
 
 
@@ -178,28 +188,23 @@ def _bytes(file: Path, start: int = 0, count: int = -1) -> bytes:
 def _object(text: bytes, file: Path, what: str) -> dict[str, object]:
     """The JSON object in `text`, no key twice."""
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        found = read_json(text)
+    except (ValueError, RecursionError) as error:
         raise _damaged(file, f"{what} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise _damaged(file, f"{what} is a JSON {type(found).__name__}, not an object")
     return found
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return out
-
-
 def _damaged(file: Path, what: str) -> WeightsError:
     return WeightsError(f"{file} is damaged or not a safetensors file: {what}; fetch it again")
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
-    """Every tensor of the file, by name, after its header is proved against the file's size."""
+def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, object]]:
+    """Every tensor of the file, by name, after its header is proved against the file's size; and the metadata there.
+
+    Raises WeightsError for a file that is damaged, cut short, or no safetensors file.
+    """
     size, prefix = file.stat().st_size, _bytes(file, 0, 8)
     if len(prefix) < 8:
         raise WeightsError(
@@ -211,10 +216,10 @@ def _read_header(file: Path) -> dict[str, Entry]:
     if 8 + length > size:
         raise _short(file, size, 8 + length, "header")
     header = _object(_bytes(file, 8, length), file, "the header")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     spans = {name: _span(file, name, value, 8 + length) for name, value in header.items()}
     _check_spans(file, size, 8 + length, {name: span for name, (_, span) in spans.items()})
-    return {name: entry for name, (entry, _) in spans.items()}
+    return {name: entry for name, (entry, _) in spans.items()}, metadata if isinstance(metadata, dict) else {}
 
 
 def _short(file: Path, size: int, expected: int, what: str) -> WeightsError:
@@ -227,19 +232,25 @@ def _span(file: Path, name: str, value: object, data: int) -> tuple[Entry, tuple
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
-        raise _damaged(file, f"the header's entry of {name!r} is {value!r}, not a dtype, a shape and two data_offsets")
+        what = f"the header's entry of {shown(name)} is {shown(value)}, not a dtype, a shape and two data_offsets"
+        raise _damaged(file, what)
     if dtype not in DTYPES:
-        raise WeightsError(f"{file} holds {name!r} as {dtype}, which cannot be sliced; types are {', '.join(DTYPES)}")
+        what = f"{file} holds {shown(name)} as {shown(dtype)}, which cannot be sliced"
+        raise WeightsError(f"{what}; types are {', '.join(DTYPES)}")
     begin, end = offsets
     entry = Entry(file, name, tuple(shape), DTYPES[dtype], data + begin)
-    if end - begin != entry.nbytes:
-        what = f"{name!r} is {dtype}{shape}, {entry.nbytes} bytes, its data_offsets {begin}:{end} hold {end - begin}"
-        raise _damaged(file, what)
+    try:
+        nbytes = elements(shape) * itemsize(entry.dtype)
+    except ValueError as error:
+        raise _damaged(file, f"the shape of {shown(name)}, {error}") from error
+    if end - begin != nbytes:
+        what = f"{shown(name)} is {dtype}{shown(shape)}, {nbytes} bytes"
+        raise _damaged(file, f"{what}, its data_offsets {begin}:{end} hold {end - begin}")
     return entry, (begin, end)
 
 
 def _sizes(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= MOST for n in value)
 
 
 def _check_spans(file: Path, size: int, start: int, spans: Mapping[str, tuple[int, int]]) -> None:
@@ -379,7 +390,7 @@ def _same(name: str, rank: int, glob: Slices, arrived: torch.Tensor, stored: tor
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return flat(tensor.detach().contiguous()).view(torch.uint8)
 
 
 def _unravel(at: int, shape: tuple[int, ...]) -> list[int]:

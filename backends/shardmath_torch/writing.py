@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import planner as theirs
 from torch.distributed.checkpoint import storage
@@ -189,8 +190,9 @@ def _box(key: str, item: WriteItem, data: object) -> tuple[tuple[int, ...] | Non
     if here.shape != item.tensor_data.chunk.sizes:
         raise CheckpointError(f"{item.index.fqn!r}: {list(here.shape)} given, {item.tensor_data.chunk} planned")
     offset = tuple(item.index.offset or (0,) * here.ndim)
-    alone = here.untyped_storage().nbytes() == here.nbytes
-    return offset if key == item.index.fqn else None, here if alone else here.clone()
+    if here.untyped_storage().nbytes() != here.nbytes:
+        here = here.clone(memory_format=torch.contiguous_format)
+    return offset if key == item.index.fqn else None, here
 
 
 def _described(path: Path, metadata: Metadata, wrote: Iterable[storage.WriteResult]) -> Checkpoint:

@@ -133,6 +133,20 @@ def by_torchs_writer(rank: int, path: str) -> None:
     )
 
 
+def by_torchs_sharded_writer(rank: int, path: str, how: dict[str, Any]) -> None:
+    """torch leaves safetensors in shards: uneven and empty ones, along either dimension, replicas, plain tensors."""
+    line, plane = device_mesh(range(8), (8,)), device_mesh(range(8), (4, 2))
+    state = {
+        "rows": distribute_tensor(elements((13, 6), "float32"), line, [Shard(0)], src_data_rank=None),
+        "few": distribute_tensor(elements((3, 2), "bfloat16"), line, [Shard(0)], src_data_rank=None),
+        "plane": distribute_tensor(elements((9, 5), "int64"), plane, [Shard(1), Shard(0)], src_data_rank=None),
+        "columns": distribute_tensor(elements((4, 7), "float16"), plane, [Replicate(), Shard(1)], src_data_rank=None),
+        "plain": elements((5,), "float64"),
+        "scalar": elements((), "float32"),
+    }
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(path, save_distributed=True, **how))
+
+
 def by_both(rank: int, path: str, layouts: dict[str, sm.Layout], into: dict[str, sm.Layout]) -> Any:
     """Our planners with torch's own storage."""
     state = keyed(layouts, rank)

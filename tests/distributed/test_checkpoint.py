@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -360,7 +361,8 @@ def whole_of(shape: tuple[int, ...], dtype: str = "float32") -> sm.Layout:
     return sm.Layout(shape, sm.Mesh(), {}, dtype=dtype)
 
 
-NAMES = ["frame/0", "frame/1", "__metadata__", "empty e", "w[0]", "a/b.c", "ü", " ", "x@0", "w#1"]
+NAMES = ["frame/0", "frame/1", "__metadata__", "__metadata___", "empty e", "w[0]", "a/b.c", "ü", " ", "x@0", "w#1"]
+NAMES += ["\ud800", "\\ud800", "\ud800_"]
 
 
 def test_odd_names(tmp_path: Path) -> None:
@@ -374,6 +376,9 @@ def test_odd_names(tmp_path: Path) -> None:
     read = {name: torch.zeros(i + 1) for i, name in enumerate(NAMES)}
     torch.distributed.checkpoint.load(read, checkpoint_id=tmp_path, no_dist=True)
     assert all(read[name].equal(tensors[name]) for name in NAMES)
+    with safe_open(next(tmp_path.glob("*.safetensors")), "pt") as file:
+        assert len(file.keys()) == 2 * (len(NAMES) + 2) + 1  # each with its frame, and one after the last
+        assert all(file.get_tensor(name).equal(tensors[name]) for name in set(file.keys()).intersection(NAMES[4:-3]))
 
 
 def test_ranks_in_any_order_share_the_work(pool: Pool, tmp_path: Path) -> None:
