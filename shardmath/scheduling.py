@@ -36,7 +36,7 @@ from shardmath.program import Program, streams
 from shardmath.topology import Topology, checked
 from shardmath.whole import whole
 
-__all__ = ["Fanout", "MOST_SLOTS", "schedule"]
+__all__ = ["Fanout", "MOST_ROUNDS", "MOST_SLOTS", "schedule"]
 
 Fanout: TypeAlias = Literal["auto", "none", "node"]
 
