@@ -37,7 +37,8 @@ from shardmath.loads import messages, pairs, round_loads
 from shardmath.partition import Bools, Ints
 from shardmath.program import Message, Program, Round, Step, Streams, streams
 from shardmath.proof import prove
-from shardmath.scheduling import MOST_SLOTS
+from shardmath.scheduling import MOST_ROUNDS, MOST_SLOTS
+from shardmath.tables import misfit_of_bands
 from shardmath.template import legal
 
 __all__ = ["Walk", "prove_program", "walk"]
@@ -56,6 +57,8 @@ def prove_program(prog: Program) -> None:
 
 def _prove(prog: Program) -> None:
     _check_numbers(prog)
+    misfit = misfit_of_bands(prog.legs)
+    _require(not misfit, prog, misfit)
     prove(replace(prog.plan, lines=_uncut(prog.legs.lines)))
     for line in range(len(prog.legs.lines.holders)):
         of, inbox = streams(prog.legs, line), _inbox(prog, line)
@@ -88,7 +91,8 @@ def _check_numbers(prog: Program) -> None:
     counts = (prog.slots, prog.turns, prog.legs.sharing, prog.max_inflight_bytes, prog.max_ops_per_group)
     _require(all(type(n) is int and n > 0 for n in counts), prog, f"counts {counts} are not all positive integers")
     turns = 4 * max(1, len(prog.ranks))
-    few = prog.slots <= MOST_SLOTS and prog.turns <= turns
+    rounds = prog.slots * prog.turns * max(1, len(prog.ranks))
+    few = prog.slots <= MOST_SLOTS and prog.turns <= turns and rounds <= MOST_ROUNDS
     _require(few, prog, f"{prog.slots} slots and {prog.turns} turns are more than {MOST_SLOTS} and {turns}")
     for field in fields(prog.legs.bands):
         column = getattr(prog.legs.bands, field.name)

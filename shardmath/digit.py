@@ -26,6 +26,7 @@ from typing import Protocol, TypeAlias
 
 from shardmath.errors import PlacementError, ShardError
 from shardmath.runs import Runs, Segment, _make, compose, concat, identity
+from shardmath.whole import whole
 
 __all__ = [
     "Balanced",
@@ -56,11 +57,24 @@ class Splits(Hashable, Protocol):
         ...
 
 
+def _count_of(cut: object, name: str) -> None:
+    """The named field of a cut is a number of at least 1, and Python's own: numpy's run over in products."""
+    value = getattr(cut, name)
+    if type(value) is not int or value < 1:
+        number = whole(value, f"the {name} of {type(cut).__name__}", PlacementError)
+        if number < 1:
+            raise PlacementError(f"the {name} of {type(cut).__name__} is {number}; give 1 or more")
+        object.__setattr__(cut, name, number)
+
+
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """Ceil-chunks, as torch.chunk: all parts as long as the first, the trailing ones short or empty."""
 
     parts: int
+
+    def __post_init__(self) -> None:
+        _count_of(self, "parts")
 
     def count(self, length: int) -> int:
         """Parts of a piece of this length."""
@@ -78,6 +92,9 @@ class Balanced:
     """Sizes that differ by at most one, larger first, as numpy.array_split."""
 
     parts: int
+
+    def __post_init__(self) -> None:
+        _count_of(self, "parts")
 
     def count(self, length: int) -> int:
         """Parts of a piece of this length."""
@@ -97,7 +114,9 @@ class Sizes:
     _starts: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_starts", tuple(itertools.accumulate(self.sizes, initial=0)))
+        sizes = tuple(whole(n, "a size of Sizes", PlacementError) for n in self.sizes)
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "_starts", tuple(itertools.accumulate(sizes, initial=0)))
 
     def count(self, length: int) -> int:
         """Parts of a piece of this length. Raises PlacementError if the sizes do not add up to it."""
@@ -116,6 +135,9 @@ class Block:
     """Blocks of a fixed size, the last one short; a part that lies beyond the piece is empty."""
 
     size: int
+
+    def __post_init__(self) -> None:
+        _count_of(self, "size")
 
     def count(self, length: int) -> int:
         """Parts of a piece of this length."""

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from shardmath.errors import LayoutError
+from shardmath.given import shown
 
 __all__ = ["ITEMSIZE", "canonical", "is_bool", "is_integer", "itemsize"]
 
@@ -40,6 +41,9 @@ ITEMSIZE: dict[str, int] = {
 }
 """Bytes an element, by name (torch 2.13 and numpy 2; a `_x2` element is a byte of two values)."""
 
+_PLAIN = {name: name for name in ITEMSIZE}
+"""The name itself, whatever kind of str asks for it."""
+
 PYTHON: dict[object, str] = {float: "float64", int: "int64", bool: "bool", complex: "complex128"}
 """Python's own types, as numpy reads them."""
 
@@ -63,15 +67,20 @@ def canonical(dtype: object) -> str:
     if name in AMBIGUOUS:
         raise LayoutError(f"dtype {text!r} is one size in numpy and another in torch; write {AMBIGUOUS[name]}")
     if name not in ITEMSIZE or module not in ("", "torch", "numpy", "np"):
-        raise LayoutError(f"unknown dtype {text!r}; {_fix(name)}")
-    return name
+        raise LayoutError(f"unknown dtype {shown(text)}; {_fix(name)}")
+    return _PLAIN[name]
+
+
+MOST = 32
+"""Characters of a name that are compared with the known ones."""
 
 
 def _fix(name: str) -> str:
     from difflib import get_close_matches  # 3 ms that only a mistake should cost
 
-    near = get_close_matches(name, ITEMSIZE, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known names are {', '.join(ITEMSIZE)}"
+    longer = [known for known in ITEMSIZE if name and known.startswith(f"{name}_")]
+    near = longer or get_close_matches(name[:MOST], ITEMSIZE, n=1)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known names are {', '.join(ITEMSIZE)}"
 
 
 def itemsize(dtype: object) -> int:

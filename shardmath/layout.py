@@ -22,7 +22,7 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, SupportsIndex, TypeAlias
 from typing import cast as typed
 
 import numpy as np
@@ -33,6 +33,7 @@ from shardmath.box import Box
 from shardmath.digest import digest
 from shardmath.digit import Chunks, Digit, Dimension, Stage, divided
 from shardmath.errors import LayoutError, MeshError, PlacementError
+from shardmath.given import instance, known, listed, mapping, shown, text
 from shardmath.mesh import Mesh
 from shardmath.notation import Partials, Rules, padded, parse, rule_names, unparse
 from shardmath.partition import partition
@@ -97,18 +98,18 @@ class Layout:
     ) -> Layout:
         sizes = _shape(shape)
         if not isinstance(mesh, Mesh):
-            raise LayoutError(f"mesh is {mesh!r}; give a shardmath.Mesh, for example Mesh(dp=4, tp=2)")
-        if reading not in ("placement", "order"):
-            raise LayoutError(f"reading={reading!r} is not a reading; use 'placement' or 'order'")
-        if not isinstance(spec, str | Sequence | Mapping):
+            raise LayoutError(f"mesh is {shown(mesh)}; give a shardmath.Mesh, for example Mesh(dp=4, tp=2)")
+        if known(reading, ("placement", "order")) is None:
+            raise LayoutError(f"reading={shown(reading)} is not a reading; use 'placement' or 'order'")
+        if not isinstance(spec, str | Sequence | Mapping) or isinstance(spec, bytes | bytearray | memoryview | range):
             raise LayoutError(
-                f"spec is {spec!r}; give text, one placement a mesh axis, or a mapping from axis to placement"
+                f"spec is {shown(spec)}; give text, one placement a mesh axis, or a mapping from axis to placement"
             )
         name = dtypes.canonical(dtype)
         if isinstance(spec, str):
             dims, partial = _from_text(spec, sizes, mesh, stored, rules)
         else:
-            dims, partial = _from_placements(spec, sizes, mesh, reading, stored or {})
+            dims, partial = _from_placements(spec, sizes, mesh, reading, {} if stored is None else stored)
         return _intern(sizes, name, mesh, dims, partial)
 
     def __repr__(self) -> str:
@@ -209,7 +210,8 @@ def _intern(shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimensio
 
 
 def _shape(shape: object) -> tuple[int, ...]:
-    given = tuple(shape) if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape,)
+    one = isinstance(shape, SupportsIndex) and not isinstance(shape, Iterable)
+    given = (shape,) if one else listed(shape, "sizes", LayoutError)
     sizes = tuple(whole(n, f"a size of shape {given}", LayoutError) for n in given)
     if min(sizes, default=0) < 0:
         raise LayoutError(f"shape {sizes} has {min(sizes)}; sizes are >= 0")
@@ -238,33 +240,35 @@ def _check_axes(mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> N
 
 
 def _from_text(
-    text: str, shape: tuple[int, ...], mesh: Mesh, stored: Mapping[int, int | Runs] | None, rules: Rules | None
+    spec: str, shape: tuple[int, ...], mesh: Mesh, stored: Mapping[int, int | Runs] | None, rules: Rules | None
 ) -> tuple[tuple[Dimension, ...], Partials]:
-    if stored:
+    if stored is not None and len(_mapping(stored, "stored=", "dimension to a length or Runs")):
         raise LayoutError(
-            f"stored={dict(stored)} beside the text {text!r}; write it in the text: (n)=8 or (n)=<0:4 -4>"
+            f"stored={shown(stored)} beside the text {spec!r}; write it in the text: (n)=8 or (n)=<0:4 -4>"
         )
-    if not rules:
-        return _parsed(text, shape, mesh.axes)
-    if not isinstance(rules, Mapping):
-        raise LayoutError(f"rules={rules!r}; give a mapping from name to placement")
+    if rules is None or not _mapping(rules, "rules=", "name to placement"):
+        return _parsed(text(spec, "spec", LayoutError), shape, mesh.axes)
     for by in rules.values():
         check_protocol(by)
-    return parse(text, shape, mesh.shape, rules)
+    return parse(spec, shape, mesh.shape, rules)
+
+
+def _mapping(given: object, what: str, of: str) -> Mapping[Any, Any]:
+    return mapping(given, what, of, LayoutError)
 
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(
-    text: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]
+    spec: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[Dimension, ...], Partials]:
-    return parse(text, shape, dict(axes), {})
+    return parse(spec, shape, dict(axes), {})
 
 
 def _key_axes(key: object) -> tuple[str, ...]:
     axes = (key,) if isinstance(key, str) else key
     if not isinstance(axes, tuple) or not axes or not all(isinstance(name, str) for name in axes):
-        raise LayoutError(f"{key!r} is no mesh axis; the keys of a spec are axis names or tuples of them")
-    return axes
+        raise LayoutError(f"{shown(key)} is no mesh axis; the keys of a spec are axis names or tuples of them")
+    return tuple(text(name, "a mesh axis", LayoutError) for name in axes)
 
 
 _Named: TypeAlias = list[tuple[tuple[str, ...], Spec]]
@@ -331,20 +335,19 @@ def _check_once(pairs: _Named) -> None:
 
 def _dim(value: Placement, shape: tuple[int, ...]) -> int:
     dim = getattr(value, "dim", None)
-    if not isinstance(dim, int | np.integer):
+    if isinstance(dim, bool) or not isinstance(dim, SupportsIndex):
         raise PlacementError(f"{value!r} is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`")
-    if not -len(shape) <= dim < len(shape):
+    d = whole(dim, f"the dimension of {shown(value)}", PlacementError)
+    if not -len(shape) <= d < len(shape):
         raise LayoutError(
-            f"{value} divides dimension {dim}, shape {shape} has {len(shape)}; use {-len(shape)}..{len(shape) - 1}"
+            f"{value} divides dimension {d}, shape {shape} has {len(shape)}; use {-len(shape)}..{len(shape) - 1}"
         )
-    return int(dim) % len(shape)
+    return d % len(shape)
 
 
 def _stored(stored: Mapping[int, int | Runs], shape: tuple[int, ...]) -> list[Runs | None]:
     out: list[Runs | None] = [None] * len(shape)
-    if not isinstance(stored, Mapping):
-        raise LayoutError(f"stored={stored!r}; give a mapping from dimension to a length or Runs")
-    for key, value in stored.items():
+    for key, value in _mapping(stored, "stored=", "dimension to a length or Runs").items():
         d = whole(key, "a dimension of stored=", LayoutError)
         if not -len(shape) <= d < len(shape):
             raise LayoutError(
@@ -467,8 +470,7 @@ def holdings_digest(layout: Layout) -> tuple[str, str]:
 def equivalent(a: Layout, b: Layout) -> bool:
     """Whether every rank holds the same of the same tensor, in the same order, under both layouts."""
     for x in (a, b):
-        if not isinstance(x, Layout):
-            raise LayoutError(f"{x!r} is not a Layout; equivalent compares two layouts")
+        instance(x, Layout, "equivalent compares two layouts", LayoutError)
     return a is b or _holdings(a) == _holdings(b)
 
 
@@ -480,41 +482,61 @@ def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
 
 
 def cast(layout: Layout, dtype: object) -> Layout:
-    """The same holdings with elements of another type."""
+    """The same holdings with elements of another type. Raises LayoutError for an unknown one."""
+    _check_layout(layout)
     return _intern(layout.shape, dtypes.canonical(dtype), layout.mesh, layout.dims, layout.partial)
 
 
 def relabelled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
-    """The same layout with every rank renamed; ranks not named keep their number."""
+    """The same layout with every rank renamed; ranks not named keep their number.
+
+    Raises MeshError if two ranks get one name.
+    """
+    _check_layout(layout)
     return _intern(layout.shape, layout.dtype, layout.mesh.relabel(ranks), layout.dims, layout.partial)
 
 
 def transposed(layout: Layout, order: Sequence[int]) -> Layout:
     """The layout of the tensor with its dimensions in another order. Raises LayoutError unless each is named once."""
-    if sorted(order) != list(range(layout.ndim)):
-        raise LayoutError(
-            f"cannot transpose shape {layout.shape} to {tuple(order)}; name each of 0..{layout.ndim - 1} once"
-        )
-    shape = tuple(layout.shape[d] for d in order)
-    return _intern(shape, layout.dtype, layout.mesh, tuple(layout.dims[d] for d in order), layout.partial)
+    _check_layout(layout)
+    new = tuple(whole(d, "a dimension", LayoutError) for d in listed(order, "dimensions", LayoutError))
+    if sorted(new) != list(range(layout.ndim)):
+        raise LayoutError(f"cannot transpose shape {layout.shape} to {new}; name each of 0..{layout.ndim - 1} once")
+    shape = tuple(layout.shape[d] for d in new)
+    return _intern(shape, layout.dtype, layout.mesh, tuple(layout.dims[d] for d in new), layout.partial)
 
 
-def _check_box(layout: Layout, box: Box) -> None:
-    inside = all(0 <= lo <= hi <= n for (lo, hi), n in zip(box, layout.shape, strict=False))
-    if len(box) != layout.ndim or not inside:
+def _check_layout(layout: object) -> None:
+    instance(layout, Layout, "give a shardmath.Layout", LayoutError)
+
+
+def _inside(layout: Layout, box: Box) -> Box:
+    """The box, in integers. Raises LayoutError unless it is one of the layout's tensor."""
+    _check_layout(layout)
+    spans = [listed(span, "the start and stop of a box", LayoutError) for span in listed(box, "spans", LayoutError)]
+    out = [tuple(whole(border, f"a border of box {spans}", LayoutError) for border in span) for span in spans]
+    fits = len(out) == layout.ndim and all(len(span) == 2 for span in out)
+    if not fits or any(not 0 <= span[0] <= span[-1] <= n for span, n in zip(out, layout.shape, strict=True)):
         raise LayoutError(f"box {box} is not inside shape {layout.shape}; give one (start, stop) a dimension")
+    return typed(Box, tuple(out))
 
 
 def window(layout: Layout, box: Box) -> Layout:
-    """The same local tensors with holes outside `box`, one (start, stop) a dimension."""
-    _check_box(layout, box)
+    """The same local tensors with holes outside `box`, one (start, stop) per dimension.
+
+    Raises LayoutError for a box that is not inside the tensor.
+    """
+    box = _inside(layout, box)
     dims = (_windowed(dim, lo, hi, 0, dim.size) for dim, (lo, hi) in zip(layout.dims, box, strict=True))
     return _intern(layout.shape, layout.dtype, layout.mesh, tuple(dims), layout.partial)
 
 
 def sliced(layout: Layout, box: Box) -> Layout:
-    """The layout of the slice `box` as a tensor of its own, in the same local tensors: holes outside it."""
-    _check_box(layout, box)
+    """The layout of the slice `box` as a tensor of its own, in the same local tensors: holes outside it.
+
+    Raises LayoutError for a box that is not inside the tensor.
+    """
+    box = _inside(layout, box)
     dims = (_windowed(dim, lo, hi, lo, hi - lo) for dim, (lo, hi) in zip(layout.dims, box, strict=True))
     return _intern(tuple(hi - lo for lo, hi in box), layout.dtype, layout.mesh, tuple(dims), layout.partial)
 

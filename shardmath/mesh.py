@@ -15,6 +15,7 @@ Mesh(dp=4, ranks=[1, 3, 5, 7])
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from keyword import iskeyword
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.errors import MeshError
+from shardmath.given import listed, mapping, shown, text
 from shardmath.whole import whole
 
 __all__ = ["Mesh", "strides"]
@@ -66,18 +68,16 @@ class Mesh:
         if more or not isinstance(axes, Mapping | None):
             given = (axes, *more) if more else axes
             raise MeshError(f"axes are {given!r}; give a mapping from name to size, or keywords: Mesh(dp=4, tp=2)")
-        named = {**(axes or {}), **sizes}
-        for name, n in named.items():
-            _check_axis(name, n)
+        named = dict(_axis(name, n) for name, n in {**(axes or {}), **sizes}.items())
         total = math.prod(named.values())
         if total > MOST_RANKS:
             raise MeshError(f"mesh {named} has {total} ranks; give at most {MOST_RANKS}")
-        listed = _listed(range(total) if ranks is None else ranks)
-        _check_ranks(listed, total, named)
-        object.__setattr__(self, "axes", tuple((name, int(n)) for name, n in named.items()))
-        object.__setattr__(self, "ranks", listed)
-        object.__setattr__(self, "_positions", {r: i for i, r in enumerate(listed)})
-        object.__setattr__(self, "_hash", hash((self.axes, listed)))
+        given = _ranks(range(total) if ranks is None else ranks)
+        _check_ranks(given, total, named)
+        object.__setattr__(self, "axes", tuple(named.items()))
+        object.__setattr__(self, "ranks", given)
+        object.__setattr__(self, "_positions", {r: i for i, r in enumerate(given)})
+        object.__setattr__(self, "_hash", hash((self.axes, given)))
         steps = zip(named, strides(named.values()), strict=True)
         object.__setattr__(self, "_steps", {name: np.arange(total) // step for name, step in steps})
 
@@ -113,10 +113,10 @@ class Mesh:
 
     def position(self, rank: int) -> int:
         """Row-major position of `rank`. Raises MeshError if it is not in the mesh."""
-        try:
-            return self._positions[rank]
-        except (KeyError, TypeError):
-            raise MeshError(f"rank {rank} is not in {self}; its ranks are {_short(self.ranks)}") from None
+        at = self._positions.get(rank if type(rank) is int else whole(rank, "rank", MeshError))
+        if at is None:
+            raise MeshError(f"rank {rank} is not in {self}; its ranks are {_short(self.ranks)}")
+        return at
 
     def coords(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` on each axis. Raises MeshError if it is not in the mesh."""
@@ -128,17 +128,17 @@ class Mesh:
     def coordinate(self, names: Iterable[str]) -> NDArray[np.int64]:
         """Every rank's coordinate on the flattened axes `names` (first slowest): int64 of shape (size,)."""
         out = np.zeros(self.size, np.int64)
-        for name in names:
+        for name in _names(names):
             n = self.axis_size(name)
             out = out * n + self._steps[name] % n
         return out
 
     def axis_size(self, name: str) -> int:
         """Coordinates on the axis. Raises MeshError if there is no such axis."""
-        for axis, n in self.axes:
+        for axis, n in self.axes if isinstance(name, str) else ():
             if axis == name:
                 return n
-        raise MeshError(f"axis {name!r} is not in {self}; its axes are {', '.join(self.shape) or 'none'}")
+        raise MeshError(f"axis {shown(name)} is not in {self}; its axes are {', '.join(self.shape) or 'none'}")
 
     def array(self) -> NDArray[np.int64]:
         """The ranks as an array with one dimension an axis."""
@@ -150,22 +150,22 @@ class Mesh:
         Raises MeshError unless the sizes multiply to the axis's.
         """
         n = self.axis_size(name)
-        if math.prod(parts.values()) != n:
+        into = dict(_axis(part, size) for part, size in parts.items())
+        if math.prod(into.values()) != n:
             raise MeshError(
-                f"axis {name!r} has size {n}, the parts {parts} multiply to {math.prod(parts.values())}; "
-                f"make them agree"
+                f"axis {name!r} has size {n}, the parts {into} multiply to {math.prod(into.values())}; make them agree"
             )
-        return _mesh(tuple(p for axis in self.axes for p in (parts.items() if axis[0] == name else [axis])), self.ranks)
+        return _mesh(tuple(p for axis in self.axes for p in (into.items() if axis[0] == name else [axis])), self.ranks)
 
     def merge(self, names: Iterable[str], into: str) -> Mesh:
         """The axes as one, first slowest, in the place of the first; the other axes keep their order.
 
         Raises MeshError if fewer than one axis is named, or one twice.
         """
-        merged = tuple(names)
+        merged = _names(names)
         if not merged or len(set(merged)) != len(merged):
             raise MeshError(f"cannot merge axes {merged}: name each of one or more axes once")
-        size = math.prod(self.axis_size(name) for name in merged)
+        into, size = _axis(into, math.prod(self.axis_size(name) for name in merged))
         rest = [name for name in self.shape if name not in merged or name == merged[0]]
         order = [name for key in rest for name in (merged if key == merged[0] else (key,))]
         axes = tuple((into, size) if key == merged[0] else (key, self.axis_size(key)) for key in rest)
@@ -173,7 +173,7 @@ class Mesh:
 
     def transpose(self, names: Iterable[str]) -> Mesh:
         """The same coordinates with the axes in another order. Raises MeshError unless all are named once."""
-        order = tuple(names)
+        order = _names(names)
         if len(order) != len(self.axes) or set(order) != set(self.shape):
             raise MeshError(f"cannot transpose {self} to {order}; name each of its axes once")
         index = [list(self.shape).index(name) for name in order]
@@ -201,9 +201,8 @@ class Mesh:
 
         Raises MeshError if two ranks get one name.
         """
-        if not isinstance(ranks, Mapping):
-            raise MeshError(f"ranks are {ranks!r}; give a mapping from old to new ranks")
-        return _mesh(self.axes, tuple(ranks.get(r, r) for r in self.ranks))
+        new = mapping(ranks, "ranks are ", "old to new ranks", MeshError)
+        return _mesh(self.axes, tuple(new.get(r, r) for r in self.ranks))
 
 
 def _mesh(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:
@@ -213,19 +212,25 @@ def _mesh(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:
     return Mesh(dict(axes), ranks=ranks)
 
 
-def _listed(ranks: object) -> tuple[int, ...]:
+def _ranks(ranks: object) -> tuple[int, ...]:
     if isinstance(ranks, range):
         return tuple(ranks)
-    if isinstance(ranks, str) or not isinstance(ranks, Iterable):
-        raise MeshError(f"ranks are {ranks!r}; give integers, for example range(4, 8)")
-    return tuple(whole(r, "a rank", MeshError) for r in ranks)
+    return tuple(whole(r, "a rank", MeshError) for r in listed(ranks, "ranks", MeshError))
 
 
-def _check_axis(name: str, size: int) -> None:
+def _names(names: object) -> tuple[str, ...]:
+    """The names; text is a list of names of one letter."""
+    given = tuple(names) if isinstance(names, str) else listed(names, "axes", MeshError)
+    return tuple(text(name, "the name of an axis", MeshError) for name in given)
+
+
+def _axis(name: object, size: object) -> tuple[str, int]:
     if not isinstance(name, str) or not name.isidentifier():
-        raise MeshError(f"axis name {name!r} is not a word; use letters, digits and underscores")
-    if whole(size, f"the size of axis {name!r}", MeshError) < 1:
-        raise MeshError(f"axis {name!r} has size {size!r}; give every axis at least one coordinate")
+        raise MeshError(f"axis name {shown(name)} is not a word; use letters, digits and underscores")
+    n = whole(size, f"the size of axis {name!r}", MeshError)
+    if n < 1:
+        raise MeshError(f"axis {name!r} has size {n}; give every axis at least one coordinate")
+    return text(name, "the name of an axis", MeshError), n
 
 
 def _check_ranks(ranks: tuple[int, ...], total: int, axes: Mapping[str, int]) -> None:
@@ -233,7 +238,7 @@ def _check_ranks(ranks: tuple[int, ...], total: int, axes: Mapping[str, int]) ->
     if len(ranks) != total:
         raise MeshError(f"{len(ranks)} ranks for a mesh {shown} of {total}; give one rank for each coordinate")
     if len(set(ranks)) != total:
-        twice = next(r for i, r in enumerate(ranks) if r in ranks[:i])
+        twice = next(r for r, count in Counter(ranks).items() if count > 1)
         raise MeshError(f"rank {twice} appears twice in the mesh {shown}; a rank has one coordinate")
     if max(ranks) >= MOST_RANKS:
         raise MeshError(f"rank {max(ranks)} of the mesh {shown} is too large; ranks are below {MOST_RANKS}")

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 from shardmath.digit import Balanced as BalancedCut
 from shardmath.digit import Block, Chunks, Digit, Rule, Sizes, Splits, Stage
 from shardmath.errors import PlacementError
+from shardmath.given import known, listed, shown
 from shardmath.runs import Runs, from_ranges
 from shardmath.whole import whole
 
@@ -75,8 +75,10 @@ class Partial:
     op: str = "sum"
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise PlacementError(f"Partial({self.op!r}) is not a known reduction; use one of {', '.join(OPS)}")
+        op = known(self.op, OPS)
+        if op is None:
+            raise PlacementError(f"Partial({shown(self.op)}) is not a known reduction; use one of {', '.join(OPS)}")
+        object.__setattr__(self, "op", op)
 
 
 Spec: TypeAlias = Placement | Replicate | Partial
@@ -141,10 +143,12 @@ class StridedShard:
 
     def __post_init__(self) -> None:
         _check_dim(self)
-        if whole(self.split_factor, f"the split factor of StridedShard({self.dim}, ...)", PlacementError) < 1:
+        factor = whole(self.split_factor, f"the split factor of StridedShard({self.dim}, ...)", PlacementError)
+        if factor < 1:
             raise PlacementError(
-                f"StridedShard({self.dim}, {self.split_factor}): the split factor is a number of pieces; give 1 or more"
+                f"StridedShard({self.dim}, {factor}): the split factor is a number of pieces; give 1 or more"
             )
+        object.__setattr__(self, "split_factor", factor)
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The Runs of each of `parts` parts of a length n."""
@@ -211,10 +215,10 @@ class BlockCyclic:
 
     def __post_init__(self) -> None:
         _check_dim(self)
-        if whole(self.block, f"the block of BlockCyclic({self.dim}, {self.block!r})", PlacementError) < 1:
-            raise PlacementError(
-                f"BlockCyclic({self.dim}, {self.block}): a block has at least one position; give 1 or more"
-            )
+        block = whole(self.block, f"the block of BlockCyclic({self.dim}, {self.block!r})", PlacementError)
+        if block < 1:
+            raise PlacementError(f"BlockCyclic({self.dim}, {block}): a block has at least one position; give 1 or more")
+        object.__setattr__(self, "block", block)
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The Runs of each of `parts` parts of a length n."""
@@ -236,7 +240,7 @@ class Table:
 
     def __post_init__(self) -> None:
         _check_dim(self)
-        parts = _listed("Table parts", self.parts)
+        parts = listed(self.parts, "Table parts", PlacementError)
         for i, part in enumerate(parts):
             if not isinstance(part, Runs):
                 raise PlacementError(
@@ -258,17 +262,14 @@ class Table:
 
 
 def _check_dim(placement: Placement) -> None:
-    whole(placement.dim, f"the dimension of a {type(placement).__name__}", PlacementError)
-
-
-def _listed(what: str, given: object) -> tuple[Any, ...]:
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise PlacementError(f"{what} are {given!r}; give a tuple")
-    return tuple(given)
+    """The dimension is an integer, and Python's."""
+    dim = whole(placement.dim, f"the dimension of a {type(placement).__name__}", PlacementError)
+    object.__setattr__(placement, "dim", dim)
 
 
 def _sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    out = tuple(whole(n, f"a size of {name}", PlacementError) for n in _listed(f"{name} sizes", sizes))
+    given = listed(sizes, f"{name} sizes", PlacementError)
+    out = tuple(whole(n, f"a size of {name}", PlacementError) for n in given)
     if not out or min(out) < 0:
         raise PlacementError(f"{name} sizes {list(out)} are not sizes; give one or more numbers >= 0")
     return out

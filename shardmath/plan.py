@@ -40,6 +40,7 @@ from shardmath.balance import (
 from shardmath.cover import check_covered, check_disjoint, first_unheld, holds_all, meeting
 from shardmath.digest import digest, names_digest
 from shardmath.errors import PlanError
+from shardmath.given import plural, shown, text
 from shardmath.layout import Layout, holdings_digest
 from shardmath.lines import Batch, Lines, lines
 from shardmath.reduction import Reduction, reduction
@@ -116,9 +117,9 @@ class Plan:
 
     def __repr__(self) -> str:
         what = "adjoint plan" if self.forward else "plan"
-        ranks = f"{len(self.src_ranks)} -> {len(self.dst_ranks)} ranks"
+        ranks = f"{len(self.src_ranks)} -> {plural(self.dst_ranks, 'rank')}"
         part = f", {len(self.in_part)} of them in part" if self.in_part else ""
-        return f"<{what} of {len(self.src)} tensors{part}, {ranks}, {self.digest[:12]}>"
+        return f"<{what} of {plural(self.src, 'tensor')}{part}, {ranks}, {self.digest[:12]}>"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -126,12 +127,21 @@ class Plan:
         return tuple(sorted({*self.src_ranks, *self.dst_ranks}))
 
     def fill(self, name: str) -> complex | None:
-        """What the destination's own cells of the tensor hold before anything arrives; None: nothing is needed."""
-        return self.rules[name].fill
+        """What the destination's own cells of the tensor hold before anything arrives; None: nothing is needed.
+
+        Raises PlanError for a tensor that the plan does not have.
+        """
+        return self._rule(name).fill
 
     def divisor(self, name: str) -> int:
         """By what the tensor's destination cells are divided when all has arrived: the addends of an avg, else 1."""
-        return self.rules[name].divisor
+        return self._rule(name).divisor
+
+    def _rule(self, name: str) -> Reduction:
+        rule = self.rules.get(name) if isinstance(name, str) else None
+        if rule is None:
+            raise PlanError(f"the plan has no tensor {shown(name)}; it has {', '.join(map(repr, list(self.src)[:8]))}")
+        return rule
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
         """The transfers, all or those of one sender, of one receiver, or of a pair; none for a rank without any."""
@@ -203,10 +213,12 @@ def named(src: Side, dst: Side) -> tuple[Mapping[str, Windows], Mapping[str, Win
 
 def _by_name(side: Side) -> Mapping[str, Windows]:
     out: Mapping[str, Windows] = side if isinstance(side, Mapping) else {"": side}
-    for name in out if not set(map(type, out)) <= {str} else ():
+    if set(map(type, out)) <= {str}:
+        return out
+    for name in out:
         if not isinstance(name, str):
             raise PlanError(f"tensor name {name!r} is not text; name tensors by str")
-    return out
+    return {text(name, "a tensor's name", PlanError): held for name, held in out.items()}
 
 
 def _side(names: list[str], named: Mapping[str, Windows]) -> dict[str, tuple[Layout, ...]]:

@@ -27,6 +27,7 @@ import numpy as np
 from shardmath.balance import Stretch, grid, kept
 from shardmath.collectives import Collective, recognise
 from shardmath.errors import PlanError
+from shardmath.given import plural
 from shardmath.layout import Layout
 from shardmath.lines import Lines, Ranks, wire
 from shardmath.overlay import begins, ranges
@@ -67,7 +68,8 @@ class Message(NamedTuple):
 
     def __str__(self) -> str:
         way = {"send": "to", "receive": "from", "keep": "of"}[self.direction]
-        return f"{self.direction} {self.nbytes} B {way} rank {self.peer} in {len(self.pieces)} pieces, leg {self.leg}"
+        pieces = plural(self.pieces, "piece")
+        return f"{self.direction} {self.nbytes} B {way} rank {self.peer} in {pieces}, leg {self.leg}"
 
 
 class Round(NamedTuple):
@@ -148,7 +150,8 @@ class Program:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        return f"<program of {self.plan!r}, {self.slots} slots of {self.turns} turns, {self.digest[:12]}>"
+        rounds = f"{plural(self.slots, 'slot')} of {plural(self.turns, 'turn')}"
+        return f"<program of {self.plan!r}, {rounds}, {self.digest[:12]}>"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -169,8 +172,9 @@ class Program:
 
     def for_rank(self, rank: int) -> tuple[Round, ...]:
         """The rank's rounds, in order; none for a stranger."""
+        rank = whole(rank, "a rank", PlanError)
         steps: dict[Step, dict[tuple[int, int, str], list[Transfer]]] = {}
-        for step, leg, stretch in _of_rank(self, whole(rank, "a rank", PlanError)):
+        for step, leg, stretch in _of_rank(self, rank):
             way = "send" if stretch.receiver != rank else "receive" if stretch.sender != rank else "keep"
             peer = stretch.receiver if way == "send" else stretch.sender
             pieces = spelled(self.plan, self.legs.lines, stretch, relayed=leg > 1)

@@ -29,10 +29,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from shardmath.errors import NotationError, ShardError
+from shardmath.errors import MeshError, NotationError, ShardError
 from shardmath.families.hf import KINDS, kind
+from shardmath.given import instance, listed, mapping
+from shardmath.given import text as plain
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
+from shardmath.whole import whole
 
 __all__ = ["DEFAULTS", "Rule", "Shapes", "Side", "parse"]
 
@@ -52,7 +55,9 @@ class Rule:
     layout: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layout", " ".join(self.layout.split()))
+        object.__setattr__(self, "pattern", plain(self.pattern, "the pattern of a rule", NotationError))
+        layout = plain(self.layout, "the layout of a rule", NotationError)
+        object.__setattr__(self, "layout", " ".join(layout.split()))
         if self.pattern.split() != [self.pattern] or not self.layout or ";" in str(self):
             what = f"rule {self.pattern!r} {self.layout!r} is not one pattern without blanks and one layout"
             raise NotationError(what, fix=RULE_FIX)
@@ -89,7 +94,11 @@ class Side:
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(self.rules))
+        instance(self.mesh, Mesh, "give a Side its mesh", NotationError)
+        rules = listed(self.rules, "rules", NotationError)
+        for rule in rules:
+            instance(rule, Rule, "give rules.Rule(pattern, layout)", NotationError)
+        object.__setattr__(self, "rules", rules)
         if "ranks" in self.mesh.shape:
             what = f"mesh axis 'ranks' of {self.mesh} means the rank ids in text"
             raise NotationError(what, fix="name the axis otherwise")
@@ -104,7 +113,8 @@ class Side:
         Raises NotationError for a rule that no name falls to, and for a mesh alone with an axis that DEFAULTS lacks.
         """
         rules = self.rules or _defaults(self)
-        found = {name: next((rule for rule in rules if rule.matches(name)), None) for name in names}
+        listed_names = [plain(name, "the name of a tensor", NotationError) for name in names]
+        found = {name: next((rule for rule in rules if rule.matches(name)), None) for name in listed_names}
         if self.rules:
             _check_used(self, found)
         return found
@@ -114,7 +124,15 @@ class Side:
 
         Raises NotationError, with a caret in the side's text, where a rule is idle or does not fit its tensor.
         """
-        return {name: _layout(self, rule, name, *shapes[name]) for name, rule in self.matches(shapes).items()}
+        given = mapping(shapes, "shapes are ", "name to (shape, dtype)", NotationError)
+        return {name: _layout(self, rule, name, *_shaped(given[name])) for name, rule in self.matches(given).items()}
+
+
+def _shaped(given: object) -> tuple[tuple[int, ...], str]:
+    """The shape and the dtype of a tensor."""
+    if isinstance(given, tuple) and len(given) == 2:
+        return given
+    raise NotationError(f"{given!r} is not the shape and the dtype of a tensor; give ((8, 6), 'float32')")
 
 
 def _layout(side: Side, rule: Rule | None, name: str, shape: tuple[int, ...], dtype: str) -> Layout:
@@ -188,6 +206,7 @@ def parse(text: str, *, first_rank: int = 0) -> Side:
 
     Raises NotationError, with a caret, for text that is not a side; whether rules fit is seen with tensors.
     """
+    text, first_rank = plain(text, "a side", NotationError), whole(first_rank, "first_rank", MeshError)
     mesh, end = _read_mesh(text, first_rank)
     return Side(mesh, _read_rules(text, end + 1) if end < len(text) else ())
 

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.errors import RunsError
+from shardmath.given import instance, listed
 from shardmath.whole import whole
 
 __all__ = ["Runs", "Segment", "compose", "concat", "from_ranges", "identity", "invert", "restrict", "spanning"]
@@ -50,9 +51,11 @@ class Runs:
     length: int
 
     def __init__(self, segments: Iterable[Segment] = (), length: int | None = None) -> None:
-        merged = _merge(sorted(map(_segment, segments)))
+        merged = _merge(sorted(map(_segment, listed(segments, "segments", RunsError))))
         end = merged[-1][0] + merged[-1][2] if merged else 0
-        total = end if length is None else whole(length, f"length of Runs {merged}", RunsError)
+        total = end if length is None else length
+        if type(total) is not int:  # a message with all segments is long, and not needed as a rule
+            total = whole(length, f"length of Runs {merged}", RunsError)
         _check(merged, total)
         object.__setattr__(self, "segments", merged)
         object.__setattr__(self, "length", total)
@@ -88,6 +91,8 @@ class Runs:
 
 
 def _segment(item: Segment) -> Segment:
+    if type(item) is tuple and len(item) == 3 and type(item[0]) is type(item[1]) is type(item[2]) is int:
+        return item
     try:
         lo, g, n = item
     except (TypeError, ValueError):
@@ -149,8 +154,11 @@ def spanning(runs: Runs) -> str:
 
 
 def identity(n: int) -> Runs:
-    """Every position of 0..n-1 in its place."""
-    return _make(((0, 0, n),) if n else (), n)
+    """Every position of 0..n-1 in its place. Raises RunsError for a negative n."""
+    length = whole(n, "the length of an identity", RunsError)
+    if length < 0:
+        raise RunsError(f"the length of an identity is {length}; count positions from 0")
+    return _make(((0, 0, length),) if length else (), length)
 
 
 def from_ranges(ranges: Iterable[tuple[int, int] | int]) -> Runs:
@@ -158,9 +166,11 @@ def from_ranges(ranges: Iterable[tuple[int, int] | int]) -> Runs:
 
     >>> print(from_ranges([(4, 6), 2, (0, 1)]))
     [4:6 -2 0:1]
+
+    Raises RunsError for what is not a range.
     """
     segments, at = [], 0
-    for item in ranges:
+    for item in listed(ranges, "ranges", RunsError):
         start, stop = _range(item)
         if isinstance(item, tuple):
             segments.append((at, start, stop - start))
@@ -180,6 +190,10 @@ def _range(item: tuple[int, int] | int) -> tuple[int, int]:
     return lo, hi
 
 
+def _check_runs(value: object) -> None:
+    instance(value, Runs, "give Runs, for example runs.from_ranges([(0, 4)])", RunsError)
+
+
 def concat(parts: Iterable[Runs]) -> Runs:
     """The parts one after the other in local positions.
 
@@ -187,6 +201,7 @@ def concat(parts: Iterable[Runs]) -> Runs:
     """
     segments, at = [], 0
     for part in parts:
+        _check_runs(part)
         segments += [(at + lo, g, n) for lo, g, n in part.segments]
         at += part.length
     return Runs(segments, at)
@@ -197,9 +212,11 @@ def invert(runs: Runs, n: int) -> Runs:
 
     Raises RunsError if a global position is n or more.
     """
-    if runs.extent > n:
+    _check_runs(runs)
+    length = whole(n, "the length of the dimension", RunsError)
+    if runs.extent > length:
         raise RunsError(f"{runs} reaches position {runs.extent - 1}, the dimension has {n}; give n >= {runs.extent}")
-    return _make(_merge(sorted((g, lo, k) for lo, g, k in runs.segments)), n)
+    return _make(_merge(sorted((g, lo, k) for lo, g, k in runs.segments)), length)
 
 
 def compose(f: Runs, g: Runs) -> Runs:
@@ -207,6 +224,8 @@ def compose(f: Runs, g: Runs) -> Runs:
 
     Raises RunsError if f reaches a position that g does not have.
     """
+    _check_runs(f)
+    _check_runs(g)
     if f.extent > g.length:
         raise RunsError(f"{f} reaches position {f.extent - 1}, {g} has {g.length}; compose a Runs into a longer one")
     if len(g.segments) == 1 and g.segments[0] == (0, 0, g.length):
@@ -226,6 +245,8 @@ def compose(f: Runs, g: Runs) -> Runs:
 
 def restrict(runs: Runs, lo: int, hi: int) -> Runs:
     """The same local positions with global ones outside [lo, hi) turned into holes."""
+    _check_runs(runs)
+    lo, hi = (whole(border, "a border", RunsError) for border in (lo, hi))
     cut = ((a, g, n, max(g, lo), min(g + n, hi)) for a, g, n in runs.segments)
     return _make(
         _merge((a + left - g, left, right - left) for a, g, _, left, right in cut if left < right), runs.length

@@ -28,6 +28,7 @@ from shardmath.balance import uncut
 from shardmath.digest import digest
 from shardmath.errors import PlanError
 from shardmath.fanout import passed_on
+from shardmath.given import known, shown
 from shardmath.lines import Lines, lines
 from shardmath.loads import LEGS, Loads, Pairs, leg_loads, messages, pairs, round_loads, seconds
 from shardmath.plan import Plan
@@ -35,7 +36,7 @@ from shardmath.program import Program, streams
 from shardmath.topology import Topology, checked
 from shardmath.whole import whole
 
-__all__ = ["Fanout", "MOST_SLOTS", "schedule"]
+__all__ = ["Fanout", "MOST_ROUNDS", "MOST_SLOTS", "schedule"]
 
 Fanout: TypeAlias = Literal["auto", "none", "node"]
 
@@ -79,8 +80,9 @@ def schedule(
     """
     if not isinstance(p, Plan) or p.forward is not None:
         raise PlanError(f"{p!r} is not a plan of two sides' layouts; schedule what plan(src, dst) returns")
-    if fanout not in ("auto", "none", "node"):
-        raise PlanError(f"fanout={fanout!r} is unknown; use 'auto', 'none' or 'node'")
+    way = known(fanout, tuple(WAYS))
+    if way is None:
+        raise PlanError(f"fanout={shown(fanout)} is unknown; use 'auto', 'none' or 'node'")
     room, most = (
         whole(max_inflight_bytes, "max_inflight_bytes", PlanError),
         whole(max_ops_per_group, "max_ops_per_group", PlanError),
@@ -91,7 +93,7 @@ def schedule(
     where = p.topology or Topology() if topology is None else checked(topology)
     on = lines(p.batches, where)
     _check_pieces(p, on, room)
-    legs = (x for way in WAYS[fanout] for x in passed_on(p, on, where.ranks_per_node, by_node=way[0], relays=way[1]))
+    legs = (x for by in WAYS[way] for x in passed_on(p, on, where.ranks_per_node, by_node=by[0], relays=by[1]))
     prog = _fastest([Program(p, where, x, 1, 1, room, most, "") for x in legs])
     return replace(prog, digest=_digest(prog))
 

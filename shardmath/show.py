@@ -20,9 +20,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from shardmath.errors import LayoutError
+from shardmath.errors import LayoutError, PlanError
+from shardmath.given import instance, plural
 from shardmath.layout import Layout
 from shardmath.plan import Plan
+from shardmath.whole import whole
 
 __all__ = ["grid", "nbytes", "show", "table"]
 
@@ -47,9 +49,21 @@ def nbytes(n: float) -> str:
     return f"{int(n)} B"
 
 
+MOST = 1 << 24
+"""Lines; more than anybody reads."""
+
+
 def show(value: Layout | Plan, most: int = 32) -> str:
-    """A layout: what each rank holds. A plan: what each rank sends and receives, and its first `most` transfers."""
-    return _layout(value, most) if isinstance(value, Layout) else _plan(value, most)
+    """A layout: what each rank holds. A plan: what each rank sends and receives, and its first `most` transfers.
+
+    Raises ShardError for anything else.
+    """
+    count = whole(most, "most", PlanError)
+    if not 0 <= count <= MOST:
+        raise PlanError(f"most={count}; show at least 0 and at most {MOST} ranks and transfers")
+    if isinstance(value, Layout):
+        return _layout(value, count)
+    return _plan(instance(value, Plan, "show takes a Layout or a Plan", PlanError), count)
 
 
 def _more(count: int, most: int, what: str) -> str:
@@ -73,9 +87,10 @@ def _plan(p: Plan, most: int) -> str:
     loads = table(["rank", "sends", "receives"], ([r, nbytes(sent[r]), nbytes(received[r])] for r in shown))
     listed = list(itertools.islice(p.transfers(), most + 1))
     lines = "\n".join(map(str, listed[:most])) + ("\n..." if len(listed) > most else "")
-    tensors = "1 tensor" if len(p.src) == 1 else f"{len(p.src)} tensors"
+    tensors = plural(p.src, "tensor")
     tensors += f", {len(p.in_part)} of which the destination holds in part" if p.in_part else ""
-    total = f"{nbytes(sum(sent.values()))} between {len(p.src_ranks)} and {len(p.dst_ranks)} ranks, {tensors}"
+    between = f"{len(p.src_ranks)} and {len(p.dst_ranks)} ranks"
+    total = f"{nbytes(sum(sent.values()))} between {between}, {tensors}"
     return f"{total}\n{loads}{_more(len(p.ranks), most, 'ranks')}\n{lines}"
 
 

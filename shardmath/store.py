@@ -27,9 +27,11 @@ from numpy.typing import NDArray
 
 from shardmath.box import Box, flat_boxes, volume
 from shardmath.errors import StoreError
+from shardmath.given import instance, listed, mapping, shown, text
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh, strides
 from shardmath.runs import Runs
+from shardmath.whole import whole
 
 __all__ = ["Place", "Store", "View", "check", "flat_windows", "local_name", "local_tensors", "locals_of", "views"]
 
@@ -49,20 +51,37 @@ Held: TypeAlias = Mapping[str, Layout] | Mapping[str, tuple[Layout, ...]] | Mapp
 
 
 def locals_of(layouts: Held, rank: int) -> Iterator[tuple[str, Layout]]:
-    """(local tensor, layout) of all that the rank has a part of."""
-    for name, one in layouts.items():
-        for local, layout in local_tensors(name, one if isinstance(one, tuple) else (one,)):
-            if rank in layout.mesh:
+    """(local tensor, layout) of all that the rank has a part of. Raises StoreError for what is not held."""
+    number = whole(rank, "the rank", StoreError)
+    for name, one in mapping(layouts, "layouts are ", "name to Layout", StoreError).items():
+        windows = one if isinstance(one, tuple) else (one,)
+        for layout in windows:
+            instance(layout, Layout, f"give a Layout of {shown(name)}, or a tuple of its windows", StoreError)
+        for local, layout in local_tensors(text(name, "the name of a tensor", StoreError), windows):
+            if number in layout.mesh:
                 yield local, layout
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where in a buffer a local tensor begins and, in elements, how it strides; row-major without `strides`."""
+    """Where in a buffer a local tensor begins and, in elements, how it strides; row-major without `strides`.
+
+    Raises StoreError for what is not a name, or not an integer.
+    """
 
     buffer: str
     offset: int = 0
     strides: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.buffer) is str and type(self.offset) is int and self.strides is None:
+            return  # nearly all: a flat buffer has a view of each of a model's parameters
+        object.__setattr__(self, "buffer", text(self.buffer, "the buffer of a View", StoreError))
+        object.__setattr__(self, "offset", whole(self.offset, "the offset of a View", StoreError))
+        if self.strides is not None:
+            steps = listed(self.strides, "the strides of a View", StoreError)
+            steps = tuple(whole(step, "a stride of a View", StoreError) for step in steps)
+            object.__setattr__(self, "strides", steps)
 
 
 class Place(NamedTuple):
@@ -83,31 +102,51 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Store:
-    """A view for each (local tensor, rank), from a mapping; equal mappings are equal stores."""
+    """A view for each (local tensor, rank), from a mapping; equal mappings are equal stores.
+
+    Raises StoreError for what is not such an entry, and for a local tensor that has two views.
+    """
 
     entries: tuple[tuple[tuple[str, int], View], ...]
 
     def __init__(self, entries: Mapping[tuple[str, int], View] | Iterable[tuple[tuple[str, int], View]]) -> None:
-        listed = sorted((entries.items() if isinstance(entries, Mapping) else entries), key=lambda entry: entry[0])
-        keys = [key for key, _ in listed]
+        given = entries.items() if isinstance(entries, Mapping) else listed(entries, "entries", StoreError)
+        ordered = sorted(map(_entry, given), key=itemgetter(0))
+        keys = [key for key, _ in ordered]
         twice = next((key for key, after in itertools.pairwise(keys) if key == after), None)
         if twice is not None:
             raise StoreError(f"local tensor {twice[0]!r} of rank {twice[1]} has two views; give one")
-        object.__setattr__(self, "entries", tuple(listed))
+        object.__setattr__(self, "entries", tuple(ordered))
 
     def place(self, local: str, layout: Layout, rank: int) -> Place:
         """Where the rank's local tensor of this layout lies. Raises StoreError for a view missing or misfit."""
-        at = bisect.bisect_left(self.entries, (local, rank), key=itemgetter(0))
-        if at == len(self.entries) or self.entries[at][0] != (local, rank):
+        key = text(local, "the name of a local tensor", StoreError), whole(rank, "the rank", StoreError)
+        at = bisect.bisect_left(self.entries, key, key=itemgetter(0))
+        if at == len(self.entries) or self.entries[at][0] != key:
             known = ", ".join(f"{name!r} of rank {r}" for (name, r), _ in self.entries[:8]) or "none"
             raise StoreError(f"no view for local tensor {local!r} of rank {rank}; views are there for {known}")
         view = self.entries[at][1]
-        shape = layout.local_shape(rank)
+        shape = instance(layout, Layout, "give the layout of the local tensor", StoreError).local_shape(rank)
         steps = strides(shape) if view.strides is None else view.strides
         if len(steps) != len(shape) or view.offset < 0 or min(steps, default=0) < 0:
             what = f"{view} of {local!r}, whose local shape is {shape}"
             raise StoreError(f"{what}; give an offset >= 0 and {len(shape)} strides >= 0")
         return Place(view.buffer, view.offset, shape, steps)
+
+
+_Entry: TypeAlias = tuple[tuple[str, int], View]
+
+
+def _entry(entry: Any) -> _Entry:
+    """The entry, of a plain name and rank."""
+    pair = listed(entry, "an entry and its view", StoreError)
+    key = pair[0] if len(pair) == 2 else None
+    if not isinstance(key, tuple) or len(key) != 2 or not isinstance(pair[1], View):
+        raise StoreError(f"entry {shown(entry)} is not one; give (local tensor, rank): View")
+    if type(key[0]) is str and type(key[1]) is int:
+        return key, pair[1]
+    name = text(key[0], "the name of a local tensor", StoreError)
+    return (name, whole(key[1], f"the rank of {name!r}", StoreError)), pair[1]
 
 
 Buffers = Mapping[str, NDArray[Any]]
@@ -119,6 +158,8 @@ def views(store: Store, layouts: Held, rank: int, buffers: Buffers) -> dict[str,
     A tensor held as several windows has a local tensor of each, `name[0]`, `name[1]`, ... Layouts whose mesh does not
     have the rank are left out. Raises StoreError for a missing buffer, or a view beyond its end.
     """
+    instance(store, Store, "views takes a Store", StoreError)
+    mapping(buffers, "buffers are ", "name to a flat numpy array", StoreError)
     places = {local: store.place(local, layout, rank) for local, layout in locals_of(layouts, rank)}
     return {local: _strided(place, _buffer(place, local, buffers)) for local, place in places.items()}
 
@@ -127,7 +168,7 @@ def _buffer(place: Place, local: str, buffers: Buffers) -> NDArray[Any]:
     if place.buffer not in buffers:
         known = ", ".join(map(repr, buffers)) or "none"
         raise StoreError(f"no buffer {place.buffer!r} for {local!r}; buffers are {known}")
-    buffer = buffers[place.buffer]
+    buffer = instance(buffers[place.buffer], np.ndarray, "give a flat numpy array", StoreError)
     if buffer.ndim != 1 or place.end > len(buffer):
         what = f"{place} of {local!r} ends at {place.end}, the buffer has shape {buffer.shape}"
         raise StoreError(f"{what}; give a flat one that holds it")
@@ -144,6 +185,7 @@ def check(store: Store, layouts: Held, rank: int) -> None:
 
     Takes a byte for each element that the buffers reach.
     """
+    instance(store, Store, "check takes a Store", StoreError)
     own = dict(locals_of(layouts, rank))
     places = {local: store.place(local, layout, rank) for local, layout in own.items()}
     ends: dict[str, int] = {}
@@ -183,19 +225,31 @@ def flat_windows(
     """A tensor of which each rank holds a row-major flat range [lo, hi), in a flat buffer of its own.
 
     The windows, rank by rank and in order, and where they lie: in `buffer` (the name, if not given), whose element 0 is
-    the rank's element lo. Raises PlanError for a range outside the tensor.
+    the rank's element lo. Raises PlanError for a range outside the tensor, StoreError for what is not a range.
     """
     windows: list[Layout] = []
     places: list[tuple[int, int]] = []
-    for rank, (lo, hi) in ranges.items():
-        offset = 0
-        for box in flat_boxes(shape, lo, hi):
-            windows.append(_boxed(tuple(shape), rank, box, dtype))
+    sizes = Layout(shape, Mesh(), "...", dtype=dtype).shape
+    name = text(name, "the name of a tensor", StoreError)
+    held = mapping(ranges, "ranges are ", "rank to (start, stop)", StoreError)
+    for rank, span in held.items():
+        offset, (lo, hi) = 0, _range(rank, span)
+        for box in flat_boxes(sizes, lo, hi):
+            windows.append(_boxed(sizes, rank, box, dtype))
             places.append((rank, offset))
             offset += volume(box)
     names = [local_name(name, i, len(windows)) for i in range(len(windows))]
-    views = {(local, rank): View(buffer or name, at) for local, (rank, at) in zip(names, places, strict=True)}
+    home = name if buffer is None else buffer
+    views = {(local, rank): View(home, at) for local, (rank, at) in zip(names, places, strict=True)}
     return tuple(windows), Store(views)
+
+
+def _range(rank: object, span: object) -> tuple[int, ...]:
+    whole(rank, "a rank of ranges", StoreError)
+    ends = listed(span, f"the start and stop of rank {rank}", StoreError)
+    if len(ends) != 2:
+        raise StoreError(f"the range of rank {rank} is {shown(span)}; give its start and its stop")
+    return tuple(whole(end, f"an end of the range of rank {rank}", StoreError) for end in ends)
 
 
 def _boxed(shape: tuple[int, ...], rank: int, box: Box, dtype: object) -> Layout:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -32,9 +32,10 @@ from shardmath.errors import PlanError
 from shardmath.lines import Batch, Lines
 from shardmath.overlay import Overlay, Parts
 from shardmath.partition import Bools, Ints, Partition, partition
+from shardmath.program import Legs
 from shardmath.template import Template, hidden_pairs, legal, unit_addends
 
-__all__ = ["check_lines", "check_template", "require"]
+__all__ = ["check_lines", "check_template", "misfit_of_bands", "require"]
 
 
 def require(holds: object, what: str) -> None:
@@ -288,3 +289,27 @@ def _check_place(on: Lines, batches: Sequence[Batch], row: int, place: int) -> N
     element, odd = divmod(place, batch.template.src.itemsize)
     whole = not odd and legal(batch.template, unit, element)
     require(whole, f"tensor {batch.names[0]!r}: byte {place} of unit {unit} is a cut inside a row")
+
+
+# bands
+
+
+def misfit_of_bands(legs: Legs) -> str:
+    """What is wrong with how a program's bands fit its lines, "" if nothing, before anything is laid out by them.
+
+    So what a proof takes is in proportion to the tables' lengths, whatever stands in them. Raises PlanError where lines
+    and cuts do not fit each other.
+    """
+    on, bands = legs.lines, legs.bands
+    _check_tables(replace(on, cut_first=bands.cut_first, cuts=bands.cuts))
+    blocks = len(on.receivers)
+    count = int(bands.first[-1]) if bands.first.shape == (blocks + 1,) else -1
+    rows = bands.at, bands.begin, bands.count, bands.place, bands.span
+    fits = count == len(bands.at) and {x.shape for x in rows} == {(count,)}
+    fits = fits and {bands.classes.shape, bands.start.shape} == {(blocks,)}
+    if not fits or bands.first[0] != 0 or (np.diff(bands.first) <= 0).any():
+        return "tables of bands are not of one length"
+    classes = np.repeat(bands.classes, np.diff(bands.first))
+    among = (bands.begin >= 0) & (bands.begin < classes) & (bands.count > 0) & (bands.count <= classes)
+    inside = (bands.place >= 0) & (bands.place < bands.span)
+    return "" if (among & inside).all() else "bands are of unknown classes of nodes, or have entries outside them"

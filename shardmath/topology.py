@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import SupportsFloat
 
 from shardmath.errors import PlanError
+from shardmath.given import listed
 from shardmath.whole import whole
 
 __all__ = ["H100", "H200", "Topology", "checked"]
@@ -53,10 +54,8 @@ class Topology:
 
     def nodes(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """The distinct ranks by node, both ascending; nodes without any are left out."""
-        if not isinstance(ranks, Iterable):
-            raise PlanError(f"{ranks!r} are no ranks; give integers")
         out: dict[int, list[int]] = {}
-        for rank in sorted({whole(rank, "a rank", PlanError) for rank in ranks}):
+        for rank in sorted({whole(rank, "a rank", PlanError) for rank in listed(ranks, "ranks", PlanError)}):
             out.setdefault(self.node(rank), []).append(rank)
         return {node: tuple(held) for node, held in out.items()}
 

@@ -19,18 +19,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeAlias
 
 from shardmath.adjoint import flip_of, swapped
 from shardmath.box import Box, first_gap, first_overlap, from_slices, tiles
 from shardmath.cover import not_whole
 from shardmath.errors import PlanError
+from shardmath.given import listed, text
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
 from shardmath.plan import Plan, Transfer
 from shardmath.reduction import Reduction, identity_of, reduction
 from shardmath.runs import Runs
 from shardmath.store import local_name
+from shardmath.whole import whole
 
 if TYPE_CHECKING:
     from shardmath.program import Program
@@ -48,14 +50,14 @@ def verify(p: Plan | Program, *, transfers: Iterable[Transfer] | None = None) ->
     tensor but those of `Plan.in_part` are held there. Without `transfers` the plan's own tables are proved, and what
     it fills in and divides by. With them the error names the first offending element.
     """
-    whole = p if isinstance(p, Plan) else getattr(p, "plan", None)
-    if not isinstance(whole, Plan):
+    promised = p if isinstance(p, Plan) else getattr(p, "plan", None)
+    if not isinstance(promised, Plan):
         raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) or schedule(plan) returns")
-    _check_in_part(whole)
+    _check_in_part(promised)
     if transfers is None:
-        _prove(p, whole)
+        _prove(p, promised)
     else:
-        _check_claim(whole, transfers)
+        _check_claim(promised, transfers)
 
 
 def _check_in_part(p: Plan) -> None:
@@ -67,9 +69,9 @@ def _check_in_part(p: Plan) -> None:
         raise PlanError(f"tensor {odd[0]!r} is not held {says} at the destination of {p!r}; make the plan anew")
 
 
-def _prove(p: Plan | Program, whole: Plan) -> None:
+def _prove(p: Plan | Program, promised: Plan) -> None:
     """Prove the tables, which few need who import this."""
-    _check_rules(whole)
+    _check_rules(promised)
     if not isinstance(p, Plan):
         from shardmath.delivery import prove_program
 
@@ -90,8 +92,8 @@ def _check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
     boxes: _Boxes = {}
     if not isinstance(transfers, Iterable):
         raise PlanError(f"transfers={transfers!r} are none; give an iterable of shardmath.Transfer")
-    for t in transfers:
-        _check_type(t)
+    for given in listed(transfers, "transfers", PlanError):
+        t = _plain(given)
         if t.tensor not in tensors:
             raise PlanError(
                 f"{t}: the plan has no tensor {t.tensor!r}; its tensors are {', '.join(map(repr, tensors))}"
@@ -106,19 +108,46 @@ def _check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
         _check_complete(tensor, boxes)
 
 
-def _check_type(t: object) -> None:
-    """Raise PlanError unless it is a Transfer of names, and of tuples of slices between integers."""
+def _check_type(t: object) -> Transfer:
+    """The Transfer, if it is one of names, and of tuples of slices between integers. Raises PlanError."""
     if isinstance(t, Transfer):
         named = all(isinstance(name, str) for name in (t.tensor, t.op, t.src_tensor, t.dst_tensor))
         if named and all(map(_is_box, (t.src_slices, t.dst_slices, t.global_slices))):
-            return
+            return t
     raise PlanError(f"{t!r} is not a Transfer whose slices have integer starts and stops; give shardmath.Transfer")
 
 
 def _is_box(slices: object) -> bool:
     return isinstance(slices, tuple) and all(
-        isinstance(s, slice) and isinstance(s.start, int) and isinstance(s.stop, int) for s in slices
+        isinstance(s, slice) and isinstance(s.start, SupportsIndex) and isinstance(s.stop, SupportsIndex)
+        for s in slices
     )
+
+
+def _plain(given: object) -> Transfer:
+    """The transfer, its names, slices and numbers Python's own. Raises PlanError for what has others."""
+    t = _check_type(given)
+    return Transfer(
+        text(t.tensor, "the tensor of a transfer", PlanError),
+        whole(t.src_rank, "the src_rank of a transfer", PlanError),
+        whole(t.dst_rank, "the dst_rank of a transfer", PlanError),
+        text(t.op, "the op of a transfer", PlanError),
+        text(t.src_tensor, "the src_tensor of a transfer", PlanError),
+        _spans(t.src_slices),
+        text(t.dst_tensor, "the dst_tensor of a transfer", PlanError),
+        _spans(t.dst_slices),
+        tuple(whole(n, "a size of a transfer", PlanError) for n in listed(t.shape, "sizes", PlanError)),
+        whole(t.nbytes, "the bytes of a transfer", PlanError),
+        _spans(t.global_slices),
+        whole(t.addend, "the addend of a transfer", PlanError),
+    )
+
+
+def _spans(slices: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The slices, between Python's integers."""
+    what = "an end of a slice of a transfer"
+    given = ((s.start, s.stop, 1 if s.step is None else s.step) for s in slices)
+    return tuple(slice(*(whole(x, what, PlanError) for x in ends)) for ends in given)
 
 
 def _check_rules(p: Plan) -> None:
@@ -237,20 +266,21 @@ def _end(tensor: _Tensor, side: int, local: str, rank: int, slices: tuple[slice,
     layout = (tensor.src, tensor.dst)[side][window]
     if rank not in layout.mesh:
         raise PlanError(f"{t}: rank {rank} is not in the {word} {layout}")
-    for d, (runs, here, whole) in enumerate(zip(tensor.runs(side, window, rank), slices, t.global_slices, strict=True)):
-        if not _holds(runs, here, whole):
+    held = tensor.runs(side, window, rank)
+    for d, (runs, here, there) in enumerate(zip(held, slices, t.global_slices, strict=True)):
+        if not _holds(runs, here, there):
             element = tuple(s.start for s in t.global_slices)
             raise PlanError(
                 f"{t}: element {element}: rank {rank} of the {word} holds {runs} of dimension {d}, not "
-                f"{whole.start}:{whole.stop} at {here.start}:{here.stop}"
+                f"{there.start}:{there.stop} at {here.start}:{here.stop}"
             )
     return window
 
 
-def _holds(runs: Runs, here: slice, whole: slice) -> bool:
-    """Whether the local positions `here` are the global ones `whole`; within one segment, as runs are canonical."""
+def _holds(runs: Runs, here: slice, there: slice) -> bool:
+    """Whether the local positions `here` are the global ones `there`; within one segment, as runs are canonical."""
     return any(
-        lo <= here.start and here.stop <= lo + n and g + here.start - lo == whole.start for lo, g, n in runs.segments
+        lo <= here.start and here.stop <= lo + n and g + here.start - lo == there.start for lo, g, n in runs.segments
     )
 
 

@@ -1,5 +1,8 @@
 """Whole: integers as people pass them, and nothing that only looks like one.
 
+numpy's integers become Python's: theirs run over in products that a layout's sizes take part in, and print differently,
+so that equal values would have different digests.
+
 >>> whole(3, "the size of axis 'tp'", ValueError)
 3
 >>> whole(2.5, "the size of axis 'tp'", ValueError)
@@ -14,12 +17,21 @@ from typing import SupportsIndex, cast
 
 __all__ = ["whole"]
 
+MOST = 1 << 256
+"""Beyond anything that is counted here, and short enough to be printed."""
+
 
 def whole(value: object, what: str, error: type[ValueError]) -> int:
     """`value` as an int. Raises `error`, which says `what` it is, for floats, text, bools and everything else."""
+    if type(value) is int and -MOST <= value <= MOST:
+        return value
     if type(value) is not bool:
         try:
-            return operator.index(cast(SupportsIndex, value))
+            number = int(operator.index(cast(SupportsIndex, value)))  # index() keeps subclasses, such as IntEnum
         except TypeError:
             pass
+        else:
+            if -MOST <= number <= MOST:
+                return number
+            raise error(f"{what} is an integer of {number.bit_length()} bits; give one of 64 bits at most")
     raise error(f"{what} is {value!r}; give an integer")

@@ -18,9 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardmath.buffers.param import START, Param, bucket_end_divisor, checked_bucket_size, forward, positive, up
+from shardmath.buffers.param import (
+    START,
+    Param,
+    bucket_end_divisor,
+    checked_bucket_size,
+    flag,
+    forward,
+    positive,
+    up,
+)
 from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
 from shardmath.errors import ParamLayoutError
+from shardmath.given import instance
+from shardmath.whole import whole
 
 __all__ = ["data_parallel", "default_bucket_size", "distributed_optimizer", "nvfp4_packed"]
 
@@ -40,7 +51,8 @@ def default_bucket_size(
     other stages have time to reduce at once. `data_parallel_world_size` is that within one optimizer instance.
     """
     size = positive(data_parallel_world_size, "data_parallel_world_size")
-    if not overlap_grad_reduce or pipeline_rank > 0 or chunk > 0:
+    stage = whole(pipeline_rank, "pipeline_rank", ParamLayoutError), whole(chunk, "chunk", ParamLayoutError)
+    if not flag(overlap_grad_reduce, "overlap_grad_reduce") or max(stage) > 0:
         return None
     if num_buckets is None:
         return max(40_000_000, 1_000_000 * size)
@@ -126,6 +138,7 @@ def nvfp4_packed(
     order, or for another number of ranks.
     """
     listed = forward(params)
+    instance(layout, PerBufferParamLayout, "give the layout of the gradients' buffer", ParamLayoutError)
     _check_same(listed, layout)
     start = divisor = 1
     if data_parallel_world_size is not None:

@@ -27,8 +27,12 @@ from operator import itemgetter
 
 from shardmath.buffers.param import START, Param, bucket_end_divisor, checked_bucket_size, forward, up
 from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
+from shardmath.errors import ParamLayoutError
 
 __all__ = ["layer_wise"]
+
+MOST_SHARDS = 1 << 20
+"""Work is counted by shard, with or without parameters in it; more take gigabytes."""
 
 FILLED = 0.9
 """Of the largest parameter's size times the shards: what a bucket holds before it may close."""
@@ -51,6 +55,8 @@ def layer_wise(
     listed, size = forward(params), checked_bucket_size(bucket_size)
     end = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     shards = int(data_parallel_world_size)
+    if shards > MOST_SHARDS:
+        raise ParamLayoutError(f"data_parallel_world_size is {shards}; give at most {MOST_SHARDS}")
     divisor = math.lcm(START, end // shards)
     placed, buckets, unpadded, work = list[tuple[str, Placed]](), list[tuple[int, int]](), list[int](), [0] * shards
     for chunk in _chunks(listed, size, shards, divisor):

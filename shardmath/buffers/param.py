@@ -17,6 +17,7 @@ import numpy as np
 
 from shardmath import dtypes
 from shardmath.errors import ParamLayoutError
+from shardmath.given import known, listed, shown, text
 from shardmath.whole import whole
 
 __all__ = [
@@ -77,8 +78,8 @@ def pad_to_divisor(value: int, divisor: int) -> int:
 def named(name: object) -> str:
     """The name of a parameter. Raises ParamLayoutError for what is no str."""
     if not isinstance(name, str):
-        raise ParamLayoutError(f"the name of a parameter is {name!r}; name parameters by str")
-    return name
+        raise ParamLayoutError(f"the name of a parameter is {shown(name)}; name parameters by str")
+    return text(name, "the name of a parameter", ParamLayoutError)
 
 
 def up(value: int, divisor: int) -> int:
@@ -133,7 +134,8 @@ class Param:
     """Elements."""
 
     def __post_init__(self) -> None:
-        named(self.name)
+        if type(self.name) is not str:
+            object.__setattr__(self, "name", named(self.name))
         if type(self.shape) is not tuple or not set(map(type, self.shape)) <= {int} or min(self.shape, default=0) < 0:
             object.__setattr__(self, "shape", _sizes(self.name, self.shape))
         for field_, value in self._unusual():
@@ -146,18 +148,23 @@ class Param:
             yield "dtype", dtypes.canonical(self.dtype)
         if self.grad_dtype is not None:
             yield "grad_dtype", dtypes.canonical(self.grad_dtype)
-        stored: object = self.quantised
-        if not isinstance(stored, bool | str | np.bool_) or stored not in QUANTISED:
-            known = ", ".join(map(repr, QUANTISED))
-            raise ParamLayoutError(f"parameter {self.name!r}: quantised={stored!r}; give one of {known}")
-        if isinstance(stored, np.bool_):
-            yield "quantised", bool(stored)
+        if type(self.quantised) is not bool:
+            yield "quantised", self._stored()
         for name in ("shared_embedding", "expert_parallel", "managed"):
             value = getattr(self, name)
             if type(value) is not bool and not (name == "managed" and value is None):
                 yield name, flag(value, f"{name} of parameter {self.name!r}")
         if type(self.gtp_remat_size) is not int or self.gtp_remat_size < 1:
             yield "gtp_remat_size", positive(self.gtp_remat_size, f"gtp_remat_size of parameter {self.name!r}")
+
+    def _stored(self) -> bool | str:
+        """What `quantised` says, of numpy's types too."""
+        stored: object = self.quantised
+        kind = bool(stored) if isinstance(stored, np.bool_) else known(stored, FORMATS)
+        if kind is None:
+            choices = ", ".join(map(repr, (False, True, *FORMATS)))
+            raise ParamLayoutError(f"parameter {self.name!r}: quantised={shown(stored)}; give one of {choices}")
+        return kind
 
     @property
     def gradient(self) -> str:
@@ -172,13 +179,14 @@ class Param:
         return self.managed
 
 
-QUANTISED = (False, True, "fp8", "mxfp8", "nvfp4")
-"""Storage of parameters: as it is, quantised, or quantised in one of the formats that Megatron's buffers know."""
+FORMATS = ("fp8", "mxfp8", "nvfp4")
+"""In which parameters are quantised that Megatron's buffers know."""
 
 
 def _sizes(name: str, shape: object) -> tuple[int, ...]:
-    listed = shape if isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes) else (shape,)
-    sizes = tuple(whole(n, f"a size of parameter {name!r}", ParamLayoutError) for n in listed)
+    several = isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes)
+    given = listed(shape, f"sizes of parameter {name!r}", ParamLayoutError) if several else (shape,)
+    sizes = tuple(whole(n, f"a size of parameter {name!r}", ParamLayoutError) for n in given)
     if min(sizes, default=0) < 0:
         raise ParamLayoutError(f"parameter {name!r} has shape {sizes}; sizes are >= 0")
     return sizes
@@ -187,12 +195,12 @@ def _sizes(name: str, shape: object) -> tuple[int, ...]:
 def forward(params: Iterable[Param]) -> tuple[Param, ...]:
     """The parameters, in forward order. Raises ParamLayoutError for what is no Param, or a name given twice."""
     if isinstance(params, Param) or not isinstance(params, Iterable):
-        raise ParamLayoutError(f"params is {params!r}; give parameters in forward order")
-    out = tuple(params)
+        raise ParamLayoutError(f"params is {shown(params)}; give parameters in forward order")
+    out = listed(params, "parameters", ParamLayoutError)
     seen: set[str] = set()
     for param in out:
         if not isinstance(param, Param):
-            raise ParamLayoutError(f"{param!r} is no parameter; give buffers.Param(name, shape)")
+            raise ParamLayoutError(f"{shown(param)} is no parameter; give buffers.Param(name, shape)")
         if param.name in seen:
             raise ParamLayoutError(f"parameter {param.name!r} is given twice; a tied parameter lies in a buffer once")
         seen.add(param.name)

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from shardmath import dtypes
 from shardmath.buffers.param import Param, flag, named, numbered, positive
 from shardmath.errors import ParamLayoutError
+from shardmath.given import listed, mapping, plural, shown
 from shardmath.whole import whole
 
 __all__ = ["BufferKey", "FullParamLayout", "PerBufferParamLayout", "Placed", "Rule", "laid_out"]
@@ -86,15 +87,16 @@ class PerBufferParamLayout:
         shapes: Iterable[tuple[int, ...]] = (),
         data_parallel_world_size: int | None = None,
     ) -> None:
-        pairs = param_index_map.items() if isinstance(param_index_map, Mapping) else param_index_map
+        given = param_index_map.items() if isinstance(param_index_map, Mapping) else param_index_map
+        pairs = map(_pair, listed(given, "entries of param_index_map", ParamLayoutError))
         placed = tuple((named(name), _place(name, at)) for name, at in pairs)
         fields = (
             placed,
-            tuple(map(_border, bucket_indices)),
+            tuple(map(_border, listed(bucket_indices, "bucket_indices", ParamLayoutError))),
             _integers(per_bucket_numel_unpadded, "an unpadded size"),
             _integers(param_indices, "a number of param_indices"),
             _size(num_optimizer_shards, "num_optimizer_shards"),
-            tuple(map(functools.cache(_shape), map(tuple, shapes))),
+            _shapes(shapes),
             _size(data_parallel_world_size, "data_parallel_world_size"),
             MappingProxyType(dict(placed)),
         )
@@ -117,8 +119,9 @@ class PerBufferParamLayout:
         return f"PerBufferParamLayout({shown}, shapes={shapes!r}, data_parallel_world_size={size!r})"
 
     def __str__(self) -> str:
-        what = f"{_count(self.placed, 'parameter')} in {_count(self.bucket_indices, 'bucket')}"
-        return f"{what}, {self.numel} elements, {self.padding} of them padding ({100 * self.padding_share:.2f} %)"
+        what = f"{plural(self.placed, 'parameter')} in {plural(self.bucket_indices, 'bucket')}"
+        share = f"{100 * self.padding_share:.2f} %"
+        return f"{what}, {plural(self.numel, 'element')}, {self.padding} of them padding ({share})"
 
     def _fields(self) -> tuple[object, ...]:
         counts = self.per_bucket_numel_unpadded, self.param_indices, self.num_optimizer_shards
@@ -160,7 +163,7 @@ MOST = 1 << 62
 
 def _integers(values: Iterable[object], what: str) -> tuple[int, ...]:
     """The values as ints. Raises ParamLayoutError, which says `what` each is, for what is none, or beyond `MOST`."""
-    given = tuple(values)
+    given = listed(values, what, ParamLayoutError)
     if not set(map(type, given)) <= {int}:
         given = tuple(whole(value, what, ParamLayoutError) for value in given)
     out = cast(tuple[int, ...], given)
@@ -173,26 +176,35 @@ def _size(value: object, what: str) -> int | None:
     return None if value is None else positive(value, what)
 
 
-def _count(items: Sequence[object], what: str) -> str:
-    return f"{len(items)} {what}{'s' * (len(items) != 1)}"
+def _pair(entry: object) -> tuple[object, Iterable[object]]:
+    if type(entry) is tuple and len(entry) == 2:
+        return entry
+    raise ParamLayoutError(f"entry {shown(entry)} of param_index_map is not one; give name -> (start, end, bucket)")
 
 
-def _place(name: str, at: Iterable[object]) -> Placed:
-    out = _integers(at, f"the place of parameter {name!r}")
+def _place(name: object, at: Iterable[object]) -> Placed:
+    numbers = listed(at, f"start, end and bucket of parameter {name!r}", ParamLayoutError)
+    out = _integers(numbers, f"the place of parameter {name!r}")
     if len(out) != 3:
         raise ParamLayoutError(f"parameter {name!r} lies at {out}; give its start, its end and its bucket")
     return out
 
 
 def _border(pair: Iterable[object]) -> tuple[int, int]:
-    out = _integers(pair, "a border of a bucket")
+    out = _integers(listed(pair, "start and end of a bucket", ParamLayoutError), "a border of a bucket")
     if len(out) != 2:
         raise ParamLayoutError(f"a bucket is {out}; give its start and its end")
     return out
 
 
-def _shape(sizes: tuple[object, ...]) -> tuple[int, ...]:
-    return _integers(sizes, "a size in shapes")
+def _shapes(shapes: object) -> tuple[tuple[int, ...], ...]:
+    """The shapes, all sizes in integers; of a model's they are looked at all at once."""
+    every = listed(shapes, "shapes", ParamLayoutError)
+    given = tuple(listed(one, "sizes of a shape", ParamLayoutError) for one in every)
+    sizes = _integers(itertools.chain.from_iterable(given), "a size in shapes")
+    rest = iter(sizes)
+    plain = set(map(type, itertools.chain.from_iterable(given))) <= {int}
+    return given if plain else tuple(tuple(itertools.islice(rest, len(one))) for one in given)
 
 
 def _restored(*fields: object) -> PerBufferParamLayout:
@@ -301,10 +313,11 @@ class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
     entries: tuple[tuple[BufferKey, PerBufferParamLayout], ...]
 
     def __init__(self, layouts: Mapping[BufferKey, PerBufferParamLayout]) -> None:
-        for key, layout in layouts.items():
+        known = mapping(layouts, "layouts are ", "BufferKey to PerBufferParamLayout", ParamLayoutError)
+        for key, layout in known.items():
             if not isinstance(key, BufferKey) or not isinstance(layout, PerBufferParamLayout):
                 raise ParamLayoutError(f"{key!r}: {type(layout).__name__}; give BufferKey -> PerBufferParamLayout")
-        object.__setattr__(self, "entries", tuple(layouts.items()))
+        object.__setattr__(self, "entries", tuple(known.items()))
 
     @property
     def layouts(self) -> dict[BufferKey, PerBufferParamLayout]:

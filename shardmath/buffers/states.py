@@ -29,6 +29,7 @@ from shardmath.box import flat_boxes, volume
 from shardmath.buffers.param import Param, forward, positive
 from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
 from shardmath.errors import ParamLayoutError
+from shardmath.given import instance, known, listed, mapping, shown
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
 from shardmath.placement import Ragged
@@ -62,17 +63,16 @@ def shard_ranges(buffer_layout: PerBufferParamLayout, shards: int, shard: int) -
     One shard is all of the buffer. Raises ParamLayoutError for any other number than the buffer is laid out for, and
     where a bucket is not divided evenly.
     """
-    _check_shards(buffer_layout, shards)
-    if not 0 <= whole(shard, "the shard", ParamLayoutError) < shards:
-        raise ParamLayoutError(f"shard {shard} of {shards}; use 0..{shards - 1}")
-    sizes = ((start, (end - start) // shards) for start, end in buffer_layout.bucket_indices)
-    return tuple((start + shard * size, start + (shard + 1) * size) for start, size in sizes)
+    count, number = _check_shards(buffer_layout, shards), whole(shard, "the shard", ParamLayoutError)
+    if not 0 <= number < count:
+        raise ParamLayoutError(f"shard {number} of {count}; use 0..{count - 1}")
+    sizes = ((start, (end - start) // count) for start, end in buffer_layout.bucket_indices)
+    return tuple((start + number * size, start + (number + 1) * size) for start, size in sizes)
 
 
 def shard_numel(buffer_layout: PerBufferParamLayout, shards: int) -> int:
     """Elements of a rank's flat array. Raises ParamLayoutError where a bucket is not divided evenly."""
-    _check_shards(buffer_layout, shards)
-    return buffer_layout.numel // shards
+    return buffer_layout.numel // _check_shards(buffer_layout, shards)
 
 
 def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None) -> int:
@@ -80,11 +80,12 @@ def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis =
     return shard_numel(buffer_layout, math.prod(mesh.axis_size(name) for name in _axes(mesh, axis)))
 
 
-def _check_shards(buffer: object, shards: int) -> None:
+def _check_shards(buffer: object, given: int) -> int:
+    """The number of shards, which the buffer is laid out for."""
     if not isinstance(buffer, PerBufferParamLayout):
         what = f"{type(buffer).__name__} is no layout of one buffer"
         raise ParamLayoutError(f"{what}; of a FullParamLayout take each value, and join what comes of them")
-    positive(shards, "the number of shards")
+    shards = positive(given, "the number of shards")
     for made_for in (buffer.data_parallel_world_size, buffer.num_optimizer_shards):
         if made_for == 1 and shards > 1:
             what = f"every rank has all of this buffer, {shards} ranks cannot share it"
@@ -96,6 +97,7 @@ def _check_shards(buffer: object, shards: int) -> None:
         if (end - start) % shards:
             what = f"bucket {number} has {end - start} elements, which {shards} ranks do not divide evenly"
             raise ParamLayoutError(f"{what}; lay the buffer out for data_parallel_world_size={shards}")
+    return shards
 
 
 @overload
@@ -147,13 +149,14 @@ def state_layouts(
     Raises ParamLayoutError for another number of ranks than the buffer is laid out for (but one, which has all of it),
     where ranks do not divide a bucket evenly, or where shapes are needed and unknown.
     """
-    if shape not in ("flat", "nd"):
-        raise ParamLayoutError(f"shape={shape!r}; use 'flat', or 'nd' for the shapes of the parameters")
+    if known(shape, ("flat", "nd")) is None:
+        raise ParamLayoutError(f"shape={shown(shape)}; use 'flat', or 'nd' for the shapes of the parameters")
     groups = _groups(mesh, axis)
     if shape == "flat":
         if ranks is not None or buffer != SHARD:
             raise ParamLayoutError("ranks= and buffer= are for the Store of shape='nd'; give them to state_store")
         return _flat(buffer_layout, mesh, axis, len(groups[0]), dtype)
+    _check_shards(buffer_layout, len(groups[0]))
     if len(buffer_layout.shapes) != len(buffer_layout.placed):
         raise ParamLayoutError(
             "the buffer's layout has no shapes; make it with PerBufferParamLayout(..., shapes=), or use shape='flat'"
@@ -199,7 +202,8 @@ class _Held(NamedTuple):
 def _axes(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
     if not isinstance(mesh, Mesh):
         raise ParamLayoutError(f"mesh is {mesh!r}; give a shardmath.Mesh, for example Mesh(dp=4)")
-    return tuple(mesh.shape) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    given = (axis,) if isinstance(axis, str) else axis
+    return tuple(mesh.shape) if given is None else listed(given, "axes", ParamLayoutError)
 
 
 def _groups(mesh: Mesh, axis: Axis) -> list[tuple[int, ...]]:
@@ -264,7 +268,8 @@ def state_store(
     `buffer` names the array. There is a view of each parameter and rank, of local tensors without elements at 0: name
     `ranks` where there are many. Raises ParamLayoutError as `state_layouts` does.
     """
-    wanted = set(mesh.ranks) if ranks is None else set(mesh.ranks).intersection(ranks)
+    _check_shards(buffer_layout, math.prod(mesh.axis_size(name) for name in _axes(mesh, axis)))
+    wanted = set(mesh.ranks) if ranks is None else set(mesh.ranks) & _chosen(ranks)
     views = {(name, rank): View(buffer) for name in buffer_layout.param_index_map for rank in wanted}
     interned: _Cuts = {}
     for group in _groups(mesh, axis):
@@ -313,15 +318,21 @@ def model_parallel_state(
     return _windowed({param.name: param.shape for param in listed}, held, dtype, ranks, buffer)
 
 
+def _chosen(ranks: Iterable[int]) -> set[int]:
+    return {whole(rank, "a rank", ParamLayoutError) for rank in listed(ranks, "ranks", ParamLayoutError)}
+
+
 def _named(params: Iterable[Param], names: Container[str]) -> Iterator[Param]:
     return (param for param in params if param.name in names)
 
 
 def _check_parameters(params: Sequence[Param], layouts: Mapping[str, Layout]) -> None:
+    mapping(layouts, "layouts are ", "name to Layout", ParamLayoutError)
     missing = [param.name for param in params if param.name not in layouts]
     if missing:
         raise ParamLayoutError(f"no layouts for {missing[:8]}; give one for each parameter")
     for name, shape, layout in ((param.name, param.shape, layouts[param.name]) for param in params):
+        instance(layout, Layout, f"give the Layout of parameter {name!r}", ParamLayoutError)
         if layout.shape != shape:
             raise ParamLayoutError(f"parameter {name!r} has shape {shape}, its layout {layout.shape}; make them agree")
         if layout.partial:
@@ -361,7 +372,7 @@ def _windowed(
     ranks: Iterable[int] | None,
     buffer: str,
 ) -> tuple[Windows, Store]:
-    wanted = None if ranks is None else set(ranks)
+    wanted = None if ranks is None else _chosen(ranks)
     known: dict[object, tuple[tuple[Layout, ...], list[_Place]]] = {}
     out: Windows = {}
     views: dict[tuple[str, int], View] = {}

@@ -999,7 +999,7 @@ def test_unknown_dtypes() -> None:
     [
         (made({"a": (0.5, 2.9, 0)}, [(0, 2)], [2]), "the place of parameter 'a' is 0.5; give an integer"),
         (made({"a": (0, 2, False)}, [(0, 2)], [2]), "the place of parameter 'a' is False; give an integer"),
-        (made({"a": "012"}, [(0, 2)], [2]), "the place of parameter 'a' is '0'; give an integer"),
+        (made({"a": "012"}, [(0, 2)], [2]), "start, end and bucket of parameter 'a' are '012'; give a tuple"),
         (made({"a": (0, 2)}, [(0, 2)], [2]), "parameter 'a' lies at (0, 2); give its start, its end and its bucket"),
         (made({3: (0, 2, 0)}, [(0, 2)], [2]), "the name of a parameter is 3; name parameters by str"),
         (made({"a": (0, 2, 0)}, [(0, 2.5)], [2]), "a border of a bucket is 2.5; give an integer"),

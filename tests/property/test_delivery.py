@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -334,9 +336,10 @@ def test_sums_are_not_passed_on(fails) -> None:
 def test_tables_that_cannot_be_read(fails) -> None:
     prog = passing_on()
     bands = prog.legs.bands
-    for broken in (None, dataclasses.replace(bands, first=bands.first[:1])):
+    short = dataclasses.replace(bands, first=bands.first[:1])
+    for broken, what in ((None, "the program's tables cannot be read: .*"), (short, ".* are not of one length")):
         wrong = dataclasses.replace(prog, legs=dataclasses.replace(prog.legs, bands=broken))
-        with pytest.raises(PlanError, match=r"^the program's tables cannot be read: .*; schedule it anew$"):
+        with pytest.raises(PlanError, match=rf"^{what}; schedule it anew$"):
             verify(wrong)
     narrow = dataclasses.replace(bands, at=bands.at.astype(np.int32))
     wrong = dataclasses.replace(prog, legs=dataclasses.replace(prog.legs, bands=narrow))
@@ -544,3 +547,29 @@ def gets_through(rounds: Rounds) -> bool:
                 mine.pop(0)
                 moved = True
     return not any(left.values())
+
+
+def with_far_numbers(table: object) -> Iterator[object]:
+    """The table with one number far away, in each column at its beginning and its end."""
+    for field in dataclasses.fields(table):
+        column = getattr(table, field.name)
+        if isinstance(column, np.ndarray) and column.dtype == np.int64 and column.size:
+            for at in (0, -1):
+                far = column.copy()
+                far.ravel()[at] = 1 << 26
+                yield dataclasses.replace(table, **{field.name: far})
+
+
+def test_a_wrong_number_takes_no_memory() -> None:
+    """`bands.first[-1]` was never compared with how many bands there are: 3 GiB were asked for, and then refused."""
+    legs = passing_on().legs
+    wrong = [dataclasses.replace(legs, bands=bands) for bands in with_far_numbers(legs.bands)]
+    wrong += [dataclasses.replace(legs, lines=on) for on in with_far_numbers(legs.lines)]
+    tracemalloc.start()
+    try:
+        for one in wrong:
+            with contextlib.suppress(PlanError):
+                verify(dataclasses.replace(passing_on(), legs=one))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()

@@ -201,7 +201,7 @@ def test_the_topology_is_the_plans_own() -> None:
 def test_ranks_and_repr() -> None:
     prog = PROGRAMS["in between"]
     assert prog.ranks == prog.plan.ranks == tuple(range(11))
-    assert repr(prog) == f"<program of {prog.plan!r}, {prog.slots} slots of {prog.turns} turns, {prog.digest[:12]}>"
+    assert repr(prog) == f"<program of {prog.plan!r}, {prog.slots} slots of 1 turn, {prog.digest[:12]}>"
 
 
 # Pieces by hand

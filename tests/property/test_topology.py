@@ -97,7 +97,7 @@ def test_what_is_no_topology(fails, given_as: dict[str, object], message: str) -
 def test_what_is_no_rank(fails) -> None:
     fails(lambda: H100.node(-1), PlanError, "rank -1 is negative; number ranks from 0")
     fails(lambda: H100.node(1.5), PlanError, "a rank is 1.5; give an integer")
-    fails(lambda: H100.nodes(None), PlanError, "None are no ranks; give integers")
+    fails(lambda: H100.nodes(None), PlanError, "ranks are None; give a tuple")
     fails(lambda: H100.nodes([3, -2]), PlanError, "rank -2 is negative; number ranks from 0")
 
 
