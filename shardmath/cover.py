@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -18,6 +17,7 @@ from shardmath.digit import Dimension
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.lines import Batch
+from shardmath.memo import memo
 from shardmath.overlay import Overlay
 from shardmath.partition import Ints, partition, spans
 from shardmath.template import Template, expand
@@ -48,7 +48,7 @@ def _common(a: Dimension, b: Dimension) -> int | None:
     return int(meet[0]) if len(meet) else None
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _union(dimension: Dimension) -> tuple[Ints, Ints]:
     """Starts and stops of the disjoint ranges that anybody holds, ascending."""
     start, stop, _, _ = spans(partition(dimension).parts)
@@ -92,7 +92,7 @@ def check_covered(batches: Sequence[Batch]) -> None:
             _missing(parts, int(short[0]))
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _covered(t: Template) -> bool:
     """Whether every position gets all that it has cells for."""
     if all(map(_whole, t.overlays)):
@@ -100,7 +100,7 @@ def _covered(t: Template) -> bool:
     return bool((_given(t) == cells_held(t.dst) * t.reduction.addends).all())
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _whole(over: Overlay) -> bool:
     """Whether every part of the destination is covered in this dimension."""
     return _got(over) == [runs.size for runs in over.target.parts]

@@ -22,7 +22,8 @@ def _used(memory: Tensor) -> torch.cuda.Event:
     """What ends when the current stream has done with the memory, which is not given to another before that."""
     stream = torch.cuda.current_stream()
     memory.record_stream(stream)
-    return stream.record_event()
+    event: torch.cuda.Event = stream.record_event()
+    return event
 
 
 def _wait(used: object) -> None:

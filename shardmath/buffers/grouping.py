@@ -21,6 +21,7 @@ from shardmath.buffers.layer_wise import layer_wise
 from shardmath.buffers.param import Param, forward, numbered
 from shardmath.buffers.param_layout import BufferKey, FullParamLayout, Rule
 from shardmath.errors import ParamLayoutError
+from shardmath.memo import memo
 
 __all__ = ["full_layout"]
 
@@ -79,7 +80,7 @@ def _key(param: Param, grad_reduce_in_fp32: bool, tagged: bool) -> BufferKey:
     return _buffer_key(stored, gradient, param.expert_parallel, tagged and param.is_managed)
 
 
-_buffer_key = functools.lru_cache(BufferKey)
+_buffer_key = memo()(BufferKey)
 
 
 def _apart(key: BufferKey) -> tuple[bool, bool]:
