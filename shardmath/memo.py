@@ -2,10 +2,11 @@
 
 1. `memo` keeps what a pure function of hashable values returned, as `functools.lru_cache` does: nothing but time
    depends on what is kept.
-2. What all such functions keep together is bounded by memory. An entry is weighed when it is made, its arguments with
-   it: arrays by their bytes, long sequences by a sample. Weights lean to the high side, since what entries of two
-   functions share is counted for both.
-3. When together they weigh more than MOST_BYTES, those that weigh most are emptied until half of that is free.
+2. What all such functions keep together is bounded by memory. An entry is weighed when it is made: arrays by their
+   bytes, long sequences by a sample. Weights lean to the high side, since what two entries share is counted for both;
+   of arguments only plain data is weighed, since objects are mostly part of some result.
+3. When together they would weigh more than MOST_BYTES, all are emptied: the entries of one function hold, as arguments,
+   what another made, so that emptying some would end little.
 
 >>> @memo()
 ... def squares(n):
@@ -23,6 +24,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection
 from itertools import islice
+from time import perf_counter
 from typing import TypeVar
 
 import numpy as np
@@ -32,14 +34,11 @@ __all__ = ["clear_caches", "memo", "weight"]
 MOST_BYTES = 512 << 20
 """Of all that is kept, by weight."""
 
-SAMPLED = 5
+SAMPLED = 3
 """Elements of a longer sequence that are weighed."""
 
-SMALL, SKIPPED = 4096, 15
-"""After an entry of less than so many bytes, so many more are taken to weigh the same: weighing takes microseconds."""
-
-MOST_SEEN = 4096
-"""Objects of which a function remembers that they are weighed."""
+SHARE = 1 / 64
+"""Of the time in which entries are made that goes into weighing them; the others are taken to weigh as the last did."""
 
 _R = TypeVar("_R")
 _Wrapper = functools._lru_cache_wrapper
@@ -51,27 +50,24 @@ class _Account:
     def __init__(self) -> None:
         self.cache: _Wrapper[object] | None = None
         self.nbytes = 0
-        self._seen: set[int] = set()
-        self._last, self._skip = 0, 0
+        self._last = 0
+        self._allowed = 1e-9  # seconds for weighing: the first entry is weighed
 
-    def add(self, arguments: tuple[object, ...], result: object) -> None:
-        """One more entry; from time to time, and whenever one is large, room is made for it."""
-        if self._skip:
-            self._skip -= 1
-            self.nbytes += self._last
-            return
-        self._last = _weighed(arguments, self._seen) + _weighed(result, set())
-        self._skip = SKIPPED if self._last < SMALL else 0
-        if len(self._seen) > MOST_SEEN:
-            self._seen = set()
+    def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
+        """One more entry, made in so many seconds, which are few where it is small."""
+        self._allowed += seconds * SHARE
+        if self._allowed > 0:
+            start = perf_counter()
+            self._last = _weighed(arguments, None) + _weighed(result, set())
+            _make_room(self._last)
+            self._allowed -= perf_counter() - start
         self.nbytes += self._last
-        _make_room()
 
     def empty(self) -> None:
         """Nothing is kept any longer."""
         assert self.cache is not None, "an account is listed with its cache"
         self.cache.cache_clear()
-        self.nbytes, self._skip, self._seen = 0, 0, set()
+        self.nbytes = 0
 
 
 _accounts: list[_Account] = []
@@ -85,8 +81,9 @@ def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
 
         @functools.wraps(function)
         def made(*arguments: object) -> _R:
+            start = perf_counter()
             result = function(*arguments)
-            account.add(arguments, result)
+            account.add(arguments, result, perf_counter() - start)
             return result
 
         kept = functools.lru_cache(maxsize=most)(made)
@@ -107,15 +104,10 @@ def clear_caches() -> None:
         account.empty()
 
 
-def _make_room() -> None:
-    total = sum(account.nbytes for account in _accounts)
-    if total <= MOST_BYTES:
-        return
-    for account in sorted(_accounts, key=lambda account: -account.nbytes):
-        if total <= MOST_BYTES // 2:
-            return
-        total -= account.nbytes
-        account.empty()
+def _make_room(nbytes: int) -> None:
+    """Room for so many bytes more."""
+    if nbytes + sum(account.nbytes for account in _accounts) > MOST_BYTES:
+        clear_caches()
 
 
 def weight(value: object) -> int:
@@ -123,7 +115,8 @@ def weight(value: object) -> int:
     return _weighed(value, set())
 
 
-def _weighed(value: object, seen: set[int]) -> int:
+def _weighed(value: object, seen: set[int] | None) -> int:
+    """The weight without objects of which `seen` has the id, or without any object where it is None."""
     if isinstance(value, np.ndarray):
         return 112 + value.nbytes
     if isinstance(value, tuple | list | set | frozenset):
@@ -133,18 +126,19 @@ def _weighed(value: object, seen: set[int]) -> int:
     names = _fields(type(value))
     if not names:
         return sys.getsizeof(value)
-    if id(value) in seen:
+    if seen is None or id(value) in seen:
         return 0
     seen.add(id(value))
     return 48 + 8 * len(names) + sum(_weighed(getattr(value, name), seen) for name in names)
 
 
-def _weighed_items(items: Collection[object], seen: set[int]) -> int:
+def _weighed_items(items: Collection[object], seen: set[int] | None) -> int:
     n = len(items)
     if n <= SAMPLED:
         return sum(_weighed(item, seen) for item in items)
-    some = sum(_weighed(item, seen) for item in islice(items, 0, None, -(-n // SAMPLED)))
-    return some * n // SAMPLED
+    step = -(-n // SAMPLED)
+    some = sum(_weighed(item, seen) for item in islice(items, 0, None, step))
+    return some * n // -(-n // step)
 
 
 @functools.cache
