@@ -21,6 +21,7 @@ from shardmath.errors import (
     StoreError,
 )
 from shardmath.layout import Layout, equivalent
+from shardmath.memo import clear_caches
 from shardmath.mesh import Mesh
 from shardmath.placement import (
     Balanced,
@@ -102,6 +103,7 @@ __all__ = [
     "Transfer",
     "adjoint",
     "certify",
+    "clear_caches",
     "equivalent",
     "plan",
     "recognise",

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import numpy as np
 
 from shardmath.flow import shares
 from shardmath.lines import Batch, Lines, Ranks, wire
+from shardmath.memo import memo
 from shardmath.partition import Ints
 from shardmath.template import Template, snap, unit_grains, unit_rows
 from shardmath.topology import Topology
@@ -151,7 +151,7 @@ class Grid:
         return out
 
 
-@functools.lru_cache(maxsize=8)
+@memo(8)
 def grid(on: Lines, batches: tuple[Batch, ...]) -> Grid:
     """The grid of all blocks of these lines."""
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(on.nbytes)))
@@ -246,7 +246,7 @@ def _place(on: Lines, held: Ranks, block: int, rank: int) -> int:
     return at - sum(_among(asking, other) for other in held[: bisect.bisect_left(held, rank)])
 
 
-@functools.lru_cache(maxsize=64)
+@memo(64)
 def _asked_by(on: Lines, rank: int) -> tuple[tuple[int, int], ...]:
     """(line, block) of all blocks that the rank is a receiver of."""
     among = np.array([_among(ranks, rank) for ranks in on.sets], bool)

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeAlias
@@ -21,6 +20,7 @@ from shardmath.digit import Dimension
 from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.lines import Batch
+from shardmath.memo import memo
 from shardmath.overlay import Overlay
 from shardmath.partition import Ints, partition, spans
 from shardmath.template import Template, expand
@@ -51,7 +51,7 @@ def _common(a: Dimension, b: Dimension) -> int | None:
     return int(meet[0]) if len(meet) else None
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _union(dimension: Dimension) -> tuple[Ints, Ints]:
     """Starts and stops of the disjoint ranges that anybody holds, ascending."""
     start, stop, _, _ = spans(partition(dimension).parts)
@@ -80,7 +80,7 @@ def _hulls(windows: tuple[Layout, ...]) -> tuple[Ints, Ints]:
     return np.array(lo, np.int64).reshape(shape), np.array(hi, np.int64).reshape(shape)
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def holds_all(windows: tuple[Layout, ...]) -> bool:
     """Whether the ranks of a side hold every element of the tensor between them."""
     if any(all(map(_all_held, layout.dims)) for layout in windows):
@@ -98,7 +98,7 @@ def not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
     return tuple(sorted(name for name, windows in side.items() if id(windows) in short)) if short else ()
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _all_held(dimension: Dimension) -> bool:
     start, stop = _union(dimension)
     return dimension.size == 0 or (len(start) == 1 and int(stop[0] - start[0]) == dimension.size)
@@ -164,7 +164,7 @@ def check_covered(batches: Sequence[Batch]) -> None:
             _missing(parts, int(short[0]))
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _covered(t: Template) -> bool:
     """Whether every position gets all that it has cells for."""
     if all(map(_whole, t.overlays)):
@@ -172,7 +172,7 @@ def _covered(t: Template) -> bool:
     return bool((_given(t) == cells_held(t.dst) * t.reduction.addends).all())
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _whole(over: Overlay) -> bool:
     """Whether every part of the destination is covered in this dimension."""
     return _got(over) == [runs.size for runs in over.target.parts]

@@ -17,7 +17,6 @@ Placements, text, DTensor's shard order and the grammar are all made of these.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from shardmath.errors import PlacementError, ShardError
+from shardmath.memo import memo
 from shardmath.runs import Runs, Segment, _make, compose, concat, identity
 from shardmath.whole import whole
 
@@ -418,7 +418,7 @@ def _shifted(parts: list[Runs], sizes: list[int]) -> Iterator[Runs]:
         yield _make(tuple((lo, g + at, n) for lo, g, n in part.segments), len(part))
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def cells(dimension: Dimension) -> tuple[Runs, ...]:
     """The Runs at every coordinate of the dimension's axes, row-major in `dimension.axes`."""
     if len(dimension.fields) == 1:

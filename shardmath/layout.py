@@ -17,7 +17,6 @@ bfloat16[9, 4] (tp dp n) h on dp=4 tp=2
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ from shardmath.digest import digest
 from shardmath.digit import Chunks, Digit, Dimension, Stage, divided
 from shardmath.errors import LayoutError, MeshError, PlacementError
 from shardmath.given import instance, known, listed, mapping, shown, text
+from shardmath.memo import memo
 from shardmath.mesh import Mesh
 from shardmath.notation import Partials, Rules, padded, parse, rule_names, unparse
 from shardmath.partition import partition
@@ -182,12 +182,12 @@ class Layout:
         return any(runs.size < len(runs) for runs in self.runs(rank))
 
 
-@functools.lru_cache(maxsize=512)
+@memo(512)
 def _positions(axes: tuple[tuple[str, int], ...]) -> Mesh:
     return Mesh(dict(axes))
 
 
-@functools.lru_cache(maxsize=512)
+@memo(512)
 def _runs(layout: Layout, rank: int) -> tuple[Runs, ...]:
     coords = layout.mesh.coords(rank)
     return tuple(dim.runs(coords) for dim in layout.dims)
@@ -257,7 +257,7 @@ def _mapping(given: object, what: str, of: str) -> Mapping[Any, Any]:
     return mapping(given, what, of, LayoutError)
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _parsed(
     spec: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[Dimension, ...], Partials]:
@@ -428,7 +428,7 @@ def _addends(form: Layout, order: _Order) -> tuple[object, ...]:
     return (form.op, *addend.tolist()) if addend.any() else ()
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _numbered(dim: Dimension, mesh: Mesh, order: _Order) -> tuple[tuple[Runs, ...], tuple[int, ...]]:
     """The parts in the order of the first position that holds them, and each position's number."""
     parts = partition(dim)
@@ -440,18 +440,18 @@ def _numbered(dim: Dimension, mesh: Mesh, order: _Order) -> tuple[tuple[Runs, ..
     return tuple(parts.parts[part] for part in number), tuple(map(number.__getitem__, held))
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _digest_of_dimension(dim: Dimension, mesh: Mesh, order: _Order) -> str:
     return digest(_numbered(dim, mesh, order))
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _digest_by_position(form: Layout, order: _Order) -> str:
     dims = tuple(_digest_of_dimension(dim, form.mesh, order) for dim in form.dims)
     return digest((form.shape, form.dtype, form.mesh.size, dims, _addends(form, order)))
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _digest_of_ranks(mesh: Mesh) -> tuple[_Order, str]:
     """The order of positions by ascending rank, None if they are so, and a digest of the ranks."""
     ascending = tuple(sorted(mesh.ranks))

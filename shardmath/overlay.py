@@ -16,12 +16,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardmath.digit import Dimension
+from shardmath.memo import memo
 from shardmath.partition import Bools, Ints, Partition, partition, spans
 
 __all__ = ["Overlay", "Parts", "begins", "distinct", "overlaid", "overlay", "ranges"]
@@ -81,7 +81,7 @@ class Overlay:
     dst: Ints
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def overlaid(source: Dimension, target: Dimension) -> Overlay:
     """The overlay of two layouts of one dimension."""
     return overlay(partition(source), partition(target))

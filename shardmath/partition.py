@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.digit import Dimension, cells
+from shardmath.memo import memo
 from shardmath.mesh import Mesh
 from shardmath.runs import Runs
 
@@ -43,7 +43,7 @@ class Partition:
         return self.cell[mesh.coordinate(self.axes)]
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def partition(dimension: Dimension) -> Partition:
     """The parts of one dimension of a layout."""
     number: dict[Runs, int] = {}

@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from shardmath.errors import PlanError
 from shardmath.given import plural
 from shardmath.layout import Layout
 from shardmath.lines import Lines, Ranks, wire
+from shardmath.memo import memo
 from shardmath.overlay import begins, ranges
 from shardmath.partition import Ints
 from shardmath.plan import Plan, Transfer, spelled
@@ -189,7 +189,7 @@ def _message(key: tuple[int, int, str], pieces: list[Transfer]) -> Message:
     return Message(peer, way, sum(t.nbytes for t in pieces), tuple(pieces), leg)
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def nodes_of(ranks: Ranks, per_node: int) -> tuple[Ranks, ...]:
     """The ranks by node of `per_node` ranks, in order."""
     return tuple(tuple(group) for _, group in itertools.groupby(ranks, lambda rank: rank // per_node))
@@ -280,7 +280,7 @@ def _straight(legs: Legs, at: _Entries) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     return some, block, _within(block, size) + legs.bands.start[block], at.lo[some], size
 
 
-@functools.lru_cache(maxsize=512)
+@memo(512)
 def streams(legs: Legs, line: int) -> Streams:
     """All streams of a line: the first leg, and what is passed on of it."""
     at = _entries(legs, line)

@@ -36,6 +36,7 @@ from shardmath.cover import cells_held, check_disjoint
 from shardmath.errors import PlanError
 from shardmath.layout import Layout, equivalent, relabelled
 from shardmath.lines import Batch, Lines, Ranks
+from shardmath.memo import memo
 from shardmath.mesh import Mesh
 from shardmath.overlay import Parts
 from shardmath.partition import Bools, Ints
@@ -183,7 +184,7 @@ class _End(NamedTuple):
         return out
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _end(t: Template, source: bool) -> _End:
     mesh = t.src.mesh if source else t.dst.mesh
     pick = [(o.keys, o.source, o.pair_key) if source else (o.goals, o.target, o.pair_goal) for o in t.overlays]
@@ -325,7 +326,7 @@ def _arrivals(p: Plan, places: _Places) -> Iterable[Ints]:
         yield known[key]
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _asked(t: Template) -> tuple[Ints, Ints]:
     """By position of the destination: its group, of which one receives for all, and the elements that it asks for."""
     mesh = t.dst.mesh

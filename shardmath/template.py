@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ import numpy as np
 
 from shardmath.box import row_size
 from shardmath.layout import Layout
+from shardmath.memo import memo
 from shardmath.mesh import Mesh, strides
 from shardmath.overlay import Overlay, Parts, distinct, overlaid, overlay, ranges
 from shardmath.partition import Ints, Partition
@@ -102,7 +102,7 @@ def template(src: Layout, dst: Layout, rule: Reduction) -> Template:
     return _template(src.form, dst.form, rule)
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _template(src: Layout, dst: Layout, rule: Reduction) -> Template:
     hidden = (overlay(a, b) for a, b in hidden_pairs(src, rule))
     overlays = (*hidden, *map(overlaid, src.dims, dst.dims))
@@ -149,7 +149,7 @@ def _dividing(overlays: Sequence[Overlay], *, source: bool) -> tuple[Overlay, ..
     return tuple(over for over, held, sets in sides if len(held.parts) > 1 or len(sets) > 1)
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _members(overlays: tuple[Overlay, ...], source: bool, mesh: Mesh, wanted: bytes) -> Members:
     """The positions that hold each of the wanted (sorted) codes: one set of parts a dimension."""
     codes = np.frombuffer(wanted, np.int64)
@@ -171,7 +171,7 @@ def _members(overlays: tuple[Overlay, ...], source: bool, mesh: Mesh, wanted: by
     return _alike(first.tobytes(), position[used][order].tobytes())
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _alike(first: bytes, position: bytes) -> Members:
     """Equal members are one object."""
     return Members(np.frombuffer(first, np.int64), np.frombuffer(position, np.int64))
@@ -213,7 +213,7 @@ def unit_grains(t: Template) -> Ints:
     return np.where(size * t.src.itemsize <= SMALL, size, row) * t.src.itemsize
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _largest_box(t: Template) -> tuple[Ints, Ints, Ints]:
     """Of each unit: how many boxes it has, the elements of the largest, and those of a row of it."""
     boxes = np.ones(len(t.unit_size), np.int64)
@@ -226,7 +226,7 @@ def _largest_box(t: Template) -> tuple[Ints, Ints, Ints]:
     return boxes, size, size // np.maximum(lead, 1)
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _rows_of_pairs(over: Overlay) -> tuple[Ints, Ints]:
     """Of each pair: how many rows it has, and the size of the largest."""
     count = over.first[1:] - over.first[:-1]
@@ -243,13 +243,13 @@ class _Listed(NamedTuple):
     dst: list[list[int]]
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _listed(over: Overlay) -> _Listed:
     columns = (over.first, over.start, over.size, over.src, over.dst)
     return _Listed(*(column.tolist() for column in columns))
 
 
-@functools.lru_cache(maxsize=8192)
+@memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Rows], list[int]]:
     """Box by box and row-major: its row in each dimension, its size in each, and the elements up to its end."""
     listed = [_listed(over) for over in t.overlays]
@@ -316,7 +316,7 @@ def _column(parts: tuple[int, ...], held: Partition, position: int, mesh: Mesh) 
 Columns: TypeAlias = tuple[tuple[int, int], ...]
 
 
-@functools.lru_cache(maxsize=1 << 14)
+@memo(1 << 14)
 def _expand(t: Template, unit: int, columns: Columns, lo: int, hi: int, relayed: bool) -> list[Piece]:
     rows, sizes, ends = unit_boxes(t, unit)
     listed = [_listed(over) for over in t.overlays]

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from shardmath import placement as ours
 from shardmath.digit import Chunks, Dimension
 from shardmath.errors import LayoutError, PlacementError, ShardError
 from shardmath.layout import Layout, equivalent
+from shardmath.memo import memo
 from shardmath.mesh import Mesh, strides
 from shardmath.partition import partition
 from shardmath_torch import compat
@@ -163,7 +163,7 @@ def layout_like(
     return {reading: _layout(tuple(shape), mesh, given, name, reading) for reading in get_args(Reading)}
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def _layout(shape: Shape, mesh: Mesh, placements: Placements, dtype: str, reading: Reading) -> Layout | ShardError:
     try:
         return _made(shape, mesh, tuple(map(_ours, placements)), dtype, reading)
@@ -287,7 +287,7 @@ def _check_local(local: Tensor, layout: Layout) -> None:
         raise LayoutError(f"rank {rank} gives {tuple(local.shape)}, {layout} has {layout.local_shape(rank)} there")
 
 
-@functools.lru_cache(maxsize=4096)
+@memo()
 def placements_of(layout: Layout) -> Placements:
     """DTensor placements, one a mesh axis, of which one reading is the layout.
 

@@ -13,13 +13,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from shardmath import dtypes
+from shardmath.memo import memo
 
 __all__ = ["divide", "dtype_of", "fill", "flat", "fold", "missing", "words"]
 
@@ -87,7 +87,7 @@ def divide(cells: Tensor, by: int) -> None:
     torch.div(cells, by, out=cells)
 
 
-@functools.cache
+@memo()
 def missing(name: str, op: str) -> bool:
     """Whether torch has no such operation on elements of the named type; `op` is a reduction, "fill" or "divide"."""
     one = torch.zeros(dtypes.itemsize(name), dtype=torch.uint8).view(dtype_of(name))

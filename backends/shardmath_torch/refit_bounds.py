@@ -12,7 +12,6 @@ Copies that receivers pass on to each other could go below 2 and 3, never below 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardmath import Layout
+from shardmath.memo import memo
 from shardmath.runs import Runs, compose, invert
 
 __all__ = ["Bounds", "bounds"]
@@ -78,7 +78,7 @@ def _sorted(runs: Runs, n: int) -> Runs:
     return Runs(((start, start, length) for _, start, length in runs.segments), n)
 
 
-@functools.cache
+@memo()
 def _common(a: Held, b: Held, shape: tuple[int, ...]) -> int:
     """Elements in both."""
     return math.prod(compose(p, invert(q, n)).size for p, q, n in zip(a, b, shape, strict=True))

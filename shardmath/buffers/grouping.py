@@ -23,6 +23,7 @@ from shardmath.buffers.param import Param, flag, forward, numbered
 from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout, Rule
 from shardmath.errors import ParamLayoutError
 from shardmath.given import instance
+from shardmath.memo import memo
 
 __all__ = ["full_layout"]
 
@@ -96,7 +97,7 @@ def _key(param: Param, grad_reduce_in_fp32: bool, tagged: bool) -> BufferKey:
     return _buffer_key(stored, gradient, param.expert_parallel, tagged and param.is_managed)
 
 
-_buffer_key = functools.lru_cache(BufferKey)
+_buffer_key = memo()(BufferKey)
 
 
 def _apart(key: BufferKey) -> tuple[bool, bool]:

@@ -24,11 +24,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from functools import cache, lru_cache
 from typing import NamedTuple, TypeAlias
 
 from shardmath.errors import LayoutError, ShardError
 from shardmath.layout import Layout
+from shardmath.memo import memo
 from shardmath.mesh import Mesh
 
 __all__ = [
@@ -112,14 +112,14 @@ def kind(name: str) -> str:
     return _kind(TAIL.sub("", name))
 
 
-@cache
+@memo()
 def _kind(tail: str) -> str:
     module, _, leaf = tail.rpartition(".")
     found = next((kind for end, kind in MODULES if fnmatchcase(f".{module}", f"*.{end}")), "replicate")
     return {"weight": found, "bias": BIAS.get(found, "replicate")}.get(leaf, "replicate")
 
 
-@lru_cache(maxsize=1 << 17)
+@memo(1 << 17)
 def numbers(name: str) -> tuple[int | None, int | None]:
     """The layer and the expert that the name numbers; None where it has no such number."""
     layer, expert = LAYER.search(name), EXPERT.search(name) if "experts." in name else None

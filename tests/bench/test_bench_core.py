@@ -26,13 +26,6 @@ SMALL = 1 << 22
 """PyTorch's strided shards cost seconds and gigabytes at N: its figure is taken here and grows with the size."""
 MESH = sm.Mesh(dp=8, tp=8)
 RANK = 13
-CACHES = [
-    value
-    for name, module in sys.modules.items()
-    if name.startswith("shardmath.")
-    for value in vars(module).values()
-    if hasattr(value, "cache_clear")
-]
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "Shard": {"tp": sm.Shard(0)},
@@ -47,8 +40,7 @@ TORCH = {"Shard": N, "StridedShard, Shard": SMALL}
 
 def cold() -> None:
     """Forget everything computed so far, also what layouts remember."""
-    for cache in CACHES:
-        cache.cache_clear()
+    sm.clear_caches()
     for held in list(layout._interned.values()):
         object.__setattr__(held, "_form", None)
         object.__setattr__(held, "_digest", None)
