@@ -41,7 +41,7 @@ from shardmath.topology import Topology
 from shardmath.verify import verify
 
 if TYPE_CHECKING:
-    from shardmath.certificate import certify
+    from shardmath.certificate import certify, crossing_bytes
     from shardmath.collectives import Collective, recognise
     from shardmath.cost import Certificate
     from shardmath.program import Program
@@ -54,6 +54,7 @@ LATE = {
     "Program": "program",
     "Relabelling": "relabelling",
     "certify": "certificate",
+    "crossing_bytes": "certificate",
     "recognise": "collectives",
     "relabel": "relabelling",
     "schedule": "scheduling",
@@ -102,6 +103,7 @@ __all__ = [
     "Transfer",
     "adjoint",
     "certify",
+    "crossing_bytes",
     "equivalent",
     "plan",
     "recognise",
