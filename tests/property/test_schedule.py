@@ -313,7 +313,8 @@ def test_what_a_plan_does_is_a_program(p: Plan, where: Topology) -> None:
     prog = as_planned(p, where)
     verify(prog)
     assert moved(prog) == sorted(map(repr, p.transfers()))
-    assert (prog.max_inflight_bytes, prog.max_ops_per_group) == tuple(max(n, 1) for n in under_way(all_rounds(prog)))
+    nbytes, count = under_way(all_rounds(prog))
+    assert prog.max_inflight_bytes == max(nbytes, 1) and prog.max_ops_per_group >= count
 
 
 # What does not make a schedule
