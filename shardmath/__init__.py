@@ -42,7 +42,7 @@ from shardmath.topology import Topology
 from shardmath.verify import verify
 
 if TYPE_CHECKING:
-    from shardmath.certificate import certify
+    from shardmath.certificate import certify, crossing_bytes
     from shardmath.collectives import Collective, recognise
     from shardmath.cost import Certificate
     from shardmath.program import Program
@@ -55,6 +55,7 @@ LATE = {
     "Program": "program",
     "Relabelling": "relabelling",
     "certify": "certificate",
+    "crossing_bytes": "certificate",
     "recognise": "collectives",
     "relabel": "relabelling",
     "schedule": "scheduling",
@@ -104,6 +105,7 @@ __all__ = [
     "adjoint",
     "certify",
     "clear_caches",
+    "crossing_bytes",
     "equivalent",
     "plan",
     "recognise",

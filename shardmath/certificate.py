@@ -1,14 +1,14 @@
 """Certify: how near a program is to the fastest that any program could be.
 
 The bound counts each element once, wherever it is wanted and however it gets there (`cost`); the program's own figure
-counts every byte of every round, one round after the other. Where the bound cannot know what a plan was free to choose
-(which addend of a Partial destination receives) it asks for nothing.
+counts every byte of every round, one round after the other. A plan that is compiled as it is has a figure of its own,
+which is that of `as_planned`: its own senders, whatever the topology. Where the bound cannot know what a plan was free
+to choose (which addend of a Partial destination receives) it asks for nothing.
 
 >>> from shardmath.layout import Layout
 >>> from shardmath.mesh import Mesh
 >>> from shardmath.plan import plan
 >>> from shardmath.scheduling import schedule
->>> from shardmath.topology import Topology
 >>> p = plan(Layout((1 << 20,), Mesh(tp=2), "(tp n)"), Layout((1 << 20,), Mesh(tp=2, ranks=(2, 3)), "(tp n)"))
 >>> print(certify(schedule(p, topology=Topology(ranks_per_node=1))))
 51.94 us, 1 times the bound of 51.94 us: rank 2 must take in 2.097 MB at 50 GB/s
@@ -24,22 +24,43 @@ from shardmath.cost import Block, Certificate, bound, certificate
 from shardmath.cover import meeting
 from shardmath.errors import PlanError
 from shardmath.lines import lines
-from shardmath.loads import round_loads, seconds
+from shardmath.loads import pairs, round_loads, seconds
 from shardmath.plan import Plan
 from shardmath.program import Program
+from shardmath.scheduling import as_planned
+from shardmath.topology import Topology, checked
 
-__all__ = ["blocks", "certify"]
+__all__ = ["blocks", "certify", "crossing_bytes"]
 
 
-def certify(prog: Program) -> Certificate:
-    """The certificate of a program: its bound, its own time, their ratio, and the ranks that force the bound.
+def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certificate:
+    """The certificate of what runs when `p` is compiled: its bound, its time, their ratio, and who forces the bound.
 
-    Raises PlanError for anything else than what `schedule` returns.
+    A program runs on its own topology, a plan on the one given (default: the plan's own, or 8 ranks a node). Raises
+    PlanError for anything else than what `plan` and `schedule` return, and for a program with another topology.
     """
-    if not isinstance(prog, Program):
-        raise PlanError(f"{prog!r} is not a Program; certify what schedule(plan) returns")
+    prog = _running(p, topology)
     loads = round_loads(prog)
     return certificate(bound(blocks(prog.plan), prog.ranks, prog.topology), seconds(prog.topology, loads))
+
+
+def crossing_bytes(p: Plan | Program, *, topology: Topology | None = None) -> int:
+    """How many bytes go from one node to another when `p` is compiled, each as often as it crosses.
+
+    `p` and `topology` are what `certify` takes; an adjoint crosses as its plan does, the other way.
+    """
+    of = pairs(_running(p.forward or p if isinstance(p, Plan) else p, topology))
+    return int(of.nbytes[of.far].sum())
+
+
+def _running(p: Plan | Program, topology: Topology | None) -> Program:
+    if isinstance(p, Plan) and p.forward is None:
+        return as_planned(p, topology)
+    if not isinstance(p, Program):
+        raise PlanError(f"{p!r} is not a plan or a Program; certify what plan(src, dst) or schedule(plan) returns")
+    if topology is not None and checked(topology) != p.topology:
+        raise PlanError(f"{p!r} was scheduled for {p.topology}, not for {topology}; schedule its plan for that")
+    return p
 
 
 def blocks(p: Plan) -> Iterator[Block]:

@@ -33,7 +33,7 @@ import numpy as np
 from shardmath.balance import grid, row_at, totals
 from shardmath.errors import PlanError
 from shardmath.lines import Lines, wire
-from shardmath.loads import messages, pairs, round_loads
+from shardmath.loads import LEGS, messages, pairs, round_loads
 from shardmath.partition import Bools, Ints
 from shardmath.program import Message, Program, Round, Step, Streams, streams
 from shardmath.proof import prove
@@ -90,7 +90,7 @@ def _check_numbers(prog: Program) -> None:
     """Counts are counts, and tables are of 64-bit integers: no float decides anything."""
     counts = (prog.slots, prog.turns, prog.legs.sharing, prog.max_inflight_bytes, prog.max_ops_per_group)
     _require(all(type(n) is int and n > 0 for n in counts), prog, f"counts {counts} are not all positive integers")
-    turns = 4 * max(1, len(prog.ranks))
+    turns = 4 * LEGS * max(1, len(prog.ranks))
     rounds = prog.slots * prog.turns * max(1, len(prog.ranks))
     few = prog.slots <= MOST_SLOTS and prog.turns <= turns and rounds <= MOST_ROUNDS
     _require(few, prog, f"{prog.slots} slots and {prog.turns} turns are more than {MOST_SLOTS} and {turns}")

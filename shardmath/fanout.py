@@ -25,7 +25,7 @@ from shardmath.partition import Bools, Ints
 from shardmath.plan import Plan
 from shardmath.program import Bands, Legs, nodes, straight
 
-__all__ = ["passed_on"]
+__all__ = ["as_cut", "passed_on"]
 
 
 def passed_on(p: Plan, on: Lines, per_node: int, *, by_node: bool, relays: bool) -> Iterator[Legs]:
@@ -40,6 +40,14 @@ def passed_on(p: Plan, on: Lines, per_node: int, *, by_node: bool, relays: bool)
         plots[b] = _plot(int(on.nbytes[b]), len(groups[b]), len(groups[b]) * int(on.nbytes[b]) - nbytes)
     if shed or not relays:
         yield _cut(p, replace(bare, bands=_bands(p, bare, groups, plots)), groups)
+
+
+def as_cut(on: Lines) -> Legs:
+    """The legs of lines that are cut already: everything straight, from the holders that the cuts say."""
+    count = len(on.nbytes)
+    zero, one = np.zeros(count, np.int64), np.ones(count, np.int64)
+    bands = Bands(np.arange(count + 1), one, zero, zero, one, zero, on.nbytes, on.start, on.cut_first, on.cuts)
+    return Legs(on, bands, 1)
 
 
 def _blocks(on: Lines) -> Iterator[tuple[int, int]]:

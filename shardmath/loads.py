@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardmath.overlay import begins
 from shardmath.partition import Bools, Ints
-from shardmath.program import Program, Streams, slices, streams
+from shardmath.program import Program, Streams, slices, streams, turn_of
 from shardmath.topology import Topology
 
 __all__ = ["LEGS", "Loads", "Pairs", "leg_loads", "messages", "pairs", "round_loads", "seconds"]
@@ -90,7 +90,8 @@ def messages(of: Pairs, turns: int, ranks: int) -> Ints:
     _, some = np.unique((of.leg * ranks + of.sender) * ranks + of.receiver, return_index=True)
     out = np.zeros((turns, ranks), np.int64)
     for side in (of.sender, of.receiver):
-        np.add.at(out, ((of.sender + of.receiver)[some] % turns, side[some]), 1)
+        turn = turn_of(of.sender + of.receiver, of.leg + 1, ranks)[some] % turns
+        np.add.at(out, (turn, side[some]), 1)
     return out
 
 
@@ -103,7 +104,8 @@ def round_loads(prog: Program) -> Loads:
         of = streams(prog.legs, line)
         cut = slices(prog, line, of)
         sender, receiver = _places(ranks, of)
-        turn, link = (sender + receiver) % prog.turns, 2 * _far(prog, of.sender, of.receiver)
+        turn = turn_of(sender + receiver, of.leg, len(ranks)) % prog.turns
+        link = 2 * _far(prog, of.sender, of.receiver)
         for end in ((sender, link), (receiver, link + 1)):
             code = np.ravel_multi_index((on.addend[of.block], np.zeros_like(turn), turn, *end), shape)
             np.add.at(out, code[cut.stream] + cut.slot * math.prod(shape[2:]), cut.hi - cut.lo)

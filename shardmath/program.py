@@ -10,8 +10,8 @@
 4. Streams are cut into `slots` **slices**. A slice is passed on one slot later for every leg, so no rank sends what it
    does not have. Streams begin at different slots in turn, so that small ones, which stay whole, do not all go at once.
 5. A **step** is (phase, slot, turn): phases bring the addends of what is folded in their order, turns divide the peers
-   of a rank into groups. Steps are ordered, and a message is in one step at both ends: in the earliest step in which
-   anybody waits all messages are posted, so nobody waits for ever.
+   of a rank, and the legs, into groups. Steps are ordered, and a message is in one step at both ends: in the earliest
+   step in which anybody waits all messages are posted, so nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -50,6 +50,7 @@ __all__ = [
     "slices",
     "straight",
     "streams",
+    "turn_of",
 ]
 
 Step: TypeAlias = tuple[int, int, int]
@@ -367,8 +368,19 @@ def _of_rank(prog: Program, rank: int) -> Iterator[tuple[Step, int, Stretch]]:
         some = Streams(*(column[mine] for column in everything))
         for i, slot, lo, hi in zip(*(column.tolist() for column in slices(prog, line, some)), strict=True):
             block, leg, sender, receiver = (int(column[i]) for column in some[:4])
-            turn = (place[sender] + place[receiver]) % prog.turns
+            turn = turn_of(place[sender] + place[receiver], leg, len(place)) % prog.turns
             yield (int(on.addend[block]), slot, turn), leg, Stretch(block, sender, receiver, lo, hi)
+
+
+Places = TypeVar("Places", int, Ints)
+
+
+def turn_of(places: Places, leg: Places, ranks: int) -> Places:
+    """Which turn what goes between two ranks, whose places add up to `places`, takes in a leg, if there are enough.
+
+    With 2 `ranks` turns a rank has one peer in each; with 2 `ranks` for each leg, one peer and one leg.
+    """
+    return places + 2 * ranks * (leg - 1)
 
 
 def _lines_of(on: Lines, rank: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Relabel: which destination rank becomes which, so that the most bytes stay where they are.
 
 1. A destination names coordinates by ranks. Which rank has which coordinate is often free; `relabel` chooses a
-   permutation of all ranks of the destination, one for all tensors, that maximises the bytes that need not move.
+   permutation of all ranks of the destination, one for all tensors, that maximises the bytes that need not move, of
+   those that rule 4 allows: where nothing is Partial, of all.
 2. What source rank s and destination coordinate r have in common is a product over dimensions of how many positions
    their parts share, from one small table a dimension; windows and tensors add up. No loop is over rank pairs.
 3. The best permutation is a linear assignment, solved by scipy in floats; totals are exact integers. It is never worse
@@ -9,8 +10,9 @@
    preferred. Ties beyond that are scipy's, so ranks that each relabel need one version of it, or one of them relabels
    for all.
 4. Addends: a rank that is owed the sum keeps its own addend. Where Partial axes pass through, only ranks of one addend
-   change places; the ranks of a destination that otherwise waits for a reduction keep their names. So the bytes that
-   `plan` receives in all drop by exactly `saving`, with Partial as without.
+   change places. The ranks of a destination that otherwise waits for a reduction keep their names: which of them
+   receives is the plan's choice, so what a name saves there is no sum over ranks, and another permutation may save
+   more. The bytes that `plan` receives in all drop by exactly `saving`, with Partial as without.
 
 >>> from shardmath.mesh import Mesh
 >>> src = Layout((8,), Mesh(dp=4), "(dp n)")
@@ -105,8 +107,10 @@ def _renamed(name: str, held: Windows, ranks: Mapping[int, int]) -> Windows:
 def relabel(src: Side, dst: Side) -> Relabelling:
     """The permutation of the destination's ranks under which `plan(src, dst)` has the fewest bytes to move.
 
-    `src` and `dst` are what `plan` takes. Takes 16 bytes for each pair of destination ranks. Raises PlanError where
-    names, shapes or dtypes differ, where reductions do, and where scipy is needed and not installed.
+    Where the destination is Partial: of the permutations that leave its addends where they are (rule 4). `saving` is
+    exact in either case. `src` and `dst` are what `plan` takes. Takes 16 bytes for each pair of destination ranks.
+    Raises PlanError where names, shapes or dtypes differ, where reductions do, and where scipy is needed and not
+    installed.
     """
     pairs = _pairs(src, dst)
     ranks = np.array(sorted({rank for _, b in pairs for rank in b.mesh.ranks}), np.int64)

@@ -5,7 +5,9 @@
    pass on to other nodes what goes beyond what their own links take in.
 2. Rounds: as few slots and turns as keep every rank's messages of a round below `max_inflight_bytes`, and their number
    below `max_ops_per_group`, counted for the program as it is. Slots divide every stream, turns the peers of a rank.
-3. Limits that nothing can keep are refused before any search: a piece that is not cut, messages between two ranks.
+3. `as_planned` is what compiling a plan itself does: its own senders, all transfers straight, nothing divided. The
+   plan's own topology and no fan-out keep these senders.
+4. Limits that nothing can keep are refused before any search: a piece that is not cut, messages between two ranks.
 
 >>> from shardmath.layout import Layout
 >>> from shardmath.mesh import Mesh
@@ -18,7 +20,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -27,16 +29,16 @@ import numpy as np
 from shardmath.balance import uncut
 from shardmath.digest import digest
 from shardmath.errors import PlanError
-from shardmath.fanout import passed_on
+from shardmath.fanout import as_cut, passed_on
 from shardmath.given import known, shown
 from shardmath.lines import Lines, lines
 from shardmath.loads import LEGS, Loads, Pairs, leg_loads, messages, pairs, round_loads, seconds
 from shardmath.plan import Plan
-from shardmath.program import Program, streams
+from shardmath.program import Legs, Program, streams
 from shardmath.topology import Topology, checked
 from shardmath.whole import whole
 
-__all__ = ["Fanout", "MOST_ROUNDS", "MOST_SLOTS", "schedule"]
+__all__ = ["Fanout", "MOST_ROUNDS", "MOST_SLOTS", "as_planned", "schedule"]
 
 Fanout: TypeAlias = Literal["auto", "none", "node"]
 
@@ -75,6 +77,7 @@ def schedule(
 ) -> Program:
     """The program that carries out a plan on a topology (default: the plan's own, or 8 ranks a node).
 
+    It is the program that runs when it is compiled; a plan that is compiled itself runs as `as_planned` says.
     `max_inflight_bytes` bounds what a rank has under way in a round, both ways together; `max_ops_per_group` how many
     messages. Raises PlanError for an adjoint, and for limits that no cut can keep.
     """
@@ -93,8 +96,31 @@ def schedule(
     where = p.topology or Topology() if topology is None else checked(topology)
     on = lines(p.batches, where)
     _check_pieces(p, on, room)
-    legs = (x for by in WAYS[way] for x in passed_on(p, on, where.ranks_per_node, by_node=by[0], relays=by[1]))
-    prog = _fastest([Program(p, where, x, 1, 1, room, most, "") for x in legs])
+    prog = _fastest([Program(p, where, x, 1, 1, room, most, "") for x in _ways(p, on, where, way)])
+    return replace(prog, digest=_digest(prog))
+
+
+def _ways(p: Plan, on: Lines, where: Topology, fanout: str) -> Iterator[Legs]:
+    """The legs to choose from."""
+    for by_node, relays in WAYS[fanout]:
+        if fanout == "none" and where == p.topology:
+            yield as_cut(p.lines)
+        else:
+            yield from passed_on(p, on, where.ranks_per_node, by_node=by_node, relays=relays)
+
+
+def as_planned(p: Plan, topology: Topology | None = None) -> Program:
+    """What a plan does when it is compiled itself: each of its transfers, from its own sender, in one round an addend.
+
+    The topology (default: the plan's own, or 8 ranks a node) says where the ranks are and changes no transfer. Raises
+    PlanError for an adjoint.
+    """
+    if not isinstance(p, Plan) or p.forward is not None:
+        raise PlanError(f"{p!r} is not a plan of two sides' layouts; give what plan(src, dst) returns")
+    where = p.topology or Topology() if topology is None else checked(topology)
+    prog = Program(p, where, as_cut(p.lines), 1, 1, 1, 1, "")
+    count = messages(pairs(prog), 1, len(prog.ranks)).max(initial=1)
+    prog = replace(prog, max_inflight_bytes=max(_measured(prog)[1], 1), max_ops_per_group=int(count))
     return replace(prog, digest=_digest(prog))
 
 
@@ -186,7 +212,7 @@ def _sized(way: _Way, slots: int) -> tuple[float, Program]:
         else:
             grown = max(grown, slots * 3 // 2)
         slots = min(grown + 1, most)
-    return _turned(sized if best is None else best[1])
+    return _turned(sized if best is None else best[1], way.pairs)
 
 
 def _measured(prog: Program) -> tuple[float, int]:
@@ -198,7 +224,7 @@ def _measured(prog: Program) -> tuple[float, int]:
 def _turns(way: _Way) -> int:
     """The fewest turns in which no rank has more messages than allowed."""
     limit, ranks = way.prog.max_ops_per_group, len(way.prog.ranks)
-    for turns in _more_turns(way.prog):
+    for turns in _more_turns(way.prog, way.pairs):
         count = int(messages(way.pairs, turns, ranks).max(initial=0))
         if count <= limit:
             return turns
@@ -206,10 +232,11 @@ def _turns(way: _Way) -> int:
     raise PlanError(f"max_ops_per_group={limit}: {what}; pass {count} or more")
 
 
-def _more_turns(prog: Program) -> list[int]:
-    """The numbers of turns to choose from: with twice as many as ranks, no rank has two peers in one."""
+def _more_turns(prog: Program, of: Pairs) -> list[int]:
+    """The numbers of turns to choose from: with enough, no rank has two peers in one, nor two legs (`turn_of`)."""
     ranks = max(len(prog.ranks), 1)
-    most = max(min(4 * ranks - 1, MOST_ROUNDS // (prog.slots * ranks)), prog.turns)
+    legs = int(of.leg.max(initial=0)) + 1
+    most = max(min(4 * legs * ranks - 1, MOST_ROUNDS // (prog.slots * ranks)), prog.turns)
     return [prog.turns << i for i in range((most // prog.turns).bit_length())]
 
 
@@ -221,7 +248,7 @@ def _most_slots(prog: Program) -> int:
 
 def _check_bytes(way: _Way, slots: int) -> None:
     """Raise PlanError where so many slots, and any turns, leave more under way than allowed, however even they are."""
-    turns = _more_turns(way.prog)[-1]
+    turns = _more_turns(way.prog, way.pairs)[-1]
     rounds = (slots + LEGS - 1) * turns
     pair, rank = way.pairs.nbytes.max(initial=0), way.loads.sum(axis=(1, 3)).max(initial=0)
     least = max(-(-int(pair) // slots), -(-int(rank) // rounds))
@@ -230,9 +257,10 @@ def _check_bytes(way: _Way, slots: int) -> None:
         raise PlanError(f"max_inflight_bytes={way.prog.max_inflight_bytes}: {what}; pass {least} or more")
 
 
-def _turned(prog: Program) -> tuple[float, Program]:
+def _turned(prog: Program, of: Pairs) -> tuple[float, Program]:
     """The program with the fewest turns in which no rank has more under way than allowed, and its time."""
-    options, room = [replace(prog, turns=turns) for turns in _more_turns(prog)], prog.max_inflight_bytes
+    options = [replace(prog, turns=turns) for turns in _more_turns(prog, of)]
+    room = prog.max_inflight_bytes
     _, least = _measured(options[-1])
     if least > room:
         what = f"found no rounds in which no rank has {least} bytes under way, both ways together"

@@ -12,12 +12,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, Plan, PlanError, Program, Topology, certify, plan, schedule
+from shardmath import (
+    Layout,
+    Mesh,
+    Plan,
+    PlanError,
+    Program,
+    Topology,
+    Transfer,
+    adjoint,
+    certify,
+    crossing_bytes,
+    plan,
+    schedule,
+)
 from shardmath.certificate import blocks
 from shardmath.cost import bound
 from shardmath.layout import window
+from shardmath.scheduling import as_planned
 from tests.property.plans import chosen_axes, folded_axes, passing, place
-from tests.property.programs import FANOUTS, PROGRAMS, cut_anywhere, plans, programs, sides, topologies
+from tests.property.programs import (
+    FANOUTS,
+    PROGRAMS,
+    all_rounds,
+    cut_anywhere,
+    messages,
+    plans,
+    programs,
+    sides,
+    topologies,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -215,4 +239,55 @@ def test_a_choice_asks_for_nothing() -> None:
 
 def test_what_is_no_program(fails) -> None:
     p = plan(Layout((8,), Mesh(), "n"), Layout((8,), Mesh(x=2), "n"))
-    fails(lambda: certify(p), PlanError, f"{p!r} is not a Program; certify what schedule(plan) returns")
+    back = adjoint(p)
+    what = "is not a plan or a Program; certify what plan(src, dst) or schedule(plan) returns"
+    fails(lambda: certify(back), PlanError, f"{back!r} {what}")
+    fails(lambda: crossing_bytes("plan"), PlanError, f"'plan' {what}")
+
+
+# Plans as they are
+
+
+def crossing(p: Plan | Program, per_node: int) -> int:
+    """Bytes between nodes, transfer by transfer."""
+    plain = p.transfers() if isinstance(p, Plan) else _sent(p)
+    far = (t for t in plain if t.src_rank // per_node != t.dst_rank // per_node)
+    return sum(t.nbytes for t in far)
+
+
+def _sent(prog: Program) -> Iterator[Transfer]:
+    return (t for _, _, m in messages(all_rounds(prog), "send") for t in m.pieces)
+
+
+@given(plans(), topologies())
+def test_a_plan_has_the_certificate_of_what_it_does(p: Plan, where: Topology) -> None:
+    own = as_planned(p, where)
+    assert certify(p, topology=where) == certify(own) == certify(own, topology=where)
+    assert crossing_bytes(p, topology=where) == crossing_bytes(own) == crossing(p, where.ranks_per_node)
+    for fanout in ("none", "node"):
+        prog = schedule(p, topology=where, fanout=fanout)
+        assert crossing_bytes(prog) == crossing(prog, where.ranks_per_node)
+
+
+def test_nodes_count_only_where_they_are_named() -> None:
+    """Replicas on every node: a plan that knows the nodes sends nothing between them."""
+    where = Topology(ranks_per_node=8)
+    src, dst = Layout((64, 32), Mesh(r=2, s=4, tp=2), "(s tp n) h"), Layout((64, 32), Mesh(dp=2, tp=8), "n (tp h)")
+    blind, aware = plan(src, dst), plan(src, dst, topology=where)
+    assert crossing_bytes(blind, topology=where) == crossing_bytes(blind) > 0
+    assert crossing_bytes(aware) == crossing_bytes(schedule(blind, topology=where)) == 0
+    assert certify(blind, topology=where).plan_s > certify(aware).plan_s
+    assert crossing_bytes(adjoint(blind)) == crossing_bytes(blind)
+
+
+def test_what_has_no_certificate_of_that_topology(fails) -> None:
+    p = plan(Layout((8,), Mesh(a=2), "(a n)"), Layout((8,), Mesh(a=2), "n"))
+    prog, other = schedule(p, topology=Topology(ranks_per_node=1)), Topology(ranks_per_node=2)
+    what = f"{prog!r} was scheduled for {prog.topology}, not for {other}; schedule its plan for that"
+    fails(lambda: certify(prog, topology=other), PlanError, what)
+    fails(lambda: crossing_bytes(prog, topology=other), PlanError, what)
+    fails(
+        lambda: certify(p, topology=8),
+        PlanError,
+        "topology=8 is no Topology; give shardmath.Topology(ranks_per_node=8)",
+    )

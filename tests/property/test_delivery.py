@@ -227,8 +227,8 @@ def passing_on() -> Program:
     [
         ({"slots": 0}, "counts (0, 1, 2, 1073741824, 2048) are not all positive integers"),
         ({"slots": True}, "counts (True, 1, 2, 1073741824, 2048) are not all positive integers"),
-        ({"slots": 4097}, "4097 slots and 1 turns are more than 4096 and 12"),
-        ({"turns": 13}, "1 slots and 13 turns are more than 4096 and 12"),
+        ({"slots": 4097}, "4097 slots and 1 turns are more than 4096 and 36"),
+        ({"turns": 37}, "1 slots and 37 turns are more than 4096 and 36"),
         ({"max_inflight_bytes": 63}, "a rank has 64 bytes under way in a round, 63 are allowed"),
         ({"max_ops_per_group": 1}, "a rank has 3 messages under way in a round, 1 are allowed"),
     ],
@@ -239,7 +239,7 @@ def test_counts_and_limits(new: dict[str, int], message: str, fails) -> None:
 
 
 def test_the_widest_counts_and_limits() -> None:
-    verify(dataclasses.replace(passing_on(), slots=4096, turns=12, max_inflight_bytes=64, max_ops_per_group=3))
+    verify(dataclasses.replace(passing_on(), slots=4096, turns=36, max_inflight_bytes=64, max_ops_per_group=3))
 
 
 A, B = "bytes 0:32 of block 0, tensor 'w', from rank 0 to 2", "bytes 32:64 of block 0, tensor 'w', from rank 0 to 3"

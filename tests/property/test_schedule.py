@@ -15,9 +15,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, Plan, PlanError, Program, Topology, adjoint, certify, plan, schedule, simulate
+from shardmath import (
+    Layout,
+    Mesh,
+    Plan,
+    PlanError,
+    Program,
+    Topology,
+    adjoint,
+    certify,
+    plan,
+    schedule,
+    simulate,
+    verify,
+)
 from shardmath.loads import leg_loads, pairs, round_loads, seconds
 from shardmath.loads import messages as counts
+from shardmath.scheduling import as_planned
 from tests.property.programs import (
     FANOUTS,
     PROGRAMS,
@@ -262,7 +276,7 @@ def test_what_cannot_be_kept_is_refused_at_once(fails) -> None:
         what = f"max_inflight_bytes={nbytes}: a row or small box of 4 bytes of tensor '' is not cut; pass 4 or more"
         fails(lambda nbytes=nbytes: schedule(p, max_inflight_bytes=nbytes), PlanError, what)
     long = plan(Layout((1 << 20,), src, "n", dtype="int8"), Layout((1 << 20,), dst, "n", dtype="int8"))
-    what = "4096 slots and 256 turns leave 32 bytes under way at some rank in some round"
+    what = "4096 slots and 512 turns leave 32 bytes under way at some rank in some round"
     fails(lambda: schedule(long, max_inflight_bytes=1), PlanError, f"max_inflight_bytes=1: {what}; pass 32 or more")
     assert time.process_time() - begin < 2
 
@@ -271,6 +285,36 @@ def test_few_messages_among_many_ranks() -> None:
     p = plan(*(Layout((64, 64), Mesh(a=24), text, dtype="int8") for text in ("(a n) h", "n (a h)")))
     for ops in (2, 3, 45, 46):
         assert under_way(all_rounds(schedule(p, topology=nodes_of(8), max_ops_per_group=ops)))[1] <= ops
+
+
+@pytest.mark.parametrize(("held", "per_node"), [((1, 6), 2), ((1, 6), 4), ((1, 3, 6), 4)])
+def test_two_messages_are_enough_where_something_is_passed_on(held: tuple[int, ...], per_node: int) -> None:
+    """No rank has two legs in one turn, where turns are many enough."""
+    p = plan(Layout((12, 2), Mesh(b=len(held), ranks=held), "n (b h)"), Layout((12, 2), Mesh(b=8), "n h"))
+    prog = schedule(p, topology=nodes_of(per_node), fanout="node", max_ops_per_group=2)
+    assert under_way(all_rounds(prog))[1] == 2
+    verify(prog)
+
+
+def test_a_plan_and_no_fanout_have_the_senders_of_its_topology() -> None:
+    src, dst = Layout((64, 32), Mesh(r=2, s=4, tp=2), "(s tp n) h"), Layout((64, 32), Mesh(dp=2, tp=8), "n (tp h)")
+    p = plan(src, dst, topology=nodes_of(8))
+    assert moved(schedule(p, fanout="none")) == moved(as_planned(p)) == sorted(map(repr, p.transfers()))
+    verify(as_planned(p))
+
+
+def moved(prog: Program) -> list[str]:
+    return sorted(repr(t) for _, _, m in messages(all_rounds(prog), "send", "keep") for t in m.pieces)
+
+
+@given(plans(), topologies())
+def test_what_a_plan_does_is_a_program(p: Plan, where: Topology) -> None:
+    """Each rank's transfers, wherever the nodes are, and the limits that they keep."""
+    prog = as_planned(p, where)
+    verify(prog)
+    assert moved(prog) == sorted(map(repr, p.transfers()))
+    nbytes, count = under_way(all_rounds(prog))
+    assert prog.max_inflight_bytes == max(nbytes, 1) and prog.max_ops_per_group >= count
 
 
 # What does not make a schedule
@@ -283,6 +327,8 @@ def test_what_cannot_be_scheduled(fails) -> None:
     fails(lambda: schedule(back), PlanError, f"{back!r} {fix}")
     fails(lambda: schedule("plan"), PlanError, f"'plan' {fix}")
     fails(lambda: schedule(p, fanout="all"), PlanError, "fanout='all' is unknown; use 'auto', 'none' or 'node'")
+    fix = "is not a plan of two sides' layouts; give what plan(src, dst) returns"
+    fails(lambda: as_planned(back), PlanError, f"{back!r} {fix}")
     for name in ("max_inflight_bytes", "max_ops_per_group"):
         for bad in (0, -5):
             what = f"{name}={bad} leaves no room for a message; give a positive number"
