@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from shardmath.errors import PlacementError, ShardError
+from shardmath.given import plural
 from shardmath.runs import Runs, Segment, _make, compose, concat, identity
 from shardmath.whole import whole
 
@@ -182,7 +183,7 @@ def _checked_split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
     except Exception as error:
         raise PlacementError(f"{call} raised {error!r}; it is to give {parts} Runs") from error
     if len(out) != parts:
-        raise PlacementError(f"{call} gave {len(out)} parts; give {parts}, empty ones included")
+        raise PlacementError(f"{call} gave {plural(out, 'part')}; give {parts}, empty ones included")
     for i, part in enumerate(out):
         if not isinstance(part, Runs):
             raise PlacementError(f"{call} gave {_short(part)} as part {i}; give Runs")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias, cast
 
 from shardmath.errors import ExchangeError, ShardError
+from shardmath.given import plural
 from shardmath.plan import Plan, Transfer
 from shardmath.program import Program
 from shardmath_torch import compat, dtypes
@@ -273,7 +274,7 @@ class Mover:
 
     def __repr__(self) -> str:
         state = f"broken: {self._failed}" if self._failed else f"{self._moves} moves"
-        return f"<mover of {self._given!r} on rank {self._party.rank}, {len(self.rounds)} rounds, {state}>"
+        return f"<mover of {self._given!r} on rank {self._party.rank}, {plural(self.rounds, 'round')}, {state}>"
 
     @property
     def staging_bytes(self) -> int:

@@ -303,7 +303,7 @@ PROTOCOL = "is not a placement; give it `dim` and `split(n, parts) -> tuple of R
         ),
         (
             lambda: Table(0, (identity(2),)).split(2, 2),
-            "Table of 1 parts for 2 coordinates; give one part a coordinate",
+            "Table of 1 part for 2 coordinates; give one part a coordinate",
         ),
         (lambda: stage_of(NoSplit(), ("tp",), (2,)), f"NoSplit() {PROTOCOL}"),
         (lambda: stage_of(NoDim(), ("tp",), (2,)), f"NoDim() {PROTOCOL}"),
