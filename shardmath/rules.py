@@ -43,7 +43,10 @@ Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
 """Global shape and dtype of each tensor, by name."""
 
 WORD = re.compile(r"(?P<axis>\w+)\s*=\s*(?P<value>\d+(?::\d+)?(?:,\d+(?::\d+)?)*)?")
-MESH_ALONE = "a mesh is axis=size words with blanks between them, then ranks=4:8 or ranks=0,2,4,6 if they do not follow each other"
+MESH_ALONE = (
+    "a mesh is axis=size words with blanks between them, "
+    "then ranks=4:8 or ranks=0,2,4,6 if they do not follow each other"
+)
 MESH_FIX = f"{MESH_ALONE}, then ':'"
 RULE_FIX = "a rule is a kind or a name pattern, then a layout: column (tp n) ..."
 

@@ -148,9 +148,8 @@ def _read_index(index: Path) -> dict[str, Entry]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         shown = ", ".join(missing[:3] + ["..."] * (len(missing) > 3))
-        raise WeightsError(
-            f"{index} names {plural(names, 'file')}, of which {len(missing)} cannot be found ({shown}); fetch them again"
-        )
+        lost = f"of which {len(missing)} cannot be found ({shown})"
+        raise WeightsError(f"{index} names {plural(names, 'file')}, {lost}; fetch them again")
     headers = {name: _read_header(index.parent / name) for name in names}
     for name, file in places.items():
         if name not in headers[file]:
