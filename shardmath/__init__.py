@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from shardmath.relabelling import Relabelling, relabel
     from shardmath.scheduling import schedule
 
+    __version__: str
+
 LATE = {
     "Certificate": "cost",
     "Collective": "collectives",
@@ -66,9 +68,21 @@ LATE = {
 def __getattr__(name: str) -> object:
     if name == "buffers":
         return import_module("shardmath.buffers")
+    if name == "__version__":
+        return _version()
     if name not in LATE:
         raise AttributeError(f"module 'shardmath' has no attribute {name!r}")
     return getattr(import_module(f"shardmath.{LATE[name]}"), name)
+
+
+def _version() -> str:
+    """That of the installed package; looking it up takes longer than importing this."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("shardmath")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 __all__ = [

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from shardmath.errors import PlacementError, ShardError
+from shardmath.given import plural
 from shardmath.memo import memo
 from shardmath.runs import Runs, Segment, _make, compose, concat, identity
 from shardmath.whole import whole
@@ -182,7 +183,7 @@ def _checked_split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
     except Exception as error:
         raise PlacementError(f"{call} raised {error!r}; it is to give {parts} Runs") from error
     if len(out) != parts:
-        raise PlacementError(f"{call} gave {len(out)} parts; give {parts}, empty ones included")
+        raise PlacementError(f"{call} gave {plural(out, 'part')}; give {parts}, empty ones included")
     for i, part in enumerate(out):
         if not isinstance(part, Runs):
             raise PlacementError(f"{call} gave {_short(part)} as part {i}; give Runs")
@@ -224,6 +225,7 @@ def stage_runs(stage: Stage, length: int, coords: Coords) -> Runs:
         if isinstance(cut, Rule):
             return pieces_runs(stage, length, coords)
         if not digit.axes:
+            _check_count(sum(_kept(cut, size) for _, size in pieces), length)
             pieces = [piece for start, size in pieces for piece in _parts(cut, start, size)]
         elif isinstance(cut, Chunks):
             pieces = _chunks(pieces, cut.parts, digit.coordinate(coords))
@@ -231,6 +233,16 @@ def stage_runs(stage: Stage, length: int, coords: Coords) -> Runs:
             i = digit.coordinate(coords)
             pieces = [(start + o, n) for start, size in pieces for o, n in (cut.part(size, i),)]
     return _joined(pieces)
+
+
+MOST_PIECES = 1 << 24
+"""Of what a rank keeps, all in memory at once: some gigabytes."""
+
+
+def _check_count(count: int, length: int) -> None:
+    if count > MOST_PIECES:
+        what = f"a length of {length} is cut into {count} pieces, more than {MOST_PIECES}"
+        raise PlacementError(f"{what}; give larger blocks, or write the tensor with a dimension more: n tp for (n tp)")
 
 
 def _chunks(pieces: list[tuple[int, int]], parts: int, i: int) -> list[tuple[int, int]]:

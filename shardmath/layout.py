@@ -32,10 +32,10 @@ from shardmath.box import Box
 from shardmath.digest import digest
 from shardmath.digit import Chunks, Digit, Dimension, Stage, divided
 from shardmath.errors import LayoutError, MeshError, PlacementError
-from shardmath.given import instance, known, listed, mapping, shown, text
+from shardmath.given import instance, known, listed, mapping, plural, shown, text
 from shardmath.memo import memo
 from shardmath.mesh import Mesh
-from shardmath.notation import Partials, Rules, padded, parse, rule_names, unparse
+from shardmath.notation import NAMES, Partials, Rules, padded, parse, rule_names, unparse
 from shardmath.partition import partition
 from shardmath.placement import Partial, Placement, Replicate, Shard, Spec, StridedShard, check_protocol, stage_of
 from shardmath.runs import Runs, identity, restrict
@@ -271,19 +271,38 @@ def _key_axes(key: object) -> tuple[str, ...]:
     return tuple(text(name, "a mesh axis", LayoutError) for name in axes)
 
 
+def _is_axes(entry: object) -> bool:
+    """Whether it is a name, or a tuple of names."""
+    several = isinstance(entry, tuple) and len(entry) > 0
+    return isinstance(entry, str) or (several and all(isinstance(name, str) for name in typed(Iterable[object], entry)))
+
+
+def _of_axes(spec: Sequence[object]) -> str:
+    """What to write instead of the mesh axes of each dimension, as JAX's PartitionSpec lists them."""
+    words = []
+    for d, entry in enumerate(spec):
+        axes = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
+        free = NAMES[d] if d < len(NAMES) else f"n{d}"
+        words.append(f"({' '.join(map(str, axes))} {free})" if axes else free)
+    what = f"spec {shown(tuple(spec))} names mesh axes by dimension, as JAX's PartitionSpec; a tuple has a placement"
+    return f"{what} for each mesh axis: write the text {' '.join(words)!r}"
+
+
 _Named: TypeAlias = list[tuple[tuple[str, ...], Spec]]
 
 
 def _named(spec: AxisSpec, mesh: Mesh) -> _Named:
     """(axes, placement) in the order in which they are applied."""
     pairs: _Named
+    if not isinstance(spec, Mapping) and any(map(_is_axes, spec)):
+        raise LayoutError(_of_axes(typed(Sequence[object], spec)))
     if isinstance(spec, Mapping):
         pairs = [(_key_axes(key), value) for key, value in spec.items()]
     elif len(spec) == len(mesh.axes):
         pairs = list(zip(((name,) for name in mesh.shape), typed(Sequence[Spec], spec), strict=True))
     else:
         axes = ", ".join(mesh.shape) or "none"
-        what = f"{len(spec)} placements {tuple(spec)} for {len(mesh.axes)} mesh axes ({axes})"
+        what = f"{plural(spec, 'placement')} {tuple(spec)} for {plural(mesh.axes, 'mesh axis', 'mesh axes')} ({axes})"
         raise LayoutError(f"{what}; give one an axis, or a mapping")
     for names, value in pairs:
         for name in names:

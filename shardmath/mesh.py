@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.errors import MeshError
-from shardmath.given import listed, mapping, shown, text
+from shardmath.given import listed, mapping, plural, shown, text
 from shardmath.whole import whole
 
 __all__ = ["Mesh", "strides"]
@@ -236,7 +236,7 @@ def _axis(name: object, size: object) -> tuple[str, int]:
 def _check_ranks(ranks: tuple[int, ...], total: int, axes: Mapping[str, int]) -> None:
     shown = " ".join(f"{name}={n}" for name, n in axes.items()) or "no axes"
     if len(ranks) != total:
-        raise MeshError(f"{len(ranks)} ranks for a mesh {shown} of {total}; give one rank for each coordinate")
+        raise MeshError(f"{plural(ranks, 'rank')} for a mesh {shown} of {total}; give one rank for each coordinate")
     if len(set(ranks)) != total:
         twice = next(r for r, count in Counter(ranks).items() if count > 1)
         raise MeshError(f"rank {twice} appears twice in the mesh {shown}; a rank has one coordinate")

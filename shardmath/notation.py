@@ -46,6 +46,7 @@ from shardmath.digit import (
     lengths_at,
 )
 from shardmath.errors import NotationError, ShardError
+from shardmath.given import plural
 from shardmath.placement import OPS
 from shardmath.reader import Axes, Reader, Rules, Token, Word, listed
 from shardmath.runs import Runs, from_ranges, identity, spanning
@@ -90,7 +91,7 @@ def _read_dims(read: Reader) -> list[Dimension]:
             dims.append(_read_dim(read, len(dims)))
     if len(dims) < len(read.shape):
         read.fail(
-            f"text has {len(dims)} dimensions, the shape {read.shape} has {len(read.shape)}",
+            f"text has {plural(dims, 'dimension')}, the shape {read.shape} has {len(read.shape)}",
             read.here.at,
             "add a name for each, or '...' for the rest",
         )
@@ -327,7 +328,9 @@ def _left(read: Reader, word: Word) -> Digit:
 def _left_cut(read: Reader, word: Word, parts: int) -> Cut:
     if word.sizes is not None:
         if word.axes and len(word.sizes) != parts:
-            read.fail(f"{len(word.sizes)} sizes for {parts} coordinates", word.at, "give one size a coordinate")
+            read.fail(
+                f"{plural(word.sizes, 'size')} for {plural(parts, 'coordinate')}", word.at, "give one size a coordinate"
+            )
         return Sizes(word.sizes)
     if word.mark == "~":
         return Balanced(parts)

@@ -24,7 +24,7 @@ from typing import Protocol, TypeAlias, cast
 from shardmath.digit import Balanced as BalancedCut
 from shardmath.digit import Block, Chunks, Digit, Rule, Sizes, Splits, Stage
 from shardmath.errors import PlacementError
-from shardmath.given import known, listed, shown
+from shardmath.given import known, listed, plural, shown
 from shardmath.runs import Runs, from_ranges
 from shardmath.whole import whole
 
@@ -201,7 +201,7 @@ class Ragged:
         """The cuts; the last one's parts go to the mesh axis."""
         if len(self.sizes) != parts:
             raise PlacementError(
-                f"{self} has {len(self.sizes)} sizes for {parts} coordinates; give one size a coordinate"
+                f"{self} has {plural(self.sizes, 'size')} for {plural(parts, 'coordinate')}; give one size a coordinate"
             )
         return (Sizes(self.sizes),)
 
@@ -256,7 +256,7 @@ class Table:
         """The given parts. Raises PlacementError unless they are `parts` many and inside a length n."""
         if len(self.parts) != parts:
             raise PlacementError(
-                f"Table of {len(self.parts)} parts for {parts} coordinates; give one part a coordinate"
+                f"Table of {plural(self.parts, 'part')} for {plural(parts, 'coordinate')}; give one part a coordinate"
             )
         return self.parts
 

@@ -59,6 +59,7 @@ Side: TypeAlias = Windows | Mapping[str, Layout] | Mapping[str, tuple[Layout, ..
 class Transfer(NamedTuple):
     """One box of one tensor that goes from a rank to a rank (or stays, where both are the same).
 
+    It prints as `sender -> receiver op [global box] of [box in the sender's tensor] to [box in the receiver's], bytes`.
     Both sides list `shape` elements row-major. `op` is "copy", or the operation by which the piece enters what is
     there; pieces for one element enter in order of `addend`.
     """

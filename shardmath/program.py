@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -129,6 +129,7 @@ class Legs:
     lines: Lines
     bands: Bands
     sharing: int
+    _streams: dict[int, Streams] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -244,7 +245,8 @@ def _of_block(legs: Legs, block: int, groups: tuple[Ranks, ...], before: int) ->
     index = np.arange(count * (b - a)).reshape(count, b - a)
     origin = index if bands.classes[block] == 1 else index[_origin(legs, block, count), np.arange(b - a)]
     full = np.full(index.size, block)
-    return full, rank.ravel(), np.tile(lo, count), np.tile(hi, count), origin.ravel() + before
+    ends = (lo, hi) if count == 1 else (np.tile(lo, count), np.tile(hi, count))
+    return full, rank.ravel(), *ends, origin.ravel() + before
 
 
 def _others(groups: tuple[Ranks, ...], entries: list[int]) -> list[Ranks]:
@@ -281,9 +283,26 @@ def _straight(legs: Legs, at: _Entries) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     return some, block, _within(block, size) + legs.bands.start[block], at.lo[some], size
 
 
-@memo(512)
+MOST_KEPT = 1 << 20
+"""Streams that are kept with the legs of a program, 56 bytes each."""
+
+
 def streams(legs: Legs, line: int) -> Streams:
-    """All streams of a line: the first leg, and what is passed on of it."""
+    """All streams of a line: the first leg, and what is passed on of it.
+
+    Who counts loads or proves a program walks through all lines several times. Where lines are many, most have few
+    streams, which are kept with the legs; of the latest ones alone each would be lost before it is asked for again.
+    """
+    found = legs._streams.get(line)
+    if found is None:
+        found = _latest(legs, line)
+        if len(found.block) * len(legs.lines.holders) <= MOST_KEPT:
+            legs._streams[line] = found
+    return found
+
+
+@memo(512)
+def _latest(legs: Legs, line: int) -> Streams:
     at = _entries(legs, line)
     some, _, pos, begin, size = _straight(legs, at)
     held = np.array(legs.lines.sets[legs.lines.holders[line]], np.int64)

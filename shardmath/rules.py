@@ -7,8 +7,8 @@
    on the tensor's name (`*.q_proj.weight`); the layout is shardmath's notation, `...` for the dimensions not divided.
 4. The first rule that matches a name counts. A name that no rule matches is replicated, and so is every scalar.
 5. A rule that no tensor falls to is an error, since it is a typing mistake; only `*` may be idle.
-6. A mesh alone (`tp=4`, `fsdp=2 tp=2`) means DEFAULTS: `tp` divides by kind, `fsdp` dimension 0 of everything, inside
-   `tp`, and `dp` replicates. Other axes need rules.
+6. A mesh alone (`tp=4`, `dp=2 tp=2`) means DEFAULTS: `tp` divides by kind, `dp` dimension 0 of everything, inside `tp`,
+   as FSDP does, and `replica` replicates. Other axes need rules.
 
     side    := mesh (':' rule (';' rule)*)?
     mesh    := (AXIS '=' INT)* ('ranks=' span (',' span)*)?          span := INT | INT ':' INT
@@ -31,19 +31,23 @@ from typing import TypeAlias
 
 from shardmath.errors import MeshError, NotationError, ShardError
 from shardmath.families.hf import KINDS, kind
-from shardmath.given import instance, listed, mapping
+from shardmath.given import instance, listed, mapping, plural
 from shardmath.given import text as plain
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
 from shardmath.whole import whole
 
-__all__ = ["DEFAULTS", "Rule", "Shapes", "Side", "parse"]
+__all__ = ["DEFAULTS", "Rule", "Shapes", "Side", "parse", "parse_mesh"]
 
 Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
 """Global shape and dtype of each tensor, by name."""
 
 WORD = re.compile(r"(?P<axis>\w+)\s*=\s*(?P<value>\d+(?::\d+)?(?:,\d+(?::\d+)?)*)?")
-MESH_FIX = "a mesh is axis=size words, then ranks=4:8 or ranks=0,2,4,6 if they do not follow each other, then ':'"
+MESH_ALONE = (
+    "a mesh is axis=size words with blanks between them, "
+    "then ranks=4:8 or ranks=0,2,4,6 if they do not follow each other"
+)
+MESH_FIX = f"{MESH_ALONE}, then ':'"
 RULE_FIX = "a rule is a kind or a name pattern, then a layout: column (tp n) ..."
 
 
@@ -77,13 +81,13 @@ def _rules(**layouts: str) -> tuple[Rule, ...]:
 DEFAULTS: dict[tuple[str, ...], tuple[Rule, ...]] = {
     (): _rules(),
     ("tp",): _rules(column="(tp n) ...", row="h (tp n) ...", vocab="(tp n) ..."),
-    ("fsdp",): (Rule("*", "(fsdp n) ..."),),
-    ("fsdp", "tp"): (
-        *_rules(column="(tp fsdp n) ...", row="(fsdp n) (tp h) ...", vocab="(tp fsdp n) ..."),
-        Rule("*", "(fsdp n) ..."),
+    ("dp",): (Rule("*", "(dp n) ..."),),
+    ("dp", "tp"): (
+        *_rules(column="(tp dp n) ...", row="(dp n) (tp h) ...", vocab="(tp dp n) ..."),
+        Rule("*", "(dp n) ..."),
     ),
 }
-"""The rules of a mesh alone, by which of the axes fsdp and tp it has."""
+"""The rules of a mesh alone, by which of the axes dp and tp it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +180,21 @@ def _idle(side: Side, rule: Rule, names: list[str]) -> tuple[str, str, int, str]
     near = difflib.get_close_matches(rule.pattern, [*KINDS, *names], n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     shown = ", ".join(names[:3] + ["..."] * (len(names) > 3))
-    what = f"rule {rule.pattern!r} matches none of the {len(names)} tensors ({shown})"
+    what = f"rule {rule.pattern!r} matches none of the {plural(names, 'tensor')} ({shown})"
     fix = f"{hint}a pattern is a kind ({', '.join(KINDS)}) or a glob on the whole name (*.q_proj.weight)"
     return what, str(side), at, fix
 
 
 def _defaults(side: Side) -> tuple[Rule, ...]:
     axes = side.mesh.shape
-    unknown = [name for name in axes if name not in ("dp", "fsdp", "tp")]
+    unknown = [name for name in axes if name not in ("dp", "replica", "tp")]
     if unknown:
         text, axis = str(side), unknown[0]
-        fix = f"write rules after ':', such as  {text}: * ({axis} n) ...  or name the axes dp, fsdp, tp"
+        rules = f"write rules after ':', such as  {text}: * ({axis} n) ..."
+        fix = f"{rules}  or name the axes dp (divides dimension 0), replica, tp"
         at = text.index(f"{axis}={axes[axis]}")
         raise NotationError(f"a mesh without rules, and axis {axis!r} has no default", text, at, fix)
-    return DEFAULTS[tuple(name for name in ("fsdp", "tp") if name in axes)]
+    return DEFAULTS[tuple(name for name in ("dp", "tp") if name in axes)]
 
 
 def _mesh_text(mesh: Mesh) -> str:
@@ -209,6 +214,21 @@ def parse(text: str, *, first_rank: int = 0) -> Side:
     text, first_rank = plain(text, "a side", NotationError), whole(first_rank, "first_rank", MeshError)
     mesh, end = _read_mesh(text, first_rank)
     return Side(mesh, _read_rules(text, end + 1) if end < len(text) else ())
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh that `text` says, without rules; ranks count from 0 where it names none.
+
+    Raises NotationError, with a caret, for text that is not a mesh.
+    """
+    text = plain(text, "a mesh", NotationError)
+    try:
+        mesh, end = _read_mesh(text, 0)
+    except NotationError as error:
+        raise NotationError(error.what, error.text, error.position, MESH_ALONE) from None
+    if end < len(text):
+        raise NotationError("a mesh alone has no rules", text, end, MESH_ALONE)
+    return mesh
 
 
 def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:

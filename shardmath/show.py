@@ -49,6 +49,9 @@ def nbytes(n: float) -> str:
     return f"{int(n)} B"
 
 
+LEGEND = "sender -> receiver operation [box of the tensor] of [box at the sender] to [box at the receiver], bytes"
+"""What stands where in a transfer's line."""
+
 MOST = 1 << 24
 """Lines; more than anybody reads."""
 
@@ -67,7 +70,7 @@ def show(value: Layout | Plan, most: int = 32) -> str:
 
 
 def _more(count: int, most: int, what: str) -> str:
-    return f"\n... and {count - most} more {what}" if count > most else ""
+    return f"\n... and {plural(count - most, f'more {what}')}" if count > most else ""
 
 
 def _layout(layout: Layout, most: int) -> str:
@@ -78,7 +81,7 @@ def _layout(layout: Layout, most: int) -> str:
     for rank in layout.mesh.ranks[:most]:
         coords = [str(x).rjust(w) for x, w in zip(layout.mesh.coords(rank).values(), widths, strict=True)]
         rows.append([rank, *([" ".join(coords)] if axes else []), layout.local_shape(rank), *layout.runs(rank)])
-    return f"{layout}\n{table(head, rows)}{_more(layout.mesh.size, most, 'ranks')}"
+    return f"{layout}\n{table(head, rows)}{_more(layout.mesh.size, most, 'rank')}"
 
 
 def _plan(p: Plan, most: int) -> str:
@@ -86,12 +89,12 @@ def _plan(p: Plan, most: int) -> str:
     shown = p.ranks[:most]
     loads = table(["rank", "sends", "receives"], ([r, nbytes(sent[r]), nbytes(received[r])] for r in shown))
     listed = list(itertools.islice(p.transfers(), most + 1))
-    lines = "\n".join(map(str, listed[:most])) + ("\n..." if len(listed) > most else "")
+    lines = "\n".join([LEGEND] * bool(listed) + list(map(str, listed[:most]))) + ("\n..." if len(listed) > most else "")
     tensors = plural(p.src, "tensor")
     tensors += f", {len(p.in_part)} of which the destination holds in part" if p.in_part else ""
     between = f"{len(p.src_ranks)} and {len(p.dst_ranks)} ranks"
     total = f"{nbytes(sum(sent.values()))} between {between}, {tensors}"
-    return f"{total}\n{loads}{_more(len(p.ranks), most, 'ranks')}\n{lines}"
+    return f"{total}\n{loads}{_more(len(p.ranks), most, 'rank')}\n{lines}"
 
 
 def grid(layout: Layout) -> str:

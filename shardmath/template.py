@@ -28,6 +28,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from shardmath.box import row_size
+from shardmath.errors import PlanError
 from shardmath.layout import Layout
 from shardmath.memo import memo
 from shardmath.mesh import Mesh, strides
@@ -51,6 +52,9 @@ __all__ = [
     "unit_grains",
     "unit_rows",
 ]
+
+MOST_BOXES = 1 << 22
+"""That go from one rank to another, listed in memory: a gigabyte."""
 
 SMALL = 1 << 16
 """Bytes: boxes up to this size are not divided among senders."""
@@ -254,6 +258,10 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Rows], list[int
     """Box by box and row-major: its row in each dimension, its size in each, and the elements up to its end."""
     listed = [_listed(over) for over in t.overlays]
     pairs = t.unit_pairs[unit].tolist()
+    count = math.prod(x.first[p + 1] - x.first[p] for x, p in zip(listed, pairs, strict=True))
+    if count > MOST_BOXES:
+        what = f"{t.src} to {t.dst}: between two ranks go {count} boxes of one tensor, more than {MOST_BOXES}"
+        raise PlanError(f"{what}; divide it into larger blocks, or write it with more dimensions")
     rows = list(itertools.product(*[range(x.first[p], x.first[p + 1]) for x, p in zip(listed, pairs, strict=True)]))
     sizes = [tuple([x.size[r] for x, r in zip(listed, box, strict=True)]) for box in rows]
     return rows, sizes, list(itertools.accumulate(map(math.prod, sizes)))

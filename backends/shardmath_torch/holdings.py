@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardmath.digest import digest
+from shardmath.given import plural
 from shardmath.layout import Layout
 from shardmath.layout import cast as _of_dtype
 from shardmath.mesh import Mesh
@@ -137,7 +138,7 @@ class Description(NamedTuple):
         """What has to be the same on all ranks."""
         tensors = {name: (str(t.dtype), tuple(t.shape)) for name, t in (self.parameters | self.buffers).items()}
         divided = [(name, str(p.placements)) for name, p in self.parameters.items() if isinstance(p, DTensor)]
-        return f"a module of {len(self.names)} names, {digest((tensors, divided, sorted(self.extra)))[:12]}"
+        return f"a module of {plural(self.names, 'name')}, {digest((tensors, divided, sorted(self.extra)))[:12]}"
 
 
 class Model(NamedTuple):

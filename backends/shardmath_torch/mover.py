@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from shardmath.errors import ExchangeError, ShardError
+from shardmath.given import plural
 from shardmath.plan import Plan
 from shardmath.program import Program
 from shardmath_torch import compat
@@ -56,7 +57,7 @@ class Mover:
     def __repr__(self) -> str:
         broken = self._party.turns.broken
         state = f"broken: {broken}" if broken else f"{self._moves} moves"
-        return f"<mover of {self._given!r} on rank {self._party.rank}, {len(self.rounds)} rounds, {state}>"
+        return f"<mover of {self._given!r} on rank {self._party.rank}, {plural(self.rounds, 'round')}, {state}>"
 
     @property
     def staging_bytes(self) -> int:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import shardmath as sm
+from shardmath.given import plural
 from shardmath.rules import Side, parse
 from shardmath_torch.processes import run
 from shardmath_torch.refit_bounds import Bounds, bounds
@@ -74,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL_DIR", help="folder or file with safetensors weights")
-    add("--src", help=f'source mesh and rules, such as "{DEMO_SRC}"')
+    usual = "a mesh alone: tp divides by kind, dp dimension 0 as FSDP does, replica replicates"
+    add("--src", help=f'source mesh and rules, such as "{DEMO_SRC}"; {usual}')
     add("--dst", help='destination mesh and rules, such as "tp=4"; ranks follow the source\'s')
     add("--demo", action="store_true", help="move all-MiniLM-L6-v2 and compare sentence embeddings")
     add("--steps", type=_count, default=3, help="moves to time (3)")
@@ -167,7 +169,7 @@ def _planned(src: dict[str, sm.Layout], dst: dict[str, sm.Layout], show: Screen)
     proved = time.perf_counter()
     count = sum(1 for _ in plan.transfers())
     times = f"planned in {(planned - start) * 1e3:.1f} ms, proved in {(proved - planned) * 1e3:.1f} ms"
-    show.line(f"plan {plan.digest[:12]}: {count} transfers of {len(src)} tensors, {times}")
+    show.line(f"plan {plan.digest[:12]}: {plural(count, 'transfer')} of {plural(src, 'tensor')}, {times}")
     return plan
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import shardmath as sm
+from shardmath.given import plural
 from shardmath.rules import Rule, Side
 from shardmath_torch.processes import Progress
 from shardmath_torch.refit_bounds import Bounds
@@ -163,7 +164,7 @@ def _summary(progress: Mapping[int, Progress]) -> str:
         "check": f": {size(done)} of {size(total)}",
         "move": f": step {min(at.done for at in there) + 1:.0f} of {there[0].total:.0f}",
     }
-    return f"{phase} ({len(there)} of {len(progress)} ranks){amount.get(phase, '')}"
+    return f"{phase} ({len(there)} of {plural(progress, 'rank')}){amount.get(phase, '')}"
 
 
 def _completed(progress: Mapping[int, Progress]) -> float:
@@ -227,12 +228,17 @@ def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> Table:
     rows = (
         ("shardmath", *_times(nbytes, ours)),
         ("isend/irecv", *_times(nbytes, peer)),
-        ("ratio", *(f"{a(ours) / a(peer):.2f}" for a in (lambda s: s[0], min)), ""),
+        ("ratio", *(_ratio(nbytes, a(ours), a(peer)) for a in (lambda s: s[0], min)), ""),
     )
     header = ("", "first", f"best of {len(ours)}", "best throughput")
     return Table(
         "Time of one move, beside hand-written isend/irecv of the same bytes between the same ranks", header, rows
     )
+
+
+def _ratio(nbytes: int, ours: float, peer: float) -> str:
+    """How much longer ours took; nothing to compare where no byte goes from rank to rank."""
+    return f"{ours / peer:.2f}" if nbytes and peer else "-"
 
 
 def _times(nbytes: int, steps: Sequence[float]) -> tuple[str, str, str]:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardmath.box import first_gap, first_overlap, tiles
 from shardmath.dtypes import ITEMSIZE
 from shardmath.errors import ShardError
+from shardmath.given import plural
 from shardmath.rules import Shapes
 from shardmath_torch.archive import CheckpointError, Strided, described
 from shardmath_torch.hf_sharded import Parts, read_sharded
@@ -118,7 +119,7 @@ class Checkpoint:
         return {name: (saved.shape, saved.dtype) for name, saved in self.tensors.items() if name not in hidden}
 
     def __repr__(self) -> str:
-        return f"<checkpoint of {len(self)} tensors at {self.path}>"
+        return f"<checkpoint of {plural(len(self), 'tensor')} at {self.path}>"
 
     def __len__(self) -> int:
         """How many names there are; bytes of ranks count once a name."""
@@ -138,7 +139,7 @@ class Checkpoint:
         if found is None:
             near = difflib.get_close_matches(name, self.tensors, 3) or sorted(self.tensors)[:3]
             shown = ", ".join(map(repr, near)) or "nothing"
-            what = f"{self.path} has no {name!r} among its {len(self.tensors)} tensors; it has {shown}"
+            what = f"{self.path} has no {name!r} among its {plural(self.tensors, 'tensor')}; it has {shown}"
             raise CheckpointError(f"{what}: load what is stored under another name with names={{wanted: stored}}")
         return found
 

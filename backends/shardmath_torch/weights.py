@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from shardmath import Layout, ShardError
 from shardmath.dtypes import itemsize
+from shardmath.given import plural
 from shardmath.rules import Shapes
 from shardmath_torch.dtypes import dtype_of, flat
 from shardmath_torch.json_text import MOST, elements, read_json, shown
@@ -156,7 +157,8 @@ def _read_index(index: Path) -> dict[str, Entry]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         shown = ", ".join(missing[:3] + ["..."] * (len(missing) > 3))
-        raise WeightsError(f"{index} names {len(names)} files, {len(missing)} are missing ({shown}); fetch them again")
+        lost = f"of which {len(missing)} cannot be found ({shown})"
+        raise WeightsError(f"{index} names {plural(names, 'file')}, {lost}; fetch them again")
     headers = {name: read_header(index.parent / name)[0] for name in names}
     for name, file in places.items():
         if name not in headers[file]:
@@ -314,7 +316,7 @@ def _fits(weights: Weights, name: str, layout: Layout) -> None:
     entry = weights.entries.get(name)
     if entry is None:
         raise WeightsError(
-            f"{weights.path} has no {name!r} among its {len(weights.entries)} tensors; drop it or tie it"
+            f"{weights.path} has no {name!r} among its {plural(weights.entries, 'tensor')}; drop it or tie it"
         )
     if (layout.shape, layout.dtype) != (entry.shape, entry.dtype):
         found = f"{entry.dtype}{list(entry.shape)}"

@@ -30,7 +30,7 @@ from shardmath.buffers.param import (
 )
 from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
 from shardmath.errors import ParamLayoutError
-from shardmath.given import instance
+from shardmath.given import instance, plural
 from shardmath.whole import whole
 
 __all__ = ["data_parallel", "default_bucket_size", "distributed_optimizer", "nvfp4_packed"]
@@ -144,7 +144,7 @@ def nvfp4_packed(
     if data_parallel_world_size is not None:
         start, divisor = START, bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     if layout.data_parallel_world_size not in (None, data_parallel_world_size or 1):
-        what = f"the layout is for {layout.data_parallel_world_size} ranks"
+        what = f"the layout is for {plural(layout.data_parallel_world_size or 0, 'rank')}"
         raise ParamLayoutError(f"{what}; give data_parallel_world_size={layout.data_parallel_world_size}")
     buckets, placed, position = _Buckets(divisor), list[tuple[str, Placed]](), 0
     for param in reversed(listed):
@@ -182,7 +182,6 @@ def _packed(param: Param) -> int:
     if param.quantised not in (True, "nvfp4"):
         return param.numel
     if param.numel % 2:
-        raise ParamLayoutError(
-            f"NVFP4 parameter {param.name!r} has {param.numel} elements, two of which are a byte; give an even number"
-        )
+        what = f"NVFP4 parameter {param.name!r} has {plural(param.numel, 'element')}"
+        raise ParamLayoutError(f"{what}, and a byte holds two; give an even number")
     return param.numel // 2

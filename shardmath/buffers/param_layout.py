@@ -235,7 +235,9 @@ def _check_shares(layout: PerBufferParamLayout) -> None:
     """Ranks get equal shares, and no parameter has elements of two optimizer shards."""
     ranks, shards = layout.data_parallel_world_size, layout.num_optimizer_shards
     if None not in (ranks, shards) and ranks != shards:
-        raise ParamLayoutError(f"{shards} optimizer shards for {ranks} ranks; a rank has one shard")
+        raise ParamLayoutError(
+            f"{plural(shards or 0, 'optimizer shard')} for {plural(ranks or 0, 'rank')}; a rank has one shard"
+        )
     size = ranks or shards or 1
     for number, (start, end) in enumerate(layout.bucket_indices):
         if (end - start) % size:
@@ -252,7 +254,7 @@ def _check_shares(layout: PerBufferParamLayout) -> None:
 def _check_buckets(layout: PerBufferParamLayout) -> None:
     buckets, unpadded = layout.bucket_indices, layout.per_bucket_numel_unpadded
     if len(unpadded) != len(buckets):
-        raise ParamLayoutError(f"{len(unpadded)} unpadded sizes of {len(buckets)} buckets; give one each")
+        raise ParamLayoutError(f"{plural(unpadded, 'unpadded size')} of {plural(buckets, 'bucket')}; give one each")
     before = 0
     for number, ((start, end), filled) in enumerate(zip(buckets, unpadded, strict=True)):
         if start != before or end < start:

@@ -20,6 +20,7 @@ from shardmath.errors import PlanError
 from shardmath.layout import Layout, equivalent, relabelled, sliced, transposed
 from shardmath.layout import cast as cast_layout
 from shardmath.mesh import Mesh
+from shardmath.partition import Ints
 from shardmath.placement import Placement, Shard, Table, check_protocol
 from shardmath.plan import Plan, Side, plan
 from shardmath.reduction import reduction
@@ -39,9 +40,16 @@ def _require(holds: bool, placement: Placement, n: int, count: int, what: str) -
         raise AssertionError(f"{placement}.split({n}, {count}): {what}")
 
 
-def _positions(placement: Placement, n: int, count: int) -> list[int]:
-    """The positions of all parts, one after the other, holes left out."""
-    return [i for part in placement.split(n, count) for i in part.indices().tolist() if i >= 0]
+def _positions(placement: Placement, n: int, count: int) -> Ints:
+    """The positions of all parts, ascending, holes left out."""
+    held = np.concatenate([np.zeros(0, np.int64), *(part.indices() for part in placement.split(n, count))])
+    return np.sort(held[held >= 0])
+
+
+def _require_none(found: Ints, placement: Placement, n: int, count: int, where: str) -> None:
+    """An AssertionError that names the first of the positions found, and where it is."""
+    first = found[0] if len(found) else None
+    _require(first is None, placement, n, count, f"position {first} is in {where}")
 
 
 def in_bounds(placement: Placement, n: int, count: int) -> None:
@@ -52,14 +60,13 @@ def in_bounds(placement: Placement, n: int, count: int) -> None:
 def disjoint(placement: Placement, n: int, count: int) -> None:
     """No position has two parts."""
     held = _positions(placement, n, count)
-    twice = next((i for i in held if held.count(i) > 1), None)
-    _require(twice is None, placement, n, count, f"position {twice} is in two parts")
+    _require_none(held[1:][held[1:] == held[:-1]], placement, n, count, "two parts")
 
 
 def covering(placement: Placement, n: int, count: int) -> None:
     """Every position has a part."""
-    lost = min(set(range(n)) - set(_positions(placement, n, count)), default=None)
-    _require(lost is None, placement, n, count, f"position {lost} is in no part")
+    lost = np.setdiff1d(np.arange(n), _positions(placement, n, count))
+    _require_none(lost, placement, n, count, "no part")
 
 
 def hashable(placement: Placement, n: int, count: int) -> None:

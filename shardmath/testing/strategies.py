@@ -49,14 +49,33 @@ __all__ = [
 Draw: TypeAlias = st.DrawFn
 
 
-def lengths(most: int = 13) -> st.SearchStrategy[int]:
-    """Sizes of a dimension, 0 included."""
-    return st.integers(0, most)
+SMALL = 13
+"""Sizes up to which everything may be drawn: all ways for few rows to go round few ranks are among them."""
+
+BLOCKS = (8, 16, 64, 128, 256, 512)
+"""What real placements align to: warps, tiles, pages, 128 x 128 scales."""
 
 
-def parts(most: int = 4) -> st.SearchStrategy[int]:
-    """Coordinates on an axis."""
-    return st.integers(1, most)
+def lengths(most: int = 4096) -> st.SearchStrategy[int]:
+    """Sizes of a dimension up to `most`, 0 included: small ones, and ones at and around multiples of blocks.
+
+    A placement that aligns to blocks only where there are rows enough is right on every small size.
+    """
+    small = st.integers(0, min(most, SMALL))
+    return small if most <= SMALL else st.one_of(small, _around_blocks(most), st.integers(0, most))
+
+
+@st.composite
+def _around_blocks(draw: Draw, most: int) -> int:
+    """Some blocks and a row more or less, or any part of a block more."""
+    block = draw(st.sampled_from(BLOCKS))
+    more = draw(st.sampled_from((0, 1, -1, block // 2)))
+    return min(most, block * draw(st.integers(1, 8)) + more)
+
+
+def parts(most: int = 8) -> st.SearchStrategy[int]:
+    """Coordinates on an axis, mostly few."""
+    return st.integers(1, most) if most <= 4 else st.one_of(st.integers(1, 4), st.integers(1, most))
 
 
 @st.composite

@@ -292,7 +292,7 @@ def opened(file: Path) -> Weights | None:
         (None, "has no weight_map"),
         ({"a1": 3}, "puts 'a1' in 3"),
         ({"a1": "../a.safetensors"}, "puts 'a1' in '../a.safetensors'"),
-        ({"a1": "gone.safetensors"}, r"names 1 files, 1 are missing \(gone.safetensors\)"),
+        ({"a1": "gone.safetensors"}, r"names 1 file, of which 1 cannot be found \(gone.safetensors\)"),
         ({"a1": "model-00002-of-00002.safetensors", "a2": "model-00001-of-00002.safetensors"}, "but model-0000. does"),
         ({"x": "model-00001-of-00002.safetensors"}, "holds 'x', but no file of the index does"),
     ],

@@ -936,7 +936,7 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
         ),
         (
             lambda: buffers.nvfp4_packed([Param("a", 5, quantised="nvfp4")], buffers.data_parallel([Param("a", 5)])),
-            "NVFP4 parameter 'a' has 5 elements, two of which are a byte; give an even number",
+            "NVFP4 parameter 'a' has 5 elements, and a byte holds two; give an even number",
         ),
         (
             lambda: buffers.nvfp4_packed([A, Param("c", 1)], buffers.data_parallel([A, Param("b", 5)])),

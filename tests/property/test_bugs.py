@@ -218,3 +218,15 @@ def test_limits_between_multiples_of_a_row(nbytes: int) -> None:
     src, dst = (sm.Layout((17, 1024), sm.Mesh(ranks=[r]), "n h", dtype="float64") for r in (0, 1))
     prog = sm.schedule(sm.plan(src, dst), max_inflight_bytes=nbytes)
     assert max(m.nbytes for one in prog.for_rank(0) for m in one.messages) <= nbytes
+
+
+def test_more_pieces_than_memory_holds_are_refused() -> None:
+    """All were listed, until the process was killed; the error names how many there are."""
+    dealt = sm.Layout((10**12,), sm.Mesh(tp=2), "(n tp)", dtype="int8")
+    with pytest.raises(sm.PlacementError, match="is cut into 500000000000 pieces"):
+        dealt.runs(0)
+    mesh = sm.Mesh(x=2, y=2)
+    specs = [{x: sm.BlockCyclic(0, 1), y: sm.BlockCyclic(1, 1)} for x, y in ("xy", "yx")]
+    p = sm.plan(*(sm.Layout((9000, 9000), mesh, spec) for spec in specs))
+    with pytest.raises(sm.PlanError, match=r"between two ranks go 20250000 boxes .* larger blocks"):
+        list(p.transfers(src=0))

@@ -253,7 +253,7 @@ def given_sizes(*sizes: int) -> Digit:
         (lambda: field(7, given_sizes(3, 5)), "sizes [3, 5] add up to 8, the piece has 7; make them add up"),
         (
             lambda: field(3, Digit(Rule(Says((identity(1),)), 2), ("a",), (2,))),
-            "Says(answer=(Runs(((0, 0, 1),), 1),)).split(3, 2) gave 1 parts; give 2, empty ones included",
+            "Says(answer=(Runs(((0, 0, 1),), 1),)).split(3, 2) gave 1 part; give 2, empty ones included",
         ),
         (
             lambda: field(3, Digit(Rule(Says((identity(1), "x")), 2), ("a",), (2,))),

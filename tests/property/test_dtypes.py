@@ -70,3 +70,19 @@ def test_errors(fails) -> None:
         LayoutError,
         f"unknown dtype 'zzz'; known names are {', '.join(dtypes.ITEMSIZE)}",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("float8", "float8_e4m3fn"),
+        ("float8_e4m3", "float8_e4m3fn"),
+        ("float4", "float4_e2m1fn_x2"),
+        ("flaot32", "float32"),
+    ],
+)
+def test_the_nearest_name_is_one_of_that_size(name: str, near: str) -> None:
+    """float8 was taken for float64."""
+    with pytest.raises(LayoutError, match=f"did you mean '{near}'") as caught:
+        dtypes.canonical(name)
+    assert "float64" not in str(caught.value)

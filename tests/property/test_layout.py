@@ -277,12 +277,12 @@ class Strange:
         (
             lambda: Layout((9,), MESH, (Shard(0),)),
             LayoutError,
-            "1 placements (Shard(dim=0),) for 2 mesh axes (dp, tp); give one an axis, or a mapping",
+            "1 placement (Shard(dim=0),) for 2 mesh axes (dp, tp); give one an axis, or a mapping",
         ),
         (
             lambda: Layout((9,), Mesh(), (Shard(0),)),
             LayoutError,
-            "1 placements (Shard(dim=0),) for 0 mesh axes (none); give one an axis, or a mapping",
+            "1 placement (Shard(dim=0),) for 0 mesh axes (none); give one an axis, or a mapping",
         ),
         (
             lambda: Layout((9,), MESH, {"ep": Shard(0)}),
@@ -472,3 +472,19 @@ def test_all_errors_are_value_errors() -> None:
 
 def test_as_large_as_can_be() -> None:
     assert Layout((1 << 27, 1 << 27), MESH, "n h").local_shape(0) == (1 << 27, 1 << 27)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (("dp", "tp"), "(dp n) (tp h)"),
+        ((None, "tp"), "n (tp h)"),
+        ((("tp", "dp"), None), "(tp dp n) h"),
+        (["tp"], "(tp n)"),
+    ],
+)
+def test_axes_by_dimension_are_told_the_text(spec: tuple, text: str, fails) -> None:
+    """What JAX calls a PartitionSpec: 'dp' was said to be no placement."""
+    what = f"spec {tuple(spec)} names mesh axes by dimension, as JAX's PartitionSpec; a tuple has a placement"
+    message = f"{what} for each mesh axis: write the text {text!r}"
+    fails(lambda: Layout((8, 4), Mesh(dp=2, tp=2), spec), LayoutError, message)

@@ -314,7 +314,7 @@ DIM_0 = "dimension 0 of (8,)"
             (8, 2),
             "n ",
             "$",
-            "text has 1 dimensions, the shape (8, 2) has 2",
+            "text has 1 dimension, the shape (8, 2) has 2",
             MORE,
         ),
         (

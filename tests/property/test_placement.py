@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,7 @@ from shardmath import (
 from shardmath.digit import Rule, pieces_runs, stage_runs
 from shardmath.placement import OPS, stage_of
 from shardmath.runs import from_ranges, identity
+from shardmath.testing.laws import covering
 
 LENGTHS, PARTS = range(13), range(1, 6)
 
@@ -152,10 +154,54 @@ class Snake:
         return tuple(from_ranges((i, i + 1) for i in range(n) if turn[i] == r) for r in range(parts))
 
 
-@given(testing.lengths(), testing.parts())
+@given(testing.lengths(100), testing.parts())
 def test_a_users_placement_keeps_the_laws(n: int, parts: int) -> None:
     testing.check_placement(Snake(0), n, parts)
     testing.check_placement(Snake(3), n, parts)
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Zigzag whose chunks are whole blocks where there are rows enough; it loses the rows of the last, short block."""
+
+    dim: int
+    block: int = 64
+    loses: bool = True
+
+    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
+        step = n // (2 * parts)
+        chunk = step // self.block * self.block or step
+        ends = [chunk * i for i in range(2 * parts)]
+        ends.append(chunk * 2 * parts if self.loses and chunk >= self.block else n)
+        chunks = list(itertools.pairwise(ends))
+        return tuple(from_ranges([chunks[r], chunks[-1 - r]]) for r in range(parts))
+
+
+def test_what_only_longer_dimensions_show_is_drawn_too() -> None:
+    """All sizes up to 13 kept the laws, and were all that was drawn."""
+
+    @given(testing.lengths(), testing.parts())
+    def check(n: int, parts: int) -> None:
+        testing.check_placement(Aligned(0), n, parts)
+
+    with pytest.raises(AssertionError, match="is in no part"):
+        check()
+    for n, parts in itertools.product(range(14), range(1, 5)):
+        testing.check_placement(Aligned(0), n, parts)
+
+
+@given(testing.lengths(), testing.parts())
+def test_the_same_without_the_loss_is_right(n: int, parts: int) -> None:
+    testing.check_placement(Aligned(0, loses=False), n, parts)
+
+
+def test_a_million_rows_take_seconds() -> None:
+    """Each position was counted in a list of all of them."""
+    start = time.perf_counter()
+    testing.check_placement(Aligned(0, loses=False), 1_000_003, 8)
+    assert time.perf_counter() - start < 30
+    with pytest.raises(AssertionError, match=r"position 1000000 is in no part"):
+        covering(Aligned(0, block=125_000), 1_000_003, 4)
 
 
 def test_a_placement_that_other_processes_cannot_find() -> None:
@@ -257,7 +303,7 @@ PROTOCOL = "is not a placement; give it `dim` and `split(n, parts) -> tuple of R
         ),
         (
             lambda: Table(0, (identity(2),)).split(2, 2),
-            "Table of 1 parts for 2 coordinates; give one part a coordinate",
+            "Table of 1 part for 2 coordinates; give one part a coordinate",
         ),
         (lambda: stage_of(NoSplit(), ("tp",), (2,)), f"NoSplit() {PROTOCOL}"),
         (lambda: stage_of(NoDim(), ("tp",), (2,)), f"NoDim() {PROTOCOL}"),

@@ -88,10 +88,10 @@ def test_character_classes_in_globs() -> None:
     ("text", "column", "row", "rest"),
     [
         ("tp=2", "(tp n) h", "n (tp h)", "n"),
-        ("fsdp=2", "(fsdp n) h", "(fsdp n) h", "(fsdp n)"),
-        ("fsdp=2 tp=2", "(tp fsdp n) h", "(fsdp n) (tp h)", "(fsdp n)"),
-        ("tp=2 dp=2 fsdp=1", "(tp fsdp n) h", "(fsdp n) (tp h)", "(fsdp n)"),
-        ("dp=4", "n h", "n h", "n"),
+        ("dp=2", "(dp n) h", "(dp n) h", "(dp n)"),
+        ("dp=2 tp=2", "(tp dp n) h", "(dp n) (tp h)", "(dp n)"),
+        ("tp=2 replica=2 dp=1", "(tp dp n) h", "(dp n) (tp h)", "(dp n)"),
+        ("replica=4", "n h", "n h", "n"),
     ],
 )
 def test_a_mesh_alone(text: str, column: str, row: str, rest: str) -> None:
@@ -104,11 +104,11 @@ def test_a_mesh_alone(text: str, column: str, row: str, rest: str) -> None:
 
 
 def test_defaults_may_be_idle() -> None:
-    assert parse("fsdp=2 tp=2").layouts({"scale": ((), "float32")})["scale"].text == ""
+    assert parse("dp=2 tp=2").layouts({"scale": ((), "float32")})["scale"].text == ""
 
 
 def test_defaults_say_every_combination() -> None:
-    assert set(DEFAULTS) == {(), ("tp",), ("fsdp",), ("fsdp", "tp")}
+    assert set(DEFAULTS) == {(), ("tp",), ("dp",), ("dp", "tp")}
 
 
 # str and parse are inverse

@@ -9,18 +9,23 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardmath.program
 from shardmath import (
     Layout,
     Mesh,
     Plan,
     PlanError,
     Program,
+    Runs,
+    Shard,
+    Table,
     Topology,
     adjoint,
     certify,
@@ -415,3 +420,22 @@ def test_one_round_by_hand() -> None:
     exact, counted = round_loads(prog), counts(pairs(prog), prog.turns, len(prog.ranks))
     assert exact.sum(axis=(0, 1, 2)).tolist() == [[32, 0, 64, 0], [0, 32, 0, 0], [0, 0, 0, 32], [0, 0, 0, 32]]
     assert counted.tolist() == [[3, 1, 1, 1]]
+
+
+def test_streams_of_many_lines_are_found_once() -> None:
+    """A cache of the latest 512 lost each before it was asked for again: overlapping Tables took minutes."""
+    rng = np.random.default_rng(0)
+    has = rng.random((16, 700)) < 0.4
+    has[rng.integers(0, 16, 700), np.arange(700)] = True
+    parts = tuple(Runs([(i, int(g), 1) for i, g in enumerate(np.flatnonzero(row))]) for row in has)
+    mesh = Mesh(x=16)
+    p = plan(Layout((700,), mesh, {"x": Table(0, parts)}), Layout((700,), mesh, {"x": Shard(0)}))
+    count = len(p.lines.holders)
+    assert count > 512
+    with mock.patch.object(shardmath.program, "_entries", wraps=shardmath.program._entries) as found:
+        prog = schedule(p, fanout="none")
+        assert found.call_count <= 2 * count  # cut among holders, and as streams
+        before = found.call_count
+        certify(prog)
+        verify(prog)
+        assert found.call_count == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath import Layout, Mesh, plan
-from shardmath.show import grid, nbytes, show, table
+from shardmath.show import LEGEND, grid, nbytes, show, table
 
 
 def test_table() -> None:
@@ -61,6 +61,7 @@ def test_a_plan() -> None:
         "   1   16 B       0 B",
         "   2    0 B      16 B",
         "   3    0 B      16 B",
+        LEGEND,
         "0 -> 2 copy [0:2, 0:1] of [0:2, 0:1] to [0:2, 0:1], 8 B",
         "0 -> 3 copy [0:2, 1:2] of [0:2, 1:2] to [0:2, 0:1], 8 B",
         "1 -> 2 copy [2:4, 0:1] of [0:2, 0:1] to [2:4, 0:1], 8 B",
@@ -70,7 +71,8 @@ def test_a_plan() -> None:
         "   0   16 B       0 B",
         "   1   16 B       0 B",
         "   2    0 B      16 B",
-        "... and 1 more ranks",
+        "... and 1 more rank",
+        LEGEND,
         "0 -> 2 copy [0:2, 0:1] of [0:2, 0:1] to [0:2, 0:1], 8 B",
         "0 -> 3 copy [0:2, 1:2] of [0:2, 1:2] to [0:2, 0:1], 8 B",
         "1 -> 2 copy [2:4, 0:1] of [0:2, 0:1] to [2:4, 0:1], 8 B",
