@@ -36,7 +36,7 @@ from shardmath_torch.stored import Checkpoint, open_checkpoint
 from shardmath_torch.weights import Progress, room
 from shardmath_torch.writing import Writer
 
-__all__ = ["load", "on_all", "save"]
+__all__ = ["check_layouts", "check_ranks", "load", "on_all", "save"]
 
 _T = TypeVar("_T")
 
@@ -66,7 +66,7 @@ def save(
 
     def ready() -> tuple[dict[str, Any], SavePlanner, Writer]:
         check_layouts(layouts)
-        _check_ranks(layouts, group)
+        check_ranks(layouts, group)
         check_paths(paths or {}, layouts)
         return dict(tensors), SavePlanner(layouts, paths=paths), Writer(path, progress=progress)
 
@@ -221,7 +221,7 @@ def check_layouts(layouts: object) -> None:
                 )
 
 
-def _check_ranks(layouts: Layouts, group: Group | None) -> None:
+def check_ranks(layouts: Layouts, group: Group | None) -> None:
     """Every rank that holds something is here to save it."""
     here = set(compat.ranks_of(compat.group_of(group))) if _together() else {0}
     for name, one in layouts.items():

@@ -39,7 +39,8 @@ def read_sharded(folder: Path) -> dict[str, Parts] | None:
     if not folder.is_dir() or any((folder / name).exists() for name in (FILE, INDEX)):
         return None
     boxes: dict[str, list[tuple[tuple[int, ...], Entry]]] = {}
-    plain, sharded = [], []
+    plain: list[Path] = []
+    sharded: list[Path] = []
     for file in sorted(folder.glob("*.safetensors")):
         entries, metadata = read_header(file)
         (sharded if SHARDING in metadata else plain).append(file)

@@ -1,6 +1,6 @@
 """Checkpoints as they are found: which box of which tensor lies at which bytes of which file.
 
-1. Read are ours, those of torch.distributed.checkpoint, and safetensors, as Hugging Face keeps them or in torch's shards.
+1. Read are ours, those of torch.distributed.checkpoint, and safetensors: Hugging Face's, or torch's shards of them.
 2. Ours is a folder with an index, `shardmath.json`, beside torch's own `.metadata`; both name the same data files. The
    index counts if it can be read and was written with the `.metadata` that lies there; otherwise torch has saved over
    it since, or a save of ours ended between the two, and `.metadata`, which is written first, is the newer.

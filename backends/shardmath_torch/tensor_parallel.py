@@ -55,8 +55,8 @@ def set_device_mesh(
 
     `styles` maps patterns to "column", "row", "replicate", "vocabulary", "row_norm", "softmax_offset" or a Fused.
     `weight_mesh` has the ranks over which `amax` reduces: shards of data parallelism and tensor parallelism, without
-    replicas; by default `tp_mesh`. No module communicates by itself: after a "row" layer the forward that calls it has
-    to all-reduce (rule 3 of this file). With `local` the weights are this rank's parts, of the same sizes on every rank.
+    replicas; by default `tp_mesh`. With `local` the weights are this rank's parts, of the same sizes on every rank. No
+    module communicates by itself: after a "row" layer your forward has to all-reduce (rule 3 of this file).
 
     Raises MeshError for a tp_mesh that is not one named axis, a mesh without this rank, and a weight_mesh that lacks
     ranks of tp_mesh; PlacementError for styles that are unknown, about nothing, contradictory for a shared parameter,

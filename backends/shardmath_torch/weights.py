@@ -237,7 +237,7 @@ def _span(file: Path, name: str, value: object, data: int) -> tuple[Entry, tuple
         what = f"the header's entry of {shown(name)} is {shown(value)}, not a dtype, a shape and two data_offsets"
         raise _damaged(file, what)
     if dtype not in DTYPES:
-        what = f"{file} holds {shown(name)} as {shown(dtype)}, which cannot be sliced"
+        what = f"{file} holds {shown(name)} as {shown(dtype)[1:-1]}, which cannot be sliced"
         raise WeightsError(f"{what}; types are {', '.join(DTYPES)}")
     begin, end = offsets
     entry = Entry(file, name, tuple(shape), DTYPES[dtype], data + begin)

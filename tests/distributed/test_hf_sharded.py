@@ -51,7 +51,7 @@ def test_a_shard_that_is_missing(pool: Pool, tmp_path: Path) -> None:
     """In the middle of a tensor it is noticed."""
     pool.run(work.by_torchs_sharded_writer, str(tmp_path), {})
     next(tmp_path.glob("shard-00003-*")).unlink()
-    with pytest.raises(sm.ShardError, match="'rows' .* no box with element"):
+    with pytest.raises(sm.ShardError, match=r"'rows' .* no box with element"):
         smt.load(tmp_path, {"rows": sm.Layout((13, 6), sm.Mesh(), {})})
 
 
@@ -90,7 +90,7 @@ def test_shards_that_do_not_fit(tmp_path: Path, at: object, what: str) -> None:
 def test_shards_of_other_types(tmp_path: Path) -> None:
     shard(tmp_path, 1, 4, [0, 0])
     shard(tmp_path, 2, 3, [4, 0], w=torch.ones(3, 2, dtype=torch.float16))
-    with pytest.raises(sm.ShardError, match="float32.* and float16.*keep the files of one checkpoint"):
+    with pytest.raises(sm.ShardError, match=r"float32.* and float16.*keep the files of one checkpoint"):
         smt.open_checkpoint(tmp_path)
     shard(tmp_path, 2, 3, [4], w=torch.ones(3))
     with pytest.raises(sm.ShardError, match="keep the files of one checkpoint"):
