@@ -87,7 +87,7 @@ def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
             return result
 
         kept = functools.lru_cache(maxsize=most)(made)
-        account.cache = kept  # type: ignore[assignment]
+        account.cache = kept
         _accounts.append(account)
         return kept
 
@@ -123,7 +123,7 @@ def _weighed(value: object, seen: set[int] | None) -> int:
         return sys.getsizeof(value) + _weighed_items(value, seen)
     if isinstance(value, dict):
         return sys.getsizeof(value) + _weighed_items(value, seen) + _weighed_items(value.values(), seen)
-    names = _fields(type(value))
+    names = getattr(value, "__dataclass_fields__", ())
     if not names:
         return sys.getsizeof(value)
     if seen is None or id(value) in seen:
@@ -139,9 +139,3 @@ def _weighed_items(items: Collection[object], seen: set[int] | None) -> int:
     step = -(-n // SAMPLED)
     some = sum(_weighed(item, seen) for item in islice(items, 0, None, step))
     return some * n // -(-n // step)
-
-
-@functools.cache
-def _fields(kind: type) -> tuple[str, ...]:
-    """The fields of a dataclass; of other classes none."""
-    return tuple(getattr(kind, "__dataclass_fields__", ()))
