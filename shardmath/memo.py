@@ -45,7 +45,9 @@ _Wrapper = functools._lru_cache_wrapper
 
 
 class _Account:
-    """What one function keeps, by weight."""
+    """What one function keeps, by weight; `total` is that of all."""
+
+    total = 0
 
     def __init__(self) -> None:
         self.cache: _Wrapper[object] | None = None
@@ -59,14 +61,17 @@ class _Account:
         if self._allowed > 0:
             start = perf_counter()
             self._last = _weighed(arguments, None) + _weighed(result, set())
-            _make_room(self._last)
             self._allowed -= perf_counter() - start
+        if _Account.total + self._last > MOST_BYTES:
+            clear_caches()
         self.nbytes += self._last
+        _Account.total += self._last
 
     def empty(self) -> None:
         """Nothing is kept any longer."""
         assert self.cache is not None, "an account is listed with its cache"
         self.cache.cache_clear()
+        _Account.total -= self.nbytes
         self.nbytes = 0
 
 
@@ -102,12 +107,6 @@ def clear_caches() -> None:
     """
     for account in _accounts:
         account.empty()
-
-
-def _make_room(nbytes: int) -> None:
-    """Room for so many bytes more."""
-    if nbytes + sum(account.nbytes for account in _accounts) > MOST_BYTES:
-        clear_caches()
 
 
 def weight(value: object) -> int:

@@ -83,7 +83,7 @@ def test_a_stream_of_plans_keeps_no_more_than_its_share(monkeypatch: pytest.Monk
     try:
         for n in range(2000, 2030):
             _moved(n)
-            assert _kept() <= 2 * memo.MOST_BYTES
+            assert _kept() == memo._Account.total <= memo.MOST_BYTES
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0]
     finally:
