@@ -37,7 +37,7 @@ MOST_BYTES = 512 << 20
 SAMPLED = 3
 """Elements of a longer sequence that are weighed."""
 
-SHARE = 1 / 64
+SHARE = 1 / 200
 """Of the time in which entries are made that goes into weighing them; the others are taken to weigh as the last did."""
 
 _R = TypeVar("_R")
