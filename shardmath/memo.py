@@ -37,7 +37,7 @@ MOST_BYTES = 512 << 20
 SAMPLED = 3
 """Elements of a longer sequence that are weighed."""
 
-SHARE = 1 / 64
+SHARE = 1 / 200
 """Of the time in which entries are made that goes into weighing them; the others are taken to weigh as the last did."""
 
 _R = TypeVar("_R")
@@ -45,7 +45,9 @@ _Wrapper = functools._lru_cache_wrapper
 
 
 class _Account:
-    """What one function keeps, by weight."""
+    """What one function keeps, by weight; `total` is that of all."""
+
+    total = 0
 
     def __init__(self) -> None:
         self.cache: _Wrapper[object] | None = None
@@ -59,14 +61,17 @@ class _Account:
         if self._allowed > 0:
             start = perf_counter()
             self._last = _weighed(arguments, None) + _weighed(result, set())
-            _make_room(self._last)
             self._allowed -= perf_counter() - start
+        if _Account.total + self._last > MOST_BYTES:
+            clear_caches()
         self.nbytes += self._last
+        _Account.total += self._last
 
     def empty(self) -> None:
         """Nothing is kept any longer."""
         assert self.cache is not None, "an account is listed with its cache"
         self.cache.cache_clear()
+        _Account.total -= self.nbytes
         self.nbytes = 0
 
 
@@ -87,7 +92,7 @@ def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
             return result
 
         kept = functools.lru_cache(maxsize=most)(made)
-        account.cache = kept  # type: ignore[assignment]
+        account.cache = kept
         _accounts.append(account)
         return kept
 
@@ -104,12 +109,6 @@ def clear_caches() -> None:
         account.empty()
 
 
-def _make_room(nbytes: int) -> None:
-    """Room for so many bytes more."""
-    if nbytes + sum(account.nbytes for account in _accounts) > MOST_BYTES:
-        clear_caches()
-
-
 def weight(value: object) -> int:
     """About how many bytes the value takes, with all that it refers to; what it refers to twice counts once."""
     return _weighed(value, set())
@@ -123,7 +122,7 @@ def _weighed(value: object, seen: set[int] | None) -> int:
         return sys.getsizeof(value) + _weighed_items(value, seen)
     if isinstance(value, dict):
         return sys.getsizeof(value) + _weighed_items(value, seen) + _weighed_items(value.values(), seen)
-    names = _fields(type(value))
+    names = getattr(value, "__dataclass_fields__", ())
     if not names:
         return sys.getsizeof(value)
     if seen is None or id(value) in seen:
@@ -139,9 +138,3 @@ def _weighed_items(items: Collection[object], seen: set[int] | None) -> int:
     step = -(-n // SAMPLED)
     some = sum(_weighed(item, seen) for item in islice(items, 0, None, step))
     return some * n // -(-n // step)
-
-
-@functools.cache
-def _fields(kind: type) -> tuple[str, ...]:
-    """The fields of a dataclass; of other classes none."""
-    return tuple(getattr(kind, "__dataclass_fields__", ()))
