@@ -71,6 +71,7 @@ def meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int,
     return [(int(i), int(j)) for i, j in np.argwhere(both)]
 
 
+@functools.lru_cache(maxsize=64)
 def _hulls(windows: tuple[Layout, ...]) -> tuple[Ints, Ints]:
     """The least and, plus one, the largest position that anybody holds: two arrays (windows, dimensions)."""
     spans = [[_union(dim) for dim in layout.dims] for layout in windows]
@@ -85,11 +86,13 @@ def holds_all(windows: tuple[Layout, ...]) -> bool:
     """Whether the ranks of a side hold every element of the tensor between them."""
     if any(all(map(_all_held, layout.dims)) for layout in windows):
         return True
-    held = list({_together(layout): layout for layout in windows}.values())
-    missing = math.prod(windows[0].shape) - sum(map(_volume, held))
-    if missing > 0 or (missing == 0 and _apart(held)):
-        return missing <= 0
-    return first_unheld(windows) is None
+    missing = math.prod(windows[0].shape) - sum(map(_volume, windows))
+    if missing > 0:
+        return False
+    if missing == 0 and _apart(windows):
+        return True
+    distinct = tuple({_together(layout): layout for layout in windows}.values())
+    return holds_all(distinct) if len(distinct) < len(windows) else first_unheld(windows) is None
 
 
 def not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
@@ -119,9 +122,9 @@ def _volume(layout: Layout) -> int:
     return math.prod(int((stop - start).sum()) for start, stop in map(_union, layout.dims))
 
 
-def _apart(windows: Sequence[Layout]) -> bool:
+def _apart(windows: tuple[Layout, ...]) -> bool:
     """Whether it takes no more than hulls to see that no two windows meet."""
-    lo, hi = _hulls(tuple(windows))
+    lo, hi = _hulls(windows)
     near = np.logical_and(lo[:, None] < hi[None], hi[:, None] > lo[None]).all(axis=2)
     return not np.tril(near, -1).any()
 
