@@ -55,7 +55,7 @@ def test_ends_are_swapped() -> None:
     assert sorted((t.addend, t.src_rank) for t in p.transfers(dst=0)) == [(i, 4 + i) for i in range(4)]
     assert {t.op for t in p.transfers()} == {"sum"}
     assert list(p.transfers(src=5)) == [t for r in (0, 1) for t in p.transfers(src=5, dst=r)]
-    assert list(p.transfers(src=0)) == [] and repr(p).startswith("<adjoint plan of 1 tensors, 4 -> 2 ranks, ")
+    assert list(p.transfers(src=0)) == [] and repr(p).startswith("<adjoint plan of 1 tensor, 4 -> 2 ranks, ")
 
 
 def test_swapped_is_its_own_inverse() -> None:
