@@ -71,7 +71,7 @@ def meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int,
     return [(int(i), int(j)) for i, j in np.argwhere(both)]
 
 
-@functools.lru_cache(maxsize=64)
+@memo()
 def _hulls(windows: tuple[Layout, ...]) -> tuple[Ints, Ints]:
     """The least and, plus one, the largest position that anybody holds: two arrays (windows, dimensions)."""
     spans = [[_union(dim) for dim in layout.dims] for layout in windows]

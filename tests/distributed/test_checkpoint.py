@@ -541,7 +541,7 @@ def test_one_rank_that_is_wrong_before_it_begins(pool: Pool, tmp_path: Path, wha
 
 
 BAD_LOADS: dict[str, tuple[dict[str, Any], str]] = {
-    "no such name": ({"v": LINE}, "has no 'v' among its 1 tensors; it has 'w'"),
+    "no such name": ({"v": LINE}, "has no 'v' among its 1 tensor; it has 'w'"),
     "another shape": ({"w": sm.Layout((5,), sm.Mesh(), {})}, "is stored as float32[6], its layout says"),
     "another type": ({"w": sm.Layout((6,), sm.Mesh(), {}, dtype="int32")}, "is stored as float32[6], its layout says"),
     "addends": ({"w": sm.Layout((6,), sm.Mesh(x=1), "n {sum: x}")}, "Partial"),

@@ -141,7 +141,7 @@ def test_equal_plans() -> None:
     p, q = plan(a, b), plan(a, b)
     assert p == q and hash(p) == hash(q) == hash(p.digest) and len({p, q}) == 1
     assert p != plan(b, a) and p != "p" and p != p.digest
-    assert repr(p) == f"<plan of 1 tensors, 2 -> 4 ranks, {p.digest[:12]}>"
+    assert repr(p) == f"<plan of 1 tensor, 2 -> 4 ranks, {p.digest[:12]}>"
     assert len(p.digest) == 64 and set(p.digest) <= set("0123456789abcdef")
 
 
