@@ -25,7 +25,7 @@ from shardmath.adjoint import flip_of, swapped
 from shardmath.box import Box, first_gap, first_overlap, from_slices, tiles
 from shardmath.cover import not_whole
 from shardmath.errors import PlanError
-from shardmath.given import listed, text
+from shardmath.given import listed, shown, text
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
 from shardmath.plan import Plan, Transfer
@@ -63,6 +63,8 @@ def verify(p: Plan | Program, *, transfers: Iterable[Transfer] | None = None) ->
 def _check_in_part(p: Plan) -> None:
     """The plan says of exactly those tensors that the destination holds them in part."""
     short = not_whole(p.dst)
+    if not isinstance(p.in_part, tuple) or not all(isinstance(name, str) for name in p.in_part):
+        raise PlanError(f"in_part={shown(p.in_part)} is not a tuple of names; make the plan anew")
     if p.in_part != short:
         odd = sorted({*p.in_part} ^ {*short}) or list(p.in_part)
         says = "in part" if odd[0] in p.in_part else "whole"

@@ -821,7 +821,7 @@ def made(placed: object = (), borders: object = (), unpadded: object = (), *more
             made([("a", (0, 4, 0)), ("a", (4, 8, 0))], [(0, 8)], [8]),
             "parameter 'a' is given twice; a parameter lies in a buffer once",
         ),
-        (made({"a": (0, 4, 0)}, [(0, 4)], []), "0 unpadded sizes of 1 buckets; give one each"),
+        (made({"a": (0, 4, 0)}, [(0, 4)], []), "0 unpadded sizes of 1 bucket; give one each"),
         (
             made({}, [(0, 4), (5, 8)], [4, 3]),
             "bucket 1 is [5, 8), the one before ends at 4; buckets follow one another from 0 on",
