@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickletools
 import zipfile
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
@@ -163,7 +164,9 @@ def unused(name: str, taken: Container[str]) -> str:
     >>> unused("w", {"v"}), unused("w", {"w", "w_"})
     ('w', 'w__')
     """
-    return unused(name + "_", taken) if name in taken else name
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _bytes(start: int, stop: int) -> dict[str, object]:
@@ -208,6 +211,7 @@ def _described(stream: BinaryIO, offset: int, length: int) -> Strided:
     """Raises what torch and zipfile raise, and ValueError for what does not lie there as it is."""
     view = io.BufferedReader(_Part(stream, offset, length))
     records = _records(view)
+    _check_pickle(view)
     view.seek(0)
     tensor = torch.load(view, weights_only=True, map_location="cpu")
     if type(tensor).__name__ != "FakeTensor":
@@ -221,6 +225,24 @@ def _described(stream: BinaryIO, offset: int, length: int) -> Strided:
     if found.extent and not storage <= begin <= begin + found.extent * each <= storage + records[storage]:
         raise ValueError(f"its {dtype}{list(found.shape)} with strides {found.strides} lies outside its storage")
     return found
+
+
+MOST_PICKLED, MOST_TUPLES = 1 << 16, 16
+"""Of the pickle of a single tensor, which has some hundred bytes and six tuples."""
+
+
+def _check_pickle(view: BinaryIO) -> None:
+    """torch's reader hashes what a pickle calls a storage's key; tuples of tuples that share parts take 2^n steps."""
+    view.seek(0)
+    with zipfile.ZipFile(view) as archive:
+        found = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        if any(info.file_size > MOST_PICKLED for info in found):
+            raise ValueError("its pickle is too long for a tensor's")
+        pickles = [archive.read(info) for info in found]
+    for text in pickles:
+        tuples = sum(1 for code, _, _ in pickletools.genops(text) if "TUPLE" in code.name)
+        if tuples > MOST_TUPLES:
+            raise ValueError(f"its pickle makes {tuples} tuples, which no tensor does")
 
 
 class _Part(io.RawIOBase):

@@ -347,7 +347,9 @@ def _view(memory: Tensor, file: Place, found: Strided, base: int) -> Tensor:
     dtype = dtype_of(found.dtype)
     start, end = found.start - base, found.start - base + found.extent * dtype.itemsize
     if end > len(memory):
-        raise CheckpointError(f"{file} ends at byte {base + len(memory)}, a tensor in it at {base + end}; fetch it again")
+        raise CheckpointError(
+            f"{file} ends at byte {base + len(memory)}, a tensor in it at {base + end}; fetch it again"
+        )
     taken = memory[start:end]
     taken = taken if taken.data_ptr() % dtype.itemsize == 0 else taken.clone()
     view = taken.view(dtype).as_strided(found.shape, found.strides)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from shardmath.rules import Shapes
 from shardmath_torch import checksums
 from shardmath_torch.archive import CheckpointError, Strided, described
 from shardmath_torch.claims import FILE, INDEX, METADATA, OURS
+from shardmath_torch.json_text import MOST, elements, read_json, shown
 from shardmath_torch.places import Place, place, sizes_of
 from shardmath_torch.sealed import Sealed, holds, signed, unseal
 from shardmath_torch.unpickled import read_metadata
@@ -220,10 +220,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     try:
         return _opened(place(path))
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-        if isinstance(error, ShardError):
-            raise
-        raise CheckpointError(f"{path} is no checkpoint, or a damaged one ({error!r}); fetch it again") from error
+    except ShardError:
+        raise
+    except (LookupError, OSError, OverflowError, RecursionError, TypeError, ValueError, AttributeError) as error:
+        fault = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"{path} is no checkpoint, or a damaged one ({fault}); fetch it again") from error
 
 
 def _opened(path: Place) -> Checkpoint:
@@ -253,7 +254,9 @@ def _check_copy(file: Place, copy: bytes | None, sealed: Sealed) -> None:
     except CheckpointError:
         return  # nothing that could be taken for an index
     if save == sealed.save:
-        raise CheckpointError(f"{file} and {METADATA} differ, one is damaged; fetch them again, or remove the damaged one")
+        raise CheckpointError(
+            f"{file} and {METADATA} differ, one is damaged; fetch them again, or remove the damaged one"
+        )
 
 
 def _digest(text: bytes) -> str:
@@ -290,13 +293,14 @@ def to_json(checkpoint: Checkpoint, save: str) -> str:
 def _index(file: Place, text: bytes) -> dict[str, Any]:
     """The index. Raises CheckpointError for what is none, or one of another version."""
     try:
-        found = dict(json.loads(text))
+        found: Any = read_json(text)
         version, _ = found["shardmath"], found["files"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is no index of shardmath ({error}); fetch it again") from error
     if version != VERSION:
-        raise CheckpointError(f"{file} has version {version!r}, this shardmath reads {VERSION}; use a newer shardmath")
-    return found
+        what = f"{file} has version {shown(version)}, this shardmath reads {VERSION}"
+        raise CheckpointError(f"{what}; use a newer shardmath")
+    return dict(found)
 
 
 def _ours(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
@@ -325,25 +329,22 @@ def _piece(
     at, box = tuple(map(_count, offsets)), tuple(map(_count, sizes))
     if len(at) != ndim or len(box) != ndim:
         raise ValueError(f"a box {at} {box} in {ndim} dimensions")
-    length = math.prod(box) * each
+    length = elements(box) * each
     if type(sums) is not str or len(sums) != checksums.count(length) * checksums.DIGITS:
-        raise ValueError(f"{length} bytes do not have the checksums {sums!r}")
+        raise ValueError(f"{length} bytes do not have the checksums {shown(sums)}")
     return Piece(at, box, files[_count(file)], _count(start), length, sums=sums)
-
-
-MOST = (1 << 63) - 1
 
 
 def _count(n: object) -> int:
     if type(n) is not int or not 0 <= n <= MOST:
-        raise ValueError(f"{n!r} is no count")
+        raise ValueError(f"{shown(n)} is no count")
     return n
 
 
 def _inside(folder: Place, name: object) -> Place:
     """A file of the folder, or of a folder in it."""
     if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise CheckpointError(f"{folder} names a data file {name!r}; a checkpoint's files lie in its folder")
+        raise CheckpointError(f"{folder} names a data file {shown(name)}; a checkpoint's files lie in its folder")
     return folder / name
 
 

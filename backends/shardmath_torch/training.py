@@ -248,7 +248,7 @@ def _read(path: object, index: Tensor) -> _Kept:
         if not isinstance(found.names, dict) or not isinstance(found.extra, dict) or not isinstance(found.state, dict):
             raise TypeError("its parts are no objects")
         return found
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         what = f"{path}: {INDEX!r} is nothing that save_state wrote ({error})"
         raise CheckpointError(f"{what}; read tensors of other checkpoints with shardmath_torch.load") from error
 

@@ -5,6 +5,9 @@
 2. What it gets for a name is made for this reading, a subclass or a function that calls the real one: a pickle may set
    attributes of what it names, and torch's own classes are to stay as they are.
 3. None of it opens files, starts processes or imports by name.
+4. Time and memory are in proportion to the file's length. So torch's own pickles say what instructions there may be;
+   Python's reader keeps its memo in a dict, where C's takes an array as long as the largest number asked for; and
+   before anything is hashed or called it is looked at: tuples of tuples that share parts take 2^n steps to hash.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardmath_torch.archive import CheckpointError
+from shardmath_torch.json_text import shown
 
 __all__ = ["ALLOWED", "read_metadata"]
 
@@ -39,14 +44,79 @@ ALLOWED = {
 """(module, name) of all that torch writes there; types of elements, `torch.float32` and so on, beside."""
 
 
-class _Unpickler(pickle.Unpickler):
+_OPCODES = (
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1 LONG4 FLOAT BINFLOAT UNICODE"
+    " BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3"
+    " EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD"
+    " PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET"
+)
+"""What pickles of metadata are made of. Not among it: sets, persistent and extended names, instructions of classes."""
+
+_MOST = 64
+"""Of a tuple that is a key or an argument: dimensions, or parts of a path."""
+
+
+_Python: Any = pickle._Unpickler
+"""Python's own reader, of which type checkers do not know the methods."""
+
+
+class _Unpickler(_Python):  # type: ignore[misc]
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        code: _Python.dispatch[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())
+    }
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
             return _copy(super().find_class(module, name))
         found = getattr(torch, name, None) if module == "torch" and "." not in name else None
         if isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}")
+
+    def load_reduce(self) -> None:
+        _check_all("calls something with", self.stack[-1], _is_argument)
+        super().load_reduce()
+
+    def load_setitem(self) -> None:
+        _check_all("has a key", self.stack[-2:-1], _is_key)
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        _check_all("has a key", self.stack[::2], _is_key)
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        _check_all("has a key", self.stack[::2], _is_key)
+        super().load_dict()
+
+    dispatch |= {
+        pickle.REDUCE[0]: load_reduce,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.DICT[0]: load_dict,
+    }
+
+
+def _check_all(does: str, values: Iterable[object], allowed: Callable[[object], bool]) -> None:
+    for value in values:
+        if not allowed(value):
+            raise pickle.UnpicklingError(f"it {does} {shown(value)}, which no metadata has")
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | torch.dtype)
+
+
+def _is_argument(value: object) -> bool:
+    """A plain value, or a flat tuple of them."""
+    return _is_plain(value) or (isinstance(value, tuple) and len(value) <= _MOST and all(map(_is_plain, value)))
+
+
+def _is_key(value: object) -> bool:
+    """Whether it is what metadata have as a key: a plain value, a flat tuple of them, or an index of them."""
+    if isinstance(value, MetadataIndex):
+        return isinstance(value.fqn, str) and _is_argument(value.offset) and _is_plain(value.index)
+    return _is_argument(value)
 
 
 def _copy(found: Any) -> Any:
@@ -63,8 +133,10 @@ def read_metadata(text: bytes, where: object) -> Metadata:
     """
     try:
         found = _Unpickler(io.BytesIO(text)).load()
+        if isinstance(found, Metadata):  # what a key is may have changed since it was looked at
+            _check_all("has a key", found.storage_data or (), _is_key)
     except Exception as error:
-        what = f"{where} is no metadata of torch.distributed.checkpoint: {error}"
+        what = f"{where} is no metadata of torch.distributed.checkpoint: {str(error)[:300]}"
         raise CheckpointError(
             f"{what}; nothing else is unpickled: save again, or convert it where you trust it"
         ) from error

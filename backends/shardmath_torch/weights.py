@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from shardmath import Layout, ShardError
 from shardmath.dtypes import itemsize
 from shardmath.rules import Shapes
 from shardmath_torch.dtypes import dtype_of, flat
+from shardmath_torch.json_text import MOST, elements, read_json, shown
 from shardmath_torch.places import Place, place
 
 __all__ = [
@@ -123,6 +123,14 @@ def open_weights(path: str | Place) -> Weights:
     Reads and checks headers only. Raises WeightsError with the file, what is wrong with it and the fix.
     """
     path = place(path)
+    try:
+        return _opened(path)
+    except OSError as error:
+        what = f"{shown(str(error.filename or path))} cannot be read: {error.strerror}"
+        raise WeightsError(f"{what}; check the file, its name and its permissions") from error
+
+
+def _opened(path: Place) -> Weights:
     if path.is_dir():
         path = _in_folder(path)
     if not path.is_file():
@@ -162,8 +170,9 @@ def _weight_map(index: Place) -> dict[str, str]:
     if not isinstance(places, dict) or not places:
         raise WeightsError(f"{index} has no weight_map of names to files; fetch it again")
     for name, file in places.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise WeightsError(f"{index} puts {name!r} in {file!r}; a file of an index is a name in the index's folder")
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+            what = f"{index} puts {shown(name)} in {shown(file)}"
+            raise WeightsError(f"{what}; a file of an index is a name in the index's folder")
     return places
 
 
@@ -179,20 +188,12 @@ def _bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
 def _object(text: bytes, file: Place, what: str) -> dict[str, object]:
     """The JSON object in `text`, no key twice."""
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        found = read_json(text)
+    except (ValueError, RecursionError) as error:
         raise _damaged(file, f"{what} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise _damaged(file, f"{what} is a JSON {type(found).__name__}, not an object")
     return found
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return out
 
 
 def _damaged(file: Place, what: str) -> WeightsError:
@@ -228,19 +229,25 @@ def _span(file: Place, name: str, value: object, data: int) -> tuple[Entry, tupl
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
-        raise _damaged(file, f"the header's entry of {name!r} is {value!r}, not a dtype, a shape and two data_offsets")
+        what = f"the header's entry of {shown(name)} is {shown(value)}, not a dtype, a shape and two data_offsets"
+        raise _damaged(file, what)
     if dtype not in DTYPES:
-        raise WeightsError(f"{file} holds {name!r} as {dtype}, which cannot be sliced; types are {', '.join(DTYPES)}")
+        what = f"{file} holds {shown(name)} as {shown(dtype)}, which cannot be sliced"
+        raise WeightsError(f"{what}; types are {', '.join(DTYPES)}")
     begin, end = offsets
     entry = Entry(file, name, tuple(shape), DTYPES[dtype], data + begin)
-    if end - begin != entry.nbytes:
-        what = f"{name!r} is {dtype}{shape}, {entry.nbytes} bytes, its data_offsets {begin}:{end} hold {end - begin}"
-        raise _damaged(file, what)
+    try:
+        nbytes = elements(shape) * itemsize(entry.dtype)
+    except ValueError as error:
+        raise _damaged(file, f"the shape of {shown(name)}, {error}") from error
+    if end - begin != nbytes:
+        what = f"{shown(name)} is {dtype}{shown(shape)}, {nbytes} bytes"
+        raise _damaged(file, f"{what}, its data_offsets {begin}:{end} hold {end - begin}")
     return entry, (begin, end)
 
 
 def _sizes(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= MOST for n in value)
 
 
 def _check_spans(file: Place, size: int, start: int, spans: Mapping[str, tuple[int, int]]) -> None:

@@ -1,0 +1,85 @@
+"""JSON of strangers, and what is said of it in errors: time and memory in proportion to its length.
+
+1. A key that appears twice, NaN and infinite numbers are errors: JSON has none of them, and readers differ in what they
+   take instead.
+2. Whole numbers are bounded before anything is multiplied, products while they are made.
+3. What stood in a file is shown cut short, however long or deep it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Sequence
+
+__all__ = ["MOST", "elements", "read_json", "shown"]
+
+MOST = (1 << 63) - 1
+"""The largest number of bytes, and of elements, that a file can speak of."""
+
+
+def read_json(text: bytes) -> object:
+    """What the text says. Raises ValueError for what is no JSON, and RecursionError where it is too deep."""
+    return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite)
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError(f"{shown(_repeated(pairs))} appears twice")
+    return out
+
+
+def _repeated(pairs: list[tuple[str, object]]) -> str:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            return name
+        seen.add(name)
+    raise AssertionError("asked only where one is repeated")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{shown(text)} is no number of JSON")
+    return number
+
+
+def elements(shape: Sequence[int]) -> int:
+    """How many elements a shape has. Raises ValueError for more than MOST.
+
+    >>> elements((3, 4)), elements((1 << 62, 1 << 62, 0))
+    (12, 0)
+    """
+    if 0 in shape:
+        return 0
+    total = 1
+    for n in shape:
+        total *= n
+        if total > MOST:
+            raise ValueError(f"{shown(list(shape))} has more elements than can be counted")
+    return total
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring, self.maxlist, self.maxtuple, self.maxlevel = 120, 8, 8, 3
+
+    def repr_instance(self, x: object, level: int) -> str:
+        """Of other types the name alone: what parts share, their own repr would show again and again."""
+        return repr(x) if x is None or isinstance(x, bool | float) else f"<{type(x).__name__}>"
+
+
+_SHORT = _Short()
+
+
+def shown(value: object) -> str:
+    """The value as an error shows it: its repr, cut short.
+
+    >>> shown("x" * 1000)[:10], len(shown("x" * 1000)), shown([[[[[]]]]])
+    ("'xxxxxxxxx", 120, '[[[[...]]]]')
+    """
+    return _SHORT.repr(value)
