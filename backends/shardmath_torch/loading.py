@@ -216,8 +216,10 @@ class Reader(storage.StorageReader):
         return packed(self._marks) if self._chunks.total else None
 
     def share(self, said: Sequence[bytes], rank: int) -> None:
-        """What all ranks have said, in order: each looks at its part. A file of a service is checked by all who fetch it,
-        which takes longer than to hash it."""
+        """Takes what all ranks have said, in order, and leaves this one its part of the checksums.
+
+        Of the files of a service each rank checks all that it fetches: to fetch takes longer than to hash.
+        """
         assert self._found is not None, "metadata are read before data"
         if isinstance(self._found.path, Path):
             self._marks = mine(said, rank, self._chunks.total)

@@ -1,7 +1,7 @@
 """Where bytes lie: a folder of the file system, or a URL that fsspec serves.
 
-1. A place is a `Path` or a `Remote`, which has those of Path's methods that are used here. `file://` is a Path: files of
-   the system are mapped, synced, renamed and locked as such, and never go through fsspec.
+1. A place is a `Path` or a `Remote`, which has those of Path's methods that are used here. `file://` is a Path: files
+   of the system are mapped, synced, renamed and locked as such, and never go through fsspec.
 2. A URL is never taken for a local folder: a scheme that nobody serves is an error before anything is written.
 3. What goes wrong is an OSError, whatever the service calls it.
 """
@@ -199,7 +199,7 @@ def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:
-    """The file with this text, at once, on disk when this returns. `draft` is a name beside it that nobody else uses."""
+    """The file with this text, at once, on disk when this returns. `draft` is a name that nobody else uses."""
     if isinstance(file, Remote):
         file.write_bytes(text)
         return
@@ -211,7 +211,7 @@ def put(file: Place, draft: Place, text: bytes) -> None:
 
 
 def synced(stream: BinaryIO) -> None:
-    """What was written to the stream is on disk, if it is a file of the system; a service keeps what it is closed with."""
+    """What was written is on disk, if the stream is a file of the system; a service keeps it when it is closed."""
     stream.flush()
     try:
         handle = stream.fileno()

@@ -1,8 +1,8 @@
 """Which checksums a rank looks at when ranks load together.
 
 1. The chunks of all boxes of a checkpoint are numbered through. A rank touches those that have anything it reads.
-2. Of the ranks that touch a chunk, one checks it: each byte is hashed once, however many ranks read it, and nobody reads
-   more for it than the rest of the chunks at the ends of what it reads.
+2. Of the ranks that touch a chunk, one checks it: each byte is hashed once, however many ranks read it, and nobody
+   reads more for it than the rest of the chunks that it touches.
 3. It is the same file that all read, so a bit that flipped in storage is found by one for all. What a single machine
    reads wrong is found where that machine happens to be the one that checks.
 """

@@ -1,8 +1,8 @@
 """Writing: how the boxes of a save get onto the disk, all at once or not at all.
 
 1. Every rank writes safetensors files (`archive`) under names of this save alone, with an ending that no reader looks
-   for. When all have, they are renamed; then `.metadata` is replaced, from when on the new save counts; then the copy of
-   the index. What the former save left is removed last (`Writer.clear`), and what a failed one wrote at once
+   for. When all have, they are renamed; then `.metadata` is replaced, from when on the new save counts; then the copy
+   of the index. What the former save left is removed last (`Writer.clear`), and what a failed one wrote at once
    (`Writer.abandon`). Any number of saves may go on at once: the last to replace `.metadata` counts (`claims`).
 2. A file holds a tensor once, by its name, which is how torch's HuggingFaceStorageReader finds it: the second box of a
    tensor on a rank goes into the rank's second file. What is in more than MOST_FILES boxes is numbered in the last file
