@@ -104,8 +104,8 @@ def load(
     `path` is a folder, or the URL of one, that `save` or torch.distributed.checkpoint wrote, or safetensors as Hugging
     Face keeps them; `names` says, as {wanted: stored}, what is stored under another name; several may be stored under
     one. A tuple of layouts gives `name[0]`, `name[1]` and so on; a layout of None the bytes that this rank saved, as
-    uint8, or if it saved none those of the lowest rank. A rank that is not on a layout's mesh gets nothing of it, and ranks may ask for
-    different layouts. `progress` is called with the bytes that this rank has just read.
+    uint8, or if it saved none those of the lowest rank. A rank that is not on a layout's mesh gets nothing of it, and
+    ranks may ask for different layouts. `progress` is called with the bytes that this rank has just read.
 
     What `save` wrote has a checksum for every 4 MiB of a box: of what any rank reads, each is looked at by one of the
     ranks that read it, unless not `verify`.

@@ -268,8 +268,8 @@ class Reader(storage.StorageReader):
             by_piece.setdefault(read.piece, []).append(read)
         for piece, each in by_piece.items():
             numbers = self._chunks.numbers(piece, self._marks)
-            begin = min(min(r.at.start for r in each), *(piece.start + n * CHUNK for n in numbers[:1]))
-            end = max(max(r.end for r in each), *(min(piece.stop, piece.start + (n + 1) * CHUNK) for n in numbers[-1:]))
+            begin = min([read.at.start for read in each] + [piece.start + n * CHUNK for n in numbers])
+            end = max([read.end for read in each] + [min(piece.stop, piece.start + (n + 1) * CHUNK) for n in numbers])
             data = bytearray(file.read_part(begin, end))
             for number in numbers:
                 first = piece.start + number * CHUNK - begin

@@ -88,7 +88,7 @@ class Remote:
 
     def read_part(self, start: int, stop: int) -> bytes:
         """Its bytes from `start` to `stop`."""
-        return cast(bytes, self._asked(lambda: self.fs.cat_file(self.path, start, stop)))
+        return cast(bytes, self._asked(lambda: self.fs.cat_file(self.path, start=start, end=stop)))
 
     def write_bytes(self, data: bytes) -> None:
         """This in its place; at once, where the service writes objects at once."""

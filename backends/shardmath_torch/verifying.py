@@ -37,16 +37,16 @@ class Chunks:
         """Which chunks have any of what is read: bytes from begin to end of a box's."""
         out = np.zeros(self.total, bool)
         for piece, begin, end in reads:
-            if piece.sums and begin < end:
-                first = self._first[piece.file, piece.start]
+            first = self._first.get((piece.file, piece.start))
+            if first is not None and begin < end:
                 out[first + begin // CHUNK : first + count(end)] = True
         return out
 
     def numbers(self, piece: Piece, marks: Marks) -> list[int]:
         """Which chunks of a box are marked, by their numbers in the box."""
-        if not piece.sums:
+        first = self._first.get((piece.file, piece.start))
+        if first is None:
             return []
-        first = self._first[piece.file, piece.start]
         found: list[int] = marks[first : first + count(piece.length)].nonzero()[0].tolist()
         return found
 

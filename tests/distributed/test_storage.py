@@ -14,7 +14,7 @@ import torch
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch import checkpoint, checksums, loading
+from shardmath_torch import checkpoint, checksums, loading, verifying
 from shardmath_torch.archive import CheckpointError
 from shardmath_torch.claims import claim
 from tests.distributed import checkpoints as work
@@ -28,7 +28,7 @@ PLANE = sm.Layout((13, 6), sm.Mesh(), {})
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes of a few bytes have several checksums."""
-    for module in (checksums, loading):
+    for module in (checksums, loading, verifying):
         monkeypatch.setattr(module, "CHUNK", 64)
 
 
