@@ -23,7 +23,19 @@ from typing import NamedTuple
 from shardmath_torch.places import Place, Remote, sync
 from shardmath_torch.sealed import DIGITS, SEAL, save_of
 
-__all__ = ["DATA", "FILE", "INDEX", "METADATA", "OURS", "UNFINISHED", "Claim", "claim", "collect", "withdraw"]
+__all__ = [
+    "DATA",
+    "FILE",
+    "INDEX",
+    "METADATA",
+    "OURS",
+    "UNFINISHED",
+    "Claim",
+    "claim",
+    "collect",
+    "counted",
+    "withdraw",
+]
 
 INDEX, METADATA = "shardmath.json", ".metadata"
 OURS, DATA, UNFINISHED = "shardmath-", ".safetensors", ".unfinished"
@@ -92,7 +104,7 @@ def collect(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
     saves = {save for _, save in files}
     with contextlib.ExitStack() as locks:
         dead = {save for save in saves if _dead(folder / draft_of(save), locks)}
-        counts = _counted(folder)
+        counts = counted(folder)
         for file, save in files:
             if save in dead and save != counts and _in_share(file.name, share):
                 _remove(file)
@@ -124,7 +136,7 @@ def _dead(draft: Place, locks: contextlib.ExitStack) -> bool:
     return True
 
 
-def _counted(folder: Place) -> str | None:
+def counted(folder: Place) -> str | None:
     """The digits of the save that counts; None if that is none of ours."""
     file = folder / METADATA
     try:
@@ -152,6 +164,6 @@ def withdraw(held: Claim) -> None:
     folder = held.draft.parent
     with contextlib.suppress(OSError):
         held.release()
-        if _counted(folder) != held.save:
+        if counted(folder) != held.save:
             for file in (file for file, save in _ours(folder) if save == held.save):
                 _remove(file)

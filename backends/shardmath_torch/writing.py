@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from shardmath_torch import archive, compat
 from shardmath_torch.archive import CheckpointError, unused
-from shardmath_torch.claims import DATA, INDEX, METADATA, OURS, UNFINISHED, Claim, claim, collect, withdraw
+from shardmath_torch.claims import DATA, INDEX, METADATA, OURS, UNFINISHED, Claim, claim, collect, counted, withdraw
 from shardmath_torch.places import Place, Remote, place, put, sizes_of, sync
 from shardmath_torch.sealed import DIGITS, Sealed, seal
 from shardmath_torch.stored import BLOBS, Checkpoint, Piece, Saved, to_json
@@ -110,7 +110,7 @@ class Writer(storage.StorageWriter):
         self._claim, self._drafts = None, []
         with _told(self._folder, AFTER):
             held.release()
-            put(self._folder / INDEX, self._folder / f"{OURS}{held.save}.json{UNFINISHED}", index.encode())
+            _copy(self._folder, index, held.save)
 
     def abandon(self) -> None:
         """Removes what a save that failed has written, unless it counts. For every rank.
@@ -144,6 +144,15 @@ class Writer(storage.StorageWriter):
     def storage_meta(self) -> StorageMeta:
         """What torch asks for."""
         return StorageMeta()
+
+
+def _copy(folder: Place, index: str, save: str) -> None:
+    """Writes the copy of the index, unless another save counts by now: then it may have cleared the draft away."""
+    try:
+        put(folder / INDEX, folder / f"{OURS}{save}.json{UNFINISHED}", index.encode())
+    except FileNotFoundError:
+        if counted(folder) == save:
+            raise
 
 
 def _draft(folder: Place, name: str) -> str:
