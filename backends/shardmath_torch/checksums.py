@@ -15,8 +15,8 @@ __all__ = ["CHUNK", "DIGITS", "count", "same", "write"]
 
 CHUNK = 4 << 20
 """Bytes that have one checksum."""
-STEP = 1 << 20
-"""Bytes that are hashed and written at once: what a core's cache still has when it is written."""
+STEP = 256 << 10
+"""Bytes that are hashed and written at once: few enough that the cache still has them when they are written."""
 DIGITS = 16
 """Of a checksum, as text."""
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
 
 from shardmath.errors import ShardError
 
-__all__ = ["CheckpointError", "Place", "Remote", "place", "put", "sizes_of", "sync", "synced"]
+__all__ = ["CheckpointError", "Place", "Remote", "check_length", "place", "put", "sizes_of", "sync", "synced"]
 
 _T = TypeVar("_T")
 
@@ -196,6 +196,17 @@ def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
         return file.stat().st_size if found is None else found
 
     return size
+
+
+def check_length(file: Place, size_of: Callable[[Place], int], end: int, expected: int | None) -> None:
+    """Raises CheckpointError for a file that is not as long as expected, or ends before byte `end`."""
+    try:
+        size = size_of(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}; it belongs to the checkpoint") from error
+    if size < end or (expected is not None and size != expected):
+        told = f"it was saved with {expected}" if expected not in (None, size) else f"tensors lie up to byte {end}"
+        raise CheckpointError(f"{file} has {size} bytes, {told}; it or the index is damaged: fetch it again")
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:

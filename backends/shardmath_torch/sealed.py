@@ -37,13 +37,13 @@ class Sealed(NamedTuple):
     """What lies in a sealed file."""
 
     pickled: bytes
-    index: str
+    json: str
     save: str
 
 
 def seal(content: Sealed) -> bytes:
     """The bytes of the file."""
-    index = content.index.encode()
+    index = content.json.encode()
     body = content.pickled + BEGIN + index + len(index).to_bytes(_LENGTH, "little") + content.save.encode()
     return body + sha256(body).digest() + END
 
@@ -52,7 +52,7 @@ def unseal(text: bytes, where: object) -> Sealed | None:
     """What lies in the file; None for one that is none of ours. Raises CheckpointError for one that is damaged.
 
     >>> unseal(seal(Sealed(b"pickle", "{}", "0123456789ab")), "x")
-    Sealed(pickled=b'pickle', index='{}', save='0123456789ab')
+    Sealed(pickled=b'pickle', json='{}', save='0123456789ab')
     >>> unseal(b"pickle", "x")
     """
     if not text.endswith(END) and BEGIN not in text:

@@ -16,7 +16,7 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -31,7 +31,7 @@ from shardmath_torch import checksums
 from shardmath_torch.archive import CheckpointError, Strided, described
 from shardmath_torch.claims import FILE, INDEX, METADATA, OURS
 from shardmath_torch.json_text import MOST, elements, read_json, shown
-from shardmath_torch.places import Place, place, sizes_of
+from shardmath_torch.places import Place, check_length, place, sizes_of
 from shardmath_torch.sealed import Sealed, holds, signed, unseal
 from shardmath_torch.unpickled import read_metadata
 from shardmath_torch.weights import open_weights
@@ -153,7 +153,7 @@ class Checkpoint:
                 ends[piece.file] = max(ends.get(piece.file, 0), piece.stop)
         size = sizes_of(ends)
         for file, end in ends.items():
-            _check_file(file, size, end, self.sizes.get(file))
+            check_length(file, size, end, self.sizes.get(file))
 
     def check_archives(self, names: Iterable[str], share: tuple[int, int]) -> dict[Piece, Strided]:
         """What archives hold, each looked into by one of n ranks, this being the i-th: `share` is (i, n).
@@ -202,16 +202,6 @@ def _check_tiled(path: Place, name: str, saved: Saved) -> None:
     raise CheckpointError(f"{what} has no box with element {first_gap(held, boxes)}; {fix}")
 
 
-def _check_file(file: Place, size_of: Callable[[Place], int], end: int, expected: int | None) -> None:
-    try:
-        size = size_of(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}; it belongs to the checkpoint") from error
-    if size < end or (expected is not None and size != expected):
-        told = f"it was saved with {expected}" if expected not in (None, size) else f"tensors lie up to byte {end}"
-        raise CheckpointError(f"{file} has {size} bytes, {told}; it or the index is damaged: fetch it again")
-
-
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint at `path`: a folder of ours or of torch.distributed.checkpoint, or safetensors as in `weights`;
     `path` may be a URL that fsspec serves.
@@ -234,7 +224,7 @@ def _opened(path: Place) -> Checkpoint:
         sealed = unseal(metadata, path / METADATA)
         if sealed is None:
             return _torchs(path, read_metadata(metadata, path / METADATA), _digest(metadata))
-        index = _index(path / METADATA, sealed.index.encode())
+        index = _index(path / METADATA, sealed.json.encode())
         _check_copy(path / INDEX, copy, sealed)
         return _ours(path, index, _digest(metadata))
     if copy is not None:
@@ -247,7 +237,7 @@ def _opened(path: Place) -> Checkpoint:
 
 def _check_copy(file: Place, copy: bytes | None, sealed: Sealed) -> None:
     """Raises CheckpointError where the copy of the index is one of the same save, and says something else."""
-    if copy is None or copy == sealed.index.encode():
+    if copy is None or copy == sealed.json.encode():
         return
     try:
         save = _index(file, copy)["save"]

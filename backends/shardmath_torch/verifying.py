@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -16,10 +17,11 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath_torch.checksums import CHUNK, count
+from shardmath_torch.archive import CheckpointError
+from shardmath_torch.checksums import CHUNK, count, same
 from shardmath_torch.stored import Checkpoint, Piece
 
-__all__ = ["Chunks", "mine", "packed"]
+__all__ = ["Chunks", "check", "chunk", "fill", "mine", "packed"]
 
 Marks = NDArray[np.bool_]
 """One for every chunk."""
@@ -75,4 +77,31 @@ def mine(said: Sequence[bytes], rank: int, total: int) -> Marks:
             own, before = marks.astype(bool), all_of_them.copy()
         all_of_them += marks
     turn = np.arange(total, dtype=np.int32) % np.maximum(all_of_them, 1)
-    return own & (turn == before)
+    out: Marks = own & (turn == before)
+    return out
+
+
+def chunk(stream: io.FileIO, piece: Piece, number: int, room: bytearray) -> memoryview:
+    """A chunk, read into some room."""
+    begin = number * CHUNK
+    stream.seek(piece.start + begin)
+    out = memoryview(room)[: min(CHUNK, piece.length - begin)]
+    fill(stream, out)
+    return out
+
+
+def check(piece: Piece, number: int, data: memoryview) -> None:
+    """Raises CheckpointError unless the chunk is what was written."""
+    if not same(data, number, piece.sums):
+        first = piece.start + number * CHUNK
+        what = f"{piece.file} is damaged: bytes {first} to {first + len(data)} are not what was saved"
+        raise CheckpointError(f"{what}, by their checksum; fetch it again, or load with verify=False what is left")
+
+
+def fill(stream: io.FileIO, left: memoryview) -> None:
+    """Reads as many bytes as there is room for."""
+    while left:
+        count = stream.readinto(left)
+        if not count:
+            raise CheckpointError(f"{stream.name!r} ends at byte {stream.tell()}; it was cut while it was read")
+        left = left[count:]
