@@ -23,6 +23,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -202,7 +203,9 @@ def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:
         if axis == "ranks":
             ranks, ranks_at = _ranks(text, value, end - len(value)), at
         else:
-            sizes[axis] = int(value)
+            sizes[axis] = _number(text, value, end - len(value))
+            if math.prod(sizes.values()) > MOST_RANKS:
+                raise NotationError(f"a mesh of more than {MOST_RANKS} ranks", text, at, MESH_FIX)
         at = _skip(text, end)
     if not sizes and ranks is None:
         raise NotationError("no mesh axis", text, at, MESH_FIX)
@@ -216,7 +219,7 @@ def _read_word(text: str, at: int, sizes: Mapping[str, int], ranks: tuple[int, .
     axis, value = word["axis"], word["value"] or ""
     if axis in sizes or (axis == "ranks" and ranks is not None):
         raise NotationError(f"{axis!r} appears twice", text, at, "name each mesh axis, and ranks, once")
-    if not value or (axis != "ranks" and not value.isdigit()):
+    if not value or (axis != "ranks" and not value.isdecimal()):
         found = value or text[word.end() :].split(" ")[0] or "the end"
         raise NotationError(f"{axis!r} needs a size, found {found!r}", text, word.end() - len(value), MESH_FIX)
     return axis, value, word.end()
@@ -226,12 +229,27 @@ def _ranks(text: str, value: str, at: int) -> tuple[int, ...]:
     out: list[int] = []
     for span in value.split(","):
         start, _, stop = span.partition(":")
-        if stop and int(stop) <= int(start):
+        first = _number(text, start, at)
+        end = _number(text, stop, at + len(start) + 1) if stop else first + 1
+        if end <= first:
             fix = "write first:one past the last, as 4:8 for 4, 5, 6, 7"
             raise NotationError(f"ranks {span} are none", text, at, fix)
-        out += range(int(start), int(stop or int(start) + 1))
+        if len(out) + end - first > MOST_RANKS:
+            raise NotationError(f"more than {MOST_RANKS} ranks", text, at, MESH_FIX)
+        out += range(first, end)
         at += len(span) + 1
     return tuple(out)
+
+
+MOST_RANKS = 1 << 24
+"""In text, where more are a typing mistake, which would take all memory."""
+
+
+def _number(text: str, digits: str, at: int) -> int:
+    figures = digits.lstrip("0") or "0"
+    if len(figures) > len(str(MOST_RANKS)) or int(figures) > MOST_RANKS:
+        raise NotationError(f"a number above {MOST_RANKS}", text, at, MESH_FIX)
+    return int(figures)
 
 
 def _mesh(text: str, sizes: Mapping[str, int], ranks: tuple[int, ...] | None, first_rank: int, at: int) -> Mesh:

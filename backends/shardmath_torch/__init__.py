@@ -8,6 +8,7 @@ other = redistribute(dtensor, target)       # any mesh to any mesh, differentiab
 
 save(path, tensors, layouts)                # what ranks hold, every element once
 tensors = load(path, layouts)               # under any other layouts, on any number of ranks
+export(path, module)                        # whole, as transformers and engines load it
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from shardmath_torch.archive import CheckpointError
 from shardmath_torch.checkpoint import load, save
 from shardmath_torch.compile import Mover, compile
 from shardmath_torch.dtensor import from_dtensor, to_dtensor
+from shardmath_torch.export import export
 from shardmath_torch.modules import layout_of
 from shardmath_torch.redistribute import redistribute
 from shardmath_torch.scales import amax
@@ -30,6 +32,7 @@ __all__ = [
     "Mover",
     "amax",
     "compile",
+    "export",
     "from_dtensor",
     "layout_of",
     "load",

@@ -31,6 +31,7 @@ from torch.serialization import skip_data
 
 from shardmath_torch import checksums, compat
 from shardmath_torch.dtypes import flat
+from shardmath_torch.hf_sharded import SAVED, SHARDING
 from shardmath_torch.places import CheckpointError, Place, synced
 from shardmath_torch.weights import DTYPES, Progress
 
@@ -38,9 +39,6 @@ __all__ = ["ALIGNMENT", "CheckpointError", "Strided", "Written", "described", "u
 
 ALIGNMENT = 64
 """Bytes; torch.save aligns the data in an archive to as many."""
-
-SHARDING, SAVED = "DCP_SHARDING_INFO", "saved_offsets"
-"""Where in a header's metadata torch's HuggingFaceStorageReader looks for the index at which a tensor begins."""
 
 RESERVED = "__metadata__"
 """A key of the header that is no tensor."""

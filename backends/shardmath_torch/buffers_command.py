@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -125,8 +126,16 @@ def _show(given: argparse.Namespace, chosen: Chosen) -> None:
         print(f"\n{what}\n{buffer_map(layout, ranks, most=given.most)}")
         if given.svg:
             file = given.svg.with_stem(f"{given.svg.stem}-{number}") if number else given.svg
+            _check_apart(file, Path(given.model))
             _write(file, buffer_svg(layout, ranks, most=given.most, title=what))
             print(f"\ndrawn in {file}")
+
+
+def _check_apart(file: Path, model: Path) -> None:
+    """Raises ShardError where the picture would be written over the config that it is of, by whatever link."""
+    config = model / "config.json" if model.is_dir() else model
+    if file.exists() and config.exists() and os.path.samefile(file, config):
+        raise ShardError(f"--svg {file} is {config}, which describes the model; give another file")
 
 
 def _write(file: Path, text: str) -> None:

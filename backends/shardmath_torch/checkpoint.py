@@ -37,7 +37,7 @@ from shardmath_torch.stored import Checkpoint, open_checkpoint
 from shardmath_torch.weights import Progress, room
 from shardmath_torch.writing import Writer
 
-__all__ = ["load", "on_all", "save"]
+__all__ = ["check_layouts", "check_ranks", "load", "on_all", "save"]
 
 _T = TypeVar("_T")
 
@@ -67,7 +67,7 @@ def save(
 
     def ready() -> tuple[dict[str, Any], SavePlanner, Writer]:
         check_layouts(layouts)
-        _check_ranks(layouts, group)
+        check_ranks(layouts, group)
         check_paths(paths or {}, layouts)
         return dict(tensors), SavePlanner(layouts, paths=paths), Writer(path, progress=progress)
 
@@ -101,11 +101,12 @@ def load(
 ) -> dict[str, Tensor]:
     """This rank's local tensors under these layouts, by name: shape `layout.local_shape(rank)`, holes zero.
 
-    `path` is a folder, or the URL of one, that `save` or torch.distributed.checkpoint wrote, or safetensors as Hugging
-    Face keeps them; `names` says, as {wanted: stored}, what is stored under another name; several may be stored under
-    one. A tuple of layouts gives `name[0]`, `name[1]` and so on; a layout of None the bytes that this rank saved, as
-    uint8, or if it saved none those of the lowest rank. A rank that is not on a layout's mesh gets nothing of it, and
-    ranks may ask for different layouts. `progress` is called with the bytes that this rank has just read.
+    `path` is a folder, or the URL of one, that `save` or torch.distributed.checkpoint wrote, its
+    HuggingFaceStorageWriter with `save_distributed` too, or safetensors as Hugging Face keeps them;
+    `names` says, as {wanted: stored}, what is stored under another name; several may be stored under one. A tuple of
+    layouts gives `name[0]`, `name[1]` and so on; a layout of None the bytes that this rank saved, as uint8, or if it
+    saved none those of the lowest rank. A rank that is not on a layout's mesh gets nothing of it, and ranks may ask for
+    different layouts. `progress` is called with the bytes that this rank has just read.
 
     What `save` wrote has a checksum for every 4 MiB of a box: of what any rank reads, each is looked at by one of the
     ranks that read it, unless not `verify`.
@@ -249,7 +250,7 @@ def check_layouts(layouts: object) -> None:
                 )
 
 
-def _check_ranks(layouts: Layouts, group: Group | None) -> None:
+def check_ranks(layouts: Layouts, group: Group | None) -> None:
     """Every rank that holds something is here to save it."""
     here = set(compat.ranks_of(compat.group_of(group))) if _together() else {0}
     for name, one in layouts.items():

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardmath import ExchangeError, Layout, ShardError
-from shardmath_torch.refit_rank import shard_file
+from shardmath_torch.refit_out import shard_file
 from shardmath_torch.refit_report import Table
 from shardmath_torch.weights import whole
 

@@ -17,7 +17,18 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
 
 from shardmath.errors import ShardError
 
-__all__ = ["CheckpointError", "Place", "Remote", "check_length", "place", "put", "sizes_of", "sync", "synced"]
+__all__ = [
+    "CheckpointError",
+    "Place",
+    "Remote",
+    "check_length",
+    "local_folder",
+    "place",
+    "put",
+    "sizes_of",
+    "sync",
+    "synced",
+]
 
 _T = TypeVar("_T")
 
@@ -155,6 +166,14 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
         what = f"{text!r} is a URL that has lost a slash, as it does in a Path"
         raise CheckpointError(f"{what}; give the URL as text, or ./{text} for a folder of that name")
     return Path(text)
+
+
+def local_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder that a path names. Raises CheckpointError for a URL of anything but the file system."""
+    found = place(path)
+    if isinstance(found, Remote):
+        raise CheckpointError(f"{found} is a URL; this is written to folders only: write it there, and copy the files")
+    return found
 
 
 def _known(scheme: str) -> bool:

@@ -25,6 +25,7 @@ import shardmath as sm
 from shardmath.rules import Side, parse
 from shardmath_torch.processes import run
 from shardmath_torch.refit_bounds import Bounds, bounds
+from shardmath_torch.refit_out import check_out, finish, undo
 from shardmath_torch.refit_rank import Job, Outcome, refit_rank
 from shardmath_torch.refit_report import Screen, layouts_table, screen, size, times_table, traffic_table
 from shardmath_torch.weights import fits, open_weights
@@ -79,7 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=_count, default=3, help="moves to time (3)")
     add("--timeout", type=_seconds, default=60.0, help="seconds to wait for a rank (60)")
     add("--max-inflight", type=_bytes, default=1 << 30, help="staging bytes a rank, such as 64MB (1GiB)")
-    add("--out", type=Path, help="folder for what arrives: rank<r>.safetensors of each destination rank")
+    add(
+        "--out",
+        type=Path,
+        help="folder for what arrives: rank<r>.safetensors of each destination rank, no others",
+    )
     return parser
 
 
@@ -111,11 +116,24 @@ def _refit(options: argparse.Namespace, model: Path, show: Screen, out: Path | N
     show.table(layouts_table(job.weights, job.src, job.dst))
     plan = _planned(src, dst, show)
     job = replace(job, digest=plan.digest)
-    with show.progress() as watch:
-        outcomes = run(refit_rank, job, world, timeout=job.timeout, watch=watch)
+    outcomes = _run(job, world, plan.dst_ranks, show)
     result = Result(job, plan, bounds(src, dst), outcomes)
     _report(result, show)
     return result
+
+
+def _run(job: Job, world: int, receivers: Sequence[int], show: Screen) -> list[Outcome]:
+    """The refit itself; what was there before stays until all has arrived."""
+    try:
+        with show.progress() as watch:
+            outcomes = run(refit_rank, job, world, timeout=job.timeout, watch=watch)
+    except BaseException:
+        if job.out:
+            undo(job.out, receivers)
+        raise
+    if job.out:
+        finish(job.out, receivers)
+    return outcomes
 
 
 def _job(options: argparse.Namespace, model: Path, out: Path | None) -> Job:
@@ -123,7 +141,7 @@ def _job(options: argparse.Namespace, model: Path, out: Path | None) -> Job:
     dst = parse(options.dst, first_rank=max(src.mesh.ranks) + 1)
     weights = open_weights(model)
     if out:
-        out.mkdir(parents=True, exist_ok=True)
+        check_out(out, weights)
     return Job(weights, src, dst, options.steps, options.timeout, options.max_inflight, out)
 
 

@@ -20,16 +20,16 @@ from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 import shardmath as sm
 from shardmath.rules import Side
 from shardmath_torch.compile import compile
 from shardmath_torch.dtypes import flat
 from shardmath_torch.processes import Say
+from shardmath_torch.refit_out import leave
 from shardmath_torch.weights import Progress, Weights, check, load, zeros
 
-__all__ = ["Job", "Outcome", "refit_rank", "shard_file"]
+__all__ = ["Job", "Outcome", "refit_rank"]
 
 T = TypeVar("T")
 Layouts: TypeAlias = Mapping[str, sm.Layout]
@@ -65,11 +65,6 @@ class Outcome:
     peer_s: tuple[float, ...]
     loaded: int
     checked: int
-
-
-def shard_file(folder: Path, rank: int) -> Path:
-    """Where `rank` leaves what arrived."""
-    return folder / f"rank{rank}.safetensors"
 
 
 def refit_rank(job: Job, rank: int, say: Say) -> Outcome:
@@ -159,5 +154,5 @@ def _check(job: Job, layouts: Layouts, rank: int, arriving: dict[str, torch.Tens
     """Bytes compared with the file; then what arrived is written out where that is asked."""
     checked = check(job.weights, layouts, rank, arriving, progress=_bytes(say, "check", layouts, rank))
     if job.out:
-        save_file(arriving, shard_file(job.out, rank))
+        leave(job.out, rank, arriving)
     return checked

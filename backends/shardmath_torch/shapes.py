@@ -24,6 +24,10 @@ model.layers.0.block_sparse_moe.experts.1.w2.weight (8, 6) bfloat16
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import itertools
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -31,6 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from shardmath import ShardError, dtypes
 from shardmath.buffers import Param
@@ -213,7 +218,8 @@ def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[s
     """Global shape and dtype of every tensor of the checkpoint, by name, in the model's order.
 
     `model` is a config, or the name of one: of MODELS, else what `AutoConfig.from_pretrained` takes (a folder, a Hub
-    id). The architecture is the config's `architectures[0]`, else the causal language model, else the bare model.
+    id). The architecture is the config's `architectures[0]` if that is a model of transformers, else the causal
+    language model, else the bare model; nobody else's code is run, and nothing is asked.
     `dtype` is that of the floating-point elements; the config's own if not given, else float32. Raises ShardError for a
     model that cannot be built, and for experts that do not fit UNSTACK.
     """
@@ -276,7 +282,7 @@ def _config(model: PretrainedConfig | str) -> PretrainedConfig:
     if not Path(model).exists() and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         raise ShardError(f"no config for {model!r}: there is no such file or folder; {_wanted()}")
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # the file is the user's, and what reads it transformers'
         what = f"no config for {model!r}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise ShardError(f"{what}; {_wanted()}") from error
@@ -289,7 +295,7 @@ def _wanted() -> str:
 def _build(config: PretrainedConfig) -> PreTrainedModel:
     """The model on the meta device."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _bounded():
             return _network(config)
     except Exception as error:  # the settings are the user's, and what takes them transformers'
         what = f"{type(config).__name__} builds no model: {type(error).__name__}: {error}"
@@ -299,11 +305,46 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
 def _network(config: PretrainedConfig) -> PreTrainedModel:
     import transformers
 
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"  # any other may name code on the Hub, and none changes a shape
     wanted = (config.architectures or [""])[0]
-    if hasattr(transformers, wanted):
-        return getattr(transformers, wanted)(config)
+    if wanted in _registered():
+        model = getattr(transformers, wanted)
+        if isinstance(model, type) and issubclass(model, transformers.PreTrainedModel):
+            return model(config)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return (transformers.AutoModelForCausalLM if causal else transformers.AutoModel).from_config(config)
+    auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    return auto.from_config(config, trust_remote_code=False)
+
+
+@functools.cache
+def _registered() -> frozenset[str]:
+    """The names of transformers' own models; a config may name anything else that transformers has, too."""
+    from transformers.models.auto import modeling_auto
+
+    tables = [names for name, names in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
+    found = (one for names in tables for one in names.values())
+    return frozenset(name for one in found for name in ((one,) if isinstance(one, str) else one))
+
+
+MOST_MODULES = 300_000
+"""More than any model has, DeepSeek-V3 with an expert a module 60,000; a config may ask for any number of layers."""
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Raises ShardError as soon as more modules than that have been made."""
+    made = itertools.count(1)
+
+    def count(*_: object) -> None:
+        if next(made) > MOST_MODULES:
+            raise ShardError(f"it has more than {MOST_MODULES} modules")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _stored(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

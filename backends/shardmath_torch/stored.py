@@ -1,6 +1,6 @@
 """Checkpoints as they are found: which box of which tensor lies at which bytes of which file.
 
-1. Three kinds are read: ours, those of torch.distributed.checkpoint, and safetensors as Hugging Face keeps them.
+1. Read are ours, those of torch.distributed.checkpoint, and safetensors: Hugging Face's, or torch's shards of them.
 2. Ours is a folder with torch's own `.metadata`, the index behind it in the same file (`sealed`). `shardmath.json` is
    a copy of the index: one that says otherwise of the same save is an error, one of another save is older. It counts
    where there is no `.metadata`. Where torch has saved over a checkpoint of ours, its `.metadata` has no index of ours.
@@ -30,6 +30,7 @@ from shardmath.rules import Shapes
 from shardmath_torch import checksums
 from shardmath_torch.archive import CheckpointError, Strided, described
 from shardmath_torch.claims import FILE, INDEX, METADATA, OURS
+from shardmath_torch.hf_sharded import Parts, read_sharded
 from shardmath_torch.json_text import MOST, elements, read_json, shown
 from shardmath_torch.places import Place, check_length, place, sizes_of
 from shardmath_torch.sealed import Sealed, holds, signed, unseal
@@ -203,7 +204,7 @@ def _check_tiled(path: Place, name: str, saved: Saved) -> None:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at `path`: a folder of ours or of torch.distributed.checkpoint, or safetensors as in `weights`;
+    """The checkpoint at `path`: ours, torch.distributed.checkpoint's, or safetensors as in `weights` and `hf_sharded`;
     `path` may be a URL that fsspec serves.
 
     Reads indices and headers only. Raises CheckpointError or WeightsError, naming the file.
@@ -400,10 +401,19 @@ def _weights(path: Place) -> Checkpoint:
     ours = path.is_dir() and any(FILE.fullmatch(file.name) for file in path.glob(f"{OURS}*"))
     if ours and not any(True for _ in path.glob("model.safetensors*")):
         raise CheckpointError(f"{path} has data of a save that did not end, and no index; save again, or give another")
-    entries = open_weights(path).entries
-    tensors = {
-        name: Saved(e.shape, e.dtype, (Piece((0,) * len(e.shape), e.shape, e.file, e.start, e.nbytes),))
-        for name, e in entries.items()
-    }
-    said = sorted((name, e.shape, e.dtype, e.file.name, e.start) for name, e in entries.items())
+    sharded = read_sharded(path)
+    if sharded is None:
+        entries = open_weights(path).entries
+        sharded = {name: Parts(e.shape, e.dtype, (((0,) * len(e.shape), e),)) for name, e in entries.items()}
+    tensors = {name: _in_boxes(parts) for name, parts in sharded.items()}
+    said = [(name, saved.shape, saved.dtype, *map(_said, saved.pieces)) for name, saved in sorted(tensors.items())]
     return Checkpoint(path, tensors, {}, {}, _digest(repr(said).encode()))
+
+
+def _in_boxes(parts: Parts) -> Saved:
+    pieces = (Piece(at, e.shape, e.file, e.start, e.nbytes) for at, e in parts.boxes)
+    return Saved(parts.shape, parts.dtype, tuple(pieces))
+
+
+def _said(piece: Piece) -> tuple[object, ...]:
+    return piece.offsets, piece.sizes, piece.file.name, piece.start

@@ -6,7 +6,14 @@
 2. A parameter that no pattern of `styles` is about is replicated, so that all parameters are DTensors on one mesh, as
    optimizers, gradient norms and checkpoints want them. As in TransformerEngine, its gradient is taken to be the same
    on all ranks; where it is an addend, as that of a norm under sequence parallelism, adding up is the caller's part.
-3. The module's forward sees local tensors (`shardmath_torch.placed`) and does its own all-reduces.
+3. The module's forward sees local tensors (`shardmath_torch.placed`). Nothing communicates by itself: your forward has
+   to, or results are wrong without an error. What a "row" layer or a "vocabulary" gives is an addend on each rank:
+
+       y = down(up(x))                                               # up: "column", down: "row"
+       torch.distributed.all_reduce(y, group=tp_mesh.get_group())    # here, and only then a bias of `down`
+
+   For training, two autograd functions, as in Megatron-LM: here the sum forward and the identity backward; before a
+   "column" layer the identity forward and the sum backward.
 4. Fused weights, gate and up or Q, K and V in one matrix, are divided component by component. DTensor's placements can
    say that only where components are equal, and not beside FSDP2; what they show otherwise has the right local shapes
    alone. What is really there is in `layout_of(module)`: plan, move and save by that. torch's own checkpoints refuse
@@ -48,7 +55,8 @@ def set_device_mesh(
 
     `styles` maps patterns to "column", "row", "replicate", "vocabulary", "row_norm", "softmax_offset" or a Fused.
     `weight_mesh` has the ranks over which `amax` reduces: shards of data parallelism and tensor parallelism, without
-    replicas; by default `tp_mesh`. With `local` the weights are this rank's parts, of the same sizes on every rank.
+    replicas; by default `tp_mesh`. With `local` the weights are this rank's parts, of the same sizes on every rank. No
+    module communicates by itself: after a "row" layer your forward has to all-reduce (rule 3 of this file).
 
     Raises MeshError for a tp_mesh that is not one named axis, a mesh without this rank, and a weight_mesh that lacks
     ranks of tp_mesh; PlacementError for styles that are unknown, about nothing, contradictory for a shared parameter,

@@ -41,6 +41,7 @@ __all__ = [
     "check",
     "load",
     "open_weights",
+    "read_header",
     "room",
     "tied",
     "whole",
@@ -135,7 +136,7 @@ def _opened(path: Place) -> Weights:
         path = _in_folder(path)
     if not path.is_file():
         raise WeightsError(f"{path} does not exist; give a safetensors file, or a folder with {FILE} or {INDEX}")
-    return Weights(path, _read_index(path) if path.suffix == ".json" else _read_header(path))
+    return Weights(path, _read_index(path) if path.suffix == ".json" else read_header(path)[0])
 
 
 def _in_folder(folder: Place) -> Place:
@@ -157,7 +158,7 @@ def _read_index(index: Place) -> dict[str, Entry]:
     if missing:
         shown = ", ".join(missing[:3] + ["..."] * (len(missing) > 3))
         raise WeightsError(f"{index} names {len(names)} files, {len(missing)} are missing ({shown}); fetch them again")
-    headers = {name: _read_header(index.parent / name) for name in names}
+    headers = {name: read_header(index.parent / name)[0] for name in names}
     for name, file in places.items():
         if name not in headers[file]:
             where = next((other for other in names if name in headers[other]), "no file of the index")
@@ -200,8 +201,11 @@ def _damaged(file: Place, what: str) -> WeightsError:
     return WeightsError(f"{file} is damaged or not a safetensors file: {what}; fetch it again")
 
 
-def _read_header(file: Place) -> dict[str, Entry]:
-    """Every tensor of the file, by name, after its header is proved against the file's size."""
+def read_header(file: Place) -> tuple[dict[str, Entry], dict[str, object]]:
+    """Every tensor of the file, by name, after its header is proved against the file's size; and the metadata there.
+
+    Raises WeightsError for a file that is damaged, cut short, or no safetensors file.
+    """
     size, prefix = file.stat().st_size, _bytes(file, 0, 8)
     if len(prefix) < 8:
         raise WeightsError(
@@ -213,10 +217,10 @@ def _read_header(file: Place) -> dict[str, Entry]:
     if 8 + length > size:
         raise _short(file, size, 8 + length, "header")
     header = _object(_bytes(file, 8, length), file, "the header")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     spans = {name: _span(file, name, value, 8 + length) for name, value in header.items()}
     _check_spans(file, size, 8 + length, {name: span for name, (_, span) in spans.items()})
-    return {name: entry for name, (entry, _) in spans.items()}
+    return {name: entry for name, (entry, _) in spans.items()}, metadata if isinstance(metadata, dict) else {}
 
 
 def _short(file: Place, size: int, expected: int, what: str) -> WeightsError:
@@ -232,7 +236,7 @@ def _span(file: Place, name: str, value: object, data: int) -> tuple[Entry, tupl
         what = f"the header's entry of {shown(name)} is {shown(value)}, not a dtype, a shape and two data_offsets"
         raise _damaged(file, what)
     if dtype not in DTYPES:
-        what = f"{file} holds {shown(name)} as {shown(dtype)}, which cannot be sliced"
+        what = f"{file} holds {shown(name)} as {shown(dtype)[1:-1]}, which cannot be sliced"
         raise WeightsError(f"{what}; types are {', '.join(DTYPES)}")
     begin, end = offsets
     entry = Entry(file, name, tuple(shape), DTYPES[dtype], data + begin)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch import archive
+from shardmath_torch import archive, hf_folder
 from shardmath_torch.dtensor import local_of
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.loading import LoadPlanner
@@ -131,6 +131,63 @@ def by_torchs_writer(rank: int, path: str) -> None:
         },
         checkpoint_id=path,
     )
+
+
+def by_torchs_sharded_writer(rank: int, path: str, how: dict[str, Any]) -> None:
+    """torch leaves safetensors in shards: uneven and empty ones, along either dimension, replicas, plain tensors."""
+    line, plane = device_mesh(range(8), (8,)), device_mesh(range(8), (4, 2))
+    state = {
+        "rows": distribute_tensor(elements((13, 6), "float32"), line, [Shard(0)], src_data_rank=None),
+        "few": distribute_tensor(elements((3, 2), "bfloat16"), line, [Shard(0)], src_data_rank=None),
+        "plane": distribute_tensor(elements((9, 5), "int64"), plane, [Shard(1), Shard(0)], src_data_rank=None),
+        "columns": distribute_tensor(elements((4, 7), "float16"), plane, [Replicate(), Shard(1)], src_data_rank=None),
+        "plain": elements((5,), "float64"),
+        "scalar": elements((), "float32"),
+    }
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(path, save_distributed=True, **how))
+
+
+def exported(rank: int, path: str, layouts: dict[str, Any], how: dict[str, Any], spoil: int | None = None) -> Any:
+    """Exports the element numbers; one rank may find that its file cannot be written."""
+    before = hf_folder.Draft.append
+    if rank == spoil:
+        hf_folder.Draft.append = _full  # type: ignore[method-assign]
+    try:
+        return caught(lambda: smt.export(path, keyed(layouts, rank), layouts, **how))
+    finally:
+        hf_folder.Draft.append = before  # type: ignore[method-assign]
+
+
+def _full(draft: object, tensor: torch.Tensor) -> None:
+    raise OSError(28, "No space left on device", "the disk")
+
+
+def attempted_export(rank: int, path: str) -> Any:
+    """One rank asks for files of another size."""
+    layouts = {name: sm.Layout((8,), sm.Mesh(dp=8), "(dp n)") for name in ("v", "w")}
+    return caught(lambda: smt.export(path, keyed(layouts, rank), layouts, max_shard_size=32 if rank == 3 else 64))
+
+
+def exported_dtensors(rank: int, path: str, states: dict[str, torch.Tensor], tied: dict[str, str]) -> Any:
+    """DTensors in uneven rows, norms as plain tensors."""
+    line = device_mesh(range(8), (8,))
+    parts = {n: distribute_tensor(t, line, [Shard(0)], src_data_rank=None) for n, t in states.items() if t.ndim > 1}
+    smt.export(path, {**states, **parts}, max_shard_size=2000, tied=tied)
+
+
+def exported_by_fsdp2(rank: int, path: str) -> Any:
+    """A module under FSDP2, with a weight that has two names, and a buffer."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.embed, module.norm = torch.nn.Embedding(11, 5), torch.nn.BatchNorm1d(5)
+    module.head = torch.nn.Linear(5, 11, bias=False)
+    module.head.weight = module.embed.weight
+    whole = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    fully_shard(module, mesh=device_mesh(range(8), (8,)))
+    smt.export(path, module, max_shard_size=100)
+    return whole
 
 
 def by_both(rank: int, path: str, layouts: dict[str, sm.Layout], into: dict[str, sm.Layout]) -> Any:

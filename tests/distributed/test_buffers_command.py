@@ -212,6 +212,11 @@ def test_errors_are_said_once(capsys: pytest.CaptureFixture[str], model: Path, t
     assert (status, err.partition(";")[0]) == (1, "buffers: no parameter is called 'wte'")
     status, _, err = run(capsys, model, "--dp", 2, "--svg", tmp_path / "no" / "b.svg")
     assert status == 1 and re.match(r"buffers: cannot write .*b.svg: No such file or directory; give", err)
+    config = (model / "config.json").read_text()
+    (tmp_path / "link.svg").symlink_to(model / "config.json")
+    status, _, err = run(capsys, model, "--dp", 2, "--svg", tmp_path / "link.svg")
+    assert status == 1 and "describes the model; give another file" in err
+    assert (model / "config.json").read_text() == config
     status, _, err = run(capsys, "lama", "--dp", 2)
     assert status == 1 and err.startswith("buffers: no config for 'lama': there is no such file or folder; give")
     status, _, err = run(capsys, model, "--dp", 2, "--dtype", "float5")

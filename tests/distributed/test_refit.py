@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from shardmath import Layout, Mesh, plan
+from shardmath import Layout, Mesh, ShardError, plan
 from shardmath.rules import parse
 from shardmath_torch.refit import DEMO_DST, DEMO_SRC, command
 from shardmath_torch.refit_bounds import bounds
+from shardmath_torch.refit_out import leave
 from shardmath_torch.refit_report import Table, size
 from shardmath_torch.weights import load, open_weights
 
@@ -55,10 +57,15 @@ def shardmath(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_end_to_end_on_overlapping_sides(model: Path, tmp_path: Path) -> None:
-    """Rank 3 is on both sides; every rank leaves what it received."""
+    """Rank 3 is on both sides; every rank leaves what it received, and nothing of an earlier refit stays."""
     out = tmp_path / "out"
+    out.mkdir()
+    for name in ("rank3.safetensors", "rank9.safetensors", "rank9.safetensors.unfinished", "notes.safetensors"):
+        (out / name).write_text("of another")
     done = shardmath("refit", model, "--src", SRC, "--dst", DST, "--steps", "2", "--max-inflight", "64B", "--out", out)
     assert (done.returncode, done.stderr) == (0, "")
+    kept = ["notes.safetensors", *(f"rank{rank}.safetensors" for rank in (3, 4, 5))]
+    assert sorted(file.name for file in out.iterdir()) == kept
     weights, side = open_weights(model), parse(DST)
     for rank in side.mesh.ranks:
         expected, found = load(weights, side.layouts(weights.shapes), rank), load_file(out / f"rank{rank}.safetensors")
@@ -123,6 +130,55 @@ def test_bad_requests(model: Path, arguments: list[str], what: str, capsys: pyte
     assert re.search(what, error)
     assert error.startswith("refit: ")
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("link", ["the same", "symbolic", "hard", "folder", "stale"])
+def test_what_would_replace_its_own_input(
+    model: Path, tmp_path: Path, link: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before a process starts, and by whatever name the file goes; also a file that would be removed."""
+    monkeypatch.setattr("shardmath_torch.refit.run", lambda *_, **__: pytest.fail("a process would start"))
+    file, out = model / "model.safetensors", tmp_path / "out"
+    out.mkdir()
+    target = out / ("rank70.safetensors" if link == "stale" else "rank2.safetensors")
+    if link == "symbolic":
+        target.symlink_to(file)
+    elif link == "hard":
+        os.link(file, target)
+    else:
+        shutil.move(file, target)
+    given = target if link in ("the same", "folder", "stale") else file
+    if link == "folder":
+        (tmp_path / "other").symlink_to(out, target_is_directory=True)
+        out = tmp_path / "other"
+    before = given.read_bytes()
+    assert command([str(given), "--src", "tp=2", "--dst", "tp=2", "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert f"{target.name} is {given}, a file of the model, and would be replaced or removed" in error
+    assert given.read_bytes() == before and open_weights(given)
+
+
+def test_an_out_that_is_no_folder(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert command([str(model), "--src", "tp=2", "--dst", "tp=2", "--out", str(tmp_path / "file")]) == 1
+    assert "give a folder that can be written" in capsys.readouterr().err
+
+
+def test_a_refit_that_fails_leaves_what_was_there(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def run(*_: object, **__: object) -> None:
+        leave(out, 2, {"w": torch.ones(1)})
+        raise ShardError("rank 3 ended")
+
+    monkeypatch.setattr("shardmath_torch.refit.run", run)
+    out.mkdir()
+    (out / "rank2.safetensors").write_text("of another")
+    assert command([str(model), "--src", "tp=2", "--dst", "tp=2", "--out", str(out)]) == 1
+    assert "rank 3 ended" in capsys.readouterr().err
+    assert {file.name: file.read_text() for file in out.iterdir()} == {"rank2.safetensors": "of another"}
 
 
 def test_a_file_cut_short(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

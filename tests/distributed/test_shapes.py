@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections import Counter
@@ -217,3 +218,52 @@ def test_a_table_that_does_not_fit() -> None:
     assert next(module._unstacked("m.experts.w", (2, 4, 3), (rule,))) == ("m.experts.0.a", (2, 3))
     with pytest.raises(ShardError, match=r"'m.experts.w' of shape \(2, 5, 3\) does not fall into 2 equal parts"):
         list(module._unstacked("m.experts.w", (2, 5, 3), (rule,)))
+
+
+# Configs of strangers
+
+
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "vocab_size": 16,
+}
+
+
+def written(folder: Any, settings: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["EarlyStoppingCallback", "pipeline", "PreTrainedModel", "AutoModel", "__class__", 3])
+def test_an_architecture_that_is_no_model(tmp_path: Any, name: object) -> None:
+    """Nothing of the kind is called: the config's own model is built."""
+    assert shapes(written(tmp_path, BERT | {"architectures": [name]})) == shapes(written(tmp_path, BERT))
+
+
+def test_a_folder_with_code(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not run, and nobody is asked whether to."""
+    mark, code = tmp_path / "ran", "from transformers import PretrainedConfig\nclass C(PretrainedConfig): pass\n"
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n{code}")
+    with pytest.raises(ShardError, match="no config for"):
+        shapes(written(tmp_path, {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C"}}))
+    known = BERT | {"auto_map": dict.fromkeys(("AutoConfig", "AutoModel"), "evil.C"), "architectures": ["C"]}
+    assert shapes(written(tmp_path, known)) == shapes(written(tmp_path, BERT))
+    assert not mark.exists()
+
+
+def test_attention_from_the_hub(tmp_path: Any) -> None:
+    """A config may name a kernel, which transformers would fetch and run."""
+    assert shapes(written(tmp_path, BERT | {"attn_implementation": "evil/kernel"})) == shapes(written(tmp_path, BERT))
+
+
+def test_layers_without_end(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends at a number of modules, not where memory does."""
+    monkeypatch.setattr("shardmath_torch.shapes.MOST_MODULES", 500)
+    with pytest.raises(ShardError, match="more than 500 modules"):
+        shapes(written(tmp_path, BERT | {"num_hidden_layers": 10**9}))
+    assert shapes(written(tmp_path, BERT))

@@ -373,3 +373,11 @@ def test_what_no_url_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_nothing_at_a_url(url: str) -> None:
     with pytest.raises(sm.ShardError, match="does not exist"):
         smt.load(url, {"v": LINE})
+
+
+def test_what_is_written_to_folders_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export is not written to a folder that is called like a URL."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(sm.ShardError, match="is a URL"):
+        smt.export("memory://bucket/x", {"v": torch.zeros(6)}, {"v": LINE})
+    assert os.listdir(tmp_path) == []

@@ -278,3 +278,25 @@ def test_kind(name: str, expected: str) -> None:
 def test_every_row_of_the_table_is_reached() -> None:
     assert {kind(f"model.{end}.weight") for end, _ in MODULES} <= set(KINDS)
     assert all(kind(f"model.{end}.weight") == expected for end, expected in MODULES)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        f"tp={'9' * 5000}",
+        "tp=99999999999",
+        "tp=9999999 dp=9999999",
+        f"tp=2 ranks={'9' * 5000}",
+        "tp=2 ranks=0:99999999999",
+        "tp=2 ranks=" + ",".join(["0:16000000"] * 9),
+        f"tp=2 ranks=3:{'9' * 5000}",
+    ],
+    ids=range(7),
+)
+def test_meshes_that_would_take_all_memory(mesh: str) -> None:
+    """Numbers of any length are errors with a caret, before anything is made of them."""
+    assert str(2**24) in str(fails(f"{mesh}: * (tp n) ..."))
+
+
+def test_numbers_with_leading_zeros() -> None:
+    assert parse(f"tp={'0' * 5000}2").mesh == Mesh(tp=2)

@@ -1,0 +1,256 @@
+"""A folder of safetensors as Hugging Face's tools keep them: whole tensors in files of a given size, and an index.
+
+1. `model-00001-of-00003.safetensors` and so on, and `model.safetensors.index.json`, which says which file has which
+   tensor. Files are filled in the tensors' natural order, as transformers fills them: a file is closed before a tensor
+   that would make it longer than asked, and a tensor that is longer by itself has a file of its own.
+2. Bytes depend on tensors, names and the size asked for, and on nothing else.
+3. Files are written under names that no reader looks for. When all are on disk, the index that was there is removed,
+   then its files, the new ones get their names, and the new index comes last: no reader sees files of two exports.
+4. Only what an export has written is replaced: its files say so in their headers. A folder with other safetensors is
+   refused, since readers would take those too, or instead.
+5. Two exports to one folder: the second is refused for as long as the first one lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardmath.dtypes import itemsize
+from shardmath_torch.archive import NAMES, RESERVED, CheckpointError
+from shardmath_torch.dtypes import flat
+from shardmath_torch.json_text import shown
+from shardmath_torch.weights import INDEX, WeightsError, read_header
+
+__all__ = ["Draft", "Entry", "File", "check_entries", "check_folder", "commit", "discard", "file_names", "locked"]
+__all__ += ["size_of", "split"]
+
+Entry: TypeAlias = tuple[tuple[int, ...], str]
+"""Global shape and dtype."""
+File: TypeAlias = dict[str, Entry]
+"""The tensors of a file, in the order in which they lie there."""
+
+UNFINISHED = ".unfinished"
+OURS = "shardmath_export"
+"""A key of a header's metadata, by which a file is known to be an export's."""
+NAME = re.compile(rf"model-\d{{5,}}-of-\d{{5,}}\.safetensors({re.escape(UNFINISHED)})?")
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def size_of(size: int | str) -> int:
+    """Bytes of `5000000` or "5MB", as transformers reads it. Raises CheckpointError for anything else.
+
+    >>> size_of("5GB"), size_of("1.5 kb")
+    (5000000000, 1500)
+    """
+    found = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*([KMGT]B)\s*", str(size).upper())
+    nbytes = int(float(found[1]) * UNITS[found[2]]) if found else size
+    if type(nbytes) is not int or nbytes < 1:
+        what = f"max_shard_size is {shown(size)}"
+        raise CheckpointError(f"{what}; give a number of bytes, or text such as '500MB' or '5GB'")
+    return nbytes
+
+
+def check_entries(entries: Mapping[str, Entry]) -> None:
+    """Raises CheckpointError for what safetensors cannot say: a type, or a name."""
+    for name, (shape, dtype) in entries.items():
+        if dtype not in NAMES:
+            what = f"tensor {name!r} is {dtype}{list(shape)}, a type that safetensors does not have"
+            raise CheckpointError(f"{what}; cast it, or leave it out; it has {', '.join(NAMES)}")
+        if name == RESERVED or name.encode("utf-8", "replace") != name.encode("utf-8", "surrogatepass"):
+            what = f"a tensor is called {name!r}, which no safetensors file can call it"
+            raise CheckpointError(f"{what}; give it another name")
+
+
+def split(entries: Mapping[str, Entry], limit: int) -> list[File]:
+    """The tensors file by file, each of at most `limit` bytes unless a tensor alone has more."""
+    files: list[File] = []
+    current: File = {}
+    room = limit
+    for name in sorted(entries, key=_natural):
+        nbytes = _nbytes(entries[name])
+        if nbytes > limit:
+            files.append({name: entries[name]})
+            continue
+        if nbytes > room:
+            files.append(current)
+            current, room = {}, limit
+        current[name] = entries[name]
+        room -= nbytes
+    files += [current] if current or not files else []
+    return [_in_order(file) for file in files]
+
+
+def _natural(name: str) -> tuple[list[tuple[bool, int, str]], str]:
+    """Numbers in names by size: layer 2 before layer 10."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(part.isdecimal(), len(part.lstrip("0")) if part.isdecimal() else 0, part) for part in parts], name
+
+
+def _in_order(file: File) -> File:
+    """Long elements first, so that every tensor begins at a multiple of its elements' size; else as they come."""
+    return dict(sorted(file.items(), key=lambda item: -itemsize(item[1][1])))
+
+
+def _nbytes(entry: Entry) -> int:
+    return math.prod(entry[0]) * itemsize(entry[1])
+
+
+def file_names(count: int) -> list[str]:
+    """The names of so many files."""
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+class Draft:
+    """A file that is being written, its tensors in the order of its header. Raises OSError."""
+
+    def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
+        self._file = folder / (name + UNFINISHED)
+        self._stream: BinaryIO = self._file.open("wb")
+        self._stream.write(_header(tensors, tied))
+
+    def append(self, tensor: Tensor) -> None:
+        """The next tensor's bytes."""
+        self._stream.write(memoryview(flat(tensor.cpu().contiguous()).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """All of it is on disk."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+    def discard(self) -> None:
+        """None of it is there; after `close`, too."""
+        self._stream.close()
+        self._file.unlink(missing_ok=True)
+
+
+def _header(tensors: File, tied: Mapping[str, str]) -> bytes:
+    """The header and its length; `tied` names are said as safetensors' own `save_model` says them."""
+    entries: dict[str, object] = {RESERVED: {**tied, "format": "pt", OURS: "1"}}
+    at = 0
+    for name, entry in tensors.items():
+        stop = at + _nbytes(entry)
+        entries[name] = {"dtype": NAMES[entry[1]], "shape": list(entry[0]), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def check_folder(folder: Path) -> None:
+    """Makes the folder. Raises CheckpointError where it holds weights that no export wrote, or cannot be written."""
+    with told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(folder.glob("*.safetensors")):
+            if not NAME.fullmatch(file.name) or not _is_ours(file):
+                what = f"{folder} has {file.name}, which no export wrote and readers would take for part of this one"
+                raise CheckpointError(f"{what}; give another folder, or move the file away")
+        if (folder / INDEX).exists() and not _is_index_of_ours(folder / INDEX):
+            raise CheckpointError(f"{folder} has an {INDEX} that no export wrote; give another folder, or move it away")
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        return OURS in read_header(file)[1]
+    except WeightsError:
+        return False
+
+
+def _is_index_of_ours(file: Path) -> bool:
+    try:
+        found = json.loads(file.read_bytes())
+        return OURS in found["metadata"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+@contextlib.contextmanager
+def told(folder: Path) -> Iterator[None]:
+    """Errors of the system as ours."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or folder} cannot be written: {error.strerror or error}"
+        raise CheckpointError(f"{what}; give a folder that can be, with room") from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else exports to the folder meanwhile; the lock goes when the process does.
+
+    Raises CheckpointError where somebody does.
+    """
+    file = folder / (INDEX + UNFINISHED)
+    with told(folder), file.open("ab") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"another export to {folder} is under way; wait for it to end") from error
+        if not _is_open(file, stream):
+            raise CheckpointError(f"another export to {folder} has just ended; export again if yours is newer")
+        try:
+            yield
+        finally:
+            if _is_open(file, stream):
+                file.unlink()
+
+
+def _is_open(file: Path, stream: BinaryIO) -> bool:
+    """Whether the stream is of the file that has this name now."""
+    return file.exists() and os.path.samestat(file.stat(), os.fstat(stream.fileno()))
+
+
+def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> None:
+    """Gives the files, all of them on disk, their names, and removes what was exported before. Raises OSError."""
+    text = _index(files, tied)
+    draft = folder / (INDEX + UNFINISHED)
+    with draft.open("r+b") as stream:
+        stream.write(text)
+        stream.truncate()
+        stream.flush()
+        os.fsync(stream.fileno())
+    (folder / INDEX).unlink(missing_ok=True)
+    drafts = {name + UNFINISHED for name in files}
+    for file in [file for file in folder.iterdir() if NAME.fullmatch(file.name) and file.name not in drafts]:
+        file.unlink()
+    _sync(folder)
+    for name in files:
+        os.replace(folder / (name + UNFINISHED), folder / name)
+    _sync(folder)
+    os.replace(draft, folder / INDEX)
+    _sync(folder)
+
+
+def _index(files: Mapping[str, File], tied: Mapping[str, str]) -> bytes:
+    total = sum(_nbytes(entry) for file in files.values() for entry in file.values())
+    places = {tensor: name for name, file in files.items() for tensor in file}
+    metadata: dict[str, object] = {"total_size": total, OURS: 1}
+    metadata |= {"tied": dict(sorted(tied.items()))} if tied else {}
+    ordered = {name: places[name] for name in sorted(places, key=_natural)}
+    return json.dumps({"metadata": metadata, "weight_map": ordered}, indent=2).encode() + b"\n"
+
+
+def discard(drafts: Iterable[Draft]) -> None:
+    """None of them is there."""
+    for draft in drafts:
+        with contextlib.suppress(OSError):
+            draft.discard()
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
