@@ -20,21 +20,19 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickletools
 import zipfile
 from collections.abc import Container, Iterable, Mapping
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.serialization import skip_data
 
-from shardmath.errors import ShardError
-from shardmath_torch import compat
+from shardmath_torch import checksums, compat
 from shardmath_torch.dtypes import flat
 from shardmath_torch.hf_sharded import SAVED, SHARDING
+from shardmath_torch.places import CheckpointError, Place, synced
 from shardmath_torch.weights import DTYPES, Progress
 
 __all__ = ["ALIGNMENT", "CheckpointError", "Strided", "Written", "described", "unused", "write"]
@@ -48,16 +46,13 @@ RESERVED = "__metadata__"
 NAMES = {name: theirs for theirs, name in DTYPES.items()}
 
 
-class CheckpointError(ShardError):
-    """A checkpoint that cannot be written or read, or that does not hold what is asked of it."""
-
-
 class Written(NamedTuple):
-    """Where in a file a tensor went: its archive, and its first byte."""
+    """Where in a file a tensor went: its archive, and its first byte; and its checksums."""
 
     archive: int
     length: int
     start: int
+    sums: str = ""
 
 
 class _Frame(NamedTuple):
@@ -71,7 +66,7 @@ Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
 """Tensors by name, each with the global index at which it begins, None where the name is not that of a whole tensor."""
 
 
-def write(file: Path, tensors: Named, *, progress: Progress | None = None) -> dict[str, Written]:
+def write(file: Place, tensors: Named, *, progress: Progress | None = None) -> dict[str, Written]:
     """Writes a file of tensors, in one pass from its beginning to its end. On disk when this returns.
 
     The tensors are contiguous, on the CPU, and alone in their storages.
@@ -80,17 +75,18 @@ def write(file: Path, tensors: Named, *, progress: Progress | None = None) -> di
     places, end = _places(tensors, frames)
     header = _header(tensors, places, end)
     room = _aligned(8 + len(header))
+    sums: dict[str, str] = {}
     with file.open("wb") as stream:
         stream.write((room - 8).to_bytes(8, "little") + header.ljust(room - 8))
         for name, (before, after) in frames.items():
             stream.write(before)
-            stream.write(memoryview(flat(tensors[name][1]).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            data = memoryview(flat(tensors[name][1]).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            sums[name] = checksums.write(stream, data)
             stream.write(after + bytes(_aligned(places[name].length) - places[name].length))
             if progress:
                 progress(tensors[name][1].nbytes)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return {name: Written(at.archive + room, at.length, at.start + room) for name, at in places.items()}
+        synced(stream)
+    return {name: Written(at.archive + room, at.length, at.start + room, sums[name]) for name, at in places.items()}
 
 
 class _Records(io.RawIOBase):
@@ -193,7 +189,7 @@ class Strided(NamedTuple):
         return 1 + reach if 0 not in self.shape else 0
 
 
-def described(file: Path, archives: Iterable[tuple[int, int]]) -> list[Strided]:
+def described(file: Place, archives: Iterable[tuple[int, int]]) -> list[Strided]:
     """The tensors in archives (offset, length) of torch.save; none of their data is read, nor any code run.
 
     torch reads them with its list of allowed types (`weights_only`). Raises CheckpointError where an archive holds no

@@ -16,12 +16,13 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardmath.errors import ShardError
@@ -50,7 +51,7 @@ def save(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Saves tensors to the folder `path`, in place of what was saved there before.
+    """Saves tensors to the folder `path`, or the URL of one, in place of what was saved there before.
 
     `tensors` are this rank's local tensors, `layouts` everybody's layouts, the same on all ranks, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
@@ -76,10 +77,15 @@ def save(
         try:
             dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
+            writer.abandon()
             failures = {rank: _text(failure[0]) or "" for rank, failure in error.failures.items()}
             raise _failed("save", failures, group) from error
         except RuntimeError as error:
+            writer.abandon()
             raise _gone("save", error) from error
+        except BaseException:
+            writer.abandon()
+            raise
     on_all("remove what was saved before", lambda: writer.clear(_share(group)), group)
 
 
@@ -91,33 +97,51 @@ def load(
     group: Group | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    verify: bool = True,
 ) -> dict[str, Tensor]:
     """This rank's local tensors under these layouts, by name: shape `layout.local_shape(rank)`, holes zero.
 
-    `path` is a folder that `save` or torch.distributed.checkpoint wrote, its HuggingFaceStorageWriter with
-    `save_distributed` too, or safetensors as Hugging Face keeps them;
+    `path` is a folder, or the URL of one, that `save` or torch.distributed.checkpoint wrote, its
+    HuggingFaceStorageWriter with `save_distributed` too, or safetensors as Hugging Face keeps them;
     `names` says, as {wanted: stored}, what is stored under another name; several may be stored under one. A tuple of
     layouts gives `name[0]`, `name[1]` and so on; a layout of None the bytes that this rank saved, as uint8, or if it
     saved none those of the lowest rank. A rank that is not on a layout's mesh gets nothing of it, and ranks may ask for
     different layouts. `progress` is called with the bytes that this rank has just read.
 
+    What `save` wrote has a checksum for every 4 MiB of a box: of what any rank reads, each is looked at by one of the
+    ranks that read it, unless not `verify`.
+
     Collective over `group` (default: all ranks), which waits as long as the group does. Raises CheckpointError on every
     rank: for names, shapes or types that are not those of the checkpoint, for elements that it lacks or has twice, for
     files that are missing or damaged, and for metadata of torch that say something else than what is stored.
     """
-    act = functools.partial(_load, path, layouts, names or {}, group, device, progress)
-    return on_all("load", act, group, claim=lambda done: done[1])[0]
+    prepare = functools.partial(_ready, path, layouts, names or {}, group, progress, verify)
+    ready = on_all("load", prepare, group, claim=lambda ready: f"{ready.digest}, verify={verify}")
+    touched = ready.reader.touched
+    if touched is not None:
+        number, count = _share(group)
+        ready.reader.share(_gathered("load", touched, count, group), number)
+    return on_all("load", lambda: _filled(ready, device), group)
 
 
-def _load(
+class _Ready(NamedTuple):
+    """All that is known before data are read; and which checkpoint it is."""
+
+    reader: Reader
+    planner: LoadPlanner
+    plan: LoadPlan
+    out: dict[str, Tensor]
+    digest: str
+
+
+def _ready(
     path: str | os.PathLike[str] | Checkpoint,
     layouts: Layouts,
     names: Mapping[str, str],
     group: Group | None,
-    device: torch.device | str,
     progress: Progress | None,
-) -> tuple[dict[str, Tensor], str]:
-    """The tensors, and which checkpoint they are from."""
+    verify: bool,
+) -> _Ready:
     check_layouts(layouts)
     rank, share = compat.rank_or_0(), _share(group)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -128,12 +152,17 @@ def _load(
             stored[name] = checkpoint.blob(stored[name], rank)
         wanted[name] = _own(checkpoint, stored[name], rank) if one is None else one
     planner = LoadPlanner(wanted, names=stored)
-    reader = Reader(checkpoint, names=stored.values(), share=share, progress=progress)
+    reader = Reader(checkpoint, names=stored.values(), share=share, progress=progress, verify=verify)
     metadata = reader.read_metadata()
     out = {key: room(layout, rank) for _, key, layout in local_layouts(wanted, rank)}
     planner.set_up_planner(out, metadata)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-    return {key: tensor.to(device) for key, tensor in out.items()}, checkpoint.digest
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    return _Ready(reader, planner, plan, out, checkpoint.digest)
+
+
+def _filled(ready: _Ready, device: torch.device | str) -> dict[str, Tensor]:
+    ready.reader.read_data(ready.plan, ready.planner).wait()
+    return {key: tensor.to(device) for key, tensor in ready.out.items()}
 
 
 def _own(checkpoint: Checkpoint, name: str, rank: int) -> Layout:

@@ -51,6 +51,7 @@ from shardmath_torch.hf_folder import (
 from shardmath_torch.holdings import description, model_of
 from shardmath_torch.loading import local_layouts
 from shardmath_torch.local import by_key, fits, wanted
+from shardmath_torch.places import local_folder
 from shardmath_torch.saving import to_disk
 from shardmath_torch.weights import Progress
 
@@ -186,7 +187,7 @@ def _ready(path: str | os.PathLike[str], given: _Given, limit: int | str, group:
     entries = {name: _entry(one) for name, one in given.layouts.items()}
     check_entries(entries)
     _check_tied(given.tied, entries)
-    files, folder = split(entries, size_of(limit)), Path(path)
+    files, folder = split(entries, size_of(limit)), local_folder(path)
     check_folder(folder)
     ranks = _ranks(group)
     return _Task(folder, dict(zip(file_names(len(files)), files, strict=True)), ranks, rank == ranks[0])

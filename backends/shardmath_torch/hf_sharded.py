@@ -11,10 +11,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from shardmath_torch.json_text import MOST, read_json, shown
+from shardmath_torch.places import Place
 from shardmath_torch.weights import FILE, INDEX, Entry, WeightsError, read_header
 
 __all__ = ["SAVED", "SHARDING", "Parts", "read_sharded"]
@@ -31,17 +31,18 @@ class Parts(NamedTuple):
     boxes: tuple[tuple[tuple[int, ...], Entry], ...]
 
 
-def read_sharded(folder: Path) -> dict[str, Parts] | None:
+def read_sharded(folder: Place) -> dict[str, Parts] | None:
     """The tensors of a folder of such files, by name; None for what is no such folder.
 
     Raises WeightsError where files are damaged, do not belong together, or do not say where their tensors begin.
     """
-    if not folder.is_dir() or any((folder / name).exists() for name in (FILE, INDEX)):
+    if not folder.is_dir() or any((folder / name).is_file() for name in (FILE, INDEX)):
         return None
     boxes: dict[str, list[tuple[tuple[int, ...], Entry]]] = {}
-    plain: list[Path] = []
-    sharded: list[Path] = []
-    for file in sorted(folder.glob("*.safetensors")):
+    plain: list[Place] = []
+    sharded: list[Place] = []
+    files: list[Place] = list(folder.glob("*.safetensors"))
+    for file in sorted(files, key=str):
         entries, metadata = read_header(file)
         (sharded if SHARDING in metadata else plain).append(file)
         if SHARDING in metadata:
@@ -55,7 +56,7 @@ def read_sharded(folder: Path) -> dict[str, Parts] | None:
     return {name: _whole(name, found) for name, found in sorted(boxes.items())}
 
 
-def _placed(file: Path, entries: dict[str, Entry], sharding: object) -> Iterator[tuple[str, tuple[int, ...], Entry]]:
+def _placed(file: Place, entries: dict[str, Entry], sharding: object) -> Iterator[tuple[str, tuple[int, ...], Entry]]:
     """Every tensor of a file, and where it begins."""
     try:
         said = read_json(sharding.encode()) if isinstance(sharding, str) else None

@@ -37,8 +37,11 @@ from shardmath.mesh import strides
 from shardmath.store import local_tensors
 from shardmath_torch import compat
 from shardmath_torch.archive import CheckpointError, Strided
+from shardmath_torch.checksums import CHUNK
 from shardmath_torch.dtypes import dtype_of, flat
+from shardmath_torch.places import Place, Remote, place
 from shardmath_torch.stored import Checkpoint, Piece, open_checkpoint
+from shardmath_torch.verifying import Chunks, check, chunk, fill, mine, packed
 from shardmath_torch.weights import Progress, Slices, boxes
 
 __all__ = ["LoadPlanner", "Reader", "local_layouts"]
@@ -161,8 +164,8 @@ def _ends(local: Slices, whole: Slices) -> tuple[list[int], list[int], list[int]
 class Reader(storage.StorageReader):
     """A checkpoint of ours, of torch, or of Hugging Face. For torch.distributed.checkpoint.load.
 
-    `share` (i, n) is which part of a checkpoint of torch this rank looks through for wrong metadata. Raises
-    CheckpointError or WeightsError for what is missing, damaged or wrong.
+    `share` (i, n) is which part of a checkpoint of torch this rank looks through for wrong metadata; `verify` says
+    whether checksums are looked at. Raises CheckpointError or WeightsError for what is missing, damaged or wrong.
     """
 
     def __init__(
@@ -172,10 +175,12 @@ class Reader(storage.StorageReader):
         names: Iterable[str] | None = None,
         share: tuple[int, int] = (0, 1),
         progress: Progress | None = None,
+        verify: bool = True,
     ) -> None:
         self._path, self._names, self._share, self._progress = path, names, share, progress
         self._found: Checkpoint | None = None
         self._strided: dict[Piece, Strided] = {}
+        self._verify, self._chunks, self._marks = verify, Chunks(NOTHING), np.zeros(0, bool)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another checkpoint, if given."""
@@ -188,66 +193,154 @@ class Reader(storage.StorageReader):
         found.check(names)
         self._strided = found.check_archives(names, self._share)
         self._found = found
+        self._chunks = Chunks(found if self._verify else NOTHING)
         return Metadata({name: _metadata(found, name) for name in names})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The same."""
+        """The same; from now on it is known which checksums are looked at."""
+        assert self._found is not None, "metadata are read before data"
+        reads = ((r.piece, *r.span) for each in self._reads(self._found, plan).values() for r in each)
+        self._marks = self._chunks.touched(reads)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The same."""
         return plans
 
+    @property
+    def touched(self) -> bytes | None:
+        """What to tell the others of the checksums that this rank could look at; None where there are none."""
+        return packed(self._marks) if self._chunks.total else None
+
+    def share(self, said: Sequence[bytes], rank: int) -> None:
+        """Takes what all ranks have said, in order, and leaves this one its part of the checksums.
+
+        Of the files of a service each rank checks all that it fetches: to fetch takes longer than to hash.
+        """
+        assert self._found is not None, "metadata are read before data"
+        if isinstance(self._found.path, Path):
+            self._marks = mine(said, rank, self._chunks.total)
+
     def read_data(self, plan: LoadPlan, planner: theirs.LoadPlanner) -> Future[None]:
         """Copies what the plan's items say, file by file."""
         found = self._found
         assert found is not None, "metadata are read before data"
-        wanted: dict[Path, list[tuple[Piece, ReadItem]]] = {}
-        names = dict.fromkeys(item.storage_index.fqn for item in plan.items)
-        pieces = {name: {p.offsets: p for p in found[name].pieces if p.nonempty} for name in names}
-        for item in plan.items:
-            piece = pieces[item.storage_index.fqn][tuple(item.storage_index.offset or ())]
-            wanted.setdefault(piece.file, []).append((piece, item))
-        for file, items in wanted.items():
-            self._read(found, file, items, planner)
+        for file, reads in self._reads(found, plan).items():
+            read = self._fetch if isinstance(file, Remote) else self._read
+            read(file, reads, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(
-        self, found: Checkpoint, file: Path, items: Sequence[tuple[Piece, ReadItem]], planner: theirs.LoadPlanner
-    ) -> None:
-        memory = _mapped(file)
-        new = dict.fromkeys((i.storage_index.fqn, p) for p, i in items if p.archive and p not in self._strided)
+    def _reads(self, found: Checkpoint, plan: LoadPlan) -> dict[Place, list[_Read]]:
+        """What is read, by file."""
+        names = dict.fromkeys(item.storage_index.fqn for item in plan.items)
+        pieces = {name: {p.offsets: p for p in found[name].pieces if p.nonempty} for name in names}
+        wanted = [(pieces[i.storage_index.fqn][tuple(i.storage_index.offset or ())], i) for i in plan.items]
+        new = dict.fromkeys((i.storage_index.fqn, p) for p, i in wanted if p.archive and p not in self._strided)
         self._strided |= found.described(new)
+        out: dict[Place, list[_Read]] = {}
+        for piece, item in wanted:
+            dtype = found[item.storage_index.fqn].dtype
+            whole = self._strided.get(piece) or Strided(piece.start, dtype, piece.sizes, strides(piece.sizes))
+            out.setdefault(piece.file, []).append(_Read(piece, item, _part(whole, item)))
+        return out
+
+    def _read(self, file: Place, reads: Sequence[_Read], planner: theirs.LoadPlanner) -> None:
+        """A file of the system is mapped: what is not touched is not read."""
+        assert isinstance(file, Path), "what is remote is fetched"
+        memory = _mapped(file)
+        left = {r.piece: set(self._chunks.numbers(r.piece, self._marks)) for r in reads}
         with file.open("rb", buffering=0) as stream:
-            for piece, item in items:
-                dtype = found[item.storage_index.fqn].dtype
-                strided = self._strided.get(piece) or Strided(piece.start, dtype, piece.sizes, strides(piece.sizes))
-                at = zip(item.storage_offsets, item.lengths, strict=True)
-                target = planner.resolve_tensor(item)
-                _copy(stream, memory, _view(memory, file, strided)[tuple(slice(lo, lo + n) for lo, n in at)], target)
-                planner.commit_tensor(item, target)
-                if self._progress:
-                    self._progress(target.nbytes)
+            for read in reads:
+                target = planner.resolve_tensor(read.item)
+                source = _view(memory, file, read.at, 0)
+                if _lies_so(source, target):
+                    _straight(stream, read, target, left[read.piece])
+                else:
+                    target.copy_(source)
+                self._done(read, target, planner)
+            room = bytearray(CHUNK)
+            for piece, numbers in left.items():
+                for number in sorted(numbers):
+                    check(piece, number, chunk(stream, piece, number, room))
+
+    def _fetch(self, file: Place, reads: Sequence[_Read], planner: theirs.LoadPlanner) -> None:
+        """Of a file of a service, as much of each box as is between the first and the last byte that is read."""
+        assert isinstance(file, Remote), "other files are mapped"
+        by_piece: dict[Piece, list[_Read]] = {}
+        for read in reads:
+            by_piece.setdefault(read.piece, []).append(read)
+        for piece, each in by_piece.items():
+            numbers = self._chunks.numbers(piece, self._marks)
+            begin = min([read.at.start for read in each] + [piece.start + n * CHUNK for n in numbers])
+            end = max([read.end for read in each] + [min(piece.stop, piece.start + (n + 1) * CHUNK) for n in numbers])
+            data = bytearray(file.read_part(begin, end))
+            for number in numbers:
+                first = piece.start + number * CHUNK - begin
+                check(piece, number, memoryview(data)[first : min(first + CHUNK, piece.stop - begin)])
+            memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            for read in each:
+                target = planner.resolve_tensor(read.item)
+                target.copy_(_view(memory, file, read.at, begin))
+                self._done(read, target, planner)
+
+    def _done(self, read: _Read, target: Tensor, planner: theirs.LoadPlanner) -> None:
+        planner.commit_tensor(read.item, target)
+        if self._progress:
+            self._progress(target.nbytes)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Whether it is a path, or a URL that is served."""
+        try:
+            return place(checkpoint_id) is not None
+        except CheckpointError:
+            return False
 
 
-def _view(memory: Tensor, file: Path, found: Strided) -> Tensor:
-    """A tensor in the mapped memory of a file; a copy where it begins between two elements."""
+NOTHING = Checkpoint(Path(), {}, {}, {})
+"""A checkpoint of nothing."""
+
+
+class _Read(NamedTuple):
+    """A part of a stored box, the item that asks for it, and where it lies in the file."""
+
+    piece: Piece
+    item: ReadItem
+    at: Strided
+
+    @property
+    def end(self) -> int:
+        """One past its last byte in the file."""
+        return self.at.start + self.at.extent * dtype_of(self.at.dtype).itemsize
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """From which byte of the box to which."""
+        return self.at.start - self.piece.start, self.end - self.piece.start
+
+
+def _part(whole: Strided, item: ReadItem) -> Strided:
+    """What the item says of a stored box."""
+    first = sum(at * step for at, step in zip(item.storage_offsets, whole.strides, strict=True))
+    start = whole.start + first * dtype_of(whole.dtype).itemsize
+    return whole._replace(start=start, shape=tuple(item.lengths))
+
+
+def _view(memory: Tensor, file: Place, found: Strided, base: int) -> Tensor:
+    """A tensor in bytes of a file that begin at `base`; a copy where it begins between two elements."""
     dtype = dtype_of(found.dtype)
-    end = found.start + found.extent * dtype.itemsize
+    start, end = found.start - base, found.start - base + found.extent * dtype.itemsize
     if end > len(memory):
-        raise CheckpointError(f"{file} ends at byte {len(memory)}, a tensor in it at {end}; fetch it again")
-    taken = memory[found.start : end]
-    taken = taken if found.start % dtype.itemsize == 0 else taken.clone()
+        raise CheckpointError(
+            f"{file} ends at byte {base + len(memory)}, a tensor in it at {base + end}; fetch it again"
+        )
+    taken = memory[start:end]
+    taken = taken if taken.data_ptr() % dtype.itemsize == 0 else taken.clone()
     view = taken.view(dtype).as_strided(found.shape, found.strides)
     view = view.conj() if found.conj else view
     return torch._neg_view(view) if found.neg else view
@@ -274,19 +367,20 @@ def _lies_so(source: Tensor, target: Tensor) -> bool:
     return source.is_contiguous() and target.is_contiguous() and target.is_cpu
 
 
-def _copy(stream: io.FileIO, memory: Tensor, source: Tensor, target: Tensor) -> None:
-    """What lies in the mapped memory of a file, or was taken from there, into the target.
+def _straight(stream: io.FileIO, read: _Read, target: Tensor, numbers: set[int]) -> None:
+    """Reads bytes as they lie into the target, which takes half the time of copying from a mapped file.
 
-    Reading takes half the time of copying from a mapped file, where bytes are wanted as they lie.
+    Of the chunks of these numbers, those that are read whole are checked while the cache has them, and left out then.
     """
-    offset = source.data_ptr() - memory.data_ptr()
-    if not _lies_so(source, target) or not 0 <= offset < len(memory):
-        target.copy_(source)
-        return
-    stream.seek(offset)
+    piece, at = read.piece, read.span[0]
     left = memoryview(flat(target).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    stream.seek(read.at.start)
     while left:
-        count = stream.readinto(left)
-        if not count:
-            raise CheckpointError(f"{stream.name!r} ends at byte {stream.tell()}; it was cut while it was read")
-        left = left[count:]
+        number, within = divmod(at, CHUNK)
+        part = left[: CHUNK - within]
+        fill(stream, part)
+        whole = within == 0 and len(part) == min(CHUNK, piece.length - at)
+        if whole and number in numbers:
+            check(piece, number, part)
+            numbers.discard(number)
+        left, at = left[len(part) :], at + len(part)

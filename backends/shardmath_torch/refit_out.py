@@ -45,7 +45,9 @@ def check_out(folder: Path, weights: Weights) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in _ours(folder):
-            same = next((one for one in inputs if file.exists() and os.path.samefile(one, file)), None)
+            same = next(
+                (one for one in inputs if isinstance(one, Path) and file.exists() and os.path.samefile(one, file)), None
+            )
             if same is not None:
                 what = f"--out {folder}: {file.name} is {same}, a file of the model, and would be replaced or removed"
                 raise ShardError(f"{what}; give another folder")

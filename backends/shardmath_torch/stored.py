@@ -1,9 +1,9 @@
 """Checkpoints as they are found: which box of which tensor lies at which bytes of which file.
 
 1. Read are ours, those of torch.distributed.checkpoint, and safetensors: Hugging Face's, or torch's shards of them.
-2. Ours is a folder with an index, `shardmath.json`, beside torch's own `.metadata`; both name the same data files. The
-   index counts if it can be read and was written with the `.metadata` that lies there; otherwise torch has saved over
-   it since, or a save of ours ended between the two, and `.metadata`, which is written first, is the newer.
+2. Ours is a folder with torch's own `.metadata`, the index behind it in the same file (`sealed`). `shardmath.json` is
+   a copy of the index: one that says otherwise of the same save is an error, one of another save is older. It counts
+   where there is no `.metadata`. Where torch has saved over a checkpoint of ours, its `.metadata` has no index of ours.
 3. Nothing is read here but indices and headers, and nothing is believed before it is checked: the boxes of a tensor
    have every element once, and files are as long as they should be (`check`).
 4. A box in an archive of torch.save may be other than the metadata says: torch writes wrong metadata for uneven
@@ -16,7 +16,6 @@ import difflib
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,21 +28,18 @@ from shardmath.dtypes import ITEMSIZE
 from shardmath.errors import ShardError
 from shardmath.given import plural
 from shardmath.rules import Shapes
+from shardmath_torch import checksums
 from shardmath_torch.archive import CheckpointError, Strided, described
+from shardmath_torch.claims import FILE, INDEX, METADATA, OURS
 from shardmath_torch.hf_sharded import Parts, read_sharded
 from shardmath_torch.json_text import MOST, elements, read_json, shown
+from shardmath_torch.places import Place, check_length, place, sizes_of
+from shardmath_torch.sealed import Sealed, holds, signed, unseal
 from shardmath_torch.unpickled import read_metadata
 from shardmath_torch.weights import open_weights
 
 __all__ = [
     "BLOBS",
-    "DATA",
-    "DIGITS",
-    "FILE",
-    "INDEX",
-    "METADATA",
-    "OURS",
-    "UNFINISHED",
     "Checkpoint",
     "Piece",
     "Saved",
@@ -51,28 +47,25 @@ __all__ = [
     "to_json",
 ]
 
-INDEX, METADATA = "shardmath.json", ".metadata"
-OURS, DATA, UNFINISHED = "shardmath-", ".safetensors", ".unfinished"
-DIGITS = 12
-FILE = re.compile(rf"{OURS}[0-9a-f]{{{DIGITS}}}-\d{{5,}}-of-\d{{5,}}(-\d+)?{re.escape(DATA)}({re.escape(UNFINISHED)})?")
-"""How our data files are called: by the save, the rank's number, and the file's; and until all are written."""
 BLOBS = ("shardmath.blobs",)
 """Where in torch's metadata the stored names of ranks' own bytes are: among the paths of names, so itself no name."""
-VERSION = 1
+VERSION = 2
 
 
 class Piece(NamedTuple):
     """A stored box: where it begins in the tensor, its sizes, and its bytes in a file.
 
-    The bytes are the elements, row-major, or an `archive` of torch.save.
+    The bytes are the elements, row-major, with their `sums` (`checksums`) if they have any; or an `archive` of
+    torch.save.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file: Path
+    file: Place
     start: int
     length: int
     archive: bool = False
+    sums: str = ""
 
     @property
     def nonempty(self) -> bool:
@@ -106,10 +99,10 @@ class Checkpoint:
     files should be, where that is known. Two that have the same `digest` were read from the same index or headers.
     """
 
-    path: Path
+    path: Place
     tensors: Mapping[str, Saved]
     blobs: Mapping[str, Mapping[int, str]]
-    sizes: Mapping[Path, int]
+    sizes: Mapping[Place, int]
     digest: str = ""
 
     @property
@@ -150,7 +143,7 @@ class Checkpoint:
 
     def check(self, names: Iterable[str]) -> None:
         """Raises CheckpointError unless the tensors are all there: each element once, in files that are long enough."""
-        ends: dict[Path, int] = {}
+        ends: dict[Place, int] = {}
         proved: set[tuple[object, ...]] = set()
         for name in names:
             saved = self[name]
@@ -160,8 +153,9 @@ class Checkpoint:
                 proved.add(boxes)
             for piece in saved.pieces:
                 ends[piece.file] = max(ends.get(piece.file, 0), piece.stop)
+        size = sizes_of(ends)
         for file, end in ends.items():
-            _check_file(file, end, self.sizes.get(file))
+            check_length(file, size, end, self.sizes.get(file))
 
     def check_archives(self, names: Iterable[str], share: tuple[int, int]) -> dict[Piece, Strided]:
         """What archives hold, each looked into by one of n ranks, this being the i-th: `share` is (i, n).
@@ -173,7 +167,7 @@ class Checkpoint:
 
     def described(self, archives: Iterable[tuple[str, Piece]]) -> dict[Piece, Strided]:
         """What these archives (tensor, piece) hold. Raises CheckpointError where it is not what the metadata says."""
-        by_file: dict[Path, list[tuple[str, Piece]]] = {}
+        by_file: dict[Place, list[tuple[str, Piece]]] = {}
         for name, piece in archives:
             by_file.setdefault(piece.file, []).append((name, piece))
         out: dict[Piece, Strided] = {}
@@ -193,7 +187,7 @@ def _check_archive(name: str, saved: Saved, piece: Piece, found: Strided) -> Non
         raise CheckpointError(f"{what}, but {stored}; {why}: save it again with shardmath_torch.save")
 
 
-def _check_tiled(path: Path, name: str, saved: Saved) -> None:
+def _check_tiled(path: Place, name: str, saved: Saved) -> None:
     """The boxes are in the tensor, and have each of its elements once."""
     boxes = [tuple((at, at + n) for at, n in zip(p.offsets, p.sizes, strict=True)) for p in saved.pieces if p.nonempty]
     outside = next((b for b in boxes if any(hi > n for (_, hi), n in zip(b, saved.shape, strict=True))), None)
@@ -210,23 +204,14 @@ def _check_tiled(path: Path, name: str, saved: Saved) -> None:
     raise CheckpointError(f"{what} has no box with element {first_gap(held, boxes)}; {fix}")
 
 
-def _check_file(file: Path, end: int, expected: int | None) -> None:
-    try:
-        size = file.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}; it belongs to the checkpoint") from error
-    if size < end or (expected is not None and size != expected):
-        told = f"it was saved with {expected}" if expected not in (None, size) else f"tensors lie up to byte {end}"
-        raise CheckpointError(f"{file} has {size} bytes, {told}; it or the index is damaged: fetch it again")
-
-
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at `path`: ours, torch.distributed.checkpoint's, or safetensors as in `weights` and `hf_sharded`.
+    """The checkpoint at `path`: ours, torch.distributed.checkpoint's, or safetensors as in `weights` and `hf_sharded`;
+    `path` may be a URL that fsspec serves.
 
     Reads indices and headers only. Raises CheckpointError or WeightsError, naming the file.
     """
     try:
-        return _opened(Path(path))
+        return _opened(place(path))
     except ShardError:
         raise
     except (LookupError, OSError, OverflowError, RecursionError, TypeError, ValueError, AttributeError) as error:
@@ -234,25 +219,43 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(f"{path} is no checkpoint, or a damaged one ({fault}); fetch it again") from error
 
 
-def _opened(path: Path) -> Checkpoint:
+def _opened(path: Place) -> Checkpoint:
     metadata = _text(path / METADATA) if (path / METADATA).is_file() else None
-    text = _text(path / INDEX) if (path / INDEX).is_file() else None
-    if text is not None:
-        index = _index(path / INDEX, text)
-        if isinstance(index, dict) and (metadata is None or index["metadata"] == _digest(metadata)):
-            return _ours(path, index, _digest(text))
-        if isinstance(index, CheckpointError) and metadata is None:
-            raise index
+    copy = _text(path / INDEX) if (path / INDEX).is_file() else None
     if metadata is not None:
-        return _torchs(path, read_metadata(metadata, path / METADATA), _digest(metadata))
+        sealed = unseal(metadata, path / METADATA)
+        if sealed is None:
+            return _torchs(path, read_metadata(metadata, path / METADATA), _digest(metadata))
+        index = _index(path / METADATA, sealed.json.encode())
+        _check_copy(path / INDEX, copy, sealed)
+        return _ours(path, index, _digest(metadata))
+    if copy is not None:
+        index = _index(path / INDEX, copy)
+        if not holds(copy.decode()):
+            raise CheckpointError(f"{path / INDEX} is damaged: its checksum does not hold; fetch it again")
+        return _ours(path, index, _digest(copy))
     return _weights(path)
+
+
+def _check_copy(file: Place, copy: bytes | None, sealed: Sealed) -> None:
+    """Raises CheckpointError where the copy of the index is one of the same save, and says something else."""
+    if copy is None or copy == sealed.json.encode():
+        return
+    try:
+        save = _index(file, copy)["save"]
+    except CheckpointError:
+        return  # nothing that could be taken for an index
+    if save == sealed.save:
+        raise CheckpointError(
+            f"{file} and {METADATA} differ, one is damaged; fetch them again, or remove the damaged one"
+        )
 
 
 def _digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _text(file: Path) -> bytes:
+def _text(file: Place) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
@@ -262,37 +265,37 @@ def _text(file: Path) -> bytes:
 # Ours
 
 
-def to_json(checkpoint: Checkpoint, metadata: bytes) -> str:
-    """The index of a checkpoint of ours, written beside this `.metadata`."""
+def to_json(checkpoint: Checkpoint, save: str) -> str:
+    """The index of a checkpoint of ours."""
     number = {file: i for i, file in enumerate(checkpoint.sizes)}
     tensors = {
-        name: [saved.dtype, saved.shape, [[number[p.file], p.start, p.offsets, p.sizes] for p in saved.pieces]]
+        name: [saved.dtype, saved.shape, [[number[p.file], p.start, p.offsets, p.sizes, p.sums] for p in saved.pieces]]
         for name, saved in checkpoint.tensors.items()
     }
     out = {
         "shardmath": VERSION,
-        "metadata": _digest(metadata),
+        "save": save,
         "files": [[file.name, size] for file, size in checkpoint.sizes.items()],
         "tensors": tensors,
         "blobs": checkpoint.blobs,
     }
-    return json.dumps(out, separators=(",", ":"))
+    return signed(json.dumps(out, separators=(",", ":")))
 
 
-def _index(file: Path, text: bytes) -> dict[str, Any] | CheckpointError:
-    """The index; what is wrong with it where it cannot be read, since `.metadata` may do instead."""
+def _index(file: Place, text: bytes) -> dict[str, Any]:
+    """The index. Raises CheckpointError for what is none, or one of another version."""
     try:
         found: Any = read_json(text)
-        version, _ = found["shardmath"], found["metadata"]
+        version, _ = found["shardmath"], found["files"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        return CheckpointError(f"{file} is no index of shardmath ({error}); fetch it again")
+        raise CheckpointError(f"{file} is no index of shardmath ({error}); fetch it again") from error
     if version != VERSION:
         what = f"{file} has version {shown(version)}, this shardmath reads {VERSION}"
-        return CheckpointError(f"{what}; use a newer shardmath")
+        raise CheckpointError(f"{what}; use a newer shardmath")
     return dict(found)
 
 
-def _ours(path: Path, index: dict[str, Any], digest: str) -> Checkpoint:
+def _ours(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
     files = [(_inside(path, name), _count(size)) for name, size in index["files"]]
     tensors = {name: _saved([file for file, _ in files], *entry) for name, entry in index["tensors"].items()}
     return Checkpoint(path, tensors, _blobs(index["blobs"], tensors), dict(files), digest)
@@ -307,18 +310,21 @@ def _blobs(found: Any, tensors: Mapping[str, Saved]) -> dict[str, dict[int, str]
     return out
 
 
-def _saved(files: list[Path], dtype: str, shape: list[int], pieces: list[Any]) -> Saved:
+def _saved(files: list[Place], dtype: str, shape: list[int], pieces: list[Any]) -> Saved:
     each, sizes = ITEMSIZE[dtype], tuple(map(_count, shape))
     return Saved(sizes, dtype, tuple(_piece(files, each, len(sizes), *piece) for piece in pieces))
 
 
 def _piece(
-    files: list[Path], each: int, ndim: int, file: int, start: int, offsets: list[int], sizes: list[int]
+    files: list[Place], each: int, ndim: int, file: int, start: int, offsets: list[int], sizes: list[int], sums: str
 ) -> Piece:
     at, box = tuple(map(_count, offsets)), tuple(map(_count, sizes))
     if len(at) != ndim or len(box) != ndim:
         raise ValueError(f"a box {at} {box} in {ndim} dimensions")
-    return Piece(at, box, files[_count(file)], _count(start), elements(box) * each)
+    length = elements(box) * each
+    if type(sums) is not str or len(sums) != checksums.count(length) * checksums.DIGITS:
+        raise ValueError(f"{length} bytes do not have the checksums {shown(sums)}")
+    return Piece(at, box, files[_count(file)], _count(start), length, sums=sums)
 
 
 def _count(n: object) -> int:
@@ -327,7 +333,7 @@ def _count(n: object) -> int:
     return n
 
 
-def _inside(folder: Path, name: object) -> Path:
+def _inside(folder: Place, name: object) -> Place:
     """A file of the folder, or of a folder in it."""
     if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"{folder} names a data file {shown(name)}; a checkpoint's files lie in its folder")
@@ -341,7 +347,7 @@ _Places: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], Any]
 """torch's storage info by name and, for a box, where it begins."""
 
 
-def _torchs(path: Path, metadata: Metadata, digest: str) -> Checkpoint:
+def _torchs(path: Place, metadata: Metadata, digest: str) -> Checkpoint:
     if not isinstance(metadata.storage_data, dict):
         raise CheckpointError(f"{path / METADATA} does not say where data lies; save again with FileSystemWriter")
     places = {
@@ -359,7 +365,7 @@ def _blobs_of(metadata: Metadata) -> dict[Any, Any]:
     return next((each for each in found if isinstance(each, dict)), {})
 
 
-def _of_torch(path: Path, name: str, md: object, places: _Places) -> Saved:
+def _of_torch(path: Place, name: str, md: object, places: _Places) -> Saved:
     if not isinstance(md, TensorStorageMetadata):
         info = places[name, None]
         length = _count(info.length)
@@ -370,7 +376,7 @@ def _of_torch(path: Path, name: str, md: object, places: _Places) -> Saved:
     return Saved(shape, dtype, tuple(_chunks(path, name, md, places)))
 
 
-def _chunks(path: Path, name: str, md: TensorStorageMetadata, places: _Places) -> Iterator[Piece]:
+def _chunks(path: Place, name: str, md: TensorStorageMetadata, places: _Places) -> Iterator[Piece]:
     """The boxes; of an empty one and another that begin at one place, torch keeps a single archive: the other's."""
     chunks = [(tuple(map(_count, chunk.offsets)), tuple(map(_count, chunk.sizes))) for chunk in md.chunks]
     full = {at for at, sizes in chunks if 0 not in sizes}
@@ -382,7 +388,7 @@ def _chunks(path: Path, name: str, md: TensorStorageMetadata, places: _Places) -
             yield Piece(at, sizes, _file(path, name, info), _count(info.offset), _count(info.length), archive=True)
 
 
-def _file(path: Path, name: str, info: Any) -> Path:
+def _file(path: Place, name: str, info: Any) -> Place:
     if getattr(info, "transform_descriptors", None):
         what = f"{path}: {name!r} is stored through {list(info.transform_descriptors)}"
         raise CheckpointError(f"{what}, extensions of torch that are not read here; save it without them")
@@ -392,9 +398,9 @@ def _file(path: Path, name: str, info: Any) -> Path:
 # Hugging Face
 
 
-def _weights(path: Path) -> Checkpoint:
+def _weights(path: Place) -> Checkpoint:
     ours = path.is_dir() and any(FILE.fullmatch(file.name) for file in path.glob(f"{OURS}*"))
-    if ours and not any(path.glob("model.safetensors*")):
+    if ours and not any(True for _ in path.glob("model.safetensors*")):
         raise CheckpointError(f"{path} has data of a save that did not end, and no index; save again, or give another")
     sharded = read_sharded(path)
     if sharded is None:

@@ -142,6 +142,7 @@ def load_state(
     mesh: Mesh | None = None,
     group: Group | None = None,
     progress: Progress | None = None,
+    verify: bool = True,
 ) -> Unmatched:
     """Restore in place what `save_state` saved of a module with the same names, whatever divides either.
 
@@ -151,10 +152,10 @@ def load_state(
     Collective over the group. Raises CheckpointError on every rank for names that only one side has, unless not
     `strict`, when these are left alone and returned; and for what `state_of`, `load` and rule 4 do not allow. Then
     nothing was restored, unless a module's set_extra_state raised: these come first. `mesh` is as in
-    `state_of`, `progress` as in `load`.
+    `state_of`, `progress` and `verify` as in `load`.
     """
     kept = on_all("find what save_state wrote", lambda: _of_state(path), group)
-    index = load(kept, {INDEX: None}, group=group)[INDEX]
+    index = load(kept, {INDEX: None}, group=group, verify=verify)[INDEX]
     model = _model(module, mesh, group)
 
     def matched() -> tuple[Unmatched, list[_Restored], list[_Job]]:
@@ -169,7 +170,7 @@ def load_state(
 
     unmatched, plans, jobs = on_all("match its state", matched, group)
     layouts, names = {job.here: job.layout for job in jobs}, {job.here: job.there for job in jobs}
-    found = load(kept, layouts, names=names, group=group, progress=progress)
+    found = load(kept, layouts, names=names, group=group, progress=progress, verify=verify)
     on_all("restore its state", lambda: _restore(jobs, plans, found), group)
     return unmatched
 
@@ -182,13 +183,14 @@ def load_weights(
     mesh: Mesh | None = None,
     group: Group | None = None,
     progress: Progress | None = None,
+    verify: bool = True,
 ) -> None:
     """Fills the module's parameters and persistent buffers, in place, from any checkpoint that `load` reads.
 
     `names` says, as {name in the module: stored name}, what is stored under another name. A parameter with several
     names is found under any of them. Values are cast to the module's types. Collective over the group; raises
-    CheckpointError on every rank for what is missing or has another shape. `mesh` is as in `state_of`, `progress` as in
-    `load`.
+    CheckpointError on every rank for what is missing or has another shape. `mesh` is as in `state_of`, `progress` and
+    `verify` as in `load`.
     """
     model, renamed = _model(module, mesh, group), names or {}
 
@@ -199,7 +201,7 @@ def load_weights(
         return found, layouts, stored
 
     found, layouts, stored = on_all("match its weights", ready, group, claim=lambda done: done[0].digest)
-    tensors = load(found, layouts, names=stored, group=group, progress=progress)
+    tensors = load(found, layouts, names=stored, group=group, progress=progress, verify=verify)
     with torch.no_grad():
         for name, slot in model.slots.items():
             slot.local.copy_(tensors[name])

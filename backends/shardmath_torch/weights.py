@@ -30,6 +30,7 @@ from shardmath.given import plural
 from shardmath.rules import Shapes
 from shardmath_torch.dtypes import dtype_of, flat
 from shardmath_torch.json_text import MOST, elements, read_json, shown
+from shardmath_torch.places import Place, place
 
 __all__ = [
     "DTYPES",
@@ -88,7 +89,7 @@ class WeightsError(ShardError):
 class Entry:
     """Where one tensor lies: `key` in `file`, from byte `start` on, with its global shape and dtype."""
 
-    file: Path
+    file: Place
     key: str
     shape: tuple[int, ...]
     dtype: str
@@ -104,7 +105,7 @@ class Entry:
 class Weights:
     """The tensors of a checkpoint by name, as its headers describe them; no data."""
 
-    path: Path
+    path: Place
     entries: Mapping[str, Entry]
 
     @property
@@ -118,12 +119,12 @@ class Weights:
         return sum(entry.nbytes for entry in self.entries.values())
 
 
-def open_weights(path: str | Path) -> Weights:
+def open_weights(path: str | Place) -> Weights:
     """The checkpoint at `path`: a safetensors file, an index, or a folder that holds either.
 
     Reads and checks headers only. Raises WeightsError with the file, what is wrong with it and the fix.
     """
-    path = Path(path)
+    path = place(path)
     try:
         return _opened(path)
     except OSError as error:
@@ -131,7 +132,7 @@ def open_weights(path: str | Path) -> Weights:
         raise WeightsError(f"{what}; check the file, its name and its permissions") from error
 
 
-def _opened(path: Path) -> Weights:
+def _opened(path: Place) -> Weights:
     if path.is_dir():
         path = _in_folder(path)
     if not path.is_file():
@@ -139,7 +140,7 @@ def _opened(path: Path) -> Weights:
     return Weights(path, _read_index(path) if path.suffix == ".json" else read_header(path)[0])
 
 
-def _in_folder(folder: Path) -> Path:
+def _in_folder(folder: Place) -> Place:
     """The file or index of a folder, chosen as transformers does: one file before an index."""
     for name in (FILE, INDEX):
         if (folder / name).is_file():
@@ -151,7 +152,7 @@ def _in_folder(folder: Path) -> Path:
     raise WeightsError(f"{folder} has neither {FILE} nor {INDEX}, but {found}; give a folder with either, or one file")
 
 
-def _read_index(index: Path) -> dict[str, Entry]:
+def _read_index(index: Place) -> dict[str, Entry]:
     places = _weight_map(index)
     names = sorted(set(places.values()))
     missing = [name for name in names if not (index.parent / name).is_file()]
@@ -167,7 +168,7 @@ def _read_index(index: Path) -> dict[str, Entry]:
     return {name: headers[file][name] for name, file in places.items()}
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(index: Place) -> dict[str, str]:
     places = _object(_bytes(index), index, "the index").get("weight_map")
     if not isinstance(places, dict) or not places:
         raise WeightsError(f"{index} has no weight_map of names to files; fetch it again")
@@ -178,7 +179,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return places
 
 
-def _bytes(file: Path, start: int = 0, count: int = -1) -> bytes:
+def _bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
     try:
         with file.open("rb") as stream:
             stream.seek(start)
@@ -187,7 +188,7 @@ def _bytes(file: Path, start: int = 0, count: int = -1) -> bytes:
         raise WeightsError(f"{file} cannot be read: {error.strerror}; check the file and its permissions") from error
 
 
-def _object(text: bytes, file: Path, what: str) -> dict[str, object]:
+def _object(text: bytes, file: Place, what: str) -> dict[str, object]:
     """The JSON object in `text`, no key twice."""
     try:
         found = read_json(text)
@@ -198,11 +199,11 @@ def _object(text: bytes, file: Path, what: str) -> dict[str, object]:
     return found
 
 
-def _damaged(file: Path, what: str) -> WeightsError:
+def _damaged(file: Place, what: str) -> WeightsError:
     return WeightsError(f"{file} is damaged or not a safetensors file: {what}; fetch it again")
 
 
-def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, object]]:
+def read_header(file: Place) -> tuple[dict[str, Entry], dict[str, object]]:
     """Every tensor of the file, by name, after its header is proved against the file's size; and the metadata there.
 
     Raises WeightsError for a file that is damaged, cut short, or no safetensors file.
@@ -224,12 +225,12 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, object]]:
     return {name: entry for name, (entry, _) in spans.items()}, metadata if isinstance(metadata, dict) else {}
 
 
-def _short(file: Path, size: int, expected: int, what: str) -> WeightsError:
+def _short(file: Place, size: int, expected: int, what: str) -> WeightsError:
     lack = f"{size} bytes present, {expected} expected by its {what}, {expected - size} missing"
     return WeightsError(f"{file} is cut short: {lack}; fetch it again")
 
 
-def _span(file: Path, name: str, value: object, data: int) -> tuple[Entry, tuple[int, int]]:
+def _span(file: Place, name: str, value: object, data: int) -> tuple[Entry, tuple[int, int]]:
     """The tensor and its [begin, end) in the data, as one header entry says; the data begin at byte `data`."""
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -255,7 +256,7 @@ def _sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int and 0 <= n <= MOST for n in value)
 
 
-def _check_spans(file: Path, size: int, start: int, spans: Mapping[str, tuple[int, int]]) -> None:
+def _check_spans(file: Place, size: int, start: int, spans: Mapping[str, tuple[int, int]]) -> None:
     """The tensors lie back to back and end where the file does."""
     at = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):

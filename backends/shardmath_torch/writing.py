@@ -1,8 +1,9 @@
 """Writing: how the boxes of a save get onto the disk, all at once or not at all.
 
 1. Every rank writes safetensors files (`archive`) under names of this save alone, with an ending that no reader looks
-   for. When all have, they are renamed; then `.metadata` is replaced, from when on the new save counts; then the index.
-   What the former save left is removed last (`Writer.clear`).
+   for. When all have, they are renamed; then `.metadata` is replaced, from when on the new save counts; then the copy
+   of the index. What the former save left is removed last (`Writer.clear`), and what a failed one wrote at once
+   (`Writer.abandon`). Any number of saves may go on at once: the last to replace `.metadata` counts (`claims`).
 2. A file holds a tensor once, by its name, which is how torch's HuggingFaceStorageReader finds it: the second box of a
    tensor on a rank goes into the rank's second file. What is in more than MOST_FILES boxes is numbered in the last file
    (`w#1`, `w#2`), for which that reader raises; others find boxes by `.metadata` and index.
@@ -19,7 +20,6 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,20 +32,10 @@ from torch.futures import Future
 
 from shardmath_torch import archive, compat
 from shardmath_torch.archive import CheckpointError, unused
-from shardmath_torch.stored import (
-    BLOBS,
-    DATA,
-    DIGITS,
-    FILE,
-    INDEX,
-    METADATA,
-    OURS,
-    UNFINISHED,
-    Checkpoint,
-    Piece,
-    Saved,
-    to_json,
-)
+from shardmath_torch.claims import DATA, INDEX, METADATA, OURS, UNFINISHED, Claim, claim, collect, counted, withdraw
+from shardmath_torch.places import Place, Remote, place, put, sizes_of, sync
+from shardmath_torch.sealed import DIGITS, Sealed, seal
+from shardmath_torch.stored import BLOBS, Checkpoint, Piece, Saved, to_json
 from shardmath_torch.weights import Progress
 
 __all__ = ["MOST_FILES", "Writer"]
@@ -57,96 +47,138 @@ MOST_FILES = 16
 class Writer(storage.StorageWriter):
     """A folder of safetensors files, torch's `.metadata` and an index. For torch.distributed.checkpoint.save.
 
-    Raises CheckpointError where the folder cannot be written.
+    `path` may be a URL that fsspec serves. Raises CheckpointError where the folder cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
-        self._path, self._save, self._progress = Path(path), OURS, progress
+        self._folder, self._progress = place(path), progress
+        self._claim: Claim | None = None
+        self._drafts: list[Place] = []
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another folder, if given."""
-        self._path = self._path if checkpoint_id is None else Path(checkpoint_id)
+        self._folder = self._folder if checkpoint_id is None else place(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is needed."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the folder."""
+        self.abandon()
         if any(item.type == WriteItemType.BYTE_IO for item in plan.items):
             raise CheckpointError(
                 "objects are not written; save bytes with SavePlanner, or objects with torch's writer"
             )
-        with _told(self._path, BEFORE):
-            if not self._path.is_dir():
-                self._path.mkdir(parents=True, exist_ok=True)
-                _sync(self._path.parent)
+        with _told(self._folder, BEFORE):
+            if not self._folder.is_dir():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                sync(self._folder.parent)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """One name for all files of this save, and each rank's number in it."""
-        save = uuid.uuid4().hex[:DIGITS]
-        names = [f"{OURS}{save}-{i:05d}-of-{len(plans):05d}" for i in range(len(plans))]
+        """One name for all files of this save, and each rank's number in it; the save begins."""
+        with _told(self._folder, BEFORE):
+            self._claim = claim(self._folder, uuid.uuid4().hex[:DIGITS])
+        names = [f"{OURS}{self._claim.save}-{i:05d}-of-{len(plans):05d}" for i in range(len(plans))]
         return [replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: theirs.SavePlanner) -> Future[list[storage.WriteResult]]:
         """Writes this rank's files, all of them unfinished."""
-        self._save = plan.storage_data[: len(OURS) + DIGITS]
         out: list[storage.WriteResult] = []
         for i, items in enumerate(_files(plan.items)):
             name = plan.storage_data + (f"-{i}" if i else "") + DATA
-            with _told(self._path / name, BEFORE):
-                out += _written(self._path / (name + UNFINISHED), name, items, planner, self._progress)
+            draft = self._folder / _draft(self._folder, name)
+            self._drafts.append(draft)
+            with _told(self._folder / name, BEFORE):
+                out += _written(draft, name, items, planner, self._progress)
         done: Future[list[storage.WriteResult]] = Future()
         done.set_result(out)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
         """Makes the save the one that is found."""
+        held = self._claim
+        assert held is not None, "a save has begun"
         wrote = [result for each in results for result in each]
-        with _told(self._path, BEFORE):
+        with _told(self._folder, BEFORE):
             for name in sorted({one.storage_data.file for one in wrote}):
-                os.replace(self._path / (name + UNFINISHED), self._path / name)
-            _sync(self._path)
-            index = _described(self._path, metadata, wrote)
-            text = pickle.dumps(replace(metadata, storage_data={one.index: one.storage_data.info for one in wrote}))
-            _replace(self._path / METADATA, text)
-        with _told(self._path, AFTER):
-            _replace(self._path / INDEX, to_json(index, text).encode())
+                _rename(self._folder, name)
+            sync(self._folder)
+            index = to_json(_described(self._folder, metadata, wrote), held.save)
+            told = replace(metadata, storage_data={one.index: one.storage_data.info for one in wrote})
+            put(self._folder / METADATA, held.draft, seal(Sealed(pickle.dumps(told), index, held.save)))
+        self._claim, self._drafts = None, []
+        with _told(self._folder, AFTER):
+            held.release()
+            _copy(self._folder, index, held.save)
+
+    def abandon(self) -> None:
+        """Removes what a save that failed has written, unless it counts. For every rank.
+
+        A rank removes its own drafts: without them the save can no longer count, whatever the others do. The files of
+        all ranks are removed by the one that knows whether it counts, which is the one that would make it so.
+        """
+        for draft in self._drafts:
+            if draft.name.endswith(UNFINISHED):
+                with contextlib.suppress(OSError):
+                    draft.unlink(missing_ok=True)
+        held, self._claim, self._drafts = self._claim, None, []
+        if held is not None:
+            withdraw(held)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Removes data files that earlier saves of ours left, finished or not: every n-th, from the i-th on, of (i, n).
-
-        For every rank, after a save.
+        """Removes what earlier saves of ours left, finished or not, and saves that are going on do not need: of (i, n),
+        the i-th of n shares of it. For every rank, after a save.
         """
-        with _told(self._path, AFTER):
-            files = [f for f in self._path.glob(f"{OURS}*") if FILE.fullmatch(f.name) and f.is_file()]
-            old = [file for file in files if not file.name.startswith(self._save)]
-            for file in sorted(old)[share[0] :: share[1]]:
-                file.unlink(missing_ok=True)
+        with _told(self._folder, AFTER):
+            collect(self._folder, share)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Whether it is a path, or a URL that is served."""
+        try:
+            return place(checkpoint_id) is not None
+        except CheckpointError:
+            return False
 
     def storage_meta(self) -> StorageMeta:
         """What torch asks for."""
         return StorageMeta()
 
 
-class _Place(NamedTuple):
+def _copy(folder: Place, index: str, save: str) -> None:
+    """Writes the copy of the index, unless another save counts by now: then it may have cleared the draft away."""
+    try:
+        put(folder / INDEX, folder / f"{OURS}{save}.json{UNFINISHED}", index.encode())
+    except FileNotFoundError:
+        if counted(folder) == save:
+            raise
+
+
+def _draft(folder: Place, name: str) -> str:
+    """What a data file is called until all are written. A service has no file before it is whole, and renames none."""
+    return name if isinstance(folder, Remote) else name + UNFINISHED
+
+
+def _rename(folder: Place, name: str) -> None:
+    if not isinstance(folder, Remote):
+        os.replace(folder / (name + UNFINISHED), folder / name)
+
+
+class _At(NamedTuple):
     """Where an item went; `info` as torch has it."""
 
     file: str
     start: int
     info: Any
+    sums: str
 
 
 BEFORE, AFTER = "what was saved there before is as it was", "the new save is whole, and the one that counts"
 
 
 @contextlib.contextmanager
-def _told(path: Path, state: str) -> Iterator[None]:
+def _told(path: Place, state: str) -> Iterator[None]:
     """Errors of the system as ours, naming the path, and in what state the folder is."""
     try:
         yield
@@ -173,14 +205,14 @@ def _files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]:
 
 
 def _written(
-    file: Path, name: str, items: Mapping[str, WriteItem], planner: theirs.SavePlanner, progress: Progress | None
+    file: Place, name: str, items: Mapping[str, WriteItem], planner: theirs.SavePlanner, progress: Progress | None
 ) -> Iterator[storage.WriteResult]:
     tensors = {key: _box(key, item, planner.resolve_data(item)) for key, item in items.items()}
     places = archive.write(file, tensors, progress=progress)
     for key, item in items.items():
         at = places[key]
         info = compat.StorageInfo(name, at.archive, at.length)
-        yield storage.WriteResult(item.index, tensors[key][1].nbytes, _Place(name, at.start, info))
+        yield storage.WriteResult(item.index, tensors[key][1].nbytes, _At(name, at.start, info, at.sums))
 
 
 def _box(key: str, item: WriteItem, data: object) -> tuple[tuple[int, ...] | None, Tensor]:
@@ -195,9 +227,9 @@ def _box(key: str, item: WriteItem, data: object) -> tuple[tuple[int, ...] | Non
     return offset if key == item.index.fqn else None, here
 
 
-def _described(path: Path, metadata: Metadata, wrote: Iterable[storage.WriteResult]) -> Checkpoint:
+def _described(path: Place, metadata: Metadata, wrote: Iterable[storage.WriteResult]) -> Checkpoint:
     """The checkpoint that was written."""
-    places: dict[str, dict[tuple[int, ...], _Place]] = {}
+    places: dict[str, dict[tuple[int, ...], _At]] = {}
     for one in wrote:
         places.setdefault(one.index.fqn, {})[tuple(one.index.offset or ())] = one.storage_data
     tensors = {
@@ -207,33 +239,14 @@ def _described(path: Path, metadata: Metadata, wrote: Iterable[storage.WriteResu
     }
     files = sorted({piece.file for saved in tensors.values() for piece in saved.pieces})
     blobs = (metadata.planner_data or {}).get(BLOBS, {})
-    return Checkpoint(path, tensors, blobs, {file: file.stat().st_size for file in files})
+    size = sizes_of(files)
+    return Checkpoint(path, tensors, blobs, {file: size(file) for file in files})
 
 
-def _tensor(path: Path, md: TensorStorageMetadata, places: Mapping[tuple[int, ...], _Place]) -> Saved:
+def _tensor(path: Place, md: TensorStorageMetadata, places: Mapping[tuple[int, ...], _At]) -> Saved:
     pieces = []
     for chunk in md.chunks:
-        place, sizes = places[tuple(chunk.offsets)], tuple(chunk.sizes)
+        at, sizes = places[tuple(chunk.offsets)], tuple(chunk.sizes)
         length = md.properties.dtype.itemsize * chunk.sizes.numel()
-        pieces.append(Piece(tuple(chunk.offsets), sizes, path / place.file, place.start, length))
+        pieces.append(Piece(tuple(chunk.offsets), sizes, path / at.file, at.start, length, sums=at.sums))
     return Saved(tuple(md.size), str(md.properties.dtype).removeprefix("torch."), tuple(pieces))
-
-
-def _replace(file: Path, text: bytes) -> None:
-    """The file with this text, at once, on disk when this returns."""
-    draft = file.with_name(file.name + UNFINISHED)
-    with draft.open("wb") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(draft, file)
-    _sync(file.parent)
-
-
-def _sync(folder: Path) -> None:
-    """The folder's names are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

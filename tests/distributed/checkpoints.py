@@ -341,3 +341,32 @@ def files(path: str) -> list[str]:
 def world(rank: int) -> int:
     """How many ranks there are."""
     return dist.get_world_size()
+
+
+def disk_full(rank: int, path: str, layouts: dict[str, Any], where: int) -> Any:
+    """Saves, but one rank's disk is full when it has written."""
+    real = archive.write
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        real(*args, **kwargs)
+        raise OSError(28, "No space left on device")
+
+    if rank == where:
+        archive.write = write
+    try:
+        return caught(lambda: saved(rank, path, layouts))
+    finally:
+        archive.write = real
+
+
+def at_url(rank: int, url: str, environment: dict[str, str], layouts: dict[str, Any], other: dict[str, Any]) -> Any:
+    """Saves there twice, loads under other layouts; in this environment."""
+    before = {key: os.environ.get(key) for key in environment}
+    os.environ.update(environment)
+    try:
+        saved(rank, url, layouts)
+        saved(rank, url, layouts)
+        return loaded(rank, url, other)
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})

@@ -1,0 +1,48 @@
+"""Checksums of stored boxes, so that a bit that flips in storage is an error and never a wrong value.
+
+1. A box has one for every CHUNK bytes, from its first on, the last one shorter: who reads a part of a box checks the
+   chunks that the part is in, and no more.
+2. They are XXH3 of 64 bits, as hexadecimal text, one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+from xxhash import xxh3_64
+
+__all__ = ["CHUNK", "DIGITS", "count", "same", "write"]
+
+CHUNK = 4 << 20
+"""Bytes that have one checksum."""
+STEP = 256 << 10
+"""Bytes that are hashed and written at once: few enough that the cache still has them when they are written."""
+DIGITS = 16
+"""Of a checksum, as text."""
+
+
+def count(nbytes: int) -> int:
+    """How many checksums so many bytes have.
+
+    >>> count(0), count(1), count(CHUNK), count(CHUNK + 1)
+    (0, 1, 1, 2)
+    """
+    return -(-nbytes // CHUNK)
+
+
+def write(stream: BinaryIO, data: memoryview) -> str:
+    """Writes the bytes, and returns their checksums."""
+    out = []
+    for begin in range(0, len(data), CHUNK):
+        chunk, hashed = data[begin : begin + CHUNK], xxh3_64()
+        for at in range(0, len(chunk), STEP):
+            step = chunk[at : at + STEP]
+            hashed.update(step)
+            stream.write(step)
+        out.append(hashed.hexdigest())
+    return "".join(out)
+
+
+def same(chunk: memoryview, number: int, sums: str) -> bool:
+    """Whether these are the bytes of the chunk of that number."""
+    return xxh3_64(chunk).hexdigest() == sums[number * DIGITS : (number + 1) * DIGITS]
