@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 from xxhash import xxh3_64
@@ -15,8 +16,6 @@ __all__ = ["CHUNK", "DIGITS", "count", "same", "write"]
 
 CHUNK = 4 << 20
 """Bytes that have one checksum."""
-STEP = 256 << 10
-"""Bytes that are hashed and written at once: few enough that the cache still has them when they are written."""
 DIGITS = 16
 """Of a checksum, as text."""
 
@@ -31,16 +30,21 @@ def count(nbytes: int) -> int:
 
 
 def write(stream: BinaryIO, data: memoryview) -> str:
-    """Writes the bytes, and returns their checksums."""
-    out = []
-    for begin in range(0, len(data), CHUNK):
-        chunk, hashed = data[begin : begin + CHUNK], xxh3_64()
-        for at in range(0, len(chunk), STEP):
-            step = chunk[at : at + STEP]
-            hashed.update(step)
-            stream.write(step)
-        out.append(hashed.hexdigest())
-    return "".join(out)
+    """Writes the bytes, and returns their checksums, made beside: both leave the interpreter to others."""
+    chunks = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+    if len(data) < CHUNK:  # a thread would take longer
+        sums = [_sum(chunk) for chunk in chunks]
+        stream.write(data)
+        return "".join(sums)
+    with ThreadPoolExecutor(1) as beside:
+        made = beside.map(_sum, chunks)
+        for chunk in chunks:
+            stream.write(chunk)
+        return "".join(made)
+
+
+def _sum(chunk: memoryview) -> str:
+    return xxh3_64(chunk).hexdigest()
 
 
 def same(chunk: memoryview, number: int, sums: str) -> bool:
