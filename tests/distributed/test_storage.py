@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from moto.server import ThreadedMotoServer
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -227,8 +228,7 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
     """The URL of a bucket of a server of S3 of our own."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    pytest.importorskip("s3fs")
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     given = {
