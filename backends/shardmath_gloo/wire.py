@@ -1,7 +1,10 @@
 """gloo as a wire: messages begin to move when they are posted, and waiting takes a time limit.
 
-gloo ends all connections of a group when a wait of it times out. `abandon` uses that on purpose: it is the only way to
-cancel messages that are on their way into memory of the caller.
+1. gloo ends all connections of a group when a wait of it times out. `abandon` uses that on purpose: it is the only way
+   to cancel messages that are on their way into memory of the caller.
+2. When a connection breaks, gloo ends every wait on it but that for the message of which part has moved, which goes on
+   until its time is over. So a long message is followed by one byte, and answered by one: receivers wait for the first
+   of these and senders for the other, which a break ends at once.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmath_torch.compat import Group
-from shardmath_torch.wire import PeerFailure
+from shardmath_torch.wire import PeerFailure, Pending
 
 __all__ = ["GlooWire"]
 
@@ -26,7 +29,13 @@ OURS = 1 << 30
 
 STEPS = 32
 """Tags a turn: 0 for its data, then one for each step of its vote. Steps are of different lengths, and gloo ends the
-process where a message is longer than the memory that waits for it. The last is never sent."""
+process where a message is longer than the memory that waits for it. The last two are of no step."""
+
+ANSWER, NOTHING = STEPS - 2, STEPS - 1
+"""Of the answers to long messages, and of what is never sent."""
+
+LONG = 1 << 20
+"""Bytes from which on a message is long: shorter ones are seldom caught half moved, and would feel two more."""
 
 TURNS = OURS // STEPS
 """Turns until tags repeat; what is on its way is of one turn alone."""
@@ -47,12 +56,29 @@ class _Pending(NamedTuple):
             raise PeerFailure(self.rank, _cause(error)) from error
 
 
+class _Long(NamedTuple):
+    """A long message: what a break ends comes first. `answer` is posted once all has come."""
+
+    parts: tuple[_Pending, ...]
+    answer: Callable[[], _Pending] | None = None
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+        if self.answer is not None:
+            self.answer().wait()
+
+
 def _cause(error: RuntimeError) -> str:
     text = str(error)
     if "imed out" in text:
         return "it did not answer in time"
     ended = any(word in text for word in ("losed", "reset by peer", "roken pipe"))
     return "its connection closed" if ended else text
+
+
+def _byte() -> Tensor:
+    return torch.empty(1, dtype=torch.uint8)
 
 
 class GlooWire:
@@ -70,13 +96,21 @@ class GlooWire:
         """What is posted from now on is of this turn."""
         self._tag = OURS + turn % TURNS * STEPS
 
-    def receive(self, memory: Tensor, rank: int) -> _Pending:
+    def receive(self, memory: Tensor, rank: int) -> Pending:
         """Bytes from `rank` into `memory`. Raises PeerFailure."""
-        return self._receive(memory, rank, self._patience, 0)
+        data = self._receive(memory, rank, self._patience, 0)
+        if memory.nbytes < LONG:
+            return data
+        tail = self._receive(_byte(), rank, self._patience, 0)
+        return _Long((tail, data), lambda: self._send(_byte(), rank, self._patience, ANSWER))
 
-    def send(self, memory: Tensor, rank: int) -> _Pending:
+    def send(self, memory: Tensor, rank: int) -> Pending:
         """The bytes of `memory` to `rank`. Raises PeerFailure."""
-        return self._send(memory, rank, self._patience, 0)
+        data = self._send(memory, rank, self._patience, 0)
+        if memory.nbytes < LONG:
+            return data
+        tail = self._send(_byte(), rank, self._patience, 0)
+        return _Long((self._receive(_byte(), rank, self._patience, ANSWER), tail, data))
 
     def _receive(self, memory: Tensor, rank: int, patience: float, step: int) -> _Pending:
         tag = self._tag + step
@@ -122,7 +156,7 @@ class GlooWire:
         nothing = torch.empty(1, dtype=torch.uint8)
         for rank in self._ranks:  # a wait on a connection that is closed already does not time out and ends no other
             with suppress(RuntimeError, ValueError):
-                work = dist.irecv(nothing, rank, group=self._group, tag=OURS + STEPS - 1)
+                work = dist.irecv(nothing, rank, group=self._group, tag=OURS + NOTHING)
                 if work is not None:
                     work.wait(timedelta(milliseconds=1))
 

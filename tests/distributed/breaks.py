@@ -153,6 +153,28 @@ def received(rank: int, acknowledge: bool) -> Said:
     return ends(lambda: move(src, out=out, acknowledge=acknowledge))
 
 
+def half_moved(rank: int, victim: int, timeout: float) -> tuple[Said, float]:
+    """One message of 128 MB from rank 0 to rank 1, of whom one dies in the middle of it."""
+    a, b = (sm.Layout((32, 1 << 20), sm.Mesh(tp=1, ranks=(r,)), "n h") for r in (0, 1))
+    move = smt.compile(sm.plan(a, b), timeout=timeout)
+    held = torch.zeros(32, 1 << 20)
+    src, out = (held, None) if rank == 0 else (None, held)
+    move(src, out=out)
+    side = "send" if rank == 0 else "receive"
+    plain = getattr(GlooWire, side)
+
+    def post(self: Any, memory: torch.Tensor, peer: int) -> Any:
+        pending = plain(self, memory, peer)
+        time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return pending
+
+    if rank == victim:
+        setattr(GlooWire, side, post)
+    start = time.monotonic()
+    return ends(lambda: move(src, out=out)), time.monotonic() - start
+
+
 def without_store(rank: int, number: int) -> tuple[Said, float]:
     """The rank that serves the store stops or dies; the others compile."""
     rows = Rows(rank, 3, 16)

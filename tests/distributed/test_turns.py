@@ -70,6 +70,16 @@ def test_a_receipt_tells_the_sender() -> None:
     assert "no room" in receiver
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_half_a_message_is_no_reason_to_wait(victim: int) -> None:
+    """Who dies in the middle of a long message is found out at once, not after the timeout."""
+    (answer,) = alone(2, breaks.half_moved, victim, 30.0, gone=(victim,))
+    assert not isinstance(answer, Lost)
+    said, took = answer
+    assert f"rank {victim} failed while the tensor was to" in said
+    assert took < 12.0
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_compile_keeps_its_time_without_the_store(number: int) -> None:
     """The process that serves it is dead, or stopped: an ExchangeError in time, which blames nobody wrongly."""
