@@ -243,9 +243,8 @@ class Table:
         parts = listed(self.parts, "Table parts", PlacementError)
         for i, part in enumerate(parts):
             if not isinstance(part, Runs):
-                raise PlacementError(
-                    f"Table({self.dim}, ...): part {i} is {part!r}; give Runs, for example runs.from_ranges([(0, 4)])"
-                )
+                fix = "give Runs, for example shardmath.runs.from_ranges([(0, 5)])"
+                raise PlacementError(f"Table({self.dim}, ...): part {i} is {part!r}; {fix}")
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "_hash", hash((self.dim, parts)))
 

@@ -191,7 +191,7 @@ def _range(item: tuple[int, int] | int) -> tuple[int, int]:
 
 
 def _check_runs(value: object) -> None:
-    instance(value, Runs, "give Runs, for example runs.from_ranges([(0, 4)])", RunsError)
+    instance(value, Runs, "give Runs, for example shardmath.runs.from_ranges([(0, 5)])", RunsError)
 
 
 def concat(parts: Iterable[Runs]) -> Runs:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -54,6 +55,23 @@ class _Pending(NamedTuple):
             self.work.wait(timedelta(seconds=left))
         except RuntimeError as error:
             raise PeerFailure(self.rank, _cause(error)) from error
+
+
+def _wait_beside(pending: _Pending) -> None:
+    """Waits on a thread of its own, so that Ctrl-C is taken meanwhile: gloo's wait is deaf to it until its end."""
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pending.wait()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
 
 
 class _Long(NamedTuple):
@@ -132,6 +150,7 @@ class GlooWire:
         of size - 1 steps, twice as slow for 8 ranks, and does not tell who failed.
         """
         size, have, step = len(self._ranks), 1, 0
+        wait_for = _Pending.wait if patience is None else _wait_beside
         patience = self._patience if patience is None else patience
         got = torch.zeros(size, len(record), dtype=torch.uint8)  # row k is the record of the k-th rank after this one
         got[0] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
@@ -141,7 +160,7 @@ class GlooWire:
             behind = self._ranks[(self._place - have) % size]
             arriving = self._receive(got[have : have + more], ahead, patience, step)
             leaving = self._send(got[:more], behind, patience, step)
-            arriving.wait()
+            wait_for(arriving)
             leaving.wait()
             have += more
         return [row.numpy().tobytes() for row in got.roll(self._place, 0)]

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardmath.errors import ShardError
+from shardmath.given import plural
 from shardmath.layout import Layout
 from shardmath.mesh import Mesh
 from shardmath_torch import compat
@@ -79,6 +80,9 @@ def save(
         except CheckpointException as error:
             writer.abandon()
             failures = {rank: _text(failure[0]) or "" for rank, failure in error.failures.items()}
+            mine = error.failures.get(_share(group)[0])
+            if mine is not None and not isinstance(mine[0], Exception):
+                raise mine[0] from None  # Ctrl-C, which torch has caught to tell the others
             raise _failed("save", failures, group) from error
         except RuntimeError as error:
             writer.abandon()
@@ -234,7 +238,7 @@ def _failed(step: str, failures: Mapping[int, str], group: Group | None) -> Chec
     """The error of the first rank that has one, ranks of the group as global ones."""
     first = min(failures)
     ranks = [dist.get_global_rank(group, i) if group is not None else i for i in sorted(failures)]
-    others = f" (and {len(ranks) - 1} others)" if len(ranks) > 1 else ""
+    others = f" (and {plural(len(ranks) - 1, 'other')})" if len(ranks) > 1 else ""
     return CheckpointError(f"rank {ranks[0]}{others} could not {step}: {failures[first]}")
 
 

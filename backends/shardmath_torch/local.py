@@ -110,7 +110,8 @@ def _check_names(want: Wanted, given: Tensors) -> None:
     lacking = [key for key in want.tensors if key not in given]
     if lacking:
         what = f"{_label(want.side, lacking[0])} is missing: {_names(given)} given"
-        raise ExchangeError(f"{what}; pass {_names(want.tensors)}")
+        out = " as out=" if want.side == "destination" else ""
+        raise ExchangeError(f"{what}; pass {_names(want.tensors)}{out}")
     extra = [key for key in given if key not in want.tensors]
     if extra and not want.tensors:
         what = f"{_label(want.side, extra[0])} is given, but this rank is not on the {want.side} side"

@@ -67,6 +67,8 @@ def redistribute(
             f"device_mesh is {device_mesh!r}; give torch's DeviceMesh, or a Layout on that mesh as target"
         )
     own = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    if not isinstance(target, Layout | Sequence):
+        raise LayoutError(f"the target is {target!r}; give a Layout, text of one, or a sequence of placements")
     if isinstance(target, str):
         shape, dtype = (layout.shape, layout.dtype) if layout is not None else (tensor.shape, _name(tensor.dtype))
         target = Layout(shape, mesh_of(_given(device_mesh or own)), target, dtype=dtype)

@@ -136,7 +136,9 @@ def _opened(path: Place) -> Weights:
     if path.is_dir():
         path = _in_folder(path)
     if not path.is_file():
-        raise WeightsError(f"{path} does not exist; give a safetensors file, or a folder with {FILE} or {INDEX}")
+        raise WeightsError(
+            f"{path} does not exist; give a safetensors file, or a folder of safetensors or of a checkpoint"
+        )
     return Weights(path, _read_index(path) if path.suffix == ".json" else read_header(path)[0])
 
 

@@ -105,6 +105,23 @@ def interrupted(rank: int, seconds: float, seed: int) -> Said:
     return said
 
 
+def waiting(rank: int) -> tuple[Said, float]:
+    """Rank 0 is stopped by Ctrl-C while it waits for a rank that comes much later; rank 1 comes then."""
+    rows = Rows(rank, 2, 16)
+    move = smt.compile(rows.plan, timeout=8.0)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if rank == 1:
+        time.sleep(4.0)
+        return ends(lambda: move(rows.src, out=rows.out)), 0.0
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    start = time.monotonic()
+    return ends(lambda: move(rows.src, out=rows.out, timeout=600.0)), time.monotonic() - start
+
+
 def disagree(rank: int, kind: str) -> list[Said]:
     """Ranks 1 and 3 call something else than the rest; then all move alike, twice."""
     rows = Rows(rank, 8, 16)

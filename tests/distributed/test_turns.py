@@ -48,6 +48,14 @@ def test_no_moment_to_interrupt_gives_wrong_bytes(seed: int) -> None:
     assert "KeyboardInterrupt" in others
 
 
+def test_a_long_wait_can_be_interrupted() -> None:
+    """At once, also in the middle of gloo's own wait; the rank that comes later is told."""
+    (mine, took), (others, _) = alone(2, breaks.waiting)
+    assert mine == "KeyboardInterrupt: "
+    assert took < 3.0
+    assert "rank 0 failed" in others, others
+
+
 @pytest.mark.parametrize("kind", ["compile", "another mover", "nothing to move", "a receipt", "no time"])
 def test_a_mover_works_again_once_ranks_agree_again(pool: Pool, kind: str) -> None:
     """Two calls that do not fit are the same error on all ranks; then moves are right."""

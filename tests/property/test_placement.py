@@ -299,7 +299,7 @@ PROTOCOL = "is not a placement; give it `dim` and `split(n, parts) -> tuple of R
         ),
         (
             lambda: Table(0, (identity(2), (0, 1))),
-            "Table(0, ...): part 1 is (0, 1); give Runs, for example runs.from_ranges([(0, 4)])",
+            "Table(0, ...): part 1 is (0, 1); give Runs, for example shardmath.runs.from_ranges([(0, 5)])",
         ),
         (
             lambda: Table(0, (identity(2),)).split(2, 2),
