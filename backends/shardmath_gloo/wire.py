@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmath_torch.compat import Group
-from shardmath_torch.wire import PeerFailure, Pending
+from shardmath_torch.wire import PeerFailure, Pending, check_torchs
 
 __all__ = ["GlooWire"]
 
@@ -54,6 +54,7 @@ class _Pending(NamedTuple):
         try:
             self.work.wait(timedelta(seconds=left))
         except RuntimeError as error:
+            check_torchs(error, __file__)
             raise PeerFailure(self.rank, _cause(error)) from error
 
 
@@ -183,4 +184,5 @@ class GlooWire:
         try:
             return _Pending(post(), rank, time.monotonic() + patience)
         except RuntimeError as error:
+            check_torchs(error, __file__)
             raise PeerFailure(rank, _cause(error)) from error

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmath_torch.compat import Group
-from shardmath_torch.wire import PeerFailure
+from shardmath_torch.wire import PeerFailure, check_torchs
 
 __all__ = ["NcclWire"]
 
@@ -52,6 +52,7 @@ def _finish(works: list[dist.Work], until: float, rank: int | None) -> None:
         for work in works:
             work.wait()
     except RuntimeError as error:
+        check_torchs(error, __file__)
         raise PeerFailure(rank, str(error)) from error
 
 
@@ -85,6 +86,7 @@ class NcclWire:
         try:
             batch.works = dist.batch_isend_irecv(batch.ops) if batch.ops else []
         except RuntimeError as error:
+            check_torchs(error, __file__)
             raise PeerFailure(None, str(error)) from error
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
@@ -95,6 +97,7 @@ class NcclWire:
         try:
             work = dist.all_gather(got, mine, group=self._group, async_op=True)
         except RuntimeError as error:
+            check_torchs(error, __file__)
             raise PeerFailure(None, str(error)) from error
         _finish([work] if work is not None else [], time.monotonic() + patience, None)
         return [row.numpy().tobytes() for row in torch.stack(got).cpu()]
@@ -104,6 +107,7 @@ class NcclWire:
         try:
             work = dist.broadcast(memory, rank, group=self._group, async_op=True)
         except RuntimeError as error:
+            check_torchs(error, __file__)
             raise PeerFailure(None, str(error)) from error
         _finish([work] if work is not None else [], time.monotonic() + self._patience, None)
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,9 +40,17 @@ def encode(ballot: Ballot) -> bytes:
     >>> decode(encode(Ballot("move 1", 7, "no")))
     Ballot(claim='move 1', number=7, objection='no')
     """
-    claim = ballot.claim.encode(errors="backslashreplace")[:CLAIM]
+    claim = _cut(ballot.claim.encode(errors="backslashreplace"))
     objection = ballot.objection.encode(errors="backslashreplace")[: RECORD - HEADER.size - len(claim)]
     return (HEADER.pack(ballot.number, len(claim), len(objection)) + claim + objection).ljust(RECORD, b"\0")
+
+
+def _cut(claim: bytes) -> bytes:
+    """A claim that is too long ends in a checksum of the whole: what differs beyond the cut still differs."""
+    if len(claim) <= CLAIM:
+        return claim
+    mark = f"... {zlib.crc32(claim):08x}".encode()
+    return claim[: CLAIM - len(mark)] + mark
 
 
 def decode(record: bytes) -> Ballot:

@@ -52,6 +52,11 @@ def group_of(group: Group | None) -> Group:
         fix = "call torch.distributed.init_process_group on every rank before compile"
         raise ExchangeError(f"torch.distributed has no process group; {fix}")
     found = dist.group.WORLD if group is None else group
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    known = found is None or found is outside
+    if not known and not (isinstance(found, Group) and is_registered(found)):
+        what = f"group={found!r} is not a process group that is there"
+        raise ExchangeError(f"{what}; pass what dist.new_group() returned, and has not been destroyed")
     if found is None or dist.get_rank(found) < 0:
         raise ExchangeError(f"rank {dist.get_rank()} is not in the group; call compile only on the ranks of the group")
     return found
@@ -63,7 +68,8 @@ def ranks_of(group: Group) -> tuple[int, ...]:
 
 
 def my_rank() -> int:
-    """This process's global rank."""
+    """This process's global rank. Raises ExchangeError where there is no process group."""
+    group_of(None)
     return dist.get_rank()
 
 
@@ -71,7 +77,10 @@ def group_of_mesh(mesh: DeviceMesh) -> Group | None:
     """The group of all ranks of a mesh: its own if it has one axis, that of its axes flattened if it is part of a mesh
     of all ranks, which make the groups of all such parts together; None otherwise."""
     if mesh.ndim == 1:
-        return mesh.get_group()
+        try:
+            return mesh.get_group()
+        except (RuntimeError, ValueError) as error:
+            raise ExchangeError(f"the process group of {mesh} is gone ({error}); make the DeviceMesh anew") from error
     root = mesh._get_root_mesh()
     if root is mesh or root.size() != dist.get_world_size() or not mesh.mesh_dim_names:
         return None

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import secrets
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 from shardmath.errors import ExchangeError, ShardError
+from shardmath.given import shown
 from shardmath.plan import Plan, Transfer
 from shardmath.program import Program
 from shardmath_torch import compat, dtypes
@@ -37,7 +39,7 @@ from shardmath_torch.messages import (
 )
 from shardmath_torch.mover import Made, Mover, called, crossing_text, plan_of
 from shardmath_torch.party import Party, is_time, no_time
-from shardmath_torch.turns import check_thread, in_thread, turns_of
+from shardmath_torch.turns import in_thread, turns_of
 from shardmath_torch.wire import Task, Transport
 
 __all__ = ["Mover", "compile"]
@@ -126,11 +128,16 @@ def _join(group: compat.Group, settings: _Settings) -> Party:
 
 
 def _compile(party: Party, plan: Plan | Program, settings: _Settings) -> Mover:
-    claim = f"compile({called(plan)}, {settings.text}){in_thread(settings.thread)}"
     look, objection = _attempt(lambda: _first_look(party, plan, settings))
     peers, cut = look or (0, None)
+    claim = "compile"
+    if look is not None:  # then all that is worded here is what it should be
+        claim = f"compile({called(plan)}, {settings.text}){in_thread(settings.thread)}"
     hosts = compat.serves(compat.store_of(party.group))
-    ballots = party.vote(Ballot(claim, 2 * peers + hosts, objection))
+    nonce = secrets.randbits(30) << 32
+    ballots = party.vote(Ballot(claim, nonce + 2 * peers + hosts, objection))
+    party.turns.nonce = party.turns.nonce or f"{ballots[0].number >> 32:x}"
+    ballots = tuple(b._replace(number=b.number & 0xFFFFFFFF) for b in ballots)
     assert cut is not None, "who objects does not get past the vote"
     serving = [rank for rank, b in zip(party.ranks, ballots, strict=True) if b.number & 1]
     party.turns.host = next(iter(serving), None)
@@ -168,7 +175,6 @@ def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
 def _first_look(party: Party, plan: Plan | Program, settings: _Settings) -> tuple[int, Cut]:
     """How many peers this rank has where that sets the pace, and its messages to be. Raises ShardError to object."""
     _check(party, plan, settings)
-    check_thread(party.turns, settings.thread)
     if isinstance(plan, Program):
         return _scheduled(plan, party.rank)
     return _paced(plan, party.rank, settings.max_inflight_bytes)
@@ -200,8 +206,9 @@ def _check(party: Party, plan: object, settings: _Settings) -> None:
         raise ExchangeError(no_time(settings.timeout))
     if not isinstance(settings.thread, str | None):
         raise ExchangeError(f"thread={settings.thread!r} is not a name; pass a text, or leave it out")
-    if not isinstance(settings.max_inflight_bytes, int):
-        raise ExchangeError(f"max_inflight_bytes={settings.max_inflight_bytes!r} is no number of bytes; pass an int")
+    most = settings.max_inflight_bytes
+    if not isinstance(most, int) or not 0 < most < 1 << 63:
+        raise ExchangeError(f"max_inflight_bytes={shown(most)} is no number of bytes; pass an int from 1 on")
     if isinstance(plan, Program) and settings.max_inflight_bytes != plan.max_inflight_bytes:
         what = f"max_inflight_bytes={settings.max_inflight_bytes}, the program has {plan.max_inflight_bytes} of its own"
         raise ExchangeError(f"{what}; leave it out, or schedule the plan with it")

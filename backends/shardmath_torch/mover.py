@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from shardmath.errors import ExchangeError, ShardError
-from shardmath.given import plural
+from shardmath.given import plural, shown
 from shardmath.plan import Plan
 from shardmath.program import Program
 from shardmath_torch import compat
@@ -88,13 +88,13 @@ class Mover:
             lambda: self._move(src, out, timeout, acknowledge),
             lambda failure, rank: crossing_text(self._given, failure.tensor, rank),
             "mover",
+            timeout if is_time(timeout) else 0.0,
         )
 
     def _move(self, src: Local, out: Local, timeout: float | None, acknowledge: bool) -> None:
         claim = f"move {self._moves + 1} of {called(self._given)} (mover {self._party.key})"
-        claim += ", acknowledged" if acknowledge else ""
-        claim += in_thread(self._thread)
-        tensors, objection = self._look(src, out, timeout)
+        claim += f"{', acknowledged' * (acknowledge is True)}{in_thread(self._thread)}"
+        tensors, objection = self._look(src, out, timeout, acknowledge)
         patience = timeout if is_time(timeout) else None
         self._party.vote(Ballot(claim, 0, objection), patience)
         self._moves += 1
@@ -102,12 +102,16 @@ class Mover:
         if acknowledge:
             self._party.vote(Ballot(f"{claim}: all is there"))
 
-    def _look(self, src: Local, out: Local, timeout: float | None) -> tuple[tuple[Tensors, Tensors], str]:
+    def _look(
+        self, src: Local, out: Local, timeout: float | None, acknowledge: bool
+    ) -> tuple[tuple[Tensors, Tensors], str]:
         """The tensors by local buffer key, and what speaks against moving them."""
         try:
             check_thread(self._party.turns, self._thread)
             if not (timeout is None or is_time(timeout)):
                 raise ExchangeError(no_time(timeout))
+            if not isinstance(acknowledge, bool):
+                raise ExchangeError(f"acknowledge={shown(acknowledge)}; pass True or False")
             return self._ready(src, out), ""
         except ShardError as error:
             return ({}, {}), str(error)

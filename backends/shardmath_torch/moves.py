@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardmath.errors import ExchangeError
 from shardmath.layout import Layout
 from shardmath.plan import Plan, plan
 from shardmath.reduction import Reduction
@@ -41,9 +42,23 @@ class Move(Protocol):
         """Moves `src`, this rank's source tensor, into `out`, its destination."""
 
 
+_Key: TypeAlias = tuple[Layout, Layout]
+
+
 class _Kept(NamedTuple):
     move: Move
     nbytes: int
+
+
+class _Used(NamedTuple):
+    """A kept move, which says of itself when it is used."""
+
+    moves: Moves
+    key: _Key
+    move: Move
+
+    def __call__(self, src: Tensor | None, *, out: Tensor | None) -> None:
+        self.moves.use(self.key, self.move, src, out)
 
 
 class Moves:
@@ -51,7 +66,7 @@ class Moves:
 
     def __init__(self, group: dist.ProcessGroup | None, most: int = MOST_BYTES) -> None:
         self._group, self._most = group, most
-        self._kept: OrderedDict[tuple[Layout, Layout], _Kept] = OrderedDict()
+        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
         self._nbytes = 0
 
     def __len__(self) -> int:
@@ -62,12 +77,27 @@ class Moves:
         key = src, dst
         if key not in self._kept:
             moved = plan(src, dst)
+            nbytes = weight(moved)  # before ranks have agreed, so that all keep it who have
             made = _copy(moved) if _stays(moved) else compile(moved, group=self._group)
-            self._keep(key, _Kept(made, weight(moved)))
-        self._kept.move_to_end(key)
-        return self._kept[key].move
+            self._keep(key, _Kept(made, nbytes))
+        return _Used(self, key, self._kept[key].move)
 
-    def _keep(self, key: tuple[Layout, Layout], made: _Kept) -> None:
+    def use(self, key: _Key, move: Move, src: Tensor | None, out: Tensor | None) -> None:
+        """One move. It is the latest once it has gone well, on all ranks alike.
+
+        One that ranks refused is forgotten: if some of them keep it and others do not, a compile would meet a move
+        each time; so they find together at the next try.
+        """
+        try:
+            move(src, out=out)
+        except ExchangeError:
+            kept = self._kept.pop(key, None)
+            self._nbytes -= kept.nbytes if kept is not None else 0
+            raise
+        if key in self._kept:
+            self._kept.move_to_end(key)
+
+    def _keep(self, key: _Key, made: _Kept) -> None:
         self._kept[key] = made
         self._nbytes += made.nbytes
         while self._nbytes > self._most and len(self._kept) > 1:

@@ -72,13 +72,16 @@ class Party:
         act: Callable[[], _T],
         describe: Callable[[PeerFailure, int | None], str],
         what: str = "group",
+        patience: float = 0.0,
     ) -> _T:
         """What `act` gives, which votes first; `what` needs it. `describe` says what a failure of a rank stopped.
+
+        Waits for other threads' turns at least `patience` seconds.
 
         Raises ExchangeError, and whatever else `act` is left by.
         """
         try:
-            with self.turns.taken(self.patience, what):
+            with self.turns.taken(max(patience, self.patience), what, self.wire.abandon):
                 return self._guarded(act, describe)
         except Refused as refusal:
             raise ExchangeError(str(refusal)) from None
@@ -141,7 +144,7 @@ class Party:
 
     def _inquest(self) -> Inquest:
         store = compat.store_of(self.group)
-        return Inquest(store, self.turns.host, self.key, self.rank, self.ranks, self.grace)
+        return Inquest(store, self.turns.host, f"{self.turns.nonce}/{self.key}", self.rank, self.ranks, self.grace)
 
 
 def _called(error: BaseException) -> str:

@@ -16,10 +16,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shardmath.errors import ExchangeError
@@ -27,8 +28,6 @@ from shardmath_torch.compat import Group, in_backward
 from shardmath_torch.failure import UNTOLD
 
 __all__ = ["Refused", "Turns", "check_thread", "in_thread", "turns_of"]
-
-AUTOGRAD = "autograd"
 
 LONGEST = 60
 """Letters of a thread's name that a claim shows."""
@@ -43,7 +42,9 @@ class Turns:
 
     `broken` says why there are no more, "" while there are. `under_way`: whether others may count
     on this rank, which has begun to vote. `host` is the rank that serves the group's store, None if
-    it is none of the group, UNTOLD until ranks have voted on it.
+    it is none of the group, UNTOLD until ranks have voted on it; `nonce` is drawn by the first rank
+    and told in the first vote, so that what an earlier group has left in the store is not taken for
+    this one's.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,8 @@ class Turns:
         self.under_way = False
         self.votes = 0
         self.host: int | None = UNTOLD
+        self.nonce = ""
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._holder: threading.Thread | None = None
         self._names: dict[str, weakref.ref[threading.Thread]] = {}
@@ -64,22 +67,22 @@ class Turns:
     def check_name(self, name: str) -> None:
         """Raises ExchangeError if two threads that are both alive go by one name."""
         here = threading.current_thread()
+        self._names = {n: ref for n, ref in self._names.items() if _lives(ref())}
         known = self._names.setdefault(name, weakref.ref(here))()
         if known is not here:
-            if known is not None and known.is_alive():
-                what = f"two threads of this rank are called {name!r}, and ranks pair calls by name"
-                raise ExchangeError(f"{what}; name them apart, or give each a group of its own")
-            self._names[name] = weakref.ref(here)
+            what = f"two threads of this rank are called {name!r}, and ranks pair calls by name"
+            raise ExchangeError(f"{what}; name them apart, or give each a group of its own")
 
     @contextmanager
-    def taken(self, patience: float, what: str = "group") -> Iterator[None]:
+    def taken(self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None) -> Iterator[None]:
         """The turn is this thread's. Waits for other threads of this rank at most `patience` seconds.
 
-        Raises ExchangeError where it cannot be had, or the group is broken, and so is `what` needs it.
+        Raises ExchangeError where it cannot be had, or the group is broken, and so is `what` needs
+        it. `let_go` is called if the turn before was left in the middle and nobody could.
         """
         self._enter(patience)
         try:
-            self._check(what)
+            self._check(what, let_go)
             yield
             self.under_way = False
         except Refused:
@@ -91,6 +94,9 @@ class Turns:
 
     def _enter(self, patience: float) -> None:
         here = threading.current_thread()
+        if os.getpid() != self._pid:
+            what = "this process was forked from the one whose process group this is"
+            raise ExchangeError(f"{what}; start ranks as processes of their own")
         if self._holder is here:
             what = "this thread is in the middle of a move or a compile, and calls another one"
             raise ExchangeError(f"{what}, as a signal handler may; call it after the first has ended")
@@ -100,12 +106,17 @@ class Turns:
             raise ExchangeError(f"{what}; give each thread a group of its own, dist.new_group()")
         self._holder = here
 
-    def _check(self, what: str) -> None:
+    def _check(self, what: str, let_go: Callable[[], None]) -> None:
         # Nobody could say why where an exception came on top of another that was being handled.
         if self.under_way and not self.broken:
             self.broken = "a move or a compile was left in the middle"
+            let_go()
         if self.broken:
             raise ExchangeError(f"this {what} is broken: {self.broken}")
+
+
+def _lives(thread: threading.Thread | None) -> bool:
+    return thread is not None and thread.is_alive()
 
 
 _turns: weakref.WeakKeyDictionary[Group, Turns] = weakref.WeakKeyDictionary()
@@ -117,7 +128,12 @@ def turns_of(group: Group) -> Turns:
 
 
 def in_thread(given: str | None) -> str:
-    """What a claim says of the calling thread, by the name `given` to it or by its own; nothing of the main one."""
+    """What a claim says of the calling thread, by the name `given` to it or by its own; nothing of the main one.
+
+    Autograd's threads are not Python's, and have no names of their own.
+    """
+    if given is None and _is_autograds():
+        return " in a thread of autograd"
     name = _thread_name() if given is None else given
     if len(name) > LONGEST:
         name = f"{name[:LONGEST]}... {zlib.crc32(name.encode(errors='backslashreplace')):08x}"
@@ -125,15 +141,17 @@ def in_thread(given: str | None) -> str:
 
 
 def check_thread(turns: Turns, given: str | None) -> None:
-    """Raises ExchangeError if another thread that is still alive has called by this thread's name."""
-    name = _thread_name()
-    if given is None and name not in ("", AUTOGRAD):
+    """Raises ExchangeError if another thread that is still alive has moved by this thread's name."""
+    name = _thread_name() if given is None else given
+    if name and not (given is None and _is_autograds()):
         turns.check_name(name)
 
 
 def _thread_name() -> str:
-    """Autograd's threads are not Python's, and have no names of their own; the main one needs none."""
+    """The main one needs none."""
     here = threading.current_thread()
-    if here is threading.main_thread():
-        return ""
-    return AUTOGRAD if in_backward() and isinstance(here, threading._DummyThread) else here.name
+    return "" if here is threading.main_thread() else here.name
+
+
+def _is_autograds() -> bool:
+    return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)

@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from shardmath.plan import Plan
@@ -21,7 +23,10 @@ from shardmath_torch.cells import CellWork
 from shardmath_torch.compat import Group
 from shardmath_torch.messages import Round
 
-__all__ = ["Engine", "PeerFailure", "Pending", "Task", "Transport", "Wire"]
+__all__ = ["Engine", "PeerFailure", "Pending", "Task", "Transport", "Wire", "check_torchs"]
+
+
+TORCH = os.path.dirname(torch.__file__)
 
 
 class PeerFailure(Exception):
@@ -30,6 +35,16 @@ class PeerFailure(Exception):
     def __init__(self, rank: int | None, cause: str, tensor: str | None = None) -> None:
         super().__init__(cause)
         self.rank, self.cause, self.tensor = rank, cause, tensor
+
+
+def check_torchs(error: BaseException, file: str) -> None:
+    """Raises the error itself unless torch raised it, called from `file`: a signal handler may have, meanwhile."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = trace.tb_frame.f_code.co_filename if trace is not None else file
+    if place != file and not place.startswith(TORCH):
+        raise error
 
 
 class Pending(Protocol):

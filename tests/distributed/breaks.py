@@ -243,6 +243,97 @@ def threads(rank: int, kind: str) -> dict[str, list[Said]]:
     return said
 
 
+def handled(rank: int) -> list[Said]:
+    """A signal handler on rank 0 raises RuntimeError, as torch does, while data are sent; then what each rank says."""
+    rows = Rows(rank, 2, 64)
+    move = smt.compile(rows.plan, timeout=8.0)
+    if rank == 0:
+        plain = dist.isend
+
+        def fail(*arguments: Any, **options: Any) -> Any:
+            if options["tag"] % 32 == 0:
+                raise RuntimeError("from a handler")
+            return plain(*arguments, **options)
+
+        dist.isend = fail
+    return [ends(lambda: move(rows.src, out=rows.out))]
+
+
+def forked(rank: int) -> Said:
+    """A forked child calls the mover; the parent moves on."""
+    rows = Rows(rank, 2, 16)
+    move = smt.compile(rows.plan, timeout=8.0)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, ends(lambda: move(rows.src, out=rows.out)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(reading, 1000).decode()
+    move(rows.src, out=rows.out)
+    return said if not rows.wrong() else "WRONG"
+
+
+def odd_arguments(rank: int) -> list[Said]:
+    """Ranks 1 and 3 pass what is none of what it should be; then all move."""
+    rows, odd = Rows(rank, 8, 16), rank in (1, 3)
+    move = smt.compile(rows.plan, timeout=20.0)
+    kinds: tuple[dict[str, Any], ...] = ({"thread": 5}, {"thread": b"x" * 100}, {"max_inflight_bytes": 1 << 20000})
+    said = []
+    for how in kinds:
+        given = how if odd else {}
+        said.append(ends(lambda given=given: smt.compile(rows.plan, timeout=20.0, **given)))  # type: ignore[misc]
+    wrong: Any = torch.ones(2) if odd else False
+    said.append(ends(lambda: move(rows.src, out=rows.out, acknowledge=wrong)))
+    said.append(ends(lambda: move(rows.src, out=rows.out)) or ("WRONG" if rows.wrong() else ""))
+    return said
+
+
+def given_names(rank: int) -> list[Said]:
+    """Two living threads of a rank move under one given name; then, by a mover without, one of a long name."""
+    rows = Rows(rank, 8, 16)
+    move = smt.compile(rows.plan, timeout=20.0, thread="refit")
+    said: list[Said] = []
+    done = threading.Event()
+
+    def first() -> None:
+        said.append(ends(lambda: move(rows.src, out=rows.out)))
+        done.wait(20.0)
+
+    def second() -> None:
+        while not said:
+            time.sleep(0.001)
+        said.append(ends(lambda: move(rows.src, out=rows.out)))
+        done.set()
+
+    _in_threads({"a": first, "b": second})
+    other = smt.compile(rows.plan, timeout=20.0)
+    name = "\U0001f600" * 60 + "ab"[rank % 2]
+    _in_threads({name: lambda: said.append(ends(lambda: other(rows.src, out=rows.out)))})
+    return said
+
+
+def out_of_step(rank: int) -> list[Said]:
+    """Two kinds of redistribute, of which ranks ask for different ones once; then both, twice."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (8,))
+    held = [distribute_tensor(torch.arange(64.0 + n), mesh, [Shard(0)]) for n in (0, 1)]
+
+    def moved(kind: int) -> Said:
+        found: list[torch.Tensor] = []
+
+        def act() -> None:
+            there: Any = smt.redistribute(held[kind], [Replicate()])
+            found.append(there.to_local())
+
+        said = ends(act)
+        return said or ("" if torch.equal(found[0], torch.arange(64.0 + kind)) else "WRONG")
+
+    return [moved(0), moved(rank % 2), *(moved(kind) for kind in (0, 1, 0, 1))]
+
+
 def namesakes(rank: int) -> list[Said]:
     """A mover used by two living threads of one name, and by two threads that both ranks name alike by hand."""
     rows = Rows(rank, 8, 16)

@@ -116,6 +116,45 @@ def test_threads_get_right_bytes_or_an_error(pool: Pool, kind: str) -> None:
             assert kind != "a group for each" or texts == [""] * 12
 
 
+def test_an_error_of_a_handler_is_not_the_networks() -> None:
+    """It is this rank's failure, in its own words, also where it is of the kind that torch raises."""
+    (mine,), (others,) = alone(2, breaks.handled)
+    assert mine.startswith("rank 0 (this one) failed")
+    assert "RuntimeError: from a handler" in mine
+    assert "rank 0 failed" in others
+    assert "from a handler" in others
+
+
+def test_a_forked_child_is_refused() -> None:
+    """And takes nothing from its parent's connections."""
+    for said in alone(2, breaks.forked):
+        assert said.startswith("this process was forked from the one whose process group this is")
+
+
+def test_arguments_of_other_types_are_objections(pool: Pool) -> None:
+    """All ranks stay in step, and move afterwards."""
+    for said in pool.run(breaks.odd_arguments):
+        assert all("ranks 1, 3: " in text and "nothing was moved" in text for text in said[:-1]), said
+        assert said[-1] == ""
+
+
+def test_given_and_long_names_are_told_apart(pool: Pool) -> None:
+    """A second living thread of a given name is refused, and so are names that differ beyond what is shown."""
+    for said in pool.run(breaks.given_names):
+        assert said[0] == ""
+        assert "two threads of this rank are called 'refit'" in said[1]
+        assert "ranks disagree" in said[2]
+
+
+def test_kept_moves_come_back_into_step(pool: Pool) -> None:
+    """What ranks refused once is made anew by all."""
+    for said in pool.run(breaks.out_of_step):
+        assert said[0] == ""
+        assert "ranks disagree" in said[1]
+        assert said[-2:] == ["", ""], said
+        assert "WRONG" not in said
+
+
 def test_threads_of_one_name(pool: Pool) -> None:
     """Two that live at once are refused; names given by hand stand for the threads' own."""
     for said in pool.run(breaks.namesakes):
