@@ -224,18 +224,19 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CheckpointError(f"another export to {folder} is under way; wait for it to end") from error
-        if not _is_open(file, stream):
+        opened = os.fstat(stream.fileno())
+        if not _is(file, opened):
             raise CheckpointError(f"another export to {folder} has just ended; export again if yours is newer")
         try:
             yield
         finally:
-            if _is_open(file, stream):
+            if _is(file, opened):
                 file.unlink()
 
 
-def _is_open(file: Path, stream: BinaryIO) -> bool:
-    """Whether the stream is of the file that has this name now."""
-    return file.exists() and os.path.samestat(file.stat(), os.fstat(stream.fileno()))
+def _is(file: Path, known: os.stat_result) -> bool:
+    """Whether that is the file that has this name now."""
+    return file.exists() and os.path.samestat(file.stat(), known)
 
 
 def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> None:
@@ -249,13 +250,14 @@ def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> 
     _clear_drafts(folder, files)
     draft = folder / (INDEX + UNFINISHED)
     _write_index(draft, _index({names[name]: file for name, file in files.items()}, tied))
+    written = draft.stat()
     try:
         for name in files:
             os.replace(folder / (name + UNFINISHED), folder / names[name])
         _sync(folder)
         os.replace(draft, folder / INDEX)
     except BaseException:
-        if draft.exists():  # so the index is still the former one, which knows none of these
+        if not _is(folder / INDEX, written):  # the former index is in place, which knows none of these
             for name in names.values():
                 (folder / name).unlink(missing_ok=True)
         raise
