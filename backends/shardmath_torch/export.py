@@ -4,7 +4,7 @@
    are dealt to the ranks in turn, and all ranks write at once.
 2. A rank holds BATCH bytes of whole tensors at a time, or one tensor where that is longer, beside what it had; files
    of any size are written piece by piece.
-3. Collective: what goes wrong on one rank is a CheckpointError on all, and then nothing has changed in the folder.
+3. Collective: what goes wrong on one rank is a CheckpointError on all, and then the former export is as it was.
    `hf_folder` has the rules of files, names and folders.
 """
 
@@ -101,10 +101,10 @@ def export(
     `max_shard_size` is of a file: bytes, or text as transformers has it, such as "5GB". A config.json is yours to add:
     `model.config.save_pretrained(path)`. `progress` is called with the bytes that this rank has just written.
 
-    Collective over `group` (default: all ranks). An earlier export in the folder is replaced, but for an instant not
-    before the new one is on disk. Raises CheckpointError on every rank: for a folder with weights that no export wrote,
-    for what `save` refuses, and for what safetensors cannot say: types it has no name for, bytes of ranks' own, extra
-    states of modules; ExchangeError where a rank is lost on the way.
+    Collective over `group` (default: all ranks). An earlier export in the folder is replaced at once, when the new one
+    is on disk; until then, and where this fails, it is as it was. Raises CheckpointError on every rank: for a folder
+    with weights that no export wrote, for what `save` refuses, and for what safetensors cannot say: types it has no
+    name for, bytes of ranks' own, extra states of modules; ExchangeError where a rank is lost on the way.
     """
     given = _given(source, layouts, mesh, group)
     given = given._replace(tied={**given.tied, **(tied or {})})
@@ -187,7 +187,7 @@ def _ready(path: str | os.PathLike[str], given: _Given, limit: int | str, group:
     entries = {name: _entry(one) for name, one in given.layouts.items()}
     check_entries(entries)
     _check_tied(given.tied, entries)
-    files, folder = split(entries, size_of(limit)), local_folder(path)
+    files, folder = split(entries, size_of(limit)), local_folder(path).absolute()
     check_folder(folder)
     ranks = _ranks(group)
     return _Task(folder, dict(zip(file_names(len(files)), files, strict=True)), ranks, rank == ranks[0])

@@ -4,11 +4,13 @@
    tensor. Files are filled in the tensors' natural order, as transformers fills them: a file is closed before a tensor
    that would make it longer than asked, and a tensor that is longer by itself has a file of its own.
 2. Bytes depend on tensors, names and the size asked for, and on nothing else.
-3. Files are written under names that no reader looks for. When all are on disk, the index that was there is removed,
-   then its files, the new ones get their names, and the new index comes last: no reader sees files of two exports.
-4. Only what an export has written is replaced: its files say so in their headers. A folder with other safetensors is
+3. Files are written under names that no reader looks for. When all are on disk, they get their names, the new index
+   takes the place of the former at once, and the former files are removed last: there is one whole export at any time.
+4. No name is used by two exports, so that nobody has headers of one and data of another: those after the first are
+   numbered, `model-2-00001-of-00003.safetensors`.
+5. Only what an export has written is replaced: its files say so in their headers. A folder with other safetensors is
    refused, since readers would take those too, or instead.
-5. Two exports to one folder: the second is refused for as long as the first one lives.
+6. Two exports to one folder: the second is refused for as long as the first one lives.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -43,7 +46,7 @@ File: TypeAlias = dict[str, Entry]
 UNFINISHED = ".unfinished"
 OURS = "shardmath_export"
 """A key of a header's metadata, by which a file is known to be an export's."""
-NAME = re.compile(rf"model-\d{{5,}}-of-\d{{5,}}\.safetensors({re.escape(UNFINISHED)})?")
+NAME = re.compile(rf"model-(?:(\d+)-)?\d{{5,}}-of-\d{{5,}}\.safetensors({re.escape(UNFINISHED)})?")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -107,8 +110,22 @@ def _nbytes(entry: Entry) -> int:
 
 
 def file_names(count: int) -> list[str]:
-    """The names of so many files."""
+    """The names of so many files of a first export."""
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def _numbered(name: str, number: int) -> str:
+    """That name of the `number`-th export to a folder.
+
+    >>> _numbered("model-00001-of-00003.safetensors", 2)
+    'model-2-00001-of-00003.safetensors'
+    """
+    return name if number == 1 else name.replace("-", f"-{number}-", 1)
+
+
+def _number(name: str) -> int:
+    found = NAME.fullmatch(name)
+    return int(found[1]) if found and found[1] else 1
 
 
 class Draft:
@@ -116,7 +133,8 @@ class Draft:
 
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
-        self._stream: BinaryIO = self._file.open("wb")
+        self._file.unlink(missing_ok=True)  # it may be a link, to somebody's file
+        self._stream: BinaryIO = self._file.open("xb")
         self._stream.write(_header(tensors, tied))
 
     def append(self, tensor: Tensor) -> None:
@@ -156,8 +174,17 @@ def check_folder(folder: Path) -> None:
             if not NAME.fullmatch(file.name) or not _is_ours(file):
                 what = f"{folder} has {file.name}, which no export wrote and readers would take for part of this one"
                 raise CheckpointError(f"{what}; give another folder, or move the file away")
+        for file in _named(folder):
+            if file.is_dir():
+                what = f"{folder} has a folder {file.name}, a name that exports write to"
+                raise CheckpointError(f"{what}; give another folder, or move it away")
         if (folder / INDEX).exists() and not _is_index_of_ours(folder / INDEX):
             raise CheckpointError(f"{folder} has an {INDEX} that no export wrote; give another folder, or move it away")
+
+
+def _named(folder: Path) -> list[Path]:
+    """Files of exports, and drafts of them."""
+    return [file for file in folder.iterdir() if NAME.fullmatch(file.name)]
 
 
 def _is_ours(file: Path) -> bool:
@@ -197,39 +224,71 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CheckpointError(f"another export to {folder} is under way; wait for it to end") from error
-        if not _is_open(file, stream):
+        opened = os.fstat(stream.fileno())
+        if not _is(file, opened):
             raise CheckpointError(f"another export to {folder} has just ended; export again if yours is newer")
         try:
             yield
         finally:
-            if _is_open(file, stream):
+            if _is(file, opened):
                 file.unlink()
 
 
-def _is_open(file: Path, stream: BinaryIO) -> bool:
-    """Whether the stream is of the file that has this name now."""
-    return file.exists() and os.path.samestat(file.stat(), os.fstat(stream.fileno()))
+def _is(file: Path, known: os.stat_result) -> bool:
+    """Whether that is the file that has this name now."""
+    return file.exists() and os.path.samestat(file.stat(), known)
 
 
 def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> None:
-    """Gives the files, all of them on disk, their names, and removes what was exported before. Raises OSError."""
-    text = _index(files, tied)
+    """Gives the files, all of them on disk, their names, and then removes what was exported before.
+
+    Raises OSError, and then what was there before is there as it was. Warns of files that it could not remove.
+    """
+    former = [file for file in _named(folder) if not file.name.endswith(UNFINISHED)]
+    number = 1 + max((_number(file.name) for file in former), default=0)
+    names = {name: _numbered(name, number) for name in files}
+    _clear_drafts(folder, files)
     draft = folder / (INDEX + UNFINISHED)
+    _write_index(draft, _index({names[name]: file for name, file in files.items()}, tied))
+    written = draft.stat()
+    try:
+        for name in files:
+            os.replace(folder / (name + UNFINISHED), folder / names[name])
+        _sync(folder)
+        os.replace(draft, folder / INDEX)
+    except BaseException:
+        if not _is(folder / INDEX, written):  # the former index is in place, which knows none of these
+            for name in names.values():
+                (folder / name).unlink(missing_ok=True)
+        raise
+    _remove(folder, former)
+
+
+def _clear_drafts(folder: Path, files: Iterable[str]) -> None:
+    """Removes what exports that were cut off have left. Later, others' exports may have begun: it is not locked."""
+    drafts = {name + UNFINISHED for name in files}
+    for file in _named(folder):
+        if file.name.endswith(UNFINISHED) and file.name not in drafts:
+            file.unlink()
+
+
+def _write_index(draft: Path, text: bytes) -> None:
     with draft.open("r+b") as stream:
         stream.write(text)
         stream.truncate()
         stream.flush()
         os.fsync(stream.fileno())
-    (folder / INDEX).unlink(missing_ok=True)
-    drafts = {name + UNFINISHED for name in files}
-    for file in [file for file in folder.iterdir() if NAME.fullmatch(file.name) and file.name not in drafts]:
-        file.unlink()
-    _sync(folder)
-    for name in files:
-        os.replace(folder / (name + UNFINISHED), folder / name)
-    _sync(folder)
-    os.replace(draft, folder / INDEX)
-    _sync(folder)
+
+
+def _remove(folder: Path, former: Iterable[Path]) -> None:
+    """The new index being on disk, the files of the one before go."""
+    try:
+        _sync(folder)
+        for file in former:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        what = f"the new export is in {folder}, whole, but files of the one before could not be removed"
+        warnings.warn(f"{what} ({error}); the next export removes them, if it can", stacklevel=2)
 
 
 def _index(files: Mapping[str, File], tied: Mapping[str, str]) -> bytes:

@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from shardmath import ShardError
@@ -45,6 +47,9 @@ def check_out(folder: Path, weights: Weights) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in _ours(folder):
+            if file.is_dir():
+                what = f"--out {folder}: {file.name} is a folder, where a refit writes"
+                raise ShardError(f"{what}; give another folder, or move it away")
             same = next(
                 (one for one in inputs if isinstance(one, Path) and file.exists() and os.path.samefile(one, file)), None
             )
@@ -56,11 +61,19 @@ def check_out(folder: Path, weights: Weights) -> None:
 
 
 def leave(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes what arrived at `rank`, not yet under its name. On disk when this returns."""
+    """Writes what arrived at `rank`, not yet under its name. On disk when this returns.
+
+    Raises ShardError where it cannot be written.
+    """
     file = _draft(folder, rank)
-    save_file(tensors, file)
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+    try:
+        file.unlink(missing_ok=True)  # it may be a link, to somebody's file
+        save_file(tensors, file)
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    except (OSError, SafetensorError) as error:
+        what = f"--out {folder}: {file.name} cannot be written: {error}"
+        raise ShardError(f"{what}; give a folder that can be, with room") from error
 
 
 def finish(folder: Path, ranks: Sequence[int]) -> None:
@@ -78,4 +91,5 @@ def finish(folder: Path, ranks: Sequence[int]) -> None:
 def undo(folder: Path, ranks: Iterable[int]) -> None:
     """Removes what the ranks have written, where the refit failed."""
     for rank in ranks:
-        _draft(folder, rank).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            _draft(folder, rank).unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,6 +74,8 @@ DTYPES = {
 """shardmath's name of each safetensors type. Not F4 and F6: several elements share a byte."""
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PART = re.compile(r"(.*)-\d{5,}-of-(\d{5,9})\.safetensors", re.DOTALL)
+"""A file of a model in several."""
 HEADER_LIMIT = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
@@ -125,6 +128,7 @@ def open_weights(path: str | Place) -> Weights:
     Reads and checks headers only. Raises WeightsError with the file, what is wrong with it and the fix.
     """
     path = place(path)
+    path = path.absolute() if isinstance(path, Path) else path
     try:
         return _opened(path)
     except OSError as error:
@@ -148,10 +152,23 @@ def _in_folder(folder: Place) -> Place:
         if (folder / name).is_file():
             return folder / name
     others = sorted(file.name for file in folder.glob("*.safetensors"))
+    lost = _lost(others)
+    if lost:
+        what = f"{folder} has {', '.join(others[:3])}, but neither {', '.join(lost)} nor {INDEX}"
+        raise WeightsError(f"{what}: a part of a model; fetch the rest, or export it again")
     if len(others) == 1:
         return folder / others[0]
     found = ", ".join(others) or ", ".join(sorted(file.name for file in folder.iterdir())[:6]) or "nothing"
     raise WeightsError(f"{folder} has neither {FILE} nor {INDEX}, but {found}; give a folder with either, or one file")
+
+
+def _lost(names: list[str]) -> list[str]:
+    """The first few files that are not there of a model in several, of which these are some."""
+    found = next(filter(None, map(PART.fullmatch, names)), None)
+    if found is None:
+        return []
+    every = (f"{found[1]}-{i + 1:05d}-of-{found[2]}.safetensors" for i in range(int(found[2])))
+    return list(itertools.islice((name for name in every if name not in names), 3))
 
 
 def _read_index(index: Place) -> dict[str, Entry]:

@@ -23,6 +23,7 @@ from shardmath.store import flat_windows
 from shardmath_torch import hf_folder
 from shardmath_torch.archive import CheckpointError
 from shardmath_torch.hf_folder import locked, size_of, split
+from shardmath_torch.weights import WeightsError, load, open_weights
 from tests.distributed import checkpoints as work
 from tests.distributed.pool import Pool
 
@@ -105,7 +106,7 @@ def test_an_export_replaces_another(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "model-00009-of-00009.safetensors.unfinished").write_text("of an export that was cut off")
     few = {name: LAYOUTS[name] for name in ("layers.2.w", "flat")}
     assert pool.run(work.exported, str(tmp_path), few, {}) == [None] * 8
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model-00001-of-00001.safetensors", INDEX]
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model-2-00001-of-00001.safetensors", INDEX]
     check(tmp_path, few)
 
 
@@ -119,32 +120,120 @@ def test_an_export_that_fails_leaves_the_former(pool: Pool, tmp_path: Path) -> N
     check(tmp_path)
 
 
-@pytest.mark.parametrize("step", ["index", "files", "names", "last"])
-def test_a_crash_while_files_get_their_names(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At no moment are there files of two exports beside an index; and the next export goes through."""
+def in_three(folder: Path, value: float) -> None:
+    """An export of three files."""
     layouts = {name: sm.Layout((4,), sm.Mesh(), {}) for name in "abc"}
-    first, second = ({name: torch.full((4,), float(i)) for name in layouts} for i in (1, 2))
-    smt.export(tmp_path, first, layouts, max_shard_size=1)
-    at = {"index": ("unlink", 1), "files": ("unlink", 3), "names": ("replace", 2), "last": ("replace", 4)}[step]
-    left, whole = [at[1]], {"unlink": Path.unlink, "replace": os.replace}[at[0]]
+    smt.export(folder, {name: torch.full((4,), value) for name in layouts}, layouts, max_shard_size=1)
 
-    def dies(*arguments: Any, **options: Any) -> None:
-        left[0] -= 1
-        if left[0] <= 0:
-            raise KeyboardInterrupt
-        whole(*arguments, **options)
 
+def values(folder: Path) -> dict[str, float]:
+    """What an export of three files is, by the index."""
+    assert (folder / INDEX).is_file()
+    return {name: float(t[0]) for name, t in by_vllms_rules(folder).items()}
+
+
+def fails(patch: pytest.MonkeyPatch, step: int, error: BaseException, lasting: bool) -> None:
+    """The `step`-th change of a name fails, and if `lasting` all after it."""
+    done = [0]
+
+    def failing(change: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **options: Any) -> None:
+            done[0] += 1
+            if done[0] == step or (lasting and done[0] > step):
+                raise error
+            change(*arguments, **options)
+
+        return call
+
+    patch.setattr(os, "replace", failing(os.replace))
+    patch.setattr(Path, "unlink", failing(Path.unlink))
+
+
+BEGUN, NAMED, REMOVED = 3, 4, 3
+"""Changes of names of an export of three files: drafts, then files and index, then the former files."""
+
+
+@pytest.mark.parametrize("step", range(1, BEGUN + NAMED + REMOVED + 1))
+def test_a_crash_while_files_get_their_names(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any moment the folder is one whole export; and the next one goes through."""
+    in_three(tmp_path, 1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(*((Path, "unlink") if at[0] == "unlink" else (os, "replace")), dies)
+        fails(patch, step, KeyboardInterrupt(), lasting=True)
         with pytest.raises(KeyboardInterrupt):
-            smt.export(tmp_path, second, layouts, max_shard_size=1)
-    if (tmp_path / INDEX).exists():
-        assert {float(t[0]) for t in by_vllms_rules(tmp_path).values()} == {1.0}
-    else:
-        assert len({float(t[0]) for t in by_vllms_rules(tmp_path).values()}) <= 1
-    smt.export(tmp_path, second, layouts, max_shard_size="1KB")
-    assert {float(t[0]) for t in by_vllms_rules(tmp_path).values()} == {2.0}
-    assert sorted(os.listdir(tmp_path)) == ["model-00001-of-00001.safetensors", INDEX]
+            in_three(tmp_path, 2.0)
+    assert values(tmp_path) == dict.fromkeys("abc", 1.0 if step <= BEGUN + NAMED else 2.0)
+    in_three(tmp_path, 3.0)
+    assert values(tmp_path) == dict.fromkeys("abc", 3.0) and len(os.listdir(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("step", range(1, BEGUN + NAMED + 1))
+def test_names_that_the_system_refuses(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there is there as it was, and nothing else."""
+    in_three(tmp_path, 1.0)
+    before = written(tmp_path)
+    with monkeypatch.context() as patch:
+        fails(patch, step, OSError(5, "Input/output error"), lasting=False)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            in_three(tmp_path, 2.0)
+    assert written(tmp_path) == before
+
+
+def test_former_files_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new export is there, which is said; the next one removes them."""
+    in_three(tmp_path, 1.0)
+    with monkeypatch.context() as patch:
+        fails(patch, BEGUN + NAMED + 2, OSError(5, "Input/output error"), lasting=False)
+        with pytest.warns(UserWarning, match="the new export is in .*, whole"):
+            in_three(tmp_path, 2.0)
+    assert values(tmp_path) == dict.fromkeys("abc", 2.0) and len(os.listdir(tmp_path)) == 6
+    in_three(tmp_path, 3.0)
+    assert values(tmp_path) == dict.fromkeys("abc", 3.0) and len(os.listdir(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("end", ["", ".unfinished"])
+def test_a_folder_where_a_file_would_be(tmp_path: Path, end: str) -> None:
+    """Refused, and nothing is lost."""
+    in_three(tmp_path, 1.0)
+    before = written(tmp_path)
+    (tmp_path / f"model-00009-of-00009.safetensors{end}").mkdir()
+    with pytest.raises(CheckpointError, match="model-00009-of-00009"):
+        in_three(tmp_path, 2.0)
+    (tmp_path / f"model-00009-of-00009.safetensors{end}").rmdir()
+    assert written(tmp_path) == before
+
+
+def test_a_draft_that_is_a_link(tmp_path: Path) -> None:
+    """What it leads to is not written to."""
+    (tmp_path / "precious").write_text("of somebody")
+    (tmp_path / "model-00001-of-00003.safetensors.unfinished").symlink_to("precious")
+    in_three(tmp_path, 1.0)
+    assert (tmp_path / "precious").read_text() == "of somebody"
+
+
+@pytest.mark.parametrize("exports", [1, 2])
+def test_a_load_while_another_export_ends(tmp_path: Path, exports: int) -> None:
+    """Headers of one and data of another are never put together, even where both are of the same form."""
+    in_three(tmp_path, 0.0)
+    layouts = {name: sm.Layout((4,), sm.Mesh(), {}) for name in "abc"}
+    opened, weights = smt.open_checkpoint(tmp_path), open_weights(str(tmp_path))
+    for i in range(exports):
+        in_three(tmp_path, i + 1.0)
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00003.* cannot be read"):
+        smt.load(opened, layouts)
+    with pytest.raises(WeightsError, match="model-00001-of-00003"):
+        load(weights, layouts, 0)
+
+
+def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what it was at the call, wherever the process goes meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    layouts, tensors = {"w": sm.Layout((4,), sm.Mesh(), {})}, {"w": torch.ones(4)}
+    smt.export("out", tensors, layouts, progress=lambda _: os.chdir(tmp_path / "below"))
+    os.chdir(tmp_path)
+    weights = open_weights("out")
+    os.chdir(tmp_path / "below")
+    assert load(weights, layouts, 0)["w"].equal(tensors["w"]) and os.listdir() == []
 
 
 def test_a_folder_of_others_weights(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from shardmath import Layout, Mesh, ShardError, plan
 from shardmath.rules import parse
 from shardmath_torch.refit import DEMO_DST, DEMO_SRC, command
 from shardmath_torch.refit_bounds import bounds
-from shardmath_torch.refit_out import leave
+from shardmath_torch.refit_out import check_out, leave, undo
 from shardmath_torch.refit_report import Table, size
 from shardmath_torch.weights import load, open_weights
 
@@ -51,6 +51,29 @@ def model(tmp_path: Path) -> Path:
 def shardmath(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "shardmath", *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+
+
+# What arrived
+
+
+@pytest.mark.parametrize("name", ["rank0.safetensors", "rank0.safetensors.unfinished", "rank9.safetensors"])
+def test_a_folder_where_a_rank_would_write(model: Path, tmp_path: Path, name: str) -> None:
+    """Refused before anything starts; a rank that comes upon one says so."""
+    (tmp_path / "out" / name).mkdir(parents=True)
+    with pytest.raises(ShardError, match=f"{name} is a folder"):
+        check_out(tmp_path / "out", open_weights(model))
+    if name == "rank0.safetensors.unfinished":
+        with pytest.raises(ShardError, match="cannot be written"):
+            leave(tmp_path / "out", 0, {"w": torch.ones(2)})
+    undo(tmp_path / "out", [0])
+
+
+def test_a_draft_that_is_a_link(tmp_path: Path) -> None:
+    """What it leads to is not written to."""
+    (tmp_path / "precious").write_text("of somebody")
+    (tmp_path / "rank0.safetensors.unfinished").symlink_to("precious")
+    leave(tmp_path, 0, {"w": torch.ones(2)})
+    assert (tmp_path / "precious").read_text() == "of somebody"
 
 
 # The command

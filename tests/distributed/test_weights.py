@@ -125,6 +125,18 @@ def test_sharded_checkpoint(folder: Path) -> None:
     }
 
 
+def test_some_files_of_several_without_an_index(folder: Path) -> None:
+    """A part is never taken for the whole, and what is missing is named."""
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(WeightsError, match="has neither"):
+        open_weights(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"neither model-00002-of-00002\.safetensors nor .*index\.json: a part"):
+        open_weights(folder)
+    (folder / "model-00001-of-00002.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    assert list(open_weights(folder).entries) == ["a1"]
+
+
 def test_one_file_goes_before_an_index(folder: Path) -> None:
     save_file({"b": torch.zeros(2)}, folder / "model.safetensors")
     assert list(open_weights(folder).entries) == ["b"]
@@ -187,8 +199,7 @@ def write(file: Path, header: bytes, data: bytes) -> None:
 
 def test_missing(tmp_path: Path) -> None:
     assert fails(tmp_path / "no.safetensors").endswith(
-        "no.safetensors does not exist; give a safetensors file, or a folder with "
-        "model.safetensors or model.safetensors.index.json"
+        "no.safetensors does not exist; give a safetensors file, or a folder of safetensors or of a checkpoint"
     )
     (tmp_path / "pytorch_model.bin").touch()
     assert "has neither model.safetensors nor model.safetensors.index.json, but pytorch_model.bin" in fails(tmp_path)
