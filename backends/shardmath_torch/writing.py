@@ -18,7 +18,7 @@ import os
 import pickle
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from shardmath_torch import archive, compat
 from shardmath_torch.archive import CheckpointError, unused
-from shardmath_torch.claims import DATA, INDEX, METADATA, OURS, UNFINISHED, Claim, claim, collect, counted, withdraw
+from shardmath_torch.claims import DATA, INDEX, OURS, UNFINISHED, Claim, claim, collect, count, counted, withdraw
 from shardmath_torch.places import Place, Remote, place, put, sizes_of, sync
 from shardmath_torch.sealed import DIGITS, Sealed, seal
 from shardmath_torch.stored import BLOBS, Checkpoint, Piece, Saved, to_json
@@ -100,13 +100,13 @@ class Writer(storage.StorageWriter):
         held = self._claim
         assert held is not None, "a save has begun"
         wrote = [result for each in results for result in each]
-        with _told(self._folder, BEFORE):
+        with _told(self._folder, lambda: _state(self._folder, held.save)):
             for name in sorted({one.storage_data.file for one in wrote}):
                 _rename(self._folder, name)
             sync(self._folder)
             index = to_json(_described(self._folder, metadata, wrote), held.save)
             told = replace(metadata, storage_data={one.index: one.storage_data.info for one in wrote})
-            put(self._folder / METADATA, held.draft, seal(Sealed(pickle.dumps(told), index, held.save)))
+            count(held, seal(Sealed(pickle.dumps(told), index, held.save)))
         self._claim, self._drafts = None, []
         with _told(self._folder, AFTER):
             held.release()
@@ -175,16 +175,25 @@ class _At(NamedTuple):
 
 
 BEFORE, AFTER = "what was saved there before is as it was", "the new save is whole, and the one that counts"
+UNKNOWN = "whether the new save counts cannot be read either, a load tells when it can"
+
+
+def _state(folder: Place, save: str) -> str:
+    """Which save counts: the step that failed may be after the one that made this save count."""
+    try:
+        return AFTER if counted(folder) == save else BEFORE
+    except OSError:
+        return UNKNOWN
 
 
 @contextlib.contextmanager
-def _told(path: Place, state: str) -> Iterator[None]:
+def _told(path: Place, state: str | Callable[[], str]) -> Iterator[None]:
     """Errors of the system as ours, naming the path, and in what state the folder is."""
     try:
         yield
     except OSError as error:
         what = f"{error.filename or path} cannot be written: {error.strerror or error}"
-        raise CheckpointError(f"{what}; {state}") from error
+        raise CheckpointError(f"{what}; {state if isinstance(state, str) else state()}") from error
 
 
 def _files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]:

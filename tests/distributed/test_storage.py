@@ -15,9 +15,9 @@ from moto.server import ThreadedMotoServer
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch import checkpoint, checksums, loading, verifying
+from shardmath_torch import checkpoint, checksums, loading, verifying, writing
 from shardmath_torch.archive import CheckpointError
-from shardmath_torch.claims import claim
+from shardmath_torch.claims import claim, count, counted, withdraw
 from tests.distributed import checkpoints as work
 from tests.distributed.pool import Pool
 
@@ -181,6 +181,42 @@ def test_a_save_that_goes_on_keeps_its_files(tmp_path: Path) -> None:
     assert len(work.files(str(tmp_path))) == 3
 
 
+def test_a_save_that_another_took_for_dead_never_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where locks do not reach: it fails, whenever the other ran, and the other's checkpoint is whole."""
+    smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    for module, step in ((writing, "to_json"), (writing, "count"), (os, "replace")):
+        real, turns = getattr(module, step), iter([True])
+
+        def paused(*args: Any, real: Any = real, turns: Iterator[bool] = turns) -> Any:
+            if next(turns, False):
+                smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, step, paused)
+            with pytest.raises(CheckpointError):
+                smt.save(tmp_path, {"v": torch.full((6,), 2.0)}, {"v": LINE})
+        assert smt.load(tmp_path, {"v": LINE})["v"].unique().tolist() == [1.0]
+        assert len(work.files(str(tmp_path))) == 3
+
+
+def test_a_draft_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    """Neither is one that another has put in its place."""
+    smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
+    before = work.files(str(tmp_path))
+    for instead in (False, True):
+        held = claim(tmp_path, "0123456789ab")
+        held.draft.unlink()
+        if instead:
+            held.draft.write_bytes(b"")
+        with pytest.raises(CheckpointError, match="has taken this one for dead; this save does not count"):
+            count(held, b"text")
+        withdraw(held)
+        assert work.files(str(tmp_path)) == before
+    assert smt.load(tmp_path, {"v": LINE})["v"].equal(torch.zeros(6))
+
+
 def test_every_save_removes_all_of_the_former(pool: Pool, tmp_path: Path) -> None:
     """Ranks list the folder while others remove files from it."""
     layouts = {"w": sm.Layout((64, 6), DP, "(dp tp n) h")}
@@ -220,6 +256,30 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     counts = [1.0] if "the new save is whole" in str(error.value) else [0.0]
     assert smt.load(tmp_path, {"v": LINE})["v"].unique().tolist() == counts == [[0.0], [0.0], [1.0]][turn]
     assert turn == 2 or len(work.files(str(tmp_path))) == 3
+
+
+def test_an_error_after_the_save_counts_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever sync fails, the sentence is true."""
+    real, said = os.fsync, set()
+    for turn in range(4):
+        smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
+        former, calls = counted(tmp_path), iter(range(99))
+
+        def fsync(handle: int, turn: int = turn, calls: Iterator[int] = calls) -> None:
+            if next(calls) == turn:
+                raise OSError(5, "Input/output error")
+            real(handle)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            with pytest.raises(CheckpointError, match="Input/output error") as error:
+                smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
+        is_new = counted(tmp_path) != former
+        assert ("the new save is whole" in str(error.value)) == is_new
+        assert ("is as it was" in str(error.value)) != is_new
+        assert smt.load(tmp_path, {"v": LINE})["v"].unique().tolist() == [float(is_new)]
+        said.add(is_new)
+    assert said == {False, True}
 
 
 # URLs
