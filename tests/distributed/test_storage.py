@@ -413,13 +413,26 @@ def test_ranks_save_to_a_url_together(pool: Pool, bucket: str) -> None:
 
 
 def test_what_no_url_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheme that nobody serves, one that needs what is not installed, and a URL that was made a Path."""
+    """A scheme that nobody serves, one that needs what is not installed, a URL that was made a Path, a chain that
+    fsspec takes for a folder, what is no scheme, and an unset variable.
+    """
     monkeypatch.chdir(tmp_path)
     for url, said in {
         "nobody://bucket/x": "served by nothing that is installed",
         "dropbox://bucket/x": "served by nothing that is installed",
         Path("s3://bucket/x"): "lost a slash",
         "s3:/bucket/x": "lost a slash",
+        Path(" s3://bucket/x"): "lost a slash",
+        Path("memory://"): "lost a slash",
+        "file::memory://x": "taken for the local folder",
+        "local::memory://x": "taken for the local folder",
+        "file:///x::memory://y": "taken for the local folder",
+        "my_store://bucket/x": "served by nothing that is installed",
+        " s3://bucket/x": "is a URL of no scheme",
+        "_://x": "is a URL of no scheme",
+        "": "names no folder",
+        " ": "names no folder",
+        "file://": "names no folder",
     }.items():
         with pytest.raises(CheckpointError, match=said):
             smt.save(url, {"v": torch.zeros(6)}, {"v": LINE})
@@ -428,6 +441,13 @@ def test_what_no_url_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(CheckpointError, match=said):
             smt.open_checkpoint(url)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_chain_of_urls_is_no_folder() -> None:
+    from shardmath_torch.places import Remote, place
+
+    assert isinstance(place("async_wrapper::memory://x"), Remote)
+    assert place("file:///x") == Path("/x") == place("local:///x")
 
 
 def test_nothing_at_a_url(url: str) -> None:
