@@ -18,6 +18,7 @@ import shardmath_torch as smt
 from shardmath_torch import checkpoint, checksums, loading, verifying, writing
 from shardmath_torch.archive import CheckpointError
 from shardmath_torch.claims import claim, count, counted, withdraw
+from shardmath_torch.places import Remote, place
 from tests.distributed import checkpoints as work
 from tests.distributed.pool import Pool
 
@@ -164,6 +165,37 @@ def test_a_save_between_another_and_its_end(tmp_path: Path, monkeypatch: pytest.
     smt.save(tmp_path, {"v": torch.full((6,), 1.0)}, {"v": LINE})
     assert smt.load(tmp_path, {"v": LINE})["v"].unique().tolist() == [2.0]
     assert len(work.files(str(tmp_path))) == 3
+
+
+def test_the_copy_of_the_index_is_of_the_save_that_counts(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another save ends while this one is about to write its copy."""
+    real, turns = writing._copy, iter([True])
+
+    def paused(*args: Any) -> None:
+        if next(turns, False):
+            smt.save(url, {"v": torch.full((6,), 2.0)}, {"v": LINE})
+        real(*args)
+
+    monkeypatch.setattr(writing, "_copy", paused)
+    smt.save(url, {"v": torch.ones(6)}, {"v": LINE})
+    assert len(names_at(url)) == 3
+    (place(url) / ".metadata").unlink()
+    assert smt.load(url, {"v": LINE})["v"].unique().tolist() == [2.0]
+
+
+def test_what_clears_a_copy_away_is_not_the_end_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another save, that counts by now, takes the draft of this one's copy for what is left."""
+    real, turns = os.replace, iter([False, False, True])
+
+    def replace(*args: Any) -> None:
+        if next(turns, False):
+            smt.save(tmp_path, {"v": torch.full((6,), 2.0)}, {"v": LINE})
+        real(*args)
+
+    monkeypatch.setattr(os, "replace", replace)
+    smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
+    (tmp_path / ".metadata").unlink()
+    assert smt.load(tmp_path, {"v": LINE})["v"].unique().tolist() == [2.0]
 
 
 def test_a_save_that_goes_on_keeps_its_files(tmp_path: Path) -> None:
@@ -317,8 +349,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def names_at(url: str) -> list[str]:
-    from shardmath_torch.places import place
-
     return sorted(file.name for file in place(url).iterdir())
 
 
@@ -386,8 +416,6 @@ def test_a_flip_in_an_object_is_found(url: str) -> None:
 @pytest.mark.parametrize("url", ["memory", "s3"], indirect=True)
 def test_a_save_to_a_url_that_fails_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the former one is whole."""
-    from shardmath_torch.places import Remote
-
     smt.save(url, STATE, LAYOUTS)
     before, real = names_at(url), Remote.write_bytes
 
@@ -444,8 +472,6 @@ def test_what_no_url_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_chain_of_urls_is_no_folder() -> None:
-    from shardmath_torch.places import Remote, place
-
     assert isinstance(place("async_wrapper::memory://x"), Remote)
     assert place("file:///x") == Path("/x") == place("local:///x")
 
@@ -453,6 +479,14 @@ def test_a_chain_of_urls_is_no_folder() -> None:
 def test_nothing_at_a_url(url: str) -> None:
     with pytest.raises(sm.ShardError, match="does not exist"):
         smt.load(url, {"v": LINE})
+
+
+def test_a_path_that_could_not_be_loaded_is_not_saved_to(tmp_path: Path) -> None:
+    """torch maps files by names in UTF-8 only."""
+    odd = tmp_path / "\u00e9\udcff"
+    with pytest.raises(CheckpointError, match=r"\\udcff' has bytes that are not UTF-8"):
+        smt.save(odd, {"v": torch.zeros(6)}, {"v": LINE})
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_is_written_to_folders_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
