@@ -1,7 +1,8 @@
 """Which saves into a folder are going on, and what those that ended have left there.
 
 1. A save's draft of `.metadata` is there from before its first data file until it counts or has failed: while there is
-   a draft, its files belong to a save that may be going on. To make a save count takes its draft away, in one step.
+   a draft, its files belong to a save that may be going on. To make a save count takes its draft away, in one step,
+   and needs that it is there: it is written through the handle that claimed it, never made anew.
 2. Whoever writes the draft holds a lock on it, which ends with the process. A draft without a lock is a dead save's.
 3. A dead save's draft is removed first. From then on it can never count, even if it was not dead and only seemed so;
    it would fail. Then is read which save counts, and only then are files removed, never those of that one.
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from shardmath_torch.places import Place, Remote, sync
+from shardmath_torch.places import CheckpointError, Place, Remote, sync, synced
 from shardmath_torch.sealed import DIGITS, SEAL, save_of
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Claim",
     "claim",
     "collect",
+    "count",
     "counted",
     "withdraw",
 ]
@@ -96,6 +98,38 @@ def _is(file: Path, handle: int) -> bool:
         return os.path.samestat(file.stat(), os.fstat(handle))
     except FileNotFoundError:
         return False
+
+
+def count(held: Claim, text: bytes) -> None:
+    """Makes the save the one that counts: its draft, with this text, replaces `.metadata`.
+
+    Raises CheckpointError for a draft that another has removed, and changes nothing then.
+    """
+    file = held.draft.parent / METADATA
+    if isinstance(held.draft, Remote) or isinstance(file, Remote):
+        if not held.draft.is_file():
+            raise _taken_for_dead(held.draft)
+        file.write_bytes(text)
+        return
+    assert held.handle is not None, "a draft of the file system is held open"
+    # by its name, a draft that has been removed would be made anew, and count without data
+    with open(held.handle, "wb", closefd=False) as stream:
+        stream.truncate()
+        stream.write(text)
+        synced(stream)
+    if not _is(held.draft, held.handle):
+        raise _taken_for_dead(held.draft)
+    try:
+        os.replace(held.draft, file)
+    except FileNotFoundError as error:
+        raise _taken_for_dead(held.draft) from error
+    sync(file.parent)
+
+
+def _taken_for_dead(draft: Place) -> CheckpointError:
+    what = f"{draft} is gone: another save, whom its lock did not reach, has taken this one for dead"
+    fix = "save again, and from one machine at a time"
+    return CheckpointError(f"{what}; this save does not count, what others saved there is as it was; {fix}")
 
 
 def collect(folder: Place, share: tuple[int, int] = (0, 1)) -> None:

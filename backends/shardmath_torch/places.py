@@ -2,7 +2,8 @@
 
 1. A place is a `Path` or a `Remote`, which has those of Path's methods that are used here. `file://` is a Path: files
    of the system are mapped, synced, renamed and locked as such, and never go through fsspec.
-2. A URL is never taken for a local folder: a scheme that nobody serves is an error before anything is written.
+2. A URL is never taken for a local folder: a scheme that nobody serves is an error before anything is written. Nor is
+   what names nothing taken for the current directory.
 3. What goes wrong is an OSError, whatever the service calls it.
 """
 
@@ -32,10 +33,13 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(://|::)")
-LOST = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):/[^/]")
-"""What pathlib makes of a URL: one slash is gone."""
-LOCAL = ("file", "local")
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._\-]*)(://|::)")
+ODD = re.compile(r"[^/]*://")
+"""What looks like a URL, whatever its scheme is."""
+LOST = re.compile(r"\s*([A-Za-z][A-Za-z0-9+._\-]*):(/[^/]|/?$)")
+"""What pathlib makes of a URL: one slash is gone, or both at the end."""
+LOCAL = re.compile(r"(file|local)://(?!.*::)", re.DOTALL)
+"""A folder as a URL. A chain of URLs is none, whatever it begins with."""
 
 
 class CheckpointError(ShardError):
@@ -154,13 +158,18 @@ Place: TypeAlias = Path | Remote
 
 
 def place(path: str | os.PathLike[str] | Remote) -> Place:
-    """The place that a path or a URL names. Raises CheckpointError for a URL that nothing here serves."""
+    """The place that a path or a URL names. Raises CheckpointError for a URL that nothing here serves, or no text."""
     if isinstance(path, Remote):
         return path
     text = os.fspath(path)
+    if not LOCAL.sub("", text).strip():
+        raise CheckpointError(f"the path is {text!r}, which names no folder; give one, or . for the current one")
     url = SCHEME.match(text)
     if url is not None:
         return _served(text, url.group(1))
+    if ODD.match(text):
+        what = f"{text!r} is a URL of no scheme: what is before :// does not begin with a letter, or has odd signs"
+        raise CheckpointError(f"{what}; mend the URL, or give ./{text} for a folder of that name")
     lost = LOST.match(text)
     if lost is not None and _known(lost.group(1)):
         what = f"{text!r} is a URL that has lost a slash, as it does in a Path"
@@ -188,6 +197,7 @@ def _known(scheme: str) -> bool:
 def _served(url: str, scheme: str) -> Place:
     try:
         from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
     except ImportError as error:
         raise CheckpointError(f"{url} is a URL, which needs fsspec; pip install 'shardmath[remote]'") from error
     try:
@@ -197,7 +207,12 @@ def _served(url: str, scheme: str) -> Place:
         raise CheckpointError(f"{what}; give a folder, or a URL of a scheme that fsspec serves") from error
     except Exception as error:
         raise CheckpointError(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
-    return Path(path) if scheme in LOCAL else Remote(fs, path.rstrip("/"))
+    if LOCAL.match(url):
+        return Path(path)
+    if isinstance(fs, LocalFileSystem):
+        what = f"{url} is taken for the local folder {path!r} by fsspec, which is not what it says"
+        raise CheckpointError(f"{what}; give file:///an/absolute/path, or a URL of the service alone")
+    return Remote(fs, path.rstrip("/"))
 
 
 def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:

@@ -18,7 +18,7 @@ import os
 import pickle
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -32,9 +32,21 @@ from torch.futures import Future
 
 from shardmath_torch import archive, compat
 from shardmath_torch.archive import CheckpointError, unused
-from shardmath_torch.claims import DATA, INDEX, METADATA, OURS, UNFINISHED, Claim, claim, collect, counted, withdraw
+from shardmath_torch.claims import (
+    DATA,
+    INDEX,
+    METADATA,
+    OURS,
+    UNFINISHED,
+    Claim,
+    claim,
+    collect,
+    count,
+    counted,
+    withdraw,
+)
 from shardmath_torch.places import Place, Remote, place, put, sizes_of, sync
-from shardmath_torch.sealed import DIGITS, Sealed, seal
+from shardmath_torch.sealed import DIGITS, Sealed, seal, unseal
 from shardmath_torch.stored import BLOBS, Checkpoint, Piece, Saved, to_json
 from shardmath_torch.weights import Progress
 
@@ -51,13 +63,13 @@ class Writer(storage.StorageWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
-        self._folder, self._progress = place(path), progress
+        self._folder, self._progress = _readable(path), progress
         self._claim: Claim | None = None
         self._drafts: list[Place] = []
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another folder, if given."""
-        self._folder = self._folder if checkpoint_id is None else place(checkpoint_id)
+        self._folder = self._folder if checkpoint_id is None else _readable(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is needed."""
@@ -100,13 +112,13 @@ class Writer(storage.StorageWriter):
         held = self._claim
         assert held is not None, "a save has begun"
         wrote = [result for each in results for result in each]
-        with _told(self._folder, BEFORE):
+        with _told(self._folder, lambda: _state(self._folder, held.save)):
             for name in sorted({one.storage_data.file for one in wrote}):
                 _rename(self._folder, name)
             sync(self._folder)
             index = to_json(_described(self._folder, metadata, wrote), held.save)
             told = replace(metadata, storage_data={one.index: one.storage_data.info for one in wrote})
-            put(self._folder / METADATA, held.draft, seal(Sealed(pickle.dumps(told), index, held.save)))
+            count(held, seal(Sealed(pickle.dumps(told), index, held.save)))
         self._claim, self._drafts = None, []
         with _told(self._folder, AFTER):
             held.release()
@@ -137,7 +149,7 @@ class Writer(storage.StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path, or a URL that is served."""
         try:
-            return place(checkpoint_id) is not None
+            return _readable(checkpoint_id) is not None
         except CheckpointError:
             return False
 
@@ -146,13 +158,47 @@ class Writer(storage.StorageWriter):
         return StorageMeta()
 
 
-def _copy(folder: Place, index: str, save: str) -> None:
-    """Writes the copy of the index, unless another save counts by now: then it may have cleared the draft away."""
+def _readable(path: str | os.PathLike[str]) -> Place:
+    """The place. Raises CheckpointError also for one that torch could write to and not map: it wants UTF-8."""
+    text = os.fspath(path)
     try:
-        put(folder / INDEX, folder / f"{OURS}{save}.json{UNFINISHED}", index.encode())
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = f"the path {text!r} has bytes that are not UTF-8, and what is saved there could not be loaded"
+        raise CheckpointError(f"{what}; give a folder whose name is text") from error
+    return place(path)
+
+
+def _copy(folder: Place, index: str, save: str) -> None:
+    """Writes the copy of the index that counts, which may be another save's by now, whose own copy was before ours.
+
+    The copy is looked at again after it was written, by whoever wrote it: so the last to write it wrote what counts.
+    """
+    written, current = None, Sealed(b"", index, save)
+    while (counts := counted(folder)) not in (None, written):
+        if counts != current.save:
+            current = _sealed(folder) or current
+        written = current.save if _copied(folder, current, save) else None
+
+
+def _copied(folder: Place, current: Sealed, save: str) -> bool:
+    """Whether the copy is written: where this save no longer counts, another may clear its draft away."""
+    try:
+        put(folder / INDEX, folder / f"{OURS}{save}.json{UNFINISHED}", current.json.encode())
     except FileNotFoundError:
-        if counted(folder) == save:
+        if isinstance(folder, Remote) or counted(folder) == save:
             raise
+        return False
+    return True
+
+
+def _sealed(folder: Place) -> Sealed | None:
+    """What the save of ours that counts has written; None if that is none of ours."""
+    file = folder / METADATA
+    try:
+        return unseal(file.read_bytes(), file)
+    except FileNotFoundError:
+        return None
 
 
 def _draft(folder: Place, name: str) -> str:
@@ -175,16 +221,25 @@ class _At(NamedTuple):
 
 
 BEFORE, AFTER = "what was saved there before is as it was", "the new save is whole, and the one that counts"
+UNKNOWN = "whether the new save counts cannot be read either, a load tells when it can"
+
+
+def _state(folder: Place, save: str) -> str:
+    """Which save counts: the step that failed may be after the one that made this save count."""
+    try:
+        return AFTER if counted(folder) == save else BEFORE
+    except OSError:
+        return UNKNOWN
 
 
 @contextlib.contextmanager
-def _told(path: Place, state: str) -> Iterator[None]:
+def _told(path: Place, state: str | Callable[[], str]) -> Iterator[None]:
     """Errors of the system as ours, naming the path, and in what state the folder is."""
     try:
         yield
     except OSError as error:
         what = f"{error.filename or path} cannot be written: {error.strerror or error}"
-        raise CheckpointError(f"{what}; {state}") from error
+        raise CheckpointError(f"{what}; {state if isinstance(state, str) else state()}") from error
 
 
 def _files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]:

@@ -15,9 +15,10 @@ from moto.server import ThreadedMotoServer
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch import checkpoint, checksums, loading, verifying
+from shardmath_torch import checkpoint, checksums, loading, verifying, writing
 from shardmath_torch.archive import CheckpointError
-from shardmath_torch.claims import claim
+from shardmath_torch.claims import claim, count, counted, withdraw
+from shardmath_torch.places import Remote, place
 from tests.distributed import checkpoints as work
 from tests.distributed.pool import Pool
 
@@ -166,6 +167,37 @@ def test_a_save_between_another_and_its_end(tmp_path: Path, monkeypatch: pytest.
     assert len(work.files(str(tmp_path))) == 3
 
 
+def test_the_copy_of_the_index_is_of_the_save_that_counts(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another save ends while this one is about to write its copy."""
+    real, turns = writing._copy, iter([True])
+
+    def paused(*args: Any) -> None:
+        if next(turns, False):
+            smt.save(url, {"v": torch.full((6,), 2.0)}, {"v": LINE})
+        real(*args)
+
+    monkeypatch.setattr(writing, "_copy", paused)
+    smt.save(url, {"v": torch.ones(6)}, {"v": LINE})
+    assert len(names_at(url)) == 3
+    (place(url) / ".metadata").unlink()
+    assert smt.load(url, {"v": LINE})["v"].unique().tolist() == [2.0]
+
+
+def test_what_clears_a_copy_away_is_not_the_end_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another save, that counts by now, takes the draft of this one's copy for what is left."""
+    real, turns = os.replace, iter([False, False, True])
+
+    def replace(*args: Any) -> None:
+        if next(turns, False):
+            smt.save(tmp_path, {"v": torch.full((6,), 2.0)}, {"v": LINE})
+        real(*args)
+
+    monkeypatch.setattr(os, "replace", replace)
+    smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
+    (tmp_path / ".metadata").unlink()
+    assert smt.load(tmp_path, {"v": LINE})["v"].unique().tolist() == [2.0]
+
+
 def test_a_save_that_goes_on_keeps_its_files(tmp_path: Path) -> None:
     """Whatever others save meanwhile; when it has ended without an end, they go."""
     smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
@@ -179,6 +211,42 @@ def test_a_save_that_goes_on_keeps_its_files(tmp_path: Path) -> None:
     os.close(held.handle)
     smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
     assert len(work.files(str(tmp_path))) == 3
+
+
+def test_a_save_that_another_took_for_dead_never_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where locks do not reach: it fails, whenever the other ran, and the other's checkpoint is whole."""
+    smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    for module, step in ((writing, "to_json"), (writing, "count"), (os, "replace")):
+        real, turns = getattr(module, step), iter([True])
+
+        def paused(*args: Any, real: Any = real, turns: Iterator[bool] = turns) -> Any:
+            if next(turns, False):
+                smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, step, paused)
+            with pytest.raises(CheckpointError):
+                smt.save(tmp_path, {"v": torch.full((6,), 2.0)}, {"v": LINE})
+        assert smt.load(tmp_path, {"v": LINE})["v"].unique().tolist() == [1.0]
+        assert len(work.files(str(tmp_path))) == 3
+
+
+def test_a_draft_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    """Neither is one that another has put in its place."""
+    smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
+    before = work.files(str(tmp_path))
+    for instead in (False, True):
+        held = claim(tmp_path, "0123456789ab")
+        held.draft.unlink()
+        if instead:
+            held.draft.write_bytes(b"")
+        with pytest.raises(CheckpointError, match="has taken this one for dead; this save does not count"):
+            count(held, b"text")
+        withdraw(held)
+        assert work.files(str(tmp_path)) == before
+    assert smt.load(tmp_path, {"v": LINE})["v"].equal(torch.zeros(6))
 
 
 def test_every_save_removes_all_of_the_former(pool: Pool, tmp_path: Path) -> None:
@@ -222,6 +290,30 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     assert turn == 2 or len(work.files(str(tmp_path))) == 3
 
 
+def test_an_error_after_the_save_counts_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever sync fails, the sentence is true."""
+    real, said = os.fsync, set()
+    for turn in range(4):
+        smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
+        former, calls = counted(tmp_path), iter(range(99))
+
+        def fsync(handle: int, turn: int = turn, calls: Iterator[int] = calls) -> None:
+            if next(calls) == turn:
+                raise OSError(5, "Input/output error")
+            real(handle)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            with pytest.raises(CheckpointError, match="Input/output error") as error:
+                smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
+        is_new = counted(tmp_path) != former
+        assert ("the new save is whole" in str(error.value)) == is_new
+        assert ("is as it was" in str(error.value)) != is_new
+        assert smt.load(tmp_path, {"v": LINE})["v"].unique().tolist() == [float(is_new)]
+        said.add(is_new)
+    assert said == {False, True}
+
+
 # URLs
 
 
@@ -257,8 +349,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def names_at(url: str) -> list[str]:
-    from shardmath_torch.places import place
-
     return sorted(file.name for file in place(url).iterdir())
 
 
@@ -326,8 +416,6 @@ def test_a_flip_in_an_object_is_found(url: str) -> None:
 @pytest.mark.parametrize("url", ["memory", "s3"], indirect=True)
 def test_a_save_to_a_url_that_fails_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the former one is whole."""
-    from shardmath_torch.places import Remote
-
     smt.save(url, STATE, LAYOUTS)
     before, real = names_at(url), Remote.write_bytes
 
@@ -353,13 +441,26 @@ def test_ranks_save_to_a_url_together(pool: Pool, bucket: str) -> None:
 
 
 def test_what_no_url_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheme that nobody serves, one that needs what is not installed, and a URL that was made a Path."""
+    """A scheme that nobody serves, one that needs what is not installed, a URL that was made a Path, a chain that
+    fsspec takes for a folder, what is no scheme, and an unset variable.
+    """
     monkeypatch.chdir(tmp_path)
     for url, said in {
         "nobody://bucket/x": "served by nothing that is installed",
         "dropbox://bucket/x": "served by nothing that is installed",
         Path("s3://bucket/x"): "lost a slash",
         "s3:/bucket/x": "lost a slash",
+        Path(" s3://bucket/x"): "lost a slash",
+        Path("memory://"): "lost a slash",
+        "file::memory://x": "taken for the local folder",
+        "local::memory://x": "taken for the local folder",
+        "file:///x::memory://y": "taken for the local folder",
+        "my_store://bucket/x": "served by nothing that is installed",
+        " s3://bucket/x": "is a URL of no scheme",
+        "_://x": "is a URL of no scheme",
+        "": "names no folder",
+        " ": "names no folder",
+        "file://": "names no folder",
     }.items():
         with pytest.raises(CheckpointError, match=said):
             smt.save(url, {"v": torch.zeros(6)}, {"v": LINE})
@@ -370,9 +471,22 @@ def test_what_no_url_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert os.listdir(tmp_path) == []
 
 
+def test_a_chain_of_urls_is_no_folder() -> None:
+    assert isinstance(place("async_wrapper::memory://x"), Remote)
+    assert place("file:///x") == Path("/x") == place("local:///x")
+
+
 def test_nothing_at_a_url(url: str) -> None:
     with pytest.raises(sm.ShardError, match="does not exist"):
         smt.load(url, {"v": LINE})
+
+
+def test_a_path_that_could_not_be_loaded_is_not_saved_to(tmp_path: Path) -> None:
+    """torch maps files by names in UTF-8 only."""
+    odd = tmp_path / "\u00e9\udcff"
+    with pytest.raises(CheckpointError, match=r"\\udcff' has bytes that are not UTF-8"):
+        smt.save(odd, {"v": torch.zeros(6)}, {"v": LINE})
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_is_written_to_folders_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
