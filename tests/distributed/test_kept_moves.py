@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 import shardmath as sm
@@ -36,22 +38,31 @@ def test_weight_counts_the_pieces_of_the_busiest_rank(src: str, dst: str) -> Non
 
 
 def test_the_oldest_moves_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many light ones are kept, beyond their weight the latest used; one that is too heavy is kept alone."""
+    """Many light ones are kept, beyond their weight the latest used; one that is too heavy is kept alone.
+
+    To ask for one is not to use it: only what ranks agree on may say which is the latest.
+    """
     made: list[sm.Plan] = []
-    monkeypatch.setattr("shardmath_torch.moves.compile", lambda plan, group: made.append(plan) or object())
+
+    def fake(plan: sm.Plan, group: object) -> Callable[..., None]:
+        made.append(plan)
+        return lambda src, out: None
+
+    monkeypatch.setattr("shardmath_torch.moves.compile", fake)
     pairs = [tuple(sm.Layout((8 * n, 8), MESH, text) for text in ("(tp n) h", "n (tp h)")) for n in range(1, 8)]
     assert len({weight(sm.plan(*pair)) for pair in pairs}) == 1
     moves = Moves(None, most=4 * weight(sm.plan(*pairs[0])))
     first = [moves.between(*pair) for pair in pairs[:4]]
     assert [moves.between(*pair) for pair in pairs[:4]] == first
-    moves.between(*pairs[0])
+    moves.between(*pairs[0])(None, out=None)
+    moves.between(*pairs[1])
     for pair in pairs[4:]:
         moves.between(*pair)
-    assert moves.between(*pairs[0]) is first[0]
+    assert moves.between(*pairs[0]) == first[0]
     assert (len(made), len(moves)) == (7, 4)
-    assert moves.between(*pairs[1]) is not first[1]
+    assert moves.between(*pairs[1]) != first[1]
     alone = Moves(None, most=1)
-    assert alone.between(*pairs[0]) is alone.between(*pairs[0])
+    assert alone.between(*pairs[0]) == alone.between(*pairs[0])
     assert len(alone) == 1
 
 
