@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardmath.box import Box, first_gap, from_slices
 from shardmath.digit import Dimension
@@ -136,19 +137,99 @@ def first_unheld(windows: tuple[Layout, ...]) -> tuple[int, ...] | None:
     return _first_gap(windows[0].shape, tuple(dict.fromkeys(map(_together, windows))))
 
 
-def _first_gap(shape: tuple[int, ...], products: tuple[tuple[_Ranges, ...], ...]) -> tuple[int, ...] | None:
-    """The first element of a tensor that is in none of the products; which ones have a position changes at borders."""
+_Products: TypeAlias = tuple[tuple[_Ranges, ...], ...]
+"""One (ranges of each dimension) a window."""
+GRID = 1 << 24
+"""Numbers that a grid of cells may take at a time, of 4 bytes."""
+
+
+def _first_gap(shape: tuple[int, ...], products: _Products) -> tuple[int, ...] | None:
+    """The first element of a tensor that is in none of the products; no dimension of it is empty.
+
+    What holds a position changes at borders alone, so a cell between borders stands for all of its elements, and its
+    first element is the one sought. A grid of all cells is one product of matrices; where it would be too large, the
+    first dimension is taken border by border.
+    """
+    if not products:
+        return (0,) * len(shape)
     if not shape:
-        return None if products else ()
-    borders = {0, *(x for product in products for span in product[0] for x in span)} - {shape[0]}
-    known: dict[tuple[tuple[_Ranges, ...], ...], tuple[int, ...] | None] = {}
-    for x in sorted(borders):
-        having = tuple(product[1:] for product in products if any(lo <= x < hi for lo, hi in product[0]))
-        if having not in known:
-            known[having] = _first_gap(shape[1:], having)
-        gap = known[having]
+        return None
+    if len(shape) == 1:
+        return _line_gap(shape[0], products)
+    tables = [_ranges(products, d) for d in range(len(shape))]
+    borders = [_borders(size, table) for size, table in zip(shape, tables, strict=True)]
+    cells = [len(each) for each in borders]
+    if (len(products) + cells[0]) * math.prod(cells[1:]) + len(products) * sum(cells) <= GRID:
+        return _grid_gap(borders, tables, len(products))
+    return _slab_gap(shape, products, borders[0], tables[0])
+
+
+class _Table(NamedTuple):
+    """The ranges of one dimension of all products, and whose they are: arrays (ranges)."""
+
+    lo: Ints
+    hi: Ints
+    owner: Ints
+
+
+def _ranges(products: _Products, dimension: int) -> _Table:
+    each = [product[dimension] for product in products]
+    table = np.array([ends for ranges in each for ends in ranges], np.int64).reshape(-1, 2)
+    return _Table(table[:, 0], table[:, 1], np.repeat(np.arange(len(each)), [len(ranges) for ranges in each]))
+
+
+def _borders(size: int, table: _Table) -> Ints:
+    """Where cells begin, ascending, 0 first."""
+    found = np.unique(np.concatenate(([0], table.lo, table.hi)))
+    return found[found < size]
+
+
+def _line_gap(size: int, products: _Products) -> tuple[int] | None:
+    """In one dimension: the first place up to which ranges reach, and where none begins."""
+    lo, hi, _ = _ranges(products, 0)
+    order = np.argsort(lo)
+    reach = np.maximum.accumulate(np.append(0, hi[order]))
+    gaps = np.flatnonzero(np.append(lo[order], size) > reach)
+    return (int(reach[gaps[0]]),) if len(gaps) else None
+
+
+def _grid_gap(borders: list[Ints], tables: list[_Table], count: int) -> tuple[int, ...] | None:
+    """By how many products hold each cell: exact in float32, of which whole numbers up to 2^24 are."""
+    first, *others = (_marks(*each, count) for each in zip(borders, tables, strict=True))
+    rest = np.ones((count, 1), np.float32)
+    for marks in others:
+        rest = (rest[:, :, None] * marks[:, None, :]).reshape(count, -1)
+    bare = first.T @ rest == 0
+    at = int(bare.argmax())
+    if not bare.flat[at]:
+        return None
+    where = np.unravel_index(at, [len(each) for each in borders])
+    return tuple(int(each[i]) for each, i in zip(borders, where, strict=True))
+
+
+def _marks(borders: Ints, table: _Table, count: int) -> NDArray[np.float32]:
+    """1 where a product holds a cell of the dimension: (products, cells)."""
+    steps = np.zeros((count, len(borders) + 1), np.float32)
+    np.add.at(steps, (table.owner, np.searchsorted(borders, table.lo)), 1)
+    np.add.at(steps, (table.owner, np.searchsorted(borders, table.hi)), -1)
+    return steps[:, :-1].cumsum(axis=1, dtype=np.float32)
+
+
+def _slab_gap(shape: tuple[int, ...], products: _Products, borders: Ints, table: _Table) -> tuple[int, ...] | None:
+    """By the products that hold each border of the first dimension; the same ones are looked at once."""
+    number: dict[tuple[_Ranges, ...], int] = {}
+    rest = np.array([number.setdefault(product[1:], len(number)) for product in products], np.int64)
+    distinct, whole = tuple(number), set[bytes]()
+    for x in borders.tolist():
+        having = np.zeros(len(distinct), bool)
+        having[rest[table.owner[(table.lo <= x) & (x < table.hi)]]] = True
+        key = np.packbits(having).tobytes()
+        if key in whole:
+            continue
+        gap = _first_gap(shape[1:], tuple(distinct[i] for i in np.flatnonzero(having).tolist()))
         if gap is not None:
             return (x, *gap)
+        whole.add(key)
     return None
 
 

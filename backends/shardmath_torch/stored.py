@@ -3,7 +3,8 @@
 1. Read are ours, those of torch.distributed.checkpoint, and safetensors: Hugging Face's, or torch's shards of them.
 2. Ours is a folder with torch's own `.metadata`, the index behind it in the same file (`sealed`). `shardmath.json` is
    a copy of the index: one that says otherwise of the same save is an error, one of another save is older. It counts
-   where there is no `.metadata`. Where torch has saved over a checkpoint of ours, its `.metadata` has no index of ours.
+   where there is no `.metadata`. Where torch has saved over a checkpoint of ours, its `.metadata` has no index of ours,
+   and names none of our files: one that does has been cut.
 3. Nothing is read here but indices and headers, and nothing is believed before it is checked: the boxes of a tensor
    have every element once, and files are as long as they should be (`check`).
 4. A box in an archive of torch.save may be other than the metadata says: torch writes wrong metadata for uneven
@@ -211,12 +212,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Reads indices and headers only. Raises CheckpointError or WeightsError, naming the file.
     """
     try:
-        return _opened(place(path))
+        return _opened(_absolute(place(path)))
     except ShardError:
         raise
     except (LookupError, OSError, OverflowError, RecursionError, TypeError, ValueError, AttributeError) as error:
         fault = f"{type(error).__name__}: {str(error)[:200]}"
         raise CheckpointError(f"{path} is no checkpoint, or a damaged one ({fault}); fetch it again") from error
+
+
+def _absolute(path: Place) -> Place:
+    """The same place wherever the process goes later."""
+    return path.absolute() if isinstance(path, Path) else path
 
 
 def _opened(path: Place) -> Checkpoint:
@@ -225,7 +231,9 @@ def _opened(path: Place) -> Checkpoint:
     if metadata is not None:
         sealed = unseal(metadata, path / METADATA)
         if sealed is None:
-            return _torchs(path, read_metadata(metadata, path / METADATA), _digest(metadata))
+            found = _torchs(path, read_metadata(metadata, path / METADATA), _digest(metadata))
+            _check_torchs(path / METADATA, found)
+            return found
         index = _index(path / METADATA, sealed.json.encode())
         _check_copy(path / INDEX, copy, sealed)
         return _ours(path, index, _digest(metadata))
@@ -235,6 +243,17 @@ def _opened(path: Place) -> Checkpoint:
             raise CheckpointError(f"{path / INDEX} is damaged: its checksum does not hold; fetch it again")
         return _ours(path, index, _digest(copy))
     return _weights(path)
+
+
+def _check_torchs(file: Place, found: Checkpoint) -> None:
+    """Raises CheckpointError for metadata without marks of ours that speak of our data: they are cut.
+
+    torch never writes files that are called like ours, even where its storage is used with our planners.
+    """
+    ours = next((p for saved in found.tensors.values() for p in saved.pieces if FILE.fullmatch(p.file.name)), None)
+    if ours is not None:
+        what = f"{file} is damaged: it names {ours.file.name}, and ends before the checksums that belong to it"
+        raise CheckpointError(f"{what}; fetch it again, or remove it to load by the index beside it")
 
 
 def _check_copy(file: Place, copy: bytes | None, sealed: Sealed) -> None:
@@ -296,17 +315,19 @@ def _index(file: Place, text: bytes) -> dict[str, Any]:
 
 
 def _ours(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
-    files = [(_inside(path, name), _count(size)) for name, size in index["files"]]
-    tensors = {name: _saved([file for file, _ in files], *entry) for name, entry in index["tensors"].items()}
-    return Checkpoint(path, tensors, _blobs(index["blobs"], tensors), dict(files), digest)
+    sizes = [(_inside(path, name), _count(size)) for name, size in index["files"]]
+    files = [file for file, _ in sizes]
+    tensors = {name: _saved(files, *entry) for name, entry in index["tensors"].items()}
+    return Checkpoint(path, tensors, _blobs(index["blobs"], tensors), dict(sizes), digest)
 
 
 def _blobs(found: Any, tensors: Mapping[str, Saved]) -> dict[str, dict[int, str]]:
     """The stored names of ranks' bytes, every one of them there."""
-    out = {str(name): {int(rank): str(key) for rank, key in by_rank.items()} for name, by_rank in found.items()}
+    out = {_name(name): {_rank(rank): _name(key) for rank, key in by_rank.items()} for name, by_rank in found.items()}
     missing = [key for by_rank in out.values() for key in by_rank.values() if key not in tensors]
     if missing or not all(out.values()):
-        raise CheckpointError(f"bytes of ranks are said to be under {missing[:3]}, where nothing is; fetch it again")
+        what = f"bytes of ranks are said to be under {shown(missing[:3])}"
+        raise CheckpointError(f"{what}, where nothing is; fetch it again")
     return out
 
 
@@ -331,6 +352,17 @@ def _count(n: object) -> int:
     if type(n) is not int or not 0 <= n <= MOST:
         raise ValueError(f"{shown(n)} is no count")
     return n
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{shown(name)} is no name")
+    return name
+
+
+def _rank(rank: object) -> int:
+    """A rank, which is text where it is a key of JSON."""
+    return _count(int(rank) if isinstance(rank, str) else rank)
 
 
 def _inside(folder: Place, name: object) -> Place:
@@ -390,7 +422,7 @@ def _chunks(path: Place, name: str, md: TensorStorageMetadata, places: _Places) 
 
 def _file(path: Place, name: str, info: Any) -> Place:
     if getattr(info, "transform_descriptors", None):
-        what = f"{path}: {name!r} is stored through {list(info.transform_descriptors)}"
+        what = f"{path}: {shown(name)} is stored through {shown(info.transform_descriptors)}"
         raise CheckpointError(f"{what}, extensions of torch that are not read here; save it without them")
     return _inside(path, info.relative_path)
 

@@ -8,6 +8,8 @@
 4. Time and memory are in proportion to the file's length. So torch's own pickles say what instructions there may be;
    Python's reader keeps its memo in a dict, where C's takes an array as long as the largest number asked for; and
    before anything is hashed or called it is looked at: tuples of tuples that share parts take 2^n steps to hash.
+5. Attributes are set of the parts of metadata alone. That can make a key another than was looked at, so what is hashed
+   or shown of metadata later, names and types among it, is looked at when all is read.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from shardmath_torch.archive import CheckpointError
 from shardmath_torch.json_text import shown
@@ -77,6 +79,10 @@ class _Unpickler(_Python):  # type: ignore[misc]
         _check_all("calls something with", self.stack[-1], _is_argument)
         super().load_reduce()
 
+    def load_build(self) -> None:
+        _check_all("sets attributes of", self.stack[-2:-1], _is_part)
+        super().load_build()
+
     def load_setitem(self) -> None:
         _check_all("has a key", self.stack[-2:-1], _is_key)
         super().load_setitem()
@@ -91,6 +97,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
 
     dispatch |= {
         pickle.REDUCE[0]: load_reduce,
+        pickle.BUILD[0]: load_build,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
         pickle.DICT[0]: load_dict,
@@ -119,6 +126,20 @@ def _is_key(value: object) -> bool:
     return _is_argument(value)
 
 
+def _is_part(value: object) -> bool:
+    """Whether it was made for this reading: classes, and members of enumerations, are there for everybody."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _check_metadata(found: Metadata) -> None:
+    """Raises UnpicklingError for what no metadata has among what is hashed, compared or shown of them later."""
+    _check_all("has a key", found.storage_data or (), _is_key)
+    parts = found.state_dict_metadata
+    _check_all("has a name", parts, lambda name: isinstance(name, str))
+    types = (part.properties.dtype for part in parts.values() if isinstance(part, TensorStorageMetadata))
+    _check_all("has a type", types, lambda dtype: isinstance(dtype, torch.dtype))
+
+
 def _copy(found: Any) -> Any:
     """Something that does the same."""
     if isinstance(found, type) and dataclasses.is_dataclass(found):
@@ -133,8 +154,8 @@ def read_metadata(text: bytes, where: object) -> Metadata:
     """
     try:
         found = _Unpickler(io.BytesIO(text)).load()
-        if isinstance(found, Metadata):  # what a key is may have changed since it was looked at
-            _check_all("has a key", found.storage_data or (), _is_key)
+        if isinstance(found, Metadata):
+            _check_metadata(found)
     except Exception as error:
         what = f"{where} is no metadata of torch.distributed.checkpoint: {str(error)[:300]}"
         raise CheckpointError(

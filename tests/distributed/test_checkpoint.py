@@ -23,6 +23,7 @@ from shardmath.store import flat_windows
 from shardmath_torch import archive
 from shardmath_torch.archive import CheckpointError
 from shardmath_torch.loading import LoadPlanner, Reader
+from shardmath_torch.sealed import BEGIN
 from shardmath_torch.stored import open_checkpoint
 from tests.distributed import checkpoints as work
 from tests.distributed.pool import Pool
@@ -605,6 +606,32 @@ def test_damage_is_found_and_named(tmp_path: Path, how: str) -> None:
     with pytest.raises(CheckpointError) as error:
         smt.load(tmp_path, {"w": LINE})
     assert str(tmp_path) in str(error.value) or "data file" in str(error.value)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 16])
+def test_metadata_that_are_cut_behind_what_torch_reads(tmp_path: Path, kept: int) -> None:
+    """They are ours, so they are not taken for torch's, which have no checksums; the index beside them is whole."""
+    smt.save(tmp_path, {"w": torch.arange(6.0)}, {"w": LINE})
+    file = tmp_path / ".metadata"
+    text = file.read_bytes()
+    file.write_bytes(text[: text.index(BEGIN) + kept])
+    with pytest.raises(CheckpointError, match="ends before the checksums"):
+        smt.open_checkpoint(tmp_path)
+    file.unlink()
+    assert smt.load(tmp_path, {"w": LINE})["w"].equal(torch.arange(6.0))
+
+
+@pytest.mark.parametrize("write", [smt.save, smt.export])
+def test_a_folder_that_was_opened_stays_the_same(tmp_path: Path, write: Any, monkeypatch: Any) -> None:
+    """Also where it was named from a folder that the process has left."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        write("w", {"w": torch.full((6,), float(len(name)))}, {"w": LINE})
+    monkeypatch.chdir(tmp_path / "one")
+    opened = smt.open_checkpoint("w")
+    monkeypatch.chdir(tmp_path / "other")
+    assert smt.load(opened, {"w": LINE})["w"].equal(torch.full((6,), 3.0))
 
 
 class Evil:

@@ -9,6 +9,7 @@ import io
 import json
 import pickle
 import struct
+import time
 import zipfile
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.json_text import read_json, shown
+from shardmath_torch.sealed import signed
 from shardmath_torch.unpickled import read_metadata
 
 LINE = sm.Layout((6,), sm.Mesh(), "n")
@@ -152,6 +154,71 @@ def test_an_index_that_is_changed_after_it_was_a_key() -> None:
     spoilt = b"X\x01\x00\x00\x00xh\xf0}X\x03\x00\x00\x00fqn" + DEEP + b"sb"
     with pytest.raises(sm.ShardError, match="has a key"):
         read_metadata(text + spoilt + b"ub.", "here")
+
+
+METADATA = b"ctorch.distributed.checkpoint.metadata\n"
+
+
+def test_a_name_that_is_changed_after_it_was_a_key(tmp_path: Path) -> None:
+    """Names are hashed again where they are sought."""
+    text = b"\x80\x02](" + nested(60) + b"e" + METADATA + b"Metadata\n)\x81}("
+    index = METADATA + b"MetadataIndex\n)\x81q\xf0}(X\x03\x00\x00\x00fqnX\x01\x00\x00\x00w"
+    index += b"X\x06\x00\x00\x00offsetNX\x05\x00\x00\x00indexNub"
+    text += b"X\x13\x00\x00\x00state_dict_metadata}" + index + b"NsX\x0c\x00\x00\x00storage_data"
+    spoilt = b"X\x01\x00\x00\x00xh\xf0}X\x06\x00\x00\x00offset" + DEEP + b"sb"
+    (tmp_path / ".metadata").write_bytes(text + b"}" + spoilt + b"ub.")
+    fails(tmp_path, "has a name")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [METADATA + b"MetadataIndex\n", METADATA + b"_MEM_FORMAT_ENCODING\nK\x00\x85R", b"ctorch\nfloat32\n"],
+    ids=["a class", "a member of an enumeration", "a type of elements"],
+)
+def test_attributes_of_what_is_there_for_everybody(what: bytes) -> None:
+    """A class with methods of a pickle's choice may be a sequence without an end."""
+    with pytest.raises(sm.ShardError, match="sets attributes"):
+        read_metadata(b"\x80\x02" + what + b"}X\x01\x00\x00\x00xNsb.", "here")
+
+
+def deep(depth: int = 60) -> object:
+    """A tuple of two references to a tuple of two references."""
+    out: object = (1, 2)
+    for _ in range(depth):
+        out = (out, out)
+    return out
+
+
+@pytest.mark.parametrize("where", ["type", "transforms", "blob", "blobs", "rank", "digits"])
+def test_values_that_would_take_for_ever(tmp_path: Path, where: str) -> None:
+    """Where they are compared or shown, not only where they are hashed."""
+    by_torch({"w": torch.arange(6.0)}, checkpoint_id=tmp_path, no_dist=True)
+    found = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (info,) = found.storage_data.values()
+    if where == "type":
+        found.state_dict_metadata["w"].properties.dtype = deep()
+    elif where == "transforms":
+        info.transform_descriptors = deep()
+    else:
+        ranks = {"blob": {0: deep()}, "blobs": deep(), "rank": {None: "w"}, "digits": {"9" * 4000: "w"}}
+        found.planner_data = {"shardmath.blobs": {"x": ranks[where]}}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    fails(tmp_path)
+
+
+def test_an_index_of_many_files(tmp_path: Path) -> None:
+    """In proportion to files and tensors, not to their product."""
+    index = {
+        "shardmath": 2,
+        "save": "0" * 12,
+        "files": [[f"f{i}", 0] for i in range(25_000)],
+        "tensors": {f"t{i}": ["float32", [0], [[0, 0, [0], [0], ""]]] for i in range(25_000)},
+        "blobs": {},
+    }
+    (tmp_path / "shardmath.json").write_text(signed(json.dumps(index)))
+    begun = time.process_time()
+    assert len(smt.open_checkpoint(tmp_path)) == 25_000
+    assert time.process_time() - begun < 6
 
 
 def test_metadata_of_torch_are_still_read(tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from dataclasses import dataclass, replace
+from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, PlanError, Shard, Table, adjoint, plan, schedule, testing, verify
+from shardmath import Layout, Mesh, PlanError, Shard, Table, adjoint, cover, plan, schedule, testing, verify
 from shardmath.cover import cells_held, check_disjoint, first_unheld, holds_all, meeting
 from shardmath.layout import window
 from shardmath.runs import Runs, from_ranges
@@ -243,9 +246,9 @@ def test_a_plan_that_is_wrong_of_it_is_refused(fails) -> None:
     fails(lambda: verify(schedule(wrong)), PlanError, says)
 
 
-@given(testing.layouts(), testing.meshes(), st.data())
-def test_what_is_held_together(layout: Layout, mesh: Mesh, data: st.DataObject) -> None:
-    """Windows of any boxes, against the sets of their elements."""
+@given(testing.layouts(), testing.meshes(), st.sampled_from([0, 30, cover.GRID]), st.data())
+def test_what_is_held_together(layout: Layout, mesh: Mesh, grid: int, data: st.DataObject) -> None:
+    """Windows of any boxes, against the sets of their elements; whatever room there is for a grid."""
     others = data.draw(testing.layouts(layout.shape, mesh))
     boxes = data.draw(st.lists(testing.boxes(layout.shape), min_size=1, max_size=4))
     whole = tuple((0, n) for n in layout.shape)
@@ -253,8 +256,27 @@ def test_what_is_held_together(layout: Layout, mesh: Mesh, data: st.DataObject) 
     for held in (windows, data.draw(testing.tilings(layout)), (window(layout, whole),)):
         mine = {x for one in held for r in one.mesh.ranks for x in _elements(one, r)}
         missing = set(itertools.product(*map(range, layout.shape))) - mine
-        assert first_unheld(held) == min(missing, default=None)
+        with mock.patch.object(cover, "GRID", grid):
+            assert first_unheld(held) == min(missing, default=None)
         assert holds_all(held) == (not missing)
+
+
+@pytest.mark.parametrize(("ndim", "count"), [(1, 2000), (2, 1000), (3, 120)])
+def test_many_windows_that_overlap(ndim: int, count: int) -> None:
+    """There are up to (2 windows)^dimensions cells between borders."""
+    numbers, size = np.random.default_rng(0), 100_000
+    layout = Layout((size,) * ndim, Mesh(), "...", dtype="uint8")
+    sides = np.sort(numbers.integers(0, size, (count, ndim, 2)), axis=2).tolist()
+    last = size - 1
+    upper = [(0, last), *[(0, size)] * (ndim - 1)]
+    lower = [(last, size), *[(0, size)] * (ndim - 2), (0, last)]
+    boxes = [upper, lower] if ndim > 1 else [upper]
+    windows = tuple(window(layout, box) for box in [*map(tuple, sides), *boxes])
+    begun = time.process_time()
+    assert first_unheld(windows) == (last, *[0] * (ndim - 2), last)[-ndim:]
+    whole = (*windows, window(layout, [(last, size)] * ndim), window(layout, [(last, size), *[(0, size)] * (ndim - 1)]))
+    assert first_unheld(whole) is None
+    assert time.process_time() - begun < 4
 
 
 def test_parts_that_lie_in_many_pieces() -> None:
