@@ -67,9 +67,10 @@ class Turns:
     def check_name(self, name: str) -> None:
         """Raises ExchangeError if two threads that are both alive go by one name."""
         here = threading.current_thread()
+        twins = [one for one in threading.enumerate() if one.name == name and here.name == name]
         self._names = {n: ref for n, ref in self._names.items() if _lives(ref())}
         known = self._names.setdefault(name, weakref.ref(here))()
-        if known is not here:
+        if known is not here or len(twins) > 1:
             what = f"two threads of this rank are called {name!r}, and ranks pair calls by name"
             raise ExchangeError(f"{what}; name them apart, or give each a group of its own")
 

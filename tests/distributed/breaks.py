@@ -339,13 +339,15 @@ def namesakes(rank: int) -> list[Said]:
     rows = Rows(rank, 8, 16)
     move, shared = smt.compile(rows.plan, timeout=20.0), smt.compile(rows.plan, timeout=20.0, thread="refit")
     said: list[Said] = []
-    done = threading.Event()
+    begun, done = threading.Event(), threading.Event()
 
     def first() -> None:
+        begun.wait(20.0)
         said.append(ends(lambda: move(rows.src, out=rows.out)))
         done.wait(20.0)
 
     def second() -> None:
+        begun.set()
         while not said:
             time.sleep(0.001)
         said.append(ends(lambda: move(rows.src, out=rows.out)))
