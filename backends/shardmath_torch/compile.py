@@ -134,6 +134,7 @@ def _compile(party: Party, plan: Plan | Program, settings: _Settings) -> Mover:
     if look is not None:  # then all that is worded here is what it should be
         claim = f"compile({called(plan)}, {settings.text}){in_thread(settings.thread)}"
     hosts = compat.serves(compat.store_of(party.group))
+    # A ballot has one number: the nonce in its upper half, then the peers, then whether this rank serves the store.
     nonce = secrets.randbits(30) << 32
     ballots = party.vote(Ballot(claim, nonce + 2 * peers + hosts, objection))
     party.turns.nonce = party.turns.nonce or f"{ballots[0].number >> 32:x}"

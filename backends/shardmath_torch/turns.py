@@ -67,6 +67,7 @@ class Turns:
     def check_name(self, name: str) -> None:
         """Raises ExchangeError if two threads that are both alive go by one name."""
         here = threading.current_thread()
+        # A thread that lives and has not moved yet counts too: it may have done so first on another rank.
         twins = [one for one in threading.enumerate() if one.name == name and here.name == name]
         self._names = {n: ref for n, ref in self._names.items() if _lives(ref())}
         known = self._names.setdefault(name, weakref.ref(here))()
