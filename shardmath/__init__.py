@@ -7,8 +7,9 @@ need is imported when it is first asked for.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shardmath.adjoint import adjoint
-from shardmath.errors import (
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.runs import Runs
+from shardmath.base.errors import (
     ExchangeError,
     LayoutError,
     MeshError,
@@ -20,10 +21,10 @@ from shardmath.errors import (
     ShardError,
     StoreError,
 )
-from shardmath.layout import Layout, equivalent
-from shardmath.memo import clear_caches
-from shardmath.mesh import Mesh
-from shardmath.placement import (
+from shardmath.base.memo import clear_caches
+from shardmath.flows.topology import Topology
+from shardmath.layouts.layout import Layout, equivalent
+from shardmath.layouts.placement import (
     Balanced,
     BlockCyclic,
     Packed,
@@ -35,32 +36,31 @@ from shardmath.placement import (
     StridedShard,
     Table,
 )
-from shardmath.plan import Plan, Transfer, plan
-from shardmath.runs import Runs
-from shardmath.simulate import simulate
-from shardmath.topology import Topology
-from shardmath.verify import verify
+from shardmath.plans.adjoint import adjoint
+from shardmath.plans.plan import Plan, Transfer, plan
+from shardmath.proofs.simulate import simulate
+from shardmath.proofs.verify import verify
 
 if TYPE_CHECKING:
-    from shardmath.certificate import certify, crossing_bytes
-    from shardmath.collectives import Collective, recognise
-    from shardmath.cost import Certificate
-    from shardmath.program import Program
-    from shardmath.relabelling import Relabelling, relabel
-    from shardmath.scheduling import schedule
+    from shardmath.flows.bound import Certificate
+    from shardmath.plans.relabelling import Relabelling, relabel
+    from shardmath.programs.certify import certify, crossing_bytes
+    from shardmath.programs.collectives import Collective, recognise
+    from shardmath.programs.program import Program
+    from shardmath.programs.scheduling import schedule
 
     __version__: str
 
 LATE = {
-    "Certificate": "cost",
-    "Collective": "collectives",
-    "Program": "program",
-    "Relabelling": "relabelling",
-    "certify": "certificate",
-    "crossing_bytes": "certificate",
-    "recognise": "collectives",
-    "relabel": "relabelling",
-    "schedule": "scheduling",
+    "Certificate": "flows.bound",
+    "Collective": "programs.collectives",
+    "Program": "programs.program",
+    "Relabelling": "plans.relabelling",
+    "certify": "programs.certify",
+    "crossing_bytes": "programs.certify",
+    "recognise": "programs.collectives",
+    "relabel": "plans.relabelling",
+    "schedule": "programs.scheduling",
 }
 """Where names are that are imported on use; no module has the name of what it gives, which would hide it."""
 

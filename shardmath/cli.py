@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 import shardmath
-from shardmath.cover import first_unheld
-from shardmath.errors import ShardError
-from shardmath.layout import Layout
-from shardmath.plan import Plan, plan
-from shardmath.rules import parse_mesh
-from shardmath.show import show
-from shardmath.verify import verify
+from shardmath.base.errors import ShardError
+from shardmath.families.rules import parse_mesh
+from shardmath.layouts.layout import Layout
+from shardmath.pictures.text import show
+from shardmath.plans.cover import first_unheld
+from shardmath.plans.plan import Plan, plan
+from shardmath.proofs.verify import verify
 
 __all__ = ["main"]
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardmath.plan import Transfer
+from shardmath.plans.plan import Transfer
 from shardmath_torch import dtypes
-from shardmath_torch.cells import held
-from shardmath_torch.wire import Task
+from shardmath_torch.exchange.cells import held
+from shardmath_torch.exchange.task import Task
 
 __all__ = ["Broadcast"]
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmath_torch.agreement.wire import PeerFailure, Pending, check_torchs
 from shardmath_torch.compat import Group
-from shardmath_torch.wire import PeerFailure, Pending, check_torchs
 
 __all__ = ["GlooWire"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shardmath_nccl.exchange import cuda_exchange
 from shardmath_nccl.wire import NcclWire
-from shardmath_torch.wire import Engine, Task
+from shardmath_torch.exchange.task import Engine, Task
 
 __all__ = ["ENGINES", "open_wire"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardmath_torch.exchange import Exchange
-from shardmath_torch.staging import Fence
-from shardmath_torch.wire import Task
+from shardmath_torch.exchange.engine import Exchange
+from shardmath_torch.exchange.staging import Fence
+from shardmath_torch.exchange.task import Task
 
 __all__ = ["cuda_exchange"]
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmath_torch.agreement.wire import PeerFailure, check_torchs
 from shardmath_torch.compat import Group
-from shardmath_torch.wire import PeerFailure, check_torchs
 
 __all__ = ["NcclWire"]
 

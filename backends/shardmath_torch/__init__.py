@@ -13,18 +13,18 @@ export(path, module)                        # whole, as transformers and engines
 
 from __future__ import annotations
 
-from shardmath_torch.archive import CheckpointError
-from shardmath_torch.checkpoint import load, save
-from shardmath_torch.compile import Mover, compile
-from shardmath_torch.dtensor import from_dtensor, to_dtensor
-from shardmath_torch.export import export
-from shardmath_torch.modules import layout_of
-from shardmath_torch.redistribute import redistribute
-from shardmath_torch.scales import amax
-from shardmath_torch.stored import open_checkpoint
-from shardmath_torch.styles import Fused
-from shardmath_torch.tensor_parallel import set_device_mesh
-from shardmath_torch.training import load_state, load_weights, save_state, state_of
+from shardmath_torch.checkpoints.checkpoint import load, save
+from shardmath_torch.checkpoints.export import export
+from shardmath_torch.checkpoints.stored import open_checkpoint
+from shardmath_torch.checkpoints.training import load_state, load_weights, save_state, state_of
+from shardmath_torch.dtensors.dtensor import from_dtensor, to_dtensor
+from shardmath_torch.dtensors.modules import layout_of
+from shardmath_torch.dtensors.redistribute import redistribute
+from shardmath_torch.dtensors.scales import amax
+from shardmath_torch.dtensors.styles import Fused
+from shardmath_torch.dtensors.tensor_parallel import set_device_mesh
+from shardmath_torch.exchange.compile import Mover, compile
+from shardmath_torch.files.archive import CheckpointError
 
 __all__ = [
     "CheckpointError",

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardmath.errors import ExchangeError
+from shardmath.base.errors import ExchangeError
 
 __all__ = [
     "Components",

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardmath import dtypes
-from shardmath.memo import memo
+from shardmath.base import dtypes
+from shardmath.base.memo import memo
 
 __all__ = ["divide", "dtype_of", "fill", "flat", "fold", "missing", "words"]
 

@@ -18,6 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from shardmath.base.errors import ParamLayoutError
+from shardmath.base.given import instance, plural
+from shardmath.base.integers import whole
 from shardmath.buffers.param import (
     START,
     Param,
@@ -29,9 +32,6 @@ from shardmath.buffers.param import (
     up,
 )
 from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
-from shardmath.errors import ParamLayoutError
-from shardmath.given import instance, plural
-from shardmath.whole import whole
 
 __all__ = ["data_parallel", "default_bucket_size", "distributed_optimizer", "nvfp4_packed"]
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from shardmath import dtypes
+from shardmath.base import dtypes
+from shardmath.base.errors import ParamLayoutError
 from shardmath.buffers.param import Param, checked_bucket_size, flag, forward, positive, up
 from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
-from shardmath.errors import ParamLayoutError
 
 __all__ = ["flat_parameter", "megatron_fsdp", "zero"]
 

@@ -17,13 +17,13 @@ import functools
 import inspect
 from collections.abc import Iterable, Mapping
 
+from shardmath.base.errors import ParamLayoutError
+from shardmath.base.given import instance
+from shardmath.base.memo import memo
 from shardmath.buffers.ddp import distributed_optimizer
 from shardmath.buffers.layer_wise import layer_wise
 from shardmath.buffers.param import Param, flag, forward, numbered
 from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout, Rule
-from shardmath.errors import ParamLayoutError
-from shardmath.given import instance
-from shardmath.memo import memo
 
 __all__ = ["full_layout"]
 

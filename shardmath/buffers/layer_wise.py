@@ -25,9 +25,9 @@ import math
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
+from shardmath.base.errors import ParamLayoutError
 from shardmath.buffers.param import START, Param, bucket_end_divisor, checked_bucket_size, forward, up
 from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
-from shardmath.errors import ParamLayoutError
 
 __all__ = ["layer_wise"]
 

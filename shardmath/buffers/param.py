@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardmath import dtypes
-from shardmath.errors import ParamLayoutError
-from shardmath.given import known, listed, shown, text
-from shardmath.whole import whole
+from shardmath.base import dtypes
+from shardmath.base.errors import ParamLayoutError
+from shardmath.base.given import known, listed, shown, text
+from shardmath.base.integers import whole
 
 __all__ = [
     "START",

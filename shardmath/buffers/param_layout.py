@@ -24,11 +24,11 @@ from typing import TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath import dtypes
+from shardmath.base import dtypes
+from shardmath.base.errors import ParamLayoutError
+from shardmath.base.given import listed, mapping, plural, shown
+from shardmath.base.integers import whole
 from shardmath.buffers.param import Param, flag, named, numbered, positive
-from shardmath.errors import ParamLayoutError
-from shardmath.given import listed, mapping, plural, shown
-from shardmath.whole import whole
 
 __all__ = ["BufferKey", "FullParamLayout", "PerBufferParamLayout", "Placed", "Rule", "laid_out"]
 

@@ -25,17 +25,17 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias, overload
 
-from shardmath.box import flat_boxes, volume
+from shardmath.algebra.box import flat_boxes, volume
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.runs import Runs, compose, from_ranges, identity
+from shardmath.base.errors import ParamLayoutError
+from shardmath.base.given import instance, known, listed, mapping, shown
+from shardmath.base.integers import whole
 from shardmath.buffers.param import Param, forward, positive
 from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
-from shardmath.errors import ParamLayoutError
-from shardmath.given import instance, known, listed, mapping, shown
-from shardmath.layout import Layout
-from shardmath.mesh import Mesh
-from shardmath.placement import Ragged
-from shardmath.runs import Runs, compose, from_ranges, identity
-from shardmath.store import Store, View, local_name
-from shardmath.whole import whole
+from shardmath.layouts.layout import Layout
+from shardmath.layouts.placement import Ragged
+from shardmath.layouts.store import Store, View, local_name
 
 __all__ = [
     "SHARD",

@@ -26,10 +26,10 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
-from shardmath.errors import LayoutError, ShardError
-from shardmath.layout import Layout
-from shardmath.memo import memo
-from shardmath.mesh import Mesh
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.errors import LayoutError, ShardError
+from shardmath.base.memo import memo
+from shardmath.layouts.layout import Layout
 
 __all__ = [
     "BIAS",

@@ -33,10 +33,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardmath.errors import LayoutError, MeshError
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.errors import LayoutError, MeshError
 from shardmath.families.hf import Place, Shapes, cell, expert_counts, is_expert, layouts, numbers, tp_text
-from shardmath.layout import Layout
-from shardmath.mesh import Mesh
+from shardmath.layouts.layout import Layout
 
 __all__ = ["trainer"]
 

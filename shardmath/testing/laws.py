@@ -14,22 +14,22 @@ from typing import Any, cast
 import hypothesis.strategies as st
 import numpy as np
 
-from shardmath.adjoint import adjoint
-from shardmath.digit import Rule, pieces_runs, stage_runs
-from shardmath.errors import PlanError
-from shardmath.layout import Layout, equivalent, relabelled, sliced, transposed
-from shardmath.layout import cast as cast_layout
-from shardmath.mesh import Mesh
-from shardmath.partition import Ints
-from shardmath.placement import Placement, Shard, Table, check_protocol
-from shardmath.plan import Plan, Side, plan
-from shardmath.reduction import reduction
-from shardmath.runs import Runs, compose, invert
-from shardmath.simulate import simulate
-from shardmath.store import local_tensors
+from shardmath.algebra.dimension import Rule, pieces_runs, stage_runs
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.runs import Runs, compose, invert
+from shardmath.base.arrays import Ints
+from shardmath.base.errors import PlanError
+from shardmath.layouts.layout import Layout, equivalent, relabelled, sliced, transposed
+from shardmath.layouts.layout import cast as cast_layout
+from shardmath.layouts.placement import Placement, Shard, Table, check_protocol
+from shardmath.layouts.store import local_tensors
+from shardmath.plans.adjoint import adjoint
+from shardmath.plans.plan import Plan, Side, plan
+from shardmath.plans.reduction import reduction
+from shardmath.proofs.simulate import simulate
+from shardmath.proofs.verify import verify
 from shardmath.testing.oracle import Array, addends, distribute, run, value
 from shardmath.testing.strategies import boxes, layouts, lengths, pairs, parts, runs, tilings, trees
-from shardmath.verify import verify
 
 __all__ = ["LAWS", "PLACEMENT_LAWS", "Law", "check_placement"]
 

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath.layout import Layout
-from shardmath.plan import Plan
-from shardmath.simulate import FOLD, simulate
+from shardmath.layouts.layout import Layout
+from shardmath.plans.plan import Plan
+from shardmath.proofs.simulate import FOLD, simulate
 
 __all__ = ["Array", "addends", "distribute", "run", "value"]
 

@@ -13,10 +13,11 @@ from typing import TypeAlias
 
 import hypothesis.strategies as st
 
-from shardmath.box import Box
-from shardmath.layout import Layout, window
-from shardmath.mesh import Mesh
-from shardmath.placement import (
+from shardmath.algebra.box import Box
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.runs import Runs, from_ranges, identity
+from shardmath.layouts.layout import Layout, window
+from shardmath.layouts.placement import (
     Balanced,
     BlockCyclic,
     Packed,
@@ -29,7 +30,6 @@ from shardmath.placement import (
     StridedShard,
     Table,
 )
-from shardmath.runs import Runs, from_ranges, identity
 
 __all__ = [
     "boxes",

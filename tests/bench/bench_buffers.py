@@ -17,8 +17,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shardmath import buffers
-from shardmath.buffer_map import share
-from shardmath_torch.shapes import (
+from shardmath.pictures.buffer_map import share
+from shardmath_torch.models.shapes import (
     DEEPSEEK_V3,
     NEMOTRON_NANO,
     NEMOTRON_SUPER,

@@ -1,4 +1,4 @@
-"""`shardmath_torch.redistribute` beside DTensor.redistribute, on gloo, in one run.
+"""`shardmath_torch.dtensors.redistribute` beside DTensor.redistribute, on gloo, in one run.
 
     python tests/bench/bench_redistribute.py [megabytes] [repeats]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shardmath.show import table
+from shardmath.pictures.text import table
 
 
 class Row(NamedTuple):

@@ -12,8 +12,7 @@ from functools import cache
 from typing import TypeAlias
 
 import shardmath as sm
-from shardmath import rules
-from shardmath.families import hf, megatron, vllm
+from shardmath.families import hf, megatron, rules, vllm
 
 __all__ = [
     "BLOCK",
@@ -40,7 +39,7 @@ QWEN3_STAGES = (11, *[12] * 6, 11)
 @cache
 def shapes(model: str) -> hf.Shapes:
     """Names, shapes and dtypes of the model's checkpoint."""
-    from shardmath_torch.shapes import shapes as of_checkpoint
+    from shardmath_torch.models.shapes import shapes as of_checkpoint
 
     return of_checkpoint(model)
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from shardmath.show import table
+from shardmath.pictures.text import table
 
 
 def arguments(description: str, **numbers: int) -> argparse.Namespace:

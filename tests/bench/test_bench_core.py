@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import shardmath as sm
-from shardmath import layout
+from shardmath.layouts import layout
 
 N = 1 << 27
 """The dimension whose cost must not depend on its size."""

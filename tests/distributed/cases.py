@@ -1,4 +1,4 @@
-"""Random plans with data, and what must come of them: the oracle is `shardmath.simulate`."""
+"""Random plans with data, and what must come of them: the oracle is `shardmath.proofs.simulate`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 
 import shardmath as sm
-from shardmath.dtypes import itemsize
-from shardmath.plan import local_name
-from shardmath.simulate import FOLD
+from shardmath.base.dtypes import itemsize
+from shardmath.plans.plan import local_name
+from shardmath.proofs.simulate import FOLD
 from tests.distributed.scenarios import Bytes, Case
 
 Arrays = dict[int, dict[str, np.ndarray[Any, np.dtype[Any]]]]

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch import archive, hf_folder
-from shardmath_torch.dtensor import local_of
+from shardmath_torch.checkpoints.loading import LoadPlanner
+from shardmath_torch.checkpoints.saving import SavePlanner
+from shardmath_torch.dtensors.dtensor import local_of
 from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.loading import LoadPlanner
-from shardmath_torch.saving import SavePlanner
+from shardmath_torch.files import archive, hf_folder
 from tests.distributed.dtensors import caught, device_mesh, placements_of, whole
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.dtensor import local_of
+from shardmath_torch.dtensors.dtensor import local_of
 from tests.distributed.scenarios import resized
 
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}

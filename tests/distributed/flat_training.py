@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath import buffers
-from shardmath_torch.devicemesh import group_for, mesh_of
-from shardmath_torch.dtensor import local_of
-from shardmath_torch.flat_buffers import params_of, views
+from shardmath_torch.dtensors.devicemesh import group_for, mesh_of
+from shardmath_torch.dtensors.dtensor import local_of
+from shardmath_torch.models.flat_buffers import params_of, views
 from tests.distributed import training
 from tests.distributed.dtensors import device_mesh
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.staging import Fence
+from shardmath_torch.exchange.staging import Fence
 
 Bytes = Mapping[str, tuple[tuple[int, ...], str, bytes]]
 """Tensors by local buffer key, as (shape, dtype, bytes)."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.dtensor import local_of
+from shardmath_torch.dtensors.dtensor import local_of
 from tests.distributed.dtensors import caught, device_mesh, part, whole
 from tests.distributed.megatron import STYLES, Model, Scale, loss, model, parallel, words_of
 

@@ -13,9 +13,9 @@ import pytest
 import transformers
 
 from shardmath import ShardError, buffers
-from shardmath.buffer_map import buffer_map, buffer_table
-from shardmath_torch.buffers_command import RULES, command
-from shardmath_torch.shapes import (
+from shardmath.pictures.buffer_map import buffer_map, buffer_table
+from shardmath_torch.commands.buffers import RULES, command
+from shardmath_torch.models.shapes import (
     DEEPSEEK_V3,
     MODELS,
     NEMOTRON_NANO,

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.archive import CheckpointError
-from shardmath_torch.stored import BLOBS
+from shardmath_torch.checkpoints.stored import BLOBS
+from shardmath_torch.files.archive import CheckpointError
 
 TENSORS = {"model.a.w": torch.arange(6.0).view(2, 3), "model.b": torch.ones(2), "step": torch.tensor(3.0)}
 LAYOUTS = {name: sm.Layout(tuple(t.shape), sm.Mesh(), {}) for name, t in TENSORS.items()}

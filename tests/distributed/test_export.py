@@ -19,11 +19,11 @@ from torch import nn
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.store import flat_windows
-from shardmath_torch import hf_folder
-from shardmath_torch.archive import CheckpointError
-from shardmath_torch.hf_folder import locked, size_of, split
-from shardmath_torch.weights import WeightsError, load, open_weights
+from shardmath.layouts.store import flat_windows
+from shardmath_torch.files import hf_folder
+from shardmath_torch.files.archive import CheckpointError
+from shardmath_torch.files.hf_folder import locked, size_of, split
+from shardmath_torch.files.weights import WeightsError, load, open_weights
 from tests.distributed import checkpoints as work
 from tests.distributed.pool import Pool
 

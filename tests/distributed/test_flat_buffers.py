@@ -14,8 +14,8 @@ from torch import nn
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath import buffers
-from shardmath.store import Store, View
-from shardmath_torch.flat_buffers import by_name, by_parameter, params_of, state_views, views
+from shardmath.layouts.store import Store, View
+from shardmath_torch.models.flat_buffers import by_name, by_parameter, params_of, state_views, views
 
 
 class Tied(nn.Module):

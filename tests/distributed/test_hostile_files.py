@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.json_text import read_json, shown
-from shardmath_torch.sealed import signed
-from shardmath_torch.unpickled import read_metadata
+from shardmath_torch.files.json_text import read_json, shown
+from shardmath_torch.files.sealed import signed
+from shardmath_torch.files.unpickled import read_metadata
 
 LINE = sm.Layout((6,), sm.Mesh(), "n")
 

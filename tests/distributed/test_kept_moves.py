@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import shardmath as sm
-from shardmath_torch.moves import BYTES_PER_MOVE, BYTES_PER_PIECE, Moves, weight
+from shardmath_torch.dtensors.moves import BYTES_PER_MOVE, BYTES_PER_PIECE, Moves, weight
 from tests.distributed.cases import make_case
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.scenarios import begin_again, shared_staging
@@ -48,7 +48,7 @@ def test_the_oldest_moves_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(plan)
         return lambda src, out: None
 
-    monkeypatch.setattr("shardmath_torch.moves.compile", fake)
+    monkeypatch.setattr("shardmath_torch.dtensors.moves.compile", fake)
     pairs = [tuple(sm.Layout((8 * n, 8), MESH, text) for text in ("(tp n) h", "n (tp h)")) for n in range(1, 8)]
     assert len({weight(sm.plan(*pair)) for pair in pairs}) == 1
     moves = Moves(None, most=4 * weight(sm.plan(*pairs[0])))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardmath as sm
-from shardmath_torch.local import Tensors, check, wanted
+from shardmath_torch.exchange.local import Tensors, check, wanted
 
 MESH = sm.Mesh(tp=2)
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import shardmath as sm
-from shardmath.plan import Transfer
-from shardmath_torch.messages import (
+from shardmath.plans.plan import Transfer
+from shardmath.programs.messages import (
     Message,
     Pace,
     Round,

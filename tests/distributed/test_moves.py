@@ -7,8 +7,8 @@ import contextlib
 import pytest
 
 import shardmath as sm
-from shardmath import dtypes
-from shardmath.layout import window
+from shardmath.base import dtypes
+from shardmath.layouts.layout import window
 from shardmath_torch.dtypes import missing
 from tests.distributed.cases import make_case, random_plan
 from tests.distributed.pool import Pool

@@ -8,15 +8,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import shardmath as sm
-from shardmath.runs import Runs
+from shardmath.algebra.runs import Runs
 from shardmath_torch import dtypes
-from shardmath_torch.agree import CLAIM, RECORD, Ballot, decode, encode
-from shardmath_torch.archive import CheckpointError
-from shardmath_torch.cells import own_boxes
-from shardmath_torch.failure import Evidence, Inquest, first_failed
-from shardmath_torch.local import by_key, check, signature, wanted
-from shardmath_torch.pack import site_of, stretch_of, view
-from shardmath_torch.saving import SavePlanner, as_tensor
+from shardmath_torch.agreement.agree import CLAIM, RECORD, Ballot, decode, encode
+from shardmath_torch.agreement.failure import Evidence, Inquest, first_failed
+from shardmath_torch.checkpoints.saving import SavePlanner, as_tensor
+from shardmath_torch.exchange.cells import own_boxes
+from shardmath_torch.exchange.local import by_key, check, signature, wanted
+from shardmath_torch.exchange.pack import site_of, stretch_of, view
+from shardmath_torch.files.archive import CheckpointError
 
 LAYOUT = sm.Layout((4, 6), sm.Mesh(tp=1), "n h")
 WANTS = wanted(sm.plan(LAYOUT, LAYOUT), 0)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath.layout import window
-from shardmath_torch.messages import Message, keeps_fold_order, rounds, scheduled, staging_bytes
+from shardmath.layouts.layout import window
+from shardmath.programs.messages import Message, keeps_fold_order, rounds, scheduled, staging_bytes
 from tests.distributed.cases import Arrays, as_bytes, expected, held, random_arrays, random_plan
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import (
@@ -327,7 +327,7 @@ def dies_passing_on(rank: int, case: Case, victim: int, timeout: float) -> tuple
     import signal
 
     import shardmath_torch as smt
-    from shardmath_torch.exchange import Exchange
+    from shardmath_torch.exchange.engine import Exchange
 
     src, dst = tensors_of(case.src.get(rank)), tensors_of(case.dst.get(rank))
     move = smt.compile(case.plan, timeout=timeout)

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shardmath import Layout, Mesh, ShardError, plan
-from shardmath.rules import parse
-from shardmath_torch.refit import DEMO_DST, DEMO_SRC, command
-from shardmath_torch.refit_bounds import bounds
-from shardmath_torch.refit_out import check_out, leave, undo
-from shardmath_torch.refit_report import Table, size
-from shardmath_torch.weights import load, open_weights
+from shardmath.families.rules import parse
+from shardmath_torch.commands.refit import DEMO_DST, DEMO_SRC, command
+from shardmath_torch.commands.refit_bounds import bounds
+from shardmath_torch.commands.refit_out import check_out, leave, undo
+from shardmath_torch.commands.refit_report import Table, size
+from shardmath_torch.files.weights import load, open_weights
 
 SRC = "dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); vocab (tp dp n) h; * (dp n) ..."
 DST = "tp=3 ranks=3:6: column (tp n) ...; row n (tp h); vocab (tp n) h"
@@ -160,7 +160,7 @@ def test_what_would_replace_its_own_input(
     model: Path, tmp_path: Path, link: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Said before a process starts, and by whatever name the file goes; also a file that would be removed."""
-    monkeypatch.setattr("shardmath_torch.refit.run", lambda *_, **__: pytest.fail("a process would start"))
+    monkeypatch.setattr("shardmath_torch.commands.refit.run", lambda *_, **__: pytest.fail("a process would start"))
     file, out = model / "model.safetensors", tmp_path / "out"
     out.mkdir()
     target = out / ("rank70.safetensors" if link == "stale" else "rank2.safetensors")
@@ -196,7 +196,7 @@ def test_a_refit_that_fails_leaves_what_was_there(
         leave(out, 2, {"w": torch.ones(1)})
         raise ShardError("rank 3 ended")
 
-    monkeypatch.setattr("shardmath_torch.refit.run", run)
+    monkeypatch.setattr("shardmath_torch.commands.refit.run", run)
     out.mkdir()
     (out / "rank2.safetensors").write_text("of another")
     assert command([str(model), "--src", "tp=2", "--dst", "tp=2", "--out", str(out)]) == 1
@@ -234,7 +234,7 @@ TASKS = r"""
     import os, signal, sys, time
     import torch.distributed as dist
     from shardmath import ShardError
-    from shardmath_torch import processes
+    from shardmath_torch.commands import processes
 
     processes.PATIENCE = 0.5
 

@@ -14,12 +14,13 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from shardmath import Layout, ShardError, dtypes
+from shardmath import Layout, ShardError
+from shardmath.base import dtypes
 from shardmath.families.hf import grouped
 from shardmath.families.megatron import trainer
 from shardmath.families.vllm import engine
-from shardmath_torch import shapes as module
-from shardmath_torch.shapes import DEEPSEEK_V3, MODELS, QWEN3_235B, UNSTACK, Unstack, shapes
+from shardmath_torch.models import shapes as module
+from shardmath_torch.models.shapes import DEEPSEEK_V3, MODELS, QWEN3_235B, UNSTACK, Unstack, shapes
 
 cached = cache(shapes)
 
@@ -263,7 +264,7 @@ def test_attention_from_the_hub(tmp_path: Any) -> None:
 
 def test_layers_without_end(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends at a number of modules, not where memory does."""
-    monkeypatch.setattr("shardmath_torch.shapes.MOST_MODULES", 500)
+    monkeypatch.setattr("shardmath_torch.models.shapes.MOST_MODULES", 500)
     with pytest.raises(ShardError, match="more than 500 modules"):
         shapes(written(tmp_path, BERT | {"num_hidden_layers": 10**9}))
     assert shapes(written(tmp_path, BERT))

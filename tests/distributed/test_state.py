@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from shardmath_torch import training
-from shardmath_torch.archive import CheckpointError
-from shardmath_torch.checkpoint import save
-from shardmath_torch.modules import layout_of
+from shardmath_torch.checkpoints import training
+from shardmath_torch.checkpoints.checkpoint import save
+from shardmath_torch.dtensors.modules import layout_of
+from shardmath_torch.files.archive import CheckpointError
 
 Made = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 

@@ -15,10 +15,11 @@ from moto.server import ThreadedMotoServer
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch import checkpoint, checksums, loading, verifying, writing
-from shardmath_torch.archive import CheckpointError
-from shardmath_torch.claims import claim, count, counted, withdraw
-from shardmath_torch.places import Remote, place
+from shardmath_torch.checkpoints import checkpoint, loading, verifying, writing
+from shardmath_torch.checkpoints.claims import claim, count, counted, withdraw
+from shardmath_torch.files import checksums
+from shardmath_torch.files.archive import CheckpointError
+from shardmath_torch.files.places import Remote, place
 from tests.distributed import checkpoints as work
 from tests.distributed.pool import Pool
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.scales import _words
-from shardmath_torch.styles import STYLES, StyleName, asked, checked
+from shardmath_torch.dtensors.scales import _words
+from shardmath_torch.dtensors.styles import STYLES, StyleName, asked, checked
 from tests.distributed import tensor_parallel as work
 from tests.distributed.pool import Pool
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import shardmath as sm
-from shardmath_torch.turns import Refused, Turns, in_thread
+from shardmath_torch.agreement.turns import Refused, Turns, in_thread
 from tests.distributed import breaks
 from tests.distributed.pool import Lost, Pool
 

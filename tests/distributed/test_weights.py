@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shardmath import Layout, Mesh
-from shardmath_torch.weights import DTYPES, Weights, WeightsError, check, load, open_weights, tied, whole
+from shardmath_torch.files.weights import DTYPES, Weights, WeightsError, check, load, open_weights, tied, whole
 
 MESH = Mesh(dp=2, tp=2)
 TEXTS = ("(tp dp n) ...", "(dp n) ...", "(n tp 2) ...", "(4 dp n | tp n) ...", "... ", "(tp[7 3] n) ...", "(n)=12 ...")

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardmath import Layout, Mesh, Plan, PlanError, plan, verify
-from shardmath.lines import Batch, Lines
-from shardmath.overlay import Overlay
-from shardmath.partition import Partition
-from shardmath.reduction import Reduction
-from shardmath.template import Members, Template, unit_addends
+from shardmath.algebra.partition import Partition
+from shardmath.plans.demands import Batch, Lines
+from shardmath.plans.overlay import Overlay
+from shardmath.plans.reduction import Reduction
+from shardmath.plans.template import Members, Template, unit_addends
 from tests.property.plans import FAR, LINE, executed, right
 
 # Whether it is right

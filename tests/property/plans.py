@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 from unittest import mock
 
 from shardmath import Layout, Mesh, Partial, Plan, Table, Transfer, adjoint, plan
-from shardmath.layout import window
-from shardmath.runs import from_ranges, identity
-from shardmath.store import local_name
-from shardmath.topology import Topology
+from shardmath.algebra.runs import from_ranges, identity
+from shardmath.flows.topology import Topology
+from shardmath.layouts.layout import window
+from shardmath.layouts.store import local_name
 
 # What is right, element by element
 
@@ -251,7 +251,7 @@ def nodes() -> dict[str, Plan]:
 
 def every_plan() -> dict[str, Plan]:
     """Where every row of a box may be a cut."""
-    with mock.patch("shardmath.template.SMALL", 0):
+    with mock.patch("shardmath.plans.template.SMALL", 0):
         return copies() | reductions() | trees() | nodes()
 
 

@@ -32,10 +32,10 @@ from shardmath import (
     simulate,
     testing,
 )
-from shardmath.layout import window
-from shardmath.program import Message, Round
-from shardmath.runs import from_ranges, identity
-from shardmath.store import local_tensors
+from shardmath.algebra.runs import from_ranges, identity
+from shardmath.layouts.layout import window
+from shardmath.layouts.store import local_tensors
+from shardmath.programs.program import Message, Round
 
 Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 Arrays: TypeAlias = dict[int, dict[str, np.ndarray]]
@@ -44,7 +44,7 @@ Arrays: TypeAlias = dict[int, dict[str, np.ndarray]]
 @contextlib.contextmanager
 def cut_anywhere(small: int = 0) -> Iterator[None]:
     """Boxes of more than `small` bytes may be cut, so that small tensors are."""
-    with mock.patch("shardmath.template.SMALL", small):
+    with mock.patch("shardmath.plans.template.SMALL", small):
         yield
 
 

@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import PlanError, testing
-from shardmath.box import first_gap, first_overlap, flat_boxes, from_slices, row_size, shape, tiles, volume, whole
+from shardmath.algebra.box import (
+    first_gap,
+    first_overlap,
+    flat_boxes,
+    from_slices,
+    row_size,
+    shape,
+    tiles,
+    volume,
+    whole,
+)
 
 SHAPES = [dims for d in range(4) for dims in itertools.product((0, 1, 2, 3), repeat=d)]
 

@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Mesh, ParamLayoutError, buffers
-from shardmath.buffer_map import KEY, buffer_map, buffer_table
-from shardmath.buffer_svg import LEFT, RIGHT, buffer_svg
 from shardmath.buffers import SHARD, FullParamLayout, Param, PerBufferParamLayout
+from shardmath.pictures.buffer_map import KEY, buffer_map, buffer_table
+from shardmath.pictures.buffer_svg import LEFT, RIGHT, buffer_svg
 
 RULES = (buffers.distributed_optimizer, buffers.layer_wise, buffers.zero)
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath.layout import sliced, window
-from shardmath.runs import from_ranges
+from shardmath.algebra.runs import from_ranges
+from shardmath.layouts.layout import sliced, window
 
 
 def _transfers(p: sm.Plan) -> list[sm.Transfer]:

@@ -26,10 +26,10 @@ from shardmath import (
     plan,
     schedule,
 )
-from shardmath.certificate import blocks
-from shardmath.cost import bound
-from shardmath.layout import window
-from shardmath.scheduling import as_planned
+from shardmath.flows.bound import bound
+from shardmath.layouts.layout import window
+from shardmath.programs.certify import blocks
+from shardmath.programs.scheduling import as_planned
 from tests.property.plans import chosen_axes, folded_axes, passing, place
 from tests.property.programs import (
     FANOUTS,

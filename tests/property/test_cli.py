@@ -12,7 +12,7 @@ import pytest
 
 import shardmath
 from shardmath import Layout, Mesh, cli, plan
-from shardmath.show import show
+from shardmath.pictures.text import show
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,10 +28,10 @@ from shardmath import (
     plan,
     testing,
 )
-from shardmath.collectives import Collective, recognise
-from shardmath.layout import relabelled, window
-from shardmath.runs import from_ranges
-from shardmath.simulate import FOLD
+from shardmath.algebra.runs import from_ranges
+from shardmath.layouts.layout import relabelled, window
+from shardmath.programs.collectives import Collective, recognise
+from shardmath.proofs.simulate import FOLD
 from shardmath.testing import addends, distribute, run
 
 # The textbook, on whole arrays

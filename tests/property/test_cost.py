@@ -17,8 +17,8 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from shardmath import Layout, PlanError, plan, testing
-from shardmath.cost import Block, Certificate, Witness, bound, certificate
-from shardmath.topology import H100, Topology
+from shardmath.flows.bound import Block, Certificate, Witness, bound, certificate
+from shardmath.flows.topology import H100, Topology
 
 Program = tuple[list[Block], list[int], Topology]
 

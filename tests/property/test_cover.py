@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, PlanError, Shard, Table, adjoint, cover, plan, schedule, testing, verify
-from shardmath.cover import cells_held, check_disjoint, first_unheld, holds_all, meeting
-from shardmath.layout import window
-from shardmath.runs import Runs, from_ranges
+from shardmath import Layout, Mesh, PlanError, Shard, Table, adjoint, plan, schedule, testing, verify
+from shardmath.algebra.runs import Runs, from_ranges
+from shardmath.layouts.layout import window
+from shardmath.plans import cover
+from shardmath.plans.cover import cells_held, check_disjoint, first_unheld, holds_all, meeting
 
 MESH = Mesh(dp=2, tp=2)
 WHOLE = Layout((6, 4), MESH, "(tp n) h")

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Program, plan, schedule, verify
-from shardmath.delivery import Walk, walk
-from shardmath.lines import Lines
-from shardmath.plan import Transfer
-from shardmath.program import Bands, Message, Round, streams
+from shardmath.plans.demands import Lines
+from shardmath.plans.plan import Transfer
+from shardmath.programs.program import Bands, Message, Round, streams
+from shardmath.proofs.program_proof import Walk, walk
 from tests.property.programs import (
     PROGRAMS,
     Rounds,
@@ -281,7 +281,7 @@ def test_streams(column: str, numbers: tuple[int, ...], message: str | None, fai
     rows = made.sender.tolist(), made.receiver.tolist(), made.lo.tolist(), made.hi.tolist(), made.root.tolist()
     assert list(zip(*rows, strict=True)) == [(0, 2, 0, 32, 0), (0, 3, 32, 64, 1), (2, 3, 0, 32, 0), (3, 2, 32, 64, 1)]
     other = made._replace(**{column: np.array(numbers)})
-    with mock.patch("shardmath.delivery.streams", return_value=other):
+    with mock.patch("shardmath.proofs.program_proof.streams", return_value=other):
         if message is None:
             verify(prog)
         else:
@@ -294,7 +294,7 @@ def test_what_is_passed_on_comes_as_a_whole(fails) -> None:
     made = streams(prog.legs, 0)
     columns = {name: np.insert(column, 3, column[2]) for name, column in made._asdict().items()}
     columns["hi"][2] = columns["lo"][3] = 16
-    with mock.patch("shardmath.delivery.streams", return_value=made._replace(**columns)):
+    with mock.patch("shardmath.proofs.program_proof.streams", return_value=made._replace(**columns)):
         fails(lambda: verify(prog), PlanError, f"{prog!r}: {C.replace('32', '16')} {LATE}; schedule it anew")
 
 
@@ -304,7 +304,7 @@ def test_a_part_is_not_passed_on_by_itself(fails) -> None:
     made = streams(prog.legs, 0)
     columns = {name: np.insert(column, 2, column[0]) for name, column in made._asdict().items()}
     columns["receiver"][2], columns["hi"][2], columns["lo"][3] = 3, 16, 16
-    with mock.patch("shardmath.delivery.streams", return_value=made._replace(**columns)):
+    with mock.patch("shardmath.proofs.program_proof.streams", return_value=made._replace(**columns)):
         fails(lambda: verify(prog), PlanError, f"{prog!r}: {C.replace('0:', '16:')} {LATE}; schedule it anew")
 
 
@@ -327,7 +327,7 @@ def test_sums_are_not_passed_on(fails) -> None:
     block = int(made.block[0])
     where = f"bytes 0:32 of block {block}, tensor '', from rank 2 to 3"
     with mock.patch(
-        "shardmath.delivery.streams", side_effect=lambda legs, n: wrong if n == second else streams(legs, n)
+        "shardmath.proofs.program_proof.streams", side_effect=lambda legs, n: wrong if n == second else streams(legs, n)
     ):
         what = "are passed on where another addend is already"
         fails(lambda: verify(prog), PlanError, f"{prog!r}: {where} {what}; schedule it anew")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlacementError, Runs
-from shardmath.digit import (
+from shardmath.algebra.dimension import (
     Balanced,
     Block,
     Chunks,
@@ -26,8 +26,8 @@ from shardmath.digit import (
     pieces_runs,
     stage_runs,
 )
-from shardmath.partition import overlapping, partition, spans
-from shardmath.runs import concat, from_ranges, identity
+from shardmath.algebra.partition import overlapping, partition, spans
+from shardmath.algebra.runs import concat, from_ranges, identity
 
 LENGTHS = range(13)
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from shardmath import LayoutError, dtypes
+from shardmath import LayoutError
+from shardmath.base import dtypes
 
 
 class Fake:

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Layout, LayoutError, MeshError, plan, simulate, verify
+from shardmath.algebra.mesh import Mesh
 from shardmath.families.hf import (
     MODULES,
     Place,
@@ -26,7 +27,6 @@ from shardmath.families.hf import (
 )
 from shardmath.families.megatron import trainer
 from shardmath.families.vllm import engine
-from shardmath.mesh import Mesh
 
 EXPERTS, LAYERS = 4, 5
 STAGES = (2, 1, 2)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from shardmath.errors import PlanError
-from shardmath.flow import Level, levels, shares
+from shardmath.base.errors import PlanError
+from shardmath.flows.flow import Level, levels, shares
 
 Holders: TypeAlias = tuple[int, ...]
 Instance: TypeAlias = tuple[list[int], list[Holders]]

@@ -13,11 +13,15 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath import buffers, digit, layout, rules, runs, store
-from shardmath.errors import LayoutError, MeshError, PlanError, ShardError
-from shardmath.given import instance, known, listed, mapping, plural, shown, text
-from shardmath.show import show
-from shardmath.whole import whole
+from shardmath import buffers
+from shardmath.algebra import dimension as digit
+from shardmath.algebra import runs
+from shardmath.base.errors import LayoutError, MeshError, PlanError, ShardError
+from shardmath.base.given import instance, known, listed, mapping, plural, shown, text
+from shardmath.base.integers import whole
+from shardmath.families import rules
+from shardmath.layouts import layout, store
+from shardmath.pictures.text import show
 
 PLAIN = (int, float, str, bool, type(None), complex)
 

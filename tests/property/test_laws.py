@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Runs, testing
-from shardmath.placement import Table
+from shardmath.layouts.placement import Table
 
 
 @pytest.mark.parametrize("law", testing.LAWS, ids=lambda law: law.name)

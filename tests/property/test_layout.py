@@ -33,8 +33,8 @@ from shardmath import (
     equivalent,
     testing,
 )
-from shardmath.layout import cast, holdings_digest, relabelled, repartialed, sliced, transposed, window
-from shardmath.runs import from_ranges
+from shardmath.algebra.runs import from_ranges
+from shardmath.layouts.layout import cast, holdings_digest, relabelled, repartialed, sliced, transposed, window
 
 MESH = Mesh(dp=4, tp=2)
 

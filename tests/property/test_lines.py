@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, Topology, plan, testing
-from shardmath.lines import Batch, Lines, lines, wire
-from shardmath.template import SMALL, snap, unit_addends
+from shardmath.plans.demands import Batch, Lines, lines, wire
+from shardmath.plans.template import SMALL, snap, unit_addends
 from tests.property.plans import FORWARD
 
 Ranks = tuple[int, ...]
@@ -144,7 +144,7 @@ topologies = st.one_of(st.none(), st.integers(1, 5).map(lambda n: Topology(ranks
 @given(testing.pairs(), topologies, st.sampled_from([0, 16, SMALL]))
 @example((Layout((0,), Mesh(), "n"), Layout((0,), Mesh(), "n")), Topology(ranks_per_node=1), 0)
 def test_lines_are_what_is_asked(pair: tuple[Layout, ...], topology: Topology | None, small: int) -> None:
-    with mock.patch("shardmath.template.SMALL", small):
+    with mock.patch("shardmath.plans.template.SMALL", small):
         check_lines(plan(*pair, topology=topology))
 
 
@@ -155,7 +155,7 @@ def test_lines_of_trees(tree: tuple[dict[str, Layout], dict[str, Layout]], topol
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_lines_of_all_plans(name: str) -> None:
-    with mock.patch("shardmath.template.SMALL", 0):
+    with mock.patch("shardmath.plans.template.SMALL", 0):
         check_lines(FORWARD[name])
 
 

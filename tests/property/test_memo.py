@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath import layout, memo, template
-from shardmath.memo import clear_caches, weight
+from shardmath.base import memo
+from shardmath.base.memo import clear_caches, weight
+from shardmath.layouts import layout
+from shardmath.plans import template
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import BlockCyclic, Layout, Mesh, NotationError, Runs, Shard
-from shardmath.notation import padded, parse, rule_names, unparse
-from shardmath.reader import Reader, listed, tokens
-from shardmath.runs import from_ranges, identity
+from shardmath.algebra.runs import from_ranges, identity
+from shardmath.layouts.notation import padded, parse, rule_names, unparse
+from shardmath.layouts.reader import Reader, listed, tokens
 
 MESH = Mesh(a=2, b=3)
 SIZES = {"a": 2, "b": 3}

@@ -30,9 +30,9 @@ from shardmath import (
     testing,
     verify,
 )
-from shardmath.digit import Rule, pieces_runs, stage_runs
-from shardmath.placement import OPS, stage_of
-from shardmath.runs import from_ranges, identity
+from shardmath.algebra.dimension import Rule, pieces_runs, stage_runs
+from shardmath.algebra.runs import from_ranges, identity
+from shardmath.layouts.placement import OPS, stage_of
 from shardmath.testing.laws import covering
 
 LENGTHS, PARTS = range(13), range(1, 6)

@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, PlanError, Runs, adjoint, plan, testing, verify
-from shardmath.balance import balanced
-from shardmath.layout import relabelled, window
-from shardmath.lines import Batch, lines
-from shardmath.reduction import Reduction
-from shardmath.template import Template, template
-from shardmath.topology import Topology
+from shardmath.flows.topology import Topology
+from shardmath.layouts.layout import relabelled, window
+from shardmath.plans.balance import balanced
+from shardmath.plans.demands import Batch, lines
+from shardmath.plans.reduction import Reduction
+from shardmath.plans.template import Template, template
 from tests.property.edits import (
     ANY,
     FIVE,
@@ -70,7 +70,7 @@ topologies = st.one_of(st.none(), st.integers(1, 5).map(lambda n: Topology(ranks
 
 @given(testing.pairs(), topologies, st.sampled_from([0, 1 << 16]))
 def test_plans_are_proved(pair: tuple[Layout, ...], topology: Topology | None, small: int) -> None:
-    with mock.patch("shardmath.template.SMALL", small):
+    with mock.patch("shardmath.plans.template.SMALL", small):
         proved_is_right(plan(*pair, topology=topology))
 
 

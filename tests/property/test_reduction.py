@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from shardmath import Layout, Mesh, PlanError
-from shardmath.placement import OPS
-from shardmath.reduction import Reduction, check_arithmetic, identity_of, ranks_along, reduction
+from shardmath.layouts.placement import OPS
+from shardmath.plans.reduction import Reduction, check_arithmetic, identity_of, ranks_along, reduction
 
 MESH = Mesh(dp=2, tp=3)
 

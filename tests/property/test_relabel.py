@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Table, plan, testing
-from shardmath.layout import relabelled, window
-from shardmath.partition import partition
-from shardmath.plan import Side
-from shardmath.relabelling import Relabelling, overlap_table, relabel
-from shardmath.runs import from_ranges
+from shardmath.algebra.partition import partition
+from shardmath.algebra.runs import from_ranges
+from shardmath.layouts.layout import relabelled, window
+from shardmath.plans.plan import Side
+from shardmath.plans.relabelling import Relabelling, overlap_table, relabel
 
 
 def small_meshes(most: int = 5) -> st.SearchStrategy[Mesh]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, NotationError
 from shardmath.families.hf import KINDS, MODULES, kind
-from shardmath.rules import DEFAULTS, Rule, Side, parse
+from shardmath.families.rules import DEFAULTS, Rule, Side, parse
 
 SHAPES = {
     "embed_tokens.weight": ((10, 6), "bfloat16"),

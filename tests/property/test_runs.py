@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Runs, RunsError, testing
-from shardmath.runs import compose, concat, from_ranges, identity, invert, restrict, spanning
+from shardmath.algebra.runs import compose, concat, from_ranges, identity, invert, restrict, spanning
 
 FIT = "; local start, global start and length are >= 0"
 ONCE = "; each position may appear once"

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import shardmath.program
+import shardmath.programs.program
 from shardmath import (
     Layout,
     Mesh,
@@ -34,9 +34,9 @@ from shardmath import (
     simulate,
     verify,
 )
-from shardmath.loads import leg_loads, pairs, round_loads, seconds
-from shardmath.loads import messages as counts
-from shardmath.scheduling import as_planned
+from shardmath.programs.loads import leg_loads, pairs, round_loads, seconds
+from shardmath.programs.loads import messages as counts
+from shardmath.programs.scheduling import as_planned
 from tests.property.programs import (
     FANOUTS,
     PROGRAMS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath import Layout, Mesh, plan
-from shardmath.show import LEGEND, grid, nbytes, show, table
+from shardmath.pictures.text import LEGEND, grid, nbytes, show, table
 
 
 def test_table() -> None:

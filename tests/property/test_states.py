@@ -31,9 +31,9 @@ from shardmath import (
     testing,
 )
 from shardmath.buffers import SHARD, Param, PerBufferParamLayout
-from shardmath.cover import check_disjoint
-from shardmath.layout import window
-from shardmath.store import Store, check, local_tensors, locals_of, views
+from shardmath.layouts.layout import window
+from shardmath.layouts.store import Store, check, local_tensors, locals_of, views
+from shardmath.plans.cover import check_disjoint
 from shardmath.testing.buffers import RuleCase
 
 NOBODY = -1.0

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Shard, StoreError, plan, simulate, testing, verify
-from shardmath.layout import window
-from shardmath.runs import Runs, from_ranges
-from shardmath.store import Place, Store, View, check, flat_windows, local_name, local_tensors, views
+from shardmath.algebra.runs import Runs, from_ranges
+from shardmath.layouts.layout import window
+from shardmath.layouts.store import Place, Store, View, check, flat_windows, local_name, local_tensors, views
 
 UNTOUCHED = -7.0
 

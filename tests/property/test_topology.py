@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath.digest import digest
-from shardmath.errors import PlanError
-from shardmath.topology import H100, H200, Topology
+from shardmath.base.digest import digest
+from shardmath.base.errors import PlanError
+from shardmath.flows.topology import H100, H200, Topology
 
 rates = st.floats(1e-3, 1e15)
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 
 from shardmath import Layout, Mesh, Partial, Plan, PlanError, Table, Transfer, adjoint, plan, testing, verify
-from shardmath.runs import from_ranges
+from shardmath.algebra.runs import from_ranges
 from tests.property.plans import FAR, FORWARD, PLANS, halves, of, right
 
 
@@ -376,7 +376,7 @@ def test_the_element_is_named_by_its_own_segment() -> None:
 def test_many_boxes_are_weighed(name: str) -> None:
     """Where boxes are many they are weighed first; what is wrong is named all the same."""
     p = PLANS[name]
-    with mock.patch("shardmath.verify.MANY", 0):
+    with mock.patch("shardmath.proofs.verify.MANY", 0):
         verify(p, transfers=p.transfers())
         for t in list(p.transfers())[:5]:
             others = list(p.transfers())

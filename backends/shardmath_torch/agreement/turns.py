@@ -1,0 +1,159 @@
+"""Turns: what the ranks of one process group do together, one thing after another.
+
+1. A turn is a vote and what was agreed on in it. Votes of a group are counted, alike on all its
+   ranks; the count marks every message, so that bytes of one are never taken for another's.
+2. One thread of a rank at a time has the turn, since only order says which calls of two ranks
+   belong together.
+3. A turn ends well, or by a refusal that all ranks know of (`Refused`). Left in any other way, as
+   by Ctrl-C or an exception in a signal handler, it may leave messages on their way: the group is
+   broken from then on, and says so.
+
+>>> turns = Turns()
+>>> with turns.taken(patience=1.0):
+...     turns.next(), turns.next()
+(1, 2)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shardmath.base.errors import ExchangeError
+from shardmath_torch.agreement.failure import UNTOLD
+from shardmath_torch.compat import Group, in_backward
+
+__all__ = ["Refused", "Turns", "check_thread", "in_thread", "turns_of"]
+
+LONGEST = 60
+"""Letters of a thread's name that a claim shows."""
+
+
+class Refused(ExchangeError):
+    """All ranks know that nothing is done; the next turn may begin."""
+
+
+class Turns:
+    """The turns of one group on this rank.
+
+    `broken` says why there are no more, "" while there are. `under_way`: whether others may count
+    on this rank, which has begun to vote. `host` is the rank that serves the group's store, None if
+    it is none of the group, UNTOLD until ranks have voted on it; `nonce` is drawn by the first rank
+    and told in the first vote, so that what an earlier group has left in the store is not taken for
+    this one's.
+    """
+
+    def __init__(self) -> None:
+        self.broken = ""
+        self.under_way = False
+        self.votes = 0
+        self.host: int | None = UNTOLD
+        self.nonce = ""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._holder: threading.Thread | None = None
+        self._names: dict[str, weakref.ref[threading.Thread]] = {}
+
+    def next(self) -> int:
+        """The number of the vote that now begins."""
+        self.under_way = True
+        self.votes += 1
+        return self.votes
+
+    def check_name(self, name: str) -> None:
+        """Raises ExchangeError if two threads that are both alive go by one name."""
+        here = threading.current_thread()
+        # A thread that lives and has not moved yet counts too: it may have done so first on another rank.
+        twins = [one for one in threading.enumerate() if one.name == name and here.name == name]
+        self._names = {n: ref for n, ref in self._names.items() if _lives(ref())}
+        known = self._names.setdefault(name, weakref.ref(here))()
+        if known is not here or len(twins) > 1:
+            what = f"two threads of this rank are called {name!r}, and ranks pair calls by name"
+            raise ExchangeError(f"{what}; name them apart, or give each a group of its own")
+
+    @contextmanager
+    def taken(self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """The turn is this thread's. Waits for other threads of this rank at most `patience` seconds.
+
+        Raises ExchangeError where it cannot be had, or the group is broken, and so is `what` needs
+        it. `let_go` is called if the turn before was left in the middle and nobody could.
+        """
+        self._enter(patience)
+        try:
+            self._check(what, let_go)
+            yield
+            self.under_way = False
+        except Refused:
+            self.under_way = False
+            raise
+        finally:
+            self._holder = None
+            self._lock.release()
+
+    def _enter(self, patience: float) -> None:
+        here = threading.current_thread()
+        if os.getpid() != self._pid:
+            what = "this process was forked from the one whose process group this is"
+            raise ExchangeError(f"{what}; start ranks as processes of their own")
+        if self._holder is here:
+            what = "this thread is in the middle of a move or a compile, and calls another one"
+            raise ExchangeError(f"{what}, as a signal handler may; call it after the first has ended")
+        if not self._lock.acquire(timeout=patience):
+            holder = self._holder.name if self._holder is not None else "another thread"
+            what = f"{holder} has had the turn of this process group for {patience:.1f} s"
+            raise ExchangeError(f"{what}; give each thread a group of its own, dist.new_group()")
+        self._holder = here
+
+    def _check(self, what: str, let_go: Callable[[], None]) -> None:
+        # Nobody could say why where an exception came on top of another that was being handled.
+        if self.under_way and not self.broken:
+            self.broken = "a move or a compile was left in the middle"
+            let_go()
+        if self.broken:
+            raise ExchangeError(f"this {what} is broken: {self.broken}")
+
+
+def _lives(thread: threading.Thread | None) -> bool:
+    return thread is not None and thread.is_alive()
+
+
+_turns: weakref.WeakKeyDictionary[Group, Turns] = weakref.WeakKeyDictionary()
+
+
+def turns_of(group: Group) -> Turns:
+    """The turns of the group: the same for all that is made on it in this process."""
+    return _turns.setdefault(group, Turns())
+
+
+def in_thread(given: str | None) -> str:
+    """What a claim says of the calling thread, by the name `given` to it or by its own; nothing of the main one.
+
+    Autograd's threads are not Python's, and have no names of their own.
+    """
+    if given is None and _is_autograds():
+        return " in a thread of autograd"
+    name = _thread_name() if given is None else given
+    if len(name) > LONGEST:
+        name = f"{name[:LONGEST]}... {zlib.crc32(name.encode(errors='backslashreplace')):08x}"
+    return f" in thread {name!r}" if name else ""
+
+
+def check_thread(turns: Turns, given: str | None) -> None:
+    """Raises ExchangeError if another thread that is still alive has moved by this thread's name."""
+    name = _thread_name() if given is None else given
+    if name and not (given is None and _is_autograds()):
+        turns.check_name(name)
+
+
+def _thread_name() -> str:
+    """The main one needs none."""
+    here = threading.current_thread()
+    return "" if here is threading.main_thread() else here.name
+
+
+def _is_autograds() -> bool:
+    return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)

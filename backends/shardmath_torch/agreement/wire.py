@@ -1,0 +1,78 @@
+"""What a transport gives: bytes to a rank, bytes from a rank, and a vote.
+
+1. Everything that a rank will wait for together is posted first (`receive`, `send`), then `start`ed, then waited for.
+2. Memory is contiguous bytes on the transport's kind of device.
+3. Waiting ends: with the bytes, or after the patience that the wire was opened with, by PeerFailure.
+4. `begin` says of which turn the messages are that follow: bytes of one turn never arrive in another's memory.
+5. After a failure nothing may write into memory that the caller owns: `abandon` cancels what is still on its way, which
+   ends the group's connections and so lets the other ranks notice.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["PeerFailure", "Pending", "Wire", "check_torchs"]
+
+TORCH = os.path.dirname(torch.__file__)
+
+
+class PeerFailure(Exception):
+    """A rank did not do its part: `rank`, None where the transport cannot tell which; `tensor` was on its way."""
+
+    def __init__(self, rank: int | None, cause: str, tensor: str | None = None) -> None:
+        super().__init__(cause)
+        self.rank, self.cause, self.tensor = rank, cause, tensor
+
+
+def check_torchs(error: BaseException, file: str) -> None:
+    """Raises the error itself unless torch raised it, called from `file`: a signal handler may have, meanwhile."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = trace.tb_frame.f_code.co_filename if trace is not None else file
+    if place != file and not place.startswith(TORCH):
+        raise error
+
+
+class Pending(Protocol):
+    """Bytes on their way."""
+
+    def wait(self) -> None:
+        """Returns when they are there, or have left. Raises PeerFailure."""
+
+
+class Wire(Protocol):
+    """A process group as a transport sees it; ranks are global."""
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that tensors must be on: "cpu" or "cuda"."""
+
+    def begin(self, turn: int) -> None:
+        """What is posted from now on is of this turn, as `Turns` counts them, until another begins."""
+
+    def receive(self, memory: Tensor, rank: int) -> Pending:
+        """Bytes from `rank` into `memory`. Raises PeerFailure."""
+
+    def send(self, memory: Tensor, rank: int) -> Pending:
+        """The bytes of `memory` to `rank`. Raises PeerFailure."""
+
+    def start(self) -> None:
+        """What was posted since the last start begins to move, at the latest now."""
+
+    def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
+        """Every rank's record, all of one size, in the group's order.
+
+        Waits `patience` seconds instead of the wire's own. Raises PeerFailure.
+        """
+
+    def broadcast(self, memory: Tensor, rank: int) -> None:
+        """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
+
+    def abandon(self) -> None:
+        """Cancels what is on its way. Never raises."""

@@ -1,0 +1,177 @@
+"""`python -m shardmath buffers`: the flat buffers of a model, by the rule of an optimizer, as a table and as pictures.
+
+    python -m shardmath buffers deepseek-ai/DeepSeek-V3 --dp 128 --rule layer_wise --svg buffers.svg
+    python -m shardmath buffers llama --dp 8 --bucket-size none --shared-embedding model.embed_tokens.weight
+
+1. The model is a name of `shapes.MODELS`, a folder with config.json, such a file, a model type of transformers ("llama"
+   is its default config), or a Hub id. It is laid out whole: no tensor, pipeline or expert parallelism divides it.
+2. RULES says which rule takes which options; an option that the rule does not take is a wrong command line.
+   Names and shapes are those of the checkpoint: Megatron fuses q, k and v, gate and up, and orders experts otherwise.
+3. Experts share buffers of their own where the rule has it so: see RULES.
+4. Exit status 0; 1: an error, said once on stderr; 2: usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardmath import ShardError, buffers
+from shardmath.pictures.buffer_map import buffer_map, buffer_table
+from shardmath.pictures.buffer_svg import buffer_svg
+from shardmath_torch.models.shapes import MODELS, parameters
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["RULES", "Chosen", "command"]
+
+
+class Chosen(NamedTuple):
+    """A rule, which options it takes, and when experts lie apart: `always`, `asked` (with `--expert-dp`), or `never`.
+
+    `sharded` is whether ranks divide its buffers.
+    """
+
+    rule: buffers.Rule
+    sharded: bool
+    bucket_size: bool
+    busbw: bool
+    experts: str
+
+
+RULES: dict[str, Chosen] = {
+    # rule                                                       sharded  bucket_size  busbw  experts
+    "distributed_optimizer": Chosen(buffers.distributed_optimizer, True, True, True, "asked"),
+    "data_parallel": Chosen(buffers.data_parallel, False, True, False, "never"),
+    "layer_wise": Chosen(buffers.layer_wise, True, True, True, "asked"),
+    "megatron_fsdp": Chosen(buffers.megatron_fsdp, True, True, False, "always"),
+    "flat_parameter": Chosen(buffers.flat_parameter, True, False, False, "never"),
+    "zero": Chosen(buffers.zero, True, False, False, "never"),
+}
+"""Megatron-Core puts experts apart where expert parallelism divides them, Megatron-FSDP always, the others never."""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `buffers` with these arguments; the exit status."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    chosen = RULES[given.rule]
+    for option, taken in _taken(given, chosen).items():
+        if not taken:
+            parser.error(f"{option}: rule {given.rule} takes none")
+    try:
+        _show(given, chosen)
+    except ShardError as error:
+        print(f"buffers: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m shardmath buffers", description="Lay out a model's flat buffers, and show them."
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=f"folder or file of a config, model type, or one of {', '.join(MODELS)}")
+    add("--dp", type=_count, required=True, help="data-parallel ranks")
+    add("--expert-dp", type=_count, help="data-parallel ranks of experts, if others")
+    add("--rule", choices=RULES, default="distributed_optimizer", help="whose buffers (distributed_optimizer)")
+    add(
+        "--bucket-size",
+        type=_bucket_size,
+        help="elements; default: what Megatron-Core takes (if not given); none: one bucket",
+    )
+    add("--busbw", action="store_true", help="pad buckets for NCCL's full bus bandwidth")
+    add("--dtype", help="of the parameters, the config's if not given")
+    add("--shared-embedding", metavar="NAME", action="append", default=[], help="an embedding on two pipeline stages")
+    add("--most", type=_count, default=4, help="buckets and parameters of a bucket to show (4)")
+    add("--svg", type=Path, metavar="FILE", help="write a picture; of several buffers FILE, FILE-1, FILE-2 ...")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
+def _bucket_size(text: str) -> int | str:
+    return text if text in ("default", "none") else _count(text)
+
+
+def _taken(given: argparse.Namespace, chosen: Chosen) -> dict[str, bool]:
+    """The options given that not every rule takes, and whether this one does."""
+    asked = {
+        "--bucket-size": (given.bucket_size is not None, chosen.bucket_size),
+        "--busbw": (given.busbw, chosen.busbw),
+        "--expert-dp": (given.expert_dp is not None, chosen.experts != "never"),
+    }
+    return {option: taken for option, (there, taken) in asked.items() if there}
+
+
+def _show(given: argparse.Namespace, chosen: Chosen) -> None:
+    params = parameters(_model(given.model), dtype=given.dtype, shared=given.shared_embedding)
+    if chosen.experts == "never" or (chosen.experts == "asked" and given.expert_dp is None):
+        params = tuple(replace(param, expert_parallel=False) for param in params)
+    layouts = buffers.full_layout(params, rule=chosen.rule, **_options(given, chosen))
+    print(buffer_table(layouts))
+    for number, (key, layout) in enumerate(layouts.items()):
+        ranks, what = _ranks(given, chosen, key), f"{given.model}, {given.rule}: {_called(key)}"
+        print(f"\n{what}\n{buffer_map(layout, ranks, most=given.most)}")
+        if given.svg:
+            file = given.svg.with_stem(f"{given.svg.stem}-{number}") if number else given.svg
+            _check_apart(file, Path(given.model))
+            _write(file, buffer_svg(layout, ranks, most=given.most, title=what))
+            print(f"\ndrawn in {file}")
+
+
+def _check_apart(file: Path, model: Path) -> None:
+    """Raises ShardError where the picture would be written over the config that it is of, by whatever link."""
+    config = model / "config.json" if model.is_dir() else model
+    if file.exists() and config.exists() and os.path.samefile(file, config):
+        raise ShardError(f"--svg {file} is {config}, which describes the model; give another file")
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ShardError(f"cannot write {file}: {error.strerror}; give a file in a folder that is there") from error
+
+
+def _model(text: str) -> PretrainedConfig | str:
+    """A config, where the text is a model type."""
+    from transformers import CONFIG_MAPPING
+
+    known = text not in MODELS and not Path(text).exists() and text in CONFIG_MAPPING
+    return CONFIG_MAPPING[text]() if known else text
+
+
+def _options(given: argparse.Namespace, chosen: Chosen) -> dict[str, Any]:
+    """What the rule takes, by its keywords."""
+    size = given.bucket_size or "default"
+    elements = {"default": buffers.default_bucket_size(given.dp), "none": None}.get(size, size)
+    options = {
+        "data_parallel_world_size": (given.dp, chosen.sharded),
+        "expert_data_parallel_world_size": (given.expert_dp, chosen.experts != "never"),
+        "bucket_size": (elements, chosen.bucket_size),
+        "pad_for_high_nccl_busbw": (given.busbw, chosen.busbw),
+    }
+    return {name: value for name, (value, taken) in options.items() if taken}
+
+
+def _ranks(given: argparse.Namespace, chosen: Chosen, key: buffers.BufferKey) -> int:
+    """The ranks that divide a buffer."""
+    size = given.expert_dp if key.is_expert_parallel and given.expert_dp else given.dp
+    return size if chosen.sharded else 1
+
+
+def _called(key: buffers.BufferKey) -> str:
+    marks = {"experts": key.is_expert_parallel, "managed": key.is_managed_by_layer_wise_optimizer}
+    return ", ".join([key.param_dtype, f"gradients {key.grad_dtype}", *(mark for mark in marks if marks[mark])])

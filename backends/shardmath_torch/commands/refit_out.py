@@ -1,0 +1,95 @@
+"""Where a refit leaves what arrived: `rank<r>.safetensors` of each destination rank, in a folder.
+
+1. A folder in which one of these names is a file of the model, by whatever link, is refused before anything starts.
+2. Ranks write under names of their own; when every byte has been compared, all are renamed. Until then, and where it
+   fails, what lay there lies there still.
+3. Files of an earlier refit to more ranks, or to others, are removed then: what is there is of one refit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from shardmath import ShardError
+from shardmath_torch.files.weights import Weights
+
+__all__ = ["check_out", "finish", "leave", "shard_file", "undo"]
+
+UNFINISHED = ".unfinished"
+NAME = re.compile(rf"rank\d+\.safetensors({re.escape(UNFINISHED)})?")
+"""What is ours in the folder: written, or removed."""
+
+
+def shard_file(folder: Path, rank: int) -> Path:
+    """Where `rank` leaves what arrived."""
+    return folder / f"rank{rank}.safetensors"
+
+
+def _draft(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.safetensors{UNFINISHED}"
+
+
+def _ours(folder: Path) -> Iterator[Path]:
+    return (file for file in folder.iterdir() if NAME.fullmatch(file.name))
+
+
+def check_out(folder: Path, weights: Weights) -> None:
+    """Makes the folder. Raises ShardError where it cannot be, or where a file of the model would be replaced there."""
+    inputs = {weights.path, *(entry.file for entry in weights.entries.values())}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in _ours(folder):
+            if file.is_dir():
+                what = f"--out {folder}: {file.name} is a folder, where a refit writes"
+                raise ShardError(f"{what}; give another folder, or move it away")
+            same = next(
+                (one for one in inputs if isinstance(one, Path) and file.exists() and os.path.samefile(one, file)), None
+            )
+            if same is not None:
+                what = f"--out {folder}: {file.name} is {same}, a file of the model, and would be replaced or removed"
+                raise ShardError(f"{what}; give another folder")
+    except OSError as error:
+        raise ShardError(f"--out {folder}: {error.strerror or error}; give a folder that can be written") from error
+
+
+def leave(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes what arrived at `rank`, not yet under its name. On disk when this returns.
+
+    Raises ShardError where it cannot be written.
+    """
+    file = _draft(folder, rank)
+    try:
+        file.unlink(missing_ok=True)  # it may be a link, to somebody's file
+        save_file(tensors, file)
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    except (OSError, SafetensorError) as error:
+        what = f"--out {folder}: {file.name} cannot be written: {error}"
+        raise ShardError(f"{what}; give a folder that can be, with room") from error
+
+
+def finish(folder: Path, ranks: Sequence[int]) -> None:
+    """Gives what the ranks wrote its names, and removes what other refits left. Raises ShardError where it cannot."""
+    try:
+        for rank in ranks:
+            os.replace(_draft(folder, rank), shard_file(folder, rank))
+        wanted = {shard_file(folder, rank) for rank in ranks}
+        for file in [file for file in _ours(folder) if file not in wanted]:
+            file.unlink()
+    except OSError as error:
+        raise ShardError(f"--out {folder}: {error}; what has arrived there is not whole: refit again") from error
+
+
+def undo(folder: Path, ranks: Iterable[int]) -> None:
+    """Removes what the ranks have written, where the refit failed."""
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            _draft(folder, rank).unlink(missing_ok=True)

@@ -1,0 +1,115 @@
+"""DeviceMesh and Mesh: the same axes over the same ranks, with process groups and without.
+
+1. A DeviceMesh without names has the axes `dim0`, `dim1`, ...
+2. Making a DeviceMesh, or a group, is for all ranks of the default group to do together; what was made here is kept,
+   and made once under one default group. A process that ends its groups and begins others begins here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.errors import MeshError
+from shardmath_torch import compat
+
+__all__ = ["World", "device_mesh_of", "group_for", "mesh_of", "world"]
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class World:
+    """What ranks made together under the default group `group`, by what it was made for; `kept` is for others."""
+
+    group: object
+    meshes: dict[tuple[Mesh, str], DeviceMesh] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    kept: dict[object, Any] = field(default_factory=dict)
+
+
+_latest = World(None)
+
+
+def world() -> World:
+    """What was made under the present default group; what was made under an earlier one is dropped."""
+    global _latest
+    group = dist.group.WORLD
+    if _latest.group is not group:
+        _latest = World(group)
+    return _latest
+
+
+_meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
+"""Weak, since a DeviceMesh holds what its world made."""
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """The axes and ranks of a DeviceMesh."""
+    found = _meshes.get(device_mesh)
+    if found is None:
+        ranks = device_mesh.mesh
+        names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(ranks.ndim))
+        found = Mesh(dict(zip(names, ranks.shape, strict=True)), ranks=ranks.flatten().tolist())
+        _meshes[device_mesh] = found
+    return found
+
+
+def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """A DeviceMesh of these axes and ranks. Collective over the default group on first use, as `group_for` is."""
+    if not dist.is_initialized():
+        raise MeshError(f"{mesh} has no process groups; call torch.distributed.init_process_group first")
+    outside = sorted(set(mesh.ranks) - set(range(dist.get_world_size())))
+    if outside:
+        what = f"{mesh} has ranks {outside[:8]}, the default group has ranks 0..{dist.get_world_size() - 1}"
+        raise MeshError(f"{what}; use ranks of the group")
+    made = world().meshes
+    if (mesh, device_type) not in made:
+        for each in (one for one in _asked_for((mesh, device_type)) if one not in made):
+            made[each] = _device_mesh(*each)
+    return made[mesh, device_type]
+
+
+def _device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    return DeviceMesh(device_type, torch.from_numpy(mesh.array()), mesh_dim_names=tuple(mesh.shape))
+
+
+def _asked_for(mine: _T) -> list[_T]:
+    """What all ranks ask for, each thing once and in one order."""
+    asked: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(asked, mine)
+    return sorted(set(asked), key=repr)
+
+
+def group_for(ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()) -> dist.ProcessGroup | None:
+    """A group of exactly these ranks: None, the default one, where they are all; that of a mesh that has them.
+
+    A rank outside gets None, and has nothing to say in it.
+
+    Otherwise one is made, collectively over the default group, on first use: all ranks ask at once, also for different
+    groups, of which none has been made before, and all make all of them in one order. torch names groups by how many a
+    rank has seen, so that ranks which make one without the others may wait for ever (`use_local_synchronization`,
+    torch 2.13).
+    """
+    among = tuple(sorted(set(ranks)))
+    if len(among) == dist.get_world_size():
+        return None
+    for mesh in (mesh for mesh in meshes if mesh is not None and set(mesh_of(mesh).ranks) == set(among)):
+        if mesh.ndim == 1 and compat.my_rank() not in among:
+            return None
+        found = compat.group_of_mesh(mesh)
+        if found is not None:
+            return found
+    made = world().groups
+    if among not in made:
+        for each in (one for one in _asked_for(among) if one not in made):
+            found = dist.new_group(list(each))
+            made[each] = found if isinstance(found, dist.ProcessGroup) else None
+    return made[among]

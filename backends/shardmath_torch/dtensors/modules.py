@@ -1,0 +1,77 @@
+"""Modules: the layout of every parameter, as it really lies.
+
+1. After `parallelize_module` and `fully_shard` the parameters of a module are DTensors, some of whose placements have
+   two readings; those that nobody divided are plain tensors, the same on every rank.
+2. All ranks get the same layouts. A parameter that lies on a part of the mesh of the others, as one that only FSDP2
+   divides lies on this rank's data-parallel group, is replicated along the axes that the part leaves out.
+3. Parameters that `set_device_mesh` has placed are as it has recorded, their parts chunked by what FSDP2 has divided
+   since. Their DTensor placements may say something else, and nobody is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.errors import LayoutError
+from shardmath.layouts.layout import Layout
+from shardmath_torch import compat
+from shardmath_torch.dtensors.dtensor import from_dtensors
+from shardmath_torch.dtensors.placed import check_held, layout_where, placed_in
+
+__all__ = ["layout_of"]
+
+
+def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
+    """The layout of every parameter, by the names of `named_parameters`, shared ones under each of their names.
+
+    As they lie now: after a forward FSDP2 may still hold what it has gathered, until `module.reshard()`.
+
+    Parameters that are no DTensors are replicated over `mesh`, by default the largest of the DTensors', or all ranks of
+    the default group. Collective over the ranks of the DTensors' meshes where placements have two readings that differ.
+    Raises LayoutError for a parameter whose local shape fits no reading, naming it.
+    """
+    if not isinstance(module, nn.Module):
+        raise LayoutError(f"{type(module).__name__} is no torch.nn.Module; give a module")
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    placed = _placed(module, parameters)
+    others = {n: p for n, p in parameters.items() if isinstance(p, DTensor) and n not in placed}
+    divided = from_dtensors(others) | placed
+    for name, layout in placed.items():
+        check_held(name, parameters[name], layout)
+    plain = mesh or max((layout.mesh for layout in divided.values()), key=lambda m: m.size, default=None) or _world()
+    return {
+        name: _lifted(divided[name], plain) if name in divided else _replicated(tuple(p.shape), str(p.dtype), plain)
+        for name, p in parameters.items()
+    }
+
+
+def _placed(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Layout]:
+    """The layouts of those that set_device_mesh has placed and that are still what it has made of them."""
+    found = {name: layout_where(parameters.get(name), placed) for name, placed in placed_in(module).items()}
+    return {name: layout for name, layout in found.items() if layout is not None}
+
+
+def _lifted(layout: Layout, mesh: Mesh) -> Layout:
+    """The same on all of `mesh`, if the layout is on the part of it that has this rank; else as it is."""
+    own, rank = layout.mesh, compat.my_rank()
+    if own == mesh or rank not in mesh or not own.axes or not set(own.axes) <= set(mesh.axes):
+        return layout
+    coords = mesh.coords(rank)
+    others = [name for name in mesh.shape if name not in own.shape]
+    part = [r for r in mesh.ranks if all(mesh.coords(r)[name] == coords[name] for name in others)]
+    if tuple(own.shape) != tuple(n for n in mesh.shape if n in own.shape) or own.ranks != tuple(part):
+        return layout
+    return Layout(layout.shape, mesh, layout.text, dtype=layout.dtype, rules=layout.rules)
+
+
+def _world() -> Mesh:
+    return Mesh(world=dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def _replicated(shape: tuple[int, ...], dtype: str, mesh: Mesh) -> Layout:
+    return Layout(shape, mesh, {}, dtype=dtype.removeprefix("torch."))

@@ -1,0 +1,188 @@
+"""Tensor parallelism for a plain module: its weights as DTensors on a mesh, for FSDP2 and for checkpoints.
+
+1. `set_device_mesh` comes first, also on the meta device; then `fully_shard`, `to_empty`, the optimizer. Weights are
+   whole and the same on all ranks of the mesh, each of which takes its part of them; or they are the parts already
+   (`local=True`). Nothing is sent, and nothing has changed when it raises.
+2. A parameter that no pattern of `styles` is about is replicated, so that all parameters are DTensors on one mesh, as
+   optimizers, gradient norms and checkpoints want them. As in TransformerEngine, its gradient is taken to be the same
+   on all ranks; where it is an addend, as that of a norm under sequence parallelism, adding up is the caller's part.
+3. The module's forward sees local tensors (`placed`). Nothing communicates by itself: your forward has
+   to, or results are wrong without an error. What a "row" layer or a "vocabulary" gives is an addend on each rank:
+
+       y = down(up(x))                                               # up: "column", down: "row"
+       torch.distributed.all_reduce(y, group=tp_mesh.get_group())    # here, and only then a bias of `down`
+
+   For training, two autograd functions, as in Megatron-LM: here the sum forward and the identity backward; before a
+   "column" layer the identity forward and the sum backward.
+4. Fused weights, gate and up or Q, K and V in one matrix, are divided component by component. DTensor's placements can
+   say that only where components are equal, and not beside FSDP2; what they show otherwise has the right local shapes
+   alone. What is really there is in `layout_of(module)`: plan, move and save by that. torch's own checkpoints refuse
+   strided shards, and `full_tensor()` may have their rows in another order.
+5. Sizes that do not divide evenly are errors: no local shape says how they were meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardmath.algebra.mesh import Mesh, strides
+from shardmath.base.errors import LayoutError, MeshError, PlacementError
+from shardmath.layouts.layout import Layout
+from shardmath.layouts.placement import Packed, Replicate, StridedShard
+from shardmath_torch import compat
+from shardmath_torch.dtensors.devicemesh import mesh_of
+from shardmath_torch.dtensors.placed import Placed, is_placed, label, place
+from shardmath_torch.dtensors.styles import AnyStyle, Asked, Division, asked, checked
+
+__all__ = ["set_device_mesh"]
+
+
+def set_device_mesh(
+    module: nn.Module,
+    tp_mesh: DeviceMesh,
+    weight_mesh: DeviceMesh | None = None,
+    *,
+    styles: Mapping[str, AnyStyle],
+    local: bool = False,
+) -> None:
+    """Make every parameter of the module a DTensor on `tp_mesh`, divided as the style of its name says.
+
+    `styles` maps patterns to "column", "row", "replicate", "vocabulary", "row_norm", "softmax_offset" or a Fused.
+    `weight_mesh` has the ranks over which `amax` reduces: shards of data parallelism and tensor parallelism, without
+    replicas; by default `tp_mesh`. With `local` the weights are this rank's parts, of the same sizes on every rank. No
+    module communicates by itself: after a "row" layer your forward has to all-reduce (rule 3 of this file).
+
+    Raises MeshError for a tp_mesh that is not one named axis, a mesh without this rank, and a weight_mesh that lacks
+    ranks of tp_mesh; PlacementError for styles that are unknown, about nothing, contradictory for a shared parameter,
+    or do not divide evenly; LayoutError for a module done before, and parameters that are DTensors or have gradients.
+    """
+    axis, weights = _checked_tp(tp_mesh), _checked_weights(tp_mesh, weight_mesh)
+    found = _parameters(module)
+    wanted = [_divided(*each, tp_mesh, local) for each in asked(module, found, checked(styles))]
+    made = {id(one.parameter): _made(one, tp_mesh, local) for one in wanted}
+    records = {id(one.parameter): Placed(axis, one.placement, weights) for one in wanted}
+    for part in list(module.modules()):
+        own = {name: p for name, p in part._parameters.items() if p is not None}
+        for name, parameter in own.items():
+            setattr(part, name, made[id(parameter)])
+        place(part, {name: records[id(parameter)] for name, parameter in own.items()})
+
+
+# Checks, before anything changes
+
+
+def _checked_tp(mesh: DeviceMesh) -> str:
+    """The name of the one axis of tp_mesh."""
+    _check_inside("tp_mesh", mesh)
+    if mesh.ndim != 1 or not mesh.mesh_dim_names:
+        what = f"tp_mesh has {mesh.ndim} axes, {mesh_of(mesh)}" if mesh.ndim != 1 else "tp_mesh's axis has no name"
+        raise MeshError(f"{what}; give one axis of a DeviceMesh with mesh_dim_names, such as mesh['tp']")
+    return mesh.mesh_dim_names[0]
+
+
+def _checked_weights(tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh over whose ranks amax reduces."""
+    weights = tp_mesh if weight_mesh is None else weight_mesh
+    _check_inside("weight_mesh", weights)
+    missing = sorted(set(mesh_of(tp_mesh).ranks) - set(mesh_of(weights).ranks))
+    if missing:
+        what = f"weight_mesh, {mesh_of(weights)}, lacks ranks {missing} of tp_mesh, {mesh_of(tp_mesh)}"
+        raise MeshError(f"{what}; give all ranks that hold parts of one weight, such as mesh['dp_shard', 'tp']")
+    return weights
+
+
+def _check_inside(name: str, mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"{name} is {mesh!r}; give a DeviceMesh, such as mesh['tp']")
+    if compat.my_rank() not in mesh_of(mesh):
+        raise MeshError(f"rank {compat.my_rank()} is not in {name}, {mesh_of(mesh)}; give the one that has it")
+
+
+def _parameters(module: object) -> dict[str, nn.Parameter]:
+    """All parameters, shared ones under each of their names."""
+    if not isinstance(module, nn.Module):
+        raise LayoutError(f"{type(module).__name__} is no torch.nn.Module; give a module")
+    for path, part in module.named_modules():
+        if is_placed(part):
+            raise LayoutError(f"module {path!r} is on a mesh already; call set_device_mesh once, on what holds it all")
+    found = dict(module.named_parameters(remove_duplicate=False))
+    for name, parameter in found.items():
+        for wrong, what in (
+            (isinstance(parameter, DTensor), "is a DTensor; set_device_mesh comes before parallelize and fully_shard"),
+            (isinstance(parameter, nn.UninitializedParameter), "has no shape yet; run its lazy module once"),
+            (parameter.grad is not None, "has a gradient, which would be lost; call zero_grad() first"),
+        ):
+            if wrong:
+                raise LayoutError(f"parameter {name!r} {what}")
+    return found
+
+
+class _Divided(NamedTuple):
+    """A parameter, the shape of the whole, and what divides it."""
+
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    placement: Division
+
+
+def _divided(name: str, parameter: nn.Parameter, said: Asked | None, mesh: DeviceMesh, local: bool) -> _Divided:
+    """Raises PlacementError where it cannot be divided so, or not evenly."""
+    shape, tp = list(parameter.shape), f"{(mesh.mesh_dim_names or ('tp',))[0]}={mesh.size()}"
+    if said is None or said.dim is None:
+        return _Divided(parameter, tuple(shape), Replicate())
+    what, d = f"parameter {name!r} {'local' if local else 'whole'} {tuple(shape)} as {said.style!r} on {tp}", said.dim
+    if d >= len(shape):
+        raise PlacementError(f"{what}: it has no dimension {d}; give it another style")
+    shape[d] *= mesh.size() if local else 1
+    try:
+        placement = said.placement(shape[d])
+        _check_even(placement, shape[d], tp, mesh.size())
+    except PlacementError as error:
+        raise PlacementError(f"{what}: dimension {d}: {error}") from None
+    return _Divided(parameter, tuple(shape), placement)
+
+
+def _check_even(placement: Division, n: int, tp: str, parts: int) -> None:
+    for size in _components(placement, n):
+        if size % parts:
+            part = f"a component of {size} of {n}" if size != n else f"{n}"
+            raise PlacementError(f"{part} does not divide by {tp}; pad to {size + -size % parts}, or replicate it")
+
+
+def _components(placement: Division, n: int) -> tuple[int, ...]:
+    """Sizes that are each divided."""
+    match placement:
+        case Packed():
+            return placement.sizes
+        case StridedShard():
+            return (n // placement.split_factor,) * placement.split_factor
+    return (n,)
+
+
+# What is made
+
+
+def _made(one: _Divided, mesh: DeviceMesh, local: bool) -> nn.Parameter:
+    """The parameter as a DTensor, with the attributes that it had."""
+    held = (one.parameter.detach() if local else _part(one, mesh_of(mesh))).contiguous()
+    shape, placements = torch.Size(one.shape), (label(one.placement),)
+    with torch.no_grad():
+        tensor = DTensor.from_local(held, mesh, placements, run_check=False, shape=shape, stride=strides(shape))
+    made = nn.Parameter(tensor, requires_grad=one.parameter.requires_grad)
+    vars(made).update(vars(one.parameter))
+    return made
+
+
+def _part(one: _Divided, mesh: Mesh) -> Tensor:
+    """This rank's part of the whole weight, a copy; a replicated one as it is."""
+    whole = one.parameter.detach()
+    if isinstance(one.placement, Replicate):
+        return whole
+    d, layout = one.placement.dim, Layout(one.shape, mesh, (one.placement,))
+    return torch.cat([whole.narrow(d, at, n) for _, at, n in layout.runs(compat.my_rank())[d].segments], dim=d)

@@ -1,0 +1,229 @@
+"""`compile` a plan, or a program made of one, once; `move` tensors many times.
+
+1. Ranks are global ranks of torch.distributed. Every rank of the plan is in the group; ranks that the plan does not
+   name take part in agreement and move nothing.
+2. Both calls are collective over the group, and every rank makes those of one group in one order. Before a byte moves
+   all ranks agree (`agree`): an objection of one is an ExchangeError on all, and no destination has changed.
+3. `timeout` is how long a rank waits for another without progress; after that, or as soon as a connection breaks, every
+   survivor raises an ExchangeError that names the rank that failed first, where that can be found out (`failure`).
+   The mover is then broken, and so is the group: its pending messages had to be cancelled. So they are when a move or a
+   compile is left by any other exception once it has begun to vote, as by Ctrl-C (`turns`).
+4. Threads: one at a time has a group. Ranks pair calls by their order and the thread's name, so two threads that share
+   a group and come in other orders on other ranks get an ExchangeError on all; a group for each thread never does.
+5. A plan is cut into messages here, at a pace on which all agree; a program's messages are part of what it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from shardmath.base.errors import ExchangeError, ShardError
+from shardmath.base.given import shown
+from shardmath.plans.plan import Plan, Transfer
+from shardmath.programs.messages import (
+    Message,
+    keeps_fold_order,
+    messages,
+    most_peers,
+    rounds,
+    scheduled,
+    set_pace,
+)
+from shardmath.programs.program import Program
+from shardmath_torch import compat, dtypes
+from shardmath_torch.agreement.agree import Ballot
+from shardmath_torch.agreement.party import Party, is_time, no_time
+from shardmath_torch.agreement.turns import in_thread, turns_of
+from shardmath_torch.exchange.cells import divisions, fills, held
+from shardmath_torch.exchange.mover import Made, Mover, called, crossing_text, plan_of
+from shardmath_torch.exchange.task import Task, transport_of
+
+__all__ = ["Mover", "compile"]
+
+DEFAULT_ENGINE = "exchange"
+
+DEFAULT_INFLIGHT_BYTES = 1 << 30
+
+Cut: TypeAlias = Callable[[int, bool], tuple[Message, ...]]
+"""This rank's messages, given the most peers of any rank and whether one addend has to go after the other."""
+
+
+_T = TypeVar("_T")
+
+
+class _Settings(NamedTuple):
+    """What every rank must pass alike, with the plan or program."""
+
+    timeout: float
+    max_inflight_bytes: int
+    engine: str
+    thread: str | None
+
+    @property
+    def text(self) -> str:
+        """How agreement words them; a thread stands apart, since its name need not be given."""
+        return ", ".join(f"{k}={v!r}" for k, v in self._asdict().items() if k != "thread")
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a peer; the rest of the timeout is for finding out who failed."""
+        return self.timeout - 1.2 * self.grace
+
+    @property
+    def grace(self) -> float:
+        """Seconds for asking the others, once something failed."""
+        return min(5.0, self.timeout / 5)
+
+
+def compile(
+    plan: Plan | Program,
+    *,
+    group: compat.Group | None = None,
+    timeout: float = 60.0,
+    max_inflight_bytes: int | None = None,
+    engine: str = "auto",
+    thread: str | None = None,
+) -> Mover:
+    """The plan or program made ready on this rank. Collective over `group` (default: all ranks).
+
+    `timeout` is in seconds; `max_inflight_bytes` (1 GiB if not given) bounds a rank's staging memory. A program has a
+    bound of its own, for the bytes of its messages; staging begins each at a multiple of 16 bytes. `engine` is
+    "exchange", "broadcast" (the slow reference, on gloo, which moves a program's plan) or "auto". `thread` stands for
+    the calling thread's name, by which ranks see that their calls belong together: give one where threads of different
+    names move together, such as the main thread of trainers and a worker thread of engines. Raises ExchangeError on
+    every rank where ranks pass different plans or settings, where the group lacks a rank of the plan, where torch lacks
+    arithmetic that the plan needs, or for a `max_inflight_bytes` that is not the program's own.
+    """
+    limit = _own_limit(plan) if max_inflight_bytes is None else max_inflight_bytes
+    settings = _Settings(timeout, limit, DEFAULT_ENGINE if engine == "auto" else engine, thread)
+    if is_time(timeout):
+        settings = settings._replace(timeout=float(timeout))
+    party = _join(compat.group_of(group), settings if is_time(timeout) else settings._replace(timeout=60.0))
+    return party.together(
+        lambda: _compile(party.named(), plan, settings),
+        lambda failure, rank: crossing_text(plan, failure.tensor, rank),
+    )
+
+
+def _own_limit(plan: Plan | Program) -> int:
+    return plan.max_inflight_bytes if isinstance(plan, Program) else DEFAULT_INFLIGHT_BYTES
+
+
+def _join(group: compat.Group, settings: _Settings) -> Party:
+    wire = transport_of(group).open_wire(group, settings.patience)
+    rank, ranks = compat.my_rank(), compat.ranks_of(group)
+    return Party(group, rank, ranks, wire, turns_of(group), settings.patience, settings.grace)
+
+
+def _compile(party: Party, plan: Plan | Program, settings: _Settings) -> Mover:
+    look, objection = _attempt(lambda: _first_look(party, plan, settings))
+    peers, cut = look or (0, None)
+    claim = "compile"
+    if look is not None:  # then all that is worded here is what it should be
+        claim = f"compile({called(plan)}, {settings.text}){in_thread(settings.thread)}"
+    hosts = compat.serves(compat.store_of(party.group))
+    # A ballot has one number: the nonce in its upper half, then the peers, then whether this rank serves the store.
+    nonce = secrets.randbits(30) << 32
+    ballots = party.vote(Ballot(claim, nonce + 2 * peers + hosts, objection))
+    party.turns.nonce = party.turns.nonce or f"{ballots[0].number >> 32:x}"
+    ballots = tuple(b._replace(number=b.number & 0xFFFFFFFF) for b in ballots)
+    assert cut is not None, "who objects does not get past the vote"
+    serving = [rank for rank, b in zip(party.ranks, ballots, strict=True) if b.number & 1]
+    party.turns.host = next(iter(serving), None)
+    peers = max(b.number // 2 for b in ballots)
+    for by_addend in (False, True):
+        build = functools.partial(_make, party, plan, settings, cut, peers, by_addend)
+        made, objection = _attempt(build)
+        unordered = made is not None and not made.keeps_order
+        if not any(b.number for b in party.vote(Ballot(claim, unordered, objection))):
+            break
+    assert made is not None, "who objects does not get past the vote"
+    return Mover(plan, party, made, settings.thread)
+
+
+def _make(party: Party, given: Plan | Program, settings: _Settings, cut: Cut, peers: int, by_addend: bool) -> Made:
+    mine = cut(peers, by_addend)
+    ordered = keeps_fold_order(m for m in mine if m.dst_rank == party.rank)
+    assert ordered or not isinstance(given, Program), "phases bring addends in order"
+    walked = rounds(mine, party.rank)
+    here = plan_of(given), party.rank
+    task = Task(*here, party.group, party.wire, walked, fills(*here), divisions(*here))
+    return Made(walked, transport_of(party.group).ENGINES[settings.engine](task), ordered)
+
+
+def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
+    """What is made, or why not, to be said in a vote: others wait for this rank's."""
+    try:
+        return make(), ""
+    except ShardError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _first_look(party: Party, plan: Plan | Program, settings: _Settings) -> tuple[int, Cut]:
+    """How many peers this rank has where that sets the pace, and its messages to be. Raises ShardError to object."""
+    _check(party, plan, settings)
+    if isinstance(plan, Program):
+        return _scheduled(plan, party.rank)
+    return _paced(plan, party.rank, settings.max_inflight_bytes)
+
+
+def _paced(plan: Plan, rank: int, limit: int) -> tuple[int, Cut]:
+    mine = [*plan.transfers(src=rank), *(t for t in plan.transfers(dst=rank) if t.src_rank != rank)]
+    _check_arithmetic(plan, rank, mine)
+    peers = most_peers(mine)
+    set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=False)
+
+    def cut(peers: int, by_addend: bool) -> tuple[Message, ...]:
+        return messages(mine, set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=by_addend))
+
+    return peers, cut
+
+
+def _scheduled(prog: Program, rank: int) -> tuple[int, Cut]:
+    mine = scheduled(prog, rank)
+    _check_arithmetic(prog.plan, rank, (t for m in mine for t in m.pieces))
+    return 0, lambda peers, by_addend: mine
+
+
+def _check(party: Party, plan: object, settings: _Settings) -> None:
+    if not isinstance(plan, Plan | Program):
+        fix = "pass shardmath.plan(src, dst), or what shardmath.schedule makes of it"
+        raise ExchangeError(f"compile takes a Plan, got {type(plan).__name__}; {fix}")
+    if not is_time(settings.timeout):
+        raise ExchangeError(no_time(settings.timeout))
+    if not isinstance(settings.thread, str | None):
+        raise ExchangeError(f"thread={settings.thread!r} is not a name; pass a text, or leave it out")
+    most = settings.max_inflight_bytes
+    if not isinstance(most, int) or not 0 < most < 1 << 63:
+        raise ExchangeError(f"max_inflight_bytes={shown(most)} is no number of bytes; pass an int from 1 on")
+    if isinstance(plan, Program) and settings.max_inflight_bytes != plan.max_inflight_bytes:
+        what = f"max_inflight_bytes={settings.max_inflight_bytes}, the program has {plan.max_inflight_bytes} of its own"
+        raise ExchangeError(f"{what}; leave it out, or schedule the plan with it")
+    engines = transport_of(party.group).ENGINES
+    if settings.engine not in engines:
+        known = ", ".join(map(repr, ("auto", *engines)))
+        raise ExchangeError(
+            f"engine {settings.engine!r} is unknown on {compat.backend_of(party.group)}; use one of {known}"
+        )
+    outside = sorted(set(plan.ranks) - set(party.ranks))
+    if outside:
+        what = f"the plan has ranks {list(plan.ranks)[:16]}, the group {list(party.ranks)[:16]}"
+        raise ExchangeError(f"{what}: {outside[:16]} are not in the group; compile on a group that has all of them")
+
+
+def _check_arithmetic(plan: Plan, rank: int, mine: Iterable[Transfer]) -> None:
+    """Every operation that this rank will do must exist in torch for the dtype that it is done in."""
+    needed = {(t.tensor, t.op) for t in mine if t.dst_rank == rank and t.op != "copy"}
+    stored = {name for name, _ in held(plan.dst, rank).values()}
+    needed |= {(name, "fill") for name in stored if plan.fill(name) is not None}
+    needed |= {(name, "divide") for name in stored if plan.divisor(name) != 1}
+    for name, op in sorted(needed):
+        dtype = plan.dst[name][0].dtype
+        if dtypes.missing(dtype, op):
+            what = f"tensor {name!r} needs {op!r} of {dtype}, which torch does not have"
+            raise ExchangeError(f"{what}; cast it to float32 before the move and plan with dtype='float32'")

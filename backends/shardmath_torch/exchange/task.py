@@ -1,0 +1,75 @@
+"""What an engine is told, and what a transport package gives.
+
+A `Task` is all that one rank does of one plan; an `Engine` is made for one and moves its bytes; a `Transport` opens the
+wire that engines stand on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from shardmath.base.errors import ExchangeError
+from shardmath.plans.plan import Plan
+from shardmath.programs.messages import Round
+from shardmath_torch import compat
+from shardmath_torch.agreement.wire import Wire
+from shardmath_torch.exchange.cells import CellWork
+
+__all__ = ["Engine", "Task", "Transport", "transport_of"]
+
+TRANSPORTS = {"gloo": "shardmath_gloo", "nccl": "shardmath_nccl"}
+"""The package that serves a backend of torch.distributed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an engine needs to know: the plan, who I am, in which group, how I reach others, what I send, receive and
+    keep, and what happens to this rank's destination cells before and after."""
+
+    plan: Plan
+    rank: int
+    group: compat.Group
+    wire: Wire
+    rounds: tuple[Round, ...]
+    fills: tuple[CellWork, ...]
+    divisions: tuple[CellWork, ...]
+
+
+class Engine(Protocol):
+    """Moves the bytes of one plan; tensors come by local buffer key, have been checked, and all ranks agree."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of staging memory held between moves."""
+
+    def prepare(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+        """Makes room for moving tensors that lie in memory like these. No communication."""
+
+    def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+        """Moves tensors that lie like those prepared for. Raises PeerFailure."""
+
+
+class Transport(Protocol):
+    """A transport package: how to open a group, and its engines by name."""
+
+    @property
+    def ENGINES(self) -> Mapping[str, Callable[[Task], Engine]]:
+        """By the name that `compile` takes."""
+
+    @property
+    def open_wire(self) -> Callable[[compat.Group, float], Wire]:
+        """The group as a wire on which waiting ends after so many seconds."""
+
+
+def transport_of(group: compat.Group) -> Transport:
+    """The package that serves the group. Raises ExchangeError if none does."""
+    backend = compat.backend_of(group)
+    if backend not in TRANSPORTS:
+        known = " or ".join(TRANSPORTS)
+        raise ExchangeError(f"the group's backend is {backend!r}; init_process_group with {known}")
+    return cast(Transport, importlib.import_module(TRANSPORTS[backend]))

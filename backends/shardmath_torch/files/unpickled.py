@@ -1,0 +1,167 @@
+"""What torch.distributed.checkpoint pickled into `.metadata`, read without running anything that is not listed here.
+
+1. A pickle may name the classes of that file and nothing else: a name outside `ALLOWED` ends the reading before it is
+   looked up.
+2. What it gets for a name is made for this reading, a subclass or a function that calls the real one: a pickle may set
+   attributes of what it names, and torch's own classes are to stay as they are.
+3. None of it opens files, starts processes or imports by name.
+4. Time and memory are in proportion to the file's length. So torch's own pickles say what instructions there may be;
+   Python's reader keeps its memo in a dict, where C's takes an array as long as the largest number asked for; and
+   before anything is hashed or called it is looked at: tuples of tuples that share parts take 2^n steps to hash.
+5. Attributes are set of the parts of metadata alone. That can make a key another than was looked at, so what is hashed
+   or shown of metadata later, names and types among it, is looked at when all is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from shardmath_torch.files.archive import CheckpointError
+from shardmath_torch.files.json_text import shown
+
+__all__ = ["ALLOWED", "read_metadata"]
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+
+ALLOWED = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_OLD, "TensorProperties"),
+    (_OLD, "MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
+}
+"""(module, name) of all that torch writes there; types of elements, `torch.float32` and so on, beside."""
+
+
+_OPCODES = (
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1 LONG4 FLOAT BINFLOAT UNICODE"
+    " BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3"
+    " EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD"
+    " PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET"
+)
+"""What pickles of metadata are made of. Not among it: sets, persistent and extended names, instructions of classes."""
+
+_MOST = 64
+"""Of a tuple that is a key or an argument: dimensions, or parts of a path."""
+
+
+_Python: Any = pickle._Unpickler
+"""Python's own reader, of which type checkers do not know the methods."""
+
+
+class _Unpickler(_Python):  # type: ignore[misc]
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        code: _Python.dispatch[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED:
+            return _copy(super().find_class(module, name))
+        found = getattr(torch, name, None) if module == "torch" and "." not in name else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}")
+
+    def load_reduce(self) -> None:
+        _check_all("calls something with", self.stack[-1], _is_argument)
+        super().load_reduce()
+
+    def load_build(self) -> None:
+        _check_all("sets attributes of", self.stack[-2:-1], _is_part)
+        super().load_build()
+
+    def load_setitem(self) -> None:
+        _check_all("has a key", self.stack[-2:-1], _is_key)
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        _check_all("has a key", self.stack[::2], _is_key)
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        _check_all("has a key", self.stack[::2], _is_key)
+        super().load_dict()
+
+    dispatch |= {
+        pickle.REDUCE[0]: load_reduce,
+        pickle.BUILD[0]: load_build,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.DICT[0]: load_dict,
+    }
+
+
+def _check_all(does: str, values: Iterable[object], allowed: Callable[[object], bool]) -> None:
+    for value in values:
+        if not allowed(value):
+            raise pickle.UnpicklingError(f"it {does} {shown(value)}, which no metadata has")
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | torch.dtype)
+
+
+def _is_argument(value: object) -> bool:
+    """A plain value, or a flat tuple of them."""
+    return _is_plain(value) or (isinstance(value, tuple) and len(value) <= _MOST and all(map(_is_plain, value)))
+
+
+def _is_key(value: object) -> bool:
+    """Whether it is what metadata have as a key: a plain value, a flat tuple of them, or an index of them."""
+    if isinstance(value, MetadataIndex):
+        return isinstance(value.fqn, str) and _is_argument(value.offset) and _is_plain(value.index)
+    return _is_argument(value)
+
+
+def _is_part(value: object) -> bool:
+    """Whether it was made for this reading: classes, and members of enumerations, are there for everybody."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _check_metadata(found: Metadata) -> None:
+    """Raises UnpicklingError for what no metadata has among what is hashed, compared or shown of them later."""
+    _check_all("has a key", found.storage_data or (), _is_key)
+    parts = found.state_dict_metadata
+    _check_all("has a name", parts, lambda name: isinstance(name, str))
+    types = (part.properties.dtype for part in parts.values() if isinstance(part, TensorStorageMetadata))
+    _check_all("has a type", types, lambda dtype: isinstance(dtype, torch.dtype))
+
+
+def _copy(found: Any) -> Any:
+    """Something that does the same."""
+    if isinstance(found, type) and dataclasses.is_dataclass(found):
+        return type(found.__name__, (found,), {})
+    return lambda *args: found(*args)
+
+
+def read_metadata(text: bytes, where: object) -> Metadata:
+    """The metadata of a checkpoint of torch; its parts are equal to nothing that torch makes.
+
+    Raises CheckpointError for what is none, naming the file `where`.
+    """
+    try:
+        found = _Unpickler(io.BytesIO(text)).load()
+        if isinstance(found, Metadata):
+            _check_metadata(found)
+    except Exception as error:
+        what = f"{where} is no metadata of torch.distributed.checkpoint: {str(error)[:300]}"
+        raise CheckpointError(
+            f"{what}; nothing else is unpickled: save again, or convert it where you trust it"
+        ) from error
+    if not isinstance(found, Metadata):
+        what = f"{where} holds a {type(found).__name__}, not the Metadata of torch.distributed.checkpoint"
+        raise CheckpointError(f"{what}; give the folder of a checkpoint")
+    return found

@@ -1,0 +1,61 @@
+"""Partition: the distinct parts of one dimension, and which coordinate holds which.
+
+1. A part is the Runs that some coordinate of the dividing axes holds; equal Runs are one part.
+2. Parts of a dividing placement do not overlap. Parts of a Table may: what several hold, several can send.
+
+>>> from shardmath.layouts.layout import Layout
+>>> from shardmath.algebra.mesh import Mesh
+>>> halves = partition(Layout((4,), Mesh(dp=2, tp=2), "(tp n)").dims[0])
+>>> [str(part) for part in halves.parts], halves.by_rank(Mesh(dp=2, tp=2)).tolist()
+(['[0:2]', '[2:4]'], [0, 1, 0, 1])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmath.algebra.dimension import Dimension, cells
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.runs import Runs
+from shardmath.base.arrays import Ints
+from shardmath.base.memo import memo
+
+__all__ = ["Partition", "overlapping", "partition", "spans"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """The distinct `parts` of a dimension and, row-major over `axes`, the part that each `cell` holds."""
+
+    axes: tuple[str, ...]
+    parts: tuple[Runs, ...]
+    cell: Ints
+
+    def by_rank(self, mesh: Mesh) -> Ints:
+        """The part that each rank of the mesh holds, in mesh order."""
+        return self.cell[mesh.coordinate(self.axes)]
+
+
+@memo()
+def partition(dimension: Dimension) -> Partition:
+    """The parts of one dimension of a layout."""
+    number: dict[Runs, int] = {}
+    cell = [number.setdefault(runs, len(number)) for runs in cells(dimension)]
+    return Partition(tuple(dimension.axes), tuple(number), np.array(cell, np.int64))
+
+
+def overlapping(dimension: Dimension) -> bool:
+    """Whether two cells of the dimension hold one position."""
+    start, stop, _, _ = spans(cells(dimension))
+    return bool((stop[:-1] > start[1:]).any())
+
+
+def spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
+    """All segments of all parts by global start: global start, global stop, local start, part."""
+    rows = [(g, g + n, lo, p) for p, runs in enumerate(parts) for lo, g, n in runs.segments]
+    table = np.array(rows, np.int64).reshape(-1, 4)
+    g, stop, lo, p = table[np.argsort(table[:, 0], kind="stable")].T
+    return g, stop, lo, p

@@ -1,0 +1,253 @@
+"""Runs: which global positions of one dimension lie at which local positions.
+
+1. A `Runs` is a partial injection from local positions 0..len-1 into global positions, stored as segments
+   (local start, global start, length).
+2. Local positions that no segment covers are **holes**: padding, or another tensor's share of a fused buffer.
+3. Segments are sorted by local start, never empty, and merged where both sides continue; so equal functions
+   are equal values, and each segment is as long as it can be.
+4. Order is free: a strided shard or an interleaved buffer is just more segments.
+
+The functions are named by the mathematics: `compose(f, g)` is g after f, `invert(f, n)` is defined on 0..n-1.
+The transfers of one dimension between two holders are `compose(src, invert(dst, n))`.
+
+>>> even = Runs(((0, 0, 2), (2, 4, 2)), 4)
+>>> print(even)
+[0:2 4:6]
+>>> compose(even, invert(Runs(((0, 4, 4),), 4), 8))
+Runs(((2, 0, 2),), 4)
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.base.errors import RunsError
+from shardmath.base.given import instance, listed
+from shardmath.base.integers import whole
+
+__all__ = ["Runs", "Segment", "compose", "concat", "from_ranges", "identity", "invert", "restrict", "spanning"]
+
+Segment: TypeAlias = tuple[int, int, int]
+"""(local start, global start, length)."""
+
+
+@dataclass(frozen=True, slots=True, repr=False, init=False)
+class Runs:
+    """A partial injection from local to global positions of one dimension (see the module).
+
+    `Runs(segments, length)` takes segments in any order and canonicalises them; `length` counts holes and
+    defaults to the end of the last segment. Raises RunsError where segments overlap on either side, are
+    negative, or leave the length.
+    """
+
+    segments: tuple[Segment, ...]
+    length: int
+
+    def __init__(self, segments: Iterable[Segment] = (), length: int | None = None) -> None:
+        merged = _merge(sorted(map(_segment, listed(segments, "segments", RunsError))))
+        end = merged[-1][0] + merged[-1][2] if merged else 0
+        total = end if length is None else length
+        if type(total) is not int:  # a message with all segments is long, and not needed as a rule
+            total = whole(length, f"length of Runs {merged}", RunsError)
+        _check(merged, total)
+        object.__setattr__(self, "segments", merged)
+        object.__setattr__(self, "length", total)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        return f"Runs({self.segments}, {self.length})"
+
+    def __str__(self) -> str:
+        return f"[{' '.join(_spans(self))}]"
+
+    @property
+    def size(self) -> int:
+        """The number of global positions held: the length less the holes."""
+        return sum(n for _, _, n in self.segments)
+
+    @property
+    def extent(self) -> int:
+        """One past the largest global position held; 0 if none is."""
+        return max((g + n for _, g, n in self.segments), default=0)
+
+    def indices(self) -> NDArray[np.int64]:
+        """The global position of each local one, -1 in holes: int64 of shape (len,)."""
+        out = np.full(self.length, -1, np.int64)
+        for lo, g, n in self.segments:
+            out[lo : lo + n] = np.arange(g, g + n)
+        return out
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _make, (self.segments, self.length)
+
+
+def _segment(item: Segment) -> Segment:
+    if type(item) is tuple and len(item) == 3 and type(item[0]) is type(item[1]) is type(item[2]) is int:
+        return item
+    try:
+        lo, g, n = item
+    except (TypeError, ValueError):
+        raise RunsError(f"segment {item!r} is not (local start, global start, length); give three integers") from None
+    return tuple(whole(x, f"a number of segment {item}", RunsError) for x in (lo, g, n))  # type: ignore[return-value]
+
+
+def _make(segments: tuple[Segment, ...], length: int) -> Runs:
+    """A Runs of segments that are canonical already."""
+    runs = object.__new__(Runs)
+    object.__setattr__(runs, "segments", segments)
+    object.__setattr__(runs, "length", length)
+    return runs
+
+
+def _merge(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Join neighbours that continue on both sides and drop empty ones; `segments` sorted by local start."""
+    out: list[Segment] = []
+    local_end: int | None = None
+    global_end = 0
+    for lo, g, n in segments:
+        if lo == local_end and g == global_end:
+            out[-1] = (out[-1][0], out[-1][1], out[-1][2] + n)
+        elif n:
+            out.append((lo, g, n))
+        else:
+            continue
+        local_end, global_end = lo + n, g + n
+    return tuple(out)
+
+
+def _check(segments: tuple[Segment, ...], length: int) -> None:
+    if length < 0:
+        raise RunsError(f"length {length} of segments {segments} is negative; count positions from 0")
+    for lo, g, n in segments:
+        if lo < 0 or g < 0 or n < 0 or lo + n > length:
+            raise RunsError(
+                f"segment {(lo, g, n)} does not fit length {length}; local start, global start and length are >= 0"
+            )
+    for side, name in ((0, "local"), (1, "global")):
+        order = sorted(segments, key=lambda s: s[side])
+        for a, b in itertools.pairwise(order):
+            if a[side] + a[2] > b[side]:
+                raise RunsError(f"segments {a} and {b} share {name} position {b[side]}; each position may appear once")
+
+
+def _spans(runs: Runs) -> list[str]:
+    """`a:b` for each segment and `-n` for each hole, in local order."""
+    out, at = [], 0
+    for lo, g, n in runs.segments:
+        out += [f"-{lo - at}"] * (lo > at) + [f"{g}:{g + n}"]
+        at = lo + n
+    return out + [f"-{runs.length - at}"] * (runs.length > at)
+
+
+def spanning(runs: Runs) -> str:
+    """The runs as text without brackets: `0:2 -1 4:6` (used by the layout notation)."""
+    return " ".join(_spans(runs))
+
+
+def identity(n: int) -> Runs:
+    """Every position of 0..n-1 in its place. Raises RunsError for a negative n."""
+    length = whole(n, "the length of an identity", RunsError)
+    if length < 0:
+        raise RunsError(f"the length of an identity is {length}; count positions from 0")
+    return _make(((0, 0, length),) if length else (), length)
+
+
+def from_ranges(ranges: Iterable[tuple[int, int] | int]) -> Runs:
+    """The global ranges [start, stop) one after the other; a single integer n stands for a hole of n positions.
+
+    >>> print(from_ranges([(4, 6), 2, (0, 1)]))
+    [4:6 -2 0:1]
+
+    Raises RunsError for what is not a range.
+    """
+    segments, at = [], 0
+    for item in listed(ranges, "ranges", RunsError):
+        start, stop = _range(item)
+        if isinstance(item, tuple):
+            segments.append((at, start, stop - start))
+        at += stop - start
+    return Runs(segments, at)
+
+
+def _range(item: tuple[int, int] | int) -> tuple[int, int]:
+    """(start, stop) of a range, or of a hole as if it began at 0."""
+    try:
+        start, stop = item if isinstance(item, tuple) else (0, item)
+    except ValueError:
+        raise RunsError(f"range {item!r} is not (start, stop); give two integers, or one for a hole") from None
+    lo, hi = whole(start, f"the start of {item!r}", RunsError), whole(stop, f"the stop of {item!r}", RunsError)
+    if hi < lo or lo < 0:
+        raise RunsError(f"range {start}:{stop} is not a range; write 0 <= start <= stop")
+    return lo, hi
+
+
+def _check_runs(value: object) -> None:
+    instance(value, Runs, "give Runs, for example shardmath.runs.from_ranges([(0, 5)])", RunsError)
+
+
+def concat(parts: Iterable[Runs]) -> Runs:
+    """The parts one after the other in local positions.
+
+    Raises RunsError where two parts hold the same global position.
+    """
+    segments, at = [], 0
+    for part in parts:
+        _check_runs(part)
+        segments += [(at + lo, g, n) for lo, g, n in part.segments]
+        at += part.length
+    return Runs(segments, at)
+
+
+def invert(runs: Runs, n: int) -> Runs:
+    """From global positions 0..n-1 back to local ones; global positions not held are holes.
+
+    Raises RunsError if a global position is n or more.
+    """
+    _check_runs(runs)
+    length = whole(n, "the length of the dimension", RunsError)
+    if runs.extent > length:
+        raise RunsError(f"{runs} reaches position {runs.extent - 1}, the dimension has {n}; give n >= {runs.extent}")
+    return _make(_merge(sorted((g, lo, k) for lo, g, k in runs.segments)), length)
+
+
+def compose(f: Runs, g: Runs) -> Runs:
+    """g after f: local position i goes to g(f(i)); a hole where f or g has one.
+
+    Raises RunsError if f reaches a position that g does not have.
+    """
+    _check_runs(f)
+    _check_runs(g)
+    if f.extent > g.length:
+        raise RunsError(f"{f} reaches position {f.extent - 1}, {g} has {g.length}; compose a Runs into a longer one")
+    if len(g.segments) == 1 and g.segments[0] == (0, 0, g.length):
+        return f
+    starts = [lo for lo, _, _ in g.segments]
+    out: list[Segment] = []
+    for lo, mid, n in f.segments:
+        for j in range(max(0, bisect.bisect_right(starts, mid) - 1), len(starts)):
+            a, b, k = g.segments[j]
+            if a >= mid + n:
+                break
+            left, right = max(a, mid), min(a + k, mid + n)
+            if left < right:
+                out.append((lo + left - mid, b + left - a, right - left))
+    return _make(_merge(out), f.length)
+
+
+def restrict(runs: Runs, lo: int, hi: int) -> Runs:
+    """The same local positions with global ones outside [lo, hi) turned into holes."""
+    _check_runs(runs)
+    lo, hi = (whole(border, "a border", RunsError) for border in (lo, hi))
+    cut = ((a, g, n, max(g, lo), min(g + n, hi)) for a, g, n in runs.segments)
+    return _make(
+        _merge((a + left - g, left, right - left) for a, g, _, left, right in cut if left < right), runs.length
+    )

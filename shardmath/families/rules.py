@@ -1,0 +1,327 @@
+"""Rules: which tensors of a model lie how, in one line that a person types.
+
+1. A **side** is a mesh and rules: `dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); * (dp n) ...`.
+2. The mesh is `axis=size` words, last axis fastest, and optionally `ranks=4:8` or `ranks=0,2,4,6`; without it the ranks
+   follow each other from `first_rank`.
+3. A rule is a pattern and a layout. A pattern is a kind of the family table (column, row, vocab, replicate) or a glob
+   on the tensor's name (`*.q_proj.weight`); the layout is shardmath's notation, `...` for the dimensions not divided.
+4. The first rule that matches a name counts. A name that no rule matches is replicated, and so is every scalar.
+5. A rule that no tensor falls to is an error, since it is a typing mistake; only `*` may be idle.
+6. A mesh alone (`tp=4`, `dp=2 tp=2`) means DEFAULTS: `tp` divides by kind, `dp` dimension 0 of everything, inside `tp`,
+   as FSDP does, and `replica` replicates. Other axes need rules.
+
+    side    := mesh (':' rule (';' rule)*)?
+    mesh    := (AXIS '=' INT)* ('ranks=' span (',' span)*)?          span := INT | INT ':' INT
+    rule    := PATTERN LAYOUT
+
+>>> side = parse("dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h)")
+>>> shapes = {"q_proj.weight": ((8, 6), "bfloat16"), "o_proj.weight": ((6, 8), "bfloat16")}
+>>> {name: layout.local_shape(3) for name, layout in side.layouts(shapes).items()}
+{'q_proj.weight': (2, 6), 'o_proj.weight': (3, 4)}
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.errors import MeshError, NotationError, ShardError
+from shardmath.base.given import instance, listed, mapping, plural
+from shardmath.base.given import text as plain
+from shardmath.base.integers import whole
+from shardmath.families.hf import KINDS, kind
+from shardmath.layouts.layout import Layout
+
+__all__ = ["DEFAULTS", "Rule", "Shapes", "Side", "parse", "parse_mesh"]
+
+Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
+"""Global shape and dtype of each tensor, by name."""
+
+WORD = re.compile(r"(?P<axis>\w+)\s*=\s*(?P<value>\d+(?::\d+)?(?:,\d+(?::\d+)?)*)?")
+MESH_ALONE = (
+    "a mesh is axis=size words with blanks between them, "
+    "then ranks=4:8 or ranks=0,2,4,6 if they do not follow each other"
+)
+MESH_FIX = f"{MESH_ALONE}, then ':'"
+RULE_FIX = "a rule is a kind or a name pattern, then a layout: column (tp n) ..."
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the tensors that `pattern` matches lie: `layout` is shardmath's notation."""
+
+    pattern: str
+    layout: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pattern", plain(self.pattern, "the pattern of a rule", NotationError))
+        layout = plain(self.layout, "the layout of a rule", NotationError)
+        object.__setattr__(self, "layout", " ".join(layout.split()))
+        if self.pattern.split() != [self.pattern] or not self.layout or ";" in str(self):
+            what = f"rule {self.pattern!r} {self.layout!r} is not one pattern without blanks and one layout"
+            raise NotationError(what, fix=RULE_FIX)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} {self.layout}"
+
+    def matches(self, name: str) -> bool:
+        """Whether the tensor `name` is of this kind, or fits this glob."""
+        return kind(name) == self.pattern if self.pattern in KINDS else fnmatchcase(name, self.pattern)
+
+
+def _rules(**layouts: str) -> tuple[Rule, ...]:
+    return tuple(Rule(pattern, layout) for pattern, layout in layouts.items())
+
+
+DEFAULTS: dict[tuple[str, ...], tuple[Rule, ...]] = {
+    (): _rules(),
+    ("tp",): _rules(column="(tp n) ...", row="h (tp n) ...", vocab="(tp n) ..."),
+    ("dp",): (Rule("*", "(dp n) ..."),),
+    ("dp", "tp"): (
+        *_rules(column="(tp dp n) ...", row="(dp n) (tp h) ...", vocab="(tp dp n) ..."),
+        Rule("*", "(dp n) ..."),
+    ),
+}
+"""The rules of a mesh alone, by which of the axes dp and tp it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A mesh and the rules by which tensors lie on it; no rules stand for DEFAULTS. `parse(str(side)) == side`."""
+
+    mesh: Mesh
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        instance(self.mesh, Mesh, "give a Side its mesh", NotationError)
+        rules = listed(self.rules, "rules", NotationError)
+        for rule in rules:
+            instance(rule, Rule, "give rules.Rule(pattern, layout)", NotationError)
+        object.__setattr__(self, "rules", rules)
+        if "ranks" in self.mesh.shape:
+            what = f"mesh axis 'ranks' of {self.mesh} means the rank ids in text"
+            raise NotationError(what, fix="name the axis otherwise")
+
+    def __str__(self) -> str:
+        rules = "; ".join(map(str, self.rules))
+        return f"{_mesh_text(self.mesh)}: {rules}" if rules else _mesh_text(self.mesh)
+
+    def matches(self, names: Iterable[str]) -> dict[str, Rule | None]:
+        """The rule that each name falls to, None where there is none.
+
+        Raises NotationError for a rule that no name falls to, and for a mesh alone with an axis that DEFAULTS lacks.
+        """
+        rules = self.rules or _defaults(self)
+        listed_names = [plain(name, "the name of a tensor", NotationError) for name in names]
+        found = {name: next((rule for rule in rules if rule.matches(name)), None) for name in listed_names}
+        if self.rules:
+            _check_used(self, found)
+        return found
+
+    def layouts(self, shapes: Shapes) -> dict[str, Layout]:
+        """The layout of every tensor, by name.
+
+        Raises NotationError, with a caret in the side's text, where a rule is idle or does not fit its tensor.
+        """
+        given = mapping(shapes, "shapes are ", "name to (shape, dtype)", NotationError)
+        return {name: _layout(self, rule, name, *_shaped(given[name])) for name, rule in self.matches(given).items()}
+
+
+def _shaped(given: object) -> tuple[tuple[int, ...], str]:
+    """The shape and the dtype of a tensor."""
+    if isinstance(given, tuple) and len(given) == 2:
+        return given
+    raise NotationError(f"{given!r} is not the shape and the dtype of a tensor; give ((8, 6), 'float32')")
+
+
+def _layout(side: Side, rule: Rule | None, name: str, shape: tuple[int, ...], dtype: str) -> Layout:
+    text = rule.layout if rule and shape else "..."
+    try:
+        return Layout(shape, side.mesh, text, dtype=dtype)
+    except ShardError as error:
+        raise _misfit(side, rule or Rule(name, text), name, shape, error) from error
+
+
+def _misfit(side: Side, rule: Rule, name: str, shape: tuple[int, ...], error: ShardError) -> NotationError:
+    what, fix, at = str(error), "", 0
+    if isinstance(error, NotationError):
+        what, fix, at = error.what, f"{error.fix}; or ", error.position
+    text = str(side) if side.rules else f"{side}: {rule}"
+    start = _position(side, rule) + len(rule.pattern) + 1
+    advice = f"{fix}give the tensor a rule of its own before this one: {name} ..."
+    what = f"rule {str(rule)!r} does not fit tensor {name!r} of shape {shape}: {what}"
+    return NotationError(what, text, start + at, advice)
+
+
+def _position(side: Side, rule: Rule) -> int:
+    """Where the rule begins in the side's text; one of DEFAULTS would follow the mesh."""
+    before = side.rules[: side.rules.index(rule)] if rule in side.rules else ()
+    return len(str(Side(side.mesh, before))) + 2  # ": " and "; " are as long
+
+
+def _check_used(side: Side, found: Mapping[str, Rule | None]) -> None:
+    used = set(found.values())
+    for rule in side.rules:
+        if rule not in used and rule.pattern != "*":
+            raise NotationError(*_idle(side, rule, list(found)))
+
+
+def _idle(side: Side, rule: Rule, names: list[str]) -> tuple[str, str, int, str]:
+    at = _position(side, rule)
+    taken = [name for name in names if rule.matches(name)]
+    if taken:
+        what = f"rule {rule.pattern!r} is idle: an earlier rule takes {taken[0]!r} and all else that it matches"
+        return what, str(side), at, "move it before that rule, or remove it"
+    near = difflib.get_close_matches(rule.pattern, [*KINDS, *names], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    shown = ", ".join(names[:3] + ["..."] * (len(names) > 3))
+    what = f"rule {rule.pattern!r} matches none of the {plural(names, 'tensor')} ({shown})"
+    fix = f"{hint}a pattern is a kind ({', '.join(KINDS)}) or a glob on the whole name (*.q_proj.weight)"
+    return what, str(side), at, fix
+
+
+def _defaults(side: Side) -> tuple[Rule, ...]:
+    axes = side.mesh.shape
+    unknown = [name for name in axes if name not in ("dp", "replica", "tp")]
+    if unknown:
+        text, axis = str(side), unknown[0]
+        rules = f"write rules after ':', such as  {text}: * ({axis} n) ..."
+        fix = f"{rules}  or name the axes dp (divides dimension 0), replica, tp"
+        at = text.index(f"{axis}={axes[axis]}")
+        raise NotationError(f"a mesh without rules, and axis {axis!r} has no default", text, at, fix)
+    return DEFAULTS[tuple(name for name in ("dp", "tp") if name in axes)]
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    return " ".join([f"{name}={n}" for name, n in mesh.axes] + [f"ranks={_spans(mesh.ranks)}"])
+
+
+def _spans(ranks: tuple[int, ...]) -> str:
+    first, end = ranks[0], ranks[0] + len(ranks)
+    return f"{first}:{end}" if ranks == tuple(range(first, end)) else ",".join(map(str, ranks))
+
+
+def parse(text: str, *, first_rank: int = 0) -> Side:
+    """The side that `text` says; ranks count from `first_rank` where it names none.
+
+    Raises NotationError, with a caret, for text that is not a side; whether rules fit is seen with tensors.
+    """
+    text, first_rank = plain(text, "a side", NotationError), whole(first_rank, "first_rank", MeshError)
+    mesh, end = _read_mesh(text, first_rank)
+    return Side(mesh, _read_rules(text, end + 1) if end < len(text) else ())
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh that `text` says, without rules; ranks count from 0 where it names none.
+
+    Raises NotationError, with a caret, for text that is not a mesh.
+    """
+    text = plain(text, "a mesh", NotationError)
+    try:
+        mesh, end = _read_mesh(text, 0)
+    except NotationError as error:
+        raise NotationError(error.what, error.text, error.position, MESH_ALONE) from None
+    if end < len(text):
+        raise NotationError("a mesh alone has no rules", text, end, MESH_ALONE)
+    return mesh
+
+
+def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:
+    """The mesh, and where it ends: at the ':' before the rules, or at the text's end."""
+    sizes: dict[str, int] = {}
+    ranks: tuple[int, ...] | None = None
+    at = ranks_at = _skip(text, 0)
+    while at < len(text) and text[at] != ":":
+        axis, value, end = _read_word(text, at, sizes, ranks)
+        if axis == "ranks":
+            ranks, ranks_at = _ranks(text, value, end - len(value)), at
+        else:
+            sizes[axis] = _number(text, value, end - len(value))
+            if math.prod(sizes.values()) > MOST_RANKS:
+                raise NotationError(f"a mesh of more than {MOST_RANKS} ranks", text, at, MESH_FIX)
+        at = _skip(text, end)
+    if not sizes and ranks is None:
+        raise NotationError("no mesh axis", text, at, MESH_FIX)
+    return _mesh(text, sizes, ranks, first_rank, ranks_at), at
+
+
+def _read_word(text: str, at: int, sizes: Mapping[str, int], ranks: tuple[int, ...] | None) -> tuple[str, str, int]:
+    word = WORD.match(text, at)
+    if word is None:
+        raise NotationError(f"{text[at:].split()[0]!r} is not axis=size", text, at, MESH_FIX)
+    axis, value = word["axis"], word["value"] or ""
+    if axis in sizes or (axis == "ranks" and ranks is not None):
+        raise NotationError(f"{axis!r} appears twice", text, at, "name each mesh axis, and ranks, once")
+    if not value or (axis != "ranks" and not value.isdecimal()):
+        found = value or text[word.end() :].split(" ")[0] or "the end"
+        raise NotationError(f"{axis!r} needs a size, found {found!r}", text, word.end() - len(value), MESH_FIX)
+    return axis, value, word.end()
+
+
+def _ranks(text: str, value: str, at: int) -> tuple[int, ...]:
+    out: list[int] = []
+    for span in value.split(","):
+        start, _, stop = span.partition(":")
+        first = _number(text, start, at)
+        end = _number(text, stop, at + len(start) + 1) if stop else first + 1
+        if end <= first:
+            fix = "write first:one past the last, as 4:8 for 4, 5, 6, 7"
+            raise NotationError(f"ranks {span} are none", text, at, fix)
+        if len(out) + end - first > MOST_RANKS:
+            raise NotationError(f"more than {MOST_RANKS} ranks", text, at, MESH_FIX)
+        out += range(first, end)
+        at += len(span) + 1
+    return tuple(out)
+
+
+MOST_RANKS = 1 << 24
+"""In text, where more are a typing mistake, which would take all memory."""
+
+
+def _number(text: str, digits: str, at: int) -> int:
+    figures = digits.lstrip("0") or "0"
+    if len(figures) > len(str(MOST_RANKS)) or int(figures) > MOST_RANKS:
+        raise NotationError(f"a number above {MOST_RANKS}", text, at, MESH_FIX)
+    return int(figures)
+
+
+def _mesh(text: str, sizes: Mapping[str, int], ranks: tuple[int, ...] | None, first_rank: int, at: int) -> Mesh:
+    try:
+        if ranks is None:
+            mesh = Mesh(sizes)
+            return mesh.relabel({rank: first_rank + rank for rank in mesh.ranks})
+        return Mesh(sizes, ranks=ranks)
+    except ShardError as error:
+        raise NotationError(str(error), text, at, MESH_FIX) from error
+
+
+def _read_rules(text: str, at: int) -> tuple[Rule, ...]:
+    rules = []
+    for part in text[at:].split(";"):
+        start = min(_skip(text, at), at + len(part))
+        at += len(part) + 1
+        rules.append(_read_rule(text, part, start))
+        if rules[-1] in rules[:-1]:
+            raise NotationError(f"rule {str(rules[-1])!r} appears twice", text, start, "remove one")
+    return tuple(rules)
+
+
+def _read_rule(text: str, part: str, start: int) -> Rule:
+    words = part.split()
+    if not words:
+        raise NotationError("empty rule", text, start, RULE_FIX)
+    if len(words) == 1:
+        fix = f"write {words[0]} (tp n) ... or {words[0]} ..."
+        raise NotationError(f"rule {words[0]!r} has no layout", text, start + len(words[0]), fix)
+    return Rule(words[0], part.strip()[len(words[0]) :])
+
+
+def _skip(text: str, at: int) -> int:
+    """The first position from `at` on that is not blank."""
+    return len(text) - len(text[at:].lstrip())

@@ -1,0 +1,97 @@
+"""Topology: which ranks share a node, and how fast bytes leave and enter a rank.
+
+1. Node k has the ranks k * ranks_per_node up to (k + 1) * ranks_per_node - 1.
+2. Rates are bytes per second, per rank and per direction: `intra` to a rank of the same node (NVLink), `inter` to one
+   of another node (a NIC a GPU). A rank sends and receives at full rate at once.
+3. `latency_s` is what one message costs beside its bytes, in seconds.
+4. A topology is a value: equal numbers are equal topologies, and its repr, which enters a plan's digest, is the same on
+   every machine.
+
+>>> Topology(ranks_per_node=4).nodes([1, 9, 3, 8])
+{0: (1, 3), 2: (8, 9)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import SupportsFloat
+
+from shardmath.base.errors import PlanError
+from shardmath.base.given import listed
+from shardmath.base.integers import whole
+
+__all__ = ["H100", "H200", "Topology", "checked"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Nodes of `ranks_per_node` ranks, rates in bytes per second, and seconds a message.
+
+    The rates are those of the links; what software attains of them is somebody else's factor. Raises PlanError unless
+    all are from 1e-18 to 1e18; `latency_s` may be 0.
+    """
+
+    ranks_per_node: int = 8
+    intra_bytes_per_s: float = 450e9
+    inter_bytes_per_s: float = 50e9
+    latency_s: float = 1e-5
+
+    def __post_init__(self) -> None:
+        count = whole(self.ranks_per_node, "ranks_per_node", PlanError)
+        if not 1 <= count <= MOST_RANKS:
+            raise PlanError(f"ranks_per_node is {count}; a node has at least one rank, and at most {MOST_RANKS}")
+        object.__setattr__(self, "ranks_per_node", count)
+        for name in ("intra_bytes_per_s", "inter_bytes_per_s", "latency_s"):
+            object.__setattr__(self, name, _number(name, getattr(self, name), zero=name == "latency_s"))
+
+    def node(self, rank: int) -> int:
+        """The node of a rank. Raises PlanError unless it is a non-negative integer."""
+        number = whole(rank, "a rank", PlanError)
+        if number < 0:
+            raise PlanError(f"rank {number} is negative; number ranks from 0")
+        return number // self.ranks_per_node
+
+    def nodes(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """The distinct ranks by node, both ascending; nodes without any are left out."""
+        out: dict[int, list[int]] = {}
+        for rank in sorted({whole(rank, "a rank", PlanError) for rank in listed(ranks, "ranks", PlanError)}):
+            out.setdefault(self.node(rank), []).append(rank)
+        return {node: tuple(held) for node, held in out.items()}
+
+
+def checked(topology: object) -> Topology:
+    """The topology itself. Raises PlanError for anything else."""
+    if not isinstance(topology, Topology):
+        raise PlanError(f"topology={topology!r} is no Topology; give shardmath.Topology(ranks_per_node=8)")
+    return topology
+
+
+MOST_RANKS = 1 << 24
+"""Of a node; as many as a mesh may have."""
+
+
+def _number(name: str, value: object, *, zero: bool) -> float:
+    """`value` as a float, so that 50e9 and 50_000_000_000 are one topology, and -0.0 is 0.0."""
+    kind = type(value).__name__
+    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat) or kind.startswith(("bool", "complex")):
+        raise PlanError(f"{name} is {value!r}; give a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise PlanError(f"{name} is {value!r}; give a number up to {MOST}") from None
+    least = 0 if zero else LEAST
+    if not least <= number <= MOST:
+        raise PlanError(f"{name} is {value!r}; give a number from {least} to {MOST}")
+    return number + 0.0
+
+
+LEAST, MOST = 1e-18, 1e18
+"""Bytes per second and seconds: times of any plan, and their ratios, are finite and not 0."""
+
+
+H100 = Topology()
+"""DGX H100: 8 GPUs, NVLink 4 at 450 GB/s per direction, one ConnectX-7 NIC of 400 Gb/s a GPU (NVIDIA's data sheet)."""
+
+H200 = Topology()
+"""DGX H200: the links of H100; what differs is memory."""

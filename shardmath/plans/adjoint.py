@@ -1,0 +1,164 @@
+"""Adjoint: the transposed plan.
+
+1. Every transfer with its ends swapped: <plan(x), y> = <x, adjoint(plan)(y)> for arbitrary local arrays x and y.
+2. Replicate at an end turns into Partial(sum) and back: what all receive, all contribute to. Axes along which addends
+   pass through stay Partial.
+3. The adjoint of the adjoint is the plan.
+4. Its destination is the plan's source, whole or not: `in_part` says which, and it is no error.
+
+>>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.plans.plan import plan
+>>> mesh = Mesh(tp=2)
+>>> gather = plan(Layout((4,), mesh, "(tp n)"), Layout((4,), mesh, "n"))
+>>> adjoint(gather).src[""][0].text, adjoint(gather).dst[""][0].text
+('n {sum: tp}', '(tp n)')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from shardmath.algebra.partition import overlapping
+from shardmath.base.digest import digest
+from shardmath.base.errors import PlanError
+from shardmath.layouts.layout import Layout, repartialed
+from shardmath.layouts.store import local_name
+from shardmath.plans.cover import not_whole
+from shardmath.plans.plan import Plan, Transfer
+from shardmath.plans.reduction import Reduction, check_arithmetic, identity_of, reduction
+
+__all__ = ["Flip", "adjoint", "swapped"]
+
+
+def adjoint(p: Plan) -> Plan:
+    """The transposed plan: <p(x), y> = <x, adjoint(p)(y)> for arbitrary local arrays x and y.
+
+    Raises PlanError where the plan is not linear: a reduction by max, min or product; where the dtype has no sum; and
+    where addends of one source window pass through to one destination window and are reduced for another.
+    """
+    if not isinstance(p, Plan):
+        raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) returns")
+    if p.forward is not None:
+        return p.forward
+    duals = _duals(p)
+    src = {name: dual.src for name, dual in duals.items()}
+    dst = {name: dual.dst for name, dual in duals.items()}
+    rules = {name: dual.rule for name, dual in duals.items()}
+    name, in_part = digest(("adjoint", p.digest)), not_whole(dst)
+    turned = replace(p, src=src, dst=dst, rules=rules, src_ranks=p.dst_ranks, dst_ranks=p.src_ranks)
+    return replace(turned, digest=name, forward=p, flip=flip_of(p), in_part=in_part)
+
+
+class _Dual(NamedTuple):
+    """What a tensor's sides become, and what is filled in and divided by."""
+
+    src: tuple[Layout, ...]
+    dst: tuple[Layout, ...]
+    rule: Reduction
+
+
+def _duals(p: Plan) -> dict[str, _Dual]:
+    """By name; tensors of the same windows have the same one."""
+    known: dict[tuple[int, int], _Dual] = {}
+    out = {}
+    for name, src in p.src.items():
+        key = id(src), id(p.dst[name])
+        if key not in known:
+            known[key] = _dual(name, src, p.dst[name])
+        out[name] = known[key]
+    return out
+
+
+def _dual(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> _Dual:
+    """Each window by the reductions that it has a part in, which name its own mesh's axes."""
+    asks = [[reduction(a, b) for b in dst] for a in src]
+    for a, row in zip(src, asks, strict=True):
+        _check_linear(name, row)
+        _check_through(name, a, dst, row)
+    sent = tuple(repartialed(b, _passed(rule, 1) | {*everybody(b, rule)}) for b, rule in zip(dst, asks[0], strict=True))
+    got = tuple(repartialed(a, _passed(row[0], 0) | {*a.free_axes}) for a, row in zip(src, asks, strict=True))
+    return _Dual(sent, got, replace(asks[0][0], fill=identity_of("sum", src[0].dtype)))
+
+
+def _passed(rule: Reduction, side: int) -> set[str]:
+    """The axes of the source (0) or of the destination (1) along which addends pass through."""
+    return {axis for pair in rule.matched for axis in pair[side]}
+
+
+def _check_linear(name: str, rules: Iterable[Reduction]) -> None:
+    for rule in rules:
+        if (rule.folded and rule.op in ("max", "min", "product")) or (rule.chosen and rule.op == "product"):
+            what = f"tensor {name!r} is reduced by {rule.op}, which is not linear"
+            raise PlanError(f"{what}; only copies, sum and avg have an adjoint")
+
+
+def _check_through(name: str, a: Layout, dst: Sequence[Layout], rules: Sequence[Reduction]) -> None:
+    """One layout says along which axes a window of the adjoint's destination is Partial, for all of its elements."""
+    for b, rule in zip(dst, rules, strict=True):
+        if _passed(rule, 0) != _passed(rules[0], 0):
+            what = f"tensor {name!r}: different addends of {a} pass through to {dst[0]} and to {b}"
+            raise PlanError(f"{what}, and no layout is Partial in both ways; transpose a plan of each window")
+
+
+def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
+    """The axes of a destination along which all receive the same."""
+    through = (name for _, axes in rule.matched for name in axes)
+    out = {*rule.chosen, *through, *(name for dim in layout.dims for name in dim.axes)}
+    return tuple(name for name in layout.mesh.shape if name not in out)
+
+
+def swapped(t: Transfer) -> Transfer:
+    """The transfer with its ends swapped; operation and addend as they were."""
+    ends = t._replace(src_rank=t.dst_rank, dst_rank=t.src_rank, src_tensor=t.dst_tensor, dst_tensor=t.src_tensor)
+    return ends._replace(src_slices=t.dst_slices, dst_slices=t.src_slices)
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """The destination replicas of a plan, which are the addends of its adjoint: operation and place by local tensor."""
+
+    entries: Mapping[str, tuple[str, Mapping[int, int]]]
+
+    def entry(self, local: str, rank: int) -> tuple[str, int]:
+        """The operation and the addend by which this rank's tensor enters the adjoint."""
+        op, place = self.entries[local]
+        return op, place[rank]
+
+    def __call__(self, t: Transfer) -> Transfer:
+        """The adjoint's transfer for one of the plan's."""
+        op, addend = self.entry(t.dst_tensor, t.dst_rank)
+        return swapped(t)._replace(op=op, addend=addend)
+
+
+def flip_of(p: Plan) -> Flip:
+    """How the transfers of `p` enter its adjoint: window by window, by ascending rank."""
+    known: dict[tuple[int, int], list[tuple[str, Mapping[int, int]]]] = {}
+    entries: dict[str, tuple[str, Mapping[int, int]]] = {}
+    for name, windows in p.dst.items():
+        key = id(windows), id(p.rules[name])
+        if key not in known:
+            known[key] = _entries(windows, p.rules[name])
+        entries |= {local_name(name, j, len(windows)): one for j, one in enumerate(known[key])}
+    return Flip(entries)
+
+
+def _entries(windows: tuple[Layout, ...], rule: Reduction) -> list[tuple[str, Mapping[int, int]]]:
+    """The operation and the places of each window's ranks."""
+    op = "sum" if len(windows) > 1 or _replicated(windows[0], rule) else "copy"
+    if op == "sum":
+        check_arithmetic("sum", windows[0].dtype)
+    out: list[tuple[str, Mapping[int, int]]] = []
+    before = 0
+    for layout in windows:
+        places = range(before, before + layout.mesh.size) if op == "sum" else [0] * layout.mesh.size
+        out.append((op, dict(zip(sorted(layout.mesh.ranks), places, strict=True))))
+        before += layout.mesh.size
+    return out
+
+
+def _replicated(layout: Layout, rule: Reduction) -> bool:
+    """Whether several destination cells may hold one element."""
+    shared = any(layout.mesh.axis_size(axis) > 1 for axis in everybody(layout, rule))
+    return shared or any(map(overlapping, layout.dims))
