@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs
+from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.base.errors import (
     ExchangeError,
     LayoutError,
@@ -23,7 +23,7 @@ from shardmath.base.errors import (
 )
 from shardmath.base.memo import clear_caches
 from shardmath.flows.topology import Topology
-from shardmath.layouts.layout import Layout, equivalent
+from shardmath.layouts.layout import Layout, equivalent, window
 from shardmath.layouts.placement import (
     Balanced,
     BlockCyclic,
@@ -62,17 +62,26 @@ LATE = {
     "relabel": "plans.relabelling",
     "schedule": "programs.scheduling",
 }
-"""Where names are that are imported on use; no module has the name of what it gives, which would hide it."""
+"""Where names are that are imported on use."""
+
+FACES = {
+    "buffers": "buffers",
+    "families": "families",
+    "pictures": "pictures",
+    "rules": "families.rules",
+    "store": "layouts.store",
+}
+"""Modules that people use by name, and where they are."""
 
 
 def __getattr__(name: str) -> object:
-    if name == "buffers":
-        return import_module("shardmath.buffers")
+    if name in LATE:
+        return getattr(import_module(f"shardmath.{LATE[name]}"), name)
+    if name in FACES:
+        return import_module(f"shardmath.{FACES[name]}")
     if name == "__version__":
         return _version()
-    if name not in LATE:
-        raise AttributeError(f"module 'shardmath' has no attribute {name!r}")
-    return getattr(import_module(f"shardmath.{LATE[name]}"), name)
+    raise AttributeError(f"module 'shardmath' has no attribute {name!r}")
 
 
 def _version() -> str:
@@ -121,10 +130,12 @@ __all__ = [
     "clear_caches",
     "crossing_bytes",
     "equivalent",
+    "from_ranges",
     "plan",
     "recognise",
     "relabel",
     "schedule",
     "simulate",
     "verify",
+    "window",
 ]

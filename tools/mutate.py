@@ -29,32 +29,6 @@ RESULTS = MUTANTS / "results.jsonl"
 SECONDS = {"own": 60, "all": 600}
 """After which a mutant is killed that still runs: what takes for ever is noticed."""
 PROCESSES = 2
-FIRST = {
-    "partition": ("digit", "overlay"),
-    "placement": ("placement", "layout"),
-    "layout": ("layout", "notation"),
-    "digit": ("digit", "placement"),
-    "reduction": ("reduction", "plan"),
-    "balance": ("balance", "plan"),
-    "overlay": ("overlay", "plan"),
-    "plan": ("plan", "adjoint"),
-    "cover": ("cover", "plan"),
-    "certificate": ("certify",),
-    "cost": ("cost", "certify"),
-    "fanout": ("schedule", "program"),
-    "lines": ("lines", "plan"),
-    "loads": ("schedule", "certify"),
-    "network": ("flow",),
-    "program": ("program", "schedule"),
-    "proof": ("proof", "verify"),
-    "relabelling": ("relabel",),
-    "scheduling": ("schedule", "certify"),
-    "template": ("template", "plan"),
-    "buffers.states": ("states",),
-    **dict.fromkeys(("buffers.param", "buffers.param_layout", "buffers.grouping"), ("buffers",)),
-    **dict.fromkeys(("buffers.ddp", "buffers.flat", "buffers.layer_wise"), ("buffers",)),
-}
-"""The tests that a file's mutants meet first; those of the same name where nothing is said."""
 
 
 def generate() -> None:
@@ -146,8 +120,10 @@ def _file(name: str) -> str:
 
 
 def _own_tests(name: str) -> list[str]:
-    file = _file(name)
-    return [f"tests/property/test_{test}.py" for test in FIRST.get(file, (file,))]
+    """Those of the file's own name; those of its folder where it has none."""
+    folder, _, file = _file(name).rpartition(".")
+    own = f"tests/property/{folder}/test_{file}.py"
+    return [own if Path(own).exists() else f"tests/property/{folder}"]
 
 
 def _all_tests() -> list[str]:
@@ -202,6 +178,14 @@ def _started(name: str, tests: list[str]) -> int:
         os._exit(min(1, code))
 
 
+def _mutated() -> list[str]:
+    """The files that are mutated, without `shardmath/` and ending."""
+    from mutmut.configuration import config
+
+    found = sorted(path for pattern in config().only_mutate for path in Path().glob(pattern))
+    return [str(path.relative_to("shardmath").with_suffix("")) for path in found if path.stem != "__init__"]
+
+
 def report() -> None:
     """Print the score of every file, and the survivors."""
     known = results()
@@ -218,13 +202,11 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault("HYPOTHESIS_PROFILE", "mutate")
     os.environ.setdefault("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     from mutmut.__main__ import get_diff_for_mutant
-    from mutmut.configuration import config
 
     match argv:
         case ["run", *files]:
             one_in = int(files.pop(0)[2:]) if files and files[0].startswith("1/") else 1
-            paths = files or [path.removeprefix("shardmath/").removesuffix(".py") for path in config().only_mutate]
-            run([path.replace("/", ".") for path in paths], one_in)
+            run([path.replace("/", ".") for path in files or _mutated()], one_in)
         case ["results"]:
             report()
         case ["show", name]:

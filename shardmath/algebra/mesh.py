@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from shardmath.base.errors import MeshError
 from shardmath.base.given import listed, mapping, plural, shown, text
 from shardmath.base.integers import whole
+from shardmath.base.public import public
 
 __all__ = ["Mesh", "strides"]
 
@@ -47,6 +48,7 @@ def strides(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
+@public
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Mesh:
     """Named axes over ranks.

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from shardmath.base.errors import RunsError
 from shardmath.base.given import instance, listed
 from shardmath.base.integers import whole
+from shardmath.base.public import public
 
 __all__ = ["Runs", "Segment", "compose", "concat", "from_ranges", "identity", "invert", "restrict", "spanning"]
 
@@ -38,6 +39,7 @@ Segment: TypeAlias = tuple[int, int, int]
 """(local start, global start, length)."""
 
 
+@public
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Runs:
     """A partial injection from local to global positions of one dimension (see the module).
@@ -191,7 +193,7 @@ def _range(item: tuple[int, int] | int) -> tuple[int, int]:
 
 
 def _check_runs(value: object) -> None:
-    instance(value, Runs, "give Runs, for example shardmath.runs.from_ranges([(0, 5)])", RunsError)
+    instance(value, Runs, "give Runs, for example shardmath.from_ranges([(0, 5)])", RunsError)
 
 
 def concat(parts: Iterable[Runs]) -> Runs:

@@ -13,6 +13,8 @@ axis 'tp' has size 0; give every axis at least one coordinate
 
 from __future__ import annotations
 
+from shardmath.base.public import public
+
 __all__ = [
     "ExchangeError",
     "LayoutError",
@@ -27,18 +29,22 @@ __all__ = [
 ]
 
 
+@public
 class ShardError(ValueError):
     """Base of all errors of shardmath."""
 
 
+@public
 class RunsError(ShardError):
     """Segments that are not a partial injection, or do not compose."""
 
 
+@public
 class MeshError(ShardError):
     """An impossible mesh, or a rank or axis that a mesh does not have."""
 
 
+@public
 class PlacementError(ShardError):
     """A placement that cannot divide the dimension it is put on."""
 
@@ -55,6 +61,7 @@ def _around(text: str, position: int) -> str:
     return f"{head}{line[start : start + SHOWN]}{tail}\n    {' ' * (len(head) + position - start)}^"
 
 
+@public
 class NotationError(ShardError):
     """Text that is not a layout; the message has a caret under the offending character."""
 
@@ -68,21 +75,26 @@ class NotationError(ShardError):
         return NotationError, (self.what, self.text, self.position, self.fix)
 
 
+@public
 class LayoutError(ShardError):
     """A layout whose shape, mesh and placements do not fit each other."""
 
 
+@public
 class StoreError(ShardError):
     """Views that leave their buffer, overlap, or do not fit their layouts."""
 
 
+@public
 class ParamLayoutError(ShardError):
     """Parameters that a rule cannot lay out, or a flat buffer's layout that contradicts itself or its ranks."""
 
 
+@public
 class PlanError(ShardError):
     """A plan that cannot exist, or one that does not do what its layouts ask for."""
 
 
+@public
 class ExchangeError(ShardError):
     """Ranks that disagree, tensors that do not fit the plan, or a peer that failed."""

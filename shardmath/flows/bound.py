@@ -39,6 +39,7 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints, begins, ranges
 from shardmath.base.errors import PlanError
 from shardmath.base.integers import whole
+from shardmath.base.public import public
 from shardmath.flows.flow import levels
 from shardmath.flows.topology import Topology
 
@@ -75,6 +76,7 @@ class Witness(NamedTuple):
     bytes_per_s: float
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Certificate:
     """How near a plan of `plan_s` seconds is to `bound_s`, which no schedule beats because of `witness`.

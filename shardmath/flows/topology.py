@@ -20,10 +20,12 @@ from typing import SupportsFloat
 from shardmath.base.errors import PlanError
 from shardmath.base.given import listed
 from shardmath.base.integers import whole
+from shardmath.base.public import public
 
 __all__ = ["H100", "H200", "Topology", "checked"]
 
 
+@public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """Nodes of `ranks_per_node` ranks, rates in bytes per second, and seconds a message.

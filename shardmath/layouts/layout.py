@@ -38,6 +38,7 @@ from shardmath.base.errors import LayoutError, MeshError, PlacementError
 from shardmath.base.given import instance, known, listed, mapping, plural, shown, text
 from shardmath.base.integers import whole
 from shardmath.base.memo import memo
+from shardmath.base.public import public
 from shardmath.layouts.notation import NAMES, Partials, Rules, padded, parse, rule_names, unparse
 from shardmath.layouts.placement import (
     Partial,
@@ -77,6 +78,7 @@ _Key: TypeAlias = tuple[tuple[int, ...], str, Mesh, tuple[Dimension, ...], Parti
 _interned: weakref.WeakValueDictionary[_Key, Layout] = weakref.WeakValueDictionary()
 
 
+@public
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False, init=False)
 class Layout:
     """Who holds what of a tensor of global shape `shape`.

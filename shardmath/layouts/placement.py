@@ -27,6 +27,7 @@ from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.base.errors import PlacementError
 from shardmath.base.given import known, listed, plural, shown
 from shardmath.base.integers import whole
+from shardmath.base.public import public
 
 __all__ = [
     "OPS",
@@ -50,6 +51,7 @@ OPS = ("sum", "avg", "product", "max", "min")
 """The reductions that a Partial may wait for."""
 
 
+@public
 class Placement(Splits, Protocol):
     """What a user's placement has: the tensor dimension and how a length is split."""
 
@@ -63,11 +65,13 @@ class Placement(Splits, Protocol):
         ...
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Replicate:
     """Every coordinate of the axis holds the same."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Partial:
     """Every coordinate of the axis holds one addend; the value is their reduction by `op`, in mesh order."""
@@ -96,6 +100,7 @@ def _dealt(pieces: list[list[tuple[int, int]]]) -> tuple[Runs, ...]:
     return tuple(from_ranges(part) for part in zip(*pieces, strict=True))
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Ceil-chunks, as torch.chunk and DTensor: trailing parts short or empty."""
@@ -114,6 +119,7 @@ class Shard:
         return (Chunks(parts),)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Balanced:
     """Parts whose sizes differ by at most one, larger first, as numpy.array_split."""
@@ -134,6 +140,7 @@ class Balanced:
         return (BalancedCut(parts),)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class StridedShard:
     """Ceil-chunk into `split_factor` pieces and each piece into the parts: DTensor's `_StridedShard`."""
@@ -159,6 +166,7 @@ class StridedShard:
         return Chunks(self.split_factor), Chunks(parts)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Components of given sizes one after the other, each chunked: gate/up, QKV, Mamba's in_proj."""
@@ -181,6 +189,7 @@ class Packed:
         return Sizes(self.sizes), Chunks(parts)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """Consecutive parts of given sizes, one a coordinate: veScale's RaggedShard, flat optimizer shards."""
@@ -206,6 +215,7 @@ class Ragged:
         return (Sizes(self.sizes),)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class BlockCyclic:
     """Blocks dealt round robin, as ScaLAPACK; block 1 is round-robin experts."""
@@ -230,6 +240,7 @@ class BlockCyclic:
         return Block(self.block * parts), Block(self.block)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Table:
     """Part i is the given Runs; parts may overlap: slices of layouts, expert maps with duplicates."""
@@ -243,7 +254,7 @@ class Table:
         parts = listed(self.parts, "Table parts", PlacementError)
         for i, part in enumerate(parts):
             if not isinstance(part, Runs):
-                fix = "give Runs, for example shardmath.runs.from_ranges([(0, 5)])"
+                fix = "give Runs, for example shardmath.from_ranges([(0, 5)])"
                 raise PlacementError(f"Table({self.dim}, ...): part {i} is {part!r}; {fix}")
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "_hash", hash((self.dim, parts)))

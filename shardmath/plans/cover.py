@@ -39,7 +39,7 @@ def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
         if None not in both:
             raise PlanError(
                 f"tensor {name!r}: source windows {i} and {j} both hold element {tuple(both)}; "
-                f"use shardmath.layout.window to keep them apart"
+                f"use shardmath.window to keep them apart"
             )
 
 

@@ -31,6 +31,7 @@ from shardmath.base.digest import digest, names_digest
 from shardmath.base.errors import PlanError
 from shardmath.base.given import plural, shown, text
 from shardmath.base.integers import whole
+from shardmath.base.public import public
 from shardmath.flows.topology import Topology, checked
 from shardmath.layouts.layout import Layout, holdings_digest
 from shardmath.layouts.store import local_name, local_tensors
@@ -56,6 +57,7 @@ Windows: TypeAlias = Layout | tuple[Layout, ...]
 Side: TypeAlias = Windows | Mapping[str, Layout] | Mapping[str, tuple[Layout, ...]] | Mapping[str, Windows]
 
 
+@public
 class Transfer(NamedTuple):
     """One box of one tensor that goes from a rank to a rank (or stays, where both are the same).
 
@@ -87,6 +89,7 @@ def _spans(slices: tuple[slice, ...]) -> str:
     return f"[{', '.join(f'{s.start}:{s.stop}' for s in slices)}]"
 
 
+@public
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Plan:
     """What `plan` returns. Equal plans do the same for the same names.

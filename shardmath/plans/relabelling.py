@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from shardmath.algebra.partition import Partition, partition, spans
 from shardmath.base.arrays import Ints, ranges
 from shardmath.base.errors import PlanError
+from shardmath.base.public import public
 from shardmath.layouts.layout import Layout, relabelled
 from shardmath.plans.plan import Side, Windows, named
 from shardmath.plans.reduction import reduction
@@ -52,6 +53,7 @@ MOST_BYTES = 1 << 62
 """Of all tensors; sums of what they have in common stay exact in 64 bits."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Relabelling:
     """New names for the ranks of a destination: `pairs` (old, new), ascending, are a permutation of them.
@@ -70,7 +72,7 @@ class Relabelling:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Old -> new rank, what `shardmath.layouts.layout.relabelled` and `Mesh.relabel` take."""
+        """Old -> new rank, what `relabelled` and `Mesh.relabel` take."""
         return dict(self.pairs)
 
     @property

@@ -1,1 +1,12 @@
-"""Programs."""
+"""Programs: in which rounds a plan is carried out.
+
+In reading order:
+
+- `collectives`: plans that are a collective;
+- `program`: a plan as rounds, with what is relayed;
+- `messages`: transfers as messages;
+- `fanout`: who relays what;
+- `loads`: bytes by rank and link, and how long they take;
+- `scheduling`: which relays, in how many rounds;
+- `certify`: a program beside its bound.
+"""

@@ -43,6 +43,7 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs, concat
 from shardmath.base.errors import PlanError
+from shardmath.base.public import public
 from shardmath.layouts.layout import Layout
 from shardmath.plans.reduction import reduction
 
@@ -53,6 +54,7 @@ Axes: TypeAlias = tuple[str, ...]
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One operation, the same in every group of `groups`: rank tuples along `axes` of `mesh`, by coordinate.

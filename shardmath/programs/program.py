@@ -28,6 +28,7 @@ from shardmath.base.errors import PlanError
 from shardmath.base.given import plural
 from shardmath.base.integers import whole
 from shardmath.base.memo import memo
+from shardmath.base.public import public
 from shardmath.flows.topology import Topology
 from shardmath.layouts.layout import Layout
 from shardmath.plans.balance import Stretch, grid, kept
@@ -131,6 +132,7 @@ class Legs:
     _streams: dict[int, Streams] = field(default_factory=dict, init=False, repr=False)
 
 
+@public
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Program:
     """What `schedule` returns. Equal programs do the same for the same names."""

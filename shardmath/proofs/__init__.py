@@ -1,1 +1,10 @@
-"""Proofs."""
+"""Proofs: that plans and programs do what their layouts ask for.
+
+In reading order:
+
+- `tables`: what a plan's tables must look like to be read;
+- `plan_proof`: that a plan's tables bring every element home, once;
+- `program_proof`: that a program delivers what its plan promises, without deadlock;
+- `simulate`: what a plan or program means, in numpy;
+- `verify`: the proof of a plan, a program, or a list of transfers.
+"""

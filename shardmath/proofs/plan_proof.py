@@ -17,7 +17,7 @@ The cost is that of the tables: rows, batches and distinct sets of ranks, not pa
 >>> prove(p)
 >>> prove(replace(p, lines=replace(p.lines, cuts=p.lines.cuts * 0)))
 Traceback (most recent call last):
-shardmath.errors.PlanError: line 0, of ranks (0,), is not cut from its first byte to its last; make the plan anew
+shardmath.PlanError: line 0, of ranks (0,), is not cut from its first byte to its last; make the plan anew
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ are posted at their other ends too; between two ranks, one way, the first that i
 >>> one = Round((0, 0, 0), (Message(1, "send", 0, (), 1),))
 >>> walk({0: [one], 1: []})
 Traceback (most recent call last):
-shardmath.errors.PlanError: rank 0 sends 0 B in step (0, 0, 0), leg 1 to rank 1, which does not receive them; give \
+shardmath.PlanError: rank 0 sends 0 B in step (0, 0, 0), leg 1 to rank 1, which does not receive them; give \
 both ends the same messages
 """
 

@@ -16,7 +16,7 @@ What they say of tensors and ranks is for `proof`.
 >>> from dataclasses import replace
 >>> check_template(replace(t, unit_size=t.unit_size + 1), set())
 Traceback (most recent call last):
-shardmath.errors.PlanError: float32[4] n on one rank to float32[4] n on one rank has units of other sizes than their \
+shardmath.PlanError: float32[4] n on one rank to float32[4] n on one rank has units of other sizes than their \
 rows; make the plan anew
 """
 

@@ -14,6 +14,13 @@ go further. One case of a million rows takes seconds; so check a placement of lo
 
 A rule of buffers is checked with `check_rule`, on what `params` draws; every value of ours obeys `LAWS`:
 `given(law.cases)(lambda case: law.check(*case))`. Needs hypothesis (the extra `testing`).
+
+In reading order:
+
+- `oracle`: what local arrays stand for, by brute force;
+- `strategies`: values drawn with all the awkward cases;
+- `laws`: what every value keeps, by name;
+- `buffers`: what every rule of buffers keeps.
 """
 
 try:

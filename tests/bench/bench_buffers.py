@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shardmath import buffers
-from shardmath.pictures.buffer_map import share
+from shardmath.pictures.buffer_text import share
 from shardmath_torch.models.shapes import (
     DEEPSEEK_V3,
     NEMOTRON_NANO,

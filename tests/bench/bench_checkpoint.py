@@ -28,8 +28,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import shardmath as sm
 import shardmath_torch as smt
 from tests.bench.section import arguments, show, slowest
-from tests.distributed import dtensors
 from tests.distributed.pool import Pool
+from tests.distributed.tasks import dtensors
 
 TENSORS = 32
 

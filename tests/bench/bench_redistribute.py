@@ -1,4 +1,4 @@
-"""`shardmath_torch.dtensors.redistribute` beside DTensor.redistribute, on gloo, in one run.
+"""`shardmath_torch.redistribute` beside DTensor.redistribute, on gloo, in one run.
 
     python tests/bench/bench_redistribute.py [megabytes] [repeats]
 
@@ -22,8 +22,8 @@ import shardmath as sm
 import shardmath_torch as smt
 from tests.bench.bench_exchange import timed
 from tests.bench.section import arguments, show, slowest
-from tests.distributed import dtensors
 from tests.distributed.pool import Pool
+from tests.distributed.tasks import dtensors
 
 CASES = [
     ((2,), "S0", "S1"),

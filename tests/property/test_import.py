@@ -22,7 +22,9 @@ def imported(module: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["shardmath", "shardmath.cli", "shardmath.store, shardmath.show, shardmath.rules"])
+@pytest.mark.parametrize(
+    "module", ["shardmath", "shardmath.cli", "shardmath.layouts.store, shardmath.pictures, shardmath.families.rules"]
+)
 def test_the_core_imports_neither_torch_nor_hypothesis_nor_scipy(module: str) -> None:
     others = {"torch", "hypothesis", "scipy", "einops", "safetensors", "transformers", "rich", "ml_dtypes", "pytest"}
     assert not imported(module) & others

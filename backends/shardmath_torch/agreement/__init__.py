@@ -1,1 +1,10 @@
-"""Agreement."""
+"""Agreement: ranks agree before they act, and find out who failed.
+
+In reading order:
+
+- `wire`: what a transport gives: bytes and votes;
+- `failure`: who failed first;
+- `turns`: what ranks do together, one thing after another;
+- `agree`: every rank says what it is about to do;
+- `party`: this rank in a group.
+"""

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmath import ShardError, buffers
-from shardmath.pictures.buffer_map import buffer_map, buffer_table
-from shardmath.pictures.buffer_svg import buffer_svg
+from shardmath.pictures.buffer_drawing import buffer_svg
+from shardmath.pictures.buffer_text import buffer_map, buffer_table
 from shardmath_torch.models.shapes import MODELS, parameters
 
 if TYPE_CHECKING:

@@ -1,1 +1,14 @@
-"""Dtensors."""
+"""DTensors: as layouts, moved, and made of plain modules.
+
+In reading order:
+
+- `devicemesh`: DeviceMeshes, Meshes and process groups;
+- `dtensor`: `from_dtensor`, `to_dtensor`;
+- `moves`: compiled moves, kept;
+- `redistribute`: `redistribute`, with gradients;
+- `styles`: how tensor parallelism divides weights, by name;
+- `placed`: what a module remembers of that;
+- `modules`: `layout_of`;
+- `tensor_parallel`: `set_device_mesh`;
+- `scales`: `amax`.
+"""

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from torch import nn
 
 from shardmath.base.errors import PlacementError
+from shardmath.base.public import public
 from shardmath.layouts.placement import Packed, Replicate, Shard, StridedShard
 
 __all__ = ["STYLES", "AnyStyle", "Asked", "Division", "Fused", "Style", "StyleName", "asked", "checked"]
@@ -45,6 +46,7 @@ STYLES: dict[str, Style] = {
 }
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Fused:
     """The style of components along dimension 0, each divided for itself: their whole sizes, or a number of equal ones.

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.given import plural, shown
+from shardmath.base.public import public
 from shardmath.plans.plan import Plan
 from shardmath.programs.messages import Round
 from shardmath.programs.program import Program
@@ -38,6 +39,7 @@ class Made(NamedTuple):
     keeps_order: bool
 
 
+@public
 class Mover:
     """A compiled plan or program: `move(src_tensors, out=dst_tensors)`, collective, as often as wanted.
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
 
 from shardmath.base.errors import ShardError
+from shardmath.base.public import public
 
 __all__ = [
     "CheckpointError",
@@ -42,6 +43,7 @@ LOCAL = re.compile(r"(file|local)://(?!.*::)", re.DOTALL)
 """A folder as a URL. A chain of URLs is none, whatever it begins with."""
 
 
+@public
 class CheckpointError(ShardError):
     """A checkpoint that cannot be written or read, or that does not hold what is asked of it."""
 

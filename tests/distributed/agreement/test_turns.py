@@ -1,0 +1,216 @@
+"""What ranks do together on a group: one thing after another, and never another's bytes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+import shardmath as sm
+from shardmath_torch.agreement.turns import Refused, Turns, in_thread
+from tests.distributed.pool import Lost, Pool
+from tests.distributed.tasks import breaks
+
+
+def alone(size: int, task: object, *args: object, host: int | None = None, gone: tuple[int, ...] = ()) -> list:
+    """What workers of their own return, by rank; those who are `gone` are not waited for."""
+    workers = Pool(size, host)
+    try:
+        ranks = [rank for rank in range(size) if rank not in gone]
+        return workers.attempt(task, *args, ranks=ranks, timeout=40.0)
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize(("kind", "at"), [("Ctrl-C", "vote"), ("Ctrl-C", "data"), ("exit", "data"), ("close", "vote")])
+def test_a_move_that_is_left_breaks_the_group_on_all_ranks(kind: str, at: str) -> None:
+    """Whatever it is left by goes on; all later calls say why, on that rank and on the others.
+
+    The other rank may have had all its bytes: then that move is right, and the next one fails.
+    """
+    mine, others = alone(2, breaks.left, kind, at)
+    name = {"Ctrl-C": "KeyboardInterrupt", "exit": "SystemExit", "close": "GeneratorExit"}[kind]
+    why = f"it was left in the middle by {name}"
+    assert mine[0] == f"{name}: "
+    assert all("is broken: rank 0 (this one) failed" in said and why in said for said in mine[1:]), mine
+    told = others[1:] if at == "data" and not others[0] else others
+    assert told[0].startswith("rank 0 failed while the tensor was to "), told
+    assert all("is broken: rank 0 failed" in said for said in told[1:]), told
+    assert all(why in said for said in told), told
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_moment_to_interrupt_gives_wrong_bytes(seed: int) -> None:
+    """Either all moves so far are right, or every rank has an error."""
+    mine, others = alone(2, breaks.interrupted, 2.0, seed)
+    assert mine == "KeyboardInterrupt: " or "broken" in mine, mine
+    assert "KeyboardInterrupt" in others
+
+
+def test_a_long_wait_can_be_interrupted() -> None:
+    """At once, also in the middle of gloo's own wait; the rank that comes later is told."""
+    (mine, took), (others, _) = alone(2, breaks.waiting)
+    assert mine == "KeyboardInterrupt: "
+    assert took < 3.0
+    assert "rank 0 failed" in others, others
+
+
+@pytest.mark.parametrize("kind", ["compile", "another mover", "nothing to move", "a receipt", "no time"])
+def test_a_mover_works_again_once_ranks_agree_again(pool: Pool, kind: str) -> None:
+    """Two calls that do not fit are the same error on all ranks; then moves are right."""
+    for said in pool.run(breaks.disagree, kind):
+        assert all(text and "nothing was moved" in text for text in said[:2]), said
+        assert said[2:] == ["", ""], said
+
+
+def test_a_call_may_wait_longer_than_compile_said(pool: Pool) -> None:
+    """For the next refit."""
+    assert pool.run(breaks.late, 2.0) == [""] * 8
+
+
+def test_a_receipt_tells_the_sender() -> None:
+    """Without one a sender's call returns before the receiver has anything, and knows nothing of its failure."""
+    assert alone(2, breaks.received, False)[0] == ""
+    sender, receiver = alone(2, breaks.received, True)
+    assert "rank 1 failed" in sender
+    assert "RuntimeError: no room" in sender
+    assert "no room" in receiver
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_half_a_message_is_no_reason_to_wait(victim: int) -> None:
+    """Who dies in the middle of a long message is found out at once, not after the timeout."""
+    (answer,) = alone(2, breaks.half_moved, victim, 30.0, gone=(victim,))
+    assert not isinstance(answer, Lost)
+    said, took = answer
+    assert f"rank {victim} failed while the tensor was to" in said
+    assert took < 12.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_compile_keeps_its_time_without_the_store(number: int) -> None:
+    """The process that serves it is dead, or stopped: an ExchangeError in time, which blames nobody wrongly."""
+    for answer in alone(3, breaks.without_store, number, host=0, gone=(0,)):
+        assert not isinstance(answer, Lost)
+        said, took = answer
+        assert "who failed first is not known, since rank 0, whose process serves the group's store" in said
+        assert took < 6.0
+
+
+def test_a_group_that_was_destroyed() -> None:
+    """Is an ExchangeError, for movers and for compile."""
+    for said in alone(2, breaks.destroyed):
+        assert said[0].startswith("the process group of this mover was destroyed; compile again")
+        assert said[1].startswith("torch.distributed has no process group")
+
+
+@pytest.mark.parametrize("kind", ["two movers", "one mover", "a group for each"])
+def test_threads_get_right_bytes_or_an_error(pool: Pool, kind: str) -> None:
+    """Two that share a group: right, or all ranks disagree; with a group each: always right."""
+    answers = pool.run(breaks.threads, kind, timeout=100.0)
+    for said in answers:
+        for texts in said.values():
+            assert "WRONG" not in texts
+            assert all(text == "" or "ranks disagree" in text for text in texts), texts
+            assert kind != "a group for each" or texts == [""] * 12
+
+
+def test_an_error_of_a_handler_is_not_the_networks() -> None:
+    """It is this rank's failure, in its own words, also where it is of the kind that torch raises."""
+    (mine,), (others,) = alone(2, breaks.handled)
+    assert mine.startswith("rank 0 (this one) failed")
+    assert "RuntimeError: from a handler" in mine
+    assert "rank 0 failed" in others
+    assert "from a handler" in others
+
+
+def test_a_forked_child_is_refused() -> None:
+    """And takes nothing from its parent's connections."""
+    for said in alone(2, breaks.forked):
+        assert said.startswith("this process was forked from the one whose process group this is")
+
+
+def test_arguments_of_other_types_are_objections(pool: Pool) -> None:
+    """All ranks stay in step, and move afterwards."""
+    for said in pool.run(breaks.odd_arguments):
+        assert all("ranks 1, 3: " in text and "nothing was moved" in text for text in said[:-1]), said
+        assert said[-1] == ""
+
+
+def test_given_and_long_names_are_told_apart(pool: Pool) -> None:
+    """A second living thread of a given name is refused, and so are names that differ beyond what is shown."""
+    for said in pool.run(breaks.given_names):
+        assert said[0] == ""
+        assert "two threads of this rank are called 'refit'" in said[1]
+        assert "ranks disagree" in said[2]
+
+
+def test_kept_moves_come_back_into_step(pool: Pool) -> None:
+    """What ranks refused once is made anew by all."""
+    for said in pool.run(breaks.out_of_step):
+        assert said[0] == ""
+        assert "ranks disagree" in said[1]
+        assert said[-2:] == ["", ""], said
+        assert "WRONG" not in said
+
+
+def test_threads_of_one_name(pool: Pool) -> None:
+    """Two that live at once are refused; names given by hand stand for the threads' own."""
+    for said in pool.run(breaks.namesakes):
+        assert "two threads of this rank are called 'sync'" in said[0]
+        assert "two threads of this rank are called 'sync'" in said[1]
+        assert said[2] == ""
+
+
+def test_a_turn_inside_a_turn_is_refused() -> None:
+    """A signal handler that moves would wait for itself."""
+    turns = Turns()
+    with turns.taken(1.0), pytest.raises(sm.ExchangeError, match="in the middle of a move"), turns.taken(1.0):
+        pass
+
+
+def test_a_thread_waits_no_longer_than_it_says() -> None:
+    """The other thread has the turn all the time."""
+    turns, there, go = Turns(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turns.taken(1.0):
+            there.set()
+            go.wait(20.0)
+
+    thread = threading.Thread(target=hold, name="holder")
+    thread.start()
+    there.wait(20.0)
+    with pytest.raises(sm.ExchangeError, match="holder has had the turn of this process group"), turns.taken(0.05):
+        pass
+    go.set()
+    thread.join()
+
+
+def test_only_a_vote_that_is_left_breaks_a_group() -> None:
+    """Before the vote nobody counts on this rank, and a refusal is known to all."""
+    turns = Turns()
+
+    def leave(error: BaseException, vote: bool) -> None:
+        with turns.taken(1.0):
+            if vote:
+                turns.next()
+            raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        leave(KeyboardInterrupt(), vote=False)
+    with pytest.raises(Refused):
+        leave(Refused("no"), vote=True)
+    with pytest.raises(KeyboardInterrupt):
+        leave(KeyboardInterrupt(), vote=True)
+    with pytest.raises(sm.ExchangeError, match="group is broken: a move or a compile was left"):
+        leave(KeyboardInterrupt(), vote=True)
+
+
+def test_long_names_of_threads_stay_apart() -> None:
+    """A claim shows the beginning, and a checksum of the rest."""
+    one, two = in_thread("x" * 400 + "1"), in_thread("x" * 400 + "2")
+    assert one != two
+    assert len(one) < 100
+    assert in_thread("") == ""

@@ -1,0 +1,186 @@
+"""Training that is saved under one parallelism and goes on under another, as if it had never stopped.
+
+Losses, weights and moments are compared with those of a run without a break. Tests that pin what torch cannot tell, by
+failing, that torch was mended: then they may go.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardmath as sm
+from tests.distributed import pool as workers
+from tests.distributed.dtensors.test_dtensor import value
+from tests.distributed.pool import Pool
+from tests.distributed.tasks import training as work
+
+workers.PRELOADED.append("transformers.models.mistral.modeling_mistral")  # seconds, once instead of in each worker
+
+STEPS, MORE = 2, 3
+Runs = dict[work.Mesh, tuple[str, list[work.Run]]]
+MESHES: dict[str, work.Mesh] = {
+    "FSDP2 4 x TP 2": (4, 2),
+    "FSDP2 2 x TP 4": (2, 4),
+    "FSDP2 8": (8,),
+    "2 x FSDP2 2 x TP 2": (2, 2, 2),
+    "one process": (),
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    """Runs without a break, and where they saved, by mesh."""
+    return {}
+
+
+def uninterrupted(pool: Pool, runs: Runs, folder: Any, mesh: work.Mesh) -> tuple[str, list[work.Run]]:
+    """Made once a mesh."""
+    if mesh not in runs:
+        path = str(folder.mktemp("training"))
+        runs[mesh] = path, present(pool.run(work.uninterrupted, mesh, path, STEPS, MORE, timeout=90))
+    return runs[mesh]
+
+
+def present(found: list[work.Run | None]) -> list[work.Run]:
+    return [run for run in found if run is not None]
+
+
+def whole(layouts: dict[str, sm.Layout], parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The tensors of which the ranks hold these parts; a process alone has all."""
+    by_name = {name: {rank: part[name] for rank, part in enumerate(parts)} for name in layouts}
+    return {name: value(layout, by_name[name]) for name, layout in layouts.items()}
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any], rtol: float) -> None:
+    """All of it, and all of it there."""
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert not np.isnan(found[name]).any(), name
+        np.testing.assert_allclose(found[name], wanted[name], rtol, atol=rtol * 1e-3, err_msg=name)
+
+
+PAIRS = [
+    ("FSDP2 4 x TP 2", "FSDP2 2 x TP 4"),
+    ("FSDP2 4 x TP 2", "FSDP2 8"),
+    ("FSDP2 4 x TP 2", "one process"),
+    ("FSDP2 4 x TP 2", "2 x FSDP2 2 x TP 2"),
+    ("2 x FSDP2 2 x TP 2", "FSDP2 4 x TP 2"),
+    ("2 x FSDP2 2 x TP 2", "2 x FSDP2 2 x TP 2"),
+    ("FSDP2 8", "2 x FSDP2 2 x TP 2"),
+    ("one process", "FSDP2 4 x TP 2"),
+]
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_goes_on(pool: Pool, runs: Runs, tmp_path_factory: Any, src: str, dst: str) -> None:
+    """The losses of a run without a break; what was saved is there bit by bit, and stays as close as the losses."""
+    path, first = uninterrupted(pool, runs, tmp_path_factory, MESHES[src])
+    second = present(pool.run(work.resumed, MESHES[dst], path, STEPS, MORE, timeout=90))
+    for run in second:
+        np.testing.assert_allclose(run.losses, first[0].losses[STEPS:], rtol=1e-12)
+    for moment, rtol in (("before", 0.0), ("after", 1e-9)):
+        found, wanted = (whole(run[0].layouts, [getattr(r, moment) for r in run]) for run in (second, first))
+        same(found, wanted, rtol)
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one process"])
+def test_trains_as_one_process_does(pool: Pool, runs: Runs, tmp_path_factory: Any, mesh: str) -> None:
+    """Otherwise the rest here says little."""
+    _, alone = uninterrupted(pool, runs, tmp_path_factory, ())
+    _, found = uninterrupted(pool, runs, tmp_path_factory, MESHES[mesh])
+    assert alone[0].losses[-1] < alone[0].losses[0] - 0.1
+    np.testing.assert_allclose(found[0].losses, alone[0].losses, rtol=1e-12)
+    same(whole(found[0].layouts, [run.after for run in found]), whole(alone[0].layouts, [alone[0].after]), 1e-9)
+
+
+def test_what_is_uneven(pool: Pool, runs: Runs, tmp_path_factory: Any) -> None:
+    """Layouts of parts that differ in size, or are empty, and of moments, which are the same."""
+    _, found = uninterrupted(pool, runs, tmp_path_factory, (4, 2))
+    layouts = found[0].layouts
+    texts = {
+        "embed_tokens": "(tp dp n) h",
+        "layers.1.mlp.gate_proj": "(tp dp n) h",
+        "layers.0.mlp.down_proj": "(dp n) (tp h)",
+    }
+    for name, text in texts.items():
+        weight = f"model.model.{name}.weight"
+        layout = layouts[weight]
+        assert layout.text == text and len({layout.local_shape(rank) for rank in range(8)}) > 1, layout
+        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            assert layouts[f"optim.state.{weight.removeprefix('model.')}.{key}"] is layout
+    assert layouts["model.model.layers.1.mlp.gate_proj.weight"].local_shape(6) == (0, 27)
+    assert layouts["optim.state.lm_head.weight.step"].text == ""
+
+
+def test_a_fused_weight(pool: Pool, tmp_path: Path) -> None:
+    """Packed as `set_device_mesh` has it, which its DTensor does not say: moments follow."""
+    assert pool.run(work.packed, str(tmp_path)) == [[True] * 4] * 8
+
+
+def test_gathered_parameters(pool: Pool) -> None:
+    """After a forward without a backward FSDP2 keeps the last parameters gathered; that is not what is saved."""
+    for rank, (before, found, wanted) in enumerate(pool.run(work.gathered)):
+        assert before == ((129, 128)[rank % 2], work.HIDDEN)
+        assert found == wanted
+
+
+def test_buffers_and_bytes(pool: Pool, tmp_path: Path) -> None:
+    """Buffers lie as they do, plain ones on the mesh of the parameters; bytes are each rank's own."""
+    for rank, (texts, rows, steps, scratch, own) in enumerate(pool.run(work.counted, str(tmp_path))):
+        assert texts["model.rows"].startswith("int64[9] (tp n) on dp=4 tp=2") and rows
+        assert texts["model.steps"].startswith("int64[]") and "model.scratch" not in texts
+        assert (texts["model._extra_state"], steps, scratch, own) == ("None", 3, 1, f"rank {rank}")
+
+
+def test_state_that_lies_otherwise(pool: Pool) -> None:
+    for said in pool.run(work.odd_state):
+        for kind, text in said:
+            assert kind == "CheckpointError" and "'row_var' of 'weight' has shape" in text
+
+
+# What torch cannot
+
+
+def test_torch_refuses_to_save_it(pool: Pool, tmp_path: Path) -> None:
+    """257 rows: its metadata has rows in two places."""
+    for said in pool.run(work.by_torch, str(tmp_path), True):
+        assert "model.embed_tokens.weight has overlapping chunks" in said
+
+
+def test_torch_saves_what_it_cannot_load(pool: Pool, tmp_path: Path) -> None:
+    """17 rows: it saves without an error, and has lost a row."""
+    for said in pool.run(work.by_torch, str(tmp_path), False):
+        assert "mlp.gate_proj.weight" in said and "mismatch sizes" in said
+
+
+def test_torch_takes_local_tensors_for_even(pool: Pool) -> None:
+    """Why the intermediate features go on as DTensors: else torch refuses them."""
+    for rank, said in enumerate(pool.run(work.refused)):
+        assert f"but got [18, {(18, 16)[rank % 2]}] X [17, 27]" in said
+
+
+@pytest.mark.parametrize("what", ["gives", "takes", "module"])
+def test_one_rank_that_is_wrong(pool: Pool, tmp_path: Path, what: str) -> None:
+    """Nobody waits for it, also where layouts have to be asked for."""
+    answers = pool.run(work.wrong_on_one, str(tmp_path), what)
+    assert all(kind == "CheckpointError" and "rank 2 could not" in said for kind, said in answers), answers
+
+
+def test_weights_of_another_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """Other names, another type, a parameter with two names, FSDP2 in uneven rows."""
+    import torch
+    from safetensors.torch import save_file
+
+    whole = {"model.words": torch.arange(36.0).reshape(9, 4), "model.ln.weight": torch.ones(4) * 3}
+    whole["model.ln.bias"] = torch.ones(4) / 2
+    save_file({name: t.bfloat16() for name, t in whole.items()}, tmp_path / "model.safetensors")
+    for found in pool.run(work.filled, str(tmp_path)):
+        assert found == {
+            "embed.weight": ("torch.float32", whole["model.words"].tolist()),
+            "norm.weight": ("torch.float32", [3.0] * 4),
+            "norm.bias": ("torch.float32", [0.5] * 4),
+        }

@@ -1,0 +1,373 @@
+"""A small transformer, trained in parallel. Imported by workers, so no pytest here.
+
+A mesh is written as its sizes: (4, 2) is FSDP2 over 4 ranks times tensor parallel over 2, (2, 2, 2) has replicas before
+them, (8,) is FSDP2 alone, and () is rank 0 alone with a plain module.
+
+1. Nothing divides evenly that torch 2.13 can train unevenly: 257 rows of the vocabulary, 27 hidden and 17 intermediate
+   features. Heads have to be whole on every rank, so there are 4 of them.
+2. What RowwiseParallel takes from local tensors, it takes to be the same size on every rank: an intermediate of 17 is
+   refused in the forward. It has to get DTensors, hence `use_local_output=False` above it.
+3. Everybody trains on the same batch in all, of 8 sequences of one length; a rank takes its slice. So the mean of the
+   ranks' losses is the loss, and the mean of their gradients, which FSDP2 takes, is the gradient.
+4. All is float64, but for what the model computes in float32 by itself (norms).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath_torch.checkpoints import training
+from shardmath_torch.dtensors.devicemesh import group_for, mesh_of
+from shardmath_torch.dtensors.dtensor import local_of
+from tests.distributed.tasks.dtensors import caught, device_mesh
+
+VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, BATCH, LENGTH = 257, 27, 17, 2, 8, 9
+NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("replica", "dp", "tp")}
+Mesh = tuple[int, ...]
+
+
+# The model
+
+
+def plain() -> nn.Module:
+    """The same weights on every rank."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=6,
+        sliding_window=None,
+        attn_implementation="sdpa",
+    )
+    return MistralForCausalLM(config).double()
+
+
+def styles(local: bool = False) -> dict[str, Any]:
+    """What tensor parallelism does to which module; with `local`, the intermediate goes on as local tensors."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        **{f"model.layers.*.self_attn.{x}_proj": ColwiseParallel() for x in "qkv"},
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+        **{f"model.layers.*.mlp.{x}_proj": ColwiseParallel(use_local_output=local) for x in ("gate", "up")},
+        "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    }
+
+
+def divided(mesh: Mesh, local: bool = False) -> tuple[nn.Module, DeviceMesh | None]:
+    """The model under tensor parallelism and FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    module = plain()
+    if not mesh:
+        return module, None
+    devices = device_mesh(range(8), mesh, NAMES[len(mesh)])
+    if len(mesh) > 1:
+        parallelize_module(module, devices["tp"], styles(local))
+    data = devices[NAMES[len(mesh)][: max(1, len(mesh) - 1)]]
+    for layer in module.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=data)
+    fully_shard(module, mesh=data)
+    return module, devices
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """In two groups, as people do."""
+    matrices = [p for p in module.parameters() if p.ndim > 1]
+    vectors = [p for p in module.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), amsgrad=True)
+
+
+# Steps
+
+
+def batch(step: int) -> Tensor:
+    """The tokens of a step, of all ranks together: two batches in turn, so that there is something to learn."""
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step % 2))
+
+
+def mine(tokens: Tensor, devices: DeviceMesh | None) -> Tensor:
+    """The slice of this rank: ranks along replica and dp take one each."""
+    if devices is None:
+        return tokens
+    names = [name for name in devices.mesh_dim_names or () if name != "tp"]
+    sizes, at = [devices[name].size() for name in names], [devices[name].get_local_rank() for name in names]
+    parts = tokens.chunk(torch.Size(sizes).numel())
+    return parts[sum(i * torch.Size(sizes[k + 1 :]).numel() for k, i in enumerate(at))]
+
+
+def loss_of(module: nn.Module, tokens: Tensor) -> Tensor:
+    """The mean cross entropy of the next token."""
+    logits = module(input_ids=tokens).logits
+    return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, devices: DeviceMesh | None, steps: range) -> list[float]:
+    """The losses of these steps, over all ranks."""
+    out = []
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.9
+        loss = loss_of(module, mine(batch(step), devices))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if devices is not None:
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        out.append(mean.item())
+    return out
+
+
+# What workers do
+
+
+class Run(NamedTuple):
+    """Losses, and what was held before and after the last of them: layouts, and this rank's tensors."""
+
+    losses: list[float]
+    layouts: dict[str, sm.Layout]
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+def held(module: nn.Module, optimizer: training.Optimizers) -> tuple[dict[str, sm.Layout], dict[str, Any]]:
+    """Layouts, and copies of all that is saved of this rank."""
+    tensors, layouts = training.state_of(module, optimizer)
+    divided = {name: layout for name, layout in layouts.items() if layout is not None}
+    return divided, {name: tensors[name].numpy().copy() for name in divided}
+
+
+def alone(mesh: Mesh) -> Any:
+    """The group that saves and loads."""
+    group = group_for((0,))
+    return group if not mesh else None
+
+
+def uninterrupted(rank: int, mesh: Mesh, path: str, steps: int, more: int) -> Run | None:
+    """Trains, saves, and goes on."""
+    group = alone(mesh)
+    if not mesh and rank:
+        return None
+    module, devices = divided(mesh)
+    optimizer = adamw(module)
+    first = train(module, optimizer, devices, range(steps))
+    training.save_state(path, module, optimizer, group=group)
+    layouts, before = held(module, optimizer)
+    losses = train(module, optimizer, devices, range(steps, steps + more))
+    return Run(first + losses, layouts, before, held(module, optimizer)[1])
+
+
+def resumed(rank: int, mesh: Mesh, path: str, steps: int, more: int) -> Run | None:
+    """Loads into a module of other weights and a fresh optimizer, and goes on."""
+    group = alone(mesh)
+    if not mesh and rank:
+        return None
+    module, devices = divided(mesh)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+    optimizer = adamw(module)
+    training.load_state(path, module, optimizer, group=group)
+    layouts, before = held(module, optimizer)
+    losses = train(module, optimizer, devices, range(steps, steps + more))
+    return Run(losses, layouts, before, held(module, optimizer)[1])
+
+
+def gathered(rank: int) -> Any:
+    """Shapes of one weight while FSDP2 keeps it gathered, as it is saved then, and as it should be."""
+    name = "lm_head.weight"
+    module, devices = divided((4, 2))
+    wanted = held(module, None)[1][f"model.{name}"].shape
+    with torch.no_grad():
+        loss_of(module, mine(batch(0), devices))
+    found = tuple(local_of(module.get_parameter(name)).shape)
+    return found, held(module, None)[1][f"model.{name}"].shape, wanted
+
+
+class Gated(nn.Module):
+    """A gate and its other half in one matrix, of unequal components."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12, bias=False), nn.Linear(8, 6, bias=False)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.arange(1.0, 1 + p.numel()).reshape(p.shape))
+
+
+def fused(mesh: Mesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same after `set_device_mesh` and FSDP2, with an Adam whose first moment will be a tenth of the weights."""
+    from torch.distributed.fsdp import fully_shard
+
+    module, devices = Gated(), device_mesh(range(8), mesh, NAMES[2])
+    smt.set_device_mesh(module, devices["tp"], styles={"up": smt.Fused((8, 4)), "down": "row"})
+    fully_shard(module, mesh=devices["dp"])
+    return module, torch.optim.Adam(module.parameters(), lr=0.0)
+
+
+def packed(rank: int, path: str) -> list[bool]:
+    """Saved on (4, 2), restored on (2, 4): whether weights and moments are those that belong there."""
+    module, optimizer = fused((4, 2))
+    for p in module.parameters():
+        p.grad = p.detach().clone()
+    optimizer.step()
+    training.save_state(path, module, optimizer)
+    module, optimizer = fused((2, 4))
+    wanted = [local_of(p).detach().clone() for p in module.parameters()]
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+    training.load_state(path, module, optimizer)
+    state = [optimizer.state[p]["exp_avg"] for p in module.parameters()]
+    right = [local_of(p).equal(w) for p, w in zip(module.parameters(), wanted, strict=True)]
+    return right + [local_of(m).allclose(w / 10) for m, w in zip(state, wanted, strict=True)]
+
+
+class Counting(nn.Module):
+    """Counts, one of them divided, and something of each rank's own."""
+
+    def __init__(self, devices: DeviceMesh, value: int, own: bytes) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((9, 2), float(value)))
+        self.weight = nn.Parameter(distribute_tensor(self.weight.data, devices["tp"], [Shard(0)]))
+        self.register_buffer("rows", distribute_tensor(torch.arange(9) * value, devices["tp"], [Shard(0)]))
+        self.register_buffer("steps", torch.tensor(value))
+        self.register_buffer("scratch", torch.tensor(value), persistent=False)
+        self.own = own
+
+    def get_extra_state(self) -> bytes:
+        return self.own
+
+    def set_extra_state(self, state: bytes) -> None:
+        self.own = state
+
+
+def counted(rank: int, path: str) -> Any:
+    """Saved on (4, 2) and restored on (2, 4), replicas of tensor parallelism: layouts, and what arrived."""
+    meshes = [device_mesh(range(8), shape, NAMES[2]) for shape in ((4, 2), (2, 4))]
+    source, target = Counting(meshes[0], 3, f"rank {rank}".encode()), Counting(meshes[1], 1, b"")
+    training.save_state(path, source, mesh=mesh_of(meshes[0]))
+    texts = {name: str(layout) for name, layout in training.state_of(source, mesh=mesh_of(meshes[0]))[1].items()}
+    wanted = local_of(target.rows).clone() * 3
+    training.load_state(path, target, mesh=mesh_of(meshes[1]))
+    return texts, local_of(target.rows).equal(wanted), target.steps.item(), target.scratch.item(), target.own.decode()
+
+
+def odd_state(rank: int) -> list[str]:
+    """What is said of state of DTensors that does not lie as they do."""
+    mesh = device_mesh(range(8), (4, 2), NAMES[2])["tp"]
+    said = []
+    for value in (torch.zeros(9), distribute_tensor(torch.zeros(9, 2), mesh, [Replicate()])):
+        module = nn.Linear(2, 9, bias=False)
+        module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh, [Shard(0)]))
+        optimizer = torch.optim.SGD(module.parameters())
+        optimizer.state[module.weight]["row_var"] = value
+        said.append(caught(lambda: training.state_of(module, optimizer)))  # noqa: B023 (called at once)
+    return said
+
+
+def by_torch(rank: int, path: str, vocabulary: bool) -> list[str] | str:
+    """The module saved by torch on (4, 2) and loaded by it on (2, 4): names that came out wrong, or what it says."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    (source, _), (target, _) = divided((4, 2)), divided((2, 4))
+    wanted = held(target, None)[1]
+    with torch.no_grad():
+        for p in target.parameters():
+            p.zero_()
+    states = [
+        {name: value for name, value in module.state_dict().items() if vocabulary or value.shape[0] != VOCABULARY}
+        for module in (source, target)
+    ]
+    try:
+        dcp.save(states[0], checkpoint_id=path)
+        dcp.load(states[1], checkpoint_id=path)
+    except CheckpointException as error:
+        return str(error)
+    found = held(target, None)[1]
+    return [name for name in states[0] if (wanted[f"model.{name}"] != found[f"model.{name}"]).any()]
+
+
+def refused(rank: int) -> str:
+    """What a forward says where the intermediate features go from layer to layer as local tensors."""
+    module, devices = divided((4, 2), local=True)
+    try:
+        loss_of(module, mine(batch(0), devices))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+class Counter(nn.Module):
+    """Has bytes of its own, and may refuse to give or to take them."""
+
+    def __init__(self, gives: bool, takes: bool) -> None:
+        super().__init__()
+        self.gives, self.takes, self.weight = gives, takes, nn.Parameter(torch.ones(2))
+
+    def get_extra_state(self) -> bytes:
+        if not self.gives:
+            raise ValueError("nothing to give")
+        return b"seven"
+
+    def set_extra_state(self, state: Any) -> None:
+        if not self.takes:
+            raise ValueError("nothing is taken")
+
+
+def wrong_on_one(rank: int, path: str, what: str) -> Any:
+    """Saves or restores uneven FSDP2 over tensor parallelism, where rank 2 is wrong about something."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = device_mesh(range(8), (4, 2), ("dp", "tp"))
+
+    def made(gives: bool = True, takes: bool = True) -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 7, bias=False), Counter(gives, takes))
+        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel()})
+        fully_shard(module[0], mesh=mesh["dp"])
+        return module
+
+    good, odd = made(), rank == 2
+    if what == "gives":
+        return caught(lambda: smt.save_state(path, made(gives=not odd)))
+    smt.save_state(path, good)
+    if what == "takes":
+        return caught(lambda: smt.load_state(path, made(takes=not odd)))
+    return caught(lambda: smt.load_state(path, nn.Linear(2, 2) if odd else good))
+
+
+def filled(rank: int, path: str) -> Any:
+    """Weights of one whole, tied, half-precision model in a folder of safetensors, into uneven shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = device_mesh(range(8), (4, 2), ("dp", "tp"))
+    module = nn.Sequential()
+    module.embed, module.head, module.norm = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False), nn.LayerNorm(4)
+    module.head.weight = module.embed.weight
+    fully_shard(module, mesh=mesh["dp"])
+    names = {f"norm.{name}": f"model.ln.{name}" for name in ("weight", "bias")} | {"embed.weight": "model.words"}
+    smt.load_weights(path, module, names=names)
+    full = {name: p.full_tensor() for name, p in module.named_parameters()}
+    return {name: (str(t.dtype), t.tolist()) for name, t in full.items()}
