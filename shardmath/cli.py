@@ -32,7 +32,10 @@ Command = Callable[[Sequence[str]], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 for an error of ours, 2 for a wrong command line."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {**BUILT_IN, **{point.name: _loaded(point) for point in entry_points(group="shardmath.commands")}}
+    commands = {
+        **BUILT_IN,
+        **{point.name: _loaded(point) for point in entry_points(group="shardmath.commands")},
+    }
     try:
         status = _run(commands, arguments)
         sys.stdout.flush()
@@ -40,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever reads has had enough, as `head`; what is left is not to be written at exit
+    except (
+        BrokenPipeError
+    ):  # whoever reads has had enough, as `head`; what is left is not to be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -79,7 +84,9 @@ def _loaded(point: EntryPoint) -> Command:
         try:
             run: Command = point.load()
         except ImportError as error:
-            print(f"error: {point.name} needs {error.name}; install shardmath[torch]", file=sys.stderr)
+            print(
+                f"error: {point.name} needs {error.name}; install shardmath[torch]", file=sys.stderr
+            )
             return 1
         return run(argv)
 
@@ -90,7 +97,9 @@ def _shape(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(n) for n in text.split(",") if n.strip())
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write sizes with commas: 9,4") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a shape; write sizes with commas: 9,4"
+        ) from None
 
 
 def _show(argv: Sequence[str]) -> int:
@@ -114,10 +123,14 @@ def _plan(argv: Sequence[str]) -> int:
     parser.add_argument("src", help='layout at the source: "(tp n) h"')
     parser.add_argument("dst", help='layout at the destination: "n (tp h)"')
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--window", action="store_true", help="the destination may hold less than the tensor")
+    parser.add_argument(
+        "--window", action="store_true", help="the destination may hold less than the tensor"
+    )
     given = parser.parse_args(argv)
     sides = ((given.src_mesh, given.src), (given.dst_mesh, given.dst))
-    src, dst = (Layout(given.shape, parse_mesh(mesh), text, dtype=given.dtype) for mesh, text in sides)
+    src, dst = (
+        Layout(given.shape, parse_mesh(mesh), text, dtype=given.dtype) for mesh, text in sides
+    )
     p = plan(src, dst, window=given.window)
     verify(p)
     print(f"{show(p)}\n{_proved(p)}; digest {p.digest[:16]}")

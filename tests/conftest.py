@@ -9,9 +9,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
-    "quick", max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    "quick",
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
 )
-settings.register_profile("deep", max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "deep", max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck)
+)
 settings.register_profile(
     "mutate",
     max_examples=15,

@@ -38,7 +38,9 @@ def generate() -> None:
     from mutmut.utils.file_utils import copy_also_copy_files, copy_src_dir, setup_source_paths
 
     kept = [
-        (node, operator) for node, operator in mutators.mutation_operators if operator is not mutators.operator_string
+        (node, operator)
+        for node, operator in mutators.mutation_operators
+        if operator is not mutators.operator_string
     ]
     file_mutation.mutation_operators = kept
     mutmut.set_mutant_under_test("mutant_generation")
@@ -66,7 +68,10 @@ class _Meaning(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         self.generic_visit(node)
-        if all(isinstance(target, ast.Name) and target.id in ("what", "fix", "shown") for target in node.targets):
+        if all(
+            isinstance(target, ast.Name) and target.id in ("what", "fix", "shown")
+            for target in node.targets
+        ):
             node.value = ast.Constant("")
         return node
 
@@ -74,8 +79,15 @@ class _Meaning(ast.NodeTransformer):
 def mutants(file: str) -> Iterator[str]:
     """The names of the file's mutants that change more than a message."""
     tree = ast.parse((MUTANTS / "shardmath" / f"{file.replace('.', '/')}.py").read_text())
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and "__mutmut_" in node.name)
-    bodies = {f.name: ast.dump(ast.Module([_Meaning().visit(line) for line in f.body], [])) for f in functions}
+    functions = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and "__mutmut_" in node.name
+    )
+    bodies = {
+        f.name: ast.dump(ast.Module([_Meaning().visit(line) for line in f.body], []))
+        for f in functions
+    }
     for name, body in bodies.items():
         original = f"{name.rpartition('__mutmut_')[0]}__mutmut_orig"
         if name != original and body != bodies[original]:
@@ -91,7 +103,9 @@ def run(files: list[str], one_in: int) -> None:
         sys.exit(
             "the tests fail without a mutant; see HYPOTHESIS_PROFILE=mutate .venv/bin/python -m pytest tests/property"
         )
-    names = [name for file in files for name in mutants(file) if zlib.crc32(name.encode()) % one_in == 0]
+    names = [
+        name for file in files for name in mutants(file) if zlib.crc32(name.encode()) % one_in == 0
+    ]
     known = results()
     first = [name for name in names if name not in known]
     survivors = _rounds(first, _own_tests)
@@ -172,7 +186,18 @@ def _started(name: str, tests: list[str]) -> int:
         os.environ["MUTANT_UNDER_TEST"] = name
         os.chdir(MUTANTS)
         pytest = importlib.import_module("pytest")
-        quiet = ["--rootdir=.", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "pytest_timeout", "-W", "ignore"]
+        quiet = [
+            "--rootdir=.",
+            "-q",
+            "-x",
+            "--tb=no",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "pytest_timeout",
+            "-W",
+            "ignore",
+        ]
         code = int(pytest.main([*quiet, "-k", "not torch", *tests]))
     finally:
         os._exit(min(1, code))
@@ -183,7 +208,11 @@ def _mutated() -> list[str]:
     from mutmut.configuration import config
 
     found = sorted(path for pattern in config().only_mutate for path in Path().glob(pattern))
-    return [str(path.relative_to("shardmath").with_suffix("")) for path in found if path.stem != "__init__"]
+    return [
+        str(path.relative_to("shardmath").with_suffix(""))
+        for path in found
+        if path.stem != "__init__"
+    ]
 
 
 def report() -> None:

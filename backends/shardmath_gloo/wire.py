@@ -133,11 +133,15 @@ class GlooWire:
 
     def _receive(self, memory: Tensor, rank: int, patience: float, step: int) -> _Pending:
         tag = self._tag + step
-        return self._posted(rank, patience, lambda: dist.irecv(memory, rank, group=self._group, tag=tag))
+        return self._posted(
+            rank, patience, lambda: dist.irecv(memory, rank, group=self._group, tag=tag)
+        )
 
     def _send(self, memory: Tensor, rank: int, patience: float, step: int) -> _Pending:
         tag = self._tag + step
-        return self._posted(rank, patience, lambda: dist.isend(memory, rank, group=self._group, tag=tag))
+        return self._posted(
+            rank, patience, lambda: dist.isend(memory, rank, group=self._group, tag=tag)
+        )
 
     def start(self) -> None:
         """Nothing: what is posted moves."""
@@ -153,7 +157,9 @@ class GlooWire:
         size, have, step = len(self._ranks), 1, 0
         wait_for = _Pending.wait if patience is None else _wait_beside
         patience = self._patience if patience is None else patience
-        got = torch.zeros(size, len(record), dtype=torch.uint8)  # row k is the record of the k-th rank after this one
+        got = torch.zeros(
+            size, len(record), dtype=torch.uint8
+        )  # row k is the record of the k-th rank after this one
         got[0] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         while have < size:
             more, step = min(have, size - have), step + 1
@@ -174,13 +180,17 @@ class GlooWire:
     def abandon(self) -> None:
         """Ends all connections of the group. Never raises."""
         nothing = torch.empty(1, dtype=torch.uint8)
-        for rank in self._ranks:  # a wait on a connection that is closed already does not time out and ends no other
+        for rank in (
+            self._ranks
+        ):  # a wait on a connection that is closed already does not time out and ends no other
             with suppress(RuntimeError, ValueError):
                 work = dist.irecv(nothing, rank, group=self._group, tag=OURS + NOTHING)
                 if work is not None:
                     work.wait(timedelta(milliseconds=1))
 
-    def _posted(self, rank: int | None, patience: float, post: Callable[[], dist.Work | None]) -> _Pending:
+    def _posted(
+        self, rank: int | None, patience: float, post: Callable[[], dist.Work | None]
+    ) -> _Pending:
         try:
             return _Pending(post(), rank, time.monotonic() + patience)
         except RuntimeError as error:

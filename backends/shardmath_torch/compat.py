@@ -56,9 +56,13 @@ def group_of(group: Group | None) -> Group:
     known = found is None or found is outside
     if not known and not (isinstance(found, Group) and is_registered(found)):
         what = f"group={found!r} is not a process group that is there"
-        raise ExchangeError(f"{what}; pass what dist.new_group() returned, and has not been destroyed")
+        raise ExchangeError(
+            f"{what}; pass what dist.new_group() returned, and has not been destroyed"
+        )
     if found is None or dist.get_rank(found) < 0:
-        raise ExchangeError(f"rank {dist.get_rank()} is not in the group; call compile only on the ranks of the group")
+        raise ExchangeError(
+            f"rank {dist.get_rank()} is not in the group; call compile only on the ranks of the group"
+        )
     return found
 
 
@@ -80,7 +84,9 @@ def group_of_mesh(mesh: DeviceMesh) -> Group | None:
         try:
             return mesh.get_group()
         except (RuntimeError, ValueError) as error:
-            raise ExchangeError(f"the process group of {mesh} is gone ({error}); make the DeviceMesh anew") from error
+            raise ExchangeError(
+                f"the process group of {mesh} is gone ({error}); make the DeviceMesh anew"
+            ) from error
     root = mesh._get_root_mesh()
     if root is mesh or root.size() != dist.get_world_size() or not mesh.mesh_dim_names:
         return None

@@ -97,7 +97,9 @@ def _within(row: int, dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
     return [((row, row + 1), *box) for box in _flat(dims[1:], lo, hi)]
 
 
-def first_overlap(boxes: Sequence[Box], labels: Sequence[int] | None = None) -> tuple[int, int] | None:
+def first_overlap(
+    boxes: Sequence[Box], labels: Sequence[int] | None = None
+) -> tuple[int, int] | None:
     """The numbers of two boxes that share an element, or None; boxes of one label may.
 
     All boxes have as many dimensions, and none is empty.
@@ -126,7 +128,9 @@ def first_overlap(boxes: Sequence[Box], labels: Sequence[int] | None = None) -> 
     return None
 
 
-def first_gap(held: Sequence[Sequence[tuple[int, int]]], boxes: Sequence[Box]) -> tuple[int, ...] | None:
+def first_gap(
+    held: Sequence[Sequence[tuple[int, int]]], boxes: Sequence[Box]
+) -> tuple[int, ...] | None:
     """The first element of the product of `held`, ranges (start, stop) a dimension, that no box has; None if all are.
 
     >>> first_gap([[(0, 2)], [(0, 3)]], [((0, 1), (0, 3)), ((1, 2), (0, 2))])
@@ -171,7 +175,12 @@ def _weighed(held: Sequence[Sequence[tuple[int, int]]], table: NDArray[np.int64]
         weight = np.frombuffer(os.urandom(8 * len(marks)), np.uint64) % PRIME
         before = (np.cumsum(weight) - weight) % PRIME
         sizes = [
-            (before[np.searchsorted(marks, x[:, 1])] + PRIME - before[np.searchsorted(marks, x[:, 0])]) % PRIME
+            (
+                before[np.searchsorted(marks, x[:, 1])]
+                + PRIME
+                - before[np.searchsorted(marks, x[:, 0])]
+            )
+            % PRIME
             for x in (table[:, d], own)
         ]
         boxes = boxes * sizes[0] % PRIME

@@ -156,7 +156,9 @@ class Rule:
 
     by: Splits
     parts: int
-    _split: dict[int, tuple[Runs, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _split: dict[int, tuple[Runs, ...]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def count(self, length: int) -> int:
         """Parts of a piece of this length. Raises PlacementError if the rule does not give as many as the axis has."""
@@ -183,12 +185,16 @@ def _checked_split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
     except Exception as error:
         raise PlacementError(f"{call} raised {error!r}; it is to give {parts} Runs") from error
     if len(out) != parts:
-        raise PlacementError(f"{call} gave {plural(out, 'part')}; give {parts}, empty ones included")
+        raise PlacementError(
+            f"{call} gave {plural(out, 'part')}; give {parts}, empty ones included"
+        )
     for i, part in enumerate(out):
         if not isinstance(part, Runs):
             raise PlacementError(f"{call} gave {_short(part)} as part {i}; give Runs")
         if part.extent > length:
-            raise PlacementError(f"{call}: part {i} is {part}, beyond the length; stay below {length}")
+            raise PlacementError(
+                f"{call}: part {i} is {part}, beyond the length; stay below {length}"
+            )
     return out
 
 
@@ -242,7 +248,9 @@ MOST_PIECES = 1 << 24
 def _check_count(count: int, length: int) -> None:
     if count > MOST_PIECES:
         what = f"a length of {length} is cut into {count} pieces, more than {MOST_PIECES}"
-        raise PlacementError(f"{what}; give larger blocks, or write the tensor with a dimension more: n tp for (n tp)")
+        raise PlacementError(
+            f"{what}; give larger blocks, or write the tensor with a dimension more: n tp for (n tp)"
+        )
 
 
 def _chunks(pieces: list[tuple[int, int]], parts: int, i: int) -> list[tuple[int, int]]:
@@ -334,12 +342,18 @@ def _canonical_stage(stage: Stage) -> Stage:
     digits = [digit for digit in stage if digit.axes or not _whole(digit.cut)]
     while digits and not digits[-1].axes:
         digits.pop()
-    return tuple(d for d, after in itertools.zip_longest(digits, digits[1:]) if after is None or not _hidden(d, after))
+    return tuple(
+        d
+        for d, after in itertools.zip_longest(digits, digits[1:])
+        if after is None or not _hidden(d, after)
+    )
 
 
 def _whole(cut: Cut) -> bool:
     """Whether everybody keeping the cut's parts in order is no cut at all because there is one part."""
-    return (isinstance(cut, Chunks) and cut.parts == 1) or (isinstance(cut, Sizes) and len(cut.sizes) == 1)
+    return (isinstance(cut, Chunks) and cut.parts == 1) or (
+        isinstance(cut, Sizes) and len(cut.sizes) == 1
+    )
 
 
 def _hidden(digit: Digit, after: Digit) -> bool:
@@ -415,12 +429,16 @@ class Dimension:
     @property
     def axes(self) -> dict[str, int]:
         """The mesh axes that divide this dimension and their sizes, in order of appearance."""
-        return {name: n for f in self.fields for stage in f.stages for name, n in _axes(stage).items()}
+        return {
+            name: n for f in self.fields for stage in f.stages for name, n in _axes(stage).items()
+        }
 
     def runs(self, coords: Coords) -> Runs:
         """Local to logical positions of the rank at `coords`."""
         kept = [f.runs(coords) for f in self.fields]
-        stored = kept[0] if len(kept) == 1 else concat(_shifted(kept, [f.size for f in self.fields]))
+        stored = (
+            kept[0] if len(kept) == 1 else concat(_shifted(kept, [f.size for f in self.fields]))
+        )
         return stored if self.stored is None else compose(stored, self.stored)
 
 
@@ -443,7 +461,10 @@ def cells(dimension: Dimension) -> tuple[Runs, ...]:
 
 def _points(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Every coordinate, the last axis fastest."""
-    return (dict(zip(axes, point, strict=True)) for point in itertools.product(*map(range, axes.values())))
+    return (
+        dict(zip(axes, point, strict=True))
+        for point in itertools.product(*map(range, axes.values()))
+    )
 
 
 def _axes(stage: Stage) -> dict[str, int]:
@@ -452,7 +473,11 @@ def _axes(stage: Stage) -> dict[str, int]:
 
 def _stage_cells(stage: Stage, length: int) -> list[Runs]:
     """What every coordinate of the stage's axes keeps; where one digit does it all, its parts in order."""
-    if len(stage) != 1 or not stage[0].axes or not isinstance(stage[0].cut, Chunks | Balanced | Sizes):
+    if (
+        len(stage) != 1
+        or not stage[0].axes
+        or not isinstance(stage[0].cut, Chunks | Balanced | Sizes)
+    ):
         return [stage_runs(stage, length, coords) for coords in _points(_axes(stage))]
     nothing = _joined([])
     held = [_joined([piece]) if piece[1] else nothing for piece in _parts(stage[0].cut, 0, length)]

@@ -65,11 +65,18 @@ class Mesh:
     _steps: dict[str, NDArray[np.int64]] = field(compare=False)
 
     def __init__(
-        self, axes: Mapping[str, int] | None = None, /, *more: object, ranks: Iterable[int] | None = None, **sizes: int
+        self,
+        axes: Mapping[str, int] | None = None,
+        /,
+        *more: object,
+        ranks: Iterable[int] | None = None,
+        **sizes: int,
     ) -> None:
         if more or not isinstance(axes, Mapping | None):
             given = (axes, *more) if more else axes
-            raise MeshError(f"axes are {given!r}; give a mapping from name to size, or keywords: Mesh(dp=4, tp=2)")
+            raise MeshError(
+                f"axes are {given!r}; give a mapping from name to size, or keywords: Mesh(dp=4, tp=2)"
+            )
         named = dict(_axis(name, n) for name, n in {**(axes or {}), **sizes}.items())
         total = math.prod(named.values())
         if total > MOST_RANKS:
@@ -140,7 +147,9 @@ class Mesh:
         for axis, n in self.axes if isinstance(name, str) else ():
             if axis == name:
                 return n
-        raise MeshError(f"axis {shown(name)} is not in {self}; its axes are {', '.join(self.shape) or 'none'}")
+        raise MeshError(
+            f"axis {shown(name)} is not in {self}; its axes are {', '.join(self.shape) or 'none'}"
+        )
 
     def array(self) -> NDArray[np.int64]:
         """The ranks as an array with one dimension an axis."""
@@ -157,7 +166,10 @@ class Mesh:
             raise MeshError(
                 f"axis {name!r} has size {n}, the parts {into} multiply to {math.prod(into.values())}; make them agree"
             )
-        return _mesh(tuple(p for axis in self.axes for p in (into.items() if axis[0] == name else [axis])), self.ranks)
+        return _mesh(
+            tuple(p for axis in self.axes for p in (into.items() if axis[0] == name else [axis])),
+            self.ranks,
+        )
 
     def merge(self, names: Iterable[str], into: str) -> Mesh:
         """The axes as one, first slowest, in the place of the first; the other axes keep their order.
@@ -170,7 +182,9 @@ class Mesh:
         into, size = _axis(into, math.prod(self.axis_size(name) for name in merged))
         rest = [name for name in self.shape if name not in merged or name == merged[0]]
         order = [name for key in rest for name in (merged if key == merged[0] else (key,))]
-        axes = tuple((into, size) if key == merged[0] else (key, self.axis_size(key)) for key in rest)
+        axes = tuple(
+            (into, size) if key == merged[0] else (key, self.axis_size(key)) for key in rest
+        )
         return _mesh(axes, self.transpose(order).ranks)
 
     def transpose(self, names: Iterable[str]) -> Mesh:
@@ -180,7 +194,8 @@ class Mesh:
             raise MeshError(f"cannot transpose {self} to {order}; name each of its axes once")
         index = [list(self.shape).index(name) for name in order]
         return _mesh(
-            tuple((name, self.axis_size(name)) for name in order), tuple(self.array().transpose(index).ravel().tolist())
+            tuple((name, self.axis_size(name)) for name in order),
+            tuple(self.array().transpose(index).ravel().tolist()),
         )
 
     def select(self, **coords: int) -> Mesh:
@@ -210,7 +225,9 @@ class Mesh:
 def _mesh(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:
     names = [name for name, _ in axes]
     if len(set(names)) != len(names):
-        raise MeshError(f"axes {', '.join(names)} repeat a name; choose one that the mesh does not have")
+        raise MeshError(
+            f"axes {', '.join(names)} repeat a name; choose one that the mesh does not have"
+        )
     return Mesh(dict(axes), ranks=ranks)
 
 
@@ -228,7 +245,9 @@ def _names(names: object) -> tuple[str, ...]:
 
 def _axis(name: object, size: object) -> tuple[str, int]:
     if not isinstance(name, str) or not name.isidentifier():
-        raise MeshError(f"axis name {shown(name)} is not a word; use letters, digits and underscores")
+        raise MeshError(
+            f"axis name {shown(name)} is not a word; use letters, digits and underscores"
+        )
     n = whole(size, f"the size of axis {name!r}", MeshError)
     if n < 1:
         raise MeshError(f"axis {name!r} has size {n}; give every axis at least one coordinate")
@@ -238,12 +257,18 @@ def _axis(name: object, size: object) -> tuple[str, int]:
 def _check_ranks(ranks: tuple[int, ...], total: int, axes: Mapping[str, int]) -> None:
     shown = " ".join(f"{name}={n}" for name, n in axes.items()) or "no axes"
     if len(ranks) != total:
-        raise MeshError(f"{plural(ranks, 'rank')} for a mesh {shown} of {total}; give one rank for each coordinate")
+        raise MeshError(
+            f"{plural(ranks, 'rank')} for a mesh {shown} of {total}; give one rank for each coordinate"
+        )
     if len(set(ranks)) != total:
         twice = next(r for r, count in Counter(ranks).items() if count > 1)
-        raise MeshError(f"rank {twice} appears twice in the mesh {shown}; a rank has one coordinate")
+        raise MeshError(
+            f"rank {twice} appears twice in the mesh {shown}; a rank has one coordinate"
+        )
     if max(ranks) >= MOST_RANKS:
-        raise MeshError(f"rank {max(ranks)} of the mesh {shown} is too large; ranks are below {MOST_RANKS}")
+        raise MeshError(
+            f"rank {max(ranks)} of the mesh {shown} is too large; ranks are below {MOST_RANKS}"
+        )
     if min(ranks) < 0:
         raise MeshError(f"rank {min(ranks)} of the mesh {shown} is negative; number ranks from 0")
 

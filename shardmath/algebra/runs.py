@@ -33,7 +33,17 @@ from shardmath.base.given import instance, listed
 from shardmath.base.integers import whole
 from shardmath.base.public import public
 
-__all__ = ["Runs", "Segment", "compose", "concat", "from_ranges", "identity", "invert", "restrict", "spanning"]
+__all__ = [
+    "Runs",
+    "Segment",
+    "compose",
+    "concat",
+    "from_ranges",
+    "identity",
+    "invert",
+    "restrict",
+    "spanning",
+]
 
 Segment: TypeAlias = tuple[int, int, int]
 """(local start, global start, length)."""
@@ -93,12 +103,18 @@ class Runs:
 
 
 def _segment(item: Segment) -> Segment:
-    if type(item) is tuple and len(item) == 3 and type(item[0]) is type(item[1]) is type(item[2]) is int:
+    if (
+        type(item) is tuple
+        and len(item) == 3
+        and type(item[0]) is type(item[1]) is type(item[2]) is int
+    ):
         return item
     try:
         lo, g, n = item
     except (TypeError, ValueError):
-        raise RunsError(f"segment {item!r} is not (local start, global start, length); give three integers") from None
+        raise RunsError(
+            f"segment {item!r} is not (local start, global start, length); give three integers"
+        ) from None
     return tuple(whole(x, f"a number of segment {item}", RunsError) for x in (lo, g, n))  # type: ignore[return-value]
 
 
@@ -128,7 +144,9 @@ def _merge(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 def _check(segments: tuple[Segment, ...], length: int) -> None:
     if length < 0:
-        raise RunsError(f"length {length} of segments {segments} is negative; count positions from 0")
+        raise RunsError(
+            f"length {length} of segments {segments} is negative; count positions from 0"
+        )
     for lo, g, n in segments:
         if lo < 0 or g < 0 or n < 0 or lo + n > length:
             raise RunsError(
@@ -138,7 +156,9 @@ def _check(segments: tuple[Segment, ...], length: int) -> None:
         order = sorted(segments, key=lambda s: s[side])
         for a, b in itertools.pairwise(order):
             if a[side] + a[2] > b[side]:
-                raise RunsError(f"segments {a} and {b} share {name} position {b[side]}; each position may appear once")
+                raise RunsError(
+                    f"segments {a} and {b} share {name} position {b[side]}; each position may appear once"
+                )
 
 
 def _spans(runs: Runs) -> list[str]:
@@ -185,8 +205,13 @@ def _range(item: tuple[int, int] | int) -> tuple[int, int]:
     try:
         start, stop = item if isinstance(item, tuple) else (0, item)
     except ValueError:
-        raise RunsError(f"range {item!r} is not (start, stop); give two integers, or one for a hole") from None
-    lo, hi = whole(start, f"the start of {item!r}", RunsError), whole(stop, f"the stop of {item!r}", RunsError)
+        raise RunsError(
+            f"range {item!r} is not (start, stop); give two integers, or one for a hole"
+        ) from None
+    lo, hi = (
+        whole(start, f"the start of {item!r}", RunsError),
+        whole(stop, f"the stop of {item!r}", RunsError),
+    )
     if hi < lo or lo < 0:
         raise RunsError(f"range {start}:{stop} is not a range; write 0 <= start <= stop")
     return lo, hi
@@ -217,7 +242,9 @@ def invert(runs: Runs, n: int) -> Runs:
     _check_runs(runs)
     length = whole(n, "the length of the dimension", RunsError)
     if runs.extent > length:
-        raise RunsError(f"{runs} reaches position {runs.extent - 1}, the dimension has {n}; give n >= {runs.extent}")
+        raise RunsError(
+            f"{runs} reaches position {runs.extent - 1}, the dimension has {n}; give n >= {runs.extent}"
+        )
     return _make(_merge(sorted((g, lo, k) for lo, g, k in runs.segments)), length)
 
 
@@ -229,7 +256,9 @@ def compose(f: Runs, g: Runs) -> Runs:
     _check_runs(f)
     _check_runs(g)
     if f.extent > g.length:
-        raise RunsError(f"{f} reaches position {f.extent - 1}, {g} has {g.length}; compose a Runs into a longer one")
+        raise RunsError(
+            f"{f} reaches position {f.extent - 1}, {g} has {g.length}; compose a Runs into a longer one"
+        )
     if len(g.segments) == 1 and g.segments[0] == (0, 0, g.length):
         return f
     starts = [lo for lo, _, _ in g.segments]
@@ -251,5 +280,6 @@ def restrict(runs: Runs, lo: int, hi: int) -> Runs:
     lo, hi = (whole(border, "a border", RunsError) for border in (lo, hi))
     cut = ((a, g, n, max(g, lo), min(g + n, hi)) for a, g, n in runs.segments)
     return _make(
-        _merge((a + left - g, left, right - left) for a, g, _, left, right in cut if left < right), runs.length
+        _merge((a + left - g, left, right - left) for a, g, _, left, right in cut if left < right),
+        runs.length,
     )

@@ -65,7 +65,9 @@ def canonical(dtype: object) -> str:
     module, _, name = text.rpartition(".")
     name = ALIASES.get(name, name)
     if name in AMBIGUOUS:
-        raise LayoutError(f"dtype {text!r} is one size in numpy and another in torch; write {AMBIGUOUS[name]}")
+        raise LayoutError(
+            f"dtype {text!r} is one size in numpy and another in torch; write {AMBIGUOUS[name]}"
+        )
     if name not in ITEMSIZE or module not in ("", "torch", "numpy", "np"):
         raise LayoutError(f"unknown dtype {shown(text)}; {_fix(name)}")
     return _PLAIN[name]
@@ -80,7 +82,11 @@ def _fix(name: str) -> str:
 
     longer = [known for known in ITEMSIZE if name and known.startswith(f"{name}_")]
     near = longer or get_close_matches(name[:MOST], ITEMSIZE, n=1)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known names are {', '.join(ITEMSIZE)}"
+    return (
+        f"did you mean {' or '.join(map(repr, near))}?"
+        if near
+        else f"known names are {', '.join(ITEMSIZE)}"
+    )
 
 
 def itemsize(dtype: object) -> int:

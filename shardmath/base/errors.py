@@ -65,7 +65,9 @@ def _around(text: str, position: int) -> str:
 class NotationError(ShardError):
     """Text that is not a layout; the message has a caret under the offending character."""
 
-    def __init__(self, what: str, text: str | None = None, position: int = 0, fix: str = "") -> None:
+    def __init__(
+        self, what: str, text: str | None = None, position: int = 0, fix: str = ""
+    ) -> None:
         """`what` is wrong in `text` at 0-based `position`; `fix` says what to write instead."""
         self.what, self.text, self.position, self.fix = what, text, position, fix
         shown = what if text is None else f"{what}\n    {_around(text, position)}"

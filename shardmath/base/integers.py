@@ -27,11 +27,15 @@ def whole(value: object, what: str, error: type[ValueError]) -> int:
         return value
     if type(value) is not bool:
         try:
-            number = int(operator.index(cast(SupportsIndex, value)))  # index() keeps subclasses, such as IntEnum
+            number = int(
+                operator.index(cast(SupportsIndex, value))
+            )  # index() keeps subclasses, such as IntEnum
         except TypeError:
             pass
         else:
             if -MOST <= number <= MOST:
                 return number
-            raise error(f"{what} is an integer of {number.bit_length()} bits; give one of 64 bits at most")
+            raise error(
+                f"{what} is an integer of {number.bit_length()} bits; give one of 64 bits at most"
+            )
     raise error(f"{what} is {value!r}; give an integer")

@@ -121,7 +121,11 @@ def _weighed(value: object, seen: set[int] | None) -> int:
     if isinstance(value, tuple | list | set | frozenset):
         return sys.getsizeof(value) + _weighed_items(value, seen)
     if isinstance(value, dict):
-        return sys.getsizeof(value) + _weighed_items(value, seen) + _weighed_items(value.values(), seen)
+        return (
+            sys.getsizeof(value)
+            + _weighed_items(value, seen)
+            + _weighed_items(value.values(), seen)
+        )
     names = getattr(value, "__dataclass_fields__", ())
     if not names:
         return sys.getsizeof(value)

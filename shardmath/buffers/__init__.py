@@ -23,11 +23,22 @@ own needs no more than that, and `shardmath.testing.check_rule` checks it.
 24992
 """
 
-from shardmath.buffers.ddp import data_parallel, default_bucket_size, distributed_optimizer, nvfp4_packed
+from shardmath.buffers.ddp import (
+    data_parallel,
+    default_bucket_size,
+    distributed_optimizer,
+    nvfp4_packed,
+)
 from shardmath.buffers.flat import flat_parameter, megatron_fsdp, zero
 from shardmath.buffers.grouping import full_layout
 from shardmath.buffers.layer_wise import layer_wise
-from shardmath.buffers.param import Param, bucket_end_divisor, pad_bucket_end, pad_param_start, pad_to_divisor
+from shardmath.buffers.param import (
+    Param,
+    bucket_end_divisor,
+    pad_bucket_end,
+    pad_param_start,
+    pad_to_divisor,
+)
 from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout, Rule
 from shardmath.buffers.states import (
     SHARD,

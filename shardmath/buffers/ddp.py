@@ -51,14 +51,18 @@ def default_bucket_size(
     other stages have time to reduce at once. `data_parallel_world_size` is that within one optimizer instance.
     """
     size = positive(data_parallel_world_size, "data_parallel_world_size")
-    stage = whole(pipeline_rank, "pipeline_rank", ParamLayoutError), whole(chunk, "chunk", ParamLayoutError)
+    stage = (
+        whole(pipeline_rank, "pipeline_rank", ParamLayoutError),
+        whole(chunk, "chunk", ParamLayoutError),
+    )
     if not flag(overlap_grad_reduce, "overlap_grad_reduce") or max(stage) > 0:
         return None
     if num_buckets is None:
         return max(40_000_000, 1_000_000 * size)
     total = positive(num_parameters, "num_parameters (which num_buckets divides)")
     return positive(
-        total // positive(num_buckets, "num_buckets"), f"{total} parameters divided by {num_buckets} buckets"
+        total // positive(num_buckets, "num_buckets"),
+        f"{total} parameters divided by {num_buckets} buckets",
     )
 
 
@@ -78,7 +82,9 @@ def distributed_optimizer(
     return _walk(forward(params), size, start=START, end=divisor, ranks=data_parallel_world_size)
 
 
-def data_parallel(params: Iterable[Param], *, bucket_size: int | None = None) -> PerBufferParamLayout:
+def data_parallel(
+    params: Iterable[Param], *, bucket_size: int | None = None
+) -> PerBufferParamLayout:
     """The buffer of Megatron-Core's DDP without a distributed optimizer: no padding, and every rank has all of it.
 
     Raises ParamLayoutError for a parameter given twice, and for a bucket size below 1.
@@ -138,14 +144,21 @@ def nvfp4_packed(
     order, or for another number of ranks.
     """
     listed = forward(params)
-    instance(layout, PerBufferParamLayout, "give the layout of the gradients' buffer", ParamLayoutError)
+    instance(
+        layout, PerBufferParamLayout, "give the layout of the gradients' buffer", ParamLayoutError
+    )
     _check_same(listed, layout)
     start = divisor = 1
     if data_parallel_world_size is not None:
-        start, divisor = START, bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
+        start, divisor = (
+            START,
+            bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw),
+        )
     if layout.data_parallel_world_size not in (None, data_parallel_world_size or 1):
         what = f"the layout is for {plural(layout.data_parallel_world_size or 0, 'rank')}"
-        raise ParamLayoutError(f"{what}; give data_parallel_world_size={layout.data_parallel_world_size}")
+        raise ParamLayoutError(
+            f"{what}; give data_parallel_world_size={layout.data_parallel_world_size}"
+        )
     buckets, placed, position = _Buckets(divisor), list[tuple[str, Placed]](), 0
     for param in reversed(listed):
         number = layout.param_index_map[param.name][2]
@@ -171,11 +184,17 @@ def _check_same(params: Sequence[Param], layout: PerBufferParamLayout) -> None:
     there = {name: end - start for name, (start, end, _) in layout.placed}
     differ = sorted(set(there.items()) ^ {(param.name, param.numel) for param in params})
     if differ:
-        raise ParamLayoutError(f"parameters and layout differ in {differ[:8]}; give the layout of these parameters")
+        raise ParamLayoutError(
+            f"parameters and layout differ in {differ[:8]}; give the layout of these parameters"
+        )
     numbers = [layout.param_index_map[param.name][2] for param in reversed(params)]
-    if sorted(set(numbers)) != list(dict.fromkeys(numbers)) or len(set(numbers)) != len(layout.bucket_indices):
+    if sorted(set(numbers)) != list(dict.fromkeys(numbers)) or len(set(numbers)) != len(
+        layout.bucket_indices
+    ):
         what = f"last parameter first, they lie in buckets {numbers[:8]}"
-        raise ParamLayoutError(f"{what}; give parameters in forward order, and a layout that follows backward order")
+        raise ParamLayoutError(
+            f"{what}; give parameters in forward order, and a layout that follows backward order"
+        )
 
 
 def _packed(param: Param) -> int:

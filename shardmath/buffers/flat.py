@@ -46,16 +46,22 @@ def flat_parameter(
     listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
     kinds = sorted({param.dtype for param in listed})
     if len(kinds) > 1:
-        raise ParamLayoutError(f"a FlatParameter has one dtype, these parameters have {', '.join(kinds)}; group them")
+        raise ParamLayoutError(
+            f"a FlatParameter has one dtype, these parameters have {', '.join(kinds)}; group them"
+        )
     scalar = next((param.name for param in listed if not param.shape), None)
     if scalar is not None:
-        raise ParamLayoutError(f"parameter {scalar!r} is a scalar, which FSDP1 cannot flatten; give it one dimension")
+        raise ParamLayoutError(
+            f"parameter {scalar!r} is a scalar, which FSDP1 cannot flatten; give it one dimension"
+        )
     size = dtypes.itemsize(next(iter(kinds), "uint8") if forward_dtype is None else forward_dtype)
     start = ALIGNED_BYTES // size if flag(use_orig_params, "use_orig_params") else 1
     return _one_bucket(listed, listed, start=start, end=ranks, ranks=ranks)
 
 
-def zero(params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False) -> PerBufferParamLayout:
+def zero(
+    params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False
+) -> PerBufferParamLayout:
     """The flat group of DeepSpeed's ZeRO stages 1 and 2: one param group of one dtype, in the optimizer's order.
 
     With `round_robin` (`round_robin_gradients`) parameters i, i + n, i + 2n ... of n ranks come first for each i.
@@ -98,10 +104,17 @@ def megatron_fsdp(
     listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
     empty = next((param.name for param in listed if not param.numel), None)
     if empty is not None:
-        raise ParamLayoutError(f"parameter {empty!r} has no elements, which Megatron-FSDP cannot chunk; leave it out")
+        raise ParamLayoutError(
+            f"parameter {empty!r} has no elements, which Megatron-FSDP cannot chunk; leave it out"
+        )
     flag(sharded, "sharded")
     given = None if chunk_size_factor is None else positive(chunk_size_factor, "chunk_size_factor")
-    placed, buckets, unpadded, first = list[tuple[str, Placed]](), list[tuple[int, int]](), list[int](), 0
+    placed, buckets, unpadded, first = (
+        list[tuple[str, Placed]](),
+        list[tuple[int, int]](),
+        list[int](),
+        0,
+    )
     for group in _buckets(listed, checked_bucket_size(bucket_size), sharded):
         group = group if given else sorted(group, key=_row, reverse=True)
         factor = given or _factor(group)
@@ -138,7 +151,11 @@ def _factor(params: Sequence[Param]) -> int:
     """The chunk of parameters sorted by their rows: the longest, multiplied where another one's does not fit."""
     factor = _row(params[0])
     for param in params:
-        if param.numel >= factor and (factor % _row(param) or param.numel % factor) and _row(param) != factor:
+        if (
+            param.numel >= factor
+            and (factor % _row(param) or param.numel % factor)
+            and _row(param) != factor
+        ):
             factor = math.lcm(factor, _row(param))
     return factor
 

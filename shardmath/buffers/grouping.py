@@ -49,17 +49,23 @@ def full_layout(
     Raises ParamLayoutError for a parameter given twice, and what the rule raises.
     """
     if not callable(rule):
-        raise ParamLayoutError(f"rule is {rule!r}; give a function such as buffers.distributed_optimizer")
+        raise ParamLayoutError(
+            f"rule is {rule!r}; give a function such as buffers.distributed_optimizer"
+        )
     if expert_data_parallel_world_size is not None and "data_parallel_world_size" not in options:
         what = f"expert_data_parallel_world_size={expert_data_parallel_world_size} without data_parallel_world_size"
         raise ParamLayoutError(f"{what}; give both, to a rule that takes it")
     flag(grad_reduce_in_fp32, "grad_reduce_in_fp32")
     if beside is not None and not callable(beside):
-        raise ParamLayoutError(f"beside is {beside!r}; give a function such as buffers.distributed_optimizer")
+        raise ParamLayoutError(
+            f"beside is {beside!r}; give a function such as buffers.distributed_optimizer"
+        )
     other = beside or _BESIDE.get(rule.func if isinstance(rule, functools.partial) else rule)
     listed = forward(params)
     keys = [_key(param, grad_reduce_in_fp32, other is not None) for param in listed]
-    logical = ((param.dtype, key.grad_dtype, *_apart(key)) for param, key in zip(listed, keys, strict=True))
+    logical = (
+        (param.dtype, key.grad_dtype, *_apart(key)) for param, key in zip(listed, keys, strict=True)
+    )
     number = dict(zip([param.name for param in listed], numbered(logical), strict=True))
     layouts = {}
     for key, group in _grouped(listed, keys).items():
@@ -67,16 +73,23 @@ def full_layout(
         given = dict(options)
         if key.is_expert_parallel and expert_data_parallel_world_size is not None:
             given["data_parallel_world_size"] = expert_data_parallel_world_size
-        layouts[key] = _by_rule(chosen, group, given).with_indices(number[param.name] for param in group)
+        layouts[key] = _by_rule(chosen, group, given).with_indices(
+            number[param.name] for param in group
+        )
     return FullParamLayout(layouts)
 
 
-def _by_rule(rule: Rule, params: list[Param], options: Mapping[str, object]) -> PerBufferParamLayout:
+def _by_rule(
+    rule: Rule, params: list[Param], options: Mapping[str, object]
+) -> PerBufferParamLayout:
     """What the rule says of the parameters. Raises ParamLayoutError for options that it does not take."""
     name = getattr(rule, "__name__", repr(rule))
     try:
         inspect.signature(rule).bind(params, **options)
-    except (TypeError, ValueError) as error:  # ValueError: a type of Python's own, which is not a rule
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # ValueError: a type of Python's own, which is not a rule
         what = f"rule {name} does not take parameters and {', '.join(options) or 'no options'}: {error}"
         raise ParamLayoutError(f"{what}; give it options of its own") from None
     fix = f"rule {name} is to return what buffers.zero returns"

@@ -26,7 +26,14 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from shardmath.base.errors import ParamLayoutError
-from shardmath.buffers.param import START, Param, bucket_end_divisor, checked_bucket_size, forward, up
+from shardmath.buffers.param import (
+    START,
+    Param,
+    bucket_end_divisor,
+    checked_bucket_size,
+    forward,
+    up,
+)
 from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
 
 __all__ = ["layer_wise"]
@@ -58,7 +65,12 @@ def layer_wise(
     if shards > MOST_SHARDS:
         raise ParamLayoutError(f"data_parallel_world_size is {shards}; give at most {MOST_SHARDS}")
     divisor = math.lcm(START, end // shards)
-    placed, buckets, unpadded, work = list[tuple[str, Placed]](), list[tuple[int, int]](), list[int](), [0] * shards
+    placed, buckets, unpadded, work = (
+        list[tuple[str, Placed]](),
+        list[tuple[int, int]](),
+        list[int](),
+        [0] * shards,
+    )
     for chunk in _chunks(listed, size, shards, divisor):
         first = buckets[-1][1] if buckets else 0
         if chunk[0].shared_embedding:
@@ -77,7 +89,9 @@ def layer_wise(
     return laid_out(listed, placed, buckets, unpadded, shards, ranks=shards)
 
 
-def _chunks(params: Sequence[Param], bucket_size: int | None, shards: int, divisor: int) -> list[list[Param]]:
+def _chunks(
+    params: Sequence[Param], bucket_size: int | None, shards: int, divisor: int
+) -> list[list[Param]]:
     """The parameters of each bucket, last one first."""
     chunks: list[list[Param]] = []
     loads, largest, total, most, open_ = [(0, s) for s in range(shards)], 0, 0, 0, False
@@ -113,13 +127,17 @@ def _assigned(chunk: Sequence[Param], work: list[int]) -> tuple[list[list[Param]
     emptiest = [(0, shard) for shard in range(len(work))]
     heapq.heapify(idlest)
     ordered = sorted(((_cost(param), param) for param in chunk), key=itemgetter(0), reverse=True)
-    for (cost, param), least in zip(ordered, _smallest_from([param.numel for _, param in ordered]), strict=True):
+    for (cost, param), least in zip(
+        ordered, _smallest_from([param.numel for _, param in ordered]), strict=True
+    ):
         full = _without_room(idlest, held, most - param.numel)
         if idlest:
             done, shard = idlest[0]
             heapq.heapreplace(idlest, (done + cost, shard))
         else:
-            shard = _emptiest(emptiest, held)  # which has no room from now on, so that its entry does not matter
+            shard = _emptiest(
+                emptiest, held
+            )  # which has no room from now on, so that its entry does not matter
         for entry in full:
             if up(held[entry[1]], START) + least <= most:
                 heapq.heappush(idlest, entry)
@@ -134,7 +152,9 @@ def _smallest_from(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(reversed(sizes), min))[::-1]
 
 
-def _without_room(heap: list[tuple[int, int]], held: Sequence[int], room: int) -> list[tuple[int, int]]:
+def _without_room(
+    heap: list[tuple[int, int]], held: Sequence[int], room: int
+) -> list[tuple[int, int]]:
     """What stands on top of the heap and holds more than `room`, taken off."""
     out = []
     while heap and up(held[heap[0][1]], START) > room:

@@ -69,7 +69,10 @@ def pad_to_divisor(value: int, divisor: int) -> int:
     >>> pad_to_divisor(65, 64), pad_to_divisor(2**53 + 1, 64) - 2**53
     (128, 64)
     """
-    number, by = whole(value, "the value to pad", ParamLayoutError), positive(divisor, "the divisor")
+    number, by = (
+        whole(value, "the value to pad", ParamLayoutError),
+        positive(divisor, "the divisor"),
+    )
     if number < 0:
         raise ParamLayoutError(f"the value to pad is {number}; give at least 0")
     return up(number, by)
@@ -101,12 +104,18 @@ def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: b
 
 def checked_bucket_size(bucket_size: object) -> int | None:
     """None, for one bucket, or the size. Raises ParamLayoutError for what is below 1."""
-    return None if bucket_size is None else positive(bucket_size, "bucket_size (None is one bucket)")
+    return (
+        None if bucket_size is None else positive(bucket_size, "bucket_size (None is one bucket)")
+    )
 
 
-def pad_bucket_end(end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
+def pad_bucket_end(
+    end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False
+) -> int:
     """Where Megatron's optimizers end a bucket whose parameters end at `end`."""
-    return pad_to_divisor(end, bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw))
+    return pad_to_divisor(
+        end, bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +145,11 @@ class Param:
     def __post_init__(self) -> None:
         if type(self.name) is not str:
             object.__setattr__(self, "name", named(self.name))
-        if type(self.shape) is not tuple or not set(map(type, self.shape)) <= {int} or min(self.shape, default=0) < 0:
+        if (
+            type(self.shape) is not tuple
+            or not set(map(type, self.shape)) <= {int}
+            or min(self.shape, default=0) < 0
+        ):
             object.__setattr__(self, "shape", _sizes(self.name, self.shape))
         for field_, value in self._unusual():
             object.__setattr__(self, field_, value)
@@ -155,7 +168,10 @@ class Param:
             if type(value) is not bool and not (name == "managed" and value is None):
                 yield name, flag(value, f"{name} of parameter {self.name!r}")
         if type(self.gtp_remat_size) is not int or self.gtp_remat_size < 1:
-            yield "gtp_remat_size", positive(self.gtp_remat_size, f"gtp_remat_size of parameter {self.name!r}")
+            yield (
+                "gtp_remat_size",
+                positive(self.gtp_remat_size, f"gtp_remat_size of parameter {self.name!r}"),
+            )
 
     def _stored(self) -> bool | str:
         """What `quantised` says, of numpy's types too."""
@@ -163,7 +179,9 @@ class Param:
         kind = bool(stored) if isinstance(stored, np.bool_) else known(stored, FORMATS)
         if kind is None:
             choices = ", ".join(map(repr, (False, True, *FORMATS)))
-            raise ParamLayoutError(f"parameter {self.name!r}: quantised={shown(stored)}; give one of {choices}")
+            raise ParamLayoutError(
+                f"parameter {self.name!r}: quantised={shown(stored)}; give one of {choices}"
+            )
         return kind
 
     @property
@@ -200,9 +218,13 @@ def forward(params: Iterable[Param]) -> tuple[Param, ...]:
     seen: set[str] = set()
     for param in out:
         if not isinstance(param, Param):
-            raise ParamLayoutError(f"{shown(param)} is no parameter; give buffers.Param(name, shape)")
+            raise ParamLayoutError(
+                f"{shown(param)} is no parameter; give buffers.Param(name, shape)"
+            )
         if param.name in seen:
-            raise ParamLayoutError(f"parameter {param.name!r} is given twice; a tied parameter lies in a buffer once")
+            raise ParamLayoutError(
+                f"parameter {param.name!r} is given twice; a tied parameter lies in a buffer once"
+            )
         seen.add(param.name)
     return out
 

@@ -116,7 +116,9 @@ class PerBufferParamLayout:
     def __repr__(self) -> str:
         *given, shapes, size = self._fields()
         shown = ", ".join(map(repr, (dict(self.placed), *given[1:])))
-        return f"PerBufferParamLayout({shown}, shapes={shapes!r}, data_parallel_world_size={size!r})"
+        return (
+            f"PerBufferParamLayout({shown}, shapes={shapes!r}, data_parallel_world_size={size!r})"
+        )
 
     def __str__(self) -> str:
         what = f"{plural(self.placed, 'parameter')} in {plural(self.bucket_indices, 'bucket')}"
@@ -152,7 +154,9 @@ class PerBufferParamLayout:
         out = object.__new__(PerBufferParamLayout)
         for name in self.__slots__:
             object.__setattr__(out, name, getattr(self, name))
-        object.__setattr__(out, "param_indices", _integers(param_indices, "a number of param_indices"))
+        object.__setattr__(
+            out, "param_indices", _integers(param_indices, "a number of param_indices")
+        )
         _check_counts(out)
         return out
 
@@ -179,19 +183,25 @@ def _size(value: object, what: str) -> int | None:
 def _pair(entry: object) -> tuple[object, Iterable[object]]:
     if type(entry) is tuple and len(entry) == 2:
         return entry
-    raise ParamLayoutError(f"entry {shown(entry)} of param_index_map is not one; give name -> (start, end, bucket)")
+    raise ParamLayoutError(
+        f"entry {shown(entry)} of param_index_map is not one; give name -> (start, end, bucket)"
+    )
 
 
 def _place(name: object, at: Iterable[object]) -> Placed:
     numbers = listed(at, f"start, end and bucket of parameter {name!r}", ParamLayoutError)
     out = _integers(numbers, f"the place of parameter {name!r}")
     if len(out) != 3:
-        raise ParamLayoutError(f"parameter {name!r} lies at {out}; give its start, its end and its bucket")
+        raise ParamLayoutError(
+            f"parameter {name!r} lies at {out}; give its start, its end and its bucket"
+        )
     return out
 
 
 def _border(pair: Iterable[object]) -> tuple[int, int]:
-    out = _integers(listed(pair, "start and end of a bucket", ParamLayoutError), "a border of a bucket")
+    out = _integers(
+        listed(pair, "start and end of a bucket", ParamLayoutError), "a border of a bucket"
+    )
     if len(out) != 2:
         raise ParamLayoutError(f"a bucket is {out}; give its start and its end")
     return out
@@ -216,7 +226,9 @@ def _check(layout: PerBufferParamLayout) -> None:
     names = Counter(name for name, _ in layout.placed)
     if len(names) != len(layout.placed):
         ((twice, _),) = names.most_common(1)
-        raise ParamLayoutError(f"parameter {twice!r} is given twice; a parameter lies in a buffer once")
+        raise ParamLayoutError(
+            f"parameter {twice!r} is given twice; a parameter lies in a buffer once"
+        )
     _check_buckets(layout)
     _check_placed(layout)
     _check_counts(layout)
@@ -226,7 +238,9 @@ def _check(layout: PerBufferParamLayout) -> None:
 def _check_counts(layout: PerBufferParamLayout) -> None:
     for what, given in (("param_indices", layout.param_indices), ("shapes", layout.shapes)):
         if given and len(given) != len(layout.placed):
-            raise ParamLayoutError(f"{len(given)} {what} of {len(layout.placed)} parameters; give one each, or none")
+            raise ParamLayoutError(
+                f"{len(given)} {what} of {len(layout.placed)} parameters; give one each, or none"
+            )
     if min(layout.param_indices, default=0) < 0:
         raise ParamLayoutError(f"param_indices has {min(layout.param_indices)}; numbers are >= 0")
 
@@ -254,7 +268,9 @@ def _check_shares(layout: PerBufferParamLayout) -> None:
 def _check_buckets(layout: PerBufferParamLayout) -> None:
     buckets, unpadded = layout.bucket_indices, layout.per_bucket_numel_unpadded
     if len(unpadded) != len(buckets):
-        raise ParamLayoutError(f"{plural(unpadded, 'unpadded size')} of {plural(buckets, 'bucket')}; give one each")
+        raise ParamLayoutError(
+            f"{plural(unpadded, 'unpadded size')} of {plural(buckets, 'bucket')}; give one each"
+        )
     before = 0
     for number, ((start, end), filled) in enumerate(zip(buckets, unpadded, strict=True)):
         if start != before or end < start:
@@ -273,19 +289,29 @@ def _check_placed(layout: PerBufferParamLayout) -> None:
     buckets = np.array(layout.bucket_indices, np.int64).reshape(-1, 2)
     known = (at[:, 2] >= 0) & (at[:, 2] < len(buckets))
     inside = known.copy()
-    inside[known] &= (at[known, 0] >= buckets[at[known, 2], 0]) & (at[known, 1] <= buckets[at[known, 2], 1])
+    inside[known] &= (at[known, 0] >= buckets[at[known, 2], 0]) & (
+        at[known, 1] <= buckets[at[known, 2], 1]
+    )
     inside &= at[:, 0] <= at[:, 1]
     if not inside.all():
         name, (start, end, number) = layout.placed[int(np.flatnonzero(~inside)[0])]
-        has = f"[{buckets[number, 0]}, {buckets[number, 1]})" if 0 <= number < len(buckets) else "none such"
-        raise ParamLayoutError(f"parameter {name!r} lies at [{start}, {end}) of bucket {number}, which is {has}")
+        has = (
+            f"[{buckets[number, 0]}, {buckets[number, 1]})"
+            if 0 <= number < len(buckets)
+            else "none such"
+        )
+        raise ParamLayoutError(
+            f"parameter {name!r} lies at [{start}, {end}) of bucket {number}, which is {has}"
+        )
     filled = np.zeros(len(buckets), np.int64)
     np.add.at(filled, at[:, 2], at[:, 1] - at[:, 0])
     short = np.flatnonzero(filled > np.array(layout.per_bucket_numel_unpadded))
     if len(short):
         number = int(short[0])
         what = f"bucket {number} has parameters of {filled[number]} elements"
-        raise ParamLayoutError(f"{what}, and {layout.per_bucket_numel_unpadded[number]} unpadded; count them all")
+        raise ParamLayoutError(
+            f"{what}, and {layout.per_bucket_numel_unpadded[number]} unpadded; count them all"
+        )
     _check_disjoint(layout, at)
     for (name, (start, end, _)), shape in zip(layout.placed, layout.shapes, strict=False):
         if math.prod(shape) != end - start:
@@ -315,10 +341,14 @@ class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
     entries: tuple[tuple[BufferKey, PerBufferParamLayout], ...]
 
     def __init__(self, layouts: Mapping[BufferKey, PerBufferParamLayout]) -> None:
-        known = mapping(layouts, "layouts are ", "BufferKey to PerBufferParamLayout", ParamLayoutError)
+        known = mapping(
+            layouts, "layouts are ", "BufferKey to PerBufferParamLayout", ParamLayoutError
+        )
         for key, layout in known.items():
             if not isinstance(key, BufferKey) or not isinstance(layout, PerBufferParamLayout):
-                raise ParamLayoutError(f"{key!r}: {type(layout).__name__}; give BufferKey -> PerBufferParamLayout")
+                raise ParamLayoutError(
+                    f"{key!r}: {type(layout).__name__}; give BufferKey -> PerBufferParamLayout"
+                )
         object.__setattr__(self, "entries", tuple(known.items()))
 
     @property

@@ -57,13 +57,18 @@ Axis: TypeAlias = str | tuple[str, ...] | None
 Windows: TypeAlias = dict[str, tuple[Layout, ...]]
 
 
-def shard_ranges(buffer_layout: PerBufferParamLayout, shards: int, shard: int) -> tuple[tuple[int, int], ...]:
+def shard_ranges(
+    buffer_layout: PerBufferParamLayout, shards: int, shard: int
+) -> tuple[tuple[int, int], ...]:
     """What of the buffer a rank has, a range a bucket: its flat array is these, one after the other.
 
     One shard is all of the buffer. Raises ParamLayoutError for any other number than the buffer is laid out for, and
     where a bucket is not divided evenly.
     """
-    count, number = _check_shards(buffer_layout, shards), whole(shard, "the shard", ParamLayoutError)
+    count, number = (
+        _check_shards(buffer_layout, shards),
+        whole(shard, "the shard", ParamLayoutError),
+    )
     if not 0 <= number < count:
         raise ParamLayoutError(f"shard {number} of {count}; use 0..{count - 1}")
     sizes = ((start, (end - start) // count) for start, end in buffer_layout.bucket_indices)
@@ -84,7 +89,9 @@ def _check_shards(buffer: object, given: int) -> int:
     """The number of shards, which the buffer is laid out for."""
     if not isinstance(buffer, PerBufferParamLayout):
         what = f"{type(buffer).__name__} is no layout of one buffer"
-        raise ParamLayoutError(f"{what}; of a FullParamLayout take each value, and join what comes of them")
+        raise ParamLayoutError(
+            f"{what}; of a FullParamLayout take each value, and join what comes of them"
+        )
     shards = positive(given, "the number of shards")
     for made_for in (buffer.data_parallel_world_size, buffer.num_optimizer_shards):
         if made_for == 1 and shards > 1:
@@ -96,7 +103,9 @@ def _check_shards(buffer: object, given: int) -> int:
     for number, (start, end) in enumerate(buffer.bucket_indices):
         if (end - start) % shards:
             what = f"bucket {number} has {end - start} elements, which {shards} ranks do not divide evenly"
-            raise ParamLayoutError(f"{what}; lay the buffer out for data_parallel_world_size={shards}")
+            raise ParamLayoutError(
+                f"{what}; lay the buffer out for data_parallel_world_size={shards}"
+            )
     return shards
 
 
@@ -150,11 +159,15 @@ def state_layouts(
     where ranks do not divide a bucket evenly, or where shapes are needed and unknown.
     """
     if known(shape, ("flat", "nd")) is None:
-        raise ParamLayoutError(f"shape={shown(shape)}; use 'flat', or 'nd' for the shapes of the parameters")
+        raise ParamLayoutError(
+            f"shape={shown(shape)}; use 'flat', or 'nd' for the shapes of the parameters"
+        )
     groups = _groups(mesh, axis)
     if shape == "flat":
         if ranks is not None or buffer != SHARD:
-            raise ParamLayoutError("ranks= and buffer= are for the Store of shape='nd'; give them to state_store")
+            raise ParamLayoutError(
+                "ranks= and buffer= are for the Store of shape='nd'; give them to state_store"
+            )
         return _flat(buffer_layout, mesh, axis, len(groups[0]), dtype)
     _check_shards(buffer_layout, len(groups[0]))
     if len(buffer_layout.shapes) != len(buffer_layout.placed):
@@ -220,7 +233,9 @@ _Cuts: TypeAlias = dict[tuple[int, ...], tuple[_Cut, ...]]
 """Cuts by all that they depend on; most parameters of a model are cut alike."""
 
 
-def _shares(buffer: PerBufferParamLayout, shards: int, known: _Cuts) -> Iterator[tuple[str, _Shares]]:
+def _shares(
+    buffer: PerBufferParamLayout, shards: int, known: _Cuts
+) -> Iterator[tuple[str, _Shares]]:
     """The shares of each parameter; equal cuts are one object, `known` has them."""
     _check_shards(buffer, shards)
     for name, (start, end, number) in buffer.placed:
@@ -239,7 +254,9 @@ def _cut(start: int, numel: int, size: int) -> Iterator[_Cut]:
         yield _Cut(shard, lo - start, hi - start)
 
 
-def _flat(buffer: PerBufferParamLayout, mesh: Mesh, axis: Axis, shards: int, dtype: object) -> dict[str, Layout]:
+def _flat(
+    buffer: PerBufferParamLayout, mesh: Mesh, axis: Axis, shards: int, dtype: object
+) -> dict[str, Layout]:
     axes = _axes(mesh, axis)
     known: dict[int, Layout] = {}
     out: dict[str, Layout] = {}
@@ -270,10 +287,14 @@ def state_store(
     """
     _check_shards(buffer_layout, math.prod(mesh.axis_size(name) for name in _axes(mesh, axis)))
     wanted = set(mesh.ranks) if ranks is None else set(mesh.ranks) & _chosen(ranks)
-    views = {(name, rank): View(buffer) for name in buffer_layout.param_index_map for rank in wanted}
+    views = {
+        (name, rank): View(buffer) for name in buffer_layout.param_index_map for rank in wanted
+    }
     interned: _Cuts = {}
     for group in _groups(mesh, axis):
-        for name, shares in _shares(buffer_layout, len(group), interned) if wanted.intersection(group) else ():
+        for name, shares in (
+            _shares(buffer_layout, len(group), interned) if wanted.intersection(group) else ()
+        ):
             for cut in shares.cuts:
                 if group[cut.shard] in wanted:
                     views[name, group[cut.shard]] = View(buffer, shares.place(cut))
@@ -310,7 +331,10 @@ def model_parallel_state(
         parts = _parts(listed, layouts, group)
         shapes = tuple((name, tuple(map(len, runs))) for name, runs in parts.items())
         if shapes not in known:
-            local = [replace(p, shape=shape) for p, (_, shape) in zip(_named(listed, parts), shapes, strict=True)]
+            local = [
+                replace(p, shape=shape)
+                for p, (_, shape) in zip(_named(listed, parts), shapes, strict=True)
+            ]
             laid = rule(local, data_parallel_world_size=len(group), **options)
             known[shapes] = list(_shares(laid, len(group), interned))
         for name, shares in known[shapes]:
@@ -319,7 +343,9 @@ def model_parallel_state(
 
 
 def _chosen(ranks: Iterable[int]) -> set[int]:
-    return {whole(rank, "a rank", ParamLayoutError) for rank in listed(ranks, "ranks", ParamLayoutError)}
+    return {
+        whole(rank, "a rank", ParamLayoutError) for rank in listed(ranks, "ranks", ParamLayoutError)
+    }
 
 
 def _named(params: Iterable[Param], names: Container[str]) -> Iterator[Param]:
@@ -334,12 +360,18 @@ def _check_parameters(params: Sequence[Param], layouts: Mapping[str, Layout]) ->
     for name, shape, layout in ((param.name, param.shape, layouts[param.name]) for param in params):
         instance(layout, Layout, f"give the Layout of parameter {name!r}", ParamLayoutError)
         if layout.shape != shape:
-            raise ParamLayoutError(f"parameter {name!r} has shape {shape}, its layout {layout.shape}; make them agree")
+            raise ParamLayoutError(
+                f"parameter {name!r} has shape {shape}, its layout {layout.shape}; make them agree"
+            )
         if layout.partial:
-            raise ParamLayoutError(f"parameter {name!r} is {layout}: addends have no optimizer state; reduce them")
+            raise ParamLayoutError(
+                f"parameter {name!r} is {layout}: addends have no optimizer state; reduce them"
+            )
 
 
-def _parts(params: Sequence[Param], layouts: Mapping[str, Layout], group: Sequence[int]) -> dict[str, tuple[Runs, ...]]:
+def _parts(
+    params: Sequence[Param], layouts: Mapping[str, Layout], group: Sequence[int]
+) -> dict[str, tuple[Runs, ...]]:
     """What all ranks of the group have of each parameter; those of which they have no part are left out."""
     known: dict[Layout, set[tuple[Runs, ...] | None]] = {}
     out: dict[str, tuple[Runs, ...]] = {}
@@ -347,8 +379,12 @@ def _parts(params: Sequence[Param], layouts: Mapping[str, Layout], group: Sequen
         if layout not in known:
             known[layout] = {layout.runs(rank) if rank in layout.mesh else None for rank in group}
         if len(known[layout]) > 1:
-            what = f"parameter {name!r} is {layout}; ranks {', '.join(map(str, group))} share a buffer"
-            raise ParamLayoutError(f"{what}, and hold different parts; name the axis along which they hold the same")
+            what = (
+                f"parameter {name!r} is {layout}; ranks {', '.join(map(str, group))} share a buffer"
+            )
+            raise ParamLayoutError(
+                f"{what}, and hold different parts; name the axis along which they hold the same"
+            )
         (part,) = known[layout]
         if part is not None:
             out[name] = part
@@ -380,7 +416,10 @@ def _windowed(
         key = shapes[name], tuple((one.group, id(one.runs), id(one.shares.cuts)) for one in groups)
         if key not in known:
             windows, places = _windows(name, shapes[name], groups, dtype)
-            known[key] = windows, [place for place in places if wanted is None or place.rank in wanted]
+            known[key] = (
+                windows,
+                [place for place in places if wanted is None or place.rank in wanted],
+            )
         out[name], places = known[key]
         for window, number, cut, rank, within in places:
             at = groups[number].shares.place(cut) + within
@@ -395,7 +434,9 @@ def _check_names(windows: Windows) -> None:
         owner, bracket, number = name.rpartition("[")
         others = len(windows.get(owner, ())) if bracket else 0
         if others > 1 and number in {f"{i}]" for i in range(others)}:
-            raise ParamLayoutError(f"parameter {name!r} has the name of a window of parameter {owner!r}; rename one")
+            raise ParamLayoutError(
+                f"parameter {name!r} has the name of a window of parameter {owner!r}; rename one"
+            )
 
 
 def _windows(
@@ -420,9 +461,13 @@ def _windows(
                 at += volume(box)
     if not windows:
         if not groups:
-            raise ParamLayoutError(f"parameter {name!r}: no rank of the mesh has a part of it; give its ranks")
+            raise ParamLayoutError(
+                f"parameter {name!r}: no rank of the mesh has a part of it; give its ranks"
+            )
         stored = dict(enumerate(groups[0].runs))
-        windows.append(Layout(shape, Mesh(ranks=groups[0].group[:1]), {}, dtype=dtype, stored=stored))
+        windows.append(
+            Layout(shape, Mesh(ranks=groups[0].group[:1]), {}, dtype=dtype, stored=stored)
+        )
         places.append(_Place(0, 0, _Cut(0, 0, 0), groups[0].group[0], 0))
     return tuple(windows), places
 

@@ -115,7 +115,9 @@ def kind(name: str) -> str:
 @memo()
 def _kind(tail: str) -> str:
     module, _, leaf = tail.rpartition(".")
-    found = next((kind for end, kind in MODULES if fnmatchcase(f".{module}", f"*.{end}")), "replicate")
+    found = next(
+        (kind for end, kind in MODULES if fnmatchcase(f".{module}", f"*.{end}")), "replicate"
+    )
     return {"weight": found, "bias": BIAS.get(found, "replicate")}.get(leaf, "replicate")
 
 
@@ -141,7 +143,9 @@ def dimension(name: str, ndim: int) -> int | None:
     return 1 if is_expert(name) and ndim == 3 else 0
 
 
-def tp_text(name: str, shape: tuple[int, ...], *, tp: int, vocab_multiple: int = 1, axis: str = "tp") -> str:
+def tp_text(
+    name: str, shape: tuple[int, ...], *, tp: int, vocab_multiple: int = 1, axis: str = "tp"
+) -> str:
     """The layout of the tensor on a mesh whose `axis`, of size `tp`, is for tensor parallelism.
 
     A vocabulary is padded at its end to a multiple of `vocab_multiple`. Raises LayoutError for a dimension that `tp`
@@ -157,15 +161,21 @@ def tp_text(name: str, shape: tuple[int, ...], *, tp: int, vocab_multiple: int =
     vocab = kind(name) == "vocab"
     stored = _padded(n, vocab_multiple) if vocab else n
     if stored % tp:
-        what = f"dimension {at} of {name!r}, shape {shape}, is stored as {stored} and {axis} is {tp}"
-        raise LayoutError(f"{what}; choose {axis} to divide it{f', or vocab_multiple={tp}' if vocab else ''}")
+        what = (
+            f"dimension {at} of {name!r}, shape {shape}, is stored as {stored} and {axis} is {tp}"
+        )
+        raise LayoutError(
+            f"{what}; choose {axis} to divide it{f', or vocab_multiple={tp}' if vocab else ''}"
+        )
     group = f"({axis} d{at})={stored}" if stored > n else f"({axis} d{at})"
     return " ".join(group if d == at else f"d{d}" for d in range(len(shape)))
 
 
 def _padded(n: int, multiple: int) -> int:
     if multiple < 1:
-        raise LayoutError(f"vocab_multiple is {multiple}; give a multiple of at least 1, which pads nothing")
+        raise LayoutError(
+            f"vocab_multiple is {multiple}; give a multiple of at least 1, which pads nothing"
+        )
     return -(-n // multiple) * multiple
 
 
@@ -175,7 +185,10 @@ def cell(expert: int, experts: int) -> str:
     >>> cell(0, 1), cell(2, 8)
     ('<0:1>', '<-2 0:1 -5>')
     """
-    before, after = f"-{expert} " if expert else "", f" -{experts - 1 - expert}" if expert < experts - 1 else ""
+    before, after = (
+        f"-{expert} " if expert else "",
+        f" -{experts - 1 - expert}" if expert < experts - 1 else "",
+    )
     return f"<{before}0:1{after}>"
 
 
@@ -208,7 +221,9 @@ def _group(group: str, found: list[tuple[int | None, Entry]]) -> Entry:
     if len(kinds) > 1 or {e for e, _ in found} != set(range(len(found))):
         shown = " and ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
         what = f"{len(found)} experts numbered {min(found)[0]} to {max(found)[0]} of {group!r}, each {shown}"
-        raise LayoutError(f"{what}; the experts of a group are alike, and numbered from 0 without gaps")
+        raise LayoutError(
+            f"{what}; the experts of a group are alike, and numbered from 0 without gaps"
+        )
     return (len(found), *shape), dtype
 
 

@@ -35,7 +35,16 @@ from dataclasses import dataclass
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import LayoutError, MeshError
-from shardmath.families.hf import Place, Shapes, cell, expert_counts, is_expert, layouts, numbers, tp_text
+from shardmath.families.hf import (
+    Place,
+    Shapes,
+    cell,
+    expert_counts,
+    is_expert,
+    layouts,
+    numbers,
+    tp_text,
+)
 from shardmath.layouts.layout import Layout
 
 __all__ = ["trainer"]
@@ -86,10 +95,14 @@ class _Trainer:
 
     def place(self, name: str, shape: tuple[int, ...]) -> Place:
         layer, expert = numbers(name)
-        stage = self.stages[self.stage_of[layer] if layer is not None else 0 if FIRST.search(name) else -1]
+        stage = self.stages[
+            self.stage_of[layer] if layer is not None else 0 if FIRST.search(name) else -1
+        ]
         if not is_expert(name):
             tp = stage.dense.axis_size("tp")
-            return Place(stage.dense, tp_text(name, shape, tp=tp, vocab_multiple=self.vocab_multiple), shape)
+            return Place(
+                stage.dense, tp_text(name, shape, tp=tp, vocab_multiple=self.vocab_multiple), shape
+            )
         if expert is None:
             _check_experts(repr(name), shape[0], len(stage.holders))
             return Place(stage.experts, "(ep n) ...", shape)
@@ -129,11 +142,12 @@ def _stage_of(shapes: Shapes, pp: int, stages: Sequence[int] | None) -> tuple[in
     """The stage of each layer."""
     layers = 1 + max((layer for layer, _ in map(numbers, shapes) if layer is not None), default=-1)
     if stages is None and layers % pp:
-        raise LayoutError(f"{layers} layers do not fall evenly into pp={pp} stages; give stages= their number for each")
+        raise LayoutError(
+            f"{layers} layers do not fall evenly into pp={pp} stages; give stages= their number for each"
+        )
     each = (layers // pp,) * pp if stages is None else tuple(stages)
     if len(each) != pp or min(each) < 0 or sum(each) != layers:
-        what = (
-            f"stages={list(each)} are {len(each)} stages of {sum(each)} layers, the model has {layers} and pp is {pp}"
-        )
+        what = f"stages={list(each)} are {len(each)} stages of {sum(each)} layers"
+        what += f", the model has {layers} and pp is {pp}"
         raise LayoutError(f"{what}; give the number of layers of each of pp stages")
     return tuple(s for s, n in enumerate(each) for _ in range(n))

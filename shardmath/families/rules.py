@@ -60,7 +60,9 @@ class Rule:
     layout: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pattern", plain(self.pattern, "the pattern of a rule", NotationError))
+        object.__setattr__(
+            self, "pattern", plain(self.pattern, "the pattern of a rule", NotationError)
+        )
         layout = plain(self.layout, "the layout of a rule", NotationError)
         object.__setattr__(self, "layout", " ".join(layout.split()))
         if self.pattern.split() != [self.pattern] or not self.layout or ";" in str(self):
@@ -72,7 +74,9 @@ class Rule:
 
     def matches(self, name: str) -> bool:
         """Whether the tensor `name` is of this kind, or fits this glob."""
-        return kind(name) == self.pattern if self.pattern in KINDS else fnmatchcase(name, self.pattern)
+        return (
+            kind(name) == self.pattern if self.pattern in KINDS else fnmatchcase(name, self.pattern)
+        )
 
 
 def _rules(**layouts: str) -> tuple[Rule, ...]:
@@ -119,7 +123,10 @@ class Side:
         """
         rules = self.rules or _defaults(self)
         listed_names = [plain(name, "the name of a tensor", NotationError) for name in names]
-        found = {name: next((rule for rule in rules if rule.matches(name)), None) for name in listed_names}
+        found = {
+            name: next((rule for rule in rules if rule.matches(name)), None)
+            for name in listed_names
+        }
         if self.rules:
             _check_used(self, found)
         return found
@@ -130,14 +137,19 @@ class Side:
         Raises NotationError, with a caret in the side's text, where a rule is idle or does not fit its tensor.
         """
         given = mapping(shapes, "shapes are ", "name to (shape, dtype)", NotationError)
-        return {name: _layout(self, rule, name, *_shaped(given[name])) for name, rule in self.matches(given).items()}
+        return {
+            name: _layout(self, rule, name, *_shaped(given[name]))
+            for name, rule in self.matches(given).items()
+        }
 
 
 def _shaped(given: object) -> tuple[tuple[int, ...], str]:
     """The shape and the dtype of a tensor."""
     if isinstance(given, tuple) and len(given) == 2:
         return given
-    raise NotationError(f"{given!r} is not the shape and the dtype of a tensor; give ((8, 6), 'float32')")
+    raise NotationError(
+        f"{given!r} is not the shape and the dtype of a tensor; give ((8, 6), 'float32')"
+    )
 
 
 def _layout(side: Side, rule: Rule | None, name: str, shape: tuple[int, ...], dtype: str) -> Layout:
@@ -148,7 +160,9 @@ def _layout(side: Side, rule: Rule | None, name: str, shape: tuple[int, ...], dt
         raise _misfit(side, rule or Rule(name, text), name, shape, error) from error
 
 
-def _misfit(side: Side, rule: Rule, name: str, shape: tuple[int, ...], error: ShardError) -> NotationError:
+def _misfit(
+    side: Side, rule: Rule, name: str, shape: tuple[int, ...], error: ShardError
+) -> NotationError:
     what, fix, at = str(error), "", 0
     if isinstance(error, NotationError):
         what, fix, at = error.what, f"{error.fix}; or ", error.position
@@ -194,7 +208,9 @@ def _defaults(side: Side) -> tuple[Rule, ...]:
         rules = f"write rules after ':', such as  {text}: * ({axis} n) ..."
         fix = f"{rules}  or name the axes dp (divides dimension 0), replica, tp"
         at = text.index(f"{axis}={axes[axis]}")
-        raise NotationError(f"a mesh without rules, and axis {axis!r} has no default", text, at, fix)
+        raise NotationError(
+            f"a mesh without rules, and axis {axis!r} has no default", text, at, fix
+        )
     return DEFAULTS[tuple(name for name in ("dp", "tp") if name in axes)]
 
 
@@ -212,7 +228,10 @@ def parse(text: str, *, first_rank: int = 0) -> Side:
 
     Raises NotationError, with a caret, for text that is not a side; whether rules fit is seen with tensors.
     """
-    text, first_rank = plain(text, "a side", NotationError), whole(first_rank, "first_rank", MeshError)
+    text, first_rank = (
+        plain(text, "a side", NotationError),
+        whole(first_rank, "first_rank", MeshError),
+    )
     mesh, end = _read_mesh(text, first_rank)
     return Side(mesh, _read_rules(text, end + 1) if end < len(text) else ())
 
@@ -251,16 +270,22 @@ def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:
     return _mesh(text, sizes, ranks, first_rank, ranks_at), at
 
 
-def _read_word(text: str, at: int, sizes: Mapping[str, int], ranks: tuple[int, ...] | None) -> tuple[str, str, int]:
+def _read_word(
+    text: str, at: int, sizes: Mapping[str, int], ranks: tuple[int, ...] | None
+) -> tuple[str, str, int]:
     word = WORD.match(text, at)
     if word is None:
         raise NotationError(f"{text[at:].split()[0]!r} is not axis=size", text, at, MESH_FIX)
     axis, value = word["axis"], word["value"] or ""
     if axis in sizes or (axis == "ranks" and ranks is not None):
-        raise NotationError(f"{axis!r} appears twice", text, at, "name each mesh axis, and ranks, once")
+        raise NotationError(
+            f"{axis!r} appears twice", text, at, "name each mesh axis, and ranks, once"
+        )
     if not value or (axis != "ranks" and not value.isdecimal()):
         found = value or text[word.end() :].split(" ")[0] or "the end"
-        raise NotationError(f"{axis!r} needs a size, found {found!r}", text, word.end() - len(value), MESH_FIX)
+        raise NotationError(
+            f"{axis!r} needs a size, found {found!r}", text, word.end() - len(value), MESH_FIX
+        )
     return axis, value, word.end()
 
 
@@ -291,7 +316,9 @@ def _number(text: str, digits: str, at: int) -> int:
     return int(figures)
 
 
-def _mesh(text: str, sizes: Mapping[str, int], ranks: tuple[int, ...] | None, first_rank: int, at: int) -> Mesh:
+def _mesh(
+    text: str, sizes: Mapping[str, int], ranks: tuple[int, ...] | None, first_rank: int, at: int
+) -> Mesh:
     try:
         if ranks is None:
             mesh = Mesh(sizes)

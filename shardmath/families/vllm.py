@@ -61,7 +61,9 @@ def engine(
     """
     listed = tuple(ranks)
     if tp < 1 or not listed or len(listed) % tp:
-        raise MeshError(f"{len(listed)} ranks do not fall into engines of tp={tp}; choose a multiple of tp")
+        raise MeshError(
+            f"{len(listed)} ranks do not fall into engines of tp={tp}; choose a multiple of tp"
+        )
     mesh = Mesh(dp=len(listed) // tp, tp=tp, ranks=listed)
     counts = expert_counts(shapes) if stacked else None
     side = _Engine(mesh, _kv_mesh(mesh, tp, kv_heads), counts, vocab_multiple)
@@ -74,7 +76,9 @@ def _kv_mesh(mesh: Mesh, tp: int, kv_heads: int | None) -> Mesh | None:
         return None
     if kv_heads < 1 or tp % kv_heads:
         what = f"{kv_heads} key-value heads and tp={tp}: neither divides the other"
-        raise LayoutError(f"{what}; choose tp so that ranks hold whole heads, or each head lies on as many ranks")
+        raise LayoutError(
+            f"{what}; choose tp so that ranks hold whole heads, or each head lies on as many ranks"
+        )
     return mesh.split("tp", kv=kv_heads, rep=tp // kv_heads)
 
 
@@ -88,12 +92,18 @@ class _Engine:
     def place(self, name: str, shape: tuple[int, ...]) -> Place:
         module = name.rsplit(".", 2)[-2] if "." in name else ""
         if self.kv is not None and module in KV:
-            return Place(self.kv, tp_text(name, shape, tp=self.kv.axis_size("kv"), axis="kv"), shape)
-        text = tp_text(name, shape, tp=self.mesh.axis_size("tp"), vocab_multiple=self.vocab_multiple)
+            return Place(
+                self.kv, tp_text(name, shape, tp=self.kv.axis_size("kv"), axis="kv"), shape
+            )
+        text = tp_text(
+            name, shape, tp=self.mesh.axis_size("tp"), vocab_multiple=self.vocab_multiple
+        )
         layer, expert = numbers(name) if self.counts is not None else (None, None)
         if expert is None or self.counts is None:
             return Place(self.mesh, text, shape)
-        return Place(self.mesh, _window(text, module, shape, cell(expert, self.counts[layer])), (1, *shape))
+        return Place(
+            self.mesh, _window(text, module, shape, cell(expert, self.counts[layer])), (1, *shape)
+        )
 
 
 def _window(text: str, module: str, shape: tuple[int, ...], stored: str) -> str:

@@ -109,7 +109,9 @@ def certificate(bound: tuple[float, Witness | None], plan_s: float) -> Certifica
         raise PlanError(f"a plan of {plan_s!r} seconds; give a finite time that is not negative")
     if plan_s < bound_s * (1 - 1e-9):
         shown = Certificate(bound_s, plan_s, plan_s / bound_s, witness)
-        raise PlanError(f"no schedule is faster than its bound: {shown}; time all of the plan on the same topology")
+        raise PlanError(
+            f"no schedule is faster than its bound: {shown}; time all of the plan on the same topology"
+        )
     if bound_s == 0:
         return Certificate(bound_s, plan_s, math.inf if plan_s else 1.0, witness)
     return Certificate(bound_s, plan_s, max(1.0, plan_s / bound_s), witness)
@@ -126,7 +128,11 @@ def _si(value: float) -> str:
 def _ranks(ranks: tuple[int, ...]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:3]))}, ..., {ranks[-1]}"
+    shown = (
+        ", ".join(map(str, ranks))
+        if len(ranks) <= 8
+        else f"{', '.join(map(str, ranks[:3]))}, ..., {ranks[-1]}"
+    )
     return f"{len(ranks)} ranks ({shown})"
 
 
@@ -212,7 +218,9 @@ def _check(blocks: Sequence[Block]) -> None:
 def _sets(given: Sequence[tuple[int, ...]], machine: _Machine) -> _Sets:
     """The sets by value; those that are one object are looked at once."""
     number: dict[tuple[int, ...], int] = {}
-    of_id = {at: number.setdefault(ranks, len(number)) for at, ranks in {id(s): s for s in given}.items()}
+    of_id = {
+        at: number.setdefault(ranks, len(number)) for at, ranks in {id(s): s for s in given}.items()
+    }
     of = np.array([of_id[id(s)] for s in given], np.int64)
     flat = np.array(list(itertools.chain.from_iterable(number)), np.int64)
     member = np.searchsorted(machine.ranks, flat)
@@ -223,7 +231,9 @@ def _sets(given: Sequence[tuple[int, ...]], machine: _Machine) -> _Sets:
         raise PlanError(
             f"rank {flat[~inside][0]} is in a block and not in the program of {program}; add it to the ranks"
         )
-    return _Sets(of, len(number), np.repeat(np.arange(len(number)), [len(s) for s in number]), member)
+    return _Sets(
+        of, len(number), np.repeat(np.arange(len(number)), [len(s) for s in number]), member
+    )
 
 
 def _summed(code: Ints, amount: Ints) -> tuple[Ints, Ints]:
@@ -356,7 +366,9 @@ def _cuts(table: _Table, machine: _Machine, label: Ints) -> Iterator[_Cut]:
     ):
         rows = np.flatnonzero(forced)
         rows = rows[np.lexsort((rows, -forced[rows], inter[rows], intra[rows]))]
-        new = np.diff(intra[rows], prepend=-1).astype(bool) | np.diff(inter[rows], prepend=-1).astype(bool)
+        new = np.diff(intra[rows], prepend=-1).astype(bool) | np.diff(
+            inter[rows], prepend=-1
+        ).astype(bool)
         for x in rows[new].tolist():
             rate = int(intra[x]) * machine.intra + int(inter[x]) * machine.inter
             nbytes = int(forced[x])
@@ -416,10 +428,14 @@ def _demands(table: _Table, unit: Ints) -> tuple[list[int], list[tuple[int, ...]
     members: list[list[int]] = [[] for _ in range(count)]
     for rank, u in enumerate(unit.tolist()):
         members[u].append(rank)
-    return list(total.values()), [tuple(sorted(r for u in held for r in members[u])) for held in total]
+    return list(total.values()), [
+        tuple(sorted(r for u in held for r in members[u])) for held in total
+    ]
 
 
-def bound(blocks: Iterable[Block], ranks: Iterable[int], topology: Topology) -> tuple[float, Witness | None]:
+def bound(
+    blocks: Iterable[Block], ranks: Iterable[int], topology: Topology
+) -> tuple[float, Witness | None]:
     """Seconds that no schedule among `ranks` beats, and what shows it; (0.0, None) if nothing must move.
 
     `ranks` are all ranks that take part, in any order: their links may relay. One latency comes on top of the time of
@@ -432,11 +448,18 @@ def bound(blocks: Iterable[Block], ranks: Iterable[int], topology: Topology) -> 
     _check(asked)
     machine = _machine(ranks, topology)
     table = _table(asked, machine)
-    cuts = list(itertools.chain.from_iterable(_cuts(table, machine, label) for label in _families(table, machine)))
+    cuts = list(
+        itertools.chain.from_iterable(
+            _cuts(table, machine, label) for label in _families(table, machine)
+        )
+    )
     if not cuts:
         return 0.0, None
     between = machine.inter if len(machine.size) > 1 else Fraction(0)
-    for unit, link in ((machine.node, machine.inter), (np.arange(len(machine.ranks)), machine.intra + between)):
+    for unit, link in (
+        (machine.node, machine.inter),
+        (np.arange(len(machine.ranks)), machine.intra + between),
+    ):
         label = _crowded(table, unit, link, max(cut.seconds for cut in cuts))
         if label is not None:
             cuts += _cuts(table, machine, label)

@@ -92,7 +92,10 @@ def levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
         common = math.gcd(leaf.nbytes, leaf.weight)
         ranks = [rank for sink in leaf.sinks for rank in kinds[sink - network.first].ranks]
         out[leaf.nbytes // common, leaf.weight // common] += ranks
-    found = [Level(nbytes * len(ranks) // weight, tuple(sorted(ranks))) for (nbytes, weight), ranks in out.items()]
+    found = [
+        Level(nbytes * len(ranks) // weight, tuple(sorted(ranks)))
+        for (nbytes, weight), ranks in out.items()
+    ]
     return sorted(found, key=functools.cmp_to_key(_lower))
 
 
@@ -107,7 +110,9 @@ def _lower(a: Level, b: Level) -> int:
 def _groups(lengths: Sequence[int], holders: Sequence[Holders]) -> dict[Holders, dict[int, int]]:
     """By set of holders, in sorted order: the number and the bytes of its lines."""
     if len(lengths) != len(holders):
-        raise PlanError(f"{len(lengths)} lengths and {len(holders)} sets of holders; give one of each for every line")
+        raise PlanError(
+            f"{len(lengths)} lengths and {len(holders)} sets of holders; give one of each for every line"
+        )
     groups: dict[Holders, dict[int, int]] = {}
     for line, (held, length) in enumerate(zip(holders, lengths, strict=True)):
         if length < 0:
@@ -123,7 +128,9 @@ def _refuse(line: int, held: Holders) -> None:
     """Say what is wrong with holders."""
     for a, b in itertools.pairwise(held):
         if a >= b:
-            raise PlanError(f"line {line}: holder {b} comes after {a}; give its holders as tuple(sorted(set(...)))")
+            raise PlanError(
+                f"line {line}: holder {b} comes after {a}; give its holders as tuple(sorted(set(...)))"
+            )
     raise PlanError(f"line {line} has no holders; leave it out, or name a rank that holds it")
 
 
@@ -179,7 +186,9 @@ def _shared(total: dict[Holders, int]) -> list[Holders]:
 
 def _kinds(total: dict[Holders, int], nodes: Mapping[int, int] | None = None) -> list[_Kind]:
     """The kinds, by lowest rank."""
-    lines: dict[int, list[int]] = {rank: [] for rank in sorted({rank for held in total for rank in held})}
+    lines: dict[int, list[int]] = {
+        rank: [] for rank in sorted({rank for held in total for rank in held})
+    }
     for line, held in enumerate(_shared(total)):
         for rank in held:
             lines[rank].append(line)
@@ -236,7 +245,9 @@ def _by_node(total: dict[Holders, int], nodes: Mapping[int, int]) -> dict[Holder
     for held in total:
         for rank in held:
             if rank not in nodes:
-                raise PlanError(f"rank {rank} holds a line but is not in nodes; give every holder a node")
+                raise PlanError(
+                    f"rank {rank} holds a line but is not in nodes; give every holder a node"
+                )
     parts = list(_node_parts(total, nodes))
     rows = shares([nbytes for _, _, nbytes in parts], [local for _, local, _ in parts])
     sent = {held: dict.fromkeys(held, 0) for held in total}
@@ -245,7 +256,9 @@ def _by_node(total: dict[Holders, int], nodes: Mapping[int, int]) -> dict[Holder
     return {held: list(row.values()) for held, row in sent.items()}
 
 
-def _node_parts(total: dict[Holders, int], nodes: Mapping[int, int]) -> Iterator[tuple[Holders, Holders, int]]:
+def _node_parts(
+    total: dict[Holders, int], nodes: Mapping[int, int]
+) -> Iterator[tuple[Holders, Holders, int]]:
     """What of each line leaves from each node: its holders, those of them in the node, bytes."""
     kinds, shared = _kinds(total, nodes), _shared(total)
     network = _node_network(_network(total, kinds), kinds, _cap(_network(total, kinds)))
@@ -266,12 +279,19 @@ def _cap(network: Network) -> int:
 def _node_network(ranks: Network, kinds: list[_Kind], cap: int) -> Network:
     """Every kind takes what fills its ranks to `cap`; a further line of as many bytes may go there or to its node."""
     lines, first = ranks.first, ranks.first + len(kinds)
-    sink_of = {node: sink for sink, node in enumerate(sorted({kind.node for kind in kinds}), first + len(kinds))}
+    sink_of = {
+        node: sink
+        for sink, node in enumerate(sorted({kind.node for kind in kinds}), first + len(kinds))
+    }
     room = [len(kind.ranks) * (cap - kind.base) for kind in kinds]
-    base = {first + i: -nbytes for i, nbytes in enumerate(room)} | dict.fromkeys(sink_of.values(), 0)
+    base = {first + i: -nbytes for i, nbytes in enumerate(room)} | dict.fromkeys(
+        sink_of.values(), 0
+    )
     for kind in kinds:
         base[sink_of[kind.node]] += len(kind.ranks) * kind.base
     reach = [[sink - lines + first for sink in sinks] for sinks in ranks.reach]
-    reach += [[first + i, sink_of[kind.node]] if room[i] else [first + i] for i, kind in enumerate(kinds)]
+    reach += [
+        [first + i, sink_of[kind.node]] if room[i] else [first + i] for i, kind in enumerate(kinds)
+    ]
     weight = dict.fromkeys(base, 0) | dict.fromkeys(sink_of.values(), 1)
     return Network(first, ranks.nbytes + room, reach, weight, base)

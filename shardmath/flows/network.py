@@ -71,12 +71,16 @@ def leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
                 continue
             low = _without(network, part, high)
             parts += [low] * (not top)
-            parts.append(Part([x for x in part.lines if x in high], [x for x in part.sinks if x in high]))
+            parts.append(
+                Part([x for x in part.lines if x in high], [x for x in part.sinks if x in high])
+            )
 
 
 def _averaged(network: Network, part: Part) -> tuple[Leaf, Mapping[int, int]]:
     """The part with every sink at the average, and what has too much among itself for that."""
-    nbytes = sum([network.nbytes[line] for line in part.lines]) + sum([network.base[sink] for sink in part.sinks])
+    nbytes = sum([network.nbytes[line] for line in part.lines]) + sum(
+        [network.base[sink] for sink in part.sinks]
+    )
     weight = sum([network.weight[sink] for sink in part.sinks])
     flow = _greedy(network, part, nbytes, weight)
     return Leaf(nbytes, weight, part.sinks, flow.sent), _overfull(network, flow)
@@ -234,7 +238,9 @@ def _fresh(layers: dict[int, int], depth: int, ahead: Iterable[Iterable[int]]) -
     return out
 
 
-def _path(network: Network, flow: _Flow, layers: dict[int, int], arcs: dict[int, list[int]], line: int) -> list[int]:
+def _path(
+    network: Network, flow: _Flow, layers: dict[int, int], arcs: dict[int, list[int]], line: int
+) -> list[int]:
     """Line, sink, line, ..., a sink with room, a layer further each; empty if there is no such path.
 
     `arcs` are what is ahead of each node and not yet known to lead nowhere.
@@ -265,7 +271,9 @@ def _push(flow: _Flow, path: list[int]) -> None:
     """Send along the path as much as it takes."""
     lines, sinks = path[::2], path[1::2]
     back = list(zip(lines[1:], sinks, strict=False))
-    amount = min(flow.left[lines[0]], flow.spare[sinks[-1]], *[flow.sent[sink][line] for line, sink in back])
+    amount = min(
+        flow.left[lines[0]], flow.spare[sinks[-1]], *[flow.sent[sink][line] for line, sink in back]
+    )
     for line, sink in zip(lines, sinks, strict=True):
         flow.sent[sink][line] = flow.sent[sink].get(line, 0) + amount
     for line, sink in back:
@@ -308,7 +316,9 @@ def _forest(sent: dict[int, dict[int, int]]) -> list[Piece]:
     return out
 
 
-def _peel(near: dict[int, dict[int, None]], sent: dict[int, dict[int, int]], out: list[Piece]) -> None:
+def _peel(
+    near: dict[int, dict[int, None]], sent: dict[int, dict[int, int]], out: list[Piece]
+) -> None:
     """Put what is on no cycle into the forest, from the leaves on."""
     leaves = [node for node, others in near.items() if len(others) == 1]
     for leaf in leaves:
@@ -320,7 +330,9 @@ def _peel(near: dict[int, dict[int, None]], sent: dict[int, dict[int, int]], out
                 leaves.append(parent)
 
 
-def _walk(arcs: dict[int, list[int]], sent: dict[int, dict[int, int]], root: int, out: list[Piece]) -> None:
+def _walk(
+    arcs: dict[int, list[int]], sent: dict[int, dict[int, int]], root: int, out: list[Piece]
+) -> None:
     """Put all that is connected to the root into the forest.
 
     Walk on until an edge closes a cycle: move an amount around it until an edge of it is empty. Or until there is no

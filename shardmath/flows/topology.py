@@ -42,10 +42,14 @@ class Topology:
     def __post_init__(self) -> None:
         count = whole(self.ranks_per_node, "ranks_per_node", PlanError)
         if not 1 <= count <= MOST_RANKS:
-            raise PlanError(f"ranks_per_node is {count}; a node has at least one rank, and at most {MOST_RANKS}")
+            raise PlanError(
+                f"ranks_per_node is {count}; a node has at least one rank, and at most {MOST_RANKS}"
+            )
         object.__setattr__(self, "ranks_per_node", count)
         for name in ("intra_bytes_per_s", "inter_bytes_per_s", "latency_s"):
-            object.__setattr__(self, name, _number(name, getattr(self, name), zero=name == "latency_s"))
+            object.__setattr__(
+                self, name, _number(name, getattr(self, name), zero=name == "latency_s")
+            )
 
     def node(self, rank: int) -> int:
         """The node of a rank. Raises PlanError unless it is a non-negative integer."""
@@ -57,7 +61,9 @@ class Topology:
     def nodes(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """The distinct ranks by node, both ascending; nodes without any are left out."""
         out: dict[int, list[int]] = {}
-        for rank in sorted({whole(rank, "a rank", PlanError) for rank in listed(ranks, "ranks", PlanError)}):
+        for rank in sorted(
+            {whole(rank, "a rank", PlanError) for rank in listed(ranks, "ranks", PlanError)}
+        ):
             out.setdefault(self.node(rank), []).append(rank)
         return {node: tuple(held) for node, held in out.items()}
 
@@ -65,7 +71,9 @@ class Topology:
 def checked(topology: object) -> Topology:
     """The topology itself. Raises PlanError for anything else."""
     if not isinstance(topology, Topology):
-        raise PlanError(f"topology={topology!r} is no Topology; give shardmath.Topology(ranks_per_node=8)")
+        raise PlanError(
+            f"topology={topology!r} is no Topology; give shardmath.Topology(ranks_per_node=8)"
+        )
     return topology
 
 
@@ -76,7 +84,11 @@ MOST_RANKS = 1 << 24
 def _number(name: str, value: object, *, zero: bool) -> float:
     """`value` as a float, so that 50e9 and 50_000_000_000 are one topology, and -0.0 is 0.0."""
     kind = type(value).__name__
-    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat) or kind.startswith(("bool", "complex")):
+    if (
+        isinstance(value, bool | str)
+        or not isinstance(value, SupportsFloat)
+        or kind.startswith(("bool", "complex"))
+    ):
         raise PlanError(f"{name} is {value!r}; give a number")
     try:
         number = float(value)

@@ -67,7 +67,11 @@ __all__ = [
 
 Reading: TypeAlias = Literal["placement", "order"]
 AxisSpec: TypeAlias = (
-    str | Sequence[Spec] | Mapping[str, Spec] | Mapping[tuple[str, ...], Spec] | Mapping[str | tuple[str, ...], Spec]
+    str
+    | Sequence[Spec]
+    | Mapping[str, Spec]
+    | Mapping[tuple[str, ...], Spec]
+    | Mapping[str | tuple[str, ...], Spec]
 )
 """The three spellings: text, one placement a mesh axis, or axis -> placement."""
 
@@ -109,10 +113,16 @@ class Layout:
     ) -> Layout:
         sizes = _shape(shape)
         if not isinstance(mesh, Mesh):
-            raise LayoutError(f"mesh is {shown(mesh)}; give a shardmath.Mesh, for example Mesh(dp=4, tp=2)")
+            raise LayoutError(
+                f"mesh is {shown(mesh)}; give a shardmath.Mesh, for example Mesh(dp=4, tp=2)"
+            )
         if known(reading, ("placement", "order")) is None:
-            raise LayoutError(f"reading={shown(reading)} is not a reading; use 'placement' or 'order'")
-        if not isinstance(spec, str | Sequence | Mapping) or isinstance(spec, bytes | bytearray | memoryview | range):
+            raise LayoutError(
+                f"reading={shown(reading)} is not a reading; use 'placement' or 'order'"
+            )
+        if not isinstance(spec, str | Sequence | Mapping) or isinstance(
+            spec, bytes | bytearray | memoryview | range
+        ):
             raise LayoutError(
                 f"spec is {shown(spec)}; give text, one placement a mesh axis, or a mapping from axis to placement"
             )
@@ -120,7 +130,9 @@ class Layout:
         if isinstance(spec, str):
             dims, partial = _from_text(spec, sizes, mesh, stored, rules)
         else:
-            dims, partial = _from_placements(spec, sizes, mesh, reading, {} if stored is None else stored)
+            dims, partial = _from_placements(
+                spec, sizes, mesh, reading, {} if stored is None else stored
+            )
         return _intern(sizes, name, mesh, dims, partial)
 
     def __repr__(self) -> str:
@@ -153,7 +165,9 @@ class Layout:
     def form(self) -> Layout:
         """The same layout with ranks named by their position in the mesh: equal forms differ in ranks alone."""
         if self._form is None:
-            form = _intern(self.shape, self.dtype, _positions(self.mesh.axes), self.dims, self.partial)
+            form = _intern(
+                self.shape, self.dtype, _positions(self.mesh.axes), self.dims, self.partial
+            )
             object.__setattr__(self, "_form", form)
         return self._form  # type: ignore[return-value]
 
@@ -204,7 +218,9 @@ def _runs(layout: Layout, rank: int) -> tuple[Runs, ...]:
     return tuple(dim.runs(coords) for dim in layout.dims)
 
 
-def _intern(shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> Layout:
+def _intern(
+    shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials
+) -> Layout:
     """The one Layout of these canonical fields."""
     key = (shape, dtype, mesh, dims, partial)
     found = _interned.get(key)
@@ -233,7 +249,9 @@ def _check_size(shape: tuple[int, ...], dtype: str, dims: tuple[Dimension, ...])
     """Bytes are counted in 64 bits."""
     for sizes in (shape, tuple(dim.stored_size for dim in dims)):
         if math.prod(sizes) * dtypes.ITEMSIZE[dtype] > MOST_BYTES:
-            raise LayoutError(f"{dtype}{list(sizes)} has more than {MOST_BYTES} bytes; divide the tensor")
+            raise LayoutError(
+                f"{dtype}{list(sizes)} has more than {MOST_BYTES} bytes; divide the tensor"
+            )
 
 
 def _check_axes(mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> None:
@@ -242,16 +260,24 @@ def _check_axes(mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> N
     uses = [(name, f"dimension {d}") for d, dim in enumerate(dims) for name in dim.axes]
     for name, use in uses + [(name, f"Partial({op!r})") for name, op in partial]:
         if name in used:
-            raise LayoutError(f"mesh axis {name!r} is used in {used[name]} and in {use}; an axis has one use")
+            raise LayoutError(
+                f"mesh axis {name!r} is used in {used[name]} and in {use}; an axis has one use"
+            )
         used[name] = use
     ops = dict.fromkeys(op for _, op in partial)
     if len(ops) > 1:
         shown = ", ".join(f"{op} on {name}" for name, op in partial)
-        raise LayoutError(f"Partial axes wait for different reductions: {shown}; reduce one of them first")
+        raise LayoutError(
+            f"Partial axes wait for different reductions: {shown}; reduce one of them first"
+        )
 
 
 def _from_text(
-    spec: str, shape: tuple[int, ...], mesh: Mesh, stored: Mapping[int, int | Runs] | None, rules: Rules | None
+    spec: str,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    stored: Mapping[int, int | Runs] | None,
+    rules: Rules | None,
 ) -> tuple[tuple[Dimension, ...], Partials]:
     if stored is not None and len(_mapping(stored, "stored=", "dimension to a length or Runs")):
         raise LayoutError(
@@ -278,14 +304,18 @@ def _parsed(
 def _key_axes(key: object) -> tuple[str, ...]:
     axes = (key,) if isinstance(key, str) else key
     if not isinstance(axes, tuple) or not axes or not all(isinstance(name, str) for name in axes):
-        raise LayoutError(f"{shown(key)} is no mesh axis; the keys of a spec are axis names or tuples of them")
+        raise LayoutError(
+            f"{shown(key)} is no mesh axis; the keys of a spec are axis names or tuples of them"
+        )
     return tuple(text(name, "a mesh axis", LayoutError) for name in axes)
 
 
 def _is_axes(entry: object) -> bool:
     """Whether it is a name, or a tuple of names."""
     several = isinstance(entry, tuple) and len(entry) > 0
-    return isinstance(entry, str) or (several and all(isinstance(name, str) for name in typed(Iterable[object], entry)))
+    return isinstance(entry, str) or (
+        several and all(isinstance(name, str) for name in typed(Iterable[object], entry))
+    )
 
 
 def _of_axes(spec: Sequence[object]) -> str:
@@ -310,7 +340,9 @@ def _named(spec: AxisSpec, mesh: Mesh) -> _Named:
     if isinstance(spec, Mapping):
         pairs = [(_key_axes(key), value) for key, value in spec.items()]
     elif len(spec) == len(mesh.axes):
-        pairs = list(zip(((name,) for name in mesh.shape), typed(Sequence[Spec], spec), strict=True))
+        pairs = list(
+            zip(((name,) for name in mesh.shape), typed(Sequence[Spec], spec), strict=True)
+        )
     else:
         axes = ", ".join(mesh.shape) or "none"
         what = f"{plural(spec, 'placement')} {tuple(spec)} for {plural(mesh.axes, 'mesh axis', 'mesh axes')} ({axes})"
@@ -327,7 +359,11 @@ def _named(spec: AxisSpec, mesh: Mesh) -> _Named:
 
 
 def _from_placements(
-    spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Mapping[int, int | Runs]
+    spec: AxisSpec,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    reading: Reading,
+    stored: Mapping[int, int | Runs],
 ) -> tuple[tuple[Dimension, ...], Partials]:
     pairs = _named(spec, mesh)
     _check_once(pairs)
@@ -335,7 +371,9 @@ def _from_placements(
     for axes, value in pairs:
         if not isinstance(value, Replicate | Partial):
             by_dim[_dim(value, shape)].append((axes, value))
-    partial = {name: value.op for axes, value in pairs if isinstance(value, Partial) for name in axes}
+    partial = {
+        name: value.op for axes, value in pairs if isinstance(value, Partial) for name in axes
+    }
     kept = _stored(stored, shape)
     dims = []
     for d, (n, named) in enumerate(zip(shape, by_dim, strict=True)):
@@ -345,7 +383,9 @@ def _from_placements(
     return tuple(dims), tuple((name, partial[name]) for name in mesh.shape if name in partial)
 
 
-def _dimension(d: int, shape: tuple[int, ...], size: int, stages: list[Stage], stored: Runs | None) -> Dimension:
+def _dimension(
+    d: int, shape: tuple[int, ...], size: int, stages: list[Stage], stored: Runs | None
+) -> Dimension:
     try:
         return Dimension(shape[d], (divided(size, stages),), stored)
     except PlacementError as error:
@@ -366,7 +406,9 @@ def _check_once(pairs: _Named) -> None:
 def _dim(value: Placement, shape: tuple[int, ...]) -> int:
     dim = getattr(value, "dim", None)
     if isinstance(dim, bool) or not isinstance(dim, SupportsIndex):
-        raise PlacementError(f"{value!r} is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`")
+        raise PlacementError(
+            f"{value!r} is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`"
+        )
     d = whole(dim, f"the dimension of {shown(value)}", PlacementError)
     if not -len(shape) <= d < len(shape):
         raise LayoutError(
@@ -384,9 +426,13 @@ def _stored(stored: Mapping[int, int | Runs], shape: tuple[int, ...]) -> list[Ru
                 f"stored= names dimension {d}, shape {shape} has {len(shape)}; use {-len(shape)}..{len(shape) - 1}"
             )
         if out[d] is not None:
-            raise LayoutError(f"stored= names dimension {d % len(shape)} of shape {shape} twice; name it once")
+            raise LayoutError(
+                f"stored= names dimension {d % len(shape)} of shape {shape} twice; name it once"
+            )
         size = f"the stored size of dimension {d}"
-        out[d] = value if isinstance(value, Runs) else padded(shape[d], whole(value, size, LayoutError))
+        out[d] = (
+            value if isinstance(value, Runs) else padded(shape[d], whole(value, size, LayoutError))
+        )
     return out
 
 
@@ -415,7 +461,11 @@ def _ordered(named: _Named, mesh: Mesh) -> list[Stage]:
             )
         factor = value.split_factor if isinstance(value, StridedShard) else 1
         order.insert(_place(order, factor, value, mesh), axes)
-    return [tuple(Digit(Chunks(math.prod(_sizes(axes, mesh))), axes, _sizes(axes, mesh)) for axes in order)]
+    return [
+        tuple(
+            Digit(Chunks(math.prod(_sizes(axes, mesh))), axes, _sizes(axes, mesh)) for axes in order
+        )
+    ]
 
 
 def _place(order: list[tuple[str, ...]], factor: int, value: Spec, mesh: Mesh) -> int:
@@ -424,7 +474,9 @@ def _place(order: list[tuple[str, ...]], factor: int, value: Spec, mesh: Mesh) -
         if product == factor:
             return at
         product *= math.prod(_sizes(axes, mesh))
-    sizes = " ".join(f"{'*'.join(axes)}={math.prod(_sizes(axes, mesh))}" for axes in order) or "none"
+    sizes = (
+        " ".join(f"{'*'.join(axes)}={math.prod(_sizes(axes, mesh))}" for axes in order) or "none"
+    )
     fix = "use reading='placement', which applies the splits as written"
     raise PlacementError(
         f"reading='order': {value} stands for no order: the axes right of it on its dimension are {sizes}; {fix}"
@@ -459,7 +511,9 @@ def _addends(form: Layout, order: _Order) -> tuple[object, ...]:
 
 
 @memo()
-def _numbered(dim: Dimension, mesh: Mesh, order: _Order) -> tuple[tuple[Runs, ...], tuple[int, ...]]:
+def _numbered(
+    dim: Dimension, mesh: Mesh, order: _Order
+) -> tuple[tuple[Runs, ...], tuple[int, ...]]:
     """The parts in the order of the first position that holds them, and each position's number."""
     parts = partition(dim)
     if len(parts.parts) == 1:
@@ -523,17 +577,25 @@ def relabelled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
     Raises MeshError if two ranks get one name.
     """
     _check_layout(layout)
-    return _intern(layout.shape, layout.dtype, layout.mesh.relabel(ranks), layout.dims, layout.partial)
+    return _intern(
+        layout.shape, layout.dtype, layout.mesh.relabel(ranks), layout.dims, layout.partial
+    )
 
 
 def transposed(layout: Layout, order: Sequence[int]) -> Layout:
     """The layout of the tensor with its dimensions in another order. Raises LayoutError unless each is named once."""
     _check_layout(layout)
-    new = tuple(whole(d, "a dimension", LayoutError) for d in listed(order, "dimensions", LayoutError))
+    new = tuple(
+        whole(d, "a dimension", LayoutError) for d in listed(order, "dimensions", LayoutError)
+    )
     if sorted(new) != list(range(layout.ndim)):
-        raise LayoutError(f"cannot transpose shape {layout.shape} to {new}; name each of 0..{layout.ndim - 1} once")
+        raise LayoutError(
+            f"cannot transpose shape {layout.shape} to {new}; name each of 0..{layout.ndim - 1} once"
+        )
     shape = tuple(layout.shape[d] for d in new)
-    return _intern(shape, layout.dtype, layout.mesh, tuple(layout.dims[d] for d in new), layout.partial)
+    return _intern(
+        shape, layout.dtype, layout.mesh, tuple(layout.dims[d] for d in new), layout.partial
+    )
 
 
 def _check_layout(layout: object) -> None:
@@ -543,11 +605,21 @@ def _check_layout(layout: object) -> None:
 def _inside(layout: Layout, box: Box) -> Box:
     """The box, in integers. Raises LayoutError unless it is one of the layout's tensor."""
     _check_layout(layout)
-    spans = [listed(span, "the start and stop of a box", LayoutError) for span in listed(box, "spans", LayoutError)]
-    out = [tuple(whole(border, f"a border of box {spans}", LayoutError) for border in span) for span in spans]
+    spans = [
+        listed(span, "the start and stop of a box", LayoutError)
+        for span in listed(box, "spans", LayoutError)
+    ]
+    out = [
+        tuple(whole(border, f"a border of box {spans}", LayoutError) for border in span)
+        for span in spans
+    ]
     fits = len(out) == layout.ndim and all(len(span) == 2 for span in out)
-    if not fits or any(not 0 <= span[0] <= span[-1] <= n for span, n in zip(out, layout.shape, strict=True)):
-        raise LayoutError(f"box {box} is not inside shape {layout.shape}; give one (start, stop) a dimension")
+    if not fits or any(
+        not 0 <= span[0] <= span[-1] <= n for span, n in zip(out, layout.shape, strict=True)
+    ):
+        raise LayoutError(
+            f"box {box} is not inside shape {layout.shape}; give one (start, stop) a dimension"
+        )
     return typed(Box, tuple(out))
 
 
@@ -557,7 +629,9 @@ def window(layout: Layout, box: Box) -> Layout:
     Raises LayoutError for a box that is not inside the tensor.
     """
     box = _inside(layout, box)
-    dims = (_windowed(dim, lo, hi, 0, dim.size) for dim, (lo, hi) in zip(layout.dims, box, strict=True))
+    dims = (
+        _windowed(dim, lo, hi, 0, dim.size) for dim, (lo, hi) in zip(layout.dims, box, strict=True)
+    )
     return _intern(layout.shape, layout.dtype, layout.mesh, tuple(dims), layout.partial)
 
 
@@ -567,10 +641,16 @@ def sliced(layout: Layout, box: Box) -> Layout:
     Raises LayoutError for a box that is not inside the tensor.
     """
     box = _inside(layout, box)
-    dims = (_windowed(dim, lo, hi, lo, hi - lo) for dim, (lo, hi) in zip(layout.dims, box, strict=True))
-    return _intern(tuple(hi - lo for lo, hi in box), layout.dtype, layout.mesh, tuple(dims), layout.partial)
+    dims = (
+        _windowed(dim, lo, hi, lo, hi - lo) for dim, (lo, hi) in zip(layout.dims, box, strict=True)
+    )
+    return _intern(
+        tuple(hi - lo for lo, hi in box), layout.dtype, layout.mesh, tuple(dims), layout.partial
+    )
 
 
 def _windowed(dim: Dimension, lo: int, hi: int, origin: int, size: int) -> Dimension:
     kept = restrict(identity(dim.size) if dim.stored is None else dim.stored, lo, hi)
-    return Dimension(size, dim.fields, Runs(((a, g - origin, n) for a, g, n in kept.segments), len(kept)))
+    return Dimension(
+        size, dim.fields, Runs(((a, g - origin, n) for a, g, n in kept.segments), len(kept))
+    )

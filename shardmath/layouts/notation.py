@@ -57,7 +57,9 @@ Partials: TypeAlias = tuple[tuple[str, str], ...]
 """(mesh axis, operation), in mesh order."""
 
 
-def parse(text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> tuple[tuple[Dimension, ...], Partials]:
+def parse(
+    text: str, shape: tuple[int, ...], axes: Axes, rules: Rules
+) -> tuple[tuple[Dimension, ...], Partials]:
     """The dimensions and Partial axes that `text` says of a tensor of this logical shape.
 
     `axes` are the mesh's axes and sizes. Raises NotationError, with a caret under the place.
@@ -68,7 +70,11 @@ def parse(text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> tuple[
     while read.here.text == "{":
         partial.update(_read_partial(read))
     if read.here.kind != "end":
-        read.fail(f"unexpected {read.here.text!r}", read.here.at, "a layout is words and groups, then {op: axes}")
+        read.fail(
+            f"unexpected {read.here.text!r}",
+            read.here.at,
+            "a layout is words and groups, then {op: axes}",
+        )
     return tuple(groups), tuple((name, partial[name]) for name in axes if name in partial)
 
 
@@ -85,7 +91,9 @@ def _read_dims(read: Reader) -> list[Dimension]:
             dims += [_undivided(n) for n in read.shape[ellipsis : ellipsis + rest]]
         elif len(dims) == len(read.shape):
             read.fail(
-                f"text has more dimensions than the shape {read.shape}", start, f"write {len(read.shape)} of them"
+                f"text has more dimensions than the shape {read.shape}",
+                start,
+                f"write {len(read.shape)} of them",
             )
         else:
             dims.append(_read_dim(read, len(dims)))
@@ -116,7 +124,9 @@ def _undivided(n: int) -> Dimension:
 def _claim(read: Reader, name: str, d: int, at: int) -> None:
     """Note that dimension d is called `name`."""
     if read.names.setdefault(name, d) != d:
-        read.fail(f"free name {name!r} is used in two dimensions", at, "give each dimension its own name")
+        read.fail(
+            f"free name {name!r} is used in two dimensions", at, "give each dimension its own name"
+        )
 
 
 def _read_dim(read: Reader, d: int) -> Dimension:
@@ -130,7 +140,9 @@ def _read_dim(read: Reader, d: int) -> Dimension:
             )
         if token.text in read.names:
             read.fail(
-                f"free name {token.text!r} is used in two dimensions", token.at, "give each dimension its own name"
+                f"free name {token.text!r} is used in two dimensions",
+                token.at,
+                "give each dimension its own name",
             )
         _claim(read, token.text, d, token.at)
         return _undivided(read.shape[d])
@@ -189,7 +201,11 @@ def _once(read: Reader, words: list[Word]) -> None:
     for word in words:
         for name in word.axes:
             if name in seen:
-                read.fail(f"mesh axis {name!r} is used twice in one field", word.at, "an axis divides once")
+                read.fail(
+                    f"mesh axis {name!r} is used twice in one field",
+                    word.at,
+                    "an axis divides once",
+                )
             seen.add(name)
 
 
@@ -251,7 +267,9 @@ def _read_stored(read: Reader, n: int) -> Runs | None:
         if read.accept("=<"):
             stored = from_ranges(_read_ranges(read))
             if stored.extent > n:
-                raise ShardError(f"stored {stored} reaches position {stored.extent - 1}, beyond the dimension")
+                raise ShardError(
+                    f"stored {stored} reaches position {stored.extent - 1}, beyond the dimension"
+                )
             return stored
     except NotationError:
         raise
@@ -263,7 +281,9 @@ def _read_stored(read: Reader, n: int) -> Runs | None:
 def padded(n: int, size: int) -> Runs:
     """n logical positions stored at the front of `size`. Raises ShardError if they do not fit."""
     if size < n:
-        raise ShardError(f"stored size {size} is below the {n} logical positions; pad to {n} or more")
+        raise ShardError(
+            f"stored size {size} is below the {n} logical positions; pad to {n} or more"
+        )
     return Runs(identity(n).segments, size)
 
 
@@ -279,7 +299,9 @@ def _read_ranges(read: Reader) -> list[tuple[int, int] | int]:
     return out
 
 
-def _field(read: Reader, size: int | None, stages: list[list[Word]], total: int, count: int) -> Field:
+def _field(
+    read: Reader, size: int | None, stages: list[list[Word]], total: int, count: int
+) -> Field:
     at = stages[0][0].at
     if size is None and count > 1:
         read.fail("a field without a size", at, "write (8: tp n + 2: n): every field its size")
@@ -301,7 +323,11 @@ def _check_exact(read: Reader, before: Field, words: list[Word]) -> None:
     wrong = lengths_at(before, len(before.stages)) - {product}
     if wrong:
         fix = f"add a free name, or make the length {product}"
-        read.fail(f"a group without a free name divides {product} exactly, not {min(wrong)}", words[0].at, fix)
+        read.fail(
+            f"a group without a free name divides {product} exactly, not {min(wrong)}",
+            words[0].at,
+            fix,
+        )
 
 
 def _count(read: Reader, word: Word) -> int:
@@ -317,7 +343,10 @@ def _stage(read: Reader, words: list[Word]) -> Stage:
         fix = f"one must be a mesh axis ({listed(read.axes)}) or an integer"
         read.fail(f"{first.free!r} and {second.free!r} are both free names", second.at, fix)
     end = free[0] if free else len(words)
-    return (*(_left(read, word) for word in words[:end]), *_right(read, words[end + 1 :], bool(free)))
+    return (
+        *(_left(read, word) for word in words[:end]),
+        *_right(read, words[end + 1 :], bool(free)),
+    )
 
 
 def _left(read: Reader, word: Word) -> Digit:
@@ -329,7 +358,9 @@ def _left_cut(read: Reader, word: Word, parts: int) -> Cut:
     if word.sizes is not None:
         if word.axes and len(word.sizes) != parts:
             read.fail(
-                f"{plural(word.sizes, 'size')} for {plural(parts, 'coordinate')}", word.at, "give one size a coordinate"
+                f"{plural(word.sizes, 'size')} for {plural(parts, 'coordinate')}",
+                word.at,
+                "give one size a coordinate",
             )
         return Sizes(word.sizes)
     if word.mark == "~":
@@ -343,7 +374,11 @@ def _right(read: Reader, words: list[Word], free: bool) -> list[Digit]:
     block = 1
     for word in reversed(words):
         if word.mark or word.sizes is not None:
-            read.fail("~, sizes and rules stand left of the free name", word.at, "right of it are fixed blocks")
+            read.fail(
+                "~, sizes and rules stand left of the free name",
+                word.at,
+                "right of it are fixed blocks",
+            )
         sizes = tuple(read.axes[name] for name in word.axes)
         digits.append(Digit(Block(block), word.axes, sizes))
         block *= word.number or math.prod(sizes)
@@ -395,7 +430,9 @@ def rule_names(dims: tuple[Dimension, ...]) -> dict[Splits, str]:
     for by in dict.fromkeys(cut.by for cut in cuts if isinstance(cut, Rule)):
         base = type(by).__name__.lower()
         numbered = (f"{base}{i}" for i in itertools.count(2))
-        out[by] = next(name for name in itertools.chain([base], numbered) if name not in out.values())
+        out[by] = next(
+            name for name in itertools.chain([base], numbered) if name not in out.values()
+        )
     return out
 
 

@@ -81,7 +81,9 @@ class Partial:
     def __post_init__(self) -> None:
         op = known(self.op, OPS)
         if op is None:
-            raise PlacementError(f"Partial({shown(self.op)}) is not a known reduction; use one of {', '.join(OPS)}")
+            raise PlacementError(
+                f"Partial({shown(self.op)}) is not a known reduction; use one of {', '.join(OPS)}"
+            )
         object.__setattr__(self, "op", op)
 
 
@@ -150,7 +152,9 @@ class StridedShard:
 
     def __post_init__(self) -> None:
         _check_dim(self)
-        factor = whole(self.split_factor, f"the split factor of StridedShard({self.dim}, ...)", PlacementError)
+        factor = whole(
+            self.split_factor, f"the split factor of StridedShard({self.dim}, ...)", PlacementError
+        )
         if factor < 1:
             raise PlacementError(
                 f"StridedShard({self.dim}, {factor}): the split factor is a number of pieces; give 1 or more"
@@ -225,9 +229,13 @@ class BlockCyclic:
 
     def __post_init__(self) -> None:
         _check_dim(self)
-        block = whole(self.block, f"the block of BlockCyclic({self.dim}, {self.block!r})", PlacementError)
+        block = whole(
+            self.block, f"the block of BlockCyclic({self.dim}, {self.block!r})", PlacementError
+        )
         if block < 1:
-            raise PlacementError(f"BlockCyclic({self.dim}, {block}): a block has at least one position; give 1 or more")
+            raise PlacementError(
+                f"BlockCyclic({self.dim}, {block}): a block has at least one position; give 1 or more"
+            )
         object.__setattr__(self, "block", block)
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
@@ -281,7 +289,9 @@ def _sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     given = listed(sizes, f"{name} sizes", PlacementError)
     out = tuple(whole(n, f"a size of {name}", PlacementError) for n in given)
     if not out or min(out) < 0:
-        raise PlacementError(f"{name} sizes {list(out)} are not sizes; give one or more numbers >= 0")
+        raise PlacementError(
+            f"{name} sizes {list(out)} are not sizes; give one or more numbers >= 0"
+        )
     return out
 
 
@@ -304,8 +314,14 @@ def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]
 
 def check_protocol(placement: Placement) -> None:
     """Raise PlacementError unless it has `dim` and `split`, and can be hashed."""
-    if isinstance(placement, type) or not callable(getattr(placement, "split", None)) or not hasattr(placement, "dim"):
-        raise PlacementError(f"{placement!r} is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`")
+    if (
+        isinstance(placement, type)
+        or not callable(getattr(placement, "split", None))
+        or not hasattr(placement, "dim")
+    ):
+        raise PlacementError(
+            f"{placement!r} is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`"
+        )
     try:
         hash(placement)
     except TypeError:

@@ -25,7 +25,9 @@ Axes: TypeAlias = Mapping[str, int]
 DIGITS = 18
 """Of an integer; more would not fit 64 bits."""
 
-TOKEN = re.compile(r"\s*(?:(?P<word>[^\W\d]\w*)|(?P<int>[0-9]+)|(?P<mark>\.\.\.|=<|[()\[\]{}<>+:|=~*@\-]))")
+TOKEN = re.compile(
+    r"\s*(?:(?P<word>[^\W\d]\w*)|(?P<int>[0-9]+)|(?P<mark>\.\.\.|=<|[()\[\]{}<>+:|=~*@\-]))"
+)
 
 
 class Token(NamedTuple):
@@ -96,28 +98,42 @@ class Reader:
     def expect(self, text: str, fix: str) -> None:
         """Take the mark, or fail."""
         if not self.accept(text):
-            self.fail(f"expected {text!r}, found {self.here.text or 'the end'!r}", self.here.at, fix)
+            self.fail(
+                f"expected {text!r}, found {self.here.text or 'the end'!r}", self.here.at, fix
+            )
 
     def integer(self) -> int:
         """Take an integer, or fail."""
         if self.here.kind != "int":
-            self.fail(f"expected an integer, found {self.here.text or 'the end'!r}", self.here.at, "write a number")
+            self.fail(
+                f"expected an integer, found {self.here.text or 'the end'!r}",
+                self.here.at,
+                "write a number",
+            )
         token = self.take()
         if len(token.text) > DIGITS:
-            self.fail(f"an integer of {len(token.text)} digits", token.at, f"write at most {DIGITS}")
+            self.fail(
+                f"an integer of {len(token.text)} digits", token.at, f"write at most {DIGITS}"
+            )
         return int(token.text)
 
     def word(self, what: str) -> Token:
         """Take a word, or fail."""
         if self.here.kind != "word":
-            self.fail(f"expected {what}, found {self.here.text or 'the end'!r}", self.here.at, f"write {what}")
+            self.fail(
+                f"expected {what}, found {self.here.text or 'the end'!r}",
+                self.here.at,
+                f"write {what}",
+            )
         return self.take()
 
     def axis(self) -> Token:
         """Take the name of a mesh axis, or fail."""
         token = self.word("a mesh axis")
         if token.text not in self.axes:
-            self.fail(f"unknown mesh axis {token.text!r}", token.at, f"mesh axes are {listed(self.axes)}")
+            self.fail(
+                f"unknown mesh axis {token.text!r}", token.at, f"mesh axes are {listed(self.axes)}"
+            )
         return token
 
 

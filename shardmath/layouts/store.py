@@ -33,7 +33,17 @@ from shardmath.base.given import instance, listed, mapping, shown, text
 from shardmath.base.integers import whole
 from shardmath.layouts.layout import Layout
 
-__all__ = ["Place", "Store", "View", "check", "flat_windows", "local_name", "local_tensors", "locals_of", "views"]
+__all__ = [
+    "Place",
+    "Store",
+    "View",
+    "check",
+    "flat_windows",
+    "local_name",
+    "local_tensors",
+    "locals_of",
+    "views",
+]
 
 
 def local_name(name: str, window: int, count: int) -> str:
@@ -46,7 +56,11 @@ def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, L
     return ((local_name(name, i, len(windows)), layout) for i, layout in enumerate(windows))
 
 
-Held: TypeAlias = Mapping[str, Layout] | Mapping[str, tuple[Layout, ...]] | Mapping[str, Layout | tuple[Layout, ...]]
+Held: TypeAlias = (
+    Mapping[str, Layout]
+    | Mapping[str, tuple[Layout, ...]]
+    | Mapping[str, Layout | tuple[Layout, ...]]
+)
 """How tensors are held, by name: each under a layout, or as windows."""
 
 
@@ -56,7 +70,12 @@ def locals_of(layouts: Held, rank: int) -> Iterator[tuple[str, Layout]]:
     for name, one in mapping(layouts, "layouts are ", "name to Layout", StoreError).items():
         windows = one if isinstance(one, tuple) else (one,)
         for layout in windows:
-            instance(layout, Layout, f"give a Layout of {shown(name)}, or a tuple of its windows", StoreError)
+            instance(
+                layout,
+                Layout,
+                f"give a Layout of {shown(name)}, or a tuple of its windows",
+                StoreError,
+            )
         for local, layout in local_tensors(text(name, "the name of a tensor", StoreError), windows):
             if number in layout.mesh:
                 yield local, layout
@@ -97,7 +116,11 @@ class Place(NamedTuple):
         """One past the last element of the buffer that the view reaches."""
         if 0 in self.shape:
             return self.offset
-        return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        return (
+            self.offset
+            + 1
+            + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -109,24 +132,41 @@ class Store:
 
     entries: tuple[tuple[tuple[str, int], View], ...]
 
-    def __init__(self, entries: Mapping[tuple[str, int], View] | Iterable[tuple[tuple[str, int], View]]) -> None:
-        given = entries.items() if isinstance(entries, Mapping) else listed(entries, "entries", StoreError)
+    def __init__(
+        self, entries: Mapping[tuple[str, int], View] | Iterable[tuple[tuple[str, int], View]]
+    ) -> None:
+        given = (
+            entries.items()
+            if isinstance(entries, Mapping)
+            else listed(entries, "entries", StoreError)
+        )
         ordered = sorted(map(_entry, given), key=itemgetter(0))
         keys = [key for key, _ in ordered]
         twice = next((key for key, after in itertools.pairwise(keys) if key == after), None)
         if twice is not None:
-            raise StoreError(f"local tensor {twice[0]!r} of rank {twice[1]} has two views; give one")
+            raise StoreError(
+                f"local tensor {twice[0]!r} of rank {twice[1]} has two views; give one"
+            )
         object.__setattr__(self, "entries", tuple(ordered))
 
     def place(self, local: str, layout: Layout, rank: int) -> Place:
         """Where the rank's local tensor of this layout lies. Raises StoreError for a view missing or misfit."""
-        key = text(local, "the name of a local tensor", StoreError), whole(rank, "the rank", StoreError)
+        key = (
+            text(local, "the name of a local tensor", StoreError),
+            whole(rank, "the rank", StoreError),
+        )
         at = bisect.bisect_left(self.entries, key, key=itemgetter(0))
         if at == len(self.entries) or self.entries[at][0] != key:
-            known = ", ".join(f"{name!r} of rank {r}" for (name, r), _ in self.entries[:8]) or "none"
-            raise StoreError(f"no view for local tensor {local!r} of rank {rank}; views are there for {known}")
+            known = (
+                ", ".join(f"{name!r} of rank {r}" for (name, r), _ in self.entries[:8]) or "none"
+            )
+            raise StoreError(
+                f"no view for local tensor {local!r} of rank {rank}; views are there for {known}"
+            )
         view = self.entries[at][1]
-        shape = instance(layout, Layout, "give the layout of the local tensor", StoreError).local_shape(rank)
+        shape = instance(
+            layout, Layout, "give the layout of the local tensor", StoreError
+        ).local_shape(rank)
         steps = strides(shape) if view.strides is None else view.strides
         if len(steps) != len(shape) or view.offset < 0 or min(steps, default=0) < 0:
             what = f"{view} of {local!r}, whose local shape is {shape}"
@@ -161,7 +201,9 @@ def views(store: Store, layouts: Held, rank: int, buffers: Buffers) -> dict[str,
     instance(store, Store, "views takes a Store", StoreError)
     mapping(buffers, "buffers are ", "name to a flat numpy array", StoreError)
     places = {local: store.place(local, layout, rank) for local, layout in locals_of(layouts, rank)}
-    return {local: _strided(place, _buffer(place, local, buffers)) for local, place in places.items()}
+    return {
+        local: _strided(place, _buffer(place, local, buffers)) for local, place in places.items()
+    }
 
 
 def _buffer(place: Place, local: str, buffers: Buffers) -> NDArray[Any]:
@@ -199,9 +241,8 @@ def check(store: Store, layouts: Held, rank: int) -> None:
         clash = cells[buffer[cells] > 0] if len(np.unique(cells)) == len(cells) else cells
         if len(clash):
             other = owners[int(buffer[clash[0]]) - 1] if buffer[clash[0]] else local
-            what = (
-                f"rank {rank}: {local!r} and {other!r} both lie at element {int(clash[0])} of {places[local].buffer!r}"
-            )
+            where = f"element {int(clash[0])} of {places[local].buffer!r}"
+            what = f"rank {rank}: {local!r} and {other!r} both lie at {where}"
             raise StoreError(f"{what}; their holes have to interlock")
         buffer[cells] = number
 

@@ -53,7 +53,12 @@ HATCH = (
 
 
 def buffer_svg(
-    layout: PerBufferParamLayout, shards: int, *, width: int = 960, most: int = 12, title: str = "flat buffer"
+    layout: PerBufferParamLayout,
+    shards: int,
+    *,
+    width: int = 960,
+    most: int = 12,
+    title: str = "flat buffer",
 ) -> str:
     """The same as a self-contained SVG of `width` pixels: a row a bucket, ranks from left to right.
 
@@ -67,9 +72,17 @@ def buffer_svg(
     body = [
         *_heading(layout, ranks, title, every(ranks, room, 5)),
         *_rank_numbers(ranks, room),
-        *(box for row, bucket in enumerate(buckets) for box in _row(bucket, TOP + PITCH * row, room)),
+        *(
+            box
+            for row, bucket in enumerate(buckets)
+            for box in _row(bucket, TOP + PITCH * row, room)
+        ),
         *(_borders(ranks, room, TOP - 4, bottom - PITCH + ROW + 4) if buckets else ()),
-        *(label for row, bucket in enumerate(buckets) for label in _labels(bucket, TOP + PITCH * row, room)),
+        *(
+            label
+            for row, bucket in enumerate(buckets)
+            for label in _labels(bucket, TOP + PITCH * row, room)
+        ),
         *(_text(LEFT, bottom + 8, line) for line in more),
     ]
     return _document(wide, bottom + 22 * len(more), [HATCH, *body], _plain(title))
@@ -97,7 +110,12 @@ def _heading(layout: PerBufferParamLayout, ranks: int, title: str, step: int) ->
     for number, line in enumerate(summary(layout, ranks)[:2]):
         yield _text(8, 36 + 15 * number, line, font_size=11)
     x = 8.0
-    for fill, what in ((BLUES[0][0], ""), (BLUES[1][0], "parameters"), (SEVERAL[0], "several, too narrow"), HATCHED):
+    for fill, what in (
+        (BLUES[0][0], ""),
+        (BLUES[1][0], "parameters"),
+        (SEVERAL[0], "several, too narrow"),
+        HATCHED,
+    ):
         yield _rect(x, 63, 18, 12, fill)
         yield _text(x + 23, 73, what)
         x += 19 + bool(what) * (len(what) * LETTER + 18)
@@ -109,7 +127,11 @@ HATCHED = ("url(#shardmath-padding)", "padding")
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
-    edge = f' stroke="{VERMILION}" stroke-width="0.8"' if fill == HATCHED[0] else ' stroke="#fff" stroke-width="0.5"'
+    edge = (
+        f' stroke="{VERMILION}" stroke-width="0.8"'
+        if fill == HATCHED[0]
+        else ' stroke="#fff" stroke-width="0.5"'
+    )
     inside = f"><title>{_plain(title)}</title></rect>" if title else "/>"
     return f'<rect x="{x:.6g}" y="{y}" width="{width:.6g}" height="{height}" fill="{fill}"{edge}{inside}'
 
@@ -138,7 +160,9 @@ def _groups(ranks: int, room: int) -> int:
 
 def _borders(ranks: int, room: int, top: int, bottom: int) -> Iterator[str]:
     step = every(ranks, room, 5)
-    marks = "".join(f"M{LEFT + rank * room / ranks:.6g} {top}V{bottom}" for rank in range(step, ranks, step))
+    marks = "".join(
+        f"M{LEFT + rank * room / ranks:.6g} {top}V{bottom}" for rank in range(step, ranks, step)
+    )
     if marks:
         yield _line(marks, min(1.2, 0.05 * step * room / ranks))
 
@@ -153,7 +177,12 @@ def _row(bucket: Bucket, y: int, room: int) -> Iterator[str]:
 
 def _labels(bucket: Bucket, y: int, room: int) -> Iterator[str]:
     """Names, which hide the borders behind them."""
-    hide = {"text_anchor": "middle", "paint_order": "stroke", "stroke_width": 4, "pointer_events": "none"}
+    hide = {
+        "text_anchor": "middle",
+        "paint_order": "stroke",
+        "stroke_width": 4,
+        "pointer_events": "none",
+    }
     for piece, x, wide, (fill, colour) in _boxes(bucket, room):
         label = _label(piece, wide)
         if label:
@@ -174,7 +203,9 @@ def _drawn(bucket: Bucket, scale: float, groups: int) -> Iterator[Piece]:
     run: list[Piece] = []
     for piece in bucket.pieces:
         wide = piece.numel * scale >= (SLIT if piece.padding else NARROW)
-        beyond = run and run[0].start * groups // bucket.numel != piece.start * groups // bucket.numel
+        beyond = (
+            run and run[0].start * groups // bucket.numel != piece.start * groups // bucket.numel
+        )
         if run and (wide or beyond):
             yield _merged(run)
             run = []
@@ -196,12 +227,20 @@ def _merged(run: Sequence[Piece]) -> Piece:
 
 
 def _tooltip(bucket: Bucket, piece: Piece) -> str:
-    ranks = f"ranks {bucket.held_by(piece)}" if "-" in bucket.held_by(piece) else f"rank {bucket.held_by(piece)}"
+    ranks = (
+        f"ranks {bucket.held_by(piece)}"
+        if "-" in bucket.held_by(piece)
+        else f"rank {bucket.held_by(piece)}"
+    )
     where = f"{count(piece.numel, 'element')} at {bucket.within(piece)}, {ranks}"
     if not piece.several:
         return f"padding\n{where}"
     within = f"\n{piece.padding:,} of them padding" if piece.padding else ""
-    what = f"{piece.name} {shape_of(piece)}" if piece.several == 1 else f"{piece.several:,} parameters: {piece.name}"
+    what = (
+        f"{piece.name} {shape_of(piece)}"
+        if piece.several == 1
+        else f"{piece.several:,} parameters: {piece.name}"
+    )
     return f"{what}\n{where}{within}"
 
 
@@ -211,7 +250,14 @@ def _label(piece: Piece, wide: float) -> str:
     if not piece.several:
         return ""
     if piece.several > 1:
-        return next((t for t in (f"{piece.several:,} parameters", f"{piece.several:,}") if len(t) <= letters), "")
+        return next(
+            (
+                t
+                for t in (f"{piece.several:,} parameters", f"{piece.several:,}")
+                if len(t) <= letters
+            ),
+            "",
+        )
     parts = piece.name.removesuffix(".weight").split(".")
     ends = (".".join(parts[i:]) for i in range(len(parts)))
     return next((t for i, end in enumerate(ends) if len(t := "…" * (i > 0) + end) <= letters), "")

@@ -181,7 +181,9 @@ def _filled_below(layout: PerBufferParamLayout) -> Callable[[NDArray[np.int64]],
 
     def below(at: NDArray[np.int64]) -> NDArray[np.int64]:
         last = np.maximum(np.searchsorted(starts, at, side="right") - 1, 0)
-        filled: NDArray[np.int64] = before[last] + np.clip(at - starts[last], 0, ends[last] - starts[last])
+        filled: NDArray[np.int64] = before[last] + np.clip(
+            at - starts[last], 0, ends[last] - starts[last]
+        )
         return filled
 
     return below
@@ -224,10 +226,14 @@ def _even(layout: PerBufferParamLayout, by_rank: NDArray[np.int64]) -> str:
     return f"{ranks:,} ranks have {each} each; least padding: {lowest}, most: {highest}"
 
 
-def checked(layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int) -> tuple[int, int, int]:
+def checked(
+    layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int
+) -> tuple[int, int, int]:
     """Shards, width and `most`. Raises ParamLayoutError."""
     if not isinstance(layout, PerBufferParamLayout):
-        raise ParamLayoutError(f"{type(layout).__name__} is no layout of one buffer; draw each value of full_layout")
+        raise ParamLayoutError(
+            f"{type(layout).__name__} is no layout of one buffer; draw each value of full_layout"
+        )
     ranks, wide = positive(shards, "shards"), positive(width, "width")
     shard_numel(layout, ranks)
     if wide < narrowest:
@@ -248,7 +254,9 @@ def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, mo
     lines = [*summary(layout, ranks), KEY]
     for bucket in buckets_of(layout, ranks, most):
         lines += ["", *_bucket_lines(bucket, wide, most)]
-    return "\n".join([*lines, *(f"\n{line}" for line in more_of(len(layout.bucket_indices), most, "bucket"))])
+    return "\n".join(
+        [*lines, *(f"\n{line}" for line in more_of(len(layout.bucket_indices), most, "bucket"))]
+    )
 
 
 def _bucket_lines(bucket: Bucket, width: int, most: int) -> Iterator[str]:
@@ -260,7 +268,14 @@ def _bucket_lines(bucket: Bucket, width: int, most: int) -> Iterator[str]:
     yield f"bucket {bucket.number:,} {span}: {count(len(bucket.params), 'parameter')}, {padding}"
     yield from _bar(bucket, letters, width)
     rows = [
-        (letters[p.name], bucket.within(p), bucket.held_by(p), f"{bucket.at(p):,}", shape_of(p), _on_one_line(p.name))
+        (
+            letters[p.name],
+            bucket.within(p),
+            bucket.held_by(p),
+            f"{bucket.at(p):,}",
+            shape_of(p),
+            _on_one_line(p.name),
+        )
         for p in listed
     ]
     yield from _columns([("", "elements", "ranks", "at", "shape", "parameter"), *rows])
@@ -288,7 +303,10 @@ def _bar(bucket: Bucket, letters: dict[str, str], width: int) -> tuple[str, str]
         return f"     |{_ticks(bucket.ranks, width)}|", f"     |{_cells(bucket, letters, width)}|"
     cells = _cells(bucket, letters, each * bucket.ranks)
     ruler = "|".join(str(rank).ljust(each) for rank in range(bucket.ranks))
-    return f"     |{ruler}|", f"     |{'|'.join(cells[i : i + each] for i in range(0, len(cells), each))}|"
+    return (
+        f"     |{ruler}|",
+        f"     |{'|'.join(cells[i : i + each] for i in range(0, len(cells), each))}|",
+    )
 
 
 def _ticks(ranks: int, width: int) -> str:
@@ -326,9 +344,25 @@ def buffer_table(layouts: FullParamLayout) -> str:
     Raises ParamLayoutError for what is no FullParamLayout.
     """
     if not isinstance(layouts, FullParamLayout):
-        raise ParamLayoutError(f"{type(layouts).__name__} is not the buffers of a model; give what full_layout returns")
-    head = ["dtype", "gradients", "expert", "managed", "parameters", "buckets", "elements", "padding", "share", "bytes"]
-    rows = [[*_kind(key), *_counts([layout]), _bytes([(key, layout)])] for key, layout in layouts.entries]
+        raise ParamLayoutError(
+            f"{type(layouts).__name__} is not the buffers of a model; give what full_layout returns"
+        )
+    head = [
+        "dtype",
+        "gradients",
+        "expert",
+        "managed",
+        "parameters",
+        "buckets",
+        "elements",
+        "padding",
+        "share",
+        "bytes",
+    ]
+    rows = [
+        [*_kind(key), *_counts([layout]), _bytes([(key, layout)])]
+        for key, layout in layouts.entries
+    ]
     if len(rows) > 1:
         rows.append(["all", "", "", "", *_counts(list(layouts.values())), _bytes(layouts.entries)])
     return table(head, rows)
@@ -340,7 +374,9 @@ def _kind(key: BufferKey) -> list[str]:
 
 
 def _counts(layouts: Sequence[PerBufferParamLayout]) -> list[str]:
-    numbers = [(len(one.placed), len(one.bucket_indices), one.numel, one.padding) for one in layouts]
+    numbers = [
+        (len(one.placed), len(one.bucket_indices), one.numel, one.padding) for one in layouts
+    ]
     params, buckets, numel, padding = map(sum, zip(*numbers, strict=True))
     return [f"{params:,}", f"{buckets:,}", f"{numel:,}", f"{padding:,}", share(padding, numel)]
 

@@ -33,7 +33,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Aligned columns under their heads."""
     cells = [list(head), *([str(x) for x in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+    lines = (
+        "  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in cells
+    )
     return "\n".join(lines)
 
 
@@ -75,21 +77,39 @@ def _more(count: int, most: int, what: str) -> str:
 
 def _layout(layout: Layout, most: int) -> str:
     axes = " ".join(layout.mesh.shape)
-    head = ["rank", *([axes] if axes else []), "local shape", *(f"dimension {d}" for d in range(layout.ndim))]
+    head = [
+        "rank",
+        *([axes] if axes else []),
+        "local shape",
+        *(f"dimension {d}" for d in range(layout.ndim)),
+    ]
     widths = [len(name) for name in layout.mesh.shape]
     rows = []
     for rank in layout.mesh.ranks[:most]:
-        coords = [str(x).rjust(w) for x, w in zip(layout.mesh.coords(rank).values(), widths, strict=True)]
-        rows.append([rank, *([" ".join(coords)] if axes else []), layout.local_shape(rank), *layout.runs(rank)])
+        coords = [
+            str(x).rjust(w) for x, w in zip(layout.mesh.coords(rank).values(), widths, strict=True)
+        ]
+        rows.append(
+            [
+                rank,
+                *([" ".join(coords)] if axes else []),
+                layout.local_shape(rank),
+                *layout.runs(rank),
+            ]
+        )
     return f"{layout}\n{table(head, rows)}{_more(layout.mesh.size, most, 'rank')}"
 
 
 def _plan(p: Plan, most: int) -> str:
     sent, received = p.sent_bytes(), p.received_bytes()
     shown = p.ranks[:most]
-    loads = table(["rank", "sends", "receives"], ([r, nbytes(sent[r]), nbytes(received[r])] for r in shown))
+    loads = table(
+        ["rank", "sends", "receives"], ([r, nbytes(sent[r]), nbytes(received[r])] for r in shown)
+    )
     listed = list(itertools.islice(p.transfers(), most + 1))
-    lines = "\n".join([LEGEND] * bool(listed) + list(map(str, listed[:most]))) + ("\n..." if len(listed) > most else "")
+    lines = "\n".join([LEGEND] * bool(listed) + list(map(str, listed[:most]))) + (
+        "\n..." if len(listed) > most else ""
+    )
     tensors = plural(p.src, "tensor")
     tensors += f", {len(p.in_part)} of which the destination holds in part" if p.in_part else ""
     between = f"{len(p.src_ranks)} and {len(p.dst_ranks)} ranks"

@@ -77,8 +77,14 @@ def _dual(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> _Dual:
     for a, row in zip(src, asks, strict=True):
         _check_linear(name, row)
         _check_through(name, a, dst, row)
-    sent = tuple(repartialed(b, _passed(rule, 1) | {*everybody(b, rule)}) for b, rule in zip(dst, asks[0], strict=True))
-    got = tuple(repartialed(a, _passed(row[0], 0) | {*a.free_axes}) for a, row in zip(src, asks, strict=True))
+    sent = tuple(
+        repartialed(b, _passed(rule, 1) | {*everybody(b, rule)})
+        for b, rule in zip(dst, asks[0], strict=True)
+    )
+    got = tuple(
+        repartialed(a, _passed(row[0], 0) | {*a.free_axes})
+        for a, row in zip(src, asks, strict=True)
+    )
     return _Dual(sent, got, replace(asks[0][0], fill=identity_of("sum", src[0].dtype)))
 
 
@@ -89,7 +95,9 @@ def _passed(rule: Reduction, side: int) -> set[str]:
 
 def _check_linear(name: str, rules: Iterable[Reduction]) -> None:
     for rule in rules:
-        if (rule.folded and rule.op in ("max", "min", "product")) or (rule.chosen and rule.op == "product"):
+        if (rule.folded and rule.op in ("max", "min", "product")) or (
+            rule.chosen and rule.op == "product"
+        ):
             what = f"tensor {name!r} is reduced by {rule.op}, which is not linear"
             raise PlanError(f"{what}; only copies, sum and avg have an adjoint")
 
@@ -99,7 +107,9 @@ def _check_through(name: str, a: Layout, dst: Sequence[Layout], rules: Sequence[
     for b, rule in zip(dst, rules, strict=True):
         if _passed(rule, 0) != _passed(rules[0], 0):
             what = f"tensor {name!r}: different addends of {a} pass through to {dst[0]} and to {b}"
-            raise PlanError(f"{what}, and no layout is Partial in both ways; transpose a plan of each window")
+            raise PlanError(
+                f"{what}, and no layout is Partial in both ways; transpose a plan of each window"
+            )
 
 
 def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
@@ -111,7 +121,9 @@ def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
 
 def swapped(t: Transfer) -> Transfer:
     """The transfer with its ends swapped; operation and addend as they were."""
-    ends = t._replace(src_rank=t.dst_rank, dst_rank=t.src_rank, src_tensor=t.dst_tensor, dst_tensor=t.src_tensor)
+    ends = t._replace(
+        src_rank=t.dst_rank, dst_rank=t.src_rank, src_tensor=t.dst_tensor, dst_tensor=t.src_tensor
+    )
     return ends._replace(src_slices=t.dst_slices, dst_slices=t.src_slices)
 
 

@@ -61,7 +61,9 @@ def totals(on: Lines) -> Ints:
 def balanced(on: Lines, batches: tuple[Batch, ...], topology: Topology | None = None) -> Lines:
     """The lines cut so that the largest load is minimal."""
     length = totals(on)
-    nodes = {r: topology.node(r) for i in on.holders.tolist() for r in on.sets[i]} if topology else None
+    nodes = (
+        {r: topology.node(r) for i in on.holders.tolist() for r in on.sets[i]} if topology else None
+    )
     first, cuts = shared(on, length.tolist(), nodes)
     inner = np.ones(len(cuts), bool)
     inner[first[:-1]] = inner[first[1:] - 1] = False
@@ -70,13 +72,19 @@ def balanced(on: Lines, batches: tuple[Batch, ...], topology: Topology | None = 
     return replace(on, cut_first=first, cuts=cuts)
 
 
-def shared(on: Lines, length: list[int], nodes: Mapping[int, int] | None = None) -> tuple[Ints, Ints]:
+def shared(
+    on: Lines, length: list[int], nodes: Mapping[int, int] | None = None
+) -> tuple[Ints, Ints]:
     """Where the lines, of these lengths, are cut among their holders: the first cut of each line, and all cuts."""
     held = [on.sets[i] for i in on.holders.tolist()]
     cuts: list[list[int]] = [[0, nbytes] for nbytes in length]
     for near in (False, True) if any(len(ranks) > 1 for ranks in held) else ():
         some = np.flatnonzero(on.near == near).tolist()
-        found = shares([length[i] for i in some], [held[i] for i in some], None if near else nodes) if some else []
+        found = (
+            shares([length[i] for i in some], [held[i] for i in some], None if near else nodes)
+            if some
+            else []
+        )
         for i, parts in zip(some, found, strict=True):
             cuts[i] = [0, *itertools.accumulate(parts)]
     first = np.cumsum([0, *map(len, cuts)])
@@ -144,7 +152,9 @@ class Grid:
         r = np.searchsorted(self.begin, self.base[block] + at, "right") - 1
         inside, rows = (at - on.at[r]) % on.each[r], self.rows[r]
         whole = np.maximum(rows, 1)
-        place = np.where(rows == 0, 0, (on.lo[r] + inside // self.item[r]) // whole * whole - on.lo[r])
+        place = np.where(
+            rows == 0, 0, (on.lo[r] + inside // self.item[r]) // whole * whole - on.lo[r]
+        )
         out: Ints = at - inside + np.maximum(place, 0) * self.item[r]
         for i in np.flatnonzero((rows < 0) & (inside > 0)).tolist():
             out[i] = Cutter(on, self.batches).of_block(int(block[i]), int(at[i]))
@@ -161,7 +171,9 @@ def grid(on: Lines, batches: tuple[Batch, ...]) -> Grid:
     return Grid(on, batches, ends, ends[block] + on.at, item, rows)
 
 
-def _of_units(on: Lines, batches: tuple[Batch, ...], *of: Callable[[Template], Ints]) -> Iterator[Ints]:
+def _of_units(
+    on: Lines, batches: tuple[Batch, ...], *of: Callable[[Template], Ints]
+) -> Iterator[Ints]:
     """What each function says of the unit of each row of the lines."""
     templates = list(dict.fromkeys(b.template for b in batches))
     ends = itertools.accumulate((len(t.unit_size) for t in templates), initial=0)
@@ -251,7 +263,9 @@ def _asked_by(on: Lines, rank: int) -> tuple[tuple[int, int], ...]:
     """(line, block) of all blocks that the rank is a receiver of."""
     among = np.array([_among(ranks, rank) for ranks in on.sets], bool)
     blocks = among[on.receivers].nonzero()[0]
-    return tuple(zip((on.first.searchsorted(blocks, "right") - 1).tolist(), blocks.tolist(), strict=True))
+    return tuple(
+        zip((on.first.searchsorted(blocks, "right") - 1).tolist(), blocks.tolist(), strict=True)
+    )
 
 
 def _senders(on: Lines, line: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
@@ -271,7 +285,9 @@ def sent_loads(on: Lines) -> dict[int, int]:
     out: dict[int, int] = {}
     for line, n in enumerate(on.holders.tolist()):
         a = int(on.cut_first[line])
-        for rank, x in zip(on.sets[n], np.diff(on.cuts[a : a + len(on.sets[n]) + 1]).tolist(), strict=True):
+        for rank, x in zip(
+            on.sets[n], np.diff(on.cuts[a : a + len(on.sets[n]) + 1]).tolist(), strict=True
+        ):
             out[rank] = out.get(rank, 0) + x
     return out
 

@@ -27,7 +27,15 @@ from shardmath.plans.demands import Batch
 from shardmath.plans.overlay import Overlay
 from shardmath.plans.template import Template, expand
 
-__all__ = ["cells_held", "check_covered", "check_disjoint", "first_unheld", "holds_all", "meeting", "not_whole"]
+__all__ = [
+    "cells_held",
+    "check_covered",
+    "check_disjoint",
+    "first_unheld",
+    "holds_all",
+    "meeting",
+    "not_whole",
+]
 
 
 def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
@@ -68,7 +76,9 @@ def meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int,
     if len(src) == len(dst) == 1:
         return [(0, 0)]
     (lo, hi), (begin, end) = _hulls(src), _hulls(dst)
-    both = np.logical_and(lo[:, None] < end[None], hi[:, None] > begin[None]).min(axis=2, initial=True)
+    both = np.logical_and(lo[:, None] < end[None], hi[:, None] > begin[None]).min(
+        axis=2, initial=True
+    )
     both[0] |= ~both.any(axis=0)
     return [(int(i), int(j)) for i, j in np.argwhere(both)]
 
@@ -99,8 +109,16 @@ def holds_all(windows: tuple[Layout, ...]) -> bool:
 
 def not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
     """The tensors, ascending, of which no rank of a side holds some element."""
-    short = {at for at, windows in {id(one): one for one in side.values()}.items() if not holds_all(windows)}
-    return tuple(sorted(name for name, windows in side.items() if id(windows) in short)) if short else ()
+    short = {
+        at
+        for at, windows in {id(one): one for one in side.values()}.items()
+        if not holds_all(windows)
+    }
+    return (
+        tuple(sorted(name for name, windows in side.items() if id(windows) in short))
+        if short
+        else ()
+    )
 
 
 @memo()
@@ -176,7 +194,9 @@ class _Table(NamedTuple):
 def _ranges(products: _Products, dimension: int) -> _Table:
     each = [product[dimension] for product in products]
     table = np.array([ends for ranges in each for ends in ranges], np.int64).reshape(-1, 2)
-    return _Table(table[:, 0], table[:, 1], np.repeat(np.arange(len(each)), [len(ranges) for ranges in each]))
+    return _Table(
+        table[:, 0], table[:, 1], np.repeat(np.arange(len(each)), [len(ranges) for ranges in each])
+    )
 
 
 def _borders(size: int, table: _Table) -> Ints:
@@ -216,7 +236,9 @@ def _marks(borders: Ints, table: _Table, count: int) -> NDArray[np.float32]:
     return steps[:, :-1].cumsum(axis=1, dtype=np.float32)
 
 
-def _slab_gap(shape: tuple[int, ...], products: _Products, borders: Ints, table: _Table) -> tuple[int, ...] | None:
+def _slab_gap(
+    shape: tuple[int, ...], products: _Products, borders: Ints, table: _Table
+) -> tuple[int, ...] | None:
     """By the products that hold each border of the first dimension; the same ones are looked at once."""
     number: dict[tuple[_Ranges, ...], int] = {}
     rest = np.array([number.setdefault(product[1:], len(number)) for product in products], np.int64)
@@ -306,7 +328,9 @@ def _boxes(t: Template, position: int) -> list[Box]:
     holders, receivers = list(t.holders), [set(r.tolist()) for r in t.receivers]
     pieces = [
         expand(t, unit, int(holders[klass][0]), position, 0, int(t.unit_size[unit]))
-        for unit, (klass, cell) in enumerate(zip(t.unit_class.tolist(), t.unit_cell.tolist(), strict=True))
+        for unit, (klass, cell) in enumerate(
+            zip(t.unit_class.tolist(), t.unit_cell.tolist(), strict=True)
+        )
         if position in receivers[cell]
     ]
     return [from_slices(piece.whole) for unit in pieces for piece in unit]

@@ -96,7 +96,9 @@ class _Sets:
         if key not in self._known:
             ranks = np.array(mesh.ranks, np.int64)[members.position].tolist()
             bounds = itertools.pairwise(members.first.tolist())
-            self._known[key] = np.array([self.of(tuple(sorted(ranks[a:b]))) for a, b in bounds], np.int64)
+            self._known[key] = np.array(
+                [self.of(tuple(sorted(ranks[a:b]))) for a, b in bounds], np.int64
+            )
         return self._known[key]
 
     def ordered(self) -> tuple[tuple[Ranks, ...], Ints]:
@@ -137,8 +139,12 @@ def _asked(batches: Sequence[Batch], sets: _Sets) -> Iterable[_Asked]:
         if t.reduction.chosen:
             yield from (_one_each(b, batches[b], sets) for b in members)
             continue
-        here = np.concatenate([sets.named(batches[b].src, t.holders)[t.unit_class] for b in members])
-        there = np.concatenate([sets.named(batches[b].dst, t.receivers)[t.unit_cell] for b in members])
+        here = np.concatenate(
+            [sets.named(batches[b].src, t.holders)[t.unit_class] for b in members]
+        )
+        there = np.concatenate(
+            [sets.named(batches[b].dst, t.receivers)[t.unit_cell] for b in members]
+        )
         of = np.array(members, np.int64).repeat(len(t.unit_size))
         unit = np.arange(len(of)) % len(t.unit_size)
         yield of, unit, t.unit_order[unit], np.zeros_like(of), t.unit_size[unit], here, there
@@ -153,7 +159,9 @@ def _one_each(b: int, batch: Batch, sets: _Sets) -> _Asked:
     addend = t.dst.mesh.coordinate(t.reduction.chosen)
     here, there = list(t.holders), list(t.receivers)
     rows: list[tuple[int, int, int, int]] = []
-    for unit, (klass, cell) in enumerate(zip(t.unit_class.tolist(), t.unit_cell.tolist(), strict=True)):
+    for unit, (klass, cell) in enumerate(
+        zip(t.unit_class.tolist(), t.unit_cell.tolist(), strict=True)
+    ):
         held = {batch.src.ranks[i] for i in here[klass].tolist()}
         asking: dict[int, list[int]] = {}
         for i in there[cell].tolist():
@@ -171,23 +179,32 @@ def _one_each(b: int, batch: Batch, sets: _Sets) -> _Asked:
 def _stripes(t: Template, unit: int, count: int) -> list[tuple[int, int]]:
     """The unit in `count` even ranges of elements, snapped."""
     size = int(t.unit_size[unit])
-    return list(itertools.pairwise([*(snap(t, unit, size * j // count) for j in range(count)), size]))
+    return list(
+        itertools.pairwise([*(snap(t, unit, size * j // count) for j in range(count)), size])
+    )
 
 
 def _by_node(asked: _Asked, sets: _Sets, topology: Topology) -> tuple[_Asked, Ints]:
     """The same with receivers apart whose node has a holder: those ask the holders there."""
     listed = list(sets.number)
     pairs, index = np.unique(asked[5] * len(listed) + asked[6], return_inverse=True)
-    split = [_near_far(listed[p // len(listed)], listed[p % len(listed)], topology.node) for p in pairs.tolist()]
+    split = [
+        _near_far(listed[p // len(listed)], listed[p % len(listed)], topology.node)
+        for p in pairs.tolist()
+    ]
     first = np.cumsum([0, *map(len, split)])
-    table = np.array([(sets.of(h), sets.of(r), near) for parts in split for h, r, near in parts], np.int64)
+    table = np.array(
+        [(sets.of(h), sets.of(r), near) for parts in split for h, r, near in parts], np.int64
+    )
     table = table.reshape(-1, 3)
     at, row = ranges(first[index.ravel()], first[index.ravel() + 1])
     rest = [column[row] for column in asked[:5]]
     return (rest[0], rest[1], rest[2], rest[3], rest[4], table[at, 0], table[at, 1]), table[at, 2]
 
 
-def _near_far(holders: Ranks, receivers: Ranks, node: Callable[[int], int]) -> list[tuple[Ranks, Ranks, bool]]:
+def _near_far(
+    holders: Ranks, receivers: Ranks, node: Callable[[int], int]
+) -> list[tuple[Ranks, Ranks, bool]]:
     """(holders, receivers, whether they are on one node): by node that has holders too, then all other receivers."""
     here: dict[int, list[int]] = {}
     for rank in holders:
@@ -237,13 +254,17 @@ def _addends(batches: Sequence[Batch], batch: Ints, unit: Ints) -> Ints:
     return out
 
 
-def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], batch: Ints, elements: Ints, asking: Ints) -> None:
+def _check_total(
+    batches: Sequence[Batch], sets: tuple[Ranks, ...], batch: Ints, elements: Ints, asking: Ints
+) -> None:
     """Bytes are counted in 64 bits."""
     each = np.array([b.template.src.itemsize * len(b.names) for b in batches], np.float64)
     ranks = np.array([len(one) for one in sets], np.float64)
     total = float((elements * each[batch] * ranks[asking]).sum()) if len(batch) else 0.0
     if total > MOST_BYTES:
-        raise PlanError(f"the plan moves about {total:.3g} bytes, more than {MOST_BYTES}; plan fewer tensors at a time")
+        raise PlanError(
+            f"the plan moves about {total:.3g} bytes, more than {MOST_BYTES}; plan fewer tensors at a time"
+        )
 
 
 def _ends(sizes: Ints) -> Ints:

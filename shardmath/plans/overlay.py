@@ -76,7 +76,9 @@ def overlay(source: Partition, target: Partition) -> Overlay:
     pair_key, pair_goal = np.divmod(pair[first], len(goals) + 1)
     sizes = np.add.reduceat(size, first) if len(first) else size
     rows = np.append(first, len(pair))
-    return Overlay(source, target, keys, goals, pair_key, pair_goal, sizes, rows, left, size, src, dst)
+    return Overlay(
+        source, target, keys, goals, pair_key, pair_goal, sizes, rows, left, size, src, dst
+    )
 
 
 def _atoms(held: Partition) -> tuple[Parts, Ints, Ints, Ints, Ints]:
@@ -87,16 +89,22 @@ def _atoms(held: Partition) -> tuple[Parts, Ints, Ints, Ints, Ints]:
     cuts = np.unique(np.concatenate((g, stop)))
     atom, span = ranges(np.searchsorted(cuts, g), np.searchsorted(cuts, stop))
     order = np.lexsort((part[span], atom))
-    return _group_atoms(cuts, atom[order], part[span][order], (lo[span] + cuts[atom] - g[span])[order])
+    return _group_atoms(
+        cuts, atom[order], part[span][order], (lo[span] + cuts[atom] - g[span])[order]
+    )
 
 
-def _group_atoms(cuts: Ints, atom: Ints, part: Ints, local: Ints) -> tuple[Parts, Ints, Ints, Ints, Ints]:
+def _group_atoms(
+    cuts: Ints, atom: Ints, part: Ints, local: Ints
+) -> tuple[Parts, Ints, Ints, Ints, Ints]:
     """Number the sets of parts that hold each atom; `atom` is sorted, and `part` within it."""
     first = begins(atom)
     count = np.diff(np.append(first, len(atom)))
     held = [tuple(x.tolist()) for x in np.split(part, first[1:])]
     number = {parts: k for k, parts in enumerate(dict.fromkeys(held))}
     starts = np.full((len(first), max(map(len, number))), -1, np.int64)
-    starts[np.repeat(np.arange(len(first)), count), np.arange(len(atom)) - np.repeat(first, count)] = local
+    starts[
+        np.repeat(np.arange(len(first)), count), np.arange(len(atom)) - np.repeat(first, count)
+    ] = local
     key = np.array([number[x] for x in held], np.int64)
     return tuple(number), cuts[atom[first]], cuts[atom[first] + 1], key, starts

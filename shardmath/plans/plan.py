@@ -54,7 +54,9 @@ __all__ = ["Plan", "Side", "Transfer", "Windows", "local_name", "named", "plan"]
 
 Windows: TypeAlias = Layout | tuple[Layout, ...]
 """How a side holds one tensor: a layout, or several windows of one shape."""
-Side: TypeAlias = Windows | Mapping[str, Layout] | Mapping[str, tuple[Layout, ...]] | Mapping[str, Windows]
+Side: TypeAlias = (
+    Windows | Mapping[str, Layout] | Mapping[str, tuple[Layout, ...]] | Mapping[str, Windows]
+)
 
 
 @public
@@ -81,7 +83,9 @@ class Transfer(NamedTuple):
 
     def __str__(self) -> str:
         name = f"{self.tensor}: " if self.tensor else ""
-        whole, src, dst = (_spans(s) for s in (self.global_slices, self.src_slices, self.dst_slices))
+        whole, src, dst = (
+            _spans(s) for s in (self.global_slices, self.src_slices, self.dst_slices)
+        )
         return f"{name}{self.src_rank} -> {self.dst_rank} {self.op} {whole} of {src} to {dst}, {self.nbytes} B"
 
 
@@ -144,12 +148,16 @@ class Plan:
     def _rule(self, name: str) -> Reduction:
         rule = self.rules.get(name) if isinstance(name, str) else None
         if rule is None:
-            raise PlanError(f"the plan has no tensor {shown(name)}; it has {', '.join(map(repr, list(self.src)[:8]))}")
+            raise PlanError(
+                f"the plan has no tensor {shown(name)}; it has {', '.join(map(repr, list(self.src)[:8]))}"
+            )
         return rule
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
         """The transfers, all or those of one sender, of one receiver, or of a pair; none for a rank without any."""
-        src, dst = (rank if rank is None else whole(rank, "a rank", PlanError) for rank in (src, dst))
+        src, dst = (
+            rank if rank is None else whole(rank, "a rank", PlanError) for rank in (src, dst)
+        )
         if self.forward is None or self.flip is None:
             return _transfers(self, src, dst)
         return map(self.flip, _transfers(self.forward, dst, src))
@@ -183,7 +191,9 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
     if topology is not None:
         checked(topology)
     if not isinstance(window, bool):
-        raise PlanError(f"window={window!r}; give True where the destination may hold less than the tensors, or False")
+        raise PlanError(
+            f"window={window!r}; give True where the destination may hold less than the tensors, or False"
+        )
     here, there = named(src, dst)
     names = sorted(here)
     source, target = _side(names, here), _side(names, there)
@@ -209,7 +219,9 @@ def named(src: Side, dst: Side) -> tuple[Mapping[str, Windows], Mapping[str, Win
     """Both sides by name, "" for what has none. Raises PlanError where one alone is a mapping, or names differ."""
     if isinstance(src, Mapping) != isinstance(dst, Mapping):
         words = ("a mapping" if isinstance(side, Mapping) else f"{side!r}" for side in (src, dst))
-        raise PlanError("the source is {}, the destination {}; give two layouts, or two mappings".format(*words))
+        raise PlanError(
+            "the source is {}, the destination {}; give two layouts, or two mappings".format(*words)
+        )
     here, there = _by_name(src), _by_name(dst)
     _check_names(here, there)
     return here, there
@@ -228,7 +240,10 @@ def _by_name(side: Side) -> Mapping[str, Windows]:
 def _side(names: list[str], named: Mapping[str, Windows]) -> dict[str, tuple[Layout, ...]]:
     """Each tensor's windows, in the order of the names; tensors held alike have the same tuple."""
     held = list(map(named.__getitem__, names))
-    windows = {key: _windows(names, held, one) for key, one in dict(zip(map(id, held), held, strict=True)).items()}
+    windows = {
+        key: _windows(names, held, one)
+        for key, one in dict(zip(map(id, held), held, strict=True)).items()
+    }
     out = dict(zip(names, map(windows.__getitem__, map(id, held)), strict=True))
     if any(len(one) > 1 for one in windows.values()):
         _check_local_names(out)
@@ -247,7 +262,10 @@ def _check_names(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> None
     if src.keys() != dst.keys():
         only = [
             f"{side} alone has {sorted(names)[:8]}"
-            for side, names in (("the source", src.keys() - dst.keys()), ("the destination", dst.keys() - src.keys()))
+            for side, names in (
+                ("the source", src.keys() - dst.keys()),
+                ("the destination", dst.keys() - src.keys()),
+            )
             if names
         ]
         raise PlanError(f"names differ: {'; '.join(only)}; give both sides the same names")
@@ -258,7 +276,9 @@ def _check_local_names(side: Mapping[str, tuple[Layout, ...]]) -> None:
     for name, windows in side.items():
         for local, _ in local_tensors(name, windows) if len(windows) > 1 else ():
             if local in side:
-                raise PlanError(f"window {local!r} of tensor {name!r} has the name of another tensor; rename one")
+                raise PlanError(
+                    f"window {local!r} of tensor {name!r} has the name of another tensor; rename one"
+                )
 
 
 class _Group(NamedTuple):
@@ -277,7 +297,9 @@ class _Group(NamedTuple):
 def _alike(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout, ...]]) -> list[_Group]:
     """All tensors by their windows themselves, in order of their first names."""
     same: dict[tuple[int, int], list[str]] = {}
-    for name, pair in zip(src, zip(map(id, src.values()), map(id, dst.values()), strict=True), strict=True):
+    for name, pair in zip(
+        src, zip(map(id, src.values()), map(id, dst.values()), strict=True), strict=True
+    ):
         try:
             same[pair].append(name)
         except KeyError:
@@ -298,13 +320,17 @@ def _alike(src: dict[str, tuple[Layout, ...]], dst: dict[str, tuple[Layout, ...]
     return out
 
 
-def _in_part(alike: Iterable[_Group], given: Mapping[str, Windows], window: bool) -> tuple[str, ...]:
+def _in_part(
+    alike: Iterable[_Group], given: Mapping[str, Windows], window: bool
+) -> tuple[str, ...]:
     """The tensors that the destination does not hold whole. Raises PlanError for one that is to."""
     out: list[str] = []
     for group in alike:
         if not holds_all(group.dst):
             if not (window or isinstance(given[group.names[0]], tuple)):
-                what = f"tensor {group.names[0]!r}: no rank asks for element {first_unheld(group.dst)}"
+                what = (
+                    f"tensor {group.names[0]!r}: no rank asks for element {first_unheld(group.dst)}"
+                )
                 fix = "cover it at the destination, or say that this is a window: plan(..., window=True)"
                 raise PlanError(f"{what} under {group.dst[0]}; {fix}")
             out += group.names
@@ -334,7 +360,9 @@ def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -
         if (layout.shape, layout.dtype) != (first.shape, first.dtype):
             here, there = (f"{x.dtype}{list(x.shape)}" for x in (first, layout))
             what = f"tensor {name!r}: {here} here, {there} there"
-            raise PlanError(f"{what}; both sides and all windows hold one tensor of one shape and dtype")
+            raise PlanError(
+                f"{what}; both sides and all windows hold one tensor of one shape and dtype"
+            )
     if len(src) > 1:
         check_disjoint(name, src)
 
@@ -352,7 +380,11 @@ def _rule(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> Reduct
         there = _asks(reduction(src[0], b))
         for a in src:
             rule = reduction(a, b)
-            if _asks(rule) != there or (rule.op, rule.addends, rule.fill) != (first.op, first.addends, first.fill):
+            if _asks(rule) != there or (rule.op, rule.addends, rule.fill) != (
+                first.op,
+                first.addends,
+                first.fill,
+            ):
                 what = f"tensor {name!r}: windows {a} and {src[0]} to {b} and {dst[0]} are Partial in different ways"
                 raise PlanError(f"{what}; give all windows of a side the same Partial axes")
     return first
@@ -369,7 +401,11 @@ def _key(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> tuple[object, ...]
     if len(src) == len(dst) == 1 and not (first.partial or dst[0].partial):
         return first.shape, first.dtype, (holdings_digest(first),), (holdings_digest(dst[0]),), ()
     sides = tuple(map(holdings_digest, src)), tuple(map(holdings_digest, dst))
-    rules = tuple(reduction(a, b).by_ranks(a, b) for a in src for b in dst) if first.partial or dst[0].partial else ()
+    rules = (
+        tuple(reduction(a, b).by_ranks(a, b) for a in src for b in dst)
+        if first.partial or dst[0].partial
+        else ()
+    )
     return first.shape, first.dtype, *sides, rules if any(rules) else ()
 
 
@@ -417,12 +453,21 @@ def spelled(p: Plan, on: Lines, stretch: Stretch, *, relayed: bool = False) -> I
         if start >= hi:
             break
         batch = p.batches[int(on.batch[row])]
-        each, item, begin, unit = int(on.each[row]), batch.template.src.itemsize, int(on.lo[row]), int(on.unit[row])
+        each, item, begin, unit = (
+            int(on.each[row]),
+            batch.template.src.itemsize,
+            int(on.lo[row]),
+            int(on.unit[row]),
+        )
         ends = (batch.dst if relayed else batch.src).position(sender), batch.dst.position(receiver)
         x, y = max(lo - start, 0), min(hi - start, each * len(batch.names))
         for i, k, a, b in _tensors(x, y, each):
-            pieces = expand(batch.template, unit, *ends, begin + a // item, begin + b // item, relayed=relayed)
-            yield from _transfers_of(p, batch, batch.names[i:k], (sender, receiver), pieces, relayed)
+            pieces = expand(
+                batch.template, unit, *ends, begin + a // item, begin + b // item, relayed=relayed
+            )
+            yield from _transfers_of(
+                p, batch, batch.names[i:k], (sender, receiver), pieces, relayed
+            )
 
 
 def _tensors(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, int, int]]:
@@ -441,7 +486,12 @@ def _tensors(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, int, int]]
 
 
 def _transfers_of(
-    p: Plan, batch: Batch, names: tuple[str, ...], ends: tuple[int, int], pieces: list[Piece], relayed: bool
+    p: Plan,
+    batch: Batch,
+    names: tuple[str, ...],
+    ends: tuple[int, int],
+    pieces: list[Piece],
+    relayed: bool,
 ) -> list[Transfer]:
     op_of, windows = batch.template.reduction.op_of, (len(p.src[names[0]]), len(p.dst[names[0]]))
     boxes = [("copy" if relayed else op_of(x.addend), x) for x in pieces]

@@ -31,7 +31,10 @@ from shardmath.layouts.layout import Layout
 __all__ = ["Reduction", "check_arithmetic", "identity_of", "ranks_along", "reduction"]
 
 
-NO_ARITHMETIC = {"float8_e8m0fnu": "it has no zero", "float4_e2m1fn_x2": "an element is two packed values"}
+NO_ARITHMETIC = {
+    "float8_e8m0fnu": "it has no zero",
+    "float4_e2m1fn_x2": "an element is two packed values",
+}
 """Types that only move."""
 
 
@@ -51,7 +54,9 @@ class Reduction:
     def op_of(self, addend: int) -> str:
         """The operation with which the given addend enters: the first one is a copy where nothing is filled in."""
         return (
-            "copy" if self.addends == 1 or (addend == 0 and self.fill is None) else str(self.op).replace("avg", "sum")
+            "copy"
+            if self.addends == 1 or (addend == 0 and self.fill is None)
+            else str(self.op).replace("avg", "sum")
         )
 
     def by_ranks(self, src: Layout, dst: Layout) -> tuple[object, ...]:
@@ -60,7 +65,9 @@ class Reduction:
             return ()
         folded = sorted(zip(src.mesh.ranks, src.mesh.coordinate(self.folded).tolist(), strict=True))
         chosen = sorted(zip(dst.mesh.ranks, dst.mesh.coordinate(self.chosen).tolist(), strict=True))
-        matched = sorted(tuple(map(sorted, ranks_along(src.mesh, axes))) for axes, _ in self.matched)
+        matched = sorted(
+            tuple(map(sorted, ranks_along(src.mesh, axes))) for axes, _ in self.matched
+        )
         return self.op, self.addends, tuple(folded), tuple(chosen), repr(matched)
 
 
@@ -111,19 +118,29 @@ def _matched(src: Layout, dst: Layout) -> tuple[tuple[tuple[str, ...], tuple[str
 def ranks_along(mesh: Mesh, axes: tuple[str, ...]) -> tuple[frozenset[int], ...]:
     """The ranks at each coordinate of the flattened axes."""
     at, ranks = mesh.coordinate(axes), np.array(mesh.ranks)
-    return tuple(frozenset(ranks[at == i].tolist()) for i in range(math.prod(map(mesh.axis_size, axes))))
+    return tuple(
+        frozenset(ranks[at == i].tolist()) for i in range(math.prod(map(mesh.axis_size, axes)))
+    )
 
 
 def check_arithmetic(op: str, dtype: str) -> None:
     """Raise PlanError where the reduction has no meaning for the canonical dtype."""
     if op == "avg" and is_integer(dtype):
-        raise PlanError(f"avg of {dtype} is not an integer; use sum, or cast to a floating type first")
+        raise PlanError(
+            f"avg of {dtype} is not an integer; use sum, or cast to a floating type first"
+        )
     if is_bool(dtype) and op in ("sum", "avg", "product"):
-        raise PlanError(f"{op} of bool has no agreed meaning; use max for any, min for all, or cast to an integer type")
+        raise PlanError(
+            f"{op} of bool has no agreed meaning; use max for any, min for all, or cast to an integer type"
+        )
     if dtype in NO_ARITHMETIC and op in ("sum", "avg", "product"):
-        raise PlanError(f"{op} of {dtype} does not exist: {NO_ARITHMETIC[dtype]}; cast to a floating type first")
+        raise PlanError(
+            f"{op} of {dtype} does not exist: {NO_ARITHMETIC[dtype]}; cast to a floating type first"
+        )
     if dtype.startswith("complex") and op in ("max", "min"):
-        raise PlanError(f"{op} of {dtype}: complex numbers have no order; reduce real and imaginary parts apart")
+        raise PlanError(
+            f"{op} of {dtype}: complex numbers have no order; reduce real and imaginary parts apart"
+        )
 
 
 def identity_of(op: str, dtype: str) -> complex:

@@ -146,7 +146,9 @@ def _pairs(src: Side, dst: Side) -> Counter[Pair]:
                 out[a, b] += 1
                 total += math.prod(a.shape) * a.itemsize
     if total > MOST_BYTES:
-        raise PlanError(f"the tensors have {total} bytes, which is more than {MOST_BYTES}; relabel fewer at once")
+        raise PlanError(
+            f"the tensors have {total} bytes, which is more than {MOST_BYTES}; relabel fewer at once"
+        )
     return out
 
 
@@ -171,7 +173,9 @@ class _Classes(NamedTuple):
 
 def _tables(pairs: Counter[Pair], ranks: Ints) -> Iterator[tuple[_Classes, _Classes, Ints]]:
     """Source ranks, destination ranks and the bytes that their classes have in common; equal classes are added up."""
-    place = np.full(1 + max((max(layout.mesh.ranks) for pair in pairs for layout in pair), default=0), -1)
+    place = np.full(
+        1 + max((max(layout.mesh.ranks) for pair in pairs for layout in pair), default=0), -1
+    )
     place[ranks] = np.arange(len(ranks))
     classes = {layout: _classes(layout, place) for pair in pairs for layout in pair}
     out: dict[tuple[bytes, ...], tuple[_Classes, _Classes, Ints]] = {}
@@ -189,8 +193,16 @@ def _expanded(rows: _Classes, columns: _Classes, table: Ints) -> tuple[_Classes,
     """The same with a class a rank on the side of more classes: more tables are of the same classes, and none larger
     than all ranks by the fewer classes."""
     if table.shape[0] < table.shape[1]:
-        return rows, columns._replace(number=np.arange(len(columns.place))), table.take(columns.number, axis=1)
-    return rows._replace(number=np.arange(len(rows.place))), columns, table.take(rows.number, axis=0)
+        return (
+            rows,
+            columns._replace(number=np.arange(len(columns.place))),
+            table.take(columns.number, axis=1),
+        )
+    return (
+        rows._replace(number=np.arange(len(rows.place))),
+        columns,
+        table.take(rows.number, axis=0),
+    )
 
 
 def _add(common: Ints, rows: _Classes, columns: _Classes, table: Ints) -> None:
@@ -289,7 +301,10 @@ def _assigned(common: Ints, allowed: Bools | None) -> Ints:
 
 def _solver() -> Callable[..., tuple[Ints, Ints]]:
     try:
-        return cast(Callable[..., tuple[Ints, Ints]], importlib.import_module("scipy.optimize").linear_sum_assignment)
+        return cast(
+            Callable[..., tuple[Ints, Ints]],
+            importlib.import_module("scipy.optimize").linear_sum_assignment,
+        )
     except ModuleNotFoundError:
         raise PlanError(
             "relabel solves a linear assignment with scipy, which is not installed; pip install 'shardmath[relabel]'"

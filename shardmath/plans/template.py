@@ -117,7 +117,9 @@ def _template(src: Layout, dst: Layout, rule: Reduction) -> Template:
     holders = _members(_dividing(overlays, source=True), True, src.mesh, classes.tobytes())
     receivers = _members(_dividing(overlays, source=False), False, dst.mesh, cells.tobytes())
     order = _order(overlays, size, pairs)
-    return Template(src, dst, rule, overlays, size, pairs, order, unit_class, holders, unit_cell, receivers)
+    return Template(
+        src, dst, rule, overlays, size, pairs, order, unit_class, holders, unit_cell, receivers
+    )
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
@@ -144,13 +146,20 @@ def _units(overlays: Sequence[Overlay]) -> tuple[Ints, Ints, Ints, Ints]:
         goals = (goals[:, None] * len(over.goals) + over.pair_goal).ravel()
         size = (size[:, None] * over.pair_size).ravel()
     counts = [len(over.pair_key) for over in overlays]
-    pairs = np.arange(len(size))[:, None] // np.array(strides(counts), np.int64) % np.array(counts, np.int64)
+    pairs = (
+        np.arange(len(size))[:, None]
+        // np.array(strides(counts), np.int64)
+        % np.array(counts, np.int64)
+    )
     return keys, goals, size, pairs
 
 
 def _dividing(overlays: Sequence[Overlay], *, source: bool) -> tuple[Overlay, ...]:
     """The overlays whose source, or target, is not one part that everybody holds."""
-    sides = ((over, over.source, over.keys) if source else (over, over.target, over.goals) for over in overlays)
+    sides = (
+        (over, over.source, over.keys) if source else (over, over.target, over.goals)
+        for over in overlays
+    )
     return tuple(over for over, held, sets in sides if len(held.parts) > 1 or len(sets) > 1)
 
 
@@ -263,7 +272,11 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Rows], list[int
     if count > MOST_BOXES:
         what = f"{t.src} to {t.dst}: between two ranks go {count} boxes of one tensor, more than {MOST_BOXES}"
         raise PlanError(f"{what}; divide it into larger blocks, or write it with more dimensions")
-    rows = list(itertools.product(*[range(x.first[p], x.first[p + 1]) for x, p in zip(listed, pairs, strict=True)]))
+    rows = list(
+        itertools.product(
+            *[range(x.first[p], x.first[p + 1]) for x, p in zip(listed, pairs, strict=True)]
+        )
+    )
     sizes = [tuple([x.size[r] for x, r in zip(listed, box, strict=True)]) for box in rows]
     return rows, sizes, list(itertools.accumulate(map(math.prod, sizes)))
 
@@ -326,7 +339,9 @@ Columns: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @memo(1 << 14)
-def _expand(t: Template, unit: int, columns: Columns, lo: int, hi: int, relayed: bool) -> list[Piece]:
+def _expand(
+    t: Template, unit: int, columns: Columns, lo: int, hi: int, relayed: bool
+) -> list[Piece]:
     rows, sizes, ends = unit_boxes(t, unit)
     listed = [_listed(over) for over in t.overlays]
     out = []
@@ -336,12 +351,18 @@ def _expand(t: Template, unit: int, columns: Columns, lo: int, hi: int, relayed:
         src = [(x.dst if relayed else x.src)[r][i] for x, r, (i, _) in at]
         dst = [x.dst[r][j] for x, r, (_, j) in at]
         whole = [x.start[r] for x, r, _ in at]
-        out.append(_piece(t, (src, dst, whole), sizes[b], max(lo - begin, 0), min(hi, ends[b]) - begin))
+        out.append(
+            _piece(t, (src, dst, whole), sizes[b], max(lo - begin, 0), min(hi, ends[b]) - begin)
+        )
     return out
 
 
 def _piece(
-    t: Template, starts: tuple[list[int], list[int], list[int]], sizes: tuple[int, ...], lo: int, hi: int
+    t: Template,
+    starts: tuple[list[int], list[int], list[int]],
+    sizes: tuple[int, ...],
+    lo: int,
+    hi: int,
 ) -> Piece:
     """Elements lo..hi-1 of the box that begins at `starts` (source, destination, global), whole rows of it."""
     if hi - lo < math.prod(sizes):
@@ -351,6 +372,8 @@ def _piece(
         for side in starts:
             side[d] += lo // row
     k, shape = t.hidden, sizes[t.hidden :]
-    src, dst, whole = [tuple([slice(x, x + n) for x, n in zip(side[k:], shape, strict=True)]) for side in starts]
+    src, dst, whole = [
+        tuple([slice(x, x + n) for x, n in zip(side[k:], shape, strict=True)]) for side in starts
+    ]
     addend = starts[2][0] if t.reduction.folded else 0
     return Piece(src, dst, whole, shape, math.prod(shape) * t.src.itemsize, addend)

@@ -41,7 +41,9 @@ def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certifica
     """
     prog = _running(p, topology)
     loads = round_loads(prog)
-    return certificate(bound(blocks(prog.plan), prog.ranks, prog.topology), seconds(prog.topology, loads))
+    return certificate(
+        bound(blocks(prog.plan), prog.ranks, prog.topology), seconds(prog.topology, loads)
+    )
 
 
 def crossing_bytes(p: Plan | Program, *, topology: Topology | None = None) -> int:
@@ -57,9 +59,13 @@ def _running(p: Plan | Program, topology: Topology | None) -> Program:
     if isinstance(p, Plan) and p.forward is None:
         return as_planned(p, topology)
     if not isinstance(p, Program):
-        raise PlanError(f"{p!r} is not a plan or a Program; certify what plan(src, dst) or schedule(plan) returns")
+        raise PlanError(
+            f"{p!r} is not a plan or a Program; certify what plan(src, dst) or schedule(plan) returns"
+        )
     if topology is not None and checked(topology) != p.topology:
-        raise PlanError(f"{p!r} was scheduled for {p.topology}, not for {topology}; schedule its plan for that")
+        raise PlanError(
+            f"{p!r} was scheduled for {p.topology}, not for {topology}; schedule its plan for that"
+        )
     return p
 
 
@@ -73,9 +79,14 @@ def blocks(p: Plan) -> Iterator[Block]:
     line = np.repeat(np.arange(len(on.holders)), np.diff(on.first)).tolist()
     for b, total in enumerate(nbytes):
         addend = int(on.addend[b])
-        folded = any(p.batches[i].template.reduction.folded for i in on.batch[on.row_first[b] : on.row_first[b + 1]])
+        folded = any(
+            p.batches[i].template.reduction.folded
+            for i in on.batch[on.row_first[b] : on.row_first[b + 1]]
+        )
         if total:
-            yield Block(on.sets[on.holders[line[b]]], on.sets[on.receivers[b]], total, addend, int(folded))
+            yield Block(
+                on.sets[on.holders[line[b]]], on.sets[on.receivers[b]], total, addend, int(folded)
+            )
 
 
 def _counted(p: Plan, number: int) -> bool:
@@ -84,4 +95,6 @@ def _counted(p: Plan, number: int) -> bool:
     windows = p.dst[batch.names[0]]
     if batch.template.reduction.chosen:
         return False
-    return batch.target == 0 or all((i, batch.target) not in meeting(windows, windows) for i in range(batch.target))
+    return batch.target == 0 or all(
+        (i, batch.target) not in meeting(windows, windows) for i in range(batch.target)
+    )

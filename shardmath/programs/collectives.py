@@ -49,7 +49,9 @@ from shardmath.plans.reduction import reduction
 
 __all__ = ["Collective", "Kind", "recognise"]
 
-Kind: TypeAlias = Literal["local", "broadcast", "permute", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
+Kind: TypeAlias = Literal[
+    "local", "broadcast", "permute", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"
+]
 Axes: TypeAlias = tuple[str, ...]
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -82,7 +84,11 @@ class Collective:
         dims = f" of dimension {', '.join(map(str, self.dims))}" if self.dims else ""
         if self.kind == "all_to_all":
             dims = f" from dimension {self.dims[0]} to {self.dims[1]}"
-        over = f" over {'*'.join(self.axes)}: {len(self.groups)} groups of {len(self.groups[0])}" if self.axes else ""
+        over = (
+            f" over {'*'.join(self.axes)}: {len(self.groups)} groups of {len(self.groups[0])}"
+            if self.axes
+            else ""
+        )
         return f"{what}{dims}{over}{', contiguous' * self.contiguous}"
 
 
@@ -155,7 +161,9 @@ def _check(src: Layout, dst: Layout) -> None:
             raise PlanError(f"{layout!r} is not a Layout; recognise compares two layouts")
     if (src.shape, src.dtype) != (dst.shape, dst.dtype):
         here, there = (f"{x.dtype}{list(x.shape)}" for x in (src, dst))
-        raise PlanError(f"{here} here, {there} there; both sides hold one tensor of one shape and dtype")
+        raise PlanError(
+            f"{here} here, {there} there; both sides hold one tensor of one shape and dtype"
+        )
 
 
 def _stays(move: _Move, folded: tuple[str, ...]) -> bool:
@@ -179,7 +187,9 @@ def _copied(here: Mesh, there: Mesh, move: _Move, addend: Mapping[int, int]) -> 
     return None
 
 
-def _fitted(kind: Kind, mesh: Mesh, axes: Axes, move: _Move, op: str | None = None) -> Collective | None:
+def _fitted(
+    kind: Kind, mesh: Mesh, axes: Axes, move: _Move, op: str | None = None
+) -> Collective | None:
     """The collective if these groups fit, with the axes in an order in which it is contiguous, if there is one."""
     first = None
     for order in itertools.permutations(axes):
@@ -202,8 +212,15 @@ def _groupings(meshes: Iterable[Mesh]) -> list[tuple[Mesh, Axes]]:
     found = []
     for mesh in meshes:
         axes = [name for name, n in mesh.axes if n > 1]
-        found += [(mesh, some) for k in range(1, len(axes) + 1) for some in itertools.combinations(axes, k)]
-    return sorted(found, key=lambda x: (math.prod(map(x[0].axis_size, x[1])), sorted(map(sorted, _groups(*x)))))
+        found += [
+            (mesh, some)
+            for k in range(1, len(axes) + 1)
+            for some in itertools.combinations(axes, k)
+        ]
+    return sorted(
+        found,
+        key=lambda x: (math.prod(map(x[0].axis_size, x[1])), sorted(map(sorted, _groups(*x)))),
+    )
 
 
 def _groups(mesh: Mesh, axes: Axes) -> Groups:
@@ -222,15 +239,21 @@ def _move(src: Layout, dst: Layout) -> _Move:
     ranks = sorted({*src.mesh.ranks, *dst.mesh.ranks})
     have = {rank: tuple(of.get(rank) for _, of in sides) for rank in ranks}
     number = {parts: i for i, parts in enumerate(dict.fromkeys(have.values()))}
-    before, after = (_side(runs, [parts[i] for parts in number]) for i, (runs, _) in enumerate(sides))
+    before, after = (
+        _side(runs, [parts[i] for parts in number]) for i, (runs, _) in enumerate(sides)
+    )
     return _Move(before, after, {rank: number[parts] for rank, parts in have.items()})
 
 
 def _parts(layout: Layout) -> tuple[list[tuple[Runs, ...]], dict[int, Members]]:
     """The parts of each dimension, and which of them each rank holds."""
     parts = [partition(dim) for dim in layout.dims]
-    columns = np.array([part.by_rank(layout.mesh) for part in parts], np.int64).reshape(-1, layout.mesh.size)
-    return [part.parts for part in parts], dict(zip(layout.mesh.ranks, map(tuple, columns.T.tolist()), strict=True))
+    columns = np.array([part.by_rank(layout.mesh) for part in parts], np.int64).reshape(
+        -1, layout.mesh.size
+    )
+    return [part.parts for part in parts], dict(
+        zip(layout.mesh.ranks, map(tuple, columns.T.tolist()), strict=True)
+    )
 
 
 def _side(parts: list[tuple[Runs, ...]], classes: Iterable[Members | None]) -> _Side:
@@ -238,9 +261,17 @@ def _side(parts: list[tuple[Runs, ...]], classes: Iterable[Members | None]) -> _
     spans = [[_spans(runs) for runs in each] for each in parts]
     out = _Side([], [])
     for numbers in classes:
-        box = NOTHING if numbers is None else tuple(each[i] for each, i in zip(spans, numbers, strict=True))
+        box = (
+            NOTHING
+            if numbers is None
+            else tuple(each[i] for each, i in zip(spans, numbers, strict=True))
+        )
         out.held.append(box if all(box) else NOTHING)
-        out.buffers.append(None if numbers is None else tuple(each[i] for each, i in zip(parts, numbers, strict=True)))
+        out.buffers.append(
+            None
+            if numbers is None
+            else tuple(each[i] for each, i in zip(parts, numbers, strict=True))
+        )
     return out
 
 
@@ -396,7 +427,11 @@ def _described(found: Collective, move: _Move, places: Mapping[Members, Members]
         want = [move.after.buffers[member] for member in group]
         even = even and all(len(set(map(_shape, buffers))) == 1 for buffers in (have, want))
         contiguous = contiguous and _joined(have, gathered) == _joined(want, divided) != []
-    senders = tuple(tuple(group[i] for i in places[members[group]]) for group in found.groups) if places else ()
+    senders = (
+        tuple(tuple(group[i] for i in places[members[group]]) for group in found.groups)
+        if places
+        else ()
+    )
     return replace(found, senders=senders, contiguous=contiguous, even=even)
 
 
@@ -406,11 +441,17 @@ def _shape(buffer: Buffer | None) -> tuple[int, ...] | None:
 
 def _joined(buffers: list[Buffer | None], dims: tuple[int, ...]) -> list[Buffer]:
     """The buffers, or for each the concatenation of all along the one dimension named; [] if that cannot be."""
-    known = [buffer for buffer in buffers if buffer is not None and all(len(runs) == runs.size for runs in buffer)]
+    known = [
+        buffer
+        for buffer in buffers
+        if buffer is not None and all(len(runs) == runs.size for runs in buffer)
+    ]
     if len(known) < len(buffers):
         return []
     for d in dims:
-        if len({(buffer[:d], buffer[d + 1 :]) for buffer in known}) > 1 or not _apart([buffer[d] for buffer in known]):
+        if len({(buffer[:d], buffer[d + 1 :]) for buffer in known}) > 1 or not _apart(
+            [buffer[d] for buffer in known]
+        ):
             return []
         whole = concat([buffer[d] for buffer in known])
         known = [(*buffer[:d], whole, *buffer[d + 1 :]) for buffer in known]

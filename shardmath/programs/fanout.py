@@ -37,7 +37,9 @@ def passed_on(p: Plan, on: Lines, per_node: int, *, by_node: bool, relays: bool)
     plots: list[Plot] = [(1, [(0, 0, 1)])] * len(groups)
     shed = _shed(on, groups) if relays else {}
     for b, nbytes in shed.items():
-        plots[b] = _plot(int(on.nbytes[b]), len(groups[b]), len(groups[b]) * int(on.nbytes[b]) - nbytes)
+        plots[b] = _plot(
+            int(on.nbytes[b]), len(groups[b]), len(groups[b]) * int(on.nbytes[b]) - nbytes
+        )
     if shed or not relays:
         yield _cut(p, replace(bare, bands=_bands(p, bare, groups, plots)), groups)
 
@@ -46,13 +48,19 @@ def as_cut(on: Lines) -> Legs:
     """The legs of lines that are cut already: everything straight, from the holders that the cuts say."""
     count = len(on.nbytes)
     zero, one = np.zeros(count, np.int64), np.ones(count, np.int64)
-    bands = Bands(np.arange(count + 1), one, zero, zero, one, zero, on.nbytes, on.start, on.cut_first, on.cuts)
+    bands = Bands(
+        np.arange(count + 1), one, zero, zero, one, zero, on.nbytes, on.start, on.cut_first, on.cuts
+    )
     return Legs(on, bands, 1)
 
 
 def _blocks(on: Lines) -> Iterator[tuple[int, int]]:
     """(line, block) of all blocks."""
-    return ((line, b) for line in range(len(on.holders)) for b in range(int(on.first[line]), int(on.first[line + 1])))
+    return (
+        (line, b)
+        for line in range(len(on.holders))
+        for b in range(int(on.first[line]), int(on.first[line + 1]))
+    )
 
 
 # what is passed on between nodes
@@ -68,14 +76,18 @@ def _shed(on: Lines, groups: list[list[int]]) -> dict[int, int]:
     copies = np.where(far, [len(sizes) for sizes in groups], 0)
     once = _by_line(on, np.where(copies > 0, on.nbytes, 0))
     held = [on.sets[i] for i in on.holders.tolist()]
-    least = max([x.nbytes / Fraction(len(x.ranks)) for x in levels(once, held)[:1]], default=Fraction(0))
+    least = max(
+        [x.nbytes / Fraction(len(x.ranks)) for x in levels(once, held)[:1]], default=Fraction(0)
+    )
     target = max(math.ceil(least), _taken_in(on, groups, far))
     wanted = _within_target(_by_line(on, on.nbytes * copies), once, held, target)
     shed: dict[int, int] = {}
     for at, nbytes in enumerate(wanted):
         if nbytes:
             blocks = range(int(on.first[at]), int(on.first[at + 1]))
-            shed |= _spread({b: int(on.nbytes[b]) for b in blocks if copies[b] > 1}, copies.tolist(), nbytes)
+            shed |= _spread(
+                {b: int(on.nbytes[b]) for b in blocks if copies[b] > 1}, copies.tolist(), nbytes
+            )
     return shed
 
 
@@ -141,7 +153,9 @@ def _plot(size: int, count: int, straight: int) -> Plot:
     less than others one node would pass on twice as much. Chunk c goes straight to d classes of nodes, or d + 1, that
     begin with class c.
     """
-    classes = next(c for c in range(2, count + 1) if count % c == 0 and c * straight >= count * size)
+    classes = next(
+        c for c in range(2, count + 1) if count % c == 0 and c * straight >= count * size
+    )
     d = min(classes * straight // (count * size), classes - 1)
     less = ((d + 1) * size * count - straight * classes) // (classes * count)
     plot = []
@@ -191,7 +205,9 @@ def _cut(p: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
     size = np.diff(bands.at, append=0)
     size[bands.first[1:] - 1] = on.nbytes - bands.at[bands.first[1:] - 1]
     block = np.repeat(np.arange(len(groups)), np.diff(bands.first))
-    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(size * _straight_nodes(bands, block, groups))))
+    ends = np.concatenate(
+        (np.zeros(1, np.int64), np.cumsum(size * _straight_nodes(bands, block, groups)))
+    )
     begin = ends[bands.first[:-1]]
     line = np.repeat(np.arange(len(on.holders)), np.diff(on.first))
     start = begin - begin[on.first[:-1]][line]
@@ -221,7 +237,9 @@ def _snapped(p: Plan, legs: Legs) -> Ints:
             inner = cuts[a + 1 : b - 1]
             at = np.searchsorted(pos, inner, "right") - 1
             content = lo[at] + inner - pos[at]
-            cut = grid(legs.lines, p.batches).snapped(block[at], np.minimum(content, lo[at] + size[at] - 1))
+            cut = grid(legs.lines, p.batches).snapped(
+                block[at], np.minimum(content, lo[at] + size[at] - 1)
+            )
             whole = inner >= pos[at] + size[at]
             cuts[a + 1 : b - 1] = np.where(whole, inner, pos[at] + np.maximum(cut - lo[at], 0))
     return cuts

@@ -106,7 +106,9 @@ def round_loads(prog: Program) -> Loads:
         turn = turn_of(sender + receiver, of.leg, len(ranks)) % prog.turns
         link = 2 * _far(prog, of.sender, of.receiver)
         for end in ((sender, link), (receiver, link + 1)):
-            code = np.ravel_multi_index((on.addend[of.block], np.zeros_like(turn), turn, *end), shape)
+            code = np.ravel_multi_index(
+                (on.addend[of.block], np.zeros_like(turn), turn, *end), shape
+            )
             np.add.at(out, code[cut.stream] + cut.slot * math.prod(shape[2:]), cut.hi - cut.lo)
     return out.reshape(shape)
 

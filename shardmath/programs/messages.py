@@ -96,11 +96,16 @@ def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
 def most_peers(transfers: Iterable[Transfer]) -> int:
     """The larger of how many ranks these transfers of one rank go to, and come from."""
     pairs = {(t.src_rank, t.dst_rank) for t in transfers if t.nbytes and t.src_rank != t.dst_rank}
-    counts = [*Counter(src for src, _ in pairs).values(), *Counter(dst for _, dst in pairs).values()]
+    counts = [
+        *Counter(src for src, _ in pairs).values(),
+        *Counter(dst for _, dst in pairs).values(),
+    ]
     return max(counts, default=0)
 
 
-def set_pace(ranks: tuple[int, ...], *, peers: int, max_inflight_bytes: int, by_addend: bool) -> Pace:
+def set_pace(
+    ranks: tuple[int, ...], *, peers: int, max_inflight_bytes: int, by_addend: bool
+) -> Pace:
     """The pace at which no rank stages more than `max_inflight_bytes`.
 
     `ranks` are the plan's; `peers` is the largest `most_peers` of any rank.
@@ -144,7 +149,9 @@ def scheduled(prog: Program, rank: int) -> tuple[Message, ...]:
     out = []
     for one in prog.for_rank(rank):
         for m in one.messages:
-            ends = {"send": (rank, m.peer), "receive": (m.peer, rank), "keep": (rank, rank)}[m.direction]
+            ends = {"send": (rank, m.peer), "receive": (m.peer, rank), "keep": (rank, rank)}[
+                m.direction
+            ]
             pieces = sorted((t for t in m.pieces if t.nbytes), key=_itemsize, reverse=True)
             if pieces:
                 out.append(_message(one.step, *ends, pieces)._replace(relayed=m.leg > 1))
@@ -168,7 +175,9 @@ def rounds(given: Iterable[Message], rank: int) -> tuple[Round, ...]:
     return tuple(_in_turns(*steps[step], rank) for step in sorted(steps) if any(steps[step]))
 
 
-def _in_turns(sends: list[Message], receives: list[Message], keeps: list[Message], rank: int) -> Round:
+def _in_turns(
+    sends: list[Message], receives: list[Message], keeps: list[Message], rank: int
+) -> Round:
     """Sends to the ranks behind this one first, receives from those before it, so that not all call on one rank."""
     to = sorted(sends, key=lambda m: (m.dst_rank < rank, m.dst_rank))
     of = sorted(receives, key=lambda m: (m.src_rank > rank, -m.src_rank))
@@ -191,7 +200,9 @@ def keeps_fold_order(given: Iterable[Message]) -> bool:
     for m in given:
         for piece in m.pieces:
             box = from_slices(piece.dst_slices)
-            brought.setdefault(piece.dst_tensor, {}).setdefault(piece.addend, []).append((m.step, box))
+            brought.setdefault(piece.dst_tensor, {}).setdefault(piece.addend, []).append(
+                (m.step, box)
+            )
     return all(_apart(by_addend) or _alike(by_addend) for by_addend in brought.values())
 
 

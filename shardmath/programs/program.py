@@ -70,7 +70,9 @@ class Message(NamedTuple):
     def __str__(self) -> str:
         way = {"send": "to", "receive": "from", "keep": "of"}[self.direction]
         pieces = plural(self.pieces, "piece")
-        return f"{self.direction} {self.nbytes} B {way} rank {self.peer} in {pieces}, leg {self.leg}"
+        return (
+            f"{self.direction} {self.nbytes} B {way} rank {self.peer} in {pieces}, leg {self.leg}"
+        )
 
 
 class Round(NamedTuple):
@@ -170,7 +172,10 @@ class Program:
             alone = len(windows) == len(self.plan.dst[name]) == 1
             if alone and pair not in found and set(pair[0].mesh.ranks) == set(pair[1].mesh.ranks):
                 found[pair] = recognise(*pair)
-        pairs = ((name, found.get((held[0], self.plan.dst[name][0]))) for name, held in self.plan.src.items())
+        pairs = (
+            (name, found.get((held[0], self.plan.dst[name][0])))
+            for name, held in self.plan.src.items()
+        )
         return {name: one for name, one in pairs if one is not None}
 
     def for_rank(self, rank: int) -> tuple[Round, ...]:
@@ -178,12 +183,19 @@ class Program:
         rank = whole(rank, "a rank", PlanError)
         steps: dict[Step, dict[tuple[int, int, str], list[Transfer]]] = {}
         for step, leg, stretch in _of_rank(self, rank):
-            way = "send" if stretch.receiver != rank else "receive" if stretch.sender != rank else "keep"
+            way = (
+                "send"
+                if stretch.receiver != rank
+                else "receive"
+                if stretch.sender != rank
+                else "keep"
+            )
             peer = stretch.receiver if way == "send" else stretch.sender
             pieces = spelled(self.plan, self.legs.lines, stretch, relayed=leg > 1)
             steps.setdefault(step, {}).setdefault((peer, leg, way), []).extend(pieces)
         return tuple(
-            Round(step, tuple(itertools.starmap(_message, sorted(steps[step].items())))) for step in sorted(steps)
+            Round(step, tuple(itertools.starmap(_message, sorted(steps[step].items()))))
+            for step in sorted(steps)
         )
 
 
@@ -195,7 +207,9 @@ def _message(key: tuple[int, int, str], pieces: list[Transfer]) -> Message:
 @memo()
 def nodes_of(ranks: Ranks, per_node: int) -> tuple[Ranks, ...]:
     """The ranks by node of `per_node` ranks, in order."""
-    return tuple(tuple(group) for _, group in itertools.groupby(ranks, lambda rank: rank // per_node))
+    return tuple(
+        tuple(group) for _, group in itertools.groupby(ranks, lambda rank: rank // per_node)
+    )
 
 
 def nodes(legs: Legs, line: int, block: int) -> tuple[Ranks, ...]:
@@ -233,7 +247,9 @@ def _entries(legs: Legs, line: int) -> _Entries:
     return _Entries(table[0], table[1], table[2], table[3], table[4], others)
 
 
-def _of_block(legs: Legs, block: int, groups: tuple[Ranks, ...], before: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+def _of_block(
+    legs: Legs, block: int, groups: tuple[Ranks, ...], before: int
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """Block, rank, lo, hi and origin of its entries, node by node; `before` entries stand before them."""
     bands, size, count = legs.bands, int(legs.lines.nbytes[block]), len(groups)
     a, b = int(bands.first[block]), int(bands.first[block + 1])
@@ -244,7 +260,9 @@ def _of_block(legs: Legs, block: int, groups: tuple[Ranks, ...], before: int) ->
     first = np.cumsum(replicas) - replicas
     rank = flat[first[:, None] + bands.place[a:b] * replicas[:, None] // bands.span[a:b]]
     index = np.arange(count * (b - a)).reshape(count, b - a)
-    origin = index if bands.classes[block] == 1 else index[_origin(legs, block, count), np.arange(b - a)]
+    origin = (
+        index if bands.classes[block] == 1 else index[_origin(legs, block, count), np.arange(b - a)]
+    )
     full = np.full(index.size, block)
     ends = (lo, hi) if count == 1 else (np.tile(lo, count), np.tile(hi, count))
     return full, rank.ravel(), *ends, origin.ravel() + before
@@ -268,7 +286,9 @@ def _origin(legs: Legs, block: int, count: int) -> Ints:
     turn = (node % classes - bands.begin[a:b]) % classes
     relay = (bands.begin[a:b] + turn % bands.count[a:b]) % classes
     last = (count - 1 - relay) // classes
-    out: Ints = np.where(turn < bands.count[a:b], node, relay + classes * np.minimum(node // classes, last))
+    out: Ints = np.where(
+        turn < bands.count[a:b], node, relay + classes * np.minimum(node // classes, last)
+    )
     return out
 
 
@@ -308,7 +328,9 @@ def _latest(legs: Legs, line: int) -> Streams:
     some, _, pos, begin, size = _straight(legs, at)
     held = np.array(legs.lines.sets[legs.lines.holders[line]], np.int64)
     cuts = legs.bands.cuts[legs.bands.cut_first[line] : legs.bands.cut_first[line + 1]]
-    holder, entry = ranges(np.searchsorted(cuts, pos, "right") - 1, np.searchsorted(cuts, pos + size, "left"))
+    holder, entry = ranges(
+        np.searchsorted(cuts, pos, "right") - 1, np.searchsorted(cuts, pos + size, "left")
+    )
     lo = np.maximum(cuts[holder] - pos[entry], 0)
     hi = np.minimum(cuts[holder + 1] - pos[entry], size[entry])
     full = lo < hi
@@ -335,14 +357,22 @@ class _Legs:
         at, count = self.at, len(self.entry)
         root = np.arange(count)
         straight = Streams(
-            at.block[self.entry], np.ones(count, np.int64), self.sender, at.rank[self.entry], self.lo, self.hi, root
+            at.block[self.entry],
+            np.ones(count, np.int64),
+            self.sender,
+            at.rank[self.entry],
+            self.lo,
+            self.hi,
+            root,
         )
         passed = np.flatnonzero(at.origin != np.arange(len(at.origin)))
         inside = [i for i, others in enumerate(at.others) if others]
         spread = np.array([i for i in inside for _ in at.others[i]], np.int64)
         ranks = np.array([rank for i in inside for rank in at.others[i]], np.int64)
         legs = [straight, self._on(passed, at.rank[passed], at.rank[at.origin[passed]], 2)]
-        legs.append(self._on(spread, ranks, at.rank[spread], np.where(at.origin[spread] == spread, 2, 3)))
+        legs.append(
+            self._on(spread, ranks, at.rank[spread], np.where(at.origin[spread] == spread, 2, 3))
+        )
         return Streams(*(np.concatenate(column) for column in zip(*legs, strict=True)))
 
     def _on(self, entry: Ints, receiver: Ints, sender: Ints, leg: Ints | int) -> Streams:
@@ -351,7 +381,13 @@ class _Legs:
         root, which = ranges(self.first[origin], self.first[origin + 1])
         legs = np.broadcast_to(leg, entry.shape)[which]
         return Streams(
-            self.at.block[entry][which], legs, sender[which], receiver[which], self.lo[root], self.hi[root], root
+            self.at.block[entry][which],
+            legs,
+            sender[which],
+            receiver[which],
+            self.lo[root],
+            self.hi[root],
+            root,
         )
 
 
@@ -369,7 +405,11 @@ def slices(prog: Program, line: int, of: Streams) -> Slices:
     k = prog.slots
     inner = of.lo[:, None] + (of.hi - of.lo)[:, None] * np.arange(1, k) // k
     block = np.broadcast_to(of.block[:, None], inner.shape)
-    cut = grid(prog.legs.lines, prog.plan.batches).snapped(block.ravel(), inner.ravel()).reshape(inner.shape)
+    cut = (
+        grid(prog.legs.lines, prog.plan.batches)
+        .snapped(block.ravel(), inner.ravel())
+        .reshape(inner.shape)
+    )
     bounds = np.hstack((of.lo[:, None], np.maximum(cut, of.lo[:, None]), of.hi[:, None]))
     slot = (np.arange(k) + (of.root + line)[:, None]) % k + of.leg[:, None] - 1
     stream, at = np.nonzero(np.diff(bounds, axis=1))
@@ -386,7 +426,9 @@ def _of_rank(prog: Program, rank: int) -> Iterator[tuple[Step, int, Stretch]]:
         everything = streams(prog.legs, line)
         mine = np.flatnonzero((everything.sender == rank) | (everything.receiver == rank))
         some = Streams(*(column[mine] for column in everything))
-        for i, slot, lo, hi in zip(*(column.tolist() for column in slices(prog, line, some)), strict=True):
+        for i, slot, lo, hi in zip(
+            *(column.tolist() for column in slices(prog, line, some)), strict=True
+        ):
             block, leg, sender, receiver = (int(column[i]) for column in some[:4])
             turn = turn_of(place[sender] + place[receiver], leg, len(place)) % prog.turns
             yield (int(on.addend[block]), slot, turn), leg, Stretch(block, sender, receiver, lo, hi)

@@ -35,7 +35,16 @@ from shardmath.plans.balance import uncut
 from shardmath.plans.demands import Lines, lines
 from shardmath.plans.plan import Plan
 from shardmath.programs.fanout import as_cut, passed_on
-from shardmath.programs.loads import LEGS, Loads, Pairs, leg_loads, messages, pairs, round_loads, seconds
+from shardmath.programs.loads import (
+    LEGS,
+    Loads,
+    Pairs,
+    leg_loads,
+    messages,
+    pairs,
+    round_loads,
+    seconds,
+)
 from shardmath.programs.program import Legs, Program, streams
 
 __all__ = ["Fanout", "MOST_ROUNDS", "MOST_SLOTS", "as_planned", "schedule"]
@@ -82,7 +91,9 @@ def schedule(
     messages. Raises PlanError for an adjoint, and for limits that no cut can keep.
     """
     if not isinstance(p, Plan) or p.forward is not None:
-        raise PlanError(f"{p!r} is not a plan of two sides' layouts; schedule what plan(src, dst) returns")
+        raise PlanError(
+            f"{p!r} is not a plan of two sides' layouts; schedule what plan(src, dst) returns"
+        )
     way = known(fanout, tuple(WAYS))
     if way is None:
         raise PlanError(f"fanout={shown(fanout)} is unknown; use 'auto', 'none' or 'node'")
@@ -116,11 +127,15 @@ def as_planned(p: Plan, topology: Topology | None = None) -> Program:
     PlanError for an adjoint.
     """
     if not isinstance(p, Plan) or p.forward is not None:
-        raise PlanError(f"{p!r} is not a plan of two sides' layouts; give what plan(src, dst) returns")
+        raise PlanError(
+            f"{p!r} is not a plan of two sides' layouts; give what plan(src, dst) returns"
+        )
     where = p.topology or Topology() if topology is None else checked(topology)
     prog = Program(p, where, as_cut(p.lines), 1, 1, 1, 1, "")
     count = messages(pairs(prog), 1, len(prog.ranks)).max(initial=1)
-    prog = replace(prog, max_inflight_bytes=max(_measured(prog)[1], 1), max_ops_per_group=int(count))
+    prog = replace(
+        prog, max_inflight_bytes=max(_measured(prog)[1], 1), max_ops_per_group=int(count)
+    )
     return replace(prog, digest=_digest(prog))
 
 
@@ -150,8 +165,12 @@ def _fastest(made: Iterable[Program]) -> Program:
     """
     found: list[tuple[float, Program]] = []
     failed: list[PlanError] = []
-    ways = [_Way(prog, of, leg_loads(prog, of)) for prog, of in ((prog, pairs(prog)) for prog in made)]
-    for (_, slots), way in sorted(((_best_slots(way), way) for way in ways), key=lambda item: item[0][0]):
+    ways = [
+        _Way(prog, of, leg_loads(prog, of)) for prog, of in ((prog, pairs(prog)) for prog in made)
+    ]
+    for (_, slots), way in sorted(
+        ((_best_slots(way), way) for way in ways), key=lambda item: item[0][0]
+    ):
         least = seconds(way.prog.topology, way.loads.sum(axis=1))
         if all(least < time for time, _ in found):
             try:
@@ -168,7 +187,16 @@ def _digest(prog: Program) -> str:
     bands = prog.legs.bands
     legs = [
         x.tolist()
-        for x in (bands.first, bands.classes, bands.at, bands.begin, bands.count, bands.place, bands.span, bands.cuts)
+        for x in (
+            bands.first,
+            bands.classes,
+            bands.at,
+            bands.begin,
+            bands.count,
+            bands.place,
+            bands.span,
+            bands.cuts,
+        )
     ]
     limits = prog.max_inflight_bytes, prog.max_ops_per_group, prog.slots, prog.turns
     return digest(("program", prog.plan.digest, prog.topology, prog.legs.sharing, limits, legs))
@@ -242,7 +270,11 @@ def _more_turns(prog: Program, of: Pairs) -> list[int]:
 
 def _most_slots(prog: Program) -> int:
     count = sum(len(streams(prog.legs, line).block) for line in range(len(prog.legs.lines.holders)))
-    most = min(MOST_SLICES // max(count, 1), MOST_ROUNDS // (prog.turns * max(len(prog.ranks), 1)), MOST_SLOTS)
+    most = min(
+        MOST_SLICES // max(count, 1),
+        MOST_ROUNDS // (prog.turns * max(len(prog.ranks), 1)),
+        MOST_SLOTS,
+    )
     return max(most, SLOTS[-1])
 
 
@@ -254,7 +286,9 @@ def _check_bytes(way: _Way, slots: int) -> None:
     least = max(-(-int(pair) // slots), -(-int(rank) // rounds))
     if least > way.prog.max_inflight_bytes:
         what = f"{slots} slots and {turns} turns leave {least} bytes under way at some rank in some round"
-        raise PlanError(f"max_inflight_bytes={way.prog.max_inflight_bytes}: {what}; pass {least} or more")
+        raise PlanError(
+            f"max_inflight_bytes={way.prog.max_inflight_bytes}: {what}; pass {least} or more"
+        )
 
 
 def _turned(prog: Program, of: Pairs) -> tuple[float, Program]:
@@ -265,5 +299,7 @@ def _turned(prog: Program, of: Pairs) -> tuple[float, Program]:
     if least > room:
         what = f"found no rounds in which no rank has {least} bytes under way, both ways together"
         raise PlanError(f"max_inflight_bytes={room}: {what}; pass {least} or more")
-    at = bisect.bisect_left(options, True, hi=len(options) - 1, key=lambda one: _measured(one)[1] <= room)
+    at = bisect.bisect_left(
+        options, True, hi=len(options) - 1, key=lambda one: _measured(one)[1] <= room
+    )
     return _measured(options[at])[0], options[at]

@@ -54,8 +54,12 @@ def prove(p: Plan) -> None:
         _prove(p)
     except PlanError:
         raise
-    except Exception as error:  # wrong tables fail in any way at all, and what cannot be read is not proved
-        raise PlanError(f"the plan's tables cannot be read: {error!r}; make the plan anew") from error
+    except (
+        Exception
+    ) as error:  # wrong tables fail in any way at all, and what cannot be read is not proved
+        raise PlanError(
+            f"the plan's tables cannot be read: {error!r}; make the plan anew"
+        ) from error
 
 
 def _prove(p: Plan) -> None:
@@ -137,7 +141,9 @@ def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch:
     planned = _placed(t.src, batch.src, held[0]), _placed(t.dst, batch.dst, held[1])
     for layout, other in zip(held, planned, strict=True):
         if not (layout is other or equivalent(layout, other)):
-            lies = f"tensor {name!r} lies as {layout} on {layout.mesh}, not as {other} on {other.mesh}"
+            lies = (
+                f"tensor {name!r} lies as {layout} on {layout.mesh}, not as {other} on {other.mesh}"
+            )
             raise PlanError(f"{lies}; make the plan anew")
     rule, asked = reduction(*planned), reduction(*held)
     if repr(rule) != repr(t.reduction) or rule.by_ranks(*planned) != asked.by_ranks(*held):
@@ -187,12 +193,17 @@ class _End(NamedTuple):
 @memo()
 def _end(t: Template, source: bool) -> _End:
     mesh = t.src.mesh if source else t.dst.mesh
-    pick = [(o.keys, o.source, o.pair_key) if source else (o.goals, o.target, o.pair_goal) for o in t.overlays]
+    pick = [
+        (o.keys, o.source, o.pair_key) if source else (o.goals, o.target, o.pair_goal)
+        for o in t.overlays
+    ]
     number, code = np.zeros_like(t.unit_pairs), np.zeros(len(t.unit_pairs), np.int64)
     for d, (sets, _, pairs) in enumerate(pick):
         number[:, d] = pairs[t.unit_pairs[:, d]]
         code = code * len(sets) + number[:, d]
-    return _End([sets for sets, _, _ in pick], [held.by_rank(mesh) for _, held, _ in pick], number, code)
+    return _End(
+        [sets for sets, _, _ in pick], [held.by_rank(mesh) for _, held, _ in pick], number, code
+    )
 
 
 def _sets_of_rows(on: Lines) -> tuple[Ints, Ints]:
@@ -230,7 +241,9 @@ def _check_end(p: Plan, places: _Places, row: int, number: int, source: bool) ->
         rank = p.lines.sets[number][int(np.argmin(has))]
         what = f"tensor {batch.names[0]!r}: rank {rank} is to {'send' if source else 'receive'} element"
         where = "source" if source else "destination"
-        raise PlanError(f"{what} {_element(p, row)}, which it does not hold at the {where}; make the plan anew")
+        raise PlanError(
+            f"{what} {_element(p, row)}, which it does not hold at the {where}; make the plan anew"
+        )
 
 
 def _batch(p: Plan, row: int) -> Batch:
@@ -286,7 +299,9 @@ def _check_apart(p: Plan, places: _Places, rows: Ints, sets: list[int]) -> None:
     what = f"tensor {batch.names[0]!r}:"
     times = Counter(rank for n in sets for rank in p.lines.sets[n])
     for rank in [rank for rank, n in times.items() if n > 1]:
-        raise PlanError(f"{what} rank {rank} receives element {at} twice; it is to be received exactly once")
+        raise PlanError(
+            f"{what} rank {rank} receives element {at} twice; it is to be received exactly once"
+        )
     addend = batch.template.dst.mesh.coordinate(batch.template.reduction.chosen)
     found = sorted({int(x) for n in sets for x in addend[places.of(batch.dst, n)]})
     if len(found) > 1:
@@ -306,8 +321,13 @@ def _check_complete(p: Plan, groups: Sequence[Sequence[Batch]], places: _Places)
             windows.setdefault(batch.target, []).append(batch)
         for batches in windows.values():
             alike = all(batch.dst.ranks == batches[0].dst.ranks for batch in batches)
-            require(alike, f"tensor {batches[0].names[0]!r} arrives in one window in several orders of ranks")
-            _check_count(p, batches, functools.reduce(np.add, (arrive[id(batch)] for batch in batches)))
+            require(
+                alike,
+                f"tensor {batches[0].names[0]!r} arrives in one window in several orders of ranks",
+            )
+            _check_count(
+                p, batches, functools.reduce(np.add, (arrive[id(batch)] for batch in batches))
+            )
 
 
 def _arrivals(p: Plan, places: _Places) -> Iterable[Ints]:
@@ -351,7 +371,9 @@ def _missing(p: Plan, batches: Sequence[Batch], group: set[int], position: int) 
     addends = first.template.reduction.addends
     gaps = ((a, first_gap(held, [box for at, box in boxes if at == a])) for a in range(addends))
     addend, element = next((a, gap) for a, gap in gaps if gap is not None)
-    what = f"tensor {first.names[0]!r}: rank {first.dst.ranks[position]}" + f", addend {addend}" * (addends > 1)
+    what = f"tensor {first.names[0]!r}: rank {first.dst.ranks[position]}" + f", addend {addend}" * (
+        addends > 1
+    )
     raise PlanError(f"{what} never receives element {element}; it is to be received exactly once")
 
 
@@ -359,11 +381,15 @@ def _boxes(p: Plan, batches: Sequence[Batch], group: set[int]) -> list[tuple[int
     """(addend, global box) of all that arrives at positions of a group."""
     on, out = p.lines, []
     mine = set(map(id, batches))
-    for row, (holders, receivers) in enumerate(zip(*(x.tolist() for x in _sets_of_rows(on)), strict=True)):
+    for row, (holders, receivers) in enumerate(
+        zip(*(x.tolist() for x in _sets_of_rows(on)), strict=True)
+    ):
         batch = _batch(p, row)
         there = map(batch.dst.position, on.sets[receivers]) if id(batch) in mine else ()
         for at in group.intersection(there):
             sender = batch.src.position(on.sets[holders][0])
-            pieces = expand(batch.template, int(on.unit[row]), sender, at, int(on.lo[row]), int(on.hi[row]))
+            pieces = expand(
+                batch.template, int(on.unit[row]), sender, at, int(on.lo[row]), int(on.hi[row])
+            )
             out += [(piece.addend, from_slices(piece.whole)) for piece in pieces]
     return out

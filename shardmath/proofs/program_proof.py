@@ -47,12 +47,18 @@ __all__ = ["Walk", "prove_program", "walk"]
 def prove_program(prog: Program) -> None:
     """Raise PlanError unless what the ranks of a program do brings what its plan promises, within its limits."""
     try:
-        with np.errstate(all="ignore"):  # numbers far away run over; what comes of them is looked at
+        with np.errstate(
+            all="ignore"
+        ):  # numbers far away run over; what comes of them is looked at
             _prove(prog)
     except PlanError:
         raise
-    except Exception as error:  # wrong tables fail in any way at all, and what cannot be read is not proved
-        raise PlanError(f"the program's tables cannot be read: {error!r}; schedule it anew") from error
+    except (
+        Exception
+    ) as error:  # wrong tables fail in any way at all, and what cannot be read is not proved
+        raise PlanError(
+            f"the program's tables cannot be read: {error!r}; schedule it anew"
+        ) from error
 
 
 def _prove(prog: Program) -> None:
@@ -88,12 +94,26 @@ def _require(holds: object, prog: Program, what: str) -> None:
 
 def _check_numbers(prog: Program) -> None:
     """Counts are counts, and tables are of 64-bit integers: no float decides anything."""
-    counts = (prog.slots, prog.turns, prog.legs.sharing, prog.max_inflight_bytes, prog.max_ops_per_group)
-    _require(all(type(n) is int and n > 0 for n in counts), prog, f"counts {counts} are not all positive integers")
+    counts = (
+        prog.slots,
+        prog.turns,
+        prog.legs.sharing,
+        prog.max_inflight_bytes,
+        prog.max_ops_per_group,
+    )
+    _require(
+        all(type(n) is int and n > 0 for n in counts),
+        prog,
+        f"counts {counts} are not all positive integers",
+    )
     turns = 4 * LEGS * max(1, len(prog.ranks))
     rounds = prog.slots * prog.turns * max(1, len(prog.ranks))
     few = prog.slots <= MOST_SLOTS and prog.turns <= turns and rounds <= MOST_ROUNDS
-    _require(few, prog, f"{prog.slots} slots and {prog.turns} turns are more than {MOST_SLOTS} and {turns}")
+    _require(
+        few,
+        prog,
+        f"{prog.slots} slots and {prog.turns} turns are more than {MOST_SLOTS} and {turns}",
+    )
     for field in fields(prog.legs.bands):
         column = getattr(prog.legs.bands, field.name)
         whole = isinstance(column, np.ndarray) and column.dtype == np.int64
@@ -134,7 +154,9 @@ def _inbox(prog: Program, line: int) -> _Inbox:
 def _refuse(prog: Program, of: Streams, wrong: Bools, what: str) -> None:
     """Raise PlanError for the first of the streams that are wrong."""
     for i in np.flatnonzero(wrong)[:1].tolist():
-        where = f"bytes {of.lo[i]}:{of.hi[i]} of block {of.block[i]}, {_name(prog, int(of.block[i]))}"
+        where = (
+            f"bytes {of.lo[i]}:{of.hi[i]} of block {of.block[i]}, {_name(prog, int(of.block[i]))}"
+        )
         _require(False, prog, f"{where}, from rank {of.sender[i]} to {of.receiver[i]} {what}")
 
 
@@ -147,13 +169,19 @@ def _name(prog: Program, block: int) -> str:
 def _check_inside(prog: Program, of: Streams) -> None:
     """Streams are some bytes of their blocks, from one place where pieces may be cut to another."""
     on = prog.legs.lines
-    _refuse(prog, of, (of.lo < 0) | (of.lo >= of.hi) | (of.hi > on.nbytes[of.block]), "are no bytes of it")
+    _refuse(
+        prog,
+        of,
+        (of.lo < 0) | (of.lo >= of.hi) | (of.hi > on.nbytes[of.block]),
+        "are no bytes of it",
+    )
     for at in (of.lo, of.hi):
         inner = np.flatnonzero(at < on.nbytes[of.block])
         odd = inner[grid(on, prog.plan.batches).snapped(of.block[inner], at[inner]) != at[inner]]
         wrong = np.zeros(len(at), bool)
         wrong[odd] = [
-            not _may_cut(prog, *place) for place in zip(of.block[odd].tolist(), at[odd].tolist(), strict=True)
+            not _may_cut(prog, *place)
+            for place in zip(of.block[odd].tolist(), at[odd].tolist(), strict=True)
         ]
         _refuse(prog, of, wrong, "begin or end inside a row")
 
@@ -186,7 +214,12 @@ def _check_in_hand(prog: Program, line: int, inbox: _Inbox, of: Streams, begin: 
     on, straight = prog.legs.lines, of.leg == 1
     held = np.isin(of.sender, on.sets[on.holders[line]])
     _refuse(prog, of, straight & ~held, "leave a rank that does not hold them")
-    _refuse(prog, of, ~straight & (on.addend[of.block] > 0), "are passed on where another addend is already")
+    _refuse(
+        prog,
+        of,
+        ~straight & (on.addend[of.block] > 0),
+        "are passed on where another addend is already",
+    )
     at, known = inbox.find(of.block, of.sender)
     passed = np.flatnonzero(~straight & known)
     order = np.argsort(begin, kind="stable")
@@ -205,7 +238,11 @@ def _check_limits(prog: Program) -> None:
         (int(loads.sum(axis=-1).max(initial=0)), prog.max_inflight_bytes, "bytes"),
         (int(counts.max(initial=0)), prog.max_ops_per_group, "messages"),
     ):
-        _require(most <= limit, prog, f"a rank has {most} {word} under way in a round, {limit} are allowed")
+        _require(
+            most <= limit,
+            prog,
+            f"a rank has {most} {word} under way in a round, {limit} are allowed",
+        )
 
 
 # rounds
@@ -247,14 +284,23 @@ def walk(rounds: Rounds) -> Walk:
     for (sender, receiver), both in sorted(_ends(rounds).items()):
         for sent, got in itertools.zip_longest(*both):
             here, there = _meeting(sender, receiver, sent, got)
-            for wait, peer, at in (((sender, here), receiver, there), ((receiver, there), sender, here)):
+            for wait, peer, at in (
+                ((sender, here), receiver, there),
+                ((receiver, there), sender, here),
+            ):
                 peers = waits.setdefault(wait, {})
                 peers[peer] = max(at, peers.get(peer, 0))
     _run(rounds, waits)
-    posted = [[m.nbytes for m in one.messages if m.direction != "keep"] for mine in rounds.values() for one in mine]
+    posted = [
+        [m.nbytes for m in one.messages if m.direction != "keep"]
+        for mine in rounds.values()
+        for one in mine
+    ]
     steps = {one.step for mine in rounds.values() for one in mine}
     most = max(map(len, rounds.values()), default=0)
-    return Walk(len(steps), most, max(map(len, posted), default=0), max(map(sum, posted), default=0))
+    return Walk(
+        len(steps), most, max(map(len, posted), default=0), max(map(sum, posted), default=0)
+    )
 
 
 def _ends(rounds: Rounds) -> dict[tuple[int, int], tuple[list[_End], list[_End]]]:
@@ -274,13 +320,21 @@ def _ends(rounds: Rounds) -> dict[tuple[int, int], tuple[list[_End], list[_End]]
 def _check_message(rank: int, step: Step, m: Message, pair: tuple[int, int]) -> None:
     """A message goes one of the three ways, and is its pieces."""
     where = f"rank {rank}, step {step}: the message to or from rank {m.peer}"
-    if m.direction not in ("send", "receive", "keep") or (m.direction == "keep") != (m.peer == rank):
-        raise PlanError(f"{where} goes {m.direction!r}; it is to 'send' or 'receive', or to 'keep' what stays")
+    if m.direction not in ("send", "receive", "keep") or (m.direction == "keep") != (
+        m.peer == rank
+    ):
+        raise PlanError(
+            f"{where} goes {m.direction!r}; it is to 'send' or 'receive', or to 'keep' what stays"
+        )
     if m.nbytes != sum(t.nbytes for t in m.pieces):
-        raise PlanError(f"{where} has {m.nbytes} B, its pieces {sum(t.nbytes for t in m.pieces)} B; count them anew")
+        raise PlanError(
+            f"{where} has {m.nbytes} B, its pieces {sum(t.nbytes for t in m.pieces)} B; count them anew"
+        )
     for t in m.pieces:
         if (t.src_rank, t.dst_rank) != pair:
-            raise PlanError(f"{where} has the piece {t}; put it where it goes from rank {pair[0]} to {pair[1]}")
+            raise PlanError(
+                f"{where} has the piece {t}; put it where it goes from rank {pair[0]} to {pair[1]}"
+            )
 
 
 def _meeting(sender: int, receiver: int, sent: _End | None, got: _End | None) -> tuple[int, int]:
@@ -291,14 +345,17 @@ def _meeting(sender: int, receiver: int, sent: _End | None, got: _End | None) ->
     if sent is None:
         what = f"rank {receiver} receives {_told(got)} from rank {sender}"
         raise PlanError(f"{what}, which does not send them; give both ends the same messages")
-    if (sent.step, sent.message.leg, sent.message.nbytes) != (got.step, got.message.leg, got.message.nbytes):
+    if (sent.step, sent.message.leg, sent.message.nbytes) != (
+        got.step,
+        got.message.leg,
+        got.message.nbytes,
+    ):
         what = f"rank {sender} sends {_told(sent)} to rank {receiver}, which receives {_told(got)}"
         raise PlanError(f"{what}; give both ends the same messages in the same order")
     for one, other in itertools.zip_longest(sent.message.pieces, got.message.pieces):
         if one != other:
-            what = (
-                f"rank {sender} sends {_told(sent)} to rank {receiver}: the piece {one}, which is received as {other}"
-            )
+            what = f"rank {sender} sends {_told(sent)} to rank {receiver}"
+            what += f": the piece {one}, which is received as {other}"
             raise PlanError(f"{what}; give both ends the same pieces in the same order")
     return sent.at, got.at
 
@@ -329,5 +386,8 @@ def _stuck(rounds: Rounds, waits: _Waits, at: Mapping[int, int], rank: int) -> N
         path.append(rank)
         rank = next(peer for peer, n in waits[rank, at[rank]].items() if at[peer] < n)
     circle = [*path[path.index(rank) :], rank]
-    told = (f"rank {a} waits in step {rounds[a][at[a]].step} for rank {b}" for a, b in itertools.pairwise(circle))
+    told = (
+        f"rank {a} waits in step {rounds[a][at[a]].step} for rank {b}"
+        for a, b in itertools.pairwise(circle)
+    )
     raise PlanError(f"{', '.join(told)}: nobody goes on; give all ranks one order of steps")

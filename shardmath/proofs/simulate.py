@@ -59,14 +59,18 @@ def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, 
         raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) or schedule(plan) returns")
     prog, p = (None, p) if isinstance(p, Plan) else (p, p.plan)
     if not isinstance(shards, Mapping):
-        raise PlanError(f"source arrays are {shards!r}; give a mapping from rank to array, or to arrays by name")
+        raise PlanError(
+            f"source arrays are {shards!r}; give a mapping from rank to array, or to arrays by name"
+        )
     held = {rank: _named(p, shards, rank) for rank in p.src_ranks}
     dtypes = {name: _dtype(p, name, held) for name in p.src}
     out: dict[int, dict[str, Array]] = {rank: {} for rank in p.dst_ranks}
     for name, windows in p.dst.items():
         for j, layout in enumerate(windows):
             for rank in layout.mesh.ranks:
-                out[rank][local_name(name, j, len(windows))] = _begin(layout, rank, dtypes[name], p.fill(name))
+                out[rank][local_name(name, j, len(windows))] = _begin(
+                    layout, rank, dtypes[name], p.fill(name)
+                )
     if prog is None:
         for rank in out:
             _enter(out, [(t, held) for t in sorted(p.transfers(dst=rank), key=lambda t: t.addend)])
@@ -74,7 +78,11 @@ def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, 
         _walk(prog, held, out)
     for arrays in out.values():
         _divide(p, arrays)
-    return {rank: arrays[""] for rank, arrays in out.items()} if not p.is_tree and len(p.dst[""]) == 1 else out
+    return (
+        {rank: arrays[""] for rank, arrays in out.items()}
+        if not p.is_tree and len(p.dst[""]) == 1
+        else out
+    )
 
 
 _Arrays: TypeAlias = Mapping[int, Mapping[str, Array]]
@@ -93,7 +101,12 @@ def _walk(prog: Program, held: _Arrays, out: _Arrays) -> None:
     steps: dict[tuple[int, int, int], list[tuple[Transfer, _Arrays]]] = {}
     for rank in out:
         for one in prog.for_rank(rank):
-            pieces = [(t, out if m.leg > 1 else held) for m in one.messages if m.direction != "send" for t in m.pieces]
+            pieces = [
+                (t, out if m.leg > 1 else held)
+                for m in one.messages
+                if m.direction != "send"
+                for t in m.pieces
+            ]
             steps.setdefault(one.step, []).extend(pieces)
     for step in sorted(steps):
         _enter(out, steps[step])
@@ -102,7 +115,9 @@ def _walk(prog: Program, held: _Arrays, out: _Arrays) -> None:
 def _named(p: Plan, shards: Shards, rank: int) -> dict[str, Array]:
     """The rank's source arrays by local name, checked against their layouts."""
     if rank not in shards:
-        raise PlanError(f"no source arrays for rank {rank}; give them for ranks {', '.join(map(str, p.src_ranks))}")
+        raise PlanError(
+            f"no source arrays for rank {rank}; give them for ranks {', '.join(map(str, p.src_ranks))}"
+        )
     given = (
         cast(Mapping[str, Array], shards[rank])
         if isinstance(shards[rank], Mapping)
@@ -119,11 +134,15 @@ def _named(p: Plan, shards: Shards, rank: int) -> dict[str, Array]:
 
 def _checked(given: Mapping[str, Array], key: str, rank: int, layout: Layout) -> Array:
     if key not in given:
-        raise PlanError(f"rank {rank} gives no source array {key!r}; it gives {', '.join(map(repr, given)) or 'none'}")
+        raise PlanError(
+            f"rank {rank} gives no source array {key!r}; it gives {', '.join(map(repr, given)) or 'none'}"
+        )
     try:
         array = np.asarray(given[key])
     except ValueError as error:
-        raise PlanError(f"rank {rank}: source array {key!r} is none: {error}; pass a numpy array") from None
+        raise PlanError(
+            f"rank {rank}: source array {key!r} is none: {error}; pass a numpy array"
+        ) from None
     if array.dtype.kind in NO_NUMBERS:
         raise PlanError(f"rank {rank}: source array {key!r} has dtype {array.dtype}; pass numbers")
     if array.shape != layout.local_shape(rank):
@@ -136,13 +155,17 @@ def _checked(given: Mapping[str, Array], key: str, rank: int, layout: Layout) ->
 
 def _dtype(p: Plan, name: str, held: Mapping[int, Mapping[str, Array]]) -> np.dtype[Any]:
     keys = {local_name(name, i, len(p.src[name])) for i in range(len(p.src[name]))}
-    found = {arrays[key].dtype: rank for rank, arrays in held.items() for key in keys & arrays.keys()}
+    found = {
+        arrays[key].dtype: rank for rank, arrays in held.items() for key in keys & arrays.keys()
+    }
     if len(found) != 1:
         shown = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in found.items())
         raise PlanError(f"tensor {name!r} has several dtypes: {shown}; pass one")
     dtype = next(iter(found))
     if p.divisor(name) > 1 and dtype.kind in "biu":
-        raise PlanError(f"tensor {name!r} is averaged, and its arrays are {dtype}; pass floating or complex ones")
+        raise PlanError(
+            f"tensor {name!r} is averaged, and its arrays are {dtype}; pass floating or complex ones"
+        )
     return dtype
 
 

@@ -49,7 +49,9 @@ def _check_integers(table: Overlay | Template | Lines) -> None:
     """Tables are of 64-bit integers: no float decides anything, and no sum is cut off."""
     for field in fields(table):
         column = getattr(table, field.name)
-        whole = not isinstance(column, np.ndarray) or column.dtype == (bool if field.name == "near" else np.int64)
+        whole = not isinstance(column, np.ndarray) or column.dtype == (
+            bool if field.name == "near" else np.int64
+        )
         require(whole, f"{type(table).__name__}.{field.name} is not of 64-bit integers")
 
 
@@ -62,10 +64,16 @@ def check_template(t: Template, known: set[int]) -> None:
     what = f"{t.src} to {t.dst}"
     dims = [(partition(a), partition(b)) for a, b in zip(t.src.dims, t.dst.dims, strict=True)]
     expected = [*hidden_pairs(t.src, t.reduction), *dims]
-    require(len(t.overlays) == len(expected), f"{what} has {len(t.overlays)} dimensions, not {len(expected)}")
+    require(
+        len(t.overlays) == len(expected),
+        f"{what} has {len(t.overlays)} dimensions, not {len(expected)}",
+    )
     for d, (over, (source, target)) in enumerate(zip(t.overlays, expected, strict=True)):
         where = f"{what}: dimension {d - t.hidden}"
-        require(_same(over.source, source) and _same(over.target, target), f"{where} is divided in another way")
+        require(
+            _same(over.source, source) and _same(over.target, target),
+            f"{where} is divided in another way",
+        )
         if id(over) not in known:
             known.add(id(over))
             _check_pairs(over, where)
@@ -84,11 +92,19 @@ def _check_pairs(over: Overlay, what: str) -> None:
     fits = {x.shape for x in (over.pair_key, over.pair_goal, over.pair_size)} == {(pairs,)}
     fits &= {x.shape for x in (over.start, over.size, over.src[:, 0], over.dst[:, 0])} == {(rows,)}
     fits &= over.first.shape == (pairs + 1,) and (over.first[0], over.first[-1]) == (0, rows)
-    require(fits and (np.diff(over.first) > 0).all() and (over.size > 0).all(), f"{what} has empty pairs or rows")
+    require(
+        fits and (np.diff(over.first) > 0).all() and (over.size > 0).all(),
+        f"{what} has empty pairs or rows",
+    )
     sizes = np.add.reduceat(over.size, over.first[:-1]) if pairs else over.pair_size
-    require(np.array_equal(sizes, over.pair_size), f"{what} has pairs of other sizes than their rows")
+    require(
+        np.array_equal(sizes, over.pair_size), f"{what} has pairs of other sizes than their rows"
+    )
     for sets, number in ((over.keys, over.pair_key), (over.goals, over.pair_goal)):
-        require(((number >= 0) & (number < len(sets))).all(), f"{what} has pairs of unknown keys or goals")
+        require(
+            ((number >= 0) & (number < len(sets))).all(),
+            f"{what} has pairs of unknown keys or goals",
+        )
 
 
 def _check_rows(over: Overlay, what: str) -> None:
@@ -99,7 +115,9 @@ def _check_rows(over: Overlay, what: str) -> None:
         (over.goals, over.pair_goal, over.target, over.dst),
     ):
         for row in np.flatnonzero(_misplaced(sets, number[pair], held, at, over)).tolist():
-            raise PlanError(f"{what}: position {over.start[row]} is not where row {row} says; make the plan anew")
+            raise PlanError(
+                f"{what}: position {over.start[row]} is not where row {row} says; make the plan anew"
+            )
     order = np.argsort(over.start)
     ends = (over.start + over.size)[order]
     require((ends[:-1] <= over.start[order][1:]).all(), f"{what} has rows with positions in common")
@@ -135,7 +153,9 @@ def _inside(segments: Ints, part: Ints, local: Ints, start: Ints, size: Ints) ->
 def _check_units(t: Template, what: str) -> None:
     """Units are distinct products of pairs."""
     size, code = np.ones(len(t.unit_size), np.int64), np.zeros(len(t.unit_size), np.int64)
-    require(t.unit_pairs.shape == (len(size), len(t.overlays)), f"{what} has units of other dimensions")
+    require(
+        t.unit_pairs.shape == (len(size), len(t.overlays)), f"{what} has units of other dimensions"
+    )
     for at, over in zip(t.unit_pairs.T, t.overlays, strict=True):
         require(((at >= 0) & (at < len(over.pair_size))).all(), f"{what} has units of unknown rows")
         size, code = size * over.pair_size[at], code * len(over.pair_size) + at
@@ -157,7 +177,12 @@ def check_lines(on: Lines, batches: Sequence[Batch]) -> None:
     _require_rows(on, batches, at == on.at, "does not follow the one before it")
     _require_blocks(on, batches, nbytes == on.nbytes, "is not of the bytes of its rows")
     of_block = np.repeat(on.addend, np.diff(on.row_first))
-    _require_rows(on, batches, of_block == _of_units(on, list(map(_addends, batches))), "is not of its block's addend")
+    _require_rows(
+        on,
+        batches,
+        of_block == _of_units(on, list(map(_addends, batches))),
+        "is not of its block's addend",
+    )
     _require_blocks(on, batches, _asking(on) == on.count, "counts other receivers")
     start, length = _laid(nbytes * on.count, on.first)
     _require_blocks(on, batches, start == on.start, "does not follow the one before it")
@@ -175,7 +200,10 @@ def _require_rows(on: Lines, batches: Sequence[Batch], holds: Bools, what: str) 
 def _require_blocks(on: Lines, batches: Sequence[Batch], holds: Bools, what: str) -> None:
     for block in np.flatnonzero(~holds).tolist():
         name = batches[int(on.batch[on.row_first[block]])].names[0]
-        require(False, f"tensor {name!r}: block {block}, for ranks {on.sets[on.receivers[block]][:8]}, {what}")
+        require(
+            False,
+            f"tensor {name!r}: block {block}, for ranks {on.sets[on.receivers[block]][:8]}, {what}",
+        )
 
 
 def _require_lines(on: Lines, holds: Bools, what: str) -> None:
@@ -194,14 +222,24 @@ def _check_tables(on: Lines) -> None:
         (on.holders, on.cut_first, (on.cuts,)),
     ):
         fits = first.shape == (len(owners) + 1,) and first[0] == 0 and (np.diff(first) > 0).all()
-        require(fits and {x.shape for x in owned} == {(first[-1],)}, "tables of lines are not of one length")
+        require(
+            fits and {x.shape for x in owned} == {(first[-1],)},
+            "tables of lines are not of one length",
+        )
 
 
 def _check_numbers(on: Lines, batches: Sequence[Batch]) -> None:
     """Sets are of ascending ranks, and every number is one of something."""
     for ranks in on.sets:
-        require(ranks and all(map(operator.lt, ranks, ranks[1:])), f"ranks {ranks[:8]} are not ascending")
-    for column, most in ((on.holders, len(on.sets)), (on.receivers, len(on.sets)), (on.batch, len(batches))):
+        require(
+            ranks and all(map(operator.lt, ranks, ranks[1:])),
+            f"ranks {ranks[:8]} are not ascending",
+        )
+    for column, most in (
+        (on.holders, len(on.sets)),
+        (on.receivers, len(on.sets)),
+        (on.batch, len(batches)),
+    ):
         require(((column >= 0) & (column < most)).all(), "lines are of unknown ranks or tensors")
     units = np.array([len(batch.template.unit_size) for batch in batches], np.int64)[on.batch]
     _require_rows(on, batches, (on.unit >= 0) & (on.unit < units), "is of an unknown unit")
@@ -263,7 +301,9 @@ def _check_cuts(on: Lines, length: Ints) -> None:
 def _stripes(on: Lines, batches: Sequence[Batch]) -> Iterable[tuple[int, int]]:
     """(row, byte of the unit) of all rows that begin inside their units; where others end, these begin."""
     some = np.flatnonzero(on.lo).tolist()
-    return [(row, int(on.lo[row]) * batches[int(on.batch[row])].template.src.itemsize) for row in some]
+    return [
+        (row, int(on.lo[row]) * batches[int(on.batch[row])].template.src.itemsize) for row in some
+    ]
 
 
 def _inner_cuts(on: Lines, length: Ints) -> Iterable[tuple[int, int]]:
@@ -280,7 +320,9 @@ def _inner_cuts(on: Lines, length: Ints) -> Iterable[tuple[int, int]]:
 def _found(start: Ints, first: Ints, length: Ints, owner: Ints, at: Ints) -> tuple[Ints, Ints]:
     """Which of the things laid on owners of these lengths has byte `at` of its owner, and which byte of it that is."""
     begin = np.append(0, np.cumsum(length))[:-1]
-    found = np.searchsorted(np.repeat(begin, np.diff(first)) + start, begin[owner] + at, "right") - 1
+    found = (
+        np.searchsorted(np.repeat(begin, np.diff(first)) + start, begin[owner] + at, "right") - 1
+    )
     return found, at - start[found]
 
 
@@ -311,6 +353,12 @@ def misfit_of_bands(legs: Legs) -> str:
     if not fits or bands.first[0] != 0 or (np.diff(bands.first) <= 0).any():
         return "tables of bands are not of one length"
     classes = np.repeat(bands.classes, np.diff(bands.first))
-    among = (bands.begin >= 0) & (bands.begin < classes) & (bands.count > 0) & (bands.count <= classes)
+    among = (
+        (bands.begin >= 0) & (bands.begin < classes) & (bands.count > 0) & (bands.count <= classes)
+    )
     inside = (bands.place >= 0) & (bands.place < bands.span)
-    return "" if (among & inside).all() else "bands are of unknown classes of nodes, or have entries outside them"
+    return (
+        ""
+        if (among & inside).all()
+        else "bands are of unknown classes of nodes, or have entries outside them"
+    )

@@ -68,7 +68,9 @@ def _check_in_part(p: Plan) -> None:
     if p.in_part != short:
         odd = sorted({*p.in_part} ^ {*short}) or list(p.in_part)
         says = "in part" if odd[0] in p.in_part else "whole"
-        raise PlanError(f"tensor {odd[0]!r} is not held {says} at the destination of {p!r}; make the plan anew")
+        raise PlanError(
+            f"tensor {odd[0]!r} is not held {says} at the destination of {p!r}; make the plan anew"
+        )
 
 
 def _prove(p: Plan | Program, promised: Plan) -> None:
@@ -82,7 +84,9 @@ def _prove(p: Plan | Program, promised: Plan) -> None:
     from shardmath.proofs.plan_proof import prove
 
     if p.forward is not None and p.flip != flip_of(p.forward):
-        raise PlanError(f"{p!r} does not list the transfers of {p.forward!r} with their ends swapped")
+        raise PlanError(
+            f"{p!r} does not list the transfers of {p.forward!r} with their ends swapped"
+        )
     prove(p.forward or p)
 
 
@@ -103,7 +107,9 @@ def _check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
         ahead = t if flip is None else swapped(t)
         tensor = tensors[t.tensor]
         target, op = _check(tensor, ahead)
-        _check_entry(t, (op, target.addend) if flip is None else flip.entry(ahead.dst_tensor, ahead.dst_rank))
+        _check_entry(
+            t, (op, target.addend) if flip is None else flip.entry(ahead.dst_tensor, ahead.dst_rank)
+        )
         tensor.choose(target, ahead)
         boxes.setdefault(target, []).append(from_slices(ahead.dst_slices))
     for tensor in tensors.values():
@@ -116,12 +122,16 @@ def _check_type(t: object) -> Transfer:
         named = all(isinstance(name, str) for name in (t.tensor, t.op, t.src_tensor, t.dst_tensor))
         if named and all(map(_is_box, (t.src_slices, t.dst_slices, t.global_slices))):
             return t
-    raise PlanError(f"{t!r} is not a Transfer whose slices have integer starts and stops; give shardmath.Transfer")
+    raise PlanError(
+        f"{t!r} is not a Transfer whose slices have integer starts and stops; give shardmath.Transfer"
+    )
 
 
 def _is_box(slices: object) -> bool:
     return isinstance(slices, tuple) and all(
-        isinstance(s, slice) and isinstance(s.start, SupportsIndex) and isinstance(s.stop, SupportsIndex)
+        isinstance(s, slice)
+        and isinstance(s.start, SupportsIndex)
+        and isinstance(s.stop, SupportsIndex)
         for s in slices
     )
 
@@ -138,7 +148,9 @@ def _plain(given: object) -> Transfer:
         _spans(t.src_slices),
         text(t.dst_tensor, "the dst_tensor of a transfer", PlanError),
         _spans(t.dst_slices),
-        tuple(whole(n, "a size of a transfer", PlanError) for n in listed(t.shape, "sizes", PlanError)),
+        tuple(
+            whole(n, "a size of a transfer", PlanError) for n in listed(t.shape, "sizes", PlanError)
+        ),
         whole(t.nbytes, "the bytes of a transfer", PlanError),
         _spans(t.global_slices),
         whole(t.addend, "the addend of a transfer", PlanError),
@@ -164,7 +176,9 @@ def _check_rules(p: Plan) -> None:
         if p.forward is not None:
             expected = replace(expected, fill=identity_of("sum", windows[0].dtype))
         if p.rules[name] is not expected and repr(p.rules[name]) != repr(expected):
-            raise PlanError(f"tensor {name!r} is reduced by {p.rules[name]}; its layouts ask for {expected}")
+            raise PlanError(
+                f"tensor {name!r} is reduced by {p.rules[name]}; its layouts ask for {expected}"
+            )
 
 
 def _check_entry(t: Transfer, expected: tuple[str, int]) -> None:
@@ -193,11 +207,20 @@ class _Tensor:
     def __init__(self, p: Plan, name: str) -> None:
         self.name, self.src, self.dst = name, p.src[name], p.dst[name]
         self.itemsize = self.src[0].itemsize
-        self.windows = [{local_name(name, i, len(side)): i for i in range(len(side))} for side in (self.src, self.dst)]
-        self.rules = {(i, j): reduction(a, b) for i, a in enumerate(self.src) for j, b in enumerate(self.dst)}
+        self.windows = [
+            {local_name(name, i, len(side)): i for i in range(len(side))}
+            for side in (self.src, self.dst)
+        ]
+        self.rules = {
+            (i, j): reduction(a, b) for i, a in enumerate(self.src) for j, b in enumerate(self.dst)
+        }
         chosen = [self.rules[0, j].chosen for j in range(len(self.dst))]
-        self.groups = [_at(x.mesh, _others(x.mesh, axes)) for x, axes in zip(self.dst, chosen, strict=True)]
-        self.chosen = [_at(x.mesh, axes) if axes else {} for x, axes in zip(self.dst, chosen, strict=True)]
+        self.groups = [
+            _at(x.mesh, _others(x.mesh, axes)) for x, axes in zip(self.dst, chosen, strict=True)
+        ]
+        self.chosen = [
+            _at(x.mesh, axes) if axes else {} for x, axes in zip(self.dst, chosen, strict=True)
+        ]
         self.through = [_at(x.mesh, _through(self.rules[0, j])) for j, x in enumerate(self.dst)]
         self.choices: dict[tuple[int, int, int], dict[tuple[Box, int], None]] = {}
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
@@ -259,11 +282,15 @@ def _check_sizes(tensor: _Tensor, t: Transfer) -> None:
         )
 
 
-def _end(tensor: _Tensor, side: int, local: str, rank: int, slices: tuple[slice, ...], t: Transfer) -> int:
+def _end(
+    tensor: _Tensor, side: int, local: str, rank: int, slices: tuple[slice, ...], t: Transfer
+) -> int:
     """The window of one end, which must hold the global slices at the local ones."""
     word = ("source", "destination")[side]
     if local not in tensor.windows[side]:
-        raise PlanError(f"{t}: no {word} tensor {local!r}; they are {', '.join(map(repr, tensor.windows[side]))}")
+        raise PlanError(
+            f"{t}: no {word} tensor {local!r}; they are {', '.join(map(repr, tensor.windows[side]))}"
+        )
     window = tensor.windows[side][local]
     layout = (tensor.src, tensor.dst)[side][window]
     if rank not in layout.mesh:
@@ -282,7 +309,8 @@ def _end(tensor: _Tensor, side: int, local: str, rank: int, slices: tuple[slice,
 def _holds(runs: Runs, here: slice, there: slice) -> bool:
     """Whether the local positions `here` are the global ones `there`; within one segment, as runs are canonical."""
     return any(
-        lo <= here.start and here.stop <= lo + n and g + here.start - lo == there.start for lo, g, n in runs.segments
+        lo <= here.start and here.stop <= lo + n and g + here.start - lo == there.start
+        for lo, g, n in runs.segments
     )
 
 
@@ -292,7 +320,9 @@ def _addend(src: Layout, dst: Layout, rule: Reduction, t: Transfer) -> int:
     for a, b in rule.matched:
         ours, theirs = _flat(src.mesh, here, a), _flat(dst.mesh, there, b)
         if ours != theirs:
-            what = f"{t}: addend {ours} of {'*'.join(a)} arrives as addend {theirs} of {'*'.join(b)}"
+            what = (
+                f"{t}: addend {ours} of {'*'.join(a)} arrives as addend {theirs} of {'*'.join(b)}"
+            )
             raise PlanError(f"{what}; addends pass through along these axes")
     return _flat(src.mesh, here, rule.folded)
 
@@ -308,10 +338,18 @@ def _flat(mesh: Mesh, coords: Mapping[str, int], axes: Iterable[str]) -> int:
 def _check_complete(tensor: _Tensor, boxes: _Boxes) -> None:
     """Prove that each replica receives each addend of each element once, and that all choose the same receivers."""
     for j, layout in enumerate(tensor.dst):
-        for group, rank in {tensor.groups[j][rank]: rank for rank in reversed(layout.mesh.ranks)}.items():
+        for group, rank in {
+            tensor.groups[j][rank]: rank for rank in reversed(layout.mesh.ranks)
+        }.items():
             runs = tensor.runs(1, j, rank)
             for addend in range(tensor.rules[0, j].addends):
-                _check_partition(tensor, rank, runs, addend, boxes.get(_Target(tensor.name, j, group, addend), []))
+                _check_partition(
+                    tensor,
+                    rank,
+                    runs,
+                    addend,
+                    boxes.get(_Target(tensor.name, j, group, addend), []),
+                )
     for choice in tensor.choices.values():
         _check_replicas(tensor, [box for box, _ in choice], [chosen for _, chosen in choice])
 
@@ -323,24 +361,40 @@ def _check_replicas(tensor: _Tensor, boxes: list[Box], chosen: list[int]) -> Non
         a, b = (boxes[i] for i in pair)
         at = tuple(max(x[0], y[0]) for x, y in zip(a, b, strict=True))
         what = f"tensor {tensor.name!r}: element {at} goes to addend {chosen[pair[0]]} of some replicas"
-        raise PlanError(f"{what} and to addend {chosen[pair[1]]} of others; replicas have to stay equal")
+        raise PlanError(
+            f"{what} and to addend {chosen[pair[1]]} of others; replicas have to stay equal"
+        )
 
 
-def _check_partition(tensor: _Tensor, rank: int, runs: tuple[Runs, ...], addend: int, boxes: list[Box]) -> None:
-    what = f"tensor {tensor.name!r}: rank {rank}" + (f", addend {addend}" if tensor.rules[0, 0].addends > 1 else "")
+def _check_partition(
+    tensor: _Tensor, rank: int, runs: tuple[Runs, ...], addend: int, boxes: list[Box]
+) -> None:
+    what = f"tensor {tensor.name!r}: rank {rank}" + (
+        f", addend {addend}" if tensor.rules[0, 0].addends > 1 else ""
+    )
     held = [[(lo, lo + n) for lo, _, n in r.segments] for r in runs]
     if len(boxes) > MANY and tiles(held, boxes):
         return
     pair = first_overlap(boxes)
     if pair is not None:
-        at = _element(runs, tuple(max(a[0], b[0]) for a, b in zip(boxes[pair[0]], boxes[pair[1]], strict=True)))
+        at = _element(
+            runs,
+            tuple(max(a[0], b[0]) for a, b in zip(boxes[pair[0]], boxes[pair[1]], strict=True)),
+        )
         raise PlanError(f"{what} receives element {at} twice; it is to be received exactly once")
-    if sum(math.prod(hi - lo for lo, hi in box) for box in boxes) != math.prod(r.size for r in runs):
+    if sum(math.prod(hi - lo for lo, hi in box) for box in boxes) != math.prod(
+        r.size for r in runs
+    ):
         gap = first_gap(held, boxes)
-        raise PlanError(f"{what} never receives element {_element(runs, gap or ())}; it is to be received exactly once")
+        raise PlanError(
+            f"{what} never receives element {_element(runs, gap or ())}; it is to be received exactly once"
+        )
 
 
 def _element(runs: tuple[Runs, ...], local: tuple[int, ...]) -> tuple[int, ...]:
     """The global element at a local position."""
-    spans = ((at, next(s for s in r.segments if s[0] <= at < s[0] + s[2])) for r, at in zip(runs, local, strict=True))
+    spans = (
+        (at, next(s for s in r.segments if s[0] <= at < s[0] + s[2]))
+        for r, at in zip(runs, local, strict=True)
+    )
     return tuple(g + at - lo for at, (lo, g, _) in spans)

@@ -26,7 +26,9 @@ In reading order:
 try:
     import hypothesis  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("shardmath.testing needs hypothesis; pip install 'shardmath[testing]'") from error
+    raise ModuleNotFoundError(
+        "shardmath.testing needs hypothesis; pip install 'shardmath[testing]'"
+    ) from error
 
 from shardmath.testing.buffers import RULE_LAWS, RuleCase, check_rule, params, rule_cases
 from shardmath.testing.laws import LAWS, PLACEMENT_LAWS, Law, check_placement

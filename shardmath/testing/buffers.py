@@ -70,7 +70,9 @@ def params(
     return [
         Param(
             f"w{i}",
-            tuple(draw(st.lists(sizes, min_size=ndim, max_size=draw(st.sampled_from([1, 2, 2, 3]))))),
+            tuple(
+                draw(st.lists(sizes, min_size=ndim, max_size=draw(st.sampled_from([1, 2, 2, 3]))))
+            ),
             draw(dtype),
             draw(st.sampled_from([None, None, "float32"])),
             quantised=draw(_formats),
@@ -113,15 +115,29 @@ def rule_cases(
     draw: Draw, *, shards: st.SearchStrategy[int] | None = None, most: int = 7, longest: int = 100
 ) -> RuleCase:
     """A rule of shardmath.buffers, sharded by the number drawn if `shards` are given, and what it takes."""
-    rule = draw(st.sampled_from([*START] if shards is None else [rule for rule in START if rule is not data_parallel]))
+    rule = draw(
+        st.sampled_from(
+            [*START] if shards is None else [rule for rule in START if rule is not data_parallel]
+        )
+    )
     flat = rule is flat_parameter
-    listed = draw(params(most=most, longest=longest, empty=rule is not megatron_fsdp, scalars=not flat, alike=flat))
+    listed = draw(
+        params(
+            most=most,
+            longest=longest,
+            empty=rule is not megatron_fsdp,
+            scalars=not flat,
+            alike=flat,
+        )
+    )
     if rule is data_parallel:
         return RuleCase(rule, tuple(listed), options={"bucket_size": draw(_bucket_sizes)})
     count = draw(st.integers(1, 8) if shards is None else shards)
     options = {name: draw(values) for name, values in OPTIONS[rule].items()}
     start = 1 if options.get("use_orig_params") is False else START[rule]
-    return RuleCase(rule, tuple(listed), count, start, {"data_parallel_world_size": count, **options})
+    return RuleCase(
+        rule, tuple(listed), count, start, {"data_parallel_world_size": count, **options}
+    )
 
 
 _bucket_sizes = st.sampled_from([None, 1, 100, 1000, 5000])
@@ -144,7 +160,10 @@ OPTIONS: Mapping[Rule, Mapping[str, st.SearchStrategy[object]]] = {
     layer_wise: {"bucket_size": _bucket_sizes},
     flat_parameter: {"use_orig_params": st.booleans()},
     zero: {"round_robin": st.booleans()},
-    megatron_fsdp: {"bucket_size": _bucket_sizes, "chunk_size_factor": st.sampled_from([None, 1, 8, 24])},
+    megatron_fsdp: {
+        "bucket_size": _bucket_sizes,
+        "chunk_size_factor": st.sampled_from([None, 1, 8, 24]),
+    },
 }
 
 
@@ -163,18 +182,28 @@ def every_parameter_once(case: RuleCase) -> None:
     names = sorted(name for name, _ in layout.placed)
     asked = sorted(param.name for param in case.params)
     _require(names == asked, case, f"the buffer has {names}")
-    _require(list(layout.param_index_map.items()) == list(layout.placed), case, "param_index_map is not `placed`")
+    _require(
+        list(layout.param_index_map.items()) == list(layout.placed),
+        case,
+        "param_index_map is not `placed`",
+    )
     shapes = dict(zip(layout.param_index_map, layout.shapes, strict=False))
     for param in case.params:
         start, end, _ = layout.param_index_map[param.name]
-        _require(end - start == param.numel, case, f"{param.name!r} lies at [{start}, {end}), it has {param.numel}")
+        _require(
+            end - start == param.numel,
+            case,
+            f"{param.name!r} lies at [{start}, {end}), it has {param.numel}",
+        )
         has = shapes.get(param.name, param.shape)
         _require(has == param.shape, case, f"{param.name!r} has shape {has} in the layout")
 
 
 def apart(case: RuleCase) -> None:
     """No element of the buffer is two parameters'."""
-    own = sorted((start, end, name) for name, (start, end, _) in case.layout().placed if start < end)
+    own = sorted(
+        (start, end, name) for name, (start, end, _) in case.layout().placed if start < end
+    )
     for (_, end, name), (start, _, other) in itertools.pairwise(own):
         _require(end <= start, case, f"{name!r} ends at {end}, {other!r} starts at {start}")
 
@@ -186,14 +215,22 @@ def inside_one_bucket(case: RuleCase) -> None:
         known = 0 <= number < len(layout.bucket_indices)
         _require(known, case, f"{name!r} is in bucket {number} of {len(layout.bucket_indices)}")
         first, stop = layout.bucket_indices[number]
-        _require(first <= start and end <= stop, case, f"{name!r} is at [{start}, {end}) of bucket [{first}, {stop})")
+        _require(
+            first <= start and end <= stop,
+            case,
+            f"{name!r} is at [{start}, {end}) of bucket [{first}, {stop})",
+        )
 
 
 def buckets_follow_one_another(case: RuleCase) -> None:
     """The first bucket starts at 0, and every other one where the one before ends."""
     before = 0
     for number, (start, end) in enumerate(case.layout().bucket_indices):
-        _require(start == before <= end, case, f"bucket {number} is [{start}, {end}), the one before ends at {before}")
+        _require(
+            start == before <= end,
+            case,
+            f"bucket {number} is [{start}, {end}), the one before ends at {before}",
+        )
         before = end
 
 
@@ -201,7 +238,9 @@ def evenly_divided(case: RuleCase) -> None:
     """Every bucket gives all shards as many elements."""
     for number, (start, end) in enumerate(case.layout().bucket_indices):
         even = case.shards is None or (end - start) % case.shards == 0
-        _require(even, case, f"bucket {number} is [{start}, {end}), not divided by {case.shards} shards")
+        _require(
+            even, case, f"bucket {number} is [{start}, {end}), not divided by {case.shards} shards"
+        )
 
 
 def uncut_where_said(case: RuleCase) -> None:
@@ -215,13 +254,21 @@ def uncut_where_said(case: RuleCase) -> None:
         first, stop = layout.bucket_indices[number]
         size = (stop - first) // count
         within = start == end or (start - first) // size == (end - 1 - first) // size
-        _require(within, case, f"{name!r} at [{start}, {end}) crosses a border, shards of its bucket have {size}")
+        _require(
+            within,
+            case,
+            f"{name!r} at [{start}, {end}) crosses a border, shards of its bucket have {size}",
+        )
 
 
 def starts_aligned(case: RuleCase) -> None:
     """Every parameter starts at a multiple of `start`."""
     for name, (start, _, _) in case.layout().placed:
-        _require(start % case.start == 0, case, f"{name!r} starts at {start}, no multiple of {case.start}")
+        _require(
+            start % case.start == 0,
+            case,
+            f"{name!r} starts at {start}, no multiple of {case.start}",
+        )
 
 
 def padding_accounted(case: RuleCase) -> None:
@@ -229,21 +276,35 @@ def padding_accounted(case: RuleCase) -> None:
     layout = case.layout()
     held = sum(param.numel for param in case.params)
     counted = layout.padding >= 0 and layout.numel == held + layout.padding
-    _require(counted, case, f"{layout.numel} elements, {held} of parameters and {layout.padding} of padding")
+    _require(
+        counted,
+        case,
+        f"{layout.numel} elements, {held} of parameters and {layout.padding} of padding",
+    )
     sizes = [end - start for start, end in layout.bucket_indices]
     filled = [0] * len(sizes)
     for start, end, number in layout.param_index_map.values():
         filled[number] += end - start
     unpadded = layout.per_bucket_numel_unpadded
-    _require(len(unpadded) == len(sizes), case, f"{len(unpadded)} unpadded sizes of {len(sizes)} buckets")
+    _require(
+        len(unpadded) == len(sizes), case, f"{len(unpadded)} unpadded sizes of {len(sizes)} buckets"
+    )
     for number, (own, said, size) in enumerate(zip(filled, unpadded, sizes, strict=True)):
-        _require(own <= said <= size, case, f"bucket {number} has {own} of {size} elements filled, {said} unpadded")
+        _require(
+            own <= said <= size,
+            case,
+            f"bucket {number} has {own} of {size} elements filled, {said} unpadded",
+        )
 
 
 def numbered_or_not(case: RuleCase) -> None:
     """There is one of `param_indices` for each parameter, or none at all."""
     count = len(case.layout().param_indices)
-    _require(count in (0, len(case.params)), case, f"{count} param_indices of {len(case.params)} parameters")
+    _require(
+        count in (0, len(case.params)),
+        case,
+        f"{count} param_indices of {len(case.params)} parameters",
+    )
 
 
 def deterministic(case: RuleCase) -> None:
@@ -262,10 +323,16 @@ def names_mean_nothing(case: RuleCase) -> None:
     """Renaming parameters renames them in the layout and changes nothing else."""
     names = {param.name: f"other {len(case.params) - i:09}" for i, param in enumerate(case.params)}
     layout = case.layout()
-    other = replace(case, params=tuple(replace(param, name=names[param.name]) for param in case.params)).layout()
+    other = replace(
+        case, params=tuple(replace(param, name=names[param.name]) for param in case.params)
+    ).layout()
     expected = tuple((names[name], at) for name, at in layout.placed)
     _require(other.placed == expected, case, "parameters of other names lie elsewhere")
-    _require(_without_names(other) == _without_names(layout), case, "other names change buckets or counts")
+    _require(
+        _without_names(other) == _without_names(layout),
+        case,
+        "other names change buckets or counts",
+    )
 
 
 def _without_names(layout: PerBufferParamLayout) -> tuple[object, ...]:
@@ -290,7 +357,12 @@ RULE_LAWS = (
 
 
 def check_rule(
-    rule: Rule, params: Iterable[Param], *, shards: int | None = None, start: int = 1, **options: object
+    rule: Rule,
+    params: Iterable[Param],
+    *,
+    shards: int | None = None,
+    start: int = 1,
+    **options: object,
 ) -> None:
     """Check a rule of your own against its laws, for these parameters in forward order and options.
 

@@ -42,7 +42,9 @@ def _require(holds: bool, placement: Placement, n: int, count: int, what: str) -
 
 def _positions(placement: Placement, n: int, count: int) -> Ints:
     """The positions of all parts, ascending, holes left out."""
-    held = np.concatenate([np.zeros(0, np.int64), *(part.indices() for part in placement.split(n, count))])
+    held = np.concatenate(
+        [np.zeros(0, np.int64), *(part.indices() for part in placement.split(n, count))]
+    )
     return np.sort(held[held >= 0])
 
 
@@ -76,18 +78,32 @@ def hashable(placement: Placement, n: int, count: int) -> None:
         again = pickle.loads(pickle.dumps(placement))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         again = None
-        _require(False, placement, n, count, f"it cannot be pickled: {error}; define its class in a module")
+        _require(
+            False,
+            placement,
+            n,
+            count,
+            f"it cannot be pickled: {error}; define its class in a module",
+        )
     same = again == placement and hash(again) == hash(placement)
     _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
     alike = again.split(n, count) == placement.split(n, count)
-    _require(alike, placement, n, count, "it splits differently every time; split by n and parts alone")
+    _require(
+        alike, placement, n, count, "it splits differently every time; split by n and parts alone"
+    )
 
 
 def composes(placement: Placement, n: int, count: int) -> None:
     """A layout gives coordinate r exactly part r."""
     layout = Layout((n,), Mesh(a=count), {"a": _at_zero(placement)})
     held = tuple(layout.runs(r)[0] for r in range(count))
-    _require(held == placement.split(n, count), placement, n, count, "a layout of it holds other positions")
+    _require(
+        held == placement.split(n, count),
+        placement,
+        n,
+        count,
+        "a layout of it holds other positions",
+    )
 
 
 def _at_zero(placement: Placement) -> Placement:
@@ -144,7 +160,9 @@ def invert_undoes(r: Runs) -> None:
     n = r.extent + 1
     back = invert(r, n)
     assert invert(back, len(r)) == r
-    assert compose(r, back).indices().tolist() == [i if g >= 0 else -1 for i, g in enumerate(r.indices().tolist())]
+    assert compose(r, back).indices().tolist() == [
+        i if g >= 0 else -1 for i, g in enumerate(r.indices().tolist())
+    ]
 
 
 def runs_are_canonical(r: Runs) -> None:
@@ -169,7 +187,10 @@ def fast_is_definition(layout: Layout) -> None:
 
 def parse_print(layout: Layout) -> None:
     """Reading the printed text gives the same layout, and so do pickle and repr."""
-    assert Layout(layout.shape, layout.mesh, layout.text, dtype=layout.dtype, rules=layout.rules) is layout
+    assert (
+        Layout(layout.shape, layout.mesh, layout.text, dtype=layout.dtype, rules=layout.rules)
+        is layout
+    )
     assert pickle.loads(pickle.dumps(layout)) is layout
     names = {k.__name__: k for k in (Layout, Mesh, Runs, Table)}
     assert eval(repr(layout), names) is layout
@@ -245,7 +266,11 @@ def ends_agree(src: Layout, dst: Layout) -> None:
     p = plan(src, dst)
     for a, b in itertools.product(p.src_ranks, p.dst_ranks):
         ours = [t for t in p.transfers(src=a) if t.dst_rank == b]
-        assert ours == [t for t in p.transfers(dst=b) if t.src_rank == a] == list(p.transfers(src=a, dst=b))
+        assert (
+            ours
+            == [t for t in p.transfers(dst=b) if t.src_rank == a]
+            == list(p.transfers(src=a, dst=b))
+        )
     assert not list(p.transfers(src=10**6)) and not list(p.transfers(dst=10**6))
 
 
@@ -257,7 +282,13 @@ def identity_moves_nothing(layout: Layout) -> None:
 def spelling_is_not_meaning(src: Layout, dst: Layout) -> None:
     """Equivalent layouts give the same digest and the same transfers."""
     other = [
-        Layout(x.shape, x.mesh.transpose(tuple(x.mesh.shape)[::-1]), x.text, dtype=x.dtype, rules=x.rules)
+        Layout(
+            x.shape,
+            x.mesh.transpose(tuple(x.mesh.shape)[::-1]),
+            x.text,
+            dtype=x.dtype,
+            rules=x.rules,
+        )
         if len(x.partial) < 2
         else x
         for x in (src, dst)
@@ -288,7 +319,9 @@ def relabelling_commutes(src: Layout, dst: Layout) -> None:
     p, q = plan(src, dst), plan(relabelled(src, names), relabelled(dst, names))
     if not reduction(src, dst).chosen:
         assert {names[r]: n for r, n in p.received_bytes().items()} == q.received_bytes()
-    assert sum(p.sent_bytes().values()) == sum(q.sent_bytes().values()) or reduction(src, dst).chosen
+    assert (
+        sum(p.sent_bytes().values()) == sum(q.sent_bytes().values()) or reduction(src, dst).chosen
+    )
 
 
 def bytes_are_needed(src: Layout, dst: Layout) -> None:
@@ -309,7 +342,9 @@ def transposing_commutes(src: Layout, dst: Layout) -> None:
     order = tuple(range(src.ndim))[::-1]
     shards = distribute(src, addends(src))
     out = run(plan(src, dst), shards)
-    turned = run(plan(transposed(src, order), transposed(dst, order)), {r: x.T for r, x in shards.items()})
+    turned = run(
+        plan(transposed(src, order), transposed(dst, order)), {r: x.T for r, x in shards.items()}
+    )
     assert all((out[r] == turned[r].T).all() for r in dst.mesh.ranks)
 
 
@@ -338,7 +373,10 @@ def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
 def windows_are_their_union(data: st.DataObject, src: Layout, dst: Layout) -> None:
     """A tensor held as windows moves as the tensor does, from windows, to windows and between them."""
     values = addends(src)
-    sides: list[tuple[Side, Side]] = [(data.draw(tilings(src)), dst), (src, data.draw(tilings(dst)))]
+    sides: list[tuple[Side, Side]] = [
+        (data.draw(tilings(src)), dst),
+        (src, data.draw(tilings(dst))),
+    ]
     for a, b in sides:
         p = plan({"w": cast(Any, a)}, {"w": cast(Any, b)})
         verify(p)
@@ -384,7 +422,9 @@ def trees_are_their_tensors(tree: tuple[dict[str, Layout], dict[str, Layout]]) -
     p = plan(src, dst)
     verify(p)
     held = {name: distribute(layout, addends(layout)) for name, layout in src.items()}
-    shards = {rank: {name: x[rank] for name, x in held.items() if rank in x} for rank in p.src_ranks}
+    shards = {
+        rank: {name: x[rank] for name, x in held.items() if rank in x} for rank in p.src_ranks
+    }
     out = cast(dict[int, dict[str, Array]], simulate(p, shards))
     for name in src:
         alone = value(dst[name], run(plan(src[name], dst[name]), held[name]))

@@ -91,11 +91,18 @@ def runs(draw: Draw, most: int = 12) -> Runs:
 @st.composite
 def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
     """Up to three axes over ranks in any order, from `first` on (drawn if not given)."""
-    sizes = draw(st.lists(st.sampled_from([1, 2, 2, 3, 4]), max_size=3).filter(lambda s: math.prod(s) <= most))
+    sizes = draw(
+        st.lists(st.sampled_from([1, 2, 2, 3, 4]), max_size=3).filter(
+            lambda s: math.prod(s) <= most
+        )
+    )
     total = math.prod(sizes)
     start = draw(st.sampled_from([0, 0, 3, 40])) if first is None else first
     ranks = list(range(start, start + total))
-    return Mesh(dict(zip("abc", sizes, strict=False)), ranks=draw(st.one_of(st.just(ranks), st.permutations(ranks))))
+    return Mesh(
+        dict(zip("abc", sizes, strict=False)),
+        ranks=draw(st.one_of(st.just(ranks), st.permutations(ranks))),
+    )
 
 
 @st.composite
@@ -127,7 +134,9 @@ def _table(draw: Draw, n: int, count: int) -> tuple[Runs, ...]:
 
 def _within(draw: Draw, n: int) -> Runs:
     a, b, c, d = sorted(draw(st.lists(st.integers(0, n), min_size=4, max_size=4)))
-    return from_ranges([(c, d), (a, b)] if draw(st.booleans()) else [(a, b), draw(st.integers(0, 2)), (c, d)])
+    return from_ranges(
+        [(c, d), (a, b)] if draw(st.booleans()) else [(a, b), draw(st.integers(0, 2)), (c, d)]
+    )
 
 
 @st.composite
@@ -158,7 +167,9 @@ def layouts(
             spec[name] = Partial(op)
         else:
             spec[name] = Replicate()
-    return Layout(shape, mesh, tuple(spec.values()) if as_tuple else spec, dtype=dtype, stored=stored)
+    return Layout(
+        shape, mesh, tuple(spec.values()) if as_tuple else spec, dtype=dtype, stored=stored
+    )
 
 
 def _stored(draw: Draw, n: int) -> Runs:
@@ -185,7 +196,9 @@ def pairs(
     first = draw(meshes(first=0))
     out = []
     for _ in range(count):
-        mesh = draw(st.one_of(st.just(first), meshes(first=first.size // 2), meshes(first=first.size)))
+        mesh = draw(
+            st.one_of(st.just(first), meshes(first=first.size // 2), meshes(first=first.size))
+        )
         out.append(draw(layouts(shape, mesh, op=op, overlap=overlap)))
     return tuple(out)
 
@@ -196,7 +209,9 @@ def trees(draw: Draw) -> tuple[dict[str, Layout], dict[str, Layout]]:
     drawn = draw(st.lists(pairs(), min_size=1, max_size=3))
     names = [f"w{i}" for i in range(draw(st.integers(1, 5)))]
     chosen = [drawn[draw(st.integers(0, len(drawn) - 1))] for _ in names]
-    return {n: p[0] for n, p in zip(names, chosen, strict=True)}, {n: p[1] for n, p in zip(names, chosen, strict=True)}
+    return {n: p[0] for n, p in zip(names, chosen, strict=True)}, {
+        n: p[1] for n, p in zip(names, chosen, strict=True)
+    }
 
 
 @st.composite
@@ -210,7 +225,9 @@ def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
 def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
     """The layout as windows that share nothing and hold everything: cut in two along every dimension."""
     cuts = [draw(st.integers(0, n)) for n in layout.shape]
-    sides = itertools.product(*([(0, cut), (cut, n)] for cut, n in zip(cuts, layout.shape, strict=True)))
+    sides = itertools.product(
+        *([(0, cut), (cut, n)] for cut, n in zip(cuts, layout.shape, strict=True))
+    )
     return tuple(window(layout, tuple(box)) for box in sides)
 
 

@@ -34,13 +34,23 @@ RANKS = (8, 128)
 
 
 def _sized(ranks: int, **more: bool) -> dict[str, Any]:
-    return {"data_parallel_world_size": ranks, "bucket_size": buffers.default_bucket_size(ranks), **more}
+    return {
+        "data_parallel_world_size": ranks,
+        "bucket_size": buffers.default_bucket_size(ranks),
+        **more,
+    }
 
 
 RULES: dict[str, tuple[buffers.Rule, Callable[[int], dict[str, Any]]]] = {
-    "data_parallel": (buffers.data_parallel, lambda n: {"bucket_size": buffers.default_bucket_size(n)}),
+    "data_parallel": (
+        buffers.data_parallel,
+        lambda n: {"bucket_size": buffers.default_bucket_size(n)},
+    ),
     "distributed_optimizer": (buffers.distributed_optimizer, _sized),
-    "the same, busbw": (buffers.distributed_optimizer, lambda n: _sized(n, pad_for_high_nccl_busbw=True)),
+    "the same, busbw": (
+        buffers.distributed_optimizer,
+        lambda n: _sized(n, pad_for_high_nccl_busbw=True),
+    ),
     "layer_wise": (buffers.layer_wise, _sized),
     "megatron_fsdp": (buffers.megatron_fsdp, _sized),
     "flat_parameter": (buffers.flat_parameter, lambda n: {"data_parallel_world_size": n}),
@@ -59,7 +69,9 @@ def laid_out(params: tuple[buffers.Param, ...], name: str, ranks: int) -> buffer
 
 def padding(layouts: buffers.FullParamLayout) -> str:
     """The share of all buffers that is padding."""
-    return share(sum(one.padding for one in layouts.values()), sum(one.numel for one in layouts.values()))
+    return share(
+        sum(one.padding for one in layouts.values()), sum(one.numel for one in layouts.values())
+    )
 
 
 def main() -> None:
@@ -75,7 +87,9 @@ def main() -> None:
         "The share of a model's flat buffers that is padding; bfloat16, the whole model of transformers' own "
         "architecture, divided by data parallelism alone, default bucket sizes; FSDP1 and Megatron-FSDP without units."
     )
-    show(given.page, "Padding of flat buffers", about, ["model", "parameters", "ranks", *RULES], rows)
+    show(
+        given.page, "Padding of flat buffers", about, ["model", "parameters", "ranks", *RULES], rows
+    )
 
 
 if __name__ == "__main__":

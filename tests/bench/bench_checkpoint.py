@@ -34,12 +34,21 @@ from tests.distributed.tasks import dtensors
 TENSORS = 32
 
 
-def bench(rank: int, folder: str, rows: int, repeats: int) -> dict[str, tuple[list[float], list[float]]]:
+def bench(
+    rank: int, folder: str, rows: int, repeats: int
+) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds of each repeat, ours and theirs, by step."""
-    plane, line = dtensors.device_mesh(range(8), (4, 2), ("dp", "tp")), dtensors.device_mesh(range(8), (8,), ("world",))
+    plane, line = (
+        dtensors.device_mesh(range(8), (4, 2), ("dp", "tp")),
+        dtensors.device_mesh(range(8), (8,), ("world",)),
+    )
     mesh, row = sm.Mesh(dp=4, tp=2), sm.Mesh(world=8)
     placed: dict[str, tuple[Any, Any, sm.Layout]] = {
-        "strided": (plane, (_StridedShard(0, split_factor=2), Shard(0)), sm.Layout((rows, rows), mesh, "(tp dp n) h")),
+        "strided": (
+            plane,
+            (_StridedShard(0, split_factor=2), Shard(0)),
+            sm.Layout((rows, rows), mesh, "(tp dp n) h"),
+        ),
         "columns": (line, (Shard(1),), sm.Layout((rows, rows), row, "n (world h)")),
         "rows": (line, (Shard(0),), sm.Layout((rows, rows), row, "(world n) h")),
     }
@@ -50,7 +59,9 @@ def bench(rank: int, folder: str, rows: int, repeats: int) -> dict[str, tuple[li
     def state(how: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         devices, placements, layout = placed[how]
         return {
-            name: DTensor.from_local(t, devices, placements, run_check=False, shape=layout.shape, stride=(rows, 1))
+            name: DTensor.from_local(
+                t, devices, placements, run_check=False, shape=layout.shape, stride=(rows, 1)
+            )
             for name, t in tensors.items()
         }
 
@@ -80,7 +91,9 @@ def bench(rank: int, folder: str, rows: int, repeats: int) -> dict[str, tuple[li
     return {label: (ours[1:], theirs[1:]) for label, (ours, theirs) in out.items()}
 
 
-def main(megabytes: int = 1024, repeats: int = 5, folder: str | None = None, page: Path | None = None) -> None:
+def main(
+    megabytes: int = 1024, repeats: int = 5, folder: str | None = None, page: Path | None = None
+) -> None:
     """Runs all steps and shows the table."""
     rows = int((megabytes * 2**20 / 4 / TENSORS) ** 0.5) // 8 * 8
     where, workers = tempfile.mkdtemp(dir=folder), Pool(8)
@@ -95,7 +108,9 @@ def main(megabytes: int = 1024, repeats: int = 5, folder: str | None = None, pag
         found.append([label, f"{ours:.3f}", f"{theirs:.3f}", f"{theirs / ours:.1f}x"])
     kind = "in memory" if folder else "on disk"
     about = f"{TENSORS} tensors of {rows} x {rows} float32, 8 processes, seconds, median of {repeats}, slowest rank."
-    show(page, f"Checkpoints {kind}", about, ["step", "shardmath", "torch DCP", "DCP / ours"], found)
+    show(
+        page, f"Checkpoints {kind}", about, ["step", "shardmath", "torch DCP", "DCP / ours"], found
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,10 @@ HEADS += ["ours / by hand", "ours / packed", "DTensor / ours", "program / ours"]
 Spec = tuple[Any, ...]
 CASES: dict[str, tuple[Spec, Spec]] = {
     "S0,S1 -> S1,S0": ((sm.Shard(0), sm.Shard(1)), (sm.Shard(1), sm.Shard(0))),
-    "StridedShard,S0 -> S0,S0": ((sm.StridedShard(0, split_factor=4), sm.Shard(0)), (sm.Shard(0), sm.Shard(0))),
+    "StridedShard,S0 -> S0,S0": (
+        (sm.StridedShard(0, split_factor=4), sm.Shard(0)),
+        (sm.Shard(0), sm.Shard(0)),
+    ),
     "S0,S0 -> S0,S1": ((sm.Shard(0), sm.Shard(0)), (sm.Shard(0), sm.Shard(1))),
     "S0,S0 -> S1,S1": ((sm.Shard(0), sm.Shard(0)), (sm.Shard(1), sm.Shard(1))),
 }
@@ -93,19 +96,25 @@ def dtensor(rank: int, a: Spec, b: Spec, src: Tensor, rows: int) -> Callable[[],
 
     def placements(spec: Spec) -> list[Any]:
         return [
-            _StridedShard(p.dim, split_factor=p.split_factor) if isinstance(p, sm.StridedShard) else Shard(p.dim)
+            _StridedShard(p.dim, split_factor=p.split_factor)
+            if isinstance(p, sm.StridedShard)
+            else Shard(p.dim)
             for p in spec
         ]
 
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-    held = DTensor.from_local(src, mesh, placements(a), shape=torch.Size((rows, rows)), stride=(rows, 1))
+    held = DTensor.from_local(
+        src, mesh, placements(a), shape=torch.Size((rows, rows)), stride=(rows, 1)
+    )
     return lambda: held.redistribute(mesh, placements(b))
 
 
 def bench(rank: int, a: Spec, b: Spec, rows: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of each repeat, by way."""
     plan = sm.plan(sm.Layout((rows, rows), MESH, a), sm.Layout((rows, rows), MESH, b))
-    src = torch.arange(rows * rows // 8, dtype=torch.float32).view(plan.src[""][0].local_shape(rank))
+    src = torch.arange(rows * rows // 8, dtype=torch.float32).view(
+        plan.src[""][0].local_shape(rank)
+    )
     dst = torch.zeros(plan.dst[""][0].local_shape(rank))
     move, program = smt.compile(plan), smt.compile(sm.schedule(plan, fanout="none"))
     ways = {
@@ -125,7 +134,9 @@ def main(megabytes: int = 256, repeats: int = 7, page: Path | None = None) -> No
     workers, found = Pool(8), []
     for name, (a, b) in CASES.items():
         ranks = workers.run(bench, a, b, rows, repeats, timeout=300)
-        ours, program, hand, packed, theirs = seconds = [slowest([r[way] for r in ranks]) for way in ranks[0]]
+        ours, program, hand, packed, theirs = seconds = [
+            slowest([r[way] for r in ranks]) for way in ranks[0]
+        ]
         ratios = (ours / hand, ours / packed, theirs / ours, program / ours)
         found.append([f"`{name}`", *(f"{x:.3f}" for x in seconds), *(f"{x:.2f}" for x in ratios)])
     workers.close()

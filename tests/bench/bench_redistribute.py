@@ -50,17 +50,23 @@ CASES = [
 HEAD = ["mesh, relayout", "shardmath", "DTensor", "DTensor / ours", "received", "bound"]
 
 
-def bench(rank: int, mesh: tuple[int, ...], src: str, dst: str, rows: int, repeats: int) -> tuple[list[float], ...]:
+def bench(
+    rank: int, mesh: tuple[int, ...], src: str, dst: str, rows: int, repeats: int
+) -> tuple[list[float], ...]:
     """Seconds of each repeat, ours and theirs."""
     ranks = range(math.prod(mesh))
     devices = dtensors.device_mesh(ranks, mesh)
     held = dtensors.layout(ranks, mesh, src, (rows, rows))
     local = torch.zeros(held.local_shape(rank) if rank in ranks else (0,))
     before, after = dtensors.placements_of(src), dtensors.placements_of(dst)
-    given = dtensors.DTensor.from_local(local, devices, before, shape=torch.Size((rows, rows)), stride=(rows, 1))
+    given = dtensors.DTensor.from_local(
+        local, devices, before, shape=torch.Size((rows, rows)), stride=(rows, 1)
+    )
     with torch.no_grad():
         ours = timed(lambda: smt.redistribute(given, after), repeats)
-        theirs = timed(lambda: rank in ranks and given.redistribute(devices, after).to_local(), repeats)
+        theirs = timed(
+            lambda: rank in ranks and given.redistribute(devices, after).to_local(), repeats
+        )
     return ours, theirs
 
 
@@ -92,7 +98,9 @@ def main(megabytes: int = 256, repeats: int = 5, page: Path | None = None) -> No
         ]
         found.append([f"{mesh} `{src} -> {dst}`", *shown])
     workers.close()
-    what = f"{rows} x {rows} float32, gloo, milliseconds of a call, median of {repeats}, slowest rank"
+    what = (
+        f"{rows} x {rows} float32, gloo, milliseconds of a call, median of {repeats}, slowest rank"
+    )
     about = f"{what}; MiB that the fullest rank receives, and has to."
     show(page, "Redistribute", about, HEAD, found)
 

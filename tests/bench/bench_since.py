@@ -150,7 +150,9 @@ def compare(commit: str, rounds: int, page: Path | None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         then = Path(folder) / "then"
-        subprocess.run(["git", "worktree", "add", "-q", "--detach", then, commit], cwd=HERE, check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "-q", "--detach", then, commit], cwd=HERE, check=True
+        )
         try:
             told = [(ask(then), ask(HERE)) for _ in range(rounds)]
         finally:
@@ -170,7 +172,9 @@ def _row(name: str, told: list[tuple[Seconds, Seconds]]) -> list[str]:
 
 def main() -> None:
     """Asks, or answers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commit", nargs="?", default="HEAD")
     parser.add_argument("rounds", type=int, nargs="?", default=3)
     parser.add_argument("--page", type=Path, help="write the section to this page")

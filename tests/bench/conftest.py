@@ -60,7 +60,9 @@ def note(pytestconfig: pytest.Config) -> Callable[..., None]:
 @pytest.fixture(autouse=True)
 def _pace(pytestconfig: pytest.Config) -> None:
     """How fast this machine is right now, before every test: neighbours slow it down by spells."""
-    pytestconfig.stash[PACE].append(min(timeit.repeat("for i in range(1_000_000): pass", number=1, repeat=3)))
+    pytestconfig.stash[PACE].append(
+        min(timeit.repeat("for i in range(1_000_000): pass", number=1, repeat=3))
+    )
 
 
 def duration(seconds: float) -> str:
@@ -83,7 +85,9 @@ def cells(row: Row) -> list[str]:
 
 
 HEADS = {
-    "certificates": "| program | `fanout` | its time | bound | ratio | witness | slots |\n" + "|---" * 7 + "|",
+    "certificates": "| program | `fanout` | its time | bound | ratio | witness | slots |\n"
+    + "|---" * 7
+    + "|",
     "scaling": "Milliseconds, by ranks on each side.\n\n![scaling](scaling.svg)\n\n"
     "| | 64 | 128 | 256 | 512 | 1,024 | 2,048 | 4,096 | 8,192 | 16,384 |\n" + "|---" * 10 + "|",
     "memory": "",

@@ -52,7 +52,9 @@ def planner() -> Any:
             from megatron.core import __version__
             from megatron.core.resharding import planner as module
     except ImportError as error:
-        raise ImportError(f"megatron-core is not installed or lacks a dependency ({error}); {INSTALL}") from error
+        raise ImportError(
+            f"megatron-core is not installed or lacks a dependency ({error}); {INSTALL}"
+        ) from error
     if __version__ != VERSION:
         raise ImportError(f"megatron-core is {__version__}, this measures {VERSION}; {INSTALL}")
     return module
@@ -89,7 +91,9 @@ def prepared(ranks: int, tensors: int) -> Callable[[], list[Any]]:
     nobody: list[list[Any]] = [[] for _ in range(ranks)]
     source = metadata(tensors, 4, range(ranks)) + nobody
     destination = nobody + metadata(tensors, 8, range(ranks, 2 * ranks))
-    model = SimpleNamespace(pg_collection=(), named_parameters=lambda recurse: (), named_modules=tuple)
+    model = SimpleNamespace(
+        pg_collection=(), named_parameters=lambda recurse: (), named_modules=tuple
+    )
 
     def plan() -> list[Any]:
         rosters = iter((source, destination))
@@ -140,9 +144,13 @@ def main(ranks: int = 64, tensors: int = 400) -> None:
     made = plans(ranks, tensors)
     received = sum(len(plan.recv_ops) for plan in made)
     print(f"Megatron-Core {VERSION}, {ranks} + {ranks} ranks, {tensors} tensors, TP4 -> TP8")
-    print(f"plan: {seconds(ranks, tensors, rounds=3):.3f} s, {received} transfers of {2 * ranks} ranks")
+    print(
+        f"plan: {seconds(ranks, tensors, rounds=3):.3f} s, {received} transfers of {2 * ranks} ranks"
+    )
     took, size = wire_seconds(ranks, tensors)
-    print(f"pickle and unpickle all plans: {took:.3f} s, {size} bytes; each rank does one of the two")
+    print(
+        f"pickle and unpickle all plans: {took:.3f} s, {size} bytes; each rank does one of the two"
+    )
 
 
 if __name__ == "__main__":

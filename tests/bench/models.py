@@ -58,13 +58,19 @@ def sides(ranks: int) -> tuple[range, range]:
     return range(ranks), range(ranks, 2 * ranks)
 
 
-def _deepseek_trainer(entries: hf.Shapes, ranks: int, *, stacked: bool = False) -> dict[str, sm.Layout]:
+def _deepseek_trainer(
+    entries: hf.Shapes, ranks: int, *, stacked: bool = False
+) -> dict[str, sm.Layout]:
     pp = min(16, ranks // 16)
     stages = merged(DEEPSEEK_STAGES, pp)
-    return megatron.trainer(entries, ranks=sides(ranks)[0], pp=pp, ep=16, stages=stages, stacked=stacked)
+    return megatron.trainer(
+        entries, ranks=sides(ranks)[0], pp=pp, ep=16, stages=stages, stacked=stacked
+    )
 
 
-def _deepseek_engine(entries: hf.Shapes, ranks: int, *, stacked: bool = False) -> dict[str, sm.Layout]:
+def _deepseek_engine(
+    entries: hf.Shapes, ranks: int, *, stacked: bool = False
+) -> dict[str, sm.Layout]:
     return vllm.engine(entries, ranks=sides(ranks)[1], tp=32, stacked=stacked)
 
 
@@ -89,7 +95,9 @@ def deepseek_v3_stacked(ranks: int = 256, *, engine: bool = True) -> Pair:
     src = _deepseek_trainer(entries, ranks, stacked=True)
     if engine:
         return src, _deepseek_engine(entries, ranks, stacked=True)
-    alone = {name: ((1, *s), d) if hf.is_expert(name) else (s, d) for name, (s, d) in entries.items()}
+    alone = {
+        name: ((1, *s), d) if hf.is_expert(name) else (s, d) for name, (s, d) in entries.items()
+    }
     return src, _deepseek_engine(alone, ranks)
 
 
@@ -121,7 +129,9 @@ def fsdp_over_tp(ranks: int = 4096, *, apart: bool = False) -> Pair:
     The same ranks on both sides, or others if `apart`. At 4,096 ranks there are 4,609 holder classes: a rank each for
     what is divided over both axes, 512 of 8 ranks for norms, and all ranks for the scalar.
     """
-    entries = {f"model.layers.{i}.{name}": shape for i in range(45) for name, shape in DENSE.items()}
+    entries = {
+        f"model.layers.{i}.{name}": shape for i in range(45) for name, shape in DENSE.items()
+    }
     entries |= {"model.embed_tokens.weight": (128256, 8192), "model.scale": ()}
     typed = {name: (shape, "bfloat16") for name, shape in entries.items()}
     src = rules.parse(f"fsdp={ranks // 8} tp=8")
@@ -143,7 +153,9 @@ EMBED = ((128256, 8192), "(tp n) h")
 
 def small(tensors: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and text of an embedding and of as many tensors of consecutive blocks as make `tensors` together."""
-    blocks = ((f"layers.{i}.{name}", kind) for i in itertools.count() for name, kind in BLOCK.items())
+    blocks = (
+        (f"layers.{i}.{name}", kind) for i in itertools.count() for name, kind in BLOCK.items()
+    )
     return {"embed": EMBED, **dict(itertools.islice(blocks, tensors - 1))}
 
 
@@ -157,7 +169,9 @@ def tp4_to_tp8(ranks: int = 64, tensors: int = 400) -> Pair:
 
 def _small(mesh: sm.Mesh, tensors: int) -> dict[str, sm.Layout]:
     kinds = small(tensors)
-    made = {kind: sm.Layout(kind[0], mesh, kind[1], dtype="bfloat16") for kind in set(kinds.values())}
+    made = {
+        kind: sm.Layout(kind[0], mesh, kind[1], dtype="bfloat16") for kind in set(kinds.values())
+    }
     return {name: made[kind] for name, kind in kinds.items()}
 
 

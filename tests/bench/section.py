@@ -13,10 +13,16 @@ from shardmath.pictures.text import table
 
 def arguments(description: str, **numbers: int) -> argparse.Namespace:
     """What the program was called with: numbers by position, and the page."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in numbers.items():
         parser.add_argument(name, type=int, nargs="?", default=default)
-    parser.add_argument("--page", type=Path, help="write the section to this page, in place of the one that is there")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        help="write the section to this page, in place of the one that is there",
+    )
     parser.add_argument("--folder", help="where files go, by default the system's folder for such")
     return parser.parse_args()
 
@@ -32,7 +38,16 @@ def show(page: Path | None, title: str, about: str, head: list[str], rows: list[
     if page is not None:
         lines = [f"| {' | '.join(row)} |" for row in rows]
         text = "\n".join(
-            [f"## {title}", "", about, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines, ""]
+            [
+                f"## {title}",
+                "",
+                about,
+                "",
+                f"| {' | '.join(head)} |",
+                "|---" * len(head) + "|",
+                *lines,
+                "",
+            ]
         )
         page.write_text(_replaced(page.read_text() if page.exists() else "", title, text))
 

@@ -21,7 +21,10 @@ DP = 128
 SIZE = buffers.default_bucket_size(DP)
 
 RULES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "DistributedOptimizer": (buffers.distributed_optimizer, {"data_parallel_world_size": DP, "bucket_size": SIZE}),
+    "DistributedOptimizer": (
+        buffers.distributed_optimizer,
+        {"data_parallel_world_size": DP, "bucket_size": SIZE},
+    ),
     "plain DDP": (buffers.data_parallel, {"bucket_size": SIZE}),
     "LayerWise": (buffers.layer_wise, {"data_parallel_world_size": DP, "bucket_size": SIZE}),
     "Megatron-FSDP": (buffers.megatron_fsdp, {"data_parallel_world_size": DP, "bucket_size": SIZE}),
@@ -33,7 +36,11 @@ RULES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def parameters() -> list[buffers.Param]:
     """All 45,337, in forward order."""
     found = models.shapes(models.DEEPSEEK_V3)
-    out = [buffers.Param(name, shape) for name, (shape, _) in found.items() if "correction_bias" not in name]
+    out = [
+        buffers.Param(name, shape)
+        for name, (shape, _) in found.items()
+        if "correction_bias" not in name
+    ]
     assert len(out) == 45_337
     return out
 
@@ -45,14 +52,21 @@ def test_layout_of_a_model(record: Record, name: str) -> None:
     params = parameters()
     laid = rule(params, **options)
     assert len(laid.placed) == len(params)
-    record(f"DeepSeek-V3, 45,337 parameters, DP{DP}: {name}", rounds_of(lambda: rule(params, **options), 5), 0.5)
+    record(
+        f"DeepSeek-V3, 45,337 parameters, DP{DP}: {name}",
+        rounds_of(lambda: rule(params, **options), 5),
+        0.5,
+    )
 
 
 @pytest.mark.parametrize("ranks", [8, 1024])
 def test_layer_wise_of_random_sizes(record: Record, ranks: int) -> None:
     """No two parameters alike, where a search through all shards would be quadratic."""
     draw = random.Random(1)
-    params = [buffers.Param(f"p{i}", (draw.randint(1, 4000), draw.randint(1, 4000))) for i in range(45_337)]
+    params = [
+        buffers.Param(f"p{i}", (draw.randint(1, 4000), draw.randint(1, 4000)))
+        for i in range(45_337)
+    ]
     laid = buffers.layer_wise(params, data_parallel_world_size=ranks)
     assert len(laid.placed) == len(params)
     seconds = rounds_of(lambda: buffers.layer_wise(params, data_parallel_world_size=ranks), 3)
@@ -62,16 +76,26 @@ def test_layer_wise_of_random_sizes(record: Record, ranks: int) -> None:
 def test_grouped_layout(record: Record) -> None:
     """Buffers of experts, matrices and the rest apart."""
     params = [
-        buffers.Param(p.name, p.shape, expert_parallel=".experts." in p.name, managed=unmanaged(p.name))
+        buffers.Param(
+            p.name, p.shape, expert_parallel=".experts." in p.name, managed=unmanaged(p.name)
+        )
         for p in parameters()
     ]
-    options = {"data_parallel_world_size": DP, "bucket_size": SIZE, "expert_data_parallel_world_size": 8}
+    options = {
+        "data_parallel_world_size": DP,
+        "bucket_size": SIZE,
+        "expert_data_parallel_world_size": 8,
+    }
 
     def laid() -> buffers.FullParamLayout:
         return buffers.full_layout(params, rule=buffers.layer_wise, **options)
 
     assert len(laid()) == 3
-    record("the same: grouped, LayerWise beside DistributedOptimizer, experts on DP8", rounds_of(laid, 5), 0.5)
+    record(
+        "the same: grouped, LayerWise beside DistributedOptimizer, experts on DP8",
+        rounds_of(laid, 5),
+        0.5,
+    )
 
 
 def unmanaged(name: str) -> bool | None:
@@ -91,15 +115,23 @@ def test_replan(record: Record, buckets: str) -> None:
     """A moment of all parameters from DP128 to DP96: layouts, plan, loads, proof."""
     params = parameters()
     a, b = (
-        buffers_of(params, n, buffers.default_bucket_size(n) if buckets == "default buckets" else None)
+        buffers_of(
+            params, n, buffers.default_bucket_size(n) if buckets == "default buckets" else None
+        )
         for n in (128, 96)
     )
-    record(f"optimizer state DP128 -> DP96, {buckets}: replanned, verified", rounds_of(lambda: replanned(a, b), 5), 2.0)
+    record(
+        f"optimizer state DP128 -> DP96, {buckets}: replanned, verified",
+        rounds_of(lambda: replanned(a, b), 5),
+        2.0,
+    )
     p = replanned(a, b)
     record("the same: one rank's list", rounds_of(lambda: sum(1 for _ in p.transfers(dst=5)), 3))
 
 
-def buffers_of(params: list[buffers.Param], dp: int, size: int | None) -> buffers.PerBufferParamLayout:
+def buffers_of(
+    params: list[buffers.Param], dp: int, size: int | None
+) -> buffers.PerBufferParamLayout:
     return buffers.distributed_optimizer(params, data_parallel_world_size=dp, bucket_size=size)
 
 
@@ -114,6 +146,9 @@ def test_flat_to_shapes(record: Record) -> None:
         windows, _ = buffers.state_layouts(a, sm.Mesh(dp=96), shape="nd", ranks=[5])
         return sm.plan(windows, there)
 
-    record("optimizer state DP96 -> TP8, in the parameters' shapes: windows and plan", rounds_of(made, 3))
+    record(
+        "optimizer state DP96 -> TP8, in the parameters' shapes: windows and plan",
+        rounds_of(made, 3),
+    )
     p = made()
     record("the same: verify", rounds_of(lambda: sm.verify(p), 3))

@@ -46,7 +46,9 @@ def cold() -> None:
         object.__setattr__(held, "_digest", None)
 
 
-def rounds_of(act: Callable[[], object], rounds: int, before: Callable[[], object] = cold) -> list[float]:
+def rounds_of(
+    act: Callable[[], object], rounds: int, before: Callable[[], object] = cold
+) -> list[float]:
     """Seconds of each round, `before` left out; garbage is not collected while the clock runs, as in timeit.
 
     Rounds are taken in five spells, half a second apart: neighbours on a shared machine are busy by spells too.
@@ -96,9 +98,13 @@ def torch_placements(spec: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_runs_of_one_rank(benchmark: Any, record: Callable[..., None], torch_mesh: Any, name: str) -> None:
+def test_runs_of_one_rank(
+    benchmark: Any, record: Callable[..., None], torch_mesh: Any, name: str
+) -> None:
     """`local_shape` and `runs` of one rank cost the same at every size."""
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as torch_shape
+    from torch.distributed.tensor._utils import (
+        _compute_local_shape_and_global_offset as torch_shape,
+    )
 
     held = sm.Layout((N,), MESH, PLACEMENTS[name])
     seconds = measured(benchmark, lambda: (held.local_shape(RANK), held.runs(RANK)), 2000)
@@ -107,7 +113,11 @@ def test_runs_of_one_rank(benchmark: Any, record: Callable[..., None], torch_mes
     if name not in TORCH:
         record(*row)
         return
-    n, mine, theirs = TORCH[name], list(MESH.coords(RANK).values()), torch_placements(PLACEMENTS[name])
+    n, mine, theirs = (
+        TORCH[name],
+        list(MESH.coords(RANK).values()),
+        torch_placements(PLACEMENTS[name]),
+    )
     shape, offset = torch_shape((n,), tuple(MESH.shape.values()), mine, theirs)
     small = sm.Layout((n,), MESH, PLACEMENTS[name])
     assert (shape, offset) == (small.local_shape(RANK), (small.runs(RANK)[0].segments[0][1],))
@@ -116,7 +126,10 @@ def test_runs_of_one_rank(benchmark: Any, record: Callable[..., None], torch_mes
 
 
 SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "S0,S1 -> S1,S0": ({"dp": sm.Shard(0), "tp": sm.Shard(1)}, {"dp": sm.Shard(1), "tp": sm.Shard(0)}),
+    "S0,S1 -> S1,S0": (
+        {"dp": sm.Shard(0), "tp": sm.Shard(1)},
+        {"dp": sm.Shard(1), "tp": sm.Shard(0)},
+    ),
     "SS8,S0 -> S0,S0": (
         {"dp": sm.StridedShard(0, split_factor=8), "tp": sm.Shard(0)},
         {"dp": sm.Shard(0), "tp": sm.Shard(0)},
@@ -125,7 +138,9 @@ SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_plan_of_a_relayout(benchmark: Any, record: Callable[..., None], torch_mesh: Any, name: str) -> None:
+def test_plan_of_a_relayout(
+    benchmark: Any, record: Callable[..., None], torch_mesh: Any, name: str
+) -> None:
     """One plan between two layouts of a 4096 x 4096 tensor on 8 x 8 ranks, and PyTorch's sequence of collectives."""
     src, dst = (sm.Layout((4096, 4096), MESH, spec) for spec in SPECS[name])
     seconds = measured(benchmark, lambda: sm.plan(src, dst), 300)
@@ -146,7 +161,10 @@ def torch_plans(mesh: Any, src: dict[str, Any], dst: dict[str, Any], graph: bool
     meta = TensorMeta(torch.Size((4096, 4096)), (4096, 1), torch.float32)
 
     def act() -> object:
-        specs = [DTensorSpec(mesh, tuple(torch_placements(spec)), tensor_meta=meta) for spec in (src, dst)]
+        specs = [
+            DTensorSpec(mesh, tuple(torch_placements(spec)), tensor_meta=meta)
+            for spec in (src, dst)
+        ]
         return _redistribute._gen_transform_infos_non_cached(*specs, graph)
 
     return rounds_of(act, 50, _redistribute.clear_redistribute_planner_cache)
@@ -171,7 +189,9 @@ def import_times(cache: Path, runs: int) -> list[tuple[float, float]]:
     env["PYTHONPYCACHEPREFIX"] = str(cache)
     out = []
     for _ in range(runs + 1):
-        done = subprocess.run([sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True, check=True
+        )
         numpy, ours, torch = done.stdout.split()
         assert torch == "False"
         out.append((float(numpy), float(ours)))

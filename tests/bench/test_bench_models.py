@@ -23,7 +23,11 @@ Record = Callable[..., None]
 ROWS: dict[str, tuple[Callable[[], models.Pair], float, float]] = {
     "DeepSeek-V3, 256 + 256 ranks": (models.deepseek_v3, 0.1, 0.1),
     "DeepSeek-V3, 4,096 + 4,096 ranks": (lambda: models.deepseek_v3(4096), 0.3, 0.1),
-    "DeepSeek-V3, experts in stacked buffers, 4,096 + 4,096": (lambda: models.deepseek_v3_stacked(4096), 0.5, 0.3),
+    "DeepSeek-V3, experts in stacked buffers, 4,096 + 4,096": (
+        lambda: models.deepseek_v3_stacked(4096),
+        0.5,
+        0.3,
+    ),
     "FSDP512 x TP8 -> DP1024 x TP4, 4,096 ranks, 407 tensors": (models.fsdp_over_tp, 0.5, 0.3),
 }
 """The workload, the seconds that its plan and loads may take, and those of one rank's list."""
@@ -49,9 +53,20 @@ def test_plan_of_a_model(record: Record, name: str) -> None:
     record(f"{name}: plan and loads", rounds_of(lambda: planned(src, dst), 7), plan_target)
     p = planned(src, dst)
     receiver, sender = p.dst_ranks[3], p.src_ranks[3]
-    assert sum(t.nbytes for t in p.transfers(dst=receiver) if t.src_rank != receiver) == p.received_bytes()[receiver]
-    record(f"{name}: one receiver's list", rounds_of(lambda: count(p, dst=receiver), 5, lambda: forget(p)), list_target)
-    record(f"{name}: one sender's list", rounds_of(lambda: count(p, src=sender), 5, lambda: forget(p)), list_target)
+    assert (
+        sum(t.nbytes for t in p.transfers(dst=receiver) if t.src_rank != receiver)
+        == p.received_bytes()[receiver]
+    )
+    record(
+        f"{name}: one receiver's list",
+        rounds_of(lambda: count(p, dst=receiver), 5, lambda: forget(p)),
+        list_target,
+    )
+    record(
+        f"{name}: one sender's list",
+        rounds_of(lambda: count(p, src=sender), 5, lambda: forget(p)),
+        list_target,
+    )
 
 
 def forget(p: sm.Plan) -> None:
@@ -64,9 +79,16 @@ def test_verify_of_a_model(record: Record, note: Record) -> None:
     """The whole plan of DeepSeek-V3, 256 + 256 ranks, proved; and the memory that it takes."""
     p = planned(*models.deepseek_v3())
     record("DeepSeek-V3, 256 + 256 ranks: verify", rounds_of(lambda: sm.verify(p), 5), 0.5)
-    grown = int(subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True).stdout)
+    grown = int(
+        subprocess.run(
+            [sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True
+        ).stdout
+    )
     assert grown >= 0
-    note("memory", f"`verify` of DeepSeek-V3, 256 + 256 ranks, adds {grown / 1024:.0f} MiB to the process at its peak.")
+    note(
+        "memory",
+        f"`verify` of DeepSeek-V3, 256 + 256 ranks, adds {grown / 1024:.0f} MiB to the process at its peak.",
+    )
 
 
 GROWTH = """
@@ -154,10 +176,17 @@ def test_scaling(note: Record, pytestconfig: pytest.Config) -> None:
             took = megatron_peer.seconds(ranks, 400)
         except ImportError:
             break
-        curves.setdefault("Megatron-Core 0.16.1 (planner alone), TP4 -> TP8, 400 tensors", []).append((ranks, took))
+        curves.setdefault(
+            "Megatron-Core 0.16.1 (planner alone), TP4 -> TP8, 400 tensors", []
+        ).append((ranks, took))
     for name, points in curves.items():
         by = dict(points)
-        note("scaling", f"| {name} | " + " | ".join(f"{by[n] * 1e3:.0f}" if n in by else "" for n in SCALES) + " |")
+        note(
+            "scaling",
+            f"| {name} | "
+            + " | ".join(f"{by[n] * 1e3:.0f}" if n in by else "" for n in SCALES)
+            + " |",
+        )
     page = pytestconfig.getoption("--page")
     if page:
         Path(page).parent.mkdir(exist_ok=True)
@@ -173,13 +202,22 @@ def draw(curves: dict[str, list[tuple[int, float]]], to: Path) -> None:
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
     colours = dict(
-        zip(dict.fromkeys(name.rpartition(":")[0] for name in curves), ("C0", "C1", "C2", "black"), strict=False)
+        zip(
+            dict.fromkeys(name.rpartition(":")[0] for name in curves),
+            ("C0", "C1", "C2", "black"),
+            strict=False,
+        )
     )
     for name, points in curves.items():
         dashed = name.endswith("list")
         style = "--" if dashed else "-"
         axes.plot(
-            *zip(*points, strict=True), style, marker="o", ms=3, color=colours[name.rpartition(":")[0]], label=name
+            *zip(*points, strict=True),
+            style,
+            marker="o",
+            ms=3,
+            color=colours[name.rpartition(":")[0]],
+            label=name,
         )
     axes.set(xscale="log", yscale="log", xlabel="ranks on each side", ylabel="seconds on one core")
     ranks = sorted({n for points in curves.values() for n, _ in points})

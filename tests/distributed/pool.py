@@ -18,7 +18,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 START_S = 120.0
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.distributed_c10d", "shardmath_torch", "shardmath_gloo"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.distributed_c10d",
+    "shardmath_torch",
+    "shardmath_gloo",
+]
 """Imported once, in the process that all workers are forked from."""
 
 
@@ -76,7 +82,9 @@ class Pool:
         self.broken = False
         self.size, self._store, port = size, None, free_port()
         if host is None:
-            self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            self._store = dist.TCPStore(
+                "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
+            )
             port = self._store.port
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -99,12 +107,20 @@ class Pool:
         bad = {rank: x for rank, x in enumerate(out) if isinstance(x, Failure | Lost)}
         self.broken = self.broken or bool(bad)
         if bad:
-            first = min(bad, key=lambda rank: (getattr(bad[rank], "kind", "") == "ExchangeError", rank))
-            raise AssertionError(f"worker {first}: {getattr(bad[first], 'trace', bad[first])}; failed: {sorted(bad)}")
+            first = min(
+                bad, key=lambda rank: (getattr(bad[rank], "kind", "") == "ExchangeError", rank)
+            )
+            raise AssertionError(
+                f"worker {first}: {getattr(bad[first], 'trace', bad[first])}; failed: {sorted(bad)}"
+            )
         return out
 
     def attempt(
-        self, task: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None, timeout: float = 60.0
+        self,
+        task: Callable[..., Any],
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        timeout: float = 60.0,
     ) -> list[Any]:
         """What each worker's task(rank, *args) returned, a Failure, or a Lost; `ranks` are those to wait for."""
         data = pickle.dumps((task, args))

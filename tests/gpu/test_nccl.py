@@ -19,7 +19,9 @@ from tests.distributed.pool import free_port
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: NCCL moves only between CUDA devices"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device: NCCL moves only between CUDA devices"
+    ),
 ]
 
 
@@ -30,7 +32,9 @@ def world() -> Iterator[int]:
     if "RANK" in os.environ:
         dist.init_process_group("nccl")
     else:
-        dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1
+        )
     yield dist.get_world_size()
     dist.destroy_process_group()
 
@@ -42,7 +46,11 @@ def check(plan: sm.Plan, dtype: torch.dtype, **options: int) -> None:
     made = {r: _numbers(source.local_shape(r), r) for r in source.mesh.ranks}
     wanted = sm.simulate(plan, made)
     src = torch.from_numpy(made[rank]).to("cuda", dtype) if rank in source.mesh else None
-    out = torch.zeros(target.local_shape(rank), dtype=dtype, device="cuda") if rank in target.mesh else None
+    out = (
+        torch.zeros(target.local_shape(rank), dtype=dtype, device="cuda")
+        if rank in target.mesh
+        else None
+    )
     for _ in range(2):
         move(src, out=out)
     torch.cuda.synchronize()
@@ -60,7 +68,12 @@ def _numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
 def test_relayouts_and_reductions(world: int, dtype: str, limit: int) -> None:
     """Rows to columns, strided, gathered; sums to shards; all from simulate."""
     mesh = sm.Mesh(tp=world)
-    pairs = [("(tp n) h", "n (tp h)"), ("(2 tp n) h", "(tp n) h"), ("(tp n) h", "n h"), ("n h {sum: tp}", "(tp n) h")]
+    pairs = [
+        ("(tp n) h", "n (tp h)"),
+        ("(2 tp n) h", "(tp n) h"),
+        ("(tp n) h", "n h"),
+        ("n h {sum: tp}", "(tp n) h"),
+    ]
     for a, b in pairs:
         plan = sm.plan(*(sm.Layout((24, 40), mesh, text, dtype=dtype) for text in (a, b)))
         check(plan, getattr(torch, dtype), max_inflight_bytes=limit)
@@ -69,25 +82,38 @@ def test_relayouts_and_reductions(world: int, dtype: str, limit: int) -> None:
 def test_float8_moves_bit_by_bit(world: int) -> None:
     """Types without arithmetic move as bytes."""
     mesh = sm.Mesh(tp=world)
-    plan = sm.plan(*(sm.Layout((8, 8 * world), mesh, text, dtype="float8_e4m3fn") for text in ("n (tp h)", "n h")))
-    src = torch.full((8, 8), dist.get_rank() + 1, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    plan = sm.plan(
+        *(
+            sm.Layout((8, 8 * world), mesh, text, dtype="float8_e4m3fn")
+            for text in ("n (tp h)", "n h")
+        )
+    )
+    src = torch.full((8, 8), dist.get_rank() + 1, dtype=torch.uint8, device="cuda").view(
+        torch.float8_e4m3fn
+    )
     out = torch.zeros(8, 8 * world, dtype=torch.float8_e4m3fn, device="cuda")
     smt.compile(plan)(src, out=out)
-    assert out.view(torch.uint8).cpu().tolist()[0] == [r + 1 for r in range(world) for _ in range(8)]
+    assert out.view(torch.uint8).cpu().tolist()[0] == [
+        r + 1 for r in range(world) for _ in range(8)
+    ]
 
 
 def test_tensors_on_the_cpu_are_refused(world: int) -> None:
     """The group moves tensors on CUDA devices; every rank is told."""
     layout = sm.Layout((world, 4), sm.Mesh(tp=world), "(tp n) h")
     move = smt.compile(sm.plan(layout, layout))
-    with pytest.raises(sm.ExchangeError, match="is on device 'cpu', the process group moves tensors on 'cuda'"):
+    with pytest.raises(
+        sm.ExchangeError, match="is on device 'cpu', the process group moves tensors on 'cuda'"
+    ):
         move(torch.zeros(1, 4), out=torch.zeros(1, 4))
 
 
 def test_another_stream(world: int) -> None:
     """Moves run on the current stream, and one on another stream does not disturb the staging of the last."""
     mesh = sm.Mesh(tp=world)
-    plan = sm.plan(*(sm.Layout((8 * world, 64 * world), mesh, text) for text in ("(tp n) h", "n (tp h)")))
+    plan = sm.plan(
+        *(sm.Layout((8 * world, 64 * world), mesh, text) for text in ("(tp n) h", "n (tp h)"))
+    )
     move, out = smt.compile(plan), []
     for k in range(4):
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -103,7 +129,10 @@ def test_a_message_to_itself(world: int) -> None:
     from shardmath_nccl.wire import NcclWire
 
     wire = NcclWire(dist.distributed_c10d._get_default_group(), 30.0)
-    src, dst = torch.arange(64, dtype=torch.uint8, device="cuda"), torch.zeros(64, dtype=torch.uint8, device="cuda")
+    src, dst = (
+        torch.arange(64, dtype=torch.uint8, device="cuda"),
+        torch.zeros(64, dtype=torch.uint8, device="cuda"),
+    )
     arriving, leaving = wire.receive(dst, dist.get_rank()), wire.send(src, dist.get_rank())
     wire.start()
     arriving.wait()

@@ -19,7 +19,9 @@ def _transfers(p: sm.Plan) -> list[sm.Transfer]:
 def test_a_tensor_of_no_elements_leaves_the_others_alone() -> None:
     """Its template has no classes, which shifted the cuts of every later line."""
     src, dst = sm.Mesh(x=2), sm.Mesh(x=2, ranks=(2, 3))
-    sides = [{"w": sm.Layout((4,), m, "(x n)"), "e": sm.Layout((0,), m, "(x n)")} for m in (src, dst)]
+    sides = [
+        {"w": sm.Layout((4,), m, "(x n)"), "e": sm.Layout((0,), m, "(x n)")} for m in (src, dst)
+    ]
     p = sm.plan(*sides)
     sm.verify(p)
     assert len(_transfers(p)) == 2
@@ -65,7 +67,9 @@ def test_a_window_and_a_tensor_of_one_name_are_refused() -> None:
     mesh = sm.Mesh()
     full = sm.Layout((4,), mesh, "n")
     halves = tuple(sm.Layout((4,), mesh, f"(n)=<{span}>") for span in ("0:2", "2:4"))
-    with pytest.raises(sm.PlanError, match="'w\\[0\\]' of tensor 'w' has the name of another tensor"):
+    with pytest.raises(
+        sm.PlanError, match="'w\\[0\\]' of tensor 'w' has the name of another tensor"
+    ):
         sm.plan({"w": full, "w[0]": full}, {"w": halves, "w[0]": full})
 
 
@@ -148,7 +152,9 @@ def test_a_rule_that_fails_is_named() -> None:
         def split(self, n: int, parts: int) -> tuple[sm.Runs, ...]:
             raise KeyError("oops")
 
-    with pytest.raises(sm.PlacementError, match=r"split\(4, 2\) raised KeyError\('oops'\); it is to give 2 Runs"):
+    with pytest.raises(
+        sm.PlacementError, match=r"split\(4, 2\) raised KeyError\('oops'\); it is to give 2 Runs"
+    ):
         sm.Layout((4,), sm.Mesh(tp=2), (Broken(),))
 
 
@@ -171,7 +177,10 @@ def test_numpy_limits_are_integers() -> None:
 
 @pytest.mark.parametrize("wrong", [8, 0, "x", False])
 def test_what_is_no_topology(wrong: object) -> None:
-    for make in (lambda: sm.plan(A, B, topology=wrong), lambda: sm.schedule(sm.plan(A, B), topology=wrong)):
+    for make in (
+        lambda: sm.plan(A, B, topology=wrong),
+        lambda: sm.schedule(sm.plan(A, B), topology=wrong),
+    ):
         with pytest.raises(sm.PlanError, match="is no Topology"):
             make()
 
@@ -182,7 +191,11 @@ def test_the_empty_program_is_proved() -> None:
 
 def test_what_is_no_rank_and_no_plan() -> None:
     p = sm.plan(A, B)
-    for ask in (lambda: p.transfers(src="x"), lambda: p.transfers(dst=1.5), lambda: sm.schedule(p).for_rank("x")):
+    for ask in (
+        lambda: p.transfers(src="x"),
+        lambda: p.transfers(dst=1.5),
+        lambda: sm.schedule(p).for_rank("x"),
+    ):
         with pytest.raises(sm.PlanError, match="a rank"):
             ask()
     with pytest.raises(sm.PlanError, match="is not a Plan"):
@@ -195,18 +208,26 @@ def test_what_is_no_rank_and_no_plan() -> None:
 def test_a_window_of_what_stores_nothing() -> None:
     """Empty Runs are Runs, not the identity."""
     nothing = sm.Layout((2,), sm.Mesh(), {}, stored={0: sm.Runs([], 0)})
-    assert window(nothing, ((0, 1),)).local_shape(0) == sliced(nothing, ((0, 1),)).local_shape(0) == (0,)
+    assert (
+        window(nothing, ((0, 1),)).local_shape(0)
+        == sliced(nothing, ((0, 1),)).local_shape(0)
+        == (0,)
+    )
 
 
 def test_many_stages_cost_as_many() -> None:
     """Every stage asked anew for the lengths at all stages before it."""
     begin = time.process_time()
     axes = [f"a{i}" for i in range(40)]
-    layout = sm.Layout((4,), sm.Mesh(dict.fromkeys(axes, 1)), {a: sm.Packed(0, (2, 2)) for a in axes})
+    layout = sm.Layout(
+        (4,), sm.Mesh(dict.fromkeys(axes, 1)), {a: sm.Packed(0, (2, 2)) for a in axes}
+    )
     assert layout.local_shape(0) == (4,) and time.process_time() - begin < 2
 
 
-@pytest.mark.parametrize("wrong", [np.array("abc"), np.bool_(True), np.complex128(1 + 2j), Decimal("sNaN")])
+@pytest.mark.parametrize(
+    "wrong", [np.array("abc"), np.bool_(True), np.complex128(1 + 2j), Decimal("sNaN")]
+)
 def test_what_is_no_number_of_a_topology(wrong: object) -> None:
     with pytest.raises(sm.PlanError, match="latency_s is"):
         sm.Topology(latency_s=wrong)

@@ -26,7 +26,12 @@ def test_show_a_scalar_and_a_dtype(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "tp=4", "tp=2 ranks=4:6", "8,4", "(tp n) h", "n (tp h)", "--dtype", "bfloat16"]) == 0
+    assert (
+        cli.main(
+            ["plan", "tp=4", "tp=2 ranks=4:6", "8,4", "(tp n) h", "n (tp h)", "--dtype", "bfloat16"]
+        )
+        == 0
+    )
     p = plan(
         Layout((8, 4), Mesh(tp=4), "(tp n) h", dtype="bfloat16"),
         Layout((8, 4), Mesh(tp=2, ranks=(4, 5)), "n (tp h)", dtype="bfloat16"),
@@ -43,7 +48,9 @@ def test_a_plan_to_a_window_says_what_is_left_out(capsys: pytest.CaptureFixture[
     assert cli.main(["plan", "--window", "tp=2", "tp=2", "4,4", "(tp n) h", f"{part} (tp h)"]) == 0
     shown = capsys.readouterr().out
     assert "1 tensor, 1 of which the destination holds in part\n" in shown
-    proof = "proved: what the destination holds arrives exactly once; element (3, 0) is not held there"
+    proof = (
+        "proved: what the destination holds arrives exactly once; element (3, 0) is not held there"
+    )
     assert shown.splitlines()[-1].startswith(f"{proof}; digest ")
 
 
@@ -71,7 +78,10 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert "commands:" in captured.out and captured.err == ""
     for name in ("plan", "show", "buffers", "refit"):
-        assert any(line.split()[:1] == [name] and len(line.split()) > 4 for line in captured.out.splitlines())
+        assert any(
+            line.split()[:1] == [name] and len(line.split()) > 4
+            for line in captured.out.splitlines()
+        )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,12 +111,16 @@ def test_backends_add_commands(capsys: pytest.CaptureFixture[str]) -> None:
         EntryPoint("lacks", "no_such_package:command", "shardmath.commands"),
     ]
     with (
-        mock.patch.object(cli, "entry_points", lambda group: points if group == "shardmath.commands" else []),
+        mock.patch.object(
+            cli, "entry_points", lambda group: points if group == "shardmath.commands" else []
+        ),
         mock.patch.object(EntryPoint, "load", load),
     ):
         assert cli.main(["works", "a", "b"]) == 7
         assert cli.main(["lacks"]) == 1
-    assert capsys.readouterr().err == "error: lacks needs no_such_package; install shardmath[torch]\n"
+    assert (
+        capsys.readouterr().err == "error: lacks needs no_such_package; install shardmath[torch]\n"
+    )
 
 
 def load(point: EntryPoint):
@@ -117,7 +131,10 @@ def load(point: EntryPoint):
 
 def test_as_a_module() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "shardmath", "show", "tp=2", "4", "(tp n)"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "shardmath", "show", "tp=2", "4", "(tp n)"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0 and done.stdout.startswith("float32[4] (tp n) on tp=2\n")
 

@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("shardmath", "backends/shardmath_torch")
 FOLDERS = sorted(
-    str(init.parent.relative_to(ROOT)) for package in PACKAGES for init in (ROOT / package).glob("*/__init__.py")
+    str(init.parent.relative_to(ROOT))
+    for package in PACKAGES
+    for init in (ROOT / package).glob("*/__init__.py")
 )
 MOST_FILES = 10
 
@@ -25,7 +27,11 @@ def listed(folder: str) -> list[str]:
     """The files in the order in which the folder's own text lists them."""
     text = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) or ""
     order = text.partition("In reading order:")[2]
-    named = [name for item in re.findall(r"^- (.*(?:\n  .*)*)", order, re.M) for name in re.findall(r"`(\w+)`:", item)]
+    named = [
+        name
+        for item in re.findall(r"^- (.*(?:\n  .*)*)", order, re.M)
+        for name in re.findall(r"`(\w+)`:", item)
+    ]
     return list(dict.fromkeys(named))
 
 
@@ -65,6 +71,9 @@ def test_no_folder_has_the_name_of_a_function() -> None:
 
 def test_tests_mirror_the_code() -> None:
     """Every file of tests/property and tests/distributed in a folder has a file or folder of that name beside it."""
-    for tests, package in (("tests/property", "shardmath"), ("tests/distributed", "backends/shardmath_torch")):
+    for tests, package in (
+        ("tests/property", "shardmath"),
+        ("tests/distributed", "backends/shardmath_torch"),
+    ):
         folders = {path.parent.name for path in (ROOT / tests).glob("*/test_*.py")}
         assert folders <= {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}

@@ -17,16 +17,34 @@ print(" ".join(sorted({{name.partition(".")[0] for name in sys.modules}})))
 
 def imported(module: str) -> set[str]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(module=module)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM.format(module=module)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return set(done.stdout.split())
 
 
 @pytest.mark.parametrize(
-    "module", ["shardmath", "shardmath.cli", "shardmath.layouts.store, shardmath.pictures, shardmath.families.rules"]
+    "module",
+    [
+        "shardmath",
+        "shardmath.cli",
+        "shardmath.layouts.store, shardmath.pictures, shardmath.families.rules",
+    ],
 )
 def test_the_core_imports_neither_torch_nor_hypothesis_nor_scipy(module: str) -> None:
-    others = {"torch", "hypothesis", "scipy", "einops", "safetensors", "transformers", "rich", "ml_dtypes", "pytest"}
+    others = {
+        "torch",
+        "hypothesis",
+        "scipy",
+        "einops",
+        "safetensors",
+        "transformers",
+        "rich",
+        "ml_dtypes",
+        "pytest",
+    }
     assert not imported(module) & others
     assert not {name for name in imported(module) if name.startswith("shardmath_")}
 

@@ -26,7 +26,9 @@ CASES = [
 
 
 def name_of(case: dict) -> str:
-    return "-".join(("x".join(map(str, case["shape"])), "x".join(map(str, case["mesh"])), *case["pl"]))
+    return "-".join(
+        ("x".join(map(str, case["shape"])), "x".join(map(str, case["mesh"])), *case["pl"])
+    )
 
 
 def spec(text: str) -> Replicate | Shard | StridedShard:
@@ -56,7 +58,9 @@ def covers(layout: Layout) -> bool:
     times = np.zeros(layout.shape, np.int32)
     for rank in layout.mesh.ranks:
         times[np.ix_(*layout.indices(rank))] += 1
-    return bool((times == math.prod(layout.mesh.axis_size(name) for name in layout.free_axes)).all())
+    return bool(
+        (times == math.prod(layout.mesh.axis_size(name) for name in layout.free_axes)).all()
+    )
 
 
 def test_all_vectors_are_here() -> None:

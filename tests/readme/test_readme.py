@@ -98,7 +98,9 @@ def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile("\n" * (block.line - 1) + block.text, str(README), "exec"), module.__dict__)
+            exec(
+                compile("\n" * (block.line - 1) + block.text, str(README), "exec"), module.__dict__
+            )
         expected = after.text if after.language == "text" else ""
         assert printed.getvalue() == expected, f"README.md, line {block.line}"
 
@@ -117,9 +119,13 @@ def test_console(block: Block, tmp_path: Path) -> None:
         if first == "make":
             rest = RECIPE.findall((ROOT / "Makefile").read_text())[0].split()
         line = [*RUNNERS[first], *rest]
-        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(
+            line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280
+        )
         assert done.returncode == 0, done.stderr
-        assert comparable(done.stdout) == comparable(expected), f"README.md, line {block.line}: {command}"
+        assert comparable(done.stdout) == comparable(expected), (
+            f"README.md, line {block.line}: {command}"
+        )
 
 
 def test_make_targets_exist() -> None:
@@ -143,5 +149,9 @@ def test_paths_exist() -> None:
 def test_folders_are_listed(folder: str) -> None:
     """The table has every folder and every file that is in none."""
     listed = re.findall(rf"^\| `{folder}/(\w+)(?:\.py)?` \|", README.read_text(), re.M)
-    there = {path.stem for path in (ROOT / folder).iterdir() if path.name[0] not in "_." and path.name != "py.typed"}
+    there = {
+        path.stem
+        for path in (ROOT / folder).iterdir()
+        if path.name[0] not in "_." and path.name != "py.typed"
+    }
     assert set(listed) == there

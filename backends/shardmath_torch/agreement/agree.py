@@ -41,8 +41,12 @@ def encode(ballot: Ballot) -> bytes:
     Ballot(claim='move 1', number=7, objection='no')
     """
     claim = _cut(ballot.claim.encode(errors="backslashreplace"))
-    objection = ballot.objection.encode(errors="backslashreplace")[: RECORD - HEADER.size - len(claim)]
-    return (HEADER.pack(ballot.number, len(claim), len(objection)) + claim + objection).ljust(RECORD, b"\0")
+    objection = ballot.objection.encode(errors="backslashreplace")[
+        : RECORD - HEADER.size - len(claim)
+    ]
+    return (HEADER.pack(ballot.number, len(claim), len(objection)) + claim + objection).ljust(
+        RECORD, b"\0"
+    )
 
 
 def _cut(claim: bytes) -> bytes:
@@ -61,7 +65,9 @@ def decode(record: bytes) -> Ballot:
     return Ballot(cut[0].decode(errors="ignore"), number, cut[1].decode(errors="ignore"))
 
 
-def vote(wire: Wire, ranks: Sequence[int], mine: Ballot, patience: float | None = None) -> tuple[Ballot, ...]:
+def vote(
+    wire: Wire, ranks: Sequence[int], mine: Ballot, patience: float | None = None
+) -> tuple[Ballot, ...]:
     """Everybody's ballots, in the group's order `ranks`; waits `patience` seconds instead of the wire's own.
 
     Raises Refused on every rank if any rank objects or claims something else, PeerFailure if one does not vote.
@@ -90,7 +96,10 @@ def _disagreed(claims: Mapping[int, str]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, text in claims.items():
         by_text.setdefault(text, []).append(rank)
-    parts = [f"{_ranks(ranks)}: {text}" for text, ranks in sorted(by_text.items(), key=lambda x: (-len(x[1]), x[1]))]
+    parts = [
+        f"{_ranks(ranks)}: {text}"
+        for text, ranks in sorted(by_text.items(), key=lambda x: (-len(x[1]), x[1]))
+    ]
     fix = "nothing was moved; make the same calls in the same order, with the same plan and settings, on every rank"
     if any(" in thread " in text for text in by_text):
         fix += '; give each thread a group of its own, or, where threads of other names belong together, thread="..."'

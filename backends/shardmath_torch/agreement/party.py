@@ -85,7 +85,9 @@ class Party:
         except Refused as refusal:
             raise ExchangeError(str(refusal)) from None
 
-    def _guarded(self, act: Callable[[], _T], describe: Callable[[PeerFailure, int | None], str]) -> _T:
+    def _guarded(
+        self, act: Callable[[], _T], describe: Callable[[PeerFailure, int | None], str]
+    ) -> _T:
         try:
             return act()
         except PeerFailure as failure:
@@ -109,7 +111,9 @@ class Party:
             self.wire.abandon()
             raise
 
-    def _broken(self, failure: PeerFailure, describe: Callable[[PeerFailure, int | None], str]) -> ExchangeError:
+    def _broken(
+        self, failure: PeerFailure, describe: Callable[[PeerFailure, int | None], str]
+    ) -> ExchangeError:
         """What to tell the caller when a peer failed: asks the others who was first."""
         self.turns.broken = failure.cause
         try:
@@ -120,7 +124,9 @@ class Party:
         self.turns.broken = text
         return ExchangeError(text)
 
-    def _asked(self, failure: PeerFailure, describe: Callable[[PeerFailure, int | None], str]) -> str:
+    def _asked(
+        self, failure: PeerFailure, describe: Callable[[PeerFailure, int | None], str]
+    ) -> str:
         mine = Evidence(failure.rank, failure.tensor, failure.cause)
         inquest = self._inquest()
         first, evidence = inquest.hold(mine, self.wire.abandon)
@@ -143,7 +149,14 @@ class Party:
 
     def _inquest(self) -> Inquest:
         store = compat.store_of(self.group)
-        return Inquest(store, self.turns.host, f"{self.turns.nonce}/{self.key}", self.rank, self.ranks, self.grace)
+        return Inquest(
+            store,
+            self.turns.host,
+            f"{self.turns.nonce}/{self.key}",
+            self.rank,
+            self.ranks,
+            self.grace,
+        )
 
 
 def _called(error: BaseException) -> str:

@@ -76,7 +76,9 @@ class Turns:
             raise ExchangeError(f"{what}; name them apart, or give each a group of its own")
 
     @contextmanager
-    def taken(self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def taken(
+        self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
         """The turn is this thread's. Waits for other threads of this rank at most `patience` seconds.
 
         Raises ExchangeError where it cannot be had, or the group is broken, and so is `what` needs
@@ -101,7 +103,9 @@ class Turns:
             raise ExchangeError(f"{what}; start ranks as processes of their own")
         if self._holder is here:
             what = "this thread is in the middle of a move or a compile, and calls another one"
-            raise ExchangeError(f"{what}, as a signal handler may; call it after the first has ended")
+            raise ExchangeError(
+                f"{what}, as a signal handler may; call it after the first has ended"
+            )
         if not self._lock.acquire(timeout=patience):
             holder = self._holder.name if self._holder is not None else "another thread"
             what = f"{holder} has had the turn of this process group for {patience:.1f} s"

@@ -156,7 +156,9 @@ def _ready(
             stored[name] = checkpoint.blob(stored[name], rank)
         wanted[name] = _own(checkpoint, stored[name], rank) if one is None else one
     planner = LoadPlanner(wanted, names=stored)
-    reader = Reader(checkpoint, names=stored.values(), share=share, progress=progress, verify=verify)
+    reader = Reader(
+        checkpoint, names=stored.values(), share=share, progress=progress, verify=verify
+    )
     metadata = reader.read_metadata()
     out = {key: room(layout, rank) for _, key, layout in local_layouts(wanted, rank)}
     planner.set_up_planner(out, metadata)
@@ -173,7 +175,9 @@ def _own(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
     """The layout of bytes that are one rank's."""
     saved = checkpoint[name]
     if (saved.dtype, len(saved.shape)) != ("uint8", 1):
-        raise CheckpointError(f"{name!r} is a tensor, {saved.dtype}{list(saved.shape)}, not bytes; give it a layout")
+        raise CheckpointError(
+            f"{name!r} is a tensor, {saved.dtype}{list(saved.shape)}, not bytes; give it a layout"
+        )
     return Layout(saved.shape, Mesh(ranks=[rank]), (), dtype=saved.dtype)
 
 
@@ -190,7 +194,13 @@ def _share(group: Group | None) -> tuple[int, int]:
     return dist.get_rank(found), dist.get_world_size(found)
 
 
-def on_all(step: str, act: Callable[[], _T], group: Group | None, *, claim: Callable[[_T], str] | None = None) -> _T:
+def on_all(
+    step: str,
+    act: Callable[[], _T],
+    group: Group | None,
+    *,
+    claim: Callable[[_T], str] | None = None,
+) -> _T:
     """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
     what ranks claim is not the same."""
     count = _share(group)[1]
@@ -208,7 +218,11 @@ def on_all(step: str, act: Callable[[], _T], group: Group | None, *, claim: Call
     other = next((i for i, (_, claimed) in enumerate(said) if claimed != said[0][1]), None)
     if other is not None:
         what = f"it is {said[other][1]!r} here and {said[0][1]!r} on the first rank of the group"
-        raise _failed(step, {other: f"{what}; call it with the same on all ranks, and not while it is saved"}, group)
+        raise _failed(
+            step,
+            {other: f"{what}; call it with the same on all ranks, and not while it is saved"},
+            group,
+        )
     return done[0]
 
 
@@ -245,10 +259,16 @@ def _failed(step: str, failures: Mapping[int, str], group: Group | None) -> Chec
 def check_layouts(layouts: object) -> None:
     """Raises CheckpointError for what is no mapping from names to layouts, tuples of them, or None."""
     if not isinstance(layouts, Mapping):
-        raise CheckpointError(f"layouts is a {type(layouts).__name__}; give a mapping from names to layouts")
+        raise CheckpointError(
+            f"layouts is a {type(layouts).__name__}; give a mapping from names to layouts"
+        )
     for name, one in layouts.items():
         for layout in one if isinstance(one, tuple) else (one,):
-            if not isinstance(name, str) or not (layout is None or isinstance(layout, Layout)) or one == ():
+            if (
+                not isinstance(name, str)
+                or not (layout is None or isinstance(layout, Layout))
+                or one == ()
+            ):
                 raise CheckpointError(
                     f"{name!r} has the layout {one!r}; names are text, layouts a Layout, some, or None"
                 )

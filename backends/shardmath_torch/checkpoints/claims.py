@@ -127,9 +127,13 @@ def count(held: Claim, text: bytes) -> None:
 
 
 def _taken_for_dead(draft: Place) -> CheckpointError:
-    what = f"{draft} is gone: another save, whom its lock did not reach, has taken this one for dead"
+    what = (
+        f"{draft} is gone: another save, whom its lock did not reach, has taken this one for dead"
+    )
     fix = "save again, and from one machine at a time"
-    return CheckpointError(f"{what}; this save does not count, what others saved there is as it was; {fix}")
+    return CheckpointError(
+        f"{what}; this save does not count, what others saved there is as it was; {fix}"
+    )
 
 
 def collect(folder: Place, share: tuple[int, int] = (0, 1)) -> None:

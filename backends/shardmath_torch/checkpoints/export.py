@@ -111,7 +111,11 @@ def export(
     ready = partial(_ready, path, given, max_shard_size, group)
     task = on_all("export", ready, group, claim=partial(_claim, given))
     with contextlib.ExitStack() as stack:
-        on_all("lock the folder", lambda: task.first and stack.enter_context(locked(task.folder)), group)
+        on_all(
+            "lock the folder",
+            lambda: task.first and stack.enter_context(locked(task.folder)),
+            group,
+        )
         _export(task, given, group, progress)
 
 
@@ -130,13 +134,17 @@ def _given(
 
 
 def _of_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> _Given:
-    described = on_all("describe its module", lambda: description(module), group, claim=lambda d: d.claim)
+    described = on_all(
+        "describe its module", lambda: description(module), group, claim=lambda d: d.claim
+    )
     model = on_all("lay out its module", lambda: model_of(described, mesh=mesh, group=group), group)
 
     def checked() -> _Given:
         if model.extra:
             what = f"{next(iter(model.extra))!r} is an extra state, bytes that no safetensors file of weights has"
-            raise CheckpointError(f"{what}; export tensors and layouts without it: take them from state_of")
+            raise CheckpointError(
+                f"{what}; export tensors and layouts without it: take them from state_of"
+            )
         others = {other: first for first, names in model.names.items() for other in names[1:]}
         layouts = {name: slot.layout for name, slot in model.slots.items()}
         return _Given({name: slot.local for name, slot in model.slots.items()}, layouts, others)
@@ -146,23 +154,34 @@ def _of_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> _Gi
 
 def _check_given(tensors: object, layouts: Mapping[str, Windows | None] | None) -> None:
     if not isinstance(tensors, Mapping):
-        raise CheckpointError(f"a {type(tensors).__name__} is exported; give a module, or tensors by name")
+        raise CheckpointError(
+            f"a {type(tensors).__name__} is exported; give a module, or tensors by name"
+        )
     check_layouts(layouts if layouts is not None else {})
     for name, one in (layouts or {}).items():
         if one is None:
-            raise CheckpointError(f"{name!r} is bytes of ranks' own, which safetensors have none of; leave it out")
+            raise CheckpointError(
+                f"{name!r} is bytes of ranks' own, which safetensors have none of; leave it out"
+            )
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{name!r} is a {type(tensor).__name__}; give tensors alone, by name")
+            raise CheckpointError(
+                f"{name!r} is a {type(tensor).__name__}; give tensors alone, by name"
+            )
 
 
 def _of_dtensors(tensors: Mapping[str, Tensor], mesh: Mesh | None, group: Group | None) -> _Given:
     layouts = from_dtensors({name: t for name, t in tensors.items() if isinstance(t, DTensor)})
-    plain = mesh or max((one.mesh for one in layouts.values()), key=lambda m: m.size, default=_all(group))
+    plain = mesh or max(
+        (one.mesh for one in layouts.values()), key=lambda m: m.size, default=_all(group)
+    )
     found: dict[str, Windows] = {
-        name: layouts.get(name) or Layout(tuple(t.shape), plain, {}, dtype=_kind(t)) for name, t in tensors.items()
+        name: layouts.get(name) or Layout(tuple(t.shape), plain, {}, dtype=_kind(t))
+        for name, t in tensors.items()
     }
-    return _Given({n: local_of(t) if isinstance(t, DTensor) else t for n, t in tensors.items()}, found, {})
+    return _Given(
+        {n: local_of(t) if isinstance(t, DTensor) else t for n, t in tensors.items()}, found, {}
+    )
 
 
 def _kind(tensor: Tensor) -> str:
@@ -178,7 +197,9 @@ def _all(group: Group | None) -> Mesh:
     return Mesh(world=len(ranks), ranks=ranks)
 
 
-def _ready(path: str | os.PathLike[str], given: _Given, limit: int | str, group: Group | None) -> _Task:
+def _ready(
+    path: str | os.PathLike[str], given: _Given, limit: int | str, group: Group | None
+) -> _Task:
     """What to do, after everything is checked that can be before a byte moves."""
     check_ranks(given.layouts, group)
     moved, rank = to_disk(given.layouts), compat.rank_or_0()
@@ -190,7 +211,9 @@ def _ready(path: str | os.PathLike[str], given: _Given, limit: int | str, group:
     files, folder = split(entries, size_of(limit)), local_folder(path).absolute()
     check_folder(folder)
     ranks = _ranks(group)
-    return _Task(folder, dict(zip(file_names(len(files)), files, strict=True)), ranks, rank == ranks[0])
+    return _Task(
+        folder, dict(zip(file_names(len(files)), files, strict=True)), ranks, rank == ranks[0]
+    )
 
 
 def _entry(one: Windows) -> Entry:
@@ -202,13 +225,23 @@ def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
     check_entries(dict.fromkeys(tied, ((), "uint8")))
     for name, kept in tied.items():
         if kept not in entries or name in entries:
-            fault = f"{name!r} is exported itself" if name in entries else f"{kept!r} is not exported"
-            raise CheckpointError(f"{name!r} is tied to {kept!r}, but {fault}; tie a new name to a tensor that is")
+            fault = (
+                f"{name!r} is exported itself" if name in entries else f"{kept!r} is not exported"
+            )
+            raise CheckpointError(
+                f"{name!r} is tied to {kept!r}, but {fault}; tie a new name to a tensor that is"
+            )
 
 
 def _claim(given: _Given, task: _Task) -> str:
     """What ranks must have in common."""
-    said = digest((to_disk(given.layouts).digest, sorted(given.tied.items()), [list(f) for f in task.files.values()]))
+    said = digest(
+        (
+            to_disk(given.layouts).digest,
+            sorted(given.tied.items()),
+            [list(f) for f in task.files.values()],
+        )
+    )
     return f"{task.folder}, {len(task.files)} files of tensors and layouts {said[:12]}"
 
 
@@ -236,10 +269,17 @@ def _begun(task: _Task, given: _Given, name: str | None) -> Draft | None:
         return None
     tensors = task.files[name]
     with told(task.folder):
-        return Draft(task.folder, name, tensors, {n: kept for n, kept in given.tied.items() if kept in tensors})
+        return Draft(
+            task.folder,
+            name,
+            tensors,
+            {n: kept for n, kept in given.tied.items() if kept in tensors},
+        )
 
 
-def _append(task: _Task, draft: Draft | None, whole: Mapping[str, Tensor], progress: Progress | None) -> None:
+def _append(
+    task: _Task, draft: Draft | None, whole: Mapping[str, Tensor], progress: Progress | None
+) -> None:
     if draft:
         with told(task.folder):
             for tensor in whole.values():
@@ -275,17 +315,24 @@ def _batches(tensors: File) -> Iterator[tuple[str, ...]]:
         yield tuple(batch)
 
 
-def _gathered(given: _Given, by_rank: Mapping[int, tuple[str, ...]], group: Group | None) -> dict[str, Tensor]:
+def _gathered(
+    given: _Given, by_rank: Mapping[int, tuple[str, ...]], group: Group | None
+) -> dict[str, Tensor]:
     """Those tensors whole that are to be at this rank, in their order; all ranks get theirs at once."""
     rank = compat.rank_or_0()
     at = {name: Mesh(ranks=[writer]) for writer, names in by_rank.items() for name in names}
     entries = {name: _entry(given.layouts[name]) for name in at}
-    whole = {name: Layout(shape, at[name], (), dtype=dtype) for name, (shape, dtype) in entries.items()}
+    whole = {
+        name: Layout(shape, at[name], (), dtype=dtype) for name, (shape, dtype) in entries.items()
+    }
     source = {name: given.layouts[name] for name in at}
     device = _device(group)
     src = {key: given.tensors[key].detach().to(device) for _, key, _ in local_layouts(source, rank)}
     here = by_rank.get(rank, ())
-    out = {name: torch.empty(entries[name][0], dtype=dtype_of(entries[name][1]), device=device) for name in here}
+    out = {
+        name: torch.empty(entries[name][0], dtype=dtype_of(entries[name][1]), device=device)
+        for name in here
+    }
     _move(plan(source, whole), src, out, group)
     return out
 

@@ -68,7 +68,9 @@ def local_part(name: str, tensor: Tensor) -> Tensor:
     """The memory of a tensor. Raises CheckpointError where it has none."""
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     if local.is_meta:
-        raise CheckpointError(f"{name!r} is on the meta device and has no memory; call the module's to_empty() first")
+        raise CheckpointError(
+            f"{name!r} is on the meta device and has no memory; call the module's to_empty() first"
+        )
     return local
 
 
@@ -107,12 +109,18 @@ class Extra(NamedTuple):
 def _extra(module: nn.Module, name: str, value: object) -> Extra:
     path, _, last = name.rpartition(".")
     if last != "_extra_state":
-        raise CheckpointError(f"{name!r} of the state dict is no parameter, buffer or extra state; remove its hook")
+        raise CheckpointError(
+            f"{name!r} of the state dict is no parameter, buffer or extra state; remove its hook"
+        )
     kind = next((word for word, kind in KINDS.items() if isinstance(value, kind.types)), None)
-    if kind is None or (isinstance(value, Tensor) and (value.dtype != torch.uint8 or value.ndim != 1)):
+    if kind is None or (
+        isinstance(value, Tensor) and (value.dtype != torch.uint8 or value.ndim != 1)
+    ):
         what = f"extra state {name!r} is of type {type(value).__name__}"
         raise CheckpointError(f"{what}; return bytes, a BytesIO, or a 1-d tensor of uint8")
-    owner = next(part for at, part in module.named_modules() if _plain(at) == path and not _wraps(part))
+    owner = next(
+        part for at, part in module.named_modules() if _plain(at) == path and not _wraps(part)
+    )
     return Extra(owner, kind, as_tensor(name, b"" if value is None else value))
 
 
@@ -136,8 +144,15 @@ class Description(NamedTuple):
     @property
     def claim(self) -> str:
         """What has to be the same on all ranks."""
-        tensors = {name: (str(t.dtype), tuple(t.shape)) for name, t in (self.parameters | self.buffers).items()}
-        divided = [(name, str(p.placements)) for name, p in self.parameters.items() if isinstance(p, DTensor)]
+        tensors = {
+            name: (str(t.dtype), tuple(t.shape))
+            for name, t in (self.parameters | self.buffers).items()
+        }
+        divided = [
+            (name, str(p.placements))
+            for name, p in self.parameters.items()
+            if isinstance(p, DTensor)
+        ]
         return f"a module of {plural(self.names, 'name')}, {digest((tensors, divided, sorted(self.extra)))[:12]}"
 
 
@@ -157,8 +172,16 @@ def description(module: nn.Module) -> Description:
     """
     kept = _unwrapped(dict(module.state_dict(keep_vars=True)))
     parameters = _unwrapped(dict(module.named_parameters(remove_duplicate=False)))
-    buffers = {n: b for n, b in _unwrapped(dict(module.named_buffers(remove_duplicate=False))).items() if n in kept}
-    extra = {n: _extra(module, n, value) for n, value in kept.items() if n not in parameters and n not in buffers}
+    buffers = {
+        n: b
+        for n, b in _unwrapped(dict(module.named_buffers(remove_duplicate=False))).items()
+        if n in kept
+    }
+    extra = {
+        n: _extra(module, n, value)
+        for n, value in kept.items()
+        if n not in parameters and n not in buffers
+    }
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, p in parameters.items():
@@ -172,11 +195,15 @@ def _unwrapped(named: dict[str, _T]) -> dict[str, _T]:
     out = {_plain(name): value for name, value in named.items()}
     if len(out) < len(named):
         twice = next(plain for plain, count in Counter(map(_plain, named)).items() if count > 1)
-        raise CheckpointError(f"without {' and '.join(WRAPPERS)}, several names are {twice!r}; name modules otherwise")
+        raise CheckpointError(
+            f"without {' and '.join(WRAPPERS)}, several names are {twice!r}; name modules otherwise"
+        )
     return out
 
 
-def model_of(described: Description, *, mesh: Mesh | None = None, group: Group | None = None) -> Model:
+def model_of(
+    described: Description, *, mesh: Mesh | None = None, group: Group | None = None
+) -> Model:
     """Its parameters, persistent buffers and extra states. Collective where `layout_of` is.
 
     What is plain is replicated on `mesh`, by default the largest of the DTensors', or the ranks of the group.
@@ -186,7 +213,11 @@ def model_of(described: Description, *, mesh: Mesh | None = None, group: Group |
     layouts = {_plain(name): layout for name, layout in layout_of(module, mesh=mesh).items()}
     layouts |= _layouts_of_buffers(buffers, layouts.values(), mesh)
     tensors = parameters | buffers
-    slots = {name: Slot(local_part(name, tensors[name]), layouts[name]) for name in names if name in tensors}
+    slots = {
+        name: Slot(local_part(name, tensors[name]), layouts[name])
+        for name in names
+        if name in tensors
+    }
     return Model(slots, extra, names, first)
 
 
@@ -206,10 +237,14 @@ def _mesh(module: nn.Module, group: Group | None) -> Mesh | None:
     return Mesh(world=len(ranks), ranks=ranks)
 
 
-def _layouts_of_buffers(buffers: dict[str, Tensor], others: Iterable[Layout], mesh: Mesh | None) -> dict[str, Layout]:
+def _layouts_of_buffers(
+    buffers: dict[str, Tensor], others: Iterable[Layout], mesh: Mesh | None
+) -> dict[str, Layout]:
     """As if they were parameters, on the mesh of those."""
     mesh = mesh or max((layout.mesh for layout in others), key=lambda mesh: mesh.size, default=None)
-    listed = nn.ParameterList([nn.Parameter(buffer.detach(), requires_grad=False) for buffer in buffers.values()])
+    listed = nn.ParameterList(
+        [nn.Parameter(buffer.detach(), requires_grad=False) for buffer in buffers.values()]
+    )
     return dict(zip(buffers, layout_of(listed, mesh=mesh).values(), strict=True))
 
 
@@ -229,7 +264,9 @@ class ParameterGroup(NamedTuple):
 
 def groups_of(model: Model, optimizer: Optimizers) -> Iterator[ParameterGroup]:
     """All groups of all optimizers. Raises CheckpointError for a parameter that is not the module's."""
-    for each in () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else optimizer:
+    for each in (
+        () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else optimizer
+    ):
         for options in each.param_groups:
             yield ParameterGroup(each, options, {_name(model, p): p for p in options["params"]})
 
@@ -237,7 +274,9 @@ def groups_of(model: Model, optimizer: Optimizers) -> Iterator[ParameterGroup]:
 def _name(model: Model, parameter: Tensor) -> str:
     if id(parameter) not in model.parameters:
         what = f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the module's"
-        raise CheckpointError(f"{what}; make the optimizer last, after fully_shard, of module.parameters()")
+        raise CheckpointError(
+            f"{what}; make the optimizer last, after fully_shard, of module.parameters()"
+        )
     return model.parameters[id(parameter)]
 
 
@@ -247,11 +286,17 @@ def optimizer_of(model: Model, optimizer: Optimizers) -> tuple[dict[str, Slot], 
     groups: list[dict[str, Any]] = []
     state: dict[str, dict[str, Any]] = {}
     for group in groups_of(model, optimizer):
-        options = {k: coded(v, f"{k!r} of a parameter group") for k, v in group.options.items() if k not in UNVALUED}
+        options = {
+            k: coded(v, f"{k!r} of a parameter group")
+            for k, v in group.options.items()
+            if k not in UNVALUED
+        }
         groups.append({"parameters": list(group.parameters), "options": options})
         for name, p in group.parameters.items():
             held = _by_text(name, group.optimizer.state.get(p, {}))
-            state[name] = {key: _entry(f"{key!r} of {name!r}", value, p) for key, value in held.items()}
+            state[name] = {
+                key: _entry(f"{key!r} of {name!r}", value, p) for key, value in held.items()
+            }
             layout = model.slots[name].layout
             slots |= {
                 f"{name}.{key}": Slot(local_part(name, value), layout_by(state[name][key], layout))
@@ -264,7 +309,9 @@ def optimizer_of(model: Model, optimizer: Optimizers) -> tuple[dict[str, Slot], 
 def _by_text(name: str, held: Mapping[Any, Any]) -> dict[str, Any]:
     odd = next((key for key in held if not isinstance(key, str)), None)
     if odd is not None:
-        raise CheckpointError(f"the optimizer's state of {name!r} has the key {odd!r}; keys are text")
+        raise CheckpointError(
+            f"the optimizer's state of {name!r} has the key {odd!r}; keys are text"
+        )
     return dict(held)
 
 
@@ -277,7 +324,9 @@ def _entry(what: str, value: object, parameter: Tensor) -> dict[str, Any]:
         return {"like": dtype}
     if isinstance(value, DTensor) or (value.ndim and isinstance(parameter, DTensor)):
         what = f"{what} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}, or other placements"
-        raise CheckpointError(f"{what}; where it lies is known only of scalars and of state like the parameter")
+        raise CheckpointError(
+            f"{what}; where it lies is known only of scalars and of state like the parameter"
+        )
     return {"own": [dtype, list(value.shape)]}
 
 
@@ -285,7 +334,9 @@ def _alike(value: Tensor, parameter: Tensor) -> bool:
     if isinstance(value, DTensor) and isinstance(parameter, DTensor):
         lies = [(x.shape, x.device_mesh, x.placements) for x in (value, parameter)]
         return lies[0] == lies[1]
-    return value.shape == parameter.shape and isinstance(value, DTensor) == isinstance(parameter, DTensor)
+    return value.shape == parameter.shape and isinstance(value, DTensor) == isinstance(
+        parameter, DTensor
+    )
 
 
 def layout_by(entry: dict[str, Any], parameter: Layout) -> Layout:
@@ -312,7 +363,9 @@ def coded(value: object, what: str) -> Any:
             return {"tensor": [str(value.dtype).removeprefix("torch."), value.tolist()]}
         case dict() if all(isinstance(key, str) for key in value):
             return {"dict": {key: coded(x, what) for key, x in value.items()}}
-    raise CheckpointError(f"{what} is {value!r}, which JSON cannot say; use numbers, text, lists and tensors")
+    raise CheckpointError(
+        f"{what} is {value!r}, which JSON cannot say; use numbers, text, lists and tensors"
+    )
 
 
 def decoded(value: Any) -> Any:

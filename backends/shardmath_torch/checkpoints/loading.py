@@ -66,7 +66,11 @@ class LoadPlanner(theirs.LoadPlanner):
     """
 
     def __init__(
-        self, layouts: Mapping[str, Windows], *, names: Mapping[str, str] | None = None, rank: int | None = None
+        self,
+        layouts: Mapping[str, Windows],
+        *,
+        names: Mapping[str, str] | None = None,
+        rank: int | None = None,
     ) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._metadata: Mapping[str, object] = {}
@@ -74,7 +78,10 @@ class LoadPlanner(theirs.LoadPlanner):
         self._rank = compat.rank_or_0() if rank is None else rank
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Takes the local tensors, and what is stored."""
         assert metadata is not None, "a checkpoint has metadata"
@@ -83,7 +90,9 @@ class LoadPlanner(theirs.LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """The stored boxes that have anything of this rank's, and what of them."""
         items: list[ReadItem] = []
-        for name, each in itertools.groupby(local_layouts(self._layouts, self._rank), key=lambda one: one[0]):
+        for name, each in itertools.groupby(
+            local_layouts(self._layouts, self._rank), key=lambda one: one[0]
+        ):
             source = self._names.get(name, name)
             stored = self._stored(source)
             table = _table(source, stored)
@@ -95,7 +104,9 @@ class LoadPlanner(theirs.LoadPlanner):
     def _stored(self, name: str) -> TensorStorageMetadata:
         found = self._metadata.get(name)
         if not isinstance(found, TensorStorageMetadata):
-            raise CheckpointError(f"the checkpoint has no tensor {name!r} among its {len(self._metadata)} names")
+            raise CheckpointError(
+                f"the checkpoint has no tensor {name!r} among its {len(self._metadata)} names"
+            )
         return found
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -108,12 +119,16 @@ class LoadPlanner(theirs.LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Never asked for."""
-        raise CheckpointError(f"{read_item.dest_index.fqn!r} is no tensor; load it with the layout None")
+        raise CheckpointError(
+            f"{read_item.dest_index.fqn!r} is no tensor; load it with the layout None"
+        )
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """The cells that an item goes to."""
         at = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._tensors[read_item.dest_index.fqn].detach()[tuple(slice(lo, lo + n) for lo, n in at)]
+        return self._tensors[read_item.dest_index.fqn].detach()[
+            tuple(slice(lo, lo + n) for lo, n in at)
+        ]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing is left to do: it is the cells themselves."""
@@ -153,7 +168,14 @@ def _meeting(key: str, layout: Layout, rank: int, table: _Table) -> Iterator[Rea
         each = (x[met].tolist() for x in (lo, first - start + here, first - lo, last - first))
         for origin, at, begin, sizes in zip(*each, strict=True):
             into, source = MetadataIndex(key, at), MetadataIndex(name, origin)
-            yield ReadItem(LoadItemType.TENSOR, into, torch.Size(at), source, torch.Size(begin), torch.Size(sizes))
+            yield ReadItem(
+                LoadItemType.TENSOR,
+                into,
+                torch.Size(at),
+                source,
+                torch.Size(begin),
+                torch.Size(sizes),
+            )
 
 
 def _ends(local: Slices, whole: Slices) -> tuple[list[int], list[int], list[int]]:
@@ -188,7 +210,11 @@ class Reader(storage.StorageReader):
 
     def read_metadata(self, *args: Any) -> Metadata:
         """What is stored, proved as far as that is possible without data."""
-        found = self._path if isinstance(self._path, Checkpoint) else open_checkpoint(os.fspath(self._path))
+        found = (
+            self._path
+            if isinstance(self._path, Checkpoint)
+            else open_checkpoint(os.fspath(self._path))
+        )
         names = tuple(dict.fromkeys(found.tensors if self._names is None else self._names))
         found.check(names)
         self._strided = found.check_archives(names, self._share)
@@ -196,13 +222,17 @@ class Reader(storage.StorageReader):
         self._chunks = Chunks(found if self._verify else NOTHING)
         return Metadata({name: _metadata(found, name) for name in names})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The same; from now on it is known which checksums are looked at."""
         assert self._found is not None, "metadata are read before data"
-        reads = ((r.piece, *r.span) for each in self._reads(self._found, plan).values() for r in each)
+        reads = (
+            (r.piece, *r.span) for each in self._reads(self._found, plan).values() for r in each
+        )
         self._marks = self._chunks.touched(reads)
         return plan
 
@@ -239,13 +269,20 @@ class Reader(storage.StorageReader):
         """What is read, by file."""
         names = dict.fromkeys(item.storage_index.fqn for item in plan.items)
         pieces = {name: {p.offsets: p for p in found[name].pieces if p.nonempty} for name in names}
-        wanted = [(pieces[i.storage_index.fqn][tuple(i.storage_index.offset or ())], i) for i in plan.items]
-        new = dict.fromkeys((i.storage_index.fqn, p) for p, i in wanted if p.archive and p not in self._strided)
+        wanted = [
+            (pieces[i.storage_index.fqn][tuple(i.storage_index.offset or ())], i)
+            for i in plan.items
+        ]
+        new = dict.fromkeys(
+            (i.storage_index.fqn, p) for p, i in wanted if p.archive and p not in self._strided
+        )
         self._strided |= found.described(new)
         out: dict[Place, list[_Read]] = {}
         for piece, item in wanted:
             dtype = found[item.storage_index.fqn].dtype
-            whole = self._strided.get(piece) or Strided(piece.start, dtype, piece.sizes, strides(piece.sizes))
+            whole = self._strided.get(piece) or Strided(
+                piece.start, dtype, piece.sizes, strides(piece.sizes)
+            )
             out.setdefault(piece.file, []).append(_Read(piece, item, _part(whole, item)))
         return out
 
@@ -276,13 +313,24 @@ class Reader(storage.StorageReader):
             by_piece.setdefault(read.piece, []).append(read)
         for piece, each in by_piece.items():
             numbers = self._chunks.numbers(piece, self._marks)
-            begin = min([read.at.start for read in each] + [piece.start + n * CHUNK for n in numbers])
-            end = max([read.end for read in each] + [min(piece.stop, piece.start + (n + 1) * CHUNK) for n in numbers])
+            begin = min(
+                [read.at.start for read in each] + [piece.start + n * CHUNK for n in numbers]
+            )
+            end = max(
+                [read.end for read in each]
+                + [min(piece.stop, piece.start + (n + 1) * CHUNK) for n in numbers]
+            )
             data = bytearray(file.read_part(begin, end))
             for number in numbers:
                 first = piece.start + number * CHUNK - begin
-                check(piece, number, memoryview(data)[first : min(first + CHUNK, piece.stop - begin)])
-            memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+                check(
+                    piece, number, memoryview(data)[first : min(first + CHUNK, piece.stop - begin)]
+                )
+            memory = (
+                torch.frombuffer(data, dtype=torch.uint8)
+                if data
+                else torch.empty(0, dtype=torch.uint8)
+            )
             for read in each:
                 target = planner.resolve_tensor(read.item)
                 target.copy_(_view(memory, file, read.at, begin))
@@ -348,8 +396,12 @@ def _view(memory: Tensor, file: Place, found: Strided, base: int) -> Tensor:
 
 def _metadata(found: Checkpoint, name: str) -> TensorStorageMetadata:
     saved = found[name]
-    chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in saved.pieces]
-    return TensorStorageMetadata(TensorProperties(dtype_of(saved.dtype)), torch.Size(saved.shape), chunks)
+    chunks = [
+        ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in saved.pieces
+    ]
+    return TensorStorageMetadata(
+        TensorProperties(dtype_of(saved.dtype)), torch.Size(saved.shape), chunks
+    )
 
 
 def _mapped(file: Path) -> Tensor:
@@ -357,7 +409,9 @@ def _mapped(file: Path) -> Tensor:
     try:
         return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}; it belongs to the checkpoint") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error}; it belongs to the checkpoint"
+        ) from error
 
 
 def _lies_so(source: Tensor, target: Tensor) -> bool:

@@ -57,7 +57,9 @@ class SavePlanner(theirs.SavePlanner):
     for a Partial tensor, ExchangeError for local tensors that do not fit, PlanError for what nobody holds.
     """
 
-    def __init__(self, layouts: Layouts, *, rank: int | None = None, paths: Paths | None = None) -> None:
+    def __init__(
+        self, layouts: Layouts, *, rank: int | None = None, paths: Paths | None = None
+    ) -> None:
         self._layouts = {name: one for name, one in layouts.items() if one is not None}
         self._names = frozenset(layouts)
         self._paths = paths or {}
@@ -67,7 +69,10 @@ class SavePlanner(theirs.SavePlanner):
         self._sources: dict[MetadataIndex, Tensor] = {}
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Takes the local tensors."""
         self._given = state_dict
@@ -76,25 +81,44 @@ class SavePlanner(theirs.SavePlanner):
         """The boxes that this rank writes, and what it tells the others: what it saves, and which bytes it has."""
         moved = to_disk(self._layouts)
         own = self._names - set(self._layouts)
-        self._blobs = {name: as_tensor(name, data) for name, data in self._given.items() if name in own}
+        self._blobs = {
+            name: as_tensor(name, data) for name, data in self._given.items() if name in own
+        }
         want = wanted(moved, self._rank)[0]
         tensors = by_key(want, {name: t for name, t in self._given.items() if name not in own})
         fits(want, tensors)
-        contents = {name: (sha256(t.numpy().tobytes()).hexdigest(), len(t)) for name, t in self._blobs.items()}
-        said = _Said(self._rank, digest((moved.digest, sorted(own), sorted(self._paths.items()))), contents)
+        contents = {
+            name: (sha256(t.numpy().tobytes()).hexdigest(), len(t))
+            for name, t in self._blobs.items()
+        }
+        said = _Said(
+            self._rank, digest((moved.digest, sorted(own), sorted(self._paths.items()))), contents
+        )
         return SavePlan(list(self._boxes(moved, tensors)), planner_data=said)
 
     def _boxes(self, moved: Plan, tensors: Mapping[str, Tensor]) -> Iterator[WriteItem]:
         for t in moved.transfers(src=self._rank):
             box = [s.start for s in t.global_slices], t.shape
-            yield self._item(t.tensor, moved.src[t.tensor][0].shape, *box, tensors[t.src_tensor].detach()[t.src_slices])
+            yield self._item(
+                t.tensor,
+                moved.src[t.tensor][0].shape,
+                *box,
+                tensors[t.src_tensor].detach()[t.src_slices],
+            )
         for name, windows in moved.src.items():
-            if 0 in windows[0].shape and self._rank == min(r for w in windows for r in w.mesh.ranks):
+            if 0 in windows[0].shape and self._rank == min(
+                r for w in windows for r in w.mesh.ranks
+            ):
                 empty = torch.empty(windows[0].shape, dtype=dtype_of(windows[0].dtype))
                 yield self._item(name, empty.shape, [0] * empty.ndim, empty.shape, empty)
 
     def _item(
-        self, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], data: Tensor
+        self,
+        name: str,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        data: Tensor,
     ) -> WriteItem:
         item = _box(name, shape, offsets, sizes, data.dtype)
         self._sources[item.index] = data
@@ -110,7 +134,9 @@ class SavePlanner(theirs.SavePlanner):
         for item in (item for one in plans for item in one.items):
             data = item.tensor_data
             assert data is not None, "all items are boxes"
-            found = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+            found = tensors.setdefault(
+                item.index.fqn, TensorStorageMetadata(data.properties, data.size, [])
+            )
             found.chunks.append(data.chunk)
         # torch's own readers look here for the path of every name, and fail for a name without one
         paths = {name: self._paths.get(name, (name,)) for name in tensors}
@@ -134,8 +160,17 @@ def to_disk(layouts: Mapping[str, Layout | tuple[Layout, ...]]) -> Plan:
         if layout.partial:
             what = f"tensor {name!r} is Partial in {layout}, a checkpoint holds whole values"
             raise CheckpointError(f"{what}; move it to a layout without Partial first")
-    disk = Mesh(ranks=[1 + max((max(layout.mesh.ranks) for each in windows.values() for layout in each), default=0)])
-    whole = {name: Layout(each[0].shape, disk, (), dtype=each[0].dtype) for name, each in windows.items()}
+    disk = Mesh(
+        ranks=[
+            1
+            + max(
+                (max(layout.mesh.ranks) for each in windows.values() for layout in each), default=0
+            )
+        ]
+    )
+    whole = {
+        name: Layout(each[0].shape, disk, (), dtype=each[0].dtype) for name, each in windows.items()
+    }
     return plan(layouts, whole)
 
 
@@ -149,18 +184,28 @@ def as_tensor(name: str, data: object) -> Tensor:
     if isinstance(data, io.BytesIO):
         data = data.getvalue()
     if isinstance(data, bytes | bytearray | memoryview):
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+        return (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if len(data)
+            else torch.empty(0, dtype=torch.uint8)
+        )
     what = f"{data.dtype}{list(data.shape)}" if isinstance(data, Tensor) else type(data).__name__
-    raise CheckpointError(f"{name!r} is {what} and has no layout; give it one, or bytes, or a 1-d tensor of uint8")
+    raise CheckpointError(
+        f"{name!r} is {what} and has no layout; give it one, or bytes, or a 1-d tensor of uint8"
+    )
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
     """Raises CheckpointError for a path that is not its name, cut at dots, and for one that leads through another."""
     for name, path in paths.items():
         if name not in names:
-            raise CheckpointError(f"paths has {name!r}, which is not saved; give paths of names that have a layout")
+            raise CheckpointError(
+                f"paths has {name!r}, which is not saved; give paths of names that have a layout"
+            )
         if not isinstance(path, tuple) or not path or not all(isinstance(key, str) for key in path):
-            raise CheckpointError(f"the path of {name!r} is {path!r}; give a tuple of keys, such as {(name,)!r}")
+            raise CheckpointError(
+                f"the path of {name!r} is {path!r}; give a tuple of keys, such as {(name,)!r}"
+            )
         if ".".join(path) != name:
             what = f"the path of {name!r} is {path!r}, which joined with dots is {'.'.join(path)!r}"
             raise CheckpointError(f"{what}; give the name, cut at some of its dots")
@@ -215,7 +260,11 @@ def _with_bytes(plan: SavePlan, said: _Said, stored: Mapping[str, Mapping[int, s
 
 
 def _box(
-    name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype
+    name: str,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    dtype: torch.dtype,
 ) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))

@@ -109,8 +109,14 @@ class Checkpoint:
     @property
     def shapes(self) -> Shapes:
         """Global shape and dtype of each tensor, by name; of each blob, as bytes of its first rank."""
-        hidden = {key for by_rank in self.blobs.values() for key in by_rank.values()} - set(self.blobs)
-        return {name: (saved.shape, saved.dtype) for name, saved in self.tensors.items() if name not in hidden}
+        hidden = {key for by_rank in self.blobs.values() for key in by_rank.values()} - set(
+            self.blobs
+        )
+        return {
+            name: (saved.shape, saved.dtype)
+            for name, saved in self.tensors.items()
+            if name not in hidden
+        }
 
     def __repr__(self) -> str:
         return f"<checkpoint of {plural(len(self), 'tensor')} at {self.path}>"
@@ -134,7 +140,9 @@ class Checkpoint:
             near = difflib.get_close_matches(name, self.tensors, 3) or sorted(self.tensors)[:3]
             shown = ", ".join(map(repr, near)) or "nothing"
             what = f"{self.path} has no {name!r} among its {plural(self.tensors, 'tensor')}; it has {shown}"
-            raise CheckpointError(f"{what}: load what is stored under another name with names={{wanted: stored}}")
+            raise CheckpointError(
+                f"{what}: load what is stored under another name with names={{wanted: stored}}"
+            )
         return found
 
     def blob(self, name: str, rank: int) -> str:
@@ -163,7 +171,9 @@ class Checkpoint:
 
         Raises CheckpointError where one holds another tensor than the metadata says.
         """
-        archives = [(name, p) for name in sorted(set(names)) for p in self[name].pieces if p.archive]
+        archives = [
+            (name, p) for name in sorted(set(names)) for p in self[name].pieces if p.archive
+        ]
         return self.described(archives[share[0] :: share[1]])
 
     def described(self, archives: Iterable[tuple[str, Piece]]) -> dict[Piece, Strided]:
@@ -185,13 +195,21 @@ def _check_archive(name: str, saved: Saved, piece: Piece, found: Strided) -> Non
         what = f"tensor {name!r}: the metadata has {saved.dtype}{list(piece.sizes)} at {piece}"
         stored = f"{found.dtype}{list(found.shape)} is stored there"
         why = "torch writes this for a _StridedShard that does not divide evenly, and elements of the tensor are lost"
-        raise CheckpointError(f"{what}, but {stored}; {why}: save it again with shardmath_torch.save")
+        raise CheckpointError(
+            f"{what}, but {stored}; {why}: save it again with shardmath_torch.save"
+        )
 
 
 def _check_tiled(path: Place, name: str, saved: Saved) -> None:
     """The boxes are in the tensor, and have each of its elements once."""
-    boxes = [tuple((at, at + n) for at, n in zip(p.offsets, p.sizes, strict=True)) for p in saved.pieces if p.nonempty]
-    outside = next((b for b in boxes if any(hi > n for (_, hi), n in zip(b, saved.shape, strict=True))), None)
+    boxes = [
+        tuple((at, at + n) for at, n in zip(p.offsets, p.sizes, strict=True))
+        for p in saved.pieces
+        if p.nonempty
+    ]
+    outside = next(
+        (b for b in boxes if any(hi > n for (_, hi), n in zip(b, saved.shape, strict=True))), None
+    )
     held = [[(0, n)] if n else [] for n in saved.shape]
     if outside is None and tiles(held, boxes):
         return
@@ -201,7 +219,9 @@ def _check_tiled(path: Place, name: str, saved: Saved) -> None:
         raise CheckpointError(f"{what} has a box {outside} outside it; {fix}")
     twice = first_overlap(boxes)
     if twice is not None:
-        raise CheckpointError(f"{what} has boxes that overlap, {boxes[twice[0]]} and {boxes[twice[1]]}; {fix}")
+        raise CheckpointError(
+            f"{what} has boxes that overlap, {boxes[twice[0]]} and {boxes[twice[1]]}; {fix}"
+        )
     raise CheckpointError(f"{what} has no box with element {first_gap(held, boxes)}; {fix}")
 
 
@@ -215,9 +235,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return _opened(_absolute(place(path)))
     except ShardError:
         raise
-    except (LookupError, OSError, OverflowError, RecursionError, TypeError, ValueError, AttributeError) as error:
+    except (
+        LookupError,
+        OSError,
+        OverflowError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:
         fault = f"{type(error).__name__}: {str(error)[:200]}"
-        raise CheckpointError(f"{path} is no checkpoint, or a damaged one ({fault}); fetch it again") from error
+        raise CheckpointError(
+            f"{path} is no checkpoint, or a damaged one ({fault}); fetch it again"
+        ) from error
 
 
 def _absolute(path: Place) -> Place:
@@ -240,7 +270,9 @@ def _opened(path: Place) -> Checkpoint:
     if copy is not None:
         index = _index(path / INDEX, copy)
         if not holds(copy.decode()):
-            raise CheckpointError(f"{path / INDEX} is damaged: its checksum does not hold; fetch it again")
+            raise CheckpointError(
+                f"{path / INDEX} is damaged: its checksum does not hold; fetch it again"
+            )
         return _ours(path, index, _digest(copy))
     return _weights(path)
 
@@ -250,10 +282,20 @@ def _check_torchs(file: Place, found: Checkpoint) -> None:
 
     torch never writes files that are called like ours, even where its storage is used with our planners.
     """
-    ours = next((p for saved in found.tensors.values() for p in saved.pieces if FILE.fullmatch(p.file.name)), None)
+    ours = next(
+        (
+            p
+            for saved in found.tensors.values()
+            for p in saved.pieces
+            if FILE.fullmatch(p.file.name)
+        ),
+        None,
+    )
     if ours is not None:
         what = f"{file} is damaged: it names {ours.file.name}, and ends before the checksums that belong to it"
-        raise CheckpointError(f"{what}; fetch it again, or remove it to load by the index beside it")
+        raise CheckpointError(
+            f"{what}; fetch it again, or remove it to load by the index beside it"
+        )
 
 
 def _check_copy(file: Place, copy: bytes | None, sealed: Sealed) -> None:
@@ -278,7 +320,9 @@ def _text(file: Place) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}; check its permissions") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror}; check its permissions"
+        ) from error
 
 
 # Ours
@@ -288,7 +332,11 @@ def to_json(checkpoint: Checkpoint, save: str) -> str:
     """The index of a checkpoint of ours."""
     number = {file: i for i, file in enumerate(checkpoint.sizes)}
     tensors = {
-        name: [saved.dtype, saved.shape, [[number[p.file], p.start, p.offsets, p.sizes, p.sums] for p in saved.pieces]]
+        name: [
+            saved.dtype,
+            saved.shape,
+            [[number[p.file], p.start, p.offsets, p.sizes, p.sums] for p in saved.pieces],
+        ]
         for name, saved in checkpoint.tensors.items()
     }
     out = {
@@ -307,7 +355,9 @@ def _index(file: Place, text: bytes) -> dict[str, Any]:
         found: Any = read_json(text)
         version, _ = found["shardmath"], found["files"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no index of shardmath ({error}); fetch it again") from error
+        raise CheckpointError(
+            f"{file} is no index of shardmath ({error}); fetch it again"
+        ) from error
     if version != VERSION:
         what = f"{file} has version {shown(version)}, this shardmath reads {VERSION}"
         raise CheckpointError(f"{what}; use a newer shardmath")
@@ -323,7 +373,10 @@ def _ours(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
 
 def _blobs(found: Any, tensors: Mapping[str, Saved]) -> dict[str, dict[int, str]]:
     """The stored names of ranks' bytes, every one of them there."""
-    out = {_name(name): {_rank(rank): _name(key) for rank, key in by_rank.items()} for name, by_rank in found.items()}
+    out = {
+        _name(name): {_rank(rank): _name(key) for rank, key in by_rank.items()}
+        for name, by_rank in found.items()
+    }
     missing = [key for by_rank in out.values() for key in by_rank.values() if key not in tensors]
     if missing or not all(out.values()):
         what = f"bytes of ranks are said to be under {shown(missing[:3])}"
@@ -337,7 +390,14 @@ def _saved(files: list[Place], dtype: str, shape: list[int], pieces: list[Any]) 
 
 
 def _piece(
-    files: list[Place], each: int, ndim: int, file: int, start: int, offsets: list[int], sizes: list[int], sums: str
+    files: list[Place],
+    each: int,
+    ndim: int,
+    file: int,
+    start: int,
+    offsets: list[int],
+    sizes: list[int],
+    sums: str,
 ) -> Piece:
     at, box = tuple(map(_count, offsets)), tuple(map(_count, sizes))
     if len(at) != ndim or len(box) != ndim:
@@ -367,8 +427,16 @@ def _rank(rank: object) -> int:
 
 def _inside(folder: Place, name: object) -> Place:
     """A file of the folder, or of a folder in it."""
-    if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise CheckpointError(f"{folder} names a data file {shown(name)}; a checkpoint's files lie in its folder")
+    if (
+        not isinstance(name, str)
+        or not name
+        or "\0" in name
+        or Path(name).is_absolute()
+        or ".." in Path(name).parts
+    ):
+        raise CheckpointError(
+            f"{folder} names a data file {shown(name)}; a checkpoint's files lie in its folder"
+        )
     return folder / name
 
 
@@ -381,12 +449,16 @@ _Places: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], Any]
 
 def _torchs(path: Place, metadata: Metadata, digest: str) -> Checkpoint:
     if not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{path / METADATA} does not say where data lies; save again with FileSystemWriter")
+        raise CheckpointError(
+            f"{path / METADATA} does not say where data lies; save again with FileSystemWriter"
+        )
     places = {
         (index.fqn, None if index.offset is None else tuple(index.offset)): info
         for index, info in metadata.storage_data.items()
     }
-    tensors = {name: _of_torch(path, name, md, places) for name, md in metadata.state_dict_metadata.items()}
+    tensors = {
+        name: _of_torch(path, name, md, places) for name, md in metadata.state_dict_metadata.items()
+    }
     return Checkpoint(path, tensors, _blobs(_blobs_of(metadata), tensors), {}, digest)
 
 
@@ -402,7 +474,9 @@ def _of_torch(path: Place, name: str, md: object, places: _Places) -> Saved:
         info = places[name, None]
         length = _count(info.length)
         return Saved(
-            (length,), "uint8", (Piece((0,), (length,), _file(path, name, info), _count(info.offset), length),)
+            (length,),
+            "uint8",
+            (Piece((0,), (length,), _file(path, name, info), _count(info.offset), length),),
         )
     shape, dtype = tuple(map(_count, md.size)), str(md.properties.dtype).removeprefix("torch.")
     return Saved(shape, dtype, tuple(_chunks(path, name, md, places)))
@@ -410,20 +484,31 @@ def _of_torch(path: Place, name: str, md: object, places: _Places) -> Saved:
 
 def _chunks(path: Place, name: str, md: TensorStorageMetadata, places: _Places) -> Iterator[Piece]:
     """The boxes; of an empty one and another that begin at one place, torch keeps a single archive: the other's."""
-    chunks = [(tuple(map(_count, chunk.offsets)), tuple(map(_count, chunk.sizes))) for chunk in md.chunks]
+    chunks = [
+        (tuple(map(_count, chunk.offsets)), tuple(map(_count, chunk.sizes))) for chunk in md.chunks
+    ]
     full = {at for at, sizes in chunks if 0 not in sizes}
     for at, sizes in chunks:
         if not len(at) == len(sizes) == len(md.size):
             raise ValueError(f"{name!r} has a box {at} {sizes} in {len(md.size)} dimensions")
         if 0 not in sizes or at not in full:
             info = places[name, at]
-            yield Piece(at, sizes, _file(path, name, info), _count(info.offset), _count(info.length), archive=True)
+            yield Piece(
+                at,
+                sizes,
+                _file(path, name, info),
+                _count(info.offset),
+                _count(info.length),
+                archive=True,
+            )
 
 
 def _file(path: Place, name: str, info: Any) -> Place:
     if getattr(info, "transform_descriptors", None):
         what = f"{path}: {shown(name)} is stored through {shown(info.transform_descriptors)}"
-        raise CheckpointError(f"{what}, extensions of torch that are not read here; save it without them")
+        raise CheckpointError(
+            f"{what}, extensions of torch that are not read here; save it without them"
+        )
     return _inside(path, info.relative_path)
 
 
@@ -433,13 +518,21 @@ def _file(path: Place, name: str, info: Any) -> Place:
 def _weights(path: Place) -> Checkpoint:
     ours = path.is_dir() and any(FILE.fullmatch(file.name) for file in path.glob(f"{OURS}*"))
     if ours and not any(True for _ in path.glob("model.safetensors*")):
-        raise CheckpointError(f"{path} has data of a save that did not end, and no index; save again, or give another")
+        raise CheckpointError(
+            f"{path} has data of a save that did not end, and no index; save again, or give another"
+        )
     sharded = read_sharded(path)
     if sharded is None:
         entries = open_weights(path).entries
-        sharded = {name: Parts(e.shape, e.dtype, (((0,) * len(e.shape), e),)) for name, e in entries.items()}
+        sharded = {
+            name: Parts(e.shape, e.dtype, (((0,) * len(e.shape), e),))
+            for name, e in entries.items()
+        }
     tensors = {name: _in_boxes(parts) for name, parts in sharded.items()}
-    said = [(name, saved.shape, saved.dtype, *map(_said, saved.pieces)) for name, saved in sorted(tensors.items())]
+    said = [
+        (name, saved.shape, saved.dtype, *map(_said, saved.pieces))
+        for name, saved in sorted(tensors.items())
+    ]
     return Checkpoint(path, tensors, {}, {}, _digest(repr(said).encode()))
 
 

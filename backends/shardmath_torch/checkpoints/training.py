@@ -61,7 +61,11 @@ INDEX = "training"
 
 
 def state_of(
-    module: nn.Module, optimizer: Optimizers = None, *, mesh: Mesh | None = None, group: Group | None = None
+    module: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Layout | None]]:
     """This rank's tensors, and the layouts of all ranks, by flat name: what `save` takes.
 
@@ -93,10 +97,19 @@ def _state(model: Model, optimizer: Optimizers) -> _State:
         "extra": {name: extra.kind for name, extra in model.extra.items()},
     }
     blobs = {f"model.{name}": extra.packed for name, extra in model.extra.items()}
-    blobs[INDEX] = torch.frombuffer(bytearray(json.dumps(index | about).encode()), dtype=torch.uint8)
+    blobs[INDEX] = torch.frombuffer(
+        bytearray(json.dumps(index | about).encode()), dtype=torch.uint8
+    )
     tensors = {name: slot.local for name, slot in slots.items()}
-    paths: dict[str, tuple[str, ...]] = {f"model.{name}": ("model", name) for name in (*model.slots, *model.extra)}
-    keys = [(name, key) for name, held in about["state"].items() for key in held if f"{name}.{key}" in state]
+    paths: dict[str, tuple[str, ...]] = {
+        f"model.{name}": ("model", name) for name in (*model.slots, *model.extra)
+    }
+    keys = [
+        (name, key)
+        for name, held in about["state"].items()
+        for key in held
+        if f"{name}.{key}" in state
+    ]
     paths |= {f"optim.state.{name}.{key}": ("optim", "state", name, key) for name, key in keys}
     layouts = {name: slot.layout for name, slot in slots.items()} | dict.fromkeys(blobs)
     return _State(tensors | blobs, layouts, paths)
@@ -122,7 +135,9 @@ def save_state(
 
 def _model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
     """The module with its layouts, about which ranks talk only when all have described the same."""
-    described = on_all("describe its module", lambda: description(module), group, claim=lambda d: d.claim)
+    described = on_all(
+        "describe its module", lambda: description(module), group, claim=lambda d: d.claim
+    )
     return on_all("lay out its module", lambda: model_of(described, mesh=mesh, group=group), group)
 
 
@@ -165,7 +180,10 @@ def load_state(
         unmatched = _unmatched(model, saved, there, groups if optimizer is not None else None)
         if strict and any(unmatched):
             raise CheckpointError(_complaint(path, unmatched))
-        plans = [_Restored(each, _options(each, saved, there), _entries(each, saved, there)) for each in groups]
+        plans = [
+            _Restored(each, _options(each, saved, there), _entries(each, saved, there))
+            for each in groups
+        ]
         return unmatched, plans, [*_of_model(model, saved, there), *_of_groups(plans, model, there)]
 
     unmatched, plans, jobs = on_all("match its state", matched, group)
@@ -197,10 +215,15 @@ def load_weights(
     def ready() -> tuple[Checkpoint, dict[str, Layout], dict[str, str]]:
         found = open_checkpoint(path)
         stored = {name: _stored(found, name, model.names[name], renamed) for name in model.slots}
-        layouts = {name: _of_dtype(slot.layout, found[stored[name]].dtype) for name, slot in model.slots.items()}
+        layouts = {
+            name: _of_dtype(slot.layout, found[stored[name]].dtype)
+            for name, slot in model.slots.items()
+        }
         return found, layouts, stored
 
-    found, layouts, stored = on_all("match its weights", ready, group, claim=lambda done: done[0].digest)
+    found, layouts, stored = on_all(
+        "match its weights", ready, group, claim=lambda done: done[0].digest
+    )
     tensors = load(found, layouts, names=stored, group=group, progress=progress, verify=verify)
     with torch.no_grad():
         for name, slot in model.slots.items():
@@ -216,7 +239,9 @@ def _stored(found: Checkpoint, first: str, names: list[str], renamed: Mapping[st
 def _of_state(path: str | os.PathLike[str]) -> Checkpoint:
     found = open_checkpoint(path)
     if INDEX not in found:
-        raise CheckpointError(f"{path} is nothing that save_state wrote; fill the module's weights with load_weights")
+        raise CheckpointError(
+            f"{path} is nothing that save_state wrote; fill the module's weights with load_weights"
+        )
     return found
 
 
@@ -241,18 +266,26 @@ class _Kept(NamedTuple):
 
     def options(self) -> dict[str, dict[str, Any]]:
         """The options of each parameter's group."""
-        return {name: group["options"] for group in self.groups or () for name in group["parameters"]}
+        return {
+            name: group["options"] for group in self.groups or () for name in group["parameters"]
+        }
 
 
 def _read(path: object, index: Tensor) -> _Kept:
     try:
         found = _Kept(**json.loads(as_bytes(index)))
-        if not isinstance(found.names, dict) or not isinstance(found.extra, dict) or not isinstance(found.state, dict):
+        if (
+            not isinstance(found.names, dict)
+            or not isinstance(found.extra, dict)
+            or not isinstance(found.state, dict)
+        ):
             raise TypeError("its parts are no objects")
         return found
     except (ValueError, TypeError, RecursionError) as error:
         what = f"{path}: {INDEX!r} is nothing that save_state wrote ({error})"
-        raise CheckpointError(f"{what}; read tensors of other checkpoints with shardmath_torch.load") from error
+        raise CheckpointError(
+            f"{what}; read tensors of other checkpoints with shardmath_torch.load"
+        ) from error
 
 
 def _there(model: Model, saved: _Kept) -> dict[str, str]:
@@ -267,20 +300,26 @@ def _there(model: Model, saved: _Kept) -> dict[str, str]:
     return out
 
 
-def _unmatched(model: Model, saved: _Kept, there: dict[str, str], groups: list[ParameterGroup] | None) -> Unmatched:
+def _unmatched(
+    model: Model, saved: _Kept, there: dict[str, str], groups: list[ParameterGroup] | None
+) -> Unmatched:
     here = {name: None for names in model.names.values() for name in names}
     missing = [f"model.{name}" for name in here if name not in saved.names]
     unexpected = [f"model.{name}" for name in saved.names if name not in here]
     if groups is not None:
         mine, theirs = [name for group in groups for name in group.parameters], saved.options()
         missing += [f"optim.state.{name}" for name in mine if there.get(name) not in theirs]
-        unexpected += [f"optim.state.{name}" for name in theirs if name not in {there.get(n) for n in mine}]
+        unexpected += [
+            f"optim.state.{name}" for name in theirs if name not in {there.get(n) for n in mine}
+        ]
     return Unmatched(tuple(missing), tuple(unexpected))
 
 
 def _complaint(path: object, unmatched: Unmatched) -> str:
     said = ("the checkpoint lacks {}", "only the checkpoint has {}")
-    shown = [text.format(_some(names)) for text, names in zip(said, unmatched, strict=True) if names]
+    shown = [
+        text.format(_some(names)) for text, names in zip(said, unmatched, strict=True) if names
+    ]
     return f"{path}: {'; '.join(shown)}; pass strict=False to restore what both have"
 
 
@@ -295,14 +334,18 @@ def _options(group: ParameterGroup, saved: _Kept, there: dict[str, str]) -> dict
     first = next(iter(found), "")
     for name, options in found.items():
         other = found[first]
-        differ = sorted(key for key in {*options, *other} if repr(options.get(key)) != repr(other.get(key)))
+        differ = sorted(
+            key for key in {*options, *other} if repr(options.get(key)) != repr(other.get(key))
+        )
         if differ:
             what = f"{first} and {name} are in one group of the optimizer here, and differ in {', '.join(differ)} there"
             raise CheckpointError(f"{what}; give them groups of their own")
     return {key: decoded(value) for key, value in found.get(first, {}).items()}
 
 
-def _entries(group: ParameterGroup, saved: _Kept, there: dict[str, str]) -> dict[str, dict[str, Any]]:
+def _entries(
+    group: ParameterGroup, saved: _Kept, there: dict[str, str]
+) -> dict[str, dict[str, Any]]:
     """What is said of the state of each of the group's parameters that the checkpoint knows."""
     names = [name for name in group.parameters if there.get(name) in saved.state]
     return {name: saved.state[there[name]] for name in names}
@@ -331,7 +374,9 @@ class _Restored(NamedTuple):
 def _of_model(model: Model, saved: _Kept, there: dict[str, str]) -> Iterator[_Job]:
     for here, kept in there.items():
         slot = model.slots.get(here)
-        put = slot.local.copy_ if slot is not None else _setter(model.extra[here], saved.extra[kept])
+        put = (
+            slot.local.copy_ if slot is not None else _setter(model.extra[here], saved.extra[kept])
+        )
         yield _Job(f"model.{here}", f"model.{kept}", slot.layout if slot is not None else None, put)
 
 
@@ -348,7 +393,9 @@ def _of_groups(plans: list[_Restored], model: Model, there: dict[str, str]) -> I
                 yield _Job(here, kept, layout, _filler(plan, name, key, entry))
 
 
-def _filler(plan: _Restored, name: str, key: str, entry: dict[str, Any]) -> Callable[[Tensor], object]:
+def _filler(
+    plan: _Restored, name: str, key: str, entry: dict[str, Any]
+) -> Callable[[Tensor], object]:
     """Puts a value into the optimizer's tensor, or into a new one where it has none that fits."""
 
     def put(data: Tensor) -> None:
@@ -364,7 +411,12 @@ def _filler(plan: _Restored, name: str, key: str, entry: dict[str, Any]) -> Call
 def _device(plan: _Restored, parameter: Tensor, key: str, entry: dict[str, Any]) -> torch.device:
     """Steps are counted on the CPU, unless by the device (torch 2.13: _process_value_according_to_param_policy)."""
     options = plan.group.options | plan.options
-    host = "own" in entry and key == "step" and not options.get("capturable") and not options.get("fused")
+    host = (
+        "own" in entry
+        and key == "step"
+        and not options.get("capturable")
+        and not options.get("fused")
+    )
     return torch.device("cpu") if host else parameter.device
 
 
@@ -387,10 +439,15 @@ def _finish(plan: _Restored) -> None:
     """Sets what is no tensor of the state, and drops state that the checkpoint has not."""
     for key, value in plan.options.items():
         held = plan.group.options.get(key)
-        plan.group.options[key] = held.copy_(torch.as_tensor(value)) if isinstance(held, Tensor) else value
+        plan.group.options[key] = (
+            held.copy_(torch.as_tensor(value)) if isinstance(held, Tensor) else value
+        )
     for name, entries in plan.entries.items():
         parameter = plan.group.parameters[name]
         held = plan.group.optimizer.state.pop(parameter, {})
-        kept = {key: decoded(entry["value"]) if "value" in entry else held[key] for key, entry in entries.items()}
+        kept = {
+            key: decoded(entry["value"]) if "value" in entry else held[key]
+            for key, entry in entries.items()
+        }
         if kept:
             plan.group.optimizer.state[parameter] = kept

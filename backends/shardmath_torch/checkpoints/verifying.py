@@ -94,8 +94,12 @@ def check(piece: Piece, number: int, data: memoryview) -> None:
     """Raises CheckpointError unless the chunk is what was written."""
     if not same(data, number, piece.sums):
         first = piece.start + number * CHUNK
-        what = f"{piece.file} is damaged: bytes {first} to {first + len(data)} are not what was saved"
-        raise CheckpointError(f"{what}, by their checksum; fetch it again, or load with verify=False what is left")
+        what = (
+            f"{piece.file} is damaged: bytes {first} to {first + len(data)} are not what was saved"
+        )
+        raise CheckpointError(
+            f"{what}, by their checksum; fetch it again, or load with verify=False what is left"
+        )
 
 
 def fill(stream: io.FileIO, left: memoryview) -> None:
@@ -103,5 +107,7 @@ def fill(stream: io.FileIO, left: memoryview) -> None:
     while left:
         count = stream.readinto(left)
         if not count:
-            raise CheckpointError(f"{stream.name!r} ends at byte {stream.tell()}; it was cut while it was read")
+            raise CheckpointError(
+                f"{stream.name!r} ends at byte {stream.tell()}; it was cut while it was read"
+            )
         left = left[count:]

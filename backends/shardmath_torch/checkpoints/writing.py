@@ -95,7 +95,9 @@ class Writer(storage.StorageWriter):
         names = [f"{OURS}{self._claim.save}-{i:05d}-of-{len(plans):05d}" for i in range(len(plans))]
         return [replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
 
-    def write_data(self, plan: SavePlan, planner: theirs.SavePlanner) -> Future[list[storage.WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: theirs.SavePlanner
+    ) -> Future[list[storage.WriteResult]]:
         """Writes this rank's files, all of them unfinished."""
         out: list[storage.WriteResult] = []
         for i, items in enumerate(_files(plan.items)):
@@ -118,7 +120,9 @@ class Writer(storage.StorageWriter):
                 _rename(self._folder, name)
             sync(self._folder)
             index = to_json(_described(self._folder, metadata, wrote), held.save)
-            told = replace(metadata, storage_data={one.index: one.storage_data.info for one in wrote})
+            told = replace(
+                metadata, storage_data={one.index: one.storage_data.info for one in wrote}
+            )
             count(held, seal(Sealed(pickle.dumps(told), index, held.save)))
         self._claim, self._drafts = None, []
         with _told(self._folder, AFTER):
@@ -221,7 +225,10 @@ class _At(NamedTuple):
     sums: str
 
 
-BEFORE, AFTER = "what was saved there before is as it was", "the new save is whole, and the one that counts"
+BEFORE, AFTER = (
+    "what was saved there before is as it was",
+    "the new save is whole, and the one that counts",
+)
 UNKNOWN = "whether the new save counts cannot be read either, a load tells when it can"
 
 
@@ -261,14 +268,20 @@ def _files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]:
 
 
 def _written(
-    file: Place, name: str, items: Mapping[str, WriteItem], planner: theirs.SavePlanner, progress: Progress | None
+    file: Place,
+    name: str,
+    items: Mapping[str, WriteItem],
+    planner: theirs.SavePlanner,
+    progress: Progress | None,
 ) -> Iterator[storage.WriteResult]:
     tensors = {key: _box(key, item, planner.resolve_data(item)) for key, item in items.items()}
     places = archive.write(file, tensors, progress=progress)
     for key, item in items.items():
         at = places[key]
         info = compat.StorageInfo(name, at.archive, at.length)
-        yield storage.WriteResult(item.index, tensors[key][1].nbytes, _At(name, at.start, info, at.sums))
+        yield storage.WriteResult(
+            item.index, tensors[key][1].nbytes, _At(name, at.start, info, at.sums)
+        )
 
 
 def _box(key: str, item: WriteItem, data: object) -> tuple[tuple[int, ...] | None, Tensor]:
@@ -276,7 +289,9 @@ def _box(key: str, item: WriteItem, data: object) -> tuple[tuple[int, ...] | Non
     assert isinstance(data, Tensor) and item.tensor_data is not None, "objects are refused earlier"
     here = data.detach().as_subclass(Tensor).cpu().contiguous()
     if here.shape != item.tensor_data.chunk.sizes:
-        raise CheckpointError(f"{item.index.fqn!r}: {list(here.shape)} given, {item.tensor_data.chunk} planned")
+        raise CheckpointError(
+            f"{item.index.fqn!r}: {list(here.shape)} given, {item.tensor_data.chunk} planned"
+        )
     offset = tuple(item.index.offset or (0,) * here.ndim)
     if here.untyped_storage().nbytes() != here.nbytes:
         here = here.clone(memory_format=torch.contiguous_format)
@@ -304,5 +319,7 @@ def _tensor(path: Place, md: TensorStorageMetadata, places: Mapping[tuple[int, .
     for chunk in md.chunks:
         at, sizes = places[tuple(chunk.offsets)], tuple(chunk.sizes)
         length = md.properties.dtype.itemsize * chunk.sizes.numel()
-        pieces.append(Piece(tuple(chunk.offsets), sizes, path / at.file, at.start, length, sums=at.sums))
+        pieces.append(
+            Piece(tuple(chunk.offsets), sizes, path / at.file, at.start, length, sums=at.sums)
+        )
     return Saved(tuple(md.size), str(md.properties.dtype).removeprefix("torch."), tuple(pieces))

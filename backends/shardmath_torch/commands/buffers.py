@@ -75,13 +75,23 @@ def command(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m shardmath buffers", description="Lay out a model's flat buffers, and show them."
+        prog="python -m shardmath buffers",
+        description="Lay out a model's flat buffers, and show them.",
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help=f"folder or file of a config, model type, or one of {', '.join(MODELS)}")
+    add(
+        "model",
+        metavar="MODEL",
+        help=f"folder or file of a config, model type, or one of {', '.join(MODELS)}",
+    )
     add("--dp", type=_count, required=True, help="data-parallel ranks")
     add("--expert-dp", type=_count, help="data-parallel ranks of experts, if others")
-    add("--rule", choices=RULES, default="distributed_optimizer", help="whose buffers (distributed_optimizer)")
+    add(
+        "--rule",
+        choices=RULES,
+        default="distributed_optimizer",
+        help="whose buffers (distributed_optimizer)",
+    )
     add(
         "--bucket-size",
         type=_bucket_size,
@@ -89,9 +99,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--busbw", action="store_true", help="pad buckets for NCCL's full bus bandwidth")
     add("--dtype", help="of the parameters, the config's if not given")
-    add("--shared-embedding", metavar="NAME", action="append", default=[], help="an embedding on two pipeline stages")
+    add(
+        "--shared-embedding",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="an embedding on two pipeline stages",
+    )
     add("--most", type=_count, default=4, help="buckets and parameters of a bucket to show (4)")
-    add("--svg", type=Path, metavar="FILE", help="write a picture; of several buffers FILE, FILE-1, FILE-2 ...")
+    add(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="write a picture; of several buffers FILE, FILE-1, FILE-2 ...",
+    )
     return parser
 
 
@@ -142,7 +163,9 @@ def _write(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ShardError(f"cannot write {file}: {error.strerror}; give a file in a folder that is there") from error
+        raise ShardError(
+            f"cannot write {file}: {error.strerror}; give a file in a folder that is there"
+        ) from error
 
 
 def _model(text: str) -> PretrainedConfig | str:
@@ -174,4 +197,6 @@ def _ranks(given: argparse.Namespace, chosen: Chosen, key: buffers.BufferKey) ->
 
 def _called(key: buffers.BufferKey) -> str:
     marks = {"experts": key.is_expert_parallel, "managed": key.is_managed_by_layer_wise_optimizer}
-    return ", ".join([key.param_dtype, f"gradients {key.grad_dtype}", *(mark for mark in marks if marks[mark])])
+    return ", ".join(
+        [key.param_dtype, f"gradients {key.grad_dtype}", *(mark for mark in marks if marks[mark])]
+    )

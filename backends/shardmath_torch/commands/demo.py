@@ -36,7 +36,9 @@ def find_model() -> Path:
     places = {name: _place(name) for name in (PACKAGE, "transformers")}
     lack = [name for name, place in places.items() if place is None]
     if lack:
-        raise ShardError(f"the demo needs {' and '.join(lack)}, not installed here; pip install 'shardmath[demo]'")
+        raise ShardError(
+            f"the demo needs {' and '.join(lack)}, not installed here; pip install 'shardmath[demo]'"
+        )
     return (places[PACKAGE] or Path()) / "model"
 
 
@@ -50,7 +52,10 @@ def arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch.Tens
     """Whole tensors, by name, from what the destination ranks left in `folder`."""
     ranks = sorted({rank for layout in layouts.values() for rank in layout.mesh.ranks})
     shards = {rank: load_file(shard_file(folder, rank)) for rank in ranks}
-    return {name: whole(layout, {rank: shards[rank][name] for rank in ranks}) for name, layout in layouts.items()}
+    return {
+        name: whole(layout, {rank: shards[rank][name] for rank in ranks})
+        for name, layout in layouts.items()
+    }
 
 
 def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
@@ -70,7 +75,11 @@ def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
         for i, (text, row) in enumerate(zip(SENTENCES, similar, strict=True))
     ]
     header = ("", "sentence", *(str(i + 1) for i in range(len(SENTENCES))))
-    return Table("Cosine similarity of sentence embeddings, computed from the arrived weights", header, tuple(rows))
+    return Table(
+        "Cosine similarity of sentence embeddings, computed from the arrived weights",
+        header,
+        tuple(rows),
+    )
 
 
 def _embeddings(model: Path, tensors: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
@@ -95,7 +104,9 @@ def _fill(network: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None
     """Load the tensors; those that the network computes itself (position ids) may be left over, none may lack."""
     lack = network.load_state_dict(dict(tensors), strict=False).missing_keys
     if lack:
-        raise ExchangeError(f"{len(lack)} weights did not arrive ({', '.join(lack[:3])}); report this as a bug")
+        raise ExchangeError(
+            f"{len(lack)} weights did not arrive ({', '.join(lack[:3])}); report this as a bug"
+        )
 
 
 @torch.inference_mode()

@@ -42,7 +42,12 @@ Task: TypeAlias = Callable[[A, int, Say], R]
 Context: TypeAlias = ForkServerContext | SpawnContext
 
 HOST = "127.0.0.1"
-QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 """Many processes share the cores: one thread each. Gloo's log of a lost peer is our error, said once."""
 SAY_EVERY = 0.1
 """Seconds."""
@@ -114,7 +119,9 @@ def run(
     with every rank's progress. Raises the first rank's ShardError, or ExchangeError for any other end.
     """
     job: _Job[R] = _Job([], {rank: Progress() for rank in range(world)})
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    store = TCPStore(
+        HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
     try:
         with _quiet():
             context = _context(task)
@@ -146,7 +153,15 @@ def _context(task: Task[A, R]) -> Context:
     return context
 
 
-def _start(context: Context, task: Task[A, R], argument: A, rank: int, world: int, port: int, timeout: float) -> _Rank:
+def _start(
+    context: Context,
+    task: Task[A, R],
+    argument: A,
+    rank: int,
+    world: int,
+    port: int,
+    timeout: float,
+) -> _Rank:
     ours, theirs = mp.Pipe()
     child = (task, argument, rank, world, port, timeout, theirs)
     process = context.Process(target=_child, args=child, daemon=True, name=f"rank {rank}")
@@ -204,7 +219,9 @@ def _cause(job: _Job[R], silent: list[int]) -> ShardError:
     if not silent or not isinstance(nearest, Lost):
         return nearest
     at = ", ".join(f"rank {rank} stalled in {job.progress[rank].phase!r}" for rank in silent)
-    return ExchangeError(f"{at} until the others gave up ({nearest}); give a longer timeout if it was only slow")
+    return ExchangeError(
+        f"{at} until the others gave up ({nearest}); give a longer timeout if it was only slow"
+    )
 
 
 def _hear(job: _Job[R], child: _Rank) -> bool:
@@ -227,18 +244,36 @@ def _hear(job: _Job[R], child: _Rank) -> bool:
 def _died(job: _Job[R], child: _Rank) -> ShardError:
     child.process.join(1.0)
     code = child.process.exitcode
-    cause = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    cause = (
+        f"signal {signal.Signals(-code).name}"
+        if code is not None and code < 0
+        else f"exit code {code}"
+    )
     phase = job.progress[child.rank].phase
-    hint = "it may have run out of memory" if code == -signal.SIGKILL else "see what it printed above"
-    return ExchangeError(f"rank {child.rank} ended with {cause} while in {phase!r}, without a word; {hint}")
+    hint = (
+        "it may have run out of memory" if code == -signal.SIGKILL else "see what it printed above"
+    )
+    return ExchangeError(
+        f"rank {child.rank} ended with {cause} while in {phase!r}, without a word; {hint}"
+    )
 
 
 def _silent(job: _Job[R], seconds: float, ranks: list[int]) -> ShardError:
     at = ", ".join(f"rank {rank} in {job.progress[rank].phase!r}" for rank in ranks)
-    return ExchangeError(f"no rank was heard of for {seconds:.0f} s: {at}; give a longer timeout, or fewer ranks")
+    return ExchangeError(
+        f"no rank was heard of for {seconds:.0f} s: {at}; give a longer timeout, or fewer ranks"
+    )
 
 
-def _child(task: Task[A, R], argument: A, rank: int, world: int, port: int, timeout: float, pipe: Connection) -> None:
+def _child(
+    task: Task[A, R],
+    argument: A,
+    rank: int,
+    world: int,
+    port: int,
+    timeout: float,
+    pipe: Connection,
+) -> None:
     """What a process does: join the group, run the task, say how it went."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
@@ -289,4 +324,6 @@ def _readable(error: Exception, rank: int) -> ShardError:
     if isinstance(error, RuntimeError) and "gloo" in str(error):
         return Lost(f"rank {rank} lost a peer: {str(error).splitlines()[0]}")
     shown = "".join(traceback.format_exception(error)).rstrip()
-    return ExchangeError(f"rank {rank} failed: {type(error).__name__}: {error}; its traceback:\n{shown}")
+    return ExchangeError(
+        f"rank {rank} failed: {type(error).__name__}: {error}; its traceback:\n{shown}"
+    )

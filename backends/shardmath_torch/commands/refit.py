@@ -28,7 +28,14 @@ from shardmath_torch.commands.processes import run
 from shardmath_torch.commands.refit_bounds import Bounds, bounds
 from shardmath_torch.commands.refit_out import check_out, finish, undo
 from shardmath_torch.commands.refit_rank import Job, Outcome, refit_rank
-from shardmath_torch.commands.refit_report import Screen, layouts_table, screen, size, times_table, traffic_table
+from shardmath_torch.commands.refit_report import (
+    Screen,
+    layouts_table,
+    screen,
+    size,
+    times_table,
+    traffic_table,
+)
 from shardmath_torch.files.weights import fits, open_weights
 
 __all__ = ["DEMO_DST", "DEMO_SRC", "command"]
@@ -40,7 +47,16 @@ DEMO_DST = "tp=4: column (tp n) ...; row n (tp h); vocab (tp n) h"
 
 MOST_RANKS = 64
 """More processes than that on one machine are a typing mistake."""
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +75,9 @@ def command(argv: Sequence[str]) -> int:
     if not options.demo and not (options.model and options.src and options.dst):
         _parser().error("give MODEL_DIR, --src and --dst, or --demo")
     try:
-        _demo(options, screen()) if options.demo else _refit(options, Path(options.model), screen(), options.out)
+        _demo(options, screen()) if options.demo else _refit(
+            options, Path(options.model), screen(), options.out
+        )
     except sm.ShardError as error:
         print(f"refit: {error}", file=sys.stderr)
         return 1
@@ -71,7 +89,8 @@ def command(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m shardmath refit", description="Move a model's weights between two parallel layouts."
+        prog="python -m shardmath refit",
+        description="Move a model's weights between two parallel layouts.",
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL_DIR", help="folder or file with safetensors weights")
@@ -81,7 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--demo", action="store_true", help="move all-MiniLM-L6-v2 and compare sentence embeddings")
     add("--steps", type=_count, default=3, help="moves to time (3)")
     add("--timeout", type=_seconds, default=60.0, help="seconds to wait for a rank (60)")
-    add("--max-inflight", type=_bytes, default=1 << 30, help="staging bytes a rank, such as 64MB (1GiB)")
+    add(
+        "--max-inflight",
+        type=_bytes,
+        default=1 << 30,
+        help="staging bytes a rank, such as 64MB (1GiB)",
+    )
     add(
         "--out",
         type=Path,
@@ -105,7 +129,9 @@ def _seconds(text: str) -> float:
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text)
     if not found or found[2].upper() not in UNITS or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a unit: 64MB, 1GiB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; write bytes, or a unit: 64MB, 1GiB"
+        )
     return int(found[1]) * UNITS[found[2].upper()]
 
 
@@ -168,8 +194,12 @@ def _planned(src: dict[str, sm.Layout], dst: dict[str, sm.Layout], show: Screen)
     sm.verify(plan)
     proved = time.perf_counter()
     count = sum(1 for _ in plan.transfers())
-    times = f"planned in {(planned - start) * 1e3:.1f} ms, proved in {(proved - planned) * 1e3:.1f} ms"
-    show.line(f"plan {plan.digest[:12]}: {plural(count, 'transfer')} of {plural(src, 'tensor')}, {times}")
+    times = (
+        f"planned in {(planned - start) * 1e3:.1f} ms, proved in {(proved - planned) * 1e3:.1f} ms"
+    )
+    show.line(
+        f"plan {plan.digest[:12]}: {plural(count, 'transfer')} of {plural(src, 'tensor')}, {times}"
+    )
     return plan
 
 
@@ -180,7 +210,9 @@ def _report(result: Result, show: Screen) -> None:
     show.line(_busiest(sent, bound))
     show.table(times_table(sum(sent.values()), outcomes))
     checked = sum(outcome.checked for outcome in outcomes)
-    show.line(f"all {checked} bytes on ranks {_ranks(plan.dst_ranks)} equal {result.job.weights.path}")
+    show.line(
+        f"all {checked} bytes on ranks {_ranks(plan.dst_ranks)} equal {result.job.weights.path}"
+    )
 
 
 def _busiest(sent: dict[int, int], bound: Bounds) -> str:

@@ -84,7 +84,9 @@ def _common(a: Held, b: Held, shape: tuple[int, ...]) -> int:
     return math.prod(compose(p, invert(q, n)).size for p, q, n in zip(a, b, shape, strict=True))
 
 
-def _busiest(demand: Mapping[frozenset[int], int], sources: frozenset[int]) -> tuple[int, frozenset[int]]:
+def _busiest(
+    demand: Mapping[frozenset[int], int], sources: frozenset[int]
+) -> tuple[int, frozenset[int]]:
     """The highest load that some set of ranks forces on a member, and that set."""
     loads = {members: _forced(demand, members) for members in [*demand, sources]}
     members = max(loads, key=lambda members: (loads[members], -len(members)))
@@ -92,4 +94,6 @@ def _busiest(demand: Mapping[frozenset[int], int], sources: frozenset[int]) -> t
 
 
 def _forced(demand: Mapping[frozenset[int], int], members: frozenset[int]) -> int:
-    return -(-sum(nbytes for holders, nbytes in demand.items() if holders <= members) // len(members))
+    return -(
+        -sum(nbytes for holders, nbytes in demand.items() if holders <= members) // len(members)
+    )

@@ -51,13 +51,20 @@ def check_out(folder: Path, weights: Weights) -> None:
                 what = f"--out {folder}: {file.name} is a folder, where a refit writes"
                 raise ShardError(f"{what}; give another folder, or move it away")
             same = next(
-                (one for one in inputs if isinstance(one, Path) and file.exists() and os.path.samefile(one, file)), None
+                (
+                    one
+                    for one in inputs
+                    if isinstance(one, Path) and file.exists() and os.path.samefile(one, file)
+                ),
+                None,
             )
             if same is not None:
                 what = f"--out {folder}: {file.name} is {same}, a file of the model, and would be replaced or removed"
                 raise ShardError(f"{what}; give another folder")
     except OSError as error:
-        raise ShardError(f"--out {folder}: {error.strerror or error}; give a folder that can be written") from error
+        raise ShardError(
+            f"--out {folder}: {error.strerror or error}; give a folder that can be written"
+        ) from error
 
 
 def leave(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -85,7 +92,9 @@ def finish(folder: Path, ranks: Sequence[int]) -> None:
         for file in [file for file in _ours(folder) if file not in wanted]:
             file.unlink()
     except OSError as error:
-        raise ShardError(f"--out {folder}: {error}; what has arrived there is not whole: refit again") from error
+        raise ShardError(
+            f"--out {folder}: {error}; what has arrived there is not whole: refit again"
+        ) from error
 
 
 def undo(folder: Path, ranks: Iterable[int]) -> None:

@@ -71,11 +71,17 @@ def refit_rank(job: Job, rank: int, say: Say) -> Outcome:
     """The task of `rank`. Raises ShardError, among others for a byte that differs from the file."""
     src, dst = (side.layouts(job.weights.shapes) for side in (job.src, job.dst))
     ours, load_s = _timed(lambda: _load(job, src, rank, say))
-    arriving = {name: zeros(layout, rank) for name, layout in dst.items()} if rank in job.dst.mesh else None
+    arriving = (
+        {name: zeros(layout, rank) for name, layout in dst.items()}
+        if rank in job.dst.mesh
+        else None
+    )
     say("plan", 0, 1)
     plan, plan_s = _timed(lambda: sm.plan(src, dst))
     if plan.digest != job.digest:
-        raise sm.PlanError(f"rank {rank} plans {plan.digest}, proved was {job.digest}; run one version of everything")
+        raise sm.PlanError(
+            f"rank {rank} plans {plan.digest}, proved was {job.digest}; run one version of everything"
+        )
     say("compile", 0, 1)
     limit = job.max_inflight_bytes
     mover, compile_s = _timed(lambda: compile(plan, timeout=job.timeout, max_inflight_bytes=limit))
@@ -98,7 +104,10 @@ def _load(job: Job, layouts: Layouts, rank: int, say: Say) -> dict[str, torch.Te
 
 def _bytes(say: Say, phase: str, layouts: Layouts, rank: int) -> Progress:
     """Says how many of the rank's bytes are done."""
-    done, total = 0, sum(math.prod(layout.local_shape(rank)) * layout.itemsize for layout in layouts.values())
+    done, total = (
+        0,
+        sum(math.prod(layout.local_shape(rank)) * layout.itemsize for layout in layouts.values()),
+    )
     say(phase, 0, total)
 
     def add(nbytes: int) -> None:
@@ -109,7 +118,9 @@ def _bytes(say: Say, phase: str, layouts: Layouts, rank: int) -> Progress:
     return add
 
 
-def _race(job: Job, move: Step, peer: Step, arriving: Tensors | None, say: Say) -> tuple[Seconds, Seconds]:
+def _race(
+    job: Job, move: Step, peer: Step, arriving: Tensors | None, say: Say
+) -> tuple[Seconds, Seconds]:
     """Seconds of every move, and of the hand-written exchange that follows it on the same state of the machine."""
     seconds = []
     for step in range(job.steps):
@@ -146,13 +157,19 @@ def _peer(plan: sm.Plan, rank: int) -> Step:
 
 
 def _exchange(buffers: list[tuple[End, torch.Tensor, int]]) -> None:
-    for work in dist.batch_isend_irecv([dist.P2POp(*buffer) for buffer in buffers]) if buffers else ():
+    for work in (
+        dist.batch_isend_irecv([dist.P2POp(*buffer) for buffer in buffers]) if buffers else ()
+    ):
         work.wait()
 
 
-def _check(job: Job, layouts: Layouts, rank: int, arriving: dict[str, torch.Tensor], say: Say) -> int:
+def _check(
+    job: Job, layouts: Layouts, rank: int, arriving: dict[str, torch.Tensor], say: Say
+) -> int:
     """Bytes compared with the file; then what arrived is written out where that is asked."""
-    checked = check(job.weights, layouts, rank, arriving, progress=_bytes(say, "check", layouts, rank))
+    checked = check(
+        job.weights, layouts, rank, arriving, progress=_bytes(say, "check", layouts, rank)
+    )
     if job.out:
         leave(job.out, rank, arriving)
     return checked

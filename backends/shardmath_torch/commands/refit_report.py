@@ -131,14 +131,21 @@ def rich_screen() -> Screen:
         def table(self, table: Table) -> None:
             shown = RichTable(title=table.title, title_justify="left", title_style="bold")
             for i, name in enumerate(table.header):
-                shown.add_column(name, justify="right" if table.right(i) else "left", overflow="fold")
+                shown.add_column(
+                    name, justify="right" if table.right(i) else "left", overflow="fold"
+                )
             for row in table.rows:
                 shown.add_row(*map(Text, row))
             self.console.print(shown)
 
         @contextlib.contextmanager
         def progress(self) -> Iterator[Watch]:
-            columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TimeElapsedColumn(),
+            )
             with Bar(*columns, console=self.console, transient=True) as bar:
                 task = bar.add_task("start", total=len(PHASES) - 1)
 
@@ -169,7 +176,10 @@ def _summary(progress: Mapping[int, Progress]) -> str:
 
 def _completed(progress: Mapping[int, Progress]) -> float:
     """Phases behind the ranks, on average, with the part of the present one."""
-    parts = (PHASES.index(at.phase) + (at.done / at.total if at.total else 0.0) for at in progress.values())
+    parts = (
+        PHASES.index(at.phase) + (at.done / at.total if at.total else 0.0)
+        for at in progress.values()
+    )
     return min(sum(parts) / len(progress), len(PHASES) - 1)
 
 
@@ -187,18 +197,29 @@ def layouts_table(weights: Weights, src: Side, dst: Side) -> Table:
     groups: dict[tuple[Rule | None, Rule | None], list[str]] = {}
     for name in weights.entries:
         groups.setdefault((a[name], b[name]), []).append(name)
-    rows = [_group(weights, pair, names) for pair, names in sorted(groups.items(), key=lambda item: -len(item[1]))]
+    rows = [
+        _group(weights, pair, names)
+        for pair, names in sorted(groups.items(), key=lambda item: -len(item[1]))
+    ]
     header = ("rule", "tensors", "size", "source", "destination", "for example")
     return Table(f"Layouts: {_mesh(src)}  ->  {_mesh(dst)}", header, tuple(rows))
 
 
-def _group(weights: Weights, pair: tuple[Rule | None, Rule | None], names: list[str]) -> tuple[str, ...]:
+def _group(
+    weights: Weights, pair: tuple[Rule | None, Rule | None], names: list[str]
+) -> tuple[str, ...]:
     patterns = list(dict.fromkeys(rule.pattern if rule else "(none)" for rule in pair))
     texts = [rule.layout if rule else "..." for rule in pair]
     total = sum(weights.entries[name].nbytes for name in names)
     largest = max(names, key=lambda name: weights.entries[name].nbytes)
     entry = weights.entries[largest]
-    return (" / ".join(patterns), str(len(names)), size(total), *texts, f"{largest} {entry.dtype}{list(entry.shape)}")
+    return (
+        " / ".join(patterns),
+        str(len(names)),
+        size(total),
+        *texts,
+        f"{largest} {entry.dtype}{list(entry.shape)}",
+    )
 
 
 def _mesh(side: Side) -> str:
@@ -209,11 +230,26 @@ def traffic_table(plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]) -> 
     """Bytes that each rank loaded, sent and received, each beside what no direct plan can go below."""
     sent, received = plan.sent_bytes(), plan.received_bytes()
     counts = [
-        (outcomes[r].loaded, sent[r], bound.sent[r], received[r], bound.received[r], outcomes[r].checked)
+        (
+            outcomes[r].loaded,
+            sent[r],
+            bound.sent[r],
+            received[r],
+            bound.received[r],
+            outcomes[r].checked,
+        )
         for r in plan.ranks
     ]
     rows = [(str(r), *map(size, row)) for r, row in zip(plan.ranks, counts, strict=True)]
-    header = ("rank", "loaded", "sent", ">= held by it alone", "received", ">= needed, not held", "checked")
+    header = (
+        "rank",
+        "loaded",
+        "sent",
+        ">= held by it alone",
+        "received",
+        ">= needed, not held",
+        "checked",
+    )
     total = ("all", *(size(sum(column)) for column in zip(*counts, strict=True)))
     return Table("Bytes of one move, each beside its lower bound", header, (*rows, total))
 
@@ -232,7 +268,9 @@ def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> Table:
     )
     header = ("", "first", f"best of {len(ours)}", "best throughput")
     return Table(
-        "Time of one move, beside hand-written isend/irecv of the same bytes between the same ranks", header, rows
+        "Time of one move, beside hand-written isend/irecv of the same bytes between the same ranks",
+        header,
+        rows,
     )
 
 

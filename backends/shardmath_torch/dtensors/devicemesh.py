@@ -65,7 +65,9 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
     """A DeviceMesh of these axes and ranks. Collective over the default group on first use, as `group_for` is."""
     if not dist.is_initialized():
-        raise MeshError(f"{mesh} has no process groups; call torch.distributed.init_process_group first")
+        raise MeshError(
+            f"{mesh} has no process groups; call torch.distributed.init_process_group first"
+        )
     outside = sorted(set(mesh.ranks) - set(range(dist.get_world_size())))
     if outside:
         what = f"{mesh} has ranks {outside[:8]}, the default group has ranks 0..{dist.get_world_size() - 1}"
@@ -88,7 +90,9 @@ def _asked_for(mine: _T) -> list[_T]:
     return sorted(set(asked), key=repr)
 
 
-def group_for(ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()) -> dist.ProcessGroup | None:
+def group_for(
+    ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()
+) -> dist.ProcessGroup | None:
     """A group of exactly these ranks: None, the default one, where they are all; that of a mesh that has them.
 
     A rank outside gets None, and has nothing to say in it.
@@ -101,7 +105,9 @@ def group_for(ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()) ->
     among = tuple(sorted(set(ranks)))
     if len(among) == dist.get_world_size():
         return None
-    for mesh in (mesh for mesh in meshes if mesh is not None and set(mesh_of(mesh).ranks) == set(among)):
+    for mesh in (
+        mesh for mesh in meshes if mesh is not None and set(mesh_of(mesh).ranks) == set(among)
+    ):
         if mesh.ndim == 1 and compat.my_rank() not in among:
             return None
         found = compat.group_of_mesh(mesh)

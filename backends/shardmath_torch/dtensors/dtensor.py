@@ -64,7 +64,9 @@ def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
     not the layout's, or fits both readings; PlacementError for placements that stand for nothing of ours.
     """
     if not isinstance(tensor, DTensor):
-        raise LayoutError(f"{type(tensor).__name__} is no DTensor; a plain tensor's layout is for you to say")
+        raise LayoutError(
+            f"{type(tensor).__name__} is no DTensor; a plain tensor's layout is for you to say"
+        )
     return layout_among(tensor, mesh_of(tensor.device_mesh).ranks, reading=reading)
 
 
@@ -79,14 +81,24 @@ def from_dtensors(tensors: Mapping[str, DTensor]) -> dict[str, Layout]:
             made[name] = _possible(tensor)
     everyone: dict[str, dict[int, Shape]] = {}
     for mesh in dict.fromkeys(tensors[name].device_mesh for name in made if len(made[name]) > 1):
-        mine = {n: tuple(local_of(t).shape) for n, t in tensors.items() if t.device_mesh == mesh and len(made[n]) > 1}
+        mine = {
+            n: tuple(local_of(t).shape)
+            for n, t in tensors.items()
+            if t.device_mesh == mesh and len(made[n]) > 1
+        }
         by_rank = _gathered(mine, mesh.get_all_groups())
-        everyone |= {name: {rank: shapes[name] for rank, shapes in by_rank.items()} for name in mine}
+        everyone |= {
+            name: {rank: shapes[name] for rank, shapes in by_rank.items()} for name in mine
+        }
     out = {}
     for name, tensor in tensors.items():
         with _named(name):
             known = everyone.get(name)
-            out[name] = _held(tensor, made[name][0]) if known is None else _decided(tensor, made[name], known)
+            out[name] = (
+                _held(tensor, made[name][0])
+                if known is None
+                else _decided(tensor, made[name], known)
+            )
     return out
 
 
@@ -140,14 +152,22 @@ def readings(tensor: DTensor) -> dict[Reading, Layout | ShardError]:
     _check_said(spec.placements)
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if spec.order is not None:
-        return {"order": _made(shape, mesh, _in_order(spec.placements, mesh, spec.order), dtype, "placement")}
-    return {reading: _layout(shape, mesh, spec.placements, dtype, reading) for reading in spec.readings}
+        return {
+            "order": _made(
+                shape, mesh, _in_order(spec.placements, mesh, spec.order), dtype, "placement"
+            )
+        }
+    return {
+        reading: _layout(shape, mesh, spec.placements, dtype, reading) for reading in spec.readings
+    }
 
 
 def _check_said(placements: Placements) -> None:
     """Placements of fused weights that `set_device_mesh` has divided do not say all."""
     for p in placements:
-        if isinstance(p, compat.Components) or (isinstance(p, compat.EqualComponents) and len(placements) > 1):
+        if isinstance(p, compat.Components) or (
+            isinstance(p, compat.EqualComponents) and len(placements) > 1
+        ):
             what = f"{placements} are those of a fused weight, whose components no placements say"
             raise PlacementError(
                 f"{what}; take layout_of(module), and move the local tensor with layout= and device_mesh="
@@ -155,16 +175,23 @@ def _check_said(placements: Placements) -> None:
 
 
 def layout_like(
-    shape: Sequence[int], device_mesh: DeviceMesh, placements: Iterable[theirs.Placement], dtype: object
+    shape: Sequence[int],
+    device_mesh: DeviceMesh,
+    placements: Iterable[theirs.Placement],
+    dtype: object,
 ) -> dict[Reading, Layout | ShardError]:
     """The layouts of a tensor that `placements` on a DeviceMesh may stand for."""
     mesh, given = mesh_of(device_mesh), tuple(placements)
     name = str(dtype).removeprefix("torch.")
-    return {reading: _layout(tuple(shape), mesh, given, name, reading) for reading in get_args(Reading)}
+    return {
+        reading: _layout(tuple(shape), mesh, given, name, reading) for reading in get_args(Reading)
+    }
 
 
 @memo()
-def _layout(shape: Shape, mesh: Mesh, placements: Placements, dtype: str, reading: Reading) -> Layout | ShardError:
+def _layout(
+    shape: Shape, mesh: Mesh, placements: Placements, dtype: str, reading: Reading
+) -> Layout | ShardError:
     try:
         return _made(shape, mesh, tuple(map(_ours, placements)), dtype, reading)
     except PlacementError as error:
@@ -187,12 +214,18 @@ def _ours(placement: theirs.Placement) -> ours.Spec:
             return ours.Shard(placement.dim)
         case theirs.Replicate():
             return ours.Replicate()
-        case theirs.Partial() if type(placement) is theirs.Partial and placement.reduce_op in ours.OPS:
+        case theirs.Partial() if (
+            type(placement) is theirs.Partial and placement.reduce_op in ours.OPS
+        ):
             return ours.Partial(placement.reduce_op)
     if isinstance(placement, ours.BuiltIn | ours.Replicate | ours.Partial):
-        raise PlacementError(f"{placement!r} is shardmath's; give torch's placements, or a Layout of these")
+        raise PlacementError(
+            f"{placement!r} is shardmath's; give torch's placements, or a Layout of these"
+        )
     known = "Shard, _StridedShard, Replicate, and Partial of " + ", ".join(ours.OPS)
-    raise PlacementError(f"{placement!r} is no placement of ours, which are {known}; redistribute it to one of these")
+    raise PlacementError(
+        f"{placement!r} is no placement of ours, which are {known}; redistribute it to one of these"
+    )
 
 
 def _in_order(placements: Placements, mesh: Mesh, order: Sequence[int]) -> dict[str, ours.Spec]:
@@ -207,7 +240,9 @@ def _chosen(found: dict[Reading, Layout | ShardError], reading: str) -> Layout:
         raise LayoutError(f"reading={reading!r} is not a reading; use 'placement' or 'order'")
     layout = next((made for name, made in found.items() if name == reading), None)
     if layout is None:
-        raise LayoutError(f"the DTensor is read by {', '.join(map(repr, found))}, not {reading!r}; leave reading= out")
+        raise LayoutError(
+            f"the DTensor is read by {', '.join(map(repr, found))}, not {reading!r}; leave reading= out"
+        )
     if isinstance(layout, ShardError):
         raise layout
     return layout
@@ -225,7 +260,9 @@ def _held(tensor: DTensor, layout: Layout) -> Layout:
 def _decided(tensor: DTensor, made: list[Layout], shapes: dict[int, Shape]) -> Layout:
     """The one of the layouts that all shapes fit."""
     wrong = {
-        layout: next((rank for rank in layout.mesh.ranks if shapes[rank] != layout.local_shape(rank)), None)
+        layout: next(
+            (rank for rank in layout.mesh.ranks if shapes[rank] != layout.local_shape(rank)), None
+        )
         for layout in made
     }
     fits = [layout for layout, rank in wrong.items() if rank is None]
@@ -234,10 +271,16 @@ def _decided(tensor: DTensor, made: list[Layout], shapes: dict[int, Shape]) -> L
     placed = f"{tuple(tensor.placements)} of shape {tuple(tensor.shape)}"
     if fits:
         what = f"{placed} has two readings, {' and '.join(layout.text for layout in made)}; all local shapes fit both"
-        raise LayoutError(f"{what}: pass reading='placement' (distribute_tensor) or 'order' (FSDP2)")
+        raise LayoutError(
+            f"{what}: pass reading='placement' (distribute_tensor) or 'order' (FSDP2)"
+        )
     each = ((x, rank) for x, rank in wrong.items() if rank is not None)
-    shown = "; ".join(f"rank {rank} holds {shapes[rank]}, {x.text} has {x.local_shape(rank)}" for x, rank in each)
-    raise LayoutError(f"{placed}: {shown}; the DTensor was made with another shape or other placements")
+    shown = "; ".join(
+        f"rank {rank} holds {shapes[rank]}, {x.text} has {x.local_shape(rank)}" for x, rank in each
+    )
+    raise LayoutError(
+        f"{placed}: {shown}; the DTensor was made with another shape or other placements"
+    )
 
 
 def _gathered(mine: _T, groups: Sequence[dist.ProcessGroup | None]) -> dict[int, _T]:
@@ -269,10 +312,14 @@ def to_dtensor(
     placements = placements_of(layout) if placements is None else tuple(placements)
     mesh = device_mesh_of(layout.mesh, local.device.type) if device_mesh is None else device_mesh
     if mesh_of(mesh).array().tolist() != layout.mesh.array().tolist():
-        raise LayoutError(f"the layout is on {layout.mesh}, device_mesh= is {mesh_of(mesh)}; pass one mesh")
+        raise LayoutError(
+            f"the layout is on {layout.mesh}, device_mesh= is {mesh_of(mesh)}; pass one mesh"
+        )
     _check_local(local, layout)
     shape = torch.Size(layout.shape)
-    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides(layout.shape))
+    made = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=strides(layout.shape)
+    )
     if compat.my_rank() not in layout.mesh:
         compat.hold_nothing(made)
     return made
@@ -284,7 +331,9 @@ def _check_local(local: Tensor, layout: Layout) -> None:
     if dtype != layout.dtype:
         raise LayoutError(f"the local tensor is {dtype}, the layout {layout}; cast one of them")
     if rank in layout.mesh and tuple(local.shape) != layout.local_shape(rank):
-        raise LayoutError(f"rank {rank} gives {tuple(local.shape)}, {layout} has {layout.local_shape(rank)} there")
+        raise LayoutError(
+            f"rank {rank} gives {tuple(local.shape)}, {layout} has {layout.local_shape(rank)} there"
+        )
 
 
 @memo()
@@ -311,10 +360,17 @@ def _spelled(
     """Placements of the axes that divide a dimension, and the readings by which they say what the layout does."""
     best: tuple[dict[str, theirs.Placement], set[Reading]] = {}, set()
     for factors in _factors(layout.mesh, dim):
-        spec = {name: ours.Shard(0) if f == 1 else ours.StridedShard(0, f) for name, f in factors.items()}
+        spec = {
+            name: ours.Shard(0) if f == 1 else ours.StridedShard(0, f)
+            for name, f in factors.items()
+        }
         given = tuple(spec.get(name, ours.Replicate()) for name in layout.mesh.shape)
         made = {r: _made((dim.size,), layout.mesh, given, layout.dtype, r) for r in readings}
-        right = {r for r, one in made.items() if isinstance(one, Layout) and _alike(one.dims[0], dim, layout.mesh)}
+        right = {
+            r
+            for r, one in made.items()
+            if isinstance(one, Layout) and _alike(one.dims[0], dim, layout.mesh)
+        }
         if len(right) > len(best[1]):
             best = {name: _theirs(d, f) for name, f in factors.items()}, right
         if right == readings:
@@ -339,8 +395,16 @@ def _factors(mesh: Mesh, dim: Dimension) -> Iterator[dict[str, int]]:
         if not digit.axes and isinstance(digit.cut, Chunks)
     ]
     every = [dim.axes[name] for name in names] + local
-    products = sorted({math.prod(some) for n in range(len(every) + 1) for some in itertools.combinations(every, n)})
-    for chosen in sorted(itertools.product(products, repeat=len(names)), key=lambda f: (sum(x > 1 for x in f), f)):
+    products = sorted(
+        {
+            math.prod(some)
+            for n in range(len(every) + 1)
+            for some in itertools.combinations(every, n)
+        }
+    )
+    for chosen in sorted(
+        itertools.product(products, repeat=len(names)), key=lambda f: (sum(x > 1 for x in f), f)
+    ):
         yield dict(zip(names, chosen, strict=True))
 
 

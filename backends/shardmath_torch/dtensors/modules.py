@@ -43,16 +43,25 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
     divided = from_dtensors(others) | placed
     for name, layout in placed.items():
         check_held(name, parameters[name], layout)
-    plain = mesh or max((layout.mesh for layout in divided.values()), key=lambda m: m.size, default=None) or _world()
+    plain = (
+        mesh
+        or max((layout.mesh for layout in divided.values()), key=lambda m: m.size, default=None)
+        or _world()
+    )
     return {
-        name: _lifted(divided[name], plain) if name in divided else _replicated(tuple(p.shape), str(p.dtype), plain)
+        name: _lifted(divided[name], plain)
+        if name in divided
+        else _replicated(tuple(p.shape), str(p.dtype), plain)
         for name, p in parameters.items()
     }
 
 
 def _placed(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Layout]:
     """The layouts of those that set_device_mesh has placed and that are still what it has made of them."""
-    found = {name: layout_where(parameters.get(name), placed) for name, placed in placed_in(module).items()}
+    found = {
+        name: layout_where(parameters.get(name), placed)
+        for name, placed in placed_in(module).items()
+    }
     return {name: layout for name, layout in found.items() if layout is not None}
 
 
@@ -64,7 +73,9 @@ def _lifted(layout: Layout, mesh: Mesh) -> Layout:
     coords = mesh.coords(rank)
     others = [name for name in mesh.shape if name not in own.shape]
     part = [r for r in mesh.ranks if all(mesh.coords(r)[name] == coords[name] for name in others)]
-    if tuple(own.shape) != tuple(n for n in mesh.shape if n in own.shape) or own.ranks != tuple(part):
+    if tuple(own.shape) != tuple(n for n in mesh.shape if n in own.shape) or own.ranks != tuple(
+        part
+    ):
         return layout
     return Layout(layout.shape, mesh, layout.text, dtype=layout.dtype, rules=layout.rules)
 

@@ -137,7 +137,10 @@ def _boxes(moved: Plan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 def _copy(moved: Plan) -> Move:
     """What the plan does on this rank where no rank is sent anything: so nobody needs to be asked."""
     rank = compat.my_rank()
-    want, boxes = wanted(moved, rank)[0], [(t.src_slices, t.dst_slices) for t in moved.transfers(src=rank)]
+    want, boxes = (
+        wanted(moved, rank)[0],
+        [(t.src_slices, t.dst_slices) for t in moved.transfers(src=rank)],
+    )
 
     def copy(src: Tensor | None, *, out: Tensor | None) -> None:
         given = by_key(want, src)

@@ -59,7 +59,9 @@ def label(placement: Division) -> theirs.Placement:
         case ours.StridedShard():
             return compat.EqualComponents(placement.dim, split_factor=placement.split_factor)
         case ours.Packed():
-            return compat.Components(placement.dim, split_factor=sum(placement.sizes) // math.gcd(*placement.sizes))
+            return compat.Components(
+                placement.dim, split_factor=sum(placement.sizes) // math.gcd(*placement.sizes)
+            )
     return theirs.Shard(placement.dim)
 
 
@@ -97,9 +99,15 @@ def layout_where(parameter: object, placed: Placed) -> Layout | None:
     on = dict(zip(mesh.shape, parameter.placements, strict=True))
     if on.pop(placed.axis, None) != label(placed.placement):
         return None
-    later = {axis: ours.Shard(p.dim) for axis, p in on.items() if isinstance(p, theirs.Shard | theirs._StridedShard)}
+    later = {
+        axis: ours.Shard(p.dim)
+        for axis, p in on.items()
+        if isinstance(p, theirs.Shard | theirs._StridedShard)
+    }
     spec: dict[str, ours.Spec] = {placed.axis: placed.placement, **later}
-    return Layout(tuple(parameter.shape), mesh, spec, dtype=str(parameter.dtype).removeprefix("torch."))
+    return Layout(
+        tuple(parameter.shape), mesh, spec, dtype=str(parameter.dtype).removeprefix("torch.")
+    )
 
 
 def check_held(name: str, parameter: Tensor, layout: Layout) -> None:
@@ -150,7 +158,12 @@ class _Showing(nn.Module):
 @functools.cache
 def _showing(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of the same name that shows local tensors."""
-    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_shown": cls}
+    same = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_shown": cls,
+    }
     return types.new_class(cls.__name__, (_Showing, cls), exec_body=lambda body: body.update(same))
 
 

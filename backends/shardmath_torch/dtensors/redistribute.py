@@ -19,14 +19,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    _StridedShard,
+)
 
 from shardmath.base.errors import LayoutError, ShardError
 from shardmath.layouts.layout import Layout, equivalent, repartialed
 from shardmath.layouts.layout import cast as _of_dtype
 from shardmath_torch import compat
 from shardmath_torch.dtensors.devicemesh import group_for, mesh_of
-from shardmath_torch.dtensors.dtensor import Reading, layout_among, layout_like, local_of, placements_of, to_dtensor
+from shardmath_torch.dtensors.dtensor import (
+    Reading,
+    layout_among,
+    layout_like,
+    local_of,
+    placements_of,
+    to_dtensor,
+)
 from shardmath_torch.dtensors.moves import move_between
 from shardmath_torch.dtypes import dtype_of
 
@@ -61,16 +74,24 @@ def redistribute(
     if grad not in ("replicate", "partial"):
         raise LayoutError(f"grad={grad!r} is unknown; use 'replicate' or 'partial'")
     if not isinstance(tensor, Tensor):
-        raise LayoutError(f"{type(tensor).__name__} is no tensor; a rank that has no part of it passes torch.empty(0)")
+        raise LayoutError(
+            f"{type(tensor).__name__} is no tensor; a rank that has no part of it passes torch.empty(0)"
+        )
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
         raise LayoutError(
             f"device_mesh is {device_mesh!r}; give torch's DeviceMesh, or a Layout on that mesh as target"
         )
     own = tensor.device_mesh if isinstance(tensor, DTensor) else None
     if not isinstance(target, Layout | Sequence):
-        raise LayoutError(f"the target is {target!r}; give a Layout, text of one, or a sequence of placements")
+        raise LayoutError(
+            f"the target is {target!r}; give a Layout, text of one, or a sequence of placements"
+        )
     if isinstance(target, str):
-        shape, dtype = (layout.shape, layout.dtype) if layout is not None else (tensor.shape, _name(tensor.dtype))
+        shape, dtype = (
+            (layout.shape, layout.dtype)
+            if layout is not None
+            else (tensor.shape, _name(tensor.dtype))
+        )
         target = Layout(shape, mesh_of(_given(device_mesh or own)), target, dtype=dtype)
     if isinstance(target, Layout):
         mesh = device_mesh or (own if own is not None and mesh_of(own) == target.mesh else None)
@@ -82,7 +103,9 @@ def redistribute(
         dst, face = _read(src, mesh, target, reading), _Face(mesh, tuple(target))
     if (dst.shape, dst.dtype) != (src.shape, src.dtype):
         here, there = (f"{x.dtype}{list(x.shape)}" for x in (src, dst))
-        raise LayoutError(f"the tensor is {here}, the target {there}; a move changes neither shape nor dtype")
+        raise LayoutError(
+            f"the tensor is {here}, the target {there}; a move changes neither shape nor dtype"
+        )
     route = _Route(src, dst, _face(tensor), face, grad)
     moved: Tensor = _Moved.apply(tensor, route)  # type: ignore[no-untyped-call]
     return moved
@@ -90,33 +113,48 @@ def redistribute(
 
 def _given(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None:
-        raise LayoutError("placements are on a mesh; pass device_mesh= with them, or a Layout as the target")
+        raise LayoutError(
+            "placements are on a mesh; pass device_mesh= with them, or a Layout as the target"
+        )
     return mesh
 
 
 def _source(
-    tensor: Tensor, layout: Layout | None, reading: Reading | None, ranks: Iterable[int], mesh: DeviceMesh | None
+    tensor: Tensor,
+    layout: Layout | None,
+    reading: Reading | None,
+    ranks: Iterable[int],
+    mesh: DeviceMesh | None,
 ) -> Layout:
     if isinstance(tensor, DTensor):
         if layout is not None:
-            raise LayoutError("layout= is for plain tensors, a DTensor has its own; leave it out, or pass to_local()")
+            raise LayoutError(
+                "layout= is for plain tensors, a DTensor has its own; leave it out, or pass to_local()"
+            )
         return layout_among(tensor, ranks, reading=reading, meshes=[mesh])
     if layout is None:
         raise LayoutError("a plain tensor is part of what? pass layout=, or a DTensor")
     return layout
 
 
-def _read(src: Layout, mesh: DeviceMesh, target: Sequence[Placement], reading: Reading | None) -> Layout:
+def _read(
+    src: Layout, mesh: DeviceMesh, target: Sequence[Placement], reading: Reading | None
+) -> Layout:
     """The layout that the target's placements stand for."""
     found = layout_like(src.shape, mesh, target, src.dtype)
     if reading is not None:
         found = {name: one for name, one in found.items() if name == reading}
     layouts = [one for one in found.values() if isinstance(one, Layout)]
     if not layouts:
-        raise next((e for e in found.values() if isinstance(e, ShardError)), LayoutError(f"reading={reading!r}"))
+        raise next(
+            (e for e in found.values() if isinstance(e, ShardError)),
+            LayoutError(f"reading={reading!r}"),
+        )
     if not all(equivalent(layouts[0], one) for one in layouts[1:]):
         shown = " and ".join(one.text for one in layouts)
-        raise LayoutError(f"{tuple(target)} has two readings at {src.shape}, {shown}; pass reading=, or a Layout")
+        raise LayoutError(
+            f"{tuple(target)} has two readings at {src.shape}, {shown}; pass reading=, or a Layout"
+        )
     return layouts[0]
 
 
@@ -144,7 +182,11 @@ class _Route(NamedTuple):
 
 
 def _face(tensor: Tensor) -> _Face:
-    return _Face(tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else _Face(None, None)
+    return (
+        _Face(tensor.device_mesh, tensor.placements)
+        if isinstance(tensor, DTensor)
+        else _Face(None, None)
+    )
 
 
 def _placements(layout: Layout) -> tuple[Placement, ...] | None:
@@ -167,8 +209,12 @@ class _Moved(torch.autograd.Function):
         local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
         here = _agreed(_cotangent(gradient, route), route)
         there = _dual(route.src, here, route.grad)
-        moved = _moved(local, here, _of_dtype(there, here.dtype), route.meshes).to(dtype_of(route.src.dtype))
-        return _shown(moved, there, route.source._replace(placements=_dual_placements(route.source, there))), None
+        moved = _moved(local, here, _of_dtype(there, here.dtype), route.meshes).to(
+            dtype_of(route.src.dtype)
+        )
+        return _shown(
+            moved, there, route.source._replace(placements=_dual_placements(route.source, there))
+        ), None
 
 
 def _cotangent(gradient: Tensor, route: _Route) -> Layout | None:
@@ -219,7 +265,8 @@ def _dual_placements(face: _Face, dual: Layout) -> tuple[Placement, ...] | None:
     waiting = dict(dual.partial)
     whole = (Partial(waiting[name]) if name in waiting else Replicate() for name in dual.mesh.shape)
     return tuple(
-        p if isinstance(p, Shard | _StridedShard) else other for p, other in zip(face.placements, whole, strict=True)
+        p if isinstance(p, Shard | _StridedShard) else other
+        for p, other in zip(face.placements, whole, strict=True)
     )
 
 
@@ -232,7 +279,9 @@ def _moved(local: Tensor, src: Layout, dst: Layout, meshes: Meshes) -> Tensor:
     rank = compat.my_rank()
     here, there = rank in src.mesh, rank in dst.mesh
     out = torch.empty(
-        dst.local_shape(rank) if there else (0,) * len(dst.shape), dtype=dtype_of(dst.dtype), device=local.device
+        dst.local_shape(rank) if there else (0,) * len(dst.shape),
+        dtype=dtype_of(dst.dtype),
+        device=local.device,
     )
     if there and dst.holes(rank):
         out.zero_()

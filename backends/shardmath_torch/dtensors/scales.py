@@ -36,14 +36,18 @@ def amax(module: nn.Module) -> dict[str, Tensor]:
     held: dict[DeviceMesh, dict[str, Tensor]] = {}
     for name, placed in records.items():
         held.setdefault(placed.weight_mesh, {})[name] = _held(name, parameters.get(name), placed)
-    return {name: value for mesh, each in held.items() for name, value in _reduced(mesh, each).items()}
+    return {
+        name: value for mesh, each in held.items() for name, value in _reduced(mesh, each).items()
+    }
 
 
 def _held(name: str, parameter: object, placed: Placed) -> Tensor:
     """This rank's part, if weight_mesh has all ranks that hold the others."""
     layout = layout_where(parameter, placed)
     if layout is None or not isinstance(parameter, DTensor):
-        raise LayoutError(f"parameter {name!r} was replaced after set_device_mesh; keep the one that it made")
+        raise LayoutError(
+            f"parameter {name!r} was replaced after set_device_mesh; keep the one that it made"
+        )
     if parameter.is_meta:
         raise LayoutError(
             f"parameter {name!r} is on the meta device and has no values; call to_empty and fill it first"

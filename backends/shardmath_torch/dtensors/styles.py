@@ -20,7 +20,17 @@ from shardmath.base.errors import PlacementError
 from shardmath.base.public import public
 from shardmath.layouts.placement import Packed, Replicate, Shard, StridedShard
 
-__all__ = ["STYLES", "AnyStyle", "Asked", "Division", "Fused", "Style", "StyleName", "asked", "checked"]
+__all__ = [
+    "STYLES",
+    "AnyStyle",
+    "Asked",
+    "Division",
+    "Fused",
+    "Style",
+    "StyleName",
+    "asked",
+    "checked",
+]
 
 Division: TypeAlias = Shard | StridedShard | Packed | Replicate
 """What tensor parallelism does to a parameter."""
@@ -34,14 +44,18 @@ class Style(NamedTuple):
     names: tuple[str, ...] = ("weight", "bias")
 
 
-StyleName: TypeAlias = Literal["column", "row", "replicate", "vocabulary", "row_norm", "softmax_offset"]
+StyleName: TypeAlias = Literal[
+    "column", "row", "replicate", "vocabulary", "row_norm", "softmax_offset"
+]
 
 STYLES: dict[str, Style] = {
     "column": Style(0, 0),  # output features
     "row": Style(1, None),  # input features; the bias is for after the all-reduce
     "replicate": Style(None, None, ("*",)),
     "vocabulary": Style(0, 0),  # rows of an embedding
-    "row_norm": Style(0, 0),  # a norm of what goes into a row-parallel matrix: its features are divided
+    "row_norm": Style(
+        0, 0
+    ),  # a norm of what goes into a row-parallel matrix: its features are divided
     "softmax_offset": Style(0, 0, ("softmax_offset",)),  # an offset a head
 }
 
@@ -68,10 +82,14 @@ class Fused:
         """What divides a dimension of length n. Raises PlacementError where the components do not add up to it."""
         if isinstance(self.components, int):
             if n % self.components:
-                raise PlacementError(f"{n} are not {self.components} equal ones; give a tuple of their whole sizes")
+                raise PlacementError(
+                    f"{n} are not {self.components} equal ones; give a tuple of their whole sizes"
+                )
             return StridedShard(0, self.components)
         if sum(self.components) != n:
-            raise PlacementError(f"they add up to {sum(self.components)}, not {n}; give sizes on the whole weight")
+            raise PlacementError(
+                f"they add up to {sum(self.components)}, not {n}; give sizes on the whole weight"
+            )
         same = len(set(self.components)) == 1
         return StridedShard(0, len(self.components)) if same else Packed(0, self.components)
 
@@ -95,12 +113,18 @@ class Asked(NamedTuple):
 def checked(styles: object) -> dict[str, AnyStyle]:
     """The styles, if they are. Raises PlacementError otherwise."""
     if not isinstance(styles, Mapping):
-        raise PlacementError(f"styles is {styles!r}; give a mapping from patterns to styles, {{}} to replicate all")
+        raise PlacementError(
+            f"styles is {styles!r}; give a mapping from patterns to styles, {{}} to replicate all"
+        )
     for pattern, style in styles.items():
         if not isinstance(pattern, str):
-            raise PlacementError(f"{pattern!r} is no pattern of names; give text, such as '*.q_proj'")
+            raise PlacementError(
+                f"{pattern!r} is no pattern of names; give text, such as '*.q_proj'"
+            )
         if not isinstance(style, Fused) and style not in get_args(StyleName):
-            raise PlacementError(f"style {style!r} of {pattern!r} is unknown; use {', '.join(STYLES)}, or Fused(sizes)")
+            raise PlacementError(
+                f"style {style!r} of {pattern!r} is unknown; use {', '.join(STYLES)}, or Fused(sizes)"
+            )
     return dict(styles)
 
 
@@ -134,7 +158,9 @@ def _first(
             raise PlacementError(_unmatched(pattern, style, module))
         for name in about:
             rule = _rule(style)
-            out.setdefault(name, Asked(pattern, style, rule.bias if name.endswith("bias") else rule.weight))
+            out.setdefault(
+                name, Asked(pattern, style, rule.bias if name.endswith("bias") else rule.weight)
+            )
     return out
 
 
@@ -144,7 +170,9 @@ def _rule(style: AnyStyle) -> Style:
 
 def _about(pattern: str, style: AnyStyle, name: str) -> bool:
     path, _, leaf = name.rpartition(".")
-    by_module = fnmatchcase(path, pattern) and any(fnmatchcase(leaf, one) for one in _rule(style).names)
+    by_module = fnmatchcase(path, pattern) and any(
+        fnmatchcase(leaf, one) for one in _rule(style).names
+    )
     return by_module or fnmatchcase(name, pattern)
 
 
@@ -161,8 +189,12 @@ def _unmatched(pattern: str, style: AnyStyle, module: nn.Module) -> str:
 def _check_agreed(a: str, b: str, said: Mapping[str, Asked]) -> None:
     x, y = said[a], said[b]
     if (x.dim, _components(x)) != (y.dim, _components(y)):
-        ways = f"{x.style!r} as {a!r} (by {x.pattern!r}) and {y.style!r} as {b!r} (by {y.pattern!r})"
-        raise PlacementError(f"one shared parameter is to be {ways}; let patterns be about one of its names")
+        ways = (
+            f"{x.style!r} as {a!r} (by {x.pattern!r}) and {y.style!r} as {b!r} (by {y.pattern!r})"
+        )
+        raise PlacementError(
+            f"one shared parameter is to be {ways}; let patterns be about one of its names"
+        )
 
 
 def _components(asked: Asked) -> int | tuple[int, ...]:

@@ -81,8 +81,14 @@ def _checked_tp(mesh: DeviceMesh) -> str:
     """The name of the one axis of tp_mesh."""
     _check_inside("tp_mesh", mesh)
     if mesh.ndim != 1 or not mesh.mesh_dim_names:
-        what = f"tp_mesh has {mesh.ndim} axes, {mesh_of(mesh)}" if mesh.ndim != 1 else "tp_mesh's axis has no name"
-        raise MeshError(f"{what}; give one axis of a DeviceMesh with mesh_dim_names, such as mesh['tp']")
+        what = (
+            f"tp_mesh has {mesh.ndim} axes, {mesh_of(mesh)}"
+            if mesh.ndim != 1
+            else "tp_mesh's axis has no name"
+        )
+        raise MeshError(
+            f"{what}; give one axis of a DeviceMesh with mesh_dim_names, such as mesh['tp']"
+        )
     return mesh.mesh_dim_names[0]
 
 
@@ -92,8 +98,12 @@ def _checked_weights(tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None) -> Dev
     _check_inside("weight_mesh", weights)
     missing = sorted(set(mesh_of(tp_mesh).ranks) - set(mesh_of(weights).ranks))
     if missing:
-        what = f"weight_mesh, {mesh_of(weights)}, lacks ranks {missing} of tp_mesh, {mesh_of(tp_mesh)}"
-        raise MeshError(f"{what}; give all ranks that hold parts of one weight, such as mesh['dp_shard', 'tp']")
+        what = (
+            f"weight_mesh, {mesh_of(weights)}, lacks ranks {missing} of tp_mesh, {mesh_of(tp_mesh)}"
+        )
+        raise MeshError(
+            f"{what}; give all ranks that hold parts of one weight, such as mesh['dp_shard', 'tp']"
+        )
     return weights
 
 
@@ -101,7 +111,9 @@ def _check_inside(name: str, mesh: object) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"{name} is {mesh!r}; give a DeviceMesh, such as mesh['tp']")
     if compat.my_rank() not in mesh_of(mesh):
-        raise MeshError(f"rank {compat.my_rank()} is not in {name}, {mesh_of(mesh)}; give the one that has it")
+        raise MeshError(
+            f"rank {compat.my_rank()} is not in {name}, {mesh_of(mesh)}; give the one that has it"
+        )
 
 
 def _parameters(module: object) -> dict[str, nn.Parameter]:
@@ -110,13 +122,24 @@ def _parameters(module: object) -> dict[str, nn.Parameter]:
         raise LayoutError(f"{type(module).__name__} is no torch.nn.Module; give a module")
     for path, part in module.named_modules():
         if is_placed(part):
-            raise LayoutError(f"module {path!r} is on a mesh already; call set_device_mesh once, on what holds it all")
+            raise LayoutError(
+                f"module {path!r} is on a mesh already; call set_device_mesh once, on what holds it all"
+            )
     found = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in found.items():
         for wrong, what in (
-            (isinstance(parameter, DTensor), "is a DTensor; set_device_mesh comes before parallelize and fully_shard"),
-            (isinstance(parameter, nn.UninitializedParameter), "has no shape yet; run its lazy module once"),
-            (parameter.grad is not None, "has a gradient, which would be lost; call zero_grad() first"),
+            (
+                isinstance(parameter, DTensor),
+                "is a DTensor; set_device_mesh comes before parallelize and fully_shard",
+            ),
+            (
+                isinstance(parameter, nn.UninitializedParameter),
+                "has no shape yet; run its lazy module once",
+            ),
+            (
+                parameter.grad is not None,
+                "has a gradient, which would be lost; call zero_grad() first",
+            ),
         ):
             if wrong:
                 raise LayoutError(f"parameter {name!r} {what}")
@@ -131,12 +154,17 @@ class _Divided(NamedTuple):
     placement: Division
 
 
-def _divided(name: str, parameter: nn.Parameter, said: Asked | None, mesh: DeviceMesh, local: bool) -> _Divided:
+def _divided(
+    name: str, parameter: nn.Parameter, said: Asked | None, mesh: DeviceMesh, local: bool
+) -> _Divided:
     """Raises PlacementError where it cannot be divided so, or not evenly."""
     shape, tp = list(parameter.shape), f"{(mesh.mesh_dim_names or ('tp',))[0]}={mesh.size()}"
     if said is None or said.dim is None:
         return _Divided(parameter, tuple(shape), Replicate())
-    what, d = f"parameter {name!r} {'local' if local else 'whole'} {tuple(shape)} as {said.style!r} on {tp}", said.dim
+    what, d = (
+        f"parameter {name!r} {'local' if local else 'whole'} {tuple(shape)} as {said.style!r} on {tp}",
+        said.dim,
+    )
     if d >= len(shape):
         raise PlacementError(f"{what}: it has no dimension {d}; give it another style")
     shape[d] *= mesh.size() if local else 1
@@ -152,7 +180,9 @@ def _check_even(placement: Division, n: int, tp: str, parts: int) -> None:
     for size in _components(placement, n):
         if size % parts:
             part = f"a component of {size} of {n}" if size != n else f"{n}"
-            raise PlacementError(f"{part} does not divide by {tp}; pad to {size + -size % parts}, or replicate it")
+            raise PlacementError(
+                f"{part} does not divide by {tp}; pad to {size + -size % parts}, or replicate it"
+            )
 
 
 def _components(placement: Division, n: int) -> tuple[int, ...]:
@@ -173,7 +203,9 @@ def _made(one: _Divided, mesh: DeviceMesh, local: bool) -> nn.Parameter:
     held = (one.parameter.detach() if local else _part(one, mesh_of(mesh))).contiguous()
     shape, placements = torch.Size(one.shape), (label(one.placement),)
     with torch.no_grad():
-        tensor = DTensor.from_local(held, mesh, placements, run_check=False, shape=shape, stride=strides(shape))
+        tensor = DTensor.from_local(
+            held, mesh, placements, run_check=False, shape=shape, stride=strides(shape)
+        )
     made = nn.Parameter(tensor, requires_grad=one.parameter.requires_grad)
     vars(made).update(vars(one.parameter))
     return made
@@ -185,4 +217,6 @@ def _part(one: _Divided, mesh: Mesh) -> Tensor:
     if isinstance(one.placement, Replicate):
         return whole
     d, layout = one.placement.dim, Layout(one.shape, mesh, (one.placement,))
-    return torch.cat([whole.narrow(d, at, n) for _, at, n in layout.runs(compat.my_rank())[d].segments], dim=d)
+    return torch.cat(
+        [whole.narrow(d, at, n) for _, at, n in layout.runs(compat.my_rank())[d].segments], dim=d
+    )

@@ -71,12 +71,16 @@ class CellWork(NamedTuple):
 def fills(plan: Plan, rank: int) -> tuple[CellWork, ...]:
     """Destinations that are folded into start at the identity of their reduction."""
     found = ((key, layout, plan.fill(name)) for key, (name, layout) in held(plan.dst, rank).items())
-    return tuple(_work(key, layout, rank, value) for key, layout, value in found if value is not None)
+    return tuple(
+        _work(key, layout, rank, value) for key, layout, value in found if value is not None
+    )
 
 
 def divisions(plan: Plan, rank: int) -> tuple[CellWork, ...]:
     """Averages are sums until all has arrived, and then divided."""
-    found = ((key, layout, plan.divisor(name)) for key, (name, layout) in held(plan.dst, rank).items())
+    found = (
+        (key, layout, plan.divisor(name)) for key, (name, layout) in held(plan.dst, rank).items()
+    )
     return tuple(_work(key, layout, rank, by) for key, layout, by in found if by != 1)
 
 

@@ -101,7 +101,9 @@ def compile(
     settings = _Settings(timeout, limit, DEFAULT_ENGINE if engine == "auto" else engine, thread)
     if is_time(timeout):
         settings = settings._replace(timeout=float(timeout))
-    party = _join(compat.group_of(group), settings if is_time(timeout) else settings._replace(timeout=60.0))
+    party = _join(
+        compat.group_of(group), settings if is_time(timeout) else settings._replace(timeout=60.0)
+    )
     return party.together(
         lambda: _compile(party.named(), plan, settings),
         lambda failure, rank: crossing_text(plan, failure.tensor, rank),
@@ -144,7 +146,9 @@ def _compile(party: Party, plan: Plan | Program, settings: _Settings) -> Mover:
     return Mover(plan, party, made, settings.thread)
 
 
-def _make(party: Party, given: Plan | Program, settings: _Settings, cut: Cut, peers: int, by_addend: bool) -> Made:
+def _make(
+    party: Party, given: Plan | Program, settings: _Settings, cut: Cut, peers: int, by_addend: bool
+) -> Made:
     mine = cut(peers, by_addend)
     ordered = keeps_fold_order(m for m in mine if m.dst_rank == party.rank)
     assert ordered or not isinstance(given, Program), "phases bring addends in order"
@@ -179,7 +183,9 @@ def _paced(plan: Plan, rank: int, limit: int) -> tuple[int, Cut]:
     set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=False)
 
     def cut(peers: int, by_addend: bool) -> tuple[Message, ...]:
-        return messages(mine, set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=by_addend))
+        return messages(
+            mine, set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
+        )
 
     return peers, cut
 
@@ -197,10 +203,14 @@ def _check(party: Party, plan: object, settings: _Settings) -> None:
     if not is_time(settings.timeout):
         raise ExchangeError(no_time(settings.timeout))
     if not isinstance(settings.thread, str | None):
-        raise ExchangeError(f"thread={settings.thread!r} is not a name; pass a text, or leave it out")
+        raise ExchangeError(
+            f"thread={settings.thread!r} is not a name; pass a text, or leave it out"
+        )
     most = settings.max_inflight_bytes
     if not isinstance(most, int) or not 0 < most < 1 << 63:
-        raise ExchangeError(f"max_inflight_bytes={shown(most)} is no number of bytes; pass an int from 1 on")
+        raise ExchangeError(
+            f"max_inflight_bytes={shown(most)} is no number of bytes; pass an int from 1 on"
+        )
     if isinstance(plan, Program) and settings.max_inflight_bytes != plan.max_inflight_bytes:
         what = f"max_inflight_bytes={settings.max_inflight_bytes}, the program has {plan.max_inflight_bytes} of its own"
         raise ExchangeError(f"{what}; leave it out, or schedule the plan with it")
@@ -213,7 +223,9 @@ def _check(party: Party, plan: object, settings: _Settings) -> None:
     outside = sorted(set(plan.ranks) - set(party.ranks))
     if outside:
         what = f"the plan has ranks {list(plan.ranks)[:16]}, the group {list(party.ranks)[:16]}"
-        raise ExchangeError(f"{what}: {outside[:16]} are not in the group; compile on a group that has all of them")
+        raise ExchangeError(
+            f"{what}: {outside[:16]} are not in the group; compile on a group that has all of them"
+        )
 
 
 def _check_arithmetic(plan: Plan, rank: int, mine: Iterable[Transfer]) -> None:
@@ -226,4 +238,6 @@ def _check_arithmetic(plan: Plan, rank: int, mine: Iterable[Transfer]) -> None:
         dtype = plan.dst[name][0].dtype
         if dtypes.missing(dtype, op):
             what = f"tensor {name!r} needs {op!r} of {dtype}, which torch does not have"
-            raise ExchangeError(f"{what}; cast it to float32 before the move and plan with dtype='float32'")
+            raise ExchangeError(
+                f"{what}; cast it to float32 before the move and plan with dtype='float32'"
+            )

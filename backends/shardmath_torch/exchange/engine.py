@@ -58,7 +58,10 @@ class Exchange:
     def move(self, src: Tensors, dst: Tensors) -> None:
         """Moves. Raises PeerFailure."""
         lent = self._staging.lent(self._needed, self._fence)
-        with torch.inference_mode(), lent as block:  # in that mode inference tensors, too, may be written
+        with (
+            torch.inference_mode(),
+            lent as block,
+        ):  # in that mode inference tensors, too, may be written
             ends = _Ends(src, dst, block)
             for work in self._task.fills:
                 work.fill(dst)
@@ -82,12 +85,16 @@ class Exchange:
 
     def _receive(self, place: Place, ends: _Ends) -> tuple[Place, Pending]:
         with _Naming(place.message):
-            return place, self._task.wire.receive(ends.memory(place, ends.dst), place.message.src_rank)
+            return place, self._task.wire.receive(
+                ends.memory(place, ends.dst), place.message.src_rank
+            )
 
     def _send(self, place: Place, ends: _Ends) -> tuple[Place, Pending]:
         ends.pack(place)
         with _Naming(place.message):
-            return place, self._task.wire.send(ends.memory(place, ends.read(place)), place.message.dst_rank)
+            return place, self._task.wire.send(
+                ends.memory(place, ends.read(place)), place.message.dst_rank
+            )
 
 
 def _wait(pending: Pending, message: Message) -> None:
@@ -152,22 +159,33 @@ class _Ends:
                     view(self.dst, site).copy_(self._staged(self.dst[site.key].dtype, piece, start))
                 else:
                     into = view(self._typed_dst, site)
-                    yield _Fold(piece.addend, piece.op, into, self._staged(into.dtype, piece, start))
+                    yield _Fold(
+                        piece.addend, piece.op, into, self._staged(into.dtype, piece, start)
+                    )
 
     def keep(self, source: Place, target: Place) -> Iterator[_Fold]:
         """Copies the rank's own pieces; what is to be folded is left for later."""
-        for here, there, piece in zip(source.sites, target.sites, source.message.pieces, strict=True):
+        for here, there, piece in zip(
+            source.sites, target.sites, source.message.pieces, strict=True
+        ):
             if piece.op == "copy":
                 view(self.dst, there).copy_(view(self.src, here))
             else:
-                yield _Fold(piece.addend, piece.op, view(self._typed_dst, there), view(self._typed_src, here))
+                yield _Fold(
+                    piece.addend,
+                    piece.op,
+                    view(self._typed_dst, there),
+                    view(self._typed_src, here),
+                )
 
     def _staged(self, dtype: torch.dtype, piece: Transfer, start: int) -> Tensor:
         """The piece inside staging, from byte `start` on."""
         if dtype not in self._blocks:
             size = dtype.itemsize
             self._blocks[dtype] = self._block[: self._block.nbytes // size * size].view(dtype)
-        return torch.as_strided(self._blocks[dtype], piece.shape, row_major(piece.shape), start // dtype.itemsize)
+        return torch.as_strided(
+            self._blocks[dtype], piece.shape, row_major(piece.shape), start // dtype.itemsize
+        )
 
 
 def _each(place: Place) -> Iterator[tuple[Site, Transfer, int]]:

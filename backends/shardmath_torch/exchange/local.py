@@ -45,7 +45,10 @@ def wanted(plan: Plan, rank: int) -> tuple[Wanted, Wanted]:
     """What `rank` passes to a move of the plan: source and destination."""
     sides = []
     for side, layouts in (("source", plan.src), ("destination", plan.dst)):
-        stored = {key: (layout.local_shape(rank), layout) for key, (_, layout) in held(layouts, rank).items()}
+        stored = {
+            key: (layout.local_shape(rank), layout)
+            for key, (_, layout) in held(layouts, rank).items()
+        }
         sides.append(Wanted(side, rank, stored, not plan.is_tree and len(layouts[""]) == 1))
     return sides[0], sides[1]
 
@@ -64,7 +67,9 @@ def by_key(want: Wanted, given: Local) -> Tensors:
             )
         given = {"": given}
     elif not isinstance(given, Mapping):
-        raise ExchangeError(f"the {want.side} is {type(given).__name__}; pass a tensor, a dict of tensors, or None")
+        raise ExchangeError(
+            f"the {want.side} is {type(given).__name__}; pass a tensor, a dict of tensors, or None"
+        )
     elif want.single and given:
         what = f"the {want.side} is a dict with {_names(given)}; the plan has one tensor"
         raise ExchangeError(f"{what}: pass it without a dict")
@@ -99,7 +104,16 @@ def signature(given: tuple[Tensors, Tensors]) -> tuple[object, ...]:
 def _lies(t: object) -> tuple[object, ...]:
     if not isinstance(t, Tensor) or t.layout != torch.strided or missing_memory(t):
         return (object(),)
-    return t.data_ptr(), stored_bytes(t), t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()
+    return (
+        t.data_ptr(),
+        stored_bytes(t),
+        t.shape,
+        t.stride(),
+        t.dtype,
+        t.device,
+        t.is_conj(),
+        t.is_neg(),
+    )
 
 
 def _label(side: str, key: str) -> str:
@@ -114,7 +128,9 @@ def _check_names(want: Wanted, given: Tensors) -> None:
         raise ExchangeError(f"{what}; pass {_names(want.tensors)}{out}")
     extra = [key for key in given if key not in want.tensors]
     if extra and not want.tensors:
-        what = f"{_label(want.side, extra[0])} is given, but this rank is not on the {want.side} side"
+        what = (
+            f"{_label(want.side, extra[0])} is given, but this rank is not on the {want.side} side"
+        )
         raise ExchangeError(f"{what}; pass None")
     if extra:
         what = f"{_label(want.side, extra[0])} is not one that this rank stores"
@@ -127,7 +143,9 @@ def _names(keys: Mapping[str, object]) -> str:
     return few or ("one tensor" if "" in keys else "nothing")
 
 
-def _check(label: str, tensor: object, shape: tuple[int, ...], layout: Layout, device_type: str | None) -> None:
+def _check(
+    label: str, tensor: object, shape: tuple[int, ...], layout: Layout, device_type: str | None
+) -> None:
     if not isinstance(tensor, Tensor):
         raise ExchangeError(f"{label} is {type(tensor).__name__}; pass a torch.Tensor")
     if isinstance(tensor, DTensor):
@@ -138,19 +156,31 @@ def _check(label: str, tensor: object, shape: tuple[int, ...], layout: Layout, d
         raise ExchangeError(f"{what}; pass the local tensor of {layout}")
     if dtype != layout.dtype:
         what = f"{label} has dtype {dtype}, the plan's layout has {layout.dtype}"
-        raise ExchangeError(f"{what}; pass a tensor of {layout.dtype}, or plan with dtype={dtype!r}")
+        raise ExchangeError(
+            f"{what}; pass a tensor of {layout.dtype}, or plan with dtype={dtype!r}"
+        )
     if device_type is not None and tensor.device.type != device_type:
         what = f"{label} is on device '{tensor.device}', the process group moves tensors on '{device_type}'"
-        raise ExchangeError(f"{what}; pass it on '{device_type}', or compile on a group for '{tensor.device.type}'")
+        raise ExchangeError(
+            f"{what}; pass it on '{device_type}', or compile on a group for '{tensor.device.type}'"
+        )
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-        raise ExchangeError(f"{label} is {_kind(tensor)}; pass a plain strided tensor: {_made_plain(tensor)}")
+        raise ExchangeError(
+            f"{label} is {_kind(tensor)}; pass a plain strided tensor: {_made_plain(tensor)}"
+        )
     lacks = missing_memory(tensor)
     if lacks:
-        raise ExchangeError(f"{label} {lacks}; pass a plain tensor on its own memory, while that is there")
+        raise ExchangeError(
+            f"{label} {lacks}; pass a plain tensor on its own memory, while that is there"
+        )
 
 
 def _kind(tensor: Tensor) -> str:
-    return "a lazy conjugate or negative" if tensor.layout == torch.strided else f"stored as {tensor.layout}"
+    return (
+        "a lazy conjugate or negative"
+        if tensor.layout == torch.strided
+        else f"stored as {tensor.layout}"
+    )
 
 
 def _made_plain(tensor: Tensor) -> str:
@@ -160,8 +190,12 @@ def _made_plain(tensor: Tensor) -> str:
 def _check_writable(dst: Tensors) -> None:
     for key, t in dst.items():
         if _overlaps_itself(t):
-            what = f"{_label('destination', key)} has shape {tuple(t.shape)} and strides {t.stride()}"
-            raise ExchangeError(f"{what}, which put several elements into one cell; pass .contiguous() of it")
+            what = (
+                f"{_label('destination', key)} has shape {tuple(t.shape)} and strides {t.stride()}"
+            )
+            raise ExchangeError(
+                f"{what}, which put several elements into one cell; pass .contiguous() of it"
+            )
 
 
 def _overlaps_itself(t: Tensor) -> bool:
@@ -180,8 +214,12 @@ def _check_distinct(want: Wanted, dst: Tensors) -> None:
         boxes = [own_boxes(want.tensors[key][1].runs(want.rank)) for key in (one, other)]
         for a, b in itertools.product(*boxes):
             if _share(dst[one][a], dst[other][b]):
-                what = f"{_label('destination', one)} and {_label('destination', other)} share memory"
-                raise ExchangeError(f"{what}: one would overwrite the other; pass tensors of their own")
+                what = (
+                    f"{_label('destination', one)} and {_label('destination', other)} share memory"
+                )
+                raise ExchangeError(
+                    f"{what}: one would overwrite the other; pass tensors of their own"
+                )
 
 
 def _meeting(tensors: Tensors) -> Iterator[tuple[str, str]]:
@@ -207,12 +245,19 @@ def _check_apart(src: Tensors, dst: Tensors) -> None:
     for here, there in _suspects(src, dst):
         if _share(src[here], dst[there]):
             what = f"{_label('source', here)} and {_label('destination', there)} share memory"
-            raise ExchangeError(f"{what}: arriving bytes would overwrite some that have not left; pass a clone of one")
+            raise ExchangeError(
+                f"{what}: arriving bytes would overwrite some that have not left; pass a clone of one"
+            )
 
 
 def _suspects(src: Tensors, dst: Tensors) -> Iterator[tuple[str, str]]:
     """Pairs (source key, destination key) whose stretches of memory meet: one sweep over their starts."""
-    spans = sorted((*_extent(t), side, key) for side, ts in enumerate((src, dst)) for key, t in ts.items() if t.numel())
+    spans = sorted(
+        (*_extent(t), side, key)
+        for side, ts in enumerate((src, dst))
+        for key, t in ts.items()
+        if t.numel()
+    )
     active: tuple[list[tuple[int, str]], list[tuple[int, str]]] = ([], [])
     for start, end, side, key in spans:
         other = active[1 - side]
@@ -242,7 +287,9 @@ class _Cells:
 
 def _share(a: Tensor, b: Tensor) -> bool:
     """Whether the tensors have a byte in common; yes where that is too hard to tell."""
-    shares: Callable[..., bool] = np.shares_memory  # numpy's own types know two values of max_work only
+    shares: Callable[..., bool] = (
+        np.shares_memory
+    )  # numpy's own types know two values of max_work only
     try:
         return shares(np.asarray(_Cells(a)), np.asarray(_Cells(b)), max_work=100_000)
     except np.exceptions.TooHardError:

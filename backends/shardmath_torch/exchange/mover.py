@@ -144,7 +144,11 @@ class Mover:
 def called(given: object) -> str:
     """How agreement names a plan or a program, and what is neither."""
     kind = type(given).__name__
-    return f"{kind.lower()} {given.digest[:24]}" if isinstance(given, Plan | Program) else f"no plan but a {kind}"
+    return (
+        f"{kind.lower()} {given.digest[:24]}"
+        if isinstance(given, Plan | Program)
+        else f"no plan but a {kind}"
+    )
 
 
 def plan_of(given: Plan | Program) -> Plan:
@@ -157,7 +161,9 @@ def crossing_text(given: object, tensor: str | None, rank: int | None) -> str:
     if not isinstance(given, Plan | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:
-        crossing = itertools.chain(_crossing(given, rank, "send"), _crossing(given, rank, "receive"))
+        crossing = itertools.chain(
+            _crossing(given, rank, "send"), _crossing(given, rank, "receive")
+        )
         tensor = next(crossing, None)
     if tensor is None:
         return "no tensor was on its way from or to it"

@@ -60,7 +60,9 @@ Strides = Mapping[str, tuple[int, ...]]
 """Of each local tensor, in elements."""
 
 
-def site_of(key: str, strides: Sequence[int], slices: Sequence[slice], shape: tuple[int, ...]) -> Site:
+def site_of(
+    key: str, strides: Sequence[int], slices: Sequence[slice], shape: tuple[int, ...]
+) -> Site:
     """The site of tensor[slices], for a tensor of these strides."""
     offset = sum(s.start * step for s, step in zip(slices, strides, strict=True))
     return Site(key, shape, tuple(strides), offset)
@@ -104,7 +106,9 @@ def _end(place: Place) -> int:
 def _lay_round(one: Round, src: Strides, dst: Strides) -> LaidRound:
     receives = tuple(_placed((_at_dst(m, dst) for m in one.receives), 0))
     free = max(map(_end, receives), default=0)
-    sends = tuple(_placed((_at_src(m, dst if m.relayed else src) for m in one.sends), aligned(free)))
+    sends = tuple(
+        _placed((_at_src(m, dst if m.relayed else src) for m in one.sends), aligned(free))
+    )
     return LaidRound(sends, receives, tuple((_at_src(m, src), _at_dst(m, dst)) for m in one.keeps))
 
 
@@ -116,11 +120,15 @@ def _placed(places: Iterator[Place], start: int) -> Iterator[Place]:
 
 
 def _at_src(m: Message, strides: Strides) -> Place:
-    sites = tuple(site_of(p.src_tensor, strides[p.src_tensor], p.src_slices, p.shape) for p in m.pieces)
+    sites = tuple(
+        site_of(p.src_tensor, strides[p.src_tensor], p.src_slices, p.shape) for p in m.pieces
+    )
     return Place(m, sites, stretch_of(sites), 0)
 
 
 def _at_dst(m: Message, strides: Strides) -> Place:
-    sites = tuple(site_of(p.dst_tensor, strides[p.dst_tensor], p.dst_slices, p.shape) for p in m.pieces)
+    sites = tuple(
+        site_of(p.dst_tensor, strides[p.dst_tensor], p.dst_slices, p.shape) for p in m.pieces
+    )
     overwrites = all(p.op == "copy" for p in m.pieces)
     return Place(m, sites, stretch_of(sites) if overwrites else None, 0)

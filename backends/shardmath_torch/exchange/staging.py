@@ -42,7 +42,9 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[_Block] = []  # taken and given back in one step each, so that threads need no lock
+        self._free: list[
+            _Block
+        ] = []  # taken and given back in one step each, so that threads need no lock
         self._lost: list[Tensor] = []
 
     def reserve(self, nbytes: int) -> None:

@@ -87,7 +87,10 @@ def write(file: Place, tensors: Named, *, progress: Progress | None = None) -> d
             if progress:
                 progress(tensors[name][1].nbytes)
         synced(stream)
-    return {name: Written(at.archive + room, at.length, at.start + room, sums[name]) for name, at in places.items()}
+    return {
+        name: Written(at.archive + room, at.length, at.start + room, sums[name])
+        for name, at in places.items()
+    }
 
 
 class _Records(io.RawIOBase):
@@ -151,7 +154,9 @@ def _keys(names: Iterable[str]) -> dict[str, str]:
     taken = {RESERVED, *names}
     keys: dict[str, str] = {}
     for name in names:
-        text = name.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no text in JSON
+        text = name.encode(
+            "utf-8", "backslashreplace"
+        ).decode()  # half a surrogate pair is no text in JSON
         keys[name] = name if text == name != RESERVED else unused(text, taken)
         taken.add(keys[name])
     return keys
@@ -220,9 +225,21 @@ def _described(stream: BinaryIO, offset: int, length: int) -> Strided:
         raise ValueError(f"its storage begins at {storage}, its records at {sorted(records)}")
     each, dtype = tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
     begin = storage + int(tensor.storage_offset()) * each
-    found = Strided(offset + begin, dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    if found.extent and not storage <= begin <= begin + found.extent * each <= storage + records[storage]:
-        raise ValueError(f"its {dtype}{list(found.shape)} with strides {found.strides} lies outside its storage")
+    found = Strided(
+        offset + begin,
+        dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+    if (
+        found.extent
+        and not storage <= begin <= begin + found.extent * each <= storage + records[storage]
+    ):
+        raise ValueError(
+            f"its {dtype}{list(found.shape)} with strides {found.strides} lies outside its storage"
+        )
     return found
 
 

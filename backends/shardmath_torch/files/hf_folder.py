@@ -35,7 +35,17 @@ from shardmath_torch.files.archive import NAMES, RESERVED, CheckpointError
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.weights import INDEX, WeightsError, read_header
 
-__all__ = ["Draft", "Entry", "File", "check_entries", "check_folder", "commit", "discard", "file_names", "locked"]
+__all__ = [
+    "Draft",
+    "Entry",
+    "File",
+    "check_entries",
+    "check_folder",
+    "commit",
+    "discard",
+    "file_names",
+    "locked",
+]
 __all__ += ["size_of", "split"]
 
 Entry: TypeAlias = tuple[tuple[int, ...], str]
@@ -70,7 +80,9 @@ def check_entries(entries: Mapping[str, Entry]) -> None:
         if dtype not in NAMES:
             what = f"tensor {name!r} is {dtype}{list(shape)}, a type that safetensors does not have"
             raise CheckpointError(f"{what}; cast it, or leave it out; it has {', '.join(NAMES)}")
-        if name == RESERVED or name.encode("utf-8", "replace") != name.encode("utf-8", "surrogatepass"):
+        if name == RESERVED or name.encode("utf-8", "replace") != name.encode(
+            "utf-8", "surrogatepass"
+        ):
             what = f"a tensor is called {name!r}, which no safetensors file can call it"
             raise CheckpointError(f"{what}; give it another name")
 
@@ -97,7 +109,9 @@ def split(entries: Mapping[str, Entry], limit: int) -> list[File]:
 def _natural(name: str) -> tuple[list[tuple[bool, int, str]], str]:
     """Numbers in names by size: layer 2 before layer 10."""
     parts = re.split(r"([0-9]+)", name)
-    return [(part.isdecimal(), len(part.lstrip("0")) if part.isdecimal() else 0, part) for part in parts], name
+    return [
+        (part.isdecimal(), len(part.lstrip("0")) if part.isdecimal() else 0, part) for part in parts
+    ], name
 
 
 def _in_order(file: File) -> File:
@@ -159,7 +173,11 @@ def _header(tensors: File, tied: Mapping[str, str]) -> bytes:
     at = 0
     for name, entry in tensors.items():
         stop = at + _nbytes(entry)
-        entries[name] = {"dtype": NAMES[entry[1]], "shape": list(entry[0]), "data_offsets": [at, stop]}
+        entries[name] = {
+            "dtype": NAMES[entry[1]],
+            "shape": list(entry[0]),
+            "data_offsets": [at, stop],
+        }
         at = stop
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
@@ -179,7 +197,9 @@ def check_folder(folder: Path) -> None:
                 what = f"{folder} has a folder {file.name}, a name that exports write to"
                 raise CheckpointError(f"{what}; give another folder, or move it away")
         if (folder / INDEX).exists() and not _is_index_of_ours(folder / INDEX):
-            raise CheckpointError(f"{folder} has an {INDEX} that no export wrote; give another folder, or move it away")
+            raise CheckpointError(
+                f"{folder} has an {INDEX} that no export wrote; give another folder, or move it away"
+            )
 
 
 def _named(folder: Path) -> list[Path]:
@@ -223,10 +243,14 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise CheckpointError(f"another export to {folder} is under way; wait for it to end") from error
+            raise CheckpointError(
+                f"another export to {folder} is under way; wait for it to end"
+            ) from error
         opened = os.fstat(stream.fileno())
         if not _is(file, opened):
-            raise CheckpointError(f"another export to {folder} has just ended; export again if yours is newer")
+            raise CheckpointError(
+                f"another export to {folder} has just ended; export again if yours is newer"
+            )
         try:
             yield
         finally:
@@ -257,7 +281,9 @@ def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> 
         _sync(folder)
         os.replace(draft, folder / INDEX)
     except BaseException:
-        if not _is(folder / INDEX, written):  # the former index is in place, which knows none of these
+        if not _is(
+            folder / INDEX, written
+        ):  # the former index is in place, which knows none of these
             for name in names.values():
                 (folder / name).unlink(missing_ok=True)
         raise

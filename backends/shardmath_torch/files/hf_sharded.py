@@ -56,16 +56,24 @@ def read_sharded(folder: Place) -> dict[str, Parts] | None:
     return {name: _whole(name, found) for name, found in sorted(boxes.items())}
 
 
-def _placed(file: Place, entries: dict[str, Entry], sharding: object) -> Iterator[tuple[str, tuple[int, ...], Entry]]:
+def _placed(
+    file: Place, entries: dict[str, Entry], sharding: object
+) -> Iterator[tuple[str, tuple[int, ...], Entry]]:
     """Every tensor of a file, and where it begins."""
     try:
         said = read_json(sharding.encode()) if isinstance(sharding, str) else None
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{file} is damaged: its {SHARDING} is not JSON ({error}); fetch it again") from error
+        raise WeightsError(
+            f"{file} is damaged: its {SHARDING} is not JSON ({error}); fetch it again"
+        ) from error
     for name, entry in entries.items():
         found = said.get(name) if isinstance(said, dict) else None
         offsets = found.get(SAVED) if isinstance(found, dict) else None
-        if not isinstance(offsets, list) or len(offsets) != len(entry.shape) or not all(map(_is_index, offsets)):
+        if (
+            not isinstance(offsets, list)
+            or len(offsets) != len(entry.shape)
+            or not all(map(_is_index, offsets))
+        ):
             what = f"{file} is damaged: its {SHARDING} says of {shown(name)} {shown(list(entry.shape))} {shown(found)}"
             raise WeightsError(f"{what}, not at which index it begins; fetch it again")
         yield name, tuple(offsets), entry
@@ -79,10 +87,14 @@ def _whole(name: str, boxes: list[tuple[tuple[int, ...], Entry]]) -> Parts:
     first = boxes[0][1]
     for _, entry in boxes:
         if (entry.dtype, len(entry.shape)) != (first.dtype, len(first.shape)):
-            said = [f"{each.dtype}{list(each.shape)} in {each.file.name}" for each in (first, entry)]
+            said = [
+                f"{each.dtype}{list(each.shape)} in {each.file.name}" for each in (first, entry)
+            ]
             raise WeightsError(
                 f"{shown(name)} is {said[0]} and {said[1]}; keep the files of one checkpoint in a folder"
             )
-    ends = [[at + n for at, n in zip(offsets, entry.shape, strict=True)] for offsets, entry in boxes]
+    ends = [
+        [at + n for at, n in zip(offsets, entry.shape, strict=True)] for offsets, entry in boxes
+    ]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
     return Parts(shape, first.dtype, tuple(boxes))

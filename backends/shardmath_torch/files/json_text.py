@@ -21,7 +21,9 @@ MOST = (1 << 63) - 1
 
 def read_json(text: bytes) -> object:
     """What the text says. Raises ValueError for what is no JSON, and RecursionError where it is too deep."""
-    return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite)
+    return json.loads(
+        text.decode("utf-8"), object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite
+    )
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:

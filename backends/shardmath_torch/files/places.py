@@ -165,7 +165,9 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
         return path
     text = os.fspath(path)
     if not LOCAL.sub("", text).strip():
-        raise CheckpointError(f"the path is {text!r}, which names no folder; give one, or . for the current one")
+        raise CheckpointError(
+            f"the path is {text!r}, which names no folder; give one, or . for the current one"
+        )
     url = SCHEME.match(text)
     if url is not None:
         return _served(text, url.group(1))
@@ -175,7 +177,9 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
     lost = LOST.match(text)
     if lost is not None and _known(lost.group(1)):
         what = f"{text!r} is a URL that has lost a slash, as it does in a Path"
-        raise CheckpointError(f"{what}; give the URL as text, or ./{text} for a folder of that name")
+        raise CheckpointError(
+            f"{what}; give the URL as text, or ./{text} for a folder of that name"
+        )
     return Path(text)
 
 
@@ -183,7 +187,9 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     """The folder that a path names. Raises CheckpointError for a URL of anything but the file system."""
     found = place(path)
     if isinstance(found, Remote):
-        raise CheckpointError(f"{found} is a URL; this is written to folders only: write it there, and copy the files")
+        raise CheckpointError(
+            f"{found} is a URL; this is written to folders only: write it there, and copy the files"
+        )
     return found
 
 
@@ -201,19 +207,29 @@ def _served(url: str, scheme: str) -> Place:
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
     except ImportError as error:
-        raise CheckpointError(f"{url} is a URL, which needs fsspec; pip install 'shardmath[remote]'") from error
+        raise CheckpointError(
+            f"{url} is a URL, which needs fsspec; pip install 'shardmath[remote]'"
+        ) from error
     try:
         fs, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
-        what = f"{url} cannot be reached, {scheme}:// is served by nothing that is installed: {error}"
-        raise CheckpointError(f"{what}; give a folder, or a URL of a scheme that fsspec serves") from error
+        what = (
+            f"{url} cannot be reached, {scheme}:// is served by nothing that is installed: {error}"
+        )
+        raise CheckpointError(
+            f"{what}; give a folder, or a URL of a scheme that fsspec serves"
+        ) from error
     except Exception as error:
-        raise CheckpointError(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{url} cannot be reached: {type(error).__name__}: {error}"
+        ) from error
     if LOCAL.match(url):
         return Path(path)
     if isinstance(fs, LocalFileSystem):
         what = f"{url} is taken for the local folder {path!r} by fsspec, which is not what it says"
-        raise CheckpointError(f"{what}; give file:///an/absolute/path, or a URL of the service alone")
+        raise CheckpointError(
+            f"{what}; give file:///an/absolute/path, or a URL of the service alone"
+        )
     return Remote(fs, path.rstrip("/"))
 
 
@@ -234,15 +250,25 @@ def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
     return size
 
 
-def check_length(file: Place, size_of: Callable[[Place], int], end: int, expected: int | None) -> None:
+def check_length(
+    file: Place, size_of: Callable[[Place], int], end: int, expected: int | None
+) -> None:
     """Raises CheckpointError for a file that is not as long as expected, or ends before byte `end`."""
     try:
         size = size_of(file)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}; it belongs to the checkpoint") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror}; it belongs to the checkpoint"
+        ) from error
     if size < end or (expected is not None and size != expected):
-        told = f"it was saved with {expected}" if expected not in (None, size) else f"tensors lie up to byte {end}"
-        raise CheckpointError(f"{file} has {size} bytes, {told}; it or the index is damaged: fetch it again")
+        told = (
+            f"it was saved with {expected}"
+            if expected not in (None, size)
+            else f"tensors lie up to byte {end}"
+        )
+        raise CheckpointError(
+            f"{file} has {size} bytes, {told}; it or the index is damaged: fetch it again"
+        )
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:

@@ -44,7 +44,13 @@ class Sealed(NamedTuple):
 def seal(content: Sealed) -> bytes:
     """The bytes of the file."""
     index = content.json.encode()
-    body = content.pickled + BEGIN + index + len(index).to_bytes(_LENGTH, "little") + content.save.encode()
+    body = (
+        content.pickled
+        + BEGIN
+        + index
+        + len(index).to_bytes(_LENGTH, "little")
+        + content.save.encode()
+    )
     return body + sha256(body).digest() + END
 
 
@@ -60,7 +66,9 @@ def unseal(text: bytes, where: object) -> Sealed | None:
     body, found = text[: -_SUM - len(END)], text[-_SUM - len(END) : -len(END)]
     if not text.endswith(END) or sha256(body).digest() != found:
         what = f"{where} is damaged: its checksum does not hold"
-        raise CheckpointError(f"{what}; fetch it again, or remove it to load by the index beside it")
+        raise CheckpointError(
+            f"{what}; fetch it again, or remove it to load by the index beside it"
+        )
     body, save = body[:-DIGITS], body[-DIGITS:]
     length = int.from_bytes(body[-_LENGTH:], "little")
     begin = len(body) - _LENGTH - length

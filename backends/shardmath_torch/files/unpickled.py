@@ -32,8 +32,14 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 
 ALLOWED = {
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    *(
+        (_METADATA, name)
+        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")
+    ),
+    *(
+        (_METADATA, name)
+        for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
+    ),
     (_METADATA, "_MEM_FORMAT_ENCODING"),
     (_OLD, "TensorProperties"),
     (_OLD, "MEM_FORMAT_ENCODING"),
@@ -41,7 +47,11 @@ ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
+    *(
+        (module, name)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath")
+    ),
 }
 """(module, name) of all that torch writes there; types of elements, `torch.float32` and so on, beside."""
 
@@ -64,7 +74,8 @@ _Python: Any = pickle._Unpickler
 
 class _Unpickler(_Python):  # type: ignore[misc]
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
-        code: _Python.dispatch[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())
+        code: _Python.dispatch[code]
+        for code in (getattr(pickle, name)[0] for name in _OPCODES.split())
     }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -116,7 +127,9 @@ def _is_plain(value: object) -> bool:
 
 def _is_argument(value: object) -> bool:
     """A plain value, or a flat tuple of them."""
-    return _is_plain(value) or (isinstance(value, tuple) and len(value) <= _MOST and all(map(_is_plain, value)))
+    return _is_plain(value) or (
+        isinstance(value, tuple) and len(value) <= _MOST and all(map(_is_plain, value))
+    )
 
 
 def _is_key(value: object) -> bool:
@@ -136,7 +149,9 @@ def _check_metadata(found: Metadata) -> None:
     _check_all("has a key", found.storage_data or (), _is_key)
     parts = found.state_dict_metadata
     _check_all("has a name", parts, lambda name: isinstance(name, str))
-    types = (part.properties.dtype for part in parts.values() if isinstance(part, TensorStorageMetadata))
+    types = (
+        part.properties.dtype for part in parts.values() if isinstance(part, TensorStorageMetadata)
+    )
     _check_all("has a type", types, lambda dtype: isinstance(dtype, torch.dtype))
 
 

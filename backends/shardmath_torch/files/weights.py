@@ -158,8 +158,14 @@ def _in_folder(folder: Place) -> Place:
         raise WeightsError(f"{what}: a part of a model; fetch the rest, or export it again")
     if len(others) == 1:
         return folder / others[0]
-    found = ", ".join(others) or ", ".join(sorted(file.name for file in folder.iterdir())[:6]) or "nothing"
-    raise WeightsError(f"{folder} has neither {FILE} nor {INDEX}, but {found}; give a folder with either, or one file")
+    found = (
+        ", ".join(others)
+        or ", ".join(sorted(file.name for file in folder.iterdir())[:6])
+        or "nothing"
+    )
+    raise WeightsError(
+        f"{folder} has neither {FILE} nor {INDEX}, but {found}; give a folder with either, or one file"
+    )
 
 
 def _lost(names: list[str]) -> list[str]:
@@ -182,8 +188,12 @@ def _read_index(index: Place) -> dict[str, Entry]:
     headers = {name: read_header(index.parent / name)[0] for name in names}
     for name, file in places.items():
         if name not in headers[file]:
-            where = next((other for other in names if name in headers[other]), "no file of the index")
-            raise WeightsError(f"{index} says that {file} holds {name!r}, but {where} does; repair the index")
+            where = next(
+                (other for other in names if name in headers[other]), "no file of the index"
+            )
+            raise WeightsError(
+                f"{index} says that {file} holds {name!r}, but {where} does; repair the index"
+            )
     return {name: headers[file][name] for name, file in places.items()}
 
 
@@ -204,7 +214,9 @@ def _bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
             stream.seek(start)
             return stream.read(count)
     except OSError as error:
-        raise WeightsError(f"{file} cannot be read: {error.strerror}; check the file and its permissions") from error
+        raise WeightsError(
+            f"{file} cannot be read: {error.strerror}; check the file and its permissions"
+        ) from error
 
 
 def _object(text: bytes, file: Place, what: str) -> dict[str, object]:
@@ -234,14 +246,18 @@ def read_header(file: Place) -> tuple[dict[str, Entry], dict[str, object]]:
         )
     length = int.from_bytes(prefix, "little")
     if length > HEADER_LIMIT:
-        raise _damaged(file, f"it announces a header of {length} bytes, the format allows {HEADER_LIMIT}")
+        raise _damaged(
+            file, f"it announces a header of {length} bytes, the format allows {HEADER_LIMIT}"
+        )
     if 8 + length > size:
         raise _short(file, size, 8 + length, "header")
     header = _object(_bytes(file, 8, length), file, "the header")
     metadata = header.pop("__metadata__", None)
     spans = {name: _span(file, name, value, 8 + length) for name, value in header.items()}
     _check_spans(file, size, 8 + length, {name: span for name, (_, span) in spans.items()})
-    return {name: entry for name, (entry, _) in spans.items()}, metadata if isinstance(metadata, dict) else {}
+    return {name: entry for name, (entry, _) in spans.items()}, metadata if isinstance(
+        metadata, dict
+    ) else {}
 
 
 def _short(file: Place, size: int, expected: int, what: str) -> WeightsError:
@@ -280,12 +296,18 @@ def _check_spans(file: Place, size: int, start: int, spans: Mapping[str, tuple[i
     at = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
         if begin != at:
-            raise _damaged(file, f"{name!r} begins at byte {begin} of the data, the tensor before it ends at {at}")
+            raise _damaged(
+                file,
+                f"{name!r} begins at byte {begin} of the data, the tensor before it ends at {at}",
+            )
         at = end
     if start + at > size:
         raise _short(file, size, start + at, "header")
     if start + at < size:
-        raise _damaged(file, f"{size} bytes present, {start + at} expected by its header, {size - start - at} too many")
+        raise _damaged(
+            file,
+            f"{size} bytes present, {start + at} expected by its header, {size - start - at} too many",
+        )
 
 
 def tied(weights: Weights, names: Mapping[str, str]) -> Weights:
@@ -296,8 +318,13 @@ def tied(weights: Weights, names: Mapping[str, str]) -> Weights:
     for name, stored in names.items():
         if stored not in weights.entries or name in weights.entries:
             fault = f"has {name!r} already" if name in weights.entries else f"has no {stored!r}"
-            raise WeightsError(f"{weights.path} {fault}; tie a new name to a tensor of the checkpoint")
-    return replace(weights, entries={**weights.entries, **{name: weights.entries[at] for name, at in names.items()}})
+            raise WeightsError(
+                f"{weights.path} {fault}; tie a new name to a tensor of the checkpoint"
+            )
+    return replace(
+        weights,
+        entries={**weights.entries, **{name: weights.entries[at] for name, at in names.items()}},
+    )
 
 
 def boxes(layout: Layout, rank: int) -> Iterator[tuple[Slices, Slices]]:
@@ -344,7 +371,9 @@ def _fits(weights: Weights, name: str, layout: Layout) -> None:
             f"{name!r} is {found} in {entry.file}, its layout says {layout}; make the layout from `shapes`"
         )
     if layout.partial:
-        raise WeightsError(f"{name!r} is Partial in {layout}, a file holds whole values; divide or replicate it")
+        raise WeightsError(
+            f"{name!r} is Partial in {layout}, a file holds whole values; divide or replicate it"
+        )
 
 
 def load(
@@ -374,7 +403,11 @@ def room(layout: Layout, rank: int) -> torch.Tensor:
 def zeros(layout: Layout, rank: int) -> torch.Tensor:
     """An empty local tensor of `rank`: bytes of zero, for every type (float8_e8m0fnu has no number 0)."""
     shape = layout.local_shape(rank)
-    return torch.zeros(math.prod(shape) * layout.itemsize, dtype=torch.uint8).view(dtype_of(layout.dtype)).view(shape)
+    return (
+        torch.zeros(math.prod(shape) * layout.itemsize, dtype=torch.uint8)
+        .view(dtype_of(layout.dtype))
+        .view(shape)
+    )
 
 
 def check(
@@ -405,9 +438,13 @@ def _same(name: str, rank: int, glob: Slices, arrived: torch.Tensor, stored: tor
     ours, theirs = _raw(arrived), _raw(stored)
     if not torch.equal(ours, theirs):
         at = int((ours != theirs).nonzero()[0]) // stored.itemsize
-        index = [part.start + int(i) for part, i in zip(glob, _unravel(at, stored.shape), strict=True)]
+        index = [
+            part.start + int(i) for part, i in zip(glob, _unravel(at, stored.shape), strict=True)
+        ]
         values = f"{arrived.reshape(-1)[at].item()} arrived, the file has {stored.reshape(-1)[at].item()}"
-        raise WeightsError(f"{name!r} differs from the file on rank {rank} at {index}: {values}; report this as a bug")
+        raise WeightsError(
+            f"{name!r} differs from the file on rank {rank} at {index}: {values}; report this as a bug"
+        )
     return ours.numel()
 
 

@@ -29,7 +29,15 @@ from shardmath.layouts.store import Held, Place, Store, locals_of
 from shardmath_torch.dtensors.dtensor import local_of
 from shardmath_torch.dtypes import dtype_of
 
-__all__ = ["ParamLayout", "by_name", "by_parameter", "embeddings", "params_of", "state_views", "views"]
+__all__ = [
+    "ParamLayout",
+    "by_name",
+    "by_parameter",
+    "embeddings",
+    "params_of",
+    "state_views",
+    "views",
+]
 
 
 def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
@@ -39,12 +47,21 @@ def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
     not seen: replace such a Param with `quantised=` what it is.
     """
     unmanaged = embeddings(module)
-    return tuple(_param(name, p, id(p) in unmanaged) for name, p in module.named_parameters() if p.requires_grad)
+    return tuple(
+        _param(name, p, id(p) in unmanaged)
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    )
 
 
 def embeddings(module: nn.Module) -> set[int]:
     """Ids of the parameters of embeddings and of the output layer."""
-    found = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+    found = {
+        id(p)
+        for part in module.modules()
+        if isinstance(part, nn.Embedding)
+        for p in part.parameters()
+    }
     output = getattr(module, "get_output_embeddings", lambda: None)()
     return found | {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else found
 
@@ -90,7 +107,9 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
     named = dict(module.named_parameters())
     unknown = [name for name, _ in layout.placed if name not in named]
     if unknown:
-        raise ParamLayoutError(f"the module has no parameters {unknown[:8]}; lay out those of `params_of(module)`")
+        raise ParamLayoutError(
+            f"the module has no parameters {unknown[:8]}; lay out those of `params_of(module)`"
+        )
     return ParamLayout(
         {named[name]: at for name, at in layout.placed},
         list(layout.bucket_indices),
@@ -146,15 +165,23 @@ def state_views(
     if rank not in mesh:
         return {}
     if tuple(array.shape) != (share,):
-        raise StoreError(f"the array has shape {tuple(array.shape)}, rank {rank} has {share} elements of the buffer")
+        raise StoreError(
+            f"the array has shape {tuple(array.shape)}, rank {rank} has {share} elements of the buffer"
+        )
     if shape == "nd":
-        found = buffers.state_layouts(buffer_layout, mesh, axis=axis, shape="nd", dtype=array.dtype, ranks=[rank])
+        found = buffers.state_layouts(
+            buffer_layout, mesh, axis=axis, shape="nd", dtype=array.dtype, ranks=[rank]
+        )
         return views(found[1], found[0], rank, array)
     flat = buffers.state_layouts(buffer_layout, mesh, axis=axis, shape=shape, dtype=array.dtype)
-    return views(buffers.state_store(buffer_layout, mesh, axis=axis, ranks=[rank]), flat, rank, array)
+    return views(
+        buffers.state_store(buffer_layout, mesh, axis=axis, ranks=[rank]), flat, rank, array
+    )
 
 
-def views(store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
+def views(
+    store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """This rank's local tensors, by local name, as views of its flat arrays, detached; a single array is
     `buffers.SHARD`.
 
@@ -175,6 +202,10 @@ def _view(place: Place, local: str, layout: Layout, arrays: Mapping[str, Tensor]
         raise StoreError(f"no array {place.buffer!r} for {local!r}; arrays are {known}")
     if array.ndim != 1 or place.end > array.numel() or array.dtype != dtype_of(layout.dtype):
         what = f"{place} of {local!r} ends at {place.end} and is {layout.dtype}"
-        raise StoreError(f"{what}, the array is {array.dtype}{list(array.shape)}; give a flat one that holds it")
+        raise StoreError(
+            f"{what}, the array is {array.dtype}{list(array.shape)}; give a flat one that holds it"
+        )
     steps = tuple(step * array.stride(0) for step in place.strides)
-    return torch.as_strided(array.detach(), place.shape, steps, array.storage_offset() + place.offset * array.stride(0))
+    return torch.as_strided(
+        array.detach(), place.shape, steps, array.storage_offset() + place.offset * array.stride(0)
+    )

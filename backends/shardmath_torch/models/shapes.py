@@ -207,7 +207,10 @@ W123 = (
 )
 
 UNSTACK: dict[str, tuple[Unstack, ...]] = {
-    **dict.fromkeys(("afmoe", "beam", "deepseek_v2", "deepseek_v3", "deepseek_v32", "flex_olmo", "glm4_moe"), PROJ),
+    **dict.fromkeys(
+        ("afmoe", "beam", "deepseek_v2", "deepseek_v3", "deepseek_v32", "flex_olmo", "glm4_moe"),
+        PROJ,
+    ),
     **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "jamba", "longcat_flash", "mellum"), PROJ),
     **dict.fromkeys(("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "solar_open"), PROJ),
     **dict.fromkeys(("minimax", "minimax_m2", "mixtral", "phimoe"), W123),
@@ -241,10 +244,14 @@ def parameters(
     network, kind = _build(config), _kind(config, dtype)
     trained = {name: tensor for name, tensor in _stored(network) if tensor.requires_grad}
     known, tables = _named(network, trained, kind), embeddings(network)
-    words = _named(network, {name: tensor for name, tensor in trained.items() if id(tensor) in tables}, kind)
+    words = _named(
+        network, {name: tensor for name, tensor in trained.items() if id(tensor) in tables}, kind
+    )
     missing = sorted(set(shared) - set(known))
     if missing:
-        raise ShardError(f"no parameter is called {missing[0]!r}; embeddings are {', '.join(words) or 'none'}")
+        raise ShardError(
+            f"no parameter is called {missing[0]!r}; embeddings are {', '.join(words) or 'none'}"
+        )
     return tuple(
         Param(
             name,
@@ -268,7 +275,12 @@ def _named(network: PreTrainedModel, tensors: dict[str, Tensor], kind: str) -> d
     out = {}
     for name, tensor in (tensors if rules else _as_saved(network, tensors)).items():
         entry = _dtype(name, tensor, kind, wide)
-        out.update({key: (shape, entry) for key, shape in _unstacked(name, tuple(tensor.shape), rules or ())})
+        out.update(
+            {
+                key: (shape, entry)
+                for key, shape in _unstacked(name, tuple(tensor.shape), rules or ())
+            }
+        )
     return out
 
 
@@ -285,7 +297,9 @@ def _config(model: PretrainedConfig | str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # the file is the user's, and what reads it transformers'
-        what = f"no config for {model!r}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        what = (
+            f"no config for {model!r}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        )
         raise ShardError(f"{what}; {_wanted()}") from error
 
 
@@ -300,14 +314,18 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
             return _network(config)
     except Exception as error:  # the settings are the user's, and what takes them transformers'
         what = f"{type(config).__name__} builds no model: {type(error).__name__}: {error}"
-        raise ShardError(f"{what}; give a transformers config, with what its architecture needs") from error
+        raise ShardError(
+            f"{what}; give a transformers config, with what its architecture needs"
+        ) from error
 
 
 def _network(config: PretrainedConfig) -> PreTrainedModel:
     import transformers
 
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # any other may name code on the Hub, and none changes a shape
+    config._attn_implementation = (
+        "eager"  # any other may name code on the Hub, and none changes a shape
+    )
     wanted = (config.architectures or [""])[0]
     if wanted in _registered():
         model = getattr(transformers, wanted)
@@ -323,7 +341,9 @@ def _registered() -> frozenset[str]:
     """The names of transformers' own models; a config may name anything else that transformers has, too."""
     from transformers.models.auto import modeling_auto
 
-    tables = [names for name, names in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
+    tables = [
+        names for name, names in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")
+    ]
     found = (one for names in tables for one in names.values())
     return frozenset(name for one in found for name in ((one,) if isinstance(one, str) else one))
 
@@ -375,7 +395,9 @@ def _dtype(name: str, tensor: Tensor, kind: str, wide: tuple[str, ...]) -> str:
     return "float32" if any(part in name for part in wide) else kind
 
 
-def _unstacked(name: str, shape: tuple[int, ...], rules: tuple[Unstack, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _unstacked(
+    name: str, shape: tuple[int, ...], rules: tuple[Unstack, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, shape) of the tensors that this one is in the checkpoint."""
     rule = next((rule for rule in rules if name.endswith(f".{rule.stacked}")), None)
     if rule is None:
@@ -385,7 +407,9 @@ def _unstacked(name: str, shape: tuple[int, ...], rules: tuple[Unstack, ...]) ->
     yield from ((f"{prefix}{part}", part_shape) for part, part_shape in _parts(name, shape, rule))
 
 
-def _parts(name: str, shape: tuple[int, ...], rule: Unstack) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _parts(
+    name: str, shape: tuple[int, ...], rule: Unstack
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     if "{e}" not in rule.parts[0]:
         yield rule.parts[0], shape
         return

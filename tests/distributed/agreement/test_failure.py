@@ -29,7 +29,9 @@ PLAN = sm.plan(
         ("stop before", 2, 0),
     ],
 )
-def test_the_survivors_name_the_rank_that_failed_first(when: str, victim: int, host: int | None) -> None:
+def test_the_survivors_name_the_rank_that_failed_first(
+    when: str, victim: int, host: int | None
+) -> None:
     """In time, with a tensor that was on its way; and the mover says at the next call that it is broken.
 
     Where the one that is gone serves the store, they say that it is gone, and blame nobody.
@@ -38,7 +40,9 @@ def test_the_survivors_name_the_rank_that_failed_first(when: str, victim: int, h
     workers = Pool(4, host)
     try:
         started = [rank for rank in range(4) if rank != victim]
-        answers = workers.attempt(dies, case, victim, when, TIMEOUT_S, ranks=started, timeout=4 * TIMEOUT_S)
+        answers = workers.attempt(
+            dies, case, victim, when, TIMEOUT_S, ranks=started, timeout=4 * TIMEOUT_S
+        )
         for rank, (error, again, took) in zip(started, answers, strict=True):
             if victim == host:  # nobody is left to ask who was first
                 assert "broke while tensor '" in error, (rank, error)

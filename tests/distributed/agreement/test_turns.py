@@ -13,7 +13,9 @@ from tests.distributed.pool import Lost, Pool
 from tests.distributed.tasks import breaks
 
 
-def alone(size: int, task: object, *args: object, host: int | None = None, gone: tuple[int, ...] = ()) -> list:
+def alone(
+    size: int, task: object, *args: object, host: int | None = None, gone: tuple[int, ...] = ()
+) -> list:
     """What workers of their own return, by rank; those who are `gone` are not waited for."""
     workers = Pool(size, host)
     try:
@@ -23,7 +25,9 @@ def alone(size: int, task: object, *args: object, host: int | None = None, gone:
         workers.close()
 
 
-@pytest.mark.parametrize(("kind", "at"), [("Ctrl-C", "vote"), ("Ctrl-C", "data"), ("exit", "data"), ("close", "vote")])
+@pytest.mark.parametrize(
+    ("kind", "at"), [("Ctrl-C", "vote"), ("Ctrl-C", "data"), ("exit", "data"), ("close", "vote")]
+)
 def test_a_move_that_is_left_breaks_the_group_on_all_ranks(kind: str, at: str) -> None:
     """Whatever it is left by goes on; all later calls say why, on that rank and on the others.
 
@@ -33,7 +37,9 @@ def test_a_move_that_is_left_breaks_the_group_on_all_ranks(kind: str, at: str) -
     name = {"Ctrl-C": "KeyboardInterrupt", "exit": "SystemExit", "close": "GeneratorExit"}[kind]
     why = f"it was left in the middle by {name}"
     assert mine[0] == f"{name}: "
-    assert all("is broken: rank 0 (this one) failed" in said and why in said for said in mine[1:]), mine
+    assert all(
+        "is broken: rank 0 (this one) failed" in said and why in said for said in mine[1:]
+    ), mine
     told = others[1:] if at == "data" and not others[0] else others
     assert told[0].startswith("rank 0 failed while the tensor was to "), told
     assert all("is broken: rank 0 failed" in said for said in told[1:]), told
@@ -56,7 +62,9 @@ def test_a_long_wait_can_be_interrupted() -> None:
     assert "rank 0 failed" in others, others
 
 
-@pytest.mark.parametrize("kind", ["compile", "another mover", "nothing to move", "a receipt", "no time"])
+@pytest.mark.parametrize(
+    "kind", ["compile", "another mover", "nothing to move", "a receipt", "no time"]
+)
 def test_a_mover_works_again_once_ranks_agree_again(pool: Pool, kind: str) -> None:
     """Two calls that do not fit are the same error on all ranks; then moves are right."""
     for said in pool.run(breaks.disagree, kind):
@@ -94,7 +102,10 @@ def test_compile_keeps_its_time_without_the_store(number: int) -> None:
     for answer in alone(3, breaks.without_store, number, host=0, gone=(0,)):
         assert not isinstance(answer, Lost)
         said, took = answer
-        assert "who failed first is not known, since rank 0, whose process serves the group's store" in said
+        assert (
+            "who failed first is not known, since rank 0, whose process serves the group's store"
+            in said
+        )
         assert took < 6.0
 
 
@@ -134,7 +145,9 @@ def test_a_forked_child_is_refused() -> None:
 def test_arguments_of_other_types_are_objections(pool: Pool) -> None:
     """All ranks stay in step, and move afterwards."""
     for said in pool.run(breaks.odd_arguments):
-        assert all("ranks 1, 3: " in text and "nothing was moved" in text for text in said[:-1]), said
+        assert all("ranks 1, 3: " in text and "nothing was moved" in text for text in said[:-1]), (
+            said
+        )
         assert said[-1] == ""
 
 
@@ -166,7 +179,11 @@ def test_threads_of_one_name(pool: Pool) -> None:
 def test_a_turn_inside_a_turn_is_refused() -> None:
     """A signal handler that moves would wait for itself."""
     turns = Turns()
-    with turns.taken(1.0), pytest.raises(sm.ExchangeError, match="in the middle of a move"), turns.taken(1.0):
+    with (
+        turns.taken(1.0),
+        pytest.raises(sm.ExchangeError, match="in the middle of a move"),
+        turns.taken(1.0),
+    ):
         pass
 
 
@@ -182,7 +199,10 @@ def test_a_thread_waits_no_longer_than_it_says() -> None:
     thread = threading.Thread(target=hold, name="holder")
     thread.start()
     there.wait(20.0)
-    with pytest.raises(sm.ExchangeError, match="holder has had the turn of this process group"), turns.taken(0.05):
+    with (
+        pytest.raises(sm.ExchangeError, match="holder has had the turn of this process group"),
+        turns.taken(0.05),
+    ):
         pass
     go.set()
     thread.join()

@@ -28,7 +28,11 @@ from shardmath_torch.files.sealed import BEGIN
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import checkpoints as work
 
-DP, HSDP, ODD = sm.Mesh(dp=4, tp=2), sm.Mesh(hsdp=2, dp=2, tp=2), sm.Mesh(dp=2, tp=2, ranks=(7, 0, 3, 5))
+DP, HSDP, ODD = (
+    sm.Mesh(dp=4, tp=2),
+    sm.Mesh(hsdp=2, dp=2, tp=2),
+    sm.Mesh(dp=2, tp=2, ranks=(7, 0, 3, 5)),
+)
 SHAPE = (13, 6)
 
 LAYOUTS: dict[str, Any] = {
@@ -43,7 +47,9 @@ LAYOUTS: dict[str, Any] = {
     "padded": sm.Layout(SHAPE, DP, "(tp n)=16 h"),
     "some ranks": sm.Layout(SHAPE, ODD, "(dp n) (tp h)"),
     "one rank": sm.Layout(SHAPE, sm.Mesh(ranks=[6]), {}),
-    "flat": flat_windows("flat", SHAPE, {0: (0, 17), 3: (17, 18), 5: (18, 70), 2: (70, 78)}, dtype="float32")[0],
+    "flat": flat_windows(
+        "flat", SHAPE, {0: (0, 17), 3: (17, 18), 5: (18, 70), 2: (70, 78)}, dtype="float32"
+    )[0],
 }
 
 
@@ -56,15 +62,33 @@ def test_every_layout_to_every_layout(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "all")
     pool.run(work.saved, path, LAYOUTS)
     names = names_of(LAYOUTS)
-    assert pool.run(work.loaded, path, {name: LAYOUTS[name.split(" -> ")[1]] for name in names}, names) == [[]] * 8
+    assert (
+        pool.run(work.loaded, path, {name: LAYOUTS[name.split(" -> ")[1]] for name in names}, names)
+        == [[]] * 8
+    )
 
 
-DTYPES = ["bfloat16", "float16", "float64", "int64", "uint8", "bool", "complex64", "complex128", "float8_e4m3fn"]
+DTYPES = [
+    "bfloat16",
+    "float16",
+    "float64",
+    "int64",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+]
 
 
 def test_every_type_and_odd_shapes(pool: Pool, tmp_path: Path) -> None:
     """Types that safetensors has no name for, scalars, tensors without elements, more ranks than rows."""
-    shapes: dict[tuple[int, ...], str] = {(9, 5): "(tp dp n) h", (): "", (0, 3): "(dp n) h", (3,): "(dp tp n)"}
+    shapes: dict[tuple[int, ...], str] = {
+        (9, 5): "(tp dp n) h",
+        (): "",
+        (0, 3): "(dp n) h",
+        (3,): "(dp tp n)",
+    }
     layouts = {
         f"{dtype} {shape}": sm.Layout(shape, DP, text, dtype=dtype)
         for dtype in [*DTYPES, "float8_e8m0fnu"]
@@ -73,7 +97,8 @@ def test_every_type_and_odd_shapes(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "types")
     pool.run(work.saved, path, layouts)
     other = {
-        n: sm.Layout(x.shape, ODD, {"tp": sm.Shard(0)} if x.ndim else {}, dtype=x.dtype) for n, x in layouts.items()
+        n: sm.Layout(x.shape, ODD, {"tp": sm.Shard(0)} if x.ndim else {}, dtype=x.dtype)
+        for n, x in layouts.items()
     }
     assert pool.run(work.loaded, path, layouts) == pool.run(work.loaded, path, other) == [[]] * 8
 
@@ -81,31 +106,44 @@ def test_every_type_and_odd_shapes(pool: Pool, tmp_path: Path) -> None:
 def test_one_process_loads_what_eight_saved(pool: Pool, tmp_path: Path) -> None:
     pool.run(work.saved, str(tmp_path), LAYOUTS)
     found = smt.load(tmp_path, {name: sm.Layout(SHAPE, sm.Mesh(), {}) for name in LAYOUTS})
-    assert all(work.same(t, work.elements(SHAPE, "float32")) for t in found.values()) and len(found) == len(LAYOUTS)
+    assert all(work.same(t, work.elements(SHAPE, "float32")) for t in found.values()) and len(
+        found
+    ) == len(LAYOUTS)
 
 
 def test_eight_load_what_one_process_saved(pool: Pool, tmp_path: Path) -> None:
-    smt.save(tmp_path, {"w": work.elements(SHAPE, "float32")}, {"w": sm.Layout(SHAPE, sm.Mesh(), {})})
+    smt.save(
+        tmp_path, {"w": work.elements(SHAPE, "float32")}, {"w": sm.Layout(SHAPE, sm.Mesh(), {})}
+    )
     names = dict.fromkeys(LAYOUTS, "w")
     assert pool.run(work.loaded, str(tmp_path), LAYOUTS, names) == [[]] * 8
 
 
-def test_every_element_is_written_once_and_replicas_share_the_work(pool: Pool, tmp_path: Path) -> None:
+def test_every_element_is_written_once_and_replicas_share_the_work(
+    pool: Pool, tmp_path: Path
+) -> None:
     """Eight tensors that eight ranks hold whole: an eighth each."""
     layouts = {f"w{i}": sm.Layout((4096, 32), HSDP, {}) for i in range(8)} | LAYOUTS
     pool.run(work.saved, str(tmp_path), layouts)
     found, by_file = open_checkpoint(tmp_path), {}
     for name, saved in found.tensors.items():
-        assert sum(piece.length for piece in saved.pieces) == 4 * torch.Size(saved.shape).numel(), name
+        assert sum(piece.length for piece in saved.pieces) == 4 * torch.Size(saved.shape).numel(), (
+            name
+        )
         for piece in saved.pieces:
             by_file[piece.file.name[:33]] = by_file.get(piece.file.name[:33], 0) + piece.length
-    assert len(by_file) == 8 and max(by_file.values()) - min(by_file.values()) < max(by_file.values()) / 16
+    assert (
+        len(by_file) == 8
+        and max(by_file.values()) - min(by_file.values()) < max(by_file.values()) / 16
+    )
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     """A rank asks for the bytes that it holds and no other."""
     layout = LAYOUTS["FSDP over tensor parallel, uneven"]
-    smt.save(tmp_path, {"w": work.elements(SHAPE, "float32")}, {"w": sm.Layout(SHAPE, sm.Mesh(), {})})
+    smt.save(
+        tmp_path, {"w": work.elements(SHAPE, "float32")}, {"w": sm.Layout(SHAPE, sm.Mesh(), {})}
+    )
     metadata = Reader(tmp_path).read_metadata()
     for rank in DP.ranks:
         planner = LoadPlanner({"w": layout}, rank=rank)
@@ -144,9 +182,18 @@ def test_c04_c37_torchs_checkpoints_load_into_any_layout(pool: Pool, tmp_path: P
     pool.run(work.by_torchs_writer, str(tmp_path))
     shapes = {"plain": (9, 4), "shard": (16, 6), "plane": (9, 5)}
     texts = ["(tp dp n) h", "(3 tp n | dp n) h", "(n tp 1) (dp h)", "n h"]
-    layouts = {f"{name} {text}": sm.Layout(shape, DP, text) for name, shape in shapes.items() for text in texts}
-    assert pool.run(work.loaded, str(tmp_path), layouts, {name: name.split()[0] for name in layouts}) == [[]] * 8
-    found = smt.load(tmp_path, {"column": sm.Layout((3, 16), sm.Mesh(), {}), "scalar": scalar("bfloat16")})
+    layouts = {
+        f"{name} {text}": sm.Layout(shape, DP, text)
+        for name, shape in shapes.items()
+        for text in texts
+    }
+    assert (
+        pool.run(work.loaded, str(tmp_path), layouts, {name: name.split()[0] for name in layouts})
+        == [[]] * 8
+    )
+    found = smt.load(
+        tmp_path, {"column": sm.Layout((3, 16), sm.Mesh(), {}), "scalar": scalar("bfloat16")}
+    )
     assert found["column"].equal(work.whole((16, 3)).t()) and found["scalar"] == 2.5
     assert smt.load(tmp_path, {"nested.lr": None})["nested.lr"].dtype == torch.uint8
 
@@ -156,8 +203,14 @@ def scalar(dtype: str) -> sm.Layout:
 
 
 def test_our_planners_with_torchs_storage(pool: Pool, tmp_path: Path) -> None:
-    layouts = {name: one for name, one in LAYOUTS.items() if not isinstance(one, tuple) and name != "cyclic"}
-    into = dict(zip(layouts, [*list(layouts.values())[3:], *list(layouts.values())[:3]], strict=True))
+    layouts = {
+        name: one
+        for name, one in LAYOUTS.items()
+        if not isinstance(one, tuple) and name != "cyclic"
+    }
+    into = dict(
+        zip(layouts, [*list(layouts.values())[3:], *list(layouts.values())[:3]], strict=True)
+    )
     assert pool.run(work.by_both, str(tmp_path), layouts, into) == [[]] * 8
 
 
@@ -181,9 +234,13 @@ def test_c43_torch_still_loses_a_row(pool: Pool, tmp_path: Path) -> None:
     """If this fails, torch was mended. What it wrote is refused by us, naming the tensor and what is wrong."""
     got = pool.run(work.fsdp2_by_torch, str(tmp_path), (4, 2), 9)
     assert all(rows == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, -1.0] for rows in got)
-    answers = pool.run(work.attempted, "load", str(tmp_path), {"weight": sm.Layout((9, 2), DP, "n h")})
+    answers = pool.run(
+        work.attempted, "load", str(tmp_path), {"weight": sm.Layout((9, 2), DP, "n h")}
+    )
     assert all(
-        kind == "CheckpointError" and "'weight'" in said and "elements of the tensor are lost" in said
+        kind == "CheckpointError"
+        and "'weight'" in said
+        and "elements of the tensor are lost" in said
         for kind, said in answers
     )
 
@@ -207,12 +264,17 @@ def test_c06_c07_c08_strided_shards(pool: Pool, tmp_path: Path, case: str) -> No
     assert pool.run(work.strided_by_us, str(tmp_path), *STRIDED[case]) == [(True, True)] * 8
 
 
-def test_torch_still_cannot_save_strided_shards_or_loads_them_wrong(pool: Pool, tmp_path: Path) -> None:
+def test_torch_still_cannot_save_strided_shards_or_loads_them_wrong(
+    pool: Pool, tmp_path: Path
+) -> None:
     """If this fails, torch was mended."""
     for case, (mesh, text, shape) in STRIDED.items():
         if case.startswith("c06"):
             assert any(
-                x != "saved" for x in pool.run(work.strided_by_torch, str(tmp_path / "s"), mesh, text, shape, "save")
+                x != "saved"
+                for x in pool.run(
+                    work.strided_by_torch, str(tmp_path / "s"), mesh, text, shape, "save"
+                )
             )
         if not case.startswith("c29"):
             path = str(tmp_path / case.split(",")[0])
@@ -224,7 +286,10 @@ def test_what_torch_saved_over_ours_is_what_is_loaded(pool: Pool, tmp_path: Path
     layout = sm.Layout((9, 4), DP, "(dp n) h", dtype="float64")
     pool.run(work.saved, str(tmp_path), {"plain": layout})
     pool.run(work.by_torchs_writer, str(tmp_path))
-    assert pool.run(work.loaded, str(tmp_path), {"plain": sm.Layout((9, 4), DP, "(dp n) h")}) == [[]] * 8
+    assert (
+        pool.run(work.loaded, str(tmp_path), {"plain": sm.Layout((9, 4), DP, "(dp n) h")})
+        == [[]] * 8
+    )
     pool.run(work.saved, str(tmp_path), {"plain": layout})
     assert pool.run(work.loaded, str(tmp_path), {"plain": layout}) == [[]] * 8
 
@@ -262,9 +327,16 @@ def crash(path: str, at: str, turn: int) -> None:
 
 @pytest.mark.parametrize(
     ("at", "turn"),
-    [("write", 0), *(("fsync", i) for i in range(5)), *(("replace", i) for i in range(3)), ("unlink", 0)],
+    [
+        ("write", 0),
+        *(("fsync", i) for i in range(5)),
+        *(("replace", i) for i in range(3)),
+        ("unlink", 0),
+    ],
 )
-def test_a_crash_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path, at: str, turn: int) -> None:
+def test_a_crash_in_the_middle_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, at: str, turn: int
+) -> None:
     """The former one until `.metadata` is replaced, from then on the new one; for torch's reader as for ours."""
     from torch.distributed.checkpoint import load as by_torch
 
@@ -279,7 +351,9 @@ def test_a_crash_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path: Pat
     by_torch(theirs, checkpoint_id=tmp_path, no_dist=True)
     assert theirs["w"].equal(found)
     smt.save(tmp_path, {"w": torch.ones(6)}, {"w": LINE})
-    assert len(work.files(str(tmp_path))) == 3 and smt.load(tmp_path, {"w": LINE})["w"].equal(torch.ones(6))
+    assert len(work.files(str(tmp_path))) == 3 and smt.load(tmp_path, {"w": LINE})["w"].equal(
+        torch.ones(6)
+    )
 
 
 def test_a_failed_save_leaves_the_former(pool: Pool, tmp_path: Path) -> None:
@@ -305,7 +379,9 @@ def test_a_rank_that_ends_in_the_middle(tmp_path: Path) -> None:
     try:
         alone.run(work.saved, str(tmp_path), layouts)
         answers = alone.attempt(work.lost, str(tmp_path), layouts, ranks=[0, 2])
-        assert all(kind == "CheckpointError" and "a rank is gone" in said for kind, said in answers), answers
+        assert all(
+            kind == "CheckpointError" and "a rank is gone" in said for kind, said in answers
+        ), answers
     finally:
         alone.close()
     found = smt.load(tmp_path, {"w": sm.Layout((9, 2), sm.Mesh(), {})})
@@ -325,7 +401,9 @@ def test_ranks_that_save_different_things(pool: Pool, tmp_path: Path) -> None:
     """The local tensors fit on every rank, the layouts differ."""
     one, other = sm.Layout((8, 2), DP, "(dp n) h"), sm.Layout((8, 2), DP, "(n dp 1) h")
     answers = pool.run(work.attempted, "save", str(tmp_path), {"w": one}, (4, "w", other))
-    assert all("ranks 0 and 4 save different tensors or layouts" in said for _, said in answers), answers
+    assert all("ranks 0 and 4 save different tensors or layouts" in said for _, said in answers), (
+        answers
+    )
 
 
 BAD_SAVES: dict[str, tuple[Any, str]] = {
@@ -362,7 +440,19 @@ def whole_of(shape: tuple[int, ...], dtype: str = "float32") -> sm.Layout:
     return sm.Layout(shape, sm.Mesh(), {}, dtype=dtype)
 
 
-NAMES = ["frame/0", "frame/1", "__metadata__", "__metadata___", "empty e", "w[0]", "a/b.c", "ü", " ", "x@0", "w#1"]
+NAMES = [
+    "frame/0",
+    "frame/1",
+    "__metadata__",
+    "__metadata___",
+    "empty e",
+    "w[0]",
+    "a/b.c",
+    "ü",
+    " ",
+    "x@0",
+    "w#1",
+]
 NAMES += ["\ud800", "\\ud800", "\ud800_"]
 
 
@@ -370,7 +460,11 @@ def test_odd_names(tmp_path: Path) -> None:
     """Names that something here uses for itself; an empty tensor and bytes beside them."""
     layouts: dict[str, Any] = {name: whole_of((i + 1,)) for i, name in enumerate(NAMES)}
     tensors = {name: work.elements((i + 1,), "float32") + i for i, name in enumerate(NAMES)}
-    smt.save(tmp_path, {**tensors, "e": torch.empty(0, 2), "x": b"abc"}, {**layouts, "e": whole_of((0, 2)), "x": None})
+    smt.save(
+        tmp_path,
+        {**tensors, "e": torch.empty(0, 2), "x": b"abc"},
+        {**layouts, "e": whole_of((0, 2)), "x": None},
+    )
     found = smt.load(tmp_path, {**layouts, "e": whole_of((0, 2)), "x": None})
     assert all(found[name].equal(tensors[name]) for name in NAMES)
     assert found["e"].shape == (0, 2) and bytes(found["x"].tolist()) == b"abc"
@@ -378,8 +472,13 @@ def test_odd_names(tmp_path: Path) -> None:
     torch.distributed.checkpoint.load(read, checkpoint_id=tmp_path, no_dist=True)
     assert all(read[name].equal(tensors[name]) for name in NAMES)
     with safe_open(next(tmp_path.glob("*.safetensors")), "pt") as file:
-        assert len(file.keys()) == 2 * (len(NAMES) + 2) + 1  # each with its frame, and one after the last
-        assert all(file.get_tensor(name).equal(tensors[name]) for name in set(file.keys()).intersection(NAMES[4:-3]))
+        assert (
+            len(file.keys()) == 2 * (len(NAMES) + 2) + 1
+        )  # each with its frame, and one after the last
+        assert all(
+            file.get_tensor(name).equal(tensors[name])
+            for name in set(file.keys()).intersection(NAMES[4:-3])
+        )
 
 
 def test_ranks_in_any_order_share_the_work(pool: Pool, tmp_path: Path) -> None:
@@ -398,7 +497,10 @@ def test_rows_dealt_one_by_one(pool: Pool, tmp_path: Path) -> None:
     layouts = {"w": sm.Layout((1000, 3), DP, "(n dp 1) h")}
     pool.run(work.saved, str(tmp_path), layouts)
     assert len(work.files(str(tmp_path))) <= 2 + 8 * 16
-    assert pool.run(work.loaded, str(tmp_path), {"w": sm.Layout((1000, 3), DP, "(tp dp n) h")}) == [[]] * 8
+    assert (
+        pool.run(work.loaded, str(tmp_path), {"w": sm.Layout((1000, 3), DP, "(tp dp n) h")})
+        == [[]] * 8
+    )
     theirs = {"w": torch.zeros(1000, 3)}
     torch.distributed.checkpoint.load(theirs, checkpoint_id=tmp_path, no_dist=True)
     assert work.same(theirs["w"], work.elements((1000, 3), "float32"))
@@ -406,7 +508,9 @@ def test_rows_dealt_one_by_one(pool: Pool, tmp_path: Path) -> None:
         torch.distributed.checkpoint.HuggingFaceStorageReader(str(tmp_path)).read_metadata()
 
 
-def test_rows_dealt_one_by_one_beside_a_tensor_called_like_one_of_them(pool: Pool, tmp_path: Path) -> None:
+def test_rows_dealt_one_by_one_beside_a_tensor_called_like_one_of_them(
+    pool: Pool, tmp_path: Path
+) -> None:
     """Boxes are numbered in the last file, where the other tensor has a box of its own."""
     layouts = {name: sm.Layout((144, 3), DP, "(n dp 1) h") for name in ("w", "w#1", "w#2")}
     pool.run(work.saved, str(tmp_path), layouts)
@@ -432,7 +536,9 @@ def test_views_that_torch_saved(tmp_path: Path, view: str) -> None:
     w = {"conj": z.conj(), "neg": z.conj().imag, "transposed": z.t()}[view]
     torch.distributed.checkpoint.save({"w": w}, checkpoint_id=tmp_path, no_dist=True)
     dtype = str(w.dtype).removeprefix("torch.")
-    assert smt.load(tmp_path, {"w": whole_of(tuple(w.shape), dtype)})["w"].equal(w.resolve_conj().resolve_neg())
+    assert smt.load(tmp_path, {"w": whole_of(tuple(w.shape), dtype)})["w"].equal(
+        w.resolve_conj().resolve_neg()
+    )
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
@@ -490,7 +596,9 @@ def test_a_pickle_that_would_change_torchs_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["beyond", "big", "negative", "other dimensions"])
 def test_archives_and_metadata_that_lie(tmp_path: Path, how: str) -> None:
     """An offset behind the storage, another byte order, boxes of no sense: none is believed, and nothing crashes."""
-    torch.distributed.checkpoint.save({"w": torch.arange(40.0)[3:9].clone()}, checkpoint_id=tmp_path, no_dist=True)
+    torch.distributed.checkpoint.save(
+        {"w": torch.arange(40.0)[3:9].clone()}, checkpoint_id=tmp_path, no_dist=True
+    )
     file, metadata = tmp_path / "__0_0.distcp", pickle.loads((tmp_path / ".metadata").read_bytes())
     data = file.read_bytes()
     if how == "beyond":
@@ -527,7 +635,9 @@ def test_ranks_that_name_different_folders(pool: Pool, tmp_path: Path) -> None:
     before = [work.files(path) for path in paths]
     for step in ("save", "load"):
         answers = pool.run(work.elsewhere, step, paths, layouts)
-        assert all(kind == "CheckpointError" and f"could not {step}" in said for kind, said in answers), answers
+        assert all(
+            kind == "CheckpointError" and f"could not {step}" in said for kind, said in answers
+        ), answers
     assert [work.files(path) for path in paths] == before
 
 
@@ -536,15 +646,22 @@ def test_one_rank_that_is_wrong_before_it_begins(pool: Pool, tmp_path: Path, wha
     """Nobody waits for it."""
     layouts = {"w": sm.Layout((8, 2), DP, "(dp n) h")}
     answers = pool.run(work.wrong_on_one, str(tmp_path), layouts, what)
-    assert all(kind == "CheckpointError" and said.startswith("rank 2 could not save") for kind, said in answers), (
-        answers
-    )
+    assert all(
+        kind == "CheckpointError" and said.startswith("rank 2 could not save")
+        for kind, said in answers
+    ), answers
 
 
 BAD_LOADS: dict[str, tuple[dict[str, Any], str]] = {
     "no such name": ({"v": LINE}, "has no 'v' among its 1 tensor; it has 'w'"),
-    "another shape": ({"w": sm.Layout((5,), sm.Mesh(), {})}, "is stored as float32[6], its layout says"),
-    "another type": ({"w": sm.Layout((6,), sm.Mesh(), {}, dtype="int32")}, "is stored as float32[6], its layout says"),
+    "another shape": (
+        {"w": sm.Layout((5,), sm.Mesh(), {})},
+        "is stored as float32[6], its layout says",
+    ),
+    "another type": (
+        {"w": sm.Layout((6,), sm.Mesh(), {}, dtype="int32")},
+        "is stored as float32[6], its layout says",
+    ),
     "addends": ({"w": sm.Layout((6,), sm.Mesh(x=1), "n {sum: x}")}, "Partial"),
     "no bytes": ({"w": None}, "'w' is a tensor, float32[6], not bytes; give it a layout"),
 }
@@ -562,8 +679,13 @@ def test_what_cannot_be_loaded(tmp_path: Path, case: str) -> None:
 def test_one_rank_that_cannot_load_is_everybodys_error(pool: Pool, tmp_path: Path) -> None:
     layouts = {"w": sm.Layout((8, 2), DP, "(dp n) h")}
     pool.run(work.saved, str(tmp_path), layouts)
-    answers = pool.run(work.attempted, "load", str(tmp_path), layouts, (6, "w", sm.Layout((8, 3), DP, "n h")))
-    assert all(kind == "CheckpointError" and said.startswith("rank 6 could not load") for kind, said in answers)
+    answers = pool.run(
+        work.attempted, "load", str(tmp_path), layouts, (6, "w", sm.Layout((8, 3), DP, "n h"))
+    )
+    assert all(
+        kind == "CheckpointError" and said.startswith("rank 6 could not load")
+        for kind, said in answers
+    )
 
 
 def damage(path: Path, how: str) -> None:
@@ -622,7 +744,9 @@ def test_metadata_that_are_cut_behind_what_torch_reads(tmp_path: Path, kept: int
 
 
 @pytest.mark.parametrize("write", [smt.save, smt.export])
-def test_a_folder_that_was_opened_stays_the_same(tmp_path: Path, write: Any, monkeypatch: Any) -> None:
+def test_a_folder_that_was_opened_stays_the_same(
+    tmp_path: Path, write: Any, monkeypatch: Any
+) -> None:
     """Also where it was named from a folder that the process has left."""
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
@@ -640,7 +764,9 @@ class Evil:
 
 
 @pytest.mark.parametrize("where", ["alone", "inside"])
-def test_nothing_is_unpickled_that_is_not_listed(tmp_path: Path, where: str, monkeypatch: Any) -> None:
+def test_nothing_is_unpickled_that_is_not_listed(
+    tmp_path: Path, where: str, monkeypatch: Any
+) -> None:
     from torch.distributed.checkpoint.metadata import Metadata
 
     monkeypatch.chdir(tmp_path)
@@ -669,7 +795,10 @@ def test_hugging_face_files_load_into_any_layout(pool: Pool, tmp_path: Path) -> 
     """An index with several files; a name of another; a tensor that begins at an odd byte."""
     from safetensors.torch import save_file
 
-    save_file({"odd": work.elements((3,), "uint8"), "a": work.elements((9, 5), "bfloat16")}, tmp_path / "1.safetensors")
+    save_file(
+        {"odd": work.elements((3,), "uint8"), "a": work.elements((9, 5), "bfloat16")},
+        tmp_path / "1.safetensors",
+    )
     save_file({"b": work.elements((13, 6), "float32")}, tmp_path / "2.safetensors")
     places = {"odd": "1.safetensors", "a": "1.safetensors", "b": "2.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))

@@ -19,7 +19,11 @@ import shardmath_torch as smt
 from shardmath_torch.checkpoints.stored import BLOBS
 from shardmath_torch.files.archive import CheckpointError
 
-TENSORS = {"model.a.w": torch.arange(6.0).view(2, 3), "model.b": torch.ones(2), "step": torch.tensor(3.0)}
+TENSORS = {
+    "model.a.w": torch.arange(6.0).view(2, 3),
+    "model.b": torch.ones(2),
+    "step": torch.tensor(3.0),
+}
 LAYOUTS = {name: sm.Layout(tuple(t.shape), sm.Mesh(), {}) for name, t in TENSORS.items()}
 PATHS = {"model.a.w": ("model", "a.w"), "model.b": ("model", "b")}
 
@@ -49,17 +53,25 @@ def test_flat_names_stay_flat(tmp_path: Path) -> None:
     """As when torch saves a flat mapping."""
     smt.save(tmp_path, TENSORS, LAYOUTS)
     assert equal(converted(tmp_path), TENSORS)
-    assert equal(_load_state_dict_from_keys({"model.b"}, checkpoint_id=tmp_path), {"model.b": TENSORS["model.b"]})
+    assert equal(
+        _load_state_dict_from_keys({"model.b"}, checkpoint_id=tmp_path),
+        {"model.b": TENSORS["model.b"]},
+    )
 
 
 def test_paths_nest(tmp_path: Path) -> None:
     """As when torch saves a nested one."""
-    nested = {"model": {"a.w": TENSORS["model.a.w"], "b": TENSORS["model.b"]}, "step": TENSORS["step"]}
+    nested = {
+        "model": {"a.w": TENSORS["model.a.w"], "b": TENSORS["model.b"]},
+        "step": TENSORS["step"],
+    }
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     dcp.save(nested, checkpoint_id=theirs)
     smt.save(ours, TENSORS, LAYOUTS, paths=PATHS)
     for keys in ("model", {"model.b"}, {"step", "model.a.w"}):
-        assert equal(*(_load_state_dict_from_keys(keys, checkpoint_id=path) for path in (ours, theirs)))
+        assert equal(
+            *(_load_state_dict_from_keys(keys, checkpoint_id=path) for path in (ours, theirs))
+        )
     assert equal(converted(ours), nested)
     into = {"model": {"a.w": torch.zeros(2, 3), "b": torch.zeros(2)}, "step": torch.zeros(())}
     dcp.load(into, checkpoint_id=ours)

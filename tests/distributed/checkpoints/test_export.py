@@ -50,7 +50,9 @@ def by_vllms_rules(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
         places = json.loads((folder / INDEX).read_text())["weight_map"]
-        files = [file for file in files if str(file) in {str(folder / name) for name in places.values()}]
+        files = [
+            file for file in files if str(file) in {str(folder / name) for name in places.values()}
+        ]
     out: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as stored:
@@ -62,7 +64,10 @@ def by_vllms_rules(folder: Path) -> dict[str, torch.Tensor]:
 
 def written(folder: Path) -> dict[str, str]:
     """Every file's content."""
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.iterdir())
+    }
 
 
 def numbers(layouts: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -74,17 +79,23 @@ def numbers(layouts: dict[str, Any]) -> dict[str, torch.Tensor]:
 def check(folder: Path, layouts: dict[str, Any] = LAYOUTS) -> None:
     """All tensors are there, by vLLM's rules and by ours."""
     wanted, found = numbers(layouts), by_vllms_rules(folder)
-    assert found.keys() == wanted.keys() and all(work.same(found[name], wanted[name]) for name in wanted)
+    assert found.keys() == wanted.keys() and all(
+        work.same(found[name], wanted[name]) for name in wanted
+    )
     alone = {name: alone_of(t) for name, t in wanted.items()}
     assert work.loaded(0, str(folder), alone) == []
 
 
 def alone_of(tensor: torch.Tensor) -> sm.Layout:
     """Of one process."""
-    return sm.Layout(tuple(tensor.shape), sm.Mesh(), {}, dtype=str(tensor.dtype).removeprefix("torch."))
+    return sm.Layout(
+        tuple(tensor.shape), sm.Mesh(), {}, dtype=str(tensor.dtype).removeprefix("torch.")
+    )
 
 
-def test_from_any_layouts_on_eight_ranks(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_any_layouts_on_eight_ranks(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one file, in a few, in more than there are ranks; and one process writes the same bytes."""
     for size, count in ((2000, 1), ("0.2KB", 4), (1, 11)):
         folder, alone = tmp_path / str(count), tmp_path / f"{count} alone"
@@ -103,10 +114,16 @@ def test_an_export_replaces_another(pool: Pool, tmp_path: Path) -> None:
     """Nothing of the former stays, also of one that was cut off; other files are left alone."""
     (tmp_path / "config.json").write_text("{}")
     pool.run(work.exported, str(tmp_path), LAYOUTS, {"max_shard_size": 1})
-    (tmp_path / "model-00009-of-00009.safetensors.unfinished").write_text("of an export that was cut off")
+    (tmp_path / "model-00009-of-00009.safetensors.unfinished").write_text(
+        "of an export that was cut off"
+    )
     few = {name: LAYOUTS[name] for name in ("layers.2.w", "flat")}
     assert pool.run(work.exported, str(tmp_path), few, {}) == [None] * 8
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model-2-00001-of-00001.safetensors", INDEX]
+    assert sorted(os.listdir(tmp_path)) == [
+        "config.json",
+        "model-2-00001-of-00001.safetensors",
+        INDEX,
+    ]
     check(tmp_path, few)
 
 
@@ -115,7 +132,10 @@ def test_an_export_that_fails_leaves_the_former(pool: Pool, tmp_path: Path) -> N
     pool.run(work.exported, str(tmp_path), LAYOUTS, {"max_shard_size": 1})
     before = written(tmp_path)
     errors = pool.run(work.exported, str(tmp_path), LAYOUTS, {"max_shard_size": 200}, 2)
-    assert all("rank 2 could not write its file: the disk cannot be written: No space" in error[1] for error in errors)
+    assert all(
+        "rank 2 could not write its file: the disk cannot be written: No space" in error[1]
+        for error in errors
+    )
     assert written(tmp_path) == before
     check(tmp_path)
 
@@ -123,7 +143,9 @@ def test_an_export_that_fails_leaves_the_former(pool: Pool, tmp_path: Path) -> N
 def in_three(folder: Path, value: float) -> None:
     """An export of three files."""
     layouts = {name: sm.Layout((4,), sm.Mesh(), {}) for name in "abc"}
-    smt.export(folder, {name: torch.full((4,), value) for name in layouts}, layouts, max_shard_size=1)
+    smt.export(
+        folder, {name: torch.full((4,), value) for name in layouts}, layouts, max_shard_size=1
+    )
 
 
 def values(folder: Path) -> dict[str, float]:
@@ -154,7 +176,9 @@ BEGUN, NAMED, REMOVED = 3, 4, 3
 
 
 @pytest.mark.parametrize("step", range(1, BEGUN + NAMED + REMOVED + 1))
-def test_a_crash_while_files_get_their_names(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_files_get_their_names(
+    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At any moment the folder is one whole export; and the next one goes through."""
     in_three(tmp_path, 1.0)
     with monkeypatch.context() as patch:
@@ -167,7 +191,9 @@ def test_a_crash_while_files_get_their_names(tmp_path: Path, step: int, monkeypa
 
 
 @pytest.mark.parametrize("step", range(1, BEGUN + NAMED + 1))
-def test_names_that_the_system_refuses(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_the_system_refuses(
+    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was there is there as it was, and nothing else."""
     in_three(tmp_path, 1.0)
     before = written(tmp_path)
@@ -178,7 +204,9 @@ def test_names_that_the_system_refuses(tmp_path: Path, step: int, monkeypatch: p
     assert written(tmp_path) == before
 
 
-def test_former_files_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_former_files_that_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The new export is there, which is said; the next one removes them."""
     in_three(tmp_path, 1.0)
     with monkeypatch.context() as patch:
@@ -239,7 +267,11 @@ def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_folder_of_others_weights(tmp_path: Path) -> None:
     """Not replaced, and not mixed with: a model, an index, a checkpoint of ours, a name like an export's."""
     layouts, tensors = {"w": sm.Layout((2,), sm.Mesh(), {})}, {"w": torch.ones(2)}
-    for name in ("model.safetensors", "model-00001-of-00001.safetensors", "consolidated.safetensors"):
+    for name in (
+        "model.safetensors",
+        "model-00001-of-00001.safetensors",
+        "consolidated.safetensors",
+    ):
         folder = tmp_path / name[:-12]
         folder.mkdir()
         save_file(tensors, folder / name)
@@ -258,7 +290,10 @@ def test_a_folder_of_others_weights(tmp_path: Path) -> None:
 def test_two_exports_to_one_folder(tmp_path: Path) -> None:
     """The second is refused for as long as the first one lives; a lock of the dead is none."""
     layouts, tensors = {"w": sm.Layout((2,), sm.Mesh(), {})}, {"w": torch.ones(2)}
-    with locked(tmp_path), pytest.raises(CheckpointError, match=r"another export to .* is under way"):
+    with (
+        locked(tmp_path),
+        pytest.raises(CheckpointError, match=r"another export to .* is under way"),
+    ):
         smt.export(tmp_path, tensors, layouts)
     (tmp_path / f"{INDEX}.unfinished").write_text("of a process that is gone" * 100)
     smt.export(tmp_path, tensors, layouts)
@@ -281,14 +316,19 @@ def test_transformers_loads_it(tmp_path: Path, dtype: str) -> None:
     model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     smt.export(tmp_path, model, max_shard_size="3KB")
     config.save_pretrained(tmp_path)
-    found, report = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
+    found, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=dtype, output_loading_info=True
+    )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert found.state_dict().keys() == model.state_dict().keys()
     assert all(t.equal(model.state_dict()[name]) for name, t in found.state_dict().items())
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
     with safe_open(tmp_path / index["weight_map"]["model.embed_tokens.weight"], "pt") as file:
-        assert file.metadata()["lm_head.weight"] == "model.embed_tokens.weight" and file.metadata()["format"] == "pt"
+        assert (
+            file.metadata()["lm_head.weight"] == "model.embed_tokens.weight"
+            and file.metadata()["format"] == "pt"
+        )
     assert "lm_head.weight" not in index["weight_map"]
 
 
@@ -299,7 +339,12 @@ def test_transformers_loads_what_eight_ranks_export(pool: Pool, tmp_path: Path) 
     config = llama(tie_word_embeddings=True)
     states = AutoModelForCausalLM.from_config(config).state_dict()
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
-    pool.run(work.exported_dtensors, str(tmp_path), {n: t for n, t in states.items() if n not in tied}, tied)
+    pool.run(
+        work.exported_dtensors,
+        str(tmp_path),
+        {n: t for n, t in states.items() if n not in tied},
+        tied,
+    )
     config.save_pretrained(tmp_path)
     found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert found.keys() == states.keys() and all(t.equal(states[name]) for name, t in found.items())
@@ -310,13 +355,36 @@ def test_modules_under_fsdp2(pool: Pool, tmp_path: Path) -> None:
     """A weight with two names is there once, the other name is said."""
     whole = pool.run(work.exported_by_fsdp2, str(tmp_path))[0]
     found = by_vllms_rules(tmp_path)
-    assert found.keys() == whole.keys() - {"head.weight"} and all(t.equal(whole[name]) for name, t in found.items())
-    assert json.loads((tmp_path / INDEX).read_text())["metadata"]["tied"] == {"head.weight": "embed.weight"}
+    assert found.keys() == whole.keys() - {"head.weight"} and all(
+        t.equal(whole[name]) for name, t in found.items()
+    )
+    assert json.loads((tmp_path / INDEX).read_text())["metadata"]["tied"] == {
+        "head.weight": "embed.weight"
+    }
 
 
 def test_sizes() -> None:
-    assert [size_of(one) for one in (1, "5GB", "500 mb", "1.5KB")] == [1, 5 * 10**9, 5 * 10**8, 1500]
-    for wrong in (0, -1, True, "5", "5GiB", "", "GB", "infGB", "-1GB", "0KB", "1e3KB", 1.5, "9" * 5000 + "GB"):
+    assert [size_of(one) for one in (1, "5GB", "500 mb", "1.5KB")] == [
+        1,
+        5 * 10**9,
+        5 * 10**8,
+        1500,
+    ]
+    for wrong in (
+        0,
+        -1,
+        True,
+        "5",
+        "5GiB",
+        "",
+        "GB",
+        "infGB",
+        "-1GB",
+        "0KB",
+        "1e3KB",
+        1.5,
+        "9" * 5000 + "GB",
+    ):
         with pytest.raises(CheckpointError, match="give a number of bytes"):
             size_of(wrong)  # type: ignore[arg-type]
 
@@ -333,7 +401,9 @@ def test_files_are_filled_as_transformers_fills_them() -> None:
         ours = split({name: ((n,), "uint8") for name, n in sizes.items()}, limit)
         assert [list(file) for file in ours] == list(theirs)
     names = [f"layers.{i}" for i in (0, 2, 10, 100)]
-    assert [list(file) for file in split(dict.fromkeys(reversed(names), ((1,), "uint8")), 1)] == [[n] for n in names]
+    assert [list(file) for file in split(dict.fromkeys(reversed(names), ((1,), "uint8")), 1)] == [
+        [n] for n in names
+    ]
 
 
 WRONG: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
@@ -350,16 +420,36 @@ WRONG: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
     "bytes": (lambda: ({"w": b"x"}, {"w": None}), {}, "bytes of ranks' own"),
     "an object": (lambda: ({"w": [1]},), {}, "'w' is a list; give tensors alone"),
     "no mapping": (lambda: ([torch.ones(2)],), {}, "a list is exported"),
-    "a shape": (lambda: ({"w": torch.ones(2)}, {"w": sm.Layout((3,), sm.Mesh(), {})}), {}, r"\(2,\)"),
-    "a rank": (lambda: ({"w": torch.ones(2)}, {"w": sm.Layout((2,), sm.Mesh(dp=2), {})}), {}, "is on ranks"),
+    "a shape": (
+        lambda: ({"w": torch.ones(2)}, {"w": sm.Layout((3,), sm.Mesh(), {})}),
+        {},
+        r"\(2,\)",
+    ),
+    "a rank": (
+        lambda: ({"w": torch.ones(2)}, {"w": sm.Layout((2,), sm.Mesh(dp=2), {})}),
+        {},
+        "is on ranks",
+    ),
     "Partial": (
         lambda: ({"w": torch.ones(2)}, {"w": sm.Layout((2,), sm.Mesh(dp=1), "n {sum: dp}")}),
         {},
         "is Partial",
     ),
-    "tied to nothing": (lambda: ({"w": torch.ones(2)},), {"tied": {"v": "u"}}, "'u' is not exported"),
-    "tied and there": (lambda: ({"w": torch.ones(2)},), {"tied": {"w": "w"}}, "'w' is exported itself"),
-    "a size": (lambda: ({"w": torch.ones(2)},), {"max_shard_size": "many"}, "max_shard_size is 'many'"),
+    "tied to nothing": (
+        lambda: ({"w": torch.ones(2)},),
+        {"tied": {"v": "u"}},
+        "'u' is not exported",
+    ),
+    "tied and there": (
+        lambda: ({"w": torch.ones(2)},),
+        {"tied": {"w": "w"}},
+        "'w' is exported itself",
+    ),
+    "a size": (
+        lambda: ({"w": torch.ones(2)},),
+        {"max_shard_size": "many"},
+        "max_shard_size is 'many'",
+    ),
     "an extra state": (lambda: (WithState(),), {}, "is an extra state"),
 }
 

@@ -47,7 +47,9 @@ def train(module: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
         module.zero_grad()
 
 
-def values(module: nn.Module, optimizer: optim.Optimizer) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def values(
+    module: nn.Module, optimizer: optim.Optimizer
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """All that is to be the same, copied."""
     tensors, _ = training.state_of(module, optimizer)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -110,20 +112,38 @@ def test_names_and_memory(tmp_path: Path) -> None:
     learned = [name for name, p in module.named_parameters() if p.requires_grad]
     kept = {f"model.{name}" for name in module.state_dict()}
     assert tensors.keys() == layouts.keys()
-    assert tensors.keys() == kept | {f"optim.state.{n}.{k}" for n in learned for k in keys} | {"training"}
-    held = [*module.parameters(), *module.buffers(), *(t for s in optimizer.state.values() for t in s.values())]
+    assert tensors.keys() == kept | {f"optim.state.{n}.{k}" for n in learned for k in keys} | {
+        "training"
+    }
+    held = [
+        *module.parameters(),
+        *module.buffers(),
+        *(t for s in optimizer.state.values() for t in s.values()),
+    ]
     before = {t.data_ptr() for t in held}
     assert before == {t.data_ptr() for name, t in tensors.items() if name != "training"}
     training.save_state(tmp_path, module, optimizer)
     training.load_state(tmp_path, module, optimizer)
-    assert before == {t.data_ptr() for name, t in training.state_of(module, optimizer)[0].items() if name != "training"}
+    assert before == {
+        t.data_ptr()
+        for name, t in training.state_of(module, optimizer)[0].items()
+        if name != "training"
+    }
 
 
 def test_options_of_groups(tmp_path: Path) -> None:
     """All that JSON can say, and tuples; by parameter, where the groups are others."""
     module = small()
-    odd = {"a": (1, (2.5, None)), "b": [float("inf"), {"c": True}], "d": "text", "e": torch.tensor([0.1, 2.0])}
-    groups = [{"params": [module[0].weight], "lr": 0.5, **odd}, {"params": [module[2].weight, module[1].weight]}]
+    odd = {
+        "a": (1, (2.5, None)),
+        "b": [float("inf"), {"c": True}],
+        "d": "text",
+        "e": torch.tensor([0.1, 2.0]),
+    }
+    groups = [
+        {"params": [module[0].weight], "lr": 0.5, **odd},
+        {"params": [module[2].weight, module[1].weight]},
+    ]
     training.save_state(tmp_path, module, optim.SGD(groups, lr=0.25))
     split = [{"params": [module[i].weight]} for i in (1, 2, 0)]
     other = optim.SGD(split, lr=9.0)
@@ -132,7 +152,9 @@ def test_options_of_groups(tmp_path: Path) -> None:
     last = other.param_groups[2]
     assert {k: last[k] for k in "abd"} == {k: odd[k] for k in "abd"} and last["e"].equal(odd["e"])
     merged = optim.SGD([module[0].weight, module[1].weight, module[2].weight], lr=9.0)
-    with pytest.raises(CheckpointError, match=r"0.weight and 1.weight are in one group .* differ in .*lr"):
+    with pytest.raises(
+        CheckpointError, match=r"0.weight and 1.weight are in one group .* differ in .*lr"
+    ):
         training.load_state(tmp_path, module, merged)
 
 
@@ -140,7 +162,10 @@ def test_several_optimizers(tmp_path: Path) -> None:
     """One for matrices and one for the rest, restored into one, and into two."""
 
     def two(module: nn.Module) -> list[optim.Optimizer]:
-        return [optim.SGD([module[0].weight], lr=0.1, momentum=0.9), optim.Adam(module[1].parameters())]
+        return [
+            optim.SGD([module[0].weight], lr=0.1, momentum=0.9),
+            optim.Adam(module[1].parameters()),
+        ]
 
     module, other = small(), small(seed=1)
     pair, second = two(module), two(other)
@@ -185,7 +210,9 @@ def test_shared_parameters(tmp_path: Path, tied: bool) -> None:
     module = Tied(True, 0.5)
     optimizer = fitted(module)
     training.save_state(tmp_path, module, optimizer)
-    assert [n for n in training.state_of(module)[0] if n.startswith("model")] == ["model.first.weight"]
+    assert [n for n in training.state_of(module)[0] if n.startswith("model")] == [
+        "model.first.weight"
+    ]
     other = Tied(tied, 7.0)
     second = optim.Adam(other.parameters())
     training.load_state(tmp_path, other, second)
@@ -197,7 +224,10 @@ def test_shared_parameters(tmp_path: Path, tied: bool) -> None:
 
 def test_two_that_are_one_here(tmp_path: Path) -> None:
     training.save_state(tmp_path, Tied(False))
-    with pytest.raises(CheckpointError, match=r"first.weight, last.weight are one parameter here, and 2 in the check"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"first.weight, last.weight are one parameter here, and 2 in the check",
+    ):
         training.load_state(tmp_path, Tied(True))
 
 
@@ -218,16 +248,20 @@ class Scaled(nn.Module):
         self.value = state
 
 
-@pytest.mark.parametrize("value", [b"", b"abc", bytearray(b"x"), None, io.BytesIO(b"file"), torch.arange(5).byte()])
+@pytest.mark.parametrize(
+    "value", [b"", b"abc", bytearray(b"x"), None, io.BytesIO(b"file"), torch.arange(5).byte()]
+)
 def test_extra_states(tmp_path: Path, value: object) -> None:
     """They come back as what they were."""
     training.save_state(tmp_path, nn.Sequential(nn.Linear(1, 1), Scaled(value)))
     other = nn.Sequential(nn.Linear(1, 1), Scaled(b"other"))
     training.load_state(tmp_path, other)
     found = other[1].value
-    plain = {io.BytesIO: lambda x: x.getvalue(), Tensor: lambda x: x.tolist(), bytearray: bytes}.get(
-        type(value), lambda x: x
-    )
+    plain = {
+        io.BytesIO: lambda x: x.getvalue(),
+        Tensor: lambda x: x.tolist(),
+        bytearray: bytes,
+    }.get(type(value), lambda x: x)
     assert isinstance(found, bytes if isinstance(value, bytearray) else type(value))
     assert plain(found) == plain(value)
 
@@ -237,7 +271,10 @@ def test_extra_states(tmp_path: Path, value: object) -> None:
 
 def test_other_names(tmp_path: Path) -> None:
     """Named, and nothing restored; or only what both have."""
-    module, other = small(), nn.Sequential(nn.Linear(5, 7), nn.Identity(), nn.Identity(), nn.Linear(2, 2))
+    module, other = (
+        small(),
+        nn.Sequential(nn.Linear(5, 7), nn.Identity(), nn.Identity(), nn.Linear(2, 2)),
+    )
     training.save_state(tmp_path, module, optim.Adam(module[2].parameters()))
     before, optimizer = other[0].weight.detach().clone(), optim.Adam(other.parameters())
     with pytest.raises(CheckpointError) as said:
@@ -250,7 +287,10 @@ def test_other_names(tmp_path: Path) -> None:
     assert "strict=False" in str(said.value) and other[0].weight.equal(before)
     found = training.load_state(tmp_path, other, optimizer, strict=False)
     assert other[0].weight.equal(module[0].weight) and not optimizer.state
-    assert found.missing[:2] == ("model.3.weight", "model.3.bias") and "model.2.weight" in found.unexpected
+    assert (
+        found.missing[:2] == ("model.3.weight", "model.3.bias")
+        and "model.2.weight" in found.unexpected
+    )
     assert found.unexpected[-1] == "optim.state.2.weight"
 
 
@@ -299,13 +339,22 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: training.state_of(nn.Sequential(Scaled({"a": 1}))),
         "'0._extra_state' is of type dict; return b",
     ),
-    "floats": (lambda: training.state_of(nn.Sequential(Scaled(torch.ones(2)))), "return bytes, a BytesIO, or a 1-d"),
-    "hook": (lambda: training.state_of(hooked()), "'more' of the state dict is no parameter, buffer or extra state"),
+    "floats": (
+        lambda: training.state_of(nn.Sequential(Scaled(torch.ones(2)))),
+        "return bytes, a BytesIO, or a 1-d",
+    ),
+    "hook": (
+        lambda: training.state_of(hooked()),
+        "'more' of the state dict is no parameter, buffer or extra state",
+    ),
     "other": (
         lambda: training.state_of(small(), optim.SGD(small().parameters())),
         "none of the module's; make the opt",
     ),
-    "value": (lambda: training.state_of(m := small(), Shaped(m, {1})), "'odd' of '0.weight' is {1}, which JSON cannot"),
+    "value": (
+        lambda: training.state_of(m := small(), Shaped(m, {1})),
+        "'odd' of '0.weight' is {1}, which JSON cannot",
+    ),
     "group": (
         lambda: training.state_of(m := small(), optim.SGD([{"params": m.parameters(), "x": len}])),
         "'x' of a par",
@@ -333,7 +382,8 @@ def test_another_checkpoint(tmp_path: Path) -> None:
     module, none = nn.Linear(3, 2), {"training": None}
     save(tmp_path, {"model.weight": module.weight}, {"model.weight": layout_of(module)["weight"]})
     with pytest.raises(
-        CheckpointError, match="is nothing that save_state wrote; fill the module's weights with load_weights"
+        CheckpointError,
+        match="is nothing that save_state wrote; fill the module's weights with load_weights",
     ):
         training.load_state(tmp_path, module)
     for data in (b"{", b"[1]", b'{"names": {}}'):
@@ -402,5 +452,7 @@ def test_an_option_that_only_one_group_has(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     groups = [{"params": [module[0].weight], "initial_lr": 3.0}, {"params": [module[1].weight]}]
     training.save_state(tmp_path, module, optim.SGD(groups, lr=0.1))
-    with pytest.raises(CheckpointError, match=r"0.weight and 1.weight are in one group .* differ in initial_lr"):
+    with pytest.raises(
+        CheckpointError, match=r"0.weight and 1.weight are in one group .* differ in initial_lr"
+    ):
         training.load_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))

@@ -60,7 +60,10 @@ def test_a_bit_that_flips_anywhere_is_an_error_or_makes_no_difference(tmp_path: 
         whole = file.read_bytes()
         ends = [*range(64), *range(8 * len(whole) - 8 * 90, 8 * len(whole))]
         errors = 0
-        for bit in [*numbers.sample(range(8 * len(whole)), 250), *ends[:: 1 if file.name == ".metadata" else 9]]:
+        for bit in [
+            *numbers.sample(range(8 * len(whole)), 250),
+            *ends[:: 1 if file.name == ".metadata" else 9],
+        ]:
             flipped(file, bit)
             try:
                 assert loaded(tmp_path) == right, (file.name, bit)
@@ -94,9 +97,16 @@ def test_ranks_find_a_flip_that_any_of_them_would_read(pool: Pool, tmp_path: Pat
     assert isinstance(piece.file, Path)
     flipped(piece.file, 8 * (piece.start + 3))
     for text in ("(dp tp n) h", "n h", "n (dp tp h)", "(tp n) h"):
-        answers = pool.run(work.attempted, "load", str(tmp_path), {"w": sm.Layout((64, 6), DP, text)})
-        assert all(kind == "CheckpointError" and "not what was saved" in said for kind, said in answers), answers
-    assert pool.run(work.loaded, str(tmp_path), {"v": sm.Layout((64, 6), DP, "(tp dp n) h")}) == [[]] * 8
+        answers = pool.run(
+            work.attempted, "load", str(tmp_path), {"w": sm.Layout((64, 6), DP, text)}
+        )
+        assert all(
+            kind == "CheckpointError" and "not what was saved" in said for kind, said in answers
+        ), answers
+    assert (
+        pool.run(work.loaded, str(tmp_path), {"v": sm.Layout((64, 6), DP, "(tp dp n) h")})
+        == [[]] * 8
+    )
 
 
 def test_an_index_alone_is_proved_too(tmp_path: Path) -> None:
@@ -141,7 +151,9 @@ def test_saves_at_once_leave_one_whole_checkpoint(tmp_path: Path) -> None:
     """Both end well, and the folder holds the last, and nothing else."""
     context = mp.get_context("fork")
     start = context.Event()
-    processes = [context.Process(target=saves, args=(str(tmp_path), float(i), 40, start)) for i in (1, 2)]
+    processes = [
+        context.Process(target=saves, args=(str(tmp_path), float(i), 40, start)) for i in (1, 2)
+    ]
     for process in processes:
         process.start()
     start.set()
@@ -153,7 +165,9 @@ def test_saves_at_once_leave_one_whole_checkpoint(tmp_path: Path) -> None:
     assert len(work.files(str(tmp_path))) == 3
 
 
-def test_a_save_between_another_and_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_between_another_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first clears away what it has replaced, and not the one that has replaced it since."""
     clear = checkpoint.Writer.clear
 
@@ -168,7 +182,9 @@ def test_a_save_between_another_and_its_end(tmp_path: Path, monkeypatch: pytest.
     assert len(work.files(str(tmp_path))) == 3
 
 
-def test_the_copy_of_the_index_is_of_the_save_that_counts(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_of_the_index_is_of_the_save_that_counts(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where another save ends while this one is about to write its copy."""
     real, turns = writing._copy, iter([True])
 
@@ -184,7 +200,9 @@ def test_the_copy_of_the_index_is_of_the_save_that_counts(url: str, monkeypatch:
     assert smt.load(url, {"v": LINE})["v"].unique().tolist() == [2.0]
 
 
-def test_what_clears_a_copy_away_is_not_the_end_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_clears_a_copy_away_is_not_the_end_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another save, that counts by now, takes the draft of this one's copy for what is left."""
     real, turns = os.replace, iter([False, False, True])
 
@@ -214,7 +232,9 @@ def test_a_save_that_goes_on_keeps_its_files(tmp_path: Path) -> None:
     assert len(work.files(str(tmp_path))) == 3
 
 
-def test_a_save_that_another_took_for_dead_never_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_another_took_for_dead_never_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where locks do not reach: it fails, whenever the other ran, and the other's checkpoint is whole."""
     smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
@@ -243,7 +263,9 @@ def test_a_draft_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
         held.draft.unlink()
         if instead:
             held.draft.write_bytes(b"")
-        with pytest.raises(CheckpointError, match="has taken this one for dead; this save does not count"):
+        with pytest.raises(
+            CheckpointError, match="has taken this one for dead; this save does not count"
+        ):
             count(held, b"text")
         withdraw(held)
         assert work.files(str(tmp_path)) == before
@@ -266,13 +288,17 @@ def test_a_save_that_fails_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
     pool.run(work.saved, str(tmp_path), layouts)
     before = work.files(str(tmp_path))
     answers = pool.run(work.disk_full, str(tmp_path), layouts, 3)
-    assert all(kind == "CheckpointError" and "No space left" in said for kind, said in answers), answers
+    assert all(kind == "CheckpointError" and "No space left" in said for kind, said in answers), (
+        answers
+    )
     assert work.files(str(tmp_path)) == before
     assert pool.run(work.loaded, str(tmp_path), layouts) == [[]] * 8
 
 
 @pytest.mark.parametrize("turn", range(3))
-def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
+def test_a_disk_that_is_full_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: int
+) -> None:
     """When files are renamed, when `.metadata` is replaced, when the copy of the index is: what counts is whole."""
     smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
     real, calls = os.replace, iter(range(99))
@@ -287,11 +313,17 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
         smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
     monkeypatch.undo()
     counts = [1.0] if "the new save is whole" in str(error.value) else [0.0]
-    assert smt.load(tmp_path, {"v": LINE})["v"].unique().tolist() == counts == [[0.0], [0.0], [1.0]][turn]
+    assert (
+        smt.load(tmp_path, {"v": LINE})["v"].unique().tolist()
+        == counts
+        == [[0.0], [0.0], [1.0]][turn]
+    )
     assert turn == 2 or len(work.files(str(tmp_path))) == 3
 
 
-def test_an_error_after_the_save_counts_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_after_the_save_counts_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whichever sync fails, the sentence is true."""
     real, said = os.fsync, set()
     for turn in range(4):
@@ -346,7 +378,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     if request.param == "s3":
         return f"{request.getfixturevalue('bucket')}/{tmp_path.name}/folder"
-    return f"{request.param}://{'' if request.param == 'memory' else tmp_path}/{tmp_path.name}/folder"
+    return (
+        f"{request.param}://{'' if request.param == 'memory' else tmp_path}/{tmp_path.name}/folder"
+    )
 
 
 def names_at(url: str) -> list[str]:
@@ -415,7 +449,9 @@ def test_a_flip_in_an_object_is_found(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["memory", "s3"], indirect=True)
-def test_a_save_to_a_url_that_fails_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_to_a_url_that_fails_leaves_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the former one is whole."""
     smt.save(url, STATE, LAYOUTS)
     before, real = names_at(url), Remote.write_bytes
@@ -426,7 +462,9 @@ def test_a_save_to_a_url_that_fails_leaves_nothing(url: str, monkeypatch: pytest
         real(self, data)
 
     monkeypatch.setattr(Remote, "write_bytes", write_bytes)
-    with pytest.raises(CheckpointError, match="the service is gone; what was saved there before is as it was"):
+    with pytest.raises(
+        CheckpointError, match="the service is gone; what was saved there before is as it was"
+    ):
         smt.save(url, {"v": torch.ones(6)}, {"v": LINE})
     monkeypatch.undo()
     assert names_at(url) == before and smt.load(url, LAYOUTS)["w"].equal(STATE["w"])
@@ -434,7 +472,10 @@ def test_a_save_to_a_url_that_fails_leaves_nothing(url: str, monkeypatch: pytest
 
 def test_ranks_save_to_a_url_together(pool: Pool, bucket: str) -> None:
     """Workers have an environment of their own."""
-    layouts = {"w": sm.Layout((13, 6), DP, "(tp dp n) h"), "v": sm.Layout((64, 6), DP, "n (dp tp h)")}
+    layouts = {
+        "w": sm.Layout((13, 6), DP, "(tp dp n) h"),
+        "v": sm.Layout((64, 6), DP, "n (dp tp h)"),
+    }
     given = {key: value for key, value in os.environ.items() if key.startswith("AWS_")}
     other = {"w": sm.Layout((13, 6), DP, "n (dp h)"), "v": sm.Layout((64, 6), DP, "(tp dp n) h")}
     assert pool.run(work.at_url, f"{bucket}/together", given, layouts, other) == [[]] * 8

@@ -18,7 +18,9 @@ from tests.distributed.dtensors.test_dtensor import value
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import training as work
 
-workers.PRELOADED.append("transformers.models.mistral.modeling_mistral")  # seconds, once instead of in each worker
+workers.PRELOADED.append(
+    "transformers.models.mistral.modeling_mistral"
+)  # seconds, once instead of in each worker
 
 STEPS, MORE = 2, 3
 Runs = dict[work.Mesh, tuple[str, list[work.Run]]]
@@ -37,11 +39,16 @@ def runs() -> Runs:
     return {}
 
 
-def uninterrupted(pool: Pool, runs: Runs, folder: Any, mesh: work.Mesh) -> tuple[str, list[work.Run]]:
+def uninterrupted(
+    pool: Pool, runs: Runs, folder: Any, mesh: work.Mesh
+) -> tuple[str, list[work.Run]]:
     """Made once a mesh."""
     if mesh not in runs:
         path = str(folder.mktemp("training"))
-        runs[mesh] = path, present(pool.run(work.uninterrupted, mesh, path, STEPS, MORE, timeout=90))
+        runs[mesh] = (
+            path,
+            present(pool.run(work.uninterrupted, mesh, path, STEPS, MORE, timeout=90)),
+        )
     return runs[mesh]
 
 
@@ -83,18 +90,26 @@ def test_goes_on(pool: Pool, runs: Runs, tmp_path_factory: Any, src: str, dst: s
     for run in second:
         np.testing.assert_allclose(run.losses, first[0].losses[STEPS:], rtol=1e-12)
     for moment, rtol in (("before", 0.0), ("after", 1e-9)):
-        found, wanted = (whole(run[0].layouts, [getattr(r, moment) for r in run]) for run in (second, first))
+        found, wanted = (
+            whole(run[0].layouts, [getattr(r, moment) for r in run]) for run in (second, first)
+        )
         same(found, wanted, rtol)
 
 
 @pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one process"])
-def test_trains_as_one_process_does(pool: Pool, runs: Runs, tmp_path_factory: Any, mesh: str) -> None:
+def test_trains_as_one_process_does(
+    pool: Pool, runs: Runs, tmp_path_factory: Any, mesh: str
+) -> None:
     """Otherwise the rest here says little."""
     _, alone = uninterrupted(pool, runs, tmp_path_factory, ())
     _, found = uninterrupted(pool, runs, tmp_path_factory, MESHES[mesh])
     assert alone[0].losses[-1] < alone[0].losses[0] - 0.1
     np.testing.assert_allclose(found[0].losses, alone[0].losses, rtol=1e-12)
-    same(whole(found[0].layouts, [run.after for run in found]), whole(alone[0].layouts, [alone[0].after]), 1e-9)
+    same(
+        whole(found[0].layouts, [run.after for run in found]),
+        whole(alone[0].layouts, [alone[0].after]),
+        1e-9,
+    )
 
 
 def test_what_is_uneven(pool: Pool, runs: Runs, tmp_path_factory: Any) -> None:
@@ -109,7 +124,9 @@ def test_what_is_uneven(pool: Pool, runs: Runs, tmp_path_factory: Any) -> None:
     for name, text in texts.items():
         weight = f"model.model.{name}.weight"
         layout = layouts[weight]
-        assert layout.text == text and len({layout.local_shape(rank) for rank in range(8)}) > 1, layout
+        assert layout.text == text and len({layout.local_shape(rank) for rank in range(8)}) > 1, (
+            layout
+        )
         for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
             assert layouts[f"optim.state.{weight.removeprefix('model.')}.{key}"] is layout
     assert layouts["model.model.layers.1.mlp.gate_proj.weight"].local_shape(6) == (0, 27)
@@ -130,7 +147,9 @@ def test_gathered_parameters(pool: Pool) -> None:
 
 def test_buffers_and_bytes(pool: Pool, tmp_path: Path) -> None:
     """Buffers lie as they do, plain ones on the mesh of the parameters; bytes are each rank's own."""
-    for rank, (texts, rows, steps, scratch, own) in enumerate(pool.run(work.counted, str(tmp_path))):
+    for rank, (texts, rows, steps, scratch, own) in enumerate(
+        pool.run(work.counted, str(tmp_path))
+    ):
         assert texts["model.rows"].startswith("int64[9] (tp n) on dp=4 tp=2") and rows
         assert texts["model.steps"].startswith("int64[]") and "model.scratch" not in texts
         assert (texts["model._extra_state"], steps, scratch, own) == ("None", 3, 1, f"rank {rank}")
@@ -167,7 +186,9 @@ def test_torch_takes_local_tensors_for_even(pool: Pool) -> None:
 def test_one_rank_that_is_wrong(pool: Pool, tmp_path: Path, what: str) -> None:
     """Nobody waits for it, also where layouts have to be asked for."""
     answers = pool.run(work.wrong_on_one, str(tmp_path), what)
-    assert all(kind == "CheckpointError" and "rank 2 could not" in said for kind, said in answers), answers
+    assert all(
+        kind == "CheckpointError" and "rank 2 could not" in said for kind, said in answers
+    ), answers
 
 
 def test_weights_of_another_checkpoint(pool: Pool, tmp_path: Path) -> None:

@@ -80,24 +80,33 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 def test_parameters_are_what_is_trained_in_forward_order() -> None:
     params = {param.name: param for param in parameters(experts())}
-    assert shapes(experts()).keys() - params.keys() == {"model.layers.1.mlp.gate.e_score_correction_bias"}
-    assert next(iter(params)) == "model.embed_tokens.weight" and list(params)[-1] == "lm_head.weight"
+    assert shapes(experts()).keys() - params.keys() == {
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    }
+    assert (
+        next(iter(params)) == "model.embed_tokens.weight" and list(params)[-1] == "lm_head.weight"
+    )
     assert {name for name, param in params.items() if param.managed is False} == {
         "model.embed_tokens.weight",
         "lm_head.weight",
     }
     assert {name for name, param in params.items() if param.expert_parallel} == {
-        f"model.layers.1.mlp.experts.{e}.{kind}_proj.weight" for e in range(4) for kind in ("gate", "up", "down")
+        f"model.layers.1.mlp.experts.{e}.{kind}_proj.weight"
+        for e in range(4)
+        for kind in ("gate", "up", "down")
     }
     assert {param.dtype for param in params.values()} == {"bfloat16"}
     assert not any(param.shared_embedding for param in params.values())
 
 
 def test_shared_embeddings_are_named() -> None:
-    (shared,) = [p.name for p in parameters(dense(), shared=["lm_head.weight"]) if p.shared_embedding]
+    (shared,) = [
+        p.name for p in parameters(dense(), shared=["lm_head.weight"]) if p.shared_embedding
+    ]
     assert shared == "lm_head.weight"
     with pytest.raises(
-        ShardError, match=r"no parameter is called 'head'; embeddings are model.embed_tokens.weight, lm_"
+        ShardError,
+        match=r"no parameter is called 'head'; embeddings are model.embed_tokens.weight, lm_",
     ):
         parameters(dense(), shared=["head"])
 
@@ -125,7 +134,13 @@ def test_renamed_models_keep_their_order() -> None:
     names = [param.name for param in parameters(transformers.AutoConfig.for_model(kind, **small))]
     assert (names[0], names[-1]) == ("backbone.embeddings.weight", "lm_head.weight")
     layer = [name for name in names if name.startswith("backbone.layers.2.")]
-    assert [re.split(r"[.]", name)[-2] for name in layer] == ["norm", "q_proj", "k_proj", "v_proj", "o_proj"]
+    assert [re.split(r"[.]", name)[-2] for name in layer] == [
+        "norm",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    ]
     assert "backbone.layers.1.mixer.experts.2.down_proj.weight" in names
 
 
@@ -146,7 +161,10 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], model: Path) -> Non
     for key, layout in layouts.items():
         assert buffer_map(layout, 2 if key.is_expert_parallel else 4, most=4) in out
     assert "distributed_optimizer: bfloat16, gradients bfloat16, experts\n12 parameters in" in out
-    assert "model.layers.1.mlp.experts.3.down_proj.weight" in out and "e_score_correction_bias" not in out
+    assert (
+        "model.layers.1.mlp.experts.3.down_proj.weight" in out
+        and "e_score_correction_bias" not in out
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -182,16 +200,34 @@ def test_options_reach_the_rules(capsys: pytest.CaptureFixture[str], model: Path
 
 
 @pytest.mark.parametrize("place", ["folder", "file", "type", "name"])
-def test_models_from_everywhere(capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str) -> None:
+def test_models_from_everywhere(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str
+) -> None:
     dense().save_pretrained(tmp_path)
-    where = {"folder": tmp_path, "file": tmp_path / "config.json", "type": "llama", "name": QWEN3_4B}[place]
+    where = {
+        "folder": tmp_path,
+        "file": tmp_path / "config.json",
+        "type": "llama",
+        "name": QWEN3_4B,
+    }[place]
     status, out, _ = run(capsys, where, "--dp", 8)
     count = {"type": 291, "name": 398}.get(place, len(parameters(dense())))
     assert status == 0 and f"\n{count} parameters in" in out
 
 
 def test_pictures(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
-    status, out, _ = run(capsys, model, "--dp", 4, "--expert-dp", 2, "--svg", tmp_path / "b.svg", "--dtype", "float32")
+    status, out, _ = run(
+        capsys,
+        model,
+        "--dp",
+        4,
+        "--expert-dp",
+        2,
+        "--svg",
+        tmp_path / "b.svg",
+        "--dtype",
+        "float32",
+    )
     files = [tmp_path / "b.svg", tmp_path / "b-1.svg"]
     assert status == 0 and all(f"drawn in {file}" in out for file in files)
     titles = [ElementTree.parse(file).getroot()[0].text or "" for file in files]
@@ -205,26 +241,34 @@ def test_pictures(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Pat
 # Errors
 
 
-def test_errors_are_said_once(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+def test_errors_are_said_once(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
     status, _, err = run(capsys, tmp_path / "nothing", "--dp", 2)
     assert status == 1 and re.match(r"buffers: no config for .*nothing.*; give a config", err)
     status, _, err = run(capsys, model, "--dp", 2, "--shared-embedding", "wte")
     assert (status, err.partition(";")[0]) == (1, "buffers: no parameter is called 'wte'")
     status, _, err = run(capsys, model, "--dp", 2, "--svg", tmp_path / "no" / "b.svg")
-    assert status == 1 and re.match(r"buffers: cannot write .*b.svg: No such file or directory; give", err)
+    assert status == 1 and re.match(
+        r"buffers: cannot write .*b.svg: No such file or directory; give", err
+    )
     config = (model / "config.json").read_text()
     (tmp_path / "link.svg").symlink_to(model / "config.json")
     status, _, err = run(capsys, model, "--dp", 2, "--svg", tmp_path / "link.svg")
     assert status == 1 and "describes the model; give another file" in err
     assert (model / "config.json").read_text() == config
     status, _, err = run(capsys, "lama", "--dp", 2)
-    assert status == 1 and err.startswith("buffers: no config for 'lama': there is no such file or folder; give")
+    assert status == 1 and err.startswith(
+        "buffers: no config for 'lama': there is no such file or folder; give"
+    )
     status, _, err = run(capsys, model, "--dp", 2, "--dtype", "float5")
     assert status == 1 and "float5" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("setting", [{"hidden_size": -64}, {"hidden_size": "x"}])
-def test_configs_that_make_no_model(capsys: pytest.CaptureFixture[str], model: Path, setting: dict[str, Any]) -> None:
+def test_configs_that_make_no_model(
+    capsys: pytest.CaptureFixture[str], model: Path, setting: dict[str, Any]
+) -> None:
     """Whatever transformers makes of them, it is one error of ours."""
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | setting))

@@ -56,7 +56,9 @@ def shardmath(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 # What arrived
 
 
-@pytest.mark.parametrize("name", ["rank0.safetensors", "rank0.safetensors.unfinished", "rank9.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["rank0.safetensors", "rank0.safetensors.unfinished", "rank9.safetensors"]
+)
 def test_a_folder_where_a_rank_would_write(model: Path, tmp_path: Path, name: str) -> None:
     """Refused before anything starts; a rank that comes upon one says so."""
     (tmp_path / "out" / name).mkdir(parents=True)
@@ -83,15 +85,36 @@ def test_end_to_end_on_overlapping_sides(model: Path, tmp_path: Path) -> None:
     """Rank 3 is on both sides; every rank leaves what it received, and nothing of an earlier refit stays."""
     out = tmp_path / "out"
     out.mkdir()
-    for name in ("rank3.safetensors", "rank9.safetensors", "rank9.safetensors.unfinished", "notes.safetensors"):
+    for name in (
+        "rank3.safetensors",
+        "rank9.safetensors",
+        "rank9.safetensors.unfinished",
+        "notes.safetensors",
+    ):
         (out / name).write_text("of another")
-    done = shardmath("refit", model, "--src", SRC, "--dst", DST, "--steps", "2", "--max-inflight", "64B", "--out", out)
+    done = shardmath(
+        "refit",
+        model,
+        "--src",
+        SRC,
+        "--dst",
+        DST,
+        "--steps",
+        "2",
+        "--max-inflight",
+        "64B",
+        "--out",
+        out,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     kept = ["notes.safetensors", *(f"rank{rank}.safetensors" for rank in (3, 4, 5))]
     assert sorted(file.name for file in out.iterdir()) == kept
     weights, side = open_weights(model), parse(DST)
     for rank in side.mesh.ranks:
-        expected, found = load(weights, side.layouts(weights.shapes), rank), load_file(out / f"rank{rank}.safetensors")
+        expected, found = (
+            load(weights, side.layouts(weights.shapes), rank),
+            load_file(out / f"rank{rank}.safetensors"),
+        )
         assert {n: raw(t) for n, t in found.items()} == {n: raw(t) for n, t in expected.items()}
     for said in (
         "(tp dp n) ...",
@@ -113,7 +136,9 @@ def raw(tensor: torch.Tensor) -> list[int]:
 def test_the_demo() -> None:
     done = shardmath("refit", "--demo", "--steps", "1")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "embeddings of the arrived weights equal the original model's, bit for bit" in done.stdout
+    assert (
+        "embeddings of the arrived weights equal the original model's, bit for bit" in done.stdout
+    )
 
 
 def test_the_demo_s_rules_divide_attention_and_ffn() -> None:
@@ -126,8 +151,20 @@ def test_the_demo_s_rules_divide_attention_and_ffn() -> None:
     }
     shapes = {name: (shape, "float32") for name, shape in names.items()}
     src, dst = (parse(text).layouts(shapes) for text in (DEMO_SRC, DEMO_DST))
-    assert [src[name].local_shape(1) for name in names] == [(7631, 384), (96,), (192, 192), (192,), (384, 384)]
-    assert [dst[name].local_shape(3) for name in names] == [(7629, 384), (96,), (384, 96), (384,), (384, 384)]
+    assert [src[name].local_shape(1) for name in names] == [
+        (7631, 384),
+        (96,),
+        (192, 192),
+        (192,),
+        (384, 384),
+    ]
+    assert [dst[name].local_shape(3) for name in names] == [
+        (7629, 384),
+        (96,),
+        (384, 96),
+        (384,),
+        (384, 384),
+    ]
 
 
 # Bad input: found before a process starts, said once, status 1
@@ -140,14 +177,22 @@ def test_the_demo_s_rules_divide_attention_and_ffn() -> None:
             ["--src", "tp=2: colunm (tp n) ...", "--dst", "tp=2"],
             r"'colunm' matches none.*\n.*\n +\^\ndid you mean 'column'",
         ),
-        (["--src", "tp=2: * (tp n) h", "--dst", "tp=2"], r"does not fit tensor 'layers.0.norm.weight' of shape \(3,\)"),
+        (
+            ["--src", "tp=2: * (tp n) h", "--dst", "tp=2"],
+            r"does not fit tensor 'layers.0.norm.weight' of shape \(3,\)",
+        ),
         (["--src", "tp=2", "--dst", "tp=2: * (tp n"], r"expected '\)'"),
         (["--src", "tp=2", "--dst", "tp=2 ranks=3:5"], "rank 2 is on neither side"),
         (["--src", "tp=2", "--dst", "tp=64"], "66 ranks .* at most 64"),
-        (["--src", "dp=2 tp=2: * ... {sum: dp}", "--dst", "tp=2"], "is Partial .* a file holds whole values"),
+        (
+            ["--src", "dp=2 tp=2: * ... {sum: dp}", "--dst", "tp=2"],
+            "is Partial .* a file holds whole values",
+        ),
     ],
 )
-def test_bad_requests(model: Path, arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_requests(
+    model: Path, arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command([str(model), *arguments]) == 1
     error = capsys.readouterr().err
     assert re.search(what, error)
@@ -157,10 +202,16 @@ def test_bad_requests(model: Path, arguments: list[str], what: str, capsys: pyte
 
 @pytest.mark.parametrize("link", ["the same", "symbolic", "hard", "folder", "stale"])
 def test_what_would_replace_its_own_input(
-    model: Path, tmp_path: Path, link: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    tmp_path: Path,
+    link: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Said before a process starts, and by whatever name the file goes; also a file that would be removed."""
-    monkeypatch.setattr("shardmath_torch.commands.refit.run", lambda *_, **__: pytest.fail("a process would start"))
+    monkeypatch.setattr(
+        "shardmath_torch.commands.refit.run", lambda *_, **__: pytest.fail("a process would start")
+    )
     file, out = model / "model.safetensors", tmp_path / "out"
     out.mkdir()
     target = out / ("rank70.safetensors" if link == "stale" else "rank2.safetensors")
@@ -177,13 +228,20 @@ def test_what_would_replace_its_own_input(
     before = given.read_bytes()
     assert command([str(given), "--src", "tp=2", "--dst", "tp=2", "--out", str(out)]) == 1
     error = capsys.readouterr().err
-    assert f"{target.name} is {given}, a file of the model, and would be replaced or removed" in error
+    assert (
+        f"{target.name} is {given}, a file of the model, and would be replaced or removed" in error
+    )
     assert given.read_bytes() == before and open_weights(given)
 
 
-def test_an_out_that_is_no_folder(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_out_that_is_no_folder(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
-    assert command([str(model), "--src", "tp=2", "--dst", "tp=2", "--out", str(tmp_path / "file")]) == 1
+    assert (
+        command([str(model), "--src", "tp=2", "--dst", "tp=2", "--out", str(tmp_path / "file")])
+        == 1
+    )
     assert "give a folder that can be written" in capsys.readouterr().err
 
 
@@ -201,7 +259,9 @@ def test_a_refit_that_fails_leaves_what_was_there(
     (out / "rank2.safetensors").write_text("of another")
     assert command([str(model), "--src", "tp=2", "--dst", "tp=2", "--out", str(out)]) == 1
     assert "rank 3 ended" in capsys.readouterr().err
-    assert {file.name: file.read_text() for file in out.iterdir()} == {"rank2.safetensors": "of another"}
+    assert {file.name: file.read_text() for file in out.iterdir()} == {
+        "rank2.safetensors": "of another"
+    }
 
 
 def test_a_file_cut_short(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,9 +337,13 @@ def test_failures_of_ranks(tasks: Path) -> None:
     right, ours, other, killed, silent, again = done.stdout.splitlines()
     assert right == again == "right [0, 1, 4]"
     assert ours.startswith("ours tensor 'w' is short; load it again ...")
-    assert other.startswith("other rank 1 failed: ZeroDivisionError: division by zero; its traceback: ...")
+    assert other.startswith(
+        "other rank 1 failed: ZeroDivisionError: division by zero; its traceback: ..."
+    )
     assert other.endswith("... ZeroDivisionError: division by zero")
-    assert killed.startswith("killed rank 1 ended with signal SIGKILL while in 'work', without a word; it may have run")
+    assert killed.startswith(
+        "killed rank 1 ended with signal SIGKILL while in 'work', without a word; it may have run"
+    )
     assert silent.startswith("silent rank 1 stalled in 'work' until the others gave up (rank ")
     pids = [int(pid) for pid in re.findall(r"^\d+$", done.stderr, re.MULTILINE)]
     assert len(pids) == 3 * len(hows)
@@ -295,7 +359,9 @@ def alive(pid: int) -> bool:
 
 
 def test_ranks_leave_with_their_parent(tasks: Path) -> None:
-    with subprocess.Popen([sys.executable, str(tasks), "sleep"], stderr=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, str(tasks), "sleep"], stderr=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stderr is not None
         pids = [int(parent.stderr.readline()) for _ in range(3)]
         assert all(alive(pid) for pid in pids)
@@ -308,8 +374,19 @@ def test_ranks_leave_with_their_parent(tasks: Path) -> None:
 
 # Bounds: laws over the rules' notation
 
-TEXTS = ("n h", "(tp n) h", "(dp n) h", "(tp dp n) h", "(dp n) (tp h)", "(4 dp n | tp n) h", "(n tp 2) h", "n (tp~ h)")
-sides = st.tuples(st.sampled_from(TEXTS), st.sampled_from([(2, 2), (1, 3), (3, 1)]), st.permutations(range(6)))
+TEXTS = (
+    "n h",
+    "(tp n) h",
+    "(dp n) h",
+    "(tp dp n) h",
+    "(dp n) (tp h)",
+    "(4 dp n | tp n) h",
+    "(n tp 2) h",
+    "n (tp~ h)",
+)
+sides = st.tuples(
+    st.sampled_from(TEXTS), st.sampled_from([(2, 2), (1, 3), (3, 1)]), st.permutations(range(6))
+)
 
 
 @given(sides, sides, st.tuples(st.integers(0, 13), st.integers(1, 7)))
@@ -348,6 +425,8 @@ def test_tables_align() -> None:
     assert str(table) == "Title\n  name   n\n  ----  --\n  a      5\n  bcd   12"
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e9, "2.50 GB")])
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e9, "2.50 GB")]
+)
 def test_sizes(nbytes: float, text: str) -> None:
     assert size(nbytes) == text

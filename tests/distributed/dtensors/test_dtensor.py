@@ -27,7 +27,9 @@ def value(layout: sm.Layout, parts: dict[int, Any]) -> Any:
         full = np.full(layout.shape, np.nan)
         full[np.ix_(*layout.indices(rank))] = local
         coords = layout.mesh.coords(rank)
-        held = found.setdefault(tuple(coords[name] for name in waiting), np.full(layout.shape, np.nan))
+        held = found.setdefault(
+            tuple(coords[name] for name in waiting), np.full(layout.shape, np.nan)
+        )
         there = ~np.isnan(held) & ~np.isnan(full)
         assert (held[there] == full[there]).all(), f"replicas differ on rank {rank}"
         np.copyto(held, full, where=~np.isnan(full))
@@ -39,7 +41,9 @@ def check(pool: Pool, moves: list[work.Move]) -> None:
     got = pool.run(work.redistributed, moves, timeout=90)
     for i, move in enumerate(moves):
         dst = move.layouts[1]
-        assert (value(dst, {rank: got[rank][i][0] for rank in move.dst_ranks}) == numbers(move.shape)).all(), move
+        assert (
+            value(dst, {rank: got[rank][i][0] for rank in move.dst_ranks}) == numbers(move.shape)
+        ).all(), move
         assert all(sm.equivalent(got[rank][i][1], dst) for rank in move.dst_ranks), move
 
 
@@ -50,18 +54,38 @@ def numbers(shape: tuple[int, ...]) -> Any:
 # What torch gets wrong or refuses
 
 FAILURES: dict[str, work.Move] = {
-    "c10, another mesh, the same placements": work.Move(FOUR, (4,), "S0", OTHERS, (4,), "S0", (9, 3)),
-    "c11, another mesh, other placements": work.Move(FOUR, (4,), "S0", OTHERS, (2, 2), "S1 S0", (9, 3)),
-    "c23, even, to what is no order": work.Move(FOUR, (2, 2), "SS0,2 S0", FOUR, (2, 2), "SS0,4 S0", (16,), None),
-    "c24, even, two dimensions": work.Move(FOUR, (2, 2), "SS0,2 SS0,3", FOUR, (2, 2), "S0 S1", (8, 8)),
+    "c10, another mesh, the same placements": work.Move(
+        FOUR, (4,), "S0", OTHERS, (4,), "S0", (9, 3)
+    ),
+    "c11, another mesh, other placements": work.Move(
+        FOUR, (4,), "S0", OTHERS, (2, 2), "S1 S0", (9, 3)
+    ),
+    "c23, even, to what is no order": work.Move(
+        FOUR, (2, 2), "SS0,2 S0", FOUR, (2, 2), "SS0,4 S0", (16,), None
+    ),
+    "c24, even, two dimensions": work.Move(
+        FOUR, (2, 2), "SS0,2 SS0,3", FOUR, (2, 2), "S0 S1", (8, 8)
+    ),
     "c26, even, to replicas": work.Move(FOUR, (2, 2), "SS0,4 S0", FOUR, (2, 2), "R R", (16,)),
-    "c32, uneven, three axes": work.Move(ALL, (2, 2, 2), "SS0,4 S0 S0", ALL, (2, 2, 2), "R R R", (13,), "placement"),
-    "c39, uneven, as distributed": work.Move(ALL, (4, 2), "SS0,2 S0", ALL, (4, 2), "R R", (9,), "placement"),
-    "c39, uneven, as FSDP2 stores it": work.Move(ALL, (4, 2), "SS0,2 S0", ALL, (4, 2), "R R", (9,), "order"),
-    "fuzz, 8 x 16, to another dimension": work.Move(FOUR, (2, 2), "SS0,3 S0", FOUR, (2, 2), "SS1,3 S1", (8, 16), None),
+    "c32, uneven, three axes": work.Move(
+        ALL, (2, 2, 2), "SS0,4 S0 S0", ALL, (2, 2, 2), "R R R", (13,), "placement"
+    ),
+    "c39, uneven, as distributed": work.Move(
+        ALL, (4, 2), "SS0,2 S0", ALL, (4, 2), "R R", (9,), "placement"
+    ),
+    "c39, uneven, as FSDP2 stores it": work.Move(
+        ALL, (4, 2), "SS0,2 S0", ALL, (4, 2), "R R", (9,), "order"
+    ),
+    "fuzz, 8 x 16, to another dimension": work.Move(
+        FOUR, (2, 2), "SS0,3 S0", FOUR, (2, 2), "SS1,3 S1", (8, 16), None
+    ),
     "a shard to addends": work.Move(FOUR, (4,), "S0", FOUR, (4,), "Psum", (9, 3)),
-    "addends of one axis to those of another": work.Move(ALL, (4, 2), "Psum S0", ALL, (4, 2), "S0 Psum", (9, 3), None),
-    "c42, uneven, not the first dimension": work.Move(ALL, (4, 2), "S1 S0", ALL, (8,), "S1", (4, 9), None),
+    "addends of one axis to those of another": work.Move(
+        ALL, (4, 2), "Psum S0", ALL, (4, 2), "S0 Psum", (9, 3), None
+    ),
+    "c42, uneven, not the first dimension": work.Move(
+        ALL, (4, 2), "S1 S0", ALL, (8,), "S1", (4, 9), None
+    ),
 }
 
 
@@ -74,7 +98,9 @@ SILENT = ("c10", "c23", "c24", "c32")
 """Wrong without an error."""
 
 
-@pytest.mark.parametrize("name", [name for name in FAILURES if name.split(",")[0] in (*SILENT, "c11", "c26")])
+@pytest.mark.parametrize(
+    "name", [name for name in FAILURES if name.split(",")[0] in (*SILENT, "c11", "c26")]
+)
 def test_torch_still_gets_it_wrong(pool: Pool, name: str) -> None:
     """If this fails, torch was mended; take the case out."""
     got = pool.attempt(work.by_torch, FAILURES[name])
@@ -102,25 +128,54 @@ def test_torch_still_ends_or_waits_for_ever(case: str) -> None:
 
 # Any placements, any meshes
 
-TEXTS = ["S0 R", "R S1", "S0 S1", "S1 S0", "S0 S0", "SS0,2 S0", "SS0,3 S1", "Psum R", "R Psum", "Psum S0", "S1 Psum"]
-MESHES = [(ALL, (4, 2)), (ALL, (2, 4)), (FOUR, (2, 2)), (OTHERS, (2, 2)), ((5, 2, 7, 0), (2, 2)), ((3, 4), (2, 1))]
+TEXTS = [
+    "S0 R",
+    "R S1",
+    "S0 S1",
+    "S1 S0",
+    "S0 S0",
+    "SS0,2 S0",
+    "SS0,3 S1",
+    "Psum R",
+    "R Psum",
+    "Psum S0",
+    "S1 Psum",
+]
+MESHES = [
+    (ALL, (4, 2)),
+    (ALL, (2, 4)),
+    (FOUR, (2, 2)),
+    (OTHERS, (2, 2)),
+    ((5, 2, 7, 0), (2, 2)),
+    ((3, 4), (2, 1)),
+]
 
 
 @pytest.mark.parametrize("shape", [(9, 7), (8, 4), (3, 1), (0, 5)])
 def test_everything_to_everything(pool: Pool, shape: tuple[int, ...]) -> None:
     """Same, overlapping and disjoint meshes; uneven and empty shards; addends."""
     ends = [(*MESHES[i % len(MESHES)], text) for i, text in enumerate(TEXTS * 2)]
-    moves = [work.Move(*a, *b, shape, "placement") for i, a in enumerate(ends) for b in ends[i % 5 :: 5]]
+    moves = [
+        work.Move(*a, *b, shape, "placement") for i, a in enumerate(ends) for b in ends[i % 5 :: 5]
+    ]
     check(pool, moves)
 
 
-@pytest.mark.parametrize(("text", "shape"), [("SS0,2 R", (5,)), ("SS0,2 S1", (5, 3)), ("S0 SS0,2", (13, 2))])
+@pytest.mark.parametrize(
+    ("text", "shape"), [("SS0,2 R", (5,)), ("SS0,2 S1", (5, 3)), ("S0 SS0,2", (13, 2))]
+)
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bfloat16"])
-def test_c12_c29_a_tensor_that_one_rank_has(pool: Pool, text: str, shape: tuple[int, ...], dtype: str) -> None:
+def test_c12_c29_a_tensor_that_one_rank_has(
+    pool: Pool, text: str, shape: tuple[int, ...], dtype: str
+) -> None:
     """The state dict of a whole model, handed out; torch's distribute_tensor asserts that strided shards divide."""
     there = work.layout(range(8), (4, 2), text, shape)
     for rank, (held, kind, same) in enumerate(pool.run(work.from_one_rank, text, shape, dtype)):
-        assert held == work.part(there, rank, work.whole(shape)).tolist() and kind == f"torch.{dtype}" and same
+        assert (
+            held == work.part(there, rank, work.whole(shape)).tolist()
+            and kind == f"torch.{dtype}"
+            and same
+        )
 
 
 def test_c12_torch_still_asserts(pool: Pool) -> None:
@@ -171,7 +226,9 @@ def test_c14_to_c17_reductions(pool: Pool, op: str, after: str) -> None:
         (("replica", "tp"), "S0 S0", "S1 R"),
     ],
 )
-def test_parts_of_a_mesh_at_the_same_time(pool: Pool, axes: tuple[str, ...], src: str, dst: str) -> None:
+def test_parts_of_a_mesh_at_the_same_time(
+    pool: Pool, axes: tuple[str, ...], src: str, dst: str
+) -> None:
     """Each in a group of its own, which nobody else is asked to make."""
     assert pool.run(work.on_submeshes, axes, src, dst) == [(True, True)] * 8
 
@@ -181,7 +238,9 @@ def test_parts_of_a_mesh_at_the_same_time(pool: Pool, axes: tuple[str, ...], src
 
 @pytest.mark.parametrize("rows", [7, 8, 9, 13])
 @pytest.mark.parametrize("mesh", [(4, 2), (2, 4), (2, 2, 2)])
-def test_c02_what_fsdp2_over_tensor_parallel_stores(pool: Pool, mesh: tuple[int, ...], rows: int) -> None:
+def test_c02_what_fsdp2_over_tensor_parallel_stores(
+    pool: Pool, mesh: tuple[int, ...], rows: int
+) -> None:
     """In the order reading, also where sizes make the two differ."""
     for text, _, held, wanted in pool.run(work.layouts_of_fsdp2, mesh, rows, 4, 0):
         assert text == "(tp dp n) h" and held == wanted
@@ -209,13 +268,20 @@ def test_c27_an_order_of_plain_shards(pool: Pool) -> None:
 
 def test_shapes_that_fit_no_reading(pool: Pool) -> None:
     for kind, said in pool.run(work.misfit):
-        assert kind == "LayoutError" and "the DTensor was made with another shape or other placements" in said
+        assert (
+            kind == "LayoutError"
+            and "the DTensor was made with another shape or other placements" in said
+        )
 
 
 def test_layouts_of_a_module(pool: Pool) -> None:
     """FSDP2 over tensor parallel, uneven; a part that is shared; a part that only FSDP2 divides."""
     for before, found, right in pool.run(work.layouts_of_module, (4, 2)):
-        assert before["up.weight"] == "(tp n) h" and before["down.weight"] == "n (tp h)" and before["norm.bias"] == "n"
+        assert (
+            before["up.weight"] == "(tp n) h"
+            and before["down.weight"] == "n (tp h)"
+            and before["norm.bias"] == "n"
+        )
         assert found == {
             "up.weight": "float32[9, 6] (tp dp n) h on dp=4 tp=2",
             "up.bias": "float32[9] (tp dp n) on dp=4 tp=2",
@@ -232,7 +298,9 @@ def test_layouts_of_a_module(pool: Pool) -> None:
 def test_layouts_of_a_module_under_hybrid_sharding(pool: Pool) -> None:
     for _, found, right in pool.run(work.layouts_of_module, (2, 2, 2)):
         assert found["up.weight"] == "float32[9, 6] (tp dp n) h on replica=2 dp=2 tp=2"
-        assert found["norm.bias"] == "float32[6] (dp n) on replica=2 dp=2 tp=2" and all(right.values()), right
+        assert found["norm.bias"] == "float32[6] (dp n) on replica=2 dp=2 tp=2" and all(
+            right.values()
+        ), right
 
 
 def test_layouts_of_a_plain_module(pool: Pool) -> None:
@@ -275,7 +343,9 @@ def test_layouts_as_dtensors(pool: Pool, text: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("src", "dst"), [("S0 S1", "S1 S0"), ("R S0", "S1 R"), ("Psum S0", "R R"), ("R R", "S0 R")])
+@pytest.mark.parametrize(
+    ("src", "dst"), [("S0 S1", "S1 S0"), ("R S0", "S1 R"), ("Psum S0", "R R"), ("R R", "S0 R")]
+)
 def test_gradients_are_those_of_dtensor(pool: Pool, src: str, dst: str, dtype: str) -> None:
     """Values and placements, where torch is right."""
     for ours, theirs in pool.run(work.gradients, src, dst, (8, 6), dtype):
@@ -296,7 +366,9 @@ def test_gradients_are_those_of_dtensor(pool: Pool, src: str, dst: str, dtype: s
         ("S0 R", "S0 S1", "R Psum"),
     ],
 )
-def test_gradients_that_arrive_as_addends_are_those_of_dtensor(pool: Pool, src: str, dst: str, given: str) -> None:
+def test_gradients_that_arrive_as_addends_are_those_of_dtensor(
+    pool: Pool, src: str, dst: str, given: str
+) -> None:
     """They stay so along axes where the input is Partial, and are reduced along the others."""
     for ours, theirs, value in pool.run(work.gradients_given, src, dst, given):
         assert ours == theirs
@@ -323,8 +395,16 @@ def test_targets_that_dtensor_cannot_say(pool: Pool) -> None:
 WRONG: list[tuple[str, str, str]] = [
     ("shape", "LayoutError", "a move changes neither shape nor dtype"),
     ("dtype", "LayoutError", "a move changes neither shape nor dtype"),
-    ("nothing", "LayoutError", "NoneType is no tensor; a rank that has no part of it passes torch.empty(0)"),
-    ("no device mesh", "LayoutError", "give torch's DeviceMesh, or a Layout on that mesh as target"),
+    (
+        "nothing",
+        "LayoutError",
+        "NoneType is no tensor; a rank that has no part of it passes torch.empty(0)",
+    ),
+    (
+        "no device mesh",
+        "LayoutError",
+        "give torch's DeviceMesh, or a Layout on that mesh as target",
+    ),
     ("plain", "LayoutError", "a plain tensor is part of what? pass layout=, or a DTensor"),
     ("grad", "LayoutError", "grad='half' is unknown; use 'replicate' or 'partial'"),
     ("readings", "LayoutError", "pass reading=, or a Layout"),

@@ -49,7 +49,10 @@ def test_the_oldest_moves_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda src, out: None
 
     monkeypatch.setattr("shardmath_torch.dtensors.moves.compile", fake)
-    pairs = [tuple(sm.Layout((8 * n, 8), MESH, text) for text in ("(tp n) h", "n (tp h)")) for n in range(1, 8)]
+    pairs = [
+        tuple(sm.Layout((8 * n, 8), MESH, text) for text in ("(tp n) h", "n (tp h)"))
+        for n in range(1, 8)
+    ]
     assert len({weight(sm.plan(*pair)) for pair in pairs}) == 1
     moves = Moves(None, most=4 * weight(sm.plan(*pairs[0])))
     first = [moves.between(*pair) for pair in pairs[:4]]
@@ -68,7 +71,11 @@ def test_the_oldest_moves_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_moves_of_a_group_share_staging(pool: Pool) -> None:
     """One block, as large as the largest needs, however many movers."""
-    texts = [("(dp tp n) h", "n (tp dp h)"), ("(tp dp n) h", "n (dp tp h)"), ("(dp n) h", "n (dp tp h)")]
+    texts = [
+        ("(dp tp n) h", "n (tp dp h)"),
+        ("(tp dp n) h", "n (dp tp h)"),
+        ("(dp n) h", "n (dp tp h)"),
+    ]
     plans = [sm.plan(sm.Layout((32, 64), MESH, a), sm.Layout((32, 64), MESH, b)) for a, b in texts]
     for needed, blocks in pool.run(shared_staging, [make_case(plan)[0] for plan in plans]):
         assert min(needed) > 0

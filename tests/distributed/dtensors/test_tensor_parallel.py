@@ -32,7 +32,9 @@ SIZES: dict[str, tuple[int, int, tuple[int, ...]]] = {
 @pytest.mark.parametrize("how", ["whole", "local", "meta"])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_layouts_are_what_ranks_hold(pool: Pool, shape: tuple[int, ...], sizes: str, how: str) -> None:
+def test_layouts_are_what_ranks_hold(
+    pool: Pool, shape: tuple[int, ...], sizes: str, how: str
+) -> None:
     """Element by element, before and after fully_shard, as computed by hand; and the forward sees those values."""
     for before, after, difference, _, _ in pool.run(work.laid, shape, SIZES[sizes], how):
         assert not before and not after and difference == 0
@@ -41,7 +43,10 @@ def test_layouts_are_what_ranks_hold(pool: Pool, shape: tuple[int, ...], sizes: 
 def test_the_texts_of_layouts(pool: Pool) -> None:
     """One of each style, under hybrid sharding."""
     for _, _, _, before, after in pool.run(work.laid, (2, 2, 2), SIZES["even"], "whole"):
-        assert before["column.weight"] == before["words.weight"] == "(tp n) h" and before["row.weight"] == "n (tp h)"
+        assert (
+            before["column.weight"] == before["words.weight"] == "(tp n) h"
+            and before["row.weight"] == "n (tp h)"
+        )
         assert before["row.bias"] == before["norm.weight"] == "n"
         on = "dp_replicate=2 dp_shard=2 tp=2"
         assert after == {
@@ -62,7 +67,9 @@ def test_the_texts_of_layouts(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(("source", "target"), [((4, 2), (2, 4)), ((2, 4), (2, 2, 2)), ((2, 2, 2), (2, 4))])
+@pytest.mark.parametrize(
+    ("source", "target"), [((4, 2), (2, 4)), ((2, 4), (2, 2, 2)), ((2, 2, 2), (2, 4))]
+)
 def test_another_degree_scrambles_no_components(
     pool: Pool, source: tuple[int, ...], target: tuple[int, ...], sizes: str
 ) -> None:
@@ -93,7 +100,9 @@ def test_torch_saves_what_it_can_say(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "fused"), [("pair", smt.Fused(2)), ("qkv", smt.Fused((8, 4, 4)))])
-def test_torch_refuses_to_save_components(pool: Pool, tmp_path: Path, name: str, fused: Any) -> None:
+def test_torch_refuses_to_save_components(
+    pool: Pool, tmp_path: Path, name: str, fused: Any
+) -> None:
     """DCP has no words for them; it says so rather than scramble them."""
     for said in pool.run(work.saved_by_torch, str(tmp_path), 16, {**PLAIN, name: fused}):
         assert isinstance(said, str) and f"key:{name}.weight has overlapping chunks" in said
@@ -111,10 +120,15 @@ TRAINED = [
 
 
 @pytest.mark.parametrize(("shape", "fsdp", "again"), TRAINED)
-def test_gradients_are_the_undivided_models(pool: Pool, shape: tuple[int, ...], fsdp: bool, again: bool) -> None:
+def test_gradients_are_the_undivided_models(
+    pool: Pool, shape: tuple[int, ...], fsdp: bool, again: bool
+) -> None:
     """Two steps of AdamW with accumulated gradients, a shared embedding, and weights used in a parent's forward."""
     for found in pool.run(work.trained, shape, fsdp, again, timeout=110):
-        assert len(found) > 60 and {"loss", "norm", "gradient of embed.weight", "head.weight"} <= found.keys()
+        assert (
+            len(found) > 60
+            and {"loss", "norm", "gradient of embed.weight", "head.weight"} <= found.keys()
+        )
         assert {name: worst for name, worst in found.items() if not worst < 2e-4} == {}
 
 
@@ -171,7 +185,9 @@ def test_amax_is_of_whole_parameters(pool: Pool, shape: tuple[int, ...], weights
     """Of each replica's own: they differ here. One all-reduce an axis; some shards are empty."""
     for rank, (found, wanted, calls, kinds) in enumerate(pool.run(work.scales, shape, weights)):
         assert found == wanted and kinds == {(torch.float32, (), False)}
-        everyone = set(range(8)) if len(shape) == 2 else set(range(rank // 4 * 4, rank // 4 * 4 + 4))
+        everyone = (
+            set(range(8)) if len(shape) == 2 else set(range(rank // 4 * 4, rank // 4 * 4 + 4))
+        )
         assert len(calls) == (1 if weights == "flat" else 2)
         assert set().union(*calls) <= everyone and (weights == "axes" or set(calls[0]) == everyone)
 
@@ -203,30 +219,66 @@ def test_words_are_in_the_order_of_values() -> None:
 # Errors
 
 REFUSED: dict[str, tuple[str, str]] = {
-    "2-D": ("MeshError", "tp_mesh has 2 axes, Mesh(dp=4, tp=2); give one axis of a DeviceMesh with mesh_dim_names"),
+    "2-D": (
+        "MeshError",
+        "tp_mesh has 2 axes, Mesh(dp=4, tp=2); give one axis of a DeviceMesh with mesh_dim_names",
+    ),
     "no mesh": ("MeshError", "tp_mesh is Mesh(tp=2); give a DeviceMesh"),
     "no name": ("MeshError", "tp_mesh's axis has no name; give one axis"),
     "weights without tp": ("MeshError", "of tp_mesh, Mesh(tp=2"),
     "no module": ("LayoutError", "Parameter is no torch.nn.Module"),
     "no styles": ("PlacementError", "styles is 'column'; give a mapping from patterns to styles"),
-    "unknown": ("PlacementError", "style 'colum' of '0' is unknown; use column, row, replicate, vocabulary"),
-    "no match": ("PlacementError", "'*.q' matches no module and no parameter; modules are '', '0', '1'"),
-    "no weight": ("PlacementError", "'blocks.0' matches module 'blocks.0', which has no parameter weight or bias"),
+    "unknown": (
+        "PlacementError",
+        "style 'colum' of '0' is unknown; use column, row, replicate, vocabulary",
+    ),
+    "no match": (
+        "PlacementError",
+        "'*.q' matches no module and no parameter; modules are '', '0', '1'",
+    ),
+    "no weight": (
+        "PlacementError",
+        "'blocks.0' matches module 'blocks.0', which has no parameter weight or bias",
+    ),
     "uneven": (
         "PlacementError",
         "parameter '0.weight' whole (9, 4) as 'column' on tp=2: dimension 0: 9 does not divide by tp=2; pad to 10",
     ),
-    "no dimension": ("PlacementError", "parameter '1.weight' whole (4,) as 'row' on tp=2: it has no dimension 1"),
-    "uneven part": ("PlacementError", "dimension 0: a component of 3 of 4 does not divide by tp=2; pad to 4"),
-    "not the sum": ("PlacementError", "dimension 0: they add up to 6, not 4; give sizes on the whole weight"),
-    "local sum": ("PlacementError", "local (4, 4) as Fused(components=(2, 2)) on tp=2: dimension 0: they add up to 4"),
+    "no dimension": (
+        "PlacementError",
+        "parameter '1.weight' whole (4,) as 'row' on tp=2: it has no dimension 1",
+    ),
+    "uneven part": (
+        "PlacementError",
+        "dimension 0: a component of 3 of 4 does not divide by tp=2; pad to 4",
+    ),
+    "not the sum": (
+        "PlacementError",
+        "dimension 0: they add up to 6, not 4; give sizes on the whole weight",
+    ),
+    "local sum": (
+        "PlacementError",
+        "local (4, 4) as Fused(components=(2, 2)) on tp=2: dimension 0: they add up to 4",
+    ),
     "not so many": ("PlacementError", "4 are not 3 equal ones; give a tuple of their whole sizes"),
-    "shared": ("PlacementError", "one shared parameter is to be 'column' as '0.weight' (by '0') and 'row'"),
-    "shared parts": ("PlacementError", "one shared parameter is to be 'column' as '0.weight' (by '0') and Fused("),
-    "gradient": ("LayoutError", "parameter '0.weight' has a gradient, which would be lost; call zero_grad() first"),
+    "shared": (
+        "PlacementError",
+        "one shared parameter is to be 'column' as '0.weight' (by '0') and 'row'",
+    ),
+    "shared parts": (
+        "PlacementError",
+        "one shared parameter is to be 'column' as '0.weight' (by '0') and Fused(",
+    ),
+    "gradient": (
+        "LayoutError",
+        "parameter '0.weight' has a gradient, which would be lost; call zero_grad() first",
+    ),
     "dtensors": ("LayoutError", "parameter '0.weight' is a DTensor; set_device_mesh comes before"),
     "lazy": ("LayoutError", "parameter 'weight' has no shape yet"),
-    "amax first": ("LayoutError", "no parameter of the module is on a mesh; call set_device_mesh first"),
+    "amax first": (
+        "LayoutError",
+        "no parameter of the module is on a mesh; call set_device_mesh first",
+    ),
 }
 
 
@@ -238,21 +290,33 @@ def test_bad_input(pool: Pool, what: str) -> None:
         assert same and found[0] == kind and said in found[1], found
 
 
-@pytest.mark.parametrize(("what", "name"), [("outside", "tp_mesh"), ("weights outside", "weight_mesh")])
+@pytest.mark.parametrize(
+    ("what", "name"), [("outside", "tp_mesh"), ("weights outside", "weight_mesh")]
+)
 def test_meshes_without_this_rank(pool: Pool, what: str, name: str) -> None:
     """Refused on the ranks outside, each of which says so."""
     for rank, (found, same) in enumerate(pool.run(work.refused, what)):
         if rank < 6:
-            assert same and found[0] == "MeshError" and f"rank {rank} is not in {name}, Mesh(" in found[1]
+            assert (
+                same
+                and found[0] == "MeshError"
+                and f"rank {rank} is not in {name}, Mesh(" in found[1]
+            )
 
 
 LATER: dict[str, tuple[str, str]] = {
     "twice": ("LayoutError", "module '' is on a mesh already; call set_device_mesh once"),
     "inside": ("LayoutError", "module '1' is on a mesh already; call set_device_mesh once"),
-    "meta": ("LayoutError", "parameter '0.weight' is on the meta device and has no values; call to_empty"),
+    "meta": (
+        "LayoutError",
+        "parameter '0.weight' is on the meta device and has no values; call to_empty",
+    ),
     "tp alone": ("LayoutError", "which hold parts of it, are not in weight_mesh, Mesh(tp=2"),
     "replaced": ("LayoutError", "parameter '0.weight' was replaced after set_device_mesh"),
-    "other shape": ("LayoutError", "holds (3, 4), float32[4, 4] (2 tp n) h on tp=2 has (2, 4) there"),
+    "other shape": (
+        "LayoutError",
+        "holds (3, 4), float32[4, 4] (2 tp n) h on tp=2 has (2, 4) there",
+    ),
 }
 
 
@@ -266,7 +330,9 @@ def test_bad_input_later(pool: Pool, what: str) -> None:
 @pytest.mark.parametrize("components", [(), 0, (4, 0), [4, 4], "44", (4.0, 4), True])
 def test_components_that_are_none(components: Any) -> None:
     kind, said = work.fused(components)
-    assert kind == "PlacementError" and said.startswith(f"Fused({components!r}); give a tuple of sizes above 0")
+    assert kind == "PlacementError" and said.startswith(
+        f"Fused({components!r}); give a tuple of sizes above 0"
+    )
 
 
 # Styles
@@ -284,11 +350,22 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
-        self.fc2_weight, self.fc2_bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
+        self.fc2_weight, self.fc2_bias = (
+            nn.Parameter(torch.zeros(4, 4)),
+            nn.Parameter(torch.zeros(4)),
+        )
         self.softmax_offset, self.inner = nn.Parameter(torch.zeros(4)), nn.Linear(4, 4)
 
 
-NOTHING = {"weight", "bias", "fc2_weight", "fc2_bias", "softmax_offset", "inner.weight", "inner.bias"}
+NOTHING = {
+    "weight",
+    "bias",
+    "fc2_weight",
+    "fc2_bias",
+    "softmax_offset",
+    "inner.weight",
+    "inner.bias",
+}
 PATTERNS: list[tuple[dict[str, Any], dict[str, int | None]]] = [
     ({}, {}),
     ({"": "column"}, {"weight": 0, "bias": 0}),
@@ -299,7 +376,10 @@ PATTERNS: list[tuple[dict[str, Any], dict[str, int | None]]] = [
     ({"fc2_*": "row"}, {"fc2_weight": 1}),
     ({"fc2_*": "column"}, {"fc2_weight": 0, "fc2_bias": 0}),
     ({"*": "replicate"}, {}),
-    ({"inner": "row", "*": "column"}, dict.fromkeys(NOTHING, 0) | {"inner.weight": 1, "inner.bias": None}),
+    (
+        {"inner": "row", "*": "column"},
+        dict.fromkeys(NOTHING, 0) | {"inner.weight": 1, "inner.bias": None},
+    ),
     ({"*": "column", "inner": "row"}, dict.fromkeys(NOTHING, 0)),
     ({"inner.bias": "column", "inner": "row"}, {"inner.weight": 1, "inner.bias": 0}),
     ({"INNER*": "row", "inner": "column"}, {}),

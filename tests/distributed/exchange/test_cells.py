@@ -32,7 +32,14 @@ WANTS = wanted(sm.plan(LAYOUT, LAYOUT), 0)
         ({1: 1, 0: 1, 2: 1, 3: 2}, 1),
         ({0: None, 1: None, 2: None, 3: None}, None),
     ],
-    ids=["all saw it", "a chain", "nobody saw it", "all went on", "it says so itself", "nothing tells"],
+    ids=[
+        "all saw it",
+        "a chain",
+        "nobody saw it",
+        "all went on",
+        "it says so itself",
+        "nothing tells",
+    ],
 )
 def test_who_failed_first(reports: dict[int, int | None], first: int | None) -> None:
     """The blamed who is silent; else who is silent; else the most blamed."""
@@ -42,8 +49,14 @@ def test_who_failed_first(reports: dict[int, int | None], first: int | None) -> 
 def test_an_inquest_without_a_store_goes_by_what_it_saw() -> None:
     """No store: own evidence; a store that a rank served and that no longer answers: nobody is blamed."""
     saw, let_go = Evidence(3, "w", "its connection closed"), []
-    assert Inquest(None, None, "1", 0, range(4), 0.2).hold(saw, lambda: let_go.append(1)) == (3, saw)
-    assert Inquest(None, 2, "1", 0, range(4), 0.2).hold(saw, lambda: let_go.append(2)) == (None, saw)
+    assert Inquest(None, None, "1", 0, range(4), 0.2).hold(saw, lambda: let_go.append(1)) == (
+        3,
+        saw,
+    )
+    assert Inquest(None, 2, "1", 0, range(4), 0.2).hold(saw, lambda: let_go.append(2)) == (
+        None,
+        saw,
+    )
     assert let_go == [1, 2]
 
 
@@ -55,7 +68,9 @@ def test_records_have_one_size(text: str) -> None:
     assert len(record) == RECORD
     whole = len(text.encode()) <= CLAIM
     assert read.claim == text if whole else text.startswith(read.claim.partition("... ")[0])
-    assert whole or encode(Ballot(text + "y", -3)) != encode(Ballot(text + "z", -3)), "a cut claim says what it was"
+    assert whole or encode(Ballot(text + "y", -3)) != encode(Ballot(text + "z", -3)), (
+        "a cut claim says what it was"
+    )
     assert text.startswith(read.objection)
     assert (read.number, bool(read.objection)) == (-3, bool(text))
 
@@ -90,7 +105,9 @@ def test_memory_that_is_gone_is_refused() -> None:
         fake = torch.zeros(4, 6)
     with pytest.raises(sm.ExchangeError, match="a FakeTensor, which has no plain memory"):
         _checked(fake, torch.zeros(4, 6))
-    with pytest.raises(sm.ExchangeError, match="the source tensor reaches 96 bytes into a storage of 8"):
+    with pytest.raises(
+        sm.ExchangeError, match="the source tensor reaches 96 bytes into a storage of 8"
+    ):
         _checked(shrunk, torch.zeros(4, 6))
 
     def move(src: torch.Tensor) -> torch.Tensor:
@@ -134,7 +151,9 @@ def test_sites_are_slices() -> None:
     t = torch.arange(48).view(6, 8)
     a, b, c = (slice(1, 3), slice(0, 8)), (slice(3, 4), slice(0, 8)), (slice(1, 3), slice(0, 4))
     sites = [site_of("t", t.stride(), s, tuple(t[s].shape)) for s in (a, b, c)]
-    assert all(torch.equal(view({"t": t}, site), t[s]) for site, s in zip(sites, (a, b, c), strict=True))
+    assert all(
+        torch.equal(view({"t": t}, site), t[s]) for site, s in zip(sites, (a, b, c), strict=True)
+    )
     stretch = stretch_of(sites[:2])
     assert stretch is not None
     assert torch.equal(view({"t": t}, stretch), t[1:4].flatten())
@@ -145,14 +164,22 @@ def test_sites_are_slices() -> None:
 def test_own_cells_leave_holes_out() -> None:
     """Boxes of local positions, joined where only the global side jumps; one empty box for a scalar."""
     runs = Runs(((0, 8, 2), (2, 0, 1), (5, 1, 1)), 7)
-    assert own_boxes((runs, Runs(((0, 0, 4),)))) == ((slice(0, 3), slice(0, 4)), (slice(5, 6), slice(0, 4)))
+    assert own_boxes((runs, Runs(((0, 0, 4),)))) == (
+        (slice(0, 3), slice(0, 4)),
+        (slice(5, 6), slice(0, 4)),
+    )
     assert own_boxes(()) == ((),)
 
 
 def test_arithmetic_does_not_depend_on_the_place() -> None:
     """Every fold gives the same bits for a whole tensor as for its elements one by one."""
-    for name, op in [(n, o) for n in ("float32", "bfloat16", "complex64", "uint16") for o in ("sum", "product")]:
-        made = [torch.randint(0, 50, (2, 37, 8), dtype=torch.uint8).view(getattr(torch, name)) for _ in range(2)]
+    for name, op in [
+        (n, o) for n in ("float32", "bfloat16", "complex64", "uint16") for o in ("sum", "product")
+    ]:
+        made = [
+            torch.randint(0, 50, (2, 37, 8), dtype=torch.uint8).view(getattr(torch, name))
+            for _ in range(2)
+        ]
         whole, single = made[0].clone(), made[0].clone()
         dtypes.fold(op, whole, made[1])
         for i in range(whole.shape[1]):
@@ -166,7 +193,9 @@ def test_freed_memory_is_not_saved() -> None:
     whole.untyped_storage().resize_(0)
     planner = SavePlanner({"w": layout}, rank=0)
     planner.set_up_planner({"w": whole})
-    with pytest.raises(sm.ExchangeError, match="source tensor 'w' reaches 96 bytes into a storage of 0"):
+    with pytest.raises(
+        sm.ExchangeError, match="source tensor 'w' reaches 96 bytes into a storage of 0"
+    ):
         planner.create_local_plan()
     blob = torch.zeros(4, dtype=torch.uint8)
     blob.untyped_storage().resize_(0)

@@ -33,42 +33,106 @@ MOVES = [
         (5,),
         "rank 5: the destination tensor has shape (8, 2, 2), the plan's layout stores (8, 2) there",
     ),
-    (SAME, "src dtype", (0,), "rank 0: the source tensor has dtype float64, the plan's layout has float32; pass"),
+    (
+        SAME,
+        "src dtype",
+        (0,),
+        "rank 0: the source tensor has dtype float64, the plan's layout has float32; pass",
+    ),
     (
         SAME,
         "dst device",
         (7,),
         "rank 7: the destination tensor is on device 'meta', the process group moves tensors on 'cpu'",
     ),
-    (SAME, "src none", (2,), "rank 2: the source tensor is missing: nothing given; pass one tensor"),
-    (SAME, "src dict", (2,), "rank 2: the source is a dict with 'w'; the plan has one tensor: pass it without a dict"),
-    (SAME, "src list", (2,), "rank 2: the source is list; pass a tensor, a dict of tensors, or None"),
-    (SAME, "src sparse", (2,), "rank 2: the source tensor is stored as torch.sparse_coo; pass a plain strided tensor"),
+    (
+        SAME,
+        "src none",
+        (2,),
+        "rank 2: the source tensor is missing: nothing given; pass one tensor",
+    ),
+    (
+        SAME,
+        "src dict",
+        (2,),
+        "rank 2: the source is a dict with 'w'; the plan has one tensor: pass it without a dict",
+    ),
+    (
+        SAME,
+        "src list",
+        (2,),
+        "rank 2: the source is list; pass a tensor, a dict of tensors, or None",
+    ),
+    (
+        SAME,
+        "src sparse",
+        (2,),
+        "rank 2: the source tensor is stored as torch.sparse_coo; pass a plain strided tensor",
+    ),
     (
         SAME,
         "dst expanded",
         (2,),
         "rank 2: the destination tensor has shape (8, 2) and strides (0, 1), which put several elements into one cell",
     ),
-    (SAME, "src freed", (1,), "rank 1: the source tensor reaches 16 bytes into a storage of 0, which was freed"),
-    (SAME, "dst freed", (1,), "rank 1: the destination tensor reaches 64 bytes into a storage of 0, which was freed"),
-    (SAME, "src shrunk", (1,), "rank 1: the source tensor reaches 16 bytes into a storage of 8, which was freed"),
-    (SAME, "src wrapper", (1,), "rank 1: the source tensor is a Wrapper, which has no plain memory; pass a plain"),
-    (SAME, "dst wrapper", (1,), "rank 1: the destination tensor is a Wrapper, which has no plain memory"),
+    (
+        SAME,
+        "src freed",
+        (1,),
+        "rank 1: the source tensor reaches 16 bytes into a storage of 0, which was freed",
+    ),
+    (
+        SAME,
+        "dst freed",
+        (1,),
+        "rank 1: the destination tensor reaches 64 bytes into a storage of 0, which was freed",
+    ),
+    (
+        SAME,
+        "src shrunk",
+        (1,),
+        "rank 1: the source tensor reaches 16 bytes into a storage of 8, which was freed",
+    ),
+    (
+        SAME,
+        "src wrapper",
+        (1,),
+        "rank 1: the source tensor is a Wrapper, which has no plain memory; pass a plain",
+    ),
+    (
+        SAME,
+        "dst wrapper",
+        (1,),
+        "rank 1: the destination tensor is a Wrapper, which has no plain memory",
+    ),
     (TREE, "src freed", (1,), "rank 1: source tensor 'v' reaches"),
     (SAME, "dst alias", (4,), "rank 4: the source tensor and the destination tensor share memory"),
     (SAME, "src shape", (1, 2, 3, 6), "ranks 1-3, 6: the source tensor has shape (1, 4, 2)"),
     (TREE, "src missing", (1,), "rank 1: source tensor 'v' is missing: 'w' given; pass 'v', 'w'"),
     (TREE, "dst missing", (5,), "rank 5: destination tensor 'v' is missing"),
-    (TREE, "src extra", (1,), "rank 1: source tensor 'zz' is not one that this rank stores; pass 'v', 'w'"),
-    (TREE, "src bare", (1,), "rank 1: the source is one tensor; the plan has names: pass a dict with 'v', 'w'"),
+    (
+        TREE,
+        "src extra",
+        (1,),
+        "rank 1: source tensor 'zz' is not one that this rank stores; pass 'v', 'w'",
+    ),
+    (
+        TREE,
+        "src bare",
+        (1,),
+        "rank 1: the source is one tensor; the plan has names: pass a dict with 'v', 'w'",
+    ),
     (TREE, "src number", (1,), "rank 1: source tensor 'v' is int; pass a torch.Tensor"),
     (TREE, "src dtype", (2,), "rank 2: source tensor 'v' has dtype float64"),
 ]
 
 
-@pytest.mark.parametrize(("plan", "how", "who", "text"), MOVES, ids=lambda x: x if isinstance(x, str) else None)
-def test_a_bad_tensor_on_the_second_move(pool: Pool, plan: sm.Plan, how: str, who: tuple[int, ...], text: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "how", "who", "text"), MOVES, ids=lambda x: x if isinstance(x, str) else None
+)
+def test_a_bad_tensor_on_the_second_move(
+    pool: Pool, plan: sm.Plan, how: str, who: tuple[int, ...], text: str
+) -> None:
     """All ranks raise what is wrong and where; no destination has changed; the third move is right."""
     case, wanted = make_case(plan)
     for rank, (error, same, end) in enumerate(pool.run(bad_move, case, who, how)):
@@ -90,11 +154,16 @@ def test_ranks_that_the_plan_does_not_name_pass_none(pool: Pool) -> None:
     case, _ = make_case(APART)
     tensor = case.src[0]
     for rank, side in ((7, "source"), (5, "source"), (1, "destination"), (7, "destination")):
-        given = {"src": {**case.src, rank: tensor}} if side == "source" else {"dst": {**case.dst, rank: tensor}}
+        given = (
+            {"src": {**case.src, rank: tensor}}
+            if side == "source"
+            else {"dst": {**case.dst, rank: tensor}}
+        )
         bad = type(case)(case.plan, **{"src": case.src, "dst": case.dst, **given})
         answers = pool.attempt(bad_move, bad, (), "")
         assert all(
-            f"rank {rank}: the {side} tensor is given, but this rank is not on the {side} side; pass None" in a.text
+            f"rank {rank}: the {side} tensor is given, but this rank is not on the {side} side; pass None"
+            in a.text
             for a in answers
         )
 
@@ -106,21 +175,33 @@ def test_ranks_that_the_plan_does_not_name_pass_none(pool: Pool) -> None:
             [{"max_inflight_bytes": 1 << 20}] + [{}] * 7,
             ["rank 0: compile(", "max_inflight_bytes=1048576", "ranks 1-7: "],
         ),
-        ([{}] * 5 + [{"engine": "broadcast"}] * 2 + [{}], ["ranks 5-6: ", "engine='broadcast'", "ranks 0-4, 7: "]),
+        (
+            [{}] * 5 + [{"engine": "broadcast"}] * 2 + [{}],
+            ["ranks 5-6: ", "engine='broadcast'", "ranks 0-4, 7: "],
+        ),
         ([{}] * 7 + [{"timeout": 21.0}], ["rank 7: ", "timeout=21.0"]),
         (
             [{"engine": "fast"}],
-            ["ranks 0-7: engine 'fast' is unknown on gloo; use one of 'auto', 'exchange', 'broadcast'"],
+            [
+                "ranks 0-7: engine 'fast' is unknown on gloo; use one of 'auto', 'exchange', 'broadcast'"
+            ],
         ),
         ([{"timeout": 0}], ["timeout=0 is no time to wait; pass seconds > 0"]),
         (
             [{"max_inflight_bytes": 8}],
-            ["max_inflight_bytes=8 has no room for a message of 16 bytes each way; pass 32 or more"],
+            [
+                "max_inflight_bytes=8 has no room for a message of 16 bytes each way; pass 32 or more"
+            ],
         ),
-        ([{"max_inflight_bytes": "8"}] + [{}] * 7, ["rank 0: max_inflight_bytes='8' is no number of bytes"]),
+        (
+            [{"max_inflight_bytes": "8"}] + [{}] * 7,
+            ["rank 0: max_inflight_bytes='8' is no number of bytes"],
+        ),
     ],
 )
-def test_settings_that_differ_or_are_wrong(pool: Pool, options: list[dict[str, object]], shown: list[str]) -> None:
+def test_settings_that_differ_or_are_wrong(
+    pool: Pool, options: list[dict[str, object]], shown: list[str]
+) -> None:
     """compile raises on every rank, and says which ranks pass what."""
     for error in pool.run(compile_with, [SAME], options, tuple(range(8))):
         assert all(text in error for text in shown), error
@@ -129,7 +210,9 @@ def test_settings_that_differ_or_are_wrong(pool: Pool, options: list[dict[str, o
 def test_plans_that_differ(pool: Pool) -> None:
     """One rank with another plan, or none: every rank raises and shows which."""
     for error in pool.run(compile_with, [SAME] * 6 + [APART, SAME], [{}], tuple(range(8))):
-        assert error.startswith("ranks disagree on what to do\nranks 0-5, 7: compile(plan " + SAME.digest[:24])
+        assert error.startswith(
+            "ranks disagree on what to do\nranks 0-5, 7: compile(plan " + SAME.digest[:24]
+        )
         assert "rank 6: compile(plan " + APART.digest[:24] in error
     for error in pool.run(compile_with, [SAME] * 7 + [None], [{}], tuple(range(8))):
         assert "rank 7: compile takes a Plan, got NoneType; pass shardmath.plan(src, dst)" in error
@@ -139,7 +222,8 @@ def test_a_group_without_a_rank_of_the_plan(pool: Pool) -> None:
     """A plan needs all of its ranks; and only ranks of the group compile on it."""
     errors = pool.run(compile_with, [APART], [{}], (0, 1, 2, 3, 5))
     assert all(
-        "[4, 6] are not in the group; compile on a group that has all of them" in errors[r] for r in (0, 1, 2, 3, 5)
+        "[4, 6] are not in the group; compile on a group that has all of them" in errors[r]
+        for r in (0, 1, 2, 3, 5)
     )
     for rank, error in enumerate(pool.run(outsider, APART, (0, 1, 2, 3, 5))):
         assert rank in (0, 1, 2, 3, 5) or f"rank {rank} is not in the group" in error
@@ -155,5 +239,6 @@ def test_a_reduction_that_torch_cannot_do(pool: Pool, dtype: str) -> None:
     )
     for error in pool.run(compile_with, [plan], [{}], tuple(range(8))):
         assert re.search(
-            f"ranks 0-7: tensor 'g' needs 'sum' of {dtype}, which torch does not have; cast it to float32", error
+            f"ranks 0-7: tensor 'g' needs 'sum' of {dtype}, which torch does not have; cast it to float32",
+            error,
         )

@@ -24,7 +24,9 @@ def _of(text: str, names: str = "ab", n: int = 4) -> dict[str, sm.Layout]:
 def test_one_tensor_for_two_names() -> None:
     """Tied weights passed twice: the second would overwrite the first."""
     tied = torch.zeros(4)
-    with pytest.raises(sm.ExchangeError, match="'a' and destination tensor 'b' share memory: one would overwrite"):
+    with pytest.raises(
+        sm.ExchangeError, match="'a' and destination tensor 'b' share memory: one would overwrite"
+    ):
         _check(_of("(tp n)"), _of("n"), {"a": tied, "b": tied})
 
 
@@ -40,13 +42,18 @@ def test_views_that_meet() -> None:
 def test_a_tensor_that_overlaps_itself() -> None:
     windows = torch.zeros(5).as_strided((4,), (1,)).as_strided((2, 2), (1, 1))
     layouts = [{"a": sm.Layout((2, 2), MESH, text)} for text in ("(tp n) h", "n h")]
-    with pytest.raises(sm.ExchangeError, match=r"strides \(1, 1\), which put several elements into one cell"):
+    with pytest.raises(
+        sm.ExchangeError, match=r"strides \(1, 1\), which put several elements into one cell"
+    ):
         _check(*layouts, {"a": windows})
 
 
 def test_holes_may_be_another_s() -> None:
     buffer = torch.zeros(8)
-    dst = {"a": sm.Layout((4,), MESH, "(n)=<0:2 -2 2:4 -2>"), "b": sm.Layout((4,), MESH, "(n)=<-2 0:2 -2 2:4>")}
+    dst = {
+        "a": sm.Layout((4,), MESH, "(n)=<0:2 -2 2:4 -2>"),
+        "b": sm.Layout((4,), MESH, "(n)=<-2 0:2 -2 2:4>"),
+    }
     _check(_of("(tp n)"), dst, {"a": buffer, "b": buffer})
     longer = torch.zeros(10)
     with pytest.raises(sm.ExchangeError, match="share memory"):

@@ -30,13 +30,22 @@ def check(pool: Pool, cases: list[tuple[Case, Wanted]]) -> None:
 @pytest.mark.parametrize("engine", ["exchange", "broadcast"])
 def test_random_plans(pool: Pool, engine: str) -> None:
     """Random layouts, meshes that overlap or not, reductions, empty dimensions, scalars."""
-    check(pool, [make_case(random_plan(seed), seed, options={"engine": engine}) for seed in range(100)])
+    check(
+        pool,
+        [make_case(random_plan(seed), seed, options={"engine": engine}) for seed in range(100)],
+    )
 
 
 @pytest.mark.parametrize("limit", [64, 1000, 20_000])
 def test_many_rounds(pool: Pool, limit: int) -> None:
     """The same with little room: many rounds, and reductions that must go one addend after the other."""
-    check(pool, [make_case(random_plan(seed), seed, options={"max_inflight_bytes": limit}) for seed in range(100, 150)])
+    check(
+        pool,
+        [
+            make_case(random_plan(seed), seed, options={"max_inflight_bytes": limit})
+            for seed in range(100, 150)
+        ],
+    )
 
 
 @pytest.mark.parametrize("lying", ["transposed", "strided"])
@@ -49,8 +58,13 @@ def test_tensors_that_are_not_contiguous(pool: Pool, lying: str) -> None:
 def test_groups_of_some_ranks(pool: Pool, group: tuple[int, ...]) -> None:
     """Rank ids are global ranks; a group of some, in any order, will do, also of ranks that the plan does not name."""
     mesh, less = sm.Mesh(tp=len(group), ranks=group), sm.Mesh(tp=1, ranks=group[-1:])
-    a, b, c = (sm.Layout((7, 5), m, spec) for m, spec in ((mesh, "(tp n) h"), (mesh, "n (tp h)"), (less, "n h")))
-    check(pool, [make_case(sm.plan(*pair), group=group) for pair in ((a, b), (b, c), (c, a), (a, a))])
+    a, b, c = (
+        sm.Layout((7, 5), m, spec)
+        for m, spec in ((mesh, "(tp n) h"), (mesh, "n (tp h)"), (less, "n h"))
+    )
+    check(
+        pool, [make_case(sm.plan(*pair), group=group) for pair in ((a, b), (b, c), (c, a), (a, a))]
+    )
 
 
 DTYPES = sorted(dtypes.ITEMSIZE)
@@ -60,7 +74,9 @@ def test_all_dtypes_of_torch_are_known() -> None:
     """Every dtype of torch that can be made and copied has a name in the core; what has none cannot even be copied."""
     import torch
 
-    made = {str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    made = {
+        str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)
+    }
     unnamed = made - set(DTYPES)
     assert all(name.startswith(("bits", "q", "int", "uint")) for name in unnamed), unnamed
     assert set(DTYPES) <= made
@@ -73,7 +89,12 @@ def test_all_dtypes_move(pool: Pool, engine: str) -> None:
     a = {name: sm.Layout((6, 9), left, "(tp n) h", dtype=name) for name in DTYPES}
     b = {name: sm.Layout((6, 9), right, "n (tp h)", dtype=name) for name in DTYPES}
     c = {name: sm.Layout((6, 9), both, "(dp n) (tp h)", dtype=name) for name in DTYPES}
-    plans = [sm.plan(a, b), sm.plan(b, c), sm.plan(c, c), *(sm.plan(a[name], c[name]) for name in DTYPES)]
+    plans = [
+        sm.plan(a, b),
+        sm.plan(b, c),
+        sm.plan(c, c),
+        *(sm.plan(a[name], c[name]) for name in DTYPES),
+    ]
     check(pool, [make_case(plan, options={"engine": engine}) for plan in plans])
 
 
@@ -94,7 +115,9 @@ REDUCED = [
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "product", "max", "min"])
-@pytest.mark.parametrize("options", [{}, {"max_inflight_bytes": 1 << 12}, {"engine": "broadcast"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"max_inflight_bytes": 1 << 12}, {"engine": "broadcast"}], ids=str
+)
 def test_reductions_are_bitwise(pool: Pool, op: str, options: dict[str, object]) -> None:
     """Reduce-scatter, all-reduce, to another mesh, and from Partial to Partial, in the order of simulate."""
     check(pool, [make_case(plan, options=options) for plan in _reductions(op)])
@@ -108,11 +131,18 @@ def _reductions(op: str) -> list[sm.Plan]:
     ways += [(both, mesh, "(tp dp n) h"), ("n (tp h)", mesh, f"(dp n) h {{{op}: tp}}")]
     ways += [(part, other, "(pp n) h"), (part, other, f"n h {{{op}: pp}}")]
     chosen = [("float32", way) for way in ways]
-    chosen += [(dtype, ways[i % len(ways)]) for k in (0, 3) for i, dtype in enumerate(REDUCED[1:], k)]
+    chosen += [
+        (dtype, ways[i % len(ways)]) for k in (0, 3) for i, dtype in enumerate(REDUCED[1:], k)
+    ]
     out = []
     for dtype, (a, there, b) in chosen:
         with contextlib.suppress(sm.ShardError):
-            out.append(sm.plan(sm.Layout((9, 16), mesh, a, dtype=dtype), sm.Layout((9, 16), there, b, dtype=dtype)))
+            out.append(
+                sm.plan(
+                    sm.Layout((9, 16), mesh, a, dtype=dtype),
+                    sm.Layout((9, 16), there, b, dtype=dtype),
+                )
+            )
     return [plan for plan in out if not _lacks(plan)]
 
 
@@ -120,7 +150,9 @@ def _lacks(plan: sm.Plan) -> bool:
     """Whether torch lacks what the plan needs: compile says so, which test_bad_input tests."""
     ops = {t.op for t in plan.transfers()} - {"copy"}
     dtype = plan.src[""][0].dtype
-    return any(missing(dtype, op) for op in ops) or (plan.divisor("") > 1 and missing(dtype, "divide"))
+    return any(missing(dtype, op) for op in ops) or (
+        plan.divisor("") > 1 and missing(dtype, "divide")
+    )
 
 
 def test_adjoints(pool: Pool) -> None:
@@ -137,10 +169,18 @@ def test_trees_and_windows(pool: Pool) -> None:
     """Many tensors of several dtypes in one message a peer; a tensor held as two windows; padding stays as it was."""
     mesh, other = sm.Mesh(dp=2, tp=2), sm.Mesh(tp=3, ranks=(6, 1, 3))
     names = [f"layers.{i}.{w}" for i in range(5) for w in ("q", "norm", "scale")]
-    specs = {"q": ((12, 10), "(tp dp n) h", "n (tp h)"), "norm": ((10,), "n", "(tp n)"), "scale": ((), "", "")}
+    specs = {
+        "q": ((12, 10), "(tp dp n) h", "n (tp h)"),
+        "norm": ((10,), "n", "(tp n)"),
+        "scale": ((), "", ""),
+    }
     kinds = {"q": "bfloat16", "norm": "float32", "scale": "int64"}
     sides = [
-        {n: sm.Layout(specs[w][0], m, specs[w][k], dtype=kinds[w]) for n in names for w in [n.rpartition(".")[2]]}
+        {
+            n: sm.Layout(specs[w][0], m, specs[w][k], dtype=kinds[w])
+            for n in names
+            for w in [n.rpartition(".")[2]]
+        }
         for k, m in ((1, mesh), (2, other))
     ]
     whole = sm.Layout((8, 6), mesh, "(tp n) h")
@@ -149,7 +189,9 @@ def test_trees_and_windows(pool: Pool) -> None:
     plans = [
         sm.plan(*sides),
         sm.plan({"w": halves}, {"w": sm.Layout((8, 6), other, "n (tp h)")}),
-        sm.plan({"w": whole}, {"w": (window(whole, ((0, 3), (0, 6))), window(whole, ((2, 8), (0, 4))))}),
+        sm.plan(
+            {"w": whole}, {"w": (window(whole, ((0, 3), (0, 6))), window(whole, ((2, 8), (0, 4))))}
+        ),
         sm.plan(padded, padded),
         sm.plan(sm.Layout((9, 4), mesh, "n h {sum: dp}"), padded),
         sm.plan(sm.Layout((9, 4), mesh, "n h {avg: dp}"), padded),
@@ -168,7 +210,9 @@ def test_trees_and_windows(pool: Pool) -> None:
 def test_staging_is_bounded_and_made_once(pool: Pool, limit: int) -> None:
     """Never above max_inflight_bytes; the same block for every move; no memory allocated after the first."""
     mesh = sm.Mesh(dp=4, tp=2)
-    plan = sm.plan(sm.Layout((256, 512), mesh, "(dp tp n) h"), sm.Layout((256, 512), mesh, "n (tp dp h)"))
+    plan = sm.plan(
+        sm.Layout((256, 512), mesh, "(dp tp n) h"), sm.Layout((256, 512), mesh, "n (tp dp h)")
+    )
     for seen in pool.run(staging, make_case(plan, options={"max_inflight_bytes": limit})[0], 3):
         sizes, places, allocated = zip(*seen, strict=True)
         assert 0 < sizes[0] <= limit
@@ -179,7 +223,9 @@ def test_staging_is_bounded_and_made_once(pool: Pool, limit: int) -> None:
 def test_what_is_contiguous_is_not_staged(pool: Pool) -> None:
     """Whole rows from and to contiguous tensors go straight from memory to memory."""
     mesh = sm.Mesh(dp=4, tp=2)
-    plan = sm.plan(sm.Layout((64, 64), mesh, "(dp tp n) h"), sm.Layout((64, 64), mesh, "(tp dp n) h"))
+    plan = sm.plan(
+        sm.Layout((64, 64), mesh, "(dp tp n) h"), sm.Layout((64, 64), mesh, "(tp dp n) h")
+    )
     for seen in pool.run(staging, make_case(plan)[0], 2):
         assert [size for size, _, _ in seen] == [0, 0]
 

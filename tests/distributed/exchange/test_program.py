@@ -16,7 +16,14 @@ import shardmath as sm
 from shardmath.layouts.layout import window
 from shardmath.programs.messages import Message, keeps_fold_order, rounds, scheduled, staging_bytes
 from tests.distributed.pool import Pool
-from tests.distributed.tasks.cases import Arrays, as_bytes, expected, held, random_arrays, random_plan
+from tests.distributed.tasks.cases import (
+    Arrays,
+    as_bytes,
+    expected,
+    held,
+    random_arrays,
+    random_plan,
+)
 from tests.distributed.tasks.scenarios import (
     Case,
     bad_move,
@@ -46,7 +53,9 @@ def program(plan: sm.Plan, per_node: int, fanout: Any, parts: int = 1) -> sm.Pro
     make = functools.partial(sm.schedule, plan, topology=nodes_of(per_node), fanout=fanout)
     if parts == 1:
         return make()
-    most = max(sum(m.nbytes for one in make().for_rank(r) for m in one.messages) for r in plan.ranks)
+    most = max(
+        sum(m.nbytes for one in make().for_rank(r) for m in one.messages) for r in plan.ranks
+    )
     while True:
         try:
             return make(max_inflight_bytes=max(most // parts, 1))
@@ -70,7 +79,9 @@ def case_of(plan: sm.Plan, seed: int = 0, **rest: Any) -> tuple[Case, Wanted]:
     """The plan with random data on both sides, and the destinations' bytes that must come of it."""
     rng = np.random.default_rng(seed)
     src, dst = distributed(plan.src, rng), random_arrays(plan.dst, rng)
-    return Case(plan, as_bytes(src, plan.src), as_bytes(dst, plan.dst), **rest), expected(plan, src, dst)
+    return Case(plan, as_bytes(src, plan.src), as_bytes(dst, plan.dst), **rest), expected(
+        plan, src, dst
+    )
 
 
 def distributed(side: Side, rng: np.random.Generator) -> Arrays:
@@ -102,7 +113,9 @@ def check(pool: Pool, cases: list[tuple[Case, Wanted]]) -> None:
     got = pool.run(move_cases, [case for case, _ in cases], timeout=100)
     for i, (case, wanted) in enumerate(cases):
         for rank, named in wanted.items():
-            assert got[rank][i] == named, f"case {i} ({case.plan}, {case.lying}, {case.options}) on rank {rank}"
+            assert got[rank][i] == named, (
+                f"case {i} ({case.plan}, {case.lying}, {case.options}) on rank {rank}"
+            )
 
 
 def all_ways(plan: sm.Plan, *parts: int, seed: int = 0, **rest: Any) -> list[tuple[Case, Wanted]]:
@@ -126,11 +139,22 @@ MIXED = sm.Mesh(dp=3, tp=2, ranks=(7, 1, 4, 2, 6, 3))
 
 def trees() -> tuple[dict[str, sm.Layout], dict[str, sm.Layout]]:
     """Several tensors of element sizes 1, 2, 4 and 8 by name, from two ranks to six."""
-    kinds = {"q": ("bfloat16", (12, 10)), "norm": ("float32", (11,)), "scale": ("int64", ()), "mask": ("uint8", (5, 3))}
-    texts = {"q": ("(tp n) h", "n (tp h)"), "norm": ("n", "n"), "scale": ("", ""), "mask": ("n h", "(tp n) h")}
+    kinds = {
+        "q": ("bfloat16", (12, 10)),
+        "norm": ("float32", (11,)),
+        "scale": ("int64", ()),
+        "mask": ("uint8", (5, 3)),
+    }
+    texts = {
+        "q": ("(tp n) h", "n (tp h)"),
+        "norm": ("n", "n"),
+        "scale": ("", ""),
+        "mask": ("n h", "(tp n) h"),
+    }
     names = [(f"layers.{i}.{kind}", kind) for i in range(4) for kind in kinds]
     sides = [
-        {n: layout(kinds[k][1], mesh, texts[k][i], kinds[k][0]) for n, k in names} for i, mesh in ((0, TWO), (1, MIXED))
+        {n: layout(kinds[k][1], mesh, texts[k][i], kinds[k][0]) for n, k in names}
+        for i, mesh in ((0, TWO), (1, MIXED))
     ]
     return sides[0], sides[1]
 
@@ -154,14 +178,20 @@ SPREADS: dict[str, Callable[[], tuple[Any, Any]]] = {
         layout((12, 10), sm.Mesh(dp=3, tp=2, ranks=range(2, 8)), "n (tp h)"),
     ),
     "one to seven": lambda: (layout((31, 9), ONE, "n h"), layout((31, 9), SEVEN, "n h")),
-    "uneven": lambda: (layout((13, 7), sm.Mesh(x=3, ranks=(5, 0, 6)), "(x n) h"), layout((13, 7), MIXED, "(tp n) h")),
+    "uneven": lambda: (
+        layout((13, 7), sm.Mesh(x=3, ranks=(5, 0, 6)), "(x n) h"),
+        layout((13, 7), MIXED, "(tp n) h"),
+    ),
     "to all": lambda: (layout((16, 6), REST, "(tp n) h"), layout((16, 6), sm.Mesh(dp=8), "n h")),
     "padded": lambda: (layout((13, 3), TWO, "(tp n) h"), layout((13, 3), MIXED, "(tp n)=20 h")),
     "strided": lambda: (
         layout((30, 4), TWO, "n (tp h)"),
         layout((30, 4), MIXED, {"tp": sm.StridedShard(0, 3)}),
     ),
-    "cyclic": lambda: (layout((29, 4), TWO, "n (tp h)", "bfloat16"), layout((29, 4), MIXED, "(n tp 4) h", "bfloat16")),
+    "cyclic": lambda: (
+        layout((29, 4), TWO, "n (tp h)", "bfloat16"),
+        layout((29, 4), MIXED, "(n tp 4) h", "bfloat16"),
+    ),
     "scalar": lambda: (layout((), ONE, ""), layout((), SEVEN, "")),
     "windows": windows,
     "tree": trees,
@@ -179,7 +209,14 @@ def test_what_is_passed_on_arrives(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("lying", ["transposed", "strided"])
 def test_what_is_passed_on_lies_anywhere(pool: Pool, lying: str) -> None:
     """Destinations that are no contiguous tensors are read where they were written."""
-    check(pool, [way for make in SPREADS.values() for way in all_ways(sm.plan(*make()), 3, lying=lying)[1:]])
+    check(
+        pool,
+        [
+            way
+            for make in SPREADS.values()
+            for way in all_ways(sm.plan(*make()), 3, lying=lying)[1:]
+        ],
+    )
 
 
 BIG = sm.plan(layout((1024, 256), TWO, "(tp n) h"), layout((1024, 256), MIXED, "n (tp h)"))
@@ -202,7 +239,10 @@ def test_random_programs(pool: Pool) -> None:
     for seed in range(400, 450):
         plan = random_plan(seed)
         case, wanted = case_of(plan, seed)
-        cases += [(as_program(case, prog), wanted) for prog in programs(plan, 1 + seed % 2 * 4)[seed % 3 :: 3]]
+        cases += [
+            (as_program(case, prog), wanted)
+            for prog in programs(plan, 1 + seed % 2 * 4)[seed % 3 :: 3]
+        ]
     check(pool, cases)
 
 
@@ -212,8 +252,16 @@ def test_random_programs(pool: Pool) -> None:
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "product"])
 def test_reductions_are_bitwise(pool: Pool, op: str) -> None:
     """All-reduce, reduce-scatter, to other ranks and to Partial: addends come in the order of simulate."""
-    part, both, other = f"n h {{{op}: dp}}", f"n (tp h) {{{op}: dp}}", sm.Mesh(pp=3, ranks=(7, 2, 4))
-    ways = [(EIGHT, part, EIGHT, "n h"), (EIGHT, part, EIGHT, "(dp n) (tp h)"), (EIGHT, part, other, "n h")]
+    part, both, other = (
+        f"n h {{{op}: dp}}",
+        f"n (tp h) {{{op}: dp}}",
+        sm.Mesh(pp=3, ranks=(7, 2, 4)),
+    )
+    ways = [
+        (EIGHT, part, EIGHT, "n h"),
+        (EIGHT, part, EIGHT, "(dp n) (tp h)"),
+        (EIGHT, part, other, "n h"),
+    ]
     ways += [(REST, both, EIGHT, "n h"), (REST, both, other, f"n h {{{op}: pp}}")]
     ways += [(REST, both, sm.Mesh(a=2, b=4), f"n h {{{op}: a}}")]
     chosen = [("float32", way) for way in ways] + [("bfloat16", way) for way in ways[::3]]
@@ -243,7 +291,9 @@ def test_moving_again_moves_what_is_there_now(pool: Pool) -> None:
 def test_staging_is_bounded_and_made_once(pool: Pool, lying: str) -> None:
     """By the program's limit, but for where messages begin; one block for all moves, no memory after the first."""
     prog = program(BIG, 2, "auto", 6)
-    room = prog.max_inflight_bytes + 15 * max(len(one.messages) for r in prog.ranks for one in prog.for_rank(r))
+    room = prog.max_inflight_bytes + 15 * max(
+        len(one.messages) for r in prog.ranks for one in prog.for_rank(r)
+    )
     for seen in pool.run(staging, as_program(case_of(BIG, lying=lying)[0], prog), 2):
         sizes, places, allocated = zip(*seen, strict=True)
         assert sizes[0] <= room
@@ -262,7 +312,9 @@ def test_whole_rows_are_passed_on_without_staging(pool: Pool) -> None:
 def test_the_broadcast_engine_moves_the_plan(pool: Pool) -> None:
     cases = [
         (as_program(case, program(case.plan, 2, "node")), wanted)
-        for case, wanted in (case_of(sm.plan(*SPREADS[name]()), options={"engine": "broadcast"}) for name in SPREADS)
+        for case, wanted in (
+            case_of(sm.plan(*SPREADS[name]()), options={"engine": "broadcast"}) for name in SPREADS
+        )
     ]
     check(pool, cases)
 
@@ -270,7 +322,8 @@ def test_the_broadcast_engine_moves_the_plan(pool: Pool) -> None:
 def test_a_group_of_some_ranks(pool: Pool) -> None:
     """Ranks of the group that the program does not name take part in agreement and move nothing."""
     plan = sm.plan(
-        layout((9, 4), sm.Mesh(x=1, ranks=(5,)), "n h"), layout((9, 4), sm.Mesh(x=3, ranks=(3, 1, 2)), "n h")
+        layout((9, 4), sm.Mesh(x=1, ranks=(5,)), "n h"),
+        layout((9, 4), sm.Mesh(x=3, ranks=(3, 1, 2)), "n h"),
     )
     check(pool, all_ways(plan, 1, group=(5, 3, 1, 7, 2)))
 
@@ -282,12 +335,16 @@ PLAN = sm.plan(*SPREADS["one to seven"]())
 PROG = program(PLAN, 2, "node")
 
 
-@pytest.mark.parametrize("other", [PLAN, program(PLAN, 2, "none"), program(PLAN, 4, "node")], ids=["plan", "none", "4"])
+@pytest.mark.parametrize(
+    "other", [PLAN, program(PLAN, 2, "none"), program(PLAN, 4, "node")], ids=["plan", "none", "4"]
+)
 def test_another_program_on_one_rank(pool: Pool, other: Any) -> None:
     """Another fan-out, another topology, or the bare plan: every rank raises and shows which."""
     kind = "plan" if isinstance(other, sm.Plan) else "program"
     for error in pool.run(compile_with, [PROG] * 5 + [other] + [PROG] * 2, [{}], tuple(range(8))):
-        assert error.startswith(f"ranks disagree on what to do\nranks 0-4, 6-7: compile(program {PROG.digest[:24]}, ")
+        assert error.startswith(
+            f"ranks disagree on what to do\nranks 0-4, 6-7: compile(program {PROG.digest[:24]}, "
+        )
         assert f"rank 5: compile({kind} {other.digest[:24]}, " in error
 
 
@@ -295,7 +352,10 @@ def test_other_limits_on_one_rank(pool: Pool) -> None:
     """A program with other limits is another program."""
     other = sm.schedule(PLAN, topology=nodes_of(2), fanout="node", max_inflight_bytes=1 << 20)
     for error in pool.run(compile_with, [PROG] * 7 + [other], [{}], tuple(range(8))):
-        assert f"rank 7: compile(program {other.digest[:24]}, timeout=20.0, max_inflight_bytes=1048576" in error
+        assert (
+            f"rank 7: compile(program {other.digest[:24]}, timeout=20.0, max_inflight_bytes=1048576"
+            in error
+        )
 
 
 def test_a_limit_that_is_not_the_programs(pool: Pool) -> None:
@@ -315,7 +375,9 @@ def test_a_group_without_a_rank_of_the_program(pool: Pool) -> None:
 def test_a_bad_tensor_on_the_second_move(pool: Pool) -> None:
     """All ranks raise what is wrong and where; no destination has changed; the third move is right."""
     case, wanted = case_of(PLAN)
-    for rank, (error, same, end) in enumerate(pool.run(bad_move, as_program(case, PROG), (3,), "dst shape")):
+    for rank, (error, same, end) in enumerate(
+        pool.run(bad_move, as_program(case, PROG), (3,), "dst shape")
+    ):
         assert error.startswith("rank 3: the destination tensor has shape (31, 9, 2)")
         assert same
         assert end == wanted.get(rank, {})
@@ -352,7 +414,10 @@ def dies_passing_on(rank: int, case: Case, victim: int, timeout: float) -> tuple
 
 def test_a_rank_that_dies_passing_on() -> None:
     """The others name it, in time, and say that something was to come from it, though the plan has it send nothing."""
-    plan = sm.plan({"w": layout((64, 9), ONE, "n h")}, {"w": layout((64, 9), sm.Mesh(dp=3, ranks=(1, 2, 3)), "n h")})
+    plan = sm.plan(
+        {"w": layout((64, 9), ONE, "n h")},
+        {"w": layout((64, 9), sm.Mesh(dp=3, ranks=(1, 2, 3)), "n h")},
+    )
     prog = program(plan, 2, "node")
     victim = next(r for r in plan.dst_ranks if any(m.relayed for m in sent(prog, r)))
     workers = Pool(4, host=0)
@@ -381,7 +446,10 @@ def some_programs() -> list[tuple[sm.Program, dict[int, tuple[Message, ...]]]]:
     """Programs of all kinds, and every rank's messages."""
     spreads = [prog for make in SPREADS.values() for prog in programs(sm.plan(*make()), 1, 6)]
     random = [prog for seed in range(12) for prog in programs(random_plan(seed), 1, 5)]
-    return [(prog, {r: scheduled(prog, r) for r in prog.ranks}) for prog in (*spreads, *programs(BIG, 24), *random)]
+    return [
+        (prog, {r: scheduled(prog, r) for r in prog.ranks})
+        for prog in (*spreads, *programs(BIG, 24), *random)
+    ]
 
 
 def test_both_ends_have_the_same_messages_in_the_same_order() -> None:
@@ -389,7 +457,9 @@ def test_both_ends_have_the_same_messages_in_the_same_order() -> None:
     for prog, messages in some_programs():
         walked = {r: rounds(messages[r], r) for r in prog.ranks}
         for a, b in itertools.permutations(prog.ranks, 2):
-            here, there = ([m for m in messages[r] if (m.src_rank, m.dst_rank) == (a, b)] for r in (a, b))
+            here, there = (
+                [m for m in messages[r] if (m.src_rank, m.dst_rank) == (a, b)] for r in (a, b)
+            )
             posted = [m for one in walked[a] for m in one.sends if m.dst_rank == b]
             asked = [m for one in walked[b] for m in one.receives if m.src_rank == a]
             assert here == there == posted == asked
@@ -411,4 +481,6 @@ def test_no_byte_of_a_message_is_padding() -> None:
 
 def test_phases_bring_addends_in_order() -> None:
     for _, messages in some_programs():
-        assert all(keeps_fold_order(m for m in mine if m.dst_rank == r) for r, mine in messages.items())
+        assert all(
+            keeps_fold_order(m for m in mine if m.dst_rank == r) for r, mine in messages.items()
+        )

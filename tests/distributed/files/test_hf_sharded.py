@@ -27,7 +27,9 @@ LAYOUTS = {
 NAMES = list(LAYOUTS)
 HOW: dict[str, Any] = {
     "a file a rank": {},
-    "three files a rank": {"fqn_to_index_mapping": {name: i % 3 + 1 for i, name in enumerate(NAMES)}},
+    "three files a rank": {
+        "fqn_to_index_mapping": {name: i % 3 + 1 for i, name in enumerate(NAMES)}
+    },
 }
 
 
@@ -37,9 +39,13 @@ def test_torchs_shards_load_into_any_layout(pool: Pool, tmp_path: Path, how: str
     pool.run(work.by_torchs_sharded_writer, str(tmp_path), HOW[how])
     files = sorted(file.name for file in tmp_path.iterdir())
     assert len(files) >= 8 and all(name.startswith("shard-0") for name in files)
-    assert smt.open_checkpoint(tmp_path).shapes == {n: (one.shape, one.dtype) for n, one in sorted(LAYOUTS.items())}
+    assert smt.open_checkpoint(tmp_path).shapes == {
+        n: (one.shape, one.dtype) for n, one in sorted(LAYOUTS.items())
+    }
     assert pool.run(work.loaded, str(tmp_path), LAYOUTS) == [[]] * 8
-    alone = {name: sm.Layout(one.shape, sm.Mesh(), {}, dtype=one.dtype) for name, one in LAYOUTS.items()}
+    alone = {
+        name: sm.Layout(one.shape, sm.Mesh(), {}, dtype=one.dtype) for name, one in LAYOUTS.items()
+    }
     assert work.loaded(0, str(tmp_path), alone) == []
     module = torch.nn.Module()
     module.rows = torch.nn.Parameter(torch.zeros(13, 6))
@@ -60,7 +66,9 @@ def shard(folder: Path, number: int, rows: int, at: object, **tensors: torch.Ten
     info = {"w": {"saved_offsets": at}} if at != "none" else {}
     tensors = tensors or {"w": torch.full((rows, 2), float(number))}
     metadata = {"DCP_SHARDING_INFO": json.dumps(info)} if at is not None else None
-    save_file(tensors, folder / f"shard-{number:05d}-model-00001-of-00001.safetensors", metadata=metadata)
+    save_file(
+        tensors, folder / f"shard-{number:05d}-model-00001-of-00001.safetensors", metadata=metadata
+    )
 
 
 def test_one_shard_is_enough(tmp_path: Path) -> None:
@@ -90,7 +98,9 @@ def test_shards_that_do_not_fit(tmp_path: Path, at: object, what: str) -> None:
 def test_shards_of_other_types(tmp_path: Path) -> None:
     shard(tmp_path, 1, 4, [0, 0])
     shard(tmp_path, 2, 3, [4, 0], w=torch.ones(3, 2, dtype=torch.float16))
-    with pytest.raises(sm.ShardError, match=r"float32.* and float16.*keep the files of one checkpoint"):
+    with pytest.raises(
+        sm.ShardError, match=r"float32.* and float16.*keep the files of one checkpoint"
+    ):
         smt.open_checkpoint(tmp_path)
     shard(tmp_path, 2, 3, [4], w=torch.ones(3))
     with pytest.raises(sm.ShardError, match="keep the files of one checkpoint"):

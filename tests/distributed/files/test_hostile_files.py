@@ -46,11 +46,15 @@ def header(folder: Path, text: str) -> Path:
 def test_a_key_that_appears_twice_at_the_end(tmp_path: Path) -> None:
     """Found in one pass over 300,000 keys."""
     names = [*range(300_000), 299_999]
-    fails(header(tmp_path, "{" + ",".join(f'"{i}":0' for i in names) + "}"), "'299999' appears twice")
+    fails(
+        header(tmp_path, "{" + ",".join(f'"{i}":0' for i in names) + "}"), "'299999' appears twice"
+    )
 
 
 @pytest.mark.parametrize(
-    "shape", [["9" * 4000] * 600, ["9"] * 200_000, ["9" * 18] * 100_000, ["9" * 5000]], ids=["long", "9", "18", "5000"]
+    "shape",
+    [["9" * 4000] * 600, ["9"] * 200_000, ["9" * 18] * 100_000, ["9" * 5000]],
+    ids=["long", "9", "18", "5000"],
 )
 def test_sizes_that_multiply_to_much(tmp_path: Path, shape: list[str]) -> None:
     """Nothing is multiplied that is larger than a file."""
@@ -75,9 +79,15 @@ def test_sizes_of_an_index_of_ours(tmp_path: Path) -> None:
         ('{"a": -Infinity}', "'-Infinity'"),
         ('{"a": 1e999}', "'1e999'"),
         ("[" * 200_000, "recursion"),
-        ('{"a":{"dtype":"F32","shape":[%s],"data_offsets":[0,0]}}' % ("[" * 900 + "]" * 900), "[[["),
+        (
+            '{"a":{"dtype":"F32","shape":[%s],"data_offsets":[0,0]}}' % ("[" * 900 + "]" * 900),
+            "[[[",
+        ),
         ('{"a":"%s"}' % ("x" * 100_000), "..."),
-        ('{"a":{"dtype":"%s","shape":[],"data_offsets":[0,0]}}' % ("x" * 100_000), "cannot be sliced"),
+        (
+            '{"a":{"dtype":"%s","shape":[],"data_offsets":[0,0]}}' % ("x" * 100_000),
+            "cannot be sliced",
+        ),
     ],
     ids=["nan", "infinity", "1e999", "deep", "deep shape", "long entry", "long type"],
 )
@@ -111,7 +121,9 @@ def test_an_index_of_ours_with_a_file_that_cannot_be(tmp_path: Path) -> None:
 
 def nested(depth: int, first: bytes = b"K\x01\x85") -> bytes:
     """Instructions that leave a tuple of two references to a tuple of two references ... in memo `depth`."""
-    steps = (b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(depth))
+    steps = (
+        b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(depth)
+    )
     return first + b"q\x00" + b"".join(steps)
 
 
@@ -125,13 +137,21 @@ PICKLES = {
     "keys": b"\x80\x02](" + nested(60) + b"e0}(" + DEEP + b"Nu.",
     "a dict's keys": b"\x80\x02](" + nested(60) + b"e(" + DEEP + b"Nd.",
     "a set": b"\x80\x04](" + nested(60) + b"e\x8f(" + DEEP + b"\x90.",
-    "pairs": b"\x80\x02](" + nested(60) + b"eccollections\nOrderedDict\n](" + DEEP + b"N\x86e\x85R.",
+    "pairs": b"\x80\x02]("
+    + nested(60)
+    + b"eccollections\nOrderedDict\n]("
+    + DEEP
+    + b"N\x86e\x85R.",
     "an enumeration": b"\x80\x02]("
     + nested(60)
     + b"ectorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
     + DEEP
     + b"\x85R.",
-    "a layout": b"\x80\x02](" + nested(60) + b"ectorch.serialization\n_get_layout\n" + DEEP + b"\x85R.",
+    "a layout": b"\x80\x02]("
+    + nested(60)
+    + b"ectorch.serialization\n_get_layout\n"
+    + DEEP
+    + b"\x85R.",
     "bytes that are not there": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".",
     "a long number": b"\x80\x02\x8b" + struct.pack("<i", 1 << 30) + b".",
     "an extension": b"\x80\x02\x82\x01.",
@@ -147,7 +167,9 @@ def test_metadata_that_would_take_for_ever(tmp_path: Path, case: str) -> None:
 
 def test_an_index_that_is_changed_after_it_was_a_key() -> None:
     """What was looked at as a key is looked at again."""
-    text = b"\x80\x02](" + nested(60) + b"ectorch.distributed.checkpoint.metadata\nMetadata\n)\x81}("
+    text = (
+        b"\x80\x02](" + nested(60) + b"ectorch.distributed.checkpoint.metadata\nMetadata\n)\x81}("
+    )
     index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81q\xf0}(X\x03\x00\x00\x00fqnX\x01\x00\x00\x00w"
     index += b"X\x06\x00\x00\x00offsetNX\x05\x00\x00\x00indexNub"
     text += b"X\x0c\x00\x00\x00storage_data}" + index + b"Ns"
@@ -172,7 +194,11 @@ def test_a_name_that_is_changed_after_it_was_a_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    [METADATA + b"MetadataIndex\n", METADATA + b"_MEM_FORMAT_ENCODING\nK\x00\x85R", b"ctorch\nfloat32\n"],
+    [
+        METADATA + b"MetadataIndex\n",
+        METADATA + b"_MEM_FORMAT_ENCODING\nK\x00\x85R",
+        b"ctorch\nfloat32\n",
+    ],
     ids=["a class", "a member of an enumeration", "a type of elements"],
 )
 def test_attributes_of_what_is_there_for_everybody(what: bytes) -> None:
@@ -200,7 +226,12 @@ def test_values_that_would_take_for_ever(tmp_path: Path, where: str) -> None:
     elif where == "transforms":
         info.transform_descriptors = deep()
     else:
-        ranks = {"blob": {0: deep()}, "blobs": deep(), "rank": {None: "w"}, "digits": {"9" * 4000: "w"}}
+        ranks = {
+            "blob": {0: deep()},
+            "blobs": deep(),
+            "rank": {None: "w"},
+            "digits": {"9" * 4000: "w"},
+        }
         found.planner_data = {"shardmath.blobs": {"x": ranks[where]}}
     (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
     fails(tmp_path)
@@ -223,12 +254,19 @@ def test_an_index_of_many_files(tmp_path: Path) -> None:
 
 def test_metadata_of_torch_are_still_read(tmp_path: Path) -> None:
     """Of every protocol that torch has used."""
-    state = {"model": {"w": torch.arange(6.0)}, "step": 3, "none": None, "list": [torch.ones(1), {"a": 1}]}
+    state = {
+        "model": {"w": torch.arange(6.0)},
+        "step": 3,
+        "none": None,
+        "list": [torch.ones(1), {"a": 1}],
+    }
     by_torch(state, checkpoint_id=tmp_path, no_dist=True)
     found = pickle.loads((tmp_path / ".metadata").read_bytes())
     for protocol in (2, 3, 4, 5):
         read = read_metadata(pickle.dumps(found, protocol), "here")
-        assert {i.fqn: i.offset for i in read.storage_data} == {i.fqn: i.offset for i in found.storage_data}
+        assert {i.fqn: i.offset for i in read.storage_data} == {
+            i.fqn: i.offset for i in found.storage_data
+        }
         assert read.planner_data == found.planner_data
     assert all(isinstance(index, MetadataIndex) for index in read.storage_data)
 
@@ -246,7 +284,9 @@ def archive(text: bytes, compress: int = zipfile.ZIP_STORED) -> bytes:
 
 STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
 ARCHIVES = {
-    "a storage's key": archive(b"\x80\x02](" + nested(60) + b"e0" + STORAGE + DEEP + b"X\x03\x00\x00\x00cpuK\x06tQ."),
+    "a storage's key": archive(
+        b"\x80\x02](" + nested(60) + b"e0" + STORAGE + DEEP + b"X\x03\x00\x00\x00cpuK\x06tQ."
+    ),
     "a key": archive(b"\x80\x02](" + nested(60) + b"e0}" + DEEP + b"Ns."),
     "a long pickle": archive(b"\x80\x02" + b"N0" * 100_000 + b"N."),
     "a bomb": archive(b"\x80\x02" + b"N0" * 50_000_000 + b"N.", zipfile.ZIP_DEFLATED),

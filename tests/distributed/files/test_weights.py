@@ -13,18 +13,43 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shardmath import Layout, Mesh
-from shardmath_torch.files.weights import DTYPES, Weights, WeightsError, check, load, open_weights, tied, whole
+from shardmath_torch.files.weights import (
+    DTYPES,
+    Weights,
+    WeightsError,
+    check,
+    load,
+    open_weights,
+    tied,
+    whole,
+)
 
 MESH = Mesh(dp=2, tp=2)
-TEXTS = ("(tp dp n) ...", "(dp n) ...", "(n tp 2) ...", "(4 dp n | tp n) ...", "... ", "(tp[7 3] n) ...", "(n)=12 ...")
+TEXTS = (
+    "(tp dp n) ...",
+    "(dp n) ...",
+    "(n tp 2) ...",
+    "(4 dp n | tp n) ...",
+    "... ",
+    "(tp[7 3] n) ...",
+    "(n)=12 ...",
+)
 
 
 def tensors() -> dict[str, torch.Tensor]:
     """One tensor of every type that safetensors slices, (10, 6), and odd shapes."""
     raw = torch.arange(10 * 6 * 8, dtype=torch.int64).to(torch.uint8)
-    typed = {name: raw[: 60 * _size(name)].view(getattr(torch, name)).view(10, 6) for name in DTYPES.values()}
+    typed = {
+        name: raw[: 60 * _size(name)].view(getattr(torch, name)).view(10, 6)
+        for name in DTYPES.values()
+    }
     typed["bool"] = (raw[:60] % 3 == 0).view(10, 6)
-    return {**typed, "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "bias": torch.arange(9.0)}
+    return {
+        **typed,
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "bias": torch.arange(9.0),
+    }
 
 
 def _size(name: str) -> int:
@@ -44,7 +69,9 @@ def raw(tensor: torch.Tensor) -> list[int]:
 
 def test_headers_say_every_type(file: Path) -> None:
     weights = open_weights(file)
-    assert weights.shapes == {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors().items()}
+    assert weights.shapes == {
+        n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors().items()
+    }
     assert weights.nbytes == sum(tensor.nbytes for tensor in tensors().values())
 
 
@@ -65,19 +92,26 @@ def test_slices_equal_the_whole(file: Path, text: str) -> None:
             assert raw(local[name]) == raw(expected)
 
 
-@pytest.mark.parametrize(("name", "text"), [("scalar", ""), ("empty", "(tp n) h"), ("bias", "(tp dp n)")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("scalar", ""), ("empty", "(tp n) h"), ("bias", "(tp dp n)")]
+)
 def test_odd_shapes(file: Path, name: str, text: str) -> None:
     weights = open_weights(file)
     shape, dtype = weights.shapes[name]
     layout = Layout(shape, MESH, text, dtype=dtype)
     shards = {rank: load(weights, {name: layout}, rank)[name] for rank in MESH.ranks}
-    assert [tuple(shards[rank].shape) for rank in MESH.ranks] == [layout.local_shape(rank) for rank in MESH.ranks]
+    assert [tuple(shards[rank].shape) for rank in MESH.ranks] == [
+        layout.local_shape(rank) for rank in MESH.ranks
+    ]
     assert raw(whole(layout, shards)) == raw(tensors()[name])
 
 
 def test_progress_counts_local_bytes(file: Path) -> None:
     seen: list[int] = []
-    layouts = {"bias": Layout((9,), MESH, "(tp n)"), "float16": Layout((10, 6), MESH, "n h", dtype="float16")}
+    layouts = {
+        "bias": Layout((9,), MESH, "(tp n)"),
+        "float16": Layout((10, 6), MESH, "n h", dtype="float16"),
+    }
     load(open_weights(file), layouts, 0, progress=seen.append)
     assert sorted(seen) == [5 * 4, 120]
 
@@ -88,7 +122,8 @@ def test_check_finds_the_first_byte_that_differs(file: Path) -> None:
     assert check(weights, layout, 3, local) == local["float32"].nbytes
     local["float32"].view(torch.uint8)[1, 9] ^= 1
     with pytest.raises(
-        WeightsError, match=r"'float32' differs from the file on rank 3 at \[9, 2\]: .* arrived, the file"
+        WeightsError,
+        match=r"'float32' differs from the file on rank 3 at \[9, 2\]: .* arrived, the file",
     ):
         check(weights, layout, 3, local)
 
@@ -105,7 +140,9 @@ def test_check_leaves_holes_alone(file: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    parts = {f"model-0000{i}-of-00002.safetensors": {f"a{i}": torch.arange(6.0) + i} for i in (1, 2)}
+    parts = {
+        f"model-0000{i}-of-00002.safetensors": {f"a{i}": torch.arange(6.0) + i} for i in (1, 2)
+    }
     for name, part in parts.items():
         save_file(part, tmp_path / name)
     write_index(tmp_path, {next(iter(part)): name for name, part in parts.items()})
@@ -113,7 +150,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write_index(folder: Path, places: object) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": places})
+    )
 
 
 def test_sharded_checkpoint(folder: Path) -> None:
@@ -131,9 +170,13 @@ def test_some_files_of_several_without_an_index(folder: Path) -> None:
     with pytest.raises(WeightsError, match="has neither"):
         open_weights(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"neither model-00002-of-00002\.safetensors nor .*index\.json: a part"):
+    with pytest.raises(
+        WeightsError, match=r"neither model-00002-of-00002\.safetensors nor .*index\.json: a part"
+    ):
         open_weights(folder)
-    (folder / "model-00001-of-00002.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model-00001-of-00002.safetensors").rename(
+        folder / "model-00001-of-00001.safetensors"
+    )
     assert list(open_weights(folder).entries) == ["a1"]
 
 
@@ -155,7 +198,9 @@ def test_tied_names(folder: Path) -> None:
     assert local["a1"].data_ptr() != local["head"].data_ptr()
 
 
-@pytest.mark.parametrize(("names", "what"), [({"head": "a7"}, "has no 'a7'"), ({"a2": "a1"}, "has 'a2' already")])
+@pytest.mark.parametrize(
+    ("names", "what"), [({"head": "a7"}, "has no 'a7'"), ({"a2": "a1"}, "has 'a2' already")]
+)
 def test_tied_names_that_cannot_be(folder: Path, names: dict[str, str], what: str) -> None:
     with pytest.raises(WeightsError, match=what):
         tied(open_weights(folder), names)
@@ -168,12 +213,26 @@ def test_tied_names_that_cannot_be(folder: Path, names: dict[str, str], what: st
     ("name", "layout", "what"),
     [
         ("b", Layout((9,), MESH, "(tp n)"), "has no 'b' among its"),
-        ("bias", Layout((8,), MESH, "(tp n)"), r"'bias' is float32\[9\] in .*, its layout says float32\[8\]"),
-        ("bias", Layout((9,), MESH, "(tp n)", dtype="float16"), r"'bias' is float32\[9\].*float16\[9\]"),
-        ("bias", Layout((9,), MESH, "(tp n) {sum: dp}"), "'bias' is Partial .* a file holds whole values"),
+        (
+            "bias",
+            Layout((8,), MESH, "(tp n)"),
+            r"'bias' is float32\[9\] in .*, its layout says float32\[8\]",
+        ),
+        (
+            "bias",
+            Layout((9,), MESH, "(tp n)", dtype="float16"),
+            r"'bias' is float32\[9\].*float16\[9\]",
+        ),
+        (
+            "bias",
+            Layout((9,), MESH, "(tp n) {sum: dp}"),
+            "'bias' is Partial .* a file holds whole values",
+        ),
     ],
 )
-def test_layouts_that_the_file_does_not_have(file: Path, name: str, layout: Layout, what: str) -> None:
+def test_layouts_that_the_file_does_not_have(
+    file: Path, name: str, layout: Layout, what: str
+) -> None:
     with pytest.raises(WeightsError, match=what):
         load(open_weights(file), {name: layout}, 0)
 
@@ -202,7 +261,10 @@ def test_missing(tmp_path: Path) -> None:
         "no.safetensors does not exist; give a safetensors file, or a folder of safetensors or of a checkpoint"
     )
     (tmp_path / "pytorch_model.bin").touch()
-    assert "has neither model.safetensors nor model.safetensors.index.json, but pytorch_model.bin" in fails(tmp_path)
+    assert (
+        "has neither model.safetensors nor model.safetensors.index.json, but pytorch_model.bin"
+        in fails(tmp_path)
+    )
 
 
 @pytest.mark.parametrize("keep", [0, 1, 7, 8, 9, 100, -1, -100])
@@ -219,7 +281,9 @@ def test_cut_short(file: Path, keep: int) -> None:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_every_prefix_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_every_prefix_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     file = tmp_path_factory.mktemp("cut") / "m.safetensors"
     save_file({"a": torch.arange(6.0), "b": torch.arange(4)}, file)
     whole_file = file.read_bytes()
@@ -252,16 +316,25 @@ Header = dict[str, dict[str, object]]
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda h: h["bias"].pop("dtype"), "entry of 'bias' is .* not a dtype, a shape and two data_offsets"),
+        (
+            lambda h: h["bias"].pop("dtype"),
+            "entry of 'bias' is .* not a dtype, a shape and two data_offsets",
+        ),
         (lambda h: h["bias"].update(shape=[-9]), "entry of 'bias'"),
         (lambda h: h["bias"].update(shape=9), "entry of 'bias'"),
         (lambda h: h["bias"].update(shape=[True]), "entry of 'bias'"),
         (lambda h: h["bias"].update(data_offsets=[0]), "entry of 'bias'"),
         (lambda h: h.update(bias=None), "entry of 'bias' is None"),
         (lambda h: h["bias"].update(dtype="F4"), "'bias' as F4, which cannot be sliced"),
-        (lambda h: h["bias"].update(shape=[10]), r"'bias' is F32\[10\], 40 bytes, its data_offsets .* hold 36"),
+        (
+            lambda h: h["bias"].update(shape=[10]),
+            r"'bias' is F32\[10\], 40 bytes, its data_offsets .* hold 36",
+        ),
         (lambda h: h["bias"].update(dtype="F64"), r"'bias' is F64\[9\], 72 bytes"),
-        (lambda h: h.pop("bias"), "begins at byte .* of the data, the tensor before it ends at|bytes present"),
+        (
+            lambda h: h.pop("bias"),
+            "begins at byte .* of the data, the tensor before it ends at|bytes present",
+        ),
         (lambda h: h["float32"].update(data_offsets=h["int32"]["data_offsets"]), "begins at byte"),
     ],
 )
@@ -303,14 +376,23 @@ def opened(file: Path) -> Weights | None:
         (None, "has no weight_map"),
         ({"a1": 3}, "puts 'a1' in 3"),
         ({"a1": "../a.safetensors"}, "puts 'a1' in '../a.safetensors'"),
-        ({"a1": "gone.safetensors"}, r"names 1 file, of which 1 cannot be found \(gone.safetensors\)"),
-        ({"a1": "model-00002-of-00002.safetensors", "a2": "model-00001-of-00002.safetensors"}, "but model-0000. does"),
+        (
+            {"a1": "gone.safetensors"},
+            r"names 1 file, of which 1 cannot be found \(gone.safetensors\)",
+        ),
+        (
+            {"a1": "model-00002-of-00002.safetensors", "a2": "model-00001-of-00002.safetensors"},
+            "but model-0000. does",
+        ),
         ({"x": "model-00001-of-00002.safetensors"}, "holds 'x', but no file of the index does"),
     ],
 )
 def test_bad_index(folder: Path, places: object, what: str) -> None:
     write_index(folder, places)
-    with pytest.raises(WeightsError, match=what.replace("model-0000. does", r"model-0000\d-of-00002.safetensors does")):
+    with pytest.raises(
+        WeightsError,
+        match=what.replace("model-0000. does", r"model-0000\d-of-00002.safetensors does"),
+    ):
         open_weights(folder)
 
 

@@ -25,7 +25,11 @@ class Tied(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
         self.head.weight = self.embed.weight
-        self.up, self.frozen, self.expert = nn.Linear(4, 6), nn.Linear(4, 4), nn.Linear(4, 2, bias=False)
+        self.up, self.frozen, self.expert = (
+            nn.Linear(4, 6),
+            nn.Linear(4, 4),
+            nn.Linear(4, 2, bias=False),
+        )
         self.frozen.requires_grad_(False)
         self.embed.weight.shared_embedding = True
         self.expert.weight.allreduce = False
@@ -70,7 +74,9 @@ def test_by_parameter_and_back(rule: Any) -> None:
     layout = rule(params_of(module), data_parallel_world_size=4, bucket_size=20)
     original = Original(**by_parameter(layout, module)._asdict())
     names = {p: name for name, p in module.named_parameters()}
-    assert [(names[p], at) for p, at in original.param_index_map.items()] == list(layout.param_index_map.items())
+    assert [(names[p], at) for p, at in original.param_index_map.items()] == list(
+        layout.param_index_map.items()
+    )
     assert isinstance(original.bucket_indices, list) and isinstance(original.param_index_map, dict)
     assert by_name(original, module, data_parallel_world_size=4) == layout
 
@@ -79,7 +85,9 @@ def test_other_parameters() -> None:
     module, other = Tied(), Tied()
     layout = buffers.distributed_optimizer(params_of(module), data_parallel_world_size=2)
     with pytest.raises(sm.ParamLayoutError, match=r"no parameters \['up.bias'"):
-        by_parameter(layout, nn.ModuleDict({"embed": nn.Embedding(8, 4), "expert": nn.Linear(4, 2)}))
+        by_parameter(
+            layout, nn.ModuleDict({"embed": nn.Embedding(8, 4), "expert": nn.Linear(4, 2)})
+        )
     with pytest.raises(sm.ParamLayoutError, match=r"not the module's"):
         by_name(by_parameter(layout, module), other)
 
@@ -88,18 +96,25 @@ def test_a_layout_that_contradicts_itself() -> None:
     """As of a checkpoint whose buckets were padded otherwise: found when it is read, not when it is used."""
     module = Tied()
     module.embed.weight.shared_embedding = False
-    read = by_parameter(buffers.distributed_optimizer(params_of(module), data_parallel_world_size=4), module)
+    read = by_parameter(
+        buffers.distributed_optimizer(params_of(module), data_parallel_world_size=4), module
+    )
     for broken, said in (
         (read._replace(per_bucket_numel_unpadded=[50]), "50 unpadded; count them all"),
         (read._replace(bucket_indices=[(0, 64)]), "bucket 0 has 64 elements"),
-        (read._replace(bucket_indices=[(0, 130)], per_bucket_numel_unpadded=[120]), "of bucket 0, which is"),
+        (
+            read._replace(bucket_indices=[(0, 130)], per_bucket_numel_unpadded=[120]),
+            "of bucket 0, which is",
+        ),
         (read._replace(bucket_indices=[(64, 320)]), "buckets follow one another from 0 on"),
         (read._replace(param_indices=[0]), "1 param_indices of 4 parameters"),
     ):
         with pytest.raises(sm.ParamLayoutError, match=said):
             by_name(broken, module)
     odd = by_name(read._replace(bucket_indices=[(0, 257)]), module)
-    with pytest.raises(sm.ParamLayoutError, match="bucket 0 has 257 elements, which 4 ranks do not divide evenly"):
+    with pytest.raises(
+        sm.ParamLayoutError, match="bucket 0 has 257 elements, which 4 ranks do not divide evenly"
+    ):
         buffers.state_layouts(odd, sm.Mesh(dp=4))
 
 
@@ -107,7 +122,10 @@ def test_views_are_the_array() -> None:
     """What is written to a view is in the array, also of one with a stride; cells of others stay."""
     layout = buffers.distributed_optimizer(params_of(Tied()), data_parallel_world_size=2)
     windows, store = buffers.state_layouts(layout, sm.Mesh(dp=2), shape="nd")
-    flat, stores = buffers.state_layouts(layout, sm.Mesh(dp=2)), buffers.state_store(layout, sm.Mesh(dp=2))
+    flat, stores = (
+        buffers.state_layouts(layout, sm.Mesh(dp=2)),
+        buffers.state_store(layout, sm.Mesh(dp=2)),
+    )
     for layouts, where in ((windows, store), (flat, stores)):
         array = torch.full((2 * buffers.shard_numel(layout, 2),), -1.0)[::2]
         own = views(where, layouts, 0, array)
@@ -137,17 +155,26 @@ def test_arrays_that_do_not_fit(array: Any, said: str) -> None:
 @pytest.mark.parametrize("shape", ["flat", "nd"])
 def test_state_views(shape: Any) -> None:
     """The views of layout and Store of one buffer, which cannot be those of two."""
-    layout, mesh = buffers.distributed_optimizer(params_of(Tied()), data_parallel_world_size=2), sm.Mesh(dp=2, tp=2)
+    layout, mesh = (
+        buffers.distributed_optimizer(params_of(Tied()), data_parallel_world_size=2),
+        sm.Mesh(dp=2, tp=2),
+    )
     array = torch.arange(float(buffers.state_numel(layout, mesh, axis="dp")))
     assert len(array) * 2 == layout.numel
     found = state_views(layout, mesh, 2, array, axis="dp", shape=shape)
     if shape == "nd":
         layouts, store = buffers.state_layouts(layout, mesh, axis="dp", shape="nd")
     else:
-        layouts, store = buffers.state_layouts(layout, mesh, axis="dp"), buffers.state_store(layout, mesh, axis="dp")
+        layouts, store = (
+            buffers.state_layouts(layout, mesh, axis="dp"),
+            buffers.state_store(layout, mesh, axis="dp"),
+        )
     wanted = views(store, layouts, 2, array)
     assert list(found) == list(wanted)
-    assert all(found[name].equal(wanted[name]) and found[name].shape == wanted[name].shape for name in wanted)
+    assert all(
+        found[name].equal(wanted[name]) and found[name].shape == wanted[name].shape
+        for name in wanted
+    )
     assert state_views(layout, mesh, 4, array, axis="dp") == {}
     for other in (torch.zeros(layout.numel), array.reshape(2, -1), array[:-1]):
         with pytest.raises(sm.StoreError, match=f"rank 2 has {len(array)} elements of the buffer"):
@@ -175,21 +202,28 @@ def state(layout: buffers.PerBufferParamLayout) -> tuple[Any, dict[str, torch.Te
 def test_checkpoints_have_no_padding(tmp_path: Path) -> None:
     """Saved with one padding, loaded with another: parameters are the same."""
     params = params_of(Tied())
-    saved = buffers.distributed_optimizer(params, data_parallel_world_size=1, pad_for_high_nccl_busbw=True)
+    saved = buffers.distributed_optimizer(
+        params, data_parallel_world_size=1, pad_for_high_nccl_busbw=True
+    )
     windows, tensors = state(saved)
     smt.save(tmp_path, tensors, windows)
     wanted, _ = state(buffers.data_parallel(params, bucket_size=30))
     found = smt.load(tmp_path, wanted)
-    assert all(found[name].equal(tensors[name]) for name in tensors) and found.keys() == tensors.keys()
+    assert (
+        all(found[name].equal(tensors[name]) for name in tensors) and found.keys() == tensors.keys()
+    )
 
 
 def test_a_checkpoint_of_whole_buckets_padded_otherwise(tmp_path: Path) -> None:
     """Buckets themselves, saved as flat tensors, are refused where their padding is another one."""
     params = params_of(Tied())
     sizes = [
-        buffers.distributed_optimizer(params, data_parallel_world_size=dp, bucket_size=None).numel for dp in (8, 96)
+        buffers.distributed_optimizer(params, data_parallel_world_size=dp, bucket_size=None).numel
+        for dp in (8, 96)
     ]
     there, here = ({"bucket": sm.Layout((n,), sm.Mesh(), "n")} for n in sizes)
     smt.save(tmp_path, {"bucket": torch.zeros(sizes[0])}, there)
-    with pytest.raises(smt.CheckpointError, match=rf"{sizes[0]}.*{sizes[1]}|{sizes[1]}.*{sizes[0]}"):
+    with pytest.raises(
+        smt.CheckpointError, match=rf"{sizes[0]}.*{sizes[1]}|{sizes[1]}.*{sizes[0]}"
+    ):
         smt.load(tmp_path, here)

@@ -16,21 +16,32 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingSt
 
 from shardmath import Mesh, ParamLayoutError, buffers
 
-SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6).filter(
-    lambda shapes: any(map(math.prod, shapes))
-)
+SHAPES = st.lists(
+    st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6
+).filter(lambda shapes: any(map(math.prod, shapes)))
 
 
-def handle(shapes, dtype: str, rank: int, world_size: int, aligned: bool, forward: torch.dtype | None = None):
+def handle(
+    shapes,
+    dtype: str,
+    rank: int,
+    world_size: int,
+    aligned: bool,
+    forward: torch.dtype | None = None,
+):
     """The handle of one rank; parameter i counts its elements from 1000 i + 1 on."""
     module = torch.nn.Module()
     for i, shape in enumerate(shapes):
         values = torch.arange(torch.Size(shape).numel()) % 100 + 1
-        module.register_parameter(f"p{i}", torch.nn.Parameter(values.reshape(shape).to(getattr(torch, dtype))))
+        module.register_parameter(
+            f"p{i}", torch.nn.Parameter(values.reshape(shape).to(getattr(torch, dtype)))
+        )
     group = SimpleNamespace(rank=lambda: rank, size=lambda: world_size)
     listed, device = list(module.parameters()), torch.device("cpu")
     strategy = HandleShardingStrategy.FULL_SHARD
-    return FlatParamHandle(listed, module, device, strategy, False, forward, None, False, group, aligned)
+    return FlatParamHandle(
+        listed, module, device, strategy, False, forward, None, False, group, aligned
+    )
 
 
 def given_to_us(shapes, dtype: str) -> list[buffers.Param]:
@@ -56,7 +67,9 @@ DTYPES = st.sampled_from(["float32", "bfloat16", "float64"])
 @example([(1,)], "float32", 6, False, None)
 @example([(1,)], "bfloat16", 6, True, None)
 @example([(0,), (3, 0), (2,)], "float32", 2, True, None)
-def test_offsets_padding_and_shards(shapes, dtype: str, world_size: int, aligned: bool, forward: str | None) -> None:
+def test_offsets_padding_and_shards(
+    shapes, dtype: str, world_size: int, aligned: bool, forward: str | None
+) -> None:
     layout = buffers.flat_parameter(
         given_to_us(shapes, dtype),
         data_parallel_world_size=world_size,
@@ -102,20 +115,35 @@ def test_torch_cannot_shard_what_has_no_elements_at_all() -> None:
     theirs = handle([(0,)], "float32", 0, 2, True)
     with pytest.raises(AssertionError):
         theirs.shard()
-    assert buffers.flat_parameter(given_to_us([(0,)], "float32"), data_parallel_world_size=2).numel == 0
+    assert (
+        buffers.flat_parameter(given_to_us([(0,)], "float32"), data_parallel_world_size=2).numel
+        == 0
+    )
 
 
 def test_several_dtypes_are_refused_by_both() -> None:
     module = torch.nn.Module()
-    module.a, module.b = (torch.nn.Parameter(torch.zeros(2, dtype=d)) for d in (torch.float32, torch.bfloat16))
+    module.a, module.b = (
+        torch.nn.Parameter(torch.zeros(2, dtype=d)) for d in (torch.float32, torch.bfloat16)
+    )
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     strategy = HandleShardingStrategy.FULL_SHARD
     with pytest.raises(ValueError, match="uniform dtype"):
         FlatParamHandle(
-            list(module.parameters()), module, torch.device("cpu"), strategy, False, None, None, False, group, True
+            list(module.parameters()),
+            module,
+            torch.device("cpu"),
+            strategy,
+            False,
+            None,
+            None,
+            False,
+            group,
+            True,
         )
     mixed = [buffers.Param("a", (2,), "float32"), buffers.Param("b", (2,), "bfloat16")]
     with pytest.raises(
-        ParamLayoutError, match="a FlatParameter has one dtype, these parameters have bfloat16, float32"
+        ParamLayoutError,
+        match="a FlatParameter has one dtype, these parameters have bfloat16, float32",
     ):
         buffers.flat_parameter(mixed, data_parallel_world_size=1)

@@ -29,14 +29,18 @@ def expected(pool: Pool, wanted: list[float]) -> list[float]:
     return wanted
 
 
-def check(found: list[list[list[float]]], stages: tuple[work.Stage, ...], wanted: list[float]) -> None:
+def check(
+    found: list[list[list[float]]], stages: tuple[work.Stage, ...], wanted: list[float]
+) -> None:
     """Every rank that has a part in a stage has its losses."""
     assert wanted[-1] < wanted[0] - 0.1
     for rank, losses in enumerate(found):
         for i, (stage, some) in enumerate(zip(stages, losses, strict=True)):
             if rank < stage.dp * stage.tp:
                 steps = slice(i * work.STEPS, (i + 1) * work.STEPS)
-                np.testing.assert_allclose(some, wanted[steps], rtol=1e-12, err_msg=f"rank {rank}, {stage}")
+                np.testing.assert_allclose(
+                    some, wanted[steps], rtol=1e-12, err_msg=f"rank {rank}, {stage}"
+                )
             else:
                 assert not some
 
@@ -48,4 +52,8 @@ def test_goes_on(pool: Pool, wanted: list[float]) -> None:
 
 def test_by_checkpoints(pool: Pool, wanted: list[float], tmp_path: Path) -> None:
     """The same, saved and loaded at each stage."""
-    check(pool.run(work.chained, work.STAGES, str(tmp_path), timeout=120), work.STAGES, expected(pool, wanted))
+    check(
+        pool.run(work.chained, work.STAGES, str(tmp_path), timeout=120),
+        work.STAGES,
+        expected(pool, wanted),
+    )

@@ -73,7 +73,11 @@ def test_qwen3_235b() -> None:
     found = cached(QWEN3_235B)
     layer = "model.layers.93."
     assert found[layer + "self_attn.q_proj.weight"][0] == (8192, 4096)
-    assert found[layer + "self_attn.k_proj.weight"][0] == found[layer + "self_attn.v_proj.weight"][0] == (512, 4096)
+    assert (
+        found[layer + "self_attn.k_proj.weight"][0]
+        == found[layer + "self_attn.v_proj.weight"][0]
+        == (512, 4096)
+    )
     assert found[layer + "self_attn.q_norm.weight"][0] == (128,)
     assert found[layer + "mlp.experts.127.down_proj.weight"][0] == (4096, 1536)
     assert found["lm_head.weight"] == ((151936, 4096), "bfloat16")
@@ -85,11 +89,18 @@ def test_qwen3_235b() -> None:
 def received(side: dict[str, Layout], rank: int) -> int:
     """Bytes of the rank's own cells."""
     count = Counter(side.values())
-    return sum(math.prod(r.size for r in held.runs(rank)) * held.itemsize * n for held, n in count.items())
+    return sum(
+        math.prod(r.size for r in held.runs(rank)) * held.itemsize * n for held, n in count.items()
+    )
 
 
 REFITS: dict[str, tuple[dict[str, Any], dict[str, Any], float, float]] = {
-    DEEPSEEK_V3: ({"ranks": range(256), "pp": 16, "ep": 16, "stages": (3, *[4] * 14, 2)}, {"tp": 32}, 1342.1, 43.94),
+    DEEPSEEK_V3: (
+        {"ranks": range(256), "pp": 16, "ep": 16, "stages": (3, *[4] * 14, 2)},
+        {"tp": 32},
+        1342.1,
+        43.94,
+    ),
     QWEN3_235B: (
         {"ranks": range(128), "tp": 4, "pp": 8, "ep": 16, "stages": (11, *[12] * 6, 11)},
         {"tp": 8, "kv_heads": 4},
@@ -109,7 +120,10 @@ def test_bytes_of_a_refit(model: str) -> None:
     assert round(nbytes / 1e9, 1) == total
     assert {round(received(dst, rank) / 1e9, 2) for rank in range(n, 2 * n)} == {each}
     assert list(src) == list(dst) == list(entries)
-    assert len({id(held) for held in src.values()}) < 1000 and len({id(held) for held in dst.values()}) < 20
+    assert (
+        len({id(held) for held in src.values()}) < 1000
+        and len({id(held) for held in dst.values()}) < 20
+    )
 
 
 @pytest.mark.parametrize("model", REFITS)
@@ -117,7 +131,9 @@ def test_each_stage_has_its_layers(model: str) -> None:
     one = REFITS[model][0]
     src, size = trainer(cached(model), **one), len(one["ranks"]) // one["pp"]
     norms = [name for name in src if name.endswith("input_layernorm.weight")]
-    assert Counter(src[name].mesh.ranks[0] // size for name in norms) == dict(enumerate(one["stages"]))
+    assert Counter(src[name].mesh.ranks[0] // size for name in norms) == dict(
+        enumerate(one["stages"])
+    )
     assert [src[name].mesh.ranks[0] // size for name in norms] == sorted(
         src[name].mesh.ranks[0] // size for name in norms
     )
@@ -133,10 +149,15 @@ def tiny(kind: str) -> Any:
 def saved(config: Any) -> dict[str, tuple[int, ...]]:
     """Names and shapes that `save_pretrained` would write, before it drops tied tensors."""
     model = module._build(config)
-    return {name: tuple(t.shape) for name, t in revert_weight_conversion(model, dict(model.state_dict())).items()}
+    return {
+        name: tuple(t.shape)
+        for name, t in revert_weight_conversion(model, dict(model.state_dict())).items()
+    }
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe", "mixtral", "gpt_oss", "llama", "qwen2", "opt"])
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v3", "qwen3_moe", "mixtral", "gpt_oss", "llama", "qwen2", "opt"]
+)
 def test_names_are_those_of_a_saved_checkpoint(kind: str) -> None:
     config = tiny(kind)
     config.tie_word_embeddings = False
@@ -162,7 +183,9 @@ def test_names_where_transformers_cannot_say(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_tied_tensors_go_by_their_first_name() -> None:
-    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, intermediate_size=32)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=4, intermediate_size=32
+    )
     names = set(shapes(config))
     config.tie_word_embeddings = True
     assert names - set(shapes(config)) == {"lm_head.weight"}
@@ -173,11 +196,16 @@ def test_architectures_decide() -> None:
     assert "bert.encoder.layer.0.output.dense.weight" in shapes(bert)
     bert.architectures = ["BertModel"]
     found = shapes(bert)
-    assert found["encoder.layer.0.output.dense.weight"] == ((768, 3072), "float32") and len(found) == 23
+    assert (
+        found["encoder.layer.0.output.dense.weight"] == ((768, 3072), "float32")
+        and len(found) == 23
+    )
 
 
 def test_types() -> None:
-    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, intermediate_size=32)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=4, intermediate_size=32
+    )
     assert {dtype for _, dtype in shapes(config).values()} == {"float32"}
     assert {dtype for _, dtype in shapes(config, dtype="torch.float16").values()} == {"float16"}
     config.dtype = torch.bfloat16
@@ -190,34 +218,44 @@ def test_integers_keep_their_type() -> None:
 
 
 def test_a_folder_with_a_config(tmp_path: Any) -> None:
-    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, intermediate_size=32)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=4, intermediate_size=32
+    )
     config.save_pretrained(tmp_path)
     assert shapes(str(tmp_path)) == shapes(config)
 
 
 def test_nothing_is_allocated() -> None:
-    assert {t.device.type for _, t in module._stored(module._build(module._config(DEEPSEEK_V3)))} == {"meta"}
+    assert {
+        t.device.type for _, t in module._stored(module._build(module._config(DEEPSEEK_V3)))
+    } == {"meta"}
 
 
 # Errors
 
 
 def test_an_unknown_name(tmp_path: Any) -> None:
-    with pytest.raises(ShardError, match=f"no config for .*; give a config, .* or one of {', '.join(MODELS)}"):
+    with pytest.raises(
+        ShardError, match=f"no config for .*; give a config, .* or one of {', '.join(MODELS)}"
+    ):
         shapes(str(tmp_path / "nothing"))
 
 
 def test_a_config_that_builds_nothing() -> None:
     config = transformers.LlamaConfig(num_hidden_layers=1)
     config.hidden_act = "none such"
-    with pytest.raises(ShardError, match=r"LlamaConfig builds no model: .*none such.*; give a transformers config"):
+    with pytest.raises(
+        ShardError, match=r"LlamaConfig builds no model: .*none such.*; give a transformers config"
+    ):
         shapes(config)
 
 
 def test_a_table_that_does_not_fit() -> None:
     rule = Unstack("experts.w", ("experts.{e}.a", "experts.{e}.b"))
     assert next(module._unstacked("m.experts.w", (2, 4, 3), (rule,))) == ("m.experts.0.a", (2, 3))
-    with pytest.raises(ShardError, match=r"'m.experts.w' of shape \(2, 5, 3\) does not fall into 2 equal parts"):
+    with pytest.raises(
+        ShardError, match=r"'m.experts.w' of shape \(2, 5, 3\) does not fall into 2 equal parts"
+    ):
         list(module._unstacked("m.experts.w", (2, 5, 3), (rule,)))
 
 
@@ -239,27 +277,39 @@ def written(folder: Any, settings: dict[str, Any]) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ["EarlyStoppingCallback", "pipeline", "PreTrainedModel", "AutoModel", "__class__", 3])
+@pytest.mark.parametrize(
+    "name", ["EarlyStoppingCallback", "pipeline", "PreTrainedModel", "AutoModel", "__class__", 3]
+)
 def test_an_architecture_that_is_no_model(tmp_path: Any, name: object) -> None:
     """Nothing of the kind is called: the config's own model is built."""
-    assert shapes(written(tmp_path, BERT | {"architectures": [name]})) == shapes(written(tmp_path, BERT))
+    assert shapes(written(tmp_path, BERT | {"architectures": [name]})) == shapes(
+        written(tmp_path, BERT)
+    )
 
 
 def test_a_folder_with_code(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not run, and nobody is asked whether to."""
-    mark, code = tmp_path / "ran", "from transformers import PretrainedConfig\nclass C(PretrainedConfig): pass\n"
+    mark, code = (
+        tmp_path / "ran",
+        "from transformers import PretrainedConfig\nclass C(PretrainedConfig): pass\n",
+    )
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n{code}")
     with pytest.raises(ShardError, match="no config for"):
         shapes(written(tmp_path, {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C"}}))
-    known = BERT | {"auto_map": dict.fromkeys(("AutoConfig", "AutoModel"), "evil.C"), "architectures": ["C"]}
+    known = BERT | {
+        "auto_map": dict.fromkeys(("AutoConfig", "AutoModel"), "evil.C"),
+        "architectures": ["C"],
+    }
     assert shapes(written(tmp_path, known)) == shapes(written(tmp_path, BERT))
     assert not mark.exists()
 
 
 def test_attention_from_the_hub(tmp_path: Any) -> None:
     """A config may name a kernel, which transformers would fetch and run."""
-    assert shapes(written(tmp_path, BERT | {"attn_implementation": "evil/kernel"})) == shapes(written(tmp_path, BERT))
+    assert shapes(written(tmp_path, BERT | {"attn_implementation": "evil/kernel"})) == shapes(
+        written(tmp_path, BERT)
+    )
 
 
 def test_layers_without_end(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,10 +57,14 @@ def left(rank: int, kind: str, at: str) -> list[Said]:
     if rank == 0:
         plain = GlooWire._send
 
-        def leave(self: GlooWire, memory: torch.Tensor, peer: int, patience: float, step: int) -> Any:
+        def leave(
+            self: GlooWire, memory: torch.Tensor, peer: int, patience: float, step: int
+        ) -> Any:
             pending = plain(self, memory, peer, patience, step)
             if bool(step) == (at == "vote"):
-                raise {"Ctrl-C": KeyboardInterrupt, "exit": SystemExit, "close": GeneratorExit}[kind]
+                raise {"Ctrl-C": KeyboardInterrupt, "exit": SystemExit, "close": GeneratorExit}[
+                    kind
+                ]
             return pending
 
         GlooWire._send = leave  # type: ignore[method-assign]
@@ -227,7 +231,10 @@ def threads(rank: int, kind: str) -> dict[str, list[Said]]:
     said: dict[str, list[Said]] = {"one": [], "two": []}
     sets = {"one": Rows(rank, 8, 16), "two": Rows(rank, 8, 16 if kind == "one mover" else 24, 3.0)}
     groups = {name: dist.new_group() if kind == "a group for each" else None for name in said}
-    movers = {name: smt.compile(rows.plan, group=groups[name], timeout=20.0) for name, rows in sets.items()}
+    movers = {
+        name: smt.compile(rows.plan, group=groups[name], timeout=20.0)
+        for name, rows in sets.items()
+    }
     if kind == "one mover":
         movers["two"] = movers["one"]
 
@@ -278,7 +285,11 @@ def odd_arguments(rank: int) -> list[Said]:
     """Ranks 1 and 3 pass what is none of what it should be; then all move."""
     rows, odd = Rows(rank, 8, 16), rank in (1, 3)
     move = smt.compile(rows.plan, timeout=20.0)
-    kinds: tuple[dict[str, Any], ...] = ({"thread": 5}, {"thread": b"x" * 100}, {"max_inflight_bytes": 1 << 20000})
+    kinds: tuple[dict[str, Any], ...] = (
+        {"thread": 5},
+        {"thread": b"x" * 100},
+        {"max_inflight_bytes": 1 << 20000},
+    )
     said = []
     for how in kinds:
         given = how if odd else {}
@@ -337,7 +348,10 @@ def out_of_step(rank: int) -> list[Said]:
 def namesakes(rank: int) -> list[Said]:
     """A mover used by two living threads of one name, and by two threads that both ranks name alike by hand."""
     rows = Rows(rank, 8, 16)
-    move, shared = smt.compile(rows.plan, timeout=20.0), smt.compile(rows.plan, timeout=20.0, thread="refit")
+    move, shared = (
+        smt.compile(rows.plan, timeout=20.0),
+        smt.compile(rows.plan, timeout=20.0, thread="refit"),
+    )
     said: list[Said] = []
     begun, done = threading.Event(), threading.Event()
 
@@ -358,5 +372,7 @@ def namesakes(rank: int) -> list[Said]:
         thread.start()
     for thread in pair:
         thread.join()
-    _in_threads({f"worker {rank}": lambda: said.append(ends(lambda: shared(rows.src, out=rows.out)))})
+    _in_threads(
+        {f"worker {rank}": lambda: said.append(ends(lambda: shared(rows.src, out=rows.out)))}
+    )
     return said

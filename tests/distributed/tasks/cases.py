@@ -48,7 +48,9 @@ def random_arrays(side: Mapping[str, tuple[sm.Layout, ...]], rng: np.random.Gene
 def _values(shape: tuple[int, ...], kind: np.dtype[Any], rng: np.random.Generator) -> Any:
     if kind.kind in "fcV" and kind.itemsize > 1:
         real = rng.standard_normal(shape)
-        return np.asarray(real + 1j * rng.standard_normal(shape) if kind.kind == "c" else real).astype(kind)
+        return np.asarray(
+            real + 1j * rng.standard_normal(shape) if kind.kind == "c" else real
+        ).astype(kind)
     if kind.kind == "b":
         return np.asarray(rng.integers(0, 2, shape)).astype(kind)
     return np.frombuffer(rng.bytes(int(np.prod(shape)) * kind.itemsize), kind).reshape(shape).copy()
@@ -63,7 +65,9 @@ def as_bytes(arrays: Arrays, side: Mapping[str, tuple[sm.Layout, ...]]) -> dict[
     }
 
 
-def make_case(plan: sm.Plan, seed: int = 0, **rest: Any) -> tuple[Case, dict[int, dict[str, bytes]]]:
+def make_case(
+    plan: sm.Plan, seed: int = 0, **rest: Any
+) -> tuple[Case, dict[int, dict[str, bytes]]]:
     """The plan with random data on both sides, and the destinations' bytes that must come of it."""
     rng = np.random.default_rng(seed)
     src, dst = random_arrays(plan.src, rng), random_arrays(plan.dst, rng)
@@ -89,7 +93,10 @@ def expected(plan: sm.Plan, src: Arrays, dst: Arrays) -> dict[int, dict[str, byt
         done: Any = sm.simulate(plan, shards)
     out: dict[int, dict[str, bytes]] = {}
     for rank, key, layout in held(plan.dst):
-        now, before = np.asarray(done[rank][key] if isinstance(done[rank], dict) else done[rank]), dst[rank][key]
+        now, before = (
+            np.asarray(done[rank][key] if isinstance(done[rank], dict) else done[rank]),
+            dst[rank][key],
+        )
         own = np.ix_(*(np.flatnonzero(index >= 0) for index in layout.indices(rank)))
         before = before.copy()
         before[own] = now[own]
@@ -112,12 +119,18 @@ def random_plan(
             continue
 
 
-def _random_layout(rng: random.Random, shape: tuple[int, ...], dtype: str, op: str | None, world: int) -> sm.Layout:
-    sizes = rng.choice([(1,), (2,), (3,), (4,), (2, 2), (2, 3), (4, 2), (2, 2, 2), (8,), (5,), (7,)])
+def _random_layout(
+    rng: random.Random, shape: tuple[int, ...], dtype: str, op: str | None, world: int
+) -> sm.Layout:
+    sizes = rng.choice(
+        [(1,), (2,), (3,), (4,), (2, 2), (2, 3), (4, 2), (2, 2, 2), (8,), (5,), (7,)]
+    )
     total = int(np.prod(sizes))
     ranks = rng.sample(range(world), total) if rng.random() < 0.5 else range(total)
     mesh = sm.Mesh(dict(zip("abc", sizes, strict=False)), ranks=ranks)
-    return sm.Layout(shape, mesh, [_random_placement(rng, len(shape), op) for _ in sizes], dtype=dtype)
+    return sm.Layout(
+        shape, mesh, [_random_placement(rng, len(shape), op) for _ in sizes], dtype=dtype
+    )
 
 
 def _random_placement(rng: random.Random, ndim: int, op: str | None) -> Any:
@@ -127,5 +140,11 @@ def _random_placement(rng: random.Random, ndim: int, op: str | None) -> Any:
         return sm.Replicate()
     d = rng.randrange(ndim)
     return rng.choice(
-        (sm.Shard(d), sm.Shard(d), sm.Balanced(d), sm.StridedShard(d, rng.choice((2, 3))), sm.BlockCyclic(d, 2))
+        (
+            sm.Shard(d),
+            sm.Shard(d),
+            sm.Balanced(d),
+            sm.StridedShard(d, rng.choice((2, 3))),
+            sm.BlockCyclic(d, 2),
+        )
     )

@@ -28,7 +28,9 @@ def elements(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     numbers = torch.arange(math.prod(shape), dtype=torch.int64) % 251
     kind = dtype_of(dtype)
     if kind.itemsize == 1 and kind != torch.uint8:
-        return (numbers % (2 if kind == torch.bool else 120)).to(torch.uint8).view(kind).reshape(shape)
+        return (
+            (numbers % (2 if kind == torch.bool else 120)).to(torch.uint8).view(kind).reshape(shape)
+        )
     return numbers.to(kind).reshape(shape)
 
 
@@ -74,10 +76,14 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype) and raw[0].equal(raw[1])
 
 
-def loaded(rank: int, path: str, layouts: dict[str, Any], names: dict[str, str] | None = None) -> list[str]:
+def loaded(
+    rank: int, path: str, layouts: dict[str, Any], names: dict[str, str] | None = None
+) -> list[str]:
     """Loads, and the keys of what is not the element numbers."""
     found, wanted = smt.load(path, layouts, names=names), keyed(layouts, rank)
-    return sorted({*found} ^ {*wanted}) + [key for key in wanted if not same(found[key], wanted[key])]
+    return sorted({*found} ^ {*wanted}) + [
+        key for key in wanted if not same(found[key], wanted[key])
+    ]
 
 
 def attempted(rank: int, step: str, path: str, layouts: dict[str, Any], spoil: Any = None) -> Any:
@@ -100,7 +106,11 @@ def own_bytes(rank: int, path: str, having: tuple[int, ...], asking: tuple[int, 
     """Ranks save bytes of their own, odd ones the same; what each of `asking` gets back."""
     mine = {"state": b"odd" if rank % 2 else bytes([rank] * (rank + 1))} if rank in having else {}
     smt.save(path, mine, {"state": None})
-    return bytes(smt.load(path, {"state": None})["state"].tolist()) if rank in asking else smt.load(path, {}) and None
+    return (
+        bytes(smt.load(path, {"state": None})["state"].tolist())
+        if rank in asking
+        else smt.load(path, {}) and None
+    )
 
 
 def by_torchs_reader(rank: int, path: str, reader: str) -> Any:
@@ -111,7 +121,11 @@ def by_torchs_reader(rank: int, path: str, reader: str) -> Any:
         "b": distribute_tensor(torch.full((16, 3), -1.0), mesh, [Shard(0)], src_data_rank=None),
         "s": torch.tensor(-1.0),
     }
-    made = dcp.HuggingFaceStorageReader(path) if reader == "safetensors" else dcp.FileSystemReader(path)
+    made = (
+        dcp.HuggingFaceStorageReader(path)
+        if reader == "safetensors"
+        else dcp.FileSystemReader(path)
+    )
     dcp.load(into, storage_reader=made)
     whole_b = into["b"].full_tensor()
     return into["a"].equal(whole((9, 4))), whole_b.equal(whole((16, 3))), float(into["s"])
@@ -124,8 +138,12 @@ def by_torchs_writer(rank: int, path: str) -> None:
         {
             "plain": whole((9, 4)),
             "shard": distribute_tensor(whole((16, 6)), line, [Shard(0)], src_data_rank=None),
-            "plane": distribute_tensor(whole((9, 5)), plane, [Shard(1), Replicate()], src_data_rank=None),
-            "column": DTensor.from_local(whole((16, 3)).t()[:, rank * 2 : rank * 2 + 2], line, [Shard(1)]),
+            "plane": distribute_tensor(
+                whole((9, 5)), plane, [Shard(1), Replicate()], src_data_rank=None
+            ),
+            "column": DTensor.from_local(
+                whole((16, 3)).t()[:, rank * 2 : rank * 2 + 2], line, [Shard(1)]
+            ),
             "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
             "nested": {"lr": 0.125, "names": ["x", "y"]},
         },
@@ -137,17 +155,27 @@ def by_torchs_sharded_writer(rank: int, path: str, how: dict[str, Any]) -> None:
     """torch leaves safetensors in shards: uneven and empty ones, along either dimension, replicas, plain tensors."""
     line, plane = device_mesh(range(8), (8,)), device_mesh(range(8), (4, 2))
     state = {
-        "rows": distribute_tensor(elements((13, 6), "float32"), line, [Shard(0)], src_data_rank=None),
-        "few": distribute_tensor(elements((3, 2), "bfloat16"), line, [Shard(0)], src_data_rank=None),
-        "plane": distribute_tensor(elements((9, 5), "int64"), plane, [Shard(1), Shard(0)], src_data_rank=None),
-        "columns": distribute_tensor(elements((4, 7), "float16"), plane, [Replicate(), Shard(1)], src_data_rank=None),
+        "rows": distribute_tensor(
+            elements((13, 6), "float32"), line, [Shard(0)], src_data_rank=None
+        ),
+        "few": distribute_tensor(
+            elements((3, 2), "bfloat16"), line, [Shard(0)], src_data_rank=None
+        ),
+        "plane": distribute_tensor(
+            elements((9, 5), "int64"), plane, [Shard(1), Shard(0)], src_data_rank=None
+        ),
+        "columns": distribute_tensor(
+            elements((4, 7), "float16"), plane, [Replicate(), Shard(1)], src_data_rank=None
+        ),
         "plain": elements((5,), "float64"),
         "scalar": elements((), "float32"),
     }
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(path, save_distributed=True, **how))
 
 
-def exported(rank: int, path: str, layouts: dict[str, Any], how: dict[str, Any], spoil: int | None = None) -> Any:
+def exported(
+    rank: int, path: str, layouts: dict[str, Any], how: dict[str, Any], spoil: int | None = None
+) -> Any:
     """Exports the element numbers; one rank may find that its file cannot be written."""
     before = hf_folder.Draft.append
     if rank == spoil:
@@ -165,13 +193,23 @@ def _full(draft: object, tensor: torch.Tensor) -> None:
 def attempted_export(rank: int, path: str) -> Any:
     """One rank asks for files of another size."""
     layouts = {name: sm.Layout((8,), sm.Mesh(dp=8), "(dp n)") for name in ("v", "w")}
-    return caught(lambda: smt.export(path, keyed(layouts, rank), layouts, max_shard_size=32 if rank == 3 else 64))
+    return caught(
+        lambda: smt.export(
+            path, keyed(layouts, rank), layouts, max_shard_size=32 if rank == 3 else 64
+        )
+    )
 
 
-def exported_dtensors(rank: int, path: str, states: dict[str, torch.Tensor], tied: dict[str, str]) -> Any:
+def exported_dtensors(
+    rank: int, path: str, states: dict[str, torch.Tensor], tied: dict[str, str]
+) -> Any:
     """DTensors in uneven rows, norms as plain tensors."""
     line = device_mesh(range(8), (8,))
-    parts = {n: distribute_tensor(t, line, [Shard(0)], src_data_rank=None) for n, t in states.items() if t.ndim > 1}
+    parts = {
+        n: distribute_tensor(t, line, [Shard(0)], src_data_rank=None)
+        for n, t in states.items()
+        if t.ndim > 1
+    }
     smt.export(path, {**states, **parts}, max_shard_size=2000, tied=tied)
 
 
@@ -234,7 +272,10 @@ def plain_by_torch(rank: int, path: str) -> Any:
     """The tensor whole from torch's checkpoint of FSDP2, and a checkpoint of a whole one into FSDP2, by torch."""
     out = []
     module = linear((4, 2), 9, 2)
-    for state, folder in (({"weight": torch.zeros(9, 2)}, path), ({"weight": module[0].weight}, f"{path}-plain")):
+    for state, folder in (
+        ({"weight": torch.zeros(9, 2)}, path),
+        ({"weight": module[0].weight}, f"{path}-plain"),
+    ):
         if folder != path:
             dcp.save({"weight": whole((9, 2))}, checkpoint_id=folder)
         try:
@@ -248,7 +289,9 @@ def plain_by_torch(rank: int, path: str) -> Any:
 def fsdp2_by_us(rank: int, path: str, mesh: tuple[int, int], rows: int) -> Any:
     """The same by us, and onto the transposed mesh: whether all is as it was."""
     module = linear(mesh, rows, 2)
-    smt.save(path, {"weight": local_of(module[0].weight)}, {"weight": smt.layout_of(module)["0.weight"]})
+    smt.save(
+        path, {"weight": local_of(module[0].weight)}, {"weight": smt.layout_of(module)["0.weight"]}
+    )
     other = linear((mesh[1], mesh[0]), rows, 2)
     right = []
     for target in (module, other):
@@ -258,7 +301,9 @@ def fsdp2_by_us(rank: int, path: str, mesh: tuple[int, int], rows: int) -> Any:
     return right
 
 
-def strided_by_torch(rank: int, path: str, mesh: tuple[int, ...], text: str, shape: tuple[int, ...], step: str) -> Any:
+def strided_by_torch(
+    rank: int, path: str, mesh: tuple[int, ...], text: str, shape: tuple[int, ...], step: str
+) -> Any:
     """torch's save of a strided DTensor (c06), or its load of a whole tensor into one (c07, c08): what comes of it."""
     devices = device_mesh(range(math.prod(mesh)), mesh)
     made = distribute_tensor(whole(shape), devices, placements_of(text), src_data_rank=None)
@@ -275,7 +320,9 @@ def strided_by_torch(rank: int, path: str, mesh: tuple[int, ...], text: str, sha
     return rank >= math.prod(mesh) or local_of(made).equal(wanted)
 
 
-def strided_by_us(rank: int, path: str, mesh: tuple[int, ...], text: str, shape: tuple[int, ...]) -> Any:
+def strided_by_us(
+    rank: int, path: str, mesh: tuple[int, ...], text: str, shape: tuple[int, ...]
+) -> Any:
     """The same by us, both ways: from the DTensor to a plain tensor, and back into the DTensor."""
     devices = device_mesh(range(math.prod(mesh)), mesh)
     made = distribute_tensor(whole(shape), devices, placements_of(text), src_data_rank=None)
@@ -309,9 +356,12 @@ def wrong_on_one(rank: int, path: str, layouts: dict[str, Any], what: str) -> An
     given: list[Any] = [path, keyed(layouts, rank), layouts]
     if rank == 2:
         outside = {"w": sm.Layout((8, 2), sm.Mesh(dp=2, ranks=(7, 8)), "(dp n) h")}
-        at, value = {"text": (2, {"w": "n h"}), "ranks": (2, outside), "no tensors": (1, None), "no path": (0, None)}[
-            what
-        ]
+        at, value = {
+            "text": (2, {"w": "n h"}),
+            "ranks": (2, outside),
+            "no tensors": (1, None),
+            "no path": (0, None),
+        }[what]
         given[at] = value
     return caught(lambda: smt.save(*given))
 
@@ -359,7 +409,9 @@ def disk_full(rank: int, path: str, layouts: dict[str, Any], where: int) -> Any:
         archive.write = real
 
 
-def at_url(rank: int, url: str, environment: dict[str, str], layouts: dict[str, Any], other: dict[str, Any]) -> Any:
+def at_url(
+    rank: int, url: str, environment: dict[str, str], layouts: dict[str, Any], other: dict[str, Any]
+) -> Any:
     """Saves there twice, loads under other layouts; in this environment."""
     before = {key: os.environ.get(key) for key in environment}
     os.environ.update(environment)

@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    _StridedShard,
+)
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -66,13 +72,21 @@ def part(layout: sm.Layout, rank: int, full: torch.Tensor) -> torch.Tensor:
     for d, index in enumerate(layout.indices(rank)):
         out = out.index_select(d, torch.from_numpy(index.clip(0)))
     coords = layout.mesh.coords(rank)
-    return out.clone() if all(coords[name] == 0 for name, _ in layout.partial) else torch.zeros_like(out)
+    return (
+        out.clone()
+        if all(coords[name] == 0 for name, _ in layout.partial)
+        else torch.zeros_like(out)
+    )
 
 
 def layouts_of_fsdp2(rank: int, shape: tuple[int, ...], rows: int, columns: int, dim: int) -> Any:
     """ColwiseParallel or RowwiseParallel, then fully_shard: what is read, and what is really there."""
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = device_mesh(range(8), shape, ("dp", "tp") if len(shape) == 2 else ("hsdp", "dp", "tp"))
     style = ColwiseParallel() if dim == 0 else RowwiseParallel()
@@ -108,28 +122,41 @@ class Move:
     @property
     def layouts(self) -> tuple[sm.Layout, sm.Layout]:
         """What the placements stand for."""
-        ends = ((self.src_ranks, self.src_mesh, self.src), (self.dst_ranks, self.dst_mesh, self.dst))
-        return tuple(layout(ranks, mesh, text, self.shape, self.reading) for ranks, mesh, text in ends)  # type: ignore[return-value]
+        ends = (
+            (self.src_ranks, self.src_mesh, self.src),
+            (self.dst_ranks, self.dst_mesh, self.dst),
+        )
+        return tuple(
+            layout(ranks, mesh, text, self.shape, self.reading) for ranks, mesh, text in ends
+        )  # type: ignore[return-value]
 
     def source(self) -> DTensor:
         """The element numbers as a DTensor, on this rank."""
-        return dtensor(self.layouts[0], device_mesh(self.src_ranks, self.src_mesh), placements_of(self.src))
+        return dtensor(
+            self.layouts[0], device_mesh(self.src_ranks, self.src_mesh), placements_of(self.src)
+        )
 
 
 OURS = {"S": sm.Shard, "SS": sm.StridedShard, "R": sm.Replicate, "P": sm.Partial}
 
 
-def layout(ranks: Any, mesh: tuple[int, ...], text: str, shape: tuple[int, ...], reading: Any = None) -> sm.Layout:
+def layout(
+    ranks: Any, mesh: tuple[int, ...], text: str, shape: tuple[int, ...], reading: Any = None
+) -> sm.Layout:
     """The layout that placements stand for."""
     axes = sm.Mesh({f"dim{i}": n for i, n in enumerate(mesh)}, ranks=ranks)
     return sm.Layout(shape, axes, tuple(words(text, OURS)), reading=reading or "placement")
 
 
-def dtensor(layout: sm.Layout, mesh: DeviceMesh, placements: Any, dtype: Any = torch.float32) -> DTensor:
+def dtensor(
+    layout: sm.Layout, mesh: DeviceMesh, placements: Any, dtype: Any = torch.float32
+) -> DTensor:
     """The element numbers as a DTensor of the layout."""
     full = whole(layout.shape, dtype)
     local = part(layout, dist.get_rank(), full)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+    )
 
 
 def caught(act: Any) -> Any:
@@ -145,7 +172,9 @@ def redistributed(rank: int, moves: list[Move]) -> list[Any]:
     out = []
     for move in moves:
         mesh = device_mesh(move.dst_ranks, move.dst_mesh)
-        moved = smt.redistribute(move.source(), placements_of(move.dst), device_mesh=mesh, reading=move.reading)
+        moved = smt.redistribute(
+            move.source(), placements_of(move.dst), device_mesh=mesh, reading=move.reading
+        )
         out.append((local_of(moved).numpy(), smt.from_dtensor(moved, reading=move.reading)))
     return out
 
@@ -155,9 +184,15 @@ def on_submeshes(rank: int, axes: tuple[str, ...], src: str, dst: str) -> Any:
     root = device_mesh(range(8), (2, 2, 2), ("replica", "dp", "tp"))
     mesh = root[axes]
     ranks = mesh.mesh.flatten().tolist()
-    there = sm.Layout((9, 4), sm.Mesh(dict(zip(axes, mesh.shape, strict=True)), ranks=ranks), tuple(words(src, OURS)))
+    there = sm.Layout(
+        (9, 4),
+        sm.Mesh(dict(zip(axes, mesh.shape, strict=True)), ranks=ranks),
+        tuple(words(src, OURS)),
+    )
     local = part(there, rank, whole((9, 4)) + ranks[0])
-    given = DTensor.from_local(local, mesh, placements_of(src), run_check=False, shape=(9, 4), stride=(4, 1))
+    given = DTensor.from_local(
+        local, mesh, placements_of(src), run_check=False, shape=(9, 4), stride=(4, 1)
+    )
     moved = smt.redistribute(given.requires_grad_(), placements_of(dst), reading="placement")
     (moved * moved.detach()).sum().backward()
     after = smt.from_dtensor(moved, reading="placement")
@@ -169,8 +204,13 @@ def reduced(rank: int, op: str, after: str) -> Any:
     """Addends of a reduction to `after`: ours, and torch's."""
     mesh = device_mesh(range(8), (4, 2))
     local = (whole((9, 3)) * 7 + rank // 2 * 5) % 11 - 4
-    given = DTensor.from_local(local, mesh, placements_of(f"P{op} R"), run_check=False, shape=(9, 3), stride=(3, 1))
-    ours, theirs = smt.redistribute(given, placements_of(after)), given.redistribute(mesh, placements_of(after))
+    given = DTensor.from_local(
+        local, mesh, placements_of(f"P{op} R"), run_check=False, shape=(9, 3), stride=(3, 1)
+    )
+    ours, theirs = (
+        smt.redistribute(given, placements_of(after)),
+        given.redistribute(mesh, placements_of(after)),
+    )
     return local_of(ours).tolist(), local_of(theirs).tolist()
 
 
@@ -182,7 +222,9 @@ def across_meshes(rank: int, how: str) -> Any:
     local = part(src, rank, whole((7, 5)))
     given = local.clone()
     if how == "DTensor":
-        given = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(7, 5), stride=(5, 1))
+        given = DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=(7, 5), stride=(5, 1)
+        )
     given.requires_grad_()
     moved = smt.redistribute(given, dst, layout=None if how == "DTensor" else src)
     moved.to_local().pow(2).sum().backward()
@@ -200,20 +242,26 @@ def local_parts_of_a_mesh(rank: int) -> Any:
     plain = smt.redistribute(local, sm.Layout((9, 4), there.mesh, "n h"), layout=there)
     text = smt.redistribute(local, "n (tp h)", layout=there, device_mesh=mesh)
     wanted = whole((9, 4)) + rank % 4
-    return local_of(plain).equal(wanted), local_of(text).equal(wanted[:, rank // 4 * 2 : rank // 4 * 2 + 2])
+    return local_of(plain).equal(wanted), local_of(text).equal(
+        wanted[:, rank // 4 * 2 : rank // 4 * 2 + 2]
+    )
 
 
 def by_torch(rank: int, move: Move) -> Any:
     """What torch's redistribute gives, and what it should."""
     mesh = device_mesh(move.dst_ranks, move.dst_mesh)
     moved = move.source().redistribute(mesh, placements_of(move.dst))
-    right = rank not in move.dst_ranks or local_of(moved).equal(part(move.layouts[1], rank, whole(move.shape)))
+    right = rank not in move.dst_ranks or local_of(moved).equal(
+        part(move.layouts[1], rank, whole(move.shape))
+    )
     return right and moved.device_mesh == mesh
 
 
 def distributed(rank: int, mesh: tuple[int, ...], text: str, shape: tuple[int, ...]) -> Any:
     """What distribute_tensor stores, and what is read from it."""
-    made = distribute_tensor(whole(shape), device_mesh(range(8), mesh), placements_of(text), src_data_rank=None)
+    made = distribute_tensor(
+        whole(shape), device_mesh(range(8), mesh), placements_of(text), src_data_rank=None
+    )
     found = smt.from_dtensor(made)
     return local_of(made).tolist(), part(found, rank, whole(shape)).tolist()
 
@@ -223,7 +271,11 @@ def viewed(rank: int) -> Any:
     mesh = device_mesh(range(4), (4,))
     tensor = dtensor(layout(range(4), (4,), "S1", (4, 8)), mesh, (Shard(1),)).view(-1)
     found = smt.from_dtensor(tensor)
-    return found.text, local_of(tensor).tolist() if rank < 4 else [], part(found, rank, whole((32,))).tolist()
+    return (
+        found.text,
+        local_of(tensor).tolist() if rank < 4 else [],
+        part(found, rank, whole((32,))).tolist(),
+    )
 
 
 def ordered(rank: int, n: int) -> Any:
@@ -244,7 +296,11 @@ def ordered(rank: int, n: int) -> Any:
 def misfit(rank: int) -> Any:
     """A DTensor that says another shape than it has."""
     tensor = DTensor.from_local(
-        torch.zeros(3), device_mesh(range(8), (4, 2)), placements_of("SS0,2 S0"), shape=(9,), stride=(1,)
+        torch.zeros(3),
+        device_mesh(range(8), (4, 2)),
+        placements_of("SS0,2 S0"),
+        shape=(9,),
+        stride=(1,),
     )
     return caught(lambda: smt.from_dtensor(tensor).text)
 
@@ -264,10 +320,17 @@ def gradients(rank: int, src: str, dst: str, shape: tuple[int, ...], dtype: str)
     """Gradients of a weighted sum of the moved tensor: ours, and torch's."""
     mesh, kind = device_mesh(range(8), (4, 2)), getattr(torch, dtype)
     out = []
-    for move in (lambda t: smt.redistribute(t, placements_of(dst)), lambda t: t.redistribute(mesh, placements_of(dst))):
-        given = dtensor(layout(range(8), (4, 2), src, shape), mesh, placements_of(src), kind).requires_grad_()
+    for move in (
+        lambda t: smt.redistribute(t, placements_of(dst)),
+        lambda t: t.redistribute(mesh, placements_of(dst)),
+    ):
+        given = dtensor(
+            layout(range(8), (4, 2), src, shape), mesh, placements_of(src), kind
+        ).requires_grad_()
         there = move(given)
-        weight = dtensor(layout(range(8), (4, 2), "S0 S1", shape), mesh, placements_of("S0 S1"), kind)
+        weight = dtensor(
+            layout(range(8), (4, 2), "S0 S1", shape), mesh, placements_of("S0 S1"), kind
+        )
         (there * weight.redistribute(mesh, there.placements)).sum().backward()
         out.append((str(given.grad.placements), local_of(given.grad).tolist()))
     return out
@@ -276,7 +339,9 @@ def gradients(rank: int, src: str, dst: str, shape: tuple[int, ...], dtype: str)
 def partial_gradient(rank: int) -> Any:
     """The gradient of a replicated input, left as addends; their sum; and what it should be."""
     mesh = device_mesh(range(8), (4, 2))
-    given = dtensor(layout(range(8), (4, 2), "R S0", (8, 6)), mesh, placements_of("R S0")).requires_grad_()
+    given = dtensor(
+        layout(range(8), (4, 2), "R S0", (8, 6)), mesh, placements_of("R S0")
+    ).requires_grad_()
     moved = smt.redistribute(given, placements_of("S1 R"), grad="partial")
     (moved * moved.detach()).sum().backward()
     total = given.grad.redistribute(mesh, placements_of("R R"))
@@ -287,8 +352,13 @@ def gradients_given(rank: int, src: str, dst: str, given: str) -> Any:
     """The gradient of a moved tensor where it arrives under placements of its own: ours, and torch's."""
     mesh, shape = device_mesh(range(8), (4, 2)), (8, 6)
     out = []
-    for move in (lambda t: smt.redistribute(t, placements_of(dst)), lambda t: t.redistribute(mesh, placements_of(dst))):
-        held = dtensor(layout(range(8), (4, 2), src, shape), mesh, placements_of(src)).requires_grad_()
+    for move in (
+        lambda t: smt.redistribute(t, placements_of(dst)),
+        lambda t: t.redistribute(mesh, placements_of(dst)),
+    ):
+        held = dtensor(
+            layout(range(8), (4, 2), src, shape), mesh, placements_of(src)
+        ).requires_grad_()
         arriving = dtensor(layout(range(8), (4, 2), given, shape), mesh, placements_of(given))
         (gradient,) = torch.autograd.grad(move(held), held, arriving)
         value = local_of(gradient.redistribute(mesh, placements_of("R R"))).tolist()
@@ -301,7 +371,9 @@ def without_grad(rank: int) -> Any:
     mesh = device_mesh(range(8), (4, 2))
     there = layout(range(8), (4, 2), "S1 S0", (8, 12))
     local = part(there, rank, whole((8, 12))).t().contiguous().t()
-    given = DTensor.from_local(local, mesh, placements_of("S1 S0"), shape=(8, 12), stride=(12, 1)).requires_grad_()
+    given = DTensor.from_local(
+        local, mesh, placements_of("S1 S0"), shape=(8, 12), stride=(12, 1)
+    ).requires_grad_()
     with torch.no_grad():
         moved = smt.redistribute(given, placements_of("S0 R"))
     wanted = part(layout(range(8), (4, 2), "S0 R", (8, 12)), rank, whole((8, 12)))
@@ -311,13 +383,19 @@ def without_grad(rank: int) -> Any:
 def through_a_packed_layout(rank: int) -> Any:
     """To a layout that DTensor cannot say, and back, with its gradient."""
     mesh = device_mesh(range(8), (4, 2))
-    given = dtensor(layout(range(8), (4, 2), "S0 R", (9, 4)), mesh, placements_of("S0 R")).requires_grad_()
+    given = dtensor(
+        layout(range(8), (4, 2), "S0 R", (9, 4)), mesh, placements_of("S0 R")
+    ).requires_grad_()
     packed = sm.Layout((9, 4), sm.Mesh(tp=2, ranks=(6, 3)), "([4 5] tp n) h")
     local = smt.redistribute(given, packed)
     held = local.tolist() if rank in packed.mesh else []
     back = smt.redistribute(local, placements_of("S1 R"), layout=packed, device_mesh=mesh)
     (back * back.detach()).sum().backward()
-    return held, part(packed, rank, whole((9, 4))).tolist(), local_of(given.grad).equal(local_of(given).detach())
+    return (
+        held,
+        part(packed, rank, whole((9, 4))).tolist(),
+        local_of(given.grad).equal(local_of(given).detach()),
+    )
 
 
 def wrong(rank: int, what: str) -> Any:
@@ -326,17 +404,28 @@ def wrong(rank: int, what: str) -> Any:
     given = dtensor(layout(range(8), (4, 2), "S0 R", (9, 4)), mesh, placements_of("S0 R"))
     calls = {
         "shape": lambda: smt.redistribute(given, sm.Layout((9, 5), sm.Mesh(tp=2), "n h")),
-        "dtype": lambda: smt.redistribute(given, sm.Layout((9, 4), sm.Mesh(tp=2), "n h", dtype="float16")),
-        "nothing": lambda: smt.redistribute(None, placements_of("R R"), layout=smt.from_dtensor(given)),
-        "no device mesh": lambda: smt.redistribute(given, placements_of("R R"), device_mesh=sm.Mesh(dp=4, tp=2)),
+        "dtype": lambda: smt.redistribute(
+            given, sm.Layout((9, 4), sm.Mesh(tp=2), "n h", dtype="float16")
+        ),
+        "nothing": lambda: smt.redistribute(
+            None, placements_of("R R"), layout=smt.from_dtensor(given)
+        ),
+        "no device mesh": lambda: smt.redistribute(
+            given, placements_of("R R"), device_mesh=sm.Mesh(dp=4, tp=2)
+        ),
         "plain": lambda: smt.redistribute(torch.zeros(3), sm.Layout((3,), sm.Mesh(), "n")),
         "grad": lambda: smt.redistribute(given, placements_of("R R"), grad="half"),
         "readings": lambda: smt.redistribute(given, placements_of("SS0,2 S0")),
         "mask": lambda: smt.redistribute(given, (Partial("band"), Replicate())),
         "local": lambda: smt.redistribute(
-            torch.zeros(1, 4), placements_of("S0 S0"), layout=smt.from_dtensor(given), device_mesh=mesh
+            torch.zeros(1, 4),
+            placements_of("S0 S0"),
+            layout=smt.from_dtensor(given),
+            device_mesh=mesh,
         ),
-        "mesh": lambda: smt.redistribute(torch.zeros(9, 4), placements_of("R R"), layout=smt.from_dtensor(given)),
+        "mesh": lambda: smt.redistribute(
+            torch.zeros(9, 4), placements_of("R R"), layout=smt.from_dtensor(given)
+        ),
         "freed": lambda: smt.redistribute(
             resized(torch.zeros(9, 4), 0),
             placements_of("S0 R"),
@@ -350,9 +439,14 @@ def wrong(rank: int, what: str) -> Any:
 def from_one_rank(rank: int, text: str, shape: tuple[int, ...], dtype: str) -> Any:
     """A whole tensor that rank 3 alone has, to placements; and that as a whole on every rank again."""
     kind = getattr(torch, dtype)
-    alone, mesh = sm.Layout(shape, sm.Mesh(ranks=[3]), {}, dtype=dtype), device_mesh(range(8), (4, 2))
+    alone, mesh = (
+        sm.Layout(shape, sm.Mesh(ranks=[3]), {}, dtype=dtype),
+        device_mesh(range(8), (4, 2)),
+    )
     given = whole(shape, kind) if rank == 3 else torch.empty(0, dtype=kind)
-    made = smt.redistribute(given, placements_of(text), layout=alone, device_mesh=mesh, reading="placement")
+    made = smt.redistribute(
+        given, placements_of(text), layout=alone, device_mesh=mesh, reading="placement"
+    )
     back = smt.redistribute(made, placements_of("R R"), reading="placement")
     return local_of(made).tolist(), str(made.dtype), local_of(back).equal(whole(shape, kind))
 
@@ -368,7 +462,9 @@ def to_addends(rank: int) -> Any:
     mesh = device_mesh(range(8), (8,))
     given = dtensor(layout(range(8), (8,), "R", (5,)), mesh, placements_of("R"), torch.int64)
     ours = smt.redistribute(given, placements_of("Psum"))
-    theirs = distribute_tensor(whole((5,), torch.int64), mesh, placements_of("Psum"), src_data_rank=None)
+    theirs = distribute_tensor(
+        whole((5,), torch.int64), mesh, placements_of("Psum"), src_data_rank=None
+    )
     total = smt.redistribute(ours, placements_of("R"))
     return str(ours.dtype), str(theirs.dtype), local_of(total).tolist()
 
@@ -393,7 +489,9 @@ def torch_says(rank: int, case: str) -> Any:
         "c42": _fsdp2_of_columns,
         "c28": _ragged_without_a_shape,
         "c39": lambda rank: _full("SS0,2 S0", (4, 2), (9,)),
-        "fuzz": lambda rank: by_torch(rank, Move(range(4), (2, 2), "SS0,3 S0", range(4), (2, 2), "SS1,3 S1", (8, 16))),
+        "fuzz": lambda rank: by_torch(
+            rank, Move(range(4), (2, 2), "SS0,3 S0", range(4), (2, 2), "SS1,3 S1", (8, 16))
+        ),
     }[case](rank)
 
 
@@ -448,14 +546,20 @@ def _ragged_without_a_shape(rank: int) -> Any:
 
 
 def _full(text: str, mesh: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    made = distribute_tensor(whole(shape), device_mesh(range(8), mesh), placements_of(text), src_data_rank=None)
+    made = distribute_tensor(
+        whole(shape), device_mesh(range(8), mesh), placements_of(text), src_data_rank=None
+    )
     return made.full_tensor().equal(whole(shape))
 
 
 def layouts_of_module(rank: int, mesh: tuple[int, ...]) -> Any:
     """A column-parallel, a row-parallel, a tied and a plain part under FSDP2: layouts, and whether they are right."""
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -472,7 +576,9 @@ def layouts_of_module(rank: int, mesh: tuple[int, ...]) -> Any:
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(module, devices["tp"], plan)
     before = smt.layout_of(module)
-    fully_shard(module, mesh=devices[names[:-1]] if len(mesh) == 3 else devices["dp"], ignored_params=set())
+    fully_shard(
+        module, mesh=devices[names[:-1]] if len(mesh) == 3 else devices["dp"], ignored_params=set()
+    )
     found = smt.layout_of(module)
     right = {}
     for name, p in module.named_parameters(remove_duplicate=False):

@@ -69,13 +69,18 @@ class Flat:
     def __init__(self, stage: Stage, module: nn.Module, ranks: Any, group: Any) -> None:
         self.module, self.group, self.shards = module, group, stage.dp
         self.buffer = stage.lay(params_of(module))
-        self.ranges = buffers.shard_ranges(self.buffer, stage.dp, list(ranks).index(dist.get_rank()))
+        self.ranges = buffers.shard_ranges(
+            self.buffer, stage.dp, list(ranks).index(dist.get_rank())
+        )
         self.shard = nn.Parameter(self._cut(self._filled(lambda p: p)))
         self.optimizer = torch.optim.AdamW([self.shard], **ADAM)
 
     def _filled(self, of: Callable[[Tensor], Tensor | None]) -> Tensor:
         """The whole buffer of something that parameters have."""
-        whole, named = torch.zeros(self.buffer.numel, dtype=torch.float64), dict(self.module.named_parameters())
+        whole, named = (
+            torch.zeros(self.buffer.numel, dtype=torch.float64),
+            dict(self.module.named_parameters()),
+        )
         for name, (start, end, _) in self.buffer.placed:
             value = of(named[name])
             assert value is not None, name
@@ -159,7 +164,10 @@ class Trainer:
         mesh = sm.Mesh(dp=self.stage.dp, tp=self.stage.tp)
         if self.stage.tp > 1:
             assert self.module is not None
-            params = [buffers.Param(name, tuple(p.shape)) for name, p in training.plain().named_parameters()]
+            params = [
+                buffers.Param(name, tuple(p.shape))
+                for name, p in training.plain().named_parameters()
+            ]
             layouts, store = buffers.model_parallel_state(
                 params,
                 smt.layout_of(self.module, mesh=mesh_of(self.devices)),
@@ -180,7 +188,9 @@ class Trainer:
         return Held(windows, lambda kind: self._views(where, windows, kind))
 
     def _views(self, store: Any, layouts: Any, kind: str) -> dict[str, Tensor] | None:
-        return None if self.flat is None else views(store, layouts, self.rank, self.flat.array(kind))
+        return (
+            None if self.flat is None else views(store, layouts, self.rank, self.flat.array(kind))
+        )
 
     def _parts(self, kind: str) -> dict[str, Tensor]:
         assert self.module is not None and self.optimizer is not None
@@ -205,12 +215,20 @@ class Trainer:
         """The losses of these steps over all ranks; none where this rank has no part."""
         if self.flat is None:
             assert self.module is not None or self.stage.rule is not None
-            return [] if self.module is None else training.train(self.module, self.optimizer, self.devices, steps)
+            return (
+                []
+                if self.module is None
+                else training.train(self.module, self.optimizer, self.devices, steps)
+            )
         out = []
         for step in steps:
             self.optimizer.param_groups[0]["lr"] *= 0.9
             tokens = training.batch(step)
-            rows = training.mine(tokens, self.devices) if self.devices else tokens.chunk(self.stage.dp)[self.rank]
+            rows = (
+                training.mine(tokens, self.devices)
+                if self.devices
+                else tokens.chunk(self.stage.dp)[self.rank]
+            )
             loss = training.loss_of(self.module, rows)
             loss.backward()
             self.flat.step()
@@ -243,9 +261,17 @@ def moved(src: Trainer, dst: Trainer) -> int:
 def through(src: Trainer, dst: Trainer, path: str) -> None:
     """The same by way of a checkpoint."""
     here, there = src.held("nd"), dst.held("nd")
-    tensors = {f"{kind}.{name}": t for kind in KINDS for name, t in (here.tensors(kind) or {}).items()}
-    smt.save(path, tensors, {f"{kind}.{name}": one for kind in KINDS for name, one in here.layouts.items()})
-    found = smt.load(path, {f"{kind}.{name}": one for kind in KINDS for name, one in there.layouts.items()})
+    tensors = {
+        f"{kind}.{name}": t for kind in KINDS for name, t in (here.tensors(kind) or {}).items()
+    }
+    smt.save(
+        path,
+        tensors,
+        {f"{kind}.{name}": one for kind in KINDS for name, one in here.layouts.items()},
+    )
+    found = smt.load(
+        path, {f"{kind}.{name}": one for kind in KINDS for name, one in there.layouts.items()}
+    )
     for kind in KINDS:
         for name, t in (there.tensors(kind) or {}).items():
             t.copy_(found[f"{kind}.{name}"])
@@ -271,4 +297,6 @@ def alone(rank: int, steps: int) -> list[float]:
     if rank:
         return []
     module = training.plain()
-    return training.train(module, torch.optim.AdamW(module.parameters(), **ADAM), None, range(steps))
+    return training.train(
+        module, torch.optim.AdamW(module.parameters(), **ADAM), None, range(steps)
+    )

@@ -92,7 +92,10 @@ class Attention(nn.Module):
         heads, keys = HEADS // tp, KEYS // tp
         q, k, v = self.qkv(f(x)).split([heads * SIZE, keys * SIZE, keys * SIZE], dim=-1)
         q = q.unflatten(-1, (heads, SIZE)).transpose(0, 1)
-        k, v = (t.unflatten(-1, (keys, SIZE)).transpose(0, 1).repeat_interleave(heads // keys, 0) for t in (k, v))
+        k, v = (
+            t.unflatten(-1, (keys, SIZE)).transpose(0, 1).repeat_interleave(heads // keys, 0)
+            for t in (k, v)
+        )
         scores = q @ k.transpose(1, 2)
         offset = self.softmax_offset[:, None, None].expand(heads, len(x), 1)
         weights = torch.cat([scores, offset], dim=-1).softmax(-1)[..., :-1]

@@ -40,10 +40,16 @@ def group_of(ranks: tuple[int, ...]) -> Any:
     return dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
 
 
-def tensor_of(shape: tuple[int, ...], dtype: str, data: bytes, lying: str = "contiguous") -> torch.Tensor:
+def tensor_of(
+    shape: tuple[int, ...], dtype: str, data: bytes, lying: str = "contiguous"
+) -> torch.Tensor:
     """The tensor, lying in memory in a chosen way."""
     kind = getattr(torch, dtype)
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind) if data else torch.empty(0, dtype=kind)
+    flat = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind)
+        if data
+        else torch.empty(0, dtype=kind)
+    )
     plain = flat.reshape(shape)
     if lying == "contiguous":
         return plain.clone()
@@ -142,7 +148,10 @@ def unusual_moves(rank: int, case: Case) -> list[dict[str, bytes]]:
     """The destinations of moves from and into unusual tensors that have memory; `lying` sends them through staging."""
     out = []
     for kind in (inference, lambda t: t.as_subclass(Touchy)):
-        src, dst = tensors_of(case.src.get(rank), case.lying), tensors_of(case.dst.get(rank), case.lying)
+        src, dst = (
+            tensors_of(case.src.get(rank), case.lying),
+            tensors_of(case.dst.get(rank), case.lying),
+        )
         made = kind(dst)
         with torch.inference_mode():  # staging that is made in it serves moves outside, too
             smt.compile(case.plan, timeout=20.0)(src, out=made.clone())
@@ -167,9 +176,9 @@ def broken(how: str, src: Any, dst: Any) -> tuple[Any, Any]:
     key, t = _first(given)
     if what == "alias":
         buffer = t.new_zeros(t.numel() + 1)
-        return _with(src, _first(src)[0], buffer[1 : 1 + src.numel()].view(src.shape)), buffer[: dst.numel()].view(
-            dst.shape
-        )
+        return _with(src, _first(src)[0], buffer[1 : 1 + src.numel()].view(src.shape)), buffer[
+            : dst.numel()
+        ].view(dst.shape)
     changed = {
         "shape": lambda: _with(given, key, t.new_zeros((*t.shape, 2))),
         "dtype": lambda: _with(given, key, t.to(torch.float64)),
@@ -190,7 +199,9 @@ def broken(how: str, src: Any, dst: Any) -> tuple[Any, Any]:
     return (changed, other) if side == "src" else (other, changed)
 
 
-def bad_move(rank: int, case: Case, who: Sequence[int], how: str) -> tuple[str, bool, dict[str, bytes]]:
+def bad_move(
+    rank: int, case: Case, who: Sequence[int], how: str
+) -> tuple[str, bool, dict[str, bytes]]:
     """A good move, a bad one on some ranks, a good one: the error, whether destinations stayed so, the end."""
     src, dst = tensors_of(case.src.get(rank)), tensors_of(case.dst.get(rank))
     move = smt.compile(case.plan, timeout=20.0, **case.options)
@@ -208,13 +219,19 @@ def bad_move(rank: int, case: Case, who: Sequence[int], how: str) -> tuple[str, 
     return error, same, results(dst)
 
 
-def compile_with(rank: int, plans: Sequence[Any], options: Sequence[Mapping[str, Any]], group: tuple[int, ...]) -> str:
+def compile_with(
+    rank: int, plans: Sequence[Any], options: Sequence[Mapping[str, Any]], group: tuple[int, ...]
+) -> str:
     """The error of a compile for which each rank has a plan and options of its own; "" for none."""
     made = group_of(group)
     if rank not in group:
         return ""
     try:
-        smt.compile(plans[rank % len(plans)], group=made, **{"timeout": 20.0, **options[rank % len(options)]})
+        smt.compile(
+            plans[rank % len(plans)],
+            group=made,
+            **{"timeout": 20.0, **options[rank % len(options)]},
+        )
     except sm.ExchangeError as error:
         return str(error)
     return ""
@@ -234,11 +251,16 @@ def outsider(rank: int, plan: sm.Plan, group: tuple[int, ...]) -> str:
 
 def staging(rank: int, case: Case, moves: int) -> list[tuple[int, int, int]]:
     """After each move: (bytes of staging held, its address, bytes that torch has allocated during the move)."""
-    src, dst = tensors_of(case.src.get(rank), case.lying), tensors_of(case.dst.get(rank), case.lying)
+    src, dst = (
+        tensors_of(case.src.get(rank), case.lying),
+        tensors_of(case.dst.get(rank), case.lying),
+    )
     move = smt.compile(case.plan, timeout=30.0, **case.options)
     out = []
     for _ in range(moves):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as seen:
             move(src, out=dst)
         most = sum(max(0, e.self_cpu_memory_usage) for e in seen.key_averages())
         with move._engine._staging.lent(move.staging_bytes, Fence()) as block:

@@ -75,7 +75,12 @@ def trained(rank: int, shape: tuple[int, ...], fsdp: bool, again: bool) -> dict[
             sum(each[1:], each[0]).div(n).backward()
             worse(out, "loss", mine.detach() - each[at].detach())
         worse(out, "norm", norm_of(ours) - norm_of(theirs))
-        compare(out, "gradient of ", ours, {k: p.grad for k, p in theirs.named_parameters(remove_duplicate=False)})
+        compare(
+            out,
+            "gradient of ",
+            ours,
+            {k: p.grad for k, p in theirs.named_parameters(remove_duplicate=False)},
+        )
         for optimizer in optimizers:
             optimizer.step()
     compare(out, "", ours, dict(theirs.named_parameters(remove_duplicate=False)))
@@ -90,7 +95,9 @@ def norm_of(module: nn.Module) -> Tensor:
 
 def worse(out: dict[str, float], name: str, difference: Tensor) -> None:
     """Keep the largest."""
-    out[name] = max(out.get(name, 0.0), float(difference.abs().max()) if difference.numel() else 0.0)
+    out[name] = max(
+        out.get(name, 0.0), float(difference.abs().max()) if difference.numel() else 0.0
+    )
 
 
 def compare(out: dict[str, float], prefix: str, ours: nn.Module, wanted: dict[str, Any]) -> None:
@@ -98,7 +105,9 @@ def compare(out: dict[str, float], prefix: str, ours: nn.Module, wanted: dict[st
     layouts = smt.layout_of(ours)
     for name, p in ours.named_parameters(remove_duplicate=False):
         found = local_of(p.grad if prefix else p).detach()
-        worse(out, prefix + name, found - part(layouts[name], dist.get_rank(), wanted[name].detach()))
+        worse(
+            out, prefix + name, found - part(layouts[name], dist.get_rank(), wanted[name].detach())
+        )
 
 
 # Layouts
@@ -143,12 +152,16 @@ def numbered(rows: int, columns: int, components: tuple[int, ...], device: str =
     return module
 
 
-def by_hand(name: str, full: Tensor, components: tuple[int, ...], mesh: DeviceMesh, fsdp: bool) -> Tensor:
+def by_hand(
+    name: str, full: Tensor, components: tuple[int, ...], mesh: DeviceMesh, fsdp: bool
+) -> Tensor:
     """What this rank holds of a whole weight: each component chunked over tp, then all of it over dp."""
     tp, t = mesh.size(mesh.ndim - 1), dist.get_rank() % mesh.size(mesh.ndim - 1)
     d = DIVIDED.get(name, 0)
     if d is not None:
-        sizes = {"pair": [full.shape[0] // 2] * 2, "qkv": list(components)}.get(name.split(".")[0], [full.shape[d]])
+        sizes = {"pair": [full.shape[0] // 2] * 2, "qkv": list(components)}.get(
+            name.split(".")[0], [full.shape[d]]
+        )
         full = torch.cat([one.chunk(tp, d)[t] for one in full.split(sizes, d)], d)
     if not fsdp or mesh.ndim == 1:
         return full
@@ -202,7 +215,9 @@ def differing(
     return out
 
 
-def changed_degree(rank: int, from_shape: tuple[int, ...], to_shape: tuple[int, ...], sizes: tuple[Any, ...]) -> Any:
+def changed_degree(
+    rank: int, from_shape: tuple[int, ...], to_shape: tuple[int, ...], sizes: tuple[Any, ...]
+) -> Any:
     """Moved by the layouts of two modules: parameters that are not as by hand. And one fused one, by redistribute."""
     components = sizes[2]
     styles = {**PART_STYLES, "qkv": smt.Fused(components)}
@@ -212,7 +227,9 @@ def changed_degree(rank: int, from_shape: tuple[int, ...], to_shape: tuple[int, 
         smt.set_device_mesh(module, mesh["tp"], styles=styles)
         sharded(module, mesh)
         ends.append(module)
-    source, target = ({name: local_of(p).detach() for name, p in module.named_parameters()} for module in ends)
+    source, target = (
+        {name: local_of(p).detach() for name, p in module.named_parameters()} for module in ends
+    )
     for tensor in target.values():
         tensor.fill_(-1)
     layouts = [smt.layout_of(module) for module in ends]
@@ -237,8 +254,16 @@ def placements_of_fused(rank: int, shape: tuple[int, ...], stage: str) -> Any:
     for name in ("column.weight", "pair.weight", "qkv.weight"):
         tensor = dict(module.named_parameters())[name]
         out[name] = (
-            caught(lambda tensor=tensor, name=name: sm.equivalent(smt.from_dtensor(tensor), layouts[name])),
-            caught(lambda tensor=tensor: smt.redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim).shape),
+            caught(
+                lambda tensor=tensor, name=name: sm.equivalent(
+                    smt.from_dtensor(tensor), layouts[name]
+                )
+            ),
+            caught(
+                lambda tensor=tensor: (
+                    smt.redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim).shape
+                )
+            ),
         )
     return out
 
@@ -264,7 +289,11 @@ def saved_by_torch(rank: int, path: str, rows: int, styles: dict[str, Any]) -> A
             p.fill_(-1)
     dcp.load(module.state_dict(), checkpoint_id=path)
     layouts = smt.layout_of(module)
-    return [n for n, p in module.named_parameters() if not local_of(p).equal(part(layouts[n], rank, wholes[n]))]
+    return [
+        n
+        for n, p in module.named_parameters()
+        if not local_of(p).equal(part(layouts[n], rank, wholes[n]))
+    ]
 
 
 # What a module is afterwards
@@ -291,7 +320,9 @@ def local_inside(rank: int, fsdp: bool) -> Any:
     if fsdp:
         sharded(module, mesh)
     inner.register_buffer("other", DTensor.from_local(torch.zeros(2), mesh["tp"]))
-    outside = inner.weight is dict(module.named_parameters())["inner.weight"] and isinstance(inner.weight, DTensor)
+    outside = inner.weight is dict(module.named_parameters())["inner.weight"] and isinstance(
+        inner.weight, DTensor
+    )
     out = module(torch.ones(1, 4))
     view, parameter = module.seen[0], inner._parameters["weight"]
     same = view.data_ptr() == local_of(parameter).data_ptr() and tuple(view.shape) == (4, 4)
@@ -333,15 +364,24 @@ def as_before(rank: int) -> Any:
     for name, other in copies.items():
         with parallel(group):
             equal = other(words_of(0)).equal(wanted)
-        apart = other.head.weight is other.embed.weight and other.head.weight is not module.head.weight
-        out[name] = equal and apart and {n: str(x) for n, x in smt.layout_of(other).items()} == texts
+        apart = (
+            other.head.weight is other.embed.weight and other.head.weight is not module.head.weight
+        )
+        out[name] = (
+            equal and apart and {n: str(x) for n, x in smt.layout_of(other).items()} == texts
+        )
         out[f"amax of {name}"] = {n: float(x) for n, x in smt.amax(other).items()} == {
             n: float(x) for n, x in smt.amax(module).items()
         }
     with torch.no_grad():
         module.blocks[0].up.weight = nn.Parameter(module.blocks[0].up.weight * 2)
-    twice = local_of(module.blocks[0].up.weight).equal(2 * local_of(copies["pickle"].blocks[0].up.weight))
-    return out | {"assignment": twice, "layouts": {n: str(x) for n, x in smt.layout_of(module).items()} == texts}
+    twice = local_of(module.blocks[0].up.weight).equal(
+        2 * local_of(copies["pickle"].blocks[0].up.weight)
+    )
+    return out | {
+        "assignment": twice,
+        "layouts": {n: str(x) for n, x in smt.layout_of(module).items()} == texts,
+    }
 
 
 def state_dicts(rank: int, fsdp: bool) -> Any:
@@ -392,7 +432,11 @@ def attributes(rank: int) -> Any:
         module.blocks[0].up.weight.tag,
         module.head.weight is module.embed.weight and len(list(module.parameters())) == n,
         smt.layout_of(module)["embed.weight"].text,
-        {x.text for name, x in smt.layout_of(module).items() if name not in ("embed.weight", "head.weight")},
+        {
+            x.text
+            for name, x in smt.layout_of(module).items()
+            if name not in ("embed.weight", "head.weight")
+        },
         all(isinstance(p, DTensor) for p in module.parameters()),
     )
 
@@ -443,7 +487,9 @@ def scales(rank: int, shape: tuple[int, ...], weights: str) -> Any:
         "flat": lambda: mesh[mesh.mesh_dim_names[-2:]]._flatten("weights"),
         "tp": lambda: None,
     }
-    smt.set_device_mesh(module, mesh["tp"], meshes[weights](), styles={**PART_STYLES, "qkv": smt.Fused((4, 8))})
+    smt.set_device_mesh(
+        module, mesh["tp"], meshes[weights](), styles={**PART_STYLES, "qkv": smt.Fused((4, 8))}
+    )
     if weights != "tp":
         sharded(module, mesh)
     calls, before = [], dist.all_reduce
@@ -464,7 +510,9 @@ def scales(rank: int, shape: tuple[int, ...], weights: str) -> Any:
 def special(rank: int, dtype: str, value: float) -> Any:
     """amax where one element, on one rank, is special."""
     mesh = mesh_like((4, 2))
-    module = nn.Sequential(nn.Linear(4, 2, bias=False).to(getattr(torch, dtype)), nn.Linear(4, 2, bias=False))
+    module = nn.Sequential(
+        nn.Linear(4, 2, bias=False).to(getattr(torch, dtype)), nn.Linear(4, 2, bias=False)
+    )
     with torch.no_grad():
         module[0].weight.fill_(1)
         module[1].weight.fill_(-2)
@@ -489,26 +537,62 @@ def refused(rank: int, what: str) -> Any:
     calls: dict[str, tuple[nn.Module, Any]] = {
         "2-D": (module, lambda: smt.set_device_mesh(module, mesh, styles=STYLES)),
         "no mesh": (module, lambda: smt.set_device_mesh(module, sm.Mesh(tp=2), styles=STYLES)),  # type: ignore[arg-type]
-        "no name": (module, lambda: smt.set_device_mesh(module, device_mesh(range(8), (8,)), styles={})),
-        "outside": (small, lambda: smt.set_device_mesh(small, device_mesh((6, 7), (2,), ("tp",)), styles={})),
+        "no name": (
+            module,
+            lambda: smt.set_device_mesh(module, device_mesh(range(8), (8,)), styles={}),
+        ),
+        "outside": (
+            small,
+            lambda: smt.set_device_mesh(small, device_mesh((6, 7), (2,), ("tp",)), styles={}),
+        ),
         "weights outside": (
             small,
             lambda: smt.set_device_mesh(small, tp, device_mesh((6, 7), (2,), ("x",)), styles={}),
         ),
-        "weights without tp": (small, lambda: smt.set_device_mesh(small, tp, mesh["dp"], styles={})),
+        "weights without tp": (
+            small,
+            lambda: smt.set_device_mesh(small, tp, mesh["dp"], styles={}),
+        ),
         "no module": (small, lambda: smt.set_device_mesh(small[0].weight, tp, styles={})),  # type: ignore[arg-type]
         "no styles": (small, lambda: smt.set_device_mesh(small, tp, styles="column")),  # type: ignore[arg-type]
         "unknown": (small, lambda: smt.set_device_mesh(small, tp, styles={"0": "colum"})),  # type: ignore[dict-item]
-        "no match": (small, lambda: smt.set_device_mesh(small, tp, styles={"1": "replicate", "*.q": "column"})),
-        "no weight": (module, lambda: smt.set_device_mesh(module, tp, styles={"blocks.0": "column"})),
-        "uneven": (small, lambda: smt.set_device_mesh(small, tp, styles={"1": "row_norm", "0": "column"})),
+        "no match": (
+            small,
+            lambda: smt.set_device_mesh(small, tp, styles={"1": "replicate", "*.q": "column"}),
+        ),
+        "no weight": (
+            module,
+            lambda: smt.set_device_mesh(module, tp, styles={"blocks.0": "column"}),
+        ),
+        "uneven": (
+            small,
+            lambda: smt.set_device_mesh(small, tp, styles={"1": "row_norm", "0": "column"}),
+        ),
         "no dimension": (small, lambda: smt.set_device_mesh(small, tp, styles={"1": "row"})),
-        "uneven part": (shared, lambda: smt.set_device_mesh(shared, tp, styles={"0": smt.Fused((3, 1))})),
-        "not the sum": (shared, lambda: smt.set_device_mesh(shared, tp, styles={"0": smt.Fused((4, 2))})),
-        "local sum": (shared, lambda: smt.set_device_mesh(shared, tp, styles={"0": smt.Fused((2, 2))}, local=True)),
-        "not so many": (shared, lambda: smt.set_device_mesh(shared, tp, styles={"0": smt.Fused(3)})),
-        "shared": (shared, lambda: smt.set_device_mesh(shared, tp, styles={"0": "column", "1": "row"})),
-        "shared parts": (shared, lambda: smt.set_device_mesh(shared, tp, styles={"0": "column", "1": smt.Fused(2)})),
+        "uneven part": (
+            shared,
+            lambda: smt.set_device_mesh(shared, tp, styles={"0": smt.Fused((3, 1))}),
+        ),
+        "not the sum": (
+            shared,
+            lambda: smt.set_device_mesh(shared, tp, styles={"0": smt.Fused((4, 2))}),
+        ),
+        "local sum": (
+            shared,
+            lambda: smt.set_device_mesh(shared, tp, styles={"0": smt.Fused((2, 2))}, local=True),
+        ),
+        "not so many": (
+            shared,
+            lambda: smt.set_device_mesh(shared, tp, styles={"0": smt.Fused(3)}),
+        ),
+        "shared": (
+            shared,
+            lambda: smt.set_device_mesh(shared, tp, styles={"0": "column", "1": "row"}),
+        ),
+        "shared parts": (
+            shared,
+            lambda: smt.set_device_mesh(shared, tp, styles={"0": "column", "1": smt.Fused(2)}),
+        ),
         "gradient": (graded, lambda: smt.set_device_mesh(graded, tp, styles={})),
         "dtensors": (small, lambda: smt.set_device_mesh(small, tp, styles={})),
         "lazy": (small, lambda: smt.set_device_mesh(nn.LazyLinear(3), tp, styles={})),
@@ -522,7 +606,9 @@ def refused(rank: int, what: str) -> Any:
     before = [(type(m), vars(m).keys()) for m in given.modules()], list(given.parameters())
     said = caught(act)
     after = [(type(m), vars(m).keys()) for m in given.modules()], list(given.parameters())
-    return said, before[0] == after[0] and all(a is b for a, b in zip(before[1], after[1], strict=True))
+    return said, before[0] == after[0] and all(
+        a is b for a, b in zip(before[1], after[1], strict=True)
+    )
 
 
 def refused_later(rank: int, what: str) -> Any:
@@ -530,7 +616,9 @@ def refused_later(rank: int, what: str) -> Any:
     mesh = mesh_like((4, 2))
     with torch.device("meta" if what == "meta" else "cpu"):
         module = nn.Sequential(nn.Linear(4, 4))
-    smt.set_device_mesh(module, mesh["tp"], None if what == "tp alone" else mesh, styles={"0": smt.Fused(2)})
+    smt.set_device_mesh(
+        module, mesh["tp"], None if what == "tp alone" else mesh, styles={"0": smt.Fused(2)}
+    )
     if what == "tp alone":
         sharded(module, mesh)
     if what == "replaced":
@@ -539,7 +627,9 @@ def refused_later(rank: int, what: str) -> Any:
         module[0].weight._local_tensor = torch.zeros(3, 4)
     acts: dict[str, Any] = {
         "twice": lambda: smt.set_device_mesh(module, mesh["tp"], styles={}),
-        "inside": lambda: smt.set_device_mesh(nn.Sequential(nn.Linear(2, 2), module[0]), mesh["tp"], styles={}),
+        "inside": lambda: smt.set_device_mesh(
+            nn.Sequential(nn.Linear(2, 2), module[0]), mesh["tp"], styles={}
+        ),
         "other shape": lambda: smt.layout_of(module),
     }
     return caught(acts.get(what, lambda: smt.amax(module)))

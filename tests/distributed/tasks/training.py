@@ -65,7 +65,10 @@ def styles(local: bool = False) -> dict[str, Any]:
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
         **{f"model.layers.*.self_attn.{x}_proj": ColwiseParallel() for x in "qkv"},
         "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-        **{f"model.layers.*.mlp.{x}_proj": ColwiseParallel(use_local_output=local) for x in ("gate", "up")},
+        **{
+            f"model.layers.*.mlp.{x}_proj": ColwiseParallel(use_local_output=local)
+            for x in ("gate", "up")
+        },
         "model.layers.*.mlp.down_proj": RowwiseParallel(),
     }
 
@@ -101,7 +104,9 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 def batch(step: int) -> Tensor:
     """The tokens of a step, of all ranks together: two batches in turn, so that there is something to learn."""
-    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step % 2))
+    return torch.randint(
+        VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step % 2)
+    )
 
 
 def mine(tokens: Tensor, devices: DeviceMesh | None) -> Tensor:
@@ -109,7 +114,10 @@ def mine(tokens: Tensor, devices: DeviceMesh | None) -> Tensor:
     if devices is None:
         return tokens
     names = [name for name in devices.mesh_dim_names or () if name != "tp"]
-    sizes, at = [devices[name].size() for name in names], [devices[name].get_local_rank() for name in names]
+    sizes, at = (
+        [devices[name].size() for name in names],
+        [devices[name].get_local_rank() for name in names],
+    )
     parts = tokens.chunk(torch.Size(sizes).numel())
     return parts[sum(i * torch.Size(sizes[k + 1 :]).numel() for k, i in enumerate(at))]
 
@@ -117,10 +125,14 @@ def mine(tokens: Tensor, devices: DeviceMesh | None) -> Tensor:
 def loss_of(module: nn.Module, tokens: Tensor) -> Tensor:
     """The mean cross entropy of the next token."""
     logits = module(input_ids=tokens).logits
-    return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+    return nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1)
+    )
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, devices: DeviceMesh | None, steps: range) -> list[float]:
+def train(
+    module: nn.Module, optimizer: torch.optim.Optimizer, devices: DeviceMesh | None, steps: range
+) -> list[float]:
     """The losses of these steps, over all ranks."""
     out = []
     for step in steps:
@@ -150,7 +162,9 @@ class Run(NamedTuple):
     after: dict[str, Any]
 
 
-def held(module: nn.Module, optimizer: training.Optimizers) -> tuple[dict[str, sm.Layout], dict[str, Any]]:
+def held(
+    module: nn.Module, optimizer: training.Optimizers
+) -> tuple[dict[str, sm.Layout], dict[str, Any]]:
     """Layouts, and copies of all that is saved of this rank."""
     tensors, layouts = training.state_of(module, optimizer)
     divided = {name: layout for name, layout in layouts.items() if layout is not None}
@@ -250,7 +264,9 @@ class Counting(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.full((9, 2), float(value)))
         self.weight = nn.Parameter(distribute_tensor(self.weight.data, devices["tp"], [Shard(0)]))
-        self.register_buffer("rows", distribute_tensor(torch.arange(9) * value, devices["tp"], [Shard(0)]))
+        self.register_buffer(
+            "rows", distribute_tensor(torch.arange(9) * value, devices["tp"], [Shard(0)])
+        )
         self.register_buffer("steps", torch.tensor(value))
         self.register_buffer("scratch", torch.tensor(value), persistent=False)
         self.own = own
@@ -267,10 +283,19 @@ def counted(rank: int, path: str) -> Any:
     meshes = [device_mesh(range(8), shape, NAMES[2]) for shape in ((4, 2), (2, 4))]
     source, target = Counting(meshes[0], 3, f"rank {rank}".encode()), Counting(meshes[1], 1, b"")
     training.save_state(path, source, mesh=mesh_of(meshes[0]))
-    texts = {name: str(layout) for name, layout in training.state_of(source, mesh=mesh_of(meshes[0]))[1].items()}
+    texts = {
+        name: str(layout)
+        for name, layout in training.state_of(source, mesh=mesh_of(meshes[0]))[1].items()
+    }
     wanted = local_of(target.rows).clone() * 3
     training.load_state(path, target, mesh=mesh_of(meshes[1]))
-    return texts, local_of(target.rows).equal(wanted), target.steps.item(), target.scratch.item(), target.own.decode()
+    return (
+        texts,
+        local_of(target.rows).equal(wanted),
+        target.steps.item(),
+        target.scratch.item(),
+        target.own.decode(),
+    )
 
 
 def odd_state(rank: int) -> list[str]:
@@ -297,7 +322,11 @@ def by_torch(rank: int, path: str, vocabulary: bool) -> list[str] | str:
         for p in target.parameters():
             p.zero_()
     states = [
-        {name: value for name, value in module.state_dict().items() if vocabulary or value.shape[0] != VOCABULARY}
+        {
+            name: value
+            for name, value in module.state_dict().items()
+            if vocabulary or value.shape[0] != VOCABULARY
+        }
         for module in (source, target)
     ]
     try:
@@ -364,10 +393,16 @@ def filled(rank: int, path: str) -> Any:
 
     mesh = device_mesh(range(8), (4, 2), ("dp", "tp"))
     module = nn.Sequential()
-    module.embed, module.head, module.norm = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False), nn.LayerNorm(4)
+    module.embed, module.head, module.norm = (
+        nn.Embedding(9, 4),
+        nn.Linear(4, 9, bias=False),
+        nn.LayerNorm(4),
+    )
     module.head.weight = module.embed.weight
     fully_shard(module, mesh=mesh["dp"])
-    names = {f"norm.{name}": f"model.ln.{name}" for name in ("weight", "bias")} | {"embed.weight": "model.words"}
+    names = {f"norm.{name}": f"model.ln.{name}" for name in ("weight", "bias")} | {
+        "embed.weight": "model.words"
+    }
     smt.load_weights(path, module, names=names)
     full = {name: p.full_tensor() for name, p in module.named_parameters()}
     return {name: (str(t.dtype), t.tolist()) for name, t in full.items()}

@@ -33,7 +33,9 @@ def elements(box) -> list[tuple[int, ...]]:
 
 @st.composite
 def box_lists(draw: st.DrawFn, dims: int | None = None):
-    sides = tuple(draw(st.integers(1, 4)) for _ in range(draw(st.integers(0, 3)) if dims is None else dims))
+    sides = tuple(
+        draw(st.integers(1, 4)) for _ in range(draw(st.integers(0, 3)) if dims is None else dims)
+    )
     drawn = draw(st.lists(testing.boxes(sides), max_size=5))
     return sides, [box for box in drawn if volume(box)]
 
@@ -156,8 +158,17 @@ def test_boxes_of_one_label_may_overlap(case, data: st.DataObject) -> None:
 @st.composite
 def ranges_and_boxes(draw: st.DrawFn) -> tuple[list[list[tuple[int, int]]], list[Any]]:
     """Ranges of up to three dimensions, and boxes that tile their product or nearly do."""
-    held = draw(st.lists(st.sampled_from([[(0, 3)], [(1, 2), (4, 6)], [(0, 1)], [(2, 2)]]), min_size=1, max_size=3))
-    singles = [tuple((x, x + 1) for x in at) for at in itertools.product(*(sorted(cells(one)) for one in held))]
+    held = draw(
+        st.lists(
+            st.sampled_from([[(0, 3)], [(1, 2), (4, 6)], [(0, 1)], [(2, 2)]]),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    singles = [
+        tuple((x, x + 1) for x in at)
+        for at in itertools.product(*(sorted(cells(one)) for one in held))
+    ]
     boxes = [box for box in singles if draw(st.integers(0, 9))]
     extra = draw(st.lists(st.sampled_from(singles), max_size=2)) if singles else []
     return held, boxes + extra
@@ -171,7 +182,9 @@ def cells(ranges: list[tuple[int, int]]) -> set[int]:
 def test_tiles_is_exactly_once(case: tuple[list[list[tuple[int, int]]], list[Any]]) -> None:
     """Weights agree just where every element is in one box, and none is outside."""
     held, boxes = case
-    found = Counter(at for box in boxes for at in itertools.product(*(range(lo, hi) for lo, hi in box)))
+    found = Counter(
+        at for box in boxes for at in itertools.product(*(range(lo, hi) for lo, hi in box))
+    )
     wanted = Counter(itertools.product(*(sorted(cells(one)) for one in held)))
     assert tiles(held, boxes) == (found == wanted)
 

@@ -67,17 +67,25 @@ def pieces_of(cut, n: int) -> list[list[int]]:
 def test_cuts_are_their_definitions(n: int) -> None:
     for k in range(1, 6):
         assert pieces_of(Chunks(k), n) == torch_chunk(n, k)
-        assert pieces_of(Balanced(k), n) == [part.tolist() for part in np.array_split(np.arange(n), k)]
+        assert pieces_of(Balanced(k), n) == [
+            part.tolist() for part in np.array_split(np.arange(n), k)
+        ]
         assert pieces_of(Block(k), n) == blocks(n, k)
-        assert all(Block(k).part(n, i) == (n, 0) for i in range(Block(k).count(n), Block(k).count(n) + 3))
+        assert all(
+            Block(k).part(n, i) == (n, 0) for i in range(Block(k).count(n), Block(k).count(n) + 3)
+        )
     for first, second in itertools.combinations_with_replacement(range(n + 1), 2):
         sizes = (first, second - first, n - second)
-        assert pieces_of(Sizes(sizes), n) == [part.tolist() for part in np.split(np.arange(n), [first, second])]
+        assert pieces_of(Sizes(sizes), n) == [
+            part.tolist() for part in np.split(np.arange(n), [first, second])
+        ]
 
 
 def test_coordinates_flatten_first_slowest() -> None:
     digit = Digit(Chunks(6), ("a", "b"), (2, 3))
-    assert [digit.coordinate({"a": a, "b": b, "c": 9}) for a in range(2) for b in range(3)] == list(range(6))
+    assert [digit.coordinate({"a": a, "b": b, "c": 9}) for a in range(2) for b in range(3)] == list(
+        range(6)
+    )
     assert Digit(Chunks(2)).coordinate({"a": 1}) == 0
 
 
@@ -88,7 +96,11 @@ CUTS = [Chunks(2), Chunks(3), Balanced(2), Balanced(3), Block(1), Block(2), Bloc
 def digits(draw: st.DrawFn, axis: str) -> Digit:
     """A digit whose cut has as many parts as its axis, or a local one."""
     keeper = draw(st.sampled_from([(), (2,), (3,)]))
-    cuts = [Chunks(k := (keeper or (draw(st.integers(1, 3)),))[0]), Balanced(k), Block(draw(st.integers(1, 4)))]
+    cuts = [
+        Chunks(k := (keeper or (draw(st.integers(1, 3)),))[0]),
+        Balanced(k),
+        Block(draw(st.integers(1, 4))),
+    ]
     return Digit(draw(st.sampled_from(cuts)), (axis,) if keeper else (), keeper)
 
 
@@ -96,7 +108,8 @@ def digits(draw: st.DrawFn, axis: str) -> Digit:
 def stage_lists(draw: st.DrawFn) -> tuple[tuple[Digit, ...], ...]:
     names = iter("abcdefgh")
     return tuple(
-        tuple(draw(digits(next(names))) for _ in range(draw(st.integers(0, 3)))) for _ in range(draw(st.integers(0, 2)))
+        tuple(draw(digits(next(names))) for _ in range(draw(st.integers(0, 3))))
+        for _ in range(draw(st.integers(0, 2)))
     )
 
 
@@ -105,7 +118,12 @@ def by_definition(stage, length: int, coords) -> list[int]:
     pieces = [list(range(length))]
     for digit in stage:
         cut = [
-            [piece[o : o + n] for o, n in (digit.cut.part(len(piece), i) for i in _kept(digit, len(piece), coords))]
+            [
+                piece[o : o + n]
+                for o, n in (
+                    digit.cut.part(len(piece), i) for i in _kept(digit, len(piece), coords)
+                )
+            ]
             for piece in pieces
         ]
         pieces = [part for parts in cut for part in parts]
@@ -117,8 +135,15 @@ def _kept(digit: Digit, length: int, coords) -> list[int]:
 
 
 def coordinates(stages):
-    axes = {name: n for stage in stages for digit in stage for name, n in zip(digit.axes, digit.sizes, strict=True)}
-    return [dict(zip(axes, at, strict=True)) for at in itertools.product(*map(range, axes.values()))]
+    axes = {
+        name: n
+        for stage in stages
+        for digit in stage
+        for name, n in zip(digit.axes, digit.sizes, strict=True)
+    }
+    return [
+        dict(zip(axes, at, strict=True)) for at in itertools.product(*map(range, axes.values()))
+    ]
 
 
 @given(stage_lists(), st.integers(0, 14))
@@ -166,7 +191,10 @@ LOCAL = Digit(Chunks(2))
         (((Digit(Chunks(1), ("a",), (1,)),),), ((Digit(Chunks(1), ("a",), (1,)),),)),
         (((Digit(Block(6)), Digit(Block(3)), A),), ((Digit(Block(3)), A),)),
         (((Digit(Block(4)), Digit(Block(3)), A),), ((Digit(Block(4)), Digit(Block(3)), A),)),
-        (((Digit(Block(6)), Digit(Block(3), ("a",), (2,))),), ((Digit(Block(6)), Digit(Block(3), ("a",), (2,))),)),
+        (
+            ((Digit(Block(6)), Digit(Block(3), ("a",), (2,))),),
+            ((Digit(Block(6)), Digit(Block(3), ("a",), (2,))),),
+        ),
         (
             ((Digit(Block(3), ("a",), (2,)), Digit(Block(3)), B),),
             ((Digit(Block(3), ("a",), (2,)), Digit(Block(3)), B),),
@@ -250,7 +278,10 @@ def given_sizes(*sizes: int) -> Digit:
             lambda: Dimension(5, (Field(6),), identity(6)),
             "stored [0:6] reaches position 5 of a dimension of 5; stay inside",
         ),
-        (lambda: field(7, given_sizes(3, 5)), "sizes [3, 5] add up to 8, the piece has 7; make them add up"),
+        (
+            lambda: field(7, given_sizes(3, 5)),
+            "sizes [3, 5] add up to 8, the piece has 7; make them add up",
+        ),
         (
             lambda: field(3, Digit(Rule(Says((identity(1),)), 2), ("a",), (2,))),
             "Says(answer=(Runs(((0, 0, 1),), 1),)).split(3, 2) gave 1 part; give 2, empty ones included",
@@ -317,17 +348,29 @@ def test_sizes_have_to_fit_the_first_piece_too(fails) -> None:
 
 def test_sizes_have_to_fit_every_rank_s_length_in_a_later_stage(fails) -> None:
     strided = (Digit(Chunks(2)), B)
-    assert Dimension(8, (Field(8, (strided, (given_sizes(1, 3),))),)).runs({"a": 0, "b": 1}) == from_ranges([(2, 3)])
-    with pytest.raises(PlacementError, match=r"sizes \[1, 3\] add up to 4, the piece has 2; make them add up"):
+    assert Dimension(8, (Field(8, (strided, (given_sizes(1, 3),))),)).runs(
+        {"a": 0, "b": 1}
+    ) == from_ranges([(2, 3)])
+    with pytest.raises(
+        PlacementError, match=r"sizes \[1, 3\] add up to 4, the piece has 2; make them add up"
+    ):
         Dimension(6, (Field(6, (strided, (given_sizes(1, 3),))),))
 
 
 def test_sizes_that_fit_every_piece() -> None:
     assert field(8, B, given_sizes(1, 3)).runs({"a": 1, "b": 1}) == from_ranges([(5, 8)])
-    assert field(8, Digit(Block(4)), given_sizes(1, 3)).runs({"a": 0}) == from_ranges([(0, 1), (4, 5)])
-    assert field(8, Digit(Block(4), ("b",), (2,)), given_sizes(1, 3)).runs({"a": 1, "b": 0}) == from_ranges([(1, 4)])
-    assert field(9, Digit(Block(4), ("b",), (2,)), given_sizes(1, 3)).runs({"a": 0, "b": 1}) == from_ranges([(4, 5)])
-    assert field(6, given_sizes(2, 4), Digit(Chunks(2), ("b",), (2,))).runs({"a": 1, "b": 1}) == from_ranges([(4, 6)])
+    assert field(8, Digit(Block(4)), given_sizes(1, 3)).runs({"a": 0}) == from_ranges(
+        [(0, 1), (4, 5)]
+    )
+    assert field(8, Digit(Block(4), ("b",), (2,)), given_sizes(1, 3)).runs(
+        {"a": 1, "b": 0}
+    ) == from_ranges([(1, 4)])
+    assert field(9, Digit(Block(4), ("b",), (2,)), given_sizes(1, 3)).runs(
+        {"a": 0, "b": 1}
+    ) == from_ranges([(4, 5)])
+    assert field(6, given_sizes(2, 4), Digit(Chunks(2), ("b",), (2,))).runs(
+        {"a": 1, "b": 1}
+    ) == from_ranges([(4, 6)])
 
 
 # Partitions of a dimension
@@ -347,7 +390,12 @@ def test_equal_parts_are_one() -> None:
 def test_spans_are_sorted_by_global_start() -> None:
     parts = (from_ranges([(4, 6), 1, (0, 1)]), from_ranges([(1, 4)]), Runs())
     g, stop, lo, part = spans(parts)
-    assert (g.tolist(), stop.tolist(), lo.tolist(), part.tolist()) == ([0, 1, 4], [1, 4, 6], [3, 0, 0], [0, 1, 0])
+    assert (g.tolist(), stop.tolist(), lo.tolist(), part.tolist()) == (
+        [0, 1, 4],
+        [1, 4, 6],
+        [3, 0, 0],
+        [0, 1, 0],
+    )
     assert [x.tolist() for x in spans(())] == [[], [], [], []]
     nested = spans((from_ranges([(1, 2)]), from_ranges([(0, 4)])))
     assert [x.tolist() for x in nested] == [[0, 1], [4, 2], [0, 0], [1, 0]]

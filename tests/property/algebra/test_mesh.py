@@ -45,7 +45,9 @@ def test_coordinate_on_flattened_axes(mesh: Mesh) -> None:
         for names in itertools.permutations(mesh.shape, k):
             sizes = [mesh.axis_size(name) for name in names]
             expected = [
-                int(np.ravel_multi_index([mesh.coords(r)[name] for name in names], sizes)) if names else 0
+                int(np.ravel_multi_index([mesh.coords(r)[name] for name in names], sizes))
+                if names
+                else 0
                 for r in mesh.ranks
             ]
             assert mesh.coordinate(names).tolist() == expected
@@ -141,12 +143,27 @@ LONG = Mesh(a=17)
     [
         (lambda: Mesh(tp=0), "axis 'tp' has size 0; give every axis at least one coordinate"),
         (lambda: Mesh(tp=2.0), "the size of axis 'tp' is 2.0; give an integer"),
-        (lambda: Mesh({"a-b": 2}), "axis name 'a-b' is not a word; use letters, digits and underscores"),
+        (
+            lambda: Mesh({"a-b": 2}),
+            "axis name 'a-b' is not a word; use letters, digits and underscores",
+        ),
         (lambda: Mesh({3: 2}), "axis name 3 is not a word; use letters, digits and underscores"),
-        (lambda: Mesh(a=2, b=2, ranks=[0, 1]), "2 ranks for a mesh a=2 b=2 of 4; give one rank for each coordinate"),
-        (lambda: Mesh(ranks=[]), "0 ranks for a mesh no axes of 1; give one rank for each coordinate"),
-        (lambda: Mesh(a=3, ranks=[4, 5, 4]), "rank 4 appears twice in the mesh a=3; a rank has one coordinate"),
-        (lambda: Mesh(a=2, ranks=[0, -1]), "rank -1 of the mesh a=2 is negative; number ranks from 0"),
+        (
+            lambda: Mesh(a=2, b=2, ranks=[0, 1]),
+            "2 ranks for a mesh a=2 b=2 of 4; give one rank for each coordinate",
+        ),
+        (
+            lambda: Mesh(ranks=[]),
+            "0 ranks for a mesh no axes of 1; give one rank for each coordinate",
+        ),
+        (
+            lambda: Mesh(a=3, ranks=[4, 5, 4]),
+            "rank 4 appears twice in the mesh a=3; a rank has one coordinate",
+        ),
+        (
+            lambda: Mesh(a=2, ranks=[0, -1]),
+            "rank -1 of the mesh a=2 is negative; number ranks from 0",
+        ),
         (lambda: Mesh(a=2).position(2), "rank 2 is not in Mesh(a=2); its ranks are 0, 1"),
         (lambda: Mesh(a=2).coords(9), "rank 9 is not in Mesh(a=2); its ranks are 0, 1"),
         (
@@ -167,8 +184,14 @@ LONG = Mesh(a=17)
             lambda: Mesh(a=4, b=2).split("a", b=2, c=2),
             "axes b, c, b repeat a name; choose one that the mesh does not have",
         ),
-        (lambda: Mesh(a=4).merge((), "b"), "cannot merge axes (): name each of one or more axes once"),
-        (lambda: Mesh(a=4).merge(("a", "a"), "b"), "cannot merge axes ('a', 'a'): name each of one or more axes once"),
+        (
+            lambda: Mesh(a=4).merge((), "b"),
+            "cannot merge axes (): name each of one or more axes once",
+        ),
+        (
+            lambda: Mesh(a=4).merge(("a", "a"), "b"),
+            "cannot merge axes ('a', 'a'): name each of one or more axes once",
+        ),
         (
             lambda: Mesh(a=4, b=2, c=2).merge(("a", "b"), "c"),
             "axes c, c repeat a name; choose one that the mesh does not have",
@@ -180,7 +203,10 @@ LONG = Mesh(a=17)
         (lambda: Mesh(a=4).select(a=4), "coordinate 4 is not on axis 'a' of size 4; use 0..3"),
         (lambda: Mesh(a=4).select(a=-1), "coordinate -1 is not on axis 'a' of size 4; use 0..3"),
         (lambda: Mesh(a=4).select(b=0), "axis 'b' is not in Mesh(a=4); its axes are a"),
-        (lambda: Mesh(a=2).relabel({0: 1}), "rank 1 appears twice in the mesh a=2; a rank has one coordinate"),
+        (
+            lambda: Mesh(a=2).relabel({0: 1}),
+            "rank 1 appears twice in the mesh a=2; a rank has one coordinate",
+        ),
     ],
 )
 def test_errors(make, message: str, fails) -> None:

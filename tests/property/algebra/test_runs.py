@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Runs, RunsError, testing
-from shardmath.algebra.runs import compose, concat, from_ranges, identity, invert, restrict, spanning
+from shardmath.algebra.runs import (
+    compose,
+    concat,
+    from_ranges,
+    identity,
+    invert,
+    restrict,
+    spanning,
+)
 
 FIT = "; local start, global start and length are >= 0"
 ONCE = "; each position may appear once"
@@ -69,7 +77,8 @@ def test_small_runs_are_their_positions(positions: list[int]) -> None:
     assert runs.size == sum(g >= 0 for g in positions)
     assert runs.extent == max([g + 1 for g in positions if g >= 0], default=0)
     borders = sum(
-        g >= 0 and (i == 0 or positions[i - 1] < 0 or positions[i - 1] + 1 != g) for i, g in enumerate(positions)
+        g >= 0 and (i == 0 or positions[i - 1] < 0 or positions[i - 1] + 1 != g)
+        for i, g in enumerate(positions)
     )
     assert len(runs.segments) == borders
     n = len(positions)
@@ -86,7 +95,9 @@ def test_all_small_compositions() -> None:
 
 @given(st.lists(testing.runs(most=6), max_size=3))
 def test_concat_is_concatenation(parts: list[Runs]) -> None:
-    moved = [Runs([(lo, g + 20 * i, n) for lo, g, n in p.segments], len(p)) for i, p in enumerate(parts)]
+    moved = [
+        Runs([(lo, g + 20 * i, n) for lo, g, n in p.segments], len(p)) for i, p in enumerate(parts)
+    ]
     assert concat(moved).indices().tolist() == [x for p in moved for x in p.indices().tolist()]
 
 
@@ -129,14 +140,29 @@ def test_from_ranges() -> None:
     [
         (lambda: Runs([(-1, 0, 2)]), "segment (-1, 0, 2) does not fit length 1" + FIT),
         (lambda: Runs([(0, -1, 2)]), "segment (0, -1, 2) does not fit length 2" + FIT),
-        (lambda: Runs([(0, 0, -1)]), "length -1 of segments ((0, 0, -1),) is negative; count positions from 0"),
+        (
+            lambda: Runs([(0, 0, -1)]),
+            "length -1 of segments ((0, 0, -1),) is negative; count positions from 0",
+        ),
         (lambda: Runs([(1, 0, 3)], 3), "segment (1, 0, 3) does not fit length 3" + FIT),
-        (lambda: Runs([(0, 0, 3), (2, 7, 1)]), "segments (0, 0, 3) and (2, 7, 1) share local position 2" + ONCE),
-        (lambda: Runs([(0, 4, 3), (3, 6, 2)]), "segments (0, 4, 3) and (3, 6, 2) share global position 6" + ONCE),
-        (lambda: Runs([(3, 4, 3), (0, 6, 2)]), "segments (3, 4, 3) and (0, 6, 2) share global position 6" + ONCE),
+        (
+            lambda: Runs([(0, 0, 3), (2, 7, 1)]),
+            "segments (0, 0, 3) and (2, 7, 1) share local position 2" + ONCE,
+        ),
+        (
+            lambda: Runs([(0, 4, 3), (3, 6, 2)]),
+            "segments (0, 4, 3) and (3, 6, 2) share global position 6" + ONCE,
+        ),
+        (
+            lambda: Runs([(3, 4, 3), (0, 6, 2)]),
+            "segments (3, 4, 3) and (0, 6, 2) share global position 6" + ONCE,
+        ),
         (lambda: Runs((), 2.5), "length of Runs () is 2.5; give an integer"),
         (lambda: Runs((), -1), "length -1 of segments () is negative; count positions from 0"),
-        (lambda: Runs([(0, 1)]), "segment (0, 1) is not (local start, global start, length); give three integers"),
+        (
+            lambda: Runs([(0, 1)]),
+            "segment (0, 1) is not (local start, global start, length); give three integers",
+        ),
         (lambda: Runs([(0, 1, 2.0)]), "a number of segment (0, 1, 2.0) is 2.0; give an integer"),
         (
             lambda: from_ranges([(0, 1, 2)]),
@@ -145,11 +171,20 @@ def test_from_ranges() -> None:
         (lambda: from_ranges([(0, "1")]), "the stop of (0, '1') is '1'; give an integer"),
         (lambda: from_ranges([("0", 1)]), "the start of ('0', 1) is '0'; give an integer"),
         (lambda: from_ranges([2.0]), "the stop of 2.0 is 2.0; give an integer"),
-        (lambda: from_ranges([(0, 1), (5, 3)]), "range 5:3 is not a range; write 0 <= start <= stop"),
+        (
+            lambda: from_ranges([(0, 1), (5, 3)]),
+            "range 5:3 is not a range; write 0 <= start <= stop",
+        ),
         (lambda: from_ranges([(-2, 3)]), "range -2:3 is not a range; write 0 <= start <= stop"),
         (lambda: from_ranges([-1]), "range 0:-1 is not a range; write 0 <= start <= stop"),
-        (lambda: concat([identity(2), identity(1)]), "segments (0, 0, 2) and (2, 0, 1) share global position 0" + ONCE),
-        (lambda: invert(from_ranges([(2, 5)]), 4), "[2:5] reaches position 4, the dimension has 4; give n >= 5"),
+        (
+            lambda: concat([identity(2), identity(1)]),
+            "segments (0, 0, 2) and (2, 0, 1) share global position 0" + ONCE,
+        ),
+        (
+            lambda: invert(from_ranges([(2, 5)]), 4),
+            "[2:5] reaches position 4, the dimension has 4; give n >= 5",
+        ),
         (
             lambda: compose(identity(4), identity(3)),
             "[0:4] reaches position 3, [0:3] has 3; compose a Runs into a longer one",

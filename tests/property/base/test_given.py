@@ -63,7 +63,11 @@ NAMES = (np.str_, type("Name", (str,), {}))
 def of(i: Callable[[int], int], s: Callable[[str], str]) -> list[object]:
     """One of each public value, its integers made by `i` and its text by `s`."""
     mesh = sm.Mesh({s("tp"): i(2)}, ranks=[i(0), i(1)])
-    params = [buffers.Param(s("a"), [i(4), i(6)], s("bfloat16"), s("float32"), s("fp8"), gtp_remat_size=i(1))]
+    params = [
+        buffers.Param(
+            s("a"), [i(4), i(6)], s("bfloat16"), s("float32"), s("fp8"), gtp_remat_size=i(1)
+        )
+    ]
     zero = buffers.zero(params, data_parallel_world_size=i(2))
     halves = (runs.from_ranges([(i(0), i(2))]), sm.Runs([[i(0), i(2), i(2)]], i(2)))
     made: list[object] = [
@@ -81,8 +85,13 @@ def of(i: Callable[[int], int], s: Callable[[str], str]) -> list[object]:
         rules.Rule(s("*"), s("(tp n) ...")), rules.parse(s("tp=2"), first_rank=i(3)),
     ]  # fmt: skip
     specs = [{s("tp"): placement} for placement in made[4:11]] + [s("(tp n)"), (sm.Shard(i(-1)),)]
-    laid = [sm.Layout([i(4)], mesh, spec, dtype=s("int8"), reading=s("placement")) for spec in specs]
-    laid += [sm.Layout((i(4),), mesh, {}, stored={i(0): i(5)}), layout.window(laid[0], [[i(1), i(3)]])]
+    laid = [
+        sm.Layout([i(4)], mesh, spec, dtype=s("int8"), reading=s("placement")) for spec in specs
+    ]
+    laid += [
+        sm.Layout((i(4),), mesh, {}, stored={i(0): i(5)}),
+        layout.window(laid[0], [[i(1), i(3)]]),
+    ]
     laid += [layout.transposed(laid[0], [i(0)]), layout.cast(laid[0], s("int16"))]
     p = sm.plan({s("w"): laid[0]}, {s("w"): laid[1]})
     return [*made, laid, list(p.transfers(src=i(0))), p.src, p.digest]
@@ -110,7 +119,9 @@ def test_enumerations_are_their_values() -> None:
     assert_plain(sm.Layout((Count.TWO,), mesh, {Axis.TP: sm.StridedShard(0, Count.TWO)}))
 
 
-@pytest.mark.parametrize(("kind", "block", "n"), [(np.int8, 40, 100), (np.int16, 10_000, 30_000), (np.uint8, 200, 900)])
+@pytest.mark.parametrize(
+    ("kind", "block", "n"), [(np.int8, 40, 100), (np.int16, 10_000, 30_000), (np.uint8, 200, 900)]
+)
 def test_products_do_not_run_over(kind: type, block: int, n: int) -> None:
     """Every rank held nothing."""
     mesh = sm.Mesh(cp=4)
@@ -138,7 +149,10 @@ def test_what_a_user_s_placement_counts_in_numpy_is_python_s() -> None:
     for rank in mesh.ranks:
         assert_plain(held.runs(rank))
     assert sm.equivalent(held, sm.Layout((100,), mesh, {"q": sm.Ragged(0, (33, 33, 34))}))
-    assert sm.plan(held, held).digest == sm.plan(*[sm.Layout((100,), mesh, "(q[33 33 34] n)")] * 2).digest
+    assert (
+        sm.plan(held, held).digest
+        == sm.plan(*[sm.Layout((100,), mesh, "(q[33 33 34] n)")] * 2).digest
+    )
 
 
 def test_claims_may_count_in_numpy() -> None:
@@ -149,7 +163,9 @@ def test_claims_may_count_in_numpy() -> None:
             src_rank=np.int8(t.src_rank),
             nbytes=np.int16(t.nbytes),
             shape=list(map(np.int16, t.shape)),
-            global_slices=tuple(slice(np.int16(s.start), np.int16(s.stop)) for s in t.global_slices),
+            global_slices=tuple(
+                slice(np.int16(s.start), np.int16(s.stop)) for s in t.global_slices
+            ),
         )
         for t in p.transfers()
     ]
@@ -170,7 +186,9 @@ def test_a_list_that_changes_later_changes_no_value() -> None:
 # odd values
 
 MESH, SMALL = sm.Mesh(dp=2, tp=2), sm.Mesh(tp=2)
-A, B, ADDENDS = (sm.Layout((4, 6), MESH, spec) for spec in ("(tp n) h", "n (dp h)", "n h {sum: dp}"))
+A, B, ADDENDS = (
+    sm.Layout((4, 6), MESH, spec) for spec in ("(tp n) h", "n (dp h)", "n h {sum: dp}")
+)
 PLAN, TREE = sm.plan(A, B), sm.plan({"a": A}, {"a": B})
 PROGRAM = sm.schedule(PLAN)
 PARAMS = [buffers.Param("a", (4, 6)), buffers.Param("b", (3,))]
@@ -281,13 +299,19 @@ def test_checkers_say_what_is_wrong(fails) -> None:
     fails(lambda: whole(10**100, "the size", MeshError), MeshError, _huge(10**100))
     fails(lambda: text(3, "a name", MeshError), MeshError, "a name is 3; give a str")
     fails(lambda: listed("12", "sizes", LayoutError), LayoutError, "sizes are '12'; give a tuple")
-    fails(lambda: listed(np.array(3), "sizes", LayoutError), LayoutError, "sizes are array(3); give a tuple")
+    fails(
+        lambda: listed(np.array(3), "sizes", LayoutError),
+        LayoutError,
+        "sizes are array(3); give a tuple",
+    )
     fails(
         lambda: mapping([1], "ranks are ", "old to new", PlanError),
         PlanError,
         "ranks are [1]; give a mapping from old to new",
     )
-    fails(lambda: instance(3, sm.Mesh, "give one", PlanError), PlanError, "3 is not a Mesh; give one")
+    fails(
+        lambda: instance(3, sm.Mesh, "give one", PlanError), PlanError, "3 is not a Mesh; give one"
+    )
     assert known(np.array(["sum"]), ("sum",)) is None and known(Refuses(), ("sum",)) is None
     assert len(shown("a" * 1000)) == 203 and shown(10**5000) == "<int that cannot be printed>"
     assert plural(1, "box", "boxes") == "1 box" and plural((), "box", "boxes") == "0 boxes"

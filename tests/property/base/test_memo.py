@@ -100,7 +100,10 @@ def test_a_stream_of_plans_keeps_no_more_than_its_share(monkeypatch: pytest.Monk
         (np.zeros(1000, np.int64), 8112),
         (b"x" * 1000, sys.getsizeof(b"x" * 1000)),
         (list(range(1000, 2000)), 28 * 1000 + sys.getsizeof([0] * 1000)),
-        ({n: (n,) for n in range(1000, 1100)}, 100 * (28 + 28 + 48) + sys.getsizeof({n: n for n in range(100)})),
+        (
+            {n: (n,) for n in range(1000, 1100)},
+            100 * (28 + 28 + 48) + sys.getsizeof({n: n for n in range(100)}),
+        ),
     ],
 )
 def test_weights(value: object, nbytes: int) -> None:
@@ -119,5 +122,7 @@ def test_every_cache_of_the_core_is_listed() -> None:
     """What `clear_caches` does not know would be kept for ever."""
     known = {account.cache for account in memo._accounts}
     modules = [module for name, module in sys.modules.items() if name.startswith("shardmath.")]
-    caches = {one for module in modules for one in vars(module).values() if isinstance(one, memo._Wrapper)}
+    caches = {
+        one for module in modules for one in vars(module).values() if isinstance(one, memo._Wrapper)
+    }
     assert caches <= known

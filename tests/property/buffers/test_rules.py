@@ -41,7 +41,10 @@ def pairs(layout: PerBufferParamLayout) -> list[list[int]]:
 
 def of(*shapes: object, shared: Sequence[int] = (), **fields: object) -> list[Param]:
     """Parameters p0, p1 ... of these shapes, numels or Params' own."""
-    return [Param(f"p{i}", shape, shared_embedding=i in shared, **fields) for i, shape in enumerate(shapes)]
+    return [
+        Param(f"p{i}", shape, shared_embedding=i in shared, **fields)
+        for i, shape in enumerate(shapes)
+    ]
 
 
 # --- vectors
@@ -50,14 +53,20 @@ def of(*shapes: object, shared: Sequence[int] = (), **fields: object) -> list[Pa
 def by_megatron(case: dict, params: list[Param]) -> PerBufferParamLayout:
     if case["kind"] == "default":
         return buffers.data_parallel(params, bucket_size=case["bucket_size"])
-    rule = {"distributed": buffers.distributed_optimizer, "layerwise": buffers.layer_wise}[case["kind"]]
+    rule = {"distributed": buffers.distributed_optimizer, "layerwise": buffers.layer_wise}[
+        case["kind"]
+    ]
     options = ("bucket_size", "data_parallel_world_size", "pad_for_high_nccl_busbw")
     return rule(params, **{name: case[name] for name in options})
 
 
 def test_all_vectors_are_here() -> None:
     assert (len(MEGATRON), len(FSDP)) == (120, 60)
-    assert Counter(case["kind"] for case in MEGATRON) == {"distributed": 53, "default": 35, "layerwise": 32}
+    assert Counter(case["kind"] for case in MEGATRON) == {
+        "distributed": 53,
+        "default": 35,
+        "layerwise": 32,
+    }
 
 
 @pytest.mark.parametrize("case", MEGATRON, ids=lambda case: case["kind"])
@@ -68,13 +77,17 @@ def test_megatron(case: dict) -> None:
     assert pairs(layout) == case["bucket_indices"]
     assert list(layout.per_bucket_numel_unpadded) == case["per_bucket_numel_unpadded"]
     assert layout.param_indices == tuple(range(len(params)))
-    assert layout.num_optimizer_shards == (case["data_parallel_world_size"] if case["kind"] == "layerwise" else None)
+    assert layout.num_optimizer_shards == (
+        case["data_parallel_world_size"] if case["kind"] == "layerwise" else None
+    )
 
 
 @pytest.mark.parametrize("case", FSDP, ids=lambda case: f"factor{case['chunk_size_factor']}")
 def test_megatron_fsdp(case: dict) -> None:
     params = of(*map(tuple, case["shapes"]))
-    options = {name: case[name] for name in ("data_parallel_world_size", "chunk_size_factor", "sharded")}
+    options = {
+        name: case[name] for name in ("data_parallel_world_size", "chunk_size_factor", "sharded")
+    }
     layout = buffers.megatron_fsdp(params, **options)
     assert rows(params, layout) == case["param_index_map"]
     assert pairs(layout) == [case["bucket"]]
@@ -93,9 +106,14 @@ class Worked:
     unpadded: list[int]
 
 
-def distributed(*shapes: object, size: int | None, dp: int, shared: Sequence[int] = (), busbw: bool = False):
+def distributed(
+    *shapes: object, size: int | None, dp: int, shared: Sequence[int] = (), busbw: bool = False
+):
     return lambda: buffers.distributed_optimizer(
-        of(*shapes, shared=shared), bucket_size=size, data_parallel_world_size=dp, pad_for_high_nccl_busbw=busbw
+        of(*shapes, shared=shared),
+        bucket_size=size,
+        data_parallel_world_size=dp,
+        pad_for_high_nccl_busbw=busbw,
     )
 
 
@@ -104,20 +122,30 @@ def layer_wise(*shapes: object, size: int | None, dp: int):
 
 
 def packed(*shapes: object, quantised: Sequence[int], dp: int | None):
-    params = [Param(f"p{i}", n, quantised="nvfp4" if i in quantised else False) for i, n in enumerate(shapes)]
+    params = [
+        Param(f"p{i}", n, quantised="nvfp4" if i in quantised else False)
+        for i, n in enumerate(shapes)
+    ]
     layout = buffers.distributed_optimizer(params, data_parallel_world_size=dp or 1)
     return lambda: buffers.nvfp4_packed(params, layout, data_parallel_world_size=dp)
 
 
 WORKED = {
-    "D1": Worked(distributed(97, 103, size=None, dp=2), [(1, 0, 103, 0), (0, 128, 225, 0)], [0, 256], [225]),
+    "D1": Worked(
+        distributed(97, 103, size=None, dp=2), [(1, 0, 103, 0), (0, 128, 225, 0)], [0, 256], [225]
+    ),
     "D2": Worked(
         distributed(5000, 5000, 5000, size=8000, dp=2),
         [(2, 0, 5000, 0), (1, 5056, 10056, 0), (0, 10112, 15112, 1)],
         [0, 10112, 15232],
         [10056, 5000],
     ),
-    "D3": Worked(distributed(1000, 1000, size=None, dp=3), [(1, 0, 1000, 0), (0, 1024, 2024, 0)], [0, 2304], [2024]),
+    "D3": Worked(
+        distributed(1000, 1000, size=None, dp=3),
+        [(1, 0, 1000, 0), (0, 1024, 2024, 0)],
+        [0, 2304],
+        [2024],
+    ),
     "D4": Worked(
         distributed(1000, 1000, 1000, size=1500, dp=6),
         [(2, 0, 1000, 0), (1, 1024, 2024, 0), (0, 2304, 3304, 1)],
@@ -168,7 +196,13 @@ WORKED = {
     ),
     "L1": Worked(
         layer_wise(*[256] * 5, size=None, dp=4),
-        [(4, 0, 256, 0), (0, 256, 512, 0), (3, 512, 768, 0), (2, 1024, 1280, 0), (1, 1536, 1792, 0)],
+        [
+            (4, 0, 256, 0),
+            (0, 256, 512, 0),
+            (3, 512, 768, 0),
+            (2, 1024, 1280, 0),
+            (1, 1536, 1792, 0),
+        ],
         [0, 2048],
         [1280],
     ),
@@ -186,7 +220,9 @@ WORKED = {
         [896, 192],
     ),
     "Megatron-FSDP": Worked(
-        lambda: buffers.megatron_fsdp(of((6, 4), 4, (3, 4)), data_parallel_world_size=4, chunk_size_factor=4),
+        lambda: buffers.megatron_fsdp(
+            of((6, 4), 4, (3, 4)), data_parallel_world_size=4, chunk_size_factor=4
+        ),
         [(0, 0, 24, 0), (1, 24, 28, 0), (2, 28, 40, 0)],
         [0, 48],
         [40],
@@ -289,19 +325,43 @@ TWO = of((10, 10), 28)  # p1 at [0, 28), p0 at [64, 164) of one bucket [0, 256)
     [
         ({"placed": (("p1", (0, 28, 0)),)}, r"the buffer has \['p1'\]"),
         ({"_map": {}}, "param_index_map is not `placed`"),
-        ({"placed": (("p1", (0, 28, 0)), ("p0", (64, 163, 0)))}, r"'p0' lies at \[64, 163\), it has 100"),
+        (
+            {"placed": (("p1", (0, 28, 0)), ("p0", (64, 163, 0)))},
+            r"'p0' lies at \[64, 163\), it has 100",
+        ),
         ({"shapes": ((28,), (100,))}, r"'p0' has shape \(100,\) in the layout"),
-        ({"bucket_indices": ((0, 128), (129, 256))}, r"bucket 1 is \[129, 256\), the one before ends at 128"),
+        (
+            {"bucket_indices": ((0, 128), (129, 256))},
+            r"bucket 1 is \[129, 256\), the one before ends at 128",
+        ),
         ({"bucket_indices": ((1, 256),)}, r"bucket 0 is \[1, 256\), the one before ends at 0"),
         ({"placed": (("p1", (0, 28, 0)), ("p0", (64, 164, 1)))}, "'p0' is in bucket 1 of 1"),
-        ({"placed": (("p1", (0, 28, 0)), ("p0", (192, 292, 0)))}, r"'p0' is at \[192, 292\) of bucket \[0, 256\)"),
-        ({"placed": (("p1", (64, 92, 0)), ("p0", (0, 100, 0)))}, "'p0' ends at 100, 'p1' starts at 64"),
+        (
+            {"placed": (("p1", (0, 28, 0)), ("p0", (192, 292, 0)))},
+            r"'p0' is at \[192, 292\) of bucket \[0, 256\)",
+        ),
+        (
+            {"placed": (("p1", (64, 92, 0)), ("p0", (0, 100, 0)))},
+            "'p0' ends at 100, 'p1' starts at 64",
+        ),
         ({"bucket_indices": ((0, 257),)}, r"bucket 0 is \[0, 257\), not divided by 2 shards"),
         ({"num_optimizer_shards": 3}, "num_optimizer_shards is 3, not 2"),
-        ({"num_optimizer_shards": 2}, r"'p0' at \[64, 164\) crosses a border, shards of its bucket have 128"),
-        ({"placed": (("p1", (0, 28, 0)), ("p0", (65, 165, 0)))}, "'p0' starts at 65, no multiple of 64"),
-        ({"per_bucket_numel_unpadded": (127,)}, "bucket 0 has 128 of 256 elements filled, 127 unpadded"),
-        ({"per_bucket_numel_unpadded": (257,)}, "bucket 0 has 128 of 256 elements filled, 257 unpadded"),
+        (
+            {"num_optimizer_shards": 2},
+            r"'p0' at \[64, 164\) crosses a border, shards of its bucket have 128",
+        ),
+        (
+            {"placed": (("p1", (0, 28, 0)), ("p0", (65, 165, 0)))},
+            "'p0' starts at 65, no multiple of 64",
+        ),
+        (
+            {"per_bucket_numel_unpadded": (127,)},
+            "bucket 0 has 128 of 256 elements filled, 127 unpadded",
+        ),
+        (
+            {"per_bucket_numel_unpadded": (257,)},
+            "bucket 0 has 128 of 256 elements filled, 257 unpadded",
+        ),
         ({"per_bucket_numel_unpadded": ()}, "0 unpadded sizes of 1 buckets"),
         ({"param_indices": (0,)}, "1 param_indices of 2 parameters"),
     ],
@@ -340,7 +400,9 @@ def pad(value: int, divisor: int) -> int:
     return next(x for x in range(value, value + divisor) if x % divisor == 0)
 
 
-def walked(params: Sequence[Param], size: int | None, *, start: int, end: int, alone: bool) -> PerBufferParamLayout:
+def walked(
+    params: Sequence[Param], size: int | None, *, start: int, end: int, alone: bool
+) -> PerBufferParamLayout:
     """The walk of facts/buffers.md, step by step."""
     placed, borders, unpadded = {}, [], []
     pos = bstart = 0
@@ -389,7 +451,9 @@ def test_data_parallel_is_the_walk(params: list[Param], size: int | None) -> Non
     assert layout.padding == 0 and layout.numel == sum(param.numel for param in params)
 
 
-def muon(params: Sequence[Param], bucket_size: int | None, dp: int, busbw: bool) -> PerBufferParamLayout:
+def muon(
+    params: Sequence[Param], bucket_size: int | None, dp: int, busbw: bool
+) -> PerBufferParamLayout:
     """LayerWise as facts/buffers.md puts it: all shards are looked through for every parameter."""
     div = math.lcm(dp, 128, 65536 if busbw else 1)
     sd = math.lcm(64, div // dp)
@@ -415,7 +479,11 @@ def muon(params: Sequence[Param], bucket_size: int | None, dp: int, busbw: bool)
         for param in sorted(chunk, key=lambda param: -cost(param)):
             ends = [up(cursor, 64) + param.numel for cursor in cursors]
             near = [s for s in range(dp) if ends[s] <= total / dp * 1.3]
-            best = min(near, key=lambda s: (work[s], s)) if near else min(range(dp), key=lambda s: (cursors[s], s))
+            best = (
+                min(near, key=lambda s: (work[s], s))
+                if near
+                else min(range(dp), key=lambda s: (cursors[s], s))
+            )
             homes[best].append(param)
             cursors[best] = ends[best]
             work[best] += cost(param)
@@ -474,12 +542,18 @@ def matrices(draw: st.DrawFn) -> list[Param]:
 )
 @example([], None, 3, False)
 @example([Param("a", (0,)), Param("b", (0, 3)), Param("c", ())], 1, 2, False)
-@example(of(512, 128, 100), 64, 2, False)  # a bucket that is full at 0.85 of its largest parameter a shard, not at 0.9
+@example(
+    of(512, 128, 100), 64, 2, False
+)  # a bucket that is full at 0.85 of its largest parameter a shard, not at 0.9
 @example(of(512, 300, 256), 64, 2, False)  # at 0.9, not at 0.95
 @example([Param(f"w{i}", (64,)) for i in range(200)], 1000, 33, False)
 @example([Param(f"w{i}", (1 + i % 7, 1 + i % 5)) for i in range(300)], 500, 16, False)
-def test_layer_wise_is_the_quadratic_walk(params: list[Param], size: int | None, dp: int, busbw: bool) -> None:
-    layout = buffers.layer_wise(params, bucket_size=size, data_parallel_world_size=dp, pad_for_high_nccl_busbw=busbw)
+def test_layer_wise_is_the_quadratic_walk(
+    params: list[Param], size: int | None, dp: int, busbw: bool
+) -> None:
+    layout = buffers.layer_wise(
+        params, bucket_size=size, data_parallel_world_size=dp, pad_for_high_nccl_busbw=busbw
+    )
     same_places(layout, muon(params, size, dp, busbw))
     assert layout.num_optimizer_shards == dp
 
@@ -487,17 +561,27 @@ def test_layer_wise_is_the_quadratic_walk(params: list[Param], size: int | None,
 def test_rows_of_all_ranks_make_the_cost() -> None:
     """4 x 8 on each of 4 ranks is 16 x 8, costlier than 10 x 10, and chooses first."""
     params = [Param("square", (10, 10)), Param("rows", (4, 8), gtp_remat_size=4)]
-    assert [*buffers.layer_wise(params, data_parallel_world_size=1).param_index_map] == ["rows", "square"]
+    assert [*buffers.layer_wise(params, data_parallel_world_size=1).param_index_map] == [
+        "rows",
+        "square",
+    ]
     plain = [Param("square", (10, 10)), Param("rows", (4, 8))]
-    assert [*buffers.layer_wise(plain, data_parallel_world_size=1).param_index_map] == ["square", "rows"]
+    assert [*buffers.layer_wise(plain, data_parallel_world_size=1).param_index_map] == [
+        "square",
+        "rows",
+    ]
 
 
-def deepspeed(params: Sequence[Param], dp: int, round_robin: bool) -> tuple[list[str | None], list[int]]:
+def deepspeed(
+    params: Sequence[Param], dp: int, round_robin: bool
+) -> tuple[list[str | None], list[int]]:
     """Who has each element of the flat group, and where partitions start, as stage_1_and_2.py makes it."""
     partitions: dict[int, list[Param]] = {}
     for i, param in enumerate(params):
         partitions.setdefault(i % dp, []).append(param)
-    order = [param for each in partitions.values() for param in each] if round_robin else list(params)
+    order = (
+        [param for each in partitions.values() for param in each] if round_robin else list(params)
+    )
     flat: list[str | None] = [param.name for param in order for _ in range(param.numel)]
     alignment = 2 * dp
     if len(flat) % alignment:
@@ -513,7 +597,9 @@ def test_zero_is_deepspeed_s(params: list[Param], dp: int, round_robin: bool) ->
     for name, (start, end, _) in layout.placed:
         owners[start:end] = [name] * (end - start)
     assert owners == flat
-    assert [lo for rank in range(dp) for lo, _ in buffers.shard_ranges(layout, dp, rank)] == starts * bool(params)
+    assert [
+        lo for rank in range(dp) for lo, _ in buffers.shard_ranges(layout, dp, rank)
+    ] == starts * bool(params)
 
 
 def test_zero_in_turns() -> None:
@@ -522,7 +608,9 @@ def test_zero_in_turns() -> None:
     assert layout.bucket_indices == ((0, 16),) and layout.per_bucket_numel_unpadded == (15,)
 
 
-def parameter_groups(params: Sequence[Param], size: int | None, sharded: bool) -> list[tuple[list[Param], int]]:
+def parameter_groups(
+    params: Sequence[Param], size: int | None, sharded: bool
+) -> list[tuple[list[Param], int]]:
     """Steps 2 and 3 of Megatron-FSDP's `_get_parameter_groups`: the parameters of each bucket, and its factor."""
     groups: list[list[Param]] = []
     bucket: list[Param] = []
@@ -541,21 +629,33 @@ def parameter_groups(params: Sequence[Param], size: int | None, sharded: bool) -
         factor = math.prod(ordered[0].shape[1:])
         for param in ordered:
             row = math.prod(param.shape[1:])
-            fits = row == factor or (factor % row == 0 and param.numel % factor == 0) or param.numel < factor
+            fits = (
+                row == factor
+                or (factor % row == 0 and param.numel % factor == 0)
+                or param.numel < factor
+            )
             factor = factor if fits else math.lcm(factor, row)
         out.append((ordered, factor))
     return out
 
 
 @given(testing.params(longest=33, empty=False), SIZES, st.integers(1, 5), st.booleans())
-def test_buckets_and_factors_of_megatron_fsdp(params: list[Param], size: int | None, dp: int, sharded: bool) -> None:
+def test_buckets_and_factors_of_megatron_fsdp(
+    params: list[Param], size: int | None, dp: int, sharded: bool
+) -> None:
     """Buckets are the buffers of their parameters alone, one after the other."""
-    layout = buffers.megatron_fsdp(params, bucket_size=size, data_parallel_world_size=dp, sharded=sharded)
+    layout = buffers.megatron_fsdp(
+        params, bucket_size=size, data_parallel_world_size=dp, sharded=sharded
+    )
     placed, borders = {}, [0]
     for number, (group, factor) in enumerate(parameter_groups(params, size, sharded)):
         plain = [dataclasses.replace(param, shared_embedding=False) for param in group]
-        one = buffers.megatron_fsdp(plain, data_parallel_world_size=dp, chunk_size_factor=factor, sharded=sharded)
-        placed |= {name: (lo + borders[-1], hi + borders[-1], number) for name, (lo, hi, _) in one.placed}
+        one = buffers.megatron_fsdp(
+            plain, data_parallel_world_size=dp, chunk_size_factor=factor, sharded=sharded
+        )
+        placed |= {
+            name: (lo + borders[-1], hi + borders[-1], number) for name, (lo, hi, _) in one.placed
+        }
         borders.append(borders[-1] + one.numel)
     assert [*layout.param_index_map.items()] == [*placed.items()]
     assert layout.bucket_indices == tuple(itertools.pairwise(borders))
@@ -575,22 +675,31 @@ def mixed(draw: st.DrawFn) -> list[Param]:
 
 
 @given(mixed(), SIZES, st.integers(1, 5), st.booleans())
-def test_packed_buckets_have_the_same_parameters(params: list[Param], size: int | None, dp: int, padded: bool) -> None:
+def test_packed_buckets_have_the_same_parameters(
+    params: list[Param], size: int | None, dp: int, padded: bool
+) -> None:
     layout = (
         buffers.distributed_optimizer(params, bucket_size=size, data_parallel_world_size=dp)
         if padded
         else buffers.data_parallel(params, bucket_size=size)
     )
     packed = buffers.nvfp4_packed(params, layout, data_parallel_world_size=dp if padded else None)
-    assert [(name, at[2]) for name, at in packed.placed] == [(name, at[2]) for name, at in layout.placed]
+    assert [(name, at[2]) for name, at in packed.placed] == [
+        (name, at[2]) for name, at in layout.placed
+    ]
     assert (packed.param_indices, packed.shapes) == (layout.param_indices, ())
     for param in params:
         start, end, _ = packed.param_index_map[param.name]
-        assert end - start == (param.numel // 2 if param.quantised in (True, "nvfp4") else param.numel)
+        assert end - start == (
+            param.numel // 2 if param.quantised in (True, "nvfp4") else param.numel
+        )
         assert start % (64 if padded else 1) == 0
     if not padded:
         assert packed.padding == 0
-    assert all((end - start) % (math.lcm(dp, 128) if padded else 1) == 0 for start, end in packed.bucket_indices)
+    assert all(
+        (end - start) % (math.lcm(dp, 128) if padded else 1) == 0
+        for start, end in packed.bucket_indices
+    )
 
 
 def test_a_bucket_of_packed_ones_counts_up_to_the_next_start() -> None:
@@ -615,7 +724,10 @@ def test_grouping_of_quantised_ones() -> None:
     params = [Param(f"p{i}", 10 * (i + 1), quantised=i in (0, 2)) for i in range(4)]
     layouts = full(params)
     packed, plain = BufferKey("uint8", "bfloat16", False), BufferKey("bfloat16", "bfloat16", False)
-    assert {key: layout.param_indices for key, layout in layouts.items()} == {packed: (0, 2), plain: (1, 3)}
+    assert {key: layout.param_indices for key, layout in layouts.items()} == {
+        packed: (0, 2),
+        plain: (1, 3),
+    }
     assert [*layouts] == [packed, plain]
     assert [*layouts[packed].param_index_map] == ["p2", "p0"]
 
@@ -632,7 +744,8 @@ def test_fp8_and_bf16_share_a_counter_as_do_no_other_two() -> None:
     ]
     layouts = full(params)
     assert [
-        (key.param_dtype, key.grad_dtype, key.is_expert_parallel, x.param_indices) for key, x in layouts.items()
+        (key.param_dtype, key.grad_dtype, key.is_expert_parallel, x.param_indices)
+        for key, x in layouts.items()
     ] == [
         ("bfloat16", "bfloat16", False, (0,)),
         ("uint8", "bfloat16", False, (1, 2)),
@@ -645,7 +758,10 @@ def test_fp8_and_bf16_share_a_counter_as_do_no_other_two() -> None:
 
 def test_gradients_in_fp32() -> None:
     params = [Param("a", 8), Param("b", 8, grad_dtype="bfloat16")]
-    assert [key.grad_dtype for key in full(params, grad_reduce_in_fp32=True)] == ["float32", "bfloat16"]
+    assert [key.grad_dtype for key in full(params, grad_reduce_in_fp32=True)] == [
+        "float32",
+        "bfloat16",
+    ]
     assert [key.grad_dtype for key in full(params)] == ["bfloat16"]
 
 
@@ -653,7 +769,10 @@ def test_experts_have_their_own_size() -> None:
     params = [Param("a", 100), Param("e", 100, expert_parallel=True)]
     layouts = full(params, data_parallel_world_size=3, expert_data_parallel_world_size=5)
     assert [layout.numel for layout in layouts.values()] == [384, 640]
-    assert [layout.numel for layout in full(params, data_parallel_world_size=3).values()] == [384, 384]
+    assert [layout.numel for layout in full(params, data_parallel_world_size=3).values()] == [
+        384,
+        384,
+    ]
 
 
 def test_layer_wise_with_distributed_optimizer_beside_it() -> None:
@@ -665,7 +784,10 @@ def test_layer_wise_with_distributed_optimizer_beside_it() -> None:
         Param("tied", (30, 10), shared_embedding=True),
     ]
     layouts = full(params, rule=buffers.layer_wise, data_parallel_world_size=2)
-    assert [(key.is_managed_by_layer_wise_optimizer, len(layout.placed)) for key, layout in layouts.items()] == [
+    assert [
+        (key.is_managed_by_layer_wise_optimizer, len(layout.placed))
+        for key, layout in layouts.items()
+    ] == [
         (False, 3),
         (True, 2),
     ]
@@ -673,7 +795,12 @@ def test_layer_wise_with_distributed_optimizer_beside_it() -> None:
     assert (rest.num_optimizer_shards, managed.num_optimizer_shards) == (None, 2)
     assert rest.param_indices == (0, 1, 2) and managed.param_indices == (0, 1)
     same_places(managed, buffers.layer_wise([params[1], params[3]], data_parallel_world_size=2))
-    same_places(rest, buffers.distributed_optimizer([params[0], params[2], params[4]], data_parallel_world_size=2))
+    same_places(
+        rest,
+        buffers.distributed_optimizer(
+            [params[0], params[2], params[4]], data_parallel_world_size=2
+        ),
+    )
 
 
 def test_a_rule_may_name_another_beside_it() -> None:
@@ -696,11 +823,16 @@ def test_grouping(params: list[Param], fp32: bool) -> None:
     groups: dict[tuple[str, str, bool], list[Param]] = {}
     for param in params:
         groups.setdefault(key_of(param, fp32), []).append(param)
-    assert [(key.param_dtype, key.grad_dtype, key.is_expert_parallel) for key in layouts] == [*groups]
+    assert [(key.param_dtype, key.grad_dtype, key.is_expert_parallel) for key in layouts] == [
+        *groups
+    ]
     for layout, group in zip(layouts.values(), groups.values(), strict=True):
         same_places(layout, buffers.distributed_optimizer(group, data_parallel_world_size=2))
         before = [
-            [q.dtype == p.dtype and key_of(q, fp32)[1:] == key_of(p, fp32)[1:] for q in params[: params.index(p)]]
+            [
+                q.dtype == p.dtype and key_of(q, fp32)[1:] == key_of(p, fp32)[1:]
+                for q in params[: params.index(p)]
+            ]
             for p in group
         ]
         assert layout.param_indices == tuple(map(sum, before))
@@ -711,7 +843,16 @@ def test_grouping(params: list[Param], fp32: bool) -> None:
 LAYOUT = buffers.distributed_optimizer(of((3, 4), 100), data_parallel_world_size=2)
 NAMES = {k.__name__: k for k in (Param, BufferKey, PerBufferParamLayout, FullParamLayout)}
 VALUES = [
-    Param("a", (3, 4), "float32", "bfloat16", quantised="fp8", shared_embedding=True, managed=False, gtp_remat_size=2),
+    Param(
+        "a",
+        (3, 4),
+        "float32",
+        "bfloat16",
+        quantised="fp8",
+        shared_embedding=True,
+        managed=False,
+        gtp_remat_size=2,
+    ),
     BufferKey("uint8", "float32", True),
     LAYOUT,
     buffers.layer_wise(of((3, 4), 100), data_parallel_world_size=2),
@@ -723,7 +864,9 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_values(value: object) -> None:
     copies = [pickle.loads(pickle.dumps(value)), eval(repr(value), NAMES)]
-    assert all(copy == value and hash(copy) == hash(value) and repr(copy) == repr(value) for copy in copies)
+    assert all(
+        copy == value and hash(copy) == hash(value) and repr(copy) == repr(value) for copy in copies
+    )
     assert value != 0 and value != "x"
     for name in (field.name for field in dataclasses.fields(value)):
         with pytest.raises(AttributeError):
@@ -742,11 +885,21 @@ def test_the_map_is_read_only() -> None:
 
 
 def test_what_makes_layouts_differ() -> None:
-    fields = (LAYOUT.placed, LAYOUT.bucket_indices, LAYOUT.per_bucket_numel_unpadded, LAYOUT.param_indices)
+    fields = (
+        LAYOUT.placed,
+        LAYOUT.bucket_indices,
+        LAYOUT.per_bucket_numel_unpadded,
+        LAYOUT.param_indices,
+    )
     more = {"shapes": LAYOUT.shapes, "data_parallel_world_size": 2}
     assert PerBufferParamLayout(*fields, **more) == LAYOUT
     assert PerBufferParamLayout(dict(LAYOUT.placed), *fields[1:], **more) == LAYOUT
-    assert PerBufferParamLayout(LAYOUT.placed[::-1], *fields[1:], **(more | {"shapes": LAYOUT.shapes[::-1]})) != LAYOUT
+    assert (
+        PerBufferParamLayout(
+            LAYOUT.placed[::-1], *fields[1:], **(more | {"shapes": LAYOUT.shapes[::-1]})
+        )
+        != LAYOUT
+    )
     assert PerBufferParamLayout(*fields, data_parallel_world_size=2) != LAYOUT
     assert PerBufferParamLayout(*fields, shapes=LAYOUT.shapes) != LAYOUT
     assert PerBufferParamLayout(*fields, 2, **more) != LAYOUT
@@ -778,13 +931,19 @@ def test_managed(param: Param, managed: bool) -> None:
 
 def test_what_a_param_takes() -> None:
     assert Param("a", [3, 4]) == Param("a", (3, 4)) and Param("a", 5).shape == (5,)
-    assert (Param("a", ()).numel, Param("a", (3, 0)).numel, Param("a", (2, 3, 4)).numel) == (1, 0, 24)
+    assert (Param("a", ()).numel, Param("a", (3, 0)).numel, Param("a", (2, 3, 4)).numel) == (
+        1,
+        0,
+        24,
+    )
     assert Param("a", 5, float).dtype == "float64"
 
 
 def test_no_parameters_are_no_buffer() -> None:
     assert buffers.data_parallel([]) == PerBufferParamLayout(data_parallel_world_size=1)
-    assert buffers.flat_parameter([], data_parallel_world_size=2) == PerBufferParamLayout(data_parallel_world_size=2)
+    assert buffers.flat_parameter([], data_parallel_world_size=2) == PerBufferParamLayout(
+        data_parallel_world_size=2
+    )
     assert full([]) == FullParamLayout({}) and len(full([])) == 0
 
 
@@ -797,10 +956,23 @@ def test_nothing_to_lay_out(rule: Callable) -> None:
 
 
 def test_parameters_without_elements_take_no_room() -> None:
-    params = [Param("a", (0, 3)), Param("b", 5), Param("c", 0), Param("d", (0,), shared_embedding=True)]
+    params = [
+        Param("a", (0, 3)),
+        Param("b", 5),
+        Param("c", 0),
+        Param("d", (0,), shared_embedding=True),
+    ]
     layout = buffers.distributed_optimizer(params, data_parallel_world_size=2)
-    assert dict(layout.param_index_map) == {"d": (0, 0, 0), "c": (0, 0, 1), "b": (0, 5, 1), "a": (64, 64, 1)}
-    assert layout.bucket_indices == ((0, 0), (0, 128)) and layout.per_bucket_numel_unpadded == (0, 64)
+    assert dict(layout.param_index_map) == {
+        "d": (0, 0, 0),
+        "c": (0, 0, 1),
+        "b": (0, 5, 1),
+        "a": (64, 64, 1),
+    }
+    assert layout.bucket_indices == ((0, 0), (0, 128)) and layout.per_bucket_numel_unpadded == (
+        0,
+        64,
+    )
     assert buffers.zero([Param("a", 0)], data_parallel_world_size=2).numel == 0
 
 
@@ -810,7 +982,9 @@ def test_parameters_without_elements_take_no_room() -> None:
 A = Param("a", 4)
 
 
-def made(placed: object = (), borders: object = (), unpadded: object = (), *more: object, **named: object):
+def made(
+    placed: object = (), borders: object = (), unpadded: object = (), *more: object, **named: object
+):
     return lambda: PerBufferParamLayout(placed, borders, unpadded, *more, **named)
 
 
@@ -826,7 +1000,10 @@ def made(placed: object = (), borders: object = (), unpadded: object = (), *more
             made({}, [(0, 4), (5, 8)], [4, 3]),
             "bucket 1 is [5, 8), the one before ends at 4; buckets follow one another from 0 on",
         ),
-        (made({}, [(1, 4)], [3]), "bucket 0 is [1, 4), the one before ends at 0; buckets follow one another from 0 on"),
+        (
+            made({}, [(1, 4)], [3]),
+            "bucket 0 is [1, 4), the one before ends at 0; buckets follow one another from 0 on",
+        ),
         (
             made({}, [(0, 4), (4, 3)], [4, 0]),
             "bucket 1 is [4, 3), the one before ends at 4; buckets follow one another from 0 on",
@@ -839,15 +1016,27 @@ def made(placed: object = (), borders: object = (), unpadded: object = (), *more
             made({}, [(0, 4)], [-1]),
             "bucket 0 has 4 elements, -1 of them unpadded; a bucket holds what is unpadded, and padding after it",
         ),
-        (made({"a": (0, 4, 1)}, [(0, 4)], [4]), "parameter 'a' lies at [0, 4) of bucket 1, which is none such"),
-        (made({"a": (0, 4, -1)}, [(0, 4)], [4]), "parameter 'a' lies at [0, 4) of bucket -1, which is none such"),
+        (
+            made({"a": (0, 4, 1)}, [(0, 4)], [4]),
+            "parameter 'a' lies at [0, 4) of bucket 1, which is none such",
+        ),
+        (
+            made({"a": (0, 4, -1)}, [(0, 4)], [4]),
+            "parameter 'a' lies at [0, 4) of bucket -1, which is none such",
+        ),
         (made({"a": (0, 4, 0)}), "parameter 'a' lies at [0, 4) of bucket 0, which is none such"),
-        (made({"a": (0, 5, 0)}, [(0, 4)], [4]), "parameter 'a' lies at [0, 5) of bucket 0, which is [0, 4)"),
+        (
+            made({"a": (0, 5, 0)}, [(0, 4)], [4]),
+            "parameter 'a' lies at [0, 5) of bucket 0, which is [0, 4)",
+        ),
         (
             made({"a": (3, 5, 1)}, [(0, 4), (4, 8)], [4, 4]),
             "parameter 'a' lies at [3, 5) of bucket 1, which is [4, 8)",
         ),
-        (made({"a": (3, 2, 0)}, [(0, 4)], [4]), "parameter 'a' lies at [3, 2) of bucket 0, which is [0, 4)"),
+        (
+            made({"a": (3, 2, 0)}, [(0, 4)], [4]),
+            "parameter 'a' lies at [3, 2) of bucket 0, which is [0, 4)",
+        ),
         (
             made({"a": (0, 4, 0)}, [(0, 8)], [3]),
             "bucket 0 has parameters of 4 elements, and 3 unpadded; count them all",
@@ -860,12 +1049,18 @@ def made(placed: object = (), borders: object = (), unpadded: object = (), *more
             made({"a": (0, 4, 0)}, [(0, 4)], [4], shapes=[(3,)]),
             "parameter 'a' of shape (3,) lies at [0, 4); make the sizes agree",
         ),
-        (made({"a": (0, 4, 0)}, [(0, 4)], [4], [0, 1]), "2 param_indices of 1 parameters; give one each, or none"),
+        (
+            made({"a": (0, 4, 0)}, [(0, 4)], [4], [0, 1]),
+            "2 param_indices of 1 parameters; give one each, or none",
+        ),
         (
             made({"a": (0, 4, 0)}, [(0, 4)], [4], shapes=[(4,), (4,)]),
             "2 shapes of 1 parameters; give one each, or none",
         ),
-        (lambda: LAYOUT.with_indices([1]), "1 param_indices of 2 parameters; give one each, or none"),
+        (
+            lambda: LAYOUT.with_indices([1]),
+            "1 param_indices of 2 parameters; give one each, or none",
+        ),
         (made({}, [], [], [], 0), "num_optimizer_shards is 0; give at least 1"),
     ],
 )
@@ -886,22 +1081,40 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
             lambda: Param("a", 4, quantised="fp4"),
             "parameter 'a': quantised='fp4'; give one of False, True, 'fp8', 'mxfp8', 'nvfp4'",
         ),
-        (lambda: Param("a", 4, quantised=None), "parameter 'a': quantised=None; give one of False, True, 'fp8', "),
-        (lambda: Param("a", 4, gtp_remat_size=0), "gtp_remat_size of parameter 'a' is 0; give at least 1"),
-        (lambda: Param("a", 4, gtp_remat_size=1.5), "gtp_remat_size of parameter 'a' is 1.5; give an integer"),
-        (lambda: buffers.data_parallel(["a"]), "'a' is no parameter; give buffers.Param(name, shape)"),
+        (
+            lambda: Param("a", 4, quantised=None),
+            "parameter 'a': quantised=None; give one of False, True, 'fp8', ",
+        ),
+        (
+            lambda: Param("a", 4, gtp_remat_size=0),
+            "gtp_remat_size of parameter 'a' is 0; give at least 1",
+        ),
+        (
+            lambda: Param("a", 4, gtp_remat_size=1.5),
+            "gtp_remat_size of parameter 'a' is 1.5; give an integer",
+        ),
+        (
+            lambda: buffers.data_parallel(["a"]),
+            "'a' is no parameter; give buffers.Param(name, shape)",
+        ),
         (
             lambda: buffers.data_parallel([A, Param("b", 1), Param("a", 3)]),
             "parameter 'a' is given twice; a tied parameter lies in a buffer once",
         ),
-        (lambda: full([A, A]), "parameter 'a' is given twice; a tied parameter lies in a buffer once"),
+        (
+            lambda: full([A, A]),
+            "parameter 'a' is given twice; a tied parameter lies in a buffer once",
+        ),
         (lambda: buffers.pad_to_divisor(5, 0), "the divisor is 0; give at least 1"),
         (lambda: buffers.pad_to_divisor(5, -64), "the divisor is -64; give at least 1"),
         (lambda: buffers.pad_to_divisor(-5, 64), "the value to pad is -5; give at least 0"),
         (lambda: buffers.pad_to_divisor(5.0, 64), "the value to pad is 5.0; give an integer"),
         (lambda: buffers.pad_param_start(-1), "the value to pad is -1; give at least 0"),
         (lambda: buffers.pad_bucket_end(5, 0), "data_parallel_world_size is 0; give at least 1"),
-        (lambda: buffers.bucket_end_divisor(True), "data_parallel_world_size is True; give an integer"),
+        (
+            lambda: buffers.bucket_end_divisor(True),
+            "data_parallel_world_size is True; give an integer",
+        ),
         (
             lambda: buffers.default_bucket_size(0, overlap_grad_reduce=False),
             "data_parallel_world_size is 0; give at least 1",
@@ -927,7 +1140,9 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
             "chunk_size_factor is 0; give at least 1",
         ),
         (
-            lambda: buffers.flat_parameter([A, Param("b", 1, "float32")], data_parallel_world_size=2),
+            lambda: buffers.flat_parameter(
+                [A, Param("b", 1, "float32")], data_parallel_world_size=2
+            ),
             "a FlatParameter has one dtype, these parameters have bfloat16, float32; group them",
         ),
         (
@@ -935,23 +1150,35 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
             "data_parallel_world_size is 0; give at least 1",
         ),
         (
-            lambda: buffers.nvfp4_packed([Param("a", 5, quantised="nvfp4")], buffers.data_parallel([Param("a", 5)])),
+            lambda: buffers.nvfp4_packed(
+                [Param("a", 5, quantised="nvfp4")], buffers.data_parallel([Param("a", 5)])
+            ),
             "NVFP4 parameter 'a' has 5 elements, and a byte holds two; give an even number",
         ),
         (
-            lambda: buffers.nvfp4_packed([A, Param("c", 1)], buffers.data_parallel([A, Param("b", 5)])),
+            lambda: buffers.nvfp4_packed(
+                [A, Param("c", 1)], buffers.data_parallel([A, Param("b", 5)])
+            ),
             "parameters and layout differ in [('b', 5), ('c', 1)]; give the layout of these parameters",
         ),
         (
-            lambda: buffers.nvfp4_packed([A], buffers.data_parallel([A]), data_parallel_world_size=0),
+            lambda: buffers.nvfp4_packed(
+                [A], buffers.data_parallel([A]), data_parallel_world_size=0
+            ),
             "data_parallel_world_size is 0; give at least 1",
         ),
         (
             lambda: buffers.shard_ranges(buffers.data_parallel(of(6, 7), bucket_size=7), 7, 0),
             "every rank has all of this buffer, 7 ranks cannot share it; name the axes that share it, or none: axis=()",
         ),
-        (lambda: buffers.shard_numel(PerBufferParamLayout(), 0), "the number of shards is 0; give at least 1"),
-        (lambda: buffers.shard_ranges(LAYOUT, 2.0, 1), "the number of shards is 2.0; give an integer"),
+        (
+            lambda: buffers.shard_numel(PerBufferParamLayout(), 0),
+            "the number of shards is 0; give at least 1",
+        ),
+        (
+            lambda: buffers.shard_ranges(LAYOUT, 2.0, 1),
+            "the number of shards is 2.0; give an integer",
+        ),
         (lambda: buffers.shard_ranges(LAYOUT, 2, 2), "shard 2 of 2; use 0..1"),
         (lambda: buffers.shard_ranges(LAYOUT, 2, -1), "shard -1 of 2; use 0..1"),
         (
@@ -982,7 +1209,10 @@ def test_bucket_sizes_that_are_none(size: object) -> None:
     rules = (buffers.distributed_optimizer, buffers.layer_wise, buffers.megatron_fsdp)
     for make in (
         lambda: buffers.data_parallel([A], bucket_size=size),
-        *(lambda rule=rule: rule([A], data_parallel_world_size=2, bucket_size=size) for rule in rules),
+        *(
+            lambda rule=rule: rule([A], data_parallel_world_size=2, bucket_size=size)
+            for rule in rules
+        ),
     ):
         with pytest.raises(ParamLayoutError, match=r"bucket_size \(None is one bucket\) is"):
             make()
@@ -997,17 +1227,44 @@ def test_unknown_dtypes() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (made({"a": (0.5, 2.9, 0)}, [(0, 2)], [2]), "the place of parameter 'a' is 0.5; give an integer"),
-        (made({"a": (0, 2, False)}, [(0, 2)], [2]), "the place of parameter 'a' is False; give an integer"),
-        (made({"a": "012"}, [(0, 2)], [2]), "start, end and bucket of parameter 'a' are '012'; give a tuple"),
-        (made({"a": (0, 2)}, [(0, 2)], [2]), "parameter 'a' lies at (0, 2); give its start, its end and its bucket"),
-        (made({3: (0, 2, 0)}, [(0, 2)], [2]), "the name of a parameter is 3; name parameters by str"),
+        (
+            made({"a": (0.5, 2.9, 0)}, [(0, 2)], [2]),
+            "the place of parameter 'a' is 0.5; give an integer",
+        ),
+        (
+            made({"a": (0, 2, False)}, [(0, 2)], [2]),
+            "the place of parameter 'a' is False; give an integer",
+        ),
+        (
+            made({"a": "012"}, [(0, 2)], [2]),
+            "start, end and bucket of parameter 'a' are '012'; give a tuple",
+        ),
+        (
+            made({"a": (0, 2)}, [(0, 2)], [2]),
+            "parameter 'a' lies at (0, 2); give its start, its end and its bucket",
+        ),
+        (
+            made({3: (0, 2, 0)}, [(0, 2)], [2]),
+            "the name of a parameter is 3; name parameters by str",
+        ),
         (made({"a": (0, 2, 0)}, [(0, 2.5)], [2]), "a border of a bucket is 2.5; give an integer"),
-        (made({"a": (0, 2, 0)}, [(0, 2, 4)], [2]), "a bucket is (0, 2, 4); give its start and its end"),
+        (
+            made({"a": (0, 2, 0)}, [(0, 2, 4)], [2]),
+            "a bucket is (0, 2, 4); give its start and its end",
+        ),
         (made({"a": (0, 2, 0)}, [(0, 2)], ["2"]), "an unpadded size is '2'; give an integer"),
-        (made({"a": (0, 2, 0)}, [(0, 2)], [2], [0.5]), "a number of param_indices is 0.5; give an integer"),
-        (made({"a": (0, 2, 0)}, [(0, 2)], [2], shapes=[(2.0,)]), "a size in shapes is 2.0; give an integer"),
-        (lambda: LAYOUT.with_indices([0, True]), "a number of param_indices is True; give an integer"),
+        (
+            made({"a": (0, 2, 0)}, [(0, 2)], [2], [0.5]),
+            "a number of param_indices is 0.5; give an integer",
+        ),
+        (
+            made({"a": (0, 2, 0)}, [(0, 2)], [2], shapes=[(2.0,)]),
+            "a size in shapes is 2.0; give an integer",
+        ),
+        (
+            lambda: LAYOUT.with_indices([0, True]),
+            "a number of param_indices is True; give an integer",
+        ),
         (
             lambda: buffers.data_parallel([Param("a", (2**40, 2**40))]),
             "the place of parameter 'a' is 1208925819614629174706176; a buffer has at most 2^62 elements",
@@ -1024,7 +1281,9 @@ def test_integers_are_integers_of_64_bits(make: Callable, message: str, fails) -
 
 
 def test_integers_of_numpy_are_integers() -> None:
-    layout = PerBufferParamLayout({"a": np.array([0, 2, 0])}, np.array([[0, 2]]), np.array([2]), np.array([0]))
+    layout = PerBufferParamLayout(
+        {"a": np.array([0, 2, 0])}, np.array([[0, 2]]), np.array([2]), np.array([0])
+    )
     again = "PerBufferParamLayout({'a': (0, 2, 0)}, ((0, 2),), (2,), (0,), None, shapes=(), "
     assert repr(layout) == f"{again}data_parallel_world_size=None)"
 
@@ -1035,7 +1294,9 @@ def test_integers_of_numpy_are_integers() -> None:
 def test_options_bound_to_a_rule_change_nothing_else() -> None:
     """LayerWise has DistributedOptimizer beside it, also as a partial; any other wrapper says so itself."""
     params = [Param("w", (8, 8)), Param("norm", (8,))]
-    wanted = buffers.full_layout(params, rule=buffers.layer_wise, bucket_size=10, data_parallel_world_size=2)
+    wanted = buffers.full_layout(
+        params, rule=buffers.layer_wise, bucket_size=10, data_parallel_world_size=2
+    )
     bound = functools.partial(buffers.layer_wise, bucket_size=10)
     assert len(wanted) == 2
 
@@ -1054,16 +1315,32 @@ def test_options_bound_to_a_rule_change_nothing_else() -> None:
 def test_flags_are_bools() -> None:
     """Of numpy too; text that says no is not one."""
     false = np.bool_(False)
-    param = Param("a", (2, 2), expert_parallel=false, shared_embedding=false, managed=false, quantised=false)
-    assert param == Param("a", (2, 2), managed=False) and repr(param) == repr(Param("a", (2, 2), managed=False))
-    assert repr(Param("a", np.array([2, 3]), gtp_remat_size=np.int64(2))) == repr(Param("a", (2, 3), gtp_remat_size=2))
-    assert BufferKey("torch.bfloat16", "bfloat16", np.bool_(True)) == BufferKey("bfloat16", "torch.bfloat16", True)
+    param = Param(
+        "a", (2, 2), expert_parallel=false, shared_embedding=false, managed=false, quantised=false
+    )
+    assert param == Param("a", (2, 2), managed=False) and repr(param) == repr(
+        Param("a", (2, 2), managed=False)
+    )
+    assert repr(Param("a", np.array([2, 3]), gtp_remat_size=np.int64(2))) == repr(
+        Param("a", (2, 3), gtp_remat_size=2)
+    )
+    assert BufferKey("torch.bfloat16", "bfloat16", np.bool_(True)) == BufferKey(
+        "bfloat16", "torch.bfloat16", True
+    )
 
 
 def test_gradients_have_the_dtype_of_their_parameter() -> None:
-    params = [Param("a", (3,)), Param("b", (3,), grad_dtype="bfloat16"), Param("c", (3,), grad_dtype="float32")]
+    params = [
+        Param("a", (3,)),
+        Param("b", (3,), grad_dtype="bfloat16"),
+        Param("c", (3,), grad_dtype="float32"),
+    ]
     assert [param.gradient for param in params] == ["bfloat16", "bfloat16", "float32"]
-    assert buffers.distributed_optimizer(params, data_parallel_world_size=2).param_indices == (0, 1, 0)
+    assert buffers.distributed_optimizer(params, data_parallel_world_size=2).param_indices == (
+        0,
+        1,
+        0,
+    )
 
 
 def test_what_has_no_elements_lies_anywhere_in_its_bucket() -> None:
@@ -1112,30 +1389,52 @@ RANKS = {"data_parallel_world_size": 2}
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Param("a", 3, expert_parallel="no"), "expert_parallel of parameter 'a' is 'no'; give True or False"),
-        (lambda: Param("a", 3, managed="no"), "managed of parameter 'a' is 'no'; give True or False"),
+        (
+            lambda: Param("a", 3, expert_parallel="no"),
+            "expert_parallel of parameter 'a' is 'no'; give True or False",
+        ),
+        (
+            lambda: Param("a", 3, managed="no"),
+            "managed of parameter 'a' is 'no'; give True or False",
+        ),
         (
             lambda: Param("a", 3, quantised=np.array([1])),
             "parameter 'a': quantised=array([1]); give one of",
         ),
         (lambda: Param("a", b"ab"), "a size of parameter 'a' is b'ab'; give an integer"),
         (lambda: Param("a", {3: 4}), "a size of parameter 'a' is {3: 4}; give an integer"),
-        (lambda: buffers.pad_bucket_end(5, 2, "no"), "pad_for_high_nccl_busbw is 'no'; give True or False"),
-        (lambda: buffers.zero([A], data_parallel_world_size=2, round_robin="no"), "round_robin is 'no'; give True"),
-        (lambda: BufferKey("bfloat16", "float32", "x"), "is_expert_parallel is 'x'; give True or False"),
+        (
+            lambda: buffers.pad_bucket_end(5, 2, "no"),
+            "pad_for_high_nccl_busbw is 'no'; give True or False",
+        ),
+        (
+            lambda: buffers.zero([A], data_parallel_world_size=2, round_robin="no"),
+            "round_robin is 'no'; give True",
+        ),
+        (
+            lambda: BufferKey("bfloat16", "float32", "x"),
+            "is_expert_parallel is 'x'; give True or False",
+        ),
         (lambda: buffers.zero(A, data_parallel_world_size=2), "params is Param(name='a'"),
-        (lambda: buffers.full_layout([A], rule="zero"), "rule is 'zero'; give a function such as buffers."),
+        (
+            lambda: buffers.full_layout([A], rule="zero"),
+            "rule is 'zero'; give a function such as buffers.",
+        ),
         (lambda: FullParamLayout({"a": 3}), "'a': int; give BufferKey -> PerBufferParamLayout"),
         (
             lambda: buffers.nvfp4_packed([Param("a", 400)], buffers.data_parallel([Param("a", 8)])),
             "parameters and layout differ in [('a', 8), ('a', 400)]; give the layout of these parameters",
         ),
         (
-            lambda: buffers.nvfp4_packed(of(4, 4), buffers.megatron_fsdp(of(4, 4), **RANKS, bucket_size=4), **RANKS),
+            lambda: buffers.nvfp4_packed(
+                of(4, 4), buffers.megatron_fsdp(of(4, 4), **RANKS, bucket_size=4), **RANKS
+            ),
             "last parameter first, they lie in buckets [1, 0]; give parameters in forward order, and a layout that",
         ),
         (
-            lambda: buffers.nvfp4_packed([A], buffers.distributed_optimizer([A], data_parallel_world_size=2)),
+            lambda: buffers.nvfp4_packed(
+                [A], buffers.distributed_optimizer([A], data_parallel_world_size=2)
+            ),
             "the layout is for 2 ranks; give data_parallel_world_size=2",
         ),
         (
@@ -1156,14 +1455,19 @@ RANKS = {"data_parallel_world_size": 2}
             "parameter 'a' is a scalar, which FSDP1 cannot flatten; give it one dimension",
         ),
         (
-            lambda: buffers.state_layouts(buffers.zero([A], data_parallel_world_size=2), Mesh(dp=2), ranks=[0]),
+            lambda: buffers.state_layouts(
+                buffers.zero([A], data_parallel_world_size=2), Mesh(dp=2), ranks=[0]
+            ),
             "ranks= and buffer= are for the Store of shape='nd'; give them to state_store",
         ),
         (
             lambda: buffers.state_layouts(FullParamLayout({}), Mesh(dp=2)),
             "FullParamLayout is no layout of one buffer; of a FullParamLayout take each value, and join what comes",
         ),
-        (lambda: buffers.state_layouts(LAYOUT, 2), "mesh is 2; give a shardmath.Mesh, for example Mesh(dp=4)"),
+        (
+            lambda: buffers.state_layouts(LAYOUT, 2),
+            "mesh is 2; give a shardmath.Mesh, for example Mesh(dp=4)",
+        ),
     ],
 )
 def test_errors_of_what_looked_right(make: Callable[[], object], message: str) -> None:

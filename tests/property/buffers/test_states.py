@@ -50,7 +50,8 @@ def numbered(params: Sequence[Param]) -> dict[str, Array]:
     """A number of its own for every element of every parameter."""
     ends = itertools.accumulate((param.numel for param in params), initial=0)
     return {
-        p.name: np.arange(lo, lo + p.numel, dtype=float).reshape(p.shape) for p, lo in zip(params, ends, strict=False)
+        p.name: np.arange(lo, lo + p.numel, dtype=float).reshape(p.shape)
+        for p, lo in zip(params, ends, strict=False)
     }
 
 
@@ -70,10 +71,15 @@ def groups_along(mesh: Mesh, axis: object) -> list[list[int]]:
     for rank in mesh.ranks:
         at = mesh.coords(rank)
         out.setdefault(tuple(n for name, n in at.items() if name not in axes), []).append(rank)
-    return [sorted(group, key=lambda rank: [mesh.coords(rank)[name] for name in axes]) for group in out.values()]
+    return [
+        sorted(group, key=lambda rank: [mesh.coords(rank)[name] for name in axes])
+        for group in out.values()
+    ]
 
 
-def flats_of(buffer: PerBufferParamLayout, mesh: Mesh, axis: object, values: Mapping[str, Array]) -> Flats:
+def flats_of(
+    buffer: PerBufferParamLayout, mesh: Mesh, axis: object, values: Mapping[str, Array]
+) -> Flats:
     out = {}
     for group in groups_along(mesh, axis):
         out |= dict(zip(group, cut(buffer, len(group), values), strict=True))
@@ -117,7 +123,10 @@ def locals_from(tensors: Tensors, values: Mapping[str, Array]) -> dict[int, dict
     """The local tensors of ranks whose layouts lie in no buffer."""
     tensor = names_of(tensors)
     ranks = {
-        r for held in tensors.values() for x in (held if isinstance(held, tuple) else (held,)) for r in x.mesh.ranks
+        r
+        for held in tensors.values()
+        for x in (held if isinstance(held, tuple) else (held,))
+        for r in x.mesh.ranks
     }
     out: dict[int, dict[str, Array]] = {rank: {} for rank in ranks}
     for rank in ranks:
@@ -128,13 +137,17 @@ def locals_from(tensors: Tensors, values: Mapping[str, Array]) -> dict[int, dict
     return out
 
 
-def moved(src: Tensors, held: dict[int, dict[str, Array]], dst: Tensors) -> dict[int, dict[str, Array]]:
+def moved(
+    src: Tensors, held: dict[int, dict[str, Array]], dst: Tensors
+) -> dict[int, dict[str, Array]]:
     p = sm.plan(dict(src), dict(dst))
     sm.verify(p)
     return sm.simulate(p, {rank: held[rank] for rank in p.src_ranks})
 
 
-def lands(out: dict[int, dict[str, Array]], tensors: Tensors, store: Store, expected: Flats) -> None:
+def lands(
+    out: dict[int, dict[str, Array]], tensors: Tensors, store: Store, expected: Flats
+) -> None:
     """Written through the Store into empty flat arrays, what arrived is the buffer laid out anew, padding and all."""
     for rank, flat in expected.items():
         empty = np.full_like(flat, NOBODY)
@@ -145,7 +158,9 @@ def lands(out: dict[int, dict[str, Array]], tensors: Tensors, store: Store, expe
         assert (empty == flat).all()
 
 
-def arrives(out: dict[int, dict[str, Array]], tensors: Tensors, values: Mapping[str, Array]) -> None:
+def arrives(
+    out: dict[int, dict[str, Array]], tensors: Tensors, values: Mapping[str, Array]
+) -> None:
     """What arrived in tensors that lie in no buffer is what they hold."""
     tensor = names_of(tensors)
     for rank, arrays in out.items():
@@ -161,7 +176,11 @@ def arrives(out: dict[int, dict[str, Array]], tensors: Tensors, values: Mapping[
 def sharded(draw: st.DrawFn) -> tuple[RuleCase, Mesh]:
     """A rule and parameters, and a mesh of two axes or three whose middle one shards."""
     case = draw(testing.rule_cases(shards=st.integers(1, 5), most=5, longest=33))
-    sizes = {"a": draw(st.sampled_from([1, 1, 2])), "dp": case.shards, "b": draw(st.sampled_from([1, 1, 2]))}
+    sizes = {
+        "a": draw(st.sampled_from([1, 1, 2])),
+        "dp": case.shards,
+        "b": draw(st.sampled_from([1, 1, 2])),
+    }
     first = draw(st.sampled_from([0, 3]))
     ranks = range(first, first + math.prod(sizes.values()))
     return case, Mesh(sizes, ranks=draw(st.one_of(st.just([*ranks]), st.permutations(ranks))))
@@ -176,24 +195,39 @@ def test_shards_hold_the_elements_that_layouts_say(given_case: tuple[RuleCase, M
         whole = np.concatenate([np.empty(0), *cut(buffer, 1, values)])
         for shard, rank in enumerate(group):
             ranges = buffers.shard_ranges(buffer, len(group), shard)
-            assert (np.concatenate([np.empty(0), *(whole[lo:hi] for lo, hi in ranges)]) == flats[rank]).all()
+            assert (
+                np.concatenate([np.empty(0), *(whole[lo:hi] for lo, hi in ranges)]) == flats[rank]
+            ).all()
             assert len(flats[rank]) == buffers.shard_numel(buffer, len(group))
     flat = buffers.state_layouts(buffer, mesh, axis="dp")
     assert list(flat) == list(buffer.param_index_map)
-    holds(flat, buffers.state_store(buffer, mesh, axis="dp"), flats, {name: x.ravel() for name, x in values.items()})
+    holds(
+        flat,
+        buffers.state_store(buffer, mesh, axis="dp"),
+        flats,
+        {name: x.ravel() for name, x in values.items()},
+    )
     windows, store = buffers.state_layouts(buffer, mesh, axis="dp", shape="nd")
     assert list(windows) == list(buffer.param_index_map)
     holds(windows, store, flats, values)
 
 
-@given(testing.rule_cases(shards=st.just(6), most=4, longest=33), st.sampled_from([None, ("y", "x"), ("x", "y"), ()]))
+@given(
+    testing.rule_cases(shards=st.just(6), most=4, longest=33),
+    st.sampled_from([None, ("y", "x"), ("x", "y"), ()]),
+)
 def test_several_axes_shard_together(case: RuleCase, axis: tuple[str, ...] | None) -> None:
     """In the order in which they are named; with no axis, every rank has all of the buffer."""
     values, mesh = numbered(case.params), Mesh(x=2, y=3)
     buffer = case.layout()
     flats = flats_of(buffer, mesh, axis, values)
     flat = buffers.state_layouts(buffer, mesh, axis=axis)
-    holds(flat, buffers.state_store(buffer, mesh, axis=axis), flats, {name: x.ravel() for name, x in values.items()})
+    holds(
+        flat,
+        buffers.state_store(buffer, mesh, axis=axis),
+        flats,
+        {name: x.ravel() for name, x in values.items()},
+    )
     windows, store = buffers.state_layouts(buffer, mesh, axis=axis, shape="nd")
     holds(windows, store, flats, values)
 
@@ -214,7 +248,9 @@ def test_from_one_rule_to_another(cases: tuple[RuleCase, RuleCase], flat: bool) 
         mesh, buffer = Mesh(dp=case.shards, ranks=range(first, first + case.shards)), case.layout()
         flats = flats_of(buffer, mesh, None, values)
         if flat:
-            sides.append((buffers.state_layouts(buffer, mesh), buffers.state_store(buffer, mesh), flats))
+            sides.append(
+                (buffers.state_layouts(buffer, mesh), buffers.state_store(buffer, mesh), flats)
+            )
         else:
             sides.append((*buffers.state_layouts(buffer, mesh, shape="nd"), flats))
     (src, store, flats), (dst, there, expected) = sides
@@ -228,7 +264,11 @@ def test_to_any_layout_and_back(case: RuleCase, data: st.DataObject) -> None:
     flats = flats_of(case.layout(), mesh, None, values)
     windows, store = buffers.state_layouts(case.layout(), mesh, shape="nd")
     tensors = {
-        param.name: data.draw(testing.layouts(param.shape, data.draw(testing.meshes()), dtype="float32", overlap=False))
+        param.name: data.draw(
+            testing.layouts(
+                param.shape, data.draw(testing.meshes()), dtype="float32", overlap=False
+            )
+        )
         for param in case.params
     }
     arrives(moved(windows, locals_in(windows, store, flats), tensors), tensors, values)
@@ -343,7 +383,12 @@ def test_views_of_some_ranks(given_case: tuple[RuleCase, Mesh], data: st.DataObj
 
 
 def model_flats(
-    params: Sequence[Param], layouts: Mapping[str, Layout], mesh: Mesh, axis: object, rule: Callable, **options: object
+    params: Sequence[Param],
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    axis: object,
+    rule: Callable,
+    **options: object,
 ) -> tuple[Flats, dict[str, Array]]:
     """Each group lays out what it has, and cuts it; and the numbers."""
     values, out = numbered(params), {}
@@ -363,7 +408,9 @@ def model_flats(
 def model_state(params, layouts, mesh, axis, rule, **options):
     """Windows and Store, found to be right, and the flat arrays."""
     flats, values = model_flats(params, layouts, mesh, axis, rule, **options)
-    windows, store = buffers.model_parallel_state(params, layouts, mesh=mesh, axis=axis, rule=rule, **options)
+    windows, store = buffers.model_parallel_state(
+        params, layouts, mesh=mesh, axis=axis, rule=rule, **options
+    )
     assert list(windows) == [param.name for param in params]
     holds(windows, store, flats, values)
     return windows, store, flats, values
@@ -407,7 +454,11 @@ TEXT = {
 
 
 def laid(mesh: Mesh, text: Mapping[str, str] = TEXT) -> dict[str, Layout]:
-    return {param.name: Layout(param.shape, mesh, text[param.name]) for param in MODEL if param.name in text}
+    return {
+        param.name: Layout(param.shape, mesh, text[param.name])
+        for param in MODEL
+        if param.name in text
+    }
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -436,7 +487,9 @@ def test_tensor_parallel_models_in_buckets(size: int) -> None:
 
 
 def contiguous(params: Sequence[Param], *, data_parallel_world_size: int) -> PerBufferParamLayout:
-    return buffers.flat_parameter(params, data_parallel_world_size=data_parallel_world_size, use_orig_params=False)
+    return buffers.flat_parameter(
+        params, data_parallel_world_size=data_parallel_world_size, use_orig_params=False
+    )
 
 
 def test_replicas_in_buffers_that_are_cut_elsewhere_are_pieces() -> None:
@@ -470,7 +523,13 @@ def test_pipeline_stages() -> None:
     stages = [mesh.select(pp=i) for i in range(3)]
     tied = Mesh(ends=2, dp=2, tp=2, ranks=[*stages[0].ranks, *stages[2].ranks])
     params = [Param("embed", (10, 4), shared_embedding=True), *MODEL[1:]]
-    homes = dict(zip(TEXT, [tied, stages[0], stages[1], stages[1], stages[2], stages[2], stages[0]], strict=True))
+    homes = dict(
+        zip(
+            TEXT,
+            [tied, stages[0], stages[1], stages[1], stages[2], stages[2], stages[0]],
+            strict=True,
+        )
+    )
     layouts = {p.name: Layout(p.shape, homes[p.name], TEXT[p.name]) for p in params}
     there_and_back(params, layouts, mesh, "dp", buffers.zero)
 
@@ -482,7 +541,11 @@ def divided(draw: st.DrawFn) -> tuple[list[Param], dict[str, Layout], Mesh]:
         dict(
             draw(
                 st.permutations(
-                    [("dp", draw(st.integers(1, 3))), ("tp", draw(st.integers(1, 3))), ("x", draw(st.integers(1, 2)))]
+                    [
+                        ("dp", draw(st.integers(1, 3))),
+                        ("tp", draw(st.integers(1, 3))),
+                        ("x", draw(st.integers(1, 2))),
+                    ]
                 )
             )
         )
@@ -493,10 +556,14 @@ def divided(draw: st.DrawFn) -> tuple[list[Param], dict[str, Layout], Mesh]:
     for param in params:
         spec = {}
         for axis in ("tp", "x"):
-            dims = [d for d in range(len(param.shape)) if not any(x.dim == d for x in spec.values())]
+            dims = [
+                d for d in range(len(param.shape)) if not any(x.dim == d for x in spec.values())
+            ]
             if dims and draw(st.booleans()):
                 dim = draw(st.sampled_from(dims))
-                spec[axis] = draw(testing.placements(dim, param.shape[dim], mesh.axis_size(axis), overlap=False))
+                spec[axis] = draw(
+                    testing.placements(dim, param.shape[dim], mesh.axis_size(axis), overlap=False)
+                )
         layouts[param.name] = Layout(param.shape, mesh, spec)
     return params, layouts, mesh
 
@@ -517,7 +584,9 @@ def test_views_of_some_ranks_of_a_model(model: tuple, data: st.DataObject) -> No
     params, layouts, mesh = model
     some = data.draw(st.lists(st.sampled_from(mesh.ranks), min_size=1))
     (windows, whole), (again, part) = (
-        buffers.model_parallel_state(params, layouts, mesh=mesh, axis="dp", rule=buffers.zero, ranks=ranks)
+        buffers.model_parallel_state(
+            params, layouts, mesh=mesh, axis="dp", rule=buffers.zero, ranks=ranks
+        )
         for ranks in (None, some)
     )
     assert windows == again
@@ -530,7 +599,9 @@ def test_state_of_a_model_that_nothing_divides_is_the_buffer_s() -> None:
     layouts = {param.name: Layout(param.shape, mesh, {}) for param in params}
     buffer = buffers.distributed_optimizer(params, data_parallel_world_size=4)
     windows, store = buffers.state_layouts(buffer, mesh, shape="nd")
-    model = buffers.model_parallel_state(params, layouts, mesh=mesh, axis="dp", rule=buffers.distributed_optimizer)
+    model = buffers.model_parallel_state(
+        params, layouts, mesh=mesh, axis="dp", rule=buffers.distributed_optimizer
+    )
     assert model == (windows, store)
 
 
@@ -541,9 +612,15 @@ def test_state_of_a_model_that_nothing_divides_is_the_buffer_s() -> None:
 @example(Layout((), Mesh(), ""), None)
 def test_many_source_windows_are_compared(layout: Layout, data: st.DataObject | None) -> None:
     """Hulls are compared first, for all pairs at once: whoever holds something twice is still named."""
-    boxes = [()] * 2 if data is None else data.draw(st.lists(testing.boxes(layout.shape), min_size=1, max_size=6))
+    boxes = (
+        [()] * 2
+        if data is None
+        else data.draw(st.lists(testing.boxes(layout.shape), min_size=1, max_size=6))
+    )
     windows = tuple(window(layout, box) for box in boxes)
-    held = [[{i for r in w.mesh.ranks for i in index if i >= 0} for index in _dims(w)] for w in windows]
+    held = [
+        [{i for r in w.mesh.ranks for i in index if i >= 0} for index in _dims(w)] for w in windows
+    ]
     clash = [
         (i, j)
         for j in range(len(windows))
@@ -562,14 +639,18 @@ def test_many_source_windows_are_compared(layout: Layout, data: st.DataObject | 
 
 def _dims(layout: Layout) -> list[list[int]]:
     """What any rank holds, dimension by dimension."""
-    return [[i for rank in layout.mesh.ranks for i in layout.indices(rank)[d].tolist()] for d in range(layout.ndim)]
+    return [
+        [i for rank in layout.mesh.ranks for i in layout.indices(rank)[d].tolist()]
+        for d in range(layout.ndim)
+    ]
 
 
 def test_hulls_that_meet_are_looked_into() -> None:
     """Even and odd positions lie between each other, and share none."""
     line = Mesh()
     even, odd = (
-        Layout((8,), line, {}, stored={0: Runs([(k, 2 * k + first, 1) for k in range(4)])}) for first in (0, 1)
+        Layout((8,), line, {}, stored={0: Runs([(k, 2 * k + first, 1) for k in range(4)])})
+        for first in (0, 1)
     )
     check_disjoint("w", (even, odd))
     with pytest.raises(PlanError, match=r"source windows 0 and 2 both hold element \(4,\)"):
@@ -599,7 +680,9 @@ def model(*params: Param, axis: object = "dp", rule: Callable = buffers.zero, **
             "shape='2d'; use 'flat', or 'nd' for the shapes of the parameters",
         ),
         (
-            lambda: buffers.state_layouts(PerBufferParamLayout({"w": (0, 4, 0)}, [(0, 4)], [4]), DP, shape="nd"),
+            lambda: buffers.state_layouts(
+                PerBufferParamLayout({"w": (0, 4, 0)}, [(0, 4)], [4]), DP, shape="nd"
+            ),
             ParamLayoutError,
             "the buffer's layout has no shapes; make it with PerBufferParamLayout(..., shapes=), or use shape='flat'",
         ),
@@ -619,7 +702,9 @@ def model(*params: Param, axis: object = "dp", rule: Callable = buffers.zero, **
             "the buffer is laid out for 2 ranks, 3 share it; lay it out with data_parallel_world_size=3",
         ),
         (
-            lambda: buffers.state_layouts(buffers.layer_wise([W], data_parallel_world_size=4), Mesh(dp=2)),
+            lambda: buffers.state_layouts(
+                buffers.layer_wise([W], data_parallel_world_size=4), Mesh(dp=2)
+            ),
             ParamLayoutError,
             "the buffer is laid out for 4 ranks, 2 share it; lay it out with data_parallel_world_size=2",
         ),
@@ -655,11 +740,15 @@ def test_errors(make: Callable, kind: type, message: str, fails) -> None:
     fails(make, kind, message)
 
 
-@pytest.mark.parametrize("layout", [Layout((4, 4), DP, "(dp n) h"), Layout((4, 4), Mesh(ranks=[0]), {})], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout((4, 4), DP, "(dp n) h"), Layout((4, 4), Mesh(ranks=[0]), {})], ids=str
+)
 def test_ranks_along_the_axis_hold_the_same(layout: Layout) -> None:
     with pytest.raises(ParamLayoutError) as caught:
         model(W, w=layout)()
-    assert f" is {layout}; ranks 0, 2 share a buffer, and hold different parts; " in str(caught.value)
+    assert f" is {layout}; ranks 0, 2 share a buffer, and hold different parts; " in str(
+        caught.value
+    )
 
 
 def test_an_axis_named_twice_is_refused() -> None:
@@ -680,7 +769,11 @@ def test_what_nobody_holds_is_held_by_nobody() -> None:
     """Empty runs of a tensor that has elements: a layout that has none of them, not the whole."""
     nothing = Layout((4, 4), Mesh(dp=2), {}, stored={0: Runs([], 0)})
     windows, _ = buffers.model_parallel_state(
-        [Param("w", (4, 4))], {"w": nothing}, mesh=Mesh(dp=2), axis="dp", rule=buffers.distributed_optimizer
+        [Param("w", (4, 4))],
+        {"w": nothing},
+        mesh=Mesh(dp=2),
+        axis="dp",
+        rule=buffers.distributed_optimizer,
     )
     assert [window.local_shape(0) for window in windows["w"]] == [(0, 4)]
     with pytest.raises(PlanError, match="no rank holds it"):
@@ -691,14 +784,19 @@ def test_a_parameter_with_the_name_of_a_window() -> None:
     """Its view would take the window's place in the Store; where there is one window it has no number."""
     params = [Param("w", (20, 10)), Param("w[0]", (3,))]
     layout = buffers.distributed_optimizer(params, data_parallel_world_size=2)
-    with pytest.raises(ParamLayoutError, match=r"'w\[0\]' has the name of a window of parameter 'w'; rename one"):
+    with pytest.raises(
+        ParamLayoutError, match=r"'w\[0\]' has the name of a window of parameter 'w'; rename one"
+    ):
         buffers.state_layouts(layout, Mesh(dp=2), shape="nd")
     whole = buffers.distributed_optimizer(params, data_parallel_world_size=1)
     assert list(buffers.state_layouts(whole, Mesh(dp=1), shape="nd")[0]) == ["w[0]", "w"]
 
 
 def test_ranks_outside_the_mesh_have_no_views() -> None:
-    layout, mesh = buffers.distributed_optimizer([Param("w", (20, 10))], data_parallel_world_size=2), Mesh(dp=2)
+    layout, mesh = (
+        buffers.distributed_optimizer([Param("w", (20, 10))], data_parallel_world_size=2),
+        Mesh(dp=2),
+    )
     assert not buffers.state_store(layout, mesh, ranks=[99]).entries
     assert not buffers.state_store(layout, mesh, ranks=[]).entries
     assert not buffers.state_layouts(layout, mesh, shape="nd", ranks=[99])[1].entries

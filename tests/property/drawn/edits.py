@@ -72,7 +72,9 @@ def leaves(
             yield from leaves(inner, put)
         elif isinstance(inner, tuple) and inner and isinstance(inner[0], PARTS):
             for i, item in enumerate(inner):
-                yield from leaves(item, lambda new, i=i, all=inner, put=put: put((*all[:i], new, *all[i + 1 :])))
+                yield from leaves(
+                    item, lambda new, i=i, all=inner, put=put: put((*all[:i], new, *all[i + 1 :]))
+                )
 
 
 def edited(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
@@ -119,11 +121,15 @@ def rows_of(p: Plan) -> list[Row]:
         for block in range(on.first[line], on.first[line + 1]):
             for r in range(on.row_first[block], on.row_first[block + 1]):
                 ranks = on.sets[on.holders[line]], on.sets[on.receivers[block]]
-                out.append(Row(int(on.batch[r]), int(on.unit[r]), int(on.lo[r]), int(on.hi[r]), *ranks))
+                out.append(
+                    Row(int(on.batch[r]), int(on.unit[r]), int(on.lo[r]), int(on.hi[r]), *ranks)
+                )
     return out
 
 
-def grouped(rows: list[Row], key: Callable[[Row], tuple[int, ...]]) -> list[tuple[tuple[int, ...], list[Row]]]:
+def grouped(
+    rows: list[Row], key: Callable[[Row], tuple[int, ...]]
+) -> list[tuple[tuple[int, ...], list[Row]]]:
     return [(k, list(group)) for k, group in itertools.groupby(sorted(rows, key=key), key)]
 
 
@@ -132,7 +138,9 @@ def addend_of(batches: tuple[Batch, ...], row: Row) -> int:
     return int(unit_addends(t)[row.unit]) if t.reduction.folded else 0
 
 
-def lines_of(batches: tuple[Batch, ...], rows: list[Row], share: Callable[[list[int], int], int]) -> Lines:
+def lines_of(
+    batches: tuple[Batch, ...], rows: list[Row], share: Callable[[list[int], int], int]
+) -> Lines:
     """Lines of these rows, end to end; `share` says where each is cut, given the borders of rows."""
     sets = sorted({ranks for row in rows for ranks in row[4:]})
     table: dict[str, list[Any]] = {f.name: [] for f in dataclasses.fields(Lines)}
@@ -142,10 +150,22 @@ def lines_of(batches: tuple[Batch, ...], rows: list[Row], share: Callable[[list[
             table[name].append(value)
 
     for holders, asked in grouped(rows, lambda row: row.holders):
-        add(holders=sets.index(holders), near=False, first=len(table["start"]), cut_first=len(table["cuts"]))
+        add(
+            holders=sets.index(holders),
+            near=False,
+            first=len(table["start"]),
+            cut_first=len(table["cuts"]),
+        )
         length, borders = 0, [0]
-        for (addend, *receivers), block in grouped(asked, lambda row: (addend_of(batches, row), *row.receivers)):
-            add(row_first=len(table["at"]), receivers=sets.index(tuple(receivers)), start=length, addend=addend)
+        for (addend, *receivers), block in grouped(
+            asked, lambda row: (addend_of(batches, row), *row.receivers)
+        ):
+            add(
+                row_first=len(table["at"]),
+                receivers=sets.index(tuple(receivers)),
+                start=length,
+                addend=addend,
+            )
             count, size = len(set(receivers) - set(holders)), 0
             for row in block:
                 batch = batches[row.batch]
@@ -158,7 +178,10 @@ def lines_of(batches: tuple[Batch, ...], rows: list[Row], share: Callable[[list[
         inner = sorted(share(sorted(set(borders)), length) for _ in holders[1:])
         table["cuts"] += [0, *inner, length]
     add(first=len(table["start"]), row_first=len(table["at"]), cut_first=len(table["cuts"]))
-    arrays = {name: np.array(column, bool if name == "near" else np.int64) for name, column in table.items()}
+    arrays = {
+        name: np.array(column, bool if name == "near" else np.int64)
+        for name, column in table.items()
+    }
     return Lines(**{**arrays, "sets": tuple(sets)})
 
 

@@ -26,18 +26,27 @@ def expected_op(p: Plan, name: str, addend: int) -> str:
     """Copies stay copies; of several addends the first is one where nothing is there before it."""
     src, dst = p.src[name][0], p.dst[name][0]
     folded = folded_axes(src, dst)
-    if math.prod(src.mesh.axis_size(a) for a in folded) == 1 or (addend == 0 and p.fill(name) is None):
+    if math.prod(src.mesh.axis_size(a) for a in folded) == 1 or (
+        addend == 0 and p.fill(name) is None
+    ):
         return "copy"
     return {"avg": "sum"}.get(str(src.op), str(src.op))
 
 
 def along(mesh: Mesh, axis: str) -> list[set[int]]:
-    return [{r for r in mesh.ranks if mesh.coords(r)[axis] == i} for i in range(mesh.axis_size(axis))]
+    return [
+        {r for r in mesh.ranks if mesh.coords(r)[axis] == i} for i in range(mesh.axis_size(axis))
+    ]
 
 
 def passing(src: Layout, dst: Layout) -> dict[str, str]:
     """Partial axes with the same operation and ranks on both sides."""
-    names = [(a, b) for a, _ in src.partial for b, _ in dst.partial if src.op == dst.op and src.mesh.axis_size(a) > 1]
+    names = [
+        (a, b)
+        for a, _ in src.partial
+        for b, _ in dst.partial
+        if src.op == dst.op and src.mesh.axis_size(a) > 1
+    ]
     return {a: b for a, b in names if along(src.mesh, a) == along(dst.mesh, b)}
 
 
@@ -55,7 +64,8 @@ def place(mesh: Mesh, rank: int, axes: list[str]) -> int:
 def indices(slices: tuple[slice, ...], shape: tuple[int, ...]) -> list[range] | None:
     """The positions of a box inside a shape, None if it is not one."""
     good = len(slices) == len(shape) and all(
-        s.step in (None, 1) and 0 <= s.start < s.stop <= n for s, n in zip(slices, shape, strict=True)
+        s.step in (None, 1) and 0 <= s.start < s.stop <= n
+        for s, n in zip(slices, shape, strict=True)
     )
     return [range(s.start, s.stop) for s in slices] if good else None
 
@@ -78,7 +88,9 @@ def moves(p: Plan, t: Transfer) -> Iterator[tuple[Any, ...]] | None:
         if at is None:
             return None
         held = layout.indices(rank)
-        ends.append((names.index(local), layout, [held[d][list(x)].tolist() for d, x in enumerate(at)]))
+        ends.append(
+            (names.index(local), layout, [held[d][list(x)].tolist() for d, x in enumerate(at)])
+        )
     (_, src, here), (j, dst, there) = ends
     whole = indices(t.global_slices, src.shape)
     shape = tuple(map(len, here))
@@ -86,7 +98,10 @@ def moves(p: Plan, t: Transfer) -> Iterator[tuple[Any, ...]] | None:
         return None
     if t.nbytes != math.prod(shape) * src.itemsize:
         return None
-    if any(src.mesh.coords(t.src_rank)[a] != dst.mesh.coords(t.dst_rank)[b] for a, b in passing(src, dst).items()):
+    if any(
+        src.mesh.coords(t.src_rank)[a] != dst.mesh.coords(t.dst_rank)[b]
+        for a, b in passing(src, dst).items()
+    ):
         return None
     addend = place(src.mesh, t.src_rank, folded_axes(src, dst))
     if (t.addend, t.op) != (addend, expected_op(p, t.tensor, addend)):
@@ -97,7 +112,11 @@ def moves(p: Plan, t: Transfer) -> Iterator[tuple[Any, ...]] | None:
 def chosen_axes(p: Plan, name: str, j: int) -> list[str]:
     src, dst = p.src[name][0], p.dst[name][j]
     op = src.op if folded_axes(src, dst) else dst.op
-    left = [a for a, _ in dst.partial if a not in passing(src, dst).values() and dst.mesh.axis_size(a) > 1]
+    left = [
+        a
+        for a, _ in dst.partial
+        if a not in passing(src, dst).values() and dst.mesh.axis_size(a) > 1
+    ]
     return left if op in ("sum", "product") else []
 
 
@@ -106,7 +125,9 @@ def needed(p: Plan) -> set[tuple[Any, ...]]:
     out = set()
     for name, windows in p.dst.items():
         for j, dst in enumerate(windows):
-            count = math.prod(p.src[name][0].mesh.axis_size(a) for a in folded_axes(p.src[name][0], dst))
+            count = math.prod(
+                p.src[name][0].mesh.axis_size(a) for a in folded_axes(p.src[name][0], dst)
+            )
             for rank in dst.mesh.ranks:
                 own = itertools.product(*(i[i >= 0].tolist() for i in dst.indices(rank)))
                 group = group_of(p, name, j, rank)
@@ -117,7 +138,9 @@ def needed(p: Plan) -> set[tuple[Any, ...]]:
 def group_of(p: Plan, name: str, j: int, rank: int) -> tuple[int, ...]:
     """Coordinates on all axes but those along which any one may receive."""
     left_out = chosen_axes(p, name, j)
-    return tuple(at for axis, at in p.dst[name][j].mesh.coords(rank).items() if axis not in left_out)
+    return tuple(
+        at for axis, at in p.dst[name][j].mesh.coords(rank).items() if axis not in left_out
+    )
 
 
 def right(p: Plan, transfers: list[Transfer]) -> bool:
@@ -135,7 +158,11 @@ def right(p: Plan, transfers: list[Transfer]) -> bool:
             receivers.setdefault((name, j, through, addend, e), set()).add(
                 place(dst.mesh, rank, chosen_axes(p, name, j))
             )
-    return times.keys() == needed(p) and set(times.values()) <= {1} and all(len(x) == 1 for x in receivers.values())
+    return (
+        times.keys() == needed(p)
+        and set(times.values()) <= {1}
+        and all(len(x) == 1 for x in receivers.values())
+    )
 
 
 Pairs: TypeAlias = dict[tuple[int, int], list[Transfer]]
@@ -164,11 +191,15 @@ OVER = Table(0, (from_ranges([(0, 4)]), from_ranges([(2, 6)]), identity(6)))
 LAPS = Table(0, (from_ranges([(3, 5), (0, 2)]), from_ranges([(1, 4), 1, (5, 6)]), identity(6)))
 
 
-def of(shape: tuple[int, ...], src: tuple[Mesh, Any], dst: tuple[Mesh, Any], dtype: str = "float32") -> Plan:
+def of(
+    shape: tuple[int, ...], src: tuple[Mesh, Any], dst: tuple[Mesh, Any], dtype: str = "float32"
+) -> Plan:
     return plan(*(Layout(shape, mesh, spec, dtype=dtype) for mesh, spec in (src, dst)))
 
 
-def near(per_node: int, shape: tuple[int, ...], src: tuple[Mesh, Any], dst: tuple[Mesh, Any]) -> Plan:
+def near(
+    per_node: int, shape: tuple[int, ...], src: tuple[Mesh, Any], dst: tuple[Mesh, Any]
+) -> Plan:
     """The same with nodes of so many ranks."""
     layouts = (Layout(shape, mesh, spec, dtype="int16") for mesh, spec in (src, dst))
     return plan(*layouts, topology=Topology(ranks_per_node=per_node))
@@ -193,7 +224,9 @@ def copies() -> dict[str, Plan]:
         "permuted": of((6, 2), (MIXED, "(y n) h"), (Mesh(a=4, ranks=(3, 6, 0, 2)), "(a n) h")),
         "overlapping source": of((6,), (LINE, (OVER,)), (FAR, "n")),
         "overlapping destination": of((6,), (LINE, "(a n)"), (FAR, (OVER,))),
-        "both overlapping": of((6, 2), (LINE, (LAPS,)), (MIXED, {("x", "y"): Table(0, (*LAPS.parts, identity(6)))})),
+        "both overlapping": of(
+            (6, 2), (LINE, (LAPS,)), (MIXED, {("x", "y"): Table(0, (*LAPS.parts, identity(6)))})
+        ),
         "no elements": of((0, 3), (LINE, "(a n) h"), (FAR, "n h")),
     }
 
@@ -225,7 +258,9 @@ def trees() -> dict[str, Plan]:
     """Several tensors, and tensors held as windows."""
     column, row = Layout((6, 4), NEAR, "(a b n) h"), Layout((6, 4), FAR, "n (x h)")
     summed, left = (Layout((6, 4), NEAR, f"{n} h {{sum: a}}") for n in ("n", "(b n)"))
-    experts = {f"e{i}": Layout((4, 2), Mesh(a=2, ranks=(2 * i, 2 * i + 1)), "(a n) h") for i in range(3)}
+    experts = {
+        f"e{i}": Layout((4, 2), Mesh(a=2, ranks=(2 * i, 2 * i + 1)), "(a n) h") for i in range(3)
+    }
     turned = Layout((6, 4), NEAR.transpose("ba"), "(a b n) h")
     return {
         "windows": plan({"w": halves(column, 4)}, {"w": halves(row, 1)}),
@@ -233,7 +268,9 @@ def trees() -> dict[str, Plan]:
         "summed windows": plan({"w": halves(summed, 2)}, {"w": halves(left, 3)}),
         "windows that are empty": plan({"w": halves(column, 4)}, {"w": halves(row, 0)}),
         "tree": plan({"u": column, "v": column, "w": row}, {"u": row, "v": row, "w": column}),
-        "experts": plan(experts, dict.fromkeys(experts, Layout((4, 2), Mesh(x=4, ranks=range(2, 6)), "n (x h)"))),
+        "experts": plan(
+            experts, dict.fromkeys(experts, Layout((4, 2), Mesh(x=4, ranks=range(2, 6)), "n (x h)"))
+        ),
         "two spellings": plan({"u": column, "v": turned}, {"u": row, "v": row}),
     }
 
@@ -244,7 +281,9 @@ def nodes() -> dict[str, Plan]:
     return {
         "near and far": near(2, (5, 2), (NEAR, "n h"), (wide, "(y n) h")),
         "near sums": near(3, (6,), (Mesh(a=2, b=3), "n {sum: a}"), (wide, "(x n)")),
-        "near stripes": near(2, (6, 2), (LINE, "n h"), (Mesh(x=2, y=2, ranks=range(3, 7)), "n h {sum: x}")),
+        "near stripes": near(
+            2, (6, 2), (LINE, "n h"), (Mesh(x=2, y=2, ranks=range(3, 7)), "n h {sum: x}")
+        ),
         "near parts": near(4, (6,), (NEAR, "n"), (wide, {("x", "y"): Table(0, LAPS.parts * 2)})),
     }
 
@@ -256,6 +295,15 @@ def every_plan() -> dict[str, Plan]:
 
 
 FORWARD = every_plan()
-TRANSPOSED = ("gather", "column to row", "windows", "to sum", "average", "tree", "both overlapping", "near and far")
+TRANSPOSED = (
+    "gather",
+    "column to row",
+    "windows",
+    "to sum",
+    "average",
+    "tree",
+    "both overlapping",
+    "near and far",
+)
 ADJOINTS = {f"adjoint of {name}": adjoint(FORWARD[name]) for name in TRANSPOSED}
 PLANS = FORWARD | ADJOINTS

@@ -83,7 +83,9 @@ def all_rounds(prog: Program) -> dict[int, tuple[Round, ...]]:
 def messages(rounds: Rounds, *ways: str) -> Iterator[tuple[int, tuple[int, int, int], Message]]:
     """(rank, step, message) of all messages that go one of these ways."""
     for rank, mine in rounds.items():
-        yield from ((rank, one.step, m) for one in mine for m in one.messages if m.direction in ways)
+        yield from (
+            (rank, one.step, m) for one in mine for m in one.messages if m.direction in ways
+        )
 
 
 # What is right, element by element
@@ -91,17 +93,29 @@ def messages(rounds: Rounds, *ways: str) -> Iterator[tuple[int, tuple[int, int, 
 
 def ends_meet(rounds: Rounds) -> bool:
     """Whether what is sent is received, in the same step, and steps follow each other at every rank."""
-    sent = Counter((step, rank, m.peer, m.leg, m.nbytes, repr(m.pieces)) for rank, step, m in messages(rounds, "send"))
-    got = Counter(
-        (step, m.peer, rank, m.leg, m.nbytes, repr(m.pieces)) for rank, step, m in messages(rounds, "receive")
+    sent = Counter(
+        (step, rank, m.peer, m.leg, m.nbytes, repr(m.pieces))
+        for rank, step, m in messages(rounds, "send")
     )
-    return sent == got and all(a.step < b.step for mine in rounds.values() for a, b in itertools.pairwise(mine))
+    got = Counter(
+        (step, m.peer, rank, m.leg, m.nbytes, repr(m.pieces))
+        for rank, step, m in messages(rounds, "receive")
+    )
+    return sent == got and all(
+        a.step < b.step for mine in rounds.values() for a, b in itertools.pairwise(mine)
+    )
 
 
 def under_way(rounds: Rounds) -> tuple[int, int]:
     """The most bytes and the most messages of a rank in a round."""
-    posted = [[m for m in one.messages if m.direction != "keep"] for mine in rounds.values() for one in mine]
-    return max((sum(m.nbytes for m in some) for some in posted), default=0), max(map(len, posted), default=0)
+    posted = [
+        [m for m in one.messages if m.direction != "keep"]
+        for mine in rounds.values()
+        for one in mine
+    ]
+    return max((sum(m.nbytes for m in some) for some in posted), default=0), max(
+        map(len, posted), default=0
+    )
 
 
 NEVER = 1 << 60
@@ -129,7 +143,10 @@ class _Arrived:
     def has(self, t: Transfer, when: int) -> bool:
         """Whether the sender of a piece that is passed on has it by then, and nothing on top of it."""
         cells = self.at[t.src_rank, t.src_tensor][(slice(None), *t.src_slices)]
-        return bool((cells[0] < when).all() and (cells[1:] > when).all()) and cells.shape[1:] == t.shape
+        return (
+            bool((cells[0] < when).all() and (cells[1:] > when).all())
+            and cells.shape[1:] == t.shape
+        )
 
     def same_cells(self, other: _Arrived) -> bool:
         return all(((self.at[key] == NEVER) == (other.at[key] == NEVER)).all() for key in self.at)
@@ -141,8 +158,15 @@ class _Arrived:
 
 def arrivals(p: Plan, rounds: Rounds) -> _Arrived | None:
     """When everything arrives; None where something comes twice, or is passed on too early or too late."""
-    steps = {step: i for i, step in enumerate(sorted({one.step for mine in rounds.values() for one in mine}))}
-    got = [(steps[step], m.leg, t) for _, step, m in messages(rounds, "receive", "keep") for t in m.pieces]
+    steps = {
+        step: i
+        for i, step in enumerate(sorted({one.step for mine in rounds.values() for one in mine}))
+    }
+    got = [
+        (steps[step], m.leg, t)
+        for _, step, m in messages(rounds, "receive", "keep")
+        for t in m.pieces
+    ]
     out = _Arrived(p)
     if sum(out.put(t, when) for when, _, t in got) < len(got):
         return None
@@ -174,7 +198,12 @@ def _carried_out(prog: Program) -> bool:
     try:
         rounds = all_rounds(prog)
         done = arrivals(prog.plan, rounds)
-        if done is None or not ends_meet(rounds) or not done.in_order() or not done.same_cells(promised(prog.plan)):
+        if (
+            done is None
+            or not ends_meet(rounds)
+            or not done.in_order()
+            or not done.same_cells(promised(prog.plan))
+        ):
             return False
         nbytes, count = under_way(rounds)
         if nbytes > prog.max_inflight_bytes or count > prog.max_ops_per_group:
@@ -204,7 +233,9 @@ TEXTS = ["n", "n", "n", "(y n)", "(y n)", "(x n)", "(2 x n)", "(y x n)"]
 
 
 @st.composite
-def spreads(draw: st.DrawFn, ops: tuple[str | None, ...] = (None, None, "sum", "avg")) -> tuple[Layout, Layout]:
+def spreads(
+    draw: st.DrawFn, ops: tuple[str | None, ...] = (None, None, "sum", "avg")
+) -> tuple[Layout, Layout]:
     """From few ranks to many, most of them replicas."""
     shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=2)))
     few = draw(testing.meshes(most=4, first=0))
@@ -251,28 +282,41 @@ def programs(draw: st.DrawFn) -> Program:
 
 ONE, TWO, FOUR = (Mesh(a=n) for n in (1, 2, 4))
 WIDE = Mesh(x=4, y=2, ranks=range(8, 16))
-LAPS = Table(0, (from_ranges([(0, 5)]), from_ranges([(3, 8)]), identity(8), from_ranges([(6, 8), (1, 2)])))
+LAPS = Table(
+    0, (from_ranges([(0, 5)]), from_ranges([(3, 8)]), identity(8), from_ranges([(6, 8), (1, 2)]))
+)
 
 
 def of(
-    shape: tuple[int, ...], src: tuple[Mesh, Any], dst: tuple[Mesh, Any], per_node: int, fanout: Any, **limits: int
+    shape: tuple[int, ...],
+    src: tuple[Mesh, Any],
+    dst: tuple[Mesh, Any],
+    per_node: int,
+    fanout: Any,
+    **limits: int,
 ) -> Program:
     layouts = (Layout(shape, mesh, spec, dtype="float64") for mesh, spec in (src, dst))
     return schedule(plan(*layouts), topology=nodes_of(per_node), fanout=fanout, **limits)
 
 
 def tree(per_node: int, fanout: Any) -> Program:
-    small, large = ((Layout(shape, TWO, "(a n) h"), Layout(shape, WIDE, "n h")) for shape in ((2, 3), (8, 4)))
+    small, large = (
+        (Layout(shape, TWO, "(a n) h"), Layout(shape, WIDE, "n h")) for shape in ((2, 3), (8, 4))
+    )
     apart = Layout((8, 4), FOUR, "n (a h)"), Layout((8, 4), WIDE, "(y n) h")
     named = {"u": small, "v": large, "w": large, "x": apart}
-    p = plan({name: pair[0] for name, pair in named.items()}, {name: pair[1] for name, pair in named.items()})
+    p = plan(
+        {name: pair[0] for name, pair in named.items()},
+        {name: pair[1] for name, pair in named.items()},
+    )
     return schedule(p, topology=nodes_of(per_node), fanout=fanout)
 
 
 def windows(per_node: int, fanout: Any) -> Program:
     layouts = (Layout((8, 4), TWO, "(a n) h"), Layout((8, 4), WIDE, "(y n) h"))
     src, dst = (
-        tuple(window(x, (side, (0, 4))) for side in ((0, at), (at, 8))) for x, at in zip(layouts, (3, 5), strict=True)
+        tuple(window(x, (side, (0, 4))) for side in ((0, at), (at, 8)))
+        for x, at in zip(layouts, (3, 5), strict=True)
     )
     return schedule(plan({"w": src}, {"w": dst}), topology=nodes_of(per_node), fanout=fanout)
 
@@ -284,16 +328,28 @@ def every_program() -> dict[str, Program]:
             "straight": of((8, 6), (TWO, "(a n) h"), (WIDE, "n (x y h)"), 8, "none"),
             "nodes": of((8, 6), (TWO, "(a n) h"), (WIDE, "n h"), 4, "node"),
             "relays": of((24,), (ONE, "n"), (WIDE, "n"), 1, "auto"),
-            "three legs": of((24,), (TWO, "(a n)"), (Mesh(x=6, y=3, ranks=range(3, 21)), "n"), 3, "auto"),
-            "in between": of((40,), (TWO, "n"), (Mesh(x=5, y=2, ranks=range(1, 11)), "n"), 2, "auto"),
+            "three legs": of(
+                (24,), (TWO, "(a n)"), (Mesh(x=6, y=3, ranks=range(3, 21)), "n"), 3, "auto"
+            ),
+            "in between": of(
+                (40,), (TWO, "n"), (Mesh(x=5, y=2, ranks=range(1, 11)), "n"), 2, "auto"
+            ),
             "where it is": of((8,), (WIDE, "(y n)"), (WIDE, "n"), 4, "node"),
             "folded": of((9,), (FOUR, "n {sum: a}"), (WIDE, "n"), 4, "node"),
             "folded and passed on": of((12,), (TWO, "n {max: a}"), (WIDE, "n"), 1, "auto"),
             "average": of((6, 2), (FOUR, "(a n) h"), (WIDE, "n h"), 2, "node"),
-            "to sum": of((8,), (TWO, "n"), (Mesh(x=2, y=4, ranks=range(4, 12)), "n {sum: x}"), 2, "node"),
-            "overlapping": of((8, 3), (TWO, "n h"), (Mesh(a=4, ranks=range(4, 8)), (LAPS,)), 2, "node"),
-            "slots and turns": of((24,), (TWO, "(a n)"), (WIDE, "n"), 4, "node", max_inflight_bytes=24),
-            "few messages": of((8, 6), (FOUR, "(a n) h"), (WIDE, "n (x y h)"), 8, "none", max_ops_per_group=3),
+            "to sum": of(
+                (8,), (TWO, "n"), (Mesh(x=2, y=4, ranks=range(4, 12)), "n {sum: x}"), 2, "node"
+            ),
+            "overlapping": of(
+                (8, 3), (TWO, "n h"), (Mesh(a=4, ranks=range(4, 8)), (LAPS,)), 2, "node"
+            ),
+            "slots and turns": of(
+                (24,), (TWO, "(a n)"), (WIDE, "n"), 4, "node", max_inflight_bytes=24
+            ),
+            "few messages": of(
+                (8, 6), (FOUR, "(a n) h"), (WIDE, "n (x y h)"), 8, "none", max_ops_per_group=3
+            ),
             "tree": tree(4, "node"),
             "windows": windows(4, "node"),
             "scalar": of((), (TWO, ""), (WIDE, ""), 2, "auto"),

@@ -34,17 +34,32 @@ STAGES = (2, 1, 2)
 
 def model(experts: int = EXPERTS, layers: int = LAYERS) -> dict[str, tuple[tuple[int, ...], str]]:
     """A small mixture of experts; layer 0 is dense."""
-    block = {"self_attn.q_proj.weight": (16, 8), "self_attn.k_proj.weight": (4, 8), "self_attn.o_proj.weight": (8, 16)}
-    block |= {"self_attn.k_proj.bias": (4,), "self_attn.kv_a_proj_with_mqa.weight": (6, 8), "norm.weight": (8,)}
+    block = {
+        "self_attn.q_proj.weight": (16, 8),
+        "self_attn.k_proj.weight": (4, 8),
+        "self_attn.o_proj.weight": (8, 16),
+    }
+    block |= {
+        "self_attn.k_proj.bias": (4,),
+        "self_attn.kv_a_proj_with_mqa.weight": (6, 8),
+        "norm.weight": (8,),
+    }
     expert = {"gate_proj.weight": (8, 8), "up_proj.weight": (8, 8), "down_proj.weight": (8, 8)}
-    moe = {f"mlp.experts.{e}.{name}": shape for e in range(experts) for name, shape in expert.items()}
+    moe = {
+        f"mlp.experts.{e}.{name}": shape for e in range(experts) for name, shape in expert.items()
+    }
     moe |= {"mlp.gate.weight": (experts, 8), "mlp.shared_experts.up_proj.weight": (16, 8)}
     dense = {"mlp.up_proj.weight": (16, 8), "mlp.down_proj.weight": (8, 16)}
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (64, 8)}
     for i in range(layers):
-        out |= {f"model.layers.{i}.{name}": shape for name, shape in (block | (moe if i else dense)).items()}
+        out |= {
+            f"model.layers.{i}.{name}": shape
+            for name, shape in (block | (moe if i else dense)).items()
+        }
     out |= {"model.norm.weight": (8,), "lm_head.weight": (64, 8)}
-    return {name: (shape, "float32" if "gate.w" in name else "bfloat16") for name, shape in out.items()}
+    return {
+        name: (shape, "float32" if "gate.w" in name else "bfloat16") for name, shape in out.items()
+    }
 
 
 Held = dict[tuple[str, int], tuple[list[int], ...]]
@@ -86,7 +101,9 @@ def divided(name: str, shape: tuple[int, ...], tp: int, at: int) -> tuple[list[i
 # The trainer
 
 
-def trainer_by_hand(ranks: list[int], tp: int, pp: int, ep: int, stages: tuple[int, ...], stacked: bool) -> Held:
+def trainer_by_hand(
+    ranks: list[int], tp: int, pp: int, ep: int, stages: tuple[int, ...], stacked: bool
+) -> Held:
     """Rule by rule, rank by rank."""
     out: Held = {}
     size = len(ranks) // pp
@@ -94,7 +111,11 @@ def trainer_by_hand(ranks: list[int], tp: int, pp: int, ep: int, stages: tuple[i
     for name, (shape, _) in model().items():
         parts = name.split(".")
         first = 0 if "embed_tokens" in parts else pp - 1
-        stage = next(s for s, end in enumerate(ends) if int(parts[2]) < end) if "layers" in parts else first
+        stage = (
+            next(s for s, end in enumerate(ends) if int(parts[2]) < end)
+            if "layers" in parts
+            else first
+        )
         for i, rank in enumerate(ranks[stage * size : (stage + 1) * size]):
             if "experts" not in parts:
                 out[name, rank] = divided(name, shape, tp, i % tp)
@@ -116,7 +137,9 @@ def test_trainer_is_what_its_rules_say(tp: int, ep: int, stacked: bool) -> None:
 
 def test_layers_fall_evenly_without_stages() -> None:
     shapes, ranks = model(layers=6), range(12)
-    assert trainer(shapes, ranks=ranks, pp=3) == trainer(shapes, ranks=ranks, pp=3, stages=(2, 2, 2))
+    assert trainer(shapes, ranks=ranks, pp=3) == trainer(
+        shapes, ranks=ranks, pp=3, stages=(2, 2, 2)
+    )
     assert trainer(shapes, ranks=ranks) == trainer(shapes, ranks=ranks, stages=[6])
 
 
@@ -132,7 +155,10 @@ def test_a_stage_may_have_no_layer() -> None:
 def test_windows_are_cells_of_a_stack_of_the_rank_s_own_experts() -> None:
     side = trainer(model(), ranks=range(8), ep=2, stacked=True)
     layout = side["model.layers.1.mlp.experts.3.up_proj.weight"]
-    assert (layout.shape, layout.text) == ((1, 8, 8), Layout((1, 8, 8), layout.mesh, "(ep n)=<-3 0:1> i h").text)
+    assert (layout.shape, layout.text) == (
+        (1, 8, 8),
+        Layout((1, 8, 8), layout.mesh, "(ep n)=<-3 0:1> i h").text,
+    )
     assert {layout.local_shape(rank) for rank in range(8)} == {(2, 8, 8)}
     assert layout.indices(5)[0].tolist() == [-1, 0] and layout.indices(4)[0].tolist() == [-1, -1]
 
@@ -160,7 +186,11 @@ def test_grouped_experts_are_divided_over_ep() -> None:
     ],
 )
 def test_stages_of_names(name: str, stage: int) -> None:
-    shapes = {name: ((4, 4), "float32"), "layers.0.norm.weight": ((4,), "float32"), "h.1.ln.weight": ((4,), "float32")}
+    shapes = {
+        name: ((4, 4), "float32"),
+        "layers.0.norm.weight": ((4,), "float32"),
+        "h.1.ln.weight": ((4,), "float32"),
+    }
     assert trainer(shapes, ranks=range(2), pp=2)[name].mesh.ranks == (stage,)
 
 
@@ -185,23 +215,35 @@ def test_few_key_value_heads_lie_on_neighbouring_ranks(kv_heads: int, tp: int) -
     for leaf, tail in (("weight", [list(range(8))]), ("bias", [])):
         layout = side[f"model.layers.1.self_attn.k_proj.{leaf}"]
         rows = {rank: [index.tolist() for index in layout.indices(rank)] for rank in range(2 * tp)}
-        assert rows == {r: [chunk(4, kv_heads, r % tp * kv_heads // tp), *tail] for r in range(2 * tp)}
+        assert rows == {
+            r: [chunk(4, kv_heads, r % tp * kv_heads // tp), *tail] for r in range(2 * tp)
+        }
     assert side["model.layers.1.self_attn.q_proj.weight"].text == "(tp n) h"
 
 
 def test_as_many_key_value_heads_as_tp_are_columns() -> None:
-    assert engine(model(), ranks=range(4), tp=2, kv_heads=4) == engine(model(), ranks=range(4), tp=2)
+    assert engine(model(), ranks=range(4), tp=2, kv_heads=4) == engine(
+        model(), ranks=range(4), tp=2
+    )
 
 
 def test_windows_of_w13_and_w2() -> None:
     """gate_r, then up_r, in one buffer of E experts; down's columns in another."""
     side = engine(model(), ranks=range(2), tp=2, stacked=True)
-    at = {part: side[f"model.layers.1.mlp.experts.2.{part}_proj.weight"] for part in ("gate", "up", "down")}
+    at = {
+        part: side[f"model.layers.1.mlp.experts.2.{part}_proj.weight"]
+        for part in ("gate", "up", "down")
+    }
     assert {layout.shape for layout in at.values()} == {(1, 8, 8)}
     assert at["gate"].local_shape(1) == at["up"].local_shape(1) == (4, 8, 8)
     assert at["gate"].indices(1)[1].tolist() == [4, 5, 6, 7, -1, -1, -1, -1]
     assert at["up"].indices(1)[1].tolist() == [-1, -1, -1, -1, 4, 5, 6, 7]
-    assert at["down"].local_shape(1) == (4, 8, 4) and at["down"].indices(1)[2].tolist() == [4, 5, 6, 7]
+    assert at["down"].local_shape(1) == (4, 8, 4) and at["down"].indices(1)[2].tolist() == [
+        4,
+        5,
+        6,
+        7,
+    ]
     assert [layout.indices(0)[0].tolist() for layout in at.values()] == [[-1, -1, 0, -1]] * 3
 
 
@@ -240,7 +282,8 @@ def test_a_refit_moves_every_weight(form: int) -> None:
     p = plan(src, dst)
     verify(p)
     whole = {
-        n: np.arange(math.prod(x.shape), dtype=np.float32).reshape(x.shape) + i for i, (n, x) in enumerate(src.items())
+        n: np.arange(math.prod(x.shape), dtype=np.float32).reshape(x.shape) + i
+        for i, (n, x) in enumerate(src.items())
     }
     shards: dict[int, dict[str, np.ndarray]] = {}
     for name, layout in src.items():
@@ -367,9 +410,13 @@ def test_cells(experts: int, data: st.DataObject | None) -> None:
 
 def test_grouping_keeps_all_elements_and_the_order() -> None:
     shapes, found = model(), grouped(model())
-    assert sum(math.prod(s) for s, _ in found.values()) == sum(math.prod(s) for s, _ in shapes.values())
+    assert sum(math.prod(s) for s, _ in found.values()) == sum(
+        math.prod(s) for s, _ in shapes.values()
+    )
     assert found["model.layers.1.mlp.experts.down_proj.weight"] == ((4, 8, 8), "bfloat16")
-    assert [name for name in found if not is_expert(name)] == [name for name in shapes if not is_expert(name)]
+    assert [name for name in found if not is_expert(name)] == [
+        name for name in shapes if not is_expert(name)
+    ]
     assert grouped(found) == found
 
 

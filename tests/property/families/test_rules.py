@@ -75,7 +75,10 @@ def test_ranks(text: str, ranks: tuple[int, ...] | None) -> None:
 def test_first_match_wins_and_no_match_replicates() -> None:
     side = parse("tp=2: layers.0.q_proj.weight h (tp n); column (tp n) ...")
     found = texts(side)
-    assert (found["layers.0.q_proj.weight"], found["layers.0.q_proj.bias"]) == ("n (tp h)", "(tp n)")
+    assert (found["layers.0.q_proj.weight"], found["layers.0.q_proj.bias"]) == (
+        "n (tp h)",
+        "(tp n)",
+    )
     assert found["layers.0.norm.weight"] == "n"
     assert side.matches(SHAPES)["layers.0.norm.weight"] is None
 
@@ -98,7 +101,8 @@ def test_a_mesh_alone(text: str, column: str, row: str, rest: str) -> None:
     found = texts(parse(text))
     names = ("layers.0.q_proj.weight", "layers.0.o_proj.weight", "layers.0.norm.weight")
     expected = tuple(
-        Layout(SHAPES[n][0], parse(text).mesh, t).text for n, t in zip(names, (column, row, rest), strict=True)
+        Layout(SHAPES[n][0], parse(text).mesh, t).text
+        for n, t in zip(names, (column, row, rest), strict=True)
     )
     assert tuple(found[name] for name in names) == expected
 
@@ -114,12 +118,16 @@ def test_defaults_say_every_combination() -> None:
 # str and parse are inverse
 
 axes = st.dictionaries(
-    st.from_regex(r"[a-zA-Zé_]\w{0,4}", fullmatch=True).filter(lambda a: a.isidentifier() and a != "ranks"),
+    st.from_regex(r"[a-zA-Zé_]\w{0,4}", fullmatch=True).filter(
+        lambda a: a.isidentifier() and a != "ranks"
+    ),
     st.integers(1, 4),
     max_size=3,
 )
 patterns = st.sampled_from([*KINDS, "*", "*.q_proj.weight", "a[bc]?", "x:y"])
-layouts = st.sampled_from(["...", "(tp n) ...", "h (tp n)", "(8: tp n + 2: n) h {sum: dp}", "  (tp   n) "])
+layouts = st.sampled_from(
+    ["...", "(tp n) ...", "h (tp n)", "(8: tp n + 2: n) h {sum: dp}", "  (tp   n) "]
+)
 
 
 @st.composite
@@ -127,7 +135,8 @@ def sides(draw: st.DrawFn) -> Side:
     sizes = draw(axes)
     total = len(Mesh(sizes).ranks)
     ranks = draw(
-        st.lists(st.integers(0, 99), min_size=total, max_size=total, unique=True) | st.just(list(range(total)))
+        st.lists(st.integers(0, 99), min_size=total, max_size=total, unique=True)
+        | st.just(list(range(total)))
     )
     rules = draw(st.lists(st.builds(Rule, patterns, layouts), max_size=4, unique=True))
     return Side(Mesh(sizes, ranks=ranks), tuple(rules))
@@ -140,7 +149,9 @@ def test_parse_of_str(side: Side, first: int) -> None:
 
 
 def test_rules_are_canonical() -> None:
-    assert parse("tp=2:*   (tp  n)   ... ;x  ...") == Side(Mesh(tp=2), (Rule("*", "(tp n) ..."), Rule("x", "...")))
+    assert parse("tp=2:*   (tp  n)   ... ;x  ...") == Side(
+        Mesh(tp=2), (Rule("*", "(tp n) ..."), Rule("x", "..."))
+    )
 
 
 @given(st.text("dptranksn=:;,.*() 0123456789", max_size=40))
@@ -196,16 +207,32 @@ def test_text_that_is_no_side(text: str, at: str, what: str) -> None:
 @pytest.mark.parametrize(
     ("text", "at", "parts"),
     [
-        ("tp=2: colunm (tp n) ...", "colunm", ["'colunm' matches none of the 7", "did you mean 'column'?"]),
-        ("tp=2: column (tp n) ...; *.qproj.* ...", "*.qproj", ["'*.qproj.*' matches none", "a glob on the whole name"]),
+        (
+            "tp=2: colunm (tp n) ...",
+            "colunm",
+            ["'colunm' matches none of the 7", "did you mean 'column'?"],
+        ),
+        (
+            "tp=2: column (tp n) ...; *.qproj.* ...",
+            "*.qproj",
+            ["'*.qproj.*' matches none", "a glob on the whole name"],
+        ),
         ("tp=2: *.weight ...; row h (tp n)", "row", ["'row' is idle", "move it before"]),
         (
             "tp=2: row (tp n) (tp h)",
             "(tp h",
             ["rule 'row (tp n) (tp h)'", "'layers.0.o_proj.weight'", "(6, 8)", "two dimensions"],
         ),
-        ("tp=2: column (tp n) h", "h", ["'layers.0.q_proj.bias' of shape (8,)", "layers.0.q_proj.bias ..."]),
-        ("tp=2: column (tp dp n) ...", "n)", ["'dp' and 'n' are both free names", "mesh axis (tp)"]),
+        (
+            "tp=2: column (tp n) h",
+            "h",
+            ["'layers.0.q_proj.bias' of shape (8,)", "layers.0.q_proj.bias ..."],
+        ),
+        (
+            "tp=2: column (tp dp n) ...",
+            "n)",
+            ["'dp' and 'n' are both free names", "mesh axis (tp)"],
+        ),
         ("tp=2: vocab ...; * (tp n", "", ["expected ')'"]),
         ("ep=2 tp=2", "ep", ["axis 'ep' has no default", "write rules after ':'"]),
     ],
@@ -229,7 +256,9 @@ def test_an_idle_star_is_no_mistake() -> None:
     assert parse("tp=2: column ...; row ...; vocab ...; replicate ...; * ...").layouts(SHAPES)
 
 
-@pytest.mark.parametrize("rule", [("", "..."), ("a b", "..."), ("a", " "), ("a;b", "..."), ("a", "n; m")])
+@pytest.mark.parametrize(
+    "rule", [("", "..."), ("a b", "..."), ("a", " "), ("a;b", "..."), ("a", "n; m")]
+)
 def test_rules_that_text_cannot_say(rule: tuple[str, str]) -> None:
     with pytest.raises(NotationError, match="not one pattern"):
         Rule(*rule)

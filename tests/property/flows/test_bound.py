@@ -23,18 +23,33 @@ from shardmath.flows.topology import H100, Topology
 Program = tuple[list[Block], list[int], Topology]
 
 
-def machine(per_node: int, intra: float = 1.0, inter: float = 1.0, latency: float = 0.0) -> Topology:
-    return Topology(ranks_per_node=per_node, intra_bytes_per_s=intra, inter_bytes_per_s=inter, latency_s=latency)
+def machine(
+    per_node: int, intra: float = 1.0, inter: float = 1.0, latency: float = 0.0
+) -> Topology:
+    return Topology(
+        ranks_per_node=per_node, intra_bytes_per_s=intra, inter_bytes_per_s=inter, latency_s=latency
+    )
 
 
 @st.composite
-def programs(draw: st.DrawFn, ranks: int = 6, nbytes: int = 9, addends: int = 2, groups: int = 2) -> Program:
+def programs(
+    draw: st.DrawFn, ranks: int = 6, nbytes: int = 9, addends: int = 2, groups: int = 2
+) -> Program:
     """Blocks on a few ranks, some of which may take no other part; also ranks that hold and need nothing."""
     who = draw(st.lists(st.integers(0, 2 * ranks), min_size=2, max_size=ranks, unique=True))
     some = st.lists(st.sampled_from(who), min_size=1, max_size=4).map(tuple)
-    one = st.builds(Block, some, some, st.integers(0, nbytes), st.integers(0, addends - 1), st.integers(0, groups - 1))
+    one = st.builds(
+        Block,
+        some,
+        some,
+        st.integers(0, nbytes),
+        st.integers(0, addends - 1),
+        st.integers(0, groups - 1),
+    )
     rates = st.sampled_from([1.0, 2.0, 9.0])
-    topology = st.builds(machine, st.sampled_from([1, 2, 3, 4, 16]), rates, rates, st.sampled_from([0.0, 0.5]))
+    topology = st.builds(
+        machine, st.sampled_from([1, 2, 3, 4, 16]), rates, rates, st.sampled_from([0.0, 0.5])
+    )
     return draw(st.lists(one, max_size=6)), who, draw(topology)
 
 
@@ -106,14 +121,18 @@ def test_witness_is_a_cut_by_definition(program: Program) -> None:
     inside = witness.ranks if witness.direction == "in" else sorted(set(who) - set(witness.ranks))
     assert witness.nbytes == must_enter(inside, blocks)
     assert witness.bytes_per_s == rate(inside, program)
-    assert seconds == float(Fraction(witness.nbytes) / Fraction(witness.bytes_per_s) + Fraction(topology.latency_s))
+    assert seconds == float(
+        Fraction(witness.nbytes) / Fraction(witness.bytes_per_s) + Fraction(topology.latency_s)
+    )
 
 
 @given(programs(ranks=5, nbytes=4))
 def test_no_cut_is_missed_that_is_a_rank_or_a_node(program: Program) -> None:
     blocks, who, topology = program
     seconds = bound(blocks, who, topology)[0] - topology.latency_s
-    for x in [[r] for r in who] + [[r for r in who if topology.node(r) == topology.node(s)] for s in who]:
+    for x in [[r] for r in who] + [
+        [r for r in who if topology.node(r) == topology.node(s)] for s in who
+    ]:
         for inside in (x, [r for r in who if r not in x]):
             n = must_enter(inside, blocks)
             assert not n or n / rate(inside, program) <= seconds + 1e-12
@@ -203,10 +222,16 @@ def small(rng: random.Random) -> Program:
     """At most four ranks and three chunks, or the addends of one or two elements on three ranks."""
     reduction = rng.random() < 0.3
     who = sorted(rng.sample(range(5), rng.randint(2, 3 if reduction else 4)))
-    topology = machine(rng.choice([1, 2]), *rng.choice([(1.0, 1.0), (2.0, 1.0), (1.0, 2.0), (2.0, 2.0)]))
+    topology = machine(
+        rng.choice([1, 2]), *rng.choice([(1.0, 1.0), (2.0, 1.0), (1.0, 2.0), (2.0, 2.0)])
+    )
     some = [tuple(sorted(rng.sample(who, rng.randint(1, len(who))))) for _ in range(6)]
     if not reduction:
-        return [Block(*rng.choices(some, k=2), 1, group=i) for i in range(rng.randint(1, 3))], who, topology
+        return (
+            [Block(*rng.choices(some, k=2), 1, group=i) for i in range(rng.randint(1, 3))],
+            who,
+            topology,
+        )
     need, n = some[0], rng.randint(1, 2) if len(who) == 2 else 1
     return [Block(rng.choice(some[1:]), need, n, addend) for addend in range(2)], who, topology
 
@@ -220,7 +245,9 @@ def test_no_schedule_is_faster(rng: random.Random) -> None:
 def test_schedules_often_reach_the_bound() -> None:
     """Chunks cannot be halved, and a relay waits for a whole one: not always, but often, and mostly within a step."""
     rng = random.Random(1)
-    found = [(bound(*program)[0], fewest_steps(program)) for program in (small(rng) for _ in range(150))]
+    found = [
+        (bound(*program)[0], fewest_steps(program)) for program in (small(rng) for _ in range(150))
+    ]
     moving = [(seconds, steps) for seconds, steps in found if steps]
     exact = sum(seconds == steps for seconds, steps in moving)
     within = sum(math.ceil(seconds) == steps for seconds, steps in moving)
@@ -241,7 +268,9 @@ def direct(program: Program, rng: random.Random) -> float:
                 near = topology.node(source) == topology.node(rank)
                 load.update([(source, "out", near), (rank, "in", near)])
     rates = {True: topology.intra_bytes_per_s, False: topology.inter_bytes_per_s}
-    return max((n / rates[near] + topology.latency_s for (_, _, near), n in load.items()), default=0.0)
+    return max(
+        (n / rates[near] + topology.latency_s for (_, _, near), n in load.items()), default=0.0
+    )
 
 
 @given(programs(), st.randoms(use_true_random=False))
@@ -256,13 +285,17 @@ def blocks_of(src: Layout, dst: Layout) -> list[Block]:
     def ranks_of(layout: Layout) -> dict[tuple[int, ...], tuple[int, ...]]:
         out: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank in layout.mesh.ranks:
-            for at in itertools.product(*({i for i in x.tolist() if i >= 0} for x in layout.indices(rank))):
+            for at in itertools.product(
+                *({i for i in x.tolist() if i >= 0} for x in layout.indices(rank))
+            ):
                 out[at].append(rank)
         return {at: tuple(ranks) for at, ranks in out.items()}
 
     held, needed = ranks_of(src), ranks_of(dst)
     size = src.itemsize
-    return [Block(*key, n * size) for key, n in Counter((held[at], needed[at]) for at in needed).items()]
+    return [
+        Block(*key, n * size) for key, n in Counter((held[at], needed[at]) for at in needed).items()
+    ]
 
 
 @given(testing.pairs(ops=(None,)), st.sampled_from([1, 2, 4]))
@@ -287,7 +320,10 @@ def test_spelling_does_not_matter(program: Program, rng: random.Random) -> None:
     blocks, who, topology = program
 
     def respelled(block: Block) -> Block:
-        holders, receivers = [*block.holders, block.holders[0]], [*block.receivers, *block.holders[:1]]
+        holders, receivers = (
+            [*block.holders, block.holders[0]],
+            [*block.receivers, *block.holders[:1]],
+        )
         if not set(block.receivers) - set(block.holders):
             receivers = []
         rng.shuffle(holders)
@@ -296,7 +332,9 @@ def test_spelling_does_not_matter(program: Program, rng: random.Random) -> None:
 
     again = [*map(respelled, blocks), Block((), (), 7), Block((), (who[0],), 0)]
     rng.shuffle(again)
-    assert bound(iter(again), iter([*reversed(who), who[0]]), topology) == bound(blocks, who, topology)
+    assert bound(iter(again), iter([*reversed(who), who[0]]), topology) == bound(
+        blocks, who, topology
+    )
 
 
 @given(programs(), st.integers(1, 1 << 40))
@@ -307,13 +345,17 @@ def test_bytes_scale(program: Program, scale: int) -> None:
     assert (witness is None) == (more is None)
     if witness and more:
         assert more == witness._replace(nbytes=witness.nbytes * scale)
-        assert math.isclose(many - topology.latency_s, (seconds - topology.latency_s) * scale, rel_tol=1e-9)
+        assert math.isclose(
+            many - topology.latency_s, (seconds - topology.latency_s) * scale, rel_tol=1e-9
+        )
 
 
 @given(programs())
 def test_dividing_a_block_changes_nothing(program: Program) -> None:
     blocks, who, topology = program
-    halves = [b._replace(nbytes=n) for b in blocks for n in (b.nbytes // 3, b.nbytes - b.nbytes // 3)]
+    halves = [
+        b._replace(nbytes=n) for b in blocks for n in (b.nbytes // 3, b.nbytes - b.nbytes // 3)
+    ]
     assert bound(halves, who, topology) == bound(blocks, who, topology)
 
 
@@ -344,7 +386,10 @@ def test_broadcast_from_one_rank() -> None:
     """With its node it has eight NICs to go through, alone one: ranks that take no part lend nothing."""
     n, far = 10**9, tuple(range(8, 24))
     assert bound([Block((3,), far, n)], range(24), H100)[0] == seconds_of(n, 400e9)
-    assert bound([Block((3,), far, n)], [3, *far], H100) == (seconds_of(n, 50e9), Witness((3,), "out", n, 50e9))
+    assert bound([Block((3,), far, n)], [3, *far], H100) == (
+        seconds_of(n, 50e9),
+        Witness((3,), "out", n, 50e9),
+    )
     three = bound([Block((3,), far, n)], [3, 4, 0, *far], H100)
     assert three == (seconds_of(n, 150e9), Witness((0, 3, 4), "out", n, 150e9))
 
@@ -353,10 +398,16 @@ def test_a_rank_has_both_its_links() -> None:
     """Half of what rank 0 needs is beside it; but that half may come by way of the other node too."""
     n = 10**9
     blocks = [Block((1,), (0,), n), Block((8,), (0,), n)]
-    assert bound(blocks, range(16), H100) == (seconds_of(2 * n, 500e9), Witness((0,), "in", 2 * n, 500e9))
+    assert bound(blocks, range(16), H100) == (
+        seconds_of(2 * n, 500e9),
+        Witness((0,), "in", 2 * n, 500e9),
+    )
     assert bound(blocks, [0, 1, 8], H100) == (seconds_of(n, 50e9), Witness((8,), "out", n, 50e9))
     out = [Block((0,), (1,), n), Block((0,), (8,), n)]
-    assert bound(out, range(16), H100) == (seconds_of(2 * n, 500e9), Witness((0,), "out", 2 * n, 500e9))
+    assert bound(out, range(16), H100) == (
+        seconds_of(2 * n, 500e9),
+        Witness((0,), "out", 2 * n, 500e9),
+    )
 
 
 def test_one_node_has_no_use_for_its_nics() -> None:
@@ -398,14 +449,18 @@ def test_ranks_that_share_are_crowded_together() -> None:
 def test_part_of_a_node_takes_in() -> None:
     """What six ranks need of two ranks of their node and of other nodes enters over two NVLinks and six NICs."""
     n, need = 10**9, range(2, 8)
-    blocks = [Block((0, 1), (r,), 3 * n) for r in need] + [Block(tuple(range(8, 24)), (r,), n) for r in need]
+    blocks = [Block((0, 1), (r,), 3 * n) for r in need] + [
+        Block(tuple(range(8, 24)), (r,), n) for r in need
+    ]
     witness = bound(blocks, range(24), machine(8, 450.0, 50.0))[1]
     assert witness == Witness(tuple(need), "in", 24 * n, 1200.0)
 
 
 def test_part_of_a_node_gives_out() -> None:
     n, hold = 10**9, range(2, 8)
-    blocks = [Block((r,), (r % 2,), 3 * n) for r in hold] + [Block((r,), tuple(range(8, 24)), n) for r in hold]
+    blocks = [Block((r,), (r % 2,), 3 * n) for r in hold] + [
+        Block((r,), tuple(range(8, 24)), n) for r in hold
+    ]
     witness = bound(blocks, range(24), machine(8, 450.0, 50.0))[1]
     assert witness == Witness(tuple(hold), "out", 24 * n, 1200.0)
 
@@ -413,7 +468,9 @@ def test_part_of_a_node_gives_out() -> None:
 def test_more_than_half_of_the_ranks_give_out() -> None:
     """The witness is the others, which must take in; 8 and 9 hold and need, and so are in no family with 0 and 1."""
     n, hold = 10**9, range(2, 8)
-    blocks = [Block((r,), (r % 2,), 3 * n) for r in hold] + [Block((r,), (8, 9), n // 10) for r in hold]
+    blocks = [Block((r,), (r % 2,), 3 * n) for r in hold] + [
+        Block((r,), (8, 9), n // 10) for r in hold
+    ]
     witness = bound([*blocks, Block((8,), (9,), 1)], range(10), machine(8, 450.0, 50.0))[1]
     assert witness == Witness((0, 1, 8, 9), "in", 186 * n // 10, 1000.0)
 
@@ -424,7 +481,10 @@ def test_a_node_among_nodes_that_all_hold_and_need(source: int) -> None:
     topology, (a, b) = machine(2, 9.0, 1.0), [r for r in (0, 2, 4) if r != source]
     heavy = [Block((source,), (a,), 10, 1), Block((source + 1,), (b,), 10, 1)]
     light = [Block((r,), ((r + 2) % 6,), 1, addend) for r in range(6) for addend in (0, 1)]
-    assert bound(heavy + light, range(6), topology) == (11.0, Witness((source, source + 1), "out", 22, 2.0))
+    assert bound(heavy + light, range(6), topology) == (
+        11.0,
+        Witness((source, source + 1), "out", 22, 2.0),
+    )
 
 
 @pytest.mark.parametrize("source", range(4))
@@ -483,7 +543,10 @@ def test_one_combined_addend_is_enough() -> None:
     """An all-reduce of eight ranks: seven addends are missing everywhere, one sum of them makes up for it."""
     n = 10**9
     assert bound(addends(range(8), range(8), n), range(8), H100)[0] == seconds_of(n, 450e9)
-    assert bound(addends(range(8), [8], n), range(9), H100) == (seconds_of(n, 50e9), Witness((8,), "in", n, 50e9))
+    assert bound(addends(range(8), [8], n), range(9), H100) == (
+        seconds_of(n, 50e9),
+        Witness((8,), "in", n, 50e9),
+    )
     far = bound(addends(range(16), range(16), n), range(16), H100)
     assert far == (seconds_of(n, 400e9), Witness(tuple(range(8)), "in", n, 400e9))
 
@@ -506,7 +569,13 @@ def test_the_addend_that_misses_most_counts() -> None:
 
 
 def test_nothing_has_to_move() -> None:
-    for blocks in ([], [Block((0,), (0,), 5)], [Block((0, 1), (1, 0), 5)], [Block((0,), (1,), 0)], [Block((), (), 3)]):
+    for blocks in (
+        [],
+        [Block((0,), (0,), 5)],
+        [Block((0, 1), (1, 0), 5)],
+        [Block((0,), (1,), 0)],
+        [Block((), (), 3)],
+    ):
         assert bound(blocks, [0, 1], H100) == (0.0, None)
     assert certificate((0.0, None), 0.0) == Certificate(0.0, 0.0, 1.0, None)
     assert str(certificate((0.0, None), 0.0)) == "0 s; nothing has to move"
@@ -571,12 +640,24 @@ def test_certificate_errors(fails) -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (Block((0,), (9,), 1), "rank 9 is in a block and not in the program of 2 ranks (0, 3); add it to the ranks"),
-        (Block((1, 0), (3,), 1), "rank 1 is in a block and not in the program of 2 ranks (0, 3); add it to the ranks"),
-        (Block((-1,), (3,), 1), "rank -1 is in a block and not in the program of 2 ranks (0, 3); add it to the ranks"),
+        (
+            Block((0,), (9,), 1),
+            "rank 9 is in a block and not in the program of 2 ranks (0, 3); add it to the ranks",
+        ),
+        (
+            Block((1, 0), (3,), 1),
+            "rank 1 is in a block and not in the program of 2 ranks (0, 3); add it to the ranks",
+        ),
+        (
+            Block((-1,), (3,), 1),
+            "rank -1 is in a block and not in the program of 2 ranks (0, 3); add it to the ranks",
+        ),
         (Block((), (3,), 5), "no rank holds the 5 bytes that rank 3 must have; name one"),
         (Block((0,), (3,), -5), "a block has -5 bytes; give zero or more"),
-        (Block((0,), (3,), (1 << 62) - 1), f"the blocks have {1 << 62} bytes in all; give fewer than {1 << 62}"),
+        (
+            Block((0,), (3,), (1 << 62) - 1),
+            f"the blocks have {1 << 62} bytes in all; give fewer than {1 << 62}",
+        ),
         (Block((0,), (3,), 1.5), "the size of a block is 1.5; give an integer"),  # type: ignore[arg-type]
     ],
 )
@@ -591,4 +672,7 @@ def test_ranks_are_integers(fails) -> None:
 
 def test_most_bytes() -> None:
     n = (1 << 62) - 1
-    assert bound([Block((0,), (3,), n)], [3, 0], machine(1)) == (float(n), Witness((3,), "in", n, 1.0))
+    assert bound([Block((0,), (3,), n)], [3, 0], machine(1)) == (
+        float(n),
+        Witness((3,), "in", n, 1.0),
+    )

@@ -63,7 +63,9 @@ def pieces(rows: list[list[int]]) -> int:
     return sum(nbytes > 0 for row in rows for nbytes in row)
 
 
-def check_divided(rows: list[list[int]], lengths: Sequence[int], holders: Sequence[Holders]) -> None:
+def check_divided(
+    rows: list[list[int]], lengths: Sequence[int], holders: Sequence[Holders]
+) -> None:
     """Every byte of every line is sent by exactly one of its holders."""
     assert [sum(row) for row in rows] == list(lengths)
     assert [len(row) for row in rows] == [len(held) for held in holders]
@@ -128,7 +130,12 @@ def compositions(total: int, count: int) -> Iterable[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def least(lengths: Sequence[int], holders: Sequence[Holders], group: dict[int, int], cap: float | None = None) -> float:
+def least(
+    lengths: Sequence[int],
+    holders: Sequence[Holders],
+    group: dict[int, int],
+    cap: float | None = None,
+) -> float:
     """The linear program: the least largest sum of loads of a group, if no rank sends more than `cap`."""
     pairs = [(line, rank) for line, held in enumerate(holders) for rank in held]
     n = len(pairs)
@@ -140,10 +147,16 @@ def least(lengths: Sequence[int], holders: Sequence[Holders], group: dict[int, i
     equal = coo_array((one, (at_line, range(n))), shape=(len(lengths), n + 1))
     rows = [*at_group, *range(len(groups))]
     sums = coo_array(([*one, *([-1.0] * len(groups))], (rows, [*range(n), *[n] * len(groups)])))
-    below = sums.toarray() if cap is None else np.vstack([sums.toarray(), incidence(at_rank, len(ranks), n)])
+    below = (
+        sums.toarray()
+        if cap is None
+        else np.vstack([sums.toarray(), incidence(at_rank, len(ranks), n)])
+    )
     limits = [0.0] * len(groups) if cap is None else [0.0] * len(groups) + [cap] * len(ranks)
     cost = [0.0] * n + [1.0]
-    result = linprog(cost, A_ub=below, b_ub=limits, A_eq=equal.toarray(), b_eq=np.array(lengths, float))
+    result = linprog(
+        cost, A_ub=below, b_ub=limits, A_eq=equal.toarray(), b_eq=np.array(lengths, float)
+    )
     assert result.status == 0
     return float(result.fun)
 
@@ -191,7 +204,10 @@ def test_the_first_level_is_the_densest_set_of_ranks(it: Instance) -> None:
     assume(holders)
     ranks = sorted({rank for held in holders for rank in held})
     density = {
-        chosen: Fraction(sum(n for n, held in zip(lengths, holders, strict=True) if set(held) <= set(chosen)), size)
+        chosen: Fraction(
+            sum(n for n, held in zip(lengths, holders, strict=True) if set(held) <= set(chosen)),
+            size,
+        )
         for size in range(1, len(ranks) + 1)
         for chosen in itertools.combinations(ranks, size)
     }
@@ -201,7 +217,9 @@ def test_the_first_level_is_the_densest_set_of_ranks(it: Instance) -> None:
 
 
 @given(st.data(), instances(longest=2**40), st.booleans())
-def test_the_order_of_the_lines_means_nothing(data: st.DataObject, it: Instance, with_nodes: bool) -> None:
+def test_the_order_of_the_lines_means_nothing(
+    data: st.DataObject, it: Instance, with_nodes: bool
+) -> None:
     """A line sends the same wherever it stands; lines that are alike may change places."""
     lengths, holders = it
     order = data.draw(st.permutations(range(len(lengths))))
@@ -213,7 +231,9 @@ def test_the_order_of_the_lines_means_nothing(data: st.DataObject, it: Instance,
 
 
 @given(st.randoms(use_true_random=False), instances(longest=2**40))
-def test_other_names_of_ranks_change_loads_by_rounding_alone(rng: random.Random, it: Instance) -> None:
+def test_other_names_of_ranks_change_loads_by_rounding_alone(
+    rng: random.Random, it: Instance
+) -> None:
     """Levels carry the names, loads are within a byte, and sorted they are the same."""
     lengths, holders = it
     ranks = sorted({rank for held in holders for rank in held})
@@ -222,7 +242,10 @@ def test_other_names_of_ranks_change_loads_by_rounding_alone(rng: random.Random,
     before, after = loads(shares(*it), holders), loads(shares(lengths, named), named)
     assert all(abs(before[rank] - after[name[rank]]) <= 1 for rank in ranks)
     assert falling(before) == falling(after)
-    renamed = [Level(level.nbytes, tuple(sorted(name[rank] for rank in level.ranks))) for level in levels(*it)]
+    renamed = [
+        Level(level.nbytes, tuple(sorted(name[rank] for rank in level.ranks)))
+        for level in levels(*it)
+    ]
     assert levels(lengths, named) == renamed
 
 
@@ -230,7 +253,9 @@ def test_other_names_of_ranks_change_loads_by_rounding_alone(rng: random.Random,
 def test_a_line_in_parts_is_the_line(it: Instance, count: int) -> None:
     """Cutting every line into parts with its holders changes no load."""
     lengths, holders = it
-    parts = [n // count for n in lengths for _ in range(count - 1)] + [n - n // count * (count - 1) for n in lengths]
+    parts = [n // count for n in lengths for _ in range(count - 1)] + [
+        n - n // count * (count - 1) for n in lengths
+    ]
     held = [held for held in holders for _ in range(count - 1)] + holders
     rows = shares(parts, held)
     check_divided(rows, parts, held)
@@ -258,10 +283,15 @@ def test_what_shares_no_rank_does_not_matter(one: Instance, other: Instance) -> 
 
 
 @given(st.data(), tiny())
-def test_node_loads_are_lexicographically_least_below_the_cap(data: st.DataObject, it: Instance) -> None:
+def test_node_loads_are_lexicographically_least_below_the_cap(
+    data: st.DataObject, it: Instance
+) -> None:
     """Of all choices whose largest rank load is the least, against every choice there is."""
     lengths, holders = it
-    nodes = {rank: data.draw(st.integers(0, 2)) for rank in sorted({rank for held in holders for rank in held})}
+    nodes = {
+        rank: data.draw(st.integers(0, 2))
+        for rank in sorted({rank for held in holders for rank in held})
+    }
     rows = shares(lengths, holders, nodes)
     check_divided(rows, lengths, holders)
     load = loads(rows, holders)
@@ -273,17 +303,24 @@ def test_node_loads_are_lexicographically_least_below_the_cap(data: st.DataObjec
 
 
 @given(st.data(), instances(ranks=9, lines=12))
-def test_the_largest_node_load_is_the_linear_programs_rounded_up(data: st.DataObject, it: Instance) -> None:
+def test_the_largest_node_load_is_the_linear_programs_rounded_up(
+    data: st.DataObject, it: Instance
+) -> None:
     """Under the cap of ranks, against HiGHS; and few pieces."""
     lengths, holders = it
     assume(lengths)
-    nodes = {rank: data.draw(st.integers(0, 3)) for rank in sorted({rank for held in holders for rank in held})}
+    nodes = {
+        rank: data.draw(st.integers(0, 3))
+        for rank in sorted({rank for held in holders for rank in held})
+    }
     rows = shares(lengths, holders, nodes)
     check_divided(rows, lengths, holders)
     load = loads(rows, holders)
     cap = max(loads(shares(lengths, holders), holders).values())
     assert max(load.values()) == cap
-    assert max(by_node(load, nodes).values()) == math.ceil(least(lengths, holders, nodes, cap) - 1e-6)
+    assert max(by_node(load, nodes).values()) == math.ceil(
+        least(lengths, holders, nodes, cap) - 1e-6
+    )
     assert pieces(rows) < len(lengths) + 2 * len(nodes) + len(set(nodes.values()))
 
 
@@ -291,7 +328,10 @@ def test_the_largest_node_load_is_the_linear_programs_rounded_up(data: st.DataOb
 def test_inside_a_node_ranks_are_optimal(data: st.DataObject, it: Instance) -> None:
     """What of each line leaves from a node is shared by its ranks as if there were no others."""
     lengths, holders = it
-    nodes = {rank: data.draw(st.integers(0, 2)) for rank in sorted({rank for held in holders for rank in held})}
+    nodes = {
+        rank: data.draw(st.integers(0, 2))
+        for rank in sorted({rank for held in holders for rank in held})
+    }
     rows = shares(lengths, holders, nodes)
     load = loads(rows, holders)
     for node in set(nodes.values()):
@@ -328,7 +368,12 @@ def test_ranks_come_before_nodes() -> None:
     nodes = {0: 0, 1: 0, 2: 1}
     assert loads(shares(lengths, holders, nodes), holders) == {0: 7, 1: 7, 2: 7}
     lengths, holders = [12, 5], [(0, 1, 2), (3,)]
-    assert loads(shares(lengths, holders, {0: 0, 1: 0, 2: 1, 3: 0}), holders) == {0: 4, 1: 3, 2: 5, 3: 5}
+    assert loads(shares(lengths, holders, {0: 0, 1: 0, 2: 1, 3: 0}), holders) == {
+        0: 4,
+        1: 3,
+        2: 5,
+        3: 5,
+    }
 
 
 # Examples
@@ -365,7 +410,10 @@ def test_large_integers_are_exact() -> None:
     big = 2**60
     assert levels([big, big + 1], [(0, 1), (2, 3)]) == [Level(big + 1, (2, 3)), Level(big, (0, 1))]
     assert levels([big, big, big], [(0, 1), (1, 2), (2, 3)]) == [Level(3 * big, (0, 1, 2, 3))]
-    assert loads(shares([big + 1] * 3, [(0, 1), (1, 2), (2, 3)]), [(0, 1), (1, 2), (2, 3)]).total() == 3 * big + 3
+    assert (
+        loads(shares([big + 1] * 3, [(0, 1), (1, 2), (2, 3)]), [(0, 1), (1, 2), (2, 3)]).total()
+        == 3 * big + 3
+    )
 
 
 # Large and hostile
@@ -374,12 +422,20 @@ def test_large_integers_are_exact() -> None:
 def random_instance(seed: int, lines: int, ranks: int, most: int, skew: float) -> Instance:
     rng = random.Random(seed)
     lengths = [int(2**20 * rng.paretovariate(skew)) % 2**60 for _ in range(lines)]
-    return lengths, [tuple(sorted(rng.sample(range(ranks), rng.randint(1, most)))) for _ in range(lines)]
+    return lengths, [
+        tuple(sorted(rng.sample(range(ranks), rng.randint(1, most)))) for _ in range(lines)
+    ]
 
 
 @pytest.mark.parametrize(
     ("seed", "lines", "ranks", "most", "skew"),
-    [(0, 600, 256, 8, 9.0), (1, 600, 256, 8, 0.5), (2, 400, 300, 2, 1.0), (3, 50, 400, 100, 1.0), (4, 900, 64, 4, 0.3)],
+    [
+        (0, 600, 256, 8, 9.0),
+        (1, 600, 256, 8, 0.5),
+        (2, 400, 300, 2, 1.0),
+        (3, 50, 400, 100, 1.0),
+        (4, 900, 64, 4, 0.3),
+    ],
 )
 def test_large_random_instances(seed: int, lines: int, ranks: int, most: int, skew: float) -> None:
     """Optimal by the certificate; with nodes, the cap and the bytes hold, and no node has more than without."""
@@ -400,7 +456,10 @@ def test_nodes_of_random_instances_against_the_linear_program(seed: int) -> None
     load = loads(shares(lengths, holders, nodes), holders)
     cap = max(loads(shares(lengths, holders), holders).values())
     assert max(load.values()) == cap
-    best = least([n / 2**20 for n in lengths], holders, {r: nodes[r] for r in load}, cap / 2**20) * 2**20
+    best = (
+        least([n / 2**20 for n in lengths], holders, {r: nodes[r] for r in load}, cap / 2**20)
+        * 2**20
+    )
     assert max(by_node(load, nodes).values()) == pytest.approx(best, rel=1e-9)
 
 
@@ -408,7 +467,11 @@ def test_families_of_holders_inside_each_other() -> None:
     """A line for every rank, one for every eight, one for all."""
     rng = random.Random(0)
     for last in (2**20, 2**32):
-        sets = [(r,) for r in range(512)] + [tuple(range(8 * i, 8 * i + 8)) for i in range(64)] + [tuple(range(512))]
+        sets = (
+            [(r,) for r in range(512)]
+            + [tuple(range(8 * i, 8 * i + 8)) for i in range(64)]
+            + [tuple(range(512))]
+        )
         check_optimal([rng.randrange(2**20) for _ in sets[:-1]] + [last], sets)
     check_optimal([2**20] * 512 + [2**23] * 64 + [2**30], sets)
 
@@ -450,10 +513,30 @@ def test_a_shift_along_a_long_chain() -> None:
     [
         ([1], [], None, "1 lengths and 0 sets of holders; give one of each for every line"),
         ([1, -2], [(0,), (1,)], None, "line 1 has -2 bytes; give lengths of 0 or more"),
-        ([1, 2], [(0,), ()], None, "line 1 has no holders; leave it out, or name a rank that holds it"),
-        ([2], [(0, 3, 1)], None, "line 0: holder 1 comes after 3; give its holders as tuple(sorted(set(...)))"),
-        ([2], [(3, 3)], None, "line 0: holder 3 comes after 3; give its holders as tuple(sorted(set(...)))"),
-        ([2], [(0, 3)], {0: 0}, "rank 3 holds a line but is not in nodes; give every holder a node"),
+        (
+            [1, 2],
+            [(0,), ()],
+            None,
+            "line 1 has no holders; leave it out, or name a rank that holds it",
+        ),
+        (
+            [2],
+            [(0, 3, 1)],
+            None,
+            "line 0: holder 1 comes after 3; give its holders as tuple(sorted(set(...)))",
+        ),
+        (
+            [2],
+            [(3, 3)],
+            None,
+            "line 0: holder 3 comes after 3; give its holders as tuple(sorted(set(...)))",
+        ),
+        (
+            [2],
+            [(0, 3)],
+            {0: 0},
+            "rank 3 holds a line but is not in nodes; give every holder a node",
+        ),
         ([2], [(0,)], {}, "rank 0 holds a line but is not in nodes; give every holder a node"),
     ],
 )

@@ -34,7 +34,15 @@ from shardmath import (
     testing,
 )
 from shardmath.algebra.runs import from_ranges
-from shardmath.layouts.layout import cast, holdings_digest, relabelled, repartialed, sliced, transposed, window
+from shardmath.layouts.layout import (
+    cast,
+    holdings_digest,
+    relabelled,
+    repartialed,
+    sliced,
+    transposed,
+    window,
+)
 
 MESH = Mesh(dp=4, tp=2)
 
@@ -49,11 +57,19 @@ def held(layout: Layout) -> list[list[list[int]]]:
         ("(tp dp n) h", None, {"tp": Shard(0), "dp": Shard(0)}),
         ("(dp tp n) h", (Shard(0), Shard(0)), {"dp": Shard(0), "tp": Shard(0)}),
         ("(dp n) (tp h)", (Shard(0), Shard(1)), {"tp": Shard(1), "dp": Shard(0)}),
-        ("(4 dp n | tp n) h", (StridedShard(0, 4), Shard(0)), {"dp": StridedShard(-2, 4), "tp": Shard(-2)}),
+        (
+            "(4 dp n | tp n) h",
+            (StridedShard(0, 4), Shard(0)),
+            {"dp": StridedShard(-2, 4), "tp": Shard(-2)},
+        ),
         ("n (tp~ h)", (Replicate(), Balanced(-1)), {"tp": Balanced(1)}),
         ("(dp*tp n) h", None, {("dp", "tp"): Shard(0)}),
         ("(tp*dp n) h", None, {("tp", "dp"): Shard(0)}),
-        ("(n tp 2) h {sum: dp}", (Partial(), BlockCyclic(0, 2)), {"dp": Partial("sum"), "tp": BlockCyclic(0, 2)}),
+        (
+            "(n tp 2) h {sum: dp}",
+            (Partial(), BlockCyclic(0, 2)),
+            {"dp": Partial("sum"), "tp": BlockCyclic(0, 2)},
+        ),
         ("n h {avg: dp tp}", (Partial("avg"), Partial("avg")), {("dp", "tp"): Partial("avg")}),
         ("(tp[7 2] n) h", (Replicate(), Ragged(0, (7, 2))), {"tp": Ragged(0, (7, 2))}),
         ("([4 4 1] tp n) h", (Replicate(), Packed(0, (4, 4, 1))), {"tp": Packed(0, (4, 4, 1))}),
@@ -70,7 +86,12 @@ def test_three_spellings_are_one_value(text: str, placements, mapping) -> None:
 
 def test_scalars_and_one_rank() -> None:
     scalar = Layout((), MESH, "{sum: tp}")
-    assert (scalar.ndim, scalar.text, scalar.local_shape(3), scalar.runs(3)) == (0, "{sum: tp}", (), ())
+    assert (scalar.ndim, scalar.text, scalar.local_shape(3), scalar.runs(3)) == (
+        0,
+        "{sum: tp}",
+        (),
+        (),
+    )
     alone = Layout((), Mesh(), "")
     assert str(alone) == "float32[] scalar on one rank" and alone.text == ""
     assert Layout(5, Mesh(), "n").shape == (5,)
@@ -85,7 +106,10 @@ def test_looking_at_a_layout() -> None:
     assert [layout.holes(r) for r in (0, 1)] == [False, True]
     assert layout.indices(1)[0].tolist() == [6, 7, 8, -1, -1, -1]
     assert str(layout) == "bfloat16[9, 4] (tp n)=12 h {avg: dp} on dp=4 tp=2"
-    assert repr(layout) == "Layout((9, 4), Mesh(dp=4, tp=2), '(tp n)=12 h {avg: dp}', dtype='bfloat16')"
+    assert (
+        repr(layout)
+        == "Layout((9, 4), Mesh(dp=4, tp=2), '(tp n)=12 h {avg: dp}', dtype='bfloat16')"
+    )
     plain = Layout((9, 4), MESH, "(tp n) h")
     assert (plain.op, plain.partial, plain.free_axes, plain.dtype) == (None, (), ("dp",), "float32")
     assert plain.rules == {}
@@ -97,17 +121,25 @@ def test_shape_of_numpy_integers() -> None:
 
 
 def test_stored_in_placements_and_in_text() -> None:
-    assert Layout((9, 4), MESH, {"tp": Shard(0)}, stored={0: 12}) is Layout((9, 4), MESH, "(tp n)=12 h")
-    assert Layout((9, 4), MESH, {"tp": Shard(0)}, stored={-2: 12}) is Layout((9, 4), MESH, "(tp n)=12 h")
+    assert Layout((9, 4), MESH, {"tp": Shard(0)}, stored={0: 12}) is Layout(
+        (9, 4), MESH, "(tp n)=12 h"
+    )
+    assert Layout((9, 4), MESH, {"tp": Shard(0)}, stored={-2: 12}) is Layout(
+        (9, 4), MESH, "(tp n)=12 h"
+    )
     runs = from_ranges([(4, 9), 2, (0, 4)])
-    assert Layout((9, 4), MESH, {"tp": Shard(0)}, stored={0: runs}) is Layout((9, 4), MESH, "(tp n)=<4:9 -2 0:4> h")
+    assert Layout((9, 4), MESH, {"tp": Shard(0)}, stored={0: runs}) is Layout(
+        (9, 4), MESH, "(tp n)=<4:9 -2 0:4> h"
+    )
     assert Layout((9, 4), MESH, {}, stored={1: 4}) is Layout((9, 4), MESH, "n h")
     assert Layout((9, 4), MESH, "n h", stored={}) is Layout((9, 4), MESH, "n h")
 
 
 def test_interned_and_forgotten() -> None:
     layout = Layout((977, 3), MESH, "(tp n) h")
-    assert Layout((977, 3), MESH, "(tp n) h") is layout and layout == Layout((977, 3), MESH, (Replicate(), Shard(0)))
+    assert Layout((977, 3), MESH, "(tp n) h") is layout and layout == Layout(
+        (977, 3), MESH, (Replicate(), Shard(0))
+    )
     assert layout != Layout((977, 3), MESH, "(tp n) h", dtype="int8")
     assert len({layout, Layout((977, 3), MESH, "(tp n) h")}) == 1
     seen = weakref.ref(layout)
@@ -128,7 +160,9 @@ def test_the_two_readings_differ_where_sizes_do_not_divide() -> None:
     spec = (StridedShard(0, 2), Shard(0))
     order = Layout((9, 4), MESH, spec, reading="order")
     written = Layout((9, 4), MESH, spec)
-    assert order is Layout((9, 4), MESH, "(tp dp n) h") and written is Layout((9, 4), MESH, "(2 dp n | tp n) h")
+    assert order is Layout((9, 4), MESH, "(tp dp n) h") and written is Layout(
+        (9, 4), MESH, "(2 dp n | tp n) h"
+    )
     assert not equivalent(order, written)
     even = [Layout((16, 4), MESH, spec, reading=r) for r in ("order", "placement")]
     assert equivalent(*even) and even[0] != even[1]
@@ -142,7 +176,9 @@ def test_every_order_is_decoded(sizes: tuple[int, ...]) -> None:
     """The split factor of each axis is the product of the axes before it in the order that come later in the mesh."""
     mesh = Mesh(dict(zip("xyz", sizes, strict=True)))
     for order in ORDERS:
-        factors = {a: math.prod(mesh.axis_size(b) for b in order[: order.index(a)] if b > a) for a in order}
+        factors = {
+            a: math.prod(mesh.axis_size(b) for b in order[: order.index(a)] if b > a) for a in order
+        }
         spec = tuple(Shard(0) if factors[a] == 1 else StridedShard(0, factors[a]) for a in "xyz")
         found = Layout((24,), mesh, spec, reading="order")
         expected = Layout((24,), mesh, f"({' '.join(order)} n)")
@@ -152,7 +188,12 @@ def test_every_order_is_decoded(sizes: tuple[int, ...]) -> None:
 
 
 def test_order_without_strides_is_as_written() -> None:
-    for spec in ((Shard(0), Shard(0)), (Balanced(0), Shard(0)), (Shard(1), Shard(0)), (Replicate(), Partial())):
+    for spec in (
+        (Shard(0), Shard(0)),
+        (Balanced(0), Shard(0)),
+        (Shard(1), Shard(0)),
+        (Replicate(), Partial()),
+    ):
         assert Layout((9, 4), MESH, spec, reading="order") is Layout((9, 4), MESH, spec)
 
 
@@ -223,7 +264,9 @@ def test_windows_and_slices(layout: Layout, data: st.DataObject) -> None:
     assert inside.shape == layout.shape and part.shape == tuple(hi - lo for lo, hi in box)
     for rank in layout.mesh.ranks:
         assert inside.local_shape(rank) == part.local_shape(rank) == layout.local_shape(rank)
-        for old, new, cut, (lo, hi) in zip(*(x.indices(rank) for x in (layout, inside, part)), box, strict=True):
+        for old, new, cut, (lo, hi) in zip(
+            *(x.indices(rank) for x in (layout, inside, part)), box, strict=True
+        ):
             assert new.tolist() == [i if lo <= i < hi else -1 for i in old.tolist()]
             assert cut.tolist() == [i - lo if lo <= i < hi else -1 for i in old.tolist()]
 
@@ -237,8 +280,12 @@ def test_other_layouts(layout: Layout, data: st.DataObject) -> None:
     half = cast(layout, "int16")
     assert (half.dtype, held(half), half.partial) == ("int16", held(layout), layout.partial)
     moved = relabelled(layout, {r: r + 50 for r in layout.mesh.ranks})
-    assert held(moved) == held(layout) and moved.mesh.ranks == tuple(r + 50 for r in layout.mesh.ranks)
-    assert repartialed(layout, layout.free_axes).partial == tuple((a, "sum") for a in layout.free_axes)
+    assert held(moved) == held(layout) and moved.mesh.ranks == tuple(
+        r + 50 for r in layout.mesh.ranks
+    )
+    assert repartialed(layout, layout.free_axes).partial == tuple(
+        (a, "sum") for a in layout.free_axes
+    )
     assert repartialed(layout, ()).partial == () and held(repartialed(layout, ())) == held(layout)
 
 
@@ -268,7 +315,11 @@ class Strange:
             "reading='torch' is not a reading; use 'placement' or 'order'",
         ),
         (lambda: Layout((9, -1), MESH, "n h"), LayoutError, "shape (9, -1) has -1; sizes are >= 0"),
-        (lambda: Layout((9, 1.0), MESH, "n h"), LayoutError, "a size of shape (9, 1.0) is 1.0; give an integer"),
+        (
+            lambda: Layout((9, 1.0), MESH, "n h"),
+            LayoutError,
+            "a size of shape (9, 1.0) is 1.0; give an integer",
+        ),
         (
             lambda: Layout((9,), MESH, "n", dtype="float"[:3]),
             LayoutError,
@@ -349,7 +400,11 @@ class Strange:
             LayoutError,
             "stored=[12]; give a mapping from dimension to a length or Runs",
         ),
-        (lambda: Layout((9,), MESH, "n", rules=[3]), LayoutError, "rules=[3]; give a mapping from name to placement"),
+        (
+            lambda: Layout((9,), MESH, "n", rules=[3]),
+            LayoutError,
+            "rules=[3]; give a mapping from name to placement",
+        ),
         (
             lambda: Layout((9,), MESH, {3: Shard(0)}),
             LayoutError,
@@ -417,11 +472,27 @@ class Strange:
             PlacementError,
             "reading='order': Balanced(dim=0) beside StridedShard on one dimension; use reading='placement'",
         ),
-        (lambda: Layout((9,), MESH, "n").runs(8), MeshError, f"rank 8 is not in Mesh(dp=4, tp=2); {RANKS}"),
+        (
+            lambda: Layout((9,), MESH, "n").runs(8),
+            MeshError,
+            f"rank 8 is not in Mesh(dp=4, tp=2); {RANKS}",
+        ),
         (lambda: Layout((9,), MESH, "n").runs("0"), MeshError, "rank is '0'; give an integer"),
-        (lambda: Layout((9,), MESH, "n").local_shape(-1), MeshError, f"rank -1 is not in Mesh(dp=4, tp=2); {RANKS}"),
-        (lambda: Layout((9,), MESH, "n").indices(99), MeshError, f"rank 99 is not in Mesh(dp=4, tp=2); {RANKS}"),
-        (lambda: Layout((9,), MESH, "n").holes(99), MeshError, f"rank 99 is not in Mesh(dp=4, tp=2); {RANKS}"),
+        (
+            lambda: Layout((9,), MESH, "n").local_shape(-1),
+            MeshError,
+            f"rank -1 is not in Mesh(dp=4, tp=2); {RANKS}",
+        ),
+        (
+            lambda: Layout((9,), MESH, "n").indices(99),
+            MeshError,
+            f"rank 99 is not in Mesh(dp=4, tp=2); {RANKS}",
+        ),
+        (
+            lambda: Layout((9,), MESH, "n").holes(99),
+            MeshError,
+            f"rank 99 is not in Mesh(dp=4, tp=2); {RANKS}",
+        ),
         (
             lambda: transposed(Layout((9, 4), MESH, "n h"), (0, 0)),
             LayoutError,
@@ -464,7 +535,11 @@ def test_errors(make, kind, message: str, fails) -> None:
 
 
 def test_all_errors_are_value_errors() -> None:
-    for make in (lambda: Layout((9,), MESH, "(n ?)"), lambda: Mesh(a=0), lambda: Layout((9,), MESH, {"x": Shard(0)})):
+    for make in (
+        lambda: Layout((9,), MESH, "(n ?)"),
+        lambda: Mesh(a=0),
+        lambda: Layout((9,), MESH, {"x": Shard(0)}),
+    ):
         with pytest.raises(ValueError, match=r".") as caught:
             make()
         assert isinstance(caught.value, ShardError | NotationError)

@@ -51,7 +51,10 @@ def read_stage(words: list[str], piece: list[int], coords: dict[str, int]) -> li
     free = words.index("n") if "n" in words else len(words)
     pieces = [piece]
     for word in words[:free]:
-        even = [np.array_split(p, size_of(word)) if "~" in word else chunks(p, size_of(word)) for p in pieces]
+        even = [
+            np.array_split(p, size_of(word)) if "~" in word else chunks(p, size_of(word))
+            for p in pieces
+        ]
         pieces = [list(map(int, part)) for parts in even for part in kept(word, parts, coords)]
     block = math.prod(size_of(word) for word in words[free + 1 :])
     pieces = [part for p in pieces for part in blocks(p, block)] if words[free + 1 :] else pieces
@@ -96,8 +99,15 @@ def test_every_small_group(count: int) -> None:
 @st.composite
 def texts(draw: st.DrawFn) -> str:
     """Stages of words with every axis at most once."""
-    axes = draw(st.sampled_from([("a", "b"), ("b", "a"), ("a*b",), ("b*a",), ("a~", "b"), ("a", "b~"), ("a*b~",)]))
-    words = [*axes[: draw(st.integers(0, 2))], *draw(st.lists(st.sampled_from(["1", "2", "3"]), max_size=2))]
+    axes = draw(
+        st.sampled_from(
+            [("a", "b"), ("b", "a"), ("a*b",), ("b*a",), ("a~", "b"), ("a", "b~"), ("a*b~",)]
+        )
+    )
+    words = [
+        *axes[: draw(st.integers(0, 2))],
+        *draw(st.lists(st.sampled_from(["1", "2", "3"]), max_size=2)),
+    ]
     words = draw(st.permutations(words))
     cut = draw(st.integers(0, len(words)))
     return " | ".join(draw(_with_free(list(part))) for part in (words[:cut], words[cut:]))
@@ -141,7 +151,9 @@ def test_einops_agrees_on_even_sizes(text: str, pattern: str) -> None:
         rows = einops.rearrange(np.arange(n), pattern, **names)
         mesh = Mesh(used)
         layout = Layout((n,), mesh, f"({text})" if "|" not in text else "(a n | b n)")
-        assert [layout.indices(r)[0].tolist() for r in mesh.ranks] == rows.reshape(mesh.size, -1).tolist()
+        assert [layout.indices(r)[0].tolist() for r in mesh.ranks] == rows.reshape(
+            mesh.size, -1
+        ).tolist()
 
 
 def test_einops_agrees_in_two_dimensions() -> None:
@@ -242,7 +254,10 @@ def test_parse_and_unparse_are_inverse() -> None:
     dims, partial = parse("(tp dp n) h {sum: pp}", (9, 4), FULL.shape, {})
     assert partial == (("pp", "sum"),)
     assert unparse(dims, partial, FULL.shape) == "(tp dp n) h {sum: pp}"
-    assert unparse((), (("dp", "sum"), ("tp", "max"), ("pp", "sum")), FULL.shape) == "{sum: dp pp} {max: tp}"
+    assert (
+        unparse((), (("dp", "sum"), ("tp", "max"), ("pp", "sum")), FULL.shape)
+        == "{sum: dp pp} {max: tp}"
+    )
 
 
 @dataclass(frozen=True)
@@ -285,7 +300,13 @@ def test_tokens_know_their_place() -> None:
 
 def test_reader_looks_takes_and_accepts() -> None:
     read = Reader("a ( b", (1,), {"a": 2}, {})
-    assert (read.here.text, read.take().text, read.accept(")"), read.accept("("), read.take().text) == (
+    assert (
+        read.here.text,
+        read.take().text,
+        read.accept(")"),
+        read.accept("("),
+        read.take().text,
+    ) == (
         *("a", "a", False, True),
         "b",
     )
@@ -306,8 +327,20 @@ DIM_0 = "dimension 0 of (8,)"
 @pytest.mark.parametrize(
     ("shape", "text", "at", "what", "fix"),
     [
-        ((8,), "(n ?)", "?", "unexpected character '?'", "use names, integers and ( ) [ ] { } < > + : | = ~ * @ - ..."),
-        ((8,), "n  .", ".", "unexpected character '.'", "use names, integers and ( ) [ ] { } < > + : | = ~ * @ - ..."),
+        (
+            (8,),
+            "(n ?)",
+            "?",
+            "unexpected character '?'",
+            "use names, integers and ( ) [ ] { } < > + : | = ~ * @ - ...",
+        ),
+        (
+            (8,),
+            "n  .",
+            ".",
+            "unexpected character '.'",
+            "use names, integers and ( ) [ ] { } < > + : | = ~ * @ - ...",
+        ),
         ((8,), "n w", "w", "text has more dimensions than the shape (8,)", "write 1 of them"),
         ((), "n", "n", "text has more dimensions than the shape ()", "write 0 of them"),
         (
@@ -332,12 +365,42 @@ DIM_0 = "dimension 0 of (8,)"
             MORE,
         ),
         ((8, 2), "... n ...", "...$", "second '...'", "write ... once"),
-        ((8,), "n {sum: tp} w", "w", "unexpected 'w'", "a layout is words and groups, then {op: axes}"),
+        (
+            (8,),
+            "n {sum: tp} w",
+            "w",
+            "unexpected 'w'",
+            "a layout is words and groups, then {op: axes}",
+        ),
         ((8,), "n }", "}", "unexpected '}'", "a layout is words and groups, then {op: axes}"),
-        ((8,), "tp", "tp", "mesh axis 'tp' stands alone", "write (tp n) to divide, or leave it out to replicate"),
-        ((8, 2), "n n", "n$", "free name 'n' is used in two dimensions", "give each dimension its own name"),
-        ((8, 2), "(tp n) n", "n$", "free name 'n' is used in two dimensions", "give each dimension its own name"),
-        ((8, 2), "n (tp n)", "n)", "free name 'n' is used in two dimensions", "give each dimension its own name"),
+        (
+            (8,),
+            "tp",
+            "tp",
+            "mesh axis 'tp' stands alone",
+            "write (tp n) to divide, or leave it out to replicate",
+        ),
+        (
+            (8, 2),
+            "n n",
+            "n$",
+            "free name 'n' is used in two dimensions",
+            "give each dimension its own name",
+        ),
+        (
+            (8, 2),
+            "(tp n) n",
+            "n$",
+            "free name 'n' is used in two dimensions",
+            "give each dimension its own name",
+        ),
+        (
+            (8, 2),
+            "n (tp n)",
+            "n)",
+            "free name 'n' is used in two dimensions",
+            "give each dimension its own name",
+        ),
         ((8,), "()", "(", "empty group", "write a free name for an undivided dimension"),
         ((8,), "(tp n | )", "tp", "empty field or stage", ONE),
         ((8,), "( | tp n)", "|", "empty field or stage", ONE),
@@ -345,11 +408,41 @@ DIM_0 = "dimension 0 of (8,)"
         ((8,), "((tp n))", "(tp", "empty field or stage", ONE),
         ((8,), "(tp n", "$", "expected ')', found 'the end'", "close the group"),
         ((8,), "(tp n ~)", "~", "expected ')', found '~'", "close the group"),
-        ((8,), "(n n)", "n)", "'n' and 'n' are both free names", "one must be a mesh axis (dp, tp) or an integer"),
-        ((8,), "(ep n)", "n)", "'ep' and 'n' are both free names", "one must be a mesh axis (dp, tp) or an integer"),
-        ((8,), "(tp n | tp m)", "tp m", "mesh axis 'tp' is used twice in one field", "an axis divides once"),
-        ((8,), "(tp n dp*tp)", "dp", "mesh axis 'tp' is used twice in one field", "an axis divides once"),
-        ((8,), "(tp*tp n)", "tp*", "mesh axis 'tp' is used twice in one field", "an axis divides once"),
+        (
+            (8,),
+            "(n n)",
+            "n)",
+            "'n' and 'n' are both free names",
+            "one must be a mesh axis (dp, tp) or an integer",
+        ),
+        (
+            (8,),
+            "(ep n)",
+            "n)",
+            "'ep' and 'n' are both free names",
+            "one must be a mesh axis (dp, tp) or an integer",
+        ),
+        (
+            (8,),
+            "(tp n | tp m)",
+            "tp m",
+            "mesh axis 'tp' is used twice in one field",
+            "an axis divides once",
+        ),
+        (
+            (8,),
+            "(tp n dp*tp)",
+            "dp",
+            "mesh axis 'tp' is used twice in one field",
+            "an axis divides once",
+        ),
+        (
+            (8,),
+            "(tp*tp n)",
+            "tp*",
+            "mesh axis 'tp' is used twice in one field",
+            "an axis divides once",
+        ),
         (
             (8, 2),
             "(tp n) (tp m)",
@@ -359,23 +452,77 @@ DIM_0 = "dimension 0 of (8,)"
         ),
         ((8,), "(tp* n)", "n)", "unknown mesh axis 'n'", "mesh axes are dp, tp"),
         ((8,), "(tp*4 n)", "4", "expected a mesh axis, found '4'", "write a mesh axis"),
-        ((8,), "(tp@ 4)", "4", "expected the name of a rule, found '4'", "write the name of a rule"),
+        (
+            (8,),
+            "(tp@ 4)",
+            "4",
+            "expected the name of a rule, found '4'",
+            "write the name of a rule",
+        ),
         ((8,), "(tp@x n)", "x", "unknown rule 'x'", "rules= has none"),
         ((8,), "(0 n)", "0", "a local digit of 0", "write 1 or more"),
         ((8,), "([] tp n)", "[", "empty list of sizes", "write one size or more"),
         ((8,), "([3 n)", "n)", "expected ']', found 'n'", "sizes are integers between [ and ]"),
         ((8,), "(tp[1 2 5] n)", "tp", "3 sizes for 2 coordinates", "give one size a coordinate"),
-        ((8,), "(dp tp[4 3] n)", "(", f"sizes [4, 3] add up to 7, the piece has 4{ADD}", "dimension 0 of (8,)"),
+        (
+            (8,),
+            "(dp tp[4 3] n)",
+            "(",
+            f"sizes [4, 3] add up to 7, the piece has 4{ADD}",
+            "dimension 0 of (8,)",
+        ),
         ((8,), "([5] tp n)", "[", "sizes [5] add up to 5", "the dimension, or field, has 8"),
-        ((8,), "(4: [1 2] n + 4: n)", "[", "sizes [1, 2] add up to 3", "the dimension, or field, has 4"),
+        (
+            (8,),
+            "(4: [1 2] n + 4: n)",
+            "[",
+            "sizes [1, 2] add up to 3",
+            "the dimension, or field, has 4",
+        ),
         ((8,), "(dp 3)", "dp", f"{NO_FREE} 6 exactly, not 8", f"{ADD_FREE} 6"),
         ((9,), "(tp n | dp 2)", "dp", f"{NO_FREE} 4 exactly, not 5", f"{ADD_FREE} 4"),
-        ((8,), "(tp~ 4)", "tp", "a group with ~, sizes or a rule needs a free name", "write (tp~ n)"),
-        ((8,), "(4 [1 1])", "[", "a group with ~, sizes or a rule needs a free name", "write (tp~ n)"),
-        ((8,), "(n tp~)", "tp", "~, sizes and rules stand left of the free name", "right of it are fixed blocks"),
-        ((8,), "(n [4 4])", "[", "~, sizes and rules stand left of the free name", "right of it are fixed blocks"),
-        ((8,), "(n + 4: m)", "n", "a field without a size", "write (8: tp n + 2: n): every field its size"),
-        ((8,), "(4: n + tp m)", "tp", "a field without a size", "write (8: tp n + 2: n): every field its size"),
+        (
+            (8,),
+            "(tp~ 4)",
+            "tp",
+            "a group with ~, sizes or a rule needs a free name",
+            "write (tp~ n)",
+        ),
+        (
+            (8,),
+            "(4 [1 1])",
+            "[",
+            "a group with ~, sizes or a rule needs a free name",
+            "write (tp~ n)",
+        ),
+        (
+            (8,),
+            "(n tp~)",
+            "tp",
+            "~, sizes and rules stand left of the free name",
+            "right of it are fixed blocks",
+        ),
+        (
+            (8,),
+            "(n [4 4])",
+            "[",
+            "~, sizes and rules stand left of the free name",
+            "right of it are fixed blocks",
+        ),
+        (
+            (8,),
+            "(n + 4: m)",
+            "n",
+            "a field without a size",
+            "write (8: tp n + 2: n): every field its size",
+        ),
+        (
+            (8,),
+            "(4: n + tp m)",
+            "tp",
+            "a field without a size",
+            "write (8: tp n + 2: n): every field its size",
+        ),
         (
             (8,),
             "(4: n + 3: m)",
@@ -391,7 +538,13 @@ DIM_0 = "dimension 0 of (8,)"
             "dimension 0 of (8,)",
         ),
         ((8,), "(n)=", "$", "expected an integer, found 'the end'", "write a number"),
-        ((8,), "(n)=<4 >", ">", "expected ':', found '>'", "a stored range is start:stop, a hole -n"),
+        (
+            (8,),
+            "(n)=<4 >",
+            ">",
+            "expected ':', found '>'",
+            "a stored range is start:stop, a hole -n",
+        ),
         ((8,), "(n)=<0:4 -", "$", "expected an integer, found 'the end'", "write a number"),
         (
             (8,),
@@ -421,7 +574,13 @@ DIM_0 = "dimension 0 of (8,)"
             "stored [0:9] reaches position 8, beyond the dimension",
             "the dimension has 8 logical positions",
         ),
-        ((8,), "n {mul: tp}", "mul", "unknown reduction 'mul'", "use one of sum, avg, product, max, min"),
+        (
+            (8,),
+            "n {mul: tp}",
+            "mul",
+            "unknown reduction 'mul'",
+            "use one of sum, avg, product, max, min",
+        ),
         ((8,), "n {3: tp}", "3", "expected a reduction, found '3'", "write a reduction"),
         ((8,), "n {sum tp}", "tp", "expected ':', found 'tp'", "write {sum: axes}"),
         ((8,), "n {sum: ep}", "ep", "unknown mesh axis 'ep'", "mesh axes are dp, tp"),
@@ -430,7 +589,9 @@ DIM_0 = "dimension 0 of (8,)"
         ((8,), "(tp n) {max: tp}", "tp}", "mesh axis 'tp' is used already", ONE_USE),
     ],
 )
-def test_errors_point_at_their_place(shape: tuple[int, ...], text: str, at: str, what: str, fix: str) -> None:
+def test_errors_point_at_their_place(
+    shape: tuple[int, ...], text: str, at: str, what: str, fix: str
+) -> None:
     """`at` is what stands at the caret; `$` is the end of the text."""
     with pytest.raises(NotationError) as caught:
         Layout(shape, DEEP, text)

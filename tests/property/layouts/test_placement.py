@@ -66,7 +66,11 @@ def check(placement, n: int, k: int, expected: list[list[int]]) -> None:
     stage = stage_of(placement, ("a",), (k,))
     layout = Layout((n,), Mesh(a=k), (placement,))
     for r in range(k):
-        assert stage_runs(stage, n, {"a": r}) == pieces_runs(stage, n, {"a": r}) == placement.split(n, k)[r]
+        assert (
+            stage_runs(stage, n, {"a": r})
+            == pieces_runs(stage, n, {"a": r})
+            == placement.split(n, k)[r]
+        )
         assert layout.runs(r) == (placement.split(n, k)[r],)
 
 
@@ -77,7 +81,9 @@ def test_every_small_split(n: int, k: int) -> None:
     for factor in range(1, 5):
         check(StridedShard(0, factor), n, k, strided(n, k, factor))
         blocks = [list(range(i, min(n, i + factor))) for i in range(0, n, factor)]
-        check(BlockCyclic(0, factor), n, k, [[i for b in blocks[r::k] for i in b] for r in range(k)])
+        check(
+            BlockCyclic(0, factor), n, k, [[i for b in blocks[r::k] for i in b] for r in range(k)]
+        )
 
 
 @pytest.mark.parametrize(("n", "k"), list(itertools.product((0, 1, 5, 8), (1, 2, 3))))
@@ -136,7 +142,9 @@ def test_sizes_are_tuples_of_int() -> None:
 
 def test_sizes_are_checked_even_where_they_change_nothing() -> None:
     for spec in ((Packed(0, (5,)),), "([5] tp n)", "([1 2] n)"):
-        with pytest.raises((PlacementError, ValueError), match=r"add up to \d(\n|, the piece has 8)"):
+        with pytest.raises(
+            (PlacementError, ValueError), match=r"add up to \d(\n|, the piece has 8)"
+        ):
             Layout((8,), Mesh(tp=2), spec)
 
 
@@ -151,7 +159,9 @@ class Snake:
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         turn = [i % parts if i // parts % 2 == 0 else parts - 1 - i % parts for i in range(n)]
-        return tuple(from_ranges((i, i + 1) for i in range(n) if turn[i] == r) for r in range(parts))
+        return tuple(
+            from_ranges((i, i + 1) for i in range(n) if turn[i] == r) for r in range(parts)
+        )
 
 
 @given(testing.lengths(100), testing.parts())
@@ -209,7 +219,9 @@ def test_a_placement_that_other_processes_cannot_find() -> None:
     class Here(Snake):
         pass
 
-    with pytest.raises(AssertionError, match=r"Here\(dim=0\)\.split\(4, 2\): it cannot be pickled: .* in a module"):
+    with pytest.raises(
+        AssertionError, match=r"Here\(dim=0\)\.split\(4, 2\): it cannot be pickled: .* in a module"
+    ):
         testing.check_placement(Here(0), 4, 2)
 
 
@@ -219,7 +231,14 @@ def test_a_users_placement_gets_everything() -> None:
     assert layout.text == "(tp@snake dp n) h"
     assert layout.rules == {"snake": Snake(0)}
     assert Layout((8, 4), mesh, "(tp@mine dp n) h", rules={"mine": Snake(0)}) is layout
-    assert [str(layout.runs(r)[0]) for r in range(6)] == ["[0:1 5:6]", "[1:2 4:5]", "[2:3]", "[6:7]", "[7:8]", "[3:4]"]
+    assert [str(layout.runs(r)[0]) for r in range(6)] == [
+        "[0:1 5:6]",
+        "[1:2 4:5]",
+        "[2:3]",
+        "[6:7]",
+        "[7:8]",
+        "[3:4]",
+    ]
     dst = Layout((8, 4), Mesh(a=4, ranks=range(4, 8)), "n (a h)")
     p = plan(layout, dst)
     verify(p)
@@ -230,7 +249,9 @@ def test_a_users_placement_gets_everything() -> None:
 
 def test_two_rules_of_one_class_are_numbered() -> None:
     layout = Layout(
-        (6, 6), Mesh(a=2, b=2), {"a": Table(0, (identity(6), Runs())), "b": Table(1, (Runs(), identity(6)))}
+        (6, 6),
+        Mesh(a=2, b=2),
+        {"a": Table(0, (identity(6), Runs())), "b": Table(1, (Runs(), identity(6)))},
     )
     assert layout.text == "(a@table n) (b@table2 h)"
     assert set(layout.rules) == {"table", "table2"}
@@ -266,23 +287,38 @@ PROTOCOL = "is not a placement; give it `dim` and `split(n, parts) -> tuple of R
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Partial("mean"), f"Partial('mean') is not a known reduction; use one of {', '.join(OPS)}"),
+        (
+            lambda: Partial("mean"),
+            f"Partial('mean') is not a known reduction; use one of {', '.join(OPS)}",
+        ),
         (
             lambda: StridedShard(1, 0),
             "StridedShard(1, 0): the split factor is a number of pieces; give 1 or more",
         ),
-        (lambda: BlockCyclic(0, 0), "BlockCyclic(0, 0): a block has at least one position; give 1 or more"),
+        (
+            lambda: BlockCyclic(0, 0),
+            "BlockCyclic(0, 0): a block has at least one position; give 1 or more",
+        ),
         (lambda: Shard("0"), "the dimension of a Shard is '0'; give an integer"),
         (lambda: Balanced(0.5), "the dimension of a Balanced is 0.5; give an integer"),
         (lambda: Table(None, ()), "the dimension of a Table is None; give an integer"),
-        (lambda: StridedShard(1, 2.0), "the split factor of StridedShard(1, ...) is 2.0; give an integer"),
-        (lambda: BlockCyclic(0, True), "the block of BlockCyclic(0, True) is True; give an integer"),
+        (
+            lambda: StridedShard(1, 2.0),
+            "the split factor of StridedShard(1, ...) is 2.0; give an integer",
+        ),
+        (
+            lambda: BlockCyclic(0, True),
+            "the block of BlockCyclic(0, True) is True; give an integer",
+        ),
         (lambda: Packed(0, "34"), "Packed sizes are '34'; give a tuple"),
         (lambda: Packed(0, (3, 2.0)), "a size of Packed is 2.0; give an integer"),
         (lambda: Ragged(0, 7), "Ragged sizes are 7; give a tuple"),
         (lambda: Table(0, 7), "Table parts are 7; give a tuple"),
         (lambda: Packed(0, ()), "Packed sizes [] are not sizes; give one or more numbers >= 0"),
-        (lambda: Ragged(0, (3, -1)), "Ragged sizes [3, -1] are not sizes; give one or more numbers >= 0"),
+        (
+            lambda: Ragged(0, (3, -1)),
+            "Ragged sizes [3, -1] are not sizes; give one or more numbers >= 0",
+        ),
         (
             lambda: Ragged(0, (3, 1)).split(4, 3),
             "Ragged(dim=0, sizes=(3, 1)) has 2 sizes for 3 coordinates; give one size a coordinate",
@@ -291,8 +327,14 @@ PROTOCOL = "is not a placement; give it `dim` and `split(n, parts) -> tuple of R
             lambda: Layout((4,), TP, (Ragged(0, (3, 1, 0)),)),
             "Ragged(dim=0, sizes=(3, 1, 0)) has 3 sizes for 2 coordinates; give one size a coordinate",
         ),
-        (lambda: Ragged(0, (3, 1)).split(5, 2), "sizes [3, 1] add up to 4, the piece has 5; make them add up"),
-        (lambda: Packed(0, (3, 1)).split(5, 2), "sizes [3, 1] add up to 4, the piece has 5; make them add up"),
+        (
+            lambda: Ragged(0, (3, 1)).split(5, 2),
+            "sizes [3, 1] add up to 4, the piece has 5; make them add up",
+        ),
+        (
+            lambda: Packed(0, (3, 1)).split(5, 2),
+            "sizes [3, 1] add up to 4, the piece has 5; make them add up",
+        ),
         (
             lambda: Layout((5,), TP, (Packed(0, (3, 1)),)),
             "dimension 0 of shape (5,): sizes [3, 1] add up to 4, the piece has 5; make them add up",

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from shardmath import Layout, Mesh, PlanError, Shard, StoreError, plan, simulate, testing, verify
 from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.layouts.layout import window
-from shardmath.layouts.store import Place, Store, View, check, flat_windows, local_name, local_tensors, views
+from shardmath.layouts.store import (
+    Place,
+    Store,
+    View,
+    check,
+    flat_windows,
+    local_name,
+    local_tensors,
+    views,
+)
 
 UNTOUCHED = -7.0
 
@@ -22,14 +31,25 @@ class Side:
     """One side of a move: windows by tensor name, and flat buffers by rank under one store."""
 
     def __init__(
-        self, tensors: Mapping[str, Layout | tuple[Layout, ...]], store: Store, sizes: Mapping[str, int]
+        self,
+        tensors: Mapping[str, Layout | tuple[Layout, ...]],
+        store: Store,
+        sizes: Mapping[str, int],
     ) -> None:
         self.tensors = tensors
-        windows = {name: held if isinstance(held, tuple) else (held,) for name, held in tensors.items()}
-        self.locals = {key: layout for name, held in windows.items() for key, layout in local_tensors(name, held)}
+        windows = {
+            name: held if isinstance(held, tuple) else (held,) for name, held in tensors.items()
+        }
+        self.locals = {
+            key: layout
+            for name, held in windows.items()
+            for key, layout in local_tensors(name, held)
+        }
         self.store = store
         self.ranks = sorted({r for layout in self.locals.values() for r in layout.mesh.ranks})
-        self.buffers = {r: {name: np.full(n, UNTOUCHED) for name, n in sizes.items()} for r in self.ranks}
+        self.buffers = {
+            r: {name: np.full(n, UNTOUCHED) for name, n in sizes.items()} for r in self.ranks
+        }
         for rank in self.ranks:
             check(store, self.locals, rank)
 
@@ -51,10 +71,16 @@ def move(src: Side, dst: Side, **how: bool) -> None:
             assert (there[rank][key][own] == array[own]).all()
 
 
-def one_view(tensors: Mapping[str, Layout], buffer: str, offsets: Mapping[str, int] | None = None) -> Store:
+def one_view(
+    tensors: Mapping[str, Layout], buffer: str, offsets: Mapping[str, int] | None = None
+) -> Store:
     """All tensors in one buffer of every rank, at the beginning or at these offsets."""
     return Store(
-        {(name, r): View(buffer, (offsets or {}).get(name, 0)) for name, x in tensors.items() for r in x.mesh.ranks}
+        {
+            (name, r): View(buffer, (offsets or {}).get(name, 0))
+            for name, x in tensors.items()
+            for r in x.mesh.ranks
+        }
     )
 
 
@@ -81,7 +107,9 @@ def test_padded_vocabulary() -> None:
     move(src, dst)
     expected = np.vstack((whole, np.full((152576 - vocab, h), UNTOUCHED)))
     for i, rank in enumerate(dst.ranks):
-        assert (dst.buffers[rank]["e"].reshape(-1, h) == expected[i * 19072 : (i + 1) * 19072]).all()
+        assert (
+            dst.buffers[rank]["e"].reshape(-1, h) == expected[i * 19072 : (i + 1) * 19072]
+        ).all()
 
 
 # Megatron's interleaved QKV
@@ -95,7 +123,10 @@ class Attention:
     def __init__(self, heads: int, groups: int, size: int) -> None:
         self.heads, self.groups, self.size = heads, groups, size
         rows = {"q": heads * size, "k": groups * size, "v": groups * size}
-        self.whole = {name: numbered(n, self.hidden, start=10**6 * i) for i, (name, n) in enumerate(rows.items())}
+        self.whole = {
+            name: numbered(n, self.hidden, start=10**6 * i)
+            for i, (name, n) in enumerate(rows.items())
+        }
         self.rows = rows
 
     def interleaved(self) -> np.ndarray:
@@ -160,18 +191,33 @@ def test_super_120b_vector() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "groups", "size", "src_tp", "dst_tp"),
-    [(32, 2, 128, 8, 8), (32, 2, 128, 8, 4), (32, 2, 128, 4, 2), (8, 4, 3, 2, 4), (8, 8, 2, 4, 2), (6, 2, 5, 5, 1)],
+    [
+        (32, 2, 128, 8, 8),
+        (32, 2, 128, 8, 4),
+        (32, 2, 128, 4, 2),
+        (8, 4, 3, 2, 4),
+        (8, 8, 2, 4, 2),
+        (6, 2, 5, 5, 1),
+    ],
 )
-def test_interleaved_qkv_to_vllm_and_back(heads: int, groups: int, size: int, src_tp: int, dst_tp: int) -> None:
+def test_interleaved_qkv_to_vllm_and_back(
+    heads: int, groups: int, size: int, src_tp: int, dst_tp: int
+) -> None:
     model = Attention(heads, groups, size)
     trainer, engine = Mesh(tp=src_tp), Mesh(tp=dst_tp, ranks=range(src_tp, src_tp + dst_tp))
-    src, dst, back = megatron_side(model, trainer), vllm_side(model, engine), megatron_side(model, trainer)
+    src, dst, back = (
+        megatron_side(model, trainer),
+        vllm_side(model, engine),
+        megatron_side(model, trainer),
+    )
     fused = model.interleaved().reshape(src_tp, -1)
     for i, rank in enumerate(src.ranks):
         src.buffers[rank]["qkv"][:] = fused[i]
     move(src, dst)
     for i, rank in enumerate(dst.ranks):
-        assert (dst.buffers[rank]["qkv"].reshape(-1, model.hidden) == vllm_buffer(model, i, dst_tp)).all()
+        assert (
+            dst.buffers[rank]["qkv"].reshape(-1, model.hidden) == vllm_buffer(model, i, dst_tp)
+        ).all()
     move(dst, back)
     for i, rank in enumerate(back.ranks):
         assert (back.buffers[rank]["qkv"] == fused[i]).all()
@@ -216,10 +262,14 @@ def test_one_expert_of_a_stack(expert: int) -> None:
     experts = numbered(5, 4, 6)
     mesh = Mesh(ep=2)
     own = {"w": Layout((1, 4, 6), mesh, {"ep": Shard(0)}, stored={0: Runs([(expert, 0, 1)], 5)})}
-    seen = {"w": window(Layout((5, 4, 6), mesh, "(ep n) i h"), ((expert, expert + 1), (0, 4), (0, 6)))}
+    seen = {
+        "w": window(Layout((5, 4, 6), mesh, "(ep n) i h"), ((expert, expert + 1), (0, 4), (0, 6)))
+    }
     engine = Mesh(tp=2, ranks=[4, 5])
     wanted = {"w": Layout((1, 4, 6), engine, "e (tp i) h")}
-    inside = {"w": window(Layout((5, 4, 6), engine, "e (tp i) h"), ((expert, expert + 1), (0, 4), (0, 6)))}
+    inside = {
+        "w": window(Layout((5, 4, 6), engine, "e (tp i) h"), ((expert, expert + 1), (0, 4), (0, 6)))
+    }
     for held, there, rows in ((own, wanted, 1), (seen, inside, 5)):
         src = Side(held, one_view(held, "stack"), {"stack": 3 * 24})
         for i, rank in enumerate(src.ranks):
@@ -236,10 +286,15 @@ def test_one_expert_of_a_stack(expert: int) -> None:
 def test_all_experts_of_a_stack_together() -> None:
     experts = numbered(5, 4, 6)
     mesh = Mesh(ep=2)
-    stacks = {f"w{e}": Layout((1, 4, 6), mesh, {"ep": Shard(0)}, stored={0: Runs([(e, 0, 1)], 5)}) for e in range(5)}
+    stacks = {
+        f"w{e}": Layout((1, 4, 6), mesh, {"ep": Shard(0)}, stored={0: Runs([(e, 0, 1)], 5)})
+        for e in range(5)
+    }
     src = Side(stacks, one_view(stacks, "stack"), {"stack": 3 * 24})
     for i, rank in enumerate(src.ranks):
-        src.buffers[rank]["stack"][: experts[3 * i : 3 * i + 3].size] = experts[3 * i : 3 * i + 3].ravel()
+        src.buffers[rank]["stack"][: experts[3 * i : 3 * i + 3].size] = experts[
+            3 * i : 3 * i + 3
+        ].ravel()
     alone = {f"w{e}": Layout((1, 4, 6), Mesh(ranks=[9]), "e i h") for e in range(5)}
     dst = Side(alone, one_view(alone, "all", {f"w{e}": 24 * e for e in range(5)}), {"all": 120})
     move(src, dst)
@@ -255,10 +310,15 @@ def test_replicated_kv_heads(kv: int, rep: int) -> None:
     mesh = Mesh(tp=4, ranks=range(4, 8)).split("tp", kv=kv, rep=rep)
     held = {"k": Layout((kv, 3), Mesh(), "n h")}
     wanted = {"k": Layout((kv, 3), mesh, "(kv n) h")}
-    src, dst = Side(held, one_view(held, "k"), {"k": heads.size}), Side(wanted, one_view(wanted, "k"), {"k": 3})
+    src, dst = (
+        Side(held, one_view(held, "k"), {"k": heads.size}),
+        Side(wanted, one_view(wanted, "k"), {"k": 3}),
+    )
     src.buffers[0]["k"][:] = heads.ravel()
     move(src, dst)
-    assert [dst.buffers[4 + i]["k"].tolist() for i in range(4)] == [heads[i // rep].tolist() for i in range(4)]
+    assert [dst.buffers[4 + i]["k"].tolist() for i in range(4)] == [
+        heads[i // rep].tolist() for i in range(4)
+    ]
 
 
 # Flat optimizer shards
@@ -300,14 +360,22 @@ def test_flat_shards_to_shards_and_back(case, data: st.DataObject) -> None:
 
 def test_flat_windows_literals() -> None:
     windows, store = flat_windows("w", (4, 5), {7: (3, 12)})
-    assert [w.text for w in windows] == ["(n)=<0:1> (h)=<3:5>", "(n)=<1:2> h", "(n)=<2:3> (h)=<0:2>"]
+    assert [w.text for w in windows] == [
+        "(n)=<0:1> (h)=<3:5>",
+        "(n)=<1:2> h",
+        "(n)=<2:3> (h)=<0:2>",
+    ]
     assert {w.mesh.ranks for w in windows} == {(7,)} and {w.dtype for w in windows} == {"float32"}
-    assert store == Store({("w[0]", 7): View("w", 0), ("w[1]", 7): View("w", 2), ("w[2]", 7): View("w", 7)})
+    assert store == Store(
+        {("w[0]", 7): View("w", 0), ("w[1]", 7): View("w", 2), ("w[2]", 7): View("w", 7)}
+    )
     alone, place = flat_windows("w", (4, 5), {0: (5, 15), 1: (3, 3)}, dtype="int8", buffer="b")
     assert [(w.text, w.dtype) for w in alone] == [("(n)=<1:3> h", "int8")]
     assert place == Store({("w", 0): View("b", 0)})
     assert flat_windows("w", (4, 5), {0: (2, 2)}) == ((), Store({}))
-    with pytest.raises(PlanError, match=r"flat range \[3, 21\) is not inside \(4, 5\) of 20 elements"):
+    with pytest.raises(
+        PlanError, match=r"flat range \[3, 21\) is not inside \(4, 5\) of 20 elements"
+    ):
         flat_windows("w", (4, 5), {0: (3, 21)})
 
 
@@ -324,7 +392,9 @@ def test_names_of_local_tensors() -> None:
 def test_stores_are_values() -> None:
     entries = {("b", 0): View("x"), ("a", 1): View("y", 3), ("a", 0): View("y")}
     store = Store(entries)
-    assert store == Store(reversed(list(entries.items()))) and hash(store) == hash(Store(entries.items()))
+    assert store == Store(reversed(list(entries.items()))) and hash(store) == hash(
+        Store(entries.items())
+    )
     assert [key for key, _ in store.entries] == [("a", 0), ("a", 1), ("b", 0)]
 
 
@@ -346,7 +416,9 @@ def test_views_write_the_buffer() -> None:
     assert list(view) == ["w"]
     view["w"][2, 1] = 9
     assert buffer[1 + 2 + 4] == 9 and view["w"].dtype == np.int16 and (buffer != 0).sum() == 1
-    scalar = views(Store({("s", 0): View("b", 3)}), {"s": Layout((), Mesh(), "")}, 0, {"b": buffer})["s"]
+    scalar = views(
+        Store({("s", 0): View("b", 3)}), {"s": Layout((), Mesh(), "")}, 0, {"b": buffer}
+    )["s"]
     scalar[()] = 4
     assert buffer[3] == 4
 
@@ -364,7 +436,9 @@ def told(offset: int = 0, strides: tuple[int, ...] | None = None) -> Store:
     ("make", "message"),
     [
         (
-            lambda: check(Store({("w", 2): View("b", 0, (0, 1)), ("x", 2): View("b", 20)}), BOTH, 2),
+            lambda: check(
+                Store({("w", 2): View("b", 0, (0, 1)), ("x", 2): View("b", 20)}), BOTH, 2
+            ),
             "rank 2: 'w' and 'w' both lie at element 0 of 'b'; their holes have to interlock",
         ),
         (
@@ -375,7 +449,10 @@ def told(offset: int = 0, strides: tuple[int, ...] | None = None) -> Store:
             lambda: told().place("x", ROW, 2),
             "no view for local tensor 'x' of rank 2; views are there for 'w' of rank 2",
         ),
-        (lambda: Store({}).place("x", ROW, 2), "no view for local tensor 'x' of rank 2; views are there for none"),
+        (
+            lambda: Store({}).place("x", ROW, 2),
+            "no view for local tensor 'x' of rank 2; views are there for none",
+        ),
         (
             lambda: told(0, (3,)).place("w", ROW, 2),
             "View(buffer='b', offset=0, strides=(3,)) of 'w', whose local shape is (4, 3); "

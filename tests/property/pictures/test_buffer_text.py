@@ -36,7 +36,9 @@ def four(ranks: int = 3) -> PerBufferParamLayout:
 def laid_out(draw: st.DrawFn) -> tuple[PerBufferParamLayout, int]:
     """A layout by some rule, and its ranks."""
     sizes = draw(st.lists(st.integers(0, 700), min_size=1, max_size=8))
-    params = [Param(f"p{i}", (n,), shared_embedding=draw(st.booleans())) for i, n in enumerate(sizes)]
+    params = [
+        Param(f"p{i}", (n,), shared_embedding=draw(st.booleans())) for i, n in enumerate(sizes)
+    ]
     rule, ranks = draw(st.sampled_from(RULES)), draw(st.integers(1, 9))
     more = {} if rule is buffers.zero else {"bucket_size": draw(st.none() | st.integers(1, 900))}
     return rule(params, data_parallel_world_size=ranks, **more), ranks
@@ -44,7 +46,9 @@ def laid_out(draw: st.DrawFn) -> tuple[PerBufferParamLayout, int]:
 
 def listed(text: str) -> dict[str, tuple[str, str, int]]:
     """What the map says of parameters: where each lies, its ranks, and where in the first one's flat array."""
-    rows = re.findall(r"^[a-zA-Z]  (\[[\d,]+, [\d,]+\)) +(none|[\d-]+) +([\d,]+) +\(.*?\) +(.*)$", text, re.M)
+    rows = re.findall(
+        r"^[a-zA-Z]  (\[[\d,]+, [\d,]+\)) +(none|[\d-]+) +([\d,]+) +\(.*?\) +(.*)$", text, re.M
+    )
     return {name: (span, ranks, int(at.replace(",", ""))) for span, ranks, at, name in rows}
 
 
@@ -86,7 +90,9 @@ def test_the_map_says_what_the_store_says(case: tuple[PerBufferParamLayout, int]
         span, held_by, at = found[name]
         assert span == f"[{start:,}, {end:,})"
         have = [rank for rank in range(ranks) if math.prod(flat[name].local_shape(rank))]
-        assert held_by == ("none" if not have else "-".join(map(str, dict.fromkeys((have[0], have[-1])))))
+        assert held_by == (
+            "none" if not have else "-".join(map(str, dict.fromkeys((have[0], have[-1]))))
+        )
         if have:
             place = store.place(name, flat[name], have[0])
             assert (place.buffer, place.offset) == (SHARD, at)
@@ -96,7 +102,11 @@ def brute_padding(layout: PerBufferParamLayout, ranks: int) -> list[int]:
     """Element by element: what of each rank's shards is no parameter's."""
     owned = {i for _, (start, end, _) in layout.placed for i in range(start, end)}
     return [
-        sum(i not in owned for span in buffers.shard_ranges(layout, ranks, rank) for i in range(*span))
+        sum(
+            i not in owned
+            for span in buffers.shard_ranges(layout, ranks, rank)
+            for i in range(*span)
+        )
         for rank in range(ranks)
     ]
 
@@ -108,7 +118,10 @@ def test_padding_is_counted(case: tuple[PerBufferParamLayout, int]) -> None:
     assert f"{layout.numel:,} elements, {layout.padding:,} of them padding" in text
     if ranks > 1 and len(set(by_rank)) > 1:
         least, most = (by_rank.index(f(by_rank)) for f in (min, max))
-        assert f"least padding: {by_rank[least]:,} on rank {least}, most: {by_rank[most]:,} on rank {most}" in text
+        assert (
+            f"least padding: {by_rank[least]:,} on rank {least}, most: {by_rank[most]:,} on rank {most}"
+            in text
+        )
     elif ranks > 1:
         assert f"each, {by_rank[0]:,} of them padding" in text
 
@@ -116,10 +129,16 @@ def test_padding_is_counted(case: tuple[PerBufferParamLayout, int]) -> None:
 @given(laid_out(), st.integers(16, 130))
 def test_bars_are_as_wide_as_asked(case: tuple[PerBufferParamLayout, int], width: int) -> None:
     layout, ranks = case
-    bars = [line[6:-1] for line in buffer_map(layout, ranks, width=width).splitlines() if line.startswith("     |")]
+    bars = [
+        line[6:-1]
+        for line in buffer_map(layout, ranks, width=width).splitlines()
+        if line.startswith("     |")
+    ]
     each = width // ranks
     wide = (each + 1) * ranks - 1 if each >= 4 else width
-    assert {len(bar) for bar in bars} <= {wide} and len(bars) == 2 * min(8, len(layout.bucket_indices))
+    assert {len(bar) for bar in bars} <= {wide} and len(bars) == 2 * min(
+        8, len(layout.bucket_indices)
+    )
 
 
 def test_many_ranks_are_numbered_where_there_is_room() -> None:
@@ -132,7 +151,10 @@ def test_a_large_buffer_is_cut_short() -> None:
     params = [Param(f"layers.{i}.w", (64, 2)) for i in range(45_337)]
     layout = buffers.distributed_optimizer(params, data_parallel_world_size=8, bucket_size=12_800)
     text = buffer_map(layout, 8, most=3)
-    assert text.endswith("\n... and 451 more buckets") and text.count("... and 97 more parameters") == 3
+    assert (
+        text.endswith("\n... and 451 more buckets")
+        and text.count("... and 97 more parameters") == 3
+    )
     assert len(text.splitlines()) < 40
     one = buffer_map(buffers.zero(params, data_parallel_world_size=8), 8, most=2)
     assert one.endswith("... and 45,335 more parameters") and "more bucket" not in one
@@ -154,7 +176,9 @@ def test_one_rank_and_unknown_shapes() -> None:
 
 
 def test_an_empty_buffer() -> None:
-    assert buffer_map(EMPTY, 4).splitlines()[0] == ("0 parameters in 0 buckets: 0 elements, 0 of them padding (0.00 %)")
+    assert buffer_map(EMPTY, 4).splitlines()[0] == (
+        "0 parameters in 0 buckets: 0 elements, 0 of them padding (0.00 %)"
+    )
     hollow = buffers.data_parallel([Param("none", (0, 3))])
     assert listed(buffer_map(hollow, 1)) == {"none": ("[0, 0)", "none", 0)}
     assert len(boxes(buffer_svg(hollow, 1))) == 0
@@ -171,7 +195,16 @@ def test_the_table() -> None:
         "dtype", "gradients", "expert", "managed", "parameters", "buckets", "elements", "padding", "share", "bytes"
     ]  # fmt: skip
     rows = {tuple(line.split()[:4]): line.split()[4:] for line in lines[1:]}
-    assert rows["bfloat16", "float32", "yes", "yes"] == ["1", "1", "128", "93", "72.66", "%", "512", "B"]
+    assert rows["bfloat16", "float32", "yes", "yes"] == [
+        "1",
+        "1",
+        "128",
+        "93",
+        "72.66",
+        "%",
+        "512",
+        "B",
+    ]
     for key, one in layouts.items():
         marks = (key.is_expert_parallel, key.is_managed_by_layer_wise_optimizer)
         found = rows[key.param_dtype, key.grad_dtype, *("yes" if mark else "no" for mark in marks)]
@@ -204,7 +237,9 @@ def texts(text: str) -> list[str]:
     return ["".join(found.itertext()) for found in ElementTree.fromstring(text).iter(f"{SVG}text")]
 
 
-def rows_of(found: Sequence[tuple[float, float, float, str, str]]) -> dict[float, list[tuple[float, float, str, str]]]:
+def rows_of(
+    found: Sequence[tuple[float, float, float, str, str]],
+) -> dict[float, list[tuple[float, float, str, str]]]:
     rows: dict[float, list[tuple[float, float, str, str]]] = {}
     for x, y, *rest in found:
         rows.setdefault(y, []).append((x, *rest))
@@ -214,8 +249,20 @@ def rows_of(found: Sequence[tuple[float, float, float, str, str]]) -> dict[float
 def test_the_picture_of_four_parameters() -> None:
     text = buffer_svg(four(), 3, title="four & <more>")
     said = texts(text)
-    assert said[0] == "four & <more>" and "4 parameters in 2 buckets: 2,304 elements, 484 of them padding" in said[1]
-    assert {"bucket 0", "bucket 1", "0", "1", "2", "14.06 % padding", "34.90 % padding", "padding"} <= set(said)
+    assert (
+        said[0] == "four & <more>"
+        and "4 parameters in 2 buckets: 2,304 elements, 484 of them padding" in said[1]
+    )
+    assert {
+        "bucket 0",
+        "bucket 1",
+        "0",
+        "1",
+        "2",
+        "14.06 % padding",
+        "34.90 % padding",
+        "padding",
+    } <= set(said)
     assert {"head", "model.up", "model.embed"} <= set(said)
     titles = [title for *_, title in boxes(text)]
     assert "model.up.weight (40, 20)\n800 elements at [576, 1,376), ranks 1-2" in titles
@@ -314,9 +361,14 @@ def test_errors(draw: object, shards: int, options: dict[str, int], message: str
 
 def test_one_buffer_is_not_all() -> None:
     layouts = buffers.full_layout(FOUR, rule=buffers.data_parallel)
-    with pytest.raises(ParamLayoutError, match="FullParamLayout is no layout of one buffer; draw each value"):
+    with pytest.raises(
+        ParamLayoutError, match="FullParamLayout is no layout of one buffer; draw each value"
+    ):
         buffer_map(layouts, 1)  # type: ignore[arg-type]
-    with pytest.raises(ParamLayoutError, match="PerBufferParamLayout is not the buffers of a model; give what full_"):
+    with pytest.raises(
+        ParamLayoutError,
+        match="PerBufferParamLayout is not the buffers of a model; give what full_",
+    ):
         buffer_table(four())  # type: ignore[arg-type]
 
 

@@ -9,7 +9,10 @@ from shardmath.pictures.text import LEGEND, grid, nbytes, show, table
 
 
 def test_table() -> None:
-    assert table(["a", "long"], [[1, "x"], ["wide one", 22]]) == "       a  long\n       1     x\nwide one    22"
+    assert (
+        table(["a", "long"], [[1, "x"], ["wide one", 22]])
+        == "       a  long\n       1     x\nwide one    22"
+    )
     assert table(["a"], []) == "a"
 
 
@@ -53,7 +56,9 @@ def test_a_layout() -> None:
 
 
 def test_a_plan() -> None:
-    p = plan(Layout((4, 2), Mesh(tp=2), "(tp n) h"), Layout((4, 2), Mesh(tp=2, ranks=(2, 3)), "n (tp h)"))
+    p = plan(
+        Layout((4, 2), Mesh(tp=2), "(tp n) h"), Layout((4, 2), Mesh(tp=2, ranks=(2, 3)), "n (tp h)")
+    )
     assert show(p).splitlines() == [
         "32 B between 2 and 2 ranks, 1 tensor",
         "rank  sends  receives",

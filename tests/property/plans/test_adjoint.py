@@ -38,7 +38,9 @@ def texts(p) -> tuple[str, str]:
         ("n", "(tp n) {avg: dp}", FAR, ("(tp n) {sum: dp}", "n {sum: tp}")),
     ],
 )
-def test_replicate_and_partial_change_places(src: str, dst: str, there: Mesh, back: tuple[str, str]) -> None:
+def test_replicate_and_partial_change_places(
+    src: str, dst: str, there: Mesh, back: tuple[str, str]
+) -> None:
     p = of(src, dst, there)
     assert texts(p) == back
     verify(p)
@@ -52,14 +54,20 @@ def test_ends_are_swapped() -> None:
     assert p.sent_bytes() == forward.received_bytes() and p.received_bytes() == forward.sent_bytes()
     there = sorted(map(str, map(swapped, forward.transfers())))
     assert sorted(str(t._replace(op="copy")) for t in p.transfers()) == there
-    assert sorted((t.addend, t.src_rank) for t in p.transfers(dst=0)) == [(i, 4 + i) for i in range(4)]
+    assert sorted((t.addend, t.src_rank) for t in p.transfers(dst=0)) == [
+        (i, 4 + i) for i in range(4)
+    ]
     assert {t.op for t in p.transfers()} == {"sum"}
     assert list(p.transfers(src=5)) == [t for r in (0, 1) for t in p.transfers(src=5, dst=r)]
-    assert list(p.transfers(src=0)) == [] and repr(p).startswith("<adjoint plan of 1 tensor, 4 -> 2 ranks, ")
+    assert list(p.transfers(src=0)) == [] and repr(p).startswith(
+        "<adjoint plan of 1 tensor, 4 -> 2 ranks, "
+    )
 
 
 def test_swapped_is_its_own_inverse() -> None:
-    (t, *_) = plan({"w": Layout((4, 6), TP, "(tp n) h")}, {"w": Layout((4, 6), FAR, "n (tp h)")}).transfers()
+    (t, *_) = plan(
+        {"w": Layout((4, 6), TP, "(tp n) h")}, {"w": Layout((4, 6), FAR, "n (tp h)")}
+    ).transfers()
     assert swapped(swapped(t)) == t and swapped(t) != t
     assert (swapped(t).src_rank, swapped(t).dst_slices) == (t.dst_rank, t.src_slices)
 
@@ -73,8 +81,13 @@ def test_fill_is_zero() -> None:
     p = of("(tp n)", "n")
     assert repr(p.fill("")) == "-0.0"
     assert repr(of("(tp n)", "n", dtype="int32").fill("")) == "0"
-    out = simulate(of("n", "(tp n)", Mesh(tp=2, ranks=(4, 5))), {r: np.full(2, 3.0) for r in (4, 5)})
-    assert {r: x.tolist() for r, x in out.items()} == {0: [3.0, 3.0, 0.0, 0.0], 1: [0.0, 0.0, 3.0, 3.0]}
+    out = simulate(
+        of("n", "(tp n)", Mesh(tp=2, ranks=(4, 5))), {r: np.full(2, 3.0) for r in (4, 5)}
+    )
+    assert {r: x.tolist() for r, x in out.items()} == {
+        0: [3.0, 3.0, 0.0, 0.0],
+        1: [0.0, 0.0, 3.0, 3.0],
+    }
     assert np.signbit(out[0]).tolist() == [False, False, True, True]
 
 
@@ -104,12 +117,17 @@ def test_windows_have_an_adjoint(pair: tuple[Layout, ...], cut: int) -> None:
         return
     at = min(cut, src.shape[0])
     rest = tuple((0, n) for n in src.shape[1:])
-    p = plan({"w": src}, {"w": (window(dst, ((0, at), *rest)), window(dst, ((at, src.shape[0]), *rest)))})
+    p = plan(
+        {"w": src}, {"w": (window(dst, ((0, at), *rest)), window(dst, ((at, src.shape[0]), *rest)))}
+    )
     back = adjoint(p)
     verify(back)
     rng = np.random.default_rng(0)
     x = {r: {"w": rng.integers(-4, 5, src.local_shape(r)).astype(float)} for r in src.mesh.ranks}
-    y = {r: {f"w[{j}]": rng.integers(-4, 5, dst.local_shape(r)).astype(float) for j in (0, 1)} for r in dst.mesh.ranks}
+    y = {
+        r: {f"w[{j}]": rng.integers(-4, 5, dst.local_shape(r)).astype(float) for j in (0, 1)}
+        for r in dst.mesh.ranks
+    }
     forward, backward = simulate(p, x), simulate(back, y)
     left = sum((forward[r][k] * y[r][k]).sum() for r in y for k in y[r])
     assert left == sum((x[r]["w"] * backward[r]["w"]).sum() for r in x)
@@ -158,21 +176,30 @@ def respelled(layout: Layout) -> Layout:
 def test_tensors_that_are_held_alike_keep_their_own_axes(pair: tuple[Layout, Layout]) -> None:
     """One plan of two spellings says of each what a plan of it alone says."""
     sides = {"v": tuple(map(respelled, pair)), "w": pair}
-    p = plan({name: src for name, (src, _) in sides.items()}, {name: dst for name, (_, dst) in sides.items()})
+    p = plan(
+        {name: src for name, (src, _) in sides.items()},
+        {name: dst for name, (_, dst) in sides.items()},
+    )
     verify(p)
     for name, (src, dst) in sides.items():
         alone = plan({name: src}, {name: dst})
         assert p.rules[name] == alone.rules[name]
         back, own = adjoint(p), adjoint(alone)
         verify(back)
-        assert (back.src[name], back.dst[name], back.rules[name]) == (own.src[name], own.dst[name], own.rules[name])
+        assert (back.src[name], back.dst[name], back.rules[name]) == (
+            own.src[name],
+            own.dst[name],
+            own.rules[name],
+        )
 
 
 def test_partial_over_one_rank_beside_a_plain_tensor() -> None:
     one = Mesh(tp=1)
     plain, partial = (Layout((4,), one, text) for text in ("n", "n {sum: tp}"))
     p = plan({"v": plain, "w": plain}, {"v": partial, "w": plain})
-    assert [len(batch.names) for batch in p.batches] == [2] and [rule.op for rule in p.rules.values()] == ["sum", None]
+    assert [len(batch.names) for batch in p.batches] == [2] and [
+        rule.op for rule in p.rules.values()
+    ] == ["sum", None]
     verify(p)
     verify(adjoint(p))
 

@@ -71,7 +71,9 @@ class Drawn:
     def __init__(self, data: st.DataObject) -> None:
         self.data, self.calls, self.given = data, [], []
 
-    def __call__(self, lengths: list[int], holders: list[Ranks], nodes: dict[int, int] | None) -> list[list[int]]:
+    def __call__(
+        self, lengths: list[int], holders: list[Ranks], nodes: dict[int, int] | None
+    ) -> list[list[int]]:
         self.calls.append((lengths, holders, nodes))
         cuts = [self.cuts(length, len(held)) for length, held in zip(lengths, holders, strict=True)]
         self.given += [cuts]
@@ -86,8 +88,16 @@ def content_places(on: Lines, batches: tuple[Batch, ...], block: int) -> list[in
     """Where the content of a block may be cut: where a tensor of a row begins, or a piece of it."""
     out = []
     for row in rows_of(on, block):
-        batch, unit, lo, hi = batches[on.batch[row]], int(on.unit[row]), int(on.lo[row]), int(on.hi[row])
-        inner = {lo, *(x for x in (snap(batch.template, unit, at) for at in range(lo, hi)) if x > lo)}
+        batch, unit, lo, hi = (
+            batches[on.batch[row]],
+            int(on.unit[row]),
+            int(on.lo[row]),
+            int(on.hi[row]),
+        )
+        inner = {
+            lo,
+            *(x for x in (snap(batch.template, unit, at) for at in range(lo, hi)) if x > lo),
+        }
         starts = [(x - lo) * batch.template.src.itemsize for x in sorted(inner)]
         begin, each = int(on.at[row]), int(on.each[row])
         out += [begin + k * each + x for k in range(len(batch.names)) for x in starts]
@@ -98,7 +108,11 @@ def line_places(on: Lines, batches: tuple[Batch, ...], line: int) -> list[int]:
     """Where a line may be cut: where a receiver's content may be, and at its ends."""
     out = {0, int(totals(on)[line])}
     for block in blocks_of(on, line):
-        begin, each, places = int(on.start[block]), int(on.nbytes[block]), content_places(on, batches, block)
+        begin, each, places = (
+            int(on.start[block]),
+            int(on.nbytes[block]),
+            content_places(on, batches, block),
+        )
         out |= {begin + j * each + x for j in range(int(on.count[block])) for x in places}
     return sorted(out)
 
@@ -113,7 +127,9 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans(), st.sampled_from([0, 16, SMALL]), st.data())
-def test_cuts_are_the_last_places_before_the_shares(p: Plan, small: int, data: st.DataObject) -> None:
+def test_cuts_are_the_last_places_before_the_shares(
+    p: Plan, small: int, data: st.DataObject
+) -> None:
     with mock.patch("shardmath.plans.template.SMALL", small):
         on, shares = lines(p.batches, p.topology), Drawn(data)
         with mock.patch("shardmath.plans.balance.shares", shares):
@@ -130,7 +146,10 @@ def test_cuts_are_the_last_places_before_the_shares(p: Plan, small: int, data: s
 
 def kinds(on: Lines) -> list[list[int]]:
     """The lines that are far, and those that are near, where there are any."""
-    out = [[line for line, near in enumerate(on.near.tolist()) if near == wanted] for wanted in (False, True)]
+    out = [
+        [line for line, near in enumerate(on.near.tolist()) if near == wanted]
+        for wanted in (False, True)
+    ]
     return [some for some in out if some]
 
 
@@ -153,9 +172,15 @@ def test_shares_are_asked_for_once(p: Plan, data: st.DataObject) -> None:
     with mock.patch("shardmath.plans.balance.shares", shares):
         balanced(on, p.batches, p.topology)
     held = [held_by(on, line) for line in range(len(on.holders))]
-    nodes = {rank: p.topology.node(rank) for ranks in held for rank in ranks} if p.topology else None
+    nodes = (
+        {rank: p.topology.node(rank) for ranks in held for rank in ranks} if p.topology else None
+    )
     expected = [
-        ([int(totals(on)[i]) for i in some], [held[i] for i in some], None if on.near[some[0]] else nodes)
+        (
+            [int(totals(on)[i]) for i in some],
+            [held[i] for i in some],
+            None if on.near[some[0]] else nodes,
+        )
         for some in kinds(on)
     ]
     assert shares.calls == (expected if any(len(ranks) > 1 for ranks in held) else [])
@@ -172,7 +197,10 @@ def test_contents_are_cut_at_the_last_place(p: Plan, small: int, data: st.DataOb
             some = data.draw(st.lists(st.integers(0, int(on.nbytes[block]) - 1), max_size=20))
             expected = [last(places, at) for at in some]
             assert [cutter.of_block(block, at) for at in some] == expected
-            assert together.snapped(np.full(len(some), block), np.array(some, np.int64)).tolist() == expected
+            assert (
+                together.snapped(np.full(len(some), block), np.array(some, np.int64)).tolist()
+                == expected
+            )
 
 
 @given(plans(), st.sampled_from([0, 16, SMALL]), st.data())
@@ -206,7 +234,9 @@ def test_the_row_of_a_byte(p: Plan) -> None:
     on = p.lines
     for block in range(len(on.receivers)):
         for at in range(int(on.nbytes[block])):
-            assert row_at(on, block, at) == max(row for row in rows_of(on, block) if on.at[row] <= at)
+            assert row_at(on, block, at) == max(
+                row for row in rows_of(on, block) if on.at[row] <= at
+            )
 
 
 def test_large_boxes_are_cut_at_rows_and_small_ones_not_at_all() -> None:
@@ -215,7 +245,12 @@ def test_large_boxes_are_cut_at_rows_and_small_ones_not_at_all() -> None:
     assert cuts_of(plan(large(three, "n h"), large(Mesh(ranks=[9]), "n h")).lines, 0) == [
         *(512 * x for x in (0, 333, 666, 1000)),
     ]
-    assert cuts_of(plan(large(three, "n h", 128), large(Mesh(ranks=[9]), "n h", 128)).lines, 0) == [0, 0, 0, 65536]
+    assert cuts_of(plan(large(three, "n h", 128), large(Mesh(ranks=[9]), "n h", 128)).lines, 0) == [
+        0,
+        0,
+        0,
+        65536,
+    ]
     assert cuts_of(plan(large(three, "n h", 129), large(Mesh(ranks=[9]), "n h", 129)).lines, 0) == [
         *(512 * x for x in (0, 43, 86, 129)),
     ]
@@ -262,8 +297,14 @@ def stretches(on: Lines) -> list[Stretch]:
 def local(on: Lines) -> list[Stretch]:
     """All that stays where it is."""
     pairs = [(line, block) for line in range(len(on.holders)) for block in blocks_of(on, line)]
-    both = [(block, set(held_by(on, line)) & set(on.sets[on.receivers[block]])) for line, block in pairs]
-    return [Stretch(block, rank, rank, 0, int(on.nbytes[block])) for block, ranks in both for rank in sorted(ranks)]
+    both = [
+        (block, set(held_by(on, line)) & set(on.sets[on.receivers[block]])) for line, block in pairs
+    ]
+    return [
+        Stretch(block, rank, rank, 0, int(on.nbytes[block]))
+        for block, ranks in both
+        for rank in sorted(ranks)
+    ]
 
 
 def check_stretches(p: Plan) -> None:
@@ -296,8 +337,13 @@ def test_wherever_lines_are_cut(p: Plan, data: st.DataObject) -> None:
     """At any byte, and holders may have nothing at all to send."""
     shares = Drawn(data)
     on = p.lines
-    cuts = [shares.cuts(int(totals(on)[line]), len(held_by(on, line))) for line in range(len(on.holders))]
-    check_stretches(replace(p, lines=replace(on, cuts=np.array(list(itertools.chain(*cuts)), np.int64))))
+    cuts = [
+        shares.cuts(int(totals(on)[line]), len(held_by(on, line)))
+        for line in range(len(on.holders))
+    ]
+    check_stretches(
+        replace(p, lines=replace(on, cuts=np.array(list(itertools.chain(*cuts)), np.int64)))
+    )
 
 
 def test_stretches_of_two_receivers() -> None:
@@ -327,7 +373,10 @@ def test_loads_are_what_goes_from_rank_to_rank(p: Plan, small: int) -> None:
         into[x.receiver] += x.hi - x.lo
     assert Counter(sent_loads(p.lines)) == out and Counter(received_loads(p.lines)) == into
     assert all(
-        type(x) is int for loads in (sent_loads(p.lines), received_loads(p.lines)) for x in loads.items() for x in x
+        type(x) is int
+        for loads in (sent_loads(p.lines), received_loads(p.lines))
+        for x in loads.items()
+        for x in x
     )
     assert p.sent_bytes() == {rank: out[rank] for rank in p.ranks}
     assert p.received_bytes() == {rank: into[rank] for rank in p.ranks}
@@ -345,7 +394,10 @@ def test_loads_are_even_over_all_lines_together() -> None:
 
 def test_what_a_node_has_does_not_leave_another() -> None:
     """Ranks 0 and 4 hold it; of 1, 2, 5 and 8 only 8 asks across, and both may send it half."""
-    held, wanted = large(Mesh(a=2, ranks=(0, 4)), "n h"), large(Mesh(b=4, ranks=(1, 2, 5, 8)), "n h")
+    held, wanted = (
+        large(Mesh(a=2, ranks=(0, 4)), "n h"),
+        large(Mesh(b=4, ranks=(1, 2, 5, 8)), "n h"),
+    )
     p = plan(held, wanted, topology=Topology(ranks_per_node=4))
     pairs = Counter((x.sender, x.receiver) for x in stretches(p.lines))
     assert set(pairs) == {(0, 1), (0, 2), (4, 5), (0, 8), (4, 8)}

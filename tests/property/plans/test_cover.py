@@ -13,7 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, PlanError, Shard, Table, adjoint, plan, schedule, testing, verify
+from shardmath import (
+    Layout,
+    Mesh,
+    PlanError,
+    Shard,
+    Table,
+    adjoint,
+    plan,
+    schedule,
+    testing,
+    verify,
+)
 from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.layouts.layout import window
 from shardmath.plans import cover
@@ -32,7 +43,12 @@ def test_source_windows_hold_different_elements(layout: Layout, data: st.DataObj
     boxes = [data.draw(testing.boxes(layout.shape)) for _ in range(2)]
     windows = tuple(window(layout, b) for b in boxes)
     both = [
-        set.intersection(*({i for r in w.mesh.ranks for i in w.indices(r)[d].tolist() if i >= 0} for w in windows))
+        set.intersection(
+            *(
+                {i for r in w.mesh.ranks for i in w.indices(r)[d].tolist() if i >= 0}
+                for w in windows
+            )
+        )
         for d in range(layout.ndim)
     ]
     if all(both):
@@ -40,7 +56,9 @@ def test_source_windows_hold_different_elements(layout: Layout, data: st.DataObj
             check_disjoint("w", windows)
         at = tuple(min(x) for x in both)
         fix = "use shardmath.window to keep them apart"
-        assert str(caught.value) == f"tensor 'w': source windows 0 and 1 both hold element {at}; {fix}"
+        assert (
+            str(caught.value) == f"tensor 'w': source windows 0 and 1 both hold element {at}; {fix}"
+        )
     else:
         check_disjoint("w", windows)
 
@@ -91,7 +109,9 @@ def test_each_destination_window_is_covered_alone(fails) -> None:
     half = box((0, 3), (0, 4))
     plan({"w": half}, {"w": (box((0, 2), (0, 4)), box((2, 3), (1, 2)))})
     fails(
-        lambda: plan({"w": (half, box((4, 6), (0, 4)))}, {"w": (box((0, 2), (0, 4)), box((2, 6), (0, 4)))}),
+        lambda: plan(
+            {"w": (half, box((4, 6), (0, 4)))}, {"w": (box((0, 2), (0, 4)), box((2, 6), (0, 4)))}
+        ),
         PlanError,
         f"tensor 'w': rank 1 needs element (3, 0) under {box((2, 6), (0, 4))}, no rank holds it under {half}; "
         "cover it at the source",
@@ -122,7 +142,9 @@ def test_a_missing_addend_of_a_chosen_axis_is_missed(fails) -> None:
 
 @given(testing.layouts())
 def test_cells_are_what_ranks_hold(layout: Layout) -> None:
-    expected = [math.prod(int((i >= 0).sum()) for i in layout.indices(rank)) for rank in layout.mesh.ranks]
+    expected = [
+        math.prod(int((i >= 0).sum()) for i in layout.indices(rank)) for rank in layout.mesh.ranks
+    ]
     assert cells_held(layout).tolist() == expected
 
 
@@ -131,12 +153,17 @@ def test_windows_meet_where_their_hulls_do(layout: Layout, mesh: Mesh, data: st.
     """All pairs with an element in common are among those that meet, and every destination window is."""
     other = data.draw(testing.layouts(layout.shape, mesh))
     src, dst = (
-        tuple(window(x, data.draw(testing.boxes(x.shape))) for _ in range(data.draw(st.integers(1, 3))))
+        tuple(
+            window(x, data.draw(testing.boxes(x.shape)))
+            for _ in range(data.draw(st.integers(1, 3)))
+        )
         for x in (layout, other)
     )
     met = meeting(src, dst)
     assert len(set(met)) == len(met) and {j for _, j in met} == set(range(len(dst)))
-    held = [[{x for r in w.mesh.ranks for x in _elements(w, r)} for w in side] for side in (src, dst)]
+    held = [
+        [{x for r in w.mesh.ranks for x in _elements(w, r)} for w in side] for side in (src, dst)
+    ]
     for i, j in itertools.product(range(len(src)), range(len(dst))):
         if held[0][i] & held[1][j]:
             assert (i, j) in met
@@ -221,7 +248,9 @@ def test_a_window_is_said_to_be_one() -> None:
     for p in (by_word, by_tuple):
         verify(p)
         verify(schedule(p))
-        assert p.in_part == ("w",) and repr(p).startswith("<plan of 2 tensors, 1 of them in part, 2 -> 4 ranks, ")
+        assert p.in_part == ("w",) and repr(p).startswith(
+            "<plan of 2 tensors, 1 of them in part, 2 -> 4 ranks, "
+        )
     assert plan(ROWS, ROWS, window=True).in_part == () == plan(ROWS, (ROWS,)).in_part
 
 
@@ -275,7 +304,11 @@ def test_many_windows_that_overlap(ndim: int, count: int) -> None:
     windows = tuple(window(layout, box) for box in [*map(tuple, sides), *boxes])
     begun = time.process_time()
     assert first_unheld(windows) == (last, *[0] * (ndim - 2), last)[-ndim:]
-    whole = (*windows, window(layout, [(last, size)] * ndim), window(layout, [(last, size), *[(0, size)] * (ndim - 1)]))
+    whole = (
+        *windows,
+        window(layout, [(last, size)] * ndim),
+        window(layout, [(last, size), *[(0, size)] * (ndim - 1)]),
+    )
     assert first_unheld(whole) is None
     assert time.process_time() - begun < 4
 

@@ -50,10 +50,14 @@ def asked_of(b: int, batch: Batch, topology: Topology | None) -> Iterator[Asked]
         addend = int(unit_addends(t)[unit]) if t.reduction.folded else 0
         for lo, hi, ranks in chosen(batch, unit, holders, [batch.dst.ranks[i] for i in there[c]]):
             for senders, near, receivers in by_node(holders, ranks, topology):
-                yield Asked(senders, near, receivers, addend, b, int(t.unit_order[unit]), lo, hi, unit)
+                yield Asked(
+                    senders, near, receivers, addend, b, int(t.unit_order[unit]), lo, hi, unit
+                )
 
 
-def chosen(batch: Batch, unit: int, holders: Ranks, ranks: list[int]) -> Iterator[tuple[int, int, Ranks]]:
+def chosen(
+    batch: Batch, unit: int, holders: Ranks, ranks: list[int]
+) -> Iterator[tuple[int, int, Ranks]]:
     """(lo, hi, receivers): all of them; or of addends the one that has most holders, or each a stripe."""
     t, axes = batch.template, batch.template.reduction.chosen
     size = int(t.unit_size[unit])
@@ -66,10 +70,14 @@ def chosen(batch: Batch, unit: int, holders: Ranks, ranks: list[int]) -> Iterato
     if max(held):
         addends = [addends[held.index(max(held))]]
     cuts = [*(snap(t, unit, size * j // len(addends)) for j in range(len(addends))), size]
-    yield from ((lo, hi, group) for group, lo, hi in zip(addends, cuts, cuts[1:], strict=False) if lo < hi)
+    yield from (
+        (lo, hi, group) for group, lo, hi in zip(addends, cuts, cuts[1:], strict=False) if lo < hi
+    )
 
 
-def by_node(holders: Ranks, ranks: Ranks, topology: Topology | None) -> Iterator[tuple[Ranks, bool, Ranks]]:
+def by_node(
+    holders: Ranks, ranks: Ranks, topology: Topology | None
+) -> Iterator[tuple[Ranks, bool, Ranks]]:
     """(senders, whether on one node, receivers): receivers ask holders on their own node, if there are any."""
     own: dict[Ranks, list[int]] = {}
     for rank in ranks:
@@ -80,14 +88,28 @@ def by_node(holders: Ranks, ranks: Ranks, topology: Topology | None) -> Iterator
 
 def laid_out(batches: tuple[Batch, ...], rows: list[Asked]) -> dict[str, list[Any]]:
     """The columns of Lines, but for the cuts, as lists."""
-    columns = ("holders", "near", "first", "receivers", "addend", "count", "nbytes", "start", "row_first")
-    out: dict[str, list[Any]] = {name: [] for name in (*columns, "batch", "unit", "lo", "hi", "at", "each")}
+    columns = (
+        "holders",
+        "near",
+        "first",
+        "receivers",
+        "addend",
+        "count",
+        "nbytes",
+        "start",
+        "row_first",
+    )
+    out: dict[str, list[Any]] = {
+        name: [] for name in (*columns, "batch", "unit", "lo", "hi", "at", "each")
+    }
     for (holders, near), line in itertools.groupby(rows, key=lambda x: (x.holders, x.near)):
         out["holders"].append(holders)
         out["near"].append(near)
         out["first"].append(len(out["start"]))
         length = 0
-        for (receivers, addend), block in itertools.groupby(line, key=lambda x: (x.receivers, x.addend)):
+        for (receivers, addend), block in itertools.groupby(
+            line, key=lambda x: (x.receivers, x.addend)
+        ):
             out["receivers"].append(receivers)
             out["addend"].append(addend)
             out["count"].append(sum(rank not in holders for rank in receivers))
@@ -97,7 +119,12 @@ def laid_out(batches: tuple[Batch, ...], rows: list[Asked]) -> dict[str, list[An
             for row in block:
                 batch = batches[row.batch]
                 each = (row.hi - row.lo) * batch.template.src.itemsize
-                for name, value in (("batch", row.batch), ("unit", row.unit), ("lo", row.lo), ("hi", row.hi)):
+                for name, value in (
+                    ("batch", row.batch),
+                    ("unit", row.unit),
+                    ("lo", row.lo),
+                    ("hi", row.hi),
+                ):
                     out[name].append(value)
                 out["at"].append(size)
                 out["each"].append(each)
@@ -127,14 +154,22 @@ def columns_of(on: Lines) -> dict[str, list[Any]]:
         "each",
     )
     out = {name: getattr(on, name).tolist() for name in names}
-    return out | {name: [on.sets[i] for i in getattr(on, name).tolist()] for name in ("holders", "receivers")}
+    return out | {
+        name: [on.sets[i] for i in getattr(on, name).tolist()] for name in ("holders", "receivers")
+    }
 
 
 def check_lines(p: Plan) -> None:
     on = lines(p.batches, p.topology)
     assert columns_of(on) == laid_out(p.batches, asked(p.batches, p.topology))
-    assert list(on.sets) == sorted(set(on.sets)) and all(ranks == tuple(sorted(set(ranks))) for ranks in on.sets)
-    assert all(getattr(on, name).dtype == np.int64 for name in Lines.__slots__ if name not in ("sets", "near"))
+    assert list(on.sets) == sorted(set(on.sets)) and all(
+        ranks == tuple(sorted(set(ranks))) for ranks in on.sets
+    )
+    assert all(
+        getattr(on, name).dtype == np.int64
+        for name in Lines.__slots__
+        if name not in ("sets", "near")
+    )
     assert on.near.dtype == bool and len(on.cuts) == len(on.cut_first) == 0
 
 
@@ -143,13 +178,17 @@ topologies = st.one_of(st.none(), st.integers(1, 5).map(lambda n: Topology(ranks
 
 @given(testing.pairs(), topologies, st.sampled_from([0, 16, SMALL]))
 @example((Layout((0,), Mesh(), "n"), Layout((0,), Mesh(), "n")), Topology(ranks_per_node=1), 0)
-def test_lines_are_what_is_asked(pair: tuple[Layout, ...], topology: Topology | None, small: int) -> None:
+def test_lines_are_what_is_asked(
+    pair: tuple[Layout, ...], topology: Topology | None, small: int
+) -> None:
     with mock.patch("shardmath.plans.template.SMALL", small):
         check_lines(plan(*pair, topology=topology))
 
 
 @given(testing.trees(), topologies)
-def test_lines_of_trees(tree: tuple[dict[str, Layout], dict[str, Layout]], topology: Topology | None) -> None:
+def test_lines_of_trees(
+    tree: tuple[dict[str, Layout], dict[str, Layout]], topology: Topology | None
+) -> None:
     check_lines(plan(*tree, topology=topology))
 
 
@@ -167,7 +206,9 @@ def large(mesh: Mesh, text: str, rows: int = 1000, columns: int = 64) -> Layout:
     return Layout((rows, columns), mesh, text, dtype="float64")
 
 
-def asks(src: Layout, dst: Layout, per_node: int | None = None) -> list[tuple[Ranks, Ranks, int, int]]:
+def asks(
+    src: Layout, dst: Layout, per_node: int | None = None
+) -> list[tuple[Ranks, Ranks, int, int]]:
     """(holders, receivers, lo, hi) of every row."""
     on = plan(src, dst, topology=Topology(ranks_per_node=per_node) if per_node else None).lines
     block = np.repeat(np.arange(len(on.receivers)), np.diff(on.row_first))
@@ -210,7 +251,9 @@ def test_the_addend_that_most_hold_receives() -> None:
     """Rank 0 is of the first addend, 1 and 2 are of the second; of as many holders the first addend is chosen."""
     three = Mesh(a=3)
     mixed = Mesh(b=2, c=2, ranks=(0, 5, 1, 2))
-    assert asks(large(three, "n h"), large(mixed, "n h {sum: b}")) == [((0, 1, 2), (1, 2), 0, 64000)]
+    assert asks(large(three, "n h"), large(mixed, "n h {sum: b}")) == [
+        ((0, 1, 2), (1, 2), 0, 64000)
+    ]
     even = Mesh(b=2, c=2, ranks=(5, 1, 2, 6))
     assert asks(large(three, "n h"), large(even, "n h {sum: b}")) == [((0, 1, 2), (1, 5), 0, 64000)]
 
@@ -272,7 +315,10 @@ def test_near_and_far_lines_of_the_same_holders() -> None:
     held, wanted = large(Mesh(ranks=[3]), "n h"), large(Mesh(b=2, ranks=(2, 5)), "n h")
     on = plan(held, wanted, topology=Topology(ranks_per_node=2)).lines
     assert [on.sets[i] for i in on.holders.tolist()] == [(3,), (3,)]
-    assert on.near.tolist() == [False, True] and [on.sets[i] for i in on.receivers.tolist()] == [(5,), (2,)]
+    assert on.near.tolist() == [False, True] and [on.sets[i] for i in on.receivers.tolist()] == [
+        (5,),
+        (2,),
+    ]
 
 
 def test_a_node_of_one_rank_is_no_node_at_all() -> None:
@@ -294,14 +340,20 @@ def test_one_node_is_no_nodes_at_all() -> None:
 
 def test_receivers_that_hold_it_are_not_on_the_line() -> None:
     on = plan(large(PAIR, "n h"), large(Mesh(b=3, ranks=(1, 2, 5)), "n h")).lines
-    assert (on.sets[on.holders[0]], on.sets[on.receivers[0]], on.count.tolist()) == ((0, 1), (1, 2, 5), [2])
+    assert (on.sets[on.holders[0]], on.sets[on.receivers[0]], on.count.tolist()) == (
+        (0, 1),
+        (1, 2, 5),
+        [2],
+    )
     assert wire(on, 0, 0) == (2, 5)
     (only,) = plan(large(PAIR, "n h"), large(PAIR, "n h")).lines.count.tolist()
     assert only == 0
 
 
 @given(testing.pairs(), topologies)
-def test_the_wire_is_all_who_do_not_hold_it(pair: tuple[Layout, ...], topology: Topology | None) -> None:
+def test_the_wire_is_all_who_do_not_hold_it(
+    pair: tuple[Layout, ...], topology: Topology | None
+) -> None:
     on = plan(*pair, topology=topology).lines
     for line in range(len(on.holders)):
         for block in range(int(on.first[line]), int(on.first[line + 1])):
@@ -322,6 +374,9 @@ def test_addends_to_choose_from_beside_tensors_without_any() -> None:
     """A template whose destination may choose an addend comes first; those after it are on the lines too."""
     one, many = Mesh(), Mesh(a=2, ranks=(1, 2))
     names = {"a": "n {sum: a}", "b": "(a n)", "c": "n"}
-    p = plan({k: Layout((4,), one, "n") for k in names}, {k: Layout((4,), many, text) for k, text in names.items()})
+    p = plan(
+        {k: Layout((4,), one, "n") for k in names},
+        {k: Layout((4,), many, text) for k, text in names.items()},
+    )
     check_lines(p)
     assert sum(p.received_bytes().values()) == 16 + 2 * 8 + 2 * 16

@@ -49,19 +49,28 @@ FOUR = identity(4)
 
 
 @given(Pairs, Pairs)
-@example(parts_of(FOUR, from_ranges([(2, 4)])), parts_of(from_ranges([(1, 3)]), from_ranges([(3, 4), (0, 2)])))
+@example(
+    parts_of(FOUR, from_ranges([(2, 4)])),
+    parts_of(from_ranges([(1, 3)]), from_ranges([(3, 4), (0, 2)])),
+)
 def test_rows_are_what_both_hold(source: Partition, target: Partition) -> None:
     """Every position that both sides hold is in one row, of the pair of those who hold it, at the place they say."""
     over = overlay(source, target)
     found: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for pair, (k, g) in enumerate(zip(over.pair_key.tolist(), over.pair_goal.tolist(), strict=True)):
+    for pair, (k, g) in enumerate(
+        zip(over.pair_key.tolist(), over.pair_goal.tolist(), strict=True)
+    ):
         key, goal = over.keys[k], over.goals[g]
         for r in range(int(over.first[pair]), int(over.first[pair + 1])):
             for i, x in enumerate(range(int(over.start[r]), int(over.start[r] + over.size[r]))):
                 assert x not in found
                 found[x] = key, goal
-                assert all(source.parts[p].indices()[over.src[r, m] + i] == x for m, p in enumerate(key))
-                assert all(target.parts[p].indices()[over.dst[r, m] + i] == x for m, p in enumerate(goal))
+                assert all(
+                    source.parts[p].indices()[over.src[r, m] + i] == x for m, p in enumerate(key)
+                )
+                assert all(
+                    target.parts[p].indices()[over.dst[r, m] + i] == x for m, p in enumerate(goal)
+                )
     both = {x: (holders(source, x), holders(target, x)) for x in range(12)}
     assert found == {x: ends for x, ends in both.items() if all(ends)}
 
@@ -69,14 +78,21 @@ def test_rows_are_what_both_hold(source: Partition, target: Partition) -> None:
 @given(Pairs, Pairs)
 def test_tables_fit_each_other(source: Partition, target: Partition) -> None:
     over = overlay(source, target)
-    assert over.first[0] == 0 and (np.diff(over.first) > 0).all() and over.first[-1] == len(over.start)
-    assert len(over.start) == len(over.size) == len(over.dst) == len(over.src) and (over.size > 0).all()
+    assert (
+        over.first[0] == 0 and (np.diff(over.first) > 0).all() and over.first[-1] == len(over.start)
+    )
+    assert (
+        len(over.start) == len(over.size) == len(over.dst) == len(over.src)
+        and (over.size > 0).all()
+    )
     sizes = [int(over.size[a:b].sum()) for a, b in itertools.pairwise(over.first.tolist())]
     assert over.pair_size.tolist() == sizes
     pairs = list(zip(over.pair_key.tolist(), over.pair_goal.tolist(), strict=True))
     assert pairs == sorted(set(pairs))
     for sets in (over.keys, over.goals):
-        assert len(set(sets)) == len(sets) and all(parts == tuple(sorted(set(parts))) for parts in sets)
+        assert len(set(sets)) == len(sets) and all(
+            parts == tuple(sorted(set(parts))) for parts in sets
+        )
     for a, b in itertools.pairwise(over.first.tolist()):
         assert (np.diff(over.dst[a:b, 0]) > 0).all()
 
@@ -86,16 +102,25 @@ def test_transposed(source: Partition, target: Partition) -> None:
     """Sides change places: the same rows."""
     over, back = overlay(source, target), overlay(target, source)
     assert (over.keys, over.goals) == (back.goals, back.keys)
-    assert sorted(rows(over)) == sorted((start, size, src, dst) for start, size, dst, src in rows(back))
+    assert sorted(rows(over)) == sorted(
+        (start, size, src, dst) for start, size, dst, src in rows(back)
+    )
 
 
 def rows(over: Overlay) -> list[tuple[int, ...]]:
     """(global start, size, destination start, source start in the first parts) of every row."""
-    return list(zip(*(x.tolist() for x in (over.start, over.size, over.dst[:, 0], over.src[:, 0])), strict=True))
+    return list(
+        zip(
+            *(x.tolist() for x in (over.start, over.size, over.dst[:, 0], over.src[:, 0])),
+            strict=True,
+        )
+    )
 
 
 def test_rows_are_as_long_as_they_can_be() -> None:
-    tp8, tp6 = (parts_of(*(from_ranges([(i * s, i * s + s)]) for i in range(24 // s))) for s in (3, 4))
+    tp8, tp6 = (
+        parts_of(*(from_ranges([(i * s, i * s + s)]) for i in range(24 // s))) for s in (3, 4)
+    )
     assert max(np.bincount(overlay(tp8, tp6).pair_goal)) == 2
     assert len(overlay(tp8, tp6).size) == 12
     one = overlay(parts_of(from_ranges([(2, 6), (0, 2)])), parts_of(identity(6)))

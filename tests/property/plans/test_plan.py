@@ -56,7 +56,8 @@ def test_all_reduce() -> None:
 
 def test_a_transfer() -> None:
     (t,) = plan(
-        {"w": Layout((2, 3), Mesh(), "n h", dtype="int8")}, {"w": Layout((2, 3), Mesh(ranks=[4]), "n h", dtype="int8")}
+        {"w": Layout((2, 3), Mesh(), "n h", dtype="int8")},
+        {"w": Layout((2, 3), Mesh(ranks=[4]), "n h", dtype="int8")},
     ).transfers()
     box = (slice(0, 2), slice(0, 3))
     assert t == Transfer("w", 0, 4, "copy", "w", box, "w", box, (2, 3), 6, box, 0)
@@ -65,7 +66,13 @@ def test_a_transfer() -> None:
     (scalar,) = plan(
         Layout((), Mesh(), "", dtype="float64"), Layout((), Mesh(ranks=[1]), "", dtype="float64")
     ).transfers()
-    assert (scalar.shape, scalar.src_slices, scalar.dst_slices, scalar.global_slices, scalar.nbytes) == (
+    assert (
+        scalar.shape,
+        scalar.src_slices,
+        scalar.dst_slices,
+        scalar.global_slices,
+        scalar.nbytes,
+    ) == (
         (),
         (),
         (),
@@ -81,7 +88,10 @@ def test_local_names_of_windows() -> None:
     other = Layout((4,), Mesh(ranks=[9]), "n")
     there = (window(other, ((0, 3),)), window(other, ((3, 4),)))
     p = plan({"w": parts}, {"w": there})
-    named = {(t.src_tensor, t.src_rank, t.dst_tensor, t.global_slices[0].start, t.shape) for t in p.transfers()}
+    named = {
+        (t.src_tensor, t.src_rank, t.dst_tensor, t.global_slices[0].start, t.shape)
+        for t in p.transfers()
+    }
     assert named == {
         ("w[0]", 0, "w[0]", 0, (1,)),
         ("w[1]", 0, "w[0]", 1, (1,)),
@@ -155,7 +165,10 @@ A, B = Layout((8, 2), TP2, "(tp n) h"), Layout((8, 2), TP4, "(tp n) h")
         ({"v": A, "w": A}, {"v": B, "w": B}),
         ({"v": A}, {"v": B}),
         ({"w": B}, {"w": A}),
-        ({"w": Layout((8, 2), TP2, "(tp n) h", dtype="int8")}, {"w": Layout((8, 2), TP4, "(tp n) h", dtype="int8")}),
+        (
+            {"w": Layout((8, 2), TP2, "(tp n) h", dtype="int8")},
+            {"w": Layout((8, 2), TP4, "(tp n) h", dtype="int8")},
+        ),
         ({"w": Layout((8, 3), TP2, "(tp n) h")}, {"w": Layout((8, 3), TP4, "(tp n) h")}),
         ({"w": A}, {"w": Layout((8, 2), TP4, "n h")}),
         ({"w": A}, {"w": Layout((8, 2), TP4, "(tp n)=9 h")}),
@@ -170,7 +183,10 @@ A, B = Layout((8, 2), TP2, "(tp n) h"), Layout((8, 2), TP4, "(tp n) h")
 def test_digests_differ_where_plans_do(src, dst) -> None:
     reference = plan({"w": A}, {"w": B})
     assert (plan(src, dst) == reference) == ((src, dst) == ({"w": A}, {"w": B}))
-    assert plan(src, dst).digest == plan(dict(reversed(src.items())), dict(reversed(dst.items()))).digest
+    assert (
+        plan(src, dst).digest
+        == plan(dict(reversed(src.items())), dict(reversed(dst.items()))).digest
+    )
 
 
 @given(testing.pairs())
@@ -222,7 +238,10 @@ def test_transfers_inside_a_line_of_many_tensors() -> None:
     a, b = Layout((100, 256), Mesh(a=3), "n h"), Layout((100, 256), Mesh(ranks=[9]), "n h")
     names = "vwxyz"
     p = plan(dict.fromkeys(names, a), dict.fromkeys(names, b))
-    rows = [(t.src_rank, t.tensor, t.global_slices[0].start, t.global_slices[0].stop) for t in p.transfers()]
+    rows = [
+        (t.src_rank, t.tensor, t.global_slices[0].start, t.global_slices[0].stop)
+        for t in p.transfers()
+    ]
     assert rows == [
         (0, "v", 0, 100),
         (0, "w", 0, 66),
@@ -233,7 +252,8 @@ def test_transfers_inside_a_line_of_many_tensors() -> None:
         (2, "z", 0, 100),
     ]
     assert rows == [
-        (t.src_rank, t.tensor, t.global_slices[0].start, t.global_slices[0].stop) for t in p.transfers(dst=9)
+        (t.src_rank, t.tensor, t.global_slices[0].start, t.global_slices[0].stop)
+        for t in p.transfers(dst=9)
     ]
     assert all(t.src_slices == t.dst_slices == t.global_slices for t in p.transfers())
 
@@ -284,9 +304,18 @@ def halves(layout: Layout) -> tuple[Layout, ...]:
             lambda: plan({"w": A, "w[0]": A}, {"w": halves(B), "w[0]": B}),
             "window 'w[0]' of tensor 'w' has the name of another tensor; rename one",
         ),
-        (lambda: plan({"w": ()}, {"w": A}), "tensor 'w' is (); give a Layout or a tuple of Layouts"),
-        (lambda: plan({"w": A}, {"w": "n h"}), "tensor 'w' is 'n h'; give a Layout or a tuple of Layouts"),
-        (lambda: plan({"w": (A, None)}, {"w": A}), f"tensor 'w' is ({A!r}, None); give a Layout or a tuple of Layouts"),
+        (
+            lambda: plan({"w": ()}, {"w": A}),
+            "tensor 'w' is (); give a Layout or a tuple of Layouts",
+        ),
+        (
+            lambda: plan({"w": A}, {"w": "n h"}),
+            "tensor 'w' is 'n h'; give a Layout or a tuple of Layouts",
+        ),
+        (
+            lambda: plan({"w": (A, None)}, {"w": A}),
+            f"tensor 'w' is ({A!r}, None); give a Layout or a tuple of Layouts",
+        ),
     ],
 )
 def test_errors(make, message: str, fails) -> None:

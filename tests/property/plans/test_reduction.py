@@ -10,7 +10,13 @@ import pytest
 
 from shardmath import Layout, Mesh, PlanError
 from shardmath.layouts.placement import OPS
-from shardmath.plans.reduction import Reduction, check_arithmetic, identity_of, ranks_along, reduction
+from shardmath.plans.reduction import (
+    Reduction,
+    check_arithmetic,
+    identity_of,
+    ranks_along,
+    reduction,
+)
 
 MESH = Mesh(dp=2, tp=3)
 
@@ -55,10 +61,20 @@ def test_passing_through_is_about_ranks() -> None:
 
 def test_one_axis_may_pass_and_another_be_folded() -> None:
     found = asked("n {sum: dp tp}", "n {sum: dp}")
-    assert (found.matched, found.folded, found.chosen, found.addends) == (((("dp",), ("dp",)),), ("tp",), (), 3)
+    assert (found.matched, found.folded, found.chosen, found.addends) == (
+        ((("dp",), ("dp",)),),
+        ("tp",),
+        (),
+        3,
+    )
     assert found.fill is None
     found = asked("n {sum: dp}", "n {sum: dp tp}")
-    assert (found.matched, found.folded, found.chosen, found.addends) == (((("dp",), ("dp",)),), (), ("tp",), 1)
+    assert (found.matched, found.folded, found.chosen, found.addends) == (
+        ((("dp",), ("dp",)),),
+        (),
+        ("tp",),
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +100,12 @@ def test_to_avg_max_and_min_all_receive(op: str) -> None:
     found = asked("n", f"n {{{op}: tp}}")
     assert (found.op, found.chosen, found.folded, found.fill) == (op, (), (), None)
     found = asked(f"n {{{op}: dp}}", f"n {{{op}: tp}}")
-    assert (found.chosen, found.folded, found.addends, found.divisor) == ((), ("dp",), 2, 2 if op == "avg" else 1)
+    assert (found.chosen, found.folded, found.addends, found.divisor) == (
+        (),
+        ("dp",),
+        2,
+        2 if op == "avg" else 1,
+    )
 
 
 def test_axes_of_size_1_hold_one_addend() -> None:
@@ -121,7 +142,8 @@ def test_ranks_along() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype"), list(itertools.product(("sum", "product"), ("float32", "int8", "uint8", "complex64")))
+    ("op", "dtype"),
+    list(itertools.product(("sum", "product"), ("float32", "int8", "uint8", "complex64"))),
 )
 def test_identities_change_nothing(op: str, dtype: str) -> None:
     fill = np.array(identity_of(op, dtype)).astype(dtype)
@@ -135,11 +157,17 @@ REFUSED = {
     ("avg", "int32"): "avg of int32 is not an integer; use sum, or cast to a floating type first",
     ("avg", "uint8"): "avg of uint8 is not an integer; use sum, or cast to a floating type first",
     **{
-        (op, "bool"): f"{op} of bool has no agreed meaning; use max for any, min for all, or cast to an integer type"
+        (
+            op,
+            "bool",
+        ): f"{op} of bool has no agreed meaning; use max for any, min for all, or cast to an integer type"
         for op in ("sum", "avg", "product")
     },
     **{
-        (op, "complex64"): f"{op} of complex64: complex numbers have no order; reduce real and imaginary parts apart"
+        (
+            op,
+            "complex64",
+        ): f"{op} of complex64: complex numbers have no order; reduce real and imaginary parts apart"
         for op in ("max", "min")
     },
 }
@@ -176,6 +204,12 @@ def test_by_ranks_says_all() -> None:
     sides = Layout((6,), MESH, "n {sum: dp tp}"), Layout((6,), MESH, "n {sum: tp}")
     folded = tuple((rank, rank // 3) for rank in range(6))
     chosen = tuple((rank, 0) for rank in range(6))
-    assert reduction(*sides).by_ranks(*sides) == ("sum", 2, folded, chosen, "[([0, 3], [1, 4], [2, 5])]")
+    assert reduction(*sides).by_ranks(*sides) == (
+        "sum",
+        2,
+        folded,
+        chosen,
+        "[([0, 3], [1, 4], [2, 5])]",
+    )
     sides = Layout((6,), MESH, "n {sum: dp}"), Layout((6,), Mesh(x=2, ranks=(8, 7)), "n {sum: x}")
     assert reduction(*sides).by_ranks(*sides) == ("sum", 2, folded, ((7, 1), (8, 0)), "[]")

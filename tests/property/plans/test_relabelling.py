@@ -34,7 +34,9 @@ def small_meshes(most: int = 5) -> st.SearchStrategy[Mesh]:
 
 
 @st.composite
-def sides(draw: st.DrawFn, ops: tuple[str | None, ...] = (None,), tensors: int = 3) -> tuple[Side, Side]:
+def sides(
+    draw: st.DrawFn, ops: tuple[str | None, ...] = (None,), tensors: int = 3
+) -> tuple[Side, Side]:
     """Two mappings of a few tensors on a few small meshes, some tensors as windows."""
     meshes = draw(st.lists(small_meshes(), min_size=2, max_size=3))
     src, dst = {}, {}
@@ -42,7 +44,9 @@ def sides(draw: st.DrawFn, ops: tuple[str | None, ...] = (None,), tensors: int =
         shape, op = draw(testing.shapes(5)), draw(st.sampled_from(ops))
         mesh = draw(st.sampled_from(meshes))
         other = draw(st.one_of(st.just(mesh), st.sampled_from(meshes)))
-        a = draw(testing.layouts(shape, mesh, op=op, dtype=draw(st.sampled_from(["float16", "float64"]))))
+        a = draw(
+            testing.layouts(shape, mesh, op=op, dtype=draw(st.sampled_from(["float16", "float64"])))
+        )
         b = draw(testing.layouts(shape, other, op=op, dtype=a.dtype))
         src[f"w{i}"] = draw(testing.tilings(a)) if draw(st.integers(0, 4)) == 0 else a
         dst[f"w{i}"] = draw(testing.tilings(b)) if draw(st.integers(0, 4)) == 0 else b
@@ -86,7 +90,11 @@ def received(src: Side, dst: Side) -> int:
 def test_the_best_of_all_permutations(case: tuple[Side, Side]) -> None:
     src, dst = case
     found, ranks = relabel(src, dst), ranks_of(dst)
-    names = [dict(zip(ranks, new, strict=True)) for new in itertools.permutations(ranks)] if len(ranks) <= 5 else []
+    names = (
+        [dict(zip(ranks, new, strict=True)) for new in itertools.permutations(ranks)]
+        if len(ranks) <= 5
+        else []
+    )
     assert list(found.ranks) == ranks and sorted(found.ranks.values()) == ranks
     assert found.kept_before == kept(src, dst, {r: r for r in ranks})
     assert found.kept_after == kept(src, dst, found.ranks)
@@ -94,7 +102,9 @@ def test_the_best_of_all_permutations(case: tuple[Side, Side]) -> None:
     assert not names or found.kept_after == max(totals)
     if names and found.saving:
         best = [each for each, total in zip(names, totals, strict=True) if total == max(totals)]
-        assert sum(old == new for old, new in found.pairs) == max(sum(o == n for o, n in x.items()) for x in best)
+        assert sum(old == new for old, new in found.pairs) == max(
+            sum(o == n for o, n in x.items()) for x in best
+        )
 
 
 @given(sides(ops=(None, None, "sum", "max", "avg")))
@@ -167,7 +177,9 @@ def test_where_a_sum_is_left_to_be_chosen_ranks_keep_their_names() -> None:
 
 
 def test_one_addend_is_no_sum() -> None:
-    src, dst = (Layout((4,), Mesh(p=1, t=2, ranks=ranks), "(t n) {sum: p}") for ranks in ((0, 1), (1, 0)))
+    src, dst = (
+        Layout((4,), Mesh(p=1, t=2, ranks=ranks), "(t n) {sum: p}") for ranks in ((0, 1), (1, 0))
+    )
     assert relabel(src, dst).ranks == {0: 1, 1: 0}
 
 
@@ -206,11 +218,18 @@ def case() -> tuple[Layout, Layout]:
 
 def test_a_relabelling_is_a_value() -> None:
     found = relabel(*case())
-    assert eval(repr(found), {"Relabelling": Relabelling}) == found == pickle.loads(pickle.dumps(found))
+    assert (
+        eval(repr(found), {"Relabelling": Relabelling})
+        == found
+        == pickle.loads(pickle.dumps(found))
+    )
     assert hash(found) == hash(relabel(*case()))
     assert str(found) == "2 of 4 ranks renamed, 16 B more kept in place (16 -> 32 B)"
     assert found.ranks == dict(found.pairs)
-    assert str(Relabelling(((0, 1), (1, 0), (4, 4)), 8, 9)) == "2 of 3 ranks renamed, 1 B more kept in place (8 -> 9 B)"
+    assert (
+        str(Relabelling(((0, 1), (1, 0), (4, 4)), 8, 9))
+        == "2 of 3 ranks renamed, 1 B more kept in place (8 -> 9 B)"
+    )
 
 
 def test_applied_to_what_plan_takes() -> None:
@@ -228,7 +247,10 @@ def test_one_permutation_for_all_tensors() -> None:
     """A large tensor decides against a small one, over the union of their ranks."""
     here, there = Mesh(a=2, ranks=[0, 1]), Mesh(a=2, ranks=[1, 0])
     src = {"big": Layout((8,), here, "(a n)"), "small": Layout((2,), here, "(a n)")}
-    dst = {"big": Layout((8,), there, "(a n)"), "small": Layout((2,), Mesh(a=2, ranks=[0, 5]), "(a n)")}
+    dst = {
+        "big": Layout((8,), there, "(a n)"),
+        "small": Layout((2,), Mesh(a=2, ranks=[0, 5]), "(a n)"),
+    }
     found = relabel(src, dst)
     assert found.ranks == {0: 1, 1: 0, 5: 5} and found.saving == 32 - 4
     assert received(src, dst) - received(src, found.apply(dst)) == found.saving
@@ -276,17 +298,35 @@ def test_what_cannot_be_relabelled(fails) -> None:
         PlanError,
         "names differ: the source alone has ['a']; the destination alone has ['b']; give both sides the same names",
     )
-    fails(lambda: relabel({3: src}, {3: dst}), PlanError, "tensor name 3 is not text; name tensors by str")
+    fails(
+        lambda: relabel({3: src}, {3: dst}),
+        PlanError,
+        "tensor name 3 is not text; name tensors by str",
+    )
     what = f"the source is {src!r}, the destination a mapping; give two layouts, or two mappings"
     fails(lambda: relabel(src, {"": dst}), PlanError, what)
     fails(lambda: plan(src, {"": dst}), PlanError, what)
     held = {"a": dst, "b": 3}
-    fails(lambda: relabel(src, dst).apply(held), PlanError, "tensor 'b' is 3; give a Layout or a tuple of Layouts")
-    fails(lambda: relabel(src, ()), PlanError, "tensor '' is (); give a Layout or a tuple of Layouts")
+    fails(
+        lambda: relabel(src, dst).apply(held),
+        PlanError,
+        "tensor 'b' is 3; give a Layout or a tuple of Layouts",
+    )
+    fails(
+        lambda: relabel(src, ()), PlanError, "tensor '' is (); give a Layout or a tuple of Layouts"
+    )
     mixed = (src, 3)
-    fails(lambda: relabel(mixed, dst), PlanError, f"tensor '' is {mixed!r}; give a Layout or a tuple of Layouts")
+    fails(
+        lambda: relabel(mixed, dst),
+        PlanError,
+        f"tensor '' is {mixed!r}; give a Layout or a tuple of Layouts",
+    )
     fails(lambda: relabel(3, dst), PlanError, "tensor '' is 3; give a Layout or a tuple of Layouts")
-    fails(lambda: relabel(src, dst).apply("n"), PlanError, "tensor '' is 'n'; give a Layout or a tuple of Layouts")
+    fails(
+        lambda: relabel(src, dst).apply("n"),
+        PlanError,
+        "tensor '' is 'n'; give a Layout or a tuple of Layouts",
+    )
     big = Layout((1 << 56,), Mesh(), "n", dtype="int8")
     total = 65 << 56
     fails(
@@ -306,7 +346,10 @@ def large(ranks: int) -> tuple[dict[str, Layout], dict[str, Layout]]:
     shapes = [(4096 + 128 * i, 1024) for i in range(40)]
     return (
         {f"w{i}": Layout(shape, src, "(fsdp n) h") for i, shape in enumerate(shapes)},
-        {f"w{i}": Layout(shape, dst, ("(tp n) h", "n (tp h)")[i % 2]) for i, shape in enumerate(shapes)},
+        {
+            f"w{i}": Layout(shape, dst, ("(tp n) h", "n (tp h)")[i % 2])
+            for i, shape in enumerate(shapes)
+        },
     )
 
 

@@ -98,7 +98,11 @@ def test_holders_are_all_that_hold_a_unit(pair: tuple[Layout, ...]) -> None:
         assert here and there and here == sorted(set(here)) and there == sorted(set(there))
         for side, positions, other, k in ((src, here, there[0], 0), (dst, there, here[0], 1)):
             mesh = side.form.mesh
-            held = {i for i in mesh.ranks if all(x in i_d for x, i_d in zip(first, side.form.indices(i), strict=True))}
+            held = {
+                i
+                for i in mesh.ranks
+                if all(x in i_d for x, i_d in zip(first, side.form.indices(i), strict=True))
+            }
             held &= {i for i in mesh.ranks if all(at[k][i] == at[1 - k][other] for at in through)}
             assert set(positions) == (held if k else {i for i in held if folded[i] == piece.addend})
 
@@ -127,7 +131,11 @@ def test_templates_are_of_forms() -> None:
 def test_hidden_dimensions_are_addends() -> None:
     src, dst = Layout((4,), MESH, "n {sum: dp tp}"), Layout((4,), MESH, "n {sum: tp}")
     t = of(src, dst)
-    assert t.hidden == 2 and t.reduction.folded == ("dp",) and t.reduction.matched == ((("tp",), ("tp",)),)
+    assert (
+        t.hidden == 2
+        and t.reduction.folded == ("dp",)
+        and t.reduction.matched == ((("tp",), ("tp",)),)
+    )
     assert of(Layout((4,), MESH, "n"), Layout((4,), MESH, "(tp n)")).hidden == 0
     assert units(t) == [(0, [0], [0, 2]), (1, [1], [1, 3]), (2, [2], [0, 2]), (3, [3], [1, 3])]
     assert unit_addends(t).tolist() == [0, 0, 1, 1]
@@ -142,7 +150,9 @@ def test_addends_of_units(pair: tuple[Layout, ...]) -> None:
     t = of(*pair)
     if t.reduction.folded:
         at = t.src.mesh.coordinate(t.reduction.folded).tolist()
-        assert [{at[i] for i in here} for _, here, _ in units(t)] == [{x} for x in unit_addends(t).tolist()]
+        assert [{at[i] for i in here} for _, here, _ in units(t)] == [
+            {x} for x in unit_addends(t).tolist()
+        ]
 
 
 def test_scalars_are_one_unit() -> None:
@@ -150,7 +160,9 @@ def test_scalars_are_one_unit() -> None:
     assert (t.unit_size.tolist(), units(t)) == ([1], [(0, [0, 1, 2, 3], [0])])
     assert unit_boxes(t, 0) == ([()], [()], [1])
     assert expand(t, 0, 2, 0, 0, 1) == [Piece((), (), (), (), 4, 0)]
-    assert [legal(t, 0, at) for at in (0, 1)] == [True, True] and [snap(t, 0, at) for at in (0, 1)] == [0, 1]
+    assert [legal(t, 0, at) for at in (0, 1)] == [True, True] and [
+        snap(t, 0, at) for at in (0, 1)
+    ] == [0, 1]
 
 
 def test_no_elements_are_no_units() -> None:
@@ -175,7 +187,9 @@ def test_part_of_a_unit() -> None:
     assert t.unit_size.tolist() == [12, 12]
 
     def whole(lo: int, hi: int) -> list[tuple[tuple[int, int], ...]]:
-        return [tuple((s.start, s.stop) for s in piece.whole) for piece in expand(t, 0, 0, 0, lo, hi)]
+        return [
+            tuple((s.start, s.stop) for s in piece.whole) for piece in expand(t, 0, 0, 0, lo, hi)
+        ]
 
     assert whole(0, 12) == [((0, 2), (0, 3)), ((4, 6), (0, 3))]
     assert whole(6, 12) == [((4, 6), (0, 3))]
@@ -218,7 +232,10 @@ def places(t: Template) -> dict[tuple[int, int, int], tuple[int, int]]:
 def test_both_ends_find_their_own_place() -> None:
     """Parts that overlap hold an atom at places of their own."""
     table = Table(0, (from_ranges([(0, 4)]), from_ranges([1, (2, 6), (0, 1)])))
-    held, whole = Layout((6,), Mesh(a=2, ranks=(5, 3)), (table,)), Layout((6,), Mesh(ranks=[9]), "n")
+    held, whole = (
+        Layout((6,), Mesh(a=2, ranks=(5, 3)), (table,)),
+        Layout((6,), Mesh(ranks=[9]), "n"),
+    )
     forth = {(0, 0): 0, (0, 1): 5, (1, 0): 1, (2, 0): 2, (2, 1): 1, (4, 1): 3}
     assert places(of(held, whole)) == {(at, i, 0): (here, at) for (at, i), here in forth.items()}
     assert places(of(whole, held)) == {(at, 0, i): (at, here) for (at, i), here in forth.items()}
@@ -230,9 +247,14 @@ def test_receivers_pass_on_what_they_have_received() -> None:
     t = of(Layout((6,), Mesh(), "n"), Layout((6,), Mesh(a=2), (table,)))
     (unit,) = (u for u, _, there in units(t) if there == [0, 1] and t.unit_size[u] == 3)
     boxes = expand(t, unit, 1, 0, 0, 3, relayed=True)
-    assert [(x.whole[0].start, x.src[0].start, x.dst[0].start) for x in boxes] == [(0, 5, 0), (2, 1, 2)]
+    assert [(x.whole[0].start, x.src[0].start, x.dst[0].start) for x in boxes] == [
+        (0, 5, 0),
+        (2, 1, 2),
+    ]
     direct = expand(t, unit, 0, 0, 0, 3)
-    assert [(x.whole, x.dst, x.shape, x.nbytes) for x in boxes] == [(x.whole, x.dst, x.shape, x.nbytes) for x in direct]
+    assert [(x.whole, x.dst, x.shape, x.nbytes) for x in boxes] == [
+        (x.whole, x.dst, x.shape, x.nbytes) for x in direct
+    ]
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (3, 1, 0, 2), (40, 7, 9, 8)])
@@ -332,7 +354,14 @@ def test_small_boxes_of_a_large_unit_stay_whole() -> None:
     """Two boxes of 40 KiB: the size of a box counts, not where it ends."""
     t = of(large(Mesh(a=2), "(2 a n) h", 320), large(Mesh(ranks=[9]), "n h", 320))
     assert unit_boxes(t, 0)[1] == [(80, 64), (80, 64)]
-    assert [snap(t, 0, 64 * row) for row in (0, 40, 80, 120, 159, 160)] == [0, 0, 64 * 80, 64 * 80, 64 * 80, 64 * 160]
+    assert [snap(t, 0, 64 * row) for row in (0, 40, 80, 120, 159, 160)] == [
+        0,
+        0,
+        64 * 80,
+        64 * 80,
+        64 * 80,
+        64 * 160,
+    ]
 
 
 def test_rows_are_of_the_first_long_dimension() -> None:

@@ -70,7 +70,9 @@ def expected_blocks(p: Plan) -> Counter[Key]:
         if any(chosen_axes(p, name, j) for j in range(len(p.dst[name]))):
             continue
         for holders, receivers, addend, folded in _elements(p, name):
-            out[tuple(sorted(holders)), tuple(sorted(receivers)), addend, folded] += windows[0].itemsize
+            out[tuple(sorted(holders)), tuple(sorted(receivers)), addend, folded] += windows[
+                0
+            ].itemsize
     return out
 
 
@@ -120,7 +122,10 @@ def merged(found: Counter[Key]) -> Counter[Key]:
 
 def test_windows_that_overlap_are_counted_once() -> None:
     """Elements that two windows of a destination have are needed once; nothing is known of the second then."""
-    src, dst = Layout((8,), Mesh(), "n", dtype="int8"), Layout((8,), Mesh(x=2, ranks=(1, 2)), "n", dtype="int8")
+    src, dst = (
+        Layout((8,), Mesh(), "n", dtype="int8"),
+        Layout((8,), Mesh(x=2, ranks=(1, 2)), "n", dtype="int8"),
+    )
     twice = tuple(window(dst, ((lo, hi),)) for lo, hi in ((0, 5), (3, 8)))
     assert found_blocks(plan({"w": src}, {"w": twice})) == {((0,), (1, 2), 0, 0): 5}
     apart = tuple(window(dst, ((lo, hi),)) for lo, hi in ((0, 5), (5, 8)))
@@ -128,8 +133,13 @@ def test_windows_that_overlap_are_counted_once() -> None:
 
 
 def test_addends_are_of_one_group() -> None:
-    src, dst = Layout((4,), Mesh(a=2), "n {sum: a}", dtype="int8"), Layout((4,), Mesh(x=2), "(x n)", dtype="int8")
-    assert found_blocks(plan(src, dst)) == {((a,), (x,), a, 1): 2 for a, x in itertools.product(range(2), range(2))}
+    src, dst = (
+        Layout((4,), Mesh(a=2), "n {sum: a}", dtype="int8"),
+        Layout((4,), Mesh(x=2), "(x n)", dtype="int8"),
+    )
+    assert found_blocks(plan(src, dst)) == {
+        ((a,), (x,), a, 1): 2 for a, x in itertools.product(range(2), range(2))
+    }
 
 
 # The bound
@@ -158,7 +168,10 @@ def test_the_bound_is_below_all_programs(prog: Program) -> None:
 
 @given(plans(), topologies())
 def test_the_bound_does_not_depend_on_the_program(p: Plan, where: Topology) -> None:
-    assert len({certify(schedule(p, topology=where, fanout=fanout)).bound_s for fanout in FANOUTS}) == 1
+    assert (
+        len({certify(schedule(p, topology=where, fanout=fanout)).bound_s for fanout in FANOUTS})
+        == 1
+    )
 
 
 # Known figures
@@ -189,12 +202,19 @@ def test_nothing_moves() -> None:
         ((Mesh(a=4), "(a n) h"), (Mesh(x=4, ranks=range(4, 8)), "n (x h)"), 1, 1 << 28),
     ],
 )
-def test_one_round_is_as_fast_as_can_be(src: Any, dst: Any, ranks_per_node: int, nbytes: int) -> None:
+def test_one_round_is_as_fast_as_can_be(
+    src: Any, dst: Any, ranks_per_node: int, nbytes: int
+) -> None:
     """Disjoint ranks, nothing replicated: what the fullest rank sends or receives crosses its link once."""
     where = Topology(ranks_per_node=ranks_per_node)
     found = certify(schedule(layouts(BIG, src, dst), topology=where, max_inflight_bytes=1 << 33))
-    assert found.ratio == pytest.approx(1, abs=1e-9) and found.plan_s == pytest.approx(nbytes / 50e9 + 1e-5)
-    assert found.witness is not None and found.witness.nbytes / found.witness.bytes_per_s == nbytes / 50e9
+    assert found.ratio == pytest.approx(1, abs=1e-9) and found.plan_s == pytest.approx(
+        nbytes / 50e9 + 1e-5
+    )
+    assert (
+        found.witness is not None
+        and found.witness.nbytes / found.witness.bytes_per_s == nbytes / 50e9
+    )
 
 
 def test_inside_a_node_nvlink_counts() -> None:
@@ -208,7 +228,9 @@ def test_inside_a_node_nvlink_counts() -> None:
 @pytest.mark.parametrize("sources", [1, 2])
 def test_receivers_pass_on_to_each_other(sources: int, nodes: int) -> None:
     """1 GiB to many nodes of one GPU: without passing on, `nodes / sources` times the bound."""
-    p = layouts(BIG, (Mesh(a=sources), "(a n) h"), (Mesh(x=nodes, ranks=range(2, 2 + nodes)), "n h"))
+    p = layouts(
+        BIG, (Mesh(a=sources), "(a n) h"), (Mesh(x=nodes, ranks=range(2, 2 + nodes)), "n h")
+    )
     where = Topology(ranks_per_node=1)
     assert certify(schedule(p, topology=where, max_inflight_bytes=1 << 40)).ratio < 1.06
     alone = certify(schedule(p, topology=where, max_inflight_bytes=1 << 40, fanout="none")).ratio
@@ -218,10 +240,16 @@ def test_receivers_pass_on_to_each_other(sources: int, nodes: int) -> None:
 @pytest.mark.parametrize("nodes", [1, 2, 8])
 def test_nodes_share_what_they_get(nodes: int) -> None:
     """1 GiB to nodes of 8, each of whose NICs takes in an eighth: NVLink hides behind them, but for the last slot."""
-    p = layouts(BIG, (Mesh(a=8), "(a n) h"), (Mesh(x=8 * nodes, ranks=range(8, 8 + 8 * nodes)), "n h"))
+    p = layouts(
+        BIG, (Mesh(a=8), "(a n) h"), (Mesh(x=8 * nodes, ranks=range(8, 8 + 8 * nodes)), "n h")
+    )
     found = certify(schedule(p, max_inflight_bytes=1 << 40))
     assert found.ratio < 1.2
-    assert found.witness is not None and found.witness.nbytes == 1 << 30 and found.witness.bytes_per_s == 400e9
+    assert (
+        found.witness is not None
+        and found.witness.nbytes == 1 << 30
+        and found.witness.bytes_per_s == 400e9
+    )
 
 
 def test_a_reduction_may_be_slower_than_its_bound() -> None:
@@ -263,7 +291,11 @@ def _sent(prog: Program) -> Iterator[Transfer]:
 def test_a_plan_has_the_certificate_of_what_it_does(p: Plan, where: Topology) -> None:
     own = as_planned(p, where)
     assert certify(p, topology=where) == certify(own) == certify(own, topology=where)
-    assert crossing_bytes(p, topology=where) == crossing_bytes(own) == crossing(p, where.ranks_per_node)
+    assert (
+        crossing_bytes(p, topology=where)
+        == crossing_bytes(own)
+        == crossing(p, where.ranks_per_node)
+    )
     for fanout in ("none", "node"):
         prog = schedule(p, topology=where, fanout=fanout)
         assert crossing_bytes(prog) == crossing(prog, where.ranks_per_node)
@@ -272,7 +304,10 @@ def test_a_plan_has_the_certificate_of_what_it_does(p: Plan, where: Topology) ->
 def test_nodes_count_only_where_they_are_named() -> None:
     """Replicas on every node: a plan that knows the nodes sends nothing between them."""
     where = Topology(ranks_per_node=8)
-    src, dst = Layout((64, 32), Mesh(r=2, s=4, tp=2), "(s tp n) h"), Layout((64, 32), Mesh(dp=2, tp=8), "n (tp h)")
+    src, dst = (
+        Layout((64, 32), Mesh(r=2, s=4, tp=2), "(s tp n) h"),
+        Layout((64, 32), Mesh(dp=2, tp=8), "n (tp h)"),
+    )
     blind, aware = plan(src, dst), plan(src, dst, topology=where)
     assert crossing_bytes(blind, topology=where) == crossing_bytes(blind) > 0
     assert crossing_bytes(aware) == crossing_bytes(schedule(blind, topology=where)) == 0
@@ -283,7 +318,9 @@ def test_nodes_count_only_where_they_are_named() -> None:
 def test_what_has_no_certificate_of_that_topology(fails) -> None:
     p = plan(Layout((8,), Mesh(a=2), "(a n)"), Layout((8,), Mesh(a=2), "n"))
     prog, other = schedule(p, topology=Topology(ranks_per_node=1)), Topology(ranks_per_node=2)
-    what = f"{prog!r} was scheduled for {prog.topology}, not for {other}; schedule its plan for that"
+    what = (
+        f"{prog!r} was scheduled for {prog.topology}, not for {other}; schedule its plan for that"
+    )
     fails(lambda: certify(prog, topology=other), PlanError, what)
     fails(lambda: crossing_bytes(prog, topology=other), PlanError, what)
     fails(

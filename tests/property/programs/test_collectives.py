@@ -48,7 +48,9 @@ def textbook(c: Collective, src: Layout, dst: Layout, shards: dict[int, Any]) ->
                 here, there = places(src, member)
                 first = k == 0 or c.op is None
                 piece = shards[member][here]
-                seen[there] = piece if first else FOLD[{"avg": "sum"}.get(c.op, c.op)](seen[there], piece)
+                seen[there] = (
+                    piece if first else FOLD[{"avg": "sum"}.get(c.op, c.op)](seen[there], piece)
+                )
             here, there = places(dst, rank)
             out[rank][here] = seen[there] / (len(group) if c.op == "avg" else 1)
     return out
@@ -95,7 +97,9 @@ def check(c: Collective, src: Layout, dst: Layout) -> None:
 def check_groups(c: Collective, src: Layout, dst: Layout) -> None:
     everybody = sorted(r for group in c.groups for r in group)
     assert everybody == sorted(dst.mesh.ranks) and list(c.groups) == sorted(c.groups)
-    assert (c.kind == "local") == (not c.axes) and (c.op is not None) == (c.kind in ("all_reduce", "reduce_scatter"))
+    assert (c.kind == "local") == (not c.axes) and (c.op is not None) == (
+        c.kind in ("all_reduce", "reduce_scatter")
+    )
     for group in c.groups if c.axes else ():
         coords = [c.mesh.coords(r) for r in group]
         assert len({tuple(x[a] for a in c.mesh.shape if a not in c.axes) for x in coords}) == 1
@@ -104,7 +108,10 @@ def check_groups(c: Collective, src: Layout, dst: Layout) -> None:
         )
     if c.even and not c.senders:
         assert all(
-            len({x.local_shape(r) for r in group}) == 1 for group in c.groups for x in (src, dst) if r_in(x, group)
+            len({x.local_shape(r) for r in group}) == 1
+            for group in c.groups
+            for x in (src, dst)
+            if r_in(x, group)
         )
 
 
@@ -132,7 +139,9 @@ def groupings(meshes: list[Mesh]) -> set[frozenset[frozenset[int]]]:
             for axes in itertools.combinations(mesh.shape, k):
                 by: dict[tuple[int, ...], set[int]] = {}
                 for r in mesh.ranks:
-                    by.setdefault(tuple(n for a, n in mesh.coords(r).items() if a not in axes), set()).add(r)
+                    by.setdefault(
+                        tuple(n for a, n in mesh.coords(r).items() if a not in axes), set()
+                    ).add(r)
                 out.add(frozenset(map(frozenset, by.values())))
     return {groups for groups in out if max(map(len, groups)) > 1}
 
@@ -142,7 +151,9 @@ def disjoint_union(held: list[frozenset[tuple[int, ...]]]) -> frozenset[tuple[in
     return union if sum(map(len, held)) == len(union) else None
 
 
-def shares(held: list[frozenset[tuple[int, ...]]], whole: frozenset[tuple[int, ...]], ndim: int) -> set[int]:
+def shares(
+    held: list[frozenset[tuple[int, ...]]], whole: frozenset[tuple[int, ...]], ndim: int
+) -> set[int]:
     return {d for d in range(ndim) for h in held if h and span(h, d) != span(whole, d)}
 
 
@@ -153,12 +164,16 @@ def oracle(src: Layout, dst: Layout) -> set[tuple[str, frozenset[frozenset[int]]
     if all(want[r] <= have[r] for r in ranks):
         return {("local", frozenset(frozenset([r]) for r in ranks))}
     out = set()
-    for groups in groupings([src.mesh, dst.mesh] if ranks == mine else [dst.mesh] if mine < ranks else []):
+    for groups in groupings(
+        [src.mesh, dst.mesh] if ranks == mine else [dst.mesh] if mine < ranks else []
+    ):
         out |= {(kind, groups) for kind in kinds(groups, have, want, src.ndim)}
     return {x for x in out if ranks == mine or x[0] == "broadcast"}
 
 
-def kinds(groups: frozenset[frozenset[int]], have: dict[int, Any], want: dict[int, Any], ndim: int) -> set[str]:
+def kinds(
+    groups: frozenset[frozenset[int]], have: dict[int, Any], want: dict[int, Any], ndim: int
+) -> set[str]:
     fits = {"broadcast", "permute", "all_gather", "all_to_all"}
     gathered: set[int] = set()
     divided: set[int] = set()
@@ -202,7 +217,9 @@ def check_bytes(c: Collective, src: Layout, dst: Layout) -> None:
     moved: Counter[tuple[int, int]] = Counter()
     for t in plan(src, dst).transfers():
         moved[t.src_rank, t.dst_rank] += t.nbytes
-    pairs = [(a, b) for group in c.groups for a, b in itertools.product(group, repeat=2) if a in src.mesh]
+    pairs = [
+        (a, b) for group in c.groups for a, b in itertools.product(group, repeat=2) if a in src.mesh
+    ]
     assert moved.keys() <= set(pairs)
     if c.kind in ("all_gather", "broadcast"):
         assert moved == +Counter({(a, b): len(have[a]) * src.itemsize for a, b in pairs})
@@ -219,9 +236,20 @@ def test_random_pairs_are_what_the_elements_say(pair: tuple[Layout, ...]) -> Non
 @st.composite
 def on_one_mesh(draw: st.DrawFn, ops: tuple[str | None, ...]) -> tuple[Layout, Layout]:
     """Two layouts on the same ranks, small shapes: collectives are frequent."""
-    mesh, shape, op = draw(testing.meshes(8, first=0)), draw(testing.shapes(4)), draw(st.sampled_from(ops))
+    mesh, shape, op = (
+        draw(testing.meshes(8, first=0)),
+        draw(testing.shapes(4)),
+        draw(st.sampled_from(ops)),
+    )
     other = draw(
-        st.sampled_from([mesh, mesh, Mesh(z=mesh.size, ranks=mesh.ranks), mesh.transpose(list(mesh.shape)[::-1])])
+        st.sampled_from(
+            [
+                mesh,
+                mesh,
+                Mesh(z=mesh.size, ranks=mesh.ranks),
+                mesh.transpose(list(mesh.shape)[::-1]),
+            ]
+        )
     )
     return draw(testing.layouts(shape, mesh, op=op)), draw(testing.layouts(shape, other, op=op))
 
@@ -249,7 +277,10 @@ MADE = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter")
 def made(draw: st.DrawFn, kinds: tuple[str, ...] = MADE) -> Case:
     """A source, and what the collective gives along the axes that divide last."""
     sizes = draw(st.sampled_from([(2,), (3,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (3, 2, 2)]))
-    mesh = Mesh(dict(zip("abc", sizes, strict=False)), ranks=draw(st.permutations(range(int(np.prod(sizes))))))
+    mesh = Mesh(
+        dict(zip("abc", sizes, strict=False)),
+        ranks=draw(st.permutations(range(int(np.prod(sizes))))),
+    )
     kind, op = draw(st.sampled_from(kinds)), draw(st.sampled_from(["sum", "max", "avg", "product"]))
     shape = (draw(st.integers(12, 17)), draw(st.integers(12, 17)))
     axes = draw(st.permutations(list(mesh.shape)))
@@ -265,7 +296,10 @@ def made(draw: st.DrawFn, kinds: tuple[str, ...] = MADE) -> Case:
         "all_reduce": (lambda d: Partial(op), lambda d: Replicate()),
         "reduce_scatter": (lambda d: Partial(op), Shard),
     }[kind]
-    src, dst = ({**spec, **{n: make(d) for n, d in zip(along, dims, strict=True)}} for make in (before, after))
+    src, dst = (
+        {**spec, **{n: make(d) for n, d in zip(along, dims, strict=True)}}
+        for make in (before, after)
+    )
     groups: dict[Any, set[int]] = {}
     for r in mesh.ranks:
         groups.setdefault(tuple(mesh.coords(r)[name] for name in rest), set()).add(r)
@@ -298,7 +332,9 @@ def test_equal_plans_are_the_same_collective(case: Case) -> None:
     _, _, src, dst = case
     for text in (dst.text, src.text):
         other = Layout(dst.shape, dst.mesh, text)
-        assert (plan(src, other) == plan(src, dst)) == (recognise(src, other) == recognise(src, dst))
+        assert (plan(src, other) == plan(src, dst)) == (
+            recognise(src, other) == recognise(src, dst)
+        )
 
 
 @st.composite
@@ -329,10 +365,14 @@ def test_spelling_is_not_meaning(case: Case, data: st.DataObject) -> None:
 def test_texts_tuples_and_mappings() -> None:
     mesh = Mesh(dp=4, tp=2)
     sources = ["(tp dp n) h", {"tp": Shard(0), "dp": Shard(0)}]
-    found = {recognise(Layout((16, 3), mesh, x), Layout((16, 3), mesh, "(tp n) h")) for x in sources}
+    found = {
+        recognise(Layout((16, 3), mesh, x), Layout((16, 3), mesh, "(tp n) h")) for x in sources
+    }
     strided = Layout((16, 3), mesh, (StridedShard(0, 2), Shard(0)), reading="order")
     found.add(recognise(strided, Layout((16, 3), mesh, (Replicate(), Shard(0)))))
-    assert [str(c) for c in found] == ["all_gather of dimension 0 over dp: 2 groups of 4, contiguous"]
+    assert [str(c) for c in found] == [
+        "all_gather of dimension 0 over dp: 2 groups of 4, contiguous"
+    ]
 
 
 @given(on_one_mesh((None,)), st.randoms(use_true_random=False))
@@ -378,18 +418,42 @@ def of(src: str, dst: str, mesh: Mesh = GRID, shape: tuple[int, ...] = (12, 6)) 
         ("(n a 1) h", "n h", "all_gather of dimension 0 over a: 3 groups of 2"),
         ("(a n) (b h)", "n h", "all_gather of dimension 0, 1 over a*b: 1 groups of 6"),
         ("(a n)=14 h", "n h", "all_gather of dimension 0 over a: 3 groups of 2"),
-        ("(a n) h", "n (a h)", "all_to_all from dimension 0 to 1 over a: 3 groups of 2, contiguous"),
+        (
+            "(a n) h",
+            "n (a h)",
+            "all_to_all from dimension 0 to 1 over a: 3 groups of 2, contiguous",
+        ),
         ("(a n) h", "n (2 a h)", "all_to_all from dimension 0 to 1 over a: 3 groups of 2"),
-        ("n (b a h)", "(a n) (b h)", "all_to_all from dimension 1 to 0 over a: 3 groups of 2, contiguous"),
+        (
+            "n (b a h)",
+            "(a n) (b h)",
+            "all_to_all from dimension 1 to 0 over a: 3 groups of 2, contiguous",
+        ),
         ("n h {sum: a}", "n h", "sum all_reduce over a: 3 groups of 2, contiguous"),
         ("n h {max: b}", "n h", "max all_reduce over b: 2 groups of 3, contiguous"),
         ("(b n) h {avg: a}", "(b n) h", "avg all_reduce over a: 3 groups of 2, contiguous"),
         ("n h {sum: a b}", "n h {sum: a}", "sum all_reduce over b: 2 groups of 3, contiguous"),
-        ("n h {sum: a}", "(a n) h", "sum reduce_scatter of dimension 0 over a: 3 groups of 2, contiguous"),
+        (
+            "n h {sum: a}",
+            "(a n) h",
+            "sum reduce_scatter of dimension 0 over a: 3 groups of 2, contiguous",
+        ),
         ("n h {sum: a}", "(2 a n) h", "sum reduce_scatter of dimension 0 over a: 3 groups of 2"),
-        ("n h {sum: a b}", "(b a n) h", "sum reduce_scatter of dimension 0 over b*a: 1 groups of 6, contiguous"),
-        ("n h {sum: a b}", "(a n) (b h)", "sum reduce_scatter of dimension 0, 1 over a*b: 1 groups of 6"),
-        ("(b n) h {sum: a}", "n h {sum: a}", "all_gather of dimension 0 over b: 2 groups of 3, contiguous"),
+        (
+            "n h {sum: a b}",
+            "(b a n) h",
+            "sum reduce_scatter of dimension 0 over b*a: 1 groups of 6, contiguous",
+        ),
+        (
+            "n h {sum: a b}",
+            "(a n) (b h)",
+            "sum reduce_scatter of dimension 0, 1 over a*b: 1 groups of 6",
+        ),
+        (
+            "(b n) h {sum: a}",
+            "n h {sum: a}",
+            "all_gather of dimension 0 over b: 2 groups of 3, contiguous",
+        ),
         ("n h", "(a n) h", "local"),
         ("n h", "n h", "local, contiguous"),
         ("n h", "(1: n + 11: n) h", "local, contiguous"),
@@ -451,7 +515,11 @@ def test_permutations_say_who_sends() -> None:
     mesh = Mesh(a=4)
     src = Layout((8,), mesh, "(a n)")
     found = check_against_oracle(src, relabelled(src, {0: 1, 1: 2, 2: 0}))
-    assert (found.kind, found.groups, found.senders) == ("permute", ((0, 1, 2, 3),), ((2, 0, 1, 3),))
+    assert (found.kind, found.groups, found.senders) == (
+        "permute",
+        ((0, 1, 2, 3),),
+        ((2, 0, 1, 3),),
+    )
     wide = Mesh(r=2, a=2)
     replicated = Layout((8,), wide, "(a n)")
     swapped = check_against_oracle(replicated, relabelled(replicated, {0: 1, 1: 0}))
@@ -492,15 +560,23 @@ def test_scalars_and_nothing() -> None:
     assert of("", "", mesh, ()) == "local, contiguous"
     assert of("{sum: a}", "", mesh, ()) == "sum all_reduce over a: 1 groups of 2, contiguous"
     one = Layout((), Mesh(), "")
-    assert str(recognise(one, Layout((), mesh, ""))) == "broadcast over a: 1 groups of 2, contiguous"
+    assert (
+        str(recognise(one, Layout((), mesh, ""))) == "broadcast over a: 1 groups of 2, contiguous"
+    )
     assert of("(a n) h", "n h", mesh, (0, 3)) == "local, contiguous"
     assert recognise(Layout((0,), mesh, "n {sum: a}"), Layout((0,), mesh, "n")).kind == "local"
 
 
 def test_ranks_that_hold_nothing_take_part() -> None:
     """One column for three coordinates: two groups of all, or two members of a group, hold and get nothing."""
-    assert of("(a n) (b h)", "n (b h)", shape=(8, 1)) == "all_gather of dimension 0 over a: 3 groups of 2, contiguous"
-    assert of("(a n) (b h)", "n h", shape=(8, 1)) == "all_gather of dimension 0 over a*b: 1 groups of 6"
+    assert (
+        of("(a n) (b h)", "n (b h)", shape=(8, 1))
+        == "all_gather of dimension 0 over a: 3 groups of 2, contiguous"
+    )
+    assert (
+        of("(a n) (b h)", "n h", shape=(8, 1))
+        == "all_gather of dimension 0 over a*b: 1 groups of 6"
+    )
     assert of("n (b h) {sum: a}", "(a n) (b h)", shape=(8, 1)).endswith("contiguous")
     for pair in (("(a n) (b h)", "n h"), ("(a n) (b h)", "n (b h)")):
         check_against_oracle(*(Layout((8, 1), GRID, text) for text in pair))
@@ -523,8 +599,14 @@ def test_other_ranks() -> None:
 
 def test_a_collective_is_a_value() -> None:
     found = recognise(Layout((8,), GRID, "(a b n)"), Layout((8,), GRID, "(b a n)"))
-    assert eval(repr(found), {"Collective": Collective, "Mesh": Mesh}) == found == pickle.loads(pickle.dumps(found))
-    assert hash(found) == hash(recognise(Layout((8,), GRID, "(a b n)"), Layout((8,), GRID, "(b a n)")))
+    assert (
+        eval(repr(found), {"Collective": Collective, "Mesh": Mesh})
+        == found
+        == pickle.loads(pickle.dumps(found))
+    )
+    assert hash(found) == hash(
+        recognise(Layout((8,), GRID, "(a b n)"), Layout((8,), GRID, "(b a n)"))
+    )
 
 
 def test_what_cannot_be_compared(fails) -> None:
@@ -532,4 +614,8 @@ def test_what_cannot_be_compared(fails) -> None:
     what = "float32[8] here, float32[9] there; both sides hold one tensor of one shape and dtype"
     fails(lambda: recognise(a, b), PlanError, what)
     halves = window(a, ((0, 4),)), window(a, ((4, 8),))
-    fails(lambda: recognise(halves, a), PlanError, f"{halves} is not a Layout; recognise compares two layouts")
+    fails(
+        lambda: recognise(halves, a),
+        PlanError,
+        f"{halves} is not a Layout; recognise compares two layouts",
+    )

@@ -43,8 +43,14 @@ def cells(transfers: Iterable[Transfer]) -> Counter[tuple[Any, ...]]:
     out: Counter[tuple[Any, ...]] = Counter()
     for t in transfers:
         fixed = (t.src_rank, t.dst_rank, t.tensor, t.addend, t.op, t.src_tensor, t.dst_tensor)
-        ends = [[range(s.start, s.stop) for s in slices] for slices in (t.src_slices, t.dst_slices, t.global_slices)]
-        out.update((fixed, *places) for places in zip(*(itertools.product(*end) for end in ends), strict=True))
+        ends = [
+            [range(s.start, s.stop) for s in slices]
+            for slices in (t.src_slices, t.dst_slices, t.global_slices)
+        ]
+        out.update(
+            (fixed, *places)
+            for places in zip(*(itertools.product(*end) for end in ends), strict=True)
+        )
     return out
 
 
@@ -68,7 +74,9 @@ def test_both_ends_cut_alike(limit: int) -> None:
         got = {r: messages(plan.transfers(dst=r), pace) for r in plan.ranks}
         for a in plan.ranks:
             for b in plan.ranks:
-                assert [m for m in sent[a] if m.dst_rank == b] == [m for m in got[b] if m.src_rank == a]
+                assert [m for m in sent[a] if m.dst_rank == b] == [
+                    m for m in got[b] if m.src_rank == a
+                ]
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -106,7 +114,9 @@ def test_rounds_do_not_deadlock(limit: int) -> None:
         for r in plan.ranks:
             posted.update(_posts(left[r]))
         while any(left.values()):
-            ready = [r for r in plan.ranks if left[r] and all(posted[m] == 2 for m in _posts(left[r]))]
+            ready = [
+                r for r in plan.ranks if left[r] and all(posted[m] == 2 for m in _posts(left[r]))
+            ]
             assert ready, "every rank waits"
             for r in ready:
                 left[r].pop(0)
@@ -135,7 +145,9 @@ def test_addends_come_in_order(limit: int) -> None:
 def _in_order(mine: list[Message]) -> bool:
     """By brute force over elements: sorting by (step, addend) sorts each element's pieces by addend."""
     last: dict[object, int] = {}
-    for _, addend, p in sorted(((m.step, p.addend, p) for m in mine for p in m.pieces), key=lambda x: x[:2]):
+    for _, addend, p in sorted(
+        ((m.step, p.addend, p) for m in mine for p in m.pieces), key=lambda x: x[:2]
+    ):
         for _, _, dst, _ in cells([p]):
             if last.get((p.dst_tensor, dst), -1) > addend:
                 return False
@@ -151,5 +163,7 @@ def test_few_peers_go_at_once_where_the_limit_is_small() -> None:
 
 def test_no_room_is_an_error() -> None:
     """A limit below one element each way cannot be kept."""
-    with pytest.raises(sm.ExchangeError, match=r"max_inflight_bytes=31 has no room.*pass 32 or more"):
+    with pytest.raises(
+        sm.ExchangeError, match=r"max_inflight_bytes=31 has no room.*pass 32 or more"
+    ):
         set_pace((0, 1), peers=1, max_inflight_bytes=31, by_addend=False)

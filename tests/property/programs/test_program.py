@@ -67,7 +67,9 @@ def addends_come_in_order(prog: Program) -> None:
 def copies_stay(prog: Program) -> None:
     """What the plan copies on a rank stays there, once, and nothing else does."""
     kept = [t for _, _, m in messages(all_rounds(prog), "keep") for t in m.pieces]
-    assert sorted(map(str, kept)) == sorted(str(t) for t in prog.plan.transfers() if t.src_rank == t.dst_rank)
+    assert sorted(map(str, kept)) == sorted(
+        str(t) for t in prog.plan.transfers() if t.src_rank == t.dst_rank
+    )
 
 
 def messages_are_their_pieces(prog: Program) -> None:
@@ -78,8 +80,14 @@ def messages_are_their_pieces(prog: Program) -> None:
             keys = [(m.peer, m.leg, m.direction) for m in one.messages]
             assert keys == sorted(set(keys))
             for m in one.messages:
-                ends = {"send": (rank, m.peer), "receive": (m.peer, rank), "keep": (rank, rank)}[m.direction]
-                assert type(m) is Message and m.pieces and m.nbytes == sum(t.nbytes for t in m.pieces) > 0
+                ends = {"send": (rank, m.peer), "receive": (m.peer, rank), "keep": (rank, rank)}[
+                    m.direction
+                ]
+                assert (
+                    type(m) is Message
+                    and m.pieces
+                    and m.nbytes == sum(t.nbytes for t in m.pieces) > 0
+                )
                 assert {(t.src_rank, t.dst_rank) for t in m.pieces} == {ends}
 
 
@@ -88,11 +96,19 @@ def slices_follow_each_other(prog: Program) -> None:
     for line in range(len(prog.legs.lines.holders)):
         of = streams(prog.legs, line)
         cut: dict[int, list[tuple[int, int, int]]] = {i: [] for i in range(len(of.lo))}
-        for i, slot, lo, hi in zip(*(column.tolist() for column in slices(prog, line, of)), strict=True):
+        for i, slot, lo, hi in zip(
+            *(column.tolist() for column in slices(prog, line, of)), strict=True
+        ):
             cut[i].append((slot - int(of.leg[i]) + 1, lo, hi))
         for i, mine in cut.items():
-            assert [mine[0][1], *(hi for _, _, hi in mine)] == [int(of.lo[i]), *(lo for _, lo, _ in mine[1:]), of.hi[i]]
-            assert len({slot for slot, _, _ in mine}) == len(mine) and all(0 <= s < prog.slots for s, _, _ in mine)
+            assert [mine[0][1], *(hi for _, _, hi in mine)] == [
+                int(of.lo[i]),
+                *(lo for _, lo, _ in mine[1:]),
+                of.hi[i],
+            ]
+            assert len({slot for slot, _, _ in mine}) == len(mine) and all(
+                0 <= s < prog.slots for s, _, _ in mine
+            )
             assert mine == cut[int(of.root[i])]
             places = np.array([lo for _, lo, _ in mine])
             block = np.full(len(places), of.block[i])
@@ -158,7 +174,10 @@ def test_strangers_have_no_rounds() -> None:
 @given(sides(), topologies(), st.sampled_from(["auto", "none", "node"]))
 def test_spelling_is_not_meaning(pair, topology: Topology, fanout) -> None:
     """Layouts that hold the same on the same ranks have the same program."""
-    a, b = (schedule(plan(*two), topology=topology, fanout=fanout) for two in (pair, tuple(map(respelled, pair))))
+    a, b = (
+        schedule(plan(*two), topology=topology, fanout=fanout)
+        for two in (pair, tuple(map(respelled, pair)))
+    )
     assert a == b and hash(a) == hash(b) and all_rounds(a) == all_rounds(b)
 
 
@@ -176,7 +195,10 @@ def respelled(side):
 
 def test_what_a_digest_is_of() -> None:
     """The plan, the topology, what is passed on, limits: another of these is another program."""
-    src, dst = Layout((24,), Mesh(a=2), "(a n)"), Layout((24,), Mesh(x=4, y=2, ranks=range(8, 16)), "n")
+    src, dst = (
+        Layout((24,), Mesh(a=2), "(a n)"),
+        Layout((24,), Mesh(x=4, y=2, ranks=range(8, 16)), "n"),
+    )
     p = plan(src, dst)
     made = [
         schedule(p, topology=nodes_of(4)),
@@ -193,22 +215,33 @@ def test_what_a_digest_is_of() -> None:
 
 
 def test_the_topology_is_the_plans_own() -> None:
-    p = plan(Layout((8,), Mesh(), "n"), Layout((8,), Mesh(x=4, ranks=range(1, 5)), "n"), topology=nodes_of(2))
-    assert schedule(p).topology == nodes_of(2) and schedule(p, topology=nodes_of(4)).topology == nodes_of(4)
+    p = plan(
+        Layout((8,), Mesh(), "n"),
+        Layout((8,), Mesh(x=4, ranks=range(1, 5)), "n"),
+        topology=nodes_of(2),
+    )
+    assert schedule(p).topology == nodes_of(2) and schedule(
+        p, topology=nodes_of(4)
+    ).topology == nodes_of(4)
     assert schedule(plan({"w": p.src[""]}, {"w": p.dst[""]})).topology == Topology()
 
 
 def test_ranks_and_repr() -> None:
     prog = PROGRAMS["in between"]
     assert prog.ranks == prog.plan.ranks == tuple(range(11))
-    assert repr(prog) == f"<program of {prog.plan!r}, {prog.slots} slots of 1 turn, {prog.digest[:12]}>"
+    assert (
+        repr(prog)
+        == f"<program of {prog.plan!r}, {prog.slots} slots of 1 turn, {prog.digest[:12]}>"
+    )
 
 
 # Pieces by hand
 
 
 def told(prog: Program, rank: int) -> list[tuple[int, str, int, int]]:
-    return [(m.peer, m.direction, m.nbytes, m.leg) for one in prog.for_rank(rank) for m in one.messages]
+    return [
+        (m.peer, m.direction, m.nbytes, m.leg) for one in prog.for_rank(rank) for m in one.messages
+    ]
 
 
 def passed_on(prog: Program) -> list[Transfer]:
@@ -229,7 +262,11 @@ def test_a_node_shares_what_it_gets() -> None:
 def test_what_is_passed_on_is_read_from_the_destination() -> None:
     """From its tensors, at their places there."""
     prog = windows(4, "node")
-    assert {t.src_tensor for t in passed_on(prog)} == {"w[0]", "w[1]"} == {t.dst_tensor for t in passed_on(prog)}
+    assert (
+        {t.src_tensor for t in passed_on(prog)}
+        == {"w[0]", "w[1]"}
+        == {t.dst_tensor for t in passed_on(prog)}
+    )
     pieces = passed_on(PROGRAMS["nodes"])
     assert pieces and all(t.src_slices == t.dst_slices == t.global_slices for t in pieces)
 
@@ -245,7 +282,9 @@ def places(p: Plan, topology: Topology, small: int) -> Iterator[tuple[int, int, 
         for row in range(on.row_first[block], on.row_first[block + 1]):
             batch, at, each = p.batches[on.batch[row]], int(on.at[row]), int(on.each[row])
             item, lo = batch.template.src.itemsize, int(on.lo[row])
-            legal = set(cuts_of(batch.template, int(on.unit[row]), small)) & set(range(lo, int(on.hi[row])))
+            legal = set(cuts_of(batch.template, int(on.unit[row]), small)) & set(
+                range(lo, int(on.hi[row]))
+            )
             for k in range(len(batch.names)):
                 found += [at + k * each + (x - lo) * item for x in sorted(legal | {lo})]
         yield block, int(on.nbytes[block]), found
@@ -286,7 +325,9 @@ def test_who_asks_is_served(prog: Program) -> None:
             *(x.tolist() for x in (of.block, of.leg, of.sender, of.receiver)), strict=True
         ):
             asking = wire(on, line, block)
-            assert receiver in asking and sender in (on.sets[on.holders[line]] if leg == 1 else asking)
+            assert receiver in asking and sender in (
+                on.sets[on.holders[line]] if leg == 1 else asking
+            )
 
 
 def test_results_do_not_depend_on_the_way() -> None:

@@ -33,7 +33,7 @@ from shardmath import (
     simulate,
     verify,
 )
-from shardmath.programs import program as programs
+from shardmath.programs import program as module
 from shardmath.programs.loads import leg_loads, pairs, round_loads, seconds
 from shardmath.programs.loads import messages as counts
 from shardmath.programs.scheduling import as_planned
@@ -77,16 +77,28 @@ def test_every_schedule_does_what_its_plan_does(p: Plan, where: Topology, fanout
 
 @pytest.mark.parametrize("dtype", ["float16", "int32", "complex64"])
 def test_arrays_of_any_type(dtype: str) -> None:
-    p = plan(*(Layout((6,), m, t, dtype=dtype) for m, t in ((Mesh(a=3), "n {sum: a}"), (Mesh(x=4, y=2), "(y n)"))))
+    p = plan(
+        *(
+            Layout((6,), m, t, dtype=dtype)
+            for m, t in ((Mesh(a=3), "n {sum: a}"), (Mesh(x=4, y=2), "(y n)"))
+        )
+    )
     x = {rank: (np.arange(6) * 1.7 * (rank + 1)).astype(dtype) for rank in range(3)}
     ours, theirs = simulate(schedule(p, topology=nodes_of(2), fanout="node"), x), simulate(p, x)
-    assert all(ours[rank].dtype == dtype and ours[rank].tobytes() == theirs[rank].tobytes() for rank in range(8))
+    assert all(
+        ours[rank].dtype == dtype and ours[rank].tobytes() == theirs[rank].tobytes()
+        for rank in range(8)
+    )
 
 
 def test_minus_zero_is_passed_on() -> None:
     """A destination whose cells start at -0.0 passes on what it received, signs included."""
-    p = plan(Layout((2,), Mesh(), "n"), Layout((2,), Mesh(x=2, y=4, ranks=range(4, 12)), "n {sum: x}"))
-    out = simulate(schedule(p, topology=nodes_of(4), fanout="node"), {0: np.array([-0.0, 0.0], "float32")})
+    p = plan(
+        Layout((2,), Mesh(), "n"), Layout((2,), Mesh(x=2, y=4, ranks=range(4, 12)), "n {sum: x}")
+    )
+    out = simulate(
+        schedule(p, topology=nodes_of(4), fanout="node"), {0: np.array([-0.0, 0.0], "float32")}
+    )
     held = [np.signbit(out[rank]).tolist() for rank in range(4, 12)]
     assert Counter(map(tuple, held)) == {(True, False): 4, (True, True): 4}
 
@@ -117,7 +129,9 @@ def asked_for(p: Plan, per_node: int, *, once: bool) -> Counter[int]:
             ranks = [rank for rank in p.ranks if rank // per_node == node]
             held = set().union(*(elements(src, rank) for rank in ranks))
             needed = [elements(dst, rank) - held for rank in ranks]
-            out[node] += src.itemsize * (len(set().union(*needed)) if once else sum(map(len, needed)))
+            out[node] += src.itemsize * (
+                len(set().union(*needed)) if once else sum(map(len, needed))
+            )
     return +out
 
 
@@ -144,14 +158,20 @@ def test_trees_enter_nodes_once() -> None:
 
 
 @given(copied(), topologies())
-def test_what_stays_on_a_node_does_not_leave_it(pair: tuple[Layout, Layout], where: Topology) -> None:
+def test_what_stays_on_a_node_does_not_leave_it(
+    pair: tuple[Layout, Layout], where: Topology
+) -> None:
     """Whoever has a holder on its own node is served by one."""
     p, n = plan(*pair), where.ranks_per_node
     for fanout in FANOUTS:
-        for rank, _, m in messages(all_rounds(schedule(p, topology=where, fanout=fanout)), "receive"):
+        for rank, _, m in messages(
+            all_rounds(schedule(p, topology=where, fanout=fanout)), "receive"
+        ):
             for t in m.pieces if m.peer // n != rank // n else ():
                 near = set().union(*(elements(pair[0], r) for r in p.ranks if r // n == rank // n))
-                assert near.isdisjoint(itertools.product(*(range(s.start, s.stop) for s in t.global_slices)))
+                assert near.isdisjoint(
+                    itertools.product(*(range(s.start, s.stop) for s in t.global_slices))
+                )
 
 
 # What is taken where all are to choose from
@@ -163,7 +183,9 @@ def test_auto_is_as_good_as_the_others(p: Plan, where: Topology, nbytes: int, op
     times = {}
     for fanout in FANOUTS:
         try:
-            prog = schedule(p, topology=where, fanout=fanout, max_inflight_bytes=nbytes, max_ops_per_group=ops)
+            prog = schedule(
+                p, topology=where, fanout=fanout, max_inflight_bytes=nbytes, max_ops_per_group=ops
+            )
             times[fanout] = certify(prog).plan_s
         except PlanError:
             times[fanout] = math.inf
@@ -224,7 +246,9 @@ def limited(p: Plan, **limits: Any) -> tuple[Program, int]:
 
 
 @given(plans(), topologies(), st.sampled_from(FANOUTS), st.integers(1, 300), st.integers(1, 6))
-def test_limits_are_kept_or_what_would_do_is_said(p: Plan, where: Topology, fanout: Any, nbytes: int, ops: int) -> None:
+def test_limits_are_kept_or_what_would_do_is_said(
+    p: Plan, where: Topology, fanout: Any, nbytes: int, ops: int
+) -> None:
     limits = {"max_inflight_bytes": nbytes, "max_ops_per_group": ops}
     prog, times = limited(p, topology=where, fanout=fanout, **limits)
     most, count = under_way(all_rounds(prog))
@@ -243,11 +267,15 @@ def test_limits_that_nothing_keeps(fails) -> None:
     p = plan(src, Layout((8,), far, "n", dtype="float64"))
     for nbytes in (1, 7):
         fails(
-            lambda nbytes=nbytes: schedule(p, topology=nodes_of(1), max_inflight_bytes=nbytes, fanout="none"),
+            lambda nbytes=nbytes: schedule(
+                p, topology=nodes_of(1), max_inflight_bytes=nbytes, fanout="none"
+            ),
             PlanError,
             f"max_inflight_bytes={nbytes}: a row or small box of 8 bytes of tensor '' is not cut; pass 8 or more",
         )
-    assert under_way(all_rounds(schedule(p, topology=nodes_of(1), max_inflight_bytes=8, fanout="none"))) == (8, 1)
+    assert under_way(
+        all_rounds(schedule(p, topology=nodes_of(1), max_inflight_bytes=8, fanout="none"))
+    ) == (8, 1)
     swap = plan(Layout((8,), Mesh(a=2), "(a n)"), Layout((8,), Mesh(a=2, ranks=(1, 0)), "(a n)"))
     fails(
         lambda: schedule(swap, max_ops_per_group=1),
@@ -280,36 +308,58 @@ def test_what_cannot_be_kept_is_refused_at_once(fails) -> None:
     for nbytes in (1, 3):
         what = f"max_inflight_bytes={nbytes}: a row or small box of 4 bytes of tensor '' is not cut; pass 4 or more"
         fails(lambda nbytes=nbytes: schedule(p, max_inflight_bytes=nbytes), PlanError, what)
-    long = plan(Layout((1 << 20,), src, "n", dtype="int8"), Layout((1 << 20,), dst, "n", dtype="int8"))
+    long = plan(
+        Layout((1 << 20,), src, "n", dtype="int8"), Layout((1 << 20,), dst, "n", dtype="int8")
+    )
     what = "4096 slots and 512 turns leave 32 bytes under way at some rank in some round"
-    fails(lambda: schedule(long, max_inflight_bytes=1), PlanError, f"max_inflight_bytes=1: {what}; pass 32 or more")
+    fails(
+        lambda: schedule(long, max_inflight_bytes=1),
+        PlanError,
+        f"max_inflight_bytes=1: {what}; pass 32 or more",
+    )
     assert time.process_time() - begin < 2
 
 
 def test_few_messages_among_many_ranks() -> None:
     p = plan(*(Layout((64, 64), Mesh(a=24), text, dtype="int8") for text in ("(a n) h", "n (a h)")))
     for ops in (2, 3, 45, 46):
-        assert under_way(all_rounds(schedule(p, topology=nodes_of(8), max_ops_per_group=ops)))[1] <= ops
+        assert (
+            under_way(all_rounds(schedule(p, topology=nodes_of(8), max_ops_per_group=ops)))[1]
+            <= ops
+        )
 
 
 @pytest.mark.parametrize(("held", "per_node"), [((1, 6), 2), ((1, 6), 4), ((1, 3, 6), 4)])
-def test_two_messages_are_enough_where_something_is_passed_on(held: tuple[int, ...], per_node: int) -> None:
+def test_two_messages_are_enough_where_something_is_passed_on(
+    held: tuple[int, ...], per_node: int
+) -> None:
     """No rank has two legs in one turn, where turns are many enough."""
-    p = plan(Layout((12, 2), Mesh(b=len(held), ranks=held), "n (b h)"), Layout((12, 2), Mesh(b=8), "n h"))
+    p = plan(
+        Layout((12, 2), Mesh(b=len(held), ranks=held), "n (b h)"), Layout((12, 2), Mesh(b=8), "n h")
+    )
     prog = schedule(p, topology=nodes_of(per_node), fanout="node", max_ops_per_group=2)
     assert under_way(all_rounds(prog))[1] == 2
     verify(prog)
 
 
 def test_a_plan_and_no_fanout_have_the_senders_of_its_topology() -> None:
-    src, dst = Layout((64, 32), Mesh(r=2, s=4, tp=2), "(s tp n) h"), Layout((64, 32), Mesh(dp=2, tp=8), "n (tp h)")
+    src, dst = (
+        Layout((64, 32), Mesh(r=2, s=4, tp=2), "(s tp n) h"),
+        Layout((64, 32), Mesh(dp=2, tp=8), "n (tp h)"),
+    )
     p = plan(src, dst, topology=nodes_of(8))
-    assert moved(schedule(p, fanout="none")) == moved(as_planned(p)) == sorted(map(repr, p.transfers()))
+    assert (
+        moved(schedule(p, fanout="none"))
+        == moved(as_planned(p))
+        == sorted(map(repr, p.transfers()))
+    )
     verify(as_planned(p))
 
 
 def moved(prog: Program) -> list[str]:
-    return sorted(repr(t) for _, _, m in messages(all_rounds(prog), "send", "keep") for t in m.pieces)
+    return sorted(
+        repr(t) for _, _, m in messages(all_rounds(prog), "send", "keep") for t in m.pieces
+    )
 
 
 @given(plans(), topologies())
@@ -331,7 +381,11 @@ def test_what_cannot_be_scheduled(fails) -> None:
     fix = "is not a plan of two sides' layouts; schedule what plan(src, dst) returns"
     fails(lambda: schedule(back), PlanError, f"{back!r} {fix}")
     fails(lambda: schedule("plan"), PlanError, f"'plan' {fix}")
-    fails(lambda: schedule(p, fanout="all"), PlanError, "fanout='all' is unknown; use 'auto', 'none' or 'node'")
+    fails(
+        lambda: schedule(p, fanout="all"),
+        PlanError,
+        "fanout='all' is unknown; use 'auto', 'none' or 'node'",
+    )
     fix = "is not a plan of two sides' layouts; give what plan(src, dst) returns"
     fails(lambda: as_planned(back), PlanError, f"{back!r} {fix}")
     for name in ("max_inflight_bytes", "max_ops_per_group"):
@@ -340,7 +394,9 @@ def test_what_cannot_be_scheduled(fails) -> None:
             fails(lambda name=name, bad=bad: schedule(p, **{name: bad}), PlanError, what)
         for bad in (2.0, True, "8", None):
             fails(
-                lambda name=name, bad=bad: schedule(p, **{name: bad}), PlanError, f"{name} is {bad!r}; give an integer"
+                lambda name=name, bad=bad: schedule(p, **{name: bad}),
+                PlanError,
+                f"{name} is {bad!r}; give an integer",
             )
 
 
@@ -384,7 +440,9 @@ def time_is_that_of_rounds(prog: Program) -> None:
     where, fullest = prog.topology, defaultdict(float)
     rates = [where.intra_bytes_per_s] * 2 + [where.inter_bytes_per_s] * 2
     for (step, _), links in brute_loads(prog)[0].items():
-        fullest[step] = max(fullest[step], *(x / rate for x, rate in zip(links, rates, strict=True)))
+        fullest[step] = max(
+            fullest[step], *(x / rate for x, rate in zip(links, rates, strict=True))
+        )
     total = sum(fullest.values()) + where.latency_s * len(fullest)
     assert math.isclose(seconds(where, round_loads(prog)), total, rel_tol=1e-9)
     assert certify(prog).plan_s == seconds(where, round_loads(prog))
@@ -408,7 +466,11 @@ def test_laws_of_random_programs(prog: Program) -> None:
 def test_seconds_by_hand() -> None:
     where = Topology(ranks_per_node=2, intra_bytes_per_s=100, inter_bytes_per_s=10, latency_s=1)
     loads = np.array(
-        [[[[100, 0, 0, 50], [0, 300, 0, 0]]], [[[0, 0, 0, 0], [0, 0, 0, 0]]], [[[0, 0, 5, 0], [0, 0, 0, 0]]]]
+        [
+            [[[100, 0, 0, 50], [0, 300, 0, 0]]],
+            [[[0, 0, 0, 0], [0, 0, 0, 0]]],
+            [[[0, 0, 5, 0], [0, 0, 0, 0]]],
+        ]
     )
     assert seconds(where, loads) == (5 + 1) + (0.5 + 1)
     assert seconds(where, np.zeros((1, 1, 0, 4))) == 0.0
@@ -418,7 +480,12 @@ def test_one_round_by_hand() -> None:
     """Rank 0 sends 32 bytes to its own node and 64 to another, in one round."""
     prog = of((4,), (Mesh(), "n"), (Mesh(x=3, ranks=(1, 2, 3)), "n"), 2, "none")
     exact, counted = round_loads(prog), counts(pairs(prog), prog.turns, len(prog.ranks))
-    assert exact.sum(axis=(0, 1, 2)).tolist() == [[32, 0, 64, 0], [0, 32, 0, 0], [0, 0, 0, 32], [0, 0, 0, 32]]
+    assert exact.sum(axis=(0, 1, 2)).tolist() == [
+        [32, 0, 64, 0],
+        [0, 32, 0, 0],
+        [0, 0, 0, 32],
+        [0, 0, 0, 32],
+    ]
     assert counted.tolist() == [[3, 1, 1, 1]]
 
 
@@ -432,7 +499,7 @@ def test_streams_of_many_lines_are_found_once() -> None:
     p = plan(Layout((700,), mesh, {"x": Table(0, parts)}), Layout((700,), mesh, {"x": Shard(0)}))
     count = len(p.lines.holders)
     assert count > 512
-    with mock.patch.object(programs, "_entries", wraps=programs._entries) as found:
+    with mock.patch.object(module, "_entries", wraps=module._entries) as found:
         prog = schedule(p, fanout="none")
         assert found.call_count <= 2 * count  # cut among holders, and as streams
         before = found.call_count

@@ -47,7 +47,17 @@ from tests.property.drawn.edits import (
     to,
     uncut,
 )
-from tests.property.drawn.plans import FAR, FORWARD, LINE, NEAR, PLANS, by_pair, executed, halves, right
+from tests.property.drawn.plans import (
+    FAR,
+    FORWARD,
+    LINE,
+    NEAR,
+    PLANS,
+    by_pair,
+    executed,
+    halves,
+    right,
+)
 
 # What is accepted is right
 
@@ -75,12 +85,16 @@ def test_plans_are_proved(pair: tuple[Layout, ...], topology: Topology | None, s
 
 
 @given(testing.trees(), topologies)
-def test_trees_are_proved(tree: tuple[dict[str, Layout], dict[str, Layout]], topology: Topology | None) -> None:
+def test_trees_are_proved(
+    tree: tuple[dict[str, Layout], dict[str, Layout]], topology: Topology | None
+) -> None:
     proved_is_right(plan(*tree, topology=topology))
 
 
 @given(st.data(), testing.pairs(ops=(None, "sum")), topologies)
-def test_windows_are_proved(data: st.DataObject, pair: tuple[Layout, ...], topology: Topology | None) -> None:
+def test_windows_are_proved(
+    data: st.DataObject, pair: tuple[Layout, ...], topology: Topology | None
+) -> None:
     src, dst = (data.draw(testing.tilings(layout)) for layout in pair)
     proved_is_right(plan({"w": src}, {"w": dst}, topology=topology))
 
@@ -103,7 +117,13 @@ class Pool(NamedTuple):
     runs: list[Runs]
 
     def like(self, value: Any) -> list[Any]:
-        kinds = {str: self.names, Mesh: self.meshes, Layout: self.forms, Template: self.templates, Runs: self.runs}
+        kinds = {
+            str: self.names,
+            Mesh: self.meshes,
+            Layout: self.forms,
+            Template: self.templates,
+            Runs: self.runs,
+        }
         return kinds.get(type(value), [])
 
 
@@ -137,7 +157,11 @@ def other(rng: random.Random, value: Any) -> Any:
         ranks = list(value.ranks)
         i, j = rng.sample(range(len(ranks)), 2)
         ranks[i], ranks[j] = ranks[j], ranks[i] if rng.random() < 0.5 else max(ranks) + 1
-        return Mesh(value.shape, ranks=dict.fromkeys(ranks)) if len(set(ranks)) == len(ranks) else value
+        return (
+            Mesh(value.shape, ranks=dict.fromkeys(ranks))
+            if len(set(ranks)) == len(ranks)
+            else value
+        )
     if isinstance(value, bool) or value is None or isinstance(value, complex | float):
         return rng.choice((None, 0, 1, -0.0, True, False))
     if isinstance(value, int):
@@ -147,7 +171,9 @@ def other(rng: random.Random, value: Any) -> Any:
 
 def other_array(rng: random.Random, array: np.ndarray) -> np.ndarray:
     """One number is another, or two change places, or one is gone or there twice."""
-    kind = rng.choice(("nudge", "nudge", "copy", "zero", "minus", "jump", "swap", "short", "long", "move"))
+    kind = rng.choice(
+        ("nudge", "nudge", "copy", "zero", "minus", "jump", "swap", "short", "long", "move")
+    )
     if not array.size:
         return np.zeros((1, *array.shape[1:]), array.dtype) if kind == "long" else array
     if kind in ("short", "long"):
@@ -163,7 +189,13 @@ def other_array(rng: random.Random, array: np.ndarray) -> np.ndarray:
         new[at] = not new[at]
     else:
         step = int(new[at]) + rng.choice((-1, 1, 2, 4))
-        new[at] = {"nudge": step, "copy": array[from_], "zero": 0, "minus": -1, "jump": int(new.max()) + 3}[kind]
+        new[at] = {
+            "nudge": step,
+            "copy": array[from_],
+            "zero": 0,
+            "minus": -1,
+            "jump": int(new.max()) + 3,
+        }[kind]
     return new
 
 
@@ -184,7 +216,11 @@ def other_tuple(rng: random.Random, value: tuple[Any, ...]) -> tuple[Any, ...]:
         new[i] = new[j]
     elif not isinstance(new[i], PARTS) or isinstance(new[i], Template):
         new[i] = other(rng, new[i])
-    return tuple(sorted(set(new))) if kind == "sorted" and all(isinstance(x, int) for x in new) else tuple(new)
+    return (
+        tuple(sorted(set(new)))
+        if kind == "sorted" and all(isinstance(x, int) for x in new)
+        else tuple(new)
+    )
 
 
 def test_a_thousand_mutated_tables() -> None:
@@ -208,8 +244,16 @@ def test_a_thousand_mutated_tables() -> None:
         if done != before[name]:
             (wrong if not good else careful if no else kept)[table] += 1
     assert len(wrong) > 35 and min(wrong[f"Lines.{x}"] for x in READ) > 5, wrong
-    assert min(wrong[f"Overlay.{x}"] for x in ("keys", "goals", "start", "size", "src", "dst", "first")) > 5, wrong
-    assert set(kept) <= {"Lines.cuts", "Lines.receivers", "Lines.sets", "Batch.names"} and kept.total() > 2, kept
+    assert (
+        min(
+            wrong[f"Overlay.{x}"] for x in ("keys", "goals", "start", "size", "src", "dst", "first")
+        )
+        > 5
+    ), wrong
+    assert (
+        set(kept) <= {"Lines.cuts", "Lines.receivers", "Lines.sets", "Batch.names"}
+        and kept.total() > 2
+    ), kept
     assert careful.total() < 15, careful
 
 
@@ -233,7 +277,9 @@ def test_nothing_but_plan_errors_comes_out(junk: Any) -> None:
 def test_numbers_far_away(number: int) -> None:
     for name in ("sum to sum", "overlapping source", "windows", "scalar"):
         for table, value, rebuild in leaves(FORWARD[name]):
-            for at in range(value.size if isinstance(value, np.ndarray) and value.dtype == np.int64 else 0):
+            for at in range(
+                value.size if isinstance(value, np.ndarray) and value.dtype == np.int64 else 0
+            ):
                 new = value.copy()
                 new.ravel()[at] = number
                 q = rebuild(new)
@@ -250,18 +296,28 @@ def changed(rng: random.Random, p: Plan, rows: list[Row]) -> list[Row]:
     if kind == "drop":
         return [*rows[:i], *rows[i + 1 :]]
     if kind == "twice":
-        again = row._replace(receivers=rng.choice(rows).receivers, holders=rng.choice((row, *rows)).holders)
+        again = row._replace(
+            receivers=rng.choice(rows).receivers, holders=rng.choice((row, *rows)).holders
+        )
         return [*rows, again]
     if kind == "swap":
         j = rng.randrange(len(rows))
-        new = {i: row._replace(receivers=rows[j].receivers), j: rows[j]._replace(receivers=row.receivers)}
+        new = {
+            i: row._replace(receivers=rows[j].receivers),
+            j: rows[j]._replace(receivers=row.receivers),
+        }
         return [new.get(k, x) for k, x in enumerate(rows)]
     at = rng.randrange(row.lo, row.hi)
     middle = row._replace(hi=at), row._replace(lo=at + rng.choice((0, 0, 1)))
     some = rng.randrange(len(row.receivers) + 1)
-    ends = row._replace(receivers=row.receivers[:some]), row._replace(receivers=row.receivers[some:])
+    ends = (
+        row._replace(receivers=row.receivers[:some]),
+        row._replace(receivers=row.receivers[some:]),
+    )
     changes = {"split": middle, "halve": ends}
-    parts = changes[kind] if kind in changes else (row._replace(**{kind: other_of(rng, p, row, kind)}),)
+    parts = (
+        changes[kind] if kind in changes else (row._replace(**{kind: other_of(rng, p, row, kind)}),)
+    )
     kept = [x for x in parts if x.lo < x.hi and x.receivers and x.holders]
     return [*rows[:i], *kept, *rows[i + 1 :]]
 
@@ -271,7 +327,9 @@ def other_of(rng: random.Random, p: Plan, row: Row, kind: str) -> Any:
         ranks = set(getattr(row, kind)) ^ {rng.choice(p.ranks)}
         return tuple(sorted(ranks))
     size = p.batches[row.batch].template.unit_size
-    most = {"batch": len(p.batches), "unit": len(size), "lo": row.hi, "hi": size[row.unit] + 1}[kind]
+    most = {"batch": len(p.batches), "unit": len(size), "lo": row.hi, "hi": size[row.unit] + 1}[
+        kind
+    ]
     return rng.randrange(int(most))
 
 
@@ -286,11 +344,19 @@ def test_lines_of_other_rows() -> None:
         for _ in range(rng.choice((0, 1, 1, 2, 3))):
             new = changed(rng, p, new) if new else new
         sizes = [p.batches[row.batch].template.unit_size for row in new]
-        if any(row.unit >= len(size) or row.hi > size[row.unit] for row, size in zip(new, sizes, strict=True)):
+        if any(
+            row.unit >= len(size) or row.hi > size[row.unit]
+            for row, size in zip(new, sizes, strict=True)
+        ):
             continue
         fair = rng.random() < 0.8
         q = dataclasses.replace(
-            p, lines=lines_of(p.batches, new, lambda at, n, fair=fair: rng.choice(at) if fair else rng.randrange(n + 1))
+            p,
+            lines=lines_of(
+                p.batches,
+                new,
+                lambda at, n, fair=fair: rng.choice(at) if fair else rng.randrange(n + 1),
+            ),
         )
         no, done = refused(q), outcome(q)
         good = is_right(q, done)
@@ -304,9 +370,21 @@ def test_lines_of_other_rows() -> None:
 
 THERE = Mesh(x=2, y=2, ranks=(3, 2, 4, 5))
 SOURCES = ("n h", "(a n) h", "(b n) h", "(a b n) h", "(n a) h", "n (a h)", "(a n) (b h)")
-SOURCES += ("n h {sum: a}", "n h {sum: b}", "(b n) h {sum: a}", "n h {sum: a b}", "(a n) h {max: b}")
+SOURCES += (
+    "n h {sum: a}",
+    "n h {sum: b}",
+    "(b n) h {sum: a}",
+    "n h {sum: a b}",
+    "(a n) h {max: b}",
+)
 TARGETS = ("n h", "(x n) h", "(y n) h", "(y x n) h", "(2 x n) h", "n (y h)", "(x n) (y h)")
-TARGETS += ("n h {sum: x}", "n h {sum: y}", "(x n) h {sum: y}", "n h {sum: x y}", "(x n) h {max: y}")
+TARGETS += (
+    "n h {sum: x}",
+    "n h {sum: y}",
+    "(x n) h {sum: y}",
+    "n h {sum: x y}",
+    "(x n) h {max: y}",
+)
 
 Windows = tuple[Layout, ...]
 
@@ -319,12 +397,18 @@ def random_end(rng: random.Random, texts: tuple[str, ...], mesh: Mesh) -> Window
 def random_ends(rng: random.Random) -> dict[str, list[Windows]]:
     """How two tensors are held at both ends."""
     there = rng.choice((THERE, Mesh(x=2, y=2)))
-    return {name: [random_end(rng, SOURCES, NEAR), random_end(rng, TARGETS, there)] for name in "uv"}
+    return {
+        name: [random_end(rng, SOURCES, NEAR), random_end(rng, TARGETS, there)] for name in "uv"
+    }
 
 
 def a_step_away(rng: random.Random, ends: dict[str, list[Windows]]) -> dict[str, list[Windows]]:
     """The same but for one end of one tensor."""
-    new, name, side = {n: list(pair) for n, pair in ends.items()}, rng.choice("uv"), rng.randrange(2)
+    new, name, side = (
+        {n: list(pair) for n, pair in ends.items()},
+        rng.choice("uv"),
+        rng.randrange(2),
+    )
     mesh = ends[name][side][0].mesh
     kind = rng.choice(("ranks", "text", "other"))
     if kind == "other":
@@ -352,18 +436,26 @@ def test_tables_of_other_plans() -> None:
         ends = random_ends(rng)
         p, q = planned(ends), planned(a_step_away(rng, ends))
         if p and q:
-            what = rng.choice((("batches", "lines"), ("batches", "lines"), ("lines",), ("batches",)))
+            what = rng.choice(
+                (("batches", "lines"), ("batches", "lines"), ("lines",), ("batches",))
+            )
             mixed = dataclasses.replace(p, **{name: getattr(q, name) for name in what})
             no, good = refused(mixed), is_right(mixed, outcome(mixed))
             assert good or no, (ends, q.src, q.dst, what)
-            wrong, kept, careful = wrong + (not good), kept + (good and not no), careful + (good and no)
+            wrong, kept, careful = (
+                wrong + (not good),
+                kept + (good and not no),
+                careful + (good and no),
+            )
     assert kept > 50 and careful < 100
 
 
 # What is said
 
 PAIR = plan(dict.fromkeys("uv", lay(LINE, "(a n) h")), dict.fromkeys("uv", lay(FAR, "n h")))
-MIXED = plan({"u": lay(LINE, "(a n) h"), "v": lay(LINE, "n (a h)")}, dict.fromkeys("uv", lay(FAR, "n h")))
+MIXED = plan(
+    {"u": lay(LINE, "(a n) h"), "v": lay(LINE, "n (a h)")}, dict.fromkeys("uv", lay(FAR, "n h"))
+)
 CUT = plan({"w": halves(lay(LINE, "(a n) h"), 3)}, {"w": halves(lay(FAR, "n h"), 2)})
 TURNED = Mesh(a=3, ranks=(0, 2, 1))
 
@@ -377,8 +469,18 @@ TURNED = Mesh(a=3, ranks=(0, 2, 1))
         (SPLIT, "batches.0.names", to(("x",)), "tensor 'w' is in no batch, or not in the plan"),
         (PAIR, "batches.0.names", to(("u",)), "tensor 'v' is in no batch, or not in the plan"),
         (SPLIT, "batches", lambda x: 2 * x, "tensor 'w' moves twice between two windows"),
-        (SPLIT, "src_ranks", to((0, 1)), "2 ranks (0, 1) are not those of the source, 3 ranks (0, 1, 2)"),
-        (SPLIT, "dst_ranks", to((3, 4)), "2 ranks (3, 4) are not those of the destination, 3 ranks (3, 4, 5)"),
+        (
+            SPLIT,
+            "src_ranks",
+            to((0, 1)),
+            "2 ranks (0, 1) are not those of the source, 3 ranks (0, 1, 2)",
+        ),
+        (
+            SPLIT,
+            "dst_ranks",
+            to((3, 4)),
+            "2 ranks (3, 4) are not those of the destination, 3 ranks (3, 4, 5)",
+        ),
         (SPLIT, "batches.0.source", to(1), "tensor 'w' moves from window 1 of 1 to window 0 of 1"),
         (CUT, "batches.0.target", to(-1), "tensor 'w' moves from window 0 of 2 to window -1 of 2"),
         (CUT, "batches", lambda x: x[1:], "tensor 'w': nothing arrives in window 0"),
@@ -420,7 +522,9 @@ TURNED = Mesh(a=3, ranks=(0, 2, 1))
         ),
     ],
 )
-def test_messages(p: Plan, path: str, change: Callable[[Any], Any], message: str, fails: Callable[..., None]) -> None:
+def test_messages(
+    p: Plan, path: str, change: Callable[[Any], Any], message: str, fails: Callable[..., None]
+) -> None:
     fails(lambda: verify(edited(p, path, change)), PlanError, f"{message}; make the plan anew")
 
 
@@ -428,7 +532,9 @@ def test_reductions_are_named(fails: Callable[..., None]) -> None:
     rule = SUM.rules["w"]
     wrong = dataclasses.replace(rule, addends=3)
     message = f"tensor 'w' is reduced by {wrong}; its layouts ask for {rule}"
-    fails(lambda: verify(edited(SUM, "batches.0.template.reduction", to(wrong))), PlanError, message)
+    fails(
+        lambda: verify(edited(SUM, "batches.0.template.reduction", to(wrong))), PlanError, message
+    )
 
 
 @pytest.mark.parametrize(
@@ -436,11 +542,31 @@ def test_reductions_are_named(fails: Callable[..., None]) -> None:
     [
         (SPLIT, lambda rows: rows[1:], "rank 3 never receives element (0, 0)"),
         (SPLIT, lambda rows: [rows[0], *rows[2:]], "rank 3 never receives element (2, 0)"),
-        (SPLIT, lambda rows: [rows[0]._replace(receivers=(3, 4)), *rows[1:]], "rank 5 never receives element (0, 0)"),
-        (SPLIT, lambda rows: [rows[0]._replace(hi=4), *rows[1:]], "rank 3 never receives element (1, 0)"),
-        (SUM, lambda rows: [x for x in rows if x.holders != (1,)], "rank 3, addend 1 never receives element (0, 0)"),
-        (ANY, lambda rows: [rows[0]._replace(receivers=(5,))], "rank 4 never receives element (0, 0)"),
-        (SPLIT, lambda rows: [*rows, rows[1]._replace(receivers=(4,))], "rank 4 receives element (2, 0) twice"),
+        (
+            SPLIT,
+            lambda rows: [rows[0]._replace(receivers=(3, 4)), *rows[1:]],
+            "rank 5 never receives element (0, 0)",
+        ),
+        (
+            SPLIT,
+            lambda rows: [rows[0]._replace(hi=4), *rows[1:]],
+            "rank 3 never receives element (1, 0)",
+        ),
+        (
+            SUM,
+            lambda rows: [x for x in rows if x.holders != (1,)],
+            "rank 3, addend 1 never receives element (0, 0)",
+        ),
+        (
+            ANY,
+            lambda rows: [rows[0]._replace(receivers=(5,))],
+            "rank 4 never receives element (0, 0)",
+        ),
+        (
+            SPLIT,
+            lambda rows: [*rows, rows[1]._replace(receivers=(4,))],
+            "rank 4 receives element (2, 0) twice",
+        ),
         (SPLIT, lambda rows: [*rows, rows[1]], "rank 3 receives element (2, 0) twice"),
     ],
 )
@@ -455,15 +581,23 @@ def test_every_dimension_counts(fails: Callable[..., None]) -> None:
     """Rank 3 holds the first columns of the first rows, and is to receive those of the last rows for rank 5."""
     p = plan({"w": lay(ONE, "n h")}, {"w": lay(FIVE, "(x n) (y h)")})
     rows = [row._replace(receivers=(3,)) if row.receivers == (5,) else row for row in rows_of(p)]
-    message = "tensor 'w': rank 3 is to receive element (3, 0), which it does not hold at the destination"
+    message = (
+        "tensor 'w': rank 3 is to receive element (3, 0), which it does not hold at the destination"
+    )
     fails(lambda: verify(uncut(p, rows)), PlanError, f"{message}; make the plan anew")
 
 
 def test_all_replicas_of_an_addend_receive_alike(fails: Callable[..., None]) -> None:
     (row,) = rows_of(ANY)
     assert row.receivers == (5, 6)
-    both = "goes to addend 0 of some replicas and to addend 1 of others; replicas have to stay equal"
-    fails(lambda: verify(uncut(ANY, [row._replace(receivers=(4, 5))])), PlanError, f"tensor 'w': element (0, 0) {both}")
+    both = (
+        "goes to addend 0 of some replicas and to addend 1 of others; replicas have to stay equal"
+    )
+    fails(
+        lambda: verify(uncut(ANY, [row._replace(receivers=(4, 5))])),
+        PlanError,
+        f"tensor 'w': element (0, 0) {both}",
+    )
     halves = [row._replace(hi=8, receivers=(3, 4)), row._replace(lo=8)]
     verify(uncut(ANY, halves))
     halves = [halves[0], row._replace(lo=8, receivers=(3,)), row._replace(lo=8, receivers=(6,))]
@@ -474,7 +608,9 @@ def test_a_window_arrives_in_one_order_of_ranks(fails: Callable[..., None]) -> N
     turned = Layout((6, 4), Mesh(x=3, ranks=(5, 4, 3)), "n h")
     other = plan({"w": halves(lay(LINE, "(a n) h"), 3)}, {"w": halves(turned, 2)})
     q = edited(CUT, "batches", lambda x: (*x[:2], *other.batches[2:]))
-    assert [(b.source, b.target) for b in q.batches] == [(0, 0), (0, 1), (1, 1)] and right(q, list(q.transfers()))
+    assert [(b.source, b.target) for b in q.batches] == [(0, 0), (0, 1), (1, 1)] and right(
+        q, list(q.transfers())
+    )
     message = "tensor 'w' arrives in one window in several orders of ranks; make the plan anew"
     fails(lambda: verify(q), PlanError, message)
 
@@ -488,13 +624,19 @@ def test_tensors_of_a_batch_have_as_many_windows(fails: Callable[..., None]) -> 
     q = plan({"u": whole, "w": whole}, {"u": there, "w": there})
     mixed = dataclasses.replace(p, batches=q.batches, lines=q.lines)
     assert not right(mixed, list(mixed.transfers()))
-    fails(lambda: verify(mixed), PlanError, "tensors of other windows move as 'u' does; make the plan anew")
+    fails(
+        lambda: verify(mixed),
+        PlanError,
+        "tensors of other windows move as 'u' does; make the plan anew",
+    )
 
 
 def test_source_windows_hold_different_elements(fails: Callable[..., None]) -> None:
     """Two windows of the first half: as many elements as the whole has."""
     half, whole = window(lay(LINE, "n h"), ((0, 3), (0, 4))), lay(FAR, "n h")
-    batches = tuple(Batch(template(half, whole, Reduction()), ("w",), LINE, FAR, i, 0) for i in (0, 1))
+    batches = tuple(
+        Batch(template(half, whole, Reduction()), ("w",), LINE, FAR, i, 0) for i in (0, 1)
+    )
     twice = dataclasses.replace(
         SPLIT, src={"w": (half, half)}, batches=batches, lines=balanced(lines(batches), batches)
     )
@@ -507,7 +649,10 @@ def test_source_windows_hold_different_elements(fails: Callable[..., None]) -> N
 def test_a_trivial_partial_axis_is_no_other_reduction() -> None:
     """`{sum: b}` of one rank and nothing are spelled differently and reduce alike."""
     mesh = Mesh(a=2, b=1)
-    p = plan({"u": lay(mesh, "(a n) h"), "v": lay(mesh, "(a n) h {sum: b}")}, dict.fromkeys("uv", lay(FAR, "n h")))
+    p = plan(
+        {"u": lay(mesh, "(a n) h"), "v": lay(mesh, "(a n) h {sum: b}")},
+        dict.fromkeys("uv", lay(FAR, "n h")),
+    )
     assert len(p.batches) == 1
     verify(p)
 
@@ -520,12 +665,19 @@ def test_plans_pickle(name: str) -> None:
     p = PLANS[name]
     q = pickle.loads(pickle.dumps(p))
     assert q == p and list(q.transfers()) == list(p.transfers())
-    assert (q.sent_bytes(), q.received_bytes(), q.ranks) == (p.sent_bytes(), p.received_bytes(), p.ranks)
+    assert (q.sent_bytes(), q.received_bytes(), q.ranks) == (
+        p.sent_bytes(),
+        p.received_bytes(),
+        p.ranks,
+    )
     verify(q)
 
 
 def test_a_pickle_has_what_tensors_share_once() -> None:
-    src, dst = Layout((64, 6), Mesh(a=8), "(a n) h"), Layout((64, 6), Mesh(b=6, ranks=range(8, 14)), "n (b h)")
+    src, dst = (
+        Layout((64, 6), Mesh(a=8), "(a n) h"),
+        Layout((64, 6), Mesh(b=6, ranks=range(8, 14)), "n (b h)"),
+    )
     one, many = (
         len(pickle.dumps(plan(dict.fromkeys(names, src), dict.fromkeys(names, dst))))
         for names in (["layers.0.w"], [f"layers.{i}.w" for i in range(1000)])

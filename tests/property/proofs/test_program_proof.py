@@ -77,7 +77,11 @@ COUNTS = ("slots", "turns", "max_inflight_bytes", "max_ops_per_group")
 def leaves(prog: Program) -> Iterator[tuple[str, Any, Callable[[Any], Program]]]:
     """Every table and count of a program, with how to put something else in its place."""
     for name in COUNTS:
-        yield name, getattr(prog, name), lambda new, name=name: dataclasses.replace(prog, **{name: new})
+        yield (
+            name,
+            getattr(prog, name),
+            lambda new, name=name: dataclasses.replace(prog, **{name: new}),
+        )
     legs, bands, on = prog.legs, prog.legs.bands, prog.legs.lines
 
     def put(**new: Any) -> Program:
@@ -126,7 +130,13 @@ def other_array(rng: random.Random, array: np.ndarray) -> np.ndarray:
         new[i] = not array[i]
     else:
         by = rng.choice((-2, -1, 1, 2, 3))
-        new[i] = {"nudge": array[i] + by, "item": array[i] + 8 * by, "copy": array[j], "zero": 0, "minus": -1}[kind]
+        new[i] = {
+            "nudge": array[i] + by,
+            "item": array[i] + 8 * by,
+            "copy": array[j],
+            "zero": 0,
+            "minus": -1,
+        }[kind]
     return new
 
 
@@ -135,8 +145,25 @@ def same(a: Any, b: Any) -> bool:
 
 
 TOLD = (
-    [f"Bands.{x}" for x in ("first", "classes", "at", "begin", "count", "place", "span", "start", "cut_first", "cuts")]
-    + [f"Lines.{x}" for x in ("sets", "holders", "near", "first", "receivers", "addend", "count", "nbytes")]
+    [
+        f"Bands.{x}"
+        for x in (
+            "first",
+            "classes",
+            "at",
+            "begin",
+            "count",
+            "place",
+            "span",
+            "start",
+            "cut_first",
+            "cuts",
+        )
+    ]
+    + [
+        f"Lines.{x}"
+        for x in ("sets", "holders", "near", "first", "receivers", "addend", "count", "nbytes")
+    ]
     + [f"Lines.{x}" for x in ("row_first", "batch", "unit", "lo", "at", "each")]
     + [*COUNTS, "sharing"]
 )
@@ -157,7 +184,11 @@ def mutants(seed: int) -> Iterator[tuple[str, str, Program]]:
     for name, prog in PROGRAMS.items():
         relays = (prog.legs.bands.classes > 1).any()
         for table, value, rebuild in leaves(prog):
-            if table in TOLD and (name != "to sum" or "Lines" not in table) and (relays or table not in RELAYED):
+            if (
+                table in TOLD
+                and (name != "to sum" or "Lines" not in table)
+                and (relays or table not in RELAYED)
+            ):
                 places.setdefault(table, []).append((name, value, rebuild))
     while True:
         table = rng.choice(TOLD)
@@ -179,17 +210,41 @@ def test_hundreds_of_mutated_programs() -> None:
         if wrong.total() >= 500 and len(wrong) == len(TOLD):
             break
     assert kept.total() >= 200
-    assert {"slots", "turns", "sharing", "Bands.cuts", "Bands.at", "Bands.place", "Lines.near"} <= set(kept), kept
+    assert {
+        "slots",
+        "turns",
+        "sharing",
+        "Bands.cuts",
+        "Bands.at",
+        "Bands.place",
+        "Lines.near",
+    } <= set(kept), kept
 
 
 @given(programs(), st.data())
 def test_random_programs_with_other_bands(prog: Program, data: st.DataObject) -> None:
-    _, value, rebuild = data.draw(st.sampled_from([leaf for leaf in leaves(prog) if leaf[0].startswith("Bands")]))
+    _, value, rebuild = data.draw(
+        st.sampled_from([leaf for leaf in leaves(prog) if leaf[0].startswith("Bands")])
+    )
     mutant = rebuild(other(data.draw(st.randoms(use_true_random=False)), value))
     assert refused(mutant) or carried_out(mutant)
 
 
-JUNK = (None, "x", 2.5, (), (None,), [1], {}, np.zeros(3), np.zeros((2, 2), np.int64), True, -1, 0, 1 << 70)
+JUNK = (
+    None,
+    "x",
+    2.5,
+    (),
+    (None,),
+    [1],
+    {},
+    np.zeros(3),
+    np.zeros((2, 2), np.int64),
+    True,
+    -1,
+    0,
+    1 << 70,
+)
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
@@ -204,7 +259,9 @@ def test_nothing_but_plan_errors_comes_out(junk: Any) -> None:
 def test_numbers_far_away(number: int) -> None:
     for name in ("nodes", "relays", "folded"):
         for table, value, rebuild in leaves(PROGRAMS[name]):
-            for at in range(value.size if isinstance(value, np.ndarray) and value.dtype == np.int64 else 0):
+            for at in range(
+                value.size if isinstance(value, np.ndarray) and value.dtype == np.int64 else 0
+            ):
                 new = value.copy()
                 new[at] = number
                 prog = rebuild(new)
@@ -218,7 +275,12 @@ def test_numbers_far_away(number: int) -> None:
 
 def passing_on() -> Program:
     """Rank 0 sends half of 64 bytes to each of ranks 2 and 3, and they exchange them."""
-    p = plan(*({"w": Layout((8,), mesh, "n", dtype="float64")} for mesh in (Mesh(), Mesh(x=2, ranks=(2, 3)))))
+    p = plan(
+        *(
+            {"w": Layout((8,), mesh, "n", dtype="float64")}
+            for mesh in (Mesh(), Mesh(x=2, ranks=(2, 3)))
+        )
+    )
     return dataclasses.replace(schedule(p, topology=nodes_of(2), fanout="node"), slots=1)
 
 
@@ -239,11 +301,21 @@ def test_counts_and_limits(new: dict[str, int], message: str, fails) -> None:
 
 
 def test_the_widest_counts_and_limits() -> None:
-    verify(dataclasses.replace(passing_on(), slots=4096, turns=36, max_inflight_bytes=64, max_ops_per_group=3))
+    verify(
+        dataclasses.replace(
+            passing_on(), slots=4096, turns=36, max_inflight_bytes=64, max_ops_per_group=3
+        )
+    )
 
 
-A, B = "bytes 0:32 of block 0, tensor 'w', from rank 0 to 2", "bytes 32:64 of block 0, tensor 'w', from rank 0 to 3"
-C, D = "bytes 0:32 of block 0, tensor 'w', from rank 2 to 3", "bytes 32:64 of block 0, tensor 'w', from rank 3 to 2"
+A, B = (
+    "bytes 0:32 of block 0, tensor 'w', from rank 0 to 2",
+    "bytes 32:64 of block 0, tensor 'w', from rank 0 to 3",
+)
+C, D = (
+    "bytes 0:32 of block 0, tensor 'w', from rank 2 to 3",
+    "bytes 32:64 of block 0, tensor 'w', from rank 3 to 2",
+)
 LATE = "are passed on by a rank that does not have them yet"
 
 
@@ -256,15 +328,27 @@ LATE = "are passed on by a rank that does not have them yet"
         ("hi", (32, 72, 32, 64), f"{B.replace('64', '72')} are no bytes of it"),
         ("lo", (0, 32, 0, 33), f"{D.replace('32:', '33:')} begin or end inside a row"),
         ("hi", (28, 64, 32, 64), f"{A.replace('32', '28')} begin or end inside a row"),
-        ("receiver", (2, 0, 3, 2), f"{B.replace('to 3', 'to 0')} go to a rank that does not ask for them"),
-        ("receiver", (2, 4, 3, 2), f"{B.replace('to 3', 'to 4')} go to a rank that does not ask for them"),
+        (
+            "receiver",
+            (2, 0, 3, 2),
+            f"{B.replace('to 3', 'to 0')} go to a rank that does not ask for them",
+        ),
+        (
+            "receiver",
+            (2, 4, 3, 2),
+            f"{B.replace('to 3', 'to 4')} go to a rank that does not ask for them",
+        ),
         ("receiver", (2, 2, 3, 2), f"{D} come twice"),
         ("lo", (0, 24, 0, 32), f"{B.replace('32:', '24:')} come twice"),
         ("lo", (8, 32, 0, 32), "rank 2 never receives byte 0 of block 0, tensor 'w'"),
         ("lo", (0, 32, 0, 40), "rank 2 never receives byte 32 of block 0, tensor 'w'"),
         ("lo", (0, 40, 0, 32), "rank 3 never receives byte 32 of block 0, tensor 'w'"),
         ("hi", (32, 56, 32, 64), "rank 3 never receives byte 56 of block 0, tensor 'w'"),
-        ("sender", (0, 3, 2, 3), f"{B.replace('rank 0', 'rank 3')} leave a rank that does not hold them"),
+        (
+            "sender",
+            (0, 3, 2, 3),
+            f"{B.replace('rank 0', 'rank 3')} leave a rank that does not hold them",
+        ),
         ("sender", (0, 0, 0, 3), f"{C.replace('rank 2', 'rank 0')} {LATE}"),
         ("sender", (0, 0, 3, 3), f"{C.replace('rank 2', 'rank 3')} {LATE}"),
         ("leg", (2, 1, 2, 2), f"{A} {LATE}"),
@@ -278,8 +362,19 @@ def test_streams(column: str, numbers: tuple[int, ...], message: str | None, fai
     """Two streams of the first leg and what is passed on of them, with another column."""
     prog = passing_on()
     made = streams(prog.legs, 0)
-    rows = made.sender.tolist(), made.receiver.tolist(), made.lo.tolist(), made.hi.tolist(), made.root.tolist()
-    assert list(zip(*rows, strict=True)) == [(0, 2, 0, 32, 0), (0, 3, 32, 64, 1), (2, 3, 0, 32, 0), (3, 2, 32, 64, 1)]
+    rows = (
+        made.sender.tolist(),
+        made.receiver.tolist(),
+        made.lo.tolist(),
+        made.hi.tolist(),
+        made.root.tolist(),
+    )
+    assert list(zip(*rows, strict=True)) == [
+        (0, 2, 0, 32, 0),
+        (0, 3, 32, 64, 1),
+        (2, 3, 0, 32, 0),
+        (3, 2, 32, 64, 1),
+    ]
     other = made._replace(**{column: np.array(numbers)})
     with mock.patch("shardmath.proofs.program_proof.streams", return_value=other):
         if message is None:
@@ -294,8 +389,14 @@ def test_what_is_passed_on_comes_as_a_whole(fails) -> None:
     made = streams(prog.legs, 0)
     columns = {name: np.insert(column, 3, column[2]) for name, column in made._asdict().items()}
     columns["hi"][2] = columns["lo"][3] = 16
-    with mock.patch("shardmath.proofs.program_proof.streams", return_value=made._replace(**columns)):
-        fails(lambda: verify(prog), PlanError, f"{prog!r}: {C.replace('32', '16')} {LATE}; schedule it anew")
+    with mock.patch(
+        "shardmath.proofs.program_proof.streams", return_value=made._replace(**columns)
+    ):
+        fails(
+            lambda: verify(prog),
+            PlanError,
+            f"{prog!r}: {C.replace('32', '16')} {LATE}; schedule it anew",
+        )
 
 
 def test_a_part_is_not_passed_on_by_itself(fails) -> None:
@@ -304,13 +405,24 @@ def test_a_part_is_not_passed_on_by_itself(fails) -> None:
     made = streams(prog.legs, 0)
     columns = {name: np.insert(column, 2, column[0]) for name, column in made._asdict().items()}
     columns["receiver"][2], columns["hi"][2], columns["lo"][3] = 3, 16, 16
-    with mock.patch("shardmath.proofs.program_proof.streams", return_value=made._replace(**columns)):
-        fails(lambda: verify(prog), PlanError, f"{prog!r}: {C.replace('0:', '16:')} {LATE}; schedule it anew")
+    with mock.patch(
+        "shardmath.proofs.program_proof.streams", return_value=made._replace(**columns)
+    ):
+        fails(
+            lambda: verify(prog),
+            PlanError,
+            f"{prog!r}: {C.replace('0:', '16:')} {LATE}; schedule it anew",
+        )
 
 
 def test_sums_are_not_passed_on(fails) -> None:
     """What is received for a second addend is on top of the first."""
-    p = plan(*(Layout((8,), m, text) for m, text in ((Mesh(a=2), "n {sum: a}"), (Mesh(x=2, ranks=(2, 3)), "n"))))
+    p = plan(
+        *(
+            Layout((8,), m, text)
+            for m, text in ((Mesh(a=2), "n {sum: a}"), (Mesh(x=2, ranks=(2, 3)), "n"))
+        )
+    )
     prog = schedule(p, topology=nodes_of(2), fanout="node")
     second = next(
         line
@@ -318,7 +430,11 @@ def test_sums_are_not_passed_on(fails) -> None:
         if prog.legs.lines.sets[prog.legs.lines.holders[line]] == (1,)
     )
     made = streams(prog.legs, second)
-    assert (made.receiver.tolist(), made.leg.tolist(), prog.legs.lines.addend[made.block].tolist()) == (
+    assert (
+        made.receiver.tolist(),
+        made.leg.tolist(),
+        prog.legs.lines.addend[made.block].tolist(),
+    ) == (
         [2, 3],
         [1, 1],
         [1, 1],
@@ -327,7 +443,8 @@ def test_sums_are_not_passed_on(fails) -> None:
     block = int(made.block[0])
     where = f"bytes 0:32 of block {block}, tensor '', from rank 2 to 3"
     with mock.patch(
-        "shardmath.proofs.program_proof.streams", side_effect=lambda legs, n: wrong if n == second else streams(legs, n)
+        "shardmath.proofs.program_proof.streams",
+        side_effect=lambda legs, n: wrong if n == second else streams(legs, n),
     ):
         what = "are passed on where another addend is already"
         fails(lambda: verify(prog), PlanError, f"{prog!r}: {where} {what}; schedule it anew")
@@ -337,13 +454,20 @@ def test_tables_that_cannot_be_read(fails) -> None:
     prog = passing_on()
     bands = prog.legs.bands
     short = dataclasses.replace(bands, first=bands.first[:1])
-    for broken, what in ((None, "the program's tables cannot be read: .*"), (short, ".* are not of one length")):
+    for broken, what in (
+        (None, "the program's tables cannot be read: .*"),
+        (short, ".* are not of one length"),
+    ):
         wrong = dataclasses.replace(prog, legs=dataclasses.replace(prog.legs, bands=broken))
         with pytest.raises(PlanError, match=rf"^{what}; schedule it anew$"):
             verify(wrong)
     narrow = dataclasses.replace(bands, at=bands.at.astype(np.int32))
     wrong = dataclasses.replace(prog, legs=dataclasses.replace(prog.legs, bands=narrow))
-    fails(lambda: verify(wrong), PlanError, f"{prog!r}: Bands.at is not of 64-bit integers; schedule it anew")
+    fails(
+        lambda: verify(wrong),
+        PlanError,
+        f"{prog!r}: Bands.at is not of 64-bit integers; schedule it anew",
+    )
 
 
 # Walks
@@ -448,7 +572,10 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
             f"{FIRST} receives 8 B in step (0, 1, 0), leg 1; {SAME} in the same order",
         ),
         (
-            {0: [at(0, send(0, 1)), at(1, receive(1, 0))], 1: [at(1, send(1, 0)), at(0, receive(0, 1))]},
+            {
+                0: [at(0, send(0, 1)), at(1, receive(1, 0))],
+                1: [at(1, send(1, 0)), at(0, receive(0, 1))],
+            },
             "rank 0 waits in step (0, 0, 0) for rank 1, rank 1 waits in step (0, 1, 0) for rank 0: nobody goes on; "
             "give all ranks one order of steps",
         ),
@@ -487,7 +614,10 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
             "it is to 'send' or 'receive', or to 'keep' what stays",
         ),
         (
-            {0: [at(0, send(0, 1)._replace(nbytes=9))], 1: [at(0, receive(0, 1)._replace(nbytes=9))]},
+            {
+                0: [at(0, send(0, 1)._replace(nbytes=9))],
+                1: [at(0, receive(0, 1)._replace(nbytes=9))],
+            },
             "rank 0, step (0, 0, 0): the message to or from rank 1 has 9 B, its pieces 8 B; count them anew",
         ),
         (
@@ -512,7 +642,8 @@ def test_a_rank_may_be_behind_others() -> None:
 
 
 @given(
-    st.lists(st.permutations(range(4)), max_size=8, unique_by=lambda x: tuple(x[:2])), st.randoms(use_true_random=False)
+    st.lists(st.permutations(range(4)), max_size=8, unique_by=lambda x: tuple(x[:2])),
+    st.randoms(use_true_random=False),
 )
 def test_walk_finds_who_waits_for_ever(pairs: list[list[int]], rng: random.Random) -> None:
     """Messages in rounds in any order: a walk ends where ranks that post and wait do."""

@@ -14,14 +14,19 @@ from shardmath.proofs.simulate import FOLD
 TP, FAR = Mesh(tp=3), Mesh(tp=3, ranks=range(4, 7))
 
 
-def reduce(op: str, values: list[np.ndarray], dst: str = "n", dtype: str = "float32") -> dict[int, np.ndarray]:
+def reduce(
+    op: str, values: list[np.ndarray], dst: str = "n", dtype: str = "float32"
+) -> dict[int, np.ndarray]:
     p = plan(
-        Layout((len(values[0]),), TP, f"n {{{op}: tp}}", dtype=dtype), Layout((len(values[0]),), FAR, dst, dtype=dtype)
+        Layout((len(values[0]),), TP, f"n {{{op}: tp}}", dtype=dtype),
+        Layout((len(values[0]),), FAR, dst, dtype=dtype),
     )
     return simulate(p, dict(enumerate(values)))
 
 
-VALUES = [np.array(x, np.float32) for x in ([1e8, 3, -2, -0.0], [1, 5, -4, -0.0], [-1e8, 7, 6, -0.0])]
+VALUES = [
+    np.array(x, np.float32) for x in ([1e8, 3, -2, -0.0], [1, 5, -4, -0.0], [-1e8, 7, 6, -0.0])
+]
 
 
 @pytest.mark.parametrize("op", ["sum", "product", "max", "min"])
@@ -62,7 +67,11 @@ def test_names_and_windows() -> None:
     p = plan({"a": src, "b": src}, {"a": whole, "b": cut})
     out = simulate(p, {0: {"a": np.arange(6), "b": np.arange(6) * 10, "unused": np.zeros(1)}})
     assert sorted(out[4]) == ["a", "b[0]", "b[1]"]
-    assert out[5]["a"].tolist() == [2, 3] and out[5]["b[0]"].tolist() == [20, 0] and out[5]["b[1]"].tolist() == [0, 30]
+    assert (
+        out[5]["a"].tolist() == [2, 3]
+        and out[5]["b[0]"].tolist() == [20, 0]
+        and out[5]["b[1]"].tolist() == [0, 30]
+    )
     alone = simulate(plan(src, cut), {0: np.arange(6)})
     assert {k: x.tolist() for k, x in alone[5].items()} == {"[0]": [2, 0], "[1]": [0, 3]}
 
@@ -75,7 +84,11 @@ def test_one_layout_may_be_given_by_name() -> None:
 
 def test_holes_stay_zero() -> None:
     p = plan(Layout((3,), Mesh(), "n"), Layout((3,), TP, "(tp n)=6 {sum: }"))
-    assert [simulate(p, {0: np.arange(1, 4)})[r].tolist() for r in range(3)] == [[1, 2], [3, 0], [0, 0]]
+    assert [simulate(p, {0: np.arange(1, 4)})[r].tolist() for r in range(3)] == [
+        [1, 2],
+        [3, 0],
+        [0, 0],
+    ]
     filled = plan(Layout((3,), Mesh(ranks=[9]), "n"), Layout((3,), TP, "(n)=5 {sum: tp}"))
     out = simulate(filled, {9: np.ones(3)})
     assert all(not x[3:].any() and not np.signbit(x[3:]).any() for x in out.values())
@@ -100,7 +113,9 @@ GIVEN = {r: np.zeros(2) for r in range(3)}
             "no source arrays for rank 1; give them for ranks 0, 1, 2",
         ),
         (
-            lambda: simulate(plan({"w": SRC}, {"w": DST}), {r: {"v": x, "u": x} for r, x in GIVEN.items()}),
+            lambda: simulate(
+                plan({"w": SRC}, {"w": DST}), {r: {"v": x, "u": x} for r, x in GIVEN.items()}
+            ),
             "rank 0 gives no source array 'w'; it gives 'v', 'u'",
         ),
         (

@@ -42,7 +42,10 @@ topologies = st.one_of(st.none(), st.integers(1, 5).map(lambda n: Topology(ranks
 def lines_of_rows(draw: st.DrawFn) -> Plan:
     """A plan of one dimension, whose parts overlap, are in any order, and have holes."""
     n = draw(st.integers(1, 9))
-    ends = (Layout((n,), mesh, draw(tables(n, mesh.size))) for mesh in (Mesh(a=2), Mesh(b=3, ranks=range(4, 7))))
+    ends = (
+        Layout((n,), mesh, draw(tables(n, mesh.size)))
+        for mesh in (Mesh(a=2), Mesh(b=3, ranks=range(4, 7)))
+    )
     return plan(*ends)
 
 
@@ -68,7 +71,9 @@ def test_rows_are_accepted_where_they_are(p: Plan, data: st.DataObject) -> None:
     changed = dataclasses.replace(over, **changes)
     q = edited(p, "batches.0.template.overlays", to((changed,)))
     if not refused(q):
-        assert all(agrees(changed, pair, r) for pair, r in rows_of_pairs(changed)) and is_right(q, outcome(q))
+        assert all(agrees(changed, pair, r) for pair, r in rows_of_pairs(changed)) and is_right(
+            q, outcome(q)
+        )
     elif changes.keys() == {side}:
         assert not all(agrees(changed, pair, r) for pair, r in rows_of_pairs(changed))
 
@@ -100,7 +105,11 @@ def test_rows_share_no_position(row: int, local: int, fails: Callable[..., None]
     p = plan(src, dst)
     (over,) = p.batches[0].template.overlays
     assert (over.start.tolist(), over.keys) == ([0, 2, 4], ((0,), (0, 1), (1,)))
-    moved = {"start": to(row, 2)(over.start), "src": to(row, 0, local)(over.src), "dst": to(row, 0, 2)(over.dst)}
+    moved = {
+        "start": to(row, 2)(over.start),
+        "src": to(row, 0, local)(over.src),
+        "dst": to(row, 0, 2)(over.dst),
+    }
     q = edited(p, "batches.0.template.overlays", to((dataclasses.replace(over, **moved),)))
     message = f"{src} to {dst}: dimension 0 has rows with positions in common; make the plan anew"
     fails(lambda: verify(q), PlanError, message)
@@ -118,13 +127,21 @@ def is_fair(p: Plan) -> bool:
 
 
 @given(testing.trees(), topologies, st.data())
-def test_lines_are_accepted_cut_where_they_may_be(tree: Any, topology: Topology | None, data: st.DataObject) -> None:
+def test_lines_are_accepted_cut_where_they_may_be(
+    tree: Any, topology: Topology | None, data: st.DataObject
+) -> None:
     p = plan(*tree, topology=topology)
-    lines = [i for i in range(len(p.lines.holders)) if p.lines.cut_first[i + 1] - p.lines.cut_first[i] > 2]
+    lines = [
+        i
+        for i in range(len(p.lines.holders))
+        if p.lines.cut_first[i + 1] - p.lines.cut_first[i] > 2
+    ]
     if lines:
         line = data.draw(st.sampled_from(lines))
         a, b = p.lines.cut_first[line] + 1, p.lines.cut_first[line + 1] - 1
-        some = st.lists(st.integers(0, int(p.lines.cuts[b])), min_size=int(b - a), max_size=int(b - a))
+        some = st.lists(
+            st.integers(0, int(p.lines.cuts[b])), min_size=int(b - a), max_size=int(b - a)
+        )
         cuts = p.lines.cuts.copy()
         cuts[a:b] = sorted(data.draw(some))
         q = edited(p, "lines.cuts", to(cuts))
@@ -141,7 +158,9 @@ def test_every_cut_of_two_lines(names: int) -> None:
     sides: list[dict[str, Layout]] = [{}, {}]
     for dtype, shape in SHAPES.items():
         for i in range(names):
-            sides[0][f"{dtype}.{i}"] = Layout(shape, mesh, ({0: "(a n)", 1: "(a n) h"}[len(shape) - 1]), dtype=dtype)
+            sides[0][f"{dtype}.{i}"] = Layout(
+                shape, mesh, ({0: "(a n)", 1: "(a n) h"}[len(shape) - 1]), dtype=dtype
+            )
             sides[1][f"{dtype}.{i}"] = Layout(shape, far, "...", dtype=dtype)
     p = plan(*sides)
     assert p.lines.cut_first.tolist() == [0, 3, 6] and len(p.lines.batch) == 2 * len(SHAPES)
@@ -169,7 +188,9 @@ def test_all_tables_are_of_64_bits(name: str) -> None:
         if isinstance(array, np.ndarray):
             assert array.dtype == (bool if table == "Lines.near" else np.int64), table
             if not table.startswith(("Partition", "Members")):
-                assert refused(rebuild(array.astype(np.float64))) and refused(rebuild(array.astype(np.int32))), table
+                assert refused(rebuild(array.astype(np.float64))) and refused(
+                    rebuild(array.astype(np.int32))
+                ), table
 
 
 # What is said
@@ -184,20 +205,70 @@ OVER = HIDDEN = "batches.0.template.overlays.0."
     ("p", "path", "change", "message"),
     [
         (SPLIT, "batches.0.template.overlays", lambda x: x[:1], f"{FORMS} has 1 dimensions, not 2"),
-        (SPLIT, "batches.0.template.overlays", lambda x: x[::-1], f"{FORMS}: dimension 0 is divided in another way"),
+        (
+            SPLIT,
+            "batches.0.template.overlays",
+            lambda x: x[::-1],
+            f"{FORMS}: dimension 0 is divided in another way",
+        ),
         (SPLIT, OVER + "size", to(0, 0), f"{FORMS}: dimension 0 has empty pairs or rows"),
         (SPLIT, OVER + "first", to(1, 0), f"{FORMS}: dimension 0 has empty pairs or rows"),
-        (SPLIT, OVER + "size", to(0, 1), f"{FORMS}: dimension 0 has pairs of other sizes than their rows"),
-        (SPLIT, OVER + "pair_key", to(0, 3), f"{FORMS}: dimension 0 has pairs of unknown keys or goals"),
-        (SPLIT, OVER + "pair_key", to(2, -1), f"{FORMS}: dimension 0 has pairs of unknown keys or goals"),
-        (SPLIT, OVER + "pair_key", to(0, 1), f"{FORMS}: dimension 0: position 0 is not where row 0 says"),
-        (SPLIT, OVER + "dst", to(1, 0, 1), f"{FORMS}: dimension 0: position 2 is not where row 1 says"),
-        (SUM, HIDDEN + "src", to(1, 0, 1), f"{SUMS}: dimension -1: position 1 is not where row 1 says"),
-        (SPLIT, OVER + "start", lambda x: x.astype(np.int32), "Overlay.start is not of 64-bit integers"),
-        (SPLIT, "batches.0.template.unit_pairs", lambda x: x[:, :1], f"{FORMS} has units of other dimensions"),
+        (
+            SPLIT,
+            OVER + "size",
+            to(0, 1),
+            f"{FORMS}: dimension 0 has pairs of other sizes than their rows",
+        ),
+        (
+            SPLIT,
+            OVER + "pair_key",
+            to(0, 3),
+            f"{FORMS}: dimension 0 has pairs of unknown keys or goals",
+        ),
+        (
+            SPLIT,
+            OVER + "pair_key",
+            to(2, -1),
+            f"{FORMS}: dimension 0 has pairs of unknown keys or goals",
+        ),
+        (
+            SPLIT,
+            OVER + "pair_key",
+            to(0, 1),
+            f"{FORMS}: dimension 0: position 0 is not where row 0 says",
+        ),
+        (
+            SPLIT,
+            OVER + "dst",
+            to(1, 0, 1),
+            f"{FORMS}: dimension 0: position 2 is not where row 1 says",
+        ),
+        (
+            SUM,
+            HIDDEN + "src",
+            to(1, 0, 1),
+            f"{SUMS}: dimension -1: position 1 is not where row 1 says",
+        ),
+        (
+            SPLIT,
+            OVER + "start",
+            lambda x: x.astype(np.int32),
+            "Overlay.start is not of 64-bit integers",
+        ),
+        (
+            SPLIT,
+            "batches.0.template.unit_pairs",
+            lambda x: x[:, :1],
+            f"{FORMS} has units of other dimensions",
+        ),
         (SPLIT, "batches.0.template.unit_pairs", to(0, 0, 3), f"{FORMS} has units of unknown rows"),
         (SPLIT, "batches.0.template.unit_pairs", to(0, 0, 1), f"{FORMS} has one unit twice"),
-        (SPLIT, "batches.0.template.unit_size", to(0, 9), f"{FORMS} has units of other sizes than their rows"),
+        (
+            SPLIT,
+            "batches.0.template.unit_size",
+            to(0, 9),
+            f"{FORMS} has units of other sizes than their rows",
+        ),
         (SPLIT, "lines.near", lambda x: x[1:], "tables of lines are not of one length"),
         (SPLIT, "lines.at", lambda x: x[1:], "tables of lines are not of one length"),
         (SPLIT, "lines.first", to(1, 0), "tables of lines are not of one length"),
@@ -211,28 +282,65 @@ OVER = HIDDEN = "batches.0.template.overlays.0."
         (SPLIT, "lines.each", to(0, 9), "tensor 'w': row 0 is not of the bytes of its elements"),
         (SPLIT, "lines.at", to(0, 9), "tensor 'w': row 0 does not follow the one before it"),
         (SUM, "lines.addend", to(0, 1), "tensor 'w': row 0 is not of its block's addend"),
-        (SPLIT, "lines.nbytes", to(1, 9), "tensor 'w': block 1, for ranks (3, 4, 5), is not of the bytes of its rows"),
-        (SPLIT, "lines.count", to(0, 2), "tensor 'w': block 0, for ranks (3, 4, 5), counts other receivers"),
-        (SPLIT, "lines.start", to(0, 8), "tensor 'w': block 0, for ranks (3, 4, 5), does not follow the one before it"),
+        (
+            SPLIT,
+            "lines.nbytes",
+            to(1, 9),
+            "tensor 'w': block 1, for ranks (3, 4, 5), is not of the bytes of its rows",
+        ),
+        (
+            SPLIT,
+            "lines.count",
+            to(0, 2),
+            "tensor 'w': block 0, for ranks (3, 4, 5), counts other receivers",
+        ),
+        (
+            SPLIT,
+            "lines.start",
+            to(0, 8),
+            "tensor 'w': block 0, for ranks (3, 4, 5), does not follow the one before it",
+        ),
         (TWICE, "lines.sets.0", to((0,)), "line 0, of ranks (0,), is not cut among them"),
-        (TWICE, "lines.cuts", to(0, 1), "line 0, of ranks (0, 1), is not cut from its first byte to its last"),
-        (TWICE, "lines.cuts", to(2, 1), "line 0, of ranks (0, 1), is not cut from its first byte to its last"),
+        (
+            TWICE,
+            "lines.cuts",
+            to(0, 1),
+            "line 0, of ranks (0, 1), is not cut from its first byte to its last",
+        ),
+        (
+            TWICE,
+            "lines.cuts",
+            to(2, 1),
+            "line 0, of ranks (0, 1), is not cut from its first byte to its last",
+        ),
         (TWICE, "lines.cuts", to(1, -3), "line 0, of ranks (0, 1), has cuts that go back"),
         (TWICE, "lines.cuts", to(1, 289), "line 0, of ranks (0, 1), has cuts that go back"),
-        (BYTES, "lines.cuts", to(np.array([0, 2, 1, 6])), "line 0, of ranks (0, 1, 2), has cuts that go back"),
+        (
+            BYTES,
+            "lines.cuts",
+            to(np.array([0, 2, 1, 6])),
+            "line 0, of ranks (0, 1, 2), has cuts that go back",
+        ),
         (TWICE, "lines.cuts", to(1, 6), "tensor 'w': byte 6 of unit 0 is a cut inside a row"),
     ],
 )
-def test_messages(p: Plan, path: str, change: Callable[[Any], Any], message: str, fails: Callable[..., None]) -> None:
+def test_messages(
+    p: Plan, path: str, change: Callable[[Any], Any], message: str, fails: Callable[..., None]
+) -> None:
     fails(lambda: verify(edited(p, path, change)), PlanError, f"{message}; make the plan anew")
 
 
 def test_rows_of_a_unit_are_alike_or_apart(fails: Callable[..., None]) -> None:
     """Two rows that meet in part are refused, though they go to different ranks."""
     first, *rest = rows_of(SPLIT)
-    parts = [first._replace(receivers=(3, 4)), *(first._replace(lo=x, hi=x + 4, receivers=(5,)) for x in (0, 4))]
+    parts = [
+        first._replace(receivers=(3, 4)),
+        *(first._replace(lo=x, hi=x + 4, receivers=(5,)) for x in (0, 4)),
+    ]
     q = uncut(SPLIT, [*parts, *rest])
     assert right(q, list(q.transfers()))
     message = "tensor 'w': element (0, 0) is in two rows that are not alike; make the plan anew"
     fails(lambda: verify(q), PlanError, message)
-    verify(uncut(SPLIT, [*(x._replace(lo=at, hi=at + 4) for at in (0, 4) for x in (first,)), *rest]))
+    verify(
+        uncut(SPLIT, [*(x._replace(lo=at, hi=at + 4) for at in (0, 4) for x in (first,)), *rest])
+    )

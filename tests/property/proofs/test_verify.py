@@ -17,7 +17,19 @@ from unittest import mock
 import pytest
 from hypothesis import given
 
-from shardmath import Layout, Mesh, Partial, Plan, PlanError, Table, Transfer, adjoint, plan, testing, verify
+from shardmath import (
+    Layout,
+    Mesh,
+    Partial,
+    Plan,
+    PlanError,
+    Table,
+    Transfer,
+    adjoint,
+    plan,
+    testing,
+    verify,
+)
 from shardmath.algebra.runs import from_ranges
 from tests.property.drawn.plans import FAR, FORWARD, PLANS, halves, of, right
 
@@ -50,13 +62,18 @@ def put(transfers: list[Transfer], i: int, *instead: Transfer) -> list[Transfer]
 def shifted(*fields: str) -> Mutation:
     """The slices of these ends one further, in one dimension."""
 
-    def mutate(rng: random.Random, p: Plan, transfers: list[Transfer], i: int) -> list[Transfer] | None:
+    def mutate(
+        rng: random.Random, p: Plan, transfers: list[Transfer], i: int
+    ) -> list[Transfer] | None:
         t = transfers[i]
         if not t.shape:
             return None
         d, by = rng.randrange(len(t.shape)), rng.choice((-2, -1, 1, 2))
         moved = {
-            f: tuple(slice(s.start + by, s.stop + by) if k == d else s for k, s in enumerate(getattr(t, f)))
+            f: tuple(
+                slice(s.start + by, s.stop + by) if k == d else s
+                for k, s in enumerate(getattr(t, f))
+            )
             for f in fields
         }
         return put(transfers, i, t._replace(**moved))
@@ -67,13 +84,17 @@ def shifted(*fields: str) -> Mutation:
 def resized(*fields: str) -> Mutation:
     """The box one longer or shorter in one dimension, in these fields."""
 
-    def mutate(rng: random.Random, p: Plan, transfers: list[Transfer], i: int) -> list[Transfer] | None:
+    def mutate(
+        rng: random.Random, p: Plan, transfers: list[Transfer], i: int
+    ) -> list[Transfer] | None:
         t = transfers[i]
         if not t.shape:
             return None
         d, by = rng.randrange(len(t.shape)), rng.choice((-1, 1))
         new = {
-            f: tuple(slice(s.start, s.stop + by) if k == d else s for k, s in enumerate(getattr(t, f)))
+            f: tuple(
+                slice(s.start, s.stop + by) if k == d else s for k, s in enumerate(getattr(t, f))
+            )
             for f in fields
             if f not in ("shape", "nbytes")
         }
@@ -87,14 +108,22 @@ def resized(*fields: str) -> Mutation:
 
 
 def renamed(field: str, choices: Callable[[Plan, Transfer], list[Any]]) -> Mutation:
-    def mutate(rng: random.Random, p: Plan, transfers: list[Transfer], i: int) -> list[Transfer] | None:
+    def mutate(
+        rng: random.Random, p: Plan, transfers: list[Transfer], i: int
+    ) -> list[Transfer] | None:
         other = [x for x in choices(p, transfers[i]) if x != getattr(transfers[i], field)]
-        return put(transfers, i, transfers[i]._replace(**{field: rng.choice(other)})) if other else None
+        return (
+            put(transfers, i, transfers[i]._replace(**{field: rng.choice(other)}))
+            if other
+            else None
+        )
 
     return mutate
 
 
-def wrongly_split(rng: random.Random, p: Plan, transfers: list[Transfer], i: int) -> list[Transfer] | None:
+def wrongly_split(
+    rng: random.Random, p: Plan, transfers: list[Transfer], i: int
+) -> list[Transfer] | None:
     """In two along a dimension, with an element twice or left out."""
     t = transfers[i]
     long = [d for d, n in enumerate(t.shape) if n > 2]
@@ -106,7 +135,9 @@ def wrongly_split(rng: random.Random, p: Plan, transfers: list[Transfer], i: int
     return put(transfers, i, *(_part(p, t, d, lo, hi) for lo, hi in spans if lo < hi))
 
 
-def rightly_split(rng: random.Random, p: Plan, transfers: list[Transfer], i: int) -> list[Transfer] | None:
+def rightly_split(
+    rng: random.Random, p: Plan, transfers: list[Transfer], i: int
+) -> list[Transfer] | None:
     """In two along a dimension: as right as before."""
     t = transfers[i]
     long = [d for d, n in enumerate(t.shape) if n > 1]
@@ -120,14 +151,18 @@ def rightly_split(rng: random.Random, p: Plan, transfers: list[Transfer], i: int
 def _part(p: Plan, t: Transfer, d: int, lo: int, hi: int) -> Transfer:
     fields = ("src_slices", "dst_slices", "global_slices")
     cut = {
-        f: tuple(slice(s.start + lo, s.start + hi) if k == d else s for k, s in enumerate(getattr(t, f)))
+        f: tuple(
+            slice(s.start + lo, s.start + hi) if k == d else s for k, s in enumerate(getattr(t, f))
+        )
         for f in fields
     }
     shape = tuple(hi - lo if k == d else n for k, n in enumerate(t.shape))
     return t._replace(**cut, shape=shape, nbytes=math.prod(shape) * p.src[t.tensor][0].itemsize)
 
 
-def stepped(rng: random.Random, p: Plan, transfers: list[Transfer], i: int) -> list[Transfer] | None:
+def stepped(
+    rng: random.Random, p: Plan, transfers: list[Transfer], i: int
+) -> list[Transfer] | None:
     t = transfers[i]
     if not t.shape:
         return None
@@ -155,8 +190,12 @@ MUTATIONS: dict[str, Mutation] = {
     "addend": renamed("addend", lambda p, t: [t.addend - 1, t.addend + 1, 0]),
     "bytes": renamed("nbytes", lambda p, t: [t.nbytes - 1, t.nbytes + 1, 0, 2 * t.nbytes]),
     "tensor": renamed("tensor", lambda p, t: [*p.src, "nobody"]),
-    "source tensor": renamed("src_tensor", lambda p, t: [t.dst_tensor, "w[0]", "w[1]", "nobody", *p.src]),
-    "destination tensor": renamed("dst_tensor", lambda p, t: [t.src_tensor, "w[0]", "w[1]", "nobody", *p.src]),
+    "source tensor": renamed(
+        "src_tensor", lambda p, t: [t.dst_tensor, "w[0]", "w[1]", "nobody", *p.src]
+    ),
+    "destination tensor": renamed(
+        "dst_tensor", lambda p, t: [t.src_tensor, "w[0]", "w[1]", "nobody", *p.src]
+    ),
     "split wrongly": wrongly_split,
     "split rightly": rightly_split,
     "step": stepped,
@@ -195,7 +234,11 @@ def test_a_thousand_mutated_transfers() -> None:
 def test_adjoints_refuse_all_that_their_plans_refuse() -> None:
     """A mutation of an adjoint's transfers that is not one of the ends alone."""
     rng = random.Random(1)
-    kinds = [k for k in MUTATIONS if k not in ("split rightly", "source rank", "destination rank", "tensor")]
+    kinds = [
+        k
+        for k in MUTATIONS
+        if k not in ("split rightly", "source rank", "destination rank", "tensor")
+    ]
     adjoints = [p for p in PLANS.values() if p.forward is not None]
     counted = 0
     while counted < 300:
@@ -203,7 +246,10 @@ def test_adjoints_refuse_all_that_their_plans_refuse() -> None:
         transfers = list(p.transfers())
         mutated = MUTATIONS[kind](rng, p, transfers, rng.randrange(len(transfers)))
         if mutated is not None:
-            assert raises_plan_error(lambda p=p, mutated=mutated: verify(p, transfers=mutated)), (kind, p)
+            assert raises_plan_error(lambda p=p, mutated=mutated: verify(p, transfers=mutated)), (
+                kind,
+                p,
+            )
             counted += 1
 
 
@@ -218,7 +264,10 @@ def test_parts_that_overlap_have_to_choose_the_same_addend() -> None:
     transfers = list(p.transfers())
     assert {t.dst_rank for t in transfers} == {5, 6} and right(p, transfers)
     verify(p)
-    moved = [t._replace(dst_rank=4) if t.dst_rank == 6 and t.global_slices[0].start == 2 else t for t in transfers]
+    moved = [
+        t._replace(dst_rank=4) if t.dst_rank == 6 and t.global_slices[0].start == 2 else t
+        for t in transfers
+    ]
     assert not right(p, moved)
     assert raises_plan_error(lambda: verify(p, transfers=moved))
 
@@ -256,7 +305,11 @@ def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
             first(dst_slices=box((0, 2), (0, 2))),
             f"{{t}}: slices ((0, 2), (0, 2)) are not of shape (2, 3); {ONE_BOX}",
         ),
-        (TREE, first(shape=(2, 4)), f"{{t}}: slices ((0, 2), (0, 3)) are not of shape (2, 4); {ONE_BOX}"),
+        (
+            TREE,
+            first(shape=(2, 4)),
+            f"{{t}}: slices ((0, 2), (0, 3)) are not of shape (2, 4); {ONE_BOX}",
+        ),
         (
             TREE,
             first(src_slices=box((-1, 1), (0, 3))),
@@ -292,12 +345,32 @@ def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
             first(dst_rank=3),
             "{t}: element (0, 0): rank 3 of the destination holds [3:6] of dimension 1, not 0:3 at 0:3",
         ),
-        (TREE, first(op="sum"), "{t}: enters by 'sum' as addend 0; rank 0 enters by 'copy' as addend 0"),
-        (TREE, first(addend=1), "{t}: enters by 'copy' as addend 1; rank 0 enters by 'copy' as addend 0"),
-        (REDUCE, lambda ts: ts[1:], f"tensor '': rank 3, addend 0 never receives element (0,); {ONCE}"),
-        (REDUCE, lambda ts: [*ts, ts[-1]], f"tensor '': rank 5, addend 1 receives element (0,) twice; {ONCE}"),
+        (
+            TREE,
+            first(op="sum"),
+            "{t}: enters by 'sum' as addend 0; rank 0 enters by 'copy' as addend 0",
+        ),
+        (
+            TREE,
+            first(addend=1),
+            "{t}: enters by 'copy' as addend 1; rank 0 enters by 'copy' as addend 0",
+        ),
+        (
+            REDUCE,
+            lambda ts: ts[1:],
+            f"tensor '': rank 3, addend 0 never receives element (0,); {ONCE}",
+        ),
+        (
+            REDUCE,
+            lambda ts: [*ts, ts[-1]],
+            f"tensor '': rank 5, addend 1 receives element (0,) twice; {ONCE}",
+        ),
         (TREE, lambda ts: ts[:-1], f"tensor 'w': rank 3 never receives element (2, 3); {ONCE}"),
-        (TREE, lambda ts: [*ts, ts[-1]], f"tensor 'w': rank 3 receives element (2, 3) twice; {ONCE}"),
+        (
+            TREE,
+            lambda ts: [*ts, ts[-1]],
+            f"tensor 'w': rank 3 receives element (2, 3) twice; {ONCE}",
+        ),
         (
             CUT,
             lambda ts: [t for t in ts if t.src_rank == 0],
@@ -310,7 +383,9 @@ def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
         ),
     ],
 )
-def test_messages(p: Plan, change: Callable[[list[Transfer]], list[Transfer]], message: str) -> None:
+def test_messages(
+    p: Plan, change: Callable[[list[Transfer]], list[Transfer]], message: str
+) -> None:
     """`{t}` is the first transfer as it was changed."""
     assert said(p, change) == message.replace("{t}", str(change(list(p.transfers()))[0]))
 
@@ -336,7 +411,11 @@ def test_what_is_no_transfer(fails) -> None:
 
 
 def test_what_is_no_plan(fails) -> None:
-    fails(lambda: verify("plan"), PlanError, "'plan' is not a Plan; pass what plan(src, dst) or schedule(plan) returns")
+    fails(
+        lambda: verify("plan"),
+        PlanError,
+        "'plan' is not a Plan; pass what plan(src, dst) or schedule(plan) returns",
+    )
 
 
 def test_fills_and_divisors_are_proved(fails) -> None:
@@ -348,7 +427,9 @@ def test_fills_and_divisors_are_proved(fails) -> None:
     whole = adjoint(of((4,), (Mesh(a=2), "(a n)"), (FAR, "n"), "int32"))
     assert repr(whole.rules[""].fill) == "0"
     for fill in (None, -0.0, 1):
-        wrong = dataclasses.replace(whole, rules={"": dataclasses.replace(whole.rules[""], fill=fill)})
+        wrong = dataclasses.replace(
+            whole, rules={"": dataclasses.replace(whole.rules[""], fill=fill)}
+        )
         assert raises_plan_error(lambda wrong=wrong: verify(wrong))
 
 

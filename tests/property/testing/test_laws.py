@@ -39,7 +39,9 @@ def test_types_are_registered(mesh: Mesh, layout: Layout, runs: Runs) -> None:
 
 def test_hypothesis_finds_the_strategies_by_itself() -> None:
     code = "import hypothesis as h, shardmath; print(h.find(h.strategies.from_type(shardmath.Layout), bool))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
     assert out.stdout.startswith("float64"), out.stderr
 
 
