@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from shardmath.plans.plan import Transfer
+from shardmath.programs.part import stored_on
 from shardmath_torch import dtypes
-from shardmath_torch.exchange.cells import held
+from shardmath_torch.exchange import cells
 from shardmath_torch.exchange.task import Task
 
 __all__ = ["Broadcast"]
@@ -31,12 +32,12 @@ class Broadcast:
     """The engine "broadcast"."""
 
     def __init__(self, task: Task) -> None:
-        self._task = task
-        moved = [t for t in task.plan.transfers() if t.nbytes]
+        self._task, self._part = task, task.part
+        moved = [t for t in self._part.plan.transfers() if t.nbytes]
         self._turns = sorted({_turn(t) for t in moved})
         self._mine: dict[_Turn, list[Transfer]] = {}
         for t in moved:
-            if t.dst_rank == task.rank:
+            if t.dst_rank == self._part.rank:
                 self._mine.setdefault(_turn(t), []).append(t)
 
     @property
@@ -50,20 +51,20 @@ class Broadcast:
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
         """Moves. Raises PeerFailure."""
         with torch.inference_mode():  # where inference tensors, too, may be written
-            for work in self._task.fills:
-                work.fill(dst)
+            for work in self._part.fills:
+                cells.fill(work, dst)
             for turn in self._turns:
                 whole = self._broadcast(turn, src)
                 for t in self._mine.get(turn, ()):
                     _apply(t, whole[t.src_slices], dst[t.dst_tensor].detach()[t.dst_slices])
-            for work in self._task.divisions:
-                work.divide(dst)
+            for work in self._part.divisions:
+                cells.divide(work, dst)
 
     def _broadcast(self, turn: _Turn, src: Mapping[str, Tensor]) -> Tensor:
         """The whole source tensor of that rank."""
-        _, layout = held(self._task.plan.src, turn.rank)[turn.key]
+        layout = stored_on(self._part.plan.src, turn.rank)[turn.key].layout
         shape = layout.local_shape(turn.rank)
-        if turn.rank == self._task.rank:
+        if turn.rank == self._part.rank:
             whole = src[turn.key].detach().clone(memory_format=torch.contiguous_format)
         else:
             whole = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype))

@@ -66,7 +66,9 @@ class Party:
     def vote(self, mine: Ballot, patience: float | None = None) -> tuple[Ballot, ...]:
         """Everybody's ballots. Raises Refused if any rank objects, PeerFailure if one does not vote."""
         self.wire.begin(self.turns.next())
-        return vote(self.wire, self.ranks, mine, patience)
+        ballots = vote(self.wire, self.ranks, mine, patience)
+        self.turns.agreed()
+        return ballots
 
     def together(
         self,

@@ -10,8 +10,10 @@
 
 >>> turns = Turns()
 >>> with turns.taken(patience=1.0):
-...     turns.next(), turns.next()
-(1, 2)
+...     turns.next(), turns.agreed()
+...     turns.next(), turns.agreed()
+(1, None)
+(2, None)
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardmath.base.errors import ExchangeError
+from shardmath.programs.protocol import Event, Protocol, State
 from shardmath_torch.agreement.failure import UNTOLD
 from shardmath_torch.compat import Group, in_backward
 
@@ -61,7 +64,7 @@ class Turns:
     """The turns of one group on this rank.
 
     `broken` says why there are no more, "" while there are. `under_way`: whether others may count
-    on this rank, which has begun to vote. `host` is the rank that serves the group's store, None if
+    on this rank, which has begun to vote (`protocol`). `host` is the rank that serves the group's store, None if
     it is none of the group, UNTOLD until ranks have voted on it; `nonce` is drawn by the first rank
     and told in the first vote, so that what an earlier group has left in the store is not taken for
     this one's.
@@ -69,7 +72,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.broken = ""
-        self.under_way = False
+        self.protocol = Protocol()
         self.votes = 0
         self.host: int | None = UNTOLD
         self.nonce = ""
@@ -79,9 +82,18 @@ class Turns:
 
     def next(self) -> int:
         """The number of the vote that now begins."""
-        self.under_way = True
+        self.protocol.note(Event.VOTE)
         self.votes += 1
         return self.votes
+
+    def agreed(self) -> None:
+        """The vote is over, and nobody objects."""
+        self.protocol.note(Event.AGREE)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether others may count on this rank."""
+        return self.protocol.counted_on
 
     def check_name(self, name: str) -> None:
         """Raises ExchangeError if two threads that are both alive go by one name."""
@@ -109,9 +121,9 @@ class Turns:
             self._take(turn, patience)
             self._check(what, let_go)
             yield
-            self.under_way = False
+            self.protocol.note(Event.FINISH)
         except Refused:
-            self.under_way = False
+            self.protocol.note(Event.REFUSE)
             raise
         finally:
             self._give_back(turn)
@@ -153,7 +165,9 @@ class Turns:
 
     def _check(self, what: str, let_go: Callable[[], None]) -> None:
         # Nobody could say why where an exception came on top of another that was being handled.
-        if self.under_way and not self.broken:
+        if self.under_way:
+            self.protocol.note(Event.LEAVE)
+        if self.protocol.state is State.BROKEN and not self.broken:
             self.broken = "a move or a compile was left in the middle"
             let_go()
         if self.broken:

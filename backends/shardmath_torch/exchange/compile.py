@@ -17,41 +17,27 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.given import shown
-from shardmath.plans.plan import Plan, Transfer
-from shardmath.programs.messages import (
-    Message,
-    keeps_fold_order,
-    messages,
-    most_peers,
-    rounds,
-    scheduled,
-    set_pace,
-)
+from shardmath.plans.plan import Plan
+from shardmath.programs.messages import set_pace
+from shardmath.programs.part import INFLIGHT_BYTES, Outline, Part, outline, plan_of
 from shardmath.programs.program import Program
 from shardmath_torch import compat, dtypes
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.party import Party, is_time, no_time
 from shardmath_torch.agreement.turns import in_thread, turns_of
-from shardmath_torch.exchange.cells import divisions, fills, held
-from shardmath_torch.exchange.mover import Made, Mover, called, crossing_text, plan_of
-from shardmath_torch.exchange.task import Task, transport_of
+from shardmath_torch.exchange.mover import Mover, called, crossing_text
+from shardmath_torch.exchange.task import Engine, Task, transport_of
 
 __all__ = ["Mover", "compile"]
 
 DEFAULT_ENGINE = "exchange"
-
-DEFAULT_INFLIGHT_BYTES = 1 << 30
-
-Cut: TypeAlias = Callable[[int, bool], tuple[Message, ...]]
-"""This rank's messages, given the most peers of any rank and whether one addend has to go after the other."""
-
 
 _T = TypeVar("_T")
 
@@ -120,7 +106,7 @@ def _is_auto(engine: object) -> bool:
 
 
 def _own_limit(plan: Plan | Program) -> int:
-    return plan.max_inflight_bytes if isinstance(plan, Program) else DEFAULT_INFLIGHT_BYTES
+    return plan.max_inflight_bytes if isinstance(plan, Program) else INFLIGHT_BYTES
 
 
 def _join(group: compat.Group, settings: _Settings) -> Party:
@@ -130,41 +116,45 @@ def _join(group: compat.Group, settings: _Settings) -> Party:
 
 
 def _compile(party: Party, plan: Plan | Program, settings: _Settings) -> Mover:
-    look, objection = _attempt(lambda: _first_look(party, plan, settings))
-    peers, cut = look or (0, None)
-    claim = "compile"
-    if look is not None:  # then all that is worded here is what it should be
+    mine, objection = _attempt(lambda: _outlined(party, plan, settings))
+    claim, peers = "compile", 0
+    if mine is not None:  # then all that is worded here is what it should be
         claim = f"compile({called(plan)}, {settings.text}){in_thread(settings.thread)}"
-    hosts = compat.serves(compat.store_of(party.group))
-    # A ballot has one number: the nonce in its upper half, then the peers, then whether this rank serves the store.
-    nonce = secrets.randbits(30) << 32
-    ballots = party.vote(Ballot(claim, nonce + 2 * peers + hosts, objection))
-    party.turns.nonce = party.turns.nonce or f"{ballots[0].number >> 32:x}"
-    ballots = tuple(b._replace(number=b.number & 0xFFFFFFFF) for b in ballots)
-    assert cut is not None, "who objects does not get past the vote"
-    serving = [rank for rank, b in zip(party.ranks, ballots, strict=True) if b.number & 1]
-    party.turns.host = next(iter(serving), None)
-    peers = max(b.number // 2 for b in ballots)
+        peers = mine.peers
+    most = _introduce(party, Ballot(claim, peers, objection))
+    assert mine is not None, "who objects does not get past the vote"
     for by_addend in (False, True):
-        build = functools.partial(_make, party, plan, settings, cut, peers, by_addend)
+        build = functools.partial(_make, party, mine, settings, most, by_addend)
         made, objection = _attempt(build)
-        unordered = made is not None and not made.keeps_order
+        unordered = made is not None and not made[0].keeps_order
         if not any(b.number for b in party.vote(Ballot(claim, unordered, objection))):
             break
     assert made is not None, "who objects does not get past the vote"
-    return Mover(plan, party, made, settings.thread)
+    return Mover(plan, party, *made, settings.thread)
+
+
+def _introduce(party: Party, mine: Ballot) -> int:
+    """The first vote, with what ranks tell each other of themselves; gives the most peers of any."""
+    hosts = compat.serves(compat.store_of(party.group))
+    # A ballot has one number: the nonce in its upper half, then the peers, then whether this rank serves the store.
+    nonce = secrets.randbits(30) << 32
+    ballots = party.vote(mine._replace(number=nonce + 2 * mine.number + hosts))
+    party.turns.nonce = party.turns.nonce or f"{ballots[0].number >> 32:x}"
+    told = [ballot.number & 0xFFFFFFFF for ballot in ballots]
+    serving = [rank for rank, number in zip(party.ranks, told, strict=True) if number & 1]
+    party.turns.host = next(iter(serving), None)
+    return max(number // 2 for number in told)
 
 
 def _make(
-    party: Party, given: Plan | Program, settings: _Settings, cut: Cut, peers: int, by_addend: bool
-) -> Made:
-    mine = cut(peers, by_addend)
-    ordered = keeps_fold_order(m for m in mine if m.dst_rank == party.rank)
-    assert ordered or not isinstance(given, Program), "phases bring addends in order"
-    walked = rounds(mine, party.rank)
-    here = plan_of(given), party.rank
-    task = Task(*here, party.group, party.wire, walked, fills(*here), divisions(*here))
-    return Made(walked, transport_of(party.group).ENGINES[settings.engine](task), ordered)
+    party: Party, mine: Outline, settings: _Settings, peers: int, by_addend: bool
+) -> tuple[Part, Engine]:
+    """This rank's part, and the engine that moves it."""
+    limit = settings.max_inflight_bytes
+    made = mine.part(peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
+    assert made.keeps_order or isinstance(mine.given, Plan), "phases bring addends in order"
+    engine = transport_of(party.group).ENGINES[settings.engine]
+    return made, engine(Task(made, party.group, party.wire))
 
 
 def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
@@ -177,32 +167,15 @@ def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _first_look(party: Party, plan: Plan | Program, settings: _Settings) -> tuple[int, Cut]:
-    """How many peers this rank has where that sets the pace, and its messages to be. Raises ShardError to object."""
+def _outlined(party: Party, plan: Plan | Program, settings: _Settings) -> Outline:
+    """What this rank will do, but for the pace. Raises ShardError to object."""
     _check(party, plan, settings)
-    if isinstance(plan, Program):
-        return _scheduled(plan, party.rank)
-    return _paced(plan, party.rank, settings.max_inflight_bytes)
-
-
-def _paced(plan: Plan, rank: int, limit: int) -> tuple[int, Cut]:
-    mine = [*plan.transfers(src=rank), *(t for t in plan.transfers(dst=rank) if t.src_rank != rank)]
-    _check_arithmetic(plan, rank, mine)
-    peers = most_peers(mine)
-    set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=False)
-
-    def cut(peers: int, by_addend: bool) -> tuple[Message, ...]:
-        return messages(
-            mine, set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
-        )
-
-    return peers, cut
-
-
-def _scheduled(prog: Program, rank: int) -> tuple[int, Cut]:
-    mine = scheduled(prog, rank)
-    _check_arithmetic(prog.plan, rank, (t for m in mine for t in m.pieces))
-    return 0, lambda peers, by_addend: mine
+    mine = outline(plan, party.rank)
+    _check_arithmetic(mine)
+    if isinstance(plan, Plan):  # a limit without room is found here, in every rank's own words
+        limit = settings.max_inflight_bytes
+        set_pace(plan.ranks, peers=mine.peers, max_inflight_bytes=limit, by_addend=False)
+    return mine
 
 
 def _check(party: Party, plan: object, settings: _Settings) -> None:
@@ -237,13 +210,10 @@ def _check(party: Party, plan: object, settings: _Settings) -> None:
         )
 
 
-def _check_arithmetic(plan: Plan, rank: int, mine: Iterable[Transfer]) -> None:
+def _check_arithmetic(mine: Outline) -> None:
     """Every operation that this rank will do must exist in torch for the dtype that it is done in."""
-    needed = {(t.tensor, t.op) for t in mine if t.dst_rank == rank and t.op != "copy"}
-    stored = {name for name, _ in held(plan.dst, rank).values()}
-    needed |= {(name, "fill") for name in stored if plan.fill(name) is not None}
-    needed |= {(name, "divide") for name in stored if plan.divisor(name) != 1}
-    for name, op in sorted(needed):
+    plan = plan_of(mine.given)
+    for name, op in sorted(mine.operations):
         dtype = plan.dst[name][0].dtype
         if dtypes.missing(dtype, op):
             what = f"tensor {name!r} needs {op!r} of {dtype}, which torch does not have"

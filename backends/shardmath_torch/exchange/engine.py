@@ -19,6 +19,7 @@ from shardmath.plans.plan import Transfer
 from shardmath.programs.messages import Message
 from shardmath_torch import dtypes
 from shardmath_torch.agreement.wire import PeerFailure, Pending
+from shardmath_torch.exchange import cells
 from shardmath_torch.exchange.pack import LaidRound, Place, Site, lay, staging_needed, view
 from shardmath_torch.exchange.staging import Fence, staging_of
 from shardmath_torch.exchange.task import Task
@@ -49,7 +50,7 @@ class Exchange:
         device = next((t.device for t in (*src.values(), *dst.values())), torch.device("cpu"))
         if (lying, device) != self._lying:
             self._lying = None
-            self._rounds = lay(self._task.rounds, *lying)
+            self._rounds = lay(self._task.part.rounds, *lying)
             self._staging = staging_of(self._task.group, device)
             self._needed = staging_needed(self._rounds)
             self._lying = lying, device
@@ -63,12 +64,12 @@ class Exchange:
             lent as block,
         ):  # in that mode inference tensors, too, may be written
             ends = _Ends(src, dst, block)
-            for work in self._task.fills:
-                work.fill(dst)
+            for work in self._task.part.fills:
+                cells.fill(work, dst)
             for one in self._rounds:
                 self._round(one, ends)
-            for work in self._task.divisions:
-                work.divide(dst)
+            for work in self._task.part.divisions:
+                cells.divide(work, dst)
 
     def _round(self, one: LaidRound, ends: _Ends) -> None:
         arriving = [self._receive(place, ends) for place in one.receives]

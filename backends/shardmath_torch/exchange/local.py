@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardmath.base.errors import ExchangeError
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan
-from shardmath_torch.exchange.cells import held, own_boxes
+from shardmath.programs.part import own_boxes, stored_on
 from shardmath_torch.exchange.memory import missing_memory, plain, reach, stored_bytes
 
 __all__ = ["Local", "Tensors", "Wanted", "by_key", "check", "fits", "signature", "wanted"]
@@ -47,7 +47,7 @@ def wanted(plan: Plan, rank: int) -> tuple[Wanted, Wanted]:
     for side, layouts in (("source", plan.src), ("destination", plan.dst)):
         stored = {
             key: (layout.local_shape(rank), layout)
-            for key, (_, layout) in held(layouts, rank).items()
+            for key, (_, layout) in stored_on(layouts, rank).items()
         }
         sides.append(Wanted(side, rank, stored, not plan.is_tree and len(layouts[""]) == 1))
     return sides[0], sides[1]

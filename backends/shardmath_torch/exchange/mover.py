@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.given import plural, shown
 from shardmath.base.public import public
 from shardmath.plans.plan import Plan
-from shardmath.programs.messages import Round
+from shardmath.programs.part import Part
 from shardmath.programs.program import Program
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
@@ -29,15 +29,7 @@ from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signat
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Engine
 
-__all__ = ["Made", "Mover", "called", "crossing_text", "plan_of"]
-
-
-class Made(NamedTuple):
-    """What a rank walks, and with which engine; `keeps_order`: whether addends come in the order of the fold."""
-
-    rounds: tuple[Round, ...]
-    engine: Engine
-    keeps_order: bool
+__all__ = ["Mover", "called", "crossing_text"]
 
 
 @public
@@ -50,9 +42,11 @@ class Mover:
     Raises ExchangeError.
     """
 
-    def __init__(self, given: Plan | Program, party: Party, made: Made, thread: str | None) -> None:
-        self.plan, self.rounds = plan_of(given), made.rounds
-        self._given, self._party, self._engine = given, party, made.engine
+    def __init__(
+        self, given: Plan | Program, party: Party, part: Part, engine: Engine, thread: str | None
+    ) -> None:
+        self.plan, self.rounds = part.plan, part.rounds
+        self._given, self._party, self._engine = given, party, engine
         self._thread = thread
         self._wanted = wanted(self.plan, party.rank)
         self._moves = 0
@@ -156,11 +150,6 @@ def called(given: object) -> str:
         if isinstance(given, Plan | Program)
         else f"no plan but a {kind}"
     )
-
-
-def plan_of(given: Plan | Program) -> Plan:
-    """The plan itself, or that which the program carries out."""
-    return given.plan if isinstance(given, Program) else given
 
 
 def crossing_text(given: object, tensor: str | None, rank: int | None) -> str:

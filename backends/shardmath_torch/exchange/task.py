@@ -1,6 +1,6 @@
 """What an engine is told, and what a transport package gives.
 
-A `Task` is all that one rank does of one plan; an `Engine` is made for one and moves its bytes; a `Transport` opens the
+A `Task` is a rank's part bound to a wire; an `Engine` is made for one and moves its bytes; a `Transport` opens the
 wire that engines stand on.
 """
 
@@ -14,11 +14,9 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from shardmath.base.errors import ExchangeError
-from shardmath.plans.plan import Plan
-from shardmath.programs.messages import Round
+from shardmath.programs.part import Part
 from shardmath_torch import compat
 from shardmath_torch.agreement.wire import Wire
-from shardmath_torch.exchange.cells import CellWork
 
 __all__ = ["Engine", "Task", "Transport", "transport_of"]
 
@@ -28,16 +26,11 @@ TRANSPORTS = {"gloo": "shardmath_gloo", "nccl": "shardmath_nccl"}
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an engine needs to know: the plan, who I am, in which group, how I reach others, what I send, receive and
-    keep, and what happens to this rank's destination cells before and after."""
+    """A rank's part, bound to a group and to the wire by which it reaches the others."""
 
-    plan: Plan
-    rank: int
+    part: Part
     group: compat.Group
     wire: Wire
-    rounds: tuple[Round, ...]
-    fills: tuple[CellWork, ...]
-    divisions: tuple[CellWork, ...]
 
 
 class Engine(Protocol):

@@ -9,11 +9,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import shardmath as sm
 from shardmath.algebra.runs import Runs
+from shardmath.programs.part import own_boxes
 from shardmath_torch import dtypes
 from shardmath_torch.agreement.agree import CLAIM, RECORD, Ballot, decode, encode
 from shardmath_torch.agreement.failure import Evidence, Inquest, first_failed
 from shardmath_torch.checkpoints.saving import SavePlanner, as_tensor
-from shardmath_torch.exchange.cells import own_boxes
 from shardmath_torch.exchange.local import by_key, check, signature, wanted
 from shardmath_torch.exchange.pack import site_of, stretch_of, view
 from shardmath_torch.files.archive import CheckpointError

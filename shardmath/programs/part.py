@@ -1,0 +1,227 @@
+"""Part: all that one rank does of a plan or a program, as a value; a backend binds it to a wire.
+
+1. A part is made of the plan alone, without processes. What ranks have to agree on first is two
+   things about all of them: the most peers that any has, and whether some rank's addends would come
+   out of order unless one goes after the other.
+2. `parts` makes those of all ranks, and so does what the ranks' votes do.
+3. Cells of a local tensor that are not the tensor's own (padding, or another tensor's share of a
+   fused buffer) are in no box.
+
+>>> from shardmath import Layout, Mesh, plan
+>>> mesh = Mesh(tp=2)
+>>> first, second = parts(plan(Layout((4,), mesh, "(tp n)"), Layout((4,), mesh, "n")))
+>>> [len(one.sends) for one in first.rounds], first.rounds[0].sends[0].nbytes
+([1], 8)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardmath.algebra.runs import Runs
+from shardmath.layouts.layout import Layout
+from shardmath.layouts.store import local_name
+from shardmath.plans.plan import Plan, Transfer
+from shardmath.programs.messages import (
+    Message,
+    Round,
+    keeps_fold_order,
+    messages,
+    most_peers,
+    rounds,
+    scheduled,
+    set_pace,
+)
+from shardmath.programs.program import Program
+
+__all__ = [
+    "INFLIGHT_BYTES",
+    "CellWork",
+    "Outline",
+    "Part",
+    "Stored",
+    "outline",
+    "own_boxes",
+    "parts",
+    "plan_of",
+    "stored_on",
+]
+
+INFLIGHT_BYTES = 1 << 30
+"""Staging that a rank may use for a plan where nothing is said."""
+
+Slices = tuple[slice, ...]
+
+
+class Stored(NamedTuple):
+    """What a rank stores under a local name: of which tensor, and by which layout."""
+
+    tensor: str
+    layout: Layout
+
+
+class CellWork(NamedTuple):
+    """Boxes of the local tensor `key` that are all filled with `value`, or all divided by it."""
+
+    key: str
+    boxes: tuple[Slices, ...]
+    value: complex
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """All that one rank does, in order: fill, then the rounds, then divide.
+
+    `sources` and `destinations` are what it stores by local name. `operations` are pairs (tensor,
+    operation) that it computes: folds, "fill" and "divide". `keeps_order`: whether the addends of
+    each element come in their order.
+    """
+
+    plan: Plan
+    rank: int
+    sources: Mapping[str, Stored]
+    destinations: Mapping[str, Stored]
+    rounds: tuple[Round, ...]
+    fills: tuple[CellWork, ...]
+    divisions: tuple[CellWork, ...]
+    operations: frozenset[tuple[str, str]]
+    keeps_order: bool
+
+
+def plan_of(given: Plan | Program) -> Plan:
+    """The plan itself, or that which the program carries out."""
+    return given.plan if isinstance(given, Program) else given
+
+
+def stored_on(side: Mapping[str, tuple[Layout, ...]], rank: int) -> dict[str, Stored]:
+    """What the rank stores of this side of a plan, by local name."""
+    found: dict[str, Stored] = {}
+    for tensor, windows in side.items():
+        for number, layout in enumerate(windows):
+            if rank in layout.mesh:
+                key = local_name(tensor, number, len(windows))
+                found[key] = Stored(tensor, layout)
+    return found
+
+
+def own_boxes(runs: tuple[Runs, ...]) -> tuple[Slices, ...]:
+    """The local positions that runs cover, as boxes; () once for a scalar.
+
+    >>> own_boxes((Runs(((0, 0, 2), (2, 9, 1)), 4),))
+    ((slice(0, 3, None),),)
+    """
+    return tuple(itertools.product(*map(_joined_slices, runs)))
+
+
+def _joined_slices(runs: Runs) -> list[slice]:
+    """Local positions that segments cover, joined where they touch."""
+    out: list[slice] = []
+    for start, _, size in runs.segments:
+        if out and out[-1].stop == start:
+            out[-1] = slice(out[-1].start, start + size)
+        else:
+            out.append(slice(start, start + size))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A rank's part before ranks have agreed on its pace: what it sends, keeps and receives.
+
+    `peers`: the most ranks that it sends to, or receives from, where that sets the pace; 0 of a
+    program, which has turns of its own, and whose messages are made already.
+    """
+
+    given: Plan | Program
+    rank: int
+    peers: int
+    transfers: tuple[Transfer, ...]
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def operations(self) -> frozenset[tuple[str, str]]:
+        """The pairs (tensor, operation) that the rank computes: folds, "fill" and "divide"."""
+        plan = plan_of(self.given)
+        stored = {tensor for tensor, _ in stored_on(plan.dst, self.rank).values()}
+        found = {(tensor, "fill") for tensor in stored if plan.fill(tensor) is not None}
+        found |= {(tensor, "divide") for tensor in stored if plan.divisor(tensor) != 1}
+        for t in self.transfers:
+            if t.dst_rank == self.rank and t.op != "copy":
+                found.add((t.tensor, t.op))
+        return frozenset(found)
+
+    def part(
+        self, *, peers: int, max_inflight_bytes: int = INFLIGHT_BYTES, by_addend: bool = False
+    ) -> Part:
+        """What the rank does.
+
+        `peers` is the largest of any rank. With `by_addend` one addend goes after the other, which
+        a plan needs where otherwise some rank's part does not keep their order. The limit is a
+        plan's; a program has its own. Raises ExchangeError for one without room for an element.
+        """
+        mine = self.messages
+        if isinstance(self.given, Plan):
+            pace = set_pace(
+                self.given.ranks,
+                peers=peers,
+                max_inflight_bytes=max_inflight_bytes,
+                by_addend=by_addend,
+            )
+            mine = messages(self.transfers, pace)
+        plan = plan_of(self.given)
+        destinations = stored_on(plan.dst, self.rank)
+        return Part(
+            plan,
+            self.rank,
+            stored_on(plan.src, self.rank),
+            destinations,
+            rounds(mine, self.rank),
+            tuple(_fills(plan, self.rank, destinations)),
+            tuple(_divisions(plan, self.rank, destinations)),
+            self.operations,
+            keeps_fold_order(m for m in mine if m.dst_rank == self.rank),
+        )
+
+
+def outline(given: Plan | Program, rank: int) -> Outline:
+    """What the rank does of the plan or program, but for its pace."""
+    if isinstance(given, Program):
+        mine = scheduled(given, rank)
+        pieces = tuple(piece for message in mine for piece in message.pieces)
+        return Outline(given, rank, 0, pieces, mine)
+    received = (t for t in given.transfers(dst=rank) if t.src_rank != rank)
+    transfers = (*given.transfers(src=rank), *received)
+    return Outline(given, rank, most_peers(transfers), transfers)
+
+
+def parts(given: Plan | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES) -> tuple[Part, ...]:
+    """The parts of all ranks, as they would agree on them."""
+    outlines = [outline(given, rank) for rank in given.ranks]
+    peers = max((one.peers for one in outlines), default=0)
+    for by_addend in (False, True):
+        made = tuple(
+            one.part(peers=peers, max_inflight_bytes=max_inflight_bytes, by_addend=by_addend)
+            for one in outlines
+        )
+        if all(one.keeps_order for one in made):
+            break
+    return made
+
+
+def _fills(plan: Plan, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
+    """Destinations that are folded into start at the identity of their reduction."""
+    for key, (tensor, layout) in stored.items():
+        value = plan.fill(tensor)
+        if value is not None:
+            yield CellWork(key, own_boxes(layout.runs(rank)), value)
+
+
+def _divisions(plan: Plan, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
+    """Averages are sums until all has arrived, and then divided."""
+    for key, (tensor, layout) in stored.items():
+        by = plan.divisor(tensor)
+        if by != 1:
+            yield CellWork(key, own_boxes(layout.runs(rank)), by)

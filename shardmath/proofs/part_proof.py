@@ -1,0 +1,161 @@
+"""Proof of parts: that what ranks really post, round by round, does what their plan says.
+
+1. Ranks walk their steps in one ascending order, and post all of a step before they wait. Every
+   message that one posts the other posts, in the same step and the same place among those of their
+   pair. So the earliest step in which anybody waits has all of its messages: there is no deadlock.
+2. Pieces are transfers of the plan cut to size: they tile each transfer, none twice. (A program's
+   pieces may be relayed; that they bring what the plan promises is the proof of the program.)
+3. A message's pieces lie in it one after the other, each where its elements may begin.
+4. The addends of an element come in their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shardmath.algebra.box import first_gap, first_overlap, from_slices
+from shardmath.base.errors import PlanError
+from shardmath.plans.plan import Plan, Transfer
+from shardmath.programs.messages import Message, Step, aligned
+from shardmath.programs.part import Part
+
+__all__ = ["prove_parts"]
+
+FIX = "make the parts of all ranks of one plan or program"
+
+
+class _Pair(NamedTuple):
+    """Messages of one step from one rank to another."""
+
+    step: Step
+    src_rank: int
+    dst_rank: int
+
+
+def prove_parts(parts: Sequence[Part], *, relays: bool = False) -> None:
+    """Raises PlanError unless these parts, of every rank of one plan, do together what it says.
+
+    With `relays`, of a program, the pieces are not compared with the plan's transfers.
+    """
+    for one in parts:
+        _check_steps(one)
+        for message in _messages(one):
+            _check_places(message)
+        if not one.keeps_order:
+            raise PlanError(f"rank {one.rank} folds addends out of order; {FIX}, by addend")
+    _check_both_ends(parts)
+    if parts and not relays:
+        _check_pieces(parts[0].plan, parts)
+
+
+def _messages(one: Part) -> Iterator[Message]:
+    for each in one.rounds:
+        yield from (*each.sends, *each.receives, *each.keeps)
+
+
+def _check_steps(one: Part) -> None:
+    """Each round has one step, and later rounds have later ones."""
+    before: Step | None = None
+    for each in one.rounds:
+        steps = {message.step for message in (*each.sends, *each.receives, *each.keeps)}
+        if len(steps) != 1 or (before is not None and min(steps) <= before):
+            raise PlanError(
+                f"rank {one.rank} has a round of the steps {sorted(steps)} after {before}; {FIX}"
+            )
+        before = min(steps)
+
+
+def _check_places(message: Message) -> None:
+    """Pieces begin where their elements may, after the end of the piece before."""
+    end = 0
+    for piece, start in zip(message.pieces, message.starts, strict=True):
+        itemsize = piece.nbytes // math.prod(piece.shape)
+        if start != aligned(end, itemsize):
+            what = f"rank {message.src_rank} sends {piece} at byte {start} of its message"
+            raise PlanError(f"{what}, and the piece before ends at {end}; {FIX}")
+        end = start + piece.nbytes
+    if end != message.nbytes:
+        raise PlanError(f"a message of {message.nbytes} B has pieces up to byte {end}; {FIX}")
+
+
+def _check_both_ends(parts: Sequence[Part]) -> None:
+    """What one rank sends, the other receives, in the same step and order."""
+    sent: dict[_Pair, list[Message]] = defaultdict(list)
+    received: dict[_Pair, list[Message]] = defaultdict(list)
+    for one in parts:
+        for each in one.rounds:
+            for message in each.sends:
+                sent[_Pair(message.step, one.rank, message.dst_rank)].append(message)
+            for message in each.receives:
+                received[_Pair(message.step, message.src_rank, one.rank)].append(message)
+    for pair in sorted(sent.keys() | received.keys()):
+        if sent[pair] != received[pair]:
+            what = f"in step {pair.step} rank {pair.src_rank} sends {_sizes(sent[pair])}"
+            raise PlanError(
+                f"{what} to rank {pair.dst_rank}, which receives {_sizes(received[pair])}; {FIX}"
+            )
+
+
+def _sizes(posted: Sequence[Message]) -> str:
+    return " and ".join(f"{message.nbytes} B" for message in posted) or "nothing"
+
+
+_Key = tuple[int, int, str, str, str, int, str]
+"""What the pieces of one transfer share: ranks, tensor, local names, addend, operation."""
+
+
+def _key(t: Transfer) -> _Key:
+    return t.src_rank, t.dst_rank, t.tensor, t.src_tensor, t.dst_tensor, t.addend, t.op
+
+
+def _check_pieces(plan: Plan, parts: Sequence[Part]) -> None:
+    """Every transfer is tiled by the pieces that are cut from it."""
+    whole: dict[_Key, list[Transfer]] = defaultdict(list)
+    for t in plan.transfers():
+        if t.nbytes:
+            whole[_key(t)].append(t)
+    cut: dict[_Key, list[Transfer]] = defaultdict(list)
+    for one in parts:
+        for each in one.rounds:
+            for message in (*each.receives, *each.keeps):
+                for piece in message.pieces:
+                    cut[_key(piece)].append(piece)
+    for key in sorted(whole.keys() | cut.keys()):
+        _check_cut(key, whole[key], cut[key])
+
+
+def _check_cut(key: _Key, transfers: Sequence[Transfer], pieces: Sequence[Transfer]) -> None:
+    """The pieces are the transfers, cut: as boxes of the tensor, of the source and of the destination alike."""
+    src, dst, tensor = key[:3]
+    what = f"tensor {tensor!r} from rank {src} to rank {dst}"
+    if sum(t.nbytes for t in transfers) != sum(t.nbytes for t in pieces):
+        raise PlanError(f"{what}: pieces have other bytes than the plan's transfers; {FIX}")
+    twice = first_overlap([from_slices(piece.dst_slices) for piece in pieces])
+    if twice is not None:
+        raise PlanError(f"{what}: two pieces bring one cell; {FIX}")
+    for t in transfers:
+        inside = [piece for piece in pieces if _inside(piece, t)]
+        held = [[span] for span in from_slices(t.dst_slices)]
+        gap = first_gap(held, [from_slices(piece.dst_slices) for piece in inside])
+        if gap is not None:
+            raise PlanError(f"{what}: no piece brings the cell {gap}; {FIX}")
+
+
+def _inside(piece: Transfer, t: Transfer) -> bool:
+    """Whether the piece is a part of the transfer, at one place in all three of its boxes."""
+    offsets = set()
+    for mine, its in (
+        (piece.src_slices, t.src_slices),
+        (piece.dst_slices, t.dst_slices),
+        (piece.global_slices, t.global_slices),
+    ):
+        within = all(
+            b.start <= a.start and a.stop <= b.stop for a, b in zip(mine, its, strict=True)
+        )
+        if not within:
+            return False
+        offsets.add(tuple(a.start - b.start for a, b in zip(mine, its, strict=True)))
+    return len(offsets) == 1

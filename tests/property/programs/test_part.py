@@ -1,0 +1,120 @@
+"""Parts: what all ranks do, walked in one process, gives what the plan or program means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardmath as sm
+from shardmath.layouts.store import local_name
+from shardmath.programs.messages import Message, Step
+from shardmath.programs.part import Part, outline, own_boxes, parts
+from shardmath.proofs.simulate import FOLD
+from tests.property.drawn.programs import Arrays, plans, programs, results, shards_of
+
+LIMITS = (64, 1000, 1 << 30)
+
+
+def blank(plan: sm.Plan) -> Arrays:
+    """Destinations of zeros."""
+    out: Arrays = {rank: {} for rank in plan.dst_ranks}
+    for name, windows in plan.dst.items():
+        for i, layout in enumerate(windows):
+            key = local_name(name, i, len(windows))
+            for rank in layout.mesh.ranks:
+                out[rank][key] = np.zeros(layout.local_shape(rank))
+    return out
+
+
+def steps(made: Sequence[Part]) -> list[Step]:
+    """All steps, in order."""
+    messages = (m for one in made for each in one.rounds for m in (*each.receives, *each.keeps))
+    return sorted({message.step for message in messages})
+
+
+def arriving(made: Sequence[Part], step: Step) -> list[Message]:
+    """What arrives in a step on any rank, or stays there."""
+    rounds = (each for one in made for each in one.rounds)
+    return [m for each in rounds for m in (*each.receives, *each.keeps) if m.step == step]
+
+
+def walk(made: Sequence[Part], src: Arrays) -> Arrays:
+    """Everything that the parts say, and nothing else."""
+    out = blank(made[0].plan)
+    for one in made:
+        for work in one.fills:
+            for box in work.boxes:
+                out[one.rank][work.key][box] = work.value.real
+    for step in steps(made):
+        pieces = [(t, m.relayed) for m in arriving(made, step) for t in m.pieces]
+        read = [
+            (t, (out if relayed else src)[t.src_rank][t.src_tensor][t.src_slices].copy())
+            for t, relayed in pieces
+        ]
+        for t, piece in sorted(read, key=lambda one: one[0].addend):
+            there = out[t.dst_rank][t.dst_tensor]
+            there[t.dst_slices] = FOLD[t.op](there[t.dst_slices], piece)
+    for one in made:
+        for work in one.divisions:
+            for box in work.boxes:
+                out[one.rank][work.key][box] /= work.value.real
+    return out
+
+
+def walked(given: sm.Plan | sm.Program, limit: int = 1 << 30) -> dict[tuple[int, str], Any]:
+    """Bit for bit what the parts bring."""
+    plan = given.plan if isinstance(given, sm.Program) else given
+    made = parts(given, max_inflight_bytes=limit)
+    out = walk(made, shards_of(plan)) if made else {}
+    return {
+        (rank, key): (array.shape, array.dtype, array.tobytes())
+        for rank, named in out.items()
+        for key, array in named.items()
+    }
+
+
+@given(plans(), st.sampled_from(LIMITS))
+def test_parts_of_a_plan_do_what_it_means(plan: sm.Plan, limit: int) -> None:
+    assert walked(plan, limit) == results(plan)
+
+
+@given(programs())
+def test_parts_of_a_program_do_what_it_means(program: sm.Program) -> None:
+    assert walked(program) == results(program)
+
+
+@given(plans())
+def test_an_outline_knows_what_the_part_computes(plan: sm.Plan) -> None:
+    """Before ranks have agreed on anything."""
+    for one in parts(plan):
+        brought = {
+            (t.tensor, t.op)
+            for each in one.rounds
+            for m in (*each.receives, *each.keeps)
+            for t in m.pieces
+            if t.op != "copy"
+        }
+        begun = {(one.destinations[work.key].tensor, "fill") for work in one.fills}
+        ended = {(one.destinations[work.key].tensor, "divide") for work in one.divisions}
+        assert one.operations == outline(plan, one.rank).operations == brought | begun | ended
+
+
+def test_a_limit_without_room() -> None:
+    mesh = sm.Mesh(tp=2)
+    plan = sm.plan(sm.Layout((4,), mesh, "(tp n)"), sm.Layout((4,), mesh, "n"))
+    with pytest.raises(sm.ExchangeError, match="max_inflight_bytes=8 has no room"):
+        parts(plan, max_inflight_bytes=8)
+
+
+def test_holes_are_in_no_box() -> None:
+    """Runs that touch are one box."""
+    assert own_boxes(()) == ((),)
+    assert own_boxes((sm.Runs(((0, 0, 2), (2, 9, 1), (5, 3, 1)), 6),)) == (
+        (slice(0, 3),),
+        (slice(5, 6),),
+    )
