@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 from shardmath.base.errors import NotationError
 from shardmath.layouts.placement import Placement
 
-__all__ = ["Axes", "Reader", "Rules", "Token", "Word", "listed", "tokens"]
+__all__ = ["Axes", "Reader", "Rules", "Token", "listed", "tokens"]
 
 Rules: TypeAlias = Mapping[str, Placement]
 """Placements by the name that text calls them by."""
@@ -36,17 +36,6 @@ class Token(NamedTuple):
     kind: str
     text: str
     at: int
-
-
-class Word(NamedTuple):
-    """One digit as written: what it divides by, before the free name is known."""
-
-    at: int
-    axes: tuple[str, ...] = ()
-    number: int = 0
-    sizes: tuple[int, ...] | None = None
-    mark: str = ""
-    free: str = ""
 
 
 def tokens(text: str) -> Iterator[Token]:
