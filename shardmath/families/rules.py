@@ -28,20 +28,17 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import MeshError, NotationError, ShardError
 from shardmath.base.given import instance, listed, mapping, plural
 from shardmath.base.given import text as plain
 from shardmath.base.integers import whole
-from shardmath.families.hf import KINDS, kind
+from shardmath.families.hf import Shapes
+from shardmath.families.styles import KINDS, kind
 from shardmath.layouts.layout import Layout
 
 __all__ = ["DEFAULTS", "Rule", "Shapes", "Side", "parse", "parse_mesh"]
-
-Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
-"""Global shape and dtype of each tensor, by name."""
 
 WORD = re.compile(r"(?P<axis>\w+)\s*=\s*(?P<value>\d+(?::\d+)?(?:,\d+(?::\d+)?)*)?")
 MESH_ALONE = (

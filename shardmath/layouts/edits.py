@@ -88,8 +88,8 @@ def sliced(layout: Layout, box: Box) -> Layout:
     for dim, (lo, hi) in zip(layout.dims, box, strict=True):
         kept = _keep(dim, lo, hi)
         # The slice counts its positions from its own beginning.
-        moved = Runs(((local, g - lo, n) for local, g, n in kept.segments), len(kept))
-        dims.append(Dimension(hi - lo, dim.fields, moved))
+        segments = [(local, g - lo, n) for local, g, n in kept.segments]
+        dims.append(Dimension(hi - lo, dim.fields, Runs(segments, len(kept))))
     return intern(shape(box), layout.dtype, layout.mesh, tuple(dims), layout.partial)
 
 
@@ -109,17 +109,15 @@ def _read_box(layout: Layout, box: Box) -> Box:
     spans = []
     for span in listed(box, "spans", LayoutError):
         spans.append(listed(span, "the start and stop of a box", LayoutError))
-    out = []
+    read = []
     for span in spans:
-        out.append(tuple(whole(x, f"a border of box {spans}", LayoutError) for x in span))
-    fits = len(out) == layout.ndim and all(len(span) == 2 for span in out)
-    if not fits or not all(map(_is_inside, typed(Box, out), layout.shape)):
+        read.append(tuple(whole(x, f"a border of box {spans}", LayoutError) for x in span))
+    if len(read) != layout.ndim or not all(map(_is_inside, read, layout.shape)):
         raise LayoutError(
             f"box {box} is not inside shape {layout.shape}; give one (start, stop) a dimension"
         )
-    return typed(Box, tuple(out))
+    return typed(Box, tuple(read))
 
 
-def _is_inside(span: tuple[int, int], n: int) -> bool:
-    lo, hi = span
-    return 0 <= lo <= hi <= n
+def _is_inside(span: tuple[int, ...], n: int) -> bool:
+    return len(span) == 2 and 0 <= span[0] <= span[1] <= n

@@ -56,7 +56,8 @@ def _spell(layout: Layout) -> tuple[object, ...]:
     form = layout.form
     order, ranks = _sort_ranks(layout.mesh)
     dims = tuple(_number_parts(dim, form.mesh, order) for dim in form.dims)
-    return form.shape, form.dtype, dims, _list_addends(form, order), ranks
+    addends = _list_addends(form, order)
+    return form.shape, form.dtype, dims, addends, ranks
 
 
 def _sort_ranks(mesh: Mesh) -> tuple[_Order, tuple[int, ...]]:
@@ -109,7 +110,8 @@ def _digest_dimension(dim: Dimension, mesh: Mesh, order: _Order) -> str:
 def _digest_positions(form: Layout, order: _Order) -> str:
     """A digest of what the positions hold, in this order."""
     dims = tuple(_digest_dimension(dim, form.mesh, order) for dim in form.dims)
-    return digest((form.shape, form.dtype, form.mesh.size, dims, _list_addends(form, order)))
+    addends = _list_addends(form, order)
+    return digest((form.shape, form.dtype, form.mesh.size, dims, addends))
 
 
 @memo()

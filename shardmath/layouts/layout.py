@@ -158,23 +158,26 @@ class Layout:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the local tensor, padding included. Raises MeshError for a rank outside the mesh."""
-        return tuple(map(len, self.runs(rank)))
+        runs = self.runs(rank)
+        return tuple(map(len, runs))
 
     def indices(self, rank: int) -> tuple[NDArray[np.int64], ...]:
         """One int64 array per dimension: the global index of each local position, -1 for none."""
-        return tuple(runs.indices() for runs in self.runs(rank))
+        runs = self.runs(rank)
+        return tuple(own.indices() for own in runs)
 
     def boxes(self, rank: int) -> tuple[tuple[Box, Box], ...]:
         """All that the rank holds, as (local box, global box) of one shape, in local order.
 
-        Local boxes are disjoint, and no two that continue each other could be one box; a scalar is one
-        pair of boxes without dimensions. Raises MeshError for a rank outside the mesh.
+        Local boxes are disjoint, and so are global ones; holes are in none. A scalar is one pair of boxes
+        without dimensions. Raises MeshError for a rank outside the mesh.
 
         >>> Layout((6, 4), Mesh(tp=2), "(2 tp n) h").boxes(1)
         ((((0, 1), (0, 4)), ((2, 3), (0, 4))), (((1, 2), (0, 4)), ((5, 6), (0, 4))))
         """
+        by_dim = [runs.segments for runs in self.runs(rank)]
         pairs = []
-        for segments in itertools.product(*(runs.segments for runs in self.runs(rank))):
+        for segments in itertools.product(*by_dim):
             here = tuple((local, local + n) for local, _, n in segments)
             there = tuple((g, g + n) for _, g, n in segments)
             pairs.append((here, there))
@@ -182,7 +185,8 @@ class Layout:
 
     def holes(self, rank: int) -> bool:
         """Whether some local cells are not this tensor's."""
-        return any(runs.size < len(runs) for runs in self.runs(rank))
+        runs = self.runs(rank)
+        return any(own.size < len(own) for own in runs)
 
 
 @memo(512)
@@ -246,7 +250,8 @@ def _check_arguments(mesh: object, spec: object, reading: object) -> None:
 def _check_size(shape: tuple[int, ...], dtype: str, dims: tuple[Dimension, ...]) -> None:
     """Bytes are counted in 64 bits."""
     for sizes in (shape, tuple(dim.stored_size for dim in dims)):
-        if math.prod(sizes) * dtypes.ITEMSIZE[dtype] > MOST_BYTES:
+        nbytes = math.prod(sizes) * dtypes.ITEMSIZE[dtype]
+        if nbytes > MOST_BYTES:
             raise LayoutError(
                 f"{dtype}{list(sizes)} has more than {MOST_BYTES} bytes; divide the tensor"
             )

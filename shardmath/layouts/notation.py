@@ -100,9 +100,10 @@ def _count_named(tokens: list[Token]) -> int:
     for token in tokens:
         if token.text == "{" and not depth:
             break
-        if depth == 0 and (token.kind == "word" or token.text == "("):
+        opens = token.text == "("
+        if depth == 0 and (opens or token.kind == "word"):
             count += 1
-        if token.text == "(":
+        if opens:
             depth += 1
         elif token.text == ")":
             depth -= 1
@@ -115,7 +116,8 @@ def _undivided(n: int) -> Dimension:
 
 def _claim_name(read: Reader, name: str, d: int, at: int) -> None:
     """Note that dimension d is called `name`, as no other is."""
-    if read.names.setdefault(name, d) != d:
+    owner = read.names.setdefault(name, d)
+    if owner != d:
         read.fail(
             f"free name {name!r} is used in two dimensions", at, "give each dimension its own name"
         )
@@ -264,7 +266,8 @@ def _read_mark(read: Reader, word: Word) -> Word:
 
 def _read_sizes(read: Reader) -> tuple[int, ...]:
     """Integers between [ and ]."""
-    start, sizes = read.take().at, []
+    start = read.take().at
+    sizes = []
     while read.here.kind == "int":
         sizes.append(read.integer())
     read.expect("]", "sizes are integers between [ and ]")
@@ -302,16 +305,21 @@ def padded(n: int, size: int) -> Runs:
     return Runs(identity(n).segments, size)
 
 
-def _read_ranges(read: Reader) -> list[tuple[int, int] | int]:
-    """Ranges (start, stop) and holes up to the closing >."""
-    ranges: list[tuple[int, int] | int] = []
+_Range: TypeAlias = tuple[int, int] | int
+"""Start and stop of a range, or the length of a hole."""
+
+
+def _read_ranges(read: Reader) -> list[_Range]:
+    """Ranges and holes up to the closing >."""
+    ranges: list[_Range] = []
     while not read.accept(">"):
         if read.accept("-"):
             ranges.append(read.integer())
         else:
             start = read.integer()
             read.expect(":", "a stored range is start:stop, a hole -n")
-            ranges.append((start, read.integer()))
+            stop = read.integer()
+            ranges.append((start, stop))
     return ranges
 
 

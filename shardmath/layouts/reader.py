@@ -1,6 +1,7 @@
 """Reader: the text of a layout as tokens that know their place, and what names stand for.
 
-Only what the grammar of `notation` needs: look at the next token, take it, or raise an error with a caret under it.
+Only what the grammar of `notation` needs: look at the next token, take it, or raise an error with a
+caret under it.
 
 >>> [token.text for token in tokens("(tp n)=<0:4 -2>")]
 ['(', 'tp', 'n', ')', '=<', '0', ':', '4', '-', '2', '>', '']
@@ -23,7 +24,7 @@ Axes: TypeAlias = Mapping[str, int]
 """Mesh axes and their sizes."""
 
 DIGITS = 18
-"""Of an integer; more would not fit 64 bits."""
+"""At most in an integer; more would not fit 64 bits."""
 
 TOKEN = re.compile(
     r"\s*(?:(?P<word>[^\W\d]\w*)|(?P<int>[0-9]+)|(?P<mark>\.\.\.|=<|[()\[\]{}<>+:|=~*@\-]))"
@@ -39,12 +40,15 @@ class Token(NamedTuple):
 
 
 def tokens(text: str) -> Iterator[Token]:
-    """The tokens of the text, and one of kind "end". Raises NotationError at a character that no token has."""
+    """The tokens of the text, and one of kind "end".
+
+    Raises NotationError at a character that no token has.
+    """
     at, end = 0, len(text.rstrip())
     while at < end:
         match = TOKEN.match(text, at)
         if match is None:
-            while text[at].isspace():
+            while text[at].isspace():  # TOKEN skips blanks; the caret stands under what is wrong
                 at += 1
             fix = "use names, integers and ( ) [ ] { } < > + : | = ~ * @ - ..."
             raise NotationError(f"unexpected character {text[at]!r}", text, at, fix)
@@ -58,11 +62,14 @@ class Reader:
     """The tokens of one text and what its names mean."""
 
     def __init__(self, text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> None:
-        self.text, self.shape, self.axes, self.rules = text, shape, axes, rules
+        self.text = text
+        self.shape = shape
+        self.axes = axes
+        self.rules = rules
         self.tokens = list(tokens(text))
         self.next = 0
-        self.names: dict[str, int] = {}
-        self.used: dict[str, int] = {}
+        self.names: dict[str, int] = {}  # free name -> its dimension
+        self.used: dict[str, int] = {}  # mesh axis -> where it was used
 
     def fail(self, what: str, at: int, fix: str) -> NoReturn:
         """Raise NotationError for `what` is wrong at a place."""
@@ -72,6 +79,11 @@ class Reader:
     def here(self) -> Token:
         """The next token."""
         return self.tokens[self.next]
+
+    @property
+    def _found(self) -> str:
+        """What a message calls the next token."""
+        return repr(self.here.text or "the end")
 
     def take(self) -> Token:
         """The next token, which is then behind us."""
@@ -87,18 +99,12 @@ class Reader:
     def expect(self, text: str, fix: str) -> None:
         """Take the mark, or fail."""
         if not self.accept(text):
-            self.fail(
-                f"expected {text!r}, found {self.here.text or 'the end'!r}", self.here.at, fix
-            )
+            self.fail(f"expected {text!r}, found {self._found}", self.here.at, fix)
 
     def integer(self) -> int:
         """Take an integer, or fail."""
         if self.here.kind != "int":
-            self.fail(
-                f"expected an integer, found {self.here.text or 'the end'!r}",
-                self.here.at,
-                "write a number",
-            )
+            self.fail(f"expected an integer, found {self._found}", self.here.at, "write a number")
         token = self.take()
         if len(token.text) > DIGITS:
             self.fail(
@@ -109,11 +115,7 @@ class Reader:
     def word(self, what: str) -> Token:
         """Take a word, or fail."""
         if self.here.kind != "word":
-            self.fail(
-                f"expected {what}, found {self.here.text or 'the end'!r}",
-                self.here.at,
-                f"write {what}",
-            )
+            self.fail(f"expected {what}, found {self._found}", self.here.at, f"write {what}")
         return self.take()
 
     def axis(self) -> Token:

@@ -101,12 +101,13 @@ def from_placements(
         if isinstance(placement, Partial):
             ops.update(dict.fromkeys(axes, placement.op))
         elif not isinstance(placement, Replicate):
-            by_dim[_dimension_of(placement, shape)].append((axes, placement))
+            d = _dimension_of(placement, shape)
+            by_dim[d].append((axes, placement))
     kept = _read_stored(stored, shape)
-    read_stages = _decode_order if reading == "order" else _apply
     dims = []
     for d, own in enumerate(by_dim):
-        dims.append(_divide(d, shape, read_stages(own, mesh), kept[d]))
+        stages = _decode_order(own, mesh) if reading == "order" else _apply(own, mesh)
+        dims.append(_divide(d, shape, stages, kept[d]))
     partial = tuple((name, ops[name]) for name in mesh.shape if name in ops)
     return tuple(dims), partial
 
@@ -130,10 +131,11 @@ def _pair(spec: AxisSpec, mesh: Mesh) -> _Pairs:
     for axes, placement in pairs:
         for name in axes:
             if name not in sizes:
-                shape = " ".join(f"{axis}={n}" for axis, n in mesh.axes)
+                axes_text = " ".join(f"{axis}={n}" for axis, n in mesh.axes)
+                names = ", ".join(sizes) or "none"
                 raise LayoutError(
-                    f"{placement} on axis {name!r}: mesh {shape} has no such axis; "
-                    f"its axes are {', '.join(sizes) or 'none'}"
+                    f"{placement} on axis {name!r}: mesh {axes_text} has no such axis; "
+                    f"its axes are {names}"
                 )
     return pairs
 
@@ -146,9 +148,9 @@ def _pair_in_order(spec: Sequence[Spec], mesh: Mesh) -> _Pairs:
     if len(spec) != len(names):
         count = plural(spec, "placement")
         axes = plural(names, "mesh axis", "mesh axes")
+        listed = ", ".join(names) or "none"
         raise LayoutError(
-            f"{count} {tuple(spec)} for {axes} ({', '.join(names) or 'none'}); "
-            f"give one an axis, or a mapping"
+            f"{count} {tuple(spec)} for {axes} ({listed}); give one an axis, or a mapping"
         )
     return [((name,), placement) for name, placement in zip(names, spec, strict=True)]
 
@@ -291,8 +293,9 @@ def _find_place(order: list[tuple[str, ...]], factor: int, placement: Spec, mesh
             return at
         product *= n
     sizes = [f"{'*'.join(axes)}={n}" for axes, n in zip(order, parts, strict=True)]
+    found = " ".join(sizes) or "none"
     raise PlacementError(
-        f"reading='order': {placement} stands for no order: the axes right of it on its dimension "
-        f"are {' '.join(sizes) or 'none'}; "
+        f"reading='order': {placement} stands for no order: "
+        f"the axes right of it on its dimension are {found}; "
         f"use reading='placement', which applies the splits as written"
     )

@@ -98,14 +98,17 @@ def _read_stage(read: Reader, words: list[Word]) -> Stage:
         )
     if not free:
         return tuple(_make_cut(read, word) for word in words)
-    left = [_make_cut(read, word) for word in words[: free[0]]]
-    return (*left, *_make_blocks(read, words[free[0] + 1 :]))
+    at = free[0]
+    left = [_make_cut(read, word) for word in words[:at]]
+    right = _make_blocks(read, words[at + 1 :])
+    return (*left, *right)
 
 
 def _make_cut(read: Reader, word: Word) -> Digit:
     """The digit of a word left of the free name."""
     sizes = _axis_sizes(read, word)
-    return Digit(_choose_cut(read, word, word.number or math.prod(sizes)), word.axes, sizes)
+    parts = word.number or math.prod(sizes)
+    return Digit(_choose_cut(read, word, parts), word.axes, sizes)
 
 
 def _choose_cut(read: Reader, word: Word, parts: int) -> Cut:

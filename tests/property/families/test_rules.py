@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, NotationError
-from shardmath.families.hf import KINDS, MODULES, kind
+from shardmath.families.styles import KINDS, MODULES, kind
 from shardmath.families.rules import DEFAULTS, Rule, Side, parse
 
 SHAPES = {
