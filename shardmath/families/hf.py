@@ -46,7 +46,9 @@ def numbers(name: str) -> tuple[int | None, int | None]:
     """The layer and the expert that the name numbers; None where it has no such number."""
     layer = LAYER.search(name)
     expert = EXPERT.search(name) if "experts." in name else None
-    return int(layer[1]) if layer else None, int(expert[2]) if expert else None
+    layer_number = int(layer[1]) if layer else None
+    expert_number = int(expert[2]) if expert else None
+    return layer_number, expert_number
 
 
 def is_expert(name: str) -> bool:
@@ -98,20 +100,21 @@ def grouped(shapes: Shapes) -> dict[str, Entry]:
 
 
 def _group(group: str, found: list[_Member]) -> Entry:
-    """The shape and dtype of a group of experts; a tensor that is no numbered expert's stays as it is."""
+    """The shape and dtype of a group of experts; other tensors are alone in theirs and stay as they are."""
     (expert, (shape, dtype)), *_ = found
     if expert is None:
         return shape, dtype
+    count = len(found)
     kinds = sorted({entry for _, entry in found})
-    missing = {e for e, _ in found} != set(range(len(found)))
-    if len(kinds) > 1 or missing:
+    numbered = {number for number, _ in found}
+    if len(kinds) > 1 or numbered != set(range(count)):
         shown = " and ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
         lowest, highest = min(found)[0], max(found)[0]
         raise LayoutError(
-            f"{len(found)} experts numbered {lowest} to {highest} of {group!r}, each {shown}; "
+            f"{count} experts numbered {lowest} to {highest} of {group!r}, each {shown}; "
             f"the experts of a group are alike, and numbered from 0 without gaps"
         )
-    return (len(found), *shape), dtype
+    return (count, *shape), dtype
 
 
 class Place(NamedTuple):

@@ -135,21 +135,26 @@ def _check_experts(whose: str, experts: int, ep: int) -> None:
 
 def _make_stages(ranks: tuple[int, ...], tp: int, pp: int, ep: int) -> tuple[_Stage, ...]:
     """The meshes of every stage. Raises MeshError where the ranks do not factor."""
-    size = len(ranks) // pp if pp > 0 else 0
-    if min(tp, pp, ep) < 1 or len(ranks) % pp or not size or size % tp or size % ep:
+    total = len(ranks)
+    size = total // pp if pp > 0 else 0
+    if min(tp, pp, ep) < 1 or total % pp or not size or size % tp or size % ep:
         raise MeshError(
-            f"{len(ranks)} ranks do not fall into pp={pp} stages of tp={tp} times dp, "
+            f"{total} ranks do not fall into pp={pp} stages of tp={tp} times dp, "
             f"and of ep={ep} times edp; "
             f"choose ranks that are a multiple of pp tp and of pp ep"
         )
-    starts = range(0, len(ranks), size)
-    return tuple(_make_stage(ranks[start : start + size], tp, ep) for start in starts)
+    stages = []
+    for start in range(0, total, size):
+        own = ranks[start : start + size]
+        stages.append(_make_stage(own, tp, ep))
+    return tuple(stages)
 
 
 def _make_stage(ranks: tuple[int, ...], tp: int, ep: int) -> _Stage:
     """The meshes of one stage."""
-    dense = Mesh(dp=len(ranks) // tp, tp=tp, ranks=ranks)
-    experts = Mesh(edp=len(ranks) // ep, ep=ep, ranks=ranks)
+    size = len(ranks)
+    dense = Mesh(dp=size // tp, tp=tp, ranks=ranks)
+    experts = Mesh(edp=size // ep, ep=ep, ranks=ranks)
     holders = tuple(experts.select(ep=at) for at in range(ep))
     return _Stage(dense, experts, holders)
 

@@ -141,7 +141,8 @@ class Side:
         """
         given = mapping(shapes, "shapes are ", "name to (shape, dtype)", NotationError)
         layouts = {}
-        for name, rule in self.matches(given).items():
+        matches = self.matches(given)
+        for name, rule in matches.items():
             shape, dtype = _read_entry(given[name])
             layouts[name] = _make_layout(self, rule, name, shape, dtype)
         return layouts
@@ -190,11 +191,9 @@ def _explain_misfit(
 
 def _find_rule(side: Side, rule: Rule) -> int:
     """Where the rule begins in the side's text; one of DEFAULTS would follow the mesh."""
-    before: tuple[Rule, ...] = ()
-    if rule in side.rules:
-        before = side.rules[: side.rules.index(rule)]
-    text = str(Side(side.mesh, before))
-    return len(text) + 2  # ": " and "; " are as long
+    number = side.rules.index(rule) if rule in side.rules else 0
+    before = Side(side.mesh, side.rules[:number])
+    return len(str(before)) + 2  # ": " and "; " are as long
 
 
 def _check_used(side: Side, found: Mapping[str, Rule | None]) -> None:
@@ -242,7 +241,8 @@ def _find_defaults(side: Side) -> tuple[Rule, ...]:
 def _mesh_text(mesh: Mesh) -> str:
     """The axes and the ranks, as `parse` reads them."""
     words = [f"{name}={n}" for name, n in mesh.axes]
-    return " ".join([*words, f"ranks={_ranks_text(mesh.ranks)}"])
+    ranks = _ranks_text(mesh.ranks)
+    return " ".join([*words, f"ranks={ranks}"])
 
 
 def _ranks_text(ranks: tuple[int, ...]) -> str:
@@ -283,19 +283,18 @@ def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:
     """The mesh, and where it ends: at the ':' before the rules, or at the text's end."""
     sizes: dict[str, int] = {}
     ranks: tuple[int, ...] | None = None
+    seen: set[str] = set()
     at = ranks_at = _skip(text, 0)
     while at < len(text) and text[at] != ":":
-        axis, value, start = _read_word(text, at)
-        if axis in sizes or (axis == "ranks" and ranks is not None):
-            raise NotationError(
-                f"{axis!r} appears twice", text, at, "name each mesh axis, and ranks, once"
-            )
-        _check_value(text, axis, value, start)
+        axis, value, start = _read_word(text, at, seen)
+        seen.add(axis)
         if axis == "ranks":
-            ranks, ranks_at = _read_ranks(text, value, start), at
+            ranks = _read_ranks(text, value, start)
+            ranks_at = at
         else:
             sizes[axis] = _read_number(text, value, start)
-            if math.prod(sizes.values()) > MOST_RANKS:
+            total = math.prod(sizes.values())
+            if total > MOST_RANKS:
                 raise NotationError(f"a mesh of more than {MOST_RANKS} ranks", text, at, MESH_FIX)
         at = _skip(text, start + len(value))
     if not sizes and ranks is None:
@@ -303,23 +302,27 @@ def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:
     return _make_mesh(text, sizes, ranks, first_rank, ranks_at), at
 
 
-def _read_word(text: str, at: int) -> tuple[str, str, int]:
-    """The name and the value of the word at a place, and where the value begins; it may be empty."""
+def _read_word(text: str, at: int, seen: set[str]) -> tuple[str, str, int]:
+    """The name and the value of the word at a place, and where the value begins.
+
+    The value of an axis is one number, that of `ranks` as many as there are. Raises NotationError for what
+    is not such a word, and for a name that was seen.
+    """
     word = WORD.match(text, at)
     if word is None:
-        found = text[at:].split()[0]
+        found, *_ = text[at:].split()
         raise NotationError(f"{found!r} is not axis=size", text, at, MESH_FIX)
-    value = word["value"] or ""
-    return word["axis"], value, word.end() - len(value)
-
-
-def _check_value(text: str, axis: str, value: str, start: int) -> None:
-    """An axis has one number, `ranks` any; Raises NotationError, with the caret at the value."""
-    if not value or (axis != "ranks" and not value.isdecimal()):
-        after, _, _ = text[start:].partition(" ")
+    axis, value = word["axis"], word["value"] or ""
+    if axis in seen:
         raise NotationError(
-            f"{axis!r} needs a size, found {value or after or 'the end'!r}", text, start, MESH_FIX
+            f"{axis!r} appears twice", text, at, "name each mesh axis, and ranks, once"
         )
+    start = word.end() - len(value)
+    if not value or (axis != "ranks" and not value.isdecimal()):
+        after, *_ = text[start:].split(" ")
+        found = value or after or "the end"
+        raise NotationError(f"{axis!r} needs a size, found {found!r}", text, start, MESH_FIX)
+    return axis, value, start
 
 
 def _read_ranks(text: str, value: str, at: int) -> tuple[int, ...]:

@@ -62,11 +62,12 @@ def engine(
     key-value heads tp.
     """
     ids = tuple(ranks)
-    if tp < 1 or not ids or len(ids) % tp:
+    size = len(ids)
+    if tp < 1 or not size or size % tp:
         raise MeshError(
-            f"{len(ids)} ranks do not fall into engines of tp={tp}; choose a multiple of tp"
+            f"{size} ranks do not fall into engines of tp={tp}; choose a multiple of tp"
         )
-    mesh = Mesh(dp=len(ids) // tp, tp=tp, ranks=ids)
+    mesh = Mesh(dp=size // tp, tp=tp, ranks=ids)
     counts = expert_counts(shapes) if stacked else None
     side = _Engine(mesh, _split_heads(mesh, tp, kv_heads), counts, vocab_multiple)
     return layouts(shapes, side.place)

@@ -89,7 +89,8 @@ def sliced(layout: Layout, box: Box) -> Layout:
         kept = _keep(dim, lo, hi)
         # The slice counts its positions from its own beginning.
         segments = [(local, g - lo, n) for local, g, n in kept.segments]
-        dims.append(Dimension(hi - lo, dim.fields, Runs(segments, len(kept))))
+        stored = Runs(segments, len(kept))
+        dims.append(Dimension(hi - lo, dim.fields, stored))
     return intern(shape(box), layout.dtype, layout.mesh, tuple(dims), layout.partial)
 
 

@@ -55,7 +55,8 @@ def _spell(layout: Layout) -> tuple[object, ...]:
     """What each rank holds, in ascending order of ranks, and the ranks."""
     form = layout.form
     order, ranks = _sort_ranks(layout.mesh)
-    dims = tuple(_number_parts(dim, form.mesh, order) for dim in form.dims)
+    mesh = form.mesh
+    dims = tuple(_number_parts(dim, mesh, order) for dim in form.dims)
     addends = _list_addends(form, order)
     return form.shape, form.dtype, dims, addends, ranks
 
@@ -72,7 +73,8 @@ def _list_addends(form: Layout, order: _Order) -> tuple[object, ...]:
     """What the Partial axes wait for, and the addend of each position; nothing for one addend."""
     if not form.partial:
         return ()
-    addend = form.mesh.coordinate(name for name, _ in form.partial)
+    names = [name for name, _ in form.partial]
+    addend = form.mesh.coordinate(names)
     if not addend.any():
         return ()
     if order is not None:
@@ -80,10 +82,12 @@ def _list_addends(form: Layout, order: _Order) -> tuple[object, ...]:
     return (form.op, *addend.tolist())
 
 
+_Numbered: TypeAlias = tuple[tuple[Runs, ...], tuple[int, ...]]
+"""Parts, and the number of each position's part."""
+
+
 @memo()
-def _number_parts(
-    dim: Dimension, mesh: Mesh, order: _Order
-) -> tuple[tuple[Runs, ...], tuple[int, ...]]:
+def _number_parts(dim: Dimension, mesh: Mesh, order: _Order) -> _Numbered:
     """The parts in the order of the first position that holds them, and each position's number.
 
     No numbers for one part, so that a dimension that nothing divides is alike on all meshes.
@@ -109,9 +113,10 @@ def _digest_dimension(dim: Dimension, mesh: Mesh, order: _Order) -> str:
 @memo()
 def _digest_positions(form: Layout, order: _Order) -> str:
     """A digest of what the positions hold, in this order."""
-    dims = tuple(_digest_dimension(dim, form.mesh, order) for dim in form.dims)
+    mesh = form.mesh
+    dims = tuple(_digest_dimension(dim, mesh, order) for dim in form.dims)
     addends = _list_addends(form, order)
-    return digest((form.shape, form.dtype, form.mesh.size, dims, addends))
+    return digest((form.shape, form.dtype, mesh.size, dims, addends))
 
 
 @memo()

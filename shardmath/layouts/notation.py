@@ -127,14 +127,14 @@ def _read_dim(read: Reader, d: int) -> Dimension:
     """Dimension d: a group, or a free name alone."""
     if read.here.text == "(":
         return _read_group(read, d)
-    token = read.take()
-    if token.text in read.axes:
+    _, name, at = read.take()
+    if name in read.axes:
         read.fail(
-            f"mesh axis {token.text!r} stands alone",
-            token.at,
-            f"write ({token.text} n) to divide, or leave it out to replicate",
+            f"mesh axis {name!r} stands alone",
+            at,
+            f"write ({name} n) to divide, or leave it out to replicate",
         )
-    _claim_name(read, token.text, d, token.at)
+    _claim_name(read, name, d, at)
     return _undivided(read.shape[d])
 
 
@@ -170,8 +170,9 @@ def _make_dimension(
     fields = []
     for size, stages in written:
         if size is None and len(written) > 1:
-            at = stages[0][0].at
-            read.fail("a field without a size", at, "write (8: tp n + 2: n): every field its size")
+            first = stages[0][0]
+            fix = "write (8: tp n + 2: n): every field its size"
+            read.fail("a field without a size", first.at, fix)
         fields.append(make_field(read, total if size is None else size, stages))
     return Dimension(n, tuple(fields), stored)
 
@@ -257,10 +258,10 @@ def _read_mark(read: Reader, word: Word) -> Word:
     if read.here.text == "[" and read.here.at == before.at + len(before.text):
         return Word(word.at, word.axes, sizes=_read_sizes(read))
     if read.accept("@"):
-        name = read.word("the name of a rule")
-        if name.text not in read.rules:
-            read.fail(f"unknown rule {name.text!r}", name.at, f"rules= has {listed(read.rules)}")
-        return Word(word.at, word.axes, mark=name.text)
+        _, name, at = read.word("the name of a rule")
+        if name not in read.rules:
+            read.fail(f"unknown rule {name!r}", at, f"rules= has {listed(read.rules)}")
+        return Word(word.at, word.axes, mark=name)
     return word
 
 
@@ -326,19 +327,20 @@ def _read_ranges(read: Reader) -> list[_Range]:
 def _read_partial(read: Reader) -> dict[str, str]:
     """The reduction that each axis between { and } waits for."""
     read.take()
-    op = read.word("a reduction")
-    if op.text not in OPS:
-        read.fail(f"unknown reduction {op.text!r}", op.at, f"use one of {', '.join(OPS)}")
+    _, op, at = read.word("a reduction")
+    if op not in OPS:
+        choices = ", ".join(OPS)
+        read.fail(f"unknown reduction {op!r}", at, f"use one of {choices}")
     read.expect(":", "write {sum: axes}")
     ops: dict[str, str] = {}
     while not read.accept("}"):
-        axis = read.axis()
-        if axis.text in read.used:
+        _, axis, at = read.axis()
+        if axis in read.used:
             read.fail(
-                f"mesh axis {axis.text!r} is used already",
-                axis.at,
+                f"mesh axis {axis!r} is used already",
+                at,
                 "an axis divides a dimension or is Partial, not both",
             )
-        read.used[axis.text] = axis.at
-        ops[axis.text] = op.text
+        read.used[axis] = at
+        ops[axis] = op
     return ops

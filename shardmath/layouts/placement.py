@@ -201,7 +201,8 @@ class Packed:
 
         Raises PlacementError unless the sizes add up to n.
         """
-        Sizes(self.sizes).count(n)
+        cut = Sizes(self.sizes)
+        cut.count(n)  # raises where the sizes do not add up
         return _deal([_chunk(lo, hi, parts) for lo, hi in _lay(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes, Chunks]:
@@ -227,7 +228,7 @@ class Ragged:
         Raises PlacementError unless there are `parts` sizes and they add up to n.
         """
         (cut,) = self.digits(parts)
-        cut.count(n)
+        cut.count(n)  # raises where the sizes do not add up
         return _deal([_lay(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes]:
@@ -261,7 +262,8 @@ class BlockCyclic:
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The Runs of each of `parts` parts of a length n."""
-        blocks = [(lo, min(n, lo + self.block)) for lo in range(0, n, self.block)]
+        size = self.block
+        blocks = [(lo, min(n, lo + size)) for lo in range(0, n, size)]
         # Block i is part i % parts's.
         return tuple(from_ranges(blocks[part::parts]) for part in range(parts))
 

@@ -80,10 +80,10 @@ class Reader:
         """The next token."""
         return self.tokens[self.next]
 
-    @property
-    def _found(self) -> str:
-        """What a message calls the next token."""
-        return repr(self.here.text or "the end")
+    def _refuse(self, expected: str, fix: str) -> NoReturn:
+        """Raise NotationError: the next token is not what is expected."""
+        _, text, at = self.here
+        self.fail(f"expected {expected}, found {text or 'the end'!r}", at, fix)
 
     def take(self) -> Token:
         """The next token, which is then behind us."""
@@ -92,39 +92,37 @@ class Reader:
 
     def accept(self, text: str) -> bool:
         """Take the mark if it is next."""
-        found = self.here.kind == "mark" and self.here.text == text
+        here = self.here
+        found = here.kind == "mark" and here.text == text
         self.next += found
         return found
 
     def expect(self, text: str, fix: str) -> None:
         """Take the mark, or fail."""
         if not self.accept(text):
-            self.fail(f"expected {text!r}, found {self._found}", self.here.at, fix)
+            self._refuse(repr(text), fix)
 
     def integer(self) -> int:
         """Take an integer, or fail."""
         if self.here.kind != "int":
-            self.fail(f"expected an integer, found {self._found}", self.here.at, "write a number")
-        token = self.take()
-        if len(token.text) > DIGITS:
-            self.fail(
-                f"an integer of {len(token.text)} digits", token.at, f"write at most {DIGITS}"
-            )
-        return int(token.text)
+            self._refuse("an integer", "write a number")
+        _, digits, at = self.take()
+        if len(digits) > DIGITS:
+            self.fail(f"an integer of {len(digits)} digits", at, f"write at most {DIGITS}")
+        return int(digits)
 
     def word(self, what: str) -> Token:
         """Take a word, or fail."""
         if self.here.kind != "word":
-            self.fail(f"expected {what}, found {self._found}", self.here.at, f"write {what}")
+            self._refuse(what, f"write {what}")
         return self.take()
 
     def axis(self) -> Token:
         """Take the name of a mesh axis, or fail."""
         token = self.word("a mesh axis")
-        if token.text not in self.axes:
-            self.fail(
-                f"unknown mesh axis {token.text!r}", token.at, f"mesh axes are {listed(self.axes)}"
-            )
+        _, name, at = token
+        if name not in self.axes:
+            self.fail(f"unknown mesh axis {name!r}", at, f"mesh axes are {listed(self.axes)}")
         return token
 
 

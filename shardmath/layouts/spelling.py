@@ -55,7 +55,10 @@ Stored: TypeAlias = Mapping[int, int | Runs]
 """What is stored of a dimension: a padded length, or the Runs from stored to logical positions."""
 
 _Read: TypeAlias = tuple[tuple[Dimension, ...], Partials]
-_Pairs: TypeAlias = list[tuple[tuple[str, ...], Spec]]
+"""The dimensions and the Partial axes."""
+_Axis: TypeAlias = tuple[str, int]
+_Axes: TypeAlias = tuple[str, ...]
+_Pairs: TypeAlias = list[tuple[_Axes, Spec]]
 """(axes, placement), in the order in which they are applied."""
 
 
@@ -84,7 +87,7 @@ def from_text(
 
 
 @memo()
-def _parse(spec: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]) -> _Read:
+def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
     """`parse` of text that names no placements, which is kept."""
     return parse(spec, shape, dict(axes), {})
 
@@ -162,7 +165,8 @@ def _key_axes(key: object) -> tuple[str, ...]:
         raise LayoutError(
             f"{shown(key)} is not a mesh axis; the keys of a spec are axis names or tuples of them"
         )
-    return tuple(text(name, "a mesh axis", LayoutError) for name in cast(Iterable[object], axes))
+    names = cast(Iterable[object], axes)
+    return tuple(text(name, "a mesh axis", LayoutError) for name in names)
 
 
 def _is_axes(entry: object) -> bool:
@@ -245,8 +249,8 @@ def _read_stored(stored: Stored, shape: tuple[int, ...]) -> list[Runs | None]:
     return kept
 
 
-def _sizes(axes: tuple[str, ...], mesh: Mesh) -> tuple[int, ...]:
-    return tuple(mesh.axis_size(name) for name in axes)
+def _sizes(axes: _Axes, mesh: Mesh) -> tuple[int, ...]:
+    return tuple(map(mesh.axis_size, axes))
 
 
 def _apply(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
@@ -265,7 +269,7 @@ def _decode_order(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
     """
     if not any(isinstance(placement, StridedShard) for _, placement in pairs):
         return _apply(pairs, mesh)
-    order: list[tuple[str, ...]] = []
+    order: list[_Axes] = []
     for axes, placement in reversed(pairs):
         if isinstance(placement, StridedShard):
             factor = placement.split_factor
@@ -284,7 +288,7 @@ def _decode_order(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
     return [tuple(digits)]
 
 
-def _find_place(order: list[tuple[str, ...]], factor: int, placement: Spec, mesh: Mesh) -> int:
+def _find_place(order: list[_Axes], factor: int, placement: Spec, mesh: Mesh) -> int:
     """How many axes of the order stand before a split into `factor` pieces."""
     parts = [math.prod(_sizes(axes, mesh)) for axes in order]
     product = 1

@@ -250,8 +250,7 @@ def check(store: Store, layouts: Held, rank: int) -> None:
     # Each element of a buffer has the number of the local tensor that lies there, 0 for none.
     taken = {buffer: np.zeros(end, np.int32) for buffer, end in ends.items()}
     owners = list(places)
-    for number, local in enumerate(owners, 1):
-        place = places[local]
+    for number, (local, place) in enumerate(places.items(), 1):
         owner = taken[place.buffer]
         elements = _list_elements(place, own[local], rank)
         clash = _find_clash(owner, elements)

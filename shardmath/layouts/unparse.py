@@ -61,13 +61,15 @@ def rule_names(dims: tuple[Dimension, ...]) -> dict[Splits, str]:
     named: dict[Splits, str] = {}
     taken: set[str] = set()
     for digit in _digits(dims):
-        if not isinstance(digit.cut, Rule) or digit.cut.by in named:
+        cut = digit.cut
+        if not isinstance(cut, Rule) or cut.by in named:
             continue
-        base = name = type(digit.cut.by).__name__.lower()
+        owner = type(cut.by)
+        base = name = owner.__name__.lower()
         numbers = itertools.count(2)
         while name in taken:
             name = f"{base}{next(numbers)}"
-        named[digit.cut.by] = name
+        named[cut.by] = name
         taken.add(name)
     return named
 
@@ -95,9 +97,10 @@ def _stored_text(dim: Dimension) -> str:
     """`=8` where the dimension is padded at its end, else all ranges and holes."""
     if dim.stored is None:
         return ""
-    if dim.stored.segments == identity(dim.size).segments:
-        return f"={len(dim.stored)}"
-    return f"=<{spanning(dim.stored)}>"
+    stored = dim.stored
+    if stored.segments == identity(dim.size).segments:
+        return f"={len(stored)}"
+    return f"=<{spanning(stored)}>"
 
 
 def _field_text(field: Field, name: str, named: Mapping[Splits, str]) -> str:

@@ -83,7 +83,8 @@ def _count_parts(read: Reader, word: Word) -> int:
 
 
 def _axis_sizes(read: Reader, word: Word) -> tuple[int, ...]:
-    return tuple(read.axes[name] for name in word.axes)
+    sizes = read.axes
+    return tuple(sizes[name] for name in word.axes)
 
 
 def _read_stage(read: Reader, words: list[Word]) -> Stage:
