@@ -72,8 +72,9 @@ def window(layout: Layout, box: Box) -> Layout:
 
     Raises LayoutError for a box that is not inside the tensor.
     """
+    box = _read_box(layout, box)
     dims = []
-    for dim, (lo, hi) in zip(layout.dims, _read_box(layout, box), strict=True):
+    for dim, (lo, hi) in zip(layout.dims, box, strict=True):
         dims.append(Dimension(dim.size, dim.fields, _keep(dim, lo, hi)))
     return intern(layout.shape, layout.dtype, layout.mesh, tuple(dims), layout.partial)
 
