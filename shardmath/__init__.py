@@ -23,7 +23,9 @@ from shardmath.base.errors import (
 )
 from shardmath.base.memo import clear_caches
 from shardmath.flows.topology import Topology
-from shardmath.layouts.layout import Layout, equivalent, window
+from shardmath.layouts.edits import window
+from shardmath.layouts.holdings import equivalent
+from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import (
     Balanced,
     BlockCyclic,

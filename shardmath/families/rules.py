@@ -1,14 +1,16 @@
 """Rules: which tensors of a model lie how, in one line that a person types.
 
 1. A **side** is a mesh and rules: `dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); * (dp n) ...`.
-2. The mesh is `axis=size` words, last axis fastest, and optionally `ranks=4:8` or `ranks=0,2,4,6`; without it the ranks
-   follow each other from `first_rank`.
-3. A rule is a pattern and a layout. A pattern is a kind of the family table (column, row, vocab, replicate) or a glob
-   on the tensor's name (`*.q_proj.weight`); the layout is shardmath's notation, `...` for the dimensions not divided.
-4. The first rule that matches a name counts. A name that no rule matches is replicated, and so is every scalar.
+2. The mesh is `axis=size` words, last axis fastest, and optionally `ranks=4:8` or `ranks=0,2,4,6`; without it
+   the ranks follow each other from `first_rank`.
+3. A rule is a pattern and a layout. A pattern is a kind of the family table (column, row, vocab, replicate)
+   or a glob on the tensor's name (`*.q_proj.weight`); the layout is shardmath's notation, `...` for the
+   dimensions not divided.
+4. The first rule that matches a name counts. A name that no rule matches is replicated, and so is every
+   scalar.
 5. A rule that no tensor falls to is an error, since it is a typing mistake; only `*` may be idle.
-6. A mesh alone (`tp=4`, `dp=2 tp=2`) means DEFAULTS: `tp` divides by kind, `dp` dimension 0 of everything, inside `tp`,
-   as FSDP does, and `replica` replicates. Other axes need rules.
+6. A mesh alone (`tp=4`, `dp=2 tp=2`) means DEFAULTS: `tp` divides by kind, `dp` dimension 0 of everything,
+   inside `tp`, as FSDP does, and `replica` replicates. Other axes need rules.
 
     side    := mesh (':' rule (';' rule)*)?
     mesh    := (AXIS '=' INT)* ('ranks=' span (',' span)*)?          span := INT | INT ':' INT
@@ -28,20 +30,17 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import MeshError, NotationError, ShardError
 from shardmath.base.given import instance, listed, mapping, plural
 from shardmath.base.given import text as plain
 from shardmath.base.integers import whole
-from shardmath.families.hf import KINDS, kind
+from shardmath.families.hf import Entry, Shapes
+from shardmath.families.styles import KINDS, kind
 from shardmath.layouts.layout import Layout
 
 __all__ = ["DEFAULTS", "Rule", "Shapes", "Side", "parse", "parse_mesh"]
-
-Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
-"""Global shape and dtype of each tensor, by name."""
 
 WORD = re.compile(r"(?P<axis>\w+)\s*=\s*(?P<value>\d+(?::\d+)?(?:,\d+(?::\d+)?)*)?")
 MESH_ALONE = (
@@ -60,13 +59,13 @@ class Rule:
     layout: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "pattern", plain(self.pattern, "the pattern of a rule", NotationError)
-        )
-        layout = plain(self.layout, "the layout of a rule", NotationError)
-        object.__setattr__(self, "layout", " ".join(layout.split()))
-        if self.pattern.split() != [self.pattern] or not self.layout or ";" in str(self):
-            what = f"rule {self.pattern!r} {self.layout!r} is not one pattern without blanks and one layout"
+        pattern = plain(self.pattern, "the pattern of a rule", NotationError)
+        words = plain(self.layout, "the layout of a rule", NotationError).split()
+        layout = " ".join(words)
+        object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "layout", layout)
+        if pattern.split() != [pattern] or not layout or ";" in str(self):
+            what = f"rule {pattern!r} {layout!r} is not one pattern without blanks and one layout"
             raise NotationError(what, fix=RULE_FIX)
 
     def __str__(self) -> str:
@@ -74,21 +73,23 @@ class Rule:
 
     def matches(self, name: str) -> bool:
         """Whether the tensor `name` is of this kind, or fits this glob."""
-        return (
-            kind(name) == self.pattern if self.pattern in KINDS else fnmatchcase(name, self.pattern)
-        )
-
-
-def _rules(**layouts: str) -> tuple[Rule, ...]:
-    return tuple(Rule(pattern, layout) for pattern, layout in layouts.items())
+        if self.pattern in KINDS:
+            return kind(name) == self.pattern
+        return fnmatchcase(name, self.pattern)
 
 
 DEFAULTS: dict[tuple[str, ...], tuple[Rule, ...]] = {
-    (): _rules(),
-    ("tp",): _rules(column="(tp n) ...", row="h (tp n) ...", vocab="(tp n) ..."),
+    (): (),
+    ("tp",): (
+        Rule("column", "(tp n) ..."),
+        Rule("row", "h (tp n) ..."),
+        Rule("vocab", "(tp n) ..."),
+    ),
     ("dp",): (Rule("*", "(dp n) ..."),),
     ("dp", "tp"): (
-        *_rules(column="(tp dp n) ...", row="(dp n) (tp h) ...", vocab="(tp dp n) ..."),
+        Rule("column", "(tp dp n) ..."),
+        Rule("row", "(dp n) (tp h) ..."),
+        Rule("vocab", "(tp dp n) ..."),
         Rule("*", "(dp n) ..."),
     ),
 }
@@ -97,7 +98,10 @@ DEFAULTS: dict[tuple[str, ...], tuple[Rule, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A mesh and the rules by which tensors lie on it; no rules stand for DEFAULTS. `parse(str(side)) == side`."""
+    """A mesh and the rules by which tensors lie on it; no rules stand for DEFAULTS.
+
+    `parse(str(side)) == side`. Raises NotationError for what is not a mesh, or not rules.
+    """
 
     mesh: Mesh
     rules: tuple[Rule, ...] = ()
@@ -113,20 +117,19 @@ class Side:
             raise NotationError(what, fix="name the axis otherwise")
 
     def __str__(self) -> str:
+        mesh = _mesh_text(self.mesh)
         rules = "; ".join(map(str, self.rules))
-        return f"{_mesh_text(self.mesh)}: {rules}" if rules else _mesh_text(self.mesh)
+        return f"{mesh}: {rules}" if rules else mesh
 
     def matches(self, names: Iterable[str]) -> dict[str, Rule | None]:
         """The rule that each name falls to, None where there is none.
 
-        Raises NotationError for a rule that no name falls to, and for a mesh alone with an axis that DEFAULTS lacks.
+        Raises NotationError for a rule that no name falls to, and for a mesh alone with an axis that DEFAULTS
+        lacks.
         """
-        rules = self.rules or _defaults(self)
-        listed_names = [plain(name, "the name of a tensor", NotationError) for name in names]
-        found = {
-            name: next((rule for rule in rules if rule.matches(name)), None)
-            for name in listed_names
-        }
+        rules = self.rules or _find_defaults(self)
+        given = [plain(name, "the name of a tensor", NotationError) for name in names]
+        found = {name: _first_match(rules, name) for name in given}
         if self.rules:
             _check_used(self, found)
         return found
@@ -137,13 +140,22 @@ class Side:
         Raises NotationError, with a caret in the side's text, where a rule is idle or does not fit its tensor.
         """
         given = mapping(shapes, "shapes are ", "name to (shape, dtype)", NotationError)
-        return {
-            name: _layout(self, rule, name, *_shaped(given[name]))
-            for name, rule in self.matches(given).items()
-        }
+        layouts = {}
+        matches = self.matches(given)
+        for name, rule in matches.items():
+            shape, dtype = _read_entry(given[name])
+            layouts[name] = _make_layout(self, rule, name, shape, dtype)
+        return layouts
 
 
-def _shaped(given: object) -> tuple[tuple[int, ...], str]:
+def _first_match(rules: tuple[Rule, ...], name: str) -> Rule | None:
+    for rule in rules:
+        if rule.matches(name):
+            return rule
+    return None
+
+
+def _read_entry(given: object) -> Entry:
     """The shape and the dtype of a tensor."""
     if isinstance(given, tuple) and len(given) == 2:
         return given
@@ -152,75 +164,92 @@ def _shaped(given: object) -> tuple[tuple[int, ...], str]:
     )
 
 
-def _layout(side: Side, rule: Rule | None, name: str, shape: tuple[int, ...], dtype: str) -> Layout:
+def _make_layout(
+    side: Side, rule: Rule | None, name: str, shape: tuple[int, ...], dtype: str
+) -> Layout:
+    """The layout that the rule gives the tensor. Raises NotationError where it does not fit."""
     text = rule.layout if rule and shape else "..."
     try:
         return Layout(shape, side.mesh, text, dtype=dtype)
     except ShardError as error:
-        raise _misfit(side, rule or Rule(name, text), name, shape, error) from error
+        raise _explain_misfit(side, rule or Rule(name, text), name, shape, error) from error
 
 
-def _misfit(
+def _explain_misfit(
     side: Side, rule: Rule, name: str, shape: tuple[int, ...], error: ShardError
 ) -> NotationError:
+    """The error with a caret in the side's text, at the rule or inside its layout."""
     what, fix, at = str(error), "", 0
     if isinstance(error, NotationError):
         what, fix, at = error.what, f"{error.fix}; or ", error.position
     text = str(side) if side.rules else f"{side}: {rule}"
-    start = _position(side, rule) + len(rule.pattern) + 1
+    start = _find_rule(side, rule) + len(rule.pattern) + 1
     advice = f"{fix}give the tensor a rule of its own before this one: {name} ..."
     what = f"rule {str(rule)!r} does not fit tensor {name!r} of shape {shape}: {what}"
     return NotationError(what, text, start + at, advice)
 
 
-def _position(side: Side, rule: Rule) -> int:
+def _find_rule(side: Side, rule: Rule) -> int:
     """Where the rule begins in the side's text; one of DEFAULTS would follow the mesh."""
-    before = side.rules[: side.rules.index(rule)] if rule in side.rules else ()
-    return len(str(Side(side.mesh, before))) + 2  # ": " and "; " are as long
+    number = side.rules.index(rule) if rule in side.rules else 0
+    before = Side(side.mesh, side.rules[:number])
+    return len(str(before)) + 2  # ": " and "; " are as long
 
 
 def _check_used(side: Side, found: Mapping[str, Rule | None]) -> None:
+    """Raise NotationError for a rule that no tensor falls to."""
     used = set(found.values())
     for rule in side.rules:
         if rule not in used and rule.pattern != "*":
-            raise NotationError(*_idle(side, rule, list(found)))
+            raise _explain_idle(side, rule, list(found))
 
 
-def _idle(side: Side, rule: Rule, names: list[str]) -> tuple[str, str, int, str]:
-    at = _position(side, rule)
+def _explain_idle(side: Side, rule: Rule, names: list[str]) -> NotationError:
+    """Why none of the names falls to the rule."""
+    pattern, at = rule.pattern, _find_rule(side, rule)
     taken = [name for name in names if rule.matches(name)]
     if taken:
-        what = f"rule {rule.pattern!r} is idle: an earlier rule takes {taken[0]!r} and all else that it matches"
-        return what, str(side), at, "move it before that rule, or remove it"
-    near = difflib.get_close_matches(rule.pattern, [*KINDS, *names], n=1, cutoff=0.5)
+        what = f"rule {pattern!r} is idle: an earlier rule takes {taken[0]!r} and all else that it matches"
+        return NotationError(what, str(side), at, "move it before that rule, or remove it")
+    near = difflib.get_close_matches(pattern, [*KINDS, *names], n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    shown = ", ".join(names[:3] + ["..."] * (len(names) > 3))
-    what = f"rule {rule.pattern!r} matches none of the {plural(names, 'tensor')} ({shown})"
-    fix = f"{hint}a pattern is a kind ({', '.join(KINDS)}) or a glob on the whole name (*.q_proj.weight)"
-    return what, str(side), at, fix
+    some = names[:3]
+    if len(names) > 3:
+        some.append("...")
+    what = f"rule {pattern!r} matches none of the {plural(names, 'tensor')} ({', '.join(some)})"
+    kinds = ", ".join(KINDS)
+    fix = f"{hint}a pattern is a kind ({kinds}) or a glob on the whole name (*.q_proj.weight)"
+    return NotationError(what, str(side), at, fix)
 
 
-def _defaults(side: Side) -> tuple[Rule, ...]:
+def _find_defaults(side: Side) -> tuple[Rule, ...]:
+    """The rules of a mesh alone. Raises NotationError for an axis that has no default."""
     axes = side.mesh.shape
-    unknown = [name for name in axes if name not in ("dp", "replica", "tp")]
-    if unknown:
-        text, axis = str(side), unknown[0]
-        rules = f"write rules after ':', such as  {text}: * ({axis} n) ..."
-        fix = f"{rules}  or name the axes dp (divides dimension 0), replica, tp"
-        at = text.index(f"{axis}={axes[axis]}")
-        raise NotationError(
-            f"a mesh without rules, and axis {axis!r} has no default", text, at, fix
-        )
+    for axis, n in axes.items():
+        if axis not in ("dp", "replica", "tp"):
+            text = str(side)
+            raise NotationError(
+                f"a mesh without rules, and axis {axis!r} has no default",
+                text,
+                text.index(f"{axis}={n}"),
+                f"write rules after ':', such as  {text}: * ({axis} n) ...  "
+                f"or name the axes dp (divides dimension 0), replica, tp",
+            )
     return DEFAULTS[tuple(name for name in ("dp", "tp") if name in axes)]
 
 
 def _mesh_text(mesh: Mesh) -> str:
-    return " ".join([f"{name}={n}" for name, n in mesh.axes] + [f"ranks={_spans(mesh.ranks)}"])
+    """The axes and the ranks, as `parse` reads them."""
+    words = [f"{name}={n}" for name, n in mesh.axes]
+    ranks = _ranks_text(mesh.ranks)
+    return " ".join([*words, f"ranks={ranks}"])
 
 
-def _spans(ranks: tuple[int, ...]) -> str:
+def _ranks_text(ranks: tuple[int, ...]) -> str:
     first, end = ranks[0], ranks[0] + len(ranks)
-    return f"{first}:{end}" if ranks == tuple(range(first, end)) else ",".join(map(str, ranks))
+    if ranks == tuple(range(first, end)):
+        return f"{first}:{end}"
+    return ",".join(map(str, ranks))
 
 
 def parse(text: str, *, first_rank: int = 0) -> Side:
@@ -228,12 +257,11 @@ def parse(text: str, *, first_rank: int = 0) -> Side:
 
     Raises NotationError, with a caret, for text that is not a side; whether rules fit is seen with tensors.
     """
-    text, first_rank = (
-        plain(text, "a side", NotationError),
-        whole(first_rank, "first_rank", MeshError),
-    )
-    mesh, end = _read_mesh(text, first_rank)
-    return Side(mesh, _read_rules(text, end + 1) if end < len(text) else ())
+    text = plain(text, "a side", NotationError)
+    mesh, end = _read_mesh(text, whole(first_rank, "first_rank", MeshError))
+    if end == len(text):
+        return Side(mesh)
+    return Side(mesh, _read_rules(text, end + 1))
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -255,70 +283,81 @@ def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:
     """The mesh, and where it ends: at the ':' before the rules, or at the text's end."""
     sizes: dict[str, int] = {}
     ranks: tuple[int, ...] | None = None
+    seen: set[str] = set()
     at = ranks_at = _skip(text, 0)
     while at < len(text) and text[at] != ":":
-        axis, value, end = _read_word(text, at, sizes, ranks)
+        axis, value, start = _read_word(text, at, seen)
+        seen.add(axis)
         if axis == "ranks":
-            ranks, ranks_at = _ranks(text, value, end - len(value)), at
+            ranks = _read_ranks(text, value, start)
+            ranks_at = at
         else:
-            sizes[axis] = _number(text, value, end - len(value))
-            if math.prod(sizes.values()) > MOST_RANKS:
+            sizes[axis] = _read_number(text, value, start)
+            total = math.prod(sizes.values())
+            if total > MOST_RANKS:
                 raise NotationError(f"a mesh of more than {MOST_RANKS} ranks", text, at, MESH_FIX)
-        at = _skip(text, end)
+        at = _skip(text, start + len(value))
     if not sizes and ranks is None:
         raise NotationError("no mesh axis", text, at, MESH_FIX)
-    return _mesh(text, sizes, ranks, first_rank, ranks_at), at
+    return _make_mesh(text, sizes, ranks, first_rank, ranks_at), at
 
 
-def _read_word(
-    text: str, at: int, sizes: Mapping[str, int], ranks: tuple[int, ...] | None
-) -> tuple[str, str, int]:
+def _read_word(text: str, at: int, seen: set[str]) -> tuple[str, str, int]:
+    """The name and the value of the word at a place, and where the value begins.
+
+    The value of an axis is one number, that of `ranks` as many as there are. Raises NotationError for what
+    is not such a word, and for a name that was seen.
+    """
     word = WORD.match(text, at)
     if word is None:
-        raise NotationError(f"{text[at:].split()[0]!r} is not axis=size", text, at, MESH_FIX)
+        found, *_ = text[at:].split()
+        raise NotationError(f"{found!r} is not axis=size", text, at, MESH_FIX)
     axis, value = word["axis"], word["value"] or ""
-    if axis in sizes or (axis == "ranks" and ranks is not None):
+    if axis in seen:
         raise NotationError(
             f"{axis!r} appears twice", text, at, "name each mesh axis, and ranks, once"
         )
+    start = word.end() - len(value)
     if not value or (axis != "ranks" and not value.isdecimal()):
-        found = value or text[word.end() :].split(" ")[0] or "the end"
-        raise NotationError(
-            f"{axis!r} needs a size, found {found!r}", text, word.end() - len(value), MESH_FIX
-        )
-    return axis, value, word.end()
+        after, *_ = text[start:].split(" ")
+        found = value or after or "the end"
+        raise NotationError(f"{axis!r} needs a size, found {found!r}", text, start, MESH_FIX)
+    return axis, value, start
 
 
-def _ranks(text: str, value: str, at: int) -> tuple[int, ...]:
-    out: list[int] = []
+def _read_ranks(text: str, value: str, at: int) -> tuple[int, ...]:
+    """The ranks of spans such as 4:8 or 3, with commas between them."""
+    ranks: list[int] = []
     for span in value.split(","):
         start, _, stop = span.partition(":")
-        first = _number(text, start, at)
-        end = _number(text, stop, at + len(start) + 1) if stop else first + 1
+        first = _read_number(text, start, at)
+        end = _read_number(text, stop, at + len(start) + 1) if stop else first + 1
         if end <= first:
             fix = "write first:one past the last, as 4:8 for 4, 5, 6, 7"
             raise NotationError(f"ranks {span} are none", text, at, fix)
-        if len(out) + end - first > MOST_RANKS:
+        if len(ranks) + end - first > MOST_RANKS:
             raise NotationError(f"more than {MOST_RANKS} ranks", text, at, MESH_FIX)
-        out += range(first, end)
+        ranks += range(first, end)
         at += len(span) + 1
-    return tuple(out)
+    return tuple(ranks)
 
 
 MOST_RANKS = 1 << 24
 """In text, where more are a typing mistake, which would take all memory."""
 
 
-def _number(text: str, digits: str, at: int) -> int:
+def _read_number(text: str, digits: str, at: int) -> int:
+    """The number, of which only short ones are read: Python refuses very long ones."""
     figures = digits.lstrip("0") or "0"
     if len(figures) > len(str(MOST_RANKS)) or int(figures) > MOST_RANKS:
         raise NotationError(f"a number above {MOST_RANKS}", text, at, MESH_FIX)
     return int(figures)
 
 
-def _mesh(
+def _make_mesh(
     text: str, sizes: Mapping[str, int], ranks: tuple[int, ...] | None, first_rank: int, at: int
 ) -> Mesh:
+    """The mesh of these sizes. Raises NotationError, with a caret, for what is not one."""
     try:
         if ranks is None:
             mesh = Mesh(sizes)
@@ -329,26 +368,30 @@ def _mesh(
 
 
 def _read_rules(text: str, at: int) -> tuple[Rule, ...]:
-    rules = []
+    """The rules from a place on."""
+    rules: list[Rule] = []
     for part in text[at:].split(";"):
         start = min(_skip(text, at), at + len(part))
         at += len(part) + 1
-        rules.append(_read_rule(text, part, start))
-        if rules[-1] in rules[:-1]:
-            raise NotationError(f"rule {str(rules[-1])!r} appears twice", text, start, "remove one")
+        rule = _read_rule(text, part, start)
+        if rule in rules:
+            raise NotationError(f"rule {str(rule)!r} appears twice", text, start, "remove one")
+        rules.append(rule)
     return tuple(rules)
 
 
 def _read_rule(text: str, part: str, start: int) -> Rule:
-    words = part.split()
-    if not words:
+    """One rule, which begins at a place of the text."""
+    pattern, *layout = part.split() or [""]
+    if not pattern:
         raise NotationError("empty rule", text, start, RULE_FIX)
-    if len(words) == 1:
-        fix = f"write {words[0]} (tp n) ... or {words[0]} ..."
-        raise NotationError(f"rule {words[0]!r} has no layout", text, start + len(words[0]), fix)
-    return Rule(words[0], part.strip()[len(words[0]) :])
+    if not layout:
+        fix = f"write {pattern} (tp n) ... or {pattern} ..."
+        raise NotationError(f"rule {pattern!r} has no layout", text, start + len(pattern), fix)
+    return Rule(pattern, " ".join(layout))
 
 
 def _skip(text: str, at: int) -> int:
     """The first position from `at` on that is not blank."""
-    return len(text) - len(text[at:].lstrip())
+    rest = text[at:].lstrip()
+    return len(text) - len(rest)

@@ -2,12 +2,12 @@
 
 1. Tensors go by their Hugging Face names and shapes (`hf`); only what each rank holds is vLLM's.
 2. Ranks form the mesh (dp, tp), tp fastest; an engine is one coordinate of dp, and all hold the same.
-3. `hf.kind` divides over tp, experts too: gate and up by their rows, down by its columns. All else is replicated, also
-   the down projections of latent attention (`q_a_proj`, `kv_a_proj_with_mqa`).
+3. `styles.kind` divides over tp, experts too: gate and up by their rows, down by its columns. All else is
+   replicated, also the down projections of latent attention (`q_a_proj`, `kv_a_proj_with_mqa`).
 4. With fewer key-value heads than tp, rank r holds head r // (tp / kv_heads): tp is split into (kv, rep).
 5. Vocabularies are padded at their end to a multiple of 64 before they are divided.
-6. `stacked` says the same of the buffers w13 (E, 2I / tp, H), gate rows before up rows, and w2 (E, H, I / tp): each
-   projection of each expert is then a tensor (1, ...) and a window of its buffer.
+6. `stacked` says the same of the buffers w13 (E, 2I / tp, H), gate rows before up rows, and w2 (E, H, I / tp):
+   each projection of each expert is then a tensor (1, ...) and a window of its buffer.
 
 Not expressed: expert parallelism, QKV in one buffer (`stored` of a Layout, by hand), scales.
 Source: vLLM's `fused_moe/routed_experts.py` 002d6073, `vocab_parallel_embedding.py` 00db0119 and `linear.py`.
@@ -33,13 +33,14 @@ from dataclasses import dataclass
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import LayoutError, MeshError
-from shardmath.families.hf import Place, Shapes, cell, expert_counts, layouts, numbers, tp_text
+from shardmath.families.hf import Place, Shapes, cell, expert_counts, layouts, numbers
+from shardmath.families.styles import tp_text
 from shardmath.layouts.layout import Layout
 
 __all__ = ["HALVES", "KV", "engine"]
 
 KV = ("k_proj", "v_proj")
-"""The layers with one part a key-value head."""
+"""The layers with one part per key-value head."""
 
 HALVES: dict[str, int] = {"gate_proj": 0, "up_proj": 1, "w1": 0, "w3": 1}
 """Which half of the rows of w13 is whose."""
@@ -56,57 +57,62 @@ def engine(
 ) -> dict[str, Layout]:
     """The layout of every tensor of `shapes`, by name.
 
-    `ranks` in the order dp, tp, last fastest. Without `kv_heads` there are at least tp of them. Raises MeshError where
-    tp does not divide the ranks, LayoutError where it does not divide a dimension, nor key-value heads tp.
+    `ranks` in the order dp, tp, last fastest. Without `kv_heads` there are at least tp of them. Raises
+    MeshError where tp does not divide the ranks, LayoutError where it does not divide a dimension, nor
+    key-value heads tp.
     """
-    listed = tuple(ranks)
-    if tp < 1 or not listed or len(listed) % tp:
+    ids = tuple(ranks)
+    size = len(ids)
+    if tp < 1 or not size or size % tp:
         raise MeshError(
-            f"{len(listed)} ranks do not fall into engines of tp={tp}; choose a multiple of tp"
+            f"{size} ranks do not fall into engines of tp={tp}; choose a multiple of tp"
         )
-    mesh = Mesh(dp=len(listed) // tp, tp=tp, ranks=listed)
+    mesh = Mesh(dp=size // tp, tp=tp, ranks=ids)
     counts = expert_counts(shapes) if stacked else None
-    side = _Engine(mesh, _kv_mesh(mesh, tp, kv_heads), counts, vocab_multiple)
+    side = _Engine(mesh, _split_heads(mesh, tp, kv_heads), counts, vocab_multiple)
     return layouts(shapes, side.place)
 
 
-def _kv_mesh(mesh: Mesh, tp: int, kv_heads: int | None) -> Mesh | None:
+def _split_heads(mesh: Mesh, tp: int, kv_heads: int | None) -> Mesh | None:
     """The mesh of key-value heads that are fewer than tp, None where tp divides them."""
     if kv_heads is None or (kv_heads > 0 and kv_heads % tp == 0):
         return None
     if kv_heads < 1 or tp % kv_heads:
-        what = f"{kv_heads} key-value heads and tp={tp}: neither divides the other"
         raise LayoutError(
-            f"{what}; choose tp so that ranks hold whole heads, or each head lies on as many ranks"
+            f"{kv_heads} key-value heads and tp={tp}: neither divides the other; "
+            f"choose tp so that ranks hold whole heads, or each head lies on as many ranks"
         )
     return mesh.split("tp", kv=kv_heads, rep=tp // kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
+    """All that says where a tensor lies.
+
+    `kv` is the mesh of few key-value heads, `counts` the experts of each layer where they are stacked.
+    """
+
     mesh: Mesh
     kv: Mesh | None
     counts: Counter[int | None] | None
     vocab_multiple: int
 
     def place(self, name: str, shape: tuple[int, ...]) -> Place:
+        """Where the tensor lies. Raises LayoutError for a dimension that is not divided evenly."""
         module = name.rsplit(".", 2)[-2] if "." in name else ""
         if self.kv is not None and module in KV:
-            return Place(
-                self.kv, tp_text(name, shape, tp=self.kv.axis_size("kv"), axis="kv"), shape
-            )
-        text = tp_text(
-            name, shape, tp=self.mesh.axis_size("tp"), vocab_multiple=self.vocab_multiple
-        )
-        layer, expert = numbers(name) if self.counts is not None else (None, None)
-        if expert is None or self.counts is None:
+            heads = self.kv.axis_size("kv")
+            return Place(self.kv, tp_text(name, shape, tp=heads, axis="kv"), shape)
+        tp = self.mesh.axis_size("tp")
+        text = tp_text(name, shape, tp=tp, vocab_multiple=self.vocab_multiple)
+        layer, expert = numbers(name)
+        if self.counts is None or expert is None:
             return Place(self.mesh, text, shape)
-        return Place(
-            self.mesh, _window(text, module, shape, cell(expert, self.counts[layer])), (1, *shape)
-        )
+        stored = cell(expert, self.counts[layer])
+        return Place(self.mesh, _stack(text, module, shape, stored), (1, *shape))
 
 
-def _window(text: str, module: str, shape: tuple[int, ...], stored: str) -> str:
+def _stack(text: str, module: str, shape: tuple[int, ...], stored: str) -> str:
     """One expert's window: of the rows of w13 where the module is a half of it, else of w2."""
     if module not in HALVES:
         return f"(n)={stored} {text}"

@@ -4,7 +4,12 @@ In reading order:
 
 - `placement`: what people say about a dimension and a mesh axis;
 - `reader`: text as tokens that know where they stand;
-- `notation`: text to dimensions and back;
+- `words`: one digit as written, and what words stand for;
+- `notation`: text to dimensions;
+- `unparse`: dimensions to text;
+- `spelling`: the three ways to say how a tensor is divided;
 - `layout`: who holds what;
+- `holdings`: what ranks hold, however it was spelled;
+- `edits`: layouts made from another one;
 - `store`: which buffer, and which view of it.
 """

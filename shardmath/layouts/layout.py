@@ -1,11 +1,13 @@
 """Layout: who holds what of one tensor.
 
 1. A layout is shape + dtype + mesh + the stages of digits of each dimension + the Partial axes.
-2. Three spellings make the same value: a tuple with one placement a mesh axis, applied left to right (DTensor);
-   a mapping from axis, or tuple of axes, to placement, applied in its order; text.
-3. One tuple with StridedShard has two readings: `"placement"` applies the splits as written, `"order"` decodes the
-   order of splits that the strides stand for (what FSDP2 stores). They differ where sizes do not divide.
-4. Layouts are interned: equal layouts are one object. Equality is structural; `equivalent` compares what ranks hold.
+2. Three spellings (`spelling`) make the same value: a tuple with one placement per mesh axis; a mapping
+   from axis, or tuple of axes, to placement; text.
+3. One tuple with StridedShard has two readings: `"placement"` applies the splits as written, `"order"`
+   decodes the order of splits that the strides stand for (what FSDP2 stores). They differ where sizes
+   do not divide.
+4. Layouts are interned: equal layouts are one object. Equality is structural; `equivalent` compares
+   what ranks hold.
 5. What a rank holds is a product over dimensions, each depending only on the axes that divide it.
 
 >>> a = Layout((9, 4), Mesh(dp=4, tp=2), "(tp dp n) h", dtype="bfloat16")
@@ -17,63 +19,32 @@ bfloat16[9, 4] (tp dp n) h on dp=4 tp=2
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsIndex, TypeAlias
-from typing import cast as typed
+from typing import SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.algebra.box import Box
-from shardmath.algebra.dimension import Chunks, Digit, Dimension, Stage, divided
+from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.partition import partition
-from shardmath.algebra.runs import Runs, identity, restrict
+from shardmath.algebra.runs import Runs
 from shardmath.base import dtypes
-from shardmath.base.digest import digest
-from shardmath.base.errors import LayoutError, MeshError, PlacementError
-from shardmath.base.given import instance, known, listed, mapping, plural, shown, text
+from shardmath.base.errors import LayoutError, MeshError
+from shardmath.base.given import known, listed, shown
 from shardmath.base.integers import whole
 from shardmath.base.memo import memo
 from shardmath.base.public import public
-from shardmath.layouts.notation import NAMES, Partials, Rules, padded, parse, rule_names, unparse
-from shardmath.layouts.placement import (
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Spec,
-    StridedShard,
-    check_protocol,
-    stage_of,
-)
+from shardmath.layouts.notation import Partials, Rules
+from shardmath.layouts.placement import Placement
+from shardmath.layouts.spelling import AxisSpec, Reading, Stored, from_placements, from_text
+from shardmath.layouts.unparse import rule_names, unparse
 
-__all__ = [
-    "AxisSpec",
-    "Layout",
-    "Reading",
-    "cast",
-    "equivalent",
-    "holdings_digest",
-    "relabelled",
-    "repartialed",
-    "sliced",
-    "transposed",
-    "window",
-]
-
-Reading: TypeAlias = Literal["placement", "order"]
-AxisSpec: TypeAlias = (
-    str
-    | Sequence[Spec]
-    | Mapping[str, Spec]
-    | Mapping[tuple[str, ...], Spec]
-    | Mapping[str | tuple[str, ...], Spec]
-)
-"""The three spellings: text, one placement a mesh axis, or axis -> placement."""
+__all__ = ["Layout", "intern"]
 
 MOST_BYTES = 1 << 56
 """Of one tensor; sums over tensors and ranks stay exact in 64 bits."""
@@ -87,9 +58,10 @@ _interned: weakref.WeakValueDictionary[_Key, Layout] = weakref.WeakValueDictiona
 class Layout:
     """Who holds what of a tensor of global shape `shape`.
 
-    `spec` is one of the three spellings; `dtype` a numpy- or torch-style name; `reading` says what StridedShard means;
-    `stored` gives, per dimension, a padded length or the Runs from stored to logical positions; `rules` names the
-    placements that text refers to by `@name`. Raises LayoutError, PlacementError or NotationError.
+    `spec` is one of the three spellings; `dtype` a numpy- or torch-style name; `reading` says what
+    StridedShard means; `stored` gives, per dimension, a padded length or the Runs from stored to logical
+    positions; `rules` names the placements that text refers to by `@name`.
+    Raises LayoutError, PlacementError or NotationError.
     """
 
     shape: tuple[int, ...]
@@ -98,7 +70,7 @@ class Layout:
     dims: tuple[Dimension, ...]
     partial: Partials
     _form: Layout | None
-    _digest: tuple[str, str] | None
+    _digest: tuple[str, str] | None  # kept by `holdings.holdings_digest`
 
     def __new__(
         cls,
@@ -108,32 +80,18 @@ class Layout:
         *,
         dtype: object = "float32",
         reading: Reading = "placement",
-        stored: Mapping[int, int | Runs] | None = None,
+        stored: Stored | None = None,
         rules: Rules | None = None,
     ) -> Layout:
-        sizes = _shape(shape)
-        if not isinstance(mesh, Mesh):
-            raise LayoutError(
-                f"mesh is {shown(mesh)}; give a shardmath.Mesh, for example Mesh(dp=4, tp=2)"
-            )
-        if known(reading, ("placement", "order")) is None:
-            raise LayoutError(
-                f"reading={shown(reading)} is not a reading; use 'placement' or 'order'"
-            )
-        if not isinstance(spec, str | Sequence | Mapping) or isinstance(
-            spec, bytes | bytearray | memoryview | range
-        ):
-            raise LayoutError(
-                f"spec is {shown(spec)}; give text, one placement a mesh axis, or a mapping from axis to placement"
-            )
+        sizes = _read_shape(shape)
+        _check_arguments(mesh, spec, reading)
         name = dtypes.canonical(dtype)
         if isinstance(spec, str):
-            dims, partial = _from_text(spec, sizes, mesh, stored, rules)
+            dims, partial = from_text(spec, sizes, mesh, stored, rules)
         else:
-            dims, partial = _from_placements(
-                spec, sizes, mesh, reading, {} if stored is None else stored
-            )
-        return _intern(sizes, name, mesh, dims, partial)
+            held = {} if stored is None else stored
+            dims, partial = from_placements(spec, sizes, mesh, reading, held)
+        return intern(sizes, name, mesh, dims, partial)
 
     def __repr__(self) -> str:
         rules = f", rules={self.rules!r}" if self.rules else ""
@@ -144,7 +102,7 @@ class Layout:
         return f"{self.dtype}{list(self.shape)} {self.text or 'scalar'} on {axes}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _intern, (self.shape, self.dtype, self.mesh, self.dims, self.partial)
+        return intern, (self.shape, self.dtype, self.mesh, self.dims, self.partial)
 
     @property
     def text(self) -> str:
@@ -163,17 +121,19 @@ class Layout:
 
     @property
     def form(self) -> Layout:
-        """The same layout with ranks named by their position in the mesh: equal forms differ in ranks alone."""
+        """The same layout with ranks named by their position in the mesh.
+
+        Layouts that differ in ranks alone have one form.
+        """
         if self._form is None:
-            form = _intern(
-                self.shape, self.dtype, _positions(self.mesh.axes), self.dims, self.partial
-            )
+            mesh = _number_ranks(self.mesh.axes)
+            form = intern(self.shape, self.dtype, mesh, self.dims, self.partial)
             object.__setattr__(self, "_form", form)
         return self._form  # type: ignore[return-value]
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
+        """Bytes per element."""
         return dtypes.ITEMSIZE[self.dtype]
 
     @property
@@ -184,11 +144,13 @@ class Layout:
     @property
     def free_axes(self) -> tuple[str, ...]:
         """The mesh axes along which ranks hold the same: neither dividing nor Partial, in mesh order."""
-        used = {name for dim in self.dims for name in dim.axes} | {name for name, _ in self.partial}
+        used = {name for name, _ in self.partial}
+        for dim in self.dims:
+            used.update(dim.axes)
         return tuple(name for name in self.mesh.shape if name not in used)
 
     def runs(self, rank: int) -> tuple[Runs, ...]:
-        """One Runs a dimension: which global positions lie at which local ones.
+        """One Runs per dimension: which global positions lie at which local ones.
 
         Raises MeshError for a rank outside the mesh.
         """
@@ -196,19 +158,40 @@ class Layout:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the local tensor, padding included. Raises MeshError for a rank outside the mesh."""
-        return tuple(map(len, self.runs(rank)))
+        runs = self.runs(rank)
+        return tuple(map(len, runs))
 
     def indices(self, rank: int) -> tuple[NDArray[np.int64], ...]:
-        """One int64 array a dimension: the global index of each local position, -1 for none."""
-        return tuple(runs.indices() for runs in self.runs(rank))
+        """One int64 array per dimension: the global index of each local position, -1 for none."""
+        runs = self.runs(rank)
+        return tuple(own.indices() for own in runs)
+
+    def boxes(self, rank: int) -> tuple[tuple[Box, Box], ...]:
+        """All that the rank holds, as (local box, global box) of one shape, in local order.
+
+        Local boxes are disjoint, and so are global ones; holes are in none. A scalar is one pair of boxes
+        without dimensions. Raises MeshError for a rank outside the mesh.
+
+        >>> Layout((6, 4), Mesh(tp=2), "(2 tp n) h").boxes(1)
+        ((((0, 1), (0, 4)), ((2, 3), (0, 4))), (((1, 2), (0, 4)), ((5, 6), (0, 4))))
+        """
+        by_dim = [runs.segments for runs in self.runs(rank)]
+        pairs = []
+        for segments in itertools.product(*by_dim):
+            here = tuple((local, local + n) for local, _, n in segments)
+            there = tuple((g, g + n) for _, g, n in segments)
+            pairs.append((here, there))
+        return tuple(pairs)
 
     def holes(self, rank: int) -> bool:
         """Whether some local cells are not this tensor's."""
-        return any(runs.size < len(runs) for runs in self.runs(rank))
+        runs = self.runs(rank)
+        return any(own.size < len(own) for own in runs)
 
 
 @memo(512)
-def _positions(axes: tuple[tuple[str, int], ...]) -> Mesh:
+def _number_ranks(axes: tuple[tuple[str, int], ...]) -> Mesh:
+    """The mesh of these axes whose ranks are positions."""
     return Mesh(dict(axes))
 
 
@@ -218,10 +201,10 @@ def _runs(layout: Layout, rank: int) -> tuple[Runs, ...]:
     return tuple(dim.runs(coords) for dim in layout.dims)
 
 
-def _intern(
+def intern(
     shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials
 ) -> Layout:
-    """The one Layout of these canonical fields."""
+    """The one Layout of these canonical fields. Raises LayoutError if they contradict each other."""
     key = (shape, dtype, mesh, dims, partial)
     found = _interned.get(key)
     if found is None:
@@ -236,19 +219,39 @@ def _intern(
     return found
 
 
-def _shape(shape: object) -> tuple[int, ...]:
-    one = isinstance(shape, SupportsIndex) and not isinstance(shape, Iterable)
-    given = (shape,) if one else listed(shape, "sizes", LayoutError)
+def _read_shape(shape: object) -> tuple[int, ...]:
+    """The sizes as Python's integers; a number alone is one size."""
+    if isinstance(shape, SupportsIndex) and not isinstance(shape, Iterable):
+        given: tuple[object, ...] = (shape,)
+    else:
+        given = listed(shape, "sizes", LayoutError)
     sizes = tuple(whole(n, f"a size of shape {given}", LayoutError) for n in given)
     if min(sizes, default=0) < 0:
         raise LayoutError(f"shape {sizes} has {min(sizes)}; sizes are >= 0")
     return sizes
 
 
+def _check_arguments(mesh: object, spec: object, reading: object) -> None:
+    """Raise LayoutError for what is not a mesh, a spelling, or a reading."""
+    if not isinstance(mesh, Mesh):
+        raise LayoutError(
+            f"mesh is {shown(mesh)}; give a shardmath.Mesh, for example Mesh(dp=4, tp=2)"
+        )
+    if known(reading, ("placement", "order")) is None:
+        raise LayoutError(f"reading={shown(reading)} is not a reading; use 'placement' or 'order'")
+    placements = isinstance(spec, str | Sequence | Mapping)
+    if not placements or isinstance(spec, bytes | bytearray | memoryview | range):
+        raise LayoutError(
+            f"spec is {shown(spec)}; "
+            f"give text, one placement a mesh axis, or a mapping from axis to placement"
+        )
+
+
 def _check_size(shape: tuple[int, ...], dtype: str, dims: tuple[Dimension, ...]) -> None:
     """Bytes are counted in 64 bits."""
     for sizes in (shape, tuple(dim.stored_size for dim in dims)):
-        if math.prod(sizes) * dtypes.ITEMSIZE[dtype] > MOST_BYTES:
+        nbytes = math.prod(sizes) * dtypes.ITEMSIZE[dtype]
+        if nbytes > MOST_BYTES:
             raise LayoutError(
                 f"{dtype}{list(sizes)} has more than {MOST_BYTES} bytes; divide the tensor"
             )
@@ -256,401 +259,17 @@ def _check_size(shape: tuple[int, ...], dtype: str, dims: tuple[Dimension, ...])
 
 def _check_axes(mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> None:
     """Each axis has one use, and all reductions are one."""
-    used: dict[str, str] = {}
     uses = [(name, f"dimension {d}") for d, dim in enumerate(dims) for name in dim.axes]
-    for name, use in uses + [(name, f"Partial({op!r})") for name, op in partial]:
+    uses += [(name, f"Partial({op!r})") for name, op in partial]
+    used: dict[str, str] = {}
+    for name, use in uses:
         if name in used:
             raise LayoutError(
                 f"mesh axis {name!r} is used in {used[name]} and in {use}; an axis has one use"
             )
         used[name] = use
-    ops = dict.fromkeys(op for _, op in partial)
-    if len(ops) > 1:
-        shown = ", ".join(f"{op} on {name}" for name, op in partial)
+    if len({op for _, op in partial}) > 1:
+        waiting = ", ".join(f"{op} on {name}" for name, op in partial)
         raise LayoutError(
-            f"Partial axes wait for different reductions: {shown}; reduce one of them first"
+            f"Partial axes wait for different reductions: {waiting}; reduce one of them first"
         )
-
-
-def _from_text(
-    spec: str,
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    stored: Mapping[int, int | Runs] | None,
-    rules: Rules | None,
-) -> tuple[tuple[Dimension, ...], Partials]:
-    if stored is not None and len(_mapping(stored, "stored=", "dimension to a length or Runs")):
-        raise LayoutError(
-            f"stored={shown(stored)} beside the text {spec!r}; write it in the text: (n)=8 or (n)=<0:4 -4>"
-        )
-    if rules is None or not _mapping(rules, "rules=", "name to placement"):
-        return _parsed(text(spec, "spec", LayoutError), shape, mesh.axes)
-    for by in rules.values():
-        check_protocol(by)
-    return parse(spec, shape, mesh.shape, rules)
-
-
-def _mapping(given: object, what: str, of: str) -> Mapping[Any, Any]:
-    return mapping(given, what, of, LayoutError)
-
-
-@memo()
-def _parsed(
-    spec: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]
-) -> tuple[tuple[Dimension, ...], Partials]:
-    return parse(spec, shape, dict(axes), {})
-
-
-def _key_axes(key: object) -> tuple[str, ...]:
-    axes = (key,) if isinstance(key, str) else key
-    if not isinstance(axes, tuple) or not axes or not all(isinstance(name, str) for name in axes):
-        raise LayoutError(
-            f"{shown(key)} is no mesh axis; the keys of a spec are axis names or tuples of them"
-        )
-    return tuple(text(name, "a mesh axis", LayoutError) for name in axes)
-
-
-def _is_axes(entry: object) -> bool:
-    """Whether it is a name, or a tuple of names."""
-    several = isinstance(entry, tuple) and len(entry) > 0
-    return isinstance(entry, str) or (
-        several and all(isinstance(name, str) for name in typed(Iterable[object], entry))
-    )
-
-
-def _of_axes(spec: Sequence[object]) -> str:
-    """What to write instead of the mesh axes of each dimension, as JAX's PartitionSpec lists them."""
-    words = []
-    for d, entry in enumerate(spec):
-        axes = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
-        free = NAMES[d] if d < len(NAMES) else f"n{d}"
-        words.append(f"({' '.join(map(str, axes))} {free})" if axes else free)
-    what = f"spec {shown(tuple(spec))} names mesh axes by dimension, as JAX's PartitionSpec; a tuple has a placement"
-    return f"{what} for each mesh axis: write the text {' '.join(words)!r}"
-
-
-_Named: TypeAlias = list[tuple[tuple[str, ...], Spec]]
-
-
-def _named(spec: AxisSpec, mesh: Mesh) -> _Named:
-    """(axes, placement) in the order in which they are applied."""
-    pairs: _Named
-    if not isinstance(spec, Mapping) and any(map(_is_axes, spec)):
-        raise LayoutError(_of_axes(typed(Sequence[object], spec)))
-    if isinstance(spec, Mapping):
-        pairs = [(_key_axes(key), value) for key, value in spec.items()]
-    elif len(spec) == len(mesh.axes):
-        pairs = list(
-            zip(((name,) for name in mesh.shape), typed(Sequence[Spec], spec), strict=True)
-        )
-    else:
-        axes = ", ".join(mesh.shape) or "none"
-        what = f"{plural(spec, 'placement')} {tuple(spec)} for {plural(mesh.axes, 'mesh axis', 'mesh axes')} ({axes})"
-        raise LayoutError(f"{what}; give one an axis, or a mapping")
-    for names, value in pairs:
-        for name in names:
-            if name not in mesh.shape:
-                shown = " ".join(f"{axis}={n}" for axis, n in mesh.axes)
-                raise LayoutError(
-                    f"{value} on axis {name!r}: mesh {shown} has no such axis; "
-                    f"its axes are {', '.join(mesh.shape) or 'none'}"
-                )
-    return pairs
-
-
-def _from_placements(
-    spec: AxisSpec,
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    reading: Reading,
-    stored: Mapping[int, int | Runs],
-) -> tuple[tuple[Dimension, ...], Partials]:
-    pairs = _named(spec, mesh)
-    _check_once(pairs)
-    by_dim: list[_Named] = [[] for _ in shape]
-    for axes, value in pairs:
-        if not isinstance(value, Replicate | Partial):
-            by_dim[_dim(value, shape)].append((axes, value))
-    partial = {
-        name: value.op for axes, value in pairs if isinstance(value, Partial) for name in axes
-    }
-    kept = _stored(stored, shape)
-    dims = []
-    for d, (n, named) in enumerate(zip(shape, by_dim, strict=True)):
-        stages = _ordered(named, mesh) if reading == "order" else _written(named, mesh)
-        size = n if kept[d] is None else len(kept[d] or ())
-        dims.append(_dimension(d, shape, size, stages, kept[d]))
-    return tuple(dims), tuple((name, partial[name]) for name in mesh.shape if name in partial)
-
-
-def _dimension(
-    d: int, shape: tuple[int, ...], size: int, stages: list[Stage], stored: Runs | None
-) -> Dimension:
-    try:
-        return Dimension(shape[d], (divided(size, stages),), stored)
-    except PlacementError as error:
-        raise PlacementError(f"dimension {d} of shape {shape}: {error}") from None
-
-
-def _check_once(pairs: _Named) -> None:
-    seen: dict[str, Spec] = {}
-    for axes, value in pairs:
-        for name in axes:
-            if name in seen:
-                raise LayoutError(
-                    f"mesh axis {name!r} is used twice, by {seen[name]} and {value}; an axis has one placement"
-                )
-            seen[name] = value
-
-
-def _dim(value: Placement, shape: tuple[int, ...]) -> int:
-    dim = getattr(value, "dim", None)
-    if isinstance(dim, bool) or not isinstance(dim, SupportsIndex):
-        raise PlacementError(
-            f"{value!r} is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`"
-        )
-    d = whole(dim, f"the dimension of {shown(value)}", PlacementError)
-    if not -len(shape) <= d < len(shape):
-        raise LayoutError(
-            f"{value} divides dimension {d}, shape {shape} has {len(shape)}; use {-len(shape)}..{len(shape) - 1}"
-        )
-    return d % len(shape)
-
-
-def _stored(stored: Mapping[int, int | Runs], shape: tuple[int, ...]) -> list[Runs | None]:
-    out: list[Runs | None] = [None] * len(shape)
-    for key, value in _mapping(stored, "stored=", "dimension to a length or Runs").items():
-        d = whole(key, "a dimension of stored=", LayoutError)
-        if not -len(shape) <= d < len(shape):
-            raise LayoutError(
-                f"stored= names dimension {d}, shape {shape} has {len(shape)}; use {-len(shape)}..{len(shape) - 1}"
-            )
-        if out[d] is not None:
-            raise LayoutError(
-                f"stored= names dimension {d % len(shape)} of shape {shape} twice; name it once"
-            )
-        size = f"the stored size of dimension {d}"
-        out[d] = (
-            value if isinstance(value, Runs) else padded(shape[d], whole(value, size, LayoutError))
-        )
-    return out
-
-
-def _sizes(axes: tuple[str, ...], mesh: Mesh) -> tuple[int, ...]:
-    return tuple(mesh.axis_size(name) for name in axes)
-
-
-def _written(named: _Named, mesh: Mesh) -> list[Stage]:
-    """A stage a placement, as written."""
-    return [stage_of(value, axes, _sizes(axes, mesh)) for axes, value in named]  # type: ignore[arg-type]
-
-
-def _ordered(named: _Named, mesh: Mesh) -> list[Stage]:
-    """The order reading: all Shard and StridedShard of the dimension as one stage, in the order they stand for.
-
-    Right to left, each goes where the product of the sizes before it is its split factor (torch 2.13
-    `_StridedShard` decoding). Raises PlacementError where there is no such place.
-    """
-    if not any(isinstance(value, StridedShard) for _, value in named):
-        return _written(named, mesh)
-    order: list[tuple[str, ...]] = []
-    for axes, value in reversed(named):
-        if not isinstance(value, Shard | StridedShard):
-            raise PlacementError(
-                f"reading='order': {value} beside {StridedShard.__name__} on one dimension; use reading='placement'"
-            )
-        factor = value.split_factor if isinstance(value, StridedShard) else 1
-        order.insert(_place(order, factor, value, mesh), axes)
-    return [
-        tuple(
-            Digit(Chunks(math.prod(_sizes(axes, mesh))), axes, _sizes(axes, mesh)) for axes in order
-        )
-    ]
-
-
-def _place(order: list[tuple[str, ...]], factor: int, value: Spec, mesh: Mesh) -> int:
-    product = 1
-    for at, axes in enumerate([*order, ()]):
-        if product == factor:
-            return at
-        product *= math.prod(_sizes(axes, mesh))
-    sizes = (
-        " ".join(f"{'*'.join(axes)}={math.prod(_sizes(axes, mesh))}" for axes in order) or "none"
-    )
-    fix = "use reading='placement', which applies the splits as written"
-    raise PlacementError(
-        f"reading='order': {value} stands for no order: the axes right of it on its dimension are {sizes}; {fix}"
-    )
-
-
-def _holdings(layout: Layout) -> tuple[object, ...]:
-    """What each rank holds, spelled in one way."""
-    ranks = layout.mesh.ranks
-    ascending = tuple(sorted(ranks))
-    order = None if ascending == ranks else tuple(np.argsort(ranks).tolist())
-    return _held_by_position(layout.form, order), ascending
-
-
-_Order: TypeAlias = tuple[int, ...] | None
-"""An order of positions; None for as they are."""
-
-
-def _held_by_position(form: Layout, order: _Order) -> tuple[object, ...]:
-    """Of each position, in this order: its part of each dimension and its addend."""
-    dims = tuple(_numbered(dim, form.mesh, order) for dim in form.dims)
-    return form.shape, form.dtype, dims, _addends(form, order)
-
-
-def _addends(form: Layout, order: _Order) -> tuple[object, ...]:
-    """What the Partial axes wait for, and the addend of each position; nothing where there is one addend."""
-    if not form.partial:
-        return ()
-    at = form.mesh.coordinate(name for name, _ in form.partial)
-    addend = at if order is None else at[list(order)]
-    return (form.op, *addend.tolist()) if addend.any() else ()
-
-
-@memo()
-def _numbered(
-    dim: Dimension, mesh: Mesh, order: _Order
-) -> tuple[tuple[Runs, ...], tuple[int, ...]]:
-    """The parts in the order of the first position that holds them, and each position's number."""
-    parts = partition(dim)
-    if len(parts.parts) == 1:
-        return parts.parts, ()
-    at = parts.by_rank(mesh)
-    held = (at if order is None else at[list(order)]).tolist()
-    number = {part: i for i, part in enumerate(dict.fromkeys(held))}
-    return tuple(parts.parts[part] for part in number), tuple(map(number.__getitem__, held))
-
-
-@memo()
-def _digest_of_dimension(dim: Dimension, mesh: Mesh, order: _Order) -> str:
-    return digest(_numbered(dim, mesh, order))
-
-
-@memo()
-def _digest_by_position(form: Layout, order: _Order) -> str:
-    dims = tuple(_digest_of_dimension(dim, form.mesh, order) for dim in form.dims)
-    return digest((form.shape, form.dtype, form.mesh.size, dims, _addends(form, order)))
-
-
-@memo()
-def _digest_of_ranks(mesh: Mesh) -> tuple[_Order, str]:
-    """The order of positions by ascending rank, None if they are so, and a digest of the ranks."""
-    ascending = tuple(sorted(mesh.ranks))
-    order = None if ascending == mesh.ranks else tuple(np.argsort(mesh.ranks).tolist())
-    return order, digest(ascending)
-
-
-def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Digests of what ranks hold and of the order of addends, and of the ranks; the same for every spelling."""
-    if layout._digest is None:
-        order, ranks = _digest_of_ranks(layout.mesh)
-        object.__setattr__(layout, "_digest", (_digest_by_position(layout.form, order), ranks))
-    return layout._digest  # type: ignore[return-value]
-
-
-def equivalent(a: Layout, b: Layout) -> bool:
-    """Whether every rank holds the same of the same tensor, in the same order, under both layouts."""
-    for x in (a, b):
-        instance(x, Layout, "equivalent compares two layouts", LayoutError)
-    return a is b or _holdings(a) == _holdings(b)
-
-
-def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
-    """The same division with addends along exactly these axes, waiting for `op`."""
-    named = set(axes)
-    partial = tuple((name, op) for name in layout.mesh.shape if name in named)
-    return _intern(layout.shape, layout.dtype, layout.mesh, layout.dims, partial)
-
-
-def cast(layout: Layout, dtype: object) -> Layout:
-    """The same holdings with elements of another type. Raises LayoutError for an unknown one."""
-    _check_layout(layout)
-    return _intern(layout.shape, dtypes.canonical(dtype), layout.mesh, layout.dims, layout.partial)
-
-
-def relabelled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
-    """The same layout with every rank renamed; ranks not named keep their number.
-
-    Raises MeshError if two ranks get one name.
-    """
-    _check_layout(layout)
-    return _intern(
-        layout.shape, layout.dtype, layout.mesh.relabel(ranks), layout.dims, layout.partial
-    )
-
-
-def transposed(layout: Layout, order: Sequence[int]) -> Layout:
-    """The layout of the tensor with its dimensions in another order. Raises LayoutError unless each is named once."""
-    _check_layout(layout)
-    new = tuple(
-        whole(d, "a dimension", LayoutError) for d in listed(order, "dimensions", LayoutError)
-    )
-    if sorted(new) != list(range(layout.ndim)):
-        raise LayoutError(
-            f"cannot transpose shape {layout.shape} to {new}; name each of 0..{layout.ndim - 1} once"
-        )
-    shape = tuple(layout.shape[d] for d in new)
-    return _intern(
-        shape, layout.dtype, layout.mesh, tuple(layout.dims[d] for d in new), layout.partial
-    )
-
-
-def _check_layout(layout: object) -> None:
-    instance(layout, Layout, "give a shardmath.Layout", LayoutError)
-
-
-def _inside(layout: Layout, box: Box) -> Box:
-    """The box, in integers. Raises LayoutError unless it is one of the layout's tensor."""
-    _check_layout(layout)
-    spans = [
-        listed(span, "the start and stop of a box", LayoutError)
-        for span in listed(box, "spans", LayoutError)
-    ]
-    out = [
-        tuple(whole(border, f"a border of box {spans}", LayoutError) for border in span)
-        for span in spans
-    ]
-    fits = len(out) == layout.ndim and all(len(span) == 2 for span in out)
-    if not fits or any(
-        not 0 <= span[0] <= span[-1] <= n for span, n in zip(out, layout.shape, strict=True)
-    ):
-        raise LayoutError(
-            f"box {box} is not inside shape {layout.shape}; give one (start, stop) a dimension"
-        )
-    return typed(Box, tuple(out))
-
-
-def window(layout: Layout, box: Box) -> Layout:
-    """The same local tensors with holes outside `box`, one (start, stop) per dimension.
-
-    Raises LayoutError for a box that is not inside the tensor.
-    """
-    box = _inside(layout, box)
-    dims = (
-        _windowed(dim, lo, hi, 0, dim.size) for dim, (lo, hi) in zip(layout.dims, box, strict=True)
-    )
-    return _intern(layout.shape, layout.dtype, layout.mesh, tuple(dims), layout.partial)
-
-
-def sliced(layout: Layout, box: Box) -> Layout:
-    """The layout of the slice `box` as a tensor of its own, in the same local tensors: holes outside it.
-
-    Raises LayoutError for a box that is not inside the tensor.
-    """
-    box = _inside(layout, box)
-    dims = (
-        _windowed(dim, lo, hi, lo, hi - lo) for dim, (lo, hi) in zip(layout.dims, box, strict=True)
-    )
-    return _intern(
-        tuple(hi - lo for lo, hi in box), layout.dtype, layout.mesh, tuple(dims), layout.partial
-    )
-
-
-def _windowed(dim: Dimension, lo: int, hi: int, origin: int, size: int) -> Dimension:
-    kept = restrict(identity(dim.size) if dim.stored is None else dim.stored, lo, hi)
-    return Dimension(
-        size, dim.fields, Runs(((a, g - origin, n) for a, g, n in kept.segments), len(kept))
-    )

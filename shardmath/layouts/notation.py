@@ -1,23 +1,26 @@
-"""Notation: einops-style text for who holds what, to and from dimensions.
+"""Notation: einops-style text for who holds what, read as dimensions.
 
-1. One word or group a dimension, most significant digit first. A mesh axis chooses the rank, an integer is a
-   local digit, the one free name is what remains: `(tp dp n) h` is FSDP over tensor parallel.
+1. One word or group per dimension, most significant digit first. A mesh axis chooses the rank, an
+   integer is a local digit, the one free name is what remains: `(tp dp n) h` is FSDP over tensor parallel.
 2. Left of the free name every digit ceil-chunks; right of it are fixed blocks with a short tail.
    A group without a free name must divide exactly.
-3. A free name alone is not divided, mesh axes that are not named replicate, `...` stands for the remaining
-   dimensions, undivided.
-4. `dp*tp` is one digit over flattened axes; `tp~` is balanced; `tp[7 3]` gives sizes to the axis's coordinates (no
-   blank between), `[8 2 2]` to components; `tp@name` is the placement that `rules` calls so; `|` ends a stage.
-5. `(8: tp n + 2: kv n)` puts fields one after the other; `=152064` pads; `=<0:4 -4>` lists which logical ranges and
-   holes are stored.
+3. A free name alone is not divided, mesh axes that are not named replicate, `...` stands for the
+   remaining dimensions, undivided.
+4. `dp*tp` is one digit over flattened axes; `tp~` is balanced; `tp[7 3]` gives sizes to the axis's
+   coordinates (no blank between), `[8 2 2]` to components; `tp@name` is the placement that `rules` calls
+   so; `|` ends a stage.
+5. `(8: tp n + 2: kv n)` puts fields one after the other; `=152064` pads; `=<0:4 -4>` lists which logical
+   ranges and holes are stored.
 6. `{sum: pp}` at the end: the ranks along pp hold addends.
-7. Dimension names are not part of the value. The printed form is canonical: reading it back gives the same value.
+7. Dimension names are not part of the value. The printed form (`unparse`) is canonical: reading it back
+   gives the same value.
 
     layout := dim* ('{' OP ':' AXIS* '}')*
     dim    := NAME | '...' | '(' field ('+' field)* ')' ('=' INT | '=<' (INT ':' INT | '-' INT)* '>')?
     field  := (INT ':')? digit* ('|' digit*)*
     digit  := INT | '[' INT* ']' | NAME | AXIS ('*' AXIS)* ('~' | '[' INT* ']' | '@' NAME)?
 
+>>> from shardmath.layouts.unparse import unparse
 >>> dims, partial = parse("(tp dp n) h {sum: pp}", (9, 4), {"pp": 2, "dp": 4, "tp": 2}, {})
 >>> unparse(dims, partial, {"pp": 2, "dp": 4, "tp": 2})
 '(tp dp n) h {sum: pp}'
@@ -25,33 +28,17 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from shardmath.algebra.dimension import (
-    Balanced,
-    Block,
-    Chunks,
-    Cut,
-    Digit,
-    Dimension,
-    Field,
-    Rule,
-    Sizes,
-    Splits,
-    Stage,
-    divided,
-    lengths_at,
-)
-from shardmath.algebra.runs import Runs, from_ranges, identity, spanning
+from shardmath.algebra.dimension import Dimension, Field
+from shardmath.algebra.runs import Runs, from_ranges, identity
 from shardmath.base.errors import NotationError, ShardError
 from shardmath.base.given import plural
 from shardmath.layouts.placement import OPS
-from shardmath.layouts.reader import Axes, Reader, Rules, Token, Word, listed
+from shardmath.layouts.reader import Axes, Reader, Rules, Token, listed
+from shardmath.layouts.words import Word, make_field
 
-__all__ = ["Rules", "parse", "rule_names", "unparse"]
+__all__ = ["Partials", "Rules", "padded", "parse"]
 
 Partials: TypeAlias = tuple[tuple[str, str], ...]
 """(mesh axis, operation), in mesh order."""
@@ -65,20 +52,21 @@ def parse(
     `axes` are the mesh's axes and sizes. Raises NotationError, with a caret under the place.
     """
     read = Reader(text, shape, axes, rules)
-    groups = _read_dims(read)
-    partial: dict[str, str] = {}
+    dims = _read_dims(read)
+    ops: dict[str, str] = {}
     while read.here.text == "{":
-        partial.update(_read_partial(read))
+        ops.update(_read_partial(read))
     if read.here.kind != "end":
         read.fail(
             f"unexpected {read.here.text!r}",
             read.here.at,
             "a layout is words and groups, then {op: axes}",
         )
-    return tuple(groups), tuple((name, partial[name]) for name in axes if name in partial)
+    return tuple(dims), tuple((name, ops[name]) for name in axes if name in ops)
 
 
 def _read_dims(read: Reader) -> list[Dimension]:
+    """One dimension for each size of the shape."""
     dims: list[Dimension] = []
     ellipsis: int | None = None
     while read.here.kind == "word" or read.here.text in ("(", "..."):
@@ -87,7 +75,7 @@ def _read_dims(read: Reader) -> list[Dimension]:
             if ellipsis is not None:
                 read.fail("second '...'", start, "write ... once")
             ellipsis = len(dims)
-            rest = max(0, len(read.shape) - _top_level(read.tokens))
+            rest = max(0, len(read.shape) - _count_named(read.tokens))
             dims += [_undivided(n) for n in read.shape[ellipsis : ellipsis + rest]]
         elif len(dims) == len(read.shape):
             read.fail(
@@ -106,14 +94,19 @@ def _read_dims(read: Reader) -> list[Dimension]:
     return dims
 
 
-def _top_level(tokens: list[Token]) -> int:
+def _count_named(tokens: list[Token]) -> int:
     """How many dimensions the text names: words and groups outside of groups."""
     depth = count = 0
     for token in tokens:
         if token.text == "{" and not depth:
             break
-        count += depth == 0 and (token.kind == "word" or token.text == "(")
-        depth += (token.text == "(") - (token.text == ")")
+        opens = token.text == "("
+        if depth == 0 and (opens or token.kind == "word"):
+            count += 1
+        if opens:
+            depth += 1
+        elif token.text == ")":
+            depth -= 1
     return count
 
 
@@ -121,35 +114,32 @@ def _undivided(n: int) -> Dimension:
     return Dimension(n, (Field(n),))
 
 
-def _claim(read: Reader, name: str, d: int, at: int) -> None:
-    """Note that dimension d is called `name`."""
-    if read.names.setdefault(name, d) != d:
+def _claim_name(read: Reader, name: str, d: int, at: int) -> None:
+    """Note that dimension d is called `name`, as no other is."""
+    owner = read.names.setdefault(name, d)
+    if owner != d:
         read.fail(
             f"free name {name!r} is used in two dimensions", at, "give each dimension its own name"
         )
 
 
 def _read_dim(read: Reader, d: int) -> Dimension:
-    if read.here.text != "(":
-        token = read.take()
-        if token.text in read.axes:
-            read.fail(
-                f"mesh axis {token.text!r} stands alone",
-                token.at,
-                f"write ({token.text} n) to divide, or leave it out to replicate",
-            )
-        if token.text in read.names:
-            read.fail(
-                f"free name {token.text!r} is used in two dimensions",
-                token.at,
-                "give each dimension its own name",
-            )
-        _claim(read, token.text, d, token.at)
-        return _undivided(read.shape[d])
-    return _read_group(read, d)
+    """Dimension d: a group, or a free name alone."""
+    if read.here.text == "(":
+        return _read_group(read, d)
+    _, name, at = read.take()
+    if name in read.axes:
+        read.fail(
+            f"mesh axis {name!r} stands alone",
+            at,
+            f"write ({name} n) to divide, or leave it out to replicate",
+        )
+    _claim_name(read, name, d, at)
+    return _undivided(read.shape[d])
 
 
 def _read_group(read: Reader, d: int) -> Dimension:
+    """Dimension d in parentheses: its fields, and what is stored of it."""
     start = read.take().at
     if read.here.text == ")":
         read.fail("empty group", start, "write a free name for an undivided dimension")
@@ -158,10 +148,8 @@ def _read_group(read: Reader, d: int) -> Dimension:
         written.append(_read_field(read, d))
     read.expect(")", "close the group")
     stored = _read_stored(read, read.shape[d])
-    total = read.shape[d] if stored is None else len(stored)
     try:
-        fields = tuple(_field(read, size, stages, total, len(written)) for size, stages in written)
-        dimension = Dimension(read.shape[d], fields, stored)
+        dimension = _make_dimension(read, read.shape[d], written, stored)
     except NotationError:
         raise
     except ShardError as error:
@@ -170,7 +158,27 @@ def _read_group(read: Reader, d: int) -> Dimension:
     return dimension
 
 
+_Written: TypeAlias = tuple[int | None, list[list[Word]]]
+"""A field as written: its size, if it has one, and the words of each stage."""
+
+
+def _make_dimension(
+    read: Reader, n: int, written: list[_Written], stored: Runs | None
+) -> Dimension:
+    """The dimension of these fields; a field alone has the size of all that is stored."""
+    total = n if stored is None else len(stored)
+    fields = []
+    for size, stages in written:
+        if size is None and len(written) > 1:
+            first = stages[0][0]
+            fix = "write (8: tp n + 2: n): every field its size"
+            read.fail("a field without a size", first.at, fix)
+        fields.append(make_field(read, total if size is None else size, stages))
+    return Dimension(n, tuple(fields), stored)
+
+
 def _claim_axes(read: Reader, dimension: Dimension, at: int) -> None:
+    """Note that the axes of the dimension divide it, and nothing else."""
     for name in dimension.axes:
         if name in read.used:
             read.fail(
@@ -181,7 +189,8 @@ def _claim_axes(read: Reader, dimension: Dimension, at: int) -> None:
         read.used[name] = at
 
 
-def _read_field(read: Reader, d: int) -> tuple[int | None, list[list[Word]]]:
+def _read_field(read: Reader, d: int) -> _Written:
+    """A field of dimension d, up to the + or ) behind it."""
     size = None
     if read.here.kind == "int" and read.tokens[read.next + 1].text == ":":
         size = read.integer()
@@ -192,33 +201,38 @@ def _read_field(read: Reader, d: int) -> tuple[int | None, list[list[Word]]]:
         stages.append(_read_words(read, d))
     if not all(stages):
         read.fail("empty field or stage", start, "write a free name for what is not divided")
-    _once(read, [word for stage in stages for word in stage])
+    _check_once(read, stages)
     return size, stages
 
 
-def _once(read: Reader, words: list[Word]) -> None:
+def _check_once(read: Reader, stages: list[list[Word]]) -> None:
+    """No axis stands twice in a field."""
     seen: set[str] = set()
-    for word in words:
-        for name in word.axes:
-            if name in seen:
-                read.fail(
-                    f"mesh axis {name!r} is used twice in one field",
-                    word.at,
-                    "an axis divides once",
-                )
-            seen.add(name)
+    for words in stages:
+        for word in words:
+            for name in word.axes:
+                if name in seen:
+                    read.fail(
+                        f"mesh axis {name!r} is used twice in one field",
+                        word.at,
+                        "an axis divides once",
+                    )
+                seen.add(name)
 
 
 def _read_words(read: Reader, d: int) -> list[Word]:
+    """The words of one stage."""
     words: list[Word] = []
     while read.here.kind in ("word", "int") or read.here.text == "[":
-        words.append(_read_word(read))
-        if words[-1].free:
-            _claim(read, words[-1].free, d, words[-1].at)
+        word = _read_word(read)
+        if word.free:
+            _claim_name(read, word.free, d, word.at)
+        words.append(word)
     return words
 
 
 def _read_word(read: Reader) -> Word:
+    """An integer, sizes, the free name, or mesh axes with their mark."""
     at = read.here.at
     if read.here.kind == "int":
         number = read.integer()
@@ -236,21 +250,25 @@ def _read_word(read: Reader) -> Word:
 
 
 def _read_mark(read: Reader, word: Word) -> Word:
+    """The word with what stands behind its axes: ~, sizes, or the name of a rule."""
     if read.accept("~"):
         return Word(word.at, word.axes, mark="~")
+    # `tp[7 3]` gives sizes to the coordinates of tp; in `tp [7 3]` the sizes are a digit of their own.
     before = read.tokens[read.next - 1]
     if read.here.text == "[" and read.here.at == before.at + len(before.text):
         return Word(word.at, word.axes, sizes=_read_sizes(read))
     if read.accept("@"):
-        name = read.word("the name of a rule")
-        if name.text not in read.rules:
-            read.fail(f"unknown rule {name.text!r}", name.at, f"rules= has {listed(read.rules)}")
-        return Word(word.at, word.axes, mark=name.text)
+        _, name, at = read.word("the name of a rule")
+        if name not in read.rules:
+            read.fail(f"unknown rule {name!r}", at, f"rules= has {listed(read.rules)}")
+        return Word(word.at, word.axes, mark=name)
     return word
 
 
 def _read_sizes(read: Reader) -> tuple[int, ...]:
-    start, sizes = read.take().at, []
+    """Integers between [ and ]."""
+    start = read.take().at
+    sizes = []
     while read.here.kind == "int":
         sizes.append(read.integer())
     read.expect("]", "sizes are integers between [ and ]")
@@ -260,6 +278,7 @@ def _read_sizes(read: Reader) -> tuple[int, ...]:
 
 
 def _read_stored(read: Reader, n: int) -> Runs | None:
+    """What is stored of n logical positions: a padded size, ranges, or None where nothing is said."""
     start = read.here.at
     try:
         if read.accept("="):
@@ -287,202 +306,41 @@ def padded(n: int, size: int) -> Runs:
     return Runs(identity(n).segments, size)
 
 
-def _read_ranges(read: Reader) -> list[tuple[int, int] | int]:
-    out: list[tuple[int, int] | int] = []
+_Range: TypeAlias = tuple[int, int] | int
+"""Start and stop of a range, or the length of a hole."""
+
+
+def _read_ranges(read: Reader) -> list[_Range]:
+    """Ranges and holes up to the closing >."""
+    ranges: list[_Range] = []
     while not read.accept(">"):
         if read.accept("-"):
-            out.append(read.integer())
+            ranges.append(read.integer())
         else:
             start = read.integer()
             read.expect(":", "a stored range is start:stop, a hole -n")
-            out.append((start, read.integer()))
-    return out
-
-
-def _field(
-    read: Reader, size: int | None, stages: list[list[Word]], total: int, count: int
-) -> Field:
-    at = stages[0][0].at
-    if size is None and count > 1:
-        read.fail("a field without a size", at, "write (8: tp n + 2: n): every field its size")
-    n = total if size is None else size
-    first = stages[0][0]
-    if first.sizes is not None and sum(first.sizes) != n:
-        fix = f"the dimension, or field, has {n}"
-        read.fail(f"sizes {list(first.sizes)} add up to {sum(first.sizes)}", first.at, fix)
-    raw = tuple(_stage(read, words) for words in stages)
-    for s, words in enumerate(stages):
-        if not any(word.free for word in words):
-            _check_exact(read, divided(n, raw[:s]), words)
-    return divided(n, raw)
-
-
-def _check_exact(read: Reader, before: Field, words: list[Word]) -> None:
-    """A stage without a free name: its digits multiply to the length that they divide."""
-    product = math.prod(_count(read, word) for word in words)
-    wrong = lengths_at(before, len(before.stages)) - {product}
-    if wrong:
-        fix = f"add a free name, or make the length {product}"
-        read.fail(
-            f"a group without a free name divides {product} exactly, not {min(wrong)}",
-            words[0].at,
-            fix,
-        )
-
-
-def _count(read: Reader, word: Word) -> int:
-    if word.mark or word.sizes is not None:
-        read.fail("a group with ~, sizes or a rule needs a free name", word.at, "write (tp~ n)")
-    return word.number or math.prod(read.axes[name] for name in word.axes)
-
-
-def _stage(read: Reader, words: list[Word]) -> Stage:
-    free = [i for i, word in enumerate(words) if word.free]
-    if len(free) > 1:
-        first, second = words[free[0]], words[free[1]]
-        fix = f"one must be a mesh axis ({listed(read.axes)}) or an integer"
-        read.fail(f"{first.free!r} and {second.free!r} are both free names", second.at, fix)
-    end = free[0] if free else len(words)
-    return (
-        *(_left(read, word) for word in words[:end]),
-        *_right(read, words[end + 1 :], bool(free)),
-    )
-
-
-def _left(read: Reader, word: Word) -> Digit:
-    sizes = tuple(read.axes[name] for name in word.axes)
-    return Digit(_left_cut(read, word, word.number or math.prod(sizes)), word.axes, sizes)
-
-
-def _left_cut(read: Reader, word: Word, parts: int) -> Cut:
-    if word.sizes is not None:
-        if word.axes and len(word.sizes) != parts:
-            read.fail(
-                f"{plural(word.sizes, 'size')} for {plural(parts, 'coordinate')}",
-                word.at,
-                "give one size a coordinate",
-            )
-        return Sizes(word.sizes)
-    if word.mark == "~":
-        return Balanced(parts)
-    return Rule(read.rules[word.mark], parts) if word.mark else Chunks(parts)
-
-
-def _right(read: Reader, words: list[Word], free: bool) -> list[Digit]:
-    """The free name's own blocks and the digits right of it, each a block of what is right of it."""
-    digits: list[Digit] = []
-    block = 1
-    for word in reversed(words):
-        if word.mark or word.sizes is not None:
-            read.fail(
-                "~, sizes and rules stand left of the free name",
-                word.at,
-                "right of it are fixed blocks",
-            )
-        sizes = tuple(read.axes[name] for name in word.axes)
-        digits.append(Digit(Block(block), word.axes, sizes))
-        block *= word.number or math.prod(sizes)
-    return [Digit(Block(block)), *reversed(digits)] if free else []
+            stop = read.integer()
+            ranges.append((start, stop))
+    return ranges
 
 
 def _read_partial(read: Reader) -> dict[str, str]:
+    """The reduction that each axis between { and } waits for."""
     read.take()
-    op = read.word("a reduction")
-    if op.text not in OPS:
-        read.fail(f"unknown reduction {op.text!r}", op.at, f"use one of {', '.join(OPS)}")
+    _, op, at = read.word("a reduction")
+    if op not in OPS:
+        choices = ", ".join(OPS)
+        read.fail(f"unknown reduction {op!r}", at, f"use one of {choices}")
     read.expect(":", "write {sum: axes}")
-    out: dict[str, str] = {}
+    ops: dict[str, str] = {}
     while not read.accept("}"):
-        axis = read.axis()
-        if axis.text in read.used:
+        _, axis, at = read.axis()
+        if axis in read.used:
             read.fail(
-                f"mesh axis {axis.text!r} is used already",
-                axis.at,
+                f"mesh axis {axis!r} is used already",
+                at,
                 "an axis divides a dimension or is Partial, not both",
             )
-        read.used[axis.text] = axis.at
-        out[axis.text] = op.text
-    return out
-
-
-NAMES = ("n", "h", "w", "d")
-
-
-def unparse(dims: tuple[Dimension, ...], partial: Partials, axes: Axes) -> str:
-    """The canonical text of these dimensions and Partial axes."""
-    named = rule_names(dims)
-    words = [_dim_text(dim, _name(d, axes), named) for d, dim in enumerate(dims)]
-    ops = {op: [name for name, o in partial if o == op] for _, op in partial}
-    return " ".join(words + [f"{{{op}: {' '.join(names)}}}" for op, names in ops.items()])
-
-
-def _name(d: int, axes: Axes) -> str:
-    name = NAMES[d] if d < len(NAMES) else f"n{d}"
-    while name in axes:
-        name += "_"
-    return name
-
-
-def rule_names(dims: tuple[Dimension, ...]) -> dict[Splits, str]:
-    """A name for every rule in the dimensions: its class in lower case, numbered from the second."""
-    cuts = (digit.cut for dim in dims for f in dim.fields for stage in f.stages for digit in stage)
-    out: dict[Splits, str] = {}
-    for by in dict.fromkeys(cut.by for cut in cuts if isinstance(cut, Rule)):
-        base = type(by).__name__.lower()
-        numbered = (f"{base}{i}" for i in itertools.count(2))
-        out[by] = next(
-            name for name in itertools.chain([base], numbered) if name not in out.values()
-        )
-    return out
-
-
-def _dim_text(dim: Dimension, name: str, named: Mapping[Splits, str]) -> str:
-    if dim.stored is None and dim.fields == (Field(dim.size),):
-        return name
-    many = len(dim.fields) > 1
-    fields = [(f"{f.size}: " if many else "") + _field_text(f, name, named) for f in dim.fields]
-    return f"({' + '.join(fields)}){_stored_text(dim)}"
-
-
-def _stored_text(dim: Dimension) -> str:
-    if dim.stored is None:
-        return ""
-    pad = dim.stored.segments == identity(dim.size).segments
-    return f"={len(dim.stored)}" if pad else f"=<{spanning(dim.stored)}>"
-
-
-def _field_text(f: Field, name: str, named: Mapping[Splits, str]) -> str:
-    return " | ".join(" ".join(_stage_words(stage, name, named)) for stage in f.stages) or name
-
-
-def _stage_words(stage: Stage, name: str, named: Mapping[Splits, str]) -> Iterator[str]:
-    """The stage's words: cuts, then the free name, then blocks and the size of the smallest."""
-    block = 0
-    for digit in stage:
-        cut = digit.cut
-        if not isinstance(cut, Block):
-            yield _word(digit, named)
-        elif not block:
-            block = cut.size
-            yield name
-        else:
-            yield "*".join(digit.axes) or str(block // cut.size)
-            block = cut.size
-    if not block:
-        yield name
-    elif block > 1:
-        yield str(block)
-
-
-def _word(digit: Digit, named: Mapping[Splits, str]) -> str:
-    cut, axes = digit.cut, "*".join(digit.axes)
-    match cut:
-        case Sizes(sizes):
-            return f"{axes}[{' '.join(map(str, sizes))}]"
-        case Balanced():
-            return f"{axes}~"
-        case Rule(by, _):
-            return f"{axes}@{named[by]}"
-        case Chunks(parts):
-            return axes or str(parts)
-    raise AssertionError(digit)
+        read.used[axis] = at
+        ops[axis] = op
+    return ops

@@ -1,12 +1,12 @@
 """Placements: what people say about one dimension and one mesh axis.
 
-1. A placement has `dim` and `split(n, parts) -> tuple of Runs`: which positions of a length n each part keeps.
-   That is the whole protocol. Whoever writes one gets planning, proof, execution and the laws, because
-   Layout does the composing; make it a frozen dataclass, so that equal placements are equal.
+1. A placement has `dim` and `split(n, parts) -> tuple of Runs`: which positions of a length n each part
+   keeps. That is the whole protocol. Whoever writes one gets planning, proof, execution and the laws,
+   because Layout does the composing; make it a frozen dataclass, so that equal placements are equal.
 2. A dividing placement's parts are in bounds, disjoint and covering; one part changes nothing; parts may be empty.
    `Table` may overlap: whoever needs a piece takes it from any of its holders.
 3. The built-in ones are also one or two digits each (`digits`), which is how they compose fast.
-4. `Replicate` is no digit. `Partial` is one more dimension, whose coordinate is the addend.
+4. `Replicate` is not a digit. `Partial` is one more dimension, whose coordinate is the addend.
 
 >>> for part in StridedShard(0, split_factor=2).split(9, 2):
 ...     print(part)
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, cast
 
@@ -74,7 +75,10 @@ class Replicate:
 @public
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every coordinate of the axis holds one addend; the value is their reduction by `op`, in mesh order."""
+    """Every coordinate of the axis holds one addend; the value is their reduction by `op`.
+
+    The reduction is in mesh order. Raises PlacementError for an unknown one.
+    """
 
     op: str = "sum"
 
@@ -91,13 +95,22 @@ Spec: TypeAlias = Placement | Replicate | Partial
 """What may stand for one mesh axis."""
 
 
-def _chunks(lo: int, hi: int, parts: int) -> list[tuple[int, int]]:
+_Ranges: TypeAlias = list[tuple[int, int]]
+
+
+def _chunk(lo: int, hi: int, parts: int) -> _Ranges:
     """torch.chunk of the range, padded with empty ranges."""
-    step = -(-(hi - lo) // parts)
-    return [(min(hi, lo + i * step), min(hi, lo + (i + 1) * step)) for i in range(parts)]
+    step = -(-(hi - lo) // parts)  # rounded up
+    ends = [min(hi, lo + i * step) for i in range(parts + 1)]
+    return list(itertools.pairwise(ends))
 
 
-def _dealt(pieces: list[list[tuple[int, int]]]) -> tuple[Runs, ...]:
+def _lay(sizes: Iterable[int]) -> _Ranges:
+    """Ranges of these sizes, one after the other."""
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+
+
+def _deal(pieces: list[_Ranges]) -> tuple[Runs, ...]:
     """Part r is the r-th range of every piece, one after the other."""
     return tuple(from_ranges(part) for part in zip(*pieces, strict=True))
 
@@ -114,7 +127,7 @@ class Shard:
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The Runs of each of `parts` parts of a length n."""
-        return _dealt([_chunks(0, n, parts)])
+        return _deal([_chunk(0, n, parts)])
 
     def digits(self, parts: int) -> tuple[Chunks]:
         """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
@@ -134,8 +147,8 @@ class Balanced:
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The Runs of each of `parts` parts of a length n."""
         step, extra = divmod(n, parts)
-        ends = list(itertools.accumulate((step + (i < extra) for i in range(parts)), initial=0))
-        return _dealt([list(itertools.pairwise(ends))])
+        sizes = [step + 1] * extra + [step] * (parts - extra)
+        return _deal([_lay(sizes)])
 
     def digits(self, parts: int) -> tuple[BalancedCut]:
         """The cuts; the last one's parts go to the mesh axis."""
@@ -152,18 +165,19 @@ class StridedShard:
 
     def __post_init__(self) -> None:
         _check_dim(self)
-        factor = whole(
-            self.split_factor, f"the split factor of StridedShard({self.dim}, ...)", PlacementError
-        )
+        what = f"the split factor of StridedShard({self.dim}, ...)"
+        factor = whole(self.split_factor, what, PlacementError)
         if factor < 1:
             raise PlacementError(
-                f"StridedShard({self.dim}, {factor}): the split factor is a number of pieces; give 1 or more"
+                f"StridedShard({self.dim}, {factor}): "
+                f"the split factor is a number of pieces; give 1 or more"
             )
         object.__setattr__(self, "split_factor", factor)
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The Runs of each of `parts` parts of a length n."""
-        return _dealt([_chunks(lo, hi, parts) for lo, hi in _chunks(0, n, self.split_factor)])
+        pieces = _chunk(0, n, self.split_factor)
+        return _deal([_chunk(lo, hi, parts) for lo, hi in pieces])
 
     def digits(self, parts: int) -> tuple[Chunks, Chunks]:
         """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
@@ -180,13 +194,16 @@ class Packed:
 
     def __post_init__(self) -> None:
         _check_dim(self)
-        object.__setattr__(self, "sizes", _sizes("Packed", self.sizes))
+        object.__setattr__(self, "sizes", _read_sizes("Packed", self.sizes))
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The Runs of each of `parts` parts of a length n. Raises PlacementError unless the sizes add up to n."""
-        Sizes(self.sizes).count(n)
-        ends = itertools.accumulate(self.sizes, initial=0)
-        return _dealt([_chunks(lo, hi, parts) for lo, hi in itertools.pairwise(ends)])
+        """The Runs of each of `parts` parts of a length n.
+
+        Raises PlacementError unless the sizes add up to n.
+        """
+        cut = Sizes(self.sizes)
+        cut.count(n)  # raises where the sizes do not add up
+        return _deal([_chunk(lo, hi, parts) for lo, hi in _lay(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes, Chunks]:
         """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
@@ -196,25 +213,30 @@ class Packed:
 @public
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Consecutive parts of given sizes, one a coordinate: veScale's RaggedShard, flat optimizer shards."""
+    """Consecutive parts of given sizes, one per coordinate: veScale's RaggedShard, flat optimizer shards."""
 
     dim: int
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
         _check_dim(self)
-        object.__setattr__(self, "sizes", _sizes("Ragged", self.sizes))
+        object.__setattr__(self, "sizes", _read_sizes("Ragged", self.sizes))
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The Runs of each of `parts` parts of a length n. Raises PlacementError unless the sizes fit both."""
-        self.digits(parts)[0].count(n)
-        return _dealt([list(itertools.pairwise(itertools.accumulate(self.sizes, initial=0)))])
+        """The Runs of each of `parts` parts of a length n.
+
+        Raises PlacementError unless there are `parts` sizes and they add up to n.
+        """
+        (cut,) = self.digits(parts)
+        cut.count(n)  # raises where the sizes do not add up
+        return _deal([_lay(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes]:
         """The cuts; the last one's parts go to the mesh axis."""
         if len(self.sizes) != parts:
             raise PlacementError(
-                f"{self} has {plural(self.sizes, 'size')} for {plural(parts, 'coordinate')}; give one size a coordinate"
+                f"{self} has {plural(self.sizes, 'size')} for {plural(parts, 'coordinate')}; "
+                f"give one size a coordinate"
             )
         return (Sizes(self.sizes),)
 
@@ -229,19 +251,21 @@ class BlockCyclic:
 
     def __post_init__(self) -> None:
         _check_dim(self)
-        block = whole(
-            self.block, f"the block of BlockCyclic({self.dim}, {self.block!r})", PlacementError
-        )
+        what = f"the block of BlockCyclic({self.dim}, {self.block!r})"
+        block = whole(self.block, what, PlacementError)
         if block < 1:
             raise PlacementError(
-                f"BlockCyclic({self.dim}, {block}): a block has at least one position; give 1 or more"
+                f"BlockCyclic({self.dim}, {block}): "
+                f"a block has at least one position; give 1 or more"
             )
         object.__setattr__(self, "block", block)
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The Runs of each of `parts` parts of a length n."""
-        blocks = [(lo, min(n, lo + self.block)) for lo in range(0, n, self.block)]
-        return tuple(from_ranges(blocks[i::parts]) for i in range(parts))
+        size = self.block
+        blocks = [(lo, min(n, lo + size)) for lo in range(0, n, size)]
+        # Block i is part i % parts's.
+        return tuple(from_ranges(blocks[part::parts]) for part in range(parts))
 
     def digits(self, parts: int) -> tuple[Block, Block]:
         """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
@@ -271,10 +295,11 @@ class Table:
         return self._hash
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The given parts. Raises PlacementError unless they are `parts` many and inside a length n."""
+        """The given parts. Raises PlacementError unless they are `parts` many."""
         if len(self.parts) != parts:
             raise PlacementError(
-                f"Table of {plural(self.parts, 'part')} for {plural(parts, 'coordinate')}; give one part a coordinate"
+                f"Table of {plural(self.parts, 'part')} for {plural(parts, 'coordinate')}; "
+                f"give one part a coordinate"
             )
         return self.parts
 
@@ -285,14 +310,15 @@ def _check_dim(placement: Placement) -> None:
     object.__setattr__(placement, "dim", dim)
 
 
-def _sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _read_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes as Python's integers. Raises PlacementError for none, and for a negative one."""
     given = listed(sizes, f"{name} sizes", PlacementError)
-    out = tuple(whole(n, f"a size of {name}", PlacementError) for n in given)
-    if not out or min(out) < 0:
+    read = tuple(whole(n, f"a size of {name}", PlacementError) for n in given)
+    if not read or min(read) < 0:
         raise PlacementError(
-            f"{name} sizes {list(out)} are not sizes; give one or more numbers >= 0"
+            f"{name} sizes {list(read)} are not sizes; give one or more numbers >= 0"
         )
-    return out
+    return read
 
 
 BuiltIn: TypeAlias = Shard | Balanced | StridedShard | Packed | Ragged | BlockCyclic
@@ -302,29 +328,30 @@ BuiltIn: TypeAlias = Shard | Balanced | StridedShard | Packed | Ragged | BlockCy
 def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]) -> Stage:
     """The stage that the placement is on these flattened mesh axes.
 
-    Any placement but the built-in ones is one Rule. Raises PlacementError if it has no `split` or cannot be hashed.
+    Any placement but the built-in ones is one Rule. Raises PlacementError if it has no `split` or cannot
+    be hashed.
     """
     parts = math.prod(sizes)
-    if type(placement) in BuiltIn.__args__:
-        *local, last = cast(BuiltIn, placement).digits(parts)
-        return (*(Digit(cut) for cut in local), Digit(last, axes, sizes))
-    check_protocol(placement)
-    return (Digit(Rule(placement, parts), axes, sizes),)
+    # A subclass may have a `split` of its own, so it is a Rule like any other.
+    if type(placement) not in BuiltIn.__args__:
+        check_protocol(placement)
+        return (Digit(Rule(placement, parts), axes, sizes),)
+    *local, last = cast(BuiltIn, placement).digits(parts)
+    return (*map(Digit, local), Digit(last, axes, sizes))
 
 
 def check_protocol(placement: Placement) -> None:
     """Raise PlacementError unless it has `dim` and `split`, and can be hashed."""
-    if (
-        isinstance(placement, type)
-        or not callable(getattr(placement, "split", None))
-        or not hasattr(placement, "dim")
-    ):
+    splits = callable(getattr(placement, "split", None)) and hasattr(placement, "dim")
+    if isinstance(placement, type) or not splits:
         raise PlacementError(
-            f"{placement!r} is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`"
+            f"{placement!r} is not a placement; "
+            f"give it `dim` and `split(n, parts) -> tuple of Runs`"
         )
     try:
         hash(placement)
     except TypeError:
         raise PlacementError(
-            f"{placement!r} cannot be hashed, so equal layouts could not be found equal; make it a frozen dataclass"
+            f"{placement!r} cannot be hashed, so equal layouts could not be found equal; "
+            f"make it a frozen dataclass"
         ) from None

@@ -1,6 +1,7 @@
 """Reader: the text of a layout as tokens that know their place, and what names stand for.
 
-Only what the grammar of `notation` needs: look at the next token, take it, or raise an error with a caret under it.
+Only what the grammar of `notation` needs: look at the next token, take it, or raise an error with a
+caret under it.
 
 >>> [token.text for token in tokens("(tp n)=<0:4 -2>")]
 ['(', 'tp', 'n', ')', '=<', '0', ':', '4', '-', '2', '>', '']
@@ -15,7 +16,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 from shardmath.base.errors import NotationError
 from shardmath.layouts.placement import Placement
 
-__all__ = ["Axes", "Reader", "Rules", "Token", "Word", "listed", "tokens"]
+__all__ = ["Axes", "Reader", "Rules", "Token", "listed", "tokens"]
 
 Rules: TypeAlias = Mapping[str, Placement]
 """Placements by the name that text calls them by."""
@@ -23,7 +24,7 @@ Axes: TypeAlias = Mapping[str, int]
 """Mesh axes and their sizes."""
 
 DIGITS = 18
-"""Of an integer; more would not fit 64 bits."""
+"""At most in an integer; more would not fit 64 bits."""
 
 TOKEN = re.compile(
     r"\s*(?:(?P<word>[^\W\d]\w*)|(?P<int>[0-9]+)|(?P<mark>\.\.\.|=<|[()\[\]{}<>+:|=~*@\-]))"
@@ -38,24 +39,16 @@ class Token(NamedTuple):
     at: int
 
 
-class Word(NamedTuple):
-    """One digit as written: what it divides by, before the free name is known."""
-
-    at: int
-    axes: tuple[str, ...] = ()
-    number: int = 0
-    sizes: tuple[int, ...] | None = None
-    mark: str = ""
-    free: str = ""
-
-
 def tokens(text: str) -> Iterator[Token]:
-    """The tokens of the text, and one of kind "end". Raises NotationError at a character that no token has."""
+    """The tokens of the text, and one of kind "end".
+
+    Raises NotationError at a character that no token has.
+    """
     at, end = 0, len(text.rstrip())
     while at < end:
         match = TOKEN.match(text, at)
         if match is None:
-            while text[at].isspace():
+            while text[at].isspace():  # TOKEN skips blanks; the caret stands under what is wrong
                 at += 1
             fix = "use names, integers and ( ) [ ] { } < > + : | = ~ * @ - ..."
             raise NotationError(f"unexpected character {text[at]!r}", text, at, fix)
@@ -69,11 +62,14 @@ class Reader:
     """The tokens of one text and what its names mean."""
 
     def __init__(self, text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> None:
-        self.text, self.shape, self.axes, self.rules = text, shape, axes, rules
+        self.text = text
+        self.shape = shape
+        self.axes = axes
+        self.rules = rules
         self.tokens = list(tokens(text))
         self.next = 0
-        self.names: dict[str, int] = {}
-        self.used: dict[str, int] = {}
+        self.names: dict[str, int] = {}  # free name -> its dimension
+        self.used: dict[str, int] = {}  # mesh axis -> where it was used
 
     def fail(self, what: str, at: int, fix: str) -> NoReturn:
         """Raise NotationError for `what` is wrong at a place."""
@@ -84,6 +80,11 @@ class Reader:
         """The next token."""
         return self.tokens[self.next]
 
+    def _refuse(self, expected: str, fix: str) -> NoReturn:
+        """Raise NotationError: the next token is not what is expected."""
+        _, text, at = self.here
+        self.fail(f"expected {expected}, found {text or 'the end'!r}", at, fix)
+
     def take(self) -> Token:
         """The next token, which is then behind us."""
         self.next += 1
@@ -91,49 +92,37 @@ class Reader:
 
     def accept(self, text: str) -> bool:
         """Take the mark if it is next."""
-        found = self.here.kind == "mark" and self.here.text == text
+        here = self.here
+        found = here.kind == "mark" and here.text == text
         self.next += found
         return found
 
     def expect(self, text: str, fix: str) -> None:
         """Take the mark, or fail."""
         if not self.accept(text):
-            self.fail(
-                f"expected {text!r}, found {self.here.text or 'the end'!r}", self.here.at, fix
-            )
+            self._refuse(repr(text), fix)
 
     def integer(self) -> int:
         """Take an integer, or fail."""
         if self.here.kind != "int":
-            self.fail(
-                f"expected an integer, found {self.here.text or 'the end'!r}",
-                self.here.at,
-                "write a number",
-            )
-        token = self.take()
-        if len(token.text) > DIGITS:
-            self.fail(
-                f"an integer of {len(token.text)} digits", token.at, f"write at most {DIGITS}"
-            )
-        return int(token.text)
+            self._refuse("an integer", "write a number")
+        _, digits, at = self.take()
+        if len(digits) > DIGITS:
+            self.fail(f"an integer of {len(digits)} digits", at, f"write at most {DIGITS}")
+        return int(digits)
 
     def word(self, what: str) -> Token:
         """Take a word, or fail."""
         if self.here.kind != "word":
-            self.fail(
-                f"expected {what}, found {self.here.text or 'the end'!r}",
-                self.here.at,
-                f"write {what}",
-            )
+            self._refuse(what, f"write {what}")
         return self.take()
 
     def axis(self) -> Token:
         """Take the name of a mesh axis, or fail."""
         token = self.word("a mesh axis")
-        if token.text not in self.axes:
-            self.fail(
-                f"unknown mesh axis {token.text!r}", token.at, f"mesh axes are {listed(self.axes)}"
-            )
+        _, name, at = token
+        if name not in self.axes:
+            self.fail(f"unknown mesh axis {name!r}", at, f"mesh axes are {listed(self.axes)}")
         return token
 
 

@@ -23,7 +23,8 @@ from typing import NamedTuple
 from shardmath.algebra.partition import overlapping
 from shardmath.base.digest import digest
 from shardmath.base.errors import PlanError
-from shardmath.layouts.layout import Layout, repartialed
+from shardmath.layouts.edits import repartialed
+from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
 from shardmath.plans.cover import not_whole
 from shardmath.plans.plan import Plan, Transfer

@@ -33,7 +33,8 @@ from shardmath.base.given import plural, shown, text
 from shardmath.base.integers import whole
 from shardmath.base.public import public
 from shardmath.flows.topology import Topology, checked
-from shardmath.layouts.layout import Layout, holdings_digest
+from shardmath.layouts.holdings import holdings_digest
+from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name, local_tensors
 from shardmath.plans.balance import (
     Stretch,

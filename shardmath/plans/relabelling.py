@@ -41,7 +41,8 @@ from shardmath.algebra.partition import Partition, partition, spans
 from shardmath.base.arrays import Ints, ranges
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
-from shardmath.layouts.layout import Layout, relabelled
+from shardmath.layouts.edits import relabelled
+from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Side, Windows, named
 from shardmath.plans.reduction import reduction
 

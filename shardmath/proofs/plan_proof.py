@@ -36,7 +36,9 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
-from shardmath.layouts.layout import Layout, equivalent, relabelled
+from shardmath.layouts.edits import relabelled
+from shardmath.layouts.holdings import equivalent
+from shardmath.layouts.layout import Layout
 from shardmath.plans.cover import cells_held, check_disjoint
 from shardmath.plans.demands import Batch, Lines, Ranks
 from shardmath.plans.overlay import Parts

@@ -19,8 +19,10 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs, compose, invert
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
-from shardmath.layouts.layout import Layout, equivalent, relabelled, sliced, transposed
-from shardmath.layouts.layout import cast as cast_layout
+from shardmath.layouts.edits import cast as cast_layout
+from shardmath.layouts.edits import relabelled, sliced, transposed
+from shardmath.layouts.holdings import equivalent
+from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import Placement, Shard, Table, check_protocol
 from shardmath.layouts.store import local_tensors
 from shardmath.plans.adjoint import adjoint

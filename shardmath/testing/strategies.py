@@ -16,7 +16,8 @@ import hypothesis.strategies as st
 from shardmath.algebra.box import Box
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs, from_ranges, identity
-from shardmath.layouts.layout import Layout, window
+from shardmath.layouts.edits import window
+from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import (
     Balanced,
     BlockCyclic,

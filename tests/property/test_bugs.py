@@ -9,7 +9,7 @@ import pytest
 
 import shardmath as sm
 from shardmath.algebra.runs import from_ranges
-from shardmath.layouts.layout import sliced, window
+from shardmath.layouts.edits import sliced, window
 
 
 def _transfers(p: sm.Plan) -> list[sm.Transfer]:

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
 from shardmath.base.given import plural
+from shardmath.layouts.edits import cast as _of_dtype
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.layout import cast as _of_dtype
 from shardmath_torch.checkpoints.saving import as_tensor
 from shardmath_torch.compat import Group, ranks_of
 from shardmath_torch.dtensors.dtensor import local_of

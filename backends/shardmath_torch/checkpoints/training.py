@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardmath.algebra.mesh import Mesh
+from shardmath.layouts.edits import cast as _of_dtype
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.layout import cast as _of_dtype
 from shardmath_torch.checkpoints.checkpoint import load, on_all, save
 from shardmath_torch.checkpoints.holdings import (
     KINDS,

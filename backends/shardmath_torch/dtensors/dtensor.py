@@ -30,7 +30,8 @@ from shardmath.algebra.partition import partition
 from shardmath.base.errors import LayoutError, PlacementError, ShardError
 from shardmath.base.memo import memo
 from shardmath.layouts import placement as ours
-from shardmath.layouts.layout import Layout, equivalent
+from shardmath.layouts.holdings import equivalent
+from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import gather
 from shardmath_torch.compat import local_of

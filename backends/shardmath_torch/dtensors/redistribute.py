@@ -27,8 +27,10 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from shardmath.base.errors import LayoutError, ShardError
-from shardmath.layouts.layout import Layout, equivalent, repartialed
-from shardmath.layouts.layout import cast as _of_dtype
+from shardmath.layouts.edits import cast as _of_dtype
+from shardmath.layouts.edits import repartialed
+from shardmath.layouts.holdings import equivalent
+from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import gather
 from shardmath_torch.dtensors.devicemesh import group_for, mesh_of

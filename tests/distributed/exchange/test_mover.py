@@ -8,7 +8,7 @@ import pytest
 
 import shardmath as sm
 from shardmath.base import dtypes
-from shardmath.layouts.layout import window
+from shardmath.layouts.edits import window
 from shardmath_torch.dtypes import missing
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import make_case, random_plan

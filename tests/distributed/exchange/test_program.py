@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath.layouts.layout import window
+from shardmath.layouts.edits import window
 from shardmath.programs.messages import Message, keeps_fold_order, rounds, scheduled, staging_bytes
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import (

@@ -20,7 +20,7 @@ from shardmath.base.errors import LayoutError, MeshError, PlanError, ShardError
 from shardmath.base.given import instance, known, listed, mapping, plural, shown, text
 from shardmath.base.integers import whole
 from shardmath.families import rules
-from shardmath.layouts import layout, store
+from shardmath.layouts import edits, store
 from shardmath.pictures.text import show
 
 PLAIN = (int, float, str, bool, type(None), complex)
@@ -90,9 +90,9 @@ def of(i: Callable[[int], int], s: Callable[[str], str]) -> list[object]:
     ]
     laid += [
         sm.Layout((i(4),), mesh, {}, stored={i(0): i(5)}),
-        layout.window(laid[0], [[i(1), i(3)]]),
+        edits.window(laid[0], [[i(1), i(3)]]),
     ]
-    laid += [layout.transposed(laid[0], [i(0)]), layout.cast(laid[0], s("int16"))]
+    laid += [edits.transposed(laid[0], [i(0)]), edits.cast(laid[0], s("int16"))]
     p = sm.plan({s("w"): laid[0]}, {s("w"): laid[1]})
     return [*made, laid, list(p.transfers(src=i(0))), p.src, p.digest]
 
@@ -240,9 +240,9 @@ CALLS: dict[str, tuple[Callable[..., object], list[object], dict[str, object]]] 
     "BlockCyclic": (on(sm.BlockCyclic), [0, 2], {}), "Table": (on(sm.Table), [0, [runs.identity(4)] * 2], {}),
     "Partial": (on(sm.Partial), ["sum"], {}), "Runs": (sm.Runs, [((0, 0, 2),), 3], {}),
     "from_ranges": (runs.from_ranges, [[(0, 2), 1]], {}), "identity": (runs.identity, [3], {}),
-    "invert": (runs.invert, [runs.identity(2), 3], {}), "window": (layout.window, [A, ((0, 2), (0, 6))], {}),
-    "sliced": (layout.sliced, [A, ((0, 2), (0, 6))], {}), "transposed": (layout.transposed, [A, (1, 0)], {}),
-    "cast": (layout.cast, [A, "bfloat16"], {}), "relabelled": (layout.relabelled, [A, {0: 7}], {}),
+    "invert": (runs.invert, [runs.identity(2), 3], {}), "window": (edits.window, [A, ((0, 2), (0, 6))], {}),
+    "sliced": (edits.sliced, [A, ((0, 2), (0, 6))], {}), "transposed": (edits.transposed, [A, (1, 0)], {}),
+    "cast": (edits.cast, [A, "bfloat16"], {}), "relabelled": (edits.relabelled, [A, {0: 7}], {}),
     "equivalent": (sm.equivalent, [A, B], {}), "plan": (sm.plan, [A, B], {"topology": None}),
     "transfers": (lambda **k: list(PLAN.transfers(**k)), [], {"src": 0, "dst": 1}),
     "verify": (sm.verify, [PLAN], {"transfers": None}), "adjoint": (sm.adjoint, [PLAN], {}),

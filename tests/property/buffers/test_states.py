@@ -31,7 +31,7 @@ from shardmath import (
     testing,
 )
 from shardmath.buffers import SHARD, Param, PerBufferParamLayout
-from shardmath.layouts.layout import window
+from shardmath.layouts.edits import window
 from shardmath.layouts.store import Store, check, local_tensors, locals_of, views
 from shardmath.plans.cover import check_disjoint
 from shardmath.testing.buffers import RuleCase

@@ -16,7 +16,7 @@ from unittest import mock
 from shardmath import Layout, Mesh, Partial, Plan, Table, Transfer, adjoint, plan
 from shardmath.algebra.runs import from_ranges, identity
 from shardmath.flows.topology import Topology
-from shardmath.layouts.layout import window
+from shardmath.layouts.edits import window
 from shardmath.layouts.store import local_name
 
 # What is right, element by element

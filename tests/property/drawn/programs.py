@@ -33,7 +33,7 @@ from shardmath import (
     testing,
 )
 from shardmath.algebra.runs import from_ranges, identity
-from shardmath.layouts.layout import window
+from shardmath.layouts.edits import window
 from shardmath.layouts.store import local_tensors
 from shardmath.programs.program import Message, Round
 

@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, NotationError
-from shardmath.families.hf import KINDS, MODULES, kind
 from shardmath.families.rules import DEFAULTS, Rule, Side, parse
+from shardmath.families.styles import KINDS
 
 SHAPES = {
     "embed_tokens.weight": ((10, 6), "bfloat16"),
@@ -267,46 +267,6 @@ def test_rules_that_text_cannot_say(rule: tuple[str, str]) -> None:
 def test_an_axis_called_ranks() -> None:
     with pytest.raises(NotationError, match="name the axis otherwise"):
         Side(Mesh(ranks=None, **{"tp": 2}).merge(["tp"], "ranks"))
-
-
-# The family table
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("model.layers.0.self_attn.q_proj.weight", "column"),
-        ("model.layers.0.self_attn.k_proj.bias", "column"),
-        ("model.layers.0.mlp.experts.17.down_proj.weight", "row"),
-        ("model.layers.0.self_attn.o_proj.bias", "replicate"),
-        ("model.embed_tokens.weight", "vocab"),
-        ("lm_head.weight", "vocab"),
-        ("lm_head.bias", "vocab"),
-        ("lm_head.dense.weight", "replicate"),
-        ("bert.encoder.layer.3.attention.self.query.weight", "column"),
-        ("encoder.layer.3.attention.output.dense.weight", "row"),
-        ("encoder.layer.3.attention.output.LayerNorm.weight", "replicate"),
-        ("encoder.layer.3.intermediate.dense.bias", "column"),
-        ("encoder.layer.3.output.dense.weight", "row"),
-        ("embeddings.word_embeddings.weight", "vocab"),
-        ("embeddings.position_embeddings.weight", "replicate"),
-        ("pooler.dense.weight", "replicate"),
-        ("model.layers.0.mlp.gate.weight", "replicate"),
-        ("model.layers.0.self_attn.q_norm.weight", "replicate"),
-        ("model.layers.0.self_attn.q_proj.weight_scale_inv", "replicate"),
-        ("transformer.h.0.attn.c_attn.weight", "replicate"),
-        ("transformer.wte.weight", "vocab"),
-        ("weight", "replicate"),
-        ("", "replicate"),
-    ],
-)
-def test_kind(name: str, expected: str) -> None:
-    assert kind(name) == expected
-
-
-def test_every_row_of_the_table_is_reached() -> None:
-    assert {kind(f"model.{end}.weight") for end, _ in MODULES} <= set(KINDS)
-    assert all(kind(f"model.{end}.weight") == expected for end, expected in MODULES)
 
 
 @pytest.mark.parametrize(

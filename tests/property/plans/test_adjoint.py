@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from shardmath import Layout, Mesh, PlanError, adjoint, plan, simulate, testing, verify
-from shardmath.layouts.layout import window
+from shardmath.layouts.edits import window
 from shardmath.plans.adjoint import everybody, swapped
 
 TP, FAR = Mesh(tp=2), Mesh(dp=2, tp=2, ranks=range(4, 8))

@@ -26,7 +26,7 @@ from shardmath import (
     verify,
 )
 from shardmath.algebra.runs import Runs, from_ranges
-from shardmath.layouts.layout import window
+from shardmath.layouts.edits import window
 from shardmath.plans import cover
 from shardmath.plans.cover import cells_held, check_disjoint, first_unheld, holds_all, meeting
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from shardmath import Layout, Mesh, PlanError, Shard, StridedShard, Transfer, plan, testing
-from shardmath.layouts.layout import relabelled, window
+from shardmath.layouts.edits import relabelled, window
 
 TP2, TP4 = Mesh(tp=2), Mesh(tp=4, ranks=range(4, 8))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardmath import Layout, Mesh, PlanError, Table, plan, testing
 from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import from_ranges
-from shardmath.layouts.layout import relabelled, window
+from shardmath.layouts.edits import relabelled, window
 from shardmath.plans.plan import Side
 from shardmath.plans.relabelling import Relabelling, overlap_table, relabel
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Table, testing
 from shardmath.algebra.runs import from_ranges, identity
-from shardmath.layouts.layout import relabelled
+from shardmath.layouts.edits import relabelled
 from shardmath.plans.reduction import reduction
 from shardmath.plans.template import (
     SMALL,

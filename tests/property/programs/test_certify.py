@@ -27,7 +27,7 @@ from shardmath import (
     schedule,
 )
 from shardmath.flows.bound import bound
-from shardmath.layouts.layout import window
+from shardmath.layouts.edits import window
 from shardmath.programs.certify import blocks
 from shardmath.programs.scheduling import as_planned
 from tests.property.drawn.plans import chosen_axes, folded_axes, passing, place

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, PlanError, Runs, adjoint, plan, testing, verify
 from shardmath.flows.topology import Topology
-from shardmath.layouts.layout import relabelled, window
+from shardmath.layouts.edits import relabelled, window
 from shardmath.plans.balance import balanced
 from shardmath.plans.demands import Batch, lines
 from shardmath.plans.reduction import Reduction

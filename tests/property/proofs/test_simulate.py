@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardmath import Layout, Mesh, PlanError, plan, simulate
-from shardmath.layouts.layout import window
+from shardmath.layouts.edits import window
 from shardmath.proofs.simulate import FOLD
 
 TP, FAR = Mesh(tp=3), Mesh(tp=3, ranks=range(4, 7))

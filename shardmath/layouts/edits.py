@@ -1,0 +1,125 @@
+"""Edits: layouts made from another one, of the same local tensors or with other labels.
+
+>>> from shardmath.algebra.mesh import Mesh
+>>> layout = Layout((9, 4), Mesh(tp=2), "(tp n) h")
+>>> print(window(layout, ((2, 6), (0, 4))))
+float32[9, 4] (tp n)=<-2 2:6 -3> h on tp=2
+>>> print(sliced(layout, ((2, 6), (0, 4))))
+float32[4, 4] (tp n)=<-2 0:4 -3> h on tp=2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast as typed
+
+from shardmath.algebra.box import Box, shape
+from shardmath.algebra.dimension import Dimension
+from shardmath.algebra.runs import Runs, identity, restrict
+from shardmath.base import dtypes
+from shardmath.base.errors import LayoutError
+from shardmath.base.given import instance, listed
+from shardmath.base.integers import whole
+from shardmath.layouts.layout import Layout, intern
+
+__all__ = ["cast", "relabelled", "repartialed", "sliced", "transposed", "window"]
+
+
+def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
+    """The same division with addends along exactly these axes, waiting for `op`."""
+    named = set(axes)
+    partial = tuple((name, op) for name in layout.mesh.shape if name in named)
+    return intern(layout.shape, layout.dtype, layout.mesh, layout.dims, partial)
+
+
+def cast(layout: Layout, dtype: object) -> Layout:
+    """The same holdings with elements of another type. Raises LayoutError for an unknown one."""
+    _check_layout(layout)
+    name = dtypes.canonical(dtype)
+    return intern(layout.shape, name, layout.mesh, layout.dims, layout.partial)
+
+
+def relabelled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
+    """The same layout with every rank renamed; ranks not named keep their number.
+
+    Raises MeshError if two ranks get one name.
+    """
+    _check_layout(layout)
+    mesh = layout.mesh.relabel(ranks)
+    return intern(layout.shape, layout.dtype, mesh, layout.dims, layout.partial)
+
+
+def transposed(layout: Layout, order: Sequence[int]) -> Layout:
+    """The layout of the tensor with its dimensions in another order.
+
+    Raises LayoutError unless each dimension is named once.
+    """
+    _check_layout(layout)
+    given = listed(order, "dimensions", LayoutError)
+    new = tuple(whole(d, "a dimension", LayoutError) for d in given)
+    if sorted(new) != list(range(layout.ndim)):
+        raise LayoutError(
+            f"cannot transpose shape {layout.shape} to {new}; "
+            f"name each of 0..{layout.ndim - 1} once"
+        )
+    shape = tuple(layout.shape[d] for d in new)
+    dims = tuple(layout.dims[d] for d in new)
+    return intern(shape, layout.dtype, layout.mesh, dims, layout.partial)
+
+
+def window(layout: Layout, box: Box) -> Layout:
+    """The same local tensors with holes outside `box`, one (start, stop) per dimension.
+
+    Raises LayoutError for a box that is not inside the tensor.
+    """
+    box = _read_box(layout, box)
+    dims = []
+    for dim, (lo, hi) in zip(layout.dims, box, strict=True):
+        dims.append(Dimension(dim.size, dim.fields, _keep(dim, lo, hi)))
+    return intern(layout.shape, layout.dtype, layout.mesh, tuple(dims), layout.partial)
+
+
+def sliced(layout: Layout, box: Box) -> Layout:
+    """The layout of the slice `box` as a tensor of its own, in the same local tensors: holes outside it.
+
+    Raises LayoutError for a box that is not inside the tensor.
+    """
+    box = _read_box(layout, box)
+    dims = []
+    for dim, (lo, hi) in zip(layout.dims, box, strict=True):
+        kept = _keep(dim, lo, hi)
+        # The slice counts its positions from its own beginning.
+        segments = [(local, g - lo, n) for local, g, n in kept.segments]
+        stored = Runs(segments, len(kept))
+        dims.append(Dimension(hi - lo, dim.fields, stored))
+    return intern(shape(box), layout.dtype, layout.mesh, tuple(dims), layout.partial)
+
+
+def _keep(dim: Dimension, lo: int, hi: int) -> Runs:
+    """What the dimension stores of [lo, hi), with holes for all else."""
+    stored = identity(dim.size) if dim.stored is None else dim.stored
+    return restrict(stored, lo, hi)
+
+
+def _check_layout(layout: object) -> None:
+    instance(layout, Layout, "give a shardmath.Layout", LayoutError)
+
+
+def _read_box(layout: Layout, box: Box) -> Box:
+    """The box, in integers. Raises LayoutError unless it is one of the layout's tensor."""
+    _check_layout(layout)
+    spans = []
+    for span in listed(box, "spans", LayoutError):
+        spans.append(listed(span, "the start and stop of a box", LayoutError))
+    read = []
+    for span in spans:
+        read.append(tuple(whole(x, f"a border of box {spans}", LayoutError) for x in span))
+    if len(read) != layout.ndim or not all(map(_is_inside, read, layout.shape)):
+        raise LayoutError(
+            f"box {box} is not inside shape {layout.shape}; give one (start, stop) a dimension"
+        )
+    return typed(Box, tuple(read))
+
+
+def _is_inside(span: tuple[int, ...], n: int) -> bool:
+    return len(span) == 2 and 0 <= span[0] <= span[1] <= n

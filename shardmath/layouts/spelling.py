@@ -1,0 +1,305 @@
+"""Spelling: the three ways to say how a tensor is divided, read as dimensions and Partial axes.
+
+1. Text is `notation`; the others give placements, each on a mesh axis or on several flattened ones.
+2. A tuple has one placement per mesh axis, applied left to right, as DTensor's.
+3. A mapping goes from axis, or tuple of axes, to placement, and is applied in its order.
+4. The reading `"placement"` applies the splits as written. The reading `"order"` decodes the order of
+   splits that the strides of StridedShard stand for, as FSDP2 stores them.
+
+>>> from shardmath.layouts.placement import Shard
+>>> mesh = Mesh(dp=4, tp=2)
+>>> text = from_text("(tp dp n) h", (9, 4), mesh, None, None)
+>>> text == from_placements({"tp": Shard(0), "dp": Shard(0)}, (9, 4), mesh, "placement", {})
+True
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, SupportsIndex, TypeAlias, cast
+
+from shardmath.algebra.dimension import Chunks, Digit, Dimension, Stage, divided
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.runs import Runs
+from shardmath.base.errors import LayoutError, PlacementError
+from shardmath.base.given import mapping, plural, shown, text
+from shardmath.base.integers import whole
+from shardmath.base.memo import memo
+from shardmath.layouts.notation import Partials, Rules, padded, parse
+from shardmath.layouts.placement import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    StridedShard,
+    check_protocol,
+    stage_of,
+)
+from shardmath.layouts.unparse import free_name
+
+__all__ = ["AxisSpec", "Reading", "Stored", "from_placements", "from_text"]
+
+Reading: TypeAlias = Literal["placement", "order"]
+AxisSpec: TypeAlias = (
+    str
+    | Sequence[Spec]
+    | Mapping[str, Spec]
+    | Mapping[tuple[str, ...], Spec]
+    | Mapping[str | tuple[str, ...], Spec]
+)
+"""The three spellings: text, one placement per mesh axis, or axis -> placement."""
+
+Stored: TypeAlias = Mapping[int, int | Runs]
+"""What is stored of a dimension: a padded length, or the Runs from stored to logical positions."""
+
+_Read: TypeAlias = tuple[tuple[Dimension, ...], Partials]
+"""The dimensions and the Partial axes."""
+_Axis: TypeAlias = tuple[str, int]
+_Axes: TypeAlias = tuple[str, ...]
+_Pairs: TypeAlias = list[tuple[_Axes, Spec]]
+"""(axes, placement), in the order in which they are applied."""
+
+
+def from_text(
+    spec: str,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    stored: Stored | None,
+    rules: Rules | None,
+) -> _Read:
+    """What the text says; `rules` are the placements that it names, `stored` has to be empty.
+
+    Raises LayoutError, PlacementError or NotationError.
+    """
+    if stored is not None and len(_check_stored(stored)):
+        raise LayoutError(
+            f"stored={shown(stored)} beside the text {spec!r}; "
+            f"write it in the text: (n)=8 or (n)=<0:4 -4>"
+        )
+    named = {} if rules is None else mapping(rules, "rules=", "name to placement", LayoutError)
+    if not named:
+        return _parse(text(spec, "spec", LayoutError), shape, mesh.axes)
+    for placement in named.values():
+        check_protocol(placement)
+    return parse(spec, shape, mesh.shape, named)
+
+
+@memo()
+def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
+    """`parse` of text that names no placements, which is kept."""
+    return parse(spec, shape, dict(axes), {})
+
+
+def from_placements(
+    spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
+) -> _Read:
+    """What the placements say. Raises LayoutError or PlacementError."""
+    pairs = _pair(spec, mesh)
+    _check_once(pairs)
+    by_dim: list[_Pairs] = [[] for _ in shape]
+    ops: dict[str, str] = {}
+    for axes, placement in pairs:
+        if isinstance(placement, Partial):
+            ops.update(dict.fromkeys(axes, placement.op))
+        elif not isinstance(placement, Replicate):
+            d = _dimension_of(placement, shape)
+            by_dim[d].append((axes, placement))
+    kept = _read_stored(stored, shape)
+    dims = []
+    for d, own in enumerate(by_dim):
+        stages = _decode_order(own, mesh) if reading == "order" else _apply(own, mesh)
+        dims.append(_divide(d, shape, stages, kept[d]))
+    partial = tuple((name, ops[name]) for name in mesh.shape if name in ops)
+    return tuple(dims), partial
+
+
+def _divide(d: int, shape: tuple[int, ...], stages: list[Stage], stored: Runs | None) -> Dimension:
+    """Dimension d divided by these stages. Raises PlacementError, naming the dimension."""
+    size = shape[d] if stored is None else len(stored)
+    try:
+        return Dimension(shape[d], (divided(size, stages),), stored)
+    except PlacementError as error:
+        raise PlacementError(f"dimension {d} of shape {shape}: {error}") from None
+
+
+def _pair(spec: AxisSpec, mesh: Mesh) -> _Pairs:
+    """Each placement with its axes. Raises LayoutError for axes that the mesh does not have."""
+    if isinstance(spec, Mapping):
+        pairs = [(_key_axes(key), placement) for key, placement in spec.items()]
+    else:
+        pairs = _pair_in_order(cast(Sequence[Spec], spec), mesh)
+    sizes = mesh.shape
+    for axes, placement in pairs:
+        for name in axes:
+            if name not in sizes:
+                axes_text = " ".join(f"{axis}={n}" for axis, n in mesh.axes)
+                names = ", ".join(sizes) or "none"
+                raise LayoutError(
+                    f"{placement} on axis {name!r}: mesh {axes_text} has no such axis; "
+                    f"its axes are {names}"
+                )
+    return pairs
+
+
+def _pair_in_order(spec: Sequence[Spec], mesh: Mesh) -> _Pairs:
+    """The placements with the mesh axes, one each. Raises LayoutError for too few or too many."""
+    if any(map(_is_axes, spec)):
+        raise LayoutError(_explain_axes(spec))
+    names = tuple(mesh.shape)
+    if len(spec) != len(names):
+        count = plural(spec, "placement")
+        axes = plural(names, "mesh axis", "mesh axes")
+        listed = ", ".join(names) or "none"
+        raise LayoutError(
+            f"{count} {tuple(spec)} for {axes} ({listed}); give one an axis, or a mapping"
+        )
+    return [((name,), placement) for name, placement in zip(names, spec, strict=True)]
+
+
+def _key_axes(key: object) -> tuple[str, ...]:
+    """The mesh axes that a key of a mapping names."""
+    axes = (key,) if isinstance(key, str) else key
+    if not _is_axes(axes):
+        raise LayoutError(
+            f"{shown(key)} is not a mesh axis; the keys of a spec are axis names or tuples of them"
+        )
+    names = cast(Iterable[object], axes)
+    return tuple(text(name, "a mesh axis", LayoutError) for name in names)
+
+
+def _is_axes(entry: object) -> bool:
+    """Whether it is a name, or a tuple of names."""
+    if isinstance(entry, str):
+        return True
+    if not isinstance(entry, tuple) or not entry:
+        return False
+    return all(isinstance(name, str) for name in cast(Iterable[object], entry))
+
+
+def _explain_axes(spec: Sequence[object]) -> str:
+    """What to write instead of the mesh axes of each dimension, as JAX's PartitionSpec lists them."""
+    words = []
+    for d, entry in enumerate(spec):
+        axes = (entry,) if isinstance(entry, str) else entry
+        if isinstance(axes, tuple) and axes:
+            words.append(f"({' '.join(map(str, axes))} {free_name(d)})")
+        else:
+            words.append(free_name(d))
+    return (
+        f"spec {shown(tuple(spec))} names mesh axes by dimension, as JAX's PartitionSpec; "
+        f"a tuple has a placement for each mesh axis: write the text {' '.join(words)!r}"
+    )
+
+
+def _check_once(pairs: _Pairs) -> None:
+    """Raise LayoutError if two placements, or one twice, name an axis."""
+    seen: dict[str, Spec] = {}
+    for axes, placement in pairs:
+        for name in axes:
+            if name in seen:
+                raise LayoutError(
+                    f"mesh axis {name!r} is used twice, by {seen[name]} and {placement}; "
+                    f"an axis has one placement"
+                )
+            seen[name] = placement
+
+
+def _dimension_of(placement: Placement, shape: tuple[int, ...]) -> int:
+    """The dimension that the placement divides, counted from the front."""
+    dim = getattr(placement, "dim", None)
+    if isinstance(dim, bool) or not isinstance(dim, SupportsIndex):
+        raise PlacementError(
+            f"{placement!r} is not a placement; "
+            f"give it `dim` and `split(n, parts) -> tuple of Runs`"
+        )
+    d = whole(dim, f"the dimension of {shown(placement)}", PlacementError)
+    ndim = len(shape)
+    if not -ndim <= d < ndim:
+        raise LayoutError(
+            f"{placement} divides dimension {d}, shape {shape} has {ndim}; use {-ndim}..{ndim - 1}"
+        )
+    return d % ndim
+
+
+def _check_stored(stored: object) -> Mapping[object, object]:
+    return mapping(stored, "stored=", "dimension to a length or Runs", LayoutError)
+
+
+def _read_stored(stored: Stored, shape: tuple[int, ...]) -> list[Runs | None]:
+    """The Runs from stored to logical positions of each dimension, None where all are stored."""
+    ndim = len(shape)
+    kept: list[Runs | None] = [None] * ndim
+    for key, value in _check_stored(stored).items():
+        d = whole(key, "a dimension of stored=", LayoutError)
+        if not -ndim <= d < ndim:
+            raise LayoutError(
+                f"stored= names dimension {d}, shape {shape} has {ndim}; use {-ndim}..{ndim - 1}"
+            )
+        if kept[d] is not None:
+            raise LayoutError(
+                f"stored= names dimension {d % ndim} of shape {shape} twice; name it once"
+            )
+        if isinstance(value, Runs):
+            kept[d] = value
+        else:
+            size = whole(value, f"the stored size of dimension {d}", LayoutError)
+            kept[d] = padded(shape[d], size)
+    return kept
+
+
+def _sizes(axes: _Axes, mesh: Mesh) -> tuple[int, ...]:
+    return tuple(map(mesh.axis_size, axes))
+
+
+def _apply(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
+    """The reading as written: a stage per placement."""
+    stages = []
+    for axes, placement in pairs:
+        stages.append(stage_of(cast(Placement, placement), axes, _sizes(axes, mesh)))
+    return stages
+
+
+def _decode_order(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
+    """The order reading: all Shard and StridedShard of a dimension as one stage, in their order.
+
+    Right to left, each goes where the product of the sizes before it is its split factor (torch 2.13
+    `_StridedShard` decoding). Raises PlacementError where there is no such place.
+    """
+    if not any(isinstance(placement, StridedShard) for _, placement in pairs):
+        return _apply(pairs, mesh)
+    order: list[_Axes] = []
+    for axes, placement in reversed(pairs):
+        if isinstance(placement, StridedShard):
+            factor = placement.split_factor
+        elif isinstance(placement, Shard):
+            factor = 1
+        else:
+            raise PlacementError(
+                f"reading='order': {placement} beside StridedShard on one dimension; "
+                f"use reading='placement'"
+            )
+        order.insert(_find_place(order, factor, placement, mesh), axes)
+    digits = []
+    for axes in order:
+        sizes = _sizes(axes, mesh)
+        digits.append(Digit(Chunks(math.prod(sizes)), axes, sizes))
+    return [tuple(digits)]
+
+
+def _find_place(order: list[_Axes], factor: int, placement: Spec, mesh: Mesh) -> int:
+    """How many axes of the order stand before a split into `factor` pieces."""
+    parts = [math.prod(_sizes(axes, mesh)) for axes in order]
+    product = 1
+    for at, n in enumerate([*parts, 1]):
+        if product == factor:
+            return at
+        product *= n
+    sizes = [f"{'*'.join(axes)}={n}" for axes, n in zip(order, parts, strict=True)]
+    found = " ".join(sizes) or "none"
+    raise PlacementError(
+        f"reading='order': {placement} stands for no order: "
+        f"the axes right of it on its dimension are {found}; "
+        f"use reading='placement', which applies the splits as written"
+    )

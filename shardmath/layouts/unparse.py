@@ -1,0 +1,143 @@
+"""Unparse: dimensions as canonical text, which `notation.parse` reads back to the same value.
+
+Names are not part of a layout: the free names are n h w d n4 n5 ..., and a user's placements are
+named after their classes.
+
+>>> from shardmath.layouts.notation import parse
+>>> dims, partial = parse("(2: tp x + 6: y)=<0:4 -4> z", (4, 9), {"tp": 2}, {})
+>>> unparse(dims, partial, {"tp": 2})
+'(2: tp n + 6: n)=8 h'
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from shardmath.algebra.dimension import (
+    Balanced,
+    Block,
+    Chunks,
+    Digit,
+    Dimension,
+    Field,
+    Rule,
+    Sizes,
+    Splits,
+    Stage,
+)
+from shardmath.algebra.runs import identity, spanning
+from shardmath.layouts.notation import Partials
+from shardmath.layouts.reader import Axes
+
+__all__ = ["free_name", "rule_names", "unparse"]
+
+NAMES = ("n", "h", "w", "d")
+
+
+def free_name(d: int) -> str:
+    """What text calls dimension d."""
+    return NAMES[d] if d < len(NAMES) else f"n{d}"
+
+
+def unparse(dims: tuple[Dimension, ...], partial: Partials, axes: Axes) -> str:
+    """The canonical text of these dimensions and Partial axes."""
+    named = rule_names(dims)
+    words = []
+    for d, dim in enumerate(dims):
+        name = free_name(d)
+        while name in axes:
+            name += "_"
+        words.append(_dim_text(dim, name, named))
+    by_op: dict[str, list[str]] = {}
+    for axis, op in partial:
+        by_op.setdefault(op, []).append(axis)
+    words += [f"{{{op}: {' '.join(waiting)}}}" for op, waiting in by_op.items()]
+    return " ".join(words)
+
+
+def rule_names(dims: tuple[Dimension, ...]) -> dict[Splits, str]:
+    """A name for every user's placement: its class in lower case, numbered from the second."""
+    named: dict[Splits, str] = {}
+    taken: set[str] = set()
+    for digit in _digits(dims):
+        cut = digit.cut
+        if not isinstance(cut, Rule) or cut.by in named:
+            continue
+        owner = type(cut.by)
+        base = name = owner.__name__.lower()
+        numbers = itertools.count(2)
+        while name in taken:
+            name = f"{base}{next(numbers)}"
+        named[cut.by] = name
+        taken.add(name)
+    return named
+
+
+def _digits(dims: tuple[Dimension, ...]) -> Iterator[Digit]:
+    """All digits of the dimensions, as the text has them."""
+    for dim in dims:
+        for field in dim.fields:
+            for stage in field.stages:
+                yield from stage
+
+
+def _dim_text(dim: Dimension, name: str, named: Mapping[Splits, str]) -> str:
+    """A word, or a group with what is stored behind it."""
+    if dim.stored is None and dim.fields == (Field(dim.size),):
+        return name
+    fields = []
+    for field in dim.fields:
+        size = f"{field.size}: " if len(dim.fields) > 1 else ""
+        fields.append(size + _field_text(field, name, named))
+    return f"({' + '.join(fields)}){_stored_text(dim)}"
+
+
+def _stored_text(dim: Dimension) -> str:
+    """`=8` where the dimension is padded at its end, else all ranges and holes."""
+    if dim.stored is None:
+        return ""
+    stored = dim.stored
+    if stored.segments == identity(dim.size).segments:
+        return f"={len(stored)}"
+    return f"=<{spanning(stored)}>"
+
+
+def _field_text(field: Field, name: str, named: Mapping[Splits, str]) -> str:
+    stages = [" ".join(_stage_words(stage, name, named)) for stage in field.stages]
+    return " | ".join(stages) or name
+
+
+def _stage_words(stage: Stage, name: str, named: Mapping[Splits, str]) -> Iterator[str]:
+    """The stage's words: cuts, then the free name, then blocks and the size of the smallest."""
+    block = 0  # the size of the last block, 0 before the first
+    for digit in stage:
+        cut = digit.cut
+        if not isinstance(cut, Block):
+            yield _word(digit, named)
+        elif not block:
+            block = cut.size
+            yield name
+        else:
+            # A word right of the free name stands for how many of these make one of those before.
+            yield "*".join(digit.axes) or str(block // cut.size)
+            block = cut.size
+    if not block:
+        yield name
+    elif block > 1:
+        yield str(block)
+
+
+def _word(digit: Digit, named: Mapping[Splits, str]) -> str:
+    """The word of a digit left of the free name."""
+    cut, axes = digit.cut, "*".join(digit.axes)
+    match cut:
+        case Sizes(sizes):
+            return f"{axes}[{' '.join(map(str, sizes))}]"
+        case Balanced():
+            return f"{axes}~"
+        case Rule(by, _):
+            return f"{axes}@{named[by]}"
+        case Chunks(parts):
+            return axes or str(parts)
+    raise AssertionError(digit)

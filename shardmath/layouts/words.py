@@ -1,0 +1,147 @@
+"""Words: one digit of a layout's text as written, and the stages that the words of a field stand for.
+
+1. Left of the free name a word cuts every piece in as many parts: by ceil-chunks, or as its mark says.
+2. Right of it a word is made of fixed blocks: it counts blocks as large as all that is right of it.
+   The free name counts the largest ones, as many as there are.
+3. Without a free name the words multiply to the length that they divide.
+
+>>> from shardmath.layouts.reader import Reader
+>>> words = [Word(1, free="n"), Word(3, axes=("tp",)), Word(6, number=2)]
+>>> field = make_field(Reader("(n tp 2)", (9,), {"tp": 2}, {}), 9, [words])
+>>> [str(field.runs({"tp": coordinate})) for coordinate in range(2)]
+['[0:2 4:6 8:9]', '[2:4 6:8]']
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from shardmath.algebra.dimension import (
+    Balanced,
+    Block,
+    Chunks,
+    Cut,
+    Digit,
+    Field,
+    Rule,
+    Sizes,
+    Stage,
+    divided,
+    lengths_at,
+)
+from shardmath.base.given import plural
+from shardmath.layouts.reader import Reader, listed
+
+__all__ = ["Word", "make_field"]
+
+
+class Word(NamedTuple):
+    """One digit as written: what it divides by, before the free name is known."""
+
+    at: int
+    axes: tuple[str, ...] = ()
+    number: int = 0
+    sizes: tuple[int, ...] | None = None
+    mark: str = ""
+    free: str = ""
+
+
+def make_field(read: Reader, n: int, stages: list[list[Word]]) -> Field:
+    """The field of n positions that these words divide. Raises NotationError where they cannot."""
+    first = stages[0][0]
+    if first.sizes is not None and sum(first.sizes) != n:
+        read.fail(
+            f"sizes {list(first.sizes)} add up to {sum(first.sizes)}",
+            first.at,
+            f"the dimension, or field, has {n}",
+        )
+    read_stages = tuple(_read_stage(read, words) for words in stages)
+    for s, words in enumerate(stages):
+        if not any(word.free for word in words):
+            _check_exact(read, divided(n, read_stages[:s]), words)
+    return divided(n, read_stages)
+
+
+def _check_exact(read: Reader, before: Field, words: list[Word]) -> None:
+    """A stage without a free name: its digits multiply to the length that they divide."""
+    product = math.prod(_count_parts(read, word) for word in words)
+    wrong = lengths_at(before, len(before.stages)) - {product}
+    if wrong:
+        read.fail(
+            f"a group without a free name divides {product} exactly, not {min(wrong)}",
+            words[0].at,
+            f"add a free name, or make the length {product}",
+        )
+
+
+def _count_parts(read: Reader, word: Word) -> int:
+    """What the word multiplies by in a group without a free name."""
+    if word.mark or word.sizes is not None:
+        read.fail("a group with ~, sizes or a rule needs a free name", word.at, "write (tp~ n)")
+    return word.number or math.prod(_axis_sizes(read, word))
+
+
+def _axis_sizes(read: Reader, word: Word) -> tuple[int, ...]:
+    sizes = read.axes
+    return tuple(sizes[name] for name in word.axes)
+
+
+def _read_stage(read: Reader, words: list[Word]) -> Stage:
+    """The digits of one stage: cuts left of the free name, blocks right of it."""
+    free = [i for i, word in enumerate(words) if word.free]
+    if len(free) > 1:
+        first, second = words[free[0]], words[free[1]]
+        read.fail(
+            f"{first.free!r} and {second.free!r} are both free names",
+            second.at,
+            f"one must be a mesh axis ({listed(read.axes)}) or an integer",
+        )
+    if not free:
+        return tuple(_make_cut(read, word) for word in words)
+    at = free[0]
+    left = [_make_cut(read, word) for word in words[:at]]
+    right = _make_blocks(read, words[at + 1 :])
+    return (*left, *right)
+
+
+def _make_cut(read: Reader, word: Word) -> Digit:
+    """The digit of a word left of the free name."""
+    sizes = _axis_sizes(read, word)
+    parts = word.number or math.prod(sizes)
+    return Digit(_choose_cut(read, word, parts), word.axes, sizes)
+
+
+def _choose_cut(read: Reader, word: Word, parts: int) -> Cut:
+    """How the word cuts a piece into so many parts."""
+    if word.sizes is not None:
+        if word.axes and len(word.sizes) != parts:
+            read.fail(
+                f"{plural(word.sizes, 'size')} for {plural(parts, 'coordinate')}",
+                word.at,
+                "give one size a coordinate",
+            )
+        return Sizes(word.sizes)
+    if word.mark == "~":
+        return Balanced(parts)
+    if word.mark:
+        return Rule(read.rules[word.mark], parts)
+    return Chunks(parts)
+
+
+def _make_blocks(read: Reader, words: list[Word]) -> list[Digit]:
+    """The free name's own blocks and the digits right of it, each a block of what is right of it."""
+    digits: list[Digit] = []
+    block = 1
+    for word in reversed(words):
+        if word.mark or word.sizes is not None:
+            read.fail(
+                "~, sizes and rules stand left of the free name",
+                word.at,
+                "right of it are fixed blocks",
+            )
+        sizes = _axis_sizes(read, word)
+        digits.append(Digit(Block(block), word.axes, sizes))
+        block *= word.number or math.prod(sizes)
+    digits.append(Digit(Block(block)))
+    return digits[::-1]
