@@ -25,7 +25,17 @@ from shardmath.plans.plan import Plan
 from shardmath_torch.exchange.cells import held, own_boxes
 from shardmath_torch.exchange.memory import missing_memory, plain, reach, stored_bytes
 
-__all__ = ["Local", "Tensors", "Wanted", "by_key", "check", "fits", "signature", "wanted"]
+__all__ = [
+    "Local",
+    "Tensors",
+    "Wanted",
+    "by_key",
+    "check",
+    "fits",
+    "overlaps_itself",
+    "signature",
+    "wanted",
+]
 
 Local: TypeAlias = Tensor | Mapping[str, Tensor] | None
 """What a rank passes for one side."""
@@ -189,7 +199,7 @@ def _made_plain(tensor: Tensor) -> str:
 
 def _check_writable(dst: Tensors) -> None:
     for key, t in dst.items():
-        if _overlaps_itself(t):
+        if overlaps_itself(t):
             what = (
                 f"{_label('destination', key)} has shape {tuple(t.shape)} and strides {t.stride()}"
             )
@@ -198,7 +208,7 @@ def _check_writable(dst: Tensors) -> None:
             )
 
 
-def _overlaps_itself(t: Tensor) -> bool:
+def overlaps_itself(t: Tensor) -> bool:
     """Whether two elements may lie in one cell: unless each stride steps over all that smaller ones reach."""
     reach = 0
     for step, n in sorted((step, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1):
