@@ -823,8 +823,8 @@ def test_windows_called_like_another_tensor(tmp_path: Path) -> None:
             smt.load(tmp_path, layouts)
     found = smt.load(tmp_path, {"w": windows, "v": two}, names={"v": "w[0]"})
     assert {key: t.tolist() for key, t in found.items()} == {
-        "w[0]": [0.0, 1.0],
-        "w[1]": [2.0, 3.0],
+        "w[0]": [0.0, 1.0, 0.0, 0.0],
+        "w[1]": [0.0, 0.0, 2.0, 3.0],
         "v": [7.0, 8.0],
     }
 
