@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
+from shardmath.base.dtypes import ITEMSIZE
 from shardmath.base.given import plural
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.layout import cast as _of_dtype
@@ -227,7 +228,11 @@ def description(module: nn.Module) -> Description:
 
 
 def check_shaped(name: str, tensor: Tensor) -> None:
-    """Raises CheckpointError for a nested tensor: its parts have shapes, it has none."""
+    """Raises CheckpointError for a type that no layout has, and a nested tensor: its parts have shapes, it has none."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE:
+        what = f"{name!r} is {dtype}, a type that layouts do not have"
+        raise CheckpointError(f"{what}; give plain numbers, such as its int_repr() or dequantize()")
     if tensor.is_nested:
         what = f"{name!r} is a nested tensor, of {plural(tensor.size(0), 'part')} and no one shape"
         raise CheckpointError(f"{what}; save its parts under names of their own, from unbind()")

@@ -160,6 +160,8 @@ def _check(
         raise ExchangeError(f"{label} is {type(tensor).__name__}; pass a torch.Tensor")
     if isinstance(tensor, DTensor):
         raise ExchangeError(f"{label} is a DTensor; pass its local tensor, tensor.to_local()")
+    if tensor.is_nested:
+        raise ExchangeError(f"{label} is a nested tensor, which has no shape; pass a plain one")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tuple(tensor.shape) != shape:
         what = f"{label} has shape {tuple(tensor.shape)}, the plan's layout stores {shape} there"

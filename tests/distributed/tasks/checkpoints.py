@@ -425,7 +425,7 @@ def at_url(
 
 
 EXPORTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a type": ({"tensor": "quint8"}, "rank 1 could not"),
+    "a type": ({"tensor": "quint8"}, "'w' is quint8, a type that layouts do not have"),
     "a mesh": ({"mesh": "x"}, "mesh is 'x'; give a shardmath.Mesh"),
     "ties": ({"tied": 5}, "tied is 5; give a mapping from names"),
     "a tie": ({"tied": {"v": 5}}, "tied has 'v': 5, and names are text"),
