@@ -34,7 +34,7 @@ from shardmath_torch.files import checksums
 from shardmath_torch.files.archive import CheckpointError, Strided, described
 from shardmath_torch.files.hf_sharded import Parts, read_sharded
 from shardmath_torch.files.json_text import MOST, MOST_DIMENSIONS, elements, read_json, shown
-from shardmath_torch.files.places import Place, check_length, opened, place, sizes_of
+from shardmath_torch.files.places import Place, check_length, content_of, place, sizes_of
 from shardmath_torch.files.sealed import Sealed, holds, signed, unseal
 from shardmath_torch.files.unpickled import read_metadata
 from shardmath_torch.files.weights import open_weights
@@ -313,8 +313,7 @@ def _digest(text: bytes) -> str:
 
 def _text(file: Place) -> bytes:
     try:
-        with opened(file) as stream:
-            return stream.read()
+        return content_of(file)
     except OSError as error:
         raise CheckpointError(
             f"{file} cannot be read: {error.strerror}; check its permissions"

@@ -47,7 +47,7 @@ from shardmath_torch.checkpoints.claims import (
 from shardmath_torch.checkpoints.stored import BLOBS, Checkpoint, Piece, Saved, to_json
 from shardmath_torch.files import archive
 from shardmath_torch.files.archive import CheckpointError, unused
-from shardmath_torch.files.places import Place, Remote, opened, place, put, sizes_of, sync
+from shardmath_torch.files.places import Place, Remote, content_of, place, put, sizes_of, sync
 from shardmath_torch.files.sealed import DIGITS, Sealed, seal, unseal
 from shardmath_torch.files.weights import Progress
 
@@ -203,8 +203,7 @@ def _sealed(folder: Place) -> Sealed | None:
     """What the save of ours that counts has written; None if that is none of ours."""
     file = folder / METADATA
     try:
-        with opened(file) as stream:
-            return unseal(stream.read(), file)
+        return unseal(content_of(file), file)
     except FileNotFoundError:
         return None
 

@@ -34,7 +34,7 @@ from shardmath_torch.dtypes import flat
 from shardmath_torch.files import locks
 from shardmath_torch.files.archive import NAMES, RESERVED, CheckpointError
 from shardmath_torch.files.json_text import shown
-from shardmath_torch.files.places import opened
+from shardmath_torch.files.places import content_of
 from shardmath_torch.files.weights import INDEX, WeightsError, read_header
 
 __all__ = [
@@ -233,8 +233,7 @@ def _is_ours(file: Path) -> bool:
 
 def _is_index_of_ours(file: Path) -> bool:
     try:
-        with opened(file) as stream:
-            found = json.loads(stream.read())
+        found = json.loads(content_of(file))
         return OURS in found["metadata"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return False

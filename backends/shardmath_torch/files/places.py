@@ -28,6 +28,7 @@ __all__ = [
     "Place",
     "Remote",
     "check_length",
+    "content_of",
     "length_of",
     "local_folder",
     "opened",
@@ -254,6 +255,14 @@ def opened(file: Place, buffering: int = -1) -> BinaryIO:
     except BaseException:
         os.close(handle)
         raise
+
+
+def content_of(file: Place) -> bytes:
+    """All of the file, of one version of it. Raises OSError for what is no regular file."""
+    if isinstance(file, Remote):
+        return file.read_bytes()
+    with opened(file) as stream:
+        return stream.read()
 
 
 def length_of(file: Place) -> int:
