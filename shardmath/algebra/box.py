@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -138,12 +138,57 @@ def first_gap(
     """
     if not held:
         return None if boxes else ()
-    borders = {x for box in boxes for x in box[0]} | {lo for lo, _ in held[0]}
-    for x in sorted(x for x in borders if any(lo <= x < hi for lo, hi in held[0])):
-        gap = first_gap(held[1:], [box[1:] for box in boxes if box[0][0] <= x < box[0][1]])
-        if gap is not None:
-            return (x, *gap)
+    rest, active = held[1:], dict[int, Box]()
+    begin, end = _borders([box[0] for box in boxes])
+    enter, leave = _borders(held[0])
+    inside, known = 0, False
+    for x in sorted({*begin, *end, *enter, *leave}):
+        gone = [active.pop(i) for i in end.get(x, ())]
+        new = {i: boxes[i][1:] for i in begin.get(x, ())}
+        active |= new
+        inside += len(enter.get(x, ())) - len(leave.get(x, ()))
+        if inside and not (known and _replaced(rest, gone, list(new.values()), len(active))):
+            gap = None if active and not rest else first_gap(rest, list(active.values()))
+            if gap is not None:
+                return (x, *gap)
+        known = inside > 0
     return None
+
+
+def _borders(
+    ranges: Iterable[tuple[int, int]],
+) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Which ranges begin, and which end, at each position; by their numbers, empty ones left out."""
+    begin: dict[int, list[int]] = {}
+    end: dict[int, list[int]] = {}
+    for i, (lo, hi) in enumerate(ranges):
+        if lo < hi:
+            begin.setdefault(lo, []).append(i)
+            end.setdefault(hi, []).append(i)
+    return begin, end
+
+
+def _replaced(
+    held: Sequence[Sequence[tuple[int, int]]], gone: list[Box], new: list[Box], most: int
+) -> bool:
+    """Whether the new boxes have all that those that are gone had of the product.
+
+    False where it takes more than `most` steps to find out: to look at all boxes takes no longer then. So disjoint
+    boxes that tile take n^1.5 steps in all, where to look at every box of every slab takes n^2.
+    """
+    fresh = set(new)
+    lost = [box for box in gone if box not in fresh]
+    if len(lost) * len(new) > most:
+        return False
+    return all(first_gap(_clipped(held, box), new) is None for box in lost)
+
+
+def _clipped(held: Sequence[Sequence[tuple[int, int]]], box: Box) -> list[list[tuple[int, int]]]:
+    """What of the product is in the box."""
+    return [
+        [(max(lo, start), min(hi, stop)) for lo, hi in ranges if lo < stop and start < hi]
+        for ranges, (start, stop) in zip(held, box, strict=True)
+    ]
 
 
 PRIME = (1 << 31) - 1

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import ShardError
-from shardmath.base.given import plural
+from shardmath.base.given import mapping, plural, shown
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.checkpoints.loading import LoadPlanner, Reader, local_layouts
@@ -38,7 +38,7 @@ from shardmath_torch.compat import Group
 from shardmath_torch.files.archive import CheckpointError
 from shardmath_torch.files.weights import Progress, room
 
-__all__ = ["check_layouts", "check_ranks", "load", "on_all", "save"]
+__all__ = ["check_layouts", "check_names", "check_ranks", "load", "on_all", "save"]
 
 _T = TypeVar("_T")
 
@@ -69,7 +69,8 @@ def save(
     def ready() -> tuple[dict[str, Any], SavePlanner, Writer]:
         check_layouts(layouts)
         check_ranks(layouts, group)
-        check_paths(paths or {}, layouts)
+        check_paths({} if paths is None else paths, layouts)
+        mapping(tensors, "the tensors are ", "names to tensors", CheckpointError)
         return dict(tensors), SavePlanner(layouts, paths=paths), Writer(path, progress=progress)
 
     state, planner, writer = on_all("save", ready, group, claim=lambda _: os.fspath(path))
@@ -119,7 +120,7 @@ def load(
     rank: for names, shapes or types that are not those of the checkpoint, for elements that it lacks or has twice, for
     files that are missing or damaged, and for metadata of torch that say something else than what is stored.
     """
-    prepare = functools.partial(_ready, path, layouts, names or {}, group, progress, verify)
+    prepare = functools.partial(_ready, path, layouts, names, group, device, progress, verify)
     ready = on_all("load", prepare, group, claim=lambda ready: f"{ready.digest}, verify={verify}")
     touched = ready.reader.touched
     if touched is not None:
@@ -141,15 +142,18 @@ class _Ready(NamedTuple):
 def _ready(
     path: str | os.PathLike[str] | Checkpoint,
     layouts: Layouts,
-    names: Mapping[str, str],
+    names: Mapping[str, str] | None,
     group: Group | None,
+    device: torch.device | str,
     progress: Progress | None,
     verify: bool,
 ) -> _Ready:
     check_layouts(layouts)
+    check_names(names)
+    _check_device(device)
     rank, share = compat.rank_or_0(), _share(group)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    stored = {name: names.get(name, name) for name in layouts}
+    stored = {name: (names or {}).get(name, name) for name in layouts}
     wanted: dict[str, Layout | tuple[Layout, ...]] = {}
     for name, one in layouts.items():
         if one is None:
@@ -206,16 +210,18 @@ def on_all(
     count = _share(group)[1]
     done: list[_T] = []
     error: Exception | None = None
+    claimed = ""
     try:
         done.append(act())
+        claimed = claim(done[0]) if claim is not None else ""
     except Exception as raised:
         error = raised
-    mine = _text(error), claim(done[0]) if claim is not None and done else ""
+    mine = _text(error), claimed
     said: list[Any] = _gathered(step, mine, count, group)
     failures = {i: text for i, (text, _) in enumerate(said) if text is not None}
     if failures:
         raise _failed(step, failures, group) from error
-    other = next((i for i, (_, claimed) in enumerate(said) if claimed != said[0][1]), None)
+    other = next((i for i, (_, theirs) in enumerate(said) if theirs != said[0][1]), None)
     if other is not None:
         what = f"it is {said[other][1]!r} here and {said[0][1]!r} on the first rank of the group"
         raise _failed(
@@ -272,6 +278,27 @@ def check_layouts(layouts: object) -> None:
                 raise CheckpointError(
                     f"{name!r} has the layout {one!r}; names are text, layouts a Layout, some, or None"
                 )
+
+
+def check_names(names: object) -> None:
+    """Raises CheckpointError for what does not say {wanted: stored}."""
+    given = {} if names is None else mapping(names, "names is ", WANTED, CheckpointError)
+    for wanted, stored in given.items():
+        if not isinstance(wanted, str) or not isinstance(stored, str):
+            what = f"names has {shown(wanted)}: {shown(stored)}"
+            raise CheckpointError(f"{what}, and names are text; give a mapping from {WANTED}")
+
+
+WANTED = "wanted names to stored ones"
+
+
+def _check_device(device: torch.device | str) -> None:
+    """Raises CheckpointError for a device on which nothing can be, before anything is read."""
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # torch raises errors of all kinds here
+        what = f"device={device!r} has no room for tensors: {type(error).__name__}: {error}"
+        raise CheckpointError(f"{what}; give one that torch has here, such as 'cpu'") from error
 
 
 def check_ranks(layouts: Layouts, group: Group | None) -> None:

@@ -21,7 +21,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from shardmath_torch.files.places import CheckpointError, Place, Remote, sync, synced
+from shardmath_torch.files.places import (
+    CheckpointError,
+    Place,
+    Remote,
+    length_of,
+    opened,
+    sync,
+    synced,
+)
 from shardmath_torch.files.sealed import DIGITS, SEAL, save_of
 
 __all__ = [
@@ -73,7 +81,8 @@ def claim(folder: Place, save: str) -> Claim:
         draft.write_bytes(b"")
         return Claim(save, draft, None)
     while True:
-        handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        handle = os.open(draft, flags, 0o666)
         with _closed_on_error(handle):
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
@@ -160,7 +169,8 @@ def _dead(draft: Place, locks: contextlib.ExitStack) -> bool:
     if isinstance(draft, Remote):
         return not draft.is_file()
     try:
-        handle = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        handle = os.open(draft, flags)
     except FileNotFoundError:
         return True
     except OSError:
@@ -178,8 +188,8 @@ def counted(folder: Place) -> str | None:
     """The digits of the save that counts; None if that is none of ours."""
     file = folder / METADATA
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
+        size = length_of(file)
+        with opened(file) as stream:
             stream.seek(max(0, size - SEAL))
             return save_of(stream.read())
     except FileNotFoundError:

@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
+from shardmath.base.given import mapping, plural, shown
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
 from shardmath_torch.checkpoints.checkpoint import check_layouts, check_ranks, on_all
-from shardmath_torch.checkpoints.holdings import description, model_of
+from shardmath_torch.checkpoints.holdings import check_shaped, description, model_of
 from shardmath_torch.checkpoints.loading import local_layouts
 from shardmath_torch.checkpoints.saving import to_disk
 from shardmath_torch.compat import Group
@@ -59,6 +60,8 @@ __all__ = ["BATCH", "export"]
 
 BATCH = 256 << 20
 """Bytes of whole tensors that a rank holds to write them."""
+
+TIED = "names to names of tensors"
 
 Windows: TypeAlias = Layout | tuple[Layout, ...]
 
@@ -106,6 +109,8 @@ def export(
     with weights that no export wrote, for what `save` refuses, and for what safetensors cannot say: types it has no
     name for, bytes of ranks' own, extra states of modules; ExchangeError where a rank is lost on the way.
     """
+    check = partial(_check_given, source, layouts, tied, mesh)
+    on_all("export", check, group, claim=lambda _: _kinds(source))
     given = _given(source, layouts, mesh, group)
     given = given._replace(tied={**given.tied, **(tied or {})})
     ready = partial(_ready, path, given, max_shard_size, group)
@@ -127,9 +132,8 @@ def _given(
 ) -> _Given:
     if isinstance(source, nn.Module):
         return _of_module(source, mesh, group)
-    on_all("export", partial(_check_given, source, layouts), group)
     if layouts is None:
-        return _of_dtensors(source, mesh, group)
+        return on_all("lay out its tensors", partial(_of_dtensors, source, mesh, group), group)
     return _Given(source, {name: one for name, one in layouts.items() if one is not None}, {})
 
 
@@ -152,7 +156,22 @@ def _of_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> _Gi
     return on_all("export its module", checked, group)
 
 
-def _check_given(tensors: object, layouts: Mapping[str, Windows | None] | None) -> None:
+def _check_given(
+    tensors: object,
+    layouts: Mapping[str, Windows | None] | None,
+    tied: object,
+    mesh: object,
+) -> None:
+    if not isinstance(mesh, Mesh | None):
+        raise CheckpointError(f"mesh is {shown(mesh)}; give a shardmath.Mesh, or None")
+    for name, kept in mapping(
+        {} if tied is None else tied, "tied is ", TIED, CheckpointError
+    ).items():
+        if not isinstance(name, str) or not isinstance(kept, str):
+            what = f"tied has {shown(name)}: {shown(kept)}, and names are text"
+            raise CheckpointError(f"{what}; give a mapping from {TIED}")
+    if isinstance(tensors, nn.Module):
+        return
     if not isinstance(tensors, Mapping):
         raise CheckpointError(
             f"a {type(tensors).__name__} is exported; give a module, or tensors by name"
@@ -168,6 +187,16 @@ def _check_given(tensors: object, layouts: Mapping[str, Windows | None] | None) 
             raise CheckpointError(
                 f"{name!r} is a {type(tensor).__name__}; give tensors alone, by name"
             )
+        check_shaped(name, tensor)
+
+
+def _kinds(source: nn.Module | Mapping[str, Tensor]) -> str:
+    """What has to be the same on all ranks before they ask each other where DTensors lie."""
+    if isinstance(source, nn.Module):
+        return "a module"
+    divided = {n: str(t.placements) for n, t in source.items() if isinstance(t, DTensor)}
+    kind = f"tensors, {plural(divided, 'DTensor')} among them"
+    return f"{kind}, {digest(sorted(divided.items()))[:12]}"
 
 
 def _of_dtensors(tensors: Mapping[str, Tensor], mesh: Mesh | None, group: Group | None) -> _Given:

@@ -23,33 +23,41 @@ from torch.optim import Optimizer
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
+from shardmath.base.dtypes import ITEMSIZE
 from shardmath.base.given import plural
 from shardmath.layouts.edits import cast as _of_dtype
 from shardmath.layouts.layout import Layout
 from shardmath_torch.checkpoints.saving import as_tensor
-from shardmath_torch.compat import Group, ranks_of
+from shardmath_torch.compat import Group, rank_or_0, ranks_of
 from shardmath_torch.dtensors.dtensor import local_of
 from shardmath_torch.dtensors.modules import layout_of
 from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.exchange.local import overlaps_itself
+from shardmath_torch.exchange.memory import missing_memory, plain
 from shardmath_torch.files.archive import CheckpointError
+from shardmath_torch.files.json_text import shown
 
 __all__ = [
     "KINDS",
     "Description",
     "Extra",
+    "Lies",
     "Model",
     "Optimizers",
     "ParameterGroup",
     "Slot",
     "as_bytes",
+    "check_shaped",
     "coded",
     "decoded",
     "description",
     "groups_of",
     "layout_by",
+    "lies",
     "local_part",
     "model_of",
     "optimizer_of",
+    "unwritable",
 ]
 
 _T = TypeVar("_T")
@@ -72,6 +80,30 @@ def local_part(name: str, tensor: Tensor) -> Tensor:
             f"{name!r} is on the meta device and has no memory; call the module's to_empty() first"
         )
     return local
+
+
+Lies: TypeAlias = tuple[torch.device, int]
+"""Where memory begins."""
+
+
+def lies(tensor: Tensor) -> Lies:
+    """Where the tensor's memory begins: the same for two that are one."""
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.device, local.data_ptr()
+
+
+def unwritable(local: Tensor) -> str:
+    """Why values cannot be put into the memory: "" where they can; words that follow its name otherwise."""
+    if local.layout != torch.strided:
+        return f"is stored as {local.layout}"
+    if local.is_inference():
+        return "was made in inference mode, outside of which nothing is written to it"
+    if plain(local).__class__ is Tensor and missing_memory(local):
+        return missing_memory(local)
+    if overlaps_itself(local):
+        shape, strides = tuple(local.shape), local.stride()
+        return f"has shape {shape} and strides {strides}, several elements in one cell"
+    return ""
 
 
 # Extra states
@@ -168,8 +200,11 @@ class Model(NamedTuple):
 def description(module: nn.Module) -> Description:
     """What the module has. Talks to nobody. Has FSDP2 take back first what it gathered.
 
-    Raises CheckpointError for an extra state that is not bytes, and for two names that are one without wrappers.
+    Raises CheckpointError for what is no module, an extra state that is not bytes, a tensor without a shape, and two
+    names that are one without wrappers.
     """
+    if not isinstance(module, nn.Module):
+        raise CheckpointError(f"the module is {shown(module)}; give a torch.nn.Module")
     kept = _unwrapped(dict(module.state_dict(keep_vars=True)))
     parameters = _unwrapped(dict(module.named_parameters(remove_duplicate=False)))
     buffers = {
@@ -182,12 +217,25 @@ def description(module: nn.Module) -> Description:
         for n, value in kept.items()
         if n not in parameters and n not in buffers
     }
+    for name, tensor in (parameters | buffers).items():
+        check_shaped(name, tensor)
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, p in parameters.items():
         names.setdefault(first.setdefault(id(p), name), []).append(name)
     names |= {name: [name] for name in (*buffers, *extra)}
     return Description(module, parameters, buffers, extra, names, first)
+
+
+def check_shaped(name: str, tensor: Tensor) -> None:
+    """Raises CheckpointError for a type that no layout has, and a nested tensor: its parts have shapes, it has none."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE:
+        what = f"{name!r} is {dtype}, a type that layouts do not have"
+        raise CheckpointError(f"{what}; give plain numbers, such as its int_repr() or dequantize()")
+    if tensor.is_nested:
+        what = f"{name!r} is a nested tensor, of {plural(tensor.size(0), 'part')} and no one shape"
+        raise CheckpointError(f"{what}; save its parts under names of their own, from unbind()")
 
 
 def _unwrapped(named: dict[str, _T]) -> dict[str, _T]:
@@ -207,18 +255,31 @@ def model_of(
     """Its parameters, persistent buffers and extra states. Collective where `layout_of` is.
 
     What is plain is replicated on `mesh`, by default the largest of the DTensors', or the ranks of the group.
+
+    Raises CheckpointError for what is plain on a rank that the mesh lacks.
     """
     module, parameters, buffers, extra, names, first = described
     mesh = mesh or _mesh(module, group)
     layouts = {_plain(name): layout for name, layout in layout_of(module, mesh=mesh).items()}
     layouts |= _layouts_of_buffers(buffers, layouts.values(), mesh)
     tensors = parameters | buffers
+    _check_here(tensors, layouts)
     slots = {
         name: Slot(local_part(name, tensors[name]), layouts[name])
         for name in names
         if name in tensors
     }
     return Model(slots, extra, names, first)
+
+
+def _check_here(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> None:
+    rank = rank_or_0()
+    for name, tensor in tensors.items():
+        mesh = layouts[name].mesh
+        if rank not in mesh and not isinstance(tensor, DTensor):
+            what = f"rank {rank} has {name!r} in its module, and is not on the mesh {mesh}"
+            fix = "give a mesh of all ranks that have the module, or a group of those on the mesh"
+            raise CheckpointError(f"{what}, ranks {list(mesh.ranks[:8])}; {fix}")
 
 
 def _wraps(module: nn.Module) -> bool:
@@ -263,12 +324,25 @@ class ParameterGroup(NamedTuple):
 
 
 def groups_of(model: Model, optimizer: Optimizers) -> Iterator[ParameterGroup]:
-    """All groups of all optimizers. Raises CheckpointError for a parameter that is not the module's."""
-    for each in (
-        () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else optimizer
-    ):
+    """All groups of all optimizers.
+
+    Raises CheckpointError for what is no optimizer, and for a parameter that is not the module's.
+    """
+    for each in _optimizers(optimizer):
         for options in each.param_groups:
             yield ParameterGroup(each, options, {_name(model, p): p for p in options["params"]})
+
+
+def _optimizers(given: object) -> tuple[Optimizer, ...]:
+    each = () if given is None else (given,) if isinstance(given, Optimizer) else given
+    if not isinstance(each, Iterable):
+        raise CheckpointError(f"the optimizer is {shown(given)}; give one, several, or None")
+    found = tuple(each)
+    odd = [one for one in found if not isinstance(one, Optimizer)]
+    if odd:
+        what = f"an optimizer is {shown(odd[0])}, none of torch.optim"
+        raise CheckpointError(f"{what}; give a torch.optim.Optimizer, several, or None")
+    return found
 
 
 def _name(model: Model, parameter: Tensor) -> str:

@@ -41,10 +41,11 @@ from shardmath_torch.checkpoints.verifying import Chunks, check, chunk, fill, mi
 from shardmath_torch.dtypes import dtype_of, flat
 from shardmath_torch.files.archive import CheckpointError, Strided
 from shardmath_torch.files.checksums import CHUNK
-from shardmath_torch.files.places import Place, Remote, place
+from shardmath_torch.files.json_text import shown
+from shardmath_torch.files.places import Place, Remote, length_of, opened, place
 from shardmath_torch.files.weights import Progress, Slices, boxes
 
-__all__ = ["LoadPlanner", "Reader", "local_layouts"]
+__all__ = ["LoadPlanner", "Reader", "check_keys", "local_layouts"]
 
 Windows = Layout | tuple[Layout, ...]
 
@@ -55,6 +56,18 @@ def local_layouts(layouts: Mapping[str, Windows], rank: int) -> Iterator[tuple[s
         for key, layout in local_tensors(name, one if isinstance(one, tuple) else (one,)):
             if rank in layout.mesh:
                 yield name, key, layout
+
+
+def check_keys(layouts: Mapping[str, Windows]) -> None:
+    """Raises CheckpointError where a window of one tensor is called like another tensor."""
+    first: dict[str, str] = {}
+    for name, one in layouts.items():
+        for key, _ in local_tensors(name, one if isinstance(one, tuple) else (one,)):
+            other = first.setdefault(key, name)
+            if other != name:
+                what = f"the local tensor {key!r} is of tensor {other!r} and of {name!r}"
+                fix = "load one under another name, with names={wanted: stored}, or in another call"
+                raise CheckpointError(f"{what}, one of them in windows; {fix}")
 
 
 class LoadPlanner(theirs.LoadPlanner):
@@ -74,6 +87,7 @@ class LoadPlanner(theirs.LoadPlanner):
     ) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._metadata: Mapping[str, object] = {}
+        check_keys(layouts)
         self._layouts, self._names = layouts, names or {}
         self._rank = compat.rank_or_0() if rank is None else rank
 
@@ -137,7 +151,8 @@ class LoadPlanner(theirs.LoadPlanner):
 def _check_alike(name: str, layout: Layout, stored: TensorStorageMetadata) -> None:
     dtype = str(stored.properties.dtype).removeprefix("torch.")
     if (layout.shape, layout.dtype) != (tuple(stored.size), dtype):
-        what = f"tensor {name!r} is stored as {dtype}{list(stored.size)}, its layout says {layout}"
+        here = f"{dtype}{shown(list(stored.size))}"
+        what = f"tensor {name!r} is stored as {here}, its layout says {layout}"
         raise CheckpointError(f"{what}; make the layout from `open_checkpoint(path).shapes`")
     if layout.partial:
         what = f"tensor {name!r} is Partial in {layout}, a checkpoint holds whole values"
@@ -291,7 +306,8 @@ class Reader(storage.StorageReader):
         assert isinstance(file, Path), "what is remote is fetched"
         memory = _mapped(file)
         left = {r.piece: set(self._chunks.numbers(r.piece, self._marks)) for r in reads}
-        with file.open("rb", buffering=0) as stream:
+        with opened(file, buffering=0) as stream:
+            assert isinstance(stream, io.FileIO), "what is not buffered is the file itself"
             for read in reads:
                 target = planner.resolve_tensor(read.item)
                 source = _view(memory, file, read.at, 0)
@@ -407,7 +423,7 @@ def _metadata(found: Checkpoint, name: str) -> TensorStorageMetadata:
 def _mapped(file: Path) -> Tensor:
     """The bytes of a file; what is not touched is not read."""
     try:
-        return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+        return torch.from_file(str(file), shared=False, size=length_of(file), dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
             f"{file} cannot be read: {error}; it belongs to the checkpoint"

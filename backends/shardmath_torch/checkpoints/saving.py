@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
+from shardmath.base.given import mapping
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
@@ -197,7 +198,9 @@ def as_tensor(name: str, data: object) -> Tensor:
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
     """Raises CheckpointError for a path that is not its name, cut at dots, and for one that leads through another."""
-    for name, path in paths.items():
+    for name, path in mapping(
+        paths, "paths is ", "names to tuples of keys", CheckpointError
+    ).items():
         if name not in names:
             raise CheckpointError(
                 f"paths has {name!r}, which is not saved; give paths of names that have a layout"

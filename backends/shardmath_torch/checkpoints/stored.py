@@ -33,8 +33,8 @@ from shardmath_torch.checkpoints.claims import FILE, INDEX, METADATA, OURS
 from shardmath_torch.files import checksums
 from shardmath_torch.files.archive import CheckpointError, Strided, described
 from shardmath_torch.files.hf_sharded import Parts, read_sharded
-from shardmath_torch.files.json_text import MOST, elements, read_json, shown
-from shardmath_torch.files.places import Place, check_length, place, sizes_of
+from shardmath_torch.files.json_text import MOST, MOST_DIMENSIONS, elements, read_json, shown
+from shardmath_torch.files.places import Place, check_length, content_of, place, sizes_of
 from shardmath_torch.files.sealed import Sealed, holds, signed, unseal
 from shardmath_torch.files.unpickled import read_metadata
 from shardmath_torch.files.weights import open_weights
@@ -193,7 +193,7 @@ class Checkpoint:
 def _check_archive(name: str, saved: Saved, piece: Piece, found: Strided) -> None:
     if (found.shape, found.dtype) != (piece.sizes, saved.dtype):
         what = f"tensor {name!r}: the metadata has {saved.dtype}{list(piece.sizes)} at {piece}"
-        stored = f"{found.dtype}{list(found.shape)} is stored there"
+        stored = f"{found.dtype}{shown(list(found.shape))} is stored there"
         why = "torch writes this for a _StridedShard that does not divide evenly, and elements of the tensor are lost"
         raise CheckpointError(
             f"{what}, but {stored}; {why}: save it again with shardmath_torch.save"
@@ -261,7 +261,9 @@ def _opened(path: Place) -> Checkpoint:
     if metadata is not None:
         sealed = unseal(metadata, path / METADATA)
         if sealed is None:
-            found = _torchs(path, read_metadata(metadata, path / METADATA), _digest(metadata))
+            said = read_metadata(metadata, path / METADATA)
+            _check_spread(path / METADATA, said, len(metadata))
+            found = _torchs(path, said, _digest(metadata))
             _check_torchs(path / METADATA, found)
             return found
         index = _index(path / METADATA, sealed.json.encode())
@@ -282,17 +284,10 @@ def _check_torchs(file: Place, found: Checkpoint) -> None:
 
     torch never writes files that are called like ours, even where its storage is used with our planners.
     """
-    ours = next(
-        (
-            p
-            for saved in found.tensors.values()
-            for p in saved.pieces
-            if FILE.fullmatch(p.file.name)
-        ),
-        None,
-    )
+    files = dict.fromkeys(p.file for saved in found.tensors.values() for p in saved.pieces)
+    ours = next((each for each in files if FILE.fullmatch(each.name)), None)
     if ours is not None:
-        what = f"{file} is damaged: it names {ours.file.name}, and ends before the checksums that belong to it"
+        what = f"{file} is damaged: it names {ours.name}, and ends before the checksums that belong to it"
         raise CheckpointError(
             f"{what}; fetch it again, or remove it to load by the index beside it"
         )
@@ -318,7 +313,7 @@ def _digest(text: bytes) -> str:
 
 def _text(file: Place) -> bytes:
     try:
-        return file.read_bytes()
+        return content_of(file)
     except OSError as error:
         raise CheckpointError(
             f"{file} cannot be read: {error.strerror}; check its permissions"
@@ -385,7 +380,7 @@ def _blobs(found: Any, tensors: Mapping[str, Saved]) -> dict[str, dict[int, str]
 
 
 def _saved(files: list[Place], dtype: str, shape: list[int], pieces: list[Any]) -> Saved:
-    each, sizes = ITEMSIZE[dtype], tuple(map(_count, shape))
+    each, sizes = ITEMSIZE[dtype], _counts(shape)
     return Saved(sizes, dtype, tuple(_piece(files, each, len(sizes), *piece) for piece in pieces))
 
 
@@ -399,7 +394,7 @@ def _piece(
     sizes: list[int],
     sums: str,
 ) -> Piece:
-    at, box = tuple(map(_count, offsets)), tuple(map(_count, sizes))
+    at, box = _counts(offsets), _counts(sizes)
     if len(at) != ndim or len(box) != ndim:
         raise ValueError(f"a box {at} {box} in {ndim} dimensions")
     length = elements(box) * each
@@ -412,6 +407,13 @@ def _count(n: object) -> int:
     if type(n) is not int or not 0 <= n <= MOST:
         raise ValueError(f"{shown(n)} is no count")
     return n
+
+
+def _counts(sizes: Any) -> tuple[int, ...]:
+    """A shape, or where a box begins."""
+    if not isinstance(sizes, list | tuple) or len(sizes) > MOST_DIMENSIONS:
+        raise ValueError(f"{shown(sizes)} are no sizes of up to {MOST_DIMENSIONS} dimensions")
+    return tuple(map(_count, sizes))
 
 
 def _name(name: object) -> str:
@@ -447,17 +449,48 @@ _Places: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], Any]
 """torch's storage info by name and, for a box, where it begins."""
 
 
+class _Files:
+    """Files of a folder by the names that torch's storage info has for them, each made once: names may be long."""
+
+    def __init__(self, folder: Place) -> None:
+        self._folder = folder
+        self._found: dict[object, Place] = {}
+
+    def of(self, name: str, info: Any) -> Place:
+        """The file of a box of the tensor."""
+        if getattr(info, "transform_descriptors", None):
+            what = f"{shown(name)} is stored through {shown(info.transform_descriptors)}"
+            why = "extensions of torch that are not read here; save it without them"
+            raise CheckpointError(f"{self._folder}: {what}, {why}")
+        path = info.relative_path
+        if not isinstance(path, str) or path not in self._found:
+            self._found[path] = _inside(self._folder, path)
+        return self._found[path]
+
+
+def _check_spread(file: Place, metadata: Metadata, most: int) -> None:
+    """Raises CheckpointError for more boxes than the file has bytes: lists that a pickle has once, many names share."""
+    parts = metadata.state_dict_metadata.values()
+    boxes = sum(len(part.chunks) for part in parts if isinstance(part, TensorStorageMetadata))
+    count = boxes + sum(map(len, _blobs_of(metadata).values()))
+    if count > most:
+        what = f"{file} has {count} boxes in {most} bytes, lists that many names share"
+        raise CheckpointError(f"{what}, which torch never writes; save again")
+
+
 def _torchs(path: Place, metadata: Metadata, digest: str) -> Checkpoint:
     if not isinstance(metadata.storage_data, dict):
         raise CheckpointError(
             f"{path / METADATA} does not say where data lies; save again with FileSystemWriter"
         )
     places = {
-        (index.fqn, None if index.offset is None else tuple(index.offset)): info
+        (index.fqn, None if index.offset is None else _counts(index.offset)): info
         for index, info in metadata.storage_data.items()
     }
+    files = _Files(path)
     tensors = {
-        name: _of_torch(path, name, md, places) for name, md in metadata.state_dict_metadata.items()
+        name: _of_torch(files, name, md, places)
+        for name, md in metadata.state_dict_metadata.items()
     }
     return Checkpoint(path, tensors, _blobs(_blobs_of(metadata), tensors), {}, digest)
 
@@ -469,24 +502,24 @@ def _blobs_of(metadata: Metadata) -> dict[Any, Any]:
     return next((each for each in found if isinstance(each, dict)), {})
 
 
-def _of_torch(path: Place, name: str, md: object, places: _Places) -> Saved:
+def _of_torch(files: _Files, name: str, md: object, places: _Places) -> Saved:
     if not isinstance(md, TensorStorageMetadata):
         info = places[name, None]
         length = _count(info.length)
         return Saved(
             (length,),
             "uint8",
-            (Piece((0,), (length,), _file(path, name, info), _count(info.offset), length),),
+            (Piece((0,), (length,), files.of(name, info), _count(info.offset), length),),
         )
-    shape, dtype = tuple(map(_count, md.size)), str(md.properties.dtype).removeprefix("torch.")
-    return Saved(shape, dtype, tuple(_chunks(path, name, md, places)))
+    shape, dtype = _counts(md.size), str(md.properties.dtype).removeprefix("torch.")
+    return Saved(shape, dtype, tuple(_chunks(files, name, md, places)))
 
 
-def _chunks(path: Place, name: str, md: TensorStorageMetadata, places: _Places) -> Iterator[Piece]:
+def _chunks(
+    files: _Files, name: str, md: TensorStorageMetadata, places: _Places
+) -> Iterator[Piece]:
     """The boxes; of an empty one and another that begin at one place, torch keeps a single archive: the other's."""
-    chunks = [
-        (tuple(map(_count, chunk.offsets)), tuple(map(_count, chunk.sizes))) for chunk in md.chunks
-    ]
+    chunks = [(_counts(chunk.offsets), _counts(chunk.sizes)) for chunk in md.chunks]
     full = {at for at, sizes in chunks if 0 not in sizes}
     for at, sizes in chunks:
         if not len(at) == len(sizes) == len(md.size):
@@ -496,20 +529,11 @@ def _chunks(path: Place, name: str, md: TensorStorageMetadata, places: _Places) 
             yield Piece(
                 at,
                 sizes,
-                _file(path, name, info),
+                files.of(name, info),
                 _count(info.offset),
                 _count(info.length),
                 archive=True,
             )
-
-
-def _file(path: Place, name: str, info: Any) -> Place:
-    if getattr(info, "transform_descriptors", None):
-        what = f"{path}: {shown(name)} is stored through {shown(info.transform_descriptors)}"
-        raise CheckpointError(
-            f"{what}, extensions of torch that are not read here; save it without them"
-        )
-    return _inside(path, info.relative_path)
 
 
 # Hugging Face

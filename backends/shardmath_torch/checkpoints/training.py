@@ -10,7 +10,8 @@
 2. Layouts are those of `layout_of`, also where a rank's part is empty; `holdings` has the rules.
 3. Restoring writes into the memory that is there, so that FSDP2, captured graphs and the optimizer go on with it. State
    that the optimizer has not yet is made like its parameter: no step is taken, and no gradient needed. State that the
-   checkpoint has not is dropped, as by `Optimizer.load_state_dict`.
+   checkpoint has not is dropped, as by `Optimizer.load_state_dict`. Where groups share a tensor, such as a learning
+   rate, and are to have several values, each gets a tensor of its own.
 4. Several names of one parameter are saved once. They may be restored into parameters of their own; the other way round
    is an error, since the checkpoint has several values.
 5. Bytes are each rank's own: a rank that the checkpoint does not know gets those of the lowest that it knows.
@@ -21,9 +22,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +35,11 @@ from torch.distributed.tensor import DTensor
 from shardmath.algebra.mesh import Mesh
 from shardmath.layouts.edits import cast as _of_dtype
 from shardmath.layouts.layout import Layout
-from shardmath_torch.checkpoints.checkpoint import load, on_all, save
+from shardmath_torch.checkpoints.checkpoint import check_names, load, on_all, save
 from shardmath_torch.checkpoints.holdings import (
     KINDS,
     Extra,
+    Lies,
     Model,
     Optimizers,
     ParameterGroup,
@@ -44,14 +48,17 @@ from shardmath_torch.checkpoints.holdings import (
     description,
     groups_of,
     layout_by,
+    lies,
     local_part,
     model_of,
     optimizer_of,
+    unwritable,
 )
 from shardmath_torch.checkpoints.stored import Checkpoint, open_checkpoint
 from shardmath_torch.compat import Group
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.files.archive import CheckpointError
+from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.weights import Progress
 
 __all__ = ["Optimizers", "Unmatched", "load_state", "load_weights", "save_state", "state_of"]
@@ -174,6 +181,7 @@ def load_state(
     model = _model(module, mesh, group)
 
     def matched() -> tuple[Unmatched, list[_Restored], list[_Job]]:
+        _check_writable(model)
         saved = _read(path, index)
         groups = list(groups_of(model, optimizer))
         there = _there(model, saved)
@@ -184,7 +192,8 @@ def load_state(
             _Restored(each, _options(each, saved, there), _entries(each, saved, there))
             for each in groups
         ]
-        return unmatched, plans, [*_of_model(model, saved, there), *_of_groups(plans, model, there)]
+        jobs = [*_of_model(model, saved, there), *_of_groups(plans, model, there, _shared(groups))]
+        return unmatched, plans, jobs
 
     unmatched, plans, jobs = on_all("match its state", matched, group)
     layouts, names = {job.here: job.layout for job in jobs}, {job.here: job.there for job in jobs}
@@ -213,6 +222,8 @@ def load_weights(
     model, renamed = _model(module, mesh, group), names or {}
 
     def ready() -> tuple[Checkpoint, dict[str, Layout], dict[str, str]]:
+        _check_writable(model)
+        check_names(names)
         found = open_checkpoint(path)
         stored = {name: _stored(found, name, model.names[name], renamed) for name in model.slots}
         layouts = {
@@ -225,9 +236,24 @@ def load_weights(
         "match its weights", ready, group, claim=lambda done: done[0].digest
     )
     tensors = load(found, layouts, names=stored, group=group, progress=progress, verify=verify)
+    on_all("fill the module", lambda: _fill(model, tensors), group)
+
+
+def _fill(model: Model, tensors: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, slot in model.slots.items():
-            slot.local.copy_(tensors[name])
+            if name in tensors:  # not so for a DTensor of other ranks' mesh
+                slot.local.copy_(tensors[name])
+
+
+def _check_writable(model: Model) -> None:
+    """Raises CheckpointError for memory that cannot take what is stored, before any does."""
+    for name, slot in model.slots.items():
+        why = unwritable(slot.local)
+        if why:
+            raise CheckpointError(
+                f"{name!r} {why}; give the module a tensor with memory of its own, such as a clone"
+            )
 
 
 def _stored(found: Checkpoint, first: str, names: list[str], renamed: Mapping[str, str]) -> str:
@@ -248,7 +274,9 @@ def _of_state(path: str | os.PathLike[str]) -> Checkpoint:
 def _restore(jobs: list[_Job], plans: list[_Restored], found: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for job in sorted(jobs, key=lambda job: job.layout is not None):
-            job.put(found[job.here])
+            if job.here in found:  # not so for a DTensor of other ranks' mesh
+                job.put(found[job.here])
+        _set_options(plans)
         for plan in plans:
             _finish(plan)
 
@@ -340,7 +368,43 @@ def _options(group: ParameterGroup, saved: _Kept, there: dict[str, str]) -> dict
         if differ:
             what = f"{first} and {name} are in one group of the optimizer here, and differ in {', '.join(differ)} there"
             raise CheckpointError(f"{what}; give them groups of their own")
-    return {key: decoded(value) for key, value in found.get(first, {}).items()}
+    held = group.options
+    return {
+        key: _as_held(f"{key!r} of the group of {first}", held.get(key), decoded(value))
+        for key, value in found.get(first, {}).items()
+    }
+
+
+def _as_held(what: str, held: object, value: object) -> object:
+    """The value, as a tensor of the same kind where the optimizer has one.
+
+    Raises CheckpointError where that would change it; float32 takes a number as `torch.tensor` makes one of it.
+    """
+    if not isinstance(held, Tensor) or not isinstance(value, int | float | Tensor):
+        return value
+    number = isinstance(value, float) and held.dtype == torch.float32
+    given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=_type_of(value))
+    made = given.to(held.dtype)
+    rounded = number and math.isclose(float(made), float(given), rel_tol=2**-23)
+    if made.numel() != held.numel() or not (rounded or _same(made, given)):
+        here = f"a tensor of {held.dtype}{list(held.shape)}"
+        said = f"{what} is {shown(given.tolist())} in the checkpoint and {here} here"
+        fix = "make the optimizer with a number, or a tensor of the type and shape that was saved"
+        raise CheckpointError(f"{said}, which cannot hold it; {fix}")
+    return made.reshape(held.shape).to(held.device)
+
+
+def _type_of(number: float) -> torch.dtype:
+    return torch.float64 if isinstance(number, float) else torch.int64
+
+
+def _same(made: Tensor, given: Tensor) -> bool:
+    """Whether the values are still what they were; NaN is NaN."""
+    back = made.to(given.dtype)
+    if given.is_floating_point():
+        back, given = back.double(), given.double()
+    both = (made != made) & (given != given)
+    return bool(((back == given) | both).all())
 
 
 def _entries(
@@ -384,25 +448,36 @@ def _setter(extra: Extra, kind: str) -> Callable[[Tensor], object]:
     return lambda data: extra.module.set_extra_state(KINDS[kind].restored(data))
 
 
-def _of_groups(plans: list[_Restored], model: Model, there: dict[str, str]) -> Iterator[_Job]:
+def _shared(groups: list[ParameterGroup]) -> set[Lies]:
+    """Memory of the optimizers' state that several parameters have."""
+    states = (g.optimizer.state.get(p, {}) for g in groups for p in g.parameters.values())
+    held = [value for state in states for value in state.values()]
+    count = Counter(lies(t) for t in held if isinstance(t, Tensor) and t.numel())
+    return {at for at, several in count.items() if several > 1}
+
+
+def _of_groups(
+    plans: list[_Restored], model: Model, there: dict[str, str], shared: set[Lies]
+) -> Iterator[_Job]:
     for plan, (name, entries) in ((one, each) for one in plans for each in one.entries.items()):
         for key, entry in entries.items():
             if "value" not in entry:
                 layout = layout_by(entry, model.slots[name].layout)
                 here, kept = (f"optim.state.{n}.{key}" for n in (name, there[name]))
-                yield _Job(here, kept, layout, _filler(plan, name, key, entry))
+                yield _Job(here, kept, layout, _filler(plan, name, key, entry, shared))
 
 
 def _filler(
-    plan: _Restored, name: str, key: str, entry: dict[str, Any]
+    plan: _Restored, name: str, key: str, entry: dict[str, Any], shared: set[Lies]
 ) -> Callable[[Tensor], object]:
-    """Puts a value into the optimizer's tensor, or into a new one where it has none that fits."""
+    """Puts a value into the optimizer's tensor, or into a new one where it has none that fits and is its own."""
 
     def put(data: Tensor) -> None:
         parameter = plan.group.parameters[name]
         state = plan.group.optimizer.state[parameter]
-        if not _fits(state.get(key), parameter, entry, _device(plan, parameter, key, entry)):
-            state[key] = _made(parameter, entry, _device(plan, parameter, key, entry))
+        held, device = state.get(key), _device(plan, parameter, key, entry)
+        if not _fits(held, parameter, entry, device) or lies(held) in shared:
+            state[key] = _made(parameter, entry, device)
         local_part(name, state[key]).copy_(data)
 
     return put
@@ -420,10 +495,14 @@ def _device(plan: _Restored, parameter: Tensor, key: str, entry: dict[str, Any])
     return torch.device("cpu") if host else parameter.device
 
 
-def _fits(held: object, parameter: Tensor, entry: dict[str, Any], device: torch.device) -> bool:
+def _fits(
+    held: object, parameter: Tensor, entry: dict[str, Any], device: torch.device
+) -> TypeGuard[Tensor]:
     dtype, shape = entry.get("own", (entry.get("like"), parameter.shape))
     divided = "like" in entry and isinstance(parameter, DTensor)
     if not isinstance(held, Tensor) or isinstance(held, DTensor) != divided:
+        return False
+    if unwritable(local_part("", held)):
         return False
     return (held.dtype, tuple(held.shape), held.device) == (dtype_of(dtype), tuple(shape), device)
 
@@ -435,13 +514,39 @@ def _made(parameter: Tensor, entry: dict[str, Any], device: torch.device) -> Ten
     return torch.zeros(shape, dtype=dtype_of(dtype), device=device)
 
 
+def _set_options(plans: list[_Restored]) -> None:
+    """Options that are tensors keep their memory, unless groups share it and are to have several values."""
+    wanted: dict[Lies, list[object]] = {}
+    for plan in plans:
+        for key, held in plan.group.options.items():
+            if isinstance(held, Tensor):
+                wanted.setdefault(lies(held), []).append(plan.options.get(key, held))
+    alone = {at for at, values in wanted.items() if _all_equal(values)}
+    _keep_defaults(plans, alone)
+    for plan in plans:
+        for key, value in plan.options.items():
+            held = plan.group.options.get(key)
+            stays = isinstance(held, Tensor) and isinstance(value, Tensor) and lies(held) in alone
+            plan.group.options[key] = held.copy_(value) if stays else value  # type: ignore[union-attr]
+
+
+def _all_equal(values: list[object]) -> bool:
+    first = values[0]
+    return isinstance(first, Tensor) and all(
+        isinstance(value, Tensor) and value.equal(first) for value in values
+    )
+
+
+def _keep_defaults(plans: list[_Restored], written: set[Lies]) -> None:
+    """What later groups of an optimizer begin with stays: a tensor of it that a group has, too, is copied."""
+    for optimizer in {id(plan.group.optimizer): plan.group.optimizer for plan in plans}.values():
+        for key, value in optimizer.defaults.items():
+            if isinstance(value, Tensor) and lies(value) in written:
+                optimizer.defaults[key] = value.clone()
+
+
 def _finish(plan: _Restored) -> None:
     """Sets what is no tensor of the state, and drops state that the checkpoint has not."""
-    for key, value in plan.options.items():
-        held = plan.group.options.get(key)
-        plan.group.options[key] = (
-            held.copy_(torch.as_tensor(value)) if isinstance(held, Tensor) else value
-        )
     for name, entries in plan.entries.items():
         parameter = plan.group.parameters[name]
         held = plan.group.optimizer.state.pop(parameter, {})

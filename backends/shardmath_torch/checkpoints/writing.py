@@ -47,7 +47,7 @@ from shardmath_torch.checkpoints.claims import (
 from shardmath_torch.checkpoints.stored import BLOBS, Checkpoint, Piece, Saved, to_json
 from shardmath_torch.files import archive
 from shardmath_torch.files.archive import CheckpointError, unused
-from shardmath_torch.files.places import Place, Remote, place, put, sizes_of, sync
+from shardmath_torch.files.places import Place, Remote, content_of, place, put, sizes_of, sync
 from shardmath_torch.files.sealed import DIGITS, Sealed, seal, unseal
 from shardmath_torch.files.weights import Progress
 
@@ -91,6 +91,7 @@ class Writer(storage.StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """One name for all files of this save, and each rank's number in it; the save begins."""
         with _told(self._folder, BEFORE):
+            counted(self._folder)  # what cannot be read could not be replaced
             self._claim = claim(self._folder, uuid.uuid4().hex[:DIGITS])
         names = [f"{OURS}{self._claim.save}-{i:05d}-of-{len(plans):05d}" for i in range(len(plans))]
         return [replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
@@ -165,13 +166,14 @@ class Writer(storage.StorageWriter):
 
 def _readable(path: str | os.PathLike[str]) -> Place:
     """The place. Raises CheckpointError also for one that torch could write to and not map: it wants UTF-8."""
+    found = place(path)
     text = os.fspath(path)
     try:
         text.encode()
     except UnicodeEncodeError as error:
         what = f"the path {text!r} has bytes that are not UTF-8, and what is saved there could not be loaded"
         raise CheckpointError(f"{what}; give a folder whose name is text") from error
-    return place(path)
+    return found
 
 
 def _copy(folder: Place, index: str, save: str) -> None:
@@ -201,7 +203,7 @@ def _sealed(folder: Place) -> Sealed | None:
     """What the save of ours that counts has written; None if that is none of ours."""
     file = folder / METADATA
     try:
-        return unseal(file.read_bytes(), file)
+        return unseal(content_of(file), file)
     except FileNotFoundError:
         return None
 

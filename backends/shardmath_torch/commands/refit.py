@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from shardmath.base.given import plural
 from shardmath.families.rules import Side, parse
 from shardmath_torch.commands.processes import run
 from shardmath_torch.commands.refit_bounds import Bounds, bounds
-from shardmath_torch.commands.refit_out import check_out, finish, undo
+from shardmath_torch.commands.refit_out import check_out, finish, reserved, undo
 from shardmath_torch.commands.refit_rank import Job, Outcome, refit_rank
 from shardmath_torch.commands.refit_report import (
     Screen,
@@ -137,6 +138,13 @@ def _bytes(text: str) -> int:
 
 def _refit(options: argparse.Namespace, model: Path, show: Screen, out: Path | None) -> Result:
     job = _job(options, model, out)
+    with reserved(out) if out else contextlib.nullcontext():
+        if out:
+            check_out(out, job.weights)
+        return _moved(job, show)
+
+
+def _moved(job: Job, show: Screen) -> Result:
     src, dst = (side.layouts(job.weights.shapes) for side in (job.src, job.dst))
     for side in (src, dst):
         fits(job.weights, side)
@@ -168,8 +176,6 @@ def _job(options: argparse.Namespace, model: Path, out: Path | None) -> Job:
     src = parse(options.src)
     dst = parse(options.dst, first_rank=max(src.mesh.ranks) + 1)
     weights = open_weights(model)
-    if out:
-        check_out(out, weights)
     return Job(weights, src, dst, options.steps, options.timeout, options.max_inflight, out)
 
 

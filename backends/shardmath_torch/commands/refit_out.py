@@ -4,6 +4,7 @@
 2. Ranks write under names of their own; when every byte has been compared, all are renamed. Until then, and where it
    fails, what lay there lies there still.
 3. Files of an earlier refit to more ranks, or to others, are removed then: what is there is of one refit.
+4. From the first check to the last name the folder is locked: a second refit to it is an error while one is under way.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from shardmath import ShardError
+from shardmath_torch.files.locks import locked
 from shardmath_torch.files.weights import Weights
 
-__all__ = ["check_out", "finish", "leave", "shard_file", "undo"]
+__all__ = ["check_out", "finish", "leave", "reserved", "shard_file", "undo"]
 
-UNFINISHED = ".unfinished"
+UNFINISHED, LOCK = ".unfinished", ".shardmath-refit.lock"
 NAME = re.compile(rf"rank\d+\.safetensors({re.escape(UNFINISHED)})?")
 """What is ours in the folder: written, or removed."""
 
@@ -41,14 +43,31 @@ def _ours(folder: Path) -> Iterator[Path]:
     return (file for file in folder.iterdir() if NAME.fullmatch(file.name))
 
 
+@contextlib.contextmanager
+def reserved(folder: Path) -> Iterator[None]:
+    """Makes the folder. Nobody else refits to it meanwhile; raises ShardError where somebody does."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder / LOCK, f"refit to {folder}"))
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        yield
+
+
+def _unwritable(folder: Path, error: OSError) -> ShardError:
+    what = f"--out {folder}: {error.strerror or error}"
+    return ShardError(f"{what}; give a folder that can be written")
+
+
 def check_out(folder: Path, weights: Weights) -> None:
-    """Makes the folder. Raises ShardError where it cannot be, or where a file of the model would be replaced there."""
+    """Raises ShardError where the folder cannot be read, or where a file of the model would be replaced there."""
     inputs = {weights.path, *(entry.file for entry in weights.entries.values())}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for file in _ours(folder):
-            if file.is_dir():
-                what = f"--out {folder}: {file.name} is a folder, where a refit writes"
+            if not file.is_symlink() and not file.is_file():
+                kind = "a folder" if file.is_dir() else "no regular file"
+                what = f"--out {folder}: {file.name} is {kind}, where a refit writes"
                 raise ShardError(f"{what}; give another folder, or move it away")
             same = next(
                 (
@@ -62,9 +81,7 @@ def check_out(folder: Path, weights: Weights) -> None:
                 what = f"--out {folder}: {file.name} is {same}, a file of the model, and would be replaced or removed"
                 raise ShardError(f"{what}; give another folder")
     except OSError as error:
-        raise ShardError(
-            f"--out {folder}: {error.strerror or error}; give a folder that can be written"
-        ) from error
+        raise _unwritable(folder, error) from error
 
 
 def leave(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:

@@ -25,7 +25,17 @@ from shardmath.plans.plan import Plan
 from shardmath.programs.part import own_boxes, stored_on
 from shardmath_torch.exchange.memory import missing_memory, plain, reach, stored_bytes
 
-__all__ = ["Local", "Tensors", "Wanted", "by_key", "check", "fits", "signature", "wanted"]
+__all__ = [
+    "Local",
+    "Tensors",
+    "Wanted",
+    "by_key",
+    "check",
+    "fits",
+    "overlaps_itself",
+    "signature",
+    "wanted",
+]
 
 Local: TypeAlias = Tensor | Mapping[str, Tensor] | None
 """What a rank passes for one side."""
@@ -150,6 +160,8 @@ def _check(
         raise ExchangeError(f"{label} is {type(tensor).__name__}; pass a torch.Tensor")
     if isinstance(tensor, DTensor):
         raise ExchangeError(f"{label} is a DTensor; pass its local tensor, tensor.to_local()")
+    if tensor.is_nested:
+        raise ExchangeError(f"{label} is a nested tensor, which has no shape; pass a plain one")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tuple(tensor.shape) != shape:
         what = f"{label} has shape {tuple(tensor.shape)}, the plan's layout stores {shape} there"
@@ -189,7 +201,7 @@ def _made_plain(tensor: Tensor) -> str:
 
 def _check_writable(dst: Tensors) -> None:
     for key, t in dst.items():
-        if _overlaps_itself(t):
+        if overlaps_itself(t):
             what = (
                 f"{_label('destination', key)} has shape {tuple(t.shape)} and strides {t.stride()}"
             )
@@ -198,7 +210,7 @@ def _check_writable(dst: Tensors) -> None:
             )
 
 
-def _overlaps_itself(t: Tensor) -> bool:
+def overlaps_itself(t: Tensor) -> bool:
     """Whether two elements may lie in one cell: unless each stride steps over all that smaller ones reach."""
     reach = 0
     for step, n in sorted((step, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1):

@@ -3,6 +3,7 @@
 In reading order:
 
 - `places`: folders and URLs;
+- `locks`: one writer at a time;
 - `checksums`: checksums of stored boxes;
 - `json_text`: JSON of strangers;
 - `weights`: safetensors, read by slices;

@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickletools
 import zipfile
@@ -33,7 +34,7 @@ from shardmath_torch import compat
 from shardmath_torch.dtypes import flat
 from shardmath_torch.files import checksums
 from shardmath_torch.files.hf_sharded import SAVED, SHARDING
-from shardmath_torch.files.places import CheckpointError, Place, synced
+from shardmath_torch.files.places import CheckpointError, Place, opened, synced
 from shardmath_torch.files.weights import DTYPES, Progress
 
 __all__ = ["ALIGNMENT", "CheckpointError", "Strided", "Written", "described", "unused", "write"]
@@ -199,16 +200,25 @@ def described(file: Place, archives: Iterable[tuple[int, int]]) -> list[Strided]
     """The tensors in archives (offset, length) of torch.save; none of their data is read, nor any code run.
 
     torch reads them with its list of allowed types (`weights_only`). Raises CheckpointError where an archive holds no
-    single plain tensor within its bytes.
+    single plain tensor within its bytes, and where archives overlap: each is read once, whoever names it, so that all
+    take no longer than the file is long.
     """
+    named = list(archives)
+    each = sorted(set(named))
+    for one, other in itertools.pairwise(each):
+        if sum(one) > other[0]:
+            ends = f"bytes {one[0]} to {sum(one)} and {other[0]} to {sum(other)}"
+            what = f"{file} has two archives that overlap, {ends}"
+            raise CheckpointError(f"{what}; the metadata or it is damaged: save again")
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes most of a second to import
 
     try:
-        with file.open("rb") as stream, FakeTensorMode():
-            return [_described(stream, *archive) for archive in archives]
+        with opened(file) as stream, FakeTensorMode():
+            found = {archive: _described(stream, *archive) for archive in each}
     except Exception as error:
         what = f"{file} has an archive that is no tensor of torch.save ({error})"
         raise CheckpointError(f"{what}; the file is cut short or damaged: save again") from error
+    return [found[archive] for archive in named]
 
 
 def _described(stream: BinaryIO, offset: int, length: int) -> Strided:
@@ -243,6 +253,7 @@ def _described(stream: BinaryIO, offset: int, length: int) -> Strided:
     return found
 
 
+LITTLE = b"little"
 MOST_PICKLED, MOST_TUPLES = 1 << 16, 16
 """Of the pickle of a single tensor, which has some hundred bytes and six tuples."""
 
@@ -252,13 +263,14 @@ def _check_pickle(view: BinaryIO) -> None:
     view.seek(0)
     with zipfile.ZipFile(view) as archive:
         found = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-        if any(info.file_size > MOST_PICKLED for info in found):
+        if len(found) != 1:
+            raise ValueError(f"it lists {len(found)} pickles, where a tensor has one")
+        if found[0].file_size > MOST_PICKLED:
             raise ValueError("its pickle is too long for a tensor's")
-        pickles = [archive.read(info) for info in found]
-    for text in pickles:
-        tuples = sum(1 for code, _, _ in pickletools.genops(text) if "TUPLE" in code.name)
-        if tuples > MOST_TUPLES:
-            raise ValueError(f"its pickle makes {tuples} tuples, which no tensor does")
+        text = archive.read(found[0])
+    tuples = sum(1 for code, _, _ in pickletools.genops(text) if "TUPLE" in code.name)
+    if tuples > MOST_TUPLES:
+        raise ValueError(f"its pickle makes {tuples} tuples, which no tensor does")
 
 
 class _Part(io.RawIOBase):
@@ -285,6 +297,10 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
+def _is_little(view: BinaryIO, size: int) -> bool:
+    return size == len(LITTLE) and view.read(size) == LITTLE
+
+
 def _records(view: BinaryIO) -> dict[int, int]:
     """Where the records of an archive begin, and their sizes; nothing is compressed, and numbers are little-endian.
 
@@ -300,6 +316,6 @@ def _records(view: BinaryIO) -> dict[int, int]:
             if info.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{info.filename} is compressed")
             view.seek(start)
-            if info.filename.endswith("/byteorder") and view.read(info.file_size) != b"little":
+            if info.filename.endswith("/byteorder") and not _is_little(view, info.file_size):
                 raise ValueError("its numbers are not little-endian")
     return out

@@ -11,12 +11,12 @@
 5. Only what an export has written is replaced: its files say so in their headers. A folder with other safetensors is
    refused, since readers would take those too, or instead.
 6. Two exports to one folder: the second is refused for as long as the first one lives.
+7. What is at the name of a draft is removed, never written to: it may be a link, to somebody's file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -31,11 +31,14 @@ from torch import Tensor
 
 from shardmath.base.dtypes import itemsize
 from shardmath_torch.dtypes import flat
+from shardmath_torch.files import locks
 from shardmath_torch.files.archive import NAMES, RESERVED, CheckpointError
 from shardmath_torch.files.json_text import shown
+from shardmath_torch.files.places import content_of
 from shardmath_torch.files.weights import INDEX, WeightsError, read_header
 
 __all__ = [
+    "LOCK",
     "Draft",
     "Entry",
     "File",
@@ -54,6 +57,7 @@ File: TypeAlias = dict[str, Entry]
 """The tensors of a file, in the order in which they lie there."""
 
 UNFINISHED = ".unfinished"
+LOCK = ".shardmath-export.lock"
 OURS = "shardmath_export"
 """A key of a header's metadata, by which a file is known to be an export's."""
 NAME = re.compile(rf"model-(?:(\d+)-)?\d{{5,}}-of-\d{{5,}}\.safetensors({re.escape(UNFINISHED)})?")
@@ -147,9 +151,13 @@ class Draft:
 
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
-        self._file.unlink(missing_ok=True)  # it may be a link, to somebody's file
-        self._stream: BinaryIO = self._file.open("xb")
-        self._stream.write(_header(tensors, tied))
+        self._stream = _anew(self._file)
+        try:
+            self._stream.write(_header(tensors, tied))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.discard()
+            raise
 
     def append(self, tensor: Tensor) -> None:
         """The next tensor's bytes."""
@@ -163,8 +171,16 @@ class Draft:
 
     def discard(self) -> None:
         """None of it is there; after `close`, too."""
-        self._stream.close()
-        self._file.unlink(missing_ok=True)
+        try:
+            self._stream.close()  # which writes what is left, and may fail as what was written before
+        finally:
+            self._file.unlink(missing_ok=True)
+
+
+def _anew(file: Path) -> BinaryIO:
+    """A stream to a new file of that name."""
+    file.unlink(missing_ok=True)
+    return file.open("xb")
 
 
 def _header(tensors: File, tied: Mapping[str, str]) -> bytes:
@@ -193,8 +209,9 @@ def check_folder(folder: Path) -> None:
                 what = f"{folder} has {file.name}, which no export wrote and readers would take for part of this one"
                 raise CheckpointError(f"{what}; give another folder, or move the file away")
         for file in _named(folder):
-            if file.is_dir():
-                what = f"{folder} has a folder {file.name}, a name that exports write to"
+            if not file.is_symlink() and not file.is_file():
+                kind = "a folder" if file.is_dir() else "something that is no file,"
+                what = f"{folder} has {kind} {file.name}, a name that exports write to"
                 raise CheckpointError(f"{what}; give another folder, or move it away")
         if (folder / INDEX).exists() and not _is_index_of_ours(folder / INDEX):
             raise CheckpointError(
@@ -216,7 +233,7 @@ def _is_ours(file: Path) -> bool:
 
 def _is_index_of_ours(file: Path) -> bool:
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(content_of(file))
         return OURS in found["metadata"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
@@ -238,24 +255,8 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises CheckpointError where somebody does.
     """
-    file = folder / (INDEX + UNFINISHED)
-    with told(folder), file.open("ab") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"another export to {folder} is under way; wait for it to end"
-            ) from error
-        opened = os.fstat(stream.fileno())
-        if not _is(file, opened):
-            raise CheckpointError(
-                f"another export to {folder} has just ended; export again if yours is newer"
-            )
-        try:
-            yield
-        finally:
-            if _is(file, opened):
-                file.unlink()
+    with told(folder), locks.locked(folder / LOCK, f"export to {folder}"):
+        yield
 
 
 def _is(file: Path, known: os.stat_result) -> bool:
@@ -273,8 +274,7 @@ def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> 
     names = {name: _numbered(name, number) for name in files}
     _clear_drafts(folder, files)
     draft = folder / (INDEX + UNFINISHED)
-    _write_index(draft, _index({names[name]: file for name, file in files.items()}, tied))
-    written = draft.stat()
+    written = _write_index(draft, _index({names[n]: file for n, file in files.items()}, tied))
     try:
         for name in files:
             os.replace(folder / (name + UNFINISHED), folder / names[name])
@@ -286,6 +286,7 @@ def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> 
         ):  # the former index is in place, which knows none of these
             for name in names.values():
                 (folder / name).unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
         raise
     _remove(folder, former)
 
@@ -298,12 +299,18 @@ def _clear_drafts(folder: Path, files: Iterable[str]) -> None:
             file.unlink()
 
 
-def _write_index(draft: Path, text: bytes) -> None:
-    with draft.open("r+b") as stream:
-        stream.write(text)
-        stream.truncate()
-        stream.flush()
-        os.fsync(stream.fileno())
+def _write_index(draft: Path, text: bytes) -> os.stat_result:
+    """The file that has the text, on disk."""
+    try:
+        with _anew(draft) as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+            return os.fstat(stream.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
 
 
 def _remove(folder: Path, former: Iterable[Path]) -> None:

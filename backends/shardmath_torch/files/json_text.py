@@ -13,8 +13,10 @@ import math
 import reprlib
 from collections.abc import Sequence
 
-__all__ = ["MOST", "elements", "read_json", "shown"]
+__all__ = ["MOST", "MOST_DIMENSIONS", "elements", "read_json", "shown"]
 
+MOST_DIMENSIONS = 64
+"""Of a tensor, numpy's limit."""
 MOST = (1 << 63) - 1
 """The largest number of bytes, and of elements, that a file can speak of."""
 
@@ -50,11 +52,14 @@ def _finite(text: str) -> float:
 
 
 def elements(shape: Sequence[int]) -> int:
-    """How many elements a shape has. Raises ValueError for more than MOST.
+    """How many elements a shape has. Raises ValueError for more than MOST, and more than MOST_DIMENSIONS dimensions.
 
     >>> elements((3, 4)), elements((1 << 62, 1 << 62, 0))
     (12, 0)
     """
+    if len(shape) > MOST_DIMENSIONS:
+        what = f"{shown(list(shape))} has {len(shape)} dimensions"
+        raise ValueError(f"{what}, more than the {MOST_DIMENSIONS} that a tensor can have")
     if 0 in shape:
         return 0
     total = 1

@@ -5,18 +5,22 @@
 2. A URL is never taken for a local folder: a scheme that nobody serves is an error before anything is written. Nor is
    what names nothing taken for the current directory.
 3. What goes wrong is an OSError, whatever the service calls it.
+4. Only regular files are read (`opened`): a pipe in a folder of a stranger's would be waited for, a device has no end.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
 
 from shardmath.base.errors import ShardError
+from shardmath.base.given import shown
 from shardmath.base.public import public
 
 __all__ = [
@@ -24,7 +28,10 @@ __all__ = [
     "Place",
     "Remote",
     "check_length",
+    "content_of",
+    "length_of",
     "local_folder",
+    "opened",
     "place",
     "put",
     "sizes_of",
@@ -163,7 +170,11 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
     """The place that a path or a URL names. Raises CheckpointError for a URL that nothing here serves, or no text."""
     if isinstance(path, Remote):
         return path
-    text = os.fspath(path)
+    text: object = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str):
+        raise CheckpointError(
+            f"the path is {shown(text)}; give text, or a Path, of a folder or a URL of one"
+        )
     if not LOCAL.sub("", text).strip():
         raise CheckpointError(
             f"the path is {text!r}, which names no folder; give one, or . for the current one"
@@ -233,6 +244,41 @@ def _served(url: str, scheme: str) -> Place:
     return Remote(fs, path.rstrip("/"))
 
 
+def opened(file: Place, buffering: int = -1) -> BinaryIO:
+    """A stream of the file's bytes. Raises OSError for what is no regular file, also where to open it would wait."""
+    if isinstance(file, Remote):
+        return file.open("rb")
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_regular(file, os.fstat(handle))
+        return open(handle, "rb", buffering)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def content_of(file: Place) -> bytes:
+    """All of the file, of one version of it. Raises OSError for what is no regular file."""
+    if isinstance(file, Remote):
+        return file.read_bytes()
+    with opened(file) as stream:
+        return stream.read()
+
+
+def length_of(file: Place) -> int:
+    """How long the file is, in bytes. Raises OSError for what is no regular file."""
+    if isinstance(file, Remote):
+        return file.stat().st_size
+    found = file.stat()
+    _check_regular(file, found)
+    return found.st_size
+
+
+def _check_regular(file: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+
+
 def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
     """How long these files are: a function, which raises OSError for one that is not there.
 
@@ -243,7 +289,7 @@ def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
 
     def size(file: Place) -> int:
         if isinstance(file, Path):
-            return file.stat().st_size
+            return length_of(file)
         found = listed[file.parent].get(file.name)
         return file.stat().st_size if found is None else found
 
@@ -276,7 +322,8 @@ def put(file: Place, draft: Place, text: bytes) -> None:
     if isinstance(file, Remote):
         file.write_bytes(text)
         return
-    with draft.open("wb") as stream:
+    draft.unlink(missing_ok=True)  # it may be a link, to somebody's file
+    with draft.open("xb") as stream:
         stream.write(text)
         synced(stream)
     os.replace(cast(Path, draft), file)

@@ -7,7 +7,8 @@
 3. None of it opens files, starts processes or imports by name.
 4. Time and memory are in proportion to the file's length. So torch's own pickles say what instructions there may be;
    Python's reader keeps its memo in a dict, where C's takes an array as long as the largest number asked for; and
-   before anything is hashed or called it is looked at: tuples of tuples that share parts take 2^n steps to hash.
+   before anything is hashed or called it is looked at: tuples of tuples that share parts take 2^n steps to hash, and
+   what a pickle has once it may use any number of times.
 5. Attributes are set of the parts of metadata alone. That can make a key another than was looked at, so what is hashed
    or shown of metadata later, names and types among it, is looked at when all is read.
 """
@@ -64,6 +65,8 @@ _OPCODES = (
 )
 """What pickles of metadata are made of. Not among it: sets, persistent and extended names, instructions of classes."""
 
+_ROOM, _TIMES = 4096, 16
+"""Characters of arguments in all: so many, and so many times the file's bytes."""
 _MOST = 64
 """Of a tuple that is a key or an argument: dimensions, or parts of a path."""
 
@@ -86,13 +89,28 @@ class _Unpickler(_Python):  # type: ignore[misc]
             return found
         raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}")
 
+    def __init__(self, text: bytes) -> None:
+        super().__init__(io.BytesIO(text))
+        self._left = _ROOM + _TIMES * len(text)
+
     def load_reduce(self) -> None:
         _check_all("calls something with", self.stack[-1], _is_argument)
+        self._spend(_length(self.stack[-1]))
         super().load_reduce()
+
+    def load_newobj(self) -> None:
+        _check_all("makes something of", self.stack[-1:], _is_argument)
+        super().load_newobj()
 
     def load_build(self) -> None:
         _check_all("sets attributes of", self.stack[-2:-1], _is_part)
+        _check_all("sets attributes to", self.stack[-1:], _is_state)
         super().load_build()
+
+    def _spend(self, length: int) -> None:
+        self._left -= length
+        if self._left < 0:
+            raise pickle.UnpicklingError("it calls the same again and again with something long")
 
     def load_setitem(self) -> None:
         _check_all("has a key", self.stack[-2:-1], _is_key)
@@ -108,6 +126,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
 
     dispatch |= {
         pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
         pickle.BUILD[0]: load_build,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
@@ -130,6 +149,19 @@ def _is_argument(value: object) -> bool:
     return _is_plain(value) or (
         isinstance(value, tuple) and len(value) <= _MOST and all(map(_is_plain, value))
     )
+
+
+def _length(value: object) -> int:
+    """How long it takes to look at all of an argument."""
+    if isinstance(value, tuple):
+        return sum(map(_length, value))
+    return len(value) if isinstance(value, str) else 1
+
+
+def _is_state(value: object) -> bool:
+    """Whether it is as much as parts of metadata have as attributes."""
+    each = value if isinstance(value, tuple) else (value,)
+    return len(each) <= _MOST and all(len(x) <= _MOST for x in each if isinstance(x, dict))
 
 
 def _is_key(value: object) -> bool:
@@ -168,7 +200,7 @@ def read_metadata(text: bytes, where: object) -> Metadata:
     Raises CheckpointError for what is none, naming the file `where`.
     """
     try:
-        found = _Unpickler(io.BytesIO(text)).load()
+        found = _Unpickler(text).load()
         if isinstance(found, Metadata):
             _check_metadata(found)
     except Exception as error:

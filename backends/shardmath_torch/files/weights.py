@@ -31,7 +31,7 @@ from shardmath.base.given import plural
 from shardmath.families.rules import Shapes
 from shardmath_torch.dtypes import dtype_of, flat
 from shardmath_torch.files.json_text import MOST, elements, read_json, shown
-from shardmath_torch.files.places import Place, place
+from shardmath_torch.files.places import Place, length_of, opened, place
 
 __all__ = [
     "DTYPES",
@@ -140,8 +140,10 @@ def _opened(path: Place) -> Weights:
     if path.is_dir():
         path = _in_folder(path)
     if not path.is_file():
+        there = isinstance(path, Path) and path.exists()
+        fault = "is no regular file" if there else "does not exist"
         raise WeightsError(
-            f"{path} does not exist; give a safetensors file, or a folder of safetensors or of a checkpoint"
+            f"{path} {fault}; give a safetensors file, or a folder of safetensors or of a checkpoint"
         )
     return Weights(path, _read_index(path) if path.suffix == ".json" else read_header(path)[0])
 
@@ -210,7 +212,7 @@ def _weight_map(index: Place) -> dict[str, str]:
 
 def _bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
     try:
-        with file.open("rb") as stream:
+        with opened(file) as stream:
             stream.seek(start)
             return stream.read(count)
     except OSError as error:
@@ -239,7 +241,7 @@ def read_header(file: Place) -> tuple[dict[str, Entry], dict[str, object]]:
 
     Raises WeightsError for a file that is damaged, cut short, or no safetensors file.
     """
-    size, prefix = file.stat().st_size, _bytes(file, 0, 8)
+    prefix, size = _bytes(file, 0, 8), length_of(file)
     if len(prefix) < 8:
         raise WeightsError(
             f"{file} is cut short: {size} bytes present, a header's length alone takes 8; fetch it again"

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath.layouts.layout import window
 from shardmath.layouts.store import flat_windows
 from shardmath_torch.checkpoints.loading import LoadPlanner, Reader
 from shardmath_torch.checkpoints.stored import open_checkpoint
@@ -809,3 +810,53 @@ def test_hugging_face_files_load_into_any_layout(pool: Pool, tmp_path: Path) -> 
         "odd": sm.Layout((3,), DP, "(dp n)", dtype="uint8"),
     }
     assert pool.run(work.loaded, str(tmp_path), layouts, {"tied": "a"}) == [[]] * 8
+
+
+def test_windows_called_like_another_tensor(tmp_path: Path) -> None:
+    """One buffer for two tensors would have the last one's values: refused, as by save."""
+    line, two = sm.Layout((4,), sm.Mesh(), "n"), sm.Layout((2,), sm.Mesh(), "n")
+    windows = (window(line, ((0, 2),)), window(line, ((2, 4),)))
+    tensors = {"w": torch.arange(4.0), "w[0]": torch.tensor([7.0, 8.0])}
+    smt.save(tmp_path, tensors, {"w": line, "w[0]": two})
+    for layouts in ({"w": windows, "w[0]": two}, {"w[0]": two, "w": windows}):
+        with pytest.raises(CheckpointError, match=r"'w\[0\]' is of tensor .* load one under"):
+            smt.load(tmp_path, layouts)
+    found = smt.load(tmp_path, {"w": windows, "v": two}, names={"v": "w[0]"})
+    assert {key: t.tolist() for key, t in found.items()} == {
+        "w[0]": [0.0, 1.0, 0.0, 0.0],
+        "w[1]": [0.0, 0.0, 2.0, 3.0],
+        "v": [7.0, 8.0],
+    }
+
+
+NOTHING: dict[str, tuple[Any, str]] = {
+    "path": (lambda path, layouts: smt.save(5, {}, layouts), "the path is 5; give text"),
+    "load": (lambda path, layouts: smt.load(5, layouts), "the path is 5; give text"),
+    "paths": (
+        lambda path, layouts: smt.save(path, {}, layouts, paths=5),
+        "paths is 5; give a mapping from names to tuples of keys",
+    ),
+    "tensors": (lambda path, layouts: smt.save(path, 5, layouts), "the tensors are 5; give a map"),
+    "names": (
+        lambda path, layouts: smt.load(path, layouts, names=5),
+        "names is 5; give a mapping from wanted names to stored",
+    ),
+    "a name": (
+        lambda path, layouts: smt.load(path, layouts, names={"w": 5}),
+        "names has 'w': 5, and names are text",
+    ),
+    "device": (
+        lambda path, layouts: smt.load(path, layouts, device="nowhere"),
+        "device='nowhere' has no room for tensors.*; give one that torch has here",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_what_is_none_of_what_it_should_be(tmp_path: Path, case: str) -> None:
+    """Said with what it is and what to give."""
+    layouts = {"w": sm.Layout((2,), sm.Mesh(), "n")}
+    smt.save(tmp_path, {"w": torch.ones(2)}, layouts)
+    act, said = NOTHING[case]
+    with pytest.raises(CheckpointError, match=said):
+        act(tmp_path, layouts)

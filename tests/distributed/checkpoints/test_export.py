@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ import shardmath_torch as smt
 from shardmath.layouts.store import flat_windows
 from shardmath_torch.files import hf_folder
 from shardmath_torch.files.archive import CheckpointError
-from shardmath_torch.files.hf_folder import locked, size_of, split
+from shardmath_torch.files.hf_folder import LOCK, size_of, split
 from shardmath_torch.files.weights import WeightsError, load, open_weights
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import checkpoints as work
@@ -171,8 +172,8 @@ def fails(patch: pytest.MonkeyPatch, step: int, error: BaseException, lasting: b
     patch.setattr(Path, "unlink", failing(Path.unlink))
 
 
-BEGUN, NAMED, REMOVED = 3, 4, 3
-"""Changes of names of an export of three files: drafts, then files and index, then the former files."""
+BEGUN, NAMED, REMOVED = 4, 4, 3
+"""Changes of names of an export of three files: drafts of files and index, then both, then the former files."""
 
 
 @pytest.mark.parametrize("step", range(1, BEGUN + NAMED + REMOVED + 1))
@@ -238,6 +239,56 @@ def test_a_draft_that_is_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "of somebody"
 
 
+@pytest.mark.parametrize("kind", ["symbolic", "hard"])
+@pytest.mark.parametrize("name", [f"{INDEX}.unfinished", LOCK])
+def test_a_link_where_an_export_writes(tmp_path: Path, name: str, kind: str) -> None:
+    """What it leads to is not written to; a lock that leads elsewhere is refused."""
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    precious.write_text("of somebody")
+    out.mkdir()
+    (out / name).symlink_to(precious) if kind == "symbolic" else os.link(precious, out / name)
+    if name == LOCK:
+        with pytest.raises(CheckpointError, match="would be a lock; give another folder"):
+            in_three(out, 1.0)
+    else:
+        in_three(out, 1.0)
+        assert values(out) == dict.fromkeys("abc", 1.0) and not (out / INDEX).is_symlink()
+    assert precious.read_text() == "of somebody"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        INDEX,
+        "model-00001-of-00001.safetensors",
+        "model-00001-of-00003.safetensors.unfinished",
+        LOCK,
+    ],
+)
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_folder(tmp_path: Path, name: str) -> None:
+    """Refused; it is not waited for."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        in_three(tmp_path, 1.0)
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("size", [1, 10_000_000], ids=["header", "data"])
+def test_a_disk_that_is_full(tmp_path: Path, size: int) -> None:
+    """No draft stays, also where to close it fails as to write to it did."""
+    in_three(tmp_path, 1.0)
+    before = written(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10 if size == 1 else 3_000_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            smt.export(tmp_path, {"w": torch.ones(size)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert written(tmp_path) == before
+
+
 @pytest.mark.parametrize("exports", [1, 2])
 def test_a_load_while_another_export_ends(tmp_path: Path, exports: int) -> None:
     """Headers of one and data of another are never put together, even where both are of the same form."""
@@ -291,11 +342,12 @@ def test_two_exports_to_one_folder(tmp_path: Path) -> None:
     """The second is refused for as long as the first one lives; a lock of the dead is none."""
     layouts, tensors = {"w": sm.Layout((2,), sm.Mesh(), {})}, {"w": torch.ones(2)}
     with (
-        locked(tmp_path),
+        hf_folder.locked(tmp_path),
         pytest.raises(CheckpointError, match=r"another export to .* is under way"),
     ):
         smt.export(tmp_path, tensors, layouts)
     (tmp_path / f"{INDEX}.unfinished").write_text("of a process that is gone" * 100)
+    (tmp_path / LOCK).touch()
     smt.export(tmp_path, tensors, layouts)
     assert by_vllms_rules(tmp_path)["w"].equal(torch.ones(2))
 
@@ -470,6 +522,14 @@ def test_what_cannot_be_exported(tmp_path: Path, case: str) -> None:
     make, options, what = WRONG[case]
     with pytest.raises(sm.ShardError, match=what):
         smt.export(tmp_path / "out", *make(), **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("case", work.EXPORTS)
+def test_one_rank_that_exports_something_odd(pool: Pool, tmp_path: Path, case: str) -> None:
+    """Nobody waits for it."""
+    for kind, said in pool.run(work.odd_export, str(tmp_path / "out"), case):
+        assert kind == "CheckpointError" and work.EXPORTS[case][1] in said, said
     assert not (tmp_path / "out").exists()
 
 

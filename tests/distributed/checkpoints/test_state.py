@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 
 from shardmath_torch.checkpoints import training
 from shardmath_torch.checkpoints.checkpoint import save
+from shardmath_torch.checkpoints.export import export
 from shardmath_torch.dtensors.modules import layout_of
 from shardmath_torch.files.archive import CheckpointError
 
@@ -456,3 +457,146 @@ def test_an_option_that_only_one_group_has(tmp_path: Path) -> None:
         CheckpointError, match=r"0.weight and 1.weight are in one group .* differ in initial_lr"
     ):
         training.load_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))
+
+
+# Options that are tensors, memory that cannot be written to
+
+
+def two_groups(rate: Tensor) -> tuple[nn.Module, optim.Optimizer]:
+    """Two groups and the defaults have one tensor as their rate."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"params": each.parameters()} for each in module]
+    return module, optim.AdamW(groups, lr=rate)
+
+
+@pytest.mark.parametrize("second", [0.5, 0.25])
+def test_groups_that_share_a_rate(tmp_path: Path, second: float) -> None:
+    """Each gets its own, as by torch's load_state_dict; where all are to have one value, the memory stays."""
+    module, optimizer = two_groups(torch.tensor(0.5))
+    for group, rate in zip(optimizer.param_groups, (0.25, second), strict=True):
+        group["lr"] = torch.tensor(rate)
+    training.save_state(tmp_path, module, optimizer)
+    shared = torch.tensor(0.5)
+    other, fresh = two_groups(shared)
+    training.load_state(tmp_path, other, fresh)
+    assert [float(group["lr"]) for group in fresh.param_groups] == [0.25, second]
+    assert all((group["lr"] is shared) == (second == 0.25) for group in fresh.param_groups)
+    assert float(fresh.defaults["lr"]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        (0.5, torch.tensor(1)),
+        (0.1, torch.tensor(0.1, dtype=torch.float16)),
+        (1e300, torch.tensor(0.1)),
+        (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1)),
+        (torch.tensor([0.1, 0.2]), torch.tensor(0.1)),
+    ],
+    ids=str,
+)
+def test_a_rate_that_its_tensor_cannot_hold(tmp_path: Path, saved: Any, here: Tensor) -> None:
+    """Nothing is rounded in silence, and nothing was restored."""
+    module = small()
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = saved
+    training.save_state(tmp_path, module, optimizer)
+    other = small(seed=1)
+    second = optim.SGD(other.parameters(), lr=here.clone())
+    before = values(other, second)
+    with pytest.raises(CheckpointError, match="which cannot hold it; make the optimizer with"):
+        training.load_state(tmp_path, other, second)
+    same(values(other, second), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_becomes_a_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    """As `torch.tensor` makes one of it, in the memory that is there."""
+    module = small()
+    training.save_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))
+    rate = torch.tensor(7.0, dtype=dtype)
+    optimizer = optim.SGD(module.parameters(), lr=rate)
+    training.load_state(tmp_path, module, optimizer)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.equal(torch.tensor(0.1, dtype=dtype))
+
+
+def test_parameters_that_share_state(tmp_path: Path) -> None:
+    """Each gets what it had."""
+    module = nn.Linear(2, 2, bias=True)
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    for i, p in enumerate(module.parameters()):
+        optimizer.state[p]["step"] = torch.tensor(float(i))
+    training.save_state(tmp_path, module, optimizer)
+    one = torch.tensor(5.0)
+    for p in module.parameters():
+        optimizer.state[p]["step"] = one
+    training.load_state(tmp_path, module, optimizer)
+    assert [float(optimizer.state[p]["step"]) for p in module.parameters()] == [0.0, 1.0]
+
+
+class Odd(nn.Module):
+    """A parameter before another that cannot be written to."""
+
+    def __init__(self, odd: Tensor, value: float = 1.0) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((4,), value))
+        self.odd = nn.Parameter(odd, requires_grad=False)
+
+
+def in_inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(4)
+
+
+def freed() -> Tensor:
+    out = torch.zeros(4)
+    out.untyped_storage().resize_(0)
+    return out
+
+
+MEMORY = {
+    "expanded": (lambda: torch.zeros(1).expand(4), r"'odd' has shape \(4,\) and strides \(0,\)"),
+    "inference": (in_inference, "'odd' was made in inference mode"),
+    "freed": (freed, "'odd' reaches 16 bytes into a storage of 0"),
+}
+
+
+@pytest.mark.parametrize("case", MEMORY)
+@pytest.mark.parametrize("step", ["state", "weights"])
+def test_memory_that_cannot_be_written_to(tmp_path: Path, case: str, step: str) -> None:
+    """Said before anything is restored."""
+    make, what = MEMORY[case]
+    training.save_state(tmp_path / "state", Odd(torch.ones(4), 5.0))
+    export(tmp_path / "weights", Odd(torch.ones(4), 5.0))
+    module = Odd(make())
+    load = training.load_state if step == "state" else training.load_weights
+    with pytest.raises(CheckpointError, match=what):
+        load(tmp_path / step, module)
+    assert module.first.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((5,), "the module is 5; give a torch.nn.Module"),
+        ((small(), 5), "the optimizer is 5; give one, several, or None"),
+        ((small(), [5]), "an optimizer is 5, none of torch.optim; give"),
+    ],
+)
+def test_what_is_no_module_or_optimizer(tmp_path: Path, given: Any, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        training.save_state(tmp_path, *given)
+
+
+def test_nested_tensors(tmp_path: Path) -> None:
+    """They have no shape."""
+    module = nn.Module()
+    module.register_buffer("w", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
+    for act in (training.save_state, export):
+        with pytest.raises(CheckpointError, match="'w' is a nested tensor, of 2 parts"):
+            act(tmp_path, module)
+    with pytest.raises(CheckpointError, match="'w' is a nested tensor, of 2 parts"):
+        export(tmp_path, {"w": module.w})
+    with pytest.raises(CheckpointError, match="'w' is a nested tensor, which has no shape"):
+        save(tmp_path, {"w": module.w}, {"w": layout_of(nn.Linear(1, 1))["weight"]})

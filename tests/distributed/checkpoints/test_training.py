@@ -191,6 +191,14 @@ def test_one_rank_that_is_wrong(pool: Pool, tmp_path: Path, what: str) -> None:
     ), answers
 
 
+@pytest.mark.parametrize("step", ["save_state", "load_state", "load_weights"])
+def test_a_mesh_that_lacks_a_rank(pool: Pool, tmp_path: Path, step: str) -> None:
+    """Said on all ranks: the module of a rank that is not there would not be filled."""
+    for kind, said in pool.run(work.on_some_of_the_ranks, str(tmp_path), step):
+        assert kind == "CheckpointError", said
+        assert "rank 1 has 'weight' in its module, and is not on the mesh" in said
+
+
 def test_weights_of_another_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """Other names, another type, a parameter with two names, FSDP2 in uneven rows."""
     import torch

@@ -81,6 +81,66 @@ def test_a_draft_that_is_a_link(tmp_path: Path) -> None:
 # The command
 
 
+def test_one_refit_to_a_folder_at_a_time(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is an error from before its first process until the first one's files have their names."""
+    out, job = tmp_path / "out", [str(model), "--src", "tp=1", "--dst", "tp=2"]
+    codes: list[int] = []
+
+    def meanwhile(*_: object, **__: object) -> list[object]:
+        for rank in (1, 2):
+            leave(out, rank, {"w": torch.full((3,), float(len(codes)))})
+        if not codes:
+            codes.append(1)
+            codes.append(command([*job, "--out", str(out)]))
+        return []
+
+    monkeypatch.setattr("shardmath_torch.commands.refit.run", meanwhile)
+    monkeypatch.setattr("shardmath_torch.commands.refit._report", lambda *_: None)
+    assert command([*job, "--out", str(out)]) == 0
+    assert codes == [1, 1]
+    assert f"refit: another refit to {out} is under way" in capsys.readouterr().err
+    assert {file.name for file in out.iterdir()} == {"rank1.safetensors", "rank2.safetensors"}
+    assert {float(load_file(file)["w"][0]) for file in out.iterdir()} == {0.0}
+    assert command([*job, "--out", str(out)]) == 0
+
+
+def test_refits_at_once_of_two_models(tmp_path: Path) -> None:
+    """What is there is of one, and of one that ended well."""
+    lines = []
+    for value in (1.0, 2.0):
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        save_file({"w": torch.full((6, 4), value)}, folder / "model.safetensors")
+        sides = ["--src", "tp=1", "--dst", "tp=2", "--steps", "1", "--out", str(tmp_path / "out")]
+        lines.append([sys.executable, "-m", "shardmath", "refit", str(folder), *sides])
+    each = [
+        subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) for line in lines
+    ]
+    said = [one.communicate(timeout=100)[1].decode() for one in each]
+    well = [value for value, one in zip((1.0, 2.0), each, strict=True) if one.returncode == 0]
+    files = list((tmp_path / "out").iterdir())
+    found = {float(load_file(file)["w"][0, 0]) for file in files}
+    assert len(files) == 2 and len(found) == 1 and found <= set(well), said
+    assert len(well) == 2 or "another refit to" in "".join(said), said
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.timeout(60)
+def test_what_is_no_lock(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Neither followed nor waited for."""
+    out = tmp_path / "out"
+    out.mkdir()
+    lock = out / ".shardmath-refit.lock"
+    os.mkfifo(lock) if kind == "pipe" else lock.symlink_to(tmp_path / "elsewhere")
+    assert command([str(model), "--src", "tp=1", "--dst", "tp=2", "--out", str(out)]) == 1
+    assert "would be a lock; give another folder" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_end_to_end_on_overlapping_sides(model: Path, tmp_path: Path) -> None:
     """Rank 3 is on both sides; every rank leaves what it received, and nothing of an earlier refit stays."""
     out = tmp_path / "out"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import struct
 import time
@@ -16,13 +17,21 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import save as by_torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.compat import StorageInfo
 from shardmath_torch.files.json_text import read_json, shown
 from shardmath_torch.files.sealed import signed
 from shardmath_torch.files.unpickled import read_metadata
+from shardmath_torch.files.weights import open_weights
 
 LINE = sm.Layout((6,), sm.Mesh(), "n")
 
@@ -252,6 +261,155 @@ def test_an_index_of_many_files(tmp_path: Path) -> None:
     assert time.process_time() - begun < 6
 
 
+ZERO, ONE = torch.Size([0]), torch.Size([1])
+
+
+def spread(what: str, many: int = 3000, long: int = 30_000) -> Metadata:
+    """Metadata in which many names share something long, which a pickle has once."""
+    info = StorageInfo("a/" * long + "x" if what == "path" else "x", 0, 1)
+    chunk = ChunkStorageMetadata(ZERO, ONE)
+    chunks = [chunk] * (long if what == "boxes" else 1)
+    shape = [1] * long if what == "shape" else ONE
+    part = TensorStorageMetadata(TensorProperties(torch.uint8), shape, chunks)
+    at = "x" * long if what == "offset" else ZERO
+    names = [f"{i}" for i in range(many)]
+    index = [MetadataIndex(name, ZERO) for name in names]
+    for one in index:
+        object.__setattr__(one, "offset", at)
+    blobs = {name: dict.fromkeys(range(long), "0") for name in names[:1]}
+    shared = {"shardmath.blobs": dict.fromkeys(names, blobs["0"])}
+    return Metadata(
+        dict.fromkeys(names, part),
+        storage_data=dict.fromkeys(index, info),
+        planner_data=shared if what == "blobs" else None,
+    )
+
+
+@pytest.mark.parametrize("what", ["boxes", "shape", "offset", "path", "blobs"])
+def test_what_many_names_share(tmp_path: Path, what: str) -> None:
+    """Read once, or refused: in proportion to the file, not to names times what they share."""
+    (tmp_path / "x").write_bytes(b"a")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(spread(what)))
+    begun = time.process_time()
+    if what == "path":
+        assert len(smt.open_checkpoint(tmp_path)) == 3000
+    else:
+        fails(tmp_path)
+    assert time.process_time() - begun < 6
+
+
+def shared_by(last: bytes, long: bytes, count: int = 20_000) -> bytes:
+    """Instructions that make something long, and then do something with it again and again."""
+    return b"\x80\x02" + long + b"q\x00" + last * count + b"."
+
+
+LONG = {
+    "attributes": shared_by(
+        METADATA + b"MetadataIndex\n)\x81h\x00b0",
+        b"}(" + b"".join(b"X\x05\x00\x00\x00%05dN" % i for i in range(20_000)) + b"u",
+    ),
+    "what it is made of": shared_by(
+        METADATA + b"MetadataIndex\nh\x00\x810", b"(" + b"N" * 100_000 + b"t"
+    ),
+    "a path": shared_by(
+        b"cpathlib\nPosixPath\nh\x00\x85R0",
+        b"X" + (200_000).to_bytes(4, "little") + b"a/" * 100_000,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_what_is_used_again_and_again(case: str) -> None:
+    """A pickle has it once."""
+    begun = time.process_time()
+    with pytest.raises(sm.ShardError, match="no metadata"):
+        read_metadata(LONG[case], "here")
+    assert time.process_time() - begun < 6
+
+
+def test_a_box_that_is_missing_among_many(tmp_path: Path) -> None:
+    """Named without looking at every box for each."""
+    n = 20_000
+    pieces = [[0, i, [i], [1], "0" * 16] for i in range(n - 1)]
+    index = {"shardmath": 2, "save": "0" * 12, "files": [["x", n]], "blobs": {}}
+    index["tensors"] = {"w": ["uint8", [n], pieces]}
+    (tmp_path / "shardmath.json").write_text(signed(json.dumps(index)))
+    (tmp_path / "x").write_bytes(bytes(n))
+    begun = time.process_time()
+    fails(tmp_path, f"has no box with element ({n - 1},)")
+    assert time.process_time() - begun < 6
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "shardmath.json", ".metadata"])
+def test_a_shape_of_many_dimensions(tmp_path: Path, name: str) -> None:
+    """Refused where it is read, in few words."""
+    shape = [1] * 200_000
+    if name == "model.safetensors":
+        text = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+        (tmp_path / name).write_bytes(len(text).to_bytes(8, "little") + text + b"abcd")
+    elif name == ".metadata":
+        by_torch({"w": torch.ones(1)}, checkpoint_id=tmp_path, no_dist=True)
+        found = pickle.loads((tmp_path / name).read_bytes())
+        found.state_dict_metadata["w"].size = shape
+        (tmp_path / name).write_bytes(pickle.dumps(found))
+    else:
+        index = {"shardmath": 2, "save": "0" * 12, "files": [], "blobs": {}}
+        index["tensors"] = {"w": ["float32", shape, []]}
+        (tmp_path / name).write_text(signed(json.dumps(index)))
+    fails(tmp_path, "64")
+
+
+PIPES = [
+    "x.safetensors",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    ".metadata",
+    "shardmath.json",
+]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("name", PIPES)
+@pytest.mark.timeout(30)
+def test_what_is_no_regular_file(tmp_path: Path, name: str, kind: str) -> None:
+    """A pipe is not waited for, and a device has no end."""
+    os.mkfifo(tmp_path / name) if kind == "pipe" else (tmp_path / name).symlink_to("/dev/zero")
+    fails(tmp_path)
+    with pytest.raises(sm.ShardError, match="is no regular file"):
+        open_weights(tmp_path / name)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["ours", "torch's"])
+@pytest.mark.timeout(60)
+def test_data_that_are_no_regular_file(tmp_path: Path, own: bool) -> None:
+    """What an index names is looked at before it is opened."""
+    if own:
+        smt.save(tmp_path, {"w": torch.ones(6)}, {"w": LINE})
+        (file,) = tmp_path.glob("shardmath-*.safetensors")
+    else:
+        by_torch({"w": torch.arange(6.0)}, checkpoint_id=tmp_path, no_dist=True)
+        (file,) = tmp_path.glob("*.distcp")
+    file.unlink()
+    os.mkfifo(file)
+    fails(tmp_path, "it is no regular file")
+
+
+@pytest.mark.parametrize(
+    "name", [".metadata", "shardmath-000000000000.metadata.unfinished", "shardmath.json"]
+)
+@pytest.mark.timeout(60)
+def test_a_save_beside_a_pipe(tmp_path: Path, name: str) -> None:
+    """An error where it would be read, else the save goes through; nothing waits."""
+    os.mkfifo(tmp_path / name)
+    if name == ".metadata":
+        with pytest.raises(sm.ShardError, match="it is no regular file"):
+            smt.save(tmp_path, {"w": torch.ones(6)}, {"w": LINE})
+        assert os.listdir(tmp_path) == [name]
+    else:
+        smt.save(tmp_path, {"w": torch.ones(6)}, {"w": LINE})
+        assert smt.load(tmp_path, {"w": LINE})["w"].equal(torch.ones(6))
+
+
 def test_metadata_of_torch_are_still_read(tmp_path: Path) -> None:
     """Of every protocol that torch has used."""
     state = {
@@ -303,6 +461,73 @@ def test_archives_that_would_take_for_ever(tmp_path: Path, case: str) -> None:
     info.offset, info.length = 0, len(ARCHIVES[case])
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     fails(tmp_path, "archive")
+
+
+def of_torch(folder: Path, data: bytes, places: list[tuple[int, int]]) -> sm.Layout:
+    """A checkpoint of torch with a box of one byte in each of these archives (offset, length) of one file."""
+    (folder / "x").write_bytes(data)
+    chunks = [ChunkStorageMetadata(torch.Size([i]), ONE) for i in range(len(places))]
+    size = torch.Size([len(places)])
+    part = TensorStorageMetadata(TensorProperties(torch.uint8), size, chunks)
+    infos = {
+        MetadataIndex("w", chunk.offsets): StorageInfo("x", *place)
+        for chunk, place in zip(chunks, places, strict=True)
+    }
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata({"w": part}, storage_data=infos)))
+    return sm.Layout((len(places),), sm.Mesh(), "n", dtype="uint8")
+
+
+def with_records(count: int) -> bytes:
+    """What torch.save makes of a byte, and records that nobody asks for."""
+    out = io.BytesIO()
+    torch.save(torch.ones(1, dtype=torch.uint8), out)
+    with zipfile.ZipFile(out, "a") as file:
+        for i in range(count):
+            file.writestr(f"archive/z{i}", b"")
+    return out.getvalue()
+
+
+def test_an_archive_that_many_boxes_share(tmp_path: Path) -> None:
+    """Looked into once."""
+    data = with_records(2000)
+    layout = of_torch(tmp_path, data, [(0, len(data))] * 2000)
+    begun = time.process_time()
+    assert smt.load(tmp_path, {"w": layout})["w"].equal(torch.ones(2000, dtype=torch.uint8))
+    assert time.process_time() - begun < 20
+
+
+def test_archives_that_overlap(tmp_path: Path) -> None:
+    """Refused: each would be read for every byte before it."""
+    data = with_records(2000)
+    layout = of_torch(
+        tmp_path, bytes(2000) + data, [(i, len(data) + 2000 - i) for i in range(2000)]
+    )
+    begun = time.process_time()
+    with pytest.raises(sm.ShardError, match="has two archives that overlap"):
+        smt.load(tmp_path, {"w": layout})
+    assert time.process_time() - begun < 6
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("archive/data.pkl", b"N0" * 32_000 + b"N.", "it lists 20000 pickles"),
+        ("archive/byteorder", b"little" * 100_000, "not little-endian"),
+    ],
+)
+def test_a_directory_that_lists_a_record_often(
+    tmp_path: Path, name: str, text: bytes, what: str
+) -> None:
+    """It is not read as often."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        file.writestr(name, text)
+        file.filelist.extend(file.filelist * 19_999)
+    layout = of_torch(tmp_path, out.getvalue(), [(0, len(out.getvalue()))])
+    begun = time.process_time()
+    with pytest.raises(sm.ShardError, match=what):
+        smt.load(tmp_path, {"w": layout})
+    assert time.process_time() - begun < 6
 
 
 def test_what_is_shown_is_short() -> None:

@@ -422,3 +422,29 @@ def at_url(
     finally:
         for key, value in before.items():
             os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
+EXPORTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a type": ({"tensor": "quint8"}, "'w' is quint8, a type that layouts do not have"),
+    "a mesh": ({"mesh": "x"}, "mesh is 'x'; give a shardmath.Mesh"),
+    "ties": ({"tied": 5}, "tied is 5; give a mapping from names"),
+    "a tie": ({"tied": {"v": 5}}, "tied has 'v': 5, and names are text"),
+    "layouts": ({"layouts": 5}, "layouts is a int"),
+    "a nested tensor": ({"tensor": "nested"}, "'w' is a nested tensor"),
+    "a DTensor": ({"tensor": "divided"}, "call it with the same on all ranks"),
+}
+"""What rank 1 gives, and what is said on all."""
+
+
+def odd_export(rank: int, path: str, case: str) -> Any:
+    """Exports, rank 1 something odd."""
+    options: dict[str, Any] = dict(EXPORTS[case][0]) if rank == 1 else {}
+    kind = options.pop("tensor", "plain")
+    tensors = {
+        "plain": lambda: torch.ones(8),
+        "quint8": lambda: torch.quantize_per_tensor(torch.ones(8), 1.0, 0, torch.quint8),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(5)]),
+        "divided": lambda: DTensor.from_local(torch.ones(1), line, [Shard(0)], run_check=False),
+    }
+    line = device_mesh(range(8), (8,)) if case == "a DTensor" else None
+    return caught(lambda: smt.export(path, {"w": tensors[kind]()}, **options))

@@ -387,6 +387,18 @@ def wrong_on_one(rank: int, path: str, what: str) -> Any:
     return caught(lambda: smt.load_state(path, nn.Linear(2, 2) if odd else good))
 
 
+def on_some_of_the_ranks(rank: int, path: str, step: str) -> Any:
+    """Saves or fills a plain module, said to be on rank 0 alone."""
+    module = nn.Linear(2, 2)
+    nn.init.ones_(module.weight), nn.init.ones_(module.bias)
+    if step == "load_state":
+        smt.save_state(path, module)
+    elif step == "load_weights":
+        smt.export(path, module)
+    act = getattr(smt, step)
+    return caught(lambda: act(path, module, mesh=sm.Mesh(ranks=[0])))
+
+
 def filled(rank: int, path: str) -> Any:
     """Weights of one whole, tied, half-precision model in a folder of safetensors, into uneven shards."""
     from torch.distributed.fsdp import fully_shard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter
 from typing import Any
 
@@ -140,6 +141,30 @@ def test_first_gap_looks_only_at_what_is_held() -> None:
     assert first_gap([[]], []) is None
     assert first_gap([], []) == ()
     assert first_gap([], [()]) is None
+
+
+N = 20_000
+TILED = {
+    "rows": ([[(0, N)]], [((i, i + 1),) for i in range(N)]),
+    "columns": ([[(0, 7)], [(0, N)]], [((0, 7), (i, i + 1)) for i in range(N)]),
+    "rows beside columns": (
+        [[(0, N // 2)], [(0, N // 2 + 1)]],
+        [((0, N // 2), (i, i + 1)) for i in range(N // 2)]
+        + [((i, i + 1), (N // 2, N // 2 + 1)) for i in range(N // 2)],
+    ),
+    "nested": ([[(0, 2 * N)]], [((i, 2 * N - i),) for i in range(1, N)] + [((0, 2 * N),)]),
+}
+
+
+@pytest.mark.parametrize("case", TILED)
+def test_the_last_of_many_boxes_is_missing(case: str) -> None:
+    """Not in proportion to the square of their number."""
+    held, boxes = TILED[case]
+    begun = time.process_time()
+    last = tuple(lo for lo, _ in boxes[-1])
+    assert first_gap(held, boxes) is None
+    assert first_gap(held, boxes[:-1]) == last
+    assert time.process_time() - begun < 10
 
 
 @given(box_lists(), st.data())
