@@ -28,10 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.algebra.box import Box
-from shardmath.algebra.dimension import Chunks, Digit, Dimension, Stage, divided
+from shardmath.algebra.cuts import Chunks
+from shardmath.algebra.dimension import Dimension, divided
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs, identity, restrict
+from shardmath.algebra.stages import Digit, Stage
 from shardmath.base import dtypes
 from shardmath.base.digest import digest
 from shardmath.base.errors import LayoutError, MeshError, PlacementError

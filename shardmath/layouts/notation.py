@@ -30,22 +30,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from shardmath.algebra.dimension import (
-    Balanced,
-    Block,
-    Chunks,
-    Cut,
-    Digit,
-    Dimension,
-    Field,
-    Rule,
-    Sizes,
-    Splits,
-    Stage,
-    divided,
-    lengths_at,
-)
+from shardmath.algebra.cuts import Balanced, Block, Chunks, Cut, Rule, Sizes, Splits
+from shardmath.algebra.dimension import Dimension, Field, divided, lengths_at
 from shardmath.algebra.runs import Runs, from_ranges, identity, spanning
+from shardmath.algebra.stages import Digit, Stage
 from shardmath.base.errors import NotationError, ShardError
 from shardmath.base.given import plural
 from shardmath.layouts.placement import OPS

@@ -14,9 +14,10 @@ from typing import Any, cast
 import hypothesis.strategies as st
 import numpy as np
 
-from shardmath.algebra.dimension import Rule, pieces_runs, stage_runs
+from shardmath.algebra.cuts import Rule
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs, compose, invert
+from shardmath.algebra.stages import pieces_runs, stage_runs
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
 from shardmath.layouts.layout import Layout, equivalent, relabelled, sliced, transposed

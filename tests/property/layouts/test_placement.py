@@ -30,8 +30,9 @@ from shardmath import (
     testing,
     verify,
 )
-from shardmath.algebra.dimension import Rule, pieces_runs, stage_runs
+from shardmath.algebra.cuts import Rule
 from shardmath.algebra.runs import from_ranges, identity
+from shardmath.algebra.stages import pieces_runs, stage_runs
 from shardmath.layouts.placement import OPS, stage_of
 from shardmath.testing.laws import covering
 
