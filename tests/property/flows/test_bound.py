@@ -17,7 +17,9 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from shardmath import Layout, PlanError, plan, testing
-from shardmath.flows.bound import Block, Certificate, Witness, bound, certificate
+from shardmath.flows.blocks import Block
+from shardmath.flows.bound import bound
+from shardmath.flows.certificate import Certificate, Witness, certificate
 from shardmath.flows.topology import H100, Topology
 
 Program = tuple[list[Block], list[int], Topology]
