@@ -129,18 +129,27 @@ def _read_machine(ranks: Iterable[int], topology: Topology) -> Machine:
 def _read_table(blocks: Sequence[Block], machine: Machine) -> Table:
     """The blocks, their sets of ranks and their keys numbered."""
     nbytes = np.array([block.nbytes for block in blocks], np.int64)
-    given = [(block.group, block.addend) for block in blocks]
-    keys = sorted(set(given))
-    number = {key: i for i, key in enumerate(keys)}
-    key = np.array([number[k] for k in given], np.int64)
-    groups = {group: i for i, group in enumerate(dict.fromkeys(group for group, _ in keys))}
-    group_of_key = np.array([groups[group] for group, _ in keys], np.int64)
+    key, group = _number_keys(blocks)
     receivers = _number_sets([block.receivers for block in blocks], machine)
-    # One number for (set, key), so that equal pairs are summed as equal numbers.
-    code, amount = sum_by_code(receivers.of * len(keys) + key, nbytes)
-    wanted = (code // len(keys), code % len(keys), amount)
     holders = _number_sets([block.holders for block in blocks], machine)
-    return Table(holders, receivers, nbytes, key, group_of_key, wanted)
+    # One number for (set, key), so that equal pairs are summed as equal numbers.
+    keys = len(group)
+    code, amount = sum_by_code(receivers.of * keys + key, nbytes)
+    wanted = (code // keys, code % keys, amount)
+    return Table(holders, receivers, nbytes, key, group, wanted)
+
+
+def _number_keys(blocks: Sequence[Block]) -> tuple[Ints, Ints]:
+    """The number of each block's (group, addend), ascending, and the number of each key's group."""
+    given = [(block.group, block.addend) for block in blocks]
+    number: dict[tuple[int, int], int] = {}
+    groups: dict[int, int] = {}
+    for key in sorted(set(given)):
+        number[key] = len(number)
+        groups.setdefault(key[0], len(groups))
+    key_of_block = [number[key] for key in given]
+    group_of_key = [groups[group] for group, _ in number]
+    return np.array(key_of_block, np.int64), np.array(group_of_key, np.int64)
 
 
 def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> Sets:
@@ -151,15 +160,21 @@ def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> Sets:
     of_id = {at: number.setdefault(ranks, len(number)) for at, ranks in by_id.items()}
     of = np.array([of_id[id(ranks)] for ranks in given], np.int64)
     flat = np.array(list(itertools.chain.from_iterable(number)), np.int64)
-    owner = np.repeat(np.arange(len(number)), [len(ranks) for ranks in number])
-    member = np.searchsorted(machine.ranks, flat)
-    inside = member < len(machine.ranks)
-    inside[inside] = machine.ranks[member[inside]] == flat[inside]
-    if not inside.all():
+    sizes = [len(ranks) for ranks in number]
+    owner = np.repeat(np.arange(len(number)), sizes)
+    return Sets(of, len(number), owner, _find_positions(flat, machine))
+
+
+def _find_positions(ranks: Ints, machine: Machine) -> Ints:
+    """Where each rank stands in the machine. Raises PlanError for a rank that it does not have."""
+    position = np.searchsorted(machine.ranks, ranks)
+    found = position < len(machine.ranks)
+    found[found] = machine.ranks[position[found]] == ranks[found]
+    if not found.all():
         program = show_ranks(tuple(machine.ranks.tolist()))
-        what = f"rank {flat[~inside][0]} is in a block and not in the program of {program}"
+        what = f"rank {ranks[~found][0]} is in a block and not in the program of {program}"
         raise PlanError(f"{what}; add it to the ranks")
-    return Sets(of, len(number), owner, member)
+    return position
 
 
 def sum_by_code(code: Ints, amount: Ints) -> tuple[Ints, Ints]:

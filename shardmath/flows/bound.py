@@ -108,8 +108,10 @@ def _list_families(table: Table, machine: Machine) -> Iterator[Ints]:
 def _list_units(machine: Machine) -> Iterator[tuple[Ints, Fraction]]:
     """Nodes and ranks as units: the unit of each rank, and what the links of a rank carry."""
     yield machine.node, machine.inter
-    between = machine.inter if len(machine.size) > 1 else Fraction(0)
-    yield np.arange(len(machine.ranks)), machine.intra + between
+    link = machine.intra
+    if len(machine.size) > 1:
+        link += machine.inter
+    yield np.arange(len(machine.ranks)), link
 
 
 def _find_crowded(table: Table, unit: Ints, link: Fraction, found: Fraction) -> Ints | None:
@@ -150,14 +152,21 @@ def _gather_demands(table: Table, unit: Ints) -> tuple[list[int], list[tuple[int
     sets, nbytes = sum_by_code(table.holders.of[rows], table.nbytes[rows])
     first = hold.sets.first
     total: dict[tuple[int, ...], int] = {}
-    for s, n in zip(sets.tolist(), nbytes.tolist(), strict=True):
-        held = tuple(hold.labels[first[s] : first[s + 1]].tolist())
-        total[held] = total.get(held, 0) + n
+    for i, n in zip(sets.tolist(), nbytes.tolist(), strict=True):
+        units = tuple(hold.labels[first[i] : first[i + 1]].tolist())
+        total[units] = total.get(units, 0) + n
+    return list(total.values()), _list_members(list(total), unit, count)
+
+
+def _list_members(groups: list[tuple[int, ...]], unit: Ints, count: int) -> list[tuple[int, ...]]:
+    """The positions, ascending, of all ranks of each group of units."""
     members: list[list[int]] = [[] for _ in range(count)]
     for rank, u in enumerate(unit.tolist()):
         members[u].append(rank)
-    holders = []
-    for held in total:
-        ranks = [rank for u in held for rank in members[u]]
-        holders.append(tuple(sorted(ranks)))
-    return list(total.values()), holders
+    out = []
+    for units in groups:
+        ranks: list[int] = []
+        for u in units:
+            ranks += members[u]
+        out.append(tuple(sorted(ranks)))
+    return out

@@ -49,8 +49,10 @@ class Touched:
 
 def touch(sets: Sets, label: Ints, count: int) -> Touched:
     """The labels, below `count`, that the ranks of each set have."""
+    # One number for (set, label): sorted, they are the labels set by set.
     code = np.unique(sets.owner * count + label[sets.member])
-    first = np.searchsorted(code, np.arange(sets.count + 1) * count)
+    borders = np.arange(sets.count + 1) * count
+    first = np.searchsorted(code, borders)
     return Touched(sets.of, Offsets(first), code % count)
 
 
@@ -112,7 +114,8 @@ def _force_out(table: Table, hold: Touched, need: Touched, count: int) -> Ints:
     matter: one copy leaves, the rest may be copies of it.
     """
     home = hold.only()
-    rows = (home >= 0) & (home != need.only())
+    held_by_one = home >= 0
+    rows = held_by_one & (home != need.only())
     return _force(table, home[rows], table.key[rows], table.nbytes[rows], count)
 
 

@@ -19,7 +19,10 @@ In reading order:
 
 - `oracle`: what local arrays stand for, by brute force;
 - `strategies`: values drawn with all the awkward cases;
-- `laws`: what every value keeps, by name;
+- `placements`: what every placement keeps;
+- `layout_laws`: what all Runs and layouts keep;
+- `plan_laws`: what all plans keep;
+- `laws`: all of these laws by name, and their cases;
 - `buffers`: what every rule of buffers keeps.
 """
 
@@ -31,8 +34,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 from shardmath.testing.buffers import RULE_LAWS, RuleCase, check_rule, params, rule_cases
-from shardmath.testing.laws import LAWS, PLACEMENT_LAWS, Law, check_placement
+from shardmath.testing.laws import LAWS, Law
 from shardmath.testing.oracle import addends, distribute, run, value
+from shardmath.testing.placements import PLACEMENT_LAWS, check_placement
 from shardmath.testing.strategies import (
     boxes,
     layouts,
