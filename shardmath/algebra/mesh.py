@@ -57,7 +57,8 @@ class Mesh:
 
     `Mesh(dp=4, tp=2)` has ranks 0..7; `ranks=` gives any others, one for each coordinate, last axis
     fastest. `Mesh({"dp": 4})` spells axes whose names are not Python words. `Mesh()` is rank 0
-    alone. Raises MeshError for sizes below 1, repeated or negative ranks, or a wrong number of them.
+    alone. Raises MeshError for sizes below 1, repeated or negative ranks, or a wrong number of
+    them.
     """
 
     axes: tuple[tuple[str, int], ...]

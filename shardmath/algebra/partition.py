@@ -1,7 +1,8 @@
 """Partition: the distinct parts of one dimension, and which coordinate holds which.
 
 1. A part is the Runs that some coordinate of the dividing axes holds; equal Runs are one part.
-2. Parts of a dividing placement do not overlap. Parts of a Table may: what several hold, several can send.
+2. Parts of a dividing placement do not overlap. Parts of a Table may: what several hold, several
+   can send.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh

@@ -285,7 +285,7 @@ def compose(f: Runs, g: Runs) -> Runs:
     starts = [lo for lo, _, _ in g.segments]
     out: list[Segment] = []
     for lo, mid, n in f.segments:
-        # The first segment of g that can meet [mid, mid + n) is the last one not beginning after mid.
+        # The first segment of g that can meet [mid, mid + n) is the last one up to mid.
         first = max(0, bisect.bisect_right(starts, mid) - 1)
         for j in range(first, len(starts)):
             start, g_start, k = g.segments[j]

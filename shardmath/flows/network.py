@@ -52,7 +52,10 @@ class Part(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Sinks that reach one level, `nbytes / weight`, by a flow `sent[sink][line]` of bytes times `weight`."""
+    """Sinks that reach one level, `nbytes / weight`, by a flow of bytes times `weight`.
+
+    `sent[sink][line]` is what the sink takes of the line.
+    """
 
     nbytes: int
     weight: int

@@ -9,11 +9,12 @@ Whoever writes a placement checks it with `check_placement`:
     def test_mine(n, parts):
         testing.check_placement(Mine(0), n, parts)
 
-`lengths` draws small sizes, and ones up to 4096 at and around multiples of blocks; `lengths(100_000)` and `parts(64)`
-go further. One case of a million rows takes seconds; so check a placement of long blocks on one of its own sizes too.
+`lengths` draws small sizes, and ones up to 4096 at and around multiples of blocks;
+`lengths(100_000)` and `parts(64)` go further. One case of a million rows takes seconds; so check a
+placement of long blocks on one of its own sizes too.
 
-A rule of buffers is checked with `check_rule`, on what `params` draws; every value of ours obeys `LAWS`:
-`given(law.cases)(lambda case: law.check(*case))`. Needs hypothesis (the extra `testing`).
+A rule of buffers is checked with `check_rule`, on what `params` draws; every value of ours obeys
+`LAWS`: `given(law.cases)(lambda case: law.check(*case))`. Needs hypothesis (the extra `testing`).
 
 In reading order:
 

@@ -1,4 +1,4 @@
-"""Oracle: what local arrays stand for, by whole global arrays and index lists; it knows nothing of plans."""
+"""Oracle: what local arrays stand for, by global arrays and index lists; knows nothing of plans."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Strategies: hypothesis draws small values with all the awkward cases.
 
-Uneven sizes, sizes of 0, more ranks than elements, axes of size 1, strides that do not nest, holes, permuted and
-overlapping ranks, parts that overlap.
+Uneven sizes, sizes of 0, more ranks than elements, axes of size 1, strides that do not nest, holes,
+permuted and overlapping ranks, parts that overlap.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Draw: TypeAlias = st.DrawFn
 
 
 SMALL = 13
-"""Sizes up to which everything may be drawn: all ways for few rows to go round few ranks are among them."""
+"""Sizes up to which everything may be drawn: all ways to deal few rows to few ranks are there."""
 
 BLOCKS = (8, 16, 64, 128, 256, 512)
 """What real placements align to: warps, tiles, pages, 128 x 128 scales."""
