@@ -133,11 +133,12 @@ def first_overlap(
 def _sweep(table: Ints, label: Ints) -> tuple[int, int] | None:
     """`first_overlap` of boxes as a table of shape (boxes, dimensions, 2), and all their labels."""
     # Along the dimension with most starts a box meets few: none that begins at its end or later.
-    starts = [len(np.unique(table[:, d, 0])) for d in range(table.shape[1])]
-    along = starts.index(max(starts))
-    order = np.argsort(table[:, along, 0], kind="stable")
+    starts = table[:, :, 0]
+    different = [len(np.unique(starts[:, d])) for d in range(starts.shape[1])]
+    along = different.index(max(different))
+    order = np.argsort(starts[:, along], kind="stable")
     label = label[order]
-    lo = table[order, :, 0]
+    lo = starts[order]
     hi = table[order, :, 1]
     reach = np.searchsorted(lo[:, along], hi[:, along], "left")
     crowded = np.flatnonzero(reach > np.arange(len(table)) + 1)
@@ -174,13 +175,18 @@ def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
     for box in boxes:
         borders.update(box[0])
     for x in sorted(borders):
-        if not any(lo <= x < hi for lo, hi in held[0]):
+        if not _is_in(x, held[0]):
             continue
         inner = [box[1:] for box in boxes if box[0][0] <= x < box[0][1]]
         gap = first_gap(held[1:], inner)
         if gap is not None:
             return (x, *gap)
     return None
+
+
+def _is_in(x: int, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether one of the ranges has x."""
+    return any(lo <= x < hi for lo, hi in ranges)
 
 
 PRIME = (1 << 31) - 1
@@ -200,8 +206,8 @@ def tiles(held: Ranges, boxes: Sequence[Box]) -> bool:
     False
     """
     if not held or not boxes:
-        total = math.prod(sum(hi - lo for lo, hi in ranges) for ranges in held)
-        return len(boxes) == total
+        sizes = [sum(hi - lo for lo, hi in ranges) for ranges in held]
+        return len(boxes) == math.prod(sizes)
     table = np.array(boxes, np.int64).reshape(len(boxes), len(held), 2)
     seed = _seed(held, table)
     return _weights_agree(held, table, seed + b"0") and _weights_agree(held, table, seed + b"1")

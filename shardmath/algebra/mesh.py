@@ -220,10 +220,10 @@ class Mesh:
         Raises MeshError unless all are named once.
         """
         order = _read_names(names)
-        if len(order) != len(self.axes) or set(order) != set(self.shape):
+        before = list(self.shape)
+        if len(order) != len(before) or set(order) != set(before):
             raise MeshError(f"cannot transpose {self} to {order}; name each of its axes once")
         axes = tuple((name, self.axis_size(name)) for name in order)
-        before = list(self.shape)
         index = [before.index(name) for name in order]
         ranks = self.array().transpose(index).ravel()
         return _make_mesh(axes, tuple(ranks.tolist()))
@@ -272,7 +272,9 @@ def _read_ranks(ranks: object) -> tuple[int, ...]:
 
 def _read_names(names: object) -> tuple[str, ...]:
     """The names; text is a list of names of one letter. Raises MeshError."""
-    given = tuple(names) if isinstance(names, str) else listed(names, "axes", MeshError)
+    if isinstance(names, str):
+        names = tuple(names)
+    given = listed(names, "axes", MeshError)
     return tuple(text(name, "the name of an axis", MeshError) for name in given)
 
 

@@ -57,7 +57,8 @@ def partition(dimension: Dimension) -> Partition:
 def overlapping(dimension: Dimension) -> bool:
     """Whether two cells of the dimension hold one position."""
     start, stop, _, _ = spans(cells(dimension))
-    return bool((stop[:-1] > start[1:]).any())
+    meets_next = stop[:-1] > start[1:]
+    return bool(meets_next.any())
 
 
 def spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:

@@ -81,7 +81,8 @@ def stage_axes(stage: Stage) -> dict[str, int]:
 
 def list_coordinates(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Every coordinate, the last axis fastest."""
-    for point in itertools.product(*map(range, axes.values())):
+    along = map(range, axes.values())
+    for point in itertools.product(*along):
         yield dict(zip(axes, point, strict=True))
 
 
@@ -206,7 +207,8 @@ def stage_cells(stage: Stage, length: int) -> list[Runs]:
         cut = stage[0].cut
         if isinstance(cut, Chunks | Balanced | Sizes):
             return _single_digit_cells(cut, length, math.prod(stage[0].sizes))
-    return [stage_runs(stage, length, coords) for coords in list_coordinates(stage_axes(stage))]
+    points = list_coordinates(stage_axes(stage))
+    return [stage_runs(stage, length, coords) for coords in points]
 
 
 def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:

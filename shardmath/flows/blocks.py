@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Ints
+from shardmath.base.arrays import Ints, Offsets
 from shardmath.base.errors import PlanError
 from shardmath.base.integers import whole
 from shardmath.flows.certificate import show_ranks
@@ -120,7 +120,7 @@ def _read_machine(ranks: Iterable[int], topology: Topology) -> Machine:
     nodes = list(topology.nodes(ranks).values())
     size = np.array([len(node) for node in nodes], np.int64)
     listed = np.array(list(itertools.chain.from_iterable(nodes)), np.int64)
-    node = np.repeat(np.arange(len(nodes)), size)
+    node = Offsets.of_counts(size).owners()
     intra = Fraction(topology.intra_bytes_per_s)
     inter = Fraction(topology.inter_bytes_per_s)
     return Machine(listed, node, size, intra, inter)
@@ -158,11 +158,12 @@ def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> Sets:
     by_id = {id(ranks): ranks for ranks in given}
     number: dict[tuple[int, ...], int] = {}
     of_id = {at: number.setdefault(ranks, len(number)) for at, ranks in by_id.items()}
-    of = np.array([of_id[id(ranks)] for ranks in given], np.int64)
-    flat = np.array(list(itertools.chain.from_iterable(number)), np.int64)
-    sizes = [len(ranks) for ranks in number]
-    owner = np.repeat(np.arange(len(number)), sizes)
-    return Sets(of, len(number), owner, _find_positions(flat, machine))
+    of = [of_id[id(ranks)] for ranks in given]
+    members = list(itertools.chain.from_iterable(number))
+    positions = _find_positions(np.array(members, np.int64), machine)
+    sizes = np.array([len(ranks) for ranks in number], np.int64)
+    owner = Offsets.of_counts(sizes).owners()
+    return Sets(np.array(of, np.int64), len(number), owner, positions)
 
 
 def _find_positions(ranks: Ints, machine: Machine) -> Ints:

@@ -146,9 +146,10 @@ def _gather_demands(table: Table, unit: Ints) -> tuple[list[int], list[tuple[int
     hold = touch(table.holders, unit, count)
     need = touch(table.receivers, unit, count)
     _, served = find_shared(hold, need, count)
-    missing = need.widths() - np.bincount(served, minlength=len(table.key))
+    units_served = np.bincount(served, minlength=len(table.key))
+    missing = need.widths() > units_served
     first_of_group = np.diff(table.group, prepend=-1).astype(bool)
-    rows = np.flatnonzero(first_of_group[table.key] & (missing > 0))
+    rows = np.flatnonzero(first_of_group[table.key] & missing)
     sets, nbytes = sum_by_code(table.holders.of[rows], table.nbytes[rows])
     first = hold.sets.first
     total: dict[tuple[int, ...], int] = {}

@@ -205,7 +205,7 @@ def _list_shared(total: dict[Holders, int]) -> list[Holders]:
 
 def _find_kinds(total: dict[Holders, int], nodes: Mapping[int, int] | None = None) -> list[_Kind]:
     """The kinds, by lowest rank."""
-    holders = {rank for held in total for rank in held}
+    holders = set(itertools.chain.from_iterable(total))
     lines: dict[int, list[int]] = {rank: [] for rank in sorted(holders)}
     for line, held in enumerate(_list_shared(total)):
         for rank in held:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import hypothesis.strategies as st
@@ -140,7 +140,8 @@ def _draw_table(draw: Draw, n: int, count: int) -> tuple[Runs, ...]:
 
 def _draw_part(draw: Draw, n: int) -> Runs:
     """Two ranges of 0..n-1 in any order, with a hole between."""
-    a, b, c, d = sorted(draw(st.lists(st.integers(0, n), min_size=4, max_size=4)))
+    four = st.lists(st.integers(0, n), min_size=4, max_size=4)
+    a, b, c, d = sorted(draw(four))
     if draw(st.booleans()):
         return from_ranges([(c, d), (a, b)])
     return from_ranges([(a, b), draw(st.integers(0, 2)), (c, d)])
@@ -160,23 +161,42 @@ def layouts(
 
     Some axes are Partial(op) if op is given.
     """
-    shape = draw(shapes()) if shape is None else shape
-    mesh = draw(meshes()) if mesh is None else mesh
-    stored = {d: _draw_stored(draw, n) for d, n in enumerate(shape) if draw(st.integers(0, 5)) == 0}
-    held = [len(stored[d]) if d in stored else n for d, n in enumerate(shape)]
+    if shape is None:
+        shape = draw(shapes())
+    if mesh is None:
+        mesh = draw(meshes())
+    held = list(shape)
+    stored = {}
+    for d, n in enumerate(shape):
+        if draw(st.integers(0, 5)) == 0:
+            stored[d] = _draw_stored(draw, n)
+            held[d] = len(stored[d])
     as_tuple = draw(st.booleans())
     axes = mesh.axes if as_tuple else draw(st.permutations(mesh.axes))
+    spec = _draw_spec(draw, axes, held, op, overlap)
+    given = tuple(spec.values()) if as_tuple else spec
+    return Layout(shape, mesh, given, dtype=dtype, stored=stored)
+
+
+def _draw_spec(
+    draw: Draw,
+    axes: Sequence[tuple[str, int]],
+    held: list[int],
+    op: str | None,
+    overlap: bool,
+) -> dict[str | tuple[str, ...], Spec]:
+    """A placement for each axis; `held` are the stored positions of each dimension."""
+    kinds = st.sampled_from("sssrp" if held else "rp")
     spec: dict[str | tuple[str, ...], Spec] = {}
     used: set[int] = set()
     for name, count in axes:
-        kind = draw(st.sampled_from("sssrp" if shape else "rp"))
+        kind = draw(kinds)
         spec[name] = Replicate()
         if kind == "s":
             spec[name] = _draw_shard(draw, held, count, used, overlap)
         elif kind == "p" and op:
             spec[name] = Partial(op)
-    given = tuple(spec.values()) if as_tuple else spec
-    return Layout(shape, mesh, given, dtype=dtype, stored=stored)
+    return spec
 
 
 def _draw_shard(
