@@ -296,10 +296,7 @@ def numbered_or_not(case: RuleCase) -> None:
 
 
 def deterministic(case: RuleCase) -> None:
-    """Asked again the rule gives an equal layout, also for copies of its parameters.
-
-    The layout's pickled copy and its repr are equal to it too.
-    """
+    """Asked again the rule gives an equal layout; so do copies of its parameters, pickle and repr."""
     layout = case.layout()
     copied = pickle.loads(pickle.dumps(case.params))
     copies = replace(case, params=copied).layout()
