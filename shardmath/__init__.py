@@ -44,7 +44,7 @@ from shardmath.proofs.simulate import simulate
 from shardmath.proofs.verify import verify
 
 if TYPE_CHECKING:
-    from shardmath.flows.bound import Certificate
+    from shardmath.flows.certificate import Certificate
     from shardmath.plans.relabelling import Relabelling, relabel
     from shardmath.programs.certify import certify, crossing_bytes
     from shardmath.programs.collectives import Collective, recognise
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     __version__: str
 
 LATE = {
-    "Certificate": "flows.bound",
+    "Certificate": "flows.certificate",
     "Collective": "programs.collectives",
     "Program": "programs.program",
     "Relabelling": "plans.relabelling",

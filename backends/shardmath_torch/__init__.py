@@ -23,8 +23,9 @@ from shardmath_torch.dtensors.redistribute import redistribute
 from shardmath_torch.dtensors.scales import amax
 from shardmath_torch.dtensors.styles import Fused
 from shardmath_torch.dtensors.tensor_parallel import set_device_mesh
-from shardmath_torch.exchange.compile import Mover, compile
-from shardmath_torch.files.archive import CheckpointError
+from shardmath_torch.exchange.compile import compile
+from shardmath_torch.exchange.mover import Mover
+from shardmath_torch.files.places import CheckpointError
 
 __all__ = [
     "CheckpointError",

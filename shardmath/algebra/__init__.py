@@ -5,6 +5,8 @@ In reading order:
 - `runs`: which global positions lie at which local ones;
 - `box`: products of ranges;
 - `mesh`: named axes over ranks;
-- `dimension`: every way of dividing a dimension is digits;
+- `cuts`: the ways in which a piece is divided into parts;
+- `stages`: sequences of cuts, and who keeps the parts;
+- `dimension`: every way of dividing a dimension is stages of digits;
 - `partition`: the distinct parts of a dimension.
 """

@@ -1,9 +1,9 @@
 """Boxes: products of ranges in n dimensions, and row-major flat ranges as boxes.
 
-1. A box is a tuple of (start, stop), one pair a dimension; a box of no dimensions is one element, a scalar.
+1. A box is a tuple of (start, stop), one pair per dimension; a box of no dimensions is one element,
+   a scalar.
 2. Elements are listed row-major, the last dimension fastest.
-3. `rows` cuts a box where a flat range of its elements begins and ends; `flat_boxes` turns a flat range
-   of a whole tensor into at most 2 d - 1 boxes, in order.
+3. `flat_boxes` turns a flat range of a whole tensor into at most 2 d - 1 boxes, in order.
 
 >>> flat_boxes((4, 5), 3, 12)
 (((0, 1), (3, 5)), ((1, 2), (0, 5)), ((2, 3), (0, 2)))
@@ -12,13 +12,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
 
 __all__ = [
@@ -35,7 +35,10 @@ __all__ = [
 ]
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""One (start, stop) a dimension."""
+"""One (start, stop) per dimension."""
+
+Ranges: TypeAlias = Sequence[Sequence[tuple[int, int]]]
+"""Ranges (start, stop) of each dimension; their product is a set of elements."""
 
 
 def whole(dims: Sequence[int]) -> Box:
@@ -44,7 +47,7 @@ def whole(dims: Sequence[int]) -> Box:
 
 
 def shape(box: Box) -> tuple[int, ...]:
-    """Elements a dimension."""
+    """Elements per dimension."""
     return tuple(stop - start for start, stop in box)
 
 
@@ -54,12 +57,12 @@ def volume(box: Box) -> int:
 
 
 def from_slices(index: Sequence[slice]) -> Box:
-    """The box of an index: slices with a start and a stop, one a dimension."""
+    """The box of an index: slices with a start and a stop, one per dimension."""
     return tuple((s.start, s.stop) for s in index)
 
 
 def row_size(dims: Sequence[int]) -> int:
-    """Elements of one row: all that lies inside one step of the outermost dimension longer than 1."""
+    """Elements inside one step of the outermost dimension that is longer than 1."""
     for d, n in enumerate(dims):
         if n > 1:
             return math.prod(dims[d + 1 :])
@@ -67,34 +70,44 @@ def row_size(dims: Sequence[int]) -> int:
 
 
 def flat_boxes(dims: Sequence[int], lo: int, hi: int) -> tuple[Box, ...]:
-    """The elements lo..hi-1 of a row-major tensor of shape `dims` as boxes, in order: at most 2 d - 1 of them.
+    """The elements lo..hi-1 of a row-major tensor of shape `dims` as boxes, in order.
 
-    Raises PlanError if [lo, hi) is not a range of the tensor.
+    There are at most 2 d - 1 of them. Raises PlanError if [lo, hi) is not a range of the tensor.
     """
-    if not 0 <= lo <= hi <= math.prod(dims):
-        raise PlanError(
-            f"flat range [{lo}, {hi}) is not inside {tuple(dims)} of {math.prod(dims)} elements; cut it to fit"
-        )
-    return tuple(_flat(tuple(dims), lo, hi)) if lo < hi else ()
+    total = math.prod(dims)
+    if not 0 <= lo <= hi <= total:
+        what = f"flat range [{lo}, {hi}) is not inside {tuple(dims)} of {total} elements"
+        raise PlanError(f"{what}; cut it to fit")
+    if lo == hi:
+        return ()
+    return tuple(_cut_flat(tuple(dims), lo, hi))
 
 
-def _flat(dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
+def _cut_flat(dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
+    """The elements lo..hi-1, one or more, as boxes: a part of a row, whole rows, a part of a row."""
     if lo == 0 and hi == math.prod(dims):
         return [whole(dims)]
     row = math.prod(dims[1:])
-    first, last = lo // row, (hi - 1) // row
+    first = lo // row
+    last = (hi - 1) // row
     if first == last:
-        return _within(first, dims, lo - first * row, hi - first * row)
-    head = _within(first, dims, lo - first * row, row) if lo % row else []
-    tail = _within(last, dims, 0, hi - last * row) if hi % row else []
-    full = (first + bool(head), last + (not tail))
-    middle: list[Box] = [(full, *whole(dims[1:]))] if full[0] < full[1] else []
-    return head + middle + tail
+        return _cut_row(first, dims, lo - first * row, hi - first * row)
+    head: list[Box] = []
+    tail: list[Box] = []
+    if lo % row:
+        head = _cut_row(first, dims, lo - first * row, row)
+        first += 1
+    if hi % row:
+        tail = _cut_row(last, dims, 0, hi - last * row)
+        last -= 1
+    if first <= last:
+        head.append(((first, last + 1), *whole(dims[1:])))
+    return head + tail
 
 
-def _within(row: int, dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
-    """The flat range [lo, hi) of the given row of the outermost dimension."""
-    return [((row, row + 1), *box) for box in _flat(dims[1:], lo, hi)]
+def _cut_row(row: int, dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
+    """The elements lo..hi-1 of the given row of the outermost dimension, as boxes."""
+    return [((row, row + 1), *box) for box in _cut_flat(dims[1:], lo, hi)]
 
 
 def first_overlap(
@@ -113,25 +126,44 @@ def first_overlap(
     table = np.array(boxes, np.int64).reshape(len(boxes), -1, 2)
     label = np.arange(len(boxes)) if labels is None else np.array(labels)
     if not table.shape[1]:
-        other = np.flatnonzero(label != label[0])
-        return (0, int(other[0])) if len(other) else None
-    sweep = max(range(table.shape[1]), key=lambda d: len(np.unique(table[:, d, 0])))
-    order = np.argsort(table[:, sweep, 0], kind="stable")
-    lo, hi, label = table[order, :, 0], table[order, :, 1], label[order]
-    reach = np.searchsorted(lo[:, sweep], hi[:, sweep], "left")
-    for i in np.flatnonzero(reach > np.arange(len(boxes)) + 1).tolist():
+        return _first_unlike(label)
+    return _sweep(table, label)
+
+
+def _sweep(table: Ints, label: Ints) -> tuple[int, int] | None:
+    """`first_overlap` of boxes as a table of shape (boxes, dimensions, 2), and all their labels."""
+    # Along the dimension with most starts a box meets few: none that begins at its end or later.
+    starts = table[:, :, 0]
+    different = [len(np.unique(starts[:, d])) for d in range(starts.shape[1])]
+    along = different.index(max(different))
+    order = np.argsort(starts[:, along], kind="stable")
+    label = label[order]
+    lo = starts[order]
+    hi = table[order, :, 1]
+    reach = np.searchsorted(lo[:, along], hi[:, along], "left")
+    crowded = np.flatnonzero(reach > np.arange(len(table)) + 1)
+    for i in crowded.tolist():
         later = slice(i + 1, int(reach[i]))
-        meet = ((lo[later] < hi[i]) & (hi[later] > lo[i])).all(axis=1) & (label[later] != label[i])
-        if meet.any():
-            a, b = int(order[i]), int(order[i + 1 + int(meet.argmax())])
+        shared = (lo[later] < hi[i]) & (hi[later] > lo[i])
+        meets = shared.all(axis=1) & (label[later] != label[i])
+        if meets.any():
+            j = i + 1 + int(meets.argmax())
+            a = int(order[i])
+            b = int(order[j])
             return min(a, b), max(a, b)
     return None
 
 
-def first_gap(
-    held: Sequence[Sequence[tuple[int, int]]], boxes: Sequence[Box]
-) -> tuple[int, ...] | None:
-    """The first element of the product of `held`, ranges (start, stop) a dimension, that no box has; None if all are.
+def _first_unlike(label: Ints) -> tuple[int, int] | None:
+    """The first box and one of another label: boxes of no dimensions are all the same element."""
+    other = np.flatnonzero(label != label[0])
+    if not len(other):
+        return None
+    return 0, int(other[0])
+
+
+def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    """The first element of the product of `held` that no box has; None if all are in one.
 
     >>> first_gap([[(0, 2)], [(0, 3)]], [((0, 1), (0, 3)), ((1, 2), (0, 2))])
     (1, 2)
@@ -194,11 +226,13 @@ def _clipped(held: Sequence[Sequence[tuple[int, int]]], box: Box) -> list[list[t
 PRIME = (1 << 31) - 1
 
 
-def tiles(held: Sequence[Sequence[tuple[int, int]]], boxes: Sequence[Box]) -> bool:
-    """Whether boxes have every element of the product of `held` once and no other; ranges (start, stop) a dimension.
+def tiles(held: Ranges, boxes: Sequence[Box]) -> bool:
+    """Whether boxes have every element of the product of `held` once and no other.
 
-    Positions get random weights, twice: the weights of all boxes then add up to the weight of the whole. A wrong list
-    passes with probability (dimensions / 2^31)^2 at most (Schwartz 1980, Zippel 1979), a right one always.
+    Positions get random weights, twice: the weights of all boxes then add up to the weight of the
+    product. A wrong list passes with probability (dimensions / 2^31)^2 at most (Schwartz 1980,
+    Zippel 1979), a right one always. Weights are drawn from a digest of the arguments, so that the
+    answer is always the same; nobody guards against lists made to deceive the digest.
 
     >>> tiles([[(0, 2)], [(0, 3)]], [((0, 1), (0, 3)), ((1, 2), (0, 2)), ((1, 2), (2, 3))])
     True
@@ -206,28 +240,48 @@ def tiles(held: Sequence[Sequence[tuple[int, int]]], boxes: Sequence[Box]) -> bo
     False
     """
     if not held or not boxes:
-        return len(boxes) == math.prod(sum(hi - lo for lo, hi in ranges) for ranges in held)
+        sizes = [sum(hi - lo for lo, hi in ranges) for ranges in held]
+        return len(boxes) == math.prod(sizes)
     table = np.array(boxes, np.int64).reshape(len(boxes), len(held), 2)
-    return _weighed(held, table) and _weighed(held, table)
+    seed = _seed(held, table)
+    return _weights_agree(held, table, seed + b"0") and _weights_agree(held, table, seed + b"1")
 
 
-def _weighed(held: Sequence[Sequence[tuple[int, int]]], table: NDArray[np.int64]) -> bool:
-    """Whether the boxes weigh as much as the product of the ranges, for one choice of weights."""
-    boxes, whole = np.ones(len(table), np.uint64), 1
+def _seed(held: Ranges, table: Ints) -> bytes:
+    """A digest of the ranges and of the boxes."""
+    from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
+
+    state = sha256(repr(held).encode())
+    state.update(table.tobytes())
+    return state.digest()
+
+
+def _weights_agree(held: Ranges, table: Ints, seed: bytes) -> bool:
+    """Whether the boxes weigh as much as the product of the ranges, for the weights of the seed."""
+    boxes = np.ones(len(table), np.uint64)
+    product = 1
     for d, ranges in enumerate(held):
-        own = np.array(ranges, np.int64).reshape(-1, 2)
-        marks = np.unique(np.concatenate((table[:, d].ravel(), own.ravel())))
-        weight = np.frombuffer(os.urandom(8 * len(marks)), np.uint64) % PRIME
+        box_ranges = table[:, d]
+        own_ranges = np.array(ranges, np.int64).reshape(-1, 2)
+        # Nothing begins or ends between two marks: one weight does for all positions there.
+        marks = np.unique(np.concatenate((box_ranges.ravel(), own_ranges.ravel())))
+        weight = _draw_weights(len(marks), seed + d.to_bytes(8, "little"))
         before = (np.cumsum(weight) - weight) % PRIME
-        sizes = [
-            (
-                before[np.searchsorted(marks, x[:, 1])]
-                + PRIME
-                - before[np.searchsorted(marks, x[:, 0])]
-            )
-            % PRIME
-            for x in (table[:, d], own)
-        ]
-        boxes = boxes * sizes[0] % PRIME
-        whole = whole * int(sizes[1].sum()) % PRIME
-    return int(boxes.sum()) % PRIME == whole
+        boxes = boxes * _weigh(box_ranges, marks, before) % PRIME
+        own = int(_weigh(own_ranges, marks, before).sum())
+        product = product * own % PRIME
+    return int(boxes.sum()) % PRIME == product
+
+
+def _draw_weights(count: int, seed: bytes) -> NDArray[np.uint64]:
+    """Pseudorandom numbers below PRIME, the same for one seed on every machine."""
+    from hashlib import shake_256
+
+    return np.frombuffer(shake_256(seed).digest(8 * count), "<u8") % PRIME
+
+
+def _weigh(ranges: Ints, marks: Ints, before: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The weight of each range, whose ends are marks; `before` has the weight before each mark."""
+    starts = before[np.searchsorted(marks, ranges[:, 0])]
+    stops = before[np.searchsorted(marks, ranges[:, 1])]
+    return (stops + PRIME - starts) % PRIME  # unsigned: + PRIME keeps the difference above 0

@@ -1,6 +1,7 @@
 """Mesh: named axes over any ranks, with no devices and no process group.
 
-1. Axes are ordered and the last one is fastest: rank number i of `ranks` has the row-major coordinates of i.
+1. Axes are ordered and the last one is fastest: rank number i of `ranks` has the row-major
+   coordinates of i.
 2. Ranks are any distinct non-negative integers in any order.
 3. A mesh is abstract: a notebook may hold one of 16,000 ranks.
 4. Axes can be split, merged, transposed and selected; all but `select` keep the same ranks.
@@ -41,7 +42,8 @@ def strides(sizes: Iterable[int]) -> tuple[int, ...]:
     >>> strides((4, 3, 2))
     (6, 2, 1)
     """
-    out, step = [], 1
+    out = []
+    step = 1
     for n in reversed(tuple(sizes)):
         out.append(step)
         step *= n
@@ -53,9 +55,10 @@ def strides(sizes: Iterable[int]) -> tuple[int, ...]:
 class Mesh:
     """Named axes over ranks.
 
-    `Mesh(dp=4, tp=2)` has ranks 0..7; `ranks=` gives any others, one for each coordinate, last axis fastest.
-    `Mesh({"dp": 4})` spells axes whose names are not Python words. `Mesh()` is rank 0 alone.
-    Raises MeshError for sizes below 1, repeated or negative ranks, or a wrong number of them.
+    `Mesh(dp=4, tp=2)` has ranks 0..7; `ranks=` gives any others, one for each coordinate, last axis
+    fastest. `Mesh({"dp": 4})` spells axes whose names are not Python words. `Mesh()` is rank 0
+    alone. Raises MeshError for sizes below 1, repeated or negative ranks, or a wrong number of
+    them.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -74,38 +77,52 @@ class Mesh:
     ) -> None:
         if more or not isinstance(axes, Mapping | None):
             given = (axes, *more) if more else axes
-            raise MeshError(
-                f"axes are {given!r}; give a mapping from name to size, or keywords: Mesh(dp=4, tp=2)"
-            )
-        named = dict(_axis(name, n) for name, n in {**(axes or {}), **sizes}.items())
+            fix = "give a mapping from name to size, or keywords: Mesh(dp=4, tp=2)"
+            raise MeshError(f"axes are {given!r}; {fix}")
+        spelled = {**(axes or {}), **sizes}
+        named = dict(_check_axis(name, n) for name, n in spelled.items())
         total = math.prod(named.values())
         if total > MOST_RANKS:
             raise MeshError(f"mesh {named} has {total} ranks; give at most {MOST_RANKS}")
-        given = _ranks(range(total) if ranks is None else ranks)
-        _check_ranks(given, total, named)
+        numbers = _read_ranks(range(total) if ranks is None else ranks)
+        _check_ranks(numbers, total, named)
         object.__setattr__(self, "axes", tuple(named.items()))
-        object.__setattr__(self, "ranks", given)
-        object.__setattr__(self, "_positions", {r: i for i, r in enumerate(given)})
-        object.__setattr__(self, "_hash", hash((self.axes, given)))
-        steps = zip(named, strides(named.values()), strict=True)
-        object.__setattr__(self, "_steps", {name: np.arange(total) // step for name, step in steps})
+        object.__setattr__(self, "ranks", numbers)
+        self._index(total)
+
+    def _index(self, total: int) -> None:
+        """Keep what is looked up often: positions by rank, the hash, and coordinates by axis."""
+        positions = {rank: i for i, rank in enumerate(self.ranks)}
+        sizes = [n for _, n in self.axes]
+        steps = {}
+        at = np.arange(total)
+        for (name, _), stride in zip(self.axes, strides(sizes), strict=True):
+            steps[name] = at // stride
+        object.__setattr__(self, "_positions", positions)
+        object.__setattr__(self, "_hash", hash((self.axes, self.ranks)))
+        object.__setattr__(self, "_steps", steps)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __repr__(self) -> str:
-        keyword = not any(iskeyword(name) or name == "ranks" for name, _ in self.axes)
-        shown = [f"{name}={n}" for name, n in self.axes] if keyword else [repr(self.shape)]
-        return f"Mesh({', '.join(shown + self._ranks_text())})"
+        if any(iskeyword(name) or name == "ranks" for name, _ in self.axes):
+            words = [repr(self.shape)]
+        else:
+            words = [f"{name}={n}" for name, n in self.axes]
+        return f"Mesh({', '.join(words + self._rank_words())})"
 
-    def _ranks_text(self) -> list[str]:
+    def _rank_words(self) -> list[str]:
+        """The argument `ranks` of the repr, or nothing where the mesh has ranks 0, 1, ..."""
         first, last = self.ranks[0], self.ranks[-1]
-        if self.ranks == tuple(range(first, first + self.size)):
-            return [f"ranks=range({first}, {last + 1})"] if first else []
-        return [f"ranks={list(self.ranks)}"]
+        if self.ranks != tuple(range(first, first + self.size)):
+            return [f"ranks={list(self.ranks)}"]
+        if first:
+            return [f"ranks=range({first}, {last + 1})"]
+        return []
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _mesh, (self.axes, self.ranks)
+        return _make_mesh, (self.axes, self.ranks)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -122,38 +139,43 @@ class Mesh:
 
     def position(self, rank: int) -> int:
         """Row-major position of `rank`. Raises MeshError if it is not in the mesh."""
-        at = self._positions.get(rank if type(rank) is int else whole(rank, "rank", MeshError))
+        number = rank if type(rank) is int else whole(rank, "rank", MeshError)
+        at = self._positions.get(number)
         if at is None:
-            raise MeshError(f"rank {rank} is not in {self}; its ranks are {_short(self.ranks)}")
+            what = f"rank {rank} is not in {self}"
+            raise MeshError(f"{what}; its ranks are {_shorten(self.ranks)}")
         return at
 
     def coords(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` on each axis. Raises MeshError if it is not in the mesh."""
-        at, out = self.position(rank), {}
-        for (name, n), step in zip(self.axes, strides(n for _, n in self.axes), strict=True):
-            out[name] = at // step % n
+        at = self.position(rank)
+        sizes = [n for _, n in self.axes]
+        out = {}
+        for (name, n), stride in zip(self.axes, strides(sizes), strict=True):
+            out[name] = at // stride % n
         return out
 
     def coordinate(self, names: Iterable[str]) -> NDArray[np.int64]:
-        """Every rank's coordinate on the flattened axes `names` (first slowest): int64 of shape (size,)."""
+        """Every rank's coordinate on the flattened axes `names`, first slowest: int64 of (size,)."""
         out = np.zeros(self.size, np.int64)
-        for name in _names(names):
+        for name in _read_names(names):
             n = self.axis_size(name)
             out = out * n + self._steps[name] % n
         return out
 
     def axis_size(self, name: str) -> int:
         """Coordinates on the axis. Raises MeshError if there is no such axis."""
-        for axis, n in self.axes if isinstance(name, str) else ():
-            if axis == name:
-                return n
-        raise MeshError(
-            f"axis {shown(name)} is not in {self}; its axes are {', '.join(self.shape) or 'none'}"
-        )
+        if isinstance(name, str):
+            for axis, n in self.axes:
+                if axis == name:
+                    return n
+        known = ", ".join(self.shape) or "none"
+        raise MeshError(f"axis {shown(name)} is not in {self}; its axes are {known}")
 
     def array(self) -> NDArray[np.int64]:
-        """The ranks as an array with one dimension an axis."""
-        return np.array(self.ranks, np.int64).reshape([n for _, n in self.axes])
+        """The ranks as an array with one dimension per axis."""
+        sizes = [n for _, n in self.axes]
+        return np.array(self.ranks, np.int64).reshape(sizes)
 
     def split(self, name: str, /, **parts: int) -> Mesh:
         """The axis in two or more, first slowest: `mesh.split("tp", kv=2, rep=4)`.
@@ -161,57 +183,66 @@ class Mesh:
         Raises MeshError unless the sizes multiply to the axis's.
         """
         n = self.axis_size(name)
-        into = dict(_axis(part, size) for part, size in parts.items())
-        if math.prod(into.values()) != n:
-            raise MeshError(
-                f"axis {name!r} has size {n}, the parts {into} multiply to {math.prod(into.values())}; make them agree"
-            )
-        return _mesh(
-            tuple(p for axis in self.axes for p in (into.items() if axis[0] == name else [axis])),
-            self.ranks,
-        )
+        into = dict(_check_axis(part, size) for part, size in parts.items())
+        product = math.prod(into.values())
+        if product != n:
+            what = f"axis {name!r} has size {n}, the parts {into} multiply to {product}"
+            raise MeshError(f"{what}; make them agree")
+        axes: list[tuple[str, int]] = []
+        for axis in self.axes:
+            axes += into.items() if axis[0] == name else [axis]
+        return _make_mesh(tuple(axes), self.ranks)
 
     def merge(self, names: Iterable[str], into: str) -> Mesh:
-        """The axes as one, first slowest, in the place of the first; the other axes keep their order.
+        """The axes as one, first slowest, in the place of the first; the others keep their order.
 
         Raises MeshError if fewer than one axis is named, or one twice.
         """
-        merged = _names(names)
+        merged = _read_names(names)
         if not merged or len(set(merged)) != len(merged):
             raise MeshError(f"cannot merge axes {merged}: name each of one or more axes once")
-        into, size = _axis(into, math.prod(self.axis_size(name) for name in merged))
-        rest = [name for name in self.shape if name not in merged or name == merged[0]]
-        order = [name for key in rest for name in (merged if key == merged[0] else (key,))]
-        axes = tuple(
-            (into, size) if key == merged[0] else (key, self.axis_size(key)) for key in rest
-        )
-        return _mesh(axes, self.transpose(order).ranks)
+        product = math.prod(self.axis_size(name) for name in merged)
+        into, size = _check_axis(into, product)
+        axes: list[tuple[str, int]] = []
+        order: list[str] = []
+        for name, n in self.axes:
+            if name == merged[0]:
+                axes.append((into, size))
+                order += merged
+            elif name not in merged:
+                axes.append((name, n))
+                order.append(name)
+        return _make_mesh(tuple(axes), self.transpose(order).ranks)
 
     def transpose(self, names: Iterable[str]) -> Mesh:
-        """The same coordinates with the axes in another order. Raises MeshError unless all are named once."""
-        order = _names(names)
-        if len(order) != len(self.axes) or set(order) != set(self.shape):
+        """The same coordinates with the axes in another order.
+
+        Raises MeshError unless all are named once.
+        """
+        order = _read_names(names)
+        before = list(self.shape)
+        if len(order) != len(before) or set(order) != set(before):
             raise MeshError(f"cannot transpose {self} to {order}; name each of its axes once")
-        index = [list(self.shape).index(name) for name in order]
-        return _mesh(
-            tuple((name, self.axis_size(name)) for name in order),
-            tuple(self.array().transpose(index).ravel().tolist()),
-        )
+        axes = tuple((name, self.axis_size(name)) for name in order)
+        index = [before.index(name) for name in order]
+        ranks = self.array().transpose(index).ravel()
+        return _make_mesh(axes, tuple(ranks.tolist()))
 
     def select(self, **coords: int) -> Mesh:
         """The sub-mesh at these coordinates: `mesh.select(pp=0)`; the axes named are gone from it.
 
         Raises MeshError for an unknown axis or a coordinate that it does not have.
         """
-        for name, at in coords.items():
-            if not 0 <= whole(at, f"coordinate on axis {name!r}", MeshError) < self.axis_size(name):
-                raise MeshError(
-                    f"coordinate {at} is not on axis {name!r} of size {self.axis_size(name)}; "
-                    f"use 0..{self.axis_size(name) - 1}"
-                )
+        for name, given in coords.items():
+            at = whole(given, f"coordinate on axis {name!r}", MeshError)
+            n = self.axis_size(name)
+            if not 0 <= at < n:
+                what = f"coordinate {given} is not on axis {name!r} of size {n}"
+                raise MeshError(f"{what}; use 0..{n - 1}")
         index = tuple(coords.get(name, slice(None)) for name in self.shape)
         axes = tuple(axis for axis in self.axes if axis[0] not in coords)
-        return _mesh(axes, tuple(self.array()[index].ravel().tolist()))
+        ranks = self.array()[index].ravel()
+        return _make_mesh(axes, tuple(ranks.tolist()))
 
     def relabel(self, ranks: Mapping[int, int]) -> Mesh:
         """The same mesh with every rank renamed; ranks not named keep their number.
@@ -219,35 +250,39 @@ class Mesh:
         Raises MeshError if two ranks get one name.
         """
         new = mapping(ranks, "ranks are ", "old to new ranks", MeshError)
-        return _mesh(self.axes, tuple(new.get(r, r) for r in self.ranks))
+        return _make_mesh(self.axes, tuple(new.get(rank, rank) for rank in self.ranks))
 
 
-def _mesh(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:
+def _make_mesh(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:
+    """The mesh of these axes. Raises MeshError where two have one name."""
     names = [name for name, _ in axes]
     if len(set(names)) != len(names):
-        raise MeshError(
-            f"axes {', '.join(names)} repeat a name; choose one that the mesh does not have"
-        )
+        what = f"axes {', '.join(names)} repeat a name"
+        raise MeshError(f"{what}; choose one that the mesh does not have")
     return Mesh(dict(axes), ranks=ranks)
 
 
-def _ranks(ranks: object) -> tuple[int, ...]:
+def _read_ranks(ranks: object) -> tuple[int, ...]:
+    """The ranks as ints. Raises MeshError."""
     if isinstance(ranks, range):
         return tuple(ranks)
-    return tuple(whole(r, "a rank", MeshError) for r in listed(ranks, "ranks", MeshError))
+    given = listed(ranks, "ranks", MeshError)
+    return tuple(whole(rank, "a rank", MeshError) for rank in given)
 
 
-def _names(names: object) -> tuple[str, ...]:
-    """The names; text is a list of names of one letter."""
-    given = tuple(names) if isinstance(names, str) else listed(names, "axes", MeshError)
+def _read_names(names: object) -> tuple[str, ...]:
+    """The names; text is a list of names of one letter. Raises MeshError."""
+    if isinstance(names, str):
+        names = tuple(names)
+    given = listed(names, "axes", MeshError)
     return tuple(text(name, "the name of an axis", MeshError) for name in given)
 
 
-def _axis(name: object, size: object) -> tuple[str, int]:
+def _check_axis(name: object, size: object) -> tuple[str, int]:
+    """The axis as a plain str and an int. Raises MeshError for other names, or sizes below 1."""
     if not isinstance(name, str) or not name.isidentifier():
-        raise MeshError(
-            f"axis name {shown(name)} is not a word; use letters, digits and underscores"
-        )
+        what = f"axis name {shown(name)} is not a word"
+        raise MeshError(f"{what}; use letters, digits and underscores")
     n = whole(size, f"the size of axis {name!r}", MeshError)
     if n < 1:
         raise MeshError(f"axis {name!r} has size {n}; give every axis at least one coordinate")
@@ -255,27 +290,25 @@ def _axis(name: object, size: object) -> tuple[str, int]:
 
 
 def _check_ranks(ranks: tuple[int, ...], total: int, axes: Mapping[str, int]) -> None:
-    shown = " ".join(f"{name}={n}" for name, n in axes.items()) or "no axes"
+    """Raise MeshError unless there are `total` distinct ranks from 0 to MOST_RANKS - 1."""
+    mesh = " ".join(f"{name}={n}" for name, n in axes.items()) or "no axes"
     if len(ranks) != total:
-        raise MeshError(
-            f"{plural(ranks, 'rank')} for a mesh {shown} of {total}; give one rank for each coordinate"
-        )
+        what = f"{plural(ranks, 'rank')} for a mesh {mesh} of {total}"
+        raise MeshError(f"{what}; give one rank for each coordinate")
     if len(set(ranks)) != total:
-        twice = next(r for r, count in Counter(ranks).items() if count > 1)
-        raise MeshError(
-            f"rank {twice} appears twice in the mesh {shown}; a rank has one coordinate"
-        )
+        twice = next(rank for rank, count in Counter(ranks).items() if count > 1)
+        what = f"rank {twice} appears twice in the mesh {mesh}"
+        raise MeshError(f"{what}; a rank has one coordinate")
     if max(ranks) >= MOST_RANKS:
-        raise MeshError(
-            f"rank {max(ranks)} of the mesh {shown} is too large; ranks are below {MOST_RANKS}"
-        )
+        what = f"rank {max(ranks)} of the mesh {mesh} is too large"
+        raise MeshError(f"{what}; ranks are below {MOST_RANKS}")
     if min(ranks) < 0:
-        raise MeshError(f"rank {min(ranks)} of the mesh {shown} is negative; number ranks from 0")
+        raise MeshError(f"rank {min(ranks)} of the mesh {mesh} is negative; number ranks from 0")
 
 
-def _short(ranks: tuple[int, ...]) -> str:
-    return (
-        ", ".join(map(str, ranks))
-        if len(ranks) <= 16
-        else f"{', '.join(map(str, ranks[:8]))}, ... ({len(ranks)} in all)"
-    )
+def _shorten(ranks: tuple[int, ...]) -> str:
+    """The ranks, or the first of many and how many there are."""
+    if len(ranks) <= 16:
+        return ", ".join(map(str, ranks))
+    first = ", ".join(map(str, ranks[:8]))
+    return f"{first}, ... ({len(ranks)} in all)"

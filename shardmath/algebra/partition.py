@@ -1,7 +1,8 @@
 """Partition: the distinct parts of one dimension, and which coordinate holds which.
 
 1. A part is the Runs that some coordinate of the dividing axes holds; equal Runs are one part.
-2. Parts of a dividing placement do not overlap. Parts of a Table may: what several hold, several can send.
+2. Parts of a dividing placement do not overlap. Parts of a Table may: what several hold, several
+   can send.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh
@@ -28,7 +29,10 @@ __all__ = ["Partition", "overlapping", "partition", "spans"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """The distinct `parts` of a dimension and, row-major over `axes`, the part that each `cell` holds."""
+    """The distinct `parts` of a dimension, and the part that each `cell` holds.
+
+    Cells are the coordinates of the dividing `axes`, row-major.
+    """
 
     axes: tuple[str, ...]
     parts: tuple[Runs, ...]
@@ -43,19 +47,27 @@ class Partition:
 def partition(dimension: Dimension) -> Partition:
     """The parts of one dimension of a layout."""
     number: dict[Runs, int] = {}
-    cell = [number.setdefault(runs, len(number)) for runs in cells(dimension)]
+    cell = []
+    for runs in cells(dimension):
+        part = number.setdefault(runs, len(number))
+        cell.append(part)
     return Partition(tuple(dimension.axes), tuple(number), np.array(cell, np.int64))
 
 
 def overlapping(dimension: Dimension) -> bool:
     """Whether two cells of the dimension hold one position."""
     start, stop, _, _ = spans(cells(dimension))
-    return bool((stop[:-1] > start[1:]).any())
+    meets_next = stop[:-1] > start[1:]
+    return bool(meets_next.any())
 
 
 def spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
     """All segments of all parts by global start: global start, global stop, local start, part."""
-    rows = [(g, g + n, lo, p) for p, runs in enumerate(parts) for lo, g, n in runs.segments]
+    rows = []
+    for part, runs in enumerate(parts):
+        for lo, g, n in runs.segments:
+            rows.append((g, g + n, lo, part))
     table = np.array(rows, np.int64).reshape(-1, 4)
-    g, stop, lo, p = table[np.argsort(table[:, 0], kind="stable")].T
-    return g, stop, lo, p
+    by_start = np.argsort(table[:, 0], kind="stable")
+    start, stop, local_start, number = table[by_start].T
+    return start, stop, local_start, number

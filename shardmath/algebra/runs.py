@@ -1,14 +1,15 @@
 """Runs: which global positions of one dimension lie at which local positions.
 
-1. A `Runs` is a partial injection from local positions 0..len-1 into global positions, stored as segments
-   (local start, global start, length).
-2. Local positions that no segment covers are **holes**: padding, or another tensor's share of a fused buffer.
-3. Segments are sorted by local start, never empty, and merged where both sides continue; so equal functions
-   are equal values, and each segment is as long as it can be.
+1. A `Runs` is a partial injection from local positions 0..len-1 into global positions, stored as
+   segments (local start, global start, length).
+2. Local positions that no segment covers are **holes**: padding, or another tensor's share of a
+   fused buffer.
+3. Segments are sorted by local start, never empty, and merged where both sides continue; so equal
+   functions are equal values, and each segment is as long as it can be.
 4. Order is free: a strided shard or an interleaved buffer is just more segments.
 
-The functions are named by the mathematics: `compose(f, g)` is g after f, `invert(f, n)` is defined on 0..n-1.
-The transfers of one dimension between two holders are `compose(src, invert(dst, n))`.
+The functions are named by the mathematics: `compose(f, g)` is g after f, `invert(f, n)` is defined
+on 0..n-1. The transfers of one dimension between two holders are `compose(src, invert(dst, n))`.
 
 >>> even = Runs(((0, 0, 2), (2, 4, 2)), 4)
 >>> print(even)
@@ -54,23 +55,35 @@ Segment: TypeAlias = tuple[int, int, int]
 class Runs:
     """A partial injection from local to global positions of one dimension (see the module).
 
-    `Runs(segments, length)` takes segments in any order and canonicalises them; `length` counts holes and
-    defaults to the end of the last segment. Raises RunsError where segments overlap on either side, are
-    negative, or leave the length.
+    `Runs(segments, length)` takes segments in any order and canonicalises them; `length` counts
+    holes and defaults to the end of the last segment. Raises RunsError where segments overlap on
+    either side, are negative, or leave the length.
     """
 
     segments: tuple[Segment, ...]
     length: int
 
     def __init__(self, segments: Iterable[Segment] = (), length: int | None = None) -> None:
-        merged = _merge(sorted(map(_segment, listed(segments, "segments", RunsError))))
-        end = merged[-1][0] + merged[-1][2] if merged else 0
-        total = end if length is None else length
-        if type(total) is not int:  # a message with all segments is long, and not needed as a rule
+        given = listed(segments, "segments", RunsError)
+        merged = _merge(sorted(map(_check_segment, given)))
+        total = length
+        if total is None:
+            total = _local_end(merged)
+        if type(total) is not int:  # a message with all segments is long, and rarely needed
             total = whole(length, f"length of Runs {merged}", RunsError)
-        _check(merged, total)
+        _check_inside(merged, total)
+        _check_disjoint(merged, 0, "local")
+        _check_disjoint(merged, 1, "global")
         object.__setattr__(self, "segments", merged)
         object.__setattr__(self, "length", total)
+
+    @staticmethod
+    def canonical(segments: tuple[Segment, ...], length: int) -> Runs:
+        """A Runs of segments that are canonical already: sorted, merged, disjoint; not checked."""
+        runs = object.__new__(Runs)
+        object.__setattr__(runs, "segments", segments)
+        object.__setattr__(runs, "length", length)
+        return runs
 
     def __len__(self) -> int:
         return self.length
@@ -79,7 +92,7 @@ class Runs:
         return f"Runs({self.segments}, {self.length})"
 
     def __str__(self) -> str:
-        return f"[{' '.join(_spans(self))}]"
+        return f"[{spanning(self)}]"
 
     @property
     def size(self) -> int:
@@ -99,10 +112,11 @@ class Runs:
         return out
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _make, (self.segments, self.length)
+        return Runs.canonical, (self.segments, self.length)
 
 
-def _segment(item: Segment) -> Segment:
+def _check_segment(item: Segment) -> Segment:
+    """The item as a tuple of three of Python's own integers. Raises RunsError."""
     if (
         type(item) is tuple
         and len(item) == 3
@@ -112,67 +126,73 @@ def _segment(item: Segment) -> Segment:
     try:
         lo, g, n = item
     except (TypeError, ValueError):
-        raise RunsError(
-            f"segment {item!r} is not (local start, global start, length); give three integers"
-        ) from None
-    return tuple(whole(x, f"a number of segment {item}", RunsError) for x in (lo, g, n))  # type: ignore[return-value]
-
-
-def _make(segments: tuple[Segment, ...], length: int) -> Runs:
-    """A Runs of segments that are canonical already."""
-    runs = object.__new__(Runs)
-    object.__setattr__(runs, "segments", segments)
-    object.__setattr__(runs, "length", length)
-    return runs
+        what = f"segment {item!r} is not (local start, global start, length)"
+        raise RunsError(f"{what}; give three integers") from None
+    what = f"a number of segment {item}"
+    return whole(lo, what, RunsError), whole(g, what, RunsError), whole(n, what, RunsError)
 
 
 def _merge(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Join neighbours that continue on both sides and drop empty ones; `segments` sorted by local start."""
+    """Join neighbours that continue on both sides and drop empty ones; sorted by local start."""
     out: list[Segment] = []
     local_end: int | None = None
     global_end = 0
     for lo, g, n in segments:
         if lo == local_end and g == global_end:
-            out[-1] = (out[-1][0], out[-1][1], out[-1][2] + n)
+            first_lo, first_g, length = out[-1]
+            out[-1] = (first_lo, first_g, length + n)
         elif n:
             out.append((lo, g, n))
         else:
             continue
-        local_end, global_end = lo + n, g + n
+        local_end = lo + n
+        global_end = g + n
     return tuple(out)
 
 
-def _check(segments: tuple[Segment, ...], length: int) -> None:
+def _local_end(segments: tuple[Segment, ...]) -> int:
+    """Where the last segment ends in local positions; 0 without segments."""
+    if not segments:
+        return 0
+    lo, _, n = segments[-1]
+    return lo + n
+
+
+def _check_inside(segments: tuple[Segment, ...], length: int) -> None:
+    """Raise RunsError for a negative number, or a segment that leaves the length."""
     if length < 0:
-        raise RunsError(
-            f"length {length} of segments {segments} is negative; count positions from 0"
-        )
+        what = f"length {length} of segments {segments} is negative"
+        raise RunsError(f"{what}; count positions from 0")
     for lo, g, n in segments:
         if lo < 0 or g < 0 or n < 0 or lo + n > length:
-            raise RunsError(
-                f"segment {(lo, g, n)} does not fit length {length}; local start, global start and length are >= 0"
-            )
-    for side, name in ((0, "local"), (1, "global")):
-        order = sorted(segments, key=lambda s: s[side])
-        for a, b in itertools.pairwise(order):
-            if a[side] + a[2] > b[side]:
-                raise RunsError(
-                    f"segments {a} and {b} share {name} position {b[side]}; each position may appear once"
-                )
+            what = f"segment {(lo, g, n)} does not fit length {length}"
+            raise RunsError(f"{what}; local start, global start and length are >= 0")
 
 
-def _spans(runs: Runs) -> list[str]:
-    """`a:b` for each segment and `-n` for each hole, in local order."""
-    out, at = [], 0
-    for lo, g, n in runs.segments:
-        out += [f"-{lo - at}"] * (lo > at) + [f"{g}:{g + n}"]
-        at = lo + n
-    return out + [f"-{runs.length - at}"] * (runs.length > at)
+def _check_disjoint(segments: tuple[Segment, ...], side: int, name: str) -> None:
+    """Raise RunsError where two segments overlap on one side: 0 is the local, 1 the global one."""
+    order = sorted(segments, key=lambda segment: segment[side])
+    for a, b in itertools.pairwise(order):
+        if a[side] + a[2] > b[side]:
+            what = f"segments {a} and {b} share {name} position {b[side]}"
+            raise RunsError(f"{what}; each position may appear once")
 
 
 def spanning(runs: Runs) -> str:
-    """The runs as text without brackets: `0:2 -1 4:6` (used by the layout notation)."""
-    return " ".join(_spans(runs))
+    """The runs as text without brackets: `0:2 -1 4:6` (used by the layout notation).
+
+    A word is `start:stop` for a segment and `-n` for a hole, in local order.
+    """
+    words = []
+    at = 0
+    for lo, g, n in runs.segments:
+        if lo > at:
+            words.append(f"-{lo - at}")
+        words.append(f"{g}:{g + n}")
+        at = lo + n
+    if runs.length > at:
+        words.append(f"-{runs.length - at}")
+    return " ".join(words)
 
 
 def identity(n: int) -> Runs:
@@ -180,44 +200,45 @@ def identity(n: int) -> Runs:
     length = whole(n, "the length of an identity", RunsError)
     if length < 0:
         raise RunsError(f"the length of an identity is {length}; count positions from 0")
-    return _make(((0, 0, length),) if length else (), length)
+    if not length:
+        return Runs.canonical((), 0)
+    return Runs.canonical(((0, 0, length),), length)
 
 
 def from_ranges(ranges: Iterable[tuple[int, int] | int]) -> Runs:
-    """The global ranges [start, stop) one after the other; a single integer n stands for a hole of n positions.
+    """The global ranges [start, stop) one after the other; an integer n is a hole of n positions.
 
     >>> print(from_ranges([(4, 6), 2, (0, 1)]))
     [4:6 -2 0:1]
 
     Raises RunsError for what is not a range.
     """
-    segments, at = [], 0
+    segments = []
+    at = 0
     for item in listed(ranges, "ranges", RunsError):
-        start, stop = _range(item)
+        start, stop = _check_range(item)
         if isinstance(item, tuple):
             segments.append((at, start, stop - start))
         at += stop - start
     return Runs(segments, at)
 
 
-def _range(item: tuple[int, int] | int) -> tuple[int, int]:
-    """(start, stop) of a range, or of a hole as if it began at 0."""
+def _check_range(item: tuple[int, int] | int) -> tuple[int, int]:
+    """(start, stop) of a range, or of a hole as if it began at 0. Raises RunsError."""
     try:
         start, stop = item if isinstance(item, tuple) else (0, item)
     except ValueError:
-        raise RunsError(
-            f"range {item!r} is not (start, stop); give two integers, or one for a hole"
-        ) from None
-    lo, hi = (
-        whole(start, f"the start of {item!r}", RunsError),
-        whole(stop, f"the stop of {item!r}", RunsError),
-    )
+        what = f"range {item!r} is not (start, stop)"
+        raise RunsError(f"{what}; give two integers, or one for a hole") from None
+    lo = whole(start, f"the start of {item!r}", RunsError)
+    hi = whole(stop, f"the stop of {item!r}", RunsError)
     if hi < lo or lo < 0:
         raise RunsError(f"range {start}:{stop} is not a range; write 0 <= start <= stop")
     return lo, hi
 
 
 def _check_runs(value: object) -> None:
+    """Raise RunsError for anything but a Runs."""
     instance(value, Runs, "give Runs, for example shardmath.from_ranges([(0, 5)])", RunsError)
 
 
@@ -226,7 +247,8 @@ def concat(parts: Iterable[Runs]) -> Runs:
 
     Raises RunsError where two parts hold the same global position.
     """
-    segments, at = [], 0
+    segments: list[Segment] = []
+    at = 0
     for part in parts:
         _check_runs(part)
         segments += [(at + lo, g, n) for lo, g, n in part.segments]
@@ -242,10 +264,10 @@ def invert(runs: Runs, n: int) -> Runs:
     _check_runs(runs)
     length = whole(n, "the length of the dimension", RunsError)
     if runs.extent > length:
-        raise RunsError(
-            f"{runs} reaches position {runs.extent - 1}, the dimension has {n}; give n >= {runs.extent}"
-        )
-    return _make(_merge(sorted((g, lo, k) for lo, g, k in runs.segments)), length)
+        what = f"{runs} reaches position {runs.extent - 1}, the dimension has {n}"
+        raise RunsError(f"{what}; give n >= {runs.extent}")
+    swapped = sorted((g, lo, k) for lo, g, k in runs.segments)
+    return Runs.canonical(_merge(swapped), length)
 
 
 def compose(f: Runs, g: Runs) -> Runs:
@@ -256,30 +278,35 @@ def compose(f: Runs, g: Runs) -> Runs:
     _check_runs(f)
     _check_runs(g)
     if f.extent > g.length:
-        raise RunsError(
-            f"{f} reaches position {f.extent - 1}, {g} has {g.length}; compose a Runs into a longer one"
-        )
+        what = f"{f} reaches position {f.extent - 1}, {g} has {g.length}"
+        raise RunsError(f"{what}; compose a Runs into a longer one")
     if len(g.segments) == 1 and g.segments[0] == (0, 0, g.length):
         return f
     starts = [lo for lo, _, _ in g.segments]
     out: list[Segment] = []
     for lo, mid, n in f.segments:
-        for j in range(max(0, bisect.bisect_right(starts, mid) - 1), len(starts)):
-            a, b, k = g.segments[j]
-            if a >= mid + n:
+        # The first segment of g that can meet [mid, mid + n) is the last one up to mid.
+        first = max(0, bisect.bisect_right(starts, mid) - 1)
+        for j in range(first, len(starts)):
+            start, g_start, k = g.segments[j]
+            if start >= mid + n:
                 break
-            left, right = max(a, mid), min(a + k, mid + n)
+            left = max(start, mid)
+            right = min(start + k, mid + n)
             if left < right:
-                out.append((lo + left - mid, b + left - a, right - left))
-    return _make(_merge(out), f.length)
+                out.append((lo + left - mid, g_start + left - start, right - left))
+    return Runs.canonical(_merge(out), f.length)
 
 
 def restrict(runs: Runs, lo: int, hi: int) -> Runs:
     """The same local positions with global ones outside [lo, hi) turned into holes."""
     _check_runs(runs)
-    lo, hi = (whole(border, "a border", RunsError) for border in (lo, hi))
-    cut = ((a, g, n, max(g, lo), min(g + n, hi)) for a, g, n in runs.segments)
-    return _make(
-        _merge((a + left - g, left, right - left) for a, g, _, left, right in cut if left < right),
-        runs.length,
-    )
+    lo = whole(lo, "a border", RunsError)
+    hi = whole(hi, "a border", RunsError)
+    kept = []
+    for start, g, n in runs.segments:
+        left = max(g, lo)
+        right = min(g + n, hi)
+        if left < right:
+            kept.append((start + left - g, left, right - left))
+    return Runs.canonical(_merge(kept), runs.length)

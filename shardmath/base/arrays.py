@@ -1,41 +1,109 @@
-"""Arrays: one-dimensional integers in numpy, and what is done with sorted ones."""
+"""Arrays: one-dimensional integers in numpy, sorted ones, and items that stand owner by owner.
+
+>>> import numpy as np
+>>> rows = Offsets.of_counts(np.array([2, 0, 3]))
+>>> rows.first.tolist(), rows.owners().tolist()
+([0, 2, 2, 5], [0, 0, 2, 2, 2])
+>>> rows.sums(np.array([1, 2, 3, 4, 5])).tolist()
+[3, 0, 12]
+"""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bools", "Ints", "begins", "distinct", "ranges"]
+__all__ = ["Bools", "Ints", "Offsets", "begins", "distinct", "ranges"]
 
 Bools: TypeAlias = NDArray[np.bool_]
 Ints: TypeAlias = NDArray[np.int64]
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
     """All integers of the ranges one after the other, and which range each is of."""
     counts = np.maximum(stops - starts, 0)
     owner = np.arange(len(counts)).repeat(counts)
-    return np.arange(len(owner)) - (counts.cumsum() - counts - starts)[owner], owner
+    # The i-th integer of all is the start of its range and the integers of that range before it.
+    shift = counts.cumsum() - counts - starts
+    return np.arange(len(owner)) - shift[owner], owner
 
 
 def begins(sorted_: Ints) -> Ints:
     """Where each run of equal numbers begins."""
-    return _new(sorted_).nonzero()[0]
+    return _differ(sorted_).nonzero()[0]
 
 
-def _new(sorted_: Ints) -> Bools:
-    """Of each number whether it is unlike the one before."""
+def _differ(sorted_: Ints) -> Bools:
+    """Of each number whether it is unlike the one before; the first is."""
     new = np.ones(len(sorted_), bool)
     np.not_equal(sorted_[1:], sorted_[:-1], out=new[1:])
     return new
 
 
 def distinct(numbers: Ints) -> tuple[Ints, Ints]:
-    """The distinct numbers, ascending, and which of them each is: `numpy.unique`, quicker where there are few."""
+    """The distinct numbers, ascending, and which of them each is.
+
+    `numpy.unique` with `return_inverse`, quicker where there are few.
+    """
     order = numbers.argsort(kind="stable")
-    new = _new(numbers[order])
+    new = _differ(numbers[order])
     which = np.empty_like(order)
     which[order] = new.cumsum() - 1
     return numbers[order[new]], which
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offsets:
+    """Items of owners, owner by owner: owner i has the items first[i] .. first[i + 1] - 1.
+
+    `first` has one number more than there are owners: it begins with 0 and ends with the number of
+    items. An owner may have no items.
+    """
+
+    first: Ints
+
+    @classmethod
+    def of_sorted(cls, keys: Ints) -> Offsets:
+        """One owner for each run of equal keys, of which each item has one."""
+        return cls(np.append(begins(keys), len(keys)))
+
+    @classmethod
+    def of_counts(cls, counts: Ints) -> Offsets:
+        """Owners of so many items each."""
+        return cls(_ends(counts))
+
+    def __len__(self) -> int:
+        """The number of owners."""
+        return len(self.first) - 1
+
+    def counts(self) -> Ints:
+        """How many items each owner has."""
+        return np.diff(self.first)
+
+    def owners(self) -> Ints:
+        """The owner of each item."""
+        return np.arange(len(self)).repeat(self.counts())
+
+    def spread(self, values: NDArray[_Scalar]) -> NDArray[_Scalar]:
+        """The value of each item's owner, given one for each owner."""
+        return values.repeat(self.counts())
+
+    def sums(self, sizes: Ints) -> Ints:
+        """The total of each owner's items, given the size of each item."""
+        return np.diff(_ends(sizes)[self.first])
+
+    def begin(self, sizes: Ints) -> Ints:
+        """Where each item begins when an owner's items are laid end to end from 0."""
+        ends = _ends(sizes)
+        return ends[:-1] - self.spread(ends[self.first[:-1]])
+
+
+def _ends(sizes: Ints) -> Ints:
+    """0, and the sum of the sizes up to each one."""
+    ends = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=ends[1:])
+    return ends

@@ -12,14 +12,15 @@ __all__ = ["digest", "names_digest"]
 
 
 def digest(value: object) -> str:
-    """SHA-256 of the repr of a value made of tuples, numbers, text and Runs, as 64 hexadecimal digits."""
+    """SHA-256 of the repr of a value made of tuples, numbers, text and Runs: 64 hexadecimal digits."""
     from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
 
-    return sha256(repr(value).encode()).hexdigest()
+    printed = repr(value)
+    return sha256(printed.encode()).hexdigest()
 
 
 def names_digest(names: Sequence[str]) -> str:
-    """The same of a sequence of names: of all of them in a row, and of their lengths where that is not enough.
+    """The same of a sequence of names: of all of them in a row, and of their lengths if need be.
 
     >>> names_digest(["ab", "c"]) == names_digest(["a", "bc"])
     False
@@ -27,5 +28,8 @@ def names_digest(names: Sequence[str]) -> str:
     from hashlib import sha256
 
     joined = "\0".join(names)
-    lengths = () if joined.count("\0") < len(names) else tuple(map(len, names))
-    return sha256(f"{len(names)} {lengths} {joined}".encode("utf-8", "surrogatepass")).hexdigest()
+    lengths: tuple[int, ...] = ()
+    if joined.count("\0") >= len(names):  # a name has the separator in it
+        lengths = tuple(map(len, names))
+    printed = f"{len(names)} {lengths} {joined}"
+    return sha256(printed.encode("utf-8", "surrogatepass")).hexdigest()

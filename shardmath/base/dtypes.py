@@ -1,7 +1,8 @@
 """Names of element types and their size in bytes; the core knows nothing else of them.
 
 1. Names are numpy's and torch's: `float32`, `bfloat16`, `float8_e4m3fn`.
-2. Dtypes and scalar types of either are accepted: `torch.float32`, `numpy.dtype("int8")`, `np.float64`, `float`.
+2. Dtypes and scalar types of either are accepted: `torch.float32`, `numpy.dtype("int8")`,
+   `np.float64`, `float`.
 3. Only `is_integer` and `is_bool` matter beyond the size: an average of integers is refused.
 
 >>> canonical("torch.bfloat16"), itemsize("bfloat16")
@@ -39,7 +40,7 @@ ITEMSIZE: dict[str, int] = {
     "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,
 }
-"""Bytes an element, by name (torch 2.13 and numpy 2; a `_x2` element is a byte of two values)."""
+"""Bytes per element, by name (torch 2.13 and numpy 2; a `_x2` element is a byte of two values)."""
 
 _PLAIN = {name: name for name in ITEMSIZE}
 """The name itself, whatever kind of str asks for it."""
@@ -65,11 +66,10 @@ def canonical(dtype: object) -> str:
     module, _, name = text.rpartition(".")
     name = ALIASES.get(name, name)
     if name in AMBIGUOUS:
-        raise LayoutError(
-            f"dtype {text!r} is one size in numpy and another in torch; write {AMBIGUOUS[name]}"
-        )
+        what = f"dtype {text!r} is one size in numpy and another in torch"
+        raise LayoutError(f"{what}; write {AMBIGUOUS[name]}")
     if name not in ITEMSIZE or module not in ("", "torch", "numpy", "np"):
-        raise LayoutError(f"unknown dtype {shown(text)}; {_fix(name)}")
+        raise LayoutError(f"unknown dtype {shown(text)}; {_suggest(name)}")
     return _PLAIN[name]
 
 
@@ -77,20 +77,19 @@ MOST = 32
 """Characters of a name that are compared with the known ones."""
 
 
-def _fix(name: str) -> str:
+def _suggest(name: str) -> str:
+    """What may have been meant by a name that is not known."""
     from difflib import get_close_matches  # 3 ms that only a mistake should cost
 
     longer = [known for known in ITEMSIZE if name and known.startswith(f"{name}_")]
     near = longer or get_close_matches(name[:MOST], ITEMSIZE, n=1)
-    return (
-        f"did you mean {' or '.join(map(repr, near))}?"
-        if near
-        else f"known names are {', '.join(ITEMSIZE)}"
-    )
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return f"known names are {', '.join(ITEMSIZE)}"
 
 
 def itemsize(dtype: object) -> int:
-    """Bytes an element of `dtype`."""
+    """Bytes per element of `dtype`."""
     return ITEMSIZE[canonical(dtype)]
 
 

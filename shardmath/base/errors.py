@@ -56,9 +56,13 @@ SHOWN = 100
 def _around(text: str, position: int) -> str:
     """The text on one line, or what of a long one is near the position, with a caret below it."""
     line = "".join(" " if character.isspace() else character for character in text)
-    start = max(0, min(position - SHOWN // 2, len(line) - SHOWN))
-    head, tail = "... " * (start > 0), " ..." * (start + SHOWN < len(line))
-    return f"{head}{line[start : start + SHOWN]}{tail}\n    {' ' * (len(head) + position - start)}^"
+    start = min(position - SHOWN // 2, len(line) - SHOWN)
+    start = max(0, start)
+    stop = start + SHOWN
+    head = "... " if start else ""
+    tail = " ..." if stop < len(line) else ""
+    before_caret = " " * (len(head) + position - start)
+    return f"{head}{line[start:stop]}{tail}\n    {before_caret}^"
 
 
 @public
@@ -69,9 +73,16 @@ class NotationError(ShardError):
         self, what: str, text: str | None = None, position: int = 0, fix: str = ""
     ) -> None:
         """`what` is wrong in `text` at 0-based `position`; `fix` says what to write instead."""
-        self.what, self.text, self.position, self.fix = what, text, position, fix
-        shown = what if text is None else f"{what}\n    {_around(text, position)}"
-        super().__init__(f"{shown}\n{fix}" if fix else shown)
+        self.what = what
+        self.text = text
+        self.position = position
+        self.fix = fix
+        lines = [what]
+        if text is not None:
+            lines.append(f"    {_around(text, position)}")
+        if fix:
+            lines.append(fix)
+        super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[NotationError], tuple[str, str | None, int, str]]:
         return NotationError, (self.what, self.text, self.position, self.fix)
@@ -89,7 +100,7 @@ class StoreError(ShardError):
 
 @public
 class ParamLayoutError(ShardError):
-    """Parameters that a rule cannot lay out, or a flat buffer's layout that contradicts itself or its ranks."""
+    """Parameters that a rule cannot lay out, or a flat buffer whose layout contradicts itself."""
 
 
 @public

@@ -1,12 +1,14 @@
 """Given: values as callers pass them, made Python's own where a value of ours is made.
 
-1. What is kept is plain: `str` and not a subclass of it, tuples and not lists, so that equal values print, pickle and
-   digest alike, and nobody can change them afterwards. Integers are `whole`'s.
-2. A type is looked at before a value is compared or iterated over: comparing an array, or an object with an `==` of its
-   own, answers anything or raises.
+1. What is kept is plain: `str` and not a subclass of it, tuples and not lists, so that equal values
+   print, pickle and digest alike, and nobody can change them afterwards. Integers are `whole`'s.
+2. A type is looked at before a value is compared or iterated over: comparing an array, or an object
+   with an `==` of its own, answers anything or raises.
 
->>> listed([1, 2], "sizes", ValueError), text("dp", "an axis", ValueError), known("max", ("min", "max"))
-((1, 2), 'dp', 'max')
+>>> listed([1, 2], "sizes", ValueError), text("dp", "an axis", ValueError)
+((1, 2), 'dp')
+>>> known("max", ("min", "max"))
+'max'
 >>> listed("12", "sizes", ValueError)
 Traceback (most recent call last):
 ValueError: sizes are '12'; give a tuple
@@ -26,7 +28,10 @@ MOST_SHOWN = 200
 
 
 def shown(value: object) -> str:
-    """The value's repr, the beginning of a long one; the type of what has none, such as an integer of 5,000 digits."""
+    """The value's repr, or the beginning of a long one; the type of what cannot be printed.
+
+    An integer of 5,000 digits cannot.
+    """
     try:
         out = repr(value)
     except Exception:
@@ -35,7 +40,7 @@ def shown(value: object) -> str:
 
 
 def text(value: object, what: str, error: type[ValueError]) -> str:
-    """`value` as a plain str. Raises `error`, which says `what` it is, for anything that is not a str."""
+    """`value` as a plain str. Raises `error`, which says `what` it is, for anything else."""
     if type(value) is str:
         return value
     if isinstance(value, str):
@@ -45,11 +50,16 @@ def text(value: object, what: str, error: type[ValueError]) -> str:
 
 def known(value: object, choices: Sequence[str]) -> str | None:
     """The choice that `value` is, or None if it is not one of them."""
-    return choices[choices.index(value)] if isinstance(value, str) and value in choices else None
+    if not isinstance(value, str) or value not in choices:
+        return None
+    return choices[choices.index(value)]
 
 
 def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]:
-    """The items of `value` as a tuple. Raises `error`, which says `what` they are, for text and what has no items."""
+    """The items of `value` as a tuple.
+
+    Raises `error`, which says `what` they are, for text and what has no items.
+    """
     if type(value) is tuple:
         return value
     if not isinstance(value, str | bytes):
@@ -63,7 +73,10 @@ def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]
 
 
 def mapping(value: object, what: str, of: str, error: type[ValueError]) -> Mapping[Any, Any]:
-    """`value` itself. Raises `error`, which says `what` it is and `of` what it should be, if it is not a mapping."""
+    """`value` itself. Raises `error`, which says `what` it is, if it is not a mapping.
+
+    The message asks for a mapping `of` what it should map.
+    """
     if isinstance(value, Mapping):
         return value
     raise error(f"{what}{shown(value)}; give a mapping from {of}")
@@ -83,4 +96,6 @@ def plural(items: int | Sized, what: str, many: str = "") -> str:
     ('1 tensor', '2 buckets', '0 boxes')
     """
     count = items if isinstance(items, int) else len(items)
-    return f"{count} {what if count == 1 else many or what + 's'}"
+    if count == 1:
+        return f"{count} {what}"
+    return f"{count} {many or what + 's'}"

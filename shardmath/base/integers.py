@@ -1,7 +1,7 @@
 """Whole: integers as people pass them, and nothing that only looks like one.
 
-numpy's integers become Python's: theirs run over in products that a layout's sizes take part in, and print differently,
-so that equal values would have different digests.
+numpy's integers become Python's: theirs overflow in products that a layout's sizes take part in, and
+print differently, so that equal values would have different digests.
 
 >>> whole(3, "the size of axis 'tp'", ValueError)
 3
@@ -22,20 +22,18 @@ MOST = 1 << 256
 
 
 def whole(value: object, what: str, error: type[ValueError]) -> int:
-    """`value` as an int. Raises `error`, which says `what` it is, for floats, text, bools and everything else."""
+    """`value` as an int. Raises `error`, which says `what` it is, for floats, text, bools, ..."""
     if type(value) is int and -MOST <= value <= MOST:
         return value
     if type(value) is not bool:
         try:
-            number = int(
-                operator.index(cast(SupportsIndex, value))
-            )  # index() keeps subclasses, such as IntEnum
+            index = operator.index(cast(SupportsIndex, value))
+            number = int(index)  # index() keeps subclasses, such as IntEnum
         except TypeError:
             pass
         else:
             if -MOST <= number <= MOST:
                 return number
-            raise error(
-                f"{what} is an integer of {number.bit_length()} bits; give one of 64 bits at most"
-            )
+            size = number.bit_length()
+            raise error(f"{what} is an integer of {size} bits; give one of 64 bits at most")
     raise error(f"{what} is {value!r}; give an integer")

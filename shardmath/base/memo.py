@@ -1,12 +1,13 @@
 """Results of pure functions, kept while there is room.
 
-1. `memo` keeps what a pure function of hashable values returned, as `functools.lru_cache` does: nothing but time
-   depends on what is kept.
-2. What all such functions keep together is bounded by memory. An entry is weighed when it is made: arrays by their
-   bytes, long sequences by a sample. Weights lean to the high side, since what two entries share is counted for both;
-   of arguments only plain data is weighed, since objects are mostly part of some result.
-3. When together they would weigh more than MOST_BYTES, all are emptied: the entries of one function hold, as arguments,
-   what another made, so that emptying some would end little.
+1. `memo` keeps what a pure function of hashable values returned, as `functools.lru_cache` does:
+   nothing but time depends on what is kept.
+2. What all such functions keep together is bounded by memory. An entry is weighed when it is made:
+   arrays by their bytes, long sequences by a sample. Weights lean to the high side, since what two
+   entries share is counted for both; of arguments only plain data is weighed, since objects are
+   mostly part of some result.
+3. When together they would weigh more than MOST_BYTES, all are emptied: the entries of one function
+   hold, as arguments, what another made, so that emptying some would end little.
 
 >>> @memo()
 ... def squares(n):
@@ -38,7 +39,10 @@ SAMPLED = 3
 """Elements of a longer sequence that are weighed."""
 
 SHARE = 1 / 200
-"""Of the time in which entries are made that goes into weighing them; the others are taken to weigh as the last did."""
+"""Of the time in which entries are made that goes into weighing them.
+
+Those for which there is no time are taken to weigh as the last did.
+"""
 
 _R = TypeVar("_R")
 _Wrapper = functools._lru_cache_wrapper
@@ -60,7 +64,7 @@ class _Account:
         self._allowed += seconds * SHARE
         if self._allowed > 0:
             start = perf_counter()
-            self._last = _weighed(arguments, None) + _weighed(result, set())
+            self._last = _weigh(arguments, None) + _weigh(result, set())
             self._allowed -= perf_counter() - start
         if _Account.total + self._last > MOST_BYTES:
             clear_caches()
@@ -79,7 +83,10 @@ _accounts: list[_Account] = []
 
 
 def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
-    """A decorator that keeps the function's latest results, at most so many; arguments are positional and hashable."""
+    """A decorator that keeps the function's latest results, at most so many.
+
+    Arguments are positional and hashable.
+    """
 
     def keep(function: Callable[..., _R]) -> _Wrapper[_R]:
         account = _Account()
@@ -100,45 +107,47 @@ def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
 
 
 def clear_caches() -> None:
-    """Forget all results that are kept to save time: of this process, in the core and in its backends.
+    """Forget all results that are kept to save time: of this process, in the core and its backends.
 
-    Values that nobody else holds end with them. Nothing has to be cleared for results to be right, and what ranks made
-    together (process groups, compiled moves) is not forgotten, since one rank alone cannot.
+    Values that nobody else holds end with them. Nothing has to be cleared for results to be right,
+    and what ranks made together (process groups, compiled moves) is not forgotten, since one rank
+    alone cannot.
     """
     for account in _accounts:
         account.empty()
 
 
 def weight(value: object) -> int:
-    """About how many bytes the value takes, with all that it refers to; what it refers to twice counts once."""
-    return _weighed(value, set())
+    """About how many bytes the value takes, with all that it refers to, each counted once."""
+    return _weigh(value, set())
 
 
-def _weighed(value: object, seen: set[int] | None) -> int:
-    """The weight without objects of which `seen` has the id, or without any object where it is None."""
+def _weigh(value: object, seen: set[int] | None) -> int:
+    """The weight without objects of which `seen` has the id, or without any where it is None."""
     if isinstance(value, np.ndarray):
         return 112 + value.nbytes
     if isinstance(value, tuple | list | set | frozenset):
-        return sys.getsizeof(value) + _weighed_items(value, seen)
+        return sys.getsizeof(value) + _weigh_items(value, seen)
     if isinstance(value, dict):
-        return (
-            sys.getsizeof(value)
-            + _weighed_items(value, seen)
-            + _weighed_items(value.values(), seen)
-        )
+        entries = _weigh_items(value, seen) + _weigh_items(value.values(), seen)
+        return sys.getsizeof(value) + entries
     names = getattr(value, "__dataclass_fields__", ())
     if not names:
         return sys.getsizeof(value)
     if seen is None or id(value) in seen:
         return 0
     seen.add(id(value))
-    return 48 + 8 * len(names) + sum(_weighed(getattr(value, name), seen) for name in names)
+    fields = sum(_weigh(getattr(value, name), seen) for name in names)
+    return 48 + 8 * len(names) + fields  # an object with slots
 
 
-def _weighed_items(items: Collection[object], seen: set[int] | None) -> int:
+def _weigh_items(items: Collection[object], seen: set[int] | None) -> int:
+    """The weight of all items; of more than SAMPLED, as many times that of a sample."""
     n = len(items)
     if n <= SAMPLED:
-        return sum(_weighed(item, seen) for item in items)
+        return sum(_weigh(item, seen) for item in items)
     step = -(-n // SAMPLED)
-    some = sum(_weighed(item, seen) for item in islice(items, 0, None, step))
-    return some * n // -(-n // step)
+    sample = islice(items, 0, None, step)
+    some = sum(_weigh(item, seen) for item in sample)
+    sampled = -(-n // step)
+    return some * n // sampled

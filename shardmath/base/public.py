@@ -15,6 +15,6 @@ _C = TypeVar("_C", bound=type)
 
 
 def public(cls: _C) -> _C:
-    """Names the class in tracebacks and pickles as the package gives it: a floor may change, and the name stays."""
+    """Name the class in tracebacks and pickles as the package gives it, whatever its floor."""
     cls.__module__ = cls.__module__.partition(".")[0]
     return cls

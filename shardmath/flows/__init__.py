@@ -4,6 +4,10 @@ In reading order:
 
 - `topology`: ranks per node, link rates;
 - `network`: maximum flows, decomposed into levels;
+- `forest`: flows freed of cycles and rounded;
 - `flow`: exact min-max balance over sets of holders;
+- `certificate`: how near a time is to a bound;
+- `blocks`: what has to move, as values and as arrays;
+- `cuts`: what must cross the border of a set of ranks, and how fast;
 - `bound`: bounds that no schedule beats.
 """

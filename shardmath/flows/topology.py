@@ -1,11 +1,12 @@
 """Topology: which ranks share a node, and how fast bytes leave and enter a rank.
 
 1. Node k has the ranks k * ranks_per_node up to (k + 1) * ranks_per_node - 1.
-2. Rates are bytes per second, per rank and per direction: `intra` to a rank of the same node (NVLink), `inter` to one
-   of another node (a NIC a GPU). A rank sends and receives at full rate at once.
+2. Rates are bytes per second, per rank and per direction: `intra` to a rank of the same node
+   (NVLink), `inter` to one of another node (one NIC per GPU). A rank sends and receives at full
+   rate at once.
 3. `latency_s` is what one message costs beside its bytes, in seconds.
-4. A topology is a value: equal numbers are equal topologies, and its repr, which enters a plan's digest, is the same on
-   every machine.
+4. A topology is a value: equal numbers are equal topologies, whatever their names (so H100 == H200,
+   whose links are alike), and its repr, which enters a plan's digest, is the same on every machine.
 
 >>> Topology(ranks_per_node=4).nodes([1, 9, 3, 8])
 {0: (1, 3), 2: (8, 9)}
@@ -28,10 +29,10 @@ __all__ = ["H100", "H200", "Topology", "checked"]
 @public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Nodes of `ranks_per_node` ranks, rates in bytes per second, and seconds a message.
+    """Nodes of `ranks_per_node` ranks, rates in bytes per second, and seconds per message.
 
-    The rates are those of the links; what software attains of them is somebody else's factor. Raises PlanError unless
-    all are from 1e-18 to 1e18; `latency_s` may be 0.
+    The rates are those of the links; what software attains of them is somebody else's factor.
+    Raises PlanError unless all are from 1e-18 to 1e18; `latency_s` may be 0.
     """
 
     ranks_per_node: int = 8
@@ -42,14 +43,12 @@ class Topology:
     def __post_init__(self) -> None:
         count = whole(self.ranks_per_node, "ranks_per_node", PlanError)
         if not 1 <= count <= MOST_RANKS:
-            raise PlanError(
-                f"ranks_per_node is {count}; a node has at least one rank, and at most {MOST_RANKS}"
-            )
+            what = f"ranks_per_node is {count}"
+            raise PlanError(f"{what}; a node has at least one rank, and at most {MOST_RANKS}")
         object.__setattr__(self, "ranks_per_node", count)
         for name in ("intra_bytes_per_s", "inter_bytes_per_s", "latency_s"):
-            object.__setattr__(
-                self, name, _number(name, getattr(self, name), zero=name == "latency_s")
-            )
+            number = _check_number(name, getattr(self, name), zero=name == "latency_s")
+            object.__setattr__(self, name, number)
 
     def node(self, rank: int) -> int:
         """The node of a rank. Raises PlanError unless it is a non-negative integer."""
@@ -61,9 +60,9 @@ class Topology:
     def nodes(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """The distinct ranks by node, both ascending; nodes without any are left out."""
         out: dict[int, list[int]] = {}
-        for rank in sorted(
-            {whole(rank, "a rank", PlanError) for rank in listed(ranks, "ranks", PlanError)}
-        ):
+        given = listed(ranks, "ranks", PlanError)
+        distinct = {whole(rank, "a rank", PlanError) for rank in given}
+        for rank in sorted(distinct):
             out.setdefault(self.node(rank), []).append(rank)
         return {node: tuple(held) for node, held in out.items()}
 
@@ -72,7 +71,7 @@ def checked(topology: object) -> Topology:
     """The topology itself. Raises PlanError for anything else."""
     if not isinstance(topology, Topology):
         raise PlanError(
-            f"topology={topology!r} is no Topology; give shardmath.Topology(ranks_per_node=8)"
+            f"topology={topology!r} is not a Topology; give shardmath.Topology(ranks_per_node=8)"
         )
     return topology
 
@@ -81,7 +80,7 @@ MOST_RANKS = 1 << 24
 """Of a node; as many as a mesh may have."""
 
 
-def _number(name: str, value: object, *, zero: bool) -> float:
+def _check_number(name: str, value: object, *, zero: bool) -> float:
     """`value` as a float, so that 50e9 and 50_000_000_000 are one topology, and -0.0 is 0.0."""
     kind = type(value).__name__
     if (
@@ -105,7 +104,10 @@ LEAST, MOST = 1e-18, 1e18
 
 
 H100 = Topology()
-"""DGX H100: 8 GPUs, NVLink 4 at 450 GB/s per direction, one ConnectX-7 NIC of 400 Gb/s a GPU (NVIDIA's data sheet)."""
+"""DGX H100: 8 GPUs, NVLink 4 at 450 GB/s per direction, one ConnectX-7 NIC of 400 Gb/s per GPU.
+
+From NVIDIA's data sheet.
+"""
 
 H200 = Topology()
-"""DGX H200: the links of H100; what differs is memory."""
+"""DGX H200: an equal value, since it has the links of H100; the GPUs differ in memory."""

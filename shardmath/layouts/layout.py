@@ -39,8 +39,9 @@ from shardmath.base.given import known, listed, shown
 from shardmath.base.integers import whole
 from shardmath.base.memo import memo
 from shardmath.base.public import public
-from shardmath.layouts.notation import Partials, Rules
+from shardmath.layouts.notation import Partials
 from shardmath.layouts.placement import Placement
+from shardmath.layouts.reader import Rules
 from shardmath.layouts.spelling import AxisSpec, Reading, Stored, from_placements, from_text
 from shardmath.layouts.unparse import rule_names, unparse
 

@@ -22,9 +22,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, cast
 
-from shardmath.algebra.dimension import Balanced as BalancedCut
-from shardmath.algebra.dimension import Block, Chunks, Digit, Rule, Sizes, Splits, Stage
+from shardmath.algebra.cuts import Balanced as BalancedCut
+from shardmath.algebra.cuts import Block, Chunks, Rule, Sizes, Splits
 from shardmath.algebra.runs import Runs, from_ranges
+from shardmath.algebra.stages import Digit, Stage
 from shardmath.base.errors import PlacementError
 from shardmath.base.given import known, listed, plural, shown
 from shardmath.base.integers import whole

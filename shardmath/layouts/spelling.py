@@ -19,14 +19,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, SupportsIndex, TypeAlias, cast
 
-from shardmath.algebra.dimension import Chunks, Digit, Dimension, Stage, divided
+from shardmath.algebra.cuts import Chunks
+from shardmath.algebra.dimension import Dimension, divided
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
+from shardmath.algebra.stages import Digit, Stage
 from shardmath.base.errors import LayoutError, PlacementError
 from shardmath.base.given import mapping, plural, shown, text
 from shardmath.base.integers import whole
 from shardmath.base.memo import memo
-from shardmath.layouts.notation import Partials, Rules, padded, parse
+from shardmath.layouts.notation import Partials, padded, parse
 from shardmath.layouts.placement import (
     Partial,
     Placement,
@@ -37,6 +39,7 @@ from shardmath.layouts.placement import (
     check_protocol,
     stage_of,
 )
+from shardmath.layouts.reader import Rules
 from shardmath.layouts.unparse import free_name
 
 __all__ = ["AxisSpec", "Reading", "Stored", "from_placements", "from_text"]

@@ -14,19 +14,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from shardmath.algebra.dimension import (
-    Balanced,
-    Block,
-    Chunks,
-    Digit,
-    Dimension,
-    Field,
-    Rule,
-    Sizes,
-    Splits,
-    Stage,
-)
+from shardmath.algebra.cuts import Balanced, Block, Chunks, Rule, Sizes, Splits
+from shardmath.algebra.dimension import Dimension, Field
 from shardmath.algebra.runs import identity, spanning
+from shardmath.algebra.stages import Digit, Stage
 from shardmath.layouts.notation import Partials
 from shardmath.layouts.reader import Axes
 

@@ -17,19 +17,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shardmath.algebra.dimension import (
-    Balanced,
-    Block,
-    Chunks,
-    Cut,
-    Digit,
-    Field,
-    Rule,
-    Sizes,
-    Stage,
-    divided,
-    lengths_at,
-)
+from shardmath.algebra.cuts import Balanced, Block, Chunks, Cut, Rule, Sizes
+from shardmath.algebra.dimension import Field, divided, lengths_at
+from shardmath.algebra.stages import Digit, Stage
 from shardmath.base.given import plural
 from shardmath.layouts.reader import Reader, listed
 

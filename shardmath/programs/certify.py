@@ -21,7 +21,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from shardmath.base.errors import PlanError
-from shardmath.flows.bound import Block, Certificate, bound, certificate
+from shardmath.flows.blocks import Block
+from shardmath.flows.bound import bound
+from shardmath.flows.certificate import Certificate, certificate
 from shardmath.flows.topology import Topology, checked
 from shardmath.plans.cover import meeting
 from shardmath.plans.demands import lines

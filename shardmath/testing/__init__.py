@@ -9,17 +9,21 @@ Whoever writes a placement checks it with `check_placement`:
     def test_mine(n, parts):
         testing.check_placement(Mine(0), n, parts)
 
-`lengths` draws small sizes, and ones up to 4096 at and around multiples of blocks; `lengths(100_000)` and `parts(64)`
-go further. One case of a million rows takes seconds; so check a placement of long blocks on one of its own sizes too.
+`lengths` draws small sizes, and ones up to 4096 at and around multiples of blocks;
+`lengths(100_000)` and `parts(64)` go further. One case of a million rows takes seconds; so check a
+placement of long blocks on one of its own sizes too.
 
-A rule of buffers is checked with `check_rule`, on what `params` draws; every value of ours obeys `LAWS`:
-`given(law.cases)(lambda case: law.check(*case))`. Needs hypothesis (the extra `testing`).
+A rule of buffers is checked with `check_rule`, on what `params` draws; every value of ours obeys
+`LAWS`: `given(law.cases)(lambda case: law.check(*case))`. Needs hypothesis (the extra `testing`).
 
 In reading order:
 
 - `oracle`: what local arrays stand for, by brute force;
 - `strategies`: values drawn with all the awkward cases;
-- `laws`: what every value keeps, by name;
+- `placements`: what every placement keeps;
+- `layout_laws`: what all Runs and layouts keep;
+- `plan_laws`: what all plans keep;
+- `laws`: all of these laws by name, and their cases;
 - `buffers`: what every rule of buffers keeps.
 """
 
@@ -31,8 +35,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 from shardmath.testing.buffers import RULE_LAWS, RuleCase, check_rule, params, rule_cases
-from shardmath.testing.laws import LAWS, PLACEMENT_LAWS, Law, check_placement
+from shardmath.testing.laws import LAWS, Law
 from shardmath.testing.oracle import addends, distribute, run, value
+from shardmath.testing.placements import PLACEMENT_LAWS, check_placement
 from shardmath.testing.strategies import (
     boxes,
     layouts,

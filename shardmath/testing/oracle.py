@@ -1,4 +1,4 @@
-"""Oracle: what local arrays stand for, by whole global arrays and index lists; it knows nothing of plans."""
+"""Oracle: what local arrays stand for, by global arrays and index lists; knows nothing of plans."""
 
 from __future__ import annotations
 
@@ -25,19 +25,26 @@ def addends(layout: Layout, seed: int = 0) -> list[Array]:
     return [rng.integers(-8, 9, layout.shape).astype(float) for _ in range(count)]
 
 
-def _index(layout: Layout, rank: int) -> tuple[Any, Any]:
-    """Local and global index of the rank's own cells."""
+def _list_addends(layout: Layout) -> list[tuple[int, int]]:
+    """(rank, the addend that it holds), in mesh order."""
+    held = layout.mesh.coordinate(name for name, _ in layout.partial)
+    return list(zip(layout.mesh.ranks, held.tolist(), strict=True))
+
+
+def _index_both(layout: Layout, rank: int) -> tuple[Any, Any]:
+    """Local and global index of the rank's own elements."""
     index = layout.indices(rank)
-    return np.ix_(*(np.flatnonzero(i >= 0) for i in index)), np.ix_(*(i[i >= 0] for i in index))
+    here = [np.flatnonzero(i >= 0) for i in index]
+    there = [i[i >= 0] for i in index]
+    return np.ix_(*here), np.ix_(*there)
 
 
 def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[int, Array]:
     """Every rank's local array of the addends' global arrays, with `hole` in holes."""
-    place = layout.mesh.coordinate(name for name, _ in layout.partial)
     out = {}
-    for rank, addend in zip(layout.mesh.ranks, place.tolist(), strict=True):
+    for rank, addend in _list_addends(layout):
         local = np.full(layout.local_shape(rank), hole)
-        here, there = _index(layout, rank)
+        here, there = _index_both(layout, rank)
         local[here] = values[addend][there]
         out[rank] = local
     return out
@@ -45,16 +52,18 @@ def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[i
 
 def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
     """The global array that local ones stand for: addends folded in mesh order, averages divided."""
-    place = layout.mesh.coordinate(name for name, _ in layout.partial)
     count = math.prod(layout.mesh.axis_size(name) for name, _ in layout.partial)
     found = [np.zeros(layout.shape) for _ in range(count)]
-    for rank, addend in zip(layout.mesh.ranks, place.tolist(), strict=True):
-        here, there = _index(layout, rank)
+    for rank, addend in _list_addends(layout):
+        here, there = _index_both(layout, rank)
         found[addend][there] = shards[rank][here]
+    op = "sum" if layout.op == "avg" else str(layout.op)
     out = found[0]
-    for addend in found[1:]:
-        out = FOLD["sum" if layout.op == "avg" else str(layout.op)](out, addend)
-    return out / count if layout.op == "avg" else out
+    for other in found[1:]:
+        out = FOLD[op](out, other)
+    if layout.op == "avg":
+        return out / count
+    return out
 
 
 def run(p: Plan, shards: Mapping[int, Array]) -> dict[int, Array]:

@@ -181,7 +181,7 @@ def test_what_is_no_topology(wrong: object) -> None:
         lambda: sm.plan(A, B, topology=wrong),
         lambda: sm.schedule(sm.plan(A, B), topology=wrong),
     ):
-        with pytest.raises(sm.PlanError, match="is no Topology"):
+        with pytest.raises(sm.PlanError, match="is not a Topology"):
             make()
 
 

@@ -38,7 +38,6 @@ from shardmath_torch.dtensors.dtensor import from_dtensors, local_of
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.local import by_key, fits, wanted
-from shardmath_torch.files.archive import CheckpointError
 from shardmath_torch.files.hf_folder import (
     Draft,
     Entry,
@@ -53,7 +52,7 @@ from shardmath_torch.files.hf_folder import (
     split,
     told,
 )
-from shardmath_torch.files.places import local_folder
+from shardmath_torch.files.places import CheckpointError, local_folder
 from shardmath_torch.files.weights import Progress
 
 __all__ = ["BATCH", "export"]

@@ -34,8 +34,8 @@ from shardmath_torch.dtensors.modules import layout_of
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.exchange.local import overlaps_itself
 from shardmath_torch.exchange.memory import missing_memory, plain
-from shardmath_torch.files.archive import CheckpointError
 from shardmath_torch.files.json_text import shown
+from shardmath_torch.files.places import CheckpointError
 
 __all__ = [
     "KINDS",

@@ -28,13 +28,20 @@ from shardmath.algebra.box import first_gap, first_overlap, tiles
 from shardmath.base.dtypes import ITEMSIZE
 from shardmath.base.errors import ShardError
 from shardmath.base.given import plural
-from shardmath.families.rules import Shapes
+from shardmath.families.hf import Shapes
 from shardmath_torch.checkpoints.claims import FILE, INDEX, METADATA, OURS
 from shardmath_torch.files import checksums
-from shardmath_torch.files.archive import CheckpointError, Strided, described
+from shardmath_torch.files.archive import Strided, described
 from shardmath_torch.files.hf_sharded import Parts, read_sharded
 from shardmath_torch.files.json_text import MOST, MOST_DIMENSIONS, elements, read_json, shown
-from shardmath_torch.files.places import Place, check_length, content_of, place, sizes_of
+from shardmath_torch.files.places import (
+    CheckpointError,
+    Place,
+    check_length,
+    content_of,
+    place,
+    sizes_of,
+)
 from shardmath_torch.files.sealed import Sealed, holds, signed, unseal
 from shardmath_torch.files.unpickled import read_metadata
 from shardmath_torch.files.weights import open_weights

@@ -57,8 +57,8 @@ from shardmath_torch.checkpoints.holdings import (
 from shardmath_torch.checkpoints.stored import Checkpoint, open_checkpoint
 from shardmath_torch.compat import Group
 from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.files.archive import CheckpointError
 from shardmath_torch.files.json_text import shown
+from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.weights import Progress
 
 __all__ = ["Optimizers", "Unmatched", "load_state", "load_weights", "save_state", "state_of"]

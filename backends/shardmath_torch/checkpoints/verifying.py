@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath_torch.checkpoints.stored import Checkpoint, Piece
-from shardmath_torch.files.archive import CheckpointError
 from shardmath_torch.files.checksums import CHUNK, count, same
+from shardmath_torch.files.places import CheckpointError
 
 __all__ = ["Chunks", "check", "chunk", "fill", "mine", "packed"]
 

@@ -46,8 +46,17 @@ from shardmath_torch.checkpoints.claims import (
 )
 from shardmath_torch.checkpoints.stored import BLOBS, Checkpoint, Piece, Saved, to_json
 from shardmath_torch.files import archive
-from shardmath_torch.files.archive import CheckpointError, unused
-from shardmath_torch.files.places import Place, Remote, content_of, place, put, sizes_of, sync
+from shardmath_torch.files.archive import unused
+from shardmath_torch.files.places import (
+    CheckpointError,
+    Place,
+    Remote,
+    content_of,
+    place,
+    put,
+    sizes_of,
+    sync,
+)
 from shardmath_torch.files.sealed import DIGITS, Sealed, seal, unseal
 from shardmath_torch.files.weights import Progress
 

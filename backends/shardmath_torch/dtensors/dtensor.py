@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import placement_types as theirs
 
-from shardmath.algebra.dimension import Chunks, Dimension
+from shardmath.algebra.cuts import Chunks
+from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.mesh import Mesh, strides
 from shardmath.algebra.partition import partition
 from shardmath.base.errors import LayoutError, PlacementError, ShardError

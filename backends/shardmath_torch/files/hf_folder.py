@@ -32,9 +32,9 @@ from torch import Tensor
 from shardmath.base.dtypes import itemsize
 from shardmath_torch.dtypes import flat
 from shardmath_torch.files import locks
-from shardmath_torch.files.archive import NAMES, RESERVED, CheckpointError
+from shardmath_torch.files.archive import NAMES, RESERVED
 from shardmath_torch.files.json_text import shown
-from shardmath_torch.files.places import content_of
+from shardmath_torch.files.places import CheckpointError, content_of
 from shardmath_torch.files.weights import INDEX, WeightsError, read_header
 
 __all__ = [

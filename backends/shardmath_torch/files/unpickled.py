@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from shardmath_torch.files.archive import CheckpointError
 from shardmath_torch.files.json_text import shown
+from shardmath_torch.files.places import CheckpointError
 
 __all__ = ["ALLOWED", "read_metadata"]
 

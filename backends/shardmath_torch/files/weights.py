@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from shardmath import Layout, ShardError
 from shardmath.base.dtypes import itemsize
 from shardmath.base.given import plural
-from shardmath.families.rules import Shapes
+from shardmath.families.hf import Shapes
 from shardmath_torch.dtypes import dtype_of, flat
 from shardmath_torch.files.json_text import MOST, elements, read_json, shown
 from shardmath_torch.files.places import Place, length_of, opened, place

@@ -22,8 +22,8 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath.layouts.store import flat_windows
 from shardmath_torch.files import hf_folder
-from shardmath_torch.files.archive import CheckpointError
 from shardmath_torch.files.hf_folder import LOCK, size_of, split
+from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.weights import WeightsError, load, open_weights
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import checkpoints as work

@@ -18,8 +18,7 @@ import shardmath_torch as smt
 from shardmath_torch.checkpoints import checkpoint, loading, verifying, writing
 from shardmath_torch.checkpoints.claims import claim, count, counted, withdraw
 from shardmath_torch.files import checksums
-from shardmath_torch.files.archive import CheckpointError
-from shardmath_torch.files.places import Remote, place
+from shardmath_torch.files.places import CheckpointError, Remote, place
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import checkpoints as work
 

@@ -16,7 +16,7 @@ from shardmath_torch.agreement.failure import Evidence, Inquest, first_failed
 from shardmath_torch.checkpoints.saving import SavePlanner, as_tensor
 from shardmath_torch.exchange.local import by_key, check, signature, wanted
 from shardmath_torch.exchange.pack import site_of, stretch_of, view
-from shardmath_torch.files.archive import CheckpointError
+from shardmath_torch.files.places import CheckpointError
 
 LAYOUT = sm.Layout((4, 6), sm.Mesh(tp=1), "n h")
 WANTS = wanted(sm.plan(LAYOUT, LAYOUT), 0)

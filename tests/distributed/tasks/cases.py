@@ -12,7 +12,7 @@ import numpy as np
 
 import shardmath as sm
 from shardmath.base.dtypes import itemsize
-from shardmath.plans.plan import local_name
+from shardmath.layouts.store import local_name
 from shardmath.proofs.simulate import FOLD
 from tests.distributed.tasks.scenarios import Bytes, Case
 

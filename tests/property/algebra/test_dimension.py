@@ -1,158 +1,30 @@
-"""Digits against definitions by lists: cuts, stages, canonical stages, fields, dimensions."""
+"""Fields and dimensions against definitions by lists."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, PlacementError, Runs
-from shardmath.algebra.dimension import (
-    Balanced,
-    Block,
-    Chunks,
-    Digit,
-    Dimension,
-    Field,
-    Rule,
-    Sizes,
-    canonical_stages,
-    cells,
-    lengths_at,
-    pieces_runs,
-    stage_runs,
+from shardmath import PlacementError, Runs
+from shardmath.algebra.cuts import Balanced, Block, Chunks, Rule, Sizes
+from shardmath.algebra.dimension import Dimension, Field, cells, lengths_at
+from shardmath.algebra.runs import from_ranges, identity
+from shardmath.algebra.stages import Digit, canonical_stages
+from tests.property.drawn.digits import (
+    Halves,
+    Says,
+    by_definition,
+    coordinates,
+    field,
+    stage_lists,
 )
-from shardmath.algebra.partition import overlapping, partition, spans
-from shardmath.algebra.runs import concat, from_ranges, identity
 
-LENGTHS = range(13)
-
-
-@dataclass(frozen=True)
-class Halves:
-    """Everything to part 0, in the other order; the others nothing."""
-
-    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        return (from_ranges([(n // 2, n), (0, n // 2)]), *[Runs()] * (parts - 1))
-
-
-@dataclass(frozen=True)
-class Says:
-    """A rule that answers anything."""
-
-    answer: tuple
-
-    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        return self.answer
-
-
-def torch_chunk(n: int, k: int) -> list[list[int]]:
-    step = -(-n // k)
-    return [[i for i in range(n) if step and i // step == r] for r in range(k)]
-
-
-def blocks(n: int, b: int) -> list[list[int]]:
-    return [list(range(i, min(i + b, n))) for i in range(0, n, b)]
-
-
-def pieces_of(cut, n: int) -> list[list[int]]:
-    return [list(range(o, o + k)) for o, k in (cut.part(n, i) for i in range(cut.count(n)))]
-
-
-@pytest.mark.parametrize("n", LENGTHS)
-def test_cuts_are_their_definitions(n: int) -> None:
-    for k in range(1, 6):
-        assert pieces_of(Chunks(k), n) == torch_chunk(n, k)
-        assert pieces_of(Balanced(k), n) == [
-            part.tolist() for part in np.array_split(np.arange(n), k)
-        ]
-        assert pieces_of(Block(k), n) == blocks(n, k)
-        assert all(
-            Block(k).part(n, i) == (n, 0) for i in range(Block(k).count(n), Block(k).count(n) + 3)
-        )
-    for first, second in itertools.combinations_with_replacement(range(n + 1), 2):
-        sizes = (first, second - first, n - second)
-        assert pieces_of(Sizes(sizes), n) == [
-            part.tolist() for part in np.split(np.arange(n), [first, second])
-        ]
-
-
-def test_coordinates_flatten_first_slowest() -> None:
-    digit = Digit(Chunks(6), ("a", "b"), (2, 3))
-    assert [digit.coordinate({"a": a, "b": b, "c": 9}) for a in range(2) for b in range(3)] == list(
-        range(6)
-    )
-    assert Digit(Chunks(2)).coordinate({"a": 1}) == 0
-
-
-CUTS = [Chunks(2), Chunks(3), Balanced(2), Balanced(3), Block(1), Block(2), Block(3)]
-
-
-@st.composite
-def digits(draw: st.DrawFn, axis: str) -> Digit:
-    """A digit whose cut has as many parts as its axis, or a local one."""
-    keeper = draw(st.sampled_from([(), (2,), (3,)]))
-    cuts = [
-        Chunks(k := (keeper or (draw(st.integers(1, 3)),))[0]),
-        Balanced(k),
-        Block(draw(st.integers(1, 4))),
-    ]
-    return Digit(draw(st.sampled_from(cuts)), (axis,) if keeper else (), keeper)
-
-
-@st.composite
-def stage_lists(draw: st.DrawFn) -> tuple[tuple[Digit, ...], ...]:
-    names = iter("abcdefgh")
-    return tuple(
-        tuple(draw(digits(next(names))) for _ in range(draw(st.integers(0, 3))))
-        for _ in range(draw(st.integers(0, 2)))
-    )
-
-
-def by_definition(stage, length: int, coords) -> list[int]:
-    """Cut every piece and keep, on lists."""
-    pieces = [list(range(length))]
-    for digit in stage:
-        cut = [
-            [
-                piece[o : o + n]
-                for o, n in (
-                    digit.cut.part(len(piece), i) for i in _kept(digit, len(piece), coords)
-                )
-            ]
-            for piece in pieces
-        ]
-        pieces = [part for parts in cut for part in parts]
-    return [i for piece in pieces for i in piece]
-
-
-def _kept(digit: Digit, length: int, coords) -> list[int]:
-    return [digit.coordinate(coords)] if digit.axes else list(range(digit.cut.count(length)))
-
-
-def coordinates(stages):
-    axes = {
-        name: n
-        for stage in stages
-        for digit in stage
-        for name, n in zip(digit.axes, digit.sizes, strict=True)
-    }
-    return [
-        dict(zip(axes, at, strict=True)) for at in itertools.product(*map(range, axes.values()))
-    ]
-
-
-@given(stage_lists(), st.integers(0, 14))
-def test_stages_are_lists_of_pieces(stages, n: int) -> None:
-    for stage in stages:
-        for coords in coordinates([stage]):
-            held = stage_runs(stage, n, coords)
-            assert held.indices().tolist() == by_definition(stage, n, coords)
-            assert held == Runs(held.segments, len(held)) == pieces_runs(stage, n, coords)
+A = Digit(Chunks(2), ("a",), (2,))
+B = Digit(Chunks(2), ("b",), (2,))
 
 
 @given(stage_lists(), st.integers(0, 14))
@@ -165,55 +37,6 @@ def test_canonical_stages_hold_the_same(stages, n: int) -> None:
             positions = [positions[i] for i in by_definition(stage, len(positions), coords)]
         assert Field(n, kept).runs(coords).indices().tolist() == positions
         assert Field(n, stages).runs(coords).indices().tolist() == positions
-
-
-A, B = Digit(Chunks(2), ("a",), (2,)), Digit(Chunks(2), ("b",), (2,))
-LOCAL = Digit(Chunks(2))
-
-
-@pytest.mark.parametrize(
-    ("stages", "canonical"),
-    [
-        ((), ()),
-        (((),), ()),
-        (((LOCAL,),), ()),
-        (((A, LOCAL),), ((A,),)),
-        (((A, LOCAL, LOCAL),), ((A,),)),
-        (((Digit(Chunks(1)), A),), ((A,),)),
-        (((Digit(Balanced(1)), A),), ((Digit(Balanced(1)), A),)),
-        (((Digit(Sizes((4,))), A),), ((A,),)),
-        (((Digit(Sizes((4, 0))), A),), ((Digit(Sizes((4, 0))), A),)),
-        (((A,), (B,)), ((A, B),)),
-        (((A,), (LOCAL, B)), ((A, LOCAL, B),)),
-        (((LOCAL, A), (B,)), ((LOCAL, A), (B,))),
-        (((LOCAL, A), (), (B,)), ((LOCAL, A), (B,))),
-        (((A, LOCAL), (B,)), ((A, B),)),
-        (((Digit(Chunks(1), ("a",), (1,)),),), ((Digit(Chunks(1), ("a",), (1,)),),)),
-        (((Digit(Block(6)), Digit(Block(3)), A),), ((Digit(Block(3)), A),)),
-        (((Digit(Block(4)), Digit(Block(3)), A),), ((Digit(Block(4)), Digit(Block(3)), A),)),
-        (
-            ((Digit(Block(6)), Digit(Block(3), ("a",), (2,))),),
-            ((Digit(Block(6)), Digit(Block(3), ("a",), (2,))),),
-        ),
-        (
-            ((Digit(Block(3), ("a",), (2,)), Digit(Block(3)), B),),
-            ((Digit(Block(3), ("a",), (2,)), Digit(Block(3)), B),),
-        ),
-        (((LOCAL, Digit(Block(3)), A),), ((LOCAL, Digit(Block(3)), A),)),
-        (((Digit(Block(6)), LOCAL, A),), ((Digit(Block(6)), LOCAL, A),)),
-    ],
-)
-def test_canonical_literals(stages, canonical) -> None:
-    assert canonical_stages(stages) == canonical
-
-
-def test_rules_compose_in_any_stage() -> None:
-    halves = Digit(Rule(Halves(), 2), ("a",), (2,))
-    assert str(stage_runs((halves,), 5, {"a": 0})) == "[2:5 0:2]"
-    assert stage_runs((halves,), 5, {"a": 1}) == Runs()
-    assert str(stage_runs((Digit(Chunks(2)), halves), 6, {"a": 0})) == "[1:3 0:1 4:6 3:4]"
-    assert str(stage_runs((halves, B), 6, {"a": 0, "b": 1})) == "[0:3]"
-    assert str(stage_runs((Digit(Rule(Halves(), 2)), B), 6, {"b": 0})) == "[3:6]"
 
 
 def test_a_dimension_is_its_fields_seen_through_stored() -> None:
@@ -253,10 +76,6 @@ def test_lengths_at_every_stage(stages, n: int) -> None:
     for s in range(len(stages) + 1):
         expected = {len(Field(n, stages[:s]).runs(coords)) for coords in coordinates(stages)}
         assert lengths_at(f, s) == expected
-
-
-def field(n: int, *stage: Digit) -> Dimension:
-    return Dimension(n, (Field(n, (stage,)),))
 
 
 def given_sizes(*sizes: int) -> Digit:
@@ -371,66 +190,3 @@ def test_sizes_that_fit_every_piece() -> None:
     assert field(6, given_sizes(2, 4), Digit(Chunks(2), ("b",), (2,))).runs(
         {"a": 1, "b": 1}
     ) == from_ranges([(4, 6)])
-
-
-# Partitions of a dimension
-
-
-def test_equal_parts_are_one() -> None:
-    mesh = Mesh(a=2, b=3, ranks=[9, 8, 7, 6, 5, 4])
-    dim = Layout((5,), mesh, "(b n)").dims[0]
-    found = partition(dim)
-    assert found.axes == ("b",) and list(map(str, found.parts)) == ["[0:2]", "[2:4]", "[4:5]"]
-    assert found.cell.tolist() == [0, 1, 2] and found.cell.dtype == np.int64
-    assert found.by_rank(mesh).tolist() == [0, 1, 2, 0, 1, 2]
-    empty = partition(Layout((1,), mesh, "(b n)").dims[0])
-    assert list(map(str, empty.parts)) == ["[0:1]", "[]"] and empty.cell.tolist() == [0, 1, 1]
-
-
-def test_spans_are_sorted_by_global_start() -> None:
-    parts = (from_ranges([(4, 6), 1, (0, 1)]), from_ranges([(1, 4)]), Runs())
-    g, stop, lo, part = spans(parts)
-    assert (g.tolist(), stop.tolist(), lo.tolist(), part.tolist()) == (
-        [0, 1, 4],
-        [1, 4, 6],
-        [3, 0, 0],
-        [0, 1, 0],
-    )
-    assert [x.tolist() for x in spans(())] == [[], [], [], []]
-    nested = spans((from_ranges([(1, 2)]), from_ranges([(0, 4)])))
-    assert [x.tolist() for x in nested] == [[0, 1], [4, 2], [0, 0], [1, 0]]
-
-
-def test_spans_that_begin_alike_are_in_the_order_of_their_parts() -> None:
-    """More than the 16 that any sort keeps in order."""
-    _, _, _, part = spans([from_ranges([(i % 3, i % 3 + 1)]) for i in range(999)])
-    assert part.tolist() == [*range(0, 999, 3), *range(1, 999, 3), *range(2, 999, 3)]
-
-
-@pytest.mark.parametrize(
-    ("parts", "overlap"),
-    [
-        (((0, 2), (2, 4)), False),
-        (((2, 4), (0, 2)), False),
-        (((0, 3), (2, 4)), True),
-        (((0, 2), (0, 2)), True),
-        (((0, 0), (0, 2)), False),
-        (((0, 4), (0, 0)), False),
-        (((0, 1), (1, 3), (2, 4)), True),
-        (((0, 1), (2, 4), (1, 3)), True),
-        (((0, 1), (2, 3), (3, 4)), False),
-    ],
-)
-def test_overlapping(parts, overlap: bool) -> None:
-    table = tuple(from_ranges([part]) for part in parts)
-    dim = field(4, Digit(Rule(Says(table), len(table)), ("a",), (len(table),)))
-    assert overlapping(dim) == overlap
-    assert overlap == (concat_fails(table))
-
-
-def concat_fails(parts) -> bool:
-    try:
-        concat(parts)
-    except ValueError:
-        return True
-    return False

@@ -352,7 +352,7 @@ TWO = of((10, 10), 28)  # p1 at [0, 28), p0 at [64, 164) of one bucket [0, 256)
         ),
         (
             {"placed": (("p1", (0, 28, 0)), ("p0", (65, 165, 0)))},
-            "'p0' starts at 65, no multiple of 64",
+            "'p0' starts at 65, not a multiple of 64",
         ),
         (
             {"per_bucket_numel_unpadded": (127,)},
@@ -389,7 +389,9 @@ def test_check_rule_finds_what_is_no_function() -> None:
         testing.check_rule(sorted_by_name, TWO)
     with pytest.raises(AssertionError, match="it gives another layout every time"):
         testing.check_rule(other_every_time, TWO)
-    with pytest.raises(AssertionError, match=r"nothing of p0 .*: None is no PerBufferParamLayout"):
+    with pytest.raises(
+        AssertionError, match=r"nothing of p0 .*: None is not a PerBufferParamLayout"
+    ):
         testing.check_rule(nothing, TWO)
 
 

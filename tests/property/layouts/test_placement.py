@@ -30,10 +30,11 @@ from shardmath import (
     testing,
     verify,
 )
-from shardmath.algebra.dimension import Rule, pieces_runs, stage_runs
+from shardmath.algebra.cuts import Rule
 from shardmath.algebra.runs import from_ranges, identity
+from shardmath.algebra.stages import pieces_runs, stage_runs
 from shardmath.layouts.placement import OPS, stage_of
-from shardmath.testing.laws import covering
+from shardmath.testing.placements import covering
 
 LENGTHS, PARTS = range(13), range(1, 6)
 

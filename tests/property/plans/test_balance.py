@@ -31,7 +31,7 @@ from shardmath.plans.balance import (
 )
 from shardmath.plans.demands import Batch, Lines, lines, wire
 from shardmath.plans.template import SMALL, snap
-from shardmath.testing import laws
+from shardmath.testing import plan_laws as laws
 from tests.property.drawn.plans import FORWARD
 
 Ranks = tuple[int, ...]

@@ -326,5 +326,5 @@ def test_what_has_no_certificate_of_that_topology(fails) -> None:
     fails(
         lambda: certify(p, topology=8),
         PlanError,
-        "topology=8 is no Topology; give shardmath.Topology(ranks_per_node=8)",
+        "topology=8 is not a Topology; give shardmath.Topology(ranks_per_node=8)",
     )

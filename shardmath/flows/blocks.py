@@ -1,0 +1,186 @@
+"""Blocks: what has to move between ranks, as values and as arrays.
+
+A **block** is bytes of distinct elements that exactly these ranks hold before the move and these
+need after it. `read` numbers ranks, nodes, sets of ranks and addends, so that bounds are found with
+whole arrays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from shardmath.base.arrays import Ints, Offsets
+from shardmath.base.errors import PlanError
+from shardmath.base.integers import whole
+from shardmath.flows.certificate import show_ranks
+from shardmath.flows.topology import Topology
+
+__all__ = ["Block", "Machine", "Sets", "Table", "read", "sum_by_code"]
+
+MOST_BYTES = 1 << 62
+"""More bytes than any program moves; sums and differences of them stay exact in 64 bits."""
+
+
+class Block(NamedTuple):
+    """`nbytes` of distinct elements that `holders` hold and all of `receivers` need.
+
+    Exactly the holders have them before the move. Ranks may be in any order and repeat; a receiver
+    that is a holder asks for nothing. Blocks are disjoint sets of elements unless they are of one
+    `group` and differ in `addend`: then they may be addends of the same elements. Blocks of
+    different groups are of different elements.
+    """
+
+    holders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    nbytes: int
+    addend: int = 0
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Machine:
+    """The ranks of the program, ascending; the number of each one's node, and ranks per node.
+
+    `intra` and `inter` are what the links of one rank carry, in bytes per second.
+    """
+
+    ranks: Ints
+    node: Ints
+    size: Ints
+    intra: Fraction
+    inter: Fraction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sets:
+    """Sets of ranks, numbered: block i has set `of[i]`.
+
+    Members are listed for all `count` sets in one table: set `owner[j]` has the rank at position
+    `member[j]`.
+    """
+
+    of: Ints
+    count: int
+    owner: Ints
+    member: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Blocks that have bytes and receivers.
+
+    `key` numbers (group, addend), ascending; `group` has the group of each key. `wanted` sums the
+    blocks by receivers and key: (set, key, bytes).
+    """
+
+    holders: Sets
+    receivers: Sets
+    nbytes: Ints
+    key: Ints
+    group: Ints
+    wanted: tuple[Ints, Ints, Ints]
+
+
+def read(
+    blocks: Sequence[Block], ranks: Iterable[int], topology: Topology
+) -> tuple[Table, Machine]:
+    """The blocks and the machine as arrays; every block has bytes and receivers.
+
+    Raises PlanError for a block with a rank not among `ranks`, without a holder, or of a negative
+    size.
+    """
+    _check(blocks)
+    machine = _read_machine(ranks, topology)
+    return _read_table(blocks, machine), machine
+
+
+def _check(blocks: Sequence[Block]) -> None:
+    """Raise PlanError for sizes that are not, and for bytes that nobody holds."""
+    total = 0
+    for block in blocks:
+        if whole(block.nbytes, "the size of a block", PlanError) < 0:
+            raise PlanError(f"a block has {block.nbytes} bytes; give zero or more")
+        if not block.holders:
+            who = show_ranks(block.receivers)
+            what = f"no rank holds the {block.nbytes} bytes that {who} must have"
+            raise PlanError(f"{what}; name one")
+        total += block.nbytes
+    if total >= MOST_BYTES:
+        raise PlanError(f"the blocks have {total} bytes in all; give fewer than {MOST_BYTES}")
+
+
+def _read_machine(ranks: Iterable[int], topology: Topology) -> Machine:
+    """The ranks of the program in their nodes."""
+    nodes = list(topology.nodes(ranks).values())
+    size = np.array([len(node) for node in nodes], np.int64)
+    listed = np.array(list(itertools.chain.from_iterable(nodes)), np.int64)
+    node = Offsets.of_counts(size).owners()
+    intra = Fraction(topology.intra_bytes_per_s)
+    inter = Fraction(topology.inter_bytes_per_s)
+    return Machine(listed, node, size, intra, inter)
+
+
+def _read_table(blocks: Sequence[Block], machine: Machine) -> Table:
+    """The blocks, their sets of ranks and their keys numbered."""
+    nbytes = np.array([block.nbytes for block in blocks], np.int64)
+    key, group = _number_keys(blocks)
+    receivers = _number_sets([block.receivers for block in blocks], machine)
+    holders = _number_sets([block.holders for block in blocks], machine)
+    # One number for (set, key), so that equal pairs are summed as equal numbers.
+    keys = len(group)
+    code, amount = sum_by_code(receivers.of * keys + key, nbytes)
+    wanted = (code // keys, code % keys, amount)
+    return Table(holders, receivers, nbytes, key, group, wanted)
+
+
+def _number_keys(blocks: Sequence[Block]) -> tuple[Ints, Ints]:
+    """The number of each block's (group, addend), ascending, and the number of each key's group."""
+    given = [(block.group, block.addend) for block in blocks]
+    number: dict[tuple[int, int], int] = {}
+    groups: dict[int, int] = {}
+    for key in sorted(set(given)):
+        number[key] = len(number)
+        groups.setdefault(key[0], len(groups))
+    key_of_block = [number[key] for key in given]
+    group_of_key = [groups[group] for group, _ in number]
+    return np.array(key_of_block, np.int64), np.array(group_of_key, np.int64)
+
+
+def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> Sets:
+    """The sets by value. Raises PlanError for a rank that the machine does not have."""
+    # Most blocks share their tuples: those that are one object are hashed once.
+    by_id = {id(ranks): ranks for ranks in given}
+    number: dict[tuple[int, ...], int] = {}
+    of_id = {at: number.setdefault(ranks, len(number)) for at, ranks in by_id.items()}
+    of = [of_id[id(ranks)] for ranks in given]
+    members = list(itertools.chain.from_iterable(number))
+    positions = _find_positions(np.array(members, np.int64), machine)
+    sizes = np.array([len(ranks) for ranks in number], np.int64)
+    owner = Offsets.of_counts(sizes).owners()
+    return Sets(np.array(of, np.int64), len(number), owner, positions)
+
+
+def _find_positions(ranks: Ints, machine: Machine) -> Ints:
+    """Where each rank stands in the machine. Raises PlanError for a rank that it does not have."""
+    position = np.searchsorted(machine.ranks, ranks)
+    found = position < len(machine.ranks)
+    found[found] = machine.ranks[position[found]] == ranks[found]
+    if not found.all():
+        program = show_ranks(tuple(machine.ranks.tolist()))
+        what = f"rank {ranks[~found][0]} is in a block and not in the program of {program}"
+        raise PlanError(f"{what}; add it to the ranks")
+    return position
+
+
+def sum_by_code(code: Ints, amount: Ints) -> tuple[Ints, Ints]:
+    """The distinct codes, ascending, and the sum of each one's amounts."""
+    distinct, at = np.unique(code, return_inverse=True)
+    total = np.zeros(len(distinct), np.int64)
+    np.add.at(total, at, amount)
+    return distinct, total

@@ -1,0 +1,99 @@
+"""Certificate: how near a time is to a bound that no schedule beats, and the ranks that show why.
+
+>>> witness = Witness(ranks=(2, 3), direction="in", nbytes=10**9, bytes_per_s=1e11)
+>>> print(certificate((0.01, witness), 0.0125))
+12.5 ms, 1.25 times the bound of 10 ms: 2 ranks (2, 3) must take in 1 GB at 100 GB/s
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardmath.base.errors import PlanError
+from shardmath.base.public import public
+
+__all__ = ["Certificate", "Witness", "certificate", "show_ranks"]
+
+
+class Witness(NamedTuple):
+    """The ranks, ascending, that must take in ("in") or give out ("out") `nbytes`.
+
+    They do so at `bytes_per_s` or less. The other ranks of the program would do as well, the other
+    way; these are the fewer.
+    """
+
+    ranks: tuple[int, ...]
+    direction: str
+    nbytes: int
+    bytes_per_s: float
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """How near a plan of `plan_s` seconds is to `bound_s`, which `witness` shows none to beat.
+
+    `ratio` is `plan_s / bound_s`, 1.0 where nothing has to move and nothing does. Made by
+    `certificate`.
+    """
+
+    bound_s: float
+    plan_s: float
+    ratio: float
+    witness: Witness | None
+
+    def __str__(self) -> str:
+        plan = f"{_show_si(self.plan_s)}s"
+        w = self.witness
+        if w is None:
+            return f"{plan}; nothing has to move"
+        bound = f"{self.ratio:.4g} times the bound of {_show_si(self.bound_s)}s"
+        verb = "take in" if w.direction == "in" else "give out"
+        rate = f"{_show_si(w.bytes_per_s)}B/s"
+        return f"{plan}, {bound}: {show_ranks(w.ranks)} must {verb} {_show_si(w.nbytes)}B at {rate}"
+
+
+def certificate(bound: tuple[float, Witness | None], plan_s: float) -> Certificate:
+    """The certificate of a plan that takes `plan_s` seconds, given what `bound` returned for it.
+
+    Raises PlanError if `plan_s` is not a time, or less than the bound by more than rounding.
+    """
+    bound_s, witness = bound
+    if not 0 <= plan_s < math.inf:
+        raise PlanError(f"a plan of {plan_s!r} seconds; give a finite time that is not negative")
+    if plan_s < bound_s * (1 - 1e-9):
+        shown = Certificate(bound_s, plan_s, plan_s / bound_s, witness)
+        what = f"no schedule is faster than its bound: {shown}"
+        raise PlanError(f"{what}; time all of the plan on the same topology")
+    if bound_s == 0:
+        ratio = math.inf if plan_s else 1.0
+        return Certificate(bound_s, plan_s, ratio, witness)
+    return Certificate(bound_s, plan_s, max(1.0, plan_s / bound_s), witness)
+
+
+PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3))
+"""The SI prefixes and what they stand for; smaller values have the prefix u, 1e-6."""
+
+
+def _show_si(value: float) -> str:
+    """The value with four digits, a space and the prefix of its unit."""
+    for prefix, size in PREFIXES:
+        if value >= size * 0.99995:  # four digits round what is just below up to the size
+            return f"{value / size:.4g} {prefix}"
+    if not value:
+        return "0 "
+    return f"{value / 1e-6:.4g} u"
+
+
+def show_ranks(ranks: tuple[int, ...]) -> str:
+    """The ranks as a message names them, at most eight of them one by one."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= 8:
+        listed = ", ".join(map(str, ranks))
+    else:
+        first = ", ".join(map(str, ranks[:3]))
+        listed = f"{first}, ..., {ranks[-1]}"
+    return f"{len(ranks)} ranks ({listed})"

@@ -1,0 +1,134 @@
+"""Placements: the laws that every placement keeps, by name.
+
+A law is a function with a one-line docstring that asserts; one law, one cause of failure. It takes
+a placement, the length `n` that it divides, and into how many parts, `count`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmath.algebra.cuts import Rule
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.runs import Runs
+from shardmath.base.arrays import Ints
+from shardmath.layouts.layout import Layout
+from shardmath.layouts.placement import Placement, check_protocol
+from shardmath.plans.plan import plan
+from shardmath.proofs.verify import verify
+from shardmath.testing.oracle import distribute, run
+
+__all__ = ["PLACEMENT_LAWS", "check_placement"]
+
+
+def _require(holds: bool, placement: Placement, n: int, count: int, what: str) -> None:
+    """Raise an AssertionError that names the case, also under `python -O`."""
+    if not holds:
+        raise AssertionError(f"{placement}.split({n}, {count}): {what}")
+
+
+def _require_none(found: Ints, placement: Placement, n: int, count: int, where: str) -> None:
+    """Raise an AssertionError that names the first of the positions found, and where it is."""
+    if len(found):
+        _require(False, placement, n, count, f"position {found[0]} is in {where}")
+
+
+def _list_positions(placement: Placement, n: int, count: int) -> Ints:
+    """The positions of all parts, ascending, holes left out."""
+    held = [np.zeros(0, np.int64)]
+    for part in placement.split(n, count):
+        held.append(part.indices())
+    positions = np.concatenate(held)
+    return np.sort(positions[positions >= 0])
+
+
+def in_bounds(placement: Placement, n: int, count: int) -> None:
+    """There is a part for every coordinate, inside the length."""
+    Rule(placement, count).split(n)
+
+
+def disjoint(placement: Placement, n: int, count: int) -> None:
+    """No position has two parts."""
+    held = _list_positions(placement, n, count)
+    twice = held[1:][held[1:] == held[:-1]]
+    _require_none(twice, placement, n, count, "two parts")
+
+
+def covering(placement: Placement, n: int, count: int) -> None:
+    """Every position has a part."""
+    lost = np.setdiff1d(np.arange(n), _list_positions(placement, n, count))
+    _require_none(lost, placement, n, count, "no part")
+
+
+def hashable(placement: Placement, n: int, count: int) -> None:
+    """Equal placements are equal and hash alike after pickling, and split alike every time."""
+    check_protocol(placement)
+    again = _copy(placement, n, count)
+    same = again == placement and hash(again) == hash(placement)
+    _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
+    alike = again.split(n, count) == placement.split(n, count)
+    what = "it splits differently every time; split by n and parts alone"
+    _require(alike, placement, n, count, what)
+
+
+def _copy(placement: Placement, n: int, count: int) -> Placement:
+    """The placement, pickled and unpickled."""
+    try:
+        again: Placement = pickle.loads(pickle.dumps(placement))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        what = f"{placement}.split({n}, {count}): it cannot be pickled: {error}"
+        raise AssertionError(f"{what}; define its class in a module") from error
+    return again
+
+
+def composes(placement: Placement, n: int, count: int) -> None:
+    """A layout gives coordinate r exactly part r."""
+    layout = Layout((n,), Mesh(a=count), {"a": _put_at_zero(placement)})
+    held = tuple(layout.runs(rank)[0] for rank in range(count))
+    same = held == placement.split(n, count)
+    _require(same, placement, n, count, "a layout of it holds other positions")
+
+
+def _put_at_zero(placement: Placement) -> Placement:
+    """The placement on the only dimension of a tensor."""
+    return placement if placement.dim in (0, -1) else _Moved(placement)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A placement seen on dimension 0."""
+
+    of: Placement
+    dim: int = 0
+
+    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
+        return self.of.split(n, parts)
+
+
+def moves(placement: Placement, n: int, count: int) -> None:
+    """Gathering what it divides, and dividing it again, are proved plans that lose nothing."""
+    mesh = Mesh(a=count)
+    split = Layout((n,), mesh, {"a": _put_at_zero(placement)})
+    whole = Layout((n,), mesh, "n")
+    values = [np.arange(n, dtype=float)]
+    for src, dst in ((split, whole), (whole, split)):
+        p = plan(src, dst)
+        verify(p)
+        out = run(p, distribute(src, values))
+        expected = distribute(dst, values)
+        kept = all((out[rank] == expected[rank]).all() for rank in range(count))
+        _require(kept, placement, n, count, f"moving {src.text} to {dst.text} changes values")
+
+
+PLACEMENT_LAWS = (in_bounds, disjoint, covering, hashable, composes, moves)
+"""What every dividing placement keeps; one that overlaps, like Table, keeps all but `disjoint`."""
+
+
+def check_placement(placement: Placement, n: int, parts: int, *, dividing: bool = True) -> None:
+    """Check a placement of your own against its laws; `dividing=False` if its parts may overlap."""
+    for law in PLACEMENT_LAWS:
+        if dividing or law is not disjoint:
+            law(placement, n, parts)
