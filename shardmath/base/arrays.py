@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bools", "Ints", "begins", "distinct", "ranges"]
+__all__ = ["Bools", "Ints", "Offsets", "begins", "distinct", "ranges"]
 
 Bools: TypeAlias = NDArray[np.bool_]
 Ints: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offsets:
+    """Items of owners, owner by owner: owner i has the items first[i] .. first[i + 1] - 1."""
+
+    first: Ints
+
+    @classmethod
+    def of_sorted(cls, keys: Ints) -> Offsets:
+        """One owner for each run of equal keys."""
+        return cls(np.append(begins(keys), len(keys)))
+
+    def spread(self, values: Ints) -> Ints:
+        """The value of each item's owner."""
+        return np.repeat(values, np.diff(self.first))
+
+    def sums(self, sizes: Ints) -> Ints:
+        """The total of each owner's items."""
+        ends = _running(sizes)
+        totals: Ints = ends[self.first[1:]] - ends[self.first[:-1]]
+        return totals
+
+    def begin(self, sizes: Ints) -> Ints:
+        """Where each item begins when an owner's items are laid end to end."""
+        ends = _running(sizes)
+        begin: Ints = ends[:-1] - self.spread(ends[self.first[:-1]])
+        return begin
+
+
+def _running(sizes: Ints) -> Ints:
+    """The totals of the first 0, 1, 2, ... sizes."""
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
 
 
 def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:

@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 
 from shardmath.algebra.box import Box, first_gap, from_slices
 from shardmath.algebra.dimension import Dimension
+from shardmath.algebra.overlay import Overlay
 from shardmath.algebra.partition import partition, spans
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
-from shardmath.plans.overlay import Overlay
-from shardmath.plans.template import Template, expand
+from shardmath.plans.pieces import expand
+from shardmath.plans.template import Template
 
 __all__ = [
     "cells_held",

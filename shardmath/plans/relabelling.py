@@ -42,7 +42,7 @@ from shardmath.base.arrays import Ints, ranges
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.layouts.layout import Layout, relabelled
-from shardmath.plans.plan import Side, Windows, named
+from shardmath.plans.groups import Side, Windows, named
 from shardmath.plans.reduction import reduction
 
 __all__ = ["Relabelling", "overlap_table", "relabel"]
