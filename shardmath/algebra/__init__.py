@@ -4,6 +4,7 @@ In reading order:
 
 - `runs`: which global positions lie at which local ones;
 - `box`: products of ranges;
+- `gaps`: the first element that no product of ranges has;
 - `mesh`: named axes over ranks;
 - `dimension`: every way of dividing a dimension is digits;
 - `partition`: the distinct parts of a dimension;
