@@ -30,7 +30,7 @@ from shardmath.algebra.partition import Partition, partition, spans
 from shardmath.base.arrays import Ints, begins, ranges
 from shardmath.base.memo import memo
 
-__all__ = ["Overlay", "Parts", "overlaid", "overlay"]
+__all__ = ["Overlay", "Parts", "overlaid", "overlap_table", "overlay"]
 
 Parts = tuple[tuple[int, ...], ...]
 """Sets of parts, by number."""
@@ -145,3 +145,33 @@ def _group_atoms(cuts: Ints, atom: Ints, part: Ints, local: Ints) -> _Atoms:
     begin = cuts[atom[first]]
     end = cuts[atom[first] + 1]
     return _Atoms(tuple(number), begin, end, np.array(numbers, np.int64), starts)
+
+
+def overlap_table(source: Partition, target: Partition) -> Ints:
+    """How many positions each source part and each destination part share: int64 (source parts,
+    destination parts)."""
+    if len(source.parts) == 1 and source.parts == target.parts:
+        return np.array([[source.parts[0].size]], np.int64)
+    start, stop, _, source_part = spans(source.parts)
+    begin, end, _, target_part = spans(target.parts)
+
+    # Cut by both sides' borders, every span is a range of atoms.
+    cuts = np.unique(np.concatenate((start, stop, begin, end)))
+    atom, span = ranges(cuts.searchsorted(start), cuts.searchsorted(stop))
+    other, its = ranges(cuts.searchsorted(begin), cuts.searchsorted(end))
+
+    # Of each atom of the target, the source's entries of the same atom lie together.
+    order = np.argsort(atom, kind="stable")
+    atom = atom[order]
+    span = span[order]
+    first = atom.searchsorted(other, "left")
+    last = atom.searchsorted(other, "right")
+    at, of = ranges(first, last)
+    rows = source_part[span[at]]
+    columns = target_part[its[of]]
+    size = np.diff(cuts)[atom[at]]
+
+    shape = len(source.parts), len(target.parts)
+    table = np.zeros(shape, np.int64)
+    np.add.at(table, (rows, columns), size)
+    return table

@@ -45,9 +45,13 @@ def adjoint(p: Plan) -> Plan:
     if p.forward is not None:
         return p.forward
     duals = _make_duals(p)
-    src = {name: dual.src for name, dual in duals.items()}
-    dst = {name: dual.dst for name, dual in duals.items()}
-    rules = {name: dual.rule for name, dual in duals.items()}
+    src = {}
+    dst = {}
+    rules = {}
+    for name, dual in duals.items():
+        src[name] = dual.src
+        dst[name] = dual.dst
+        rules[name] = dual.rule
     return replace(
         p,
         src=src,
@@ -89,16 +93,23 @@ def _make_dual(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> _
     for a, row in zip(src, asks, strict=True):
         _check_linear(name, row)
         _check_through(name, a, dst, row)
-    sent = []
-    for b, rule in zip(dst, asks[0], strict=True):
-        axes = _find_passing(rule, 1).union(everybody(b, rule))
-        sent.append(repartialed(b, axes))
-    got = []
-    for a, row in zip(src, asks, strict=True):
-        axes = _find_passing(row[0], 0).union(a.free_axes)
-        got.append(repartialed(a, axes))
+    sent = tuple(map(_make_source, dst, asks[0]))
+    got = tuple(map(_make_destination, src, [row[0] for row in asks]))
     fill = identity_of("sum", src[0].dtype)
-    return _Dual(tuple(sent), tuple(got), replace(asks[0][0], fill=fill))
+    rule = replace(asks[0][0], fill=fill)
+    return _Dual(sent, got, rule)
+
+
+def _make_source(b: Layout, rule: Reduction) -> Layout:
+    """A window of the destination as one that contributes: what all receive are addends."""
+    passing = _find_passing(rule, 1)
+    return repartialed(b, passing.union(everybody(b, rule)))
+
+
+def _make_destination(a: Layout, rule: Reduction) -> Layout:
+    """A window of the source as one that receives: any one of those that hold the same."""
+    passing = _find_passing(rule, 0)
+    return repartialed(a, passing.union(a.free_axes))
 
 
 def _find_passing(rule: Reduction, side: int) -> set[str]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Ints
+from shardmath.base.arrays import Ints, Offsets
 from shardmath.base.memo import memo
 from shardmath.flows.flow import shares
 from shardmath.flows.topology import Topology
@@ -69,8 +69,9 @@ def balanced(on: Lines, batches: tuple[Batch, ...], topology: Topology | None = 
     inner = np.ones(len(cuts), bool)
     inner[first[:-1]] = False
     inner[first[1:] - 1] = False
-    line = np.repeat(np.arange(len(on.holders)), np.diff(first))
-    cuts[inner] = _snap_cuts(on, batches, length, line[inner], cuts[inner])
+    lines = np.arange(len(on.holders))
+    line = Offsets(first).spread(lines)[inner]
+    cuts[inner] = _snap_cuts(on, batches, length, line, cuts[inner])
     return replace(on, cut_first=first, cuts=cuts)
 
 
@@ -88,11 +89,13 @@ def shared(
     held = [on.sets[n] for n in on.holders.tolist()]
     cuts: list[list[int]] = [[0, nbytes] for nbytes in length]
     if any(len(ranks) > 1 for ranks in held):
-        for near in (False, True):
-            some = np.flatnonzero(on.near == near).tolist()
-            _cut_among_holders(cuts, some, held, None if near else nodes)
+        far = np.flatnonzero(~on.near).tolist()
+        near = np.flatnonzero(on.near).tolist()
+        _cut_among_holders(cuts, far, held, nodes)
+        _cut_among_holders(cuts, near, held, None)
     first = np.cumsum([0, *map(len, cuts)])
-    return first, np.array(list(itertools.chain.from_iterable(cuts)), np.int64)
+    places = list(itertools.chain.from_iterable(cuts))
+    return first, np.array(places, np.int64)
 
 
 def _cut_among_holders(
@@ -104,7 +107,9 @@ def _cut_among_holders(
     """Cut some of the lines, balanced with each other alone; uncut, a line is [0, its length]."""
     if not some:
         return
-    found = shares([cuts[line][-1] for line in some], [held[line] for line in some], nodes)
+    lengths = [cuts[line][-1] for line in some]
+    holders = [held[line] for line in some]
+    found = shares(lengths, holders, nodes)
     for line, parts in zip(some, found, strict=True):
         cuts[line] = [0, *itertools.accumulate(parts)]
 
@@ -335,8 +340,9 @@ def _place_of(on: Lines, held: Ranks, block: int, rank: int) -> int:
 @memo(64)
 def _asked_by(on: Lines, rank: int) -> tuple[tuple[int, int], ...]:
     """(line, block) of all blocks that the rank is a receiver of."""
-    among = np.array([_among(ranks, rank) for ranks in on.sets], bool)
-    blocks = among[on.receivers].nonzero()[0]
+    among = [_among(ranks, rank) for ranks in on.sets]
+    asking = np.array(among, bool)[on.receivers]
+    blocks = asking.nonzero()[0]
     lines = on.first.searchsorted(blocks, "right") - 1
     return tuple(zip(lines.tolist(), blocks.tolist(), strict=True))
 
@@ -356,10 +362,12 @@ def _find_senders(on: Lines, line: int, lo: int, hi: int) -> Iterator[tuple[int,
 
 def sent_loads(on: Lines) -> dict[int, int]:
     """Bytes that each holder sends to others."""
+    cuts = on.cuts.tolist()
+    first = on.cut_first.tolist()
     out: dict[int, int] = {}
     for line in range(len(on.holders)):
-        parts = np.diff(on.cuts_of(line)).tolist()
-        for rank, nbytes in zip(on.held_by(line), parts, strict=True):
+        for place, rank in enumerate(on.held_by(line), first[line]):
+            nbytes = cuts[place + 1] - cuts[place]
             out[rank] = out.get(rank, 0) + nbytes
     return out
 
@@ -384,7 +392,7 @@ def _find_local(on: Lines) -> Iterator[tuple[int, int]]:
     sizes = np.array([len(ranks) for ranks in on.sets], np.int64)
     some_local = on.count < sizes[on.receivers]
     for block in some_local.nonzero()[0].tolist():
-        receivers = set(on.asked_by(block))
-        nbytes = int(on.nbytes[block])
-        for rank in sorted(receivers.intersection(on.held_by(lines[block]))):
-            yield rank, nbytes
+        holders = on.held_by(lines[block])
+        local = set(on.asked_by(block)).intersection(holders)
+        for rank in sorted(local):
+            yield rank, int(on.nbytes[block])

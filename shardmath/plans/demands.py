@@ -26,8 +26,8 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.base.arrays import Bools, Ints, Offsets, ranges
 from shardmath.base.errors import PlanError
 from shardmath.flows.topology import Topology
-from shardmath.plans.pieces import snap
-from shardmath.plans.template import Members, Template, unit_addends
+from shardmath.plans.pieces import stripes
+from shardmath.plans.template import Batch, Members, Template, unit_addends
 
 __all__ = ["Batch", "Lines", "Ranks", "lines", "wire"]
 
@@ -36,19 +36,6 @@ Ranks: TypeAlias = tuple[int, ...]
 
 MOST_BYTES = 1 << 61
 """That all ranks together ask for; sums and differences stay exact in 64 bits."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """The tensors `names` that move by one template from ranks `src` to ranks `dst`, from source
-    window `source` to destination window `target`."""
-
-    template: Template
-    names: tuple[str, ...]
-    src: Mesh
-    dst: Mesh
-    source: int = 0
-    target: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,38 +207,44 @@ def _ask_for_one_each(number: int, batch: Batch, sets: _Sets) -> _Asked:
     Replicas of an addend have to stay equal, so what is chosen depends on the unit alone.
     """
     t = batch.template
-    held = [{batch.src.ranks[i] for i in positions.tolist()} for positions in t.holders]
+    held = [set(_name_ranks(batch.src, positions)) for positions in t.holders]
     asking = [_group_by_addend(batch, positions) for positions in t.receivers]
     rows: list[tuple[int, int, int, int]] = []
     for unit, holders in enumerate(t.unit_class.tolist()):
         by_addend = asking[t.unit_cell[unit]]
         chosen = _choose_addends(by_addend, held[holders])
-        stripes = _stripe(t, unit, len(chosen))
-        for (lo, hi), addend in zip(stripes, chosen, strict=True):
+        parts = stripes(t, unit, len(chosen))
+        for (lo, hi), addend in zip(parts, chosen, strict=True):
             receivers = sets.add(by_addend[addend])
             if lo < hi:
                 rows.append((unit, lo, hi, receivers))
-    units, los, his, receiver_sets = np.array(rows, np.int64).reshape(-1, 4).T
+    unit_, lo_, hi_, receivers_ = np.array(rows, np.int64).reshape(-1, 4).T
+    holders_ = sets.add_all(batch.src, t.holders)
     return _Asked(
         batch=np.full(len(rows), number),
-        unit=units,
-        order=t.unit_order[units],
-        lo=los,
-        hi=his,
-        holders=sets.add_all(batch.src, t.holders)[t.unit_class[units]],
-        receivers=receiver_sets,
+        unit=unit_,
+        order=t.unit_order[unit_],
+        lo=lo_,
+        hi=hi_,
+        holders=holders_[t.unit_class[unit_]],
+        receivers=receivers_,
         near=np.zeros(len(rows), np.int64),
     )
+
+
+def _name_ranks(mesh: Mesh, positions: Ints) -> list[int]:
+    return [mesh.ranks[position] for position in positions.tolist()]
 
 
 def _group_by_addend(batch: Batch, positions: Ints) -> dict[int, Ranks]:
     """The ranks at these positions of the destination, by the addend that they hold."""
     t = batch.template
-    addends = t.dst.mesh.coordinate(t.reduction.chosen)[positions].tolist()
+    addends = t.dst.mesh.coordinate(t.reduction.chosen)[positions]
+    ranks = _name_ranks(batch.dst, positions)
     groups: dict[int, list[int]] = {}
-    for position, addend in zip(positions.tolist(), addends, strict=True):
-        groups.setdefault(addend, []).append(batch.dst.ranks[position])
-    return {addend: tuple(sorted(ranks)) for addend, ranks in groups.items()}
+    for rank, addend in zip(ranks, addends.tolist(), strict=True):
+        groups.setdefault(addend, []).append(rank)
+    return {addend: tuple(sorted(group)) for addend, group in groups.items()}
 
 
 def _choose_addends(asking: dict[int, Ranks], held: set[int]) -> list[int]:
@@ -262,32 +255,24 @@ def _choose_addends(asking: dict[int, Ranks], held: set[int]) -> list[int]:
     return [addends[local.index(most)]] if most else addends
 
 
-def _stripe(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
-    """The unit in `count` even ranges of elements, snapped."""
-    size = int(t.unit_size[unit])
-    begins = [snap(t, unit, size * j // count) for j in range(count)]
-    return itertools.pairwise([*begins, size])
-
-
 def _split_by_node(asked: _Asked, sets: _Sets, topology: Topology) -> _Asked:
     """The same with receivers apart whose node has a holder: those ask the holders there."""
     listed = list(sets.number)
-    # A pair of sets is one number, so that each pair is split once, however many rows it has.
-    pairs, pair = np.unique(
-        asked.holders * len(listed) + asked.receivers,
-        return_inverse=True,
-    )
-    table, counts = [], []
+    # A pair of sets is one number, so that each pair is split once.
+    codes = asked.holders * len(listed) + asked.receivers
+    pairs, pair = np.unique(codes, return_inverse=True)
+    table: list[tuple[int, int, bool]] = []
+    first = [0]
     for code in pairs.tolist():
-        holders, receivers = divmod(code, len(listed))
-        parts = _split_pair(listed[holders], listed[receivers], topology.node)
-        table += [(sets.add(here), sets.add(there), near) for here, there, near in parts]
-        counts.append(len(parts))
-    first = np.cumsum([0, *counts])
-    part, row = ranges(first[pair], first[pair + 1])
-    by_row = _Asked(*(column[row] for column in asked))
-    holders_, receivers_, near_ = np.array(table, np.int64).reshape(-1, 3)[part].T
-    return by_row._replace(holders=holders_, receivers=receivers_, near=near_)
+        here, there = divmod(code, len(listed))
+        for holders, receivers, near in _split_pair(listed[here], listed[there], topology.node):
+            table.append((sets.add(holders), sets.add(receivers), near))
+        first.append(len(table))
+    bounds = np.array(first, np.int64)
+    part, row = ranges(bounds[pair], bounds[pair + 1])
+    rows = _Asked(*(column[row] for column in asked))
+    columns = np.array(table, np.int64).reshape(-1, 3)[part].T
+    return rows._replace(holders=columns[0], receivers=columns[1], near=columns[2])
 
 
 def _split_pair(
@@ -314,25 +299,26 @@ def _split_pair(
 def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) -> Lines:
     """Rows in their order, gathered in blocks and lines."""
     _check_total(batches, sets, asked)
-    asked, addend, line = _sort(batches, asked)
-    rows = Offsets.of_sorted(_count_changes(line, addend, asked.receivers))
+    addend = _find_addends(batches, asked)
+    order, rows = _sort(asked, addend, len(sets))
+    asked = _Asked(*(column[order] for column in asked))
 
     # What the rows of a block have in common stands in the first of them.
     head = rows.first[:-1]
-    line = line[head]
-    addend = addend[head]
+    addend = addend[order[head]]
     receivers = asked.receivers[head]
+    line = asked.holders[head] * 2 + asked.near[head]
     blocks = Offsets.of_sorted(line)
-    line_key = line[blocks.first[:-1]]
+    line = line[blocks.first[:-1]]
 
     each, row_bytes = _measure_rows(batches, asked)
     nbytes = rows.sums(row_bytes)
-    count = _count_receivers(sets, line // 2, receivers)
+    count = _count_receivers(sets, asked.holders[head], receivers)
     none = np.zeros(0, np.int64)
     return Lines(
         sets=sets,
-        holders=line_key // 2,
-        near=line_key % 2 > 0,
+        holders=line // 2,
+        near=line % 2 > 0,
         first=blocks.first,
         cut_first=none,
         cuts=none,
@@ -351,33 +337,29 @@ def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) ->
     )
 
 
-def _sort(batches: Sequence[Batch], asked: _Asked) -> tuple[_Asked, Ints, Ints]:
-    """The rows in their order; of each its addend, and its line: twice its holders, 1 more if it
-    is near."""
+def _sort(asked: _Asked, addend: Ints, sets: int) -> tuple[Ints, Offsets]:
+    """The order of the rows, and which of them, in order, are one block's."""
+    # Rows of one block stand together: same line (holders, near), same addend, same receivers. Two
+    # numbers of mixed radix sort in half the time of seven columns.
     line = asked.holders * 2 + asked.near
-    addend = _find_addends(batches, asked)
-    # Rows of one block stand together: same line, same addend, same receivers.
-    keys = (asked.lo, asked.order, asked.batch, asked.receivers, addend, line)
-    order = np.lexsort(keys)
-    ordered = _Asked(*(column[order] for column in asked))
-    return ordered, addend[order], line[order]
-
-
-def _count_changes(*columns: Ints) -> Ints:
-    """How often up to each row some column differs from the row before: rows alike in a row have
-    one number."""
-    changed = np.zeros(len(columns[0]), np.int64)
-    for column in columns:
-        changed[1:] |= column[1:] != column[:-1]
-    return changed.cumsum()
+    addends = int(addend.max(initial=0)) + 1
+    block = (line * addends + addend) * sets + asked.receivers
+    orders = int(asked.order.max(initial=0)) + 1
+    within = asked.batch * orders + asked.order
+    order = np.lexsort((asked.lo, within, block))
+    return order, Offsets.of_sorted(block[order])
 
 
 def _measure_rows(batches: Sequence[Batch], asked: _Asked) -> tuple[Ints, Ints]:
     """The bytes of each row in one tensor, and in all tensors of its batch."""
-    itemsize = np.array([batch.template.src.itemsize for batch in batches], np.int64)
-    tensors = np.array([len(batch.names) for batch in batches], np.int64)
-    each = (asked.hi - asked.lo) * itemsize[asked.batch]
-    return each, each * tensors[asked.batch]
+    itemsize = []
+    tensors = []
+    for batch in batches:
+        itemsize.append(batch.template.src.itemsize)
+        tensors.append(len(batch.names))
+    elements = asked.hi - asked.lo
+    each = elements * np.array(itemsize, np.int64)[asked.batch]
+    return each, each * np.array(tensors, np.int64)[asked.batch]
 
 
 def _find_addends(batches: Sequence[Batch], asked: _Asked) -> Ints:
@@ -395,9 +377,10 @@ def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Aske
     if not len(asked.batch):
         return
     per_element = [batch.template.src.itemsize * len(batch.names) for batch in batches]
-    per_row = np.array(per_element, np.float64)[asked.batch]
-    ranks = np.array([len(one) for one in sets], np.float64)[asked.receivers]
-    total = float(((asked.hi - asked.lo) * per_row * ranks).sum())
+    ranks = [len(one) for one in sets]
+    elements = asked.hi - asked.lo
+    nbytes = elements * np.array(per_element, np.float64)[asked.batch]
+    total = float((nbytes * np.array(ranks, np.float64)[asked.receivers]).sum())
     if total > MOST_BYTES:
         raise PlanError(
             f"the plan moves about {total:.3g} bytes, more than {MOST_BYTES}; "
@@ -407,16 +390,19 @@ def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Aske
 
 def _count_receivers(sets: tuple[Ranks, ...], holders: Ints, receivers: Ints) -> Ints:
     """How many receivers of each block are not holders."""
-    count = np.array([len(ranks) for ranks in sets], np.int64)[receivers]
+    size = np.array([len(ranks) for ranks in sets], np.int64)
+    count = size[receivers]
     sending = set().union(*(sets[i] for i in np.unique(holders).tolist()))
     # Sets are compared one by one only where some rank of the receivers holds anything at all.
     asking = {}
     for i in np.unique(receivers).tolist():
         if not sending.isdisjoint(sets[i]):
             asking[i] = frozenset(sets[i])
-    for block in np.flatnonzero(np.isin(receivers, list(asking))).tolist():
+    some_hold = np.isin(receivers, list(asking))
+    for block in some_hold.nonzero()[0].tolist():
         held = sets[int(holders[block])]
-        count[block] -= len(asking[int(receivers[block])].intersection(held))
+        local = asking[int(receivers[block])].intersection(held)
+        count[block] -= len(local)
     return count
 
 

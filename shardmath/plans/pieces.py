@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,6 +30,7 @@ __all__ = [
     "expand",
     "legal",
     "snap",
+    "stripes",
     "unit_boxes",
     "unit_grains",
     "unit_rows",
@@ -122,9 +124,13 @@ def _list(over: Overlay) -> _Listed:
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Rows], list[int]]:
     """Box by box and row-major: its row in each dimension, its size in each, and the elements up to
     its end."""
-    listed = [_list(over) for over in t.overlays]
-    pairs = t.unit_pairs[unit].tolist()
-    rows = [range(x.first[p], x.first[p + 1]) for x, p in zip(listed, pairs, strict=True)]
+    rows = []
+    sizes = []
+    for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
+        listed = _list(over)
+        first, end = listed.first[pair : pair + 2]
+        rows.append(range(first, end))
+        sizes.append(listed.size[first:end])
     count = math.prod(map(len, rows))
     if count > MOST_BOXES:
         raise PlanError(
@@ -132,10 +138,10 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Rows], list[int
             f"more than {MOST_BOXES}; divide it into larger blocks, "
             f"or write it with more dimensions"
         )
-    sizes = [x.size[of.start : of.stop] for x, of in zip(listed, rows, strict=True)]
     boxes = list(itertools.product(*rows))
     shapes = list(itertools.product(*sizes))
-    return boxes, shapes, list(itertools.accumulate(map(math.prod, shapes)))
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    return boxes, shapes, ends
 
 
 def snap(t: Template, unit: int, at: int) -> int:
@@ -150,6 +156,13 @@ def snap(t: Template, unit: int, at: int) -> int:
         return begin
     row = row_size(sizes[box])
     return begin + (at - begin) // row * row
+
+
+def stripes(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
+    """The unit in `count` even ranges of elements, snapped."""
+    size = int(t.unit_size[unit])
+    begins = [snap(t, unit, size * i // count) for i in range(count)]
+    return itertools.pairwise([*begins, size])
 
 
 def legal(t: Template, unit: int, at: int) -> bool:
@@ -188,7 +201,8 @@ def expand(
     a position of the destination too, and sends what it has received.
     """
     columns = []
-    for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
+    pairs = t.unit_pairs[unit].tolist()
+    for over, pair in zip(t.overlays, pairs, strict=True):
         key = over.keys[over.pair_key[pair]]
         goal = over.goals[over.pair_goal[pair]]
         there = _find_column(goal, over.target, receiver, t.dst.mesh)
@@ -218,15 +232,18 @@ def _expand(
     last = bisect.bisect_left(ends, hi)
     out = []
     for box in range(first, last + 1):
-        src, dst, start = [], [], []
+        src = []
+        dst = []
+        start = []
         for over, row, (here, there) in zip(listed, boxes[box], columns, strict=True):
             sending = over.dst if relayed else over.src
             src.append(sending[row][here])
             dst.append(over.dst[row][there])
             start.append(over.start[row])
         begin = ends[box - 1] if box else 0
-        inside = max(lo - begin, 0), min(hi, ends[box]) - begin
-        out.append(_cut_piece(t, (src, dst, start), sizes[box], *inside))
+        a = max(lo - begin, 0)
+        b = min(hi, ends[box]) - begin
+        out.append(_cut_piece(t, (src, dst, start), sizes[box], a, b))
     return out
 
 
@@ -242,14 +259,17 @@ def _cut_piece(
     if hi - lo < math.prod(sizes):
         # Rows lie along the first dimension that is longer than 1.
         d = next(i for i, n in enumerate(sizes) if n > 1)
-        row = math.prod(sizes[d + 1 :])
-        sizes = (*sizes[:d], (hi - lo) // row, *sizes[d + 1 :])
+        inner = sizes[d + 1 :]
+        row = math.prod(inner)
+        sizes = (*sizes[:d], (hi - lo) // row, *inner)
         for start in starts:
             start[d] += lo // row
-    shape = sizes[t.hidden :]
-    src, dst, whole = [_slice(start[t.hidden :], shape) for start in starts]
+    hidden = t.hidden
+    shape = sizes[hidden:]
+    src, dst, whole = [_slice(start[hidden:], shape) for start in starts]
+    nbytes = math.prod(shape) * t.src.itemsize
     addend = starts[2][0] if t.reduction.folded else 0
-    return Piece(src, dst, whole, shape, math.prod(shape) * t.src.itemsize, addend)
+    return Piece(src, dst, whole, shape, nbytes, addend)
 
 
 def _slice(start: list[int], shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -291,18 +291,19 @@ def spelled(p: Plan, on: Lines, stretch: Stretch, *, relayed: bool = False) -> I
         if start >= hi:
             break
         batch = p.batches[int(on.batch[row])]
-        sending = batch.dst if relayed else batch.src
-        ends = sending.position(sender), batch.dst.position(receiver)
+        t = batch.template
         unit = int(on.unit[row])
         element = int(on.lo[row])
-        itemsize = batch.template.src.itemsize
         each = int(on.each[row])
+        here = (batch.dst if relayed else batch.src).position(sender)
+        there = batch.dst.position(receiver)
+
         first = max(lo - start, 0)
         last = min(hi - start, each * len(batch.names))
         for i, k, a, b in _divide_by_tensor(first, last, each):
-            a = element + a // itemsize
-            b = element + b // itemsize
-            pieces = expand(batch.template, unit, *ends, a, b, relayed=relayed)
+            a = element + a // t.src.itemsize
+            b = element + b // t.src.itemsize
+            pieces = expand(t, unit, here, there, a, b, relayed=relayed)
             names = batch.names[i:k]
             yield from _name_pieces(p, batch, names, (sender, receiver), pieces, relayed)
 
@@ -335,9 +336,10 @@ def _name_pieces(
     """The pieces as transfers of each of these tensors."""
     op_of = batch.template.reduction.op_of
     boxes = [("copy" if relayed else op_of(piece.addend), piece) for piece in pieces]
-    windows = len(p.src[names[0]]), len(p.dst[names[0]])
+    sources = len(p.src[names[0]])
+    targets = len(p.dst[names[0]])
     new = tuple.__new__  # what Transfer(...) does in the end, at half the time
-    if windows == (1, 1):
+    if sources == targets == 1:
         return [
             new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, at, addend))
             for name in names
@@ -345,8 +347,8 @@ def _name_pieces(
         ]
     out = []
     for name in names:
-        there = local_name(name, batch.target, windows[1])
-        here = there if relayed else local_name(name, batch.source, windows[0])
+        there = local_name(name, batch.target, targets)
+        here = there if relayed else local_name(name, batch.source, sources)
         for op, (src, dst, at, shape, nbytes, addend) in boxes:
             out.append(Transfer(name, *ends, op, here, src, there, dst, shape, nbytes, at, addend))
     return out

@@ -69,7 +69,8 @@ class Reduction:
         chosen = _list_coordinates(dst.mesh, self.chosen)
         matched = []
         for axes, _ in self.matched:
-            matched.append(tuple(map(sorted, ranks_along(src.mesh, axes))))
+            groups = ranks_along(src.mesh, axes)
+            matched.append(tuple(map(sorted, groups)))
         return self.op, self.addends, folded, chosen, repr(sorted(matched))
 
 
@@ -87,13 +88,7 @@ def reduction(src: Layout, dst: Layout) -> Reduction:
     if not src.partial and not dst.partial:
         return Reduction()
     matched = _match(src, dst)
-    folded = _without(_addend_axes(src), [axes for axes, _ in matched])
-    left = _without(_addend_axes(dst), [axes for _, axes in matched])
-    if folded and left and src.op != dst.op:
-        raise PlanError(
-            f"cannot turn Partial({src.op!r}) into Partial({dst.op!r}): {src} to {dst}; "
-            f"reduce to Replicate first"
-        )
+    folded, left = _find_unmatched(src, dst, matched)
     op = src.op if folded else dst.op
     if op is None:
         return Reduction(matched=matched)
@@ -102,7 +97,7 @@ def reduction(src: Layout, dst: Layout) -> Reduction:
     if not folded and not chosen:
         return Reduction(op, matched)
     check_arithmetic(op, src.dtype)
-    addends = math.prod(src.mesh.axis_size(name) for name in folded)
+    addends = math.prod(map(src.mesh.axis_size, folded))
     return Reduction(
         op=op,
         matched=matched,
@@ -112,6 +107,20 @@ def reduction(src: Layout, dst: Layout) -> Reduction:
         divisor=addends if operation.divides else 1,
         fill=identity_of(op, src.dtype) if chosen else None,
     )
+
+
+def _find_unmatched(
+    src: Layout, dst: Layout, matched: tuple[tuple[Axes, Axes], ...]
+) -> tuple[Axes, Axes]:
+    """The source's and the destination's addend axes that do not pass through."""
+    folded = _without(_addend_axes(src), [axes for axes, _ in matched])
+    left = _without(_addend_axes(dst), [axes for _, axes in matched])
+    if folded and left and src.op != dst.op:
+        raise PlanError(
+            f"cannot turn Partial({src.op!r}) into Partial({dst.op!r}): {src} to {dst}; "
+            f"reduce to Replicate first"
+        )
+    return folded, left
 
 
 def _without(axes: Axes, others: list[Axes]) -> Axes:
@@ -132,7 +141,8 @@ def _match(src: Layout, dst: Layout) -> tuple[tuple[Axes, Axes], ...]:
     All axes of both sides are one pair where that is so, however spelled; otherwise axis is compared
     with axis.
     """
-    here, there = _addend_axes(src), _addend_axes(dst)
+    here = _addend_axes(src)
+    there = _addend_axes(dst)
     if src.op != dst.op or not here or not there:
         return ()
     if ranks_along(src.mesh, here) == ranks_along(dst.mesh, there):

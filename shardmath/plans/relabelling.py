@@ -38,15 +38,16 @@ from typing import NamedTuple, TypeAlias, cast, overload
 
 import numpy as np
 
-from shardmath.algebra.partition import Partition, partition, spans
-from shardmath.base.arrays import Bools, Ints, ranges
+from shardmath.algebra.overlay import overlap_table
+from shardmath.algebra.partition import partition
+from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.layouts.layout import Layout, relabelled
 from shardmath.plans.groups import Side, Windows, named
 from shardmath.plans.reduction import reduction
 
-__all__ = ["Relabelling", "overlap_table", "relabel"]
+__all__ = ["Relabelling", "relabel"]
 
 Pair: TypeAlias = tuple[Layout, Layout]
 """A source and a destination window of one tensor."""
@@ -122,7 +123,7 @@ def relabel(src: Side, dst: Side) -> Relabelling:
     reductions do, and where scipy is needed and not installed.
     """
     pairs = _count_pairs(src, dst)
-    ranks = np.array(sorted({rank for _, b in pairs for rank in b.mesh.ranks}), np.int64)
+    ranks = _list_ranks(pairs)
     common = np.zeros((len(ranks), len(ranks)), np.int64)
     for shared in _compare(pairs, ranks):
         _add(common, shared)
@@ -134,6 +135,14 @@ def relabel(src: Side, dst: Side) -> Relabelling:
         new, after = stay, before
     renamed = zip(ranks.tolist(), ranks[new].tolist(), strict=True)
     return Relabelling(tuple(renamed), before, after)
+
+
+def _list_ranks(pairs: Iterable[Pair]) -> Ints:
+    """The destination's ranks, ascending."""
+    ranks: set[int] = set()
+    for _, dst in pairs:
+        ranks.update(dst.mesh.ranks)
+    return np.array(sorted(ranks), np.int64)
 
 
 def _list_windows(name: str, held: object) -> tuple[Layout, ...]:
@@ -194,31 +203,36 @@ class _Shared(NamedTuple):
     columns: _Classes
     table: Ints
 
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        """Ranks and their classes, as something that can be looked up."""
+        columns = *self.rows[:2], *self.columns[:2]
+        return tuple(column.tobytes() for column in columns)
+
 
 def _compare(pairs: Counter[Pair], ranks: Ints) -> Iterable[_Shared]:
     """What the windows of each pair have in common; pairs of equal classes are added up."""
-    meshes = {layout.mesh for pair in pairs for layout in pair}
-    last = max((max(mesh.ranks) for mesh in meshes), default=0)
+    layouts = {layout for pair in pairs for layout in pair}
+    last = max((max(layout.mesh.ranks) for layout in layouts), default=0)
     place = np.full(1 + last, -1)
     place[ranks] = np.arange(len(ranks))
-    classes = {layout: _classify(layout, place) for pair in pairs for layout in pair}
+    classes = {layout: _classify(layout, place) for layout in layouts}
+
     out: dict[tuple[bytes, ...], _Shared] = {}
     for (a, b), count in pairs.items():
-        rows, columns = classes[a], classes[b]
+        rows = classes[a]
+        columns = classes[b]
         if not len(rows.place) or _is_pinned(a, b):
             continue
         elements = _count_common(a, b, rows.parts, columns.parts)
-        shared = _widen(_Shared(rows, columns, elements * (count * a.itemsize)))
-        key = (*_show(shared.rows), *_show(shared.columns))
+        nbytes = elements * (count * a.itemsize)
+        shared = _widen(_Shared(rows, columns, nbytes))
+        key = shared.key
         if key in out:
-            shared = shared._replace(table=shared.table + out[key].table)
+            nbytes = shared.table + out[key].table
+            shared = shared._replace(table=nbytes)
         out[key] = shared
     return out.values()
-
-
-def _show(classes: _Classes) -> tuple[bytes, bytes]:
-    """The ranks and their classes as something that can be looked up."""
-    return classes.place.tobytes(), classes.number.tobytes()
 
 
 def _widen(shared: _Shared) -> _Shared:
@@ -226,10 +240,15 @@ def _widen(shared: _Shared) -> _Shared:
     and none larger than all ranks by the fewer classes."""
     rows, columns, table = shared
     if table.shape[0] < table.shape[1]:
-        alone = columns._replace(number=np.arange(len(columns.place)))
-        return _Shared(rows, alone, table.take(columns.number, axis=1))
-    alone = rows._replace(number=np.arange(len(rows.place)))
-    return _Shared(alone, columns, table.take(rows.number, axis=0))
+        table = table.take(columns.number, axis=1)
+        return _Shared(rows, _set_apart(columns), table)
+    table = table.take(rows.number, axis=0)
+    return _Shared(_set_apart(rows), columns, table)
+
+
+def _set_apart(classes: _Classes) -> _Classes:
+    """Every rank in a class of its own."""
+    return classes._replace(number=np.arange(len(classes.place)))
 
 
 def _add(common: Ints, shared: _Shared) -> None:
@@ -253,10 +272,12 @@ def _span(place: Ints) -> slice:
 
 def _classify(layout: Layout, place: Ints) -> _Classes:
     """The layout's ranks that the destination has; `place` is the place of each, -1 for others."""
-    at = place[np.array(layout.mesh.ranks, np.int64)]
+    ranks = np.array(layout.mesh.ranks, np.int64)
+    at = place[ranks]
     absent = int((at < 0).sum())
     order = np.argsort(at)[absent:]
-    parts = np.zeros((len(order), layout.ndim), np.int64)
+    shape = len(order), layout.ndim
+    parts = np.zeros(shape, np.int64)
     # A number of mixed radix, of which each dimension has one digit, tells classes apart.
     code = np.zeros(len(order), np.int64)
     for d, dim in enumerate(layout.dims):
@@ -266,6 +287,7 @@ def _classify(layout: Layout, place: Ints) -> _Classes:
             parts[:, d] = part
             code = code * len(divided.parts) + part
     _, first, number = np.unique(code, return_index=True, return_inverse=True)
+
     by_first = np.argsort(first)
     renumbered = np.argsort(by_first)[number]
     return _Classes(at[order], renumbered, parts[first[by_first]])
@@ -274,36 +296,13 @@ def _classify(layout: Layout, place: Ints) -> _Classes:
 def _count_common(a: Layout, b: Layout, rows: Ints, columns: Ints) -> Ints:
     """Elements that classes of `a` and classes of `b`, given by their parts, have in common."""
     count = np.ones((len(rows), len(columns)), np.int64)
-    for d, (here, there) in enumerate(zip(a.dims, b.dims, strict=True)):
-        table = overlap_table(partition(here), partition(there))
-        count *= table[rows[:, d, None], columns[:, d]]
+    for d in range(a.ndim):
+        here = partition(a.dims[d])
+        there = partition(b.dims[d])
+        row = rows[:, d, None]
+        column = columns[:, d]
+        count *= overlap_table(here, there)[row, column]
     return count
-
-
-def overlap_table(source: Partition, target: Partition) -> Ints:
-    """How many positions each source part and each destination part share: int64 (source parts,
-    destination parts)."""
-    if len(source.parts) == 1 and source.parts == target.parts:
-        return np.array([[source.parts[0].size]], np.int64)
-    start, stop, _, source_part = spans(source.parts)
-    begin, end, _, target_part = spans(target.parts)
-
-    # Cut by both sides' borders, every span is a range of atoms.
-    cuts = np.unique(np.concatenate((start, stop, begin, end)))
-    atom, span = ranges(np.searchsorted(cuts, start), np.searchsorted(cuts, stop))
-    other, its = ranges(np.searchsorted(cuts, begin), np.searchsorted(cuts, end))
-
-    # Of each atom of the target, the source's entries of the same atom lie together.
-    order = np.argsort(atom, kind="stable")
-    atom = atom[order]
-    part = source_part[span[order]]
-    first = np.searchsorted(atom, other, "left")
-    last = np.searchsorted(atom, other, "right")
-    at, of = ranges(first, last)
-    both = part[at], target_part[its[of]]
-    table = np.zeros((len(source.parts), len(target.parts)), np.int64)
-    np.add.at(table, both, np.diff(cuts)[atom[at]])
-    return table
 
 
 def _find_allowed(pairs: Iterable[Pair], ranks: Ints) -> Bools | None:
@@ -340,7 +339,9 @@ def _is_pinned(a: Layout, b: Layout) -> bool:
     rule = reduction(a, b)
     if not (rule.folded or rule.matched or rule.chosen):
         return False
-    through = {name for _, axes in rule.matched for name in axes}
+    through: set[str] = set()
+    for _, axes in rule.matched:
+        through.update(axes)
     left = [name for name, _ in b.partial if name not in through]
     return any(b.mesh.axis_size(name) > 1 for name in left)
 

@@ -39,7 +39,7 @@ from shardmath.base.memo import memo
 from shardmath.layouts.layout import Layout
 from shardmath.plans.reduction import Reduction
 
-__all__ = ["Members", "Template", "hidden_pairs", "template", "unit_addends"]
+__all__ = ["Batch", "Members", "Template", "hidden_pairs", "template", "unit_addends"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +83,19 @@ class Template:
     def hidden(self) -> int:
         """How many leading dimensions are addends and not the tensor's."""
         return len(self.overlays) - self.src.ndim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The tensors `names` that move by one template from ranks `src` to ranks `dst`, from source
+    window `source` to destination window `target`."""
+
+    template: Template
+    names: tuple[str, ...]
+    src: Mesh
+    dst: Mesh
+    source: int = 0
+    target: int = 0
 
 
 def template(src: Layout, dst: Layout, rule: Reduction) -> Template:
@@ -146,17 +159,23 @@ class _Units(NamedTuple):
 
 def _multiply(overlays: Sequence[Overlay]) -> _Units:
     """All products of one pair a dimension, the last dimension fastest."""
-    keys = goals = np.zeros(1, np.int64)
+    keys = np.zeros(1, np.int64)
+    goals = np.zeros(1, np.int64)
     size = np.ones(1, np.int64)
     for over in overlays:
-        keys = np.add.outer(keys * len(over.keys), over.pair_key).ravel()
-        goals = np.add.outer(goals * len(over.goals), over.pair_goal).ravel()
+        keys = _append_digit(keys, len(over.keys), over.pair_key)
+        goals = _append_digit(goals, len(over.goals), over.pair_goal)
         size = np.multiply.outer(size, over.pair_size).ravel()
     counts = [len(over.pair_key) for over in overlays]
     steps = np.array(strides(counts), np.int64)
     unit = np.arange(len(size))
     pairs = unit[:, None] // steps % np.array(counts, np.int64)
     return _Units(keys, goals, size, pairs)
+
+
+def _append_digit(codes: Ints, radix: int, digits: Ints) -> Ints:
+    """Every code followed by every digit."""
+    return np.add.outer(codes * radix, digits).ravel()
 
 
 def _divides(held: Partition, sets: Parts) -> bool:
@@ -172,7 +191,8 @@ def _find_members(
     position = np.arange(mesh.size)
     code = np.zeros(mesh.size, np.int64)
     for over in overlays:
-        held, sets = (over.source, over.keys) if source else (over.target, over.goals)
+        held = over.source if source else over.target
+        sets = over.keys if source else over.goals
         digit = held.by_rank(mesh)[position]
         # A part that is in several sets stands for all of them: its position has a row for each.
         if max(map(len, sets), default=1) > 1:
