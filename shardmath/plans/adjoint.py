@@ -66,6 +66,10 @@ def adjoint(p: Plan) -> Plan:
     )
 
 
+_Identities: TypeAlias = tuple[int, int]
+"""The id of a tensor's source and destination, which tensors of the same windows share."""
+
+
 class _Dual(NamedTuple):
     """What a tensor's sides become, and what is filled in and divided by."""
 
@@ -76,7 +80,7 @@ class _Dual(NamedTuple):
 
 def _make_duals(p: Plan) -> dict[str, _Dual]:
     """By name; tensors of the same windows have the same one."""
-    known: dict[tuple[int, int], _Dual] = {}
+    known: dict[_Identities, _Dual] = {}
     duals = {}
     for name, src in p.src.items():
         dst = p.dst[name]
@@ -94,7 +98,8 @@ def _make_dual(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> _
         _check_linear(name, row)
         _check_through(name, a, dst, row)
     sent = tuple(map(_make_source, dst, asks[0]))
-    got = tuple(map(_make_destination, src, [row[0] for row in asks]))
+    firsts = [row[0] for row in asks]
+    got = tuple(map(_make_destination, src, firsts))
     fill = identity_of("sum", src[0].dtype)
     rule = replace(asks[0][0], fill=fill)
     return _Dual(sent, got, rule)
@@ -185,7 +190,7 @@ class Flip:
 
 def flip_of(p: Plan) -> Flip:
     """How the transfers of `p` enter its adjoint: window by window, by ascending rank."""
-    known: dict[tuple[int, int], list[Entry]] = {}
+    known: dict[_Identities, list[Entry]] = {}
     entries: dict[str, Entry] = {}
     for name, windows in p.dst.items():
         rule = p.rules[name]

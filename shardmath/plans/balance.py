@@ -111,7 +111,7 @@ def _cut_among_holders(
     holders = [held[line] for line in some]
     found = shares(lengths, holders, nodes)
     for line, parts in zip(some, found, strict=True):
-        cuts[line] = [0, *itertools.accumulate(parts)]
+        cuts[line] = list(itertools.accumulate(parts, initial=0))
 
 
 def _snap_cuts(on: Lines, batches: tuple[Batch, ...], length: Ints, line: Ints, at: Ints) -> Ints:
@@ -175,8 +175,8 @@ def row_at(on: Lines, block: int, at: int) -> int:
 
 def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> int:
     """Of the items first..end-1, whose places ascend, the last one that is not after `at`."""
-    before = int(np.searchsorted(places[first:end], at, "right"))
-    return int(first) + before - 1
+    before = np.searchsorted(places[first:end], at, "right")
+    return int(first + before) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,7 +254,8 @@ def uncut(on: Lines, batches: tuple[Batch, ...]) -> Ints:
     """
     size = _look_up_units(on, batches, lambda template: template.unit_size)
     grain = _look_up_units(on, batches, unit_grains)
-    return np.where(on.hi - on.lo == size, grain, 0)
+    elements = on.hi - on.lo
+    return np.where(elements == size, grain, 0)
 
 
 def sent(on: Lines, rank: int) -> Iterator[Stretch]:
@@ -377,9 +378,10 @@ def received_loads(on: Lines) -> dict[int, int]:
     asked = np.zeros(len(on.sets), np.int64)
     np.add.at(asked, on.receivers, on.nbytes)
     out: dict[int, int] = {}
-    for n in np.flatnonzero(asked).tolist():
-        nbytes = int(asked[n])
-        for rank in on.sets[n]:
+    for ranks, nbytes in zip(on.sets, asked.tolist(), strict=True):
+        if not nbytes:
+            continue
+        for rank in ranks:
             out[rank] = out.get(rank, 0) + nbytes
     for rank, nbytes in _find_local(on):
         out[rank] -= nbytes

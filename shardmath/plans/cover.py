@@ -43,7 +43,8 @@ __all__ = [
 
 def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
     """Source windows hold different elements, or a destination would be sent one twice."""
-    for j, i in np.argwhere(_meet_earlier(windows)).tolist():
+    meeting_hulls = np.argwhere(_meet_earlier(windows))
+    for j, i in meeting_hulls.tolist():
         element = _find_common(windows[i], windows[j])
         if element is not None:
             raise PlanError(
@@ -84,7 +85,7 @@ def _union(dimension: Dimension) -> tuple[Ints, Ints]:
     # A range begins where none before reaches, and the one before it ends there.
     reach = np.maximum.accumulate(stop)
     first = np.ones(len(start), bool)
-    first[1:] = start[1:] > reach[:-1]
+    np.greater(start[1:], reach[:-1], out=first[1:])
     last = np.ones(len(start), bool)
     last[:-1] = first[1:]
     return start[first], reach[last]
@@ -104,8 +105,9 @@ def _hulls_meet(windows: tuple[Layout, ...], others: tuple[Layout, ...]) -> Bool
     """Whether the hulls of two windows meet: an array (windows, others)."""
     lo, hi = _hulls(windows)
     other_lo, other_hi = _hulls(others)
-    apart = (lo[:, None] >= other_hi) | (hi[:, None] <= other_lo)
-    meet: Bools = ~np.any(apart, axis=2)
+    after = lo[:, None] >= other_hi
+    before = hi[:, None] <= other_lo
+    meet: Bools = ~np.any(after | before, axis=2)
     return meet
 
 
@@ -175,7 +177,8 @@ def _count_held(layout: Layout) -> int:
     """How many elements all ranks hold together."""
     count = 1
     for start, stop in map(_union, layout.dims):
-        count *= int((stop - start).sum())
+        sizes = stop - start
+        count *= int(sizes.sum())
     return count
 
 
@@ -237,7 +240,10 @@ def _count_given(t: Template) -> Ints:
     given = np.ones(mesh.size, np.int64)
     for over in t.overlays:
         covered = np.array(_count_covered(over), np.int64)
-        given *= covered[over.target.by_rank(mesh)] if len(covered) > 1 else covered[0]
+        if len(covered) == 1:
+            given *= covered[0]
+        else:
+            given *= covered[over.target.by_rank(mesh)]
     return given
 
 
@@ -247,7 +253,10 @@ def cells_held(layout: Layout) -> Ints:
     for dim in layout.dims:
         divided = partition(dim)
         size = np.array([runs.size for runs in divided.parts], np.int64)
-        held *= size[divided.by_rank(layout.mesh)] if len(size) > 1 else size[0]
+        if len(size) == 1:
+            held *= size[0]
+        else:
+            held *= size[divided.by_rank(layout.mesh)]
     return held
 
 

@@ -15,10 +15,9 @@ Nothing here grows with pairs of ranks: rows are a template's units, once for ea
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,12 +26,9 @@ from shardmath.base.arrays import Bools, Ints, Offsets, ranges
 from shardmath.base.errors import PlanError
 from shardmath.flows.topology import Topology
 from shardmath.plans.pieces import stripes
-from shardmath.plans.template import Batch, Members, Template, unit_addends
+from shardmath.plans.template import Batch, Members, Ranks, Template, unit_addends
 
 __all__ = ["Batch", "Lines", "Ranks", "lines", "wire"]
-
-Ranks: TypeAlias = tuple[int, ...]
-"""Distinct ranks, ascending."""
 
 MOST_BYTES = 1 << 61
 """That all ranks together ask for; sums and differences stay exact in 64 bits."""
@@ -109,14 +105,9 @@ class _Sets:
     def add_all(self, mesh: Mesh, members: Members) -> Ints:
         """The number of each set of positions, its positions named by the mesh."""
         key = id(mesh), id(members)
-        known = self._known.get(key)
-        if known is not None:
-            return known
-        ranks = np.array(mesh.ranks, np.int64)[members.position].tolist()
-        numbers = []
-        for begin, end in itertools.pairwise(members.first.tolist()):
-            numbers.append(self.add(tuple(sorted(ranks[begin:end]))))
-        self._known[key] = np.array(numbers, np.int64)
+        if key not in self._known:
+            numbers = list(map(self.add, members.name(mesh)))
+            self._known[key] = np.array(numbers, np.int64)
         return self._known[key]
 
     def in_order(self) -> tuple[tuple[Ranks, ...], Ints]:
@@ -167,33 +158,32 @@ def _ask(batches: Sequence[Batch], sets: _Sets) -> Iterator[_Asked]:
     """Who asks whom for which unit, template by template."""
     groups: dict[Template, list[int]] = {}
     for number, batch in enumerate(batches):
-        groups.setdefault(batch.template, []).append(number)
+        numbers = groups.setdefault(batch.template, [])
+        numbers.append(number)
     for template, numbers in groups.items():
-        if not template.reduction.chosen:
+        if template.reduction.chosen:
+            for number in numbers:
+                yield _ask_for_one_each(number, batches[number], sets)
+        else:
             yield _ask_for_all(template, numbers, batches, sets)
-            continue
-        for number in numbers:
-            yield _ask_for_one_each(number, batches[number], sets)
 
 
-def _ask_for_all(
-    template: Template, numbers: list[int], batches: Sequence[Batch], sets: _Sets
-) -> _Asked:
+def _ask_for_all(t: Template, numbers: list[int], batches: Sequence[Batch], sets: _Sets) -> _Asked:
     """Where every destination cell receives: each batch of the template asks for all its units."""
     holders, receivers = [], []
     for number in numbers:
         batch = batches[number]
-        holders.append(sets.add_all(batch.src, template.holders)[template.unit_class])
-        receivers.append(sets.add_all(batch.dst, template.receivers)[template.unit_cell])
-    units = len(template.unit_size)
+        holders.append(sets.add_all(batch.src, t.holders)[t.unit_class])
+        receivers.append(sets.add_all(batch.dst, t.receivers)[t.unit_cell])
+    units = len(t.unit_size)
     unit = np.tile(np.arange(units), len(numbers))
     none = np.zeros(len(unit), np.int64)
     return _Asked(
         batch=np.array(numbers, np.int64).repeat(units),
         unit=unit,
-        order=template.unit_order[unit],
+        order=t.unit_order[unit],
         lo=none,
-        hi=template.unit_size[unit],
+        hi=t.unit_size[unit],
         holders=np.concatenate(holders),
         receivers=np.concatenate(receivers),
         near=none,
@@ -201,13 +191,12 @@ def _ask_for_all(
 
 
 def _ask_for_one_each(number: int, batch: Batch, sets: _Sets) -> _Asked:
-    """Where any one destination addend may receive: for each unit the one that most hold already,
-    or all a stripe.
+    """Where one destination addend may receive: the one that most hold already, or all a stripe.
 
     Replicas of an addend have to stay equal, so what is chosen depends on the unit alone.
     """
     t = batch.template
-    held = [set(_name_ranks(batch.src, positions)) for positions in t.holders]
+    held = list(map(set, t.holders.name(batch.src)))
     asking = [_group_by_addend(batch, positions) for positions in t.receivers]
     rows: list[tuple[int, int, int, int]] = []
     for unit, holders in enumerate(t.unit_class.tolist()):
@@ -232,19 +221,15 @@ def _ask_for_one_each(number: int, batch: Batch, sets: _Sets) -> _Asked:
     )
 
 
-def _name_ranks(mesh: Mesh, positions: Ints) -> list[int]:
-    return [mesh.ranks[position] for position in positions.tolist()]
-
-
 def _group_by_addend(batch: Batch, positions: Ints) -> dict[int, Ranks]:
     """The ranks at these positions of the destination, by the addend that they hold."""
     t = batch.template
-    addends = t.dst.mesh.coordinate(t.reduction.chosen)[positions]
-    ranks = _name_ranks(batch.dst, positions)
+    addends = t.dst.mesh.coordinate(t.reduction.chosen)[positions].tolist()
     groups: dict[int, list[int]] = {}
-    for rank, addend in zip(ranks, addends.tolist(), strict=True):
+    for position, addend in zip(positions.tolist(), addends, strict=True):
+        rank = batch.dst.ranks[position]
         groups.setdefault(addend, []).append(rank)
-    return {addend: tuple(sorted(group)) for addend, group in groups.items()}
+    return {addend: tuple(sorted(ranks)) for addend, ranks in groups.items()}
 
 
 def _choose_addends(asking: dict[int, Ranks], held: set[int]) -> list[int]:
@@ -278,22 +263,26 @@ def _split_by_node(asked: _Asked, sets: _Sets, topology: Topology) -> _Asked:
 def _split_pair(
     holders: Ranks, receivers: Ranks, node: Callable[[int], int]
 ) -> list[tuple[Ranks, Ranks, bool]]:
-    """(holders, receivers, whether they are on one node): by node that has holders too, then all
-    other receivers."""
-    here: dict[int, list[int]] = {}
-    for rank in holders:
-        here.setdefault(node(rank), []).append(rank)
-    there: dict[int, list[int]] = {}
-    far = []
-    for rank in receivers:
-        if node(rank) in here:
-            there.setdefault(node(rank), []).append(rank)
+    """(holders, receivers, whether on one node): by node that has holders, then all others."""
+    here = _group_by_node(holders, node)
+    there = _group_by_node(receivers, node)
+    parts = []
+    far: list[int] = []
+    for number, ranks in sorted(there.items()):
+        if number in here:
+            parts.append((tuple(here[number]), tuple(ranks), True))
         else:
-            far.append(rank)
-    parts = [(tuple(here[n]), tuple(ranks), True) for n, ranks in sorted(there.items())]
+            far += ranks
     if far:
-        parts.append((holders, tuple(far), False))
+        parts.append((holders, tuple(sorted(far)), False))
     return parts
+
+
+def _group_by_node(ranks: Ranks, node: Callable[[int], int]) -> dict[int, list[int]]:
+    groups: dict[int, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(node(rank), []).append(rank)
+    return groups
 
 
 def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) -> Lines:
@@ -339,8 +328,8 @@ def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) ->
 
 def _sort(asked: _Asked, addend: Ints, sets: int) -> tuple[Ints, Offsets]:
     """The order of the rows, and which of them, in order, are one block's."""
-    # Rows of one block stand together: same line (holders, near), same addend, same receivers. Two
-    # numbers of mixed radix sort in half the time of seven columns.
+    # A block is all rows of one line, addend and receivers. Two numbers of mixed radix sort faster
+    # than six columns.
     line = asked.holders * 2 + asked.near
     addends = int(addend.max(initial=0)) + 1
     block = (line * addends + addend) * sets + asked.receivers
@@ -374,18 +363,14 @@ def _find_addends(batches: Sequence[Batch], asked: _Asked) -> Ints:
 
 def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) -> None:
     """Bytes are counted in 64 bits."""
-    if not len(asked.batch):
-        return
     per_element = [batch.template.src.itemsize * len(batch.names) for batch in batches]
     ranks = [len(one) for one in sets]
     elements = asked.hi - asked.lo
     nbytes = elements * np.array(per_element, np.float64)[asked.batch]
     total = float((nbytes * np.array(ranks, np.float64)[asked.receivers]).sum())
     if total > MOST_BYTES:
-        raise PlanError(
-            f"the plan moves about {total:.3g} bytes, more than {MOST_BYTES}; "
-            f"plan fewer tensors at a time"
-        )
+        what = f"the plan moves about {total:.3g} bytes, more than {MOST_BYTES}"
+        raise PlanError(f"{what}; plan fewer tensors at a time")
 
 
 def _count_receivers(sets: tuple[Ranks, ...], holders: Ints, receivers: Ints) -> Ints:

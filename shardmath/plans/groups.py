@@ -46,6 +46,10 @@ NOTHING = Reduction()
 """Where nothing is Partial."""
 
 
+Identities: TypeAlias = tuple[int, int]
+"""The id of a source and of a destination value, quicker to look up than the values."""
+
+
 class Group(NamedTuple):
     """Tensors that are held alike on both sides: `key` is all that their transfers depend on.
 
@@ -168,7 +172,7 @@ def _same_windows(
     src: Mapping[str, tuple[Layout, ...]], dst: Mapping[str, tuple[Layout, ...]]
 ) -> Iterable[list[str]]:
     """The names that have the same tuples of windows on both sides."""
-    same: dict[tuple[int, int], list[str]] = {}
+    same: dict[Identities, list[str]] = {}
     ids = zip(map(id, src.values()), map(id, dst.values()), strict=True)
     for name, pair in zip(src, ids, strict=True):
         try:
@@ -233,7 +237,9 @@ def _make_key(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> tuple[object,
     there = tuple(map(holdings_digest, dst))
     rules = []
     if first.partial or dst[0].partial:
-        rules = [reduction(a, b).by_ranks(a, b) for a in src for b in dst]
+        for a, b in itertools.product(src, dst):
+            rule = reduction(a, b)
+            rules.append(rule.by_ranks(a, b))
     return first.shape, first.dtype, here, there, tuple(rules) if any(rules) else ()
 
 
@@ -280,7 +286,7 @@ def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
     """The windows of each group that may have anything in common, pair by pair."""
     batches = []
     # Templates where nothing is Partial, which a look-up by identity finds quicker.
-    known: dict[tuple[int, int], Template] = {}
+    known: dict[Identities, Template] = {}
     for group in groups:
         for i, j in meeting(group.src, group.dst):
             a, b = group.src[i], group.dst[j]

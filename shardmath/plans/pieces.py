@@ -51,7 +51,8 @@ def unit_rows(t: Template) -> Ints:
     several boxes."""
     largest = _find_largest(t)
     rows = np.where(largest.boxes > 1, -1, largest.row)
-    small = t.unit_size * t.src.itemsize <= SMALL
+    nbytes = t.unit_size * t.src.itemsize
+    small = nbytes <= SMALL
     return np.where((rows > 0) & small, 0, rows)
 
 
@@ -61,7 +62,8 @@ def unit_grains(t: Template) -> Ints:
     largest = _find_largest(t)
     itemsize = t.src.itemsize
     small = largest.size * itemsize <= SMALL
-    return np.where(small, largest.size, largest.row) * itemsize
+    elements = np.where(small, largest.size, largest.row)
+    return elements * itemsize
 
 
 class _Largest(NamedTuple):
@@ -85,17 +87,20 @@ def _find_largest(t: Template) -> _Largest:
         length = longest[pair]
         rows = np.where(rows == 1, length, rows)
         size *= length
-    return _Largest(boxes, size, size // np.maximum(rows, 1))
+    row = size // np.maximum(rows, 1)
+    return _Largest(boxes, size, row)
 
 
 @memo()
 def _measure_pairs(over: Overlay) -> tuple[Ints, Ints]:
     """Of each pair: how many rows it has, and the size of the largest."""
     begin = over.first[:-1]
-    count = over.first[1:] - begin
+    end = over.first[1:]
+    count = end - begin
     if not len(count):
         return count, count
-    return count, np.maximum.reduceat(over.size, begin)
+    largest = np.maximum.reduceat(over.size, begin)
+    return count, largest
 
 
 class _Listed(NamedTuple):
@@ -161,8 +166,11 @@ def snap(t: Template, unit: int, at: int) -> int:
 def stripes(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
     """The unit in `count` even ranges of elements, snapped."""
     size = int(t.unit_size[unit])
-    begins = [snap(t, unit, size * i // count) for i in range(count)]
-    return itertools.pairwise([*begins, size])
+    places = []
+    for i in range(count):
+        even = size * i // count
+        places.append(snap(t, unit, even))
+    return itertools.pairwise([*places, size])
 
 
 def legal(t: Template, unit: int, at: int) -> bool:
@@ -236,9 +244,10 @@ def _expand(
         dst = []
         start = []
         for over, row, (here, there) in zip(listed, boxes[box], columns, strict=True):
-            sending = over.dst if relayed else over.src
-            src.append(sending[row][here])
-            dst.append(over.dst[row][there])
+            sending = (over.dst if relayed else over.src)[row]
+            receiving = over.dst[row]
+            src.append(sending[here])
+            dst.append(receiving[there])
             start.append(over.start[row])
         begin = ends[box - 1] if box else 0
         a = max(lo - begin, 0)

@@ -37,6 +37,10 @@ Axes: TypeAlias = tuple[str, ...]
 """Axes of one mesh, flattened where they are one coordinate."""
 
 
+Matched: TypeAlias = tuple[Axes, Axes]
+"""Axes of the source and of the destination along which addends pass through."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """`matched` (source axes, destination axes), flattened, pass through; `folded` source axes hold
@@ -44,7 +48,7 @@ class Reduction:
     receives, and they start at `fill`."""
 
     op: str | None = None
-    matched: tuple[tuple[Axes, Axes], ...] = ()
+    matched: tuple[Matched, ...] = ()
     folded: Axes = ()
     chosen: Axes = ()
     addends: int = 1
@@ -97,7 +101,8 @@ def reduction(src: Layout, dst: Layout) -> Reduction:
     if not folded and not chosen:
         return Reduction(op, matched)
     check_arithmetic(op, src.dtype)
-    addends = math.prod(map(src.mesh.axis_size, folded))
+    sizes = map(src.mesh.axis_size, folded)
+    addends = math.prod(sizes)
     return Reduction(
         op=op,
         matched=matched,
@@ -109,9 +114,7 @@ def reduction(src: Layout, dst: Layout) -> Reduction:
     )
 
 
-def _find_unmatched(
-    src: Layout, dst: Layout, matched: tuple[tuple[Axes, Axes], ...]
-) -> tuple[Axes, Axes]:
+def _find_unmatched(src: Layout, dst: Layout, matched: tuple[Matched, ...]) -> tuple[Axes, Axes]:
     """The source's and the destination's addend axes that do not pass through."""
     folded = _without(_addend_axes(src), [axes for axes, _ in matched])
     left = _without(_addend_axes(dst), [axes for _, axes in matched])
@@ -134,7 +137,7 @@ def _addend_axes(layout: Layout) -> Axes:
     return tuple(name for name, _ in layout.partial if layout.mesh.axis_size(name) > 1)
 
 
-def _match(src: Layout, dst: Layout) -> tuple[tuple[Axes, Axes], ...]:
+def _match(src: Layout, dst: Layout) -> tuple[Matched, ...]:
     """Pairs of Partial axes, flattened, along which source and destination have the same ranks at
     every coordinate.
 

@@ -133,8 +133,9 @@ def relabel(src: Side, dst: Side) -> Relabelling:
     after = _count_kept(common, new)
     if after <= before:
         new, after = stay, before
-    renamed = zip(ranks.tolist(), ranks[new].tolist(), strict=True)
-    return Relabelling(tuple(renamed), before, after)
+    renamed = ranks[new].tolist()
+    names = zip(ranks.tolist(), renamed, strict=True)
+    return Relabelling(tuple(names), before, after)
 
 
 def _list_ranks(pairs: Iterable[Pair]) -> Ints:
@@ -254,7 +255,8 @@ def _set_apart(classes: _Classes) -> _Classes:
 def _add(common: Ints, shared: _Shared) -> None:
     """Add what classes have in common to what ranks have."""
     rows, columns, table = shared
-    block = table.take(rows.number, axis=0).take(columns.number, axis=1)
+    block = table.take(rows.number, axis=0)
+    block = block.take(columns.number, axis=1)
     row_span = _span(rows.place)
     column_span = _span(columns.place)
     into = common[row_span, column_span]

@@ -26,7 +26,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -39,7 +39,11 @@ from shardmath.base.memo import memo
 from shardmath.layouts.layout import Layout
 from shardmath.plans.reduction import Reduction
 
-__all__ = ["Batch", "Members", "Template", "hidden_pairs", "template", "unit_addends"]
+__all__ = ["Batch", "Members", "Ranks", "Template", "hidden_pairs", "template", "unit_addends"]
+
+
+Ranks: TypeAlias = tuple[int, ...]
+"""Distinct ranks, ascending."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +57,16 @@ class Members:
         return len(self.first) - 1
 
     def __iter__(self) -> Iterator[Ints]:
-        for begin, end in itertools.pairwise(self.first.tolist()):
+        bounds = self.first.tolist()
+        for begin, end in itertools.pairwise(bounds):
             yield self.position[begin:end]
+
+    def name(self, mesh: Mesh) -> Iterator[Ranks]:
+        """The sets as the ranks that the mesh has at their positions."""
+        ranks = np.array(mesh.ranks, np.int64)[self.position].tolist()
+        bounds = self.first.tolist()
+        for begin, end in itertools.pairwise(bounds):
+            yield tuple(sorted(ranks[begin:end]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +119,8 @@ def template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
     """The template of two forms, once for each pair."""
     hidden = [overlay(here, there) for here, there in hidden_pairs(src, rule)]
-    overlays = (*hidden, *map(overlaid, src.dims, dst.dims))
+    seen = map(overlaid, src.dims, dst.dims)
+    overlays = (*hidden, *seen)
     units = _multiply(overlays)
     classes, unit_class = distinct(units.keys)
     cells, unit_cell = distinct(units.goals)
@@ -242,11 +255,13 @@ def _order_units(overlays: Sequence[Overlay], units: _Units) -> Ints:
         sources.append(over.start[row])
         targets.append(over.dst[row, 0])
     # lexsort's last key counts most: the first dimension's start at the source, only then the rest.
-    by_first = np.lexsort((units.size, *reversed(targets), *reversed(sources)))
+    keys = [*sources, *targets, units.size]
+    by_first = np.lexsort(keys[::-1])
     return np.argsort(by_first)
 
 
 def unit_addends(t: Template) -> Ints:
     """Of which addend each unit is, where addends are folded."""
     over = t.overlays[0]
-    return over.start[over.first[t.unit_pairs[:, 0]]]
+    pair = t.unit_pairs[:, 0]
+    return over.start[over.first[pair]]
