@@ -9,5 +9,6 @@ In reading order:
 - `memo`: results of pure functions, kept while there is room;
 - `digest`: fingerprints of values;
 - `dtypes`: names of element types and their sizes;
+- `operations`: the ways in which addends become one value;
 - `arrays`: integers in numpy.
 """

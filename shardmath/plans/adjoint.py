@@ -1,8 +1,8 @@
 """Adjoint: the transposed plan.
 
 1. Every transfer with its ends swapped: <plan(x), y> = <x, adjoint(plan)(y)> for arbitrary local arrays x and y.
-2. Replicate at an end turns into Partial(sum) and back: what all receive, all contribute to. Axes along which addends
-   pass through stay Partial.
+2. Replicate at an end turns into Partial(sum) and back: what all receive, all contribute to. Axes
+   along which addends pass through stay Partial.
 3. The adjoint of the adjoint is the plan.
 4. Its destination is the plan's source, whole or not: `in_part` says which, and it is no error.
 
@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.partition import overlapping
 from shardmath.base.digest import digest
 from shardmath.base.errors import PlanError
+from shardmath.base.operations import OPERATIONS
 from shardmath.layouts.edits import repartialed
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
@@ -36,20 +37,38 @@ __all__ = ["Flip", "adjoint", "swapped"]
 def adjoint(p: Plan) -> Plan:
     """The transposed plan: <p(x), y> = <x, adjoint(p)(y)> for arbitrary local arrays x and y.
 
-    Raises PlanError where the plan is not linear: a reduction by max, min or product; where the dtype has no sum; and
-    where addends of one source window pass through to one destination window and are reduced for another.
+    Raises PlanError where the plan is not linear: a reduction by max, min or product; where the
+    dtype has no sum; and where addends of one source window pass through to one destination window
+    and are reduced for another.
     """
     if not isinstance(p, Plan):
         raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) returns")
     if p.forward is not None:
         return p.forward
-    duals = _duals(p)
-    src = {name: dual.src for name, dual in duals.items()}
-    dst = {name: dual.dst for name, dual in duals.items()}
-    rules = {name: dual.rule for name, dual in duals.items()}
-    name, in_part = digest(("adjoint", p.digest)), not_whole(dst)
-    turned = replace(p, src=src, dst=dst, rules=rules, src_ranks=p.dst_ranks, dst_ranks=p.src_ranks)
-    return replace(turned, digest=name, forward=p, flip=flip_of(p), in_part=in_part)
+    duals = _make_duals(p)
+    src = {}
+    dst = {}
+    rules = {}
+    for name, dual in duals.items():
+        src[name] = dual.src
+        dst[name] = dual.dst
+        rules[name] = dual.rule
+    return replace(
+        p,
+        src=src,
+        dst=dst,
+        rules=rules,
+        src_ranks=p.dst_ranks,
+        dst_ranks=p.src_ranks,
+        digest=digest(("adjoint", p.digest)),
+        forward=p,
+        flip=flip_of(p),
+        in_part=not_whole(dst),
+    )
+
+
+_Identities: TypeAlias = tuple[int, int]
+"""The id of a tensor's source and destination, which tensors of the same windows share."""
 
 
 class _Dual(NamedTuple):
@@ -60,79 +79,104 @@ class _Dual(NamedTuple):
     rule: Reduction
 
 
-def _duals(p: Plan) -> dict[str, _Dual]:
+def _make_duals(p: Plan) -> dict[str, _Dual]:
     """By name; tensors of the same windows have the same one."""
-    known: dict[tuple[int, int], _Dual] = {}
-    out = {}
+    known: dict[_Identities, _Dual] = {}
+    duals = {}
     for name, src in p.src.items():
-        key = id(src), id(p.dst[name])
+        dst = p.dst[name]
+        key = id(src), id(dst)
         if key not in known:
-            known[key] = _dual(name, src, p.dst[name])
-        out[name] = known[key]
-    return out
+            known[key] = _make_dual(name, src, dst)
+        duals[name] = known[key]
+    return duals
 
 
-def _dual(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> _Dual:
+def _make_dual(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> _Dual:
     """Each window by the reductions that it has a part in, which name its own mesh's axes."""
     asks = [[reduction(a, b) for b in dst] for a in src]
     for a, row in zip(src, asks, strict=True):
         _check_linear(name, row)
         _check_through(name, a, dst, row)
-    sent = tuple(
-        repartialed(b, _passed(rule, 1) | {*everybody(b, rule)})
-        for b, rule in zip(dst, asks[0], strict=True)
-    )
-    got = tuple(
-        repartialed(a, _passed(row[0], 0) | {*a.free_axes})
-        for a, row in zip(src, asks, strict=True)
-    )
-    return _Dual(sent, got, replace(asks[0][0], fill=identity_of("sum", src[0].dtype)))
+    sent = tuple(map(_make_source, dst, asks[0]))
+    firsts = [row[0] for row in asks]
+    got = tuple(map(_make_destination, src, firsts))
+    fill = identity_of("sum", src[0].dtype)
+    rule = replace(asks[0][0], fill=fill)
+    return _Dual(sent, got, rule)
 
 
-def _passed(rule: Reduction, side: int) -> set[str]:
+def _make_source(b: Layout, rule: Reduction) -> Layout:
+    """A window of the destination as one that contributes: what all receive are addends."""
+    passing = _find_passing(rule, 1)
+    return repartialed(b, passing.union(everybody(b, rule)))
+
+
+def _make_destination(a: Layout, rule: Reduction) -> Layout:
+    """A window of the source as one that receives: any one of those that hold the same."""
+    passing = _find_passing(rule, 0)
+    return repartialed(a, passing.union(a.free_axes))
+
+
+def _find_passing(rule: Reduction, side: int) -> set[str]:
     """The axes of the source (0) or of the destination (1) along which addends pass through."""
     return {axis for pair in rule.matched for axis in pair[side]}
 
 
 def _check_linear(name: str, rules: Iterable[Reduction]) -> None:
+    """No reduction is by max, min or product."""
     for rule in rules:
-        if (rule.folded and rule.op in ("max", "min", "product")) or (
-            rule.chosen and rule.op == "product"
-        ):
-            what = f"tensor {name!r} is reduced by {rule.op}, which is not linear"
-            raise PlanError(f"{what}; only copies, sum and avg have an adjoint")
+        if rule.op is None or not (rule.folded or rule.chosen):
+            continue
+        if not OPERATIONS[rule.op].linear:
+            raise PlanError(
+                f"tensor {name!r} is reduced by {rule.op}, which is not linear; "
+                f"only copies, sum and avg have an adjoint"
+            )
 
 
 def _check_through(name: str, a: Layout, dst: Sequence[Layout], rules: Sequence[Reduction]) -> None:
-    """One layout says along which axes a window of the adjoint's destination is Partial, for all of its elements."""
+    """One layout says along which axes a window of the adjoint's destination is Partial, for all of
+    its elements."""
+    passing = _find_passing(rules[0], 0)
     for b, rule in zip(dst, rules, strict=True):
-        if _passed(rule, 0) != _passed(rules[0], 0):
-            what = f"tensor {name!r}: different addends of {a} pass through to {dst[0]} and to {b}"
+        if _find_passing(rule, 0) != passing:
             raise PlanError(
-                f"{what}, and no layout is Partial in both ways; transpose a plan of each window"
+                f"tensor {name!r}: different addends of {a} pass through to {dst[0]} and to {b}, "
+                f"and no layout is Partial in both ways; transpose a plan of each window"
             )
 
 
 def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
     """The axes of a destination along which all receive the same."""
-    through = (name for _, axes in rule.matched for name in axes)
-    out = {*rule.chosen, *through, *(name for dim in layout.dims for name in dim.axes)}
-    return tuple(name for name in layout.mesh.shape if name not in out)
+    differ = _find_passing(rule, 1).union(rule.chosen)
+    for dim in layout.dims:
+        differ.update(dim.axes)
+    return tuple(name for name in layout.mesh.shape if name not in differ)
 
 
 def swapped(t: Transfer) -> Transfer:
     """The transfer with its ends swapped; operation and addend as they were."""
-    ends = t._replace(
-        src_rank=t.dst_rank, dst_rank=t.src_rank, src_tensor=t.dst_tensor, dst_tensor=t.src_tensor
+    return t._replace(
+        src_rank=t.dst_rank,
+        dst_rank=t.src_rank,
+        src_tensor=t.dst_tensor,
+        dst_tensor=t.src_tensor,
+        src_slices=t.dst_slices,
+        dst_slices=t.src_slices,
     )
-    return ends._replace(src_slices=t.dst_slices, dst_slices=t.src_slices)
+
+
+Entry: TypeAlias = tuple[str, Mapping[int, int]]
+"""An operation, and the addend of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """The destination replicas of a plan, which are the addends of its adjoint: operation and place by local tensor."""
+    """The destination replicas of a plan, which are the addends of its adjoint: operation and place
+    by local tensor."""
 
-    entries: Mapping[str, tuple[str, Mapping[int, int]]]
+    entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
         """The operation and the addend by which this rank's tensor enters the adjoint."""
@@ -147,31 +191,36 @@ class Flip:
 
 def flip_of(p: Plan) -> Flip:
     """How the transfers of `p` enter its adjoint: window by window, by ascending rank."""
-    known: dict[tuple[int, int], list[tuple[str, Mapping[int, int]]]] = {}
-    entries: dict[str, tuple[str, Mapping[int, int]]] = {}
+    known: dict[_Identities, list[Entry]] = {}
+    entries: dict[str, Entry] = {}
     for name, windows in p.dst.items():
-        key = id(windows), id(p.rules[name])
+        rule = p.rules[name]
+        key = id(windows), id(rule)
         if key not in known:
-            known[key] = _entries(windows, p.rules[name])
-        entries |= {local_name(name, j, len(windows)): one for j, one in enumerate(known[key])}
+            known[key] = _list_entries(windows, rule)
+        for window, entry in enumerate(known[key]):
+            entries[local_name(name, window, len(windows))] = entry
     return Flip(entries)
 
 
-def _entries(windows: tuple[Layout, ...], rule: Reduction) -> list[tuple[str, Mapping[int, int]]]:
-    """The operation and the places of each window's ranks."""
-    op = "sum" if len(windows) > 1 or _replicated(windows[0], rule) else "copy"
-    if op == "sum":
-        check_arithmetic("sum", windows[0].dtype)
-    out: list[tuple[str, Mapping[int, int]]] = []
-    before = 0
+def _list_entries(windows: tuple[Layout, ...], rule: Reduction) -> list[Entry]:
+    """The operation and the places of each window's ranks: their numbers in all windows together
+    where they are added up."""
+    adds = len(windows) > 1 or _is_replicated(windows[0], rule)
+    if not adds:
+        return [("copy", dict.fromkeys(sorted(windows[0].mesh.ranks), 0))]
+    check_arithmetic("sum", windows[0].dtype)
+    entries: list[Entry] = []
+    count = 0
     for layout in windows:
-        places = range(before, before + layout.mesh.size) if op == "sum" else [0] * layout.mesh.size
-        out.append((op, dict(zip(sorted(layout.mesh.ranks), places, strict=True))))
-        before += layout.mesh.size
-    return out
+        ranks = sorted(layout.mesh.ranks)
+        entries.append(("sum", {rank: count + i for i, rank in enumerate(ranks)}))
+        count += len(ranks)
+    return entries
 
 
-def _replicated(layout: Layout, rule: Reduction) -> bool:
+def _is_replicated(layout: Layout, rule: Reduction) -> bool:
     """Whether several destination cells may hold one element."""
-    shared = any(layout.mesh.axis_size(axis) > 1 for axis in everybody(layout, rule))
-    return shared or any(map(overlapping, layout.dims))
+    if any(layout.mesh.axis_size(axis) > 1 for axis in everybody(layout, rule)):
+        return True
+    return any(map(overlapping, layout.dims))

@@ -1,8 +1,9 @@
 """Balance: where lines are cut, that is, which holder sends what.
 
-1. A line is cut at integers among its holders, so that the largest load of a rank is minimal over all lines together
-   (`flow`); holder h sends what lies between cuts h and h + 1. Loads are differences of cuts, a rank's own list is
-   its slices of the lines, striping adds one transfer a cut.
+1. A line is cut at integers among its holders, so that the largest load of a rank is minimal over
+   all lines together (`flow`); holder h sends what lies between cuts h and h + 1. Loads are
+   differences of cuts, a rank's own list is its slices of the lines, striping adds one transfer a
+   cut.
 2. Cuts snap to whole rows of a box; boxes of at most `SMALL` bytes stay whole.
 3. Lines that stay on a node are balanced apart from those that do not.
 """
@@ -17,12 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Ints
+from shardmath.base.arrays import Ints, Offsets
 from shardmath.base.memo import memo
 from shardmath.flows.flow import shares
 from shardmath.flows.topology import Topology
 from shardmath.plans.demands import Batch, Lines, Ranks, wire
-from shardmath.plans.template import Template, snap, unit_grains, unit_rows
+from shardmath.plans.pieces import snap, unit_grains, unit_rows
+from shardmath.plans.template import Template
 
 __all__ = [
     "Cutter",
@@ -33,6 +35,7 @@ __all__ = [
     "kept",
     "received",
     "received_loads",
+    "row_at",
     "sent",
     "sent_loads",
     "shared",
@@ -53,55 +56,77 @@ class Stretch(NamedTuple):
 
 def totals(on: Lines) -> Ints:
     """The length of each line in bytes."""
-    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(on.nbytes * on.count)))
-    out: Ints = ends[on.first[1:]] - ends[on.first[:-1]]
-    return out
+    return on.blocks.sums(on.nbytes * on.count)
 
 
 def balanced(on: Lines, batches: tuple[Batch, ...], topology: Topology | None = None) -> Lines:
     """The lines cut so that the largest load is minimal."""
     length = totals(on)
-    nodes = (
-        {r: topology.node(r) for i in on.holders.tolist() for r in on.sets[i]} if topology else None
-    )
+    nodes = _find_nodes(on, topology) if topology else None
     first, cuts = shared(on, length.tolist(), nodes)
+
+    # The first and the last cut of a line are its ends, which stay.
     inner = np.ones(len(cuts), bool)
-    inner[first[:-1]] = inner[first[1:] - 1] = False
-    at, line = cuts[inner], np.repeat(np.arange(len(on.holders)), np.diff(first))[inner]
-    cuts[inner] = _snapped(on, batches, length, line, at)
+    inner[first[:-1]] = False
+    inner[first[1:] - 1] = False
+    lines = np.arange(len(on.holders))
+    line = Offsets(first).spread(lines)[inner]
+    cuts[inner] = _snap_cuts(on, batches, length, line, cuts[inner])
     return replace(on, cut_first=first, cuts=cuts)
+
+
+def _find_nodes(on: Lines, topology: Topology) -> dict[int, int]:
+    """The node of each rank that holds anything."""
+    holding = set().union(*(on.sets[n] for n in on.holders.tolist()))
+    return {rank: topology.node(rank) for rank in holding}
 
 
 def shared(
     on: Lines, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Where the lines, of these lengths, are cut among their holders: the first cut of each line, and all cuts."""
-    held = [on.sets[i] for i in on.holders.tolist()]
+    """Where the lines, of these lengths, are cut among their holders: the first cut of each line,
+    and all cuts."""
+    held = [on.sets[n] for n in on.holders.tolist()]
     cuts: list[list[int]] = [[0, nbytes] for nbytes in length]
-    for near in (False, True) if any(len(ranks) > 1 for ranks in held) else ():
-        some = np.flatnonzero(on.near == near).tolist()
-        found = (
-            shares([length[i] for i in some], [held[i] for i in some], None if near else nodes)
-            if some
-            else []
-        )
-        for i, parts in zip(some, found, strict=True):
-            cuts[i] = [0, *itertools.accumulate(parts)]
+    if any(len(ranks) > 1 for ranks in held):
+        far = np.flatnonzero(~on.near).tolist()
+        near = np.flatnonzero(on.near).tolist()
+        _cut_among_holders(cuts, far, held, nodes)
+        _cut_among_holders(cuts, near, held, None)
     first = np.cumsum([0, *map(len, cuts)])
-    return first, np.array(list(itertools.chain.from_iterable(cuts)), np.int64)
+    places = list(itertools.chain.from_iterable(cuts))
+    return first, np.array(places, np.int64)
 
 
-def _snapped(on: Lines, batches: tuple[Batch, ...], length: Ints, line: Ints, at: Ints) -> Ints:
+def _cut_among_holders(
+    cuts: list[list[int]],
+    some: list[int],
+    held: list[Ranks],
+    nodes: Mapping[int, int] | None,
+) -> None:
+    """Cut some of the lines, balanced with each other alone; uncut, a line is [0, its length]."""
+    if not some:
+        return
+    lengths = [cuts[line][-1] for line in some]
+    holders = [held[line] for line in some]
+    found = shares(lengths, holders, nodes)
+    for line, parts in zip(some, found, strict=True):
+        cuts[line] = list(itertools.accumulate(parts, initial=0))
+
+
+def _snap_cuts(on: Lines, batches: tuple[Batch, ...], length: Ints, line: Ints, at: Ints) -> Ints:
     """The last places not after bytes `at` of lines where they may be cut."""
     if not len(at):
         return at
+    # Lines laid end to end make one ascending list of blocks, which is searched for all at once.
     base = np.cumsum(length) - length
-    begin = np.repeat(base, np.diff(on.first)) + on.start
+    begin = on.blocks.spread(base) + on.start
     block = np.searchsorted(begin, base[line] + at, "right") - 1
     inside = at - on.start[block]
-    whole = (inside == 0) | (at == length[line])
-    content = np.where(whole, 0, inside % on.nbytes[block])
-    out: Ints = np.where(whole, at, at - content + grid(on, batches).snapped(block, content))
+    between = (inside == 0) | (at == length[line])
+    content = np.where(between, 0, inside % on.nbytes[block])
+    snapped = grid(on, batches).snapped(block, content)
+    out: Ints = np.where(between, at, at - content + snapped)
     return out
 
 
@@ -114,8 +139,7 @@ class Cutter:
 
     def of_line(self, line: int, at: int) -> int:
         """The last place not after byte `at` of the line."""
-        a, b = int(self.on.first[line]), int(self.on.first[line + 1])
-        block = a + int(np.searchsorted(self.on.start[a:b], at, "right")) - 1
+        block = _block_at(self.on, line, at)
         inside = at - int(self.on.start[block])
         if not inside:
             return at
@@ -124,19 +148,44 @@ class Cutter:
 
     def of_block(self, block: int, at: int) -> int:
         """The last place not after byte `at` of the content of the block."""
-        row = row_at(self.on, block, at)
-        t, lo = self.batches[int(self.on.batch[row])].template, int(self.on.lo[row])
-        inside = (at - int(self.on.at[row])) % int(self.on.each[row])
-        place = snap(t, int(self.on.unit[row]), lo + inside // t.src.itemsize) - lo if inside else 0
-        return at - inside + max(place, 0) * t.src.itemsize
+        on = self.on
+        row = row_at(on, block, at)
+        begin = int(on.at[row])
+        inside = (at - begin) % int(on.each[row])
+        if not inside:
+            return at
+        template = self.batches[int(on.batch[row])].template
+        itemsize = template.src.itemsize
+        lo = int(on.lo[row])
+        element = lo + inside // itemsize
+        place = snap(template, int(on.unit[row]), element)
+        # A stripe may begin inside a box, before which no cut of the unit is a cut of the row.
+        return at - inside + max(place - lo, 0) * itemsize
+
+
+def _block_at(on: Lines, line: int, at: int) -> int:
+    """The block that byte `at` of a line is in; the last one at the line's end."""
+    return _last_not_after(on.start, on.first[line], on.first[line + 1], at)
+
+
+def row_at(on: Lines, block: int, at: int) -> int:
+    """The row that byte `at` of the content of a block is in."""
+    return _last_not_after(on.at, on.row_first[block], on.row_first[block + 1], at)
+
+
+def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> int:
+    """Of the items first..end-1, whose places ascend, the last one that is not after `at`."""
+    before = np.searchsorted(places[first:end], at, "right")
+    return int(first + before) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
     """The same for many places at once, and quick where a unit is one box.
 
-    Row r of the lines begins at byte `begin[r]` of all contents together, of which block b has its own from `base[b]`
-    on. `rows[r]` elements are a row of the one box of its unit: 0 where it stays whole, -1 where it has several boxes.
+    Row r of the lines begins at byte `begin[r]` of all contents together, of which block b has its
+    own from `base[b]` on. `rows[r]` elements are a row of the one box of its unit: 0 where it stays
+    whole, -1 where it has several boxes.
     """
 
     on: Lines
@@ -149,15 +198,21 @@ class Grid:
     def snapped(self, block: Ints, at: Ints) -> Ints:
         """The last places not after bytes `at` of the contents of blocks."""
         on = self.on
-        r = np.searchsorted(self.begin, self.base[block] + at, "right") - 1
-        inside, rows = (at - on.at[r]) % on.each[r], self.rows[r]
-        whole = np.maximum(rows, 1)
-        place = np.where(
-            rows == 0, 0, (on.lo[r] + inside // self.item[r]) // whole * whole - on.lo[r]
-        )
-        out: Ints = at - inside + np.maximum(place, 0) * self.item[r]
-        for i in np.flatnonzero((rows < 0) & (inside > 0)).tolist():
-            out[i] = Cutter(on, self.batches).of_block(int(block[i]), int(at[i]))
+        row = np.searchsorted(self.begin, self.base[block] + at, "right") - 1
+        inside = (at - on.at[row]) % on.each[row]
+        lo = on.lo[row]
+        item = self.item[row]
+        box_row = self.rows[row]
+        element = lo + inside // item
+        # At least 1, since a box that stays whole has 0, by which nothing can be divided.
+        divisor = np.maximum(box_row, 1)
+        place = np.where(box_row == 0, 0, element // divisor * divisor - lo)
+        out: Ints = at - inside + np.maximum(place, 0) * item
+
+        cutter = Cutter(on, self.batches)
+        several = (box_row < 0) & (inside > 0)
+        for i in several.nonzero()[0].tolist():
+            out[i] = cutter.of_block(int(block[i]), int(at[i]))
         return out
 
 
@@ -165,22 +220,31 @@ class Grid:
 def grid(on: Lines, batches: tuple[Batch, ...]) -> Grid:
     """The grid of all blocks of these lines."""
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(on.nbytes)))
-    block = np.repeat(np.arange(len(on.nbytes)), np.diff(on.row_first))
-    item = np.array([b.template.src.itemsize for b in batches], np.int64)[on.batch]
-    (rows,) = _of_units(on, batches, unit_rows)
-    return Grid(on, batches, ends, ends[block] + on.at, item, rows)
+    itemsize = np.array([batch.template.src.itemsize for batch in batches], np.int64)
+    return Grid(
+        on=on,
+        batches=batches,
+        base=ends,
+        begin=on.rows.spread(ends[:-1]) + on.at,
+        item=itemsize[on.batch],
+        rows=_look_up_units(on, batches, unit_rows),
+    )
 
 
-def _of_units(
-    on: Lines, batches: tuple[Batch, ...], *of: Callable[[Template], Ints]
-) -> Iterator[Ints]:
-    """What each function says of the unit of each row of the lines."""
-    templates = list(dict.fromkeys(b.template for b in batches))
-    ends = itertools.accumulate((len(t.unit_size) for t in templates), initial=0)
-    first = dict(zip(templates, ends, strict=False))
-    unit = np.array([first[b.template] for b in batches], np.int64)[on.batch] + on.unit
-    for column in of:
-        yield np.concatenate([np.zeros(0, np.int64), *map(column, templates)])[unit]
+def _look_up_units(
+    on: Lines, batches: tuple[Batch, ...], of_units: Callable[[Template], Ints]
+) -> Ints:
+    """What the function says of the unit of each row of the lines."""
+    columns = [np.zeros(0, np.int64)]
+    first: dict[Template, int] = {}
+    end = 0
+    for template in dict.fromkeys(batch.template for batch in batches):
+        columns.append(of_units(template))
+        first[template] = end
+        end += len(template.unit_size)
+    first_unit = np.array([first[batch.template] for batch in batches], np.int64)
+    found: Ints = np.concatenate(columns)[first_unit[on.batch] + on.unit]
+    return found
 
 
 def uncut(on: Lines, batches: tuple[Batch, ...]) -> Ints:
@@ -188,107 +252,124 @@ def uncut(on: Lines, batches: tuple[Batch, ...]) -> Ints:
 
     0 where that is not known, as the row is a stripe of a unit.
     """
-    size, grain = _of_units(on, batches, lambda t: t.unit_size, unit_grains)
-    return np.where(on.hi - on.lo == size, grain, 0)
-
-
-def row_at(on: Lines, block: int, at: int) -> int:
-    """The row that byte `at` of the content of a block is in."""
-    a, b = int(on.row_first[block]), int(on.row_first[block + 1])
-    return a + int(np.searchsorted(on.at[a:b], at, "right")) - 1
+    size = _look_up_units(on, batches, lambda template: template.unit_size)
+    grain = _look_up_units(on, batches, unit_grains)
+    elements = on.hi - on.lo
+    return np.where(elements == size, grain, 0)
 
 
 def sent(on: Lines, rank: int) -> Iterator[Stretch]:
     """All that the rank sends to others."""
-    for line, lo, hi in _share(on, rank):
-        a, b = int(on.first[line]), int(on.first[line + 1])
-        begin = a + int(np.searchsorted(on.start[a:b], lo, "right")) - 1
-        for block in range(begin, a + int(np.searchsorted(on.start[a:b], hi, "left"))):
-            yield from _of_block(on, line, block, rank, lo, hi)
+    for line, lo, hi in _find_shares(on, rank):
+        first = _block_at(on, line, lo)
+        last = _block_at(on, line, hi - 1)
+        for block in range(first, last + 1):
+            yield from _send_of_block(on, line, block, rank, lo, hi)
 
 
-def _share(on: Lines, rank: int) -> list[tuple[int, int, int]]:
+def _find_shares(on: Lines, rank: int) -> list[tuple[int, int, int]]:
     """(line, first byte, last byte + 1) of all that the rank sends."""
     out = []
-    for line, n in enumerate(on.holders.tolist()):
-        held = on.sets[n]
-        if _among(held, rank):
-            at = int(on.cut_first[line]) + bisect.bisect_left(held, rank)
-            out.append((line, int(on.cuts[at]), int(on.cuts[at + 1])))
-    return [(line, lo, hi) for line, lo, hi in out if lo < hi]
+    for line in range(len(on.holders)):
+        held = on.held_by(line)
+        if not _among(held, rank):
+            continue
+        holder = bisect.bisect_left(held, rank)
+        lo, hi = on.cuts_of(line)[holder : holder + 2].tolist()
+        if lo < hi:
+            out.append((line, lo, hi))
+    return out
 
 
-def _of_block(on: Lines, line: int, block: int, rank: int, lo: int, hi: int) -> Iterator[Stretch]:
+def _send_of_block(
+    on: Lines, line: int, block: int, rank: int, lo: int, hi: int
+) -> Iterator[Stretch]:
     """What the bytes lo..hi-1 of the line have of a block, receiver by receiver."""
-    each, start = int(on.nbytes[block]), int(on.start[block])
-    lo, hi = max(lo - start, 0), min(hi - start, each * int(on.count[block]))
-    asking = wire(on, line, block) if lo < hi else ()
-    for j in range(lo // each, -(-hi // each)):
-        yield Stretch(block, rank, asking[j], max(lo - j * each, 0), min(hi - j * each, each))
+    each = int(on.nbytes[block])
+    start = int(on.start[block])
+    lo = max(lo - start, 0)
+    hi = min(hi - start, each * int(on.count[block]))
+    if lo >= hi:
+        return
+    asking = wire(on, line, block)
+    first = lo // each
+    last = (hi - 1) // each
+    for receiver in range(first, last + 1):
+        begin = receiver * each
+        a = max(lo - begin, 0)
+        b = min(hi - begin, each)
+        yield Stretch(block, rank, asking[receiver], a, b)
 
 
 def received(on: Lines, rank: int) -> Iterator[Stretch]:
     """All that the rank receives from others."""
     for line, block in _asked_by(on, rank):
-        held = on.sets[on.holders[line]]
-        if not _among(held, rank):
-            begin = int(on.start[block]) + _place(on, held, block, rank) * int(on.nbytes[block])
-            for sender, lo, hi in _senders(on, line, begin, begin + int(on.nbytes[block])):
-                yield Stretch(block, sender, rank, lo - begin, hi - begin)
+        held = on.held_by(line)
+        if _among(held, rank):
+            continue
+        nbytes = int(on.nbytes[block])
+        start = int(on.start[block])
+        begin = start + _place_of(on, held, block, rank) * nbytes
+        for sender, lo, hi in _find_senders(on, line, begin, begin + nbytes):
+            yield Stretch(block, sender, rank, lo - begin, hi - begin)
 
 
 def kept(on: Lines, rank: int) -> Iterator[Stretch]:
     """All that stays on the rank: whole blocks."""
     for line, block in _asked_by(on, rank):
-        if _among(on.sets[on.holders[line]], rank):
-            yield Stretch(block, rank, rank, 0, int(on.nbytes[block]))
+        if _among(on.held_by(line), rank):
+            nbytes = int(on.nbytes[block])
+            yield Stretch(block, rank, rank, 0, nbytes)
 
 
 def _among(ranks: Ranks, rank: int) -> bool:
+    """Whether the rank is one of the ranks, which ascend."""
     at = bisect.bisect_left(ranks, rank)
     return at < len(ranks) and ranks[at] == rank
 
 
-def _place(on: Lines, held: Ranks, block: int, rank: int) -> int:
+def _place_of(on: Lines, held: Ranks, block: int, rank: int) -> int:
     """The place of a rank among the receivers of a block that are not holders."""
-    asking = on.sets[on.receivers[block]]
+    asking = on.asked_by(block)
     at = bisect.bisect_left(asking, rank)
     if on.count[block] == len(asking):
         return at
-    return at - sum(_among(asking, other) for other in held[: bisect.bisect_left(held, rank)])
+    lower = held[: bisect.bisect_left(held, rank)]
+    return at - sum(_among(asking, holder) for holder in lower)
 
 
 @memo(64)
 def _asked_by(on: Lines, rank: int) -> tuple[tuple[int, int], ...]:
     """(line, block) of all blocks that the rank is a receiver of."""
-    among = np.array([_among(ranks, rank) for ranks in on.sets], bool)
-    blocks = among[on.receivers].nonzero()[0]
-    return tuple(
-        zip((on.first.searchsorted(blocks, "right") - 1).tolist(), blocks.tolist(), strict=True)
-    )
+    among = [_among(ranks, rank) for ranks in on.sets]
+    asking = np.array(among, bool)[on.receivers]
+    blocks = asking.nonzero()[0]
+    lines = on.first.searchsorted(blocks, "right") - 1
+    return tuple(zip(lines.tolist(), blocks.tolist(), strict=True))
 
 
-def _senders(on: Lines, line: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+def _find_senders(on: Lines, line: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
     """(rank, first byte, last byte + 1) of the holders that send the bytes lo..hi-1 of a line."""
-    held = on.sets[on.holders[line]]
-    a = int(on.cut_first[line])
-    cuts = on.cuts[a : a + len(held) + 1]
-    first = max(int(np.searchsorted(cuts, lo, "right")) - 1, 0)
-    for h in range(first, min(int(np.searchsorted(cuts, hi, "left")), len(held))):
-        x, y = max(lo, int(cuts[h])), min(hi, int(cuts[h + 1]))
-        if x < y:
-            yield held[h], x, y
+    held = on.held_by(line)
+    cuts = on.cuts_of(line)
+    first = int(cuts.searchsorted(lo, "right")) - 1
+    end = int(cuts.searchsorted(hi, "left"))
+    for holder in range(max(first, 0), min(end, len(held))):
+        a = max(lo, int(cuts[holder]))
+        b = min(hi, int(cuts[holder + 1]))
+        if a < b:
+            yield held[holder], a, b
 
 
 def sent_loads(on: Lines) -> dict[int, int]:
     """Bytes that each holder sends to others."""
+    cuts = on.cuts.tolist()
+    first = on.cut_first.tolist()
     out: dict[int, int] = {}
-    for line, n in enumerate(on.holders.tolist()):
-        a = int(on.cut_first[line])
-        for rank, x in zip(
-            on.sets[n], np.diff(on.cuts[a : a + len(on.sets[n]) + 1]).tolist(), strict=True
-        ):
-            out[rank] = out.get(rank, 0) + x
+    for line in range(len(on.holders)):
+        for place, rank in enumerate(on.held_by(line), first[line]):
+            nbytes = cuts[place + 1] - cuts[place]
+            out[rank] = out.get(rank, 0) + nbytes
     return out
 
 
@@ -297,18 +378,23 @@ def received_loads(on: Lines) -> dict[int, int]:
     asked = np.zeros(len(on.sets), np.int64)
     np.add.at(asked, on.receivers, on.nbytes)
     out: dict[int, int] = {}
-    for n in np.flatnonzero(asked).tolist():
-        for rank in on.sets[n]:
-            out[rank] = out.get(rank, 0) + int(asked[n])
-    for rank, nbytes in _local(on):
+    for ranks, nbytes in zip(on.sets, asked.tolist(), strict=True):
+        if not nbytes:
+            continue
+        for rank in ranks:
+            out[rank] = out.get(rank, 0) + nbytes
+    for rank, nbytes in _find_local(on):
         out[rank] -= nbytes
     return out
 
 
-def _local(on: Lines) -> Iterator[tuple[int, int]]:
+def _find_local(on: Lines) -> Iterator[tuple[int, int]]:
     """(rank, bytes) of what receivers hold themselves, block by block."""
-    line = np.repeat(np.arange(len(on.holders)), np.diff(on.first))
-    size = np.array([len(ranks) for ranks in on.sets], np.int64)[on.receivers]
-    for block in np.flatnonzero(on.count < size).tolist():
-        both = set(on.sets[on.receivers[block]]) & set(on.sets[on.holders[line[block]]])
-        yield from ((rank, int(on.nbytes[block])) for rank in sorted(both))
+    lines = on.blocks.spread(np.arange(len(on.holders)))
+    sizes = np.array([len(ranks) for ranks in on.sets], np.int64)
+    some_local = on.count < sizes[on.receivers]
+    for block in some_local.nonzero()[0].tolist():
+        holders = on.held_by(lines[block])
+        local = set(on.asked_by(block)).intersection(holders)
+        for rank in sorted(local):
+            yield rank, int(on.nbytes[block])

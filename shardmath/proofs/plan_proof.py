@@ -33,6 +33,7 @@ import numpy as np
 
 from shardmath.algebra.box import Box, first_gap, from_slices
 from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.overlay import Parts
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
@@ -41,10 +42,10 @@ from shardmath.layouts.holdings import equivalent
 from shardmath.layouts.layout import Layout
 from shardmath.plans.cover import cells_held, check_disjoint
 from shardmath.plans.demands import Batch, Lines, Ranks
-from shardmath.plans.overlay import Parts
+from shardmath.plans.pieces import expand, unit_boxes
 from shardmath.plans.plan import Plan
 from shardmath.plans.reduction import reduction
-from shardmath.plans.template import Template, expand, unit_boxes
+from shardmath.plans.template import Template
 from shardmath.proofs.tables import check_lines, check_template, require
 
 __all__ = ["prove"]

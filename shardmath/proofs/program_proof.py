@@ -34,7 +34,7 @@ from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.plans.balance import grid, row_at, totals
 from shardmath.plans.demands import Lines, wire
-from shardmath.plans.template import legal
+from shardmath.plans.pieces import legal
 from shardmath.programs.loads import LEGS, messages, pairs, round_loads
 from shardmath.programs.program import Message, Program, Round, Step, Streams, streams
 from shardmath.programs.scheduling import MOST_ROUNDS, MOST_SLOTS

@@ -28,12 +28,13 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from shardmath.algebra.overlay import Overlay, Parts
 from shardmath.algebra.partition import Partition, partition
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.plans.demands import Batch, Lines
-from shardmath.plans.overlay import Overlay, Parts
-from shardmath.plans.template import Template, hidden_pairs, legal, unit_addends
+from shardmath.plans.pieces import legal
+from shardmath.plans.template import Template, hidden_pairs, unit_addends
 from shardmath.programs.program import Legs
 
 __all__ = ["check_lines", "check_template", "misfit_of_bands", "require"]

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardmath import Layout, Mesh, Plan, PlanError, plan, verify
+from shardmath.algebra.overlay import Overlay
 from shardmath.algebra.partition import Partition
 from shardmath.plans.demands import Batch, Lines
-from shardmath.plans.overlay import Overlay
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.template import Members, Template, unit_addends
 from tests.property.drawn.plans import FAR, LINE, executed, right

@@ -290,7 +290,7 @@ def nodes() -> dict[str, Plan]:
 
 def every_plan() -> dict[str, Plan]:
     """Where every row of a box may be a cut."""
-    with mock.patch("shardmath.plans.template.SMALL", 0):
+    with mock.patch("shardmath.plans.pieces.SMALL", 0):
         return copies() | reductions() | trees() | nodes()
 
 

@@ -25,9 +25,9 @@ from shardmath import (
     testing,
     verify,
 )
+from shardmath.algebra import gaps
 from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.layouts.edits import window
-from shardmath.plans import cover
 from shardmath.plans.cover import cells_held, check_disjoint, first_unheld, holds_all, meeting
 
 MESH = Mesh(dp=2, tp=2)
@@ -276,7 +276,7 @@ def test_a_plan_that_is_wrong_of_it_is_refused(fails) -> None:
     fails(lambda: verify(schedule(wrong)), PlanError, says)
 
 
-@given(testing.layouts(), testing.meshes(), st.sampled_from([0, 30, cover.GRID]), st.data())
+@given(testing.layouts(), testing.meshes(), st.sampled_from([0, 30, gaps.GRID]), st.data())
 def test_what_is_held_together(layout: Layout, mesh: Mesh, grid: int, data: st.DataObject) -> None:
     """Windows of any boxes, against the sets of their elements; whatever room there is for a grid."""
     others = data.draw(testing.layouts(layout.shape, mesh))
@@ -286,7 +286,7 @@ def test_what_is_held_together(layout: Layout, mesh: Mesh, grid: int, data: st.D
     for held in (windows, data.draw(testing.tilings(layout)), (window(layout, whole),)):
         mine = {x for one in held for r in one.mesh.ranks for x in _elements(one, r)}
         missing = set(itertools.product(*map(range, layout.shape))) - mine
-        with mock.patch.object(cover, "GRID", grid):
+        with mock.patch.object(gaps, "GRID", grid):
             assert first_unheld(held) == min(missing, default=None)
         assert holds_all(held) == (not missing)
 

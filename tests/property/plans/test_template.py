@@ -13,21 +13,18 @@ from hypothesis import strategies as st
 from shardmath import Layout, Mesh, Table, testing
 from shardmath.algebra.runs import from_ranges, identity
 from shardmath.layouts.edits import relabelled
-from shardmath.plans.reduction import reduction
-from shardmath.plans.template import (
+from shardmath.plans.pieces import (
     SMALL,
     Piece,
-    Template,
     expand,
-    hidden_pairs,
     legal,
     snap,
-    template,
-    unit_addends,
     unit_boxes,
     unit_grains,
     unit_rows,
 )
+from shardmath.plans.reduction import reduction
+from shardmath.plans.template import Template, hidden_pairs, template, unit_addends
 
 MESH = Mesh(dp=2, tp=2)
 
@@ -318,7 +315,7 @@ def test_boxes_of_64_kib_stay_whole(rows: int, cut: int) -> None:
 @given(testing.pairs(), st.sampled_from([0, 16, 64, SMALL]))
 def test_snap_is_the_last_place(pair: tuple[Layout, ...], small: int) -> None:
     t = of(*pair)
-    with mock.patch("shardmath.plans.template.SMALL", small):
+    with mock.patch("shardmath.plans.pieces.SMALL", small):
         for unit in range(len(t.unit_size)):
             cuts, rows = legal_cuts(t, unit, small), legal_cuts(t, unit, 0)
             for at in range(int(t.unit_size[unit]) + 1):
@@ -330,7 +327,7 @@ def test_snap_is_the_last_place(pair: tuple[Layout, ...], small: int) -> None:
 def test_rows_of_units_of_one_box(pair: tuple[Layout, ...], small: int) -> None:
     """Snapping to them is snapping; units of several boxes have none."""
     t = of(*pair)
-    with mock.patch("shardmath.plans.template.SMALL", small):
+    with mock.patch("shardmath.plans.pieces.SMALL", small):
         for unit, rows in enumerate(unit_rows(t).tolist()):
             cuts, boxes = legal_cuts(t, unit, small), len(unit_boxes(t, unit)[0])
             if boxes > 1:
@@ -343,7 +340,7 @@ def test_rows_of_units_of_one_box(pair: tuple[Layout, ...], small: int) -> None:
 def test_grains_are_what_no_cut_divides(pair: tuple[Layout, ...], small: int) -> None:
     """Exactly, but where small boxes lie beside a large one, which may be larger than a row of it."""
     t = of(*pair)
-    with mock.patch("shardmath.plans.template.SMALL", small):
+    with mock.patch("shardmath.plans.pieces.SMALL", small):
         for unit, grain in enumerate(unit_grains(t).tolist()):
             sizes = [int(np.prod(dims)) * t.src.itemsize for dims in unit_boxes(t, unit)[1]]
             longest = t.src.itemsize * max(np.diff(legal_cuts(t, unit, small)))

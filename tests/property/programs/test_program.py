@@ -17,7 +17,7 @@ from shardmath import Layout, Mesh, Plan, Program, Topology, Transfer, plan, sch
 from shardmath.algebra.box import row_size
 from shardmath.plans.balance import grid
 from shardmath.plans.demands import lines, wire
-from shardmath.plans.template import unit_boxes
+from shardmath.plans.pieces import unit_boxes
 from shardmath.programs.program import Message, Round, slices, streams
 from tests.property.drawn.programs import (
     PROGRAMS,
@@ -158,7 +158,7 @@ def test_laws_of_random_programs(prog: Program) -> None:
 
 @given(st.sampled_from([8, 32, 100]), plans(), topologies())
 def test_laws_where_small_boxes_stay_whole(small: int, p: Plan, topology: Topology) -> None:
-    with mock.patch("shardmath.plans.template.SMALL", small):
+    with mock.patch("shardmath.plans.pieces.SMALL", small):
         prog = schedule(plan(p.src, p.dst) if p.is_tree else p, topology=topology)
         everything_comes_once(prog)
         slices_follow_each_other(prog)
@@ -302,7 +302,7 @@ def cuts_of(t, unit: int, small: int) -> Iterator[int]:
 @given(sides(), topologies(), st.sampled_from([0, 0, 16, 64, 1 << 16]))
 def test_snapped_is_the_last_place_not_after(pair, topology: Topology, small: int) -> None:
     """Everywhere in every block, many places at once."""
-    with mock.patch("shardmath.plans.template.SMALL", small):
+    with mock.patch("shardmath.plans.pieces.SMALL", small):
         p = plan(*pair)
         on = lines(p.batches, topology)
         for block, size, legal in places(p, topology, small):

@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, testing
+from shardmath.algebra.overlay import Overlay, overlaid, overlay
 from shardmath.algebra.partition import Partition, partition
 from shardmath.algebra.runs import Runs, from_ranges, identity
 from shardmath.base.arrays import ranges
-from shardmath.plans.overlay import Overlay, overlaid, overlay
 
 
 def parts_of(*held: Runs) -> Partition:

@@ -1,0 +1,138 @@
+"""Operations: the ways in which addends become one value, as a table.
+
+1. A row says all that differs between operations; nothing else asks for one by its name.
+2. Addends are folded left, two at a time; an average is a sum that is divided at the end.
+3. The identity of a sum is -0.0, because +0.0 would turn -0.0 into +0.0.
+4. An element type may have no such operation: `refuse` says why, and what to do instead.
+
+>>> OPERATIONS["avg"].fold, OPERATIONS["avg"].divides, OPERATIONS["avg"].refuse("float32")
+('sum', True, '')
+>>> OPERATIONS["avg"].refuse("int32")
+' is not an integer; use sum, or cast to a floating type first'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardmath.base.dtypes import is_bool, is_integer
+
+__all__ = ["OPERATIONS", "Operation"]
+
+NO_ARITHMETIC = {
+    "float8_e8m0fnu": "it has no zero",
+    "float4_e2m1fn_x2": "an element is two packed values",
+}
+"""Types that only move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation, by its name.
+
+    `fold` is the operation on two addends; `divides` whether the result is divided by their number.
+    `linear` says whether a move that reduces so has an adjoint. Where `one_receives`, any one of the
+    destination's addends takes a value and the others stay at the identity; otherwise each has to
+    hold the value itself. `identity` gives what a fold starts from, by element type; it is None for
+    operations that start from the first addend. `refuse` says why an element type has no such
+    operation, as the end of a sentence that begins "max of complex64", and nothing where it has.
+    """
+
+    name: str
+    fold: str
+    linear: bool
+    divides: bool
+    one_receives: bool
+    identity: Callable[[str], complex] | None
+    refuse: Callable[[str], str]
+
+
+def _zero(dtype: str) -> complex:
+    """The zero to which anything may be added unchanged."""
+    if is_integer(dtype):
+        return 0
+    if dtype.endswith("fnuz"):
+        return 0.0  # these types have one zero
+    if dtype.startswith("complex"):
+        return complex(-0.0, -0.0)
+    return -0.0
+
+
+def _one(dtype: str) -> complex:
+    return 1
+
+
+def _refuse_arithmetic(dtype: str) -> str:
+    """Why a type has no sum and no product."""
+    if is_bool(dtype):
+        return " has no agreed meaning; use max for any, min for all, or cast to an integer type"
+    if dtype in NO_ARITHMETIC:
+        return f" does not exist: {NO_ARITHMETIC[dtype]}; cast to a floating type first"
+    return ""
+
+
+def _refuse_average(dtype: str) -> str:
+    """Why a type has no average."""
+    if is_integer(dtype):
+        return " is not an integer; use sum, or cast to a floating type first"
+    return _refuse_arithmetic(dtype)
+
+
+def _refuse_order(dtype: str) -> str:
+    """Why a type has no maximum and no minimum."""
+    if dtype.startswith("complex"):
+        return ": complex numbers have no order; reduce real and imaginary parts apart"
+    return ""
+
+
+_ROWS = (
+    Operation(
+        name="sum",
+        fold="sum",
+        linear=True,
+        divides=False,
+        one_receives=True,
+        identity=_zero,
+        refuse=_refuse_arithmetic,
+    ),
+    Operation(
+        name="avg",
+        fold="sum",
+        linear=True,
+        divides=True,
+        one_receives=False,
+        identity=_zero,
+        refuse=_refuse_average,
+    ),
+    Operation(
+        name="product",
+        fold="product",
+        linear=False,
+        divides=False,
+        one_receives=True,
+        identity=_one,
+        refuse=_refuse_arithmetic,
+    ),
+    Operation(
+        name="max",
+        fold="max",
+        linear=False,
+        divides=False,
+        one_receives=False,
+        identity=None,
+        refuse=_refuse_order,
+    ),
+    Operation(
+        name="min",
+        fold="min",
+        linear=False,
+        divides=False,
+        one_receives=False,
+        identity=None,
+        refuse=_refuse_order,
+    ),
+)
+
+OPERATIONS = {operation.name: operation for operation in _ROWS}
+"""Every operation by its name."""

@@ -1,0 +1,302 @@
+"""Groups: the tensors that are held alike on both sides, which move alike.
+
+1. A side is a Layout, a tuple of them (windows of one tensor), or a mapping from name to either; both
+   sides have the same names.
+2. All windows of both sides hold one tensor, those of the source hold nothing twice, and their
+   Partial axes agree.
+3. Tensors are grouped by what their transfers depend on, so that a plan of thousands of tensors has
+   as many templates as it has kinds of tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from shardmath.base.errors import PlanError
+from shardmath.base.given import text
+from shardmath.layouts.holdings import holdings_digest
+from shardmath.layouts.layout import Layout
+from shardmath.layouts.store import local_tensors
+from shardmath.plans.cover import check_disjoint, first_unheld, holds_all, meeting
+from shardmath.plans.demands import Batch
+from shardmath.plans.reduction import Reduction, reduction
+from shardmath.plans.template import Template, template
+
+__all__ = [
+    "NOTHING",
+    "Group",
+    "Side",
+    "Windows",
+    "find_in_part",
+    "group_alike",
+    "join_groups",
+    "list_windows",
+    "make_batches",
+    "named",
+]
+
+Windows: TypeAlias = Layout | tuple[Layout, ...]
+"""How a side holds one tensor: a layout, or several windows of one shape."""
+Side: TypeAlias = (
+    Windows | Mapping[str, Layout] | Mapping[str, tuple[Layout, ...]] | Mapping[str, Windows]
+)
+
+NOTHING = Reduction()
+"""Where nothing is Partial."""
+
+
+Identities: TypeAlias = tuple[int, int]
+"""The id of a source and of a destination value, quicker to look up than the values."""
+
+
+class Group(NamedTuple):
+    """Tensors that are held alike on both sides: `key` is all that their transfers depend on.
+
+    `src`, `dst` and `rule` are spelled as the first of them is.
+    """
+
+    key: tuple[object, ...]
+    names: tuple[str, ...]
+    src: tuple[Layout, ...]
+    dst: tuple[Layout, ...]
+    rule: Reduction
+
+
+def named(src: Side, dst: Side) -> tuple[Mapping[str, Windows], Mapping[str, Windows]]:
+    """Both sides by name, "" for what has none.
+
+    Raises PlanError where one alone is a mapping, or names differ.
+    """
+    if isinstance(src, Mapping) != isinstance(dst, Mapping):
+        here, there = _describe(src), _describe(dst)
+        raise PlanError(
+            f"the source is {here}, the destination {there}; give two layouts, or two mappings"
+        )
+    by_name = _key_by_name(src), _key_by_name(dst)
+    _check_names(*by_name)
+    return by_name
+
+
+def _describe(side: Side) -> str:
+    return "a mapping" if isinstance(side, Mapping) else f"{side!r}"
+
+
+def _key_by_name(side: Side) -> Mapping[str, Windows]:
+    """The side as a mapping whose names are plain str."""
+    out: Mapping[str, Windows] = side if isinstance(side, Mapping) else {"": side}
+    if set(map(type, out)) <= {str}:
+        return out
+    for name in out:
+        if not isinstance(name, str):
+            raise PlanError(f"tensor name {name!r} is not text; name tensors by str")
+    return {text(name, "a tensor's name", PlanError): held for name, held in out.items()}
+
+
+def _check_names(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> None:
+    """Both sides have the same names."""
+    if src.keys() == dst.keys():
+        return
+    only = []
+    for side, names in (
+        ("the source", src.keys() - dst.keys()),
+        ("the destination", dst.keys() - src.keys()),
+    ):
+        if names:
+            only.append(f"{side} alone has {sorted(names)[:8]}")
+    raise PlanError(f"names differ: {'; '.join(only)}; give both sides the same names")
+
+
+def list_windows(names: list[str], side: Mapping[str, Windows]) -> dict[str, tuple[Layout, ...]]:
+    """Each tensor's windows, in the order of the names; tensors held alike have the same tuple.
+
+    Raises PlanError for what is not windows, and for a window with the name of a tensor.
+    """
+    held = list(map(side.__getitem__, names))
+    known: dict[int, tuple[Layout, ...]] = {}
+    for one in {id(one): one for one in held}.values():
+        known[id(one)] = _as_windows(names, held, one)
+    # Tens of thousands of tensors go through here, so by map and not one by one.
+    windows = map(known.__getitem__, map(id, held))
+    out = dict(zip(names, windows, strict=True))
+    if any(len(one) > 1 for one in known.values()):
+        _check_local_names(out)
+    return out
+
+
+def _as_windows(names: list[str], sides: list[Windows], held: object) -> tuple[Layout, ...]:
+    """One tensor's windows as a tuple."""
+    out = held if isinstance(held, tuple) else (held,)
+    if not out or not all(isinstance(layout, Layout) for layout in out):
+        which = next(i for i, one in enumerate(sides) if one is held)
+        raise PlanError(f"tensor {names[which]!r} is {held!r}; give a Layout or a tuple of Layouts")
+    return out
+
+
+def _check_local_names(side: Mapping[str, tuple[Layout, ...]]) -> None:
+    """No window has the name of a tensor."""
+    for name, windows in side.items():
+        if len(windows) == 1:
+            continue
+        for local, _ in local_tensors(name, windows):
+            if local in side:
+                raise PlanError(
+                    f"window {local!r} of tensor {name!r} has the name of another tensor; "
+                    f"rename one"
+                )
+
+
+def group_alike(
+    src: Mapping[str, tuple[Layout, ...]], dst: Mapping[str, tuple[Layout, ...]]
+) -> list[Group]:
+    """All tensors by their windows themselves, in order of their first names."""
+    groups = []
+    # Forms of which a tensor was found in order: what is checked does not depend on ranks' names.
+    checked: set[tuple[Layout, Layout]] = set()
+    for names in _same_windows(src, dst):
+        name = names[0]
+        here, there = src[name], dst[name]
+        rule = NOTHING
+        forms = here[0].form, there[0].form
+        single = len(here) == len(there) == 1
+        if not (single and forms in checked):
+            _check_tensor(name, here, there)
+            rule = _agree_on_reduction(name, here, there)
+            if single and rule is NOTHING:
+                checked.add(forms)
+        groups.append(Group(_make_key(here, there), tuple(names), here, there, rule))
+    return groups
+
+
+def _same_windows(
+    src: Mapping[str, tuple[Layout, ...]], dst: Mapping[str, tuple[Layout, ...]]
+) -> Iterable[list[str]]:
+    """The names that have the same tuples of windows on both sides."""
+    same: dict[Identities, list[str]] = {}
+    ids = zip(map(id, src.values()), map(id, dst.values()), strict=True)
+    for name, pair in zip(src, ids, strict=True):
+        try:
+            same[pair].append(name)
+        except KeyError:
+            same[pair] = [name]
+    return same.values()
+
+
+def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> None:
+    """All windows of both sides hold one tensor, and those of the source hold nothing twice."""
+    first = src[0]
+    for layout in (*src, *dst):
+        if (layout.shape, layout.dtype) == (first.shape, first.dtype):
+            continue
+        here, there = (f"{x.dtype}{list(x.shape)}" for x in (first, layout))
+        raise PlanError(
+            f"tensor {name!r}: {here} here, {there} there; "
+            f"both sides and all windows hold one tensor of one shape and dtype"
+        )
+    if len(src) > 1:
+        check_disjoint(name, src)
+
+
+def _agree_on_reduction(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> Reduction:
+    """What the Partial axes of a tensor's windows ask for, in which all windows have to agree."""
+    if not _any_partial(src, dst):
+        return NOTHING
+    first = reduction(src[0], dst[0])
+    for b in dst:
+        there = _ask_of_destination(reduction(src[0], b))
+        for a in src:
+            rule = reduction(a, b)
+            if _ask_of_destination(rule) == there and _folding(rule) == _folding(first):
+                continue
+            raise PlanError(
+                f"tensor {name!r}: windows {a} and {src[0]} to {b} and {dst[0]} are Partial "
+                f"in different ways; give all windows of a side the same Partial axes"
+            )
+    return first
+
+
+def _any_partial(src: Sequence[Layout], dst: Sequence[Layout]) -> bool:
+    return any(layout.partial for layout in (*src, *dst))
+
+
+def _ask_of_destination(rule: Reduction) -> tuple[object, ...]:
+    """What a rule says of the destination alone."""
+    return rule.chosen, [axes for _, axes in rule.matched]
+
+
+def _folding(rule: Reduction) -> tuple[object, ...]:
+    """How a rule folds addends."""
+    return rule.op, rule.addends, rule.fill
+
+
+def _make_key(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> tuple[object, ...]:
+    """All that the transfers of a tensor depend on, but for its name; the same for every spelling of
+    its layouts."""
+    first = src[0]
+    here = tuple(map(holdings_digest, src))
+    there = tuple(map(holdings_digest, dst))
+    rules = []
+    if first.partial or dst[0].partial:
+        for a, b in itertools.product(src, dst):
+            rule = reduction(a, b)
+            rules.append(rule.by_ranks(a, b))
+    return first.shape, first.dtype, here, there, tuple(rules) if any(rules) else ()
+
+
+def find_in_part(
+    groups: Iterable[Group], given: Mapping[str, Windows], window: bool
+) -> tuple[str, ...]:
+    """The tensors, ascending, that the destination does not hold whole.
+
+    Raises PlanError for one that has to be: neither `window` nor a tuple says that it need not.
+    """
+    short: list[str] = []
+    for group in groups:
+        if holds_all(group.dst):
+            continue
+        name = group.names[0]
+        if not window and not isinstance(given[name], tuple):
+            raise PlanError(
+                f"tensor {name!r}: no rank asks for element {first_unheld(group.dst)} "
+                f"under {group.dst[0]}; cover it at the destination, "
+                f"or say that this is a window: plan(..., window=True)"
+            )
+        short += group.names
+    return tuple(sorted(short))
+
+
+def join_groups(groups: Iterable[Group]) -> list[Group]:
+    """Groups that differ in how their layouts are spelled are one, in order of their first names."""
+    by_key: dict[tuple[object, ...], list[Group]] = {}
+    for group in groups:
+        by_key.setdefault(group.key, []).append(group)
+    joined = [_join(alike) for alike in by_key.values()]
+    return sorted(joined, key=lambda group: group.names[0])
+
+
+def _join(alike: list[Group]) -> Group:
+    """Groups of one key as one."""
+    if len(alike) == 1:
+        return alike[0]
+    names = itertools.chain.from_iterable(group.names for group in alike)
+    return alike[0]._replace(names=tuple(sorted(names)))
+
+
+def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
+    """The windows of each group that may have anything in common, pair by pair."""
+    batches = []
+    # Templates where nothing is Partial, which a look-up by identity finds quicker.
+    known: dict[Identities, Template] = {}
+    for group in groups:
+        for i, j in meeting(group.src, group.dst):
+            a, b = group.src[i], group.dst[j]
+            if group.rule is NOTHING:
+                forms = id(a.form), id(b.form)
+                if forms not in known:
+                    known[forms] = template(a, b, NOTHING)
+                t = known[forms]
+            else:
+                t = template(a, b, reduction(a, b))
+            batches.append(Batch(t, group.names, a.mesh, b.mesh, i, j))
+    return tuple(batches)

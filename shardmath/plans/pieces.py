@@ -1,0 +1,286 @@
+"""Pieces: the boxes of a unit, where it may be cut, and what a stretch of it is on both sides.
+
+1. The boxes of a unit are the products of the rows of its pairs, row-major.
+2. A unit is cut at boxes, or at rows of a box larger than `SMALL` bytes.
+3. A piece is one box, or whole rows of one, as its source and its destination see it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from shardmath.algebra.box import row_size
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.overlay import Overlay
+from shardmath.algebra.partition import Partition
+from shardmath.base.arrays import Ints
+from shardmath.base.errors import PlanError
+from shardmath.base.memo import memo
+from shardmath.plans.template import Template
+
+__all__ = [
+    "SMALL",
+    "Piece",
+    "expand",
+    "legal",
+    "snap",
+    "stripes",
+    "unit_boxes",
+    "unit_grains",
+    "unit_rows",
+]
+
+MOST_BOXES = 1 << 22
+"""That go from one rank to another, listed in memory: a gigabyte."""
+
+SMALL = 1 << 16
+"""Bytes: boxes up to this size are not divided among senders."""
+
+Rows: TypeAlias = tuple[int, ...]
+"""One row of an overlay a dimension, by number."""
+
+
+def unit_rows(t: Template) -> Ints:
+    """Of each unit: elements of a row of its one box, 0 where it stays whole, -1 where there are
+    several boxes."""
+    largest = _find_largest(t)
+    rows = np.where(largest.boxes > 1, -1, largest.row)
+    nbytes = t.unit_size * t.src.itemsize
+    small = nbytes <= SMALL
+    return np.where((rows > 0) & small, 0, rows)
+
+
+def unit_grains(t: Template) -> Ints:
+    """Of each unit, the bytes of its largest box that are never cut: all of a small one, a row of a
+    large one."""
+    largest = _find_largest(t)
+    itemsize = t.src.itemsize
+    small = largest.size * itemsize <= SMALL
+    elements = np.where(small, largest.size, largest.row)
+    return elements * itemsize
+
+
+class _Largest(NamedTuple):
+    """Of each unit: how many boxes it has, and the elements of the largest and of a row of it."""
+
+    boxes: Ints
+    size: Ints
+    row: Ints
+
+
+@memo()
+def _find_largest(t: Template) -> _Largest:
+    """The largest box of each unit."""
+    boxes = np.ones(len(t.unit_size), np.int64)
+    size = boxes.copy()
+    # How many rows a box has: its length in the first dimension where that is more than 1.
+    rows = boxes.copy()
+    for over, pair in zip(t.overlays, t.unit_pairs.T, strict=True):
+        count, longest = _measure_pairs(over)
+        boxes *= count[pair]
+        length = longest[pair]
+        rows = np.where(rows == 1, length, rows)
+        size *= length
+    row = size // np.maximum(rows, 1)
+    return _Largest(boxes, size, row)
+
+
+@memo()
+def _measure_pairs(over: Overlay) -> tuple[Ints, Ints]:
+    """Of each pair: how many rows it has, and the size of the largest."""
+    begin = over.first[:-1]
+    end = over.first[1:]
+    count = end - begin
+    if not len(count):
+        return count, count
+    largest = np.maximum.reduceat(over.size, begin)
+    return count, largest
+
+
+class _Listed(NamedTuple):
+    """The numbers of an overlay as lists, which are quicker to look at one by one."""
+
+    first: list[int]
+    start: list[int]
+    size: list[int]
+    src: list[list[int]]
+    dst: list[list[int]]
+
+
+@memo()
+def _list(over: Overlay) -> _Listed:
+    """The overlay's columns as lists."""
+    return _Listed(
+        first=over.first.tolist(),
+        start=over.start.tolist(),
+        size=over.size.tolist(),
+        src=over.src.tolist(),
+        dst=over.dst.tolist(),
+    )
+
+
+@memo(8192)
+def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Rows], list[int]]:
+    """Box by box and row-major: its row in each dimension, its size in each, and the elements up to
+    its end."""
+    rows = []
+    sizes = []
+    for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
+        listed = _list(over)
+        first, end = listed.first[pair : pair + 2]
+        rows.append(range(first, end))
+        sizes.append(listed.size[first:end])
+    count = math.prod(map(len, rows))
+    if count > MOST_BOXES:
+        raise PlanError(
+            f"{t.src} to {t.dst}: between two ranks go {count} boxes of one tensor, "
+            f"more than {MOST_BOXES}; divide it into larger blocks, "
+            f"or write it with more dimensions"
+        )
+    boxes = list(itertools.product(*rows))
+    shapes = list(itertools.product(*sizes))
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    return boxes, shapes, ends
+
+
+def snap(t: Template, unit: int, at: int) -> int:
+    """The last place not after element `at` of the unit where it may be cut: a box, or a row of a
+    large one."""
+    _, sizes, ends = unit_boxes(t, unit)
+    box = bisect.bisect_right(ends, at)
+    begin = ends[box - 1] if box else 0
+    if at == begin or box == len(ends):
+        return begin
+    if (ends[box] - begin) * t.src.itemsize <= SMALL:
+        return begin
+    row = row_size(sizes[box])
+    return begin + (at - begin) // row * row
+
+
+def stripes(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
+    """The unit in `count` even ranges of elements, snapped."""
+    size = int(t.unit_size[unit])
+    places = []
+    for i in range(count):
+        even = size * i // count
+        places.append(snap(t, unit, even))
+    return itertools.pairwise([*places, size])
+
+
+def legal(t: Template, unit: int, at: int) -> bool:
+    """Whether the unit may be cut at an element: at a box, or at a row of one."""
+    _, sizes, ends = unit_boxes(t, unit)
+    box = bisect.bisect_right(ends, at)
+    begin = ends[box - 1] if box else 0
+    if at == begin:
+        return True
+    return box < len(ends) and (at - begin) % row_size(sizes[box]) == 0
+
+
+class Piece(NamedTuple):
+    """One box of a unit as its source and its destination see it; `addend` is its place in the
+    fold."""
+
+    src: tuple[slice, ...]
+    dst: tuple[slice, ...]
+    whole: tuple[slice, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+    addend: int
+
+
+Columns: TypeAlias = tuple[tuple[int, int], ...]
+"""By dimension, which part of the source's key and of the destination's goal the two ends hold."""
+
+
+def expand(
+    t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
+) -> list[Piece]:
+    """The pieces of elements lo..hi-1 of the unit from one position of the source to one of the
+    destination.
+
+    lo and hi are at boxes, or at rows of one, as `snap` gives them. Where `relayed`, the sender is
+    a position of the destination too, and sends what it has received.
+    """
+    columns = []
+    pairs = t.unit_pairs[unit].tolist()
+    for over, pair in zip(t.overlays, pairs, strict=True):
+        key = over.keys[over.pair_key[pair]]
+        goal = over.goals[over.pair_goal[pair]]
+        there = _find_column(goal, over.target, receiver, t.dst.mesh)
+        if relayed:
+            here = _find_column(goal, over.target, sender, t.dst.mesh)
+        else:
+            here = _find_column(key, over.source, sender, t.src.mesh)
+        columns.append((here, there))
+    return _expand(t, unit, tuple(columns), lo, hi, relayed)
+
+
+def _find_column(parts: tuple[int, ...], held: Partition, position: int, mesh: Mesh) -> int:
+    """Which part of a key or goal the position holds."""
+    if len(parts) == 1:
+        return 0
+    return parts.index(int(held.by_rank(mesh)[position]))
+
+
+@memo(1 << 14)
+def _expand(
+    t: Template, unit: int, columns: Columns, lo: int, hi: int, relayed: bool
+) -> list[Piece]:
+    """The pieces between any two positions that hold these parts."""
+    boxes, sizes, ends = unit_boxes(t, unit)
+    listed = [_list(over) for over in t.overlays]
+    first = bisect.bisect_right(ends, lo)
+    last = bisect.bisect_left(ends, hi)
+    out = []
+    for box in range(first, last + 1):
+        src = []
+        dst = []
+        start = []
+        for over, row, (here, there) in zip(listed, boxes[box], columns, strict=True):
+            sending = (over.dst if relayed else over.src)[row]
+            receiving = over.dst[row]
+            src.append(sending[here])
+            dst.append(receiving[there])
+            start.append(over.start[row])
+        begin = ends[box - 1] if box else 0
+        a = max(lo - begin, 0)
+        b = min(hi, ends[box]) - begin
+        out.append(_cut_piece(t, (src, dst, start), sizes[box], a, b))
+    return out
+
+
+def _cut_piece(
+    t: Template,
+    starts: tuple[list[int], list[int], list[int]],
+    sizes: tuple[int, ...],
+    lo: int,
+    hi: int,
+) -> Piece:
+    """Elements lo..hi-1, whole rows, of the box that begins at `starts` (source, destination,
+    global)."""
+    if hi - lo < math.prod(sizes):
+        # Rows lie along the first dimension that is longer than 1.
+        d = next(i for i, n in enumerate(sizes) if n > 1)
+        inner = sizes[d + 1 :]
+        row = math.prod(inner)
+        sizes = (*sizes[:d], (hi - lo) // row, *inner)
+        for start in starts:
+            start[d] += lo // row
+    hidden = t.hidden
+    shape = sizes[hidden:]
+    src, dst, whole = [_slice(start[hidden:], shape) for start in starts]
+    nbytes = math.prod(shape) * t.src.itemsize
+    addend = starts[2][0] if t.reduction.folded else 0
+    return Piece(src, dst, whole, shape, nbytes, addend)
+
+
+def _slice(start: list[int], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The box of this shape that begins at `start`."""
+    return tuple([slice(a, a + n) for a, n in zip(start, shape, strict=True)])
