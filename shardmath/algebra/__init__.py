@@ -6,5 +6,6 @@ In reading order:
 - `box`: products of ranges;
 - `mesh`: named axes over ranks;
 - `dimension`: every way of dividing a dimension is digits;
-- `partition`: the distinct parts of a dimension.
+- `partition`: the distinct parts of a dimension;
+- `spans`: sets of positions as ranges, and boxes of them.
 """

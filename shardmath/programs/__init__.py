@@ -3,7 +3,8 @@
 In reading order:
 
 - `collectives`: plans that are a collective;
-- `program`: a plan as rounds, with what is relayed;
+- `streams`: what goes from rank to rank, straight or relayed;
+- `program`: a plan as rounds of messages;
 - `messages`: transfers as messages;
 - `fanout`: who relays what;
 - `loads`: bytes by rank and link, and how long they take;

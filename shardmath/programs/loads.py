@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from shardmath.base.arrays import Bools, Ints, begins
 from shardmath.flows.topology import Topology
-from shardmath.programs.program import Program, Streams, slices, streams, turn_of
+from shardmath.programs.program import Program, slices, turn_of
+from shardmath.programs.streams import Streams, streams
 
 __all__ = ["LEGS", "Loads", "Pairs", "leg_loads", "messages", "pairs", "round_loads", "seconds"]
 

@@ -34,7 +34,7 @@ from shardmath.flows.topology import Topology, checked
 from shardmath.plans.balance import uncut
 from shardmath.plans.demands import Lines, lines
 from shardmath.plans.plan import Plan
-from shardmath.programs.fanout import as_cut, passed_on
+from shardmath.programs.fanout import find_legs, legs_as_cut
 from shardmath.programs.loads import (
     LEGS,
     Loads,
@@ -45,7 +45,8 @@ from shardmath.programs.loads import (
     round_loads,
     seconds,
 )
-from shardmath.programs.program import Legs, Program, streams
+from shardmath.programs.program import Program
+from shardmath.programs.streams import Legs, streams
 
 __all__ = ["Fanout", "MOST_ROUNDS", "MOST_SLOTS", "as_planned", "schedule"]
 
@@ -115,9 +116,9 @@ def _ways(p: Plan, on: Lines, where: Topology, fanout: str) -> Iterator[Legs]:
     """The legs to choose from."""
     for by_node, relays in WAYS[fanout]:
         if fanout == "none" and where == p.topology:
-            yield as_cut(p.lines)
+            yield legs_as_cut(p.lines)
         else:
-            yield from passed_on(p, on, where.ranks_per_node, by_node=by_node, relays=relays)
+            yield from find_legs(p, on, where.ranks_per_node, by_node=by_node, relays=relays)
 
 
 def as_planned(p: Plan, topology: Topology | None = None) -> Program:
@@ -131,7 +132,7 @@ def as_planned(p: Plan, topology: Topology | None = None) -> Program:
             f"{p!r} is not a plan of two sides' layouts; give what plan(src, dst) returns"
         )
     where = p.topology or Topology() if topology is None else checked(topology)
-    prog = Program(p, where, as_cut(p.lines), 1, 1, 1, 1, "")
+    prog = Program(p, where, legs_as_cut(p.lines), 1, 1, 1, 1, "")
     count = messages(pairs(prog), 1, len(prog.ranks)).max(initial=1)
     prog = replace(
         prog, max_inflight_bytes=max(_measured(prog)[1], 1), max_ops_per_group=int(count)

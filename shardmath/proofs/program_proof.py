@@ -36,8 +36,9 @@ from shardmath.plans.balance import grid, row_at, totals
 from shardmath.plans.demands import Lines, wire
 from shardmath.plans.template import legal
 from shardmath.programs.loads import LEGS, messages, pairs, round_loads
-from shardmath.programs.program import Message, Program, Round, Step, Streams, streams
+from shardmath.programs.program import Message, Program, Round, Step
 from shardmath.programs.scheduling import MOST_ROUNDS, MOST_SLOTS
+from shardmath.programs.streams import Streams, streams
 from shardmath.proofs.plan_proof import prove
 from shardmath.proofs.tables import misfit_of_bands
 

@@ -34,7 +34,7 @@ from shardmath.base.errors import PlanError
 from shardmath.plans.demands import Batch, Lines
 from shardmath.plans.overlay import Overlay, Parts
 from shardmath.plans.template import Template, hidden_pairs, legal, unit_addends
-from shardmath.programs.program import Legs
+from shardmath.programs.streams import Legs
 
 __all__ = ["check_lines", "check_template", "misfit_of_bands", "require"]
 

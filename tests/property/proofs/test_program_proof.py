@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from shardmath import Layout, Mesh, PlanError, Program, plan, schedule, verify
 from shardmath.plans.demands import Lines
 from shardmath.plans.plan import Transfer
-from shardmath.programs.program import Bands, Message, Round, streams
+from shardmath.programs.program import Message, Round
+from shardmath.programs.streams import Bands, streams
 from shardmath.proofs.program_proof import Walk, walk
 from tests.property.drawn.programs import (
     PROGRAMS,
