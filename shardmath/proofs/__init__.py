@@ -5,6 +5,7 @@ In reading order:
 - `tables`: what a plan's tables must look like to be read;
 - `plan_proof`: that a plan's tables bring every element home, once;
 - `program_proof`: that a program delivers what its plan promises, without deadlock;
+- `claims`: that transfers made elsewhere do, one by one;
 - `simulate`: what a plan or program means, in numpy;
 - `verify`: the proof of a plan, a program, or a list of transfers.
 """
