@@ -167,6 +167,8 @@ def _find_origins(legs: Legs, block: int, nodes: int) -> Ints:
     relay_class = (begin + turn % count) % classes
     last = (nodes - 1 - relay_class) // classes
     relay = relay_class + classes * np.minimum(node // classes, last)
+    # Only in a wrong table, which its proof refuses, has the class no node at all.
+    relay = np.maximum(relay, 0)
     origin: Ints = number[np.where(is_straight, node, relay), np.arange(b - a)]
     return origin
 
@@ -285,7 +287,9 @@ def _cut_among_holders(legs: Legs, line: int, entries: _Entries) -> _Roots:
     # them that have no share send nothing.
     first_holder = np.searchsorted(cuts, to.place, "right") - 1
     last_holder = np.searchsorted(cuts, to.place + to.size, "left")
-    holder, item = ranges(first_holder, last_holder)
+    # Only in a wrong table are there bytes beyond the cuts: nobody sends them, and its proof refuses it.
+    last_holder = np.minimum(last_holder, min(len(held), len(cuts) - 1))
+    holder, item = ranges(np.maximum(first_holder, 0), last_holder)
     lo = np.maximum(cuts[holder] - to.place[item], 0)
     hi = np.minimum(cuts[holder + 1] - to.place[item], to.size[item])
     some = lo < hi

@@ -2,7 +2,8 @@
 
 In reading order:
 
-- `tables`: what a plan's tables must look like to be read;
+- `shapes`: whether what is read are tables at all;
+- `tables`: whether a plan's tables are well formed;
 - `plan_proof`: that a plan's tables bring every element home, once;
 - `program_proof`: that a program delivers what its plan promises, without deadlock;
 - `claims`: that transfers made elsewhere do, one by one;

@@ -20,7 +20,8 @@ In reading order:
 - `oracle`: what local arrays stand for, by brute force;
 - `strategies`: values drawn with all the awkward cases;
 - `laws`: what every value keeps, by name;
-- `buffers`: what every rule of buffers keeps.
+- `buffers`: what every rule of buffers keeps;
+- `rounds`: whether ranks that walk their rounds get to the end.
 """
 
 try:
