@@ -128,31 +128,36 @@ def _list_entries_of_block(
     legs: Legs, block: int, groups: tuple[Ranks, ...], before: int
 ) -> _Entries:
     """The entries of a block, node by node; `before` entries of the line stand before them."""
-    bands = legs.bands
-    a, b = int(bands.first[block]), int(bands.first[block + 1])
-    nodes, count = len(groups), b - a
-    lo = bands.at[a:b]
+    a, b = legs.bands.first[block : block + 2].tolist()
+    nodes = len(groups)
+    lo = legs.bands.at[a:b]
     hi = np.append(lo[1:], legs.lines.nbytes[block])
-    # By node and band, the entry's place among the ranks of all nodes laid end to end.
-    replicas = np.array([len(group) for group in groups], np.int64)
-    first = np.cumsum(replicas) - replicas
-    place = first[:, None] + bands.place[a:b] * replicas[:, None] // bands.span[a:b]
-    ranks = np.array(list(itertools.chain.from_iterable(groups)), np.int64)
-    entry = ranks[place].ravel()
+    rank = _pick_entries(legs.bands, a, b, groups)
+    origin = _find_origins(legs.bands, block, nodes)
     return _Entries(
-        block=np.full(nodes * count, block),
-        rank=entry,
+        block=np.full(rank.size, block),
+        rank=rank,
         lo=lo if nodes == 1 else np.tile(lo, nodes),
         hi=hi if nodes == 1 else np.tile(hi, nodes),
-        origin=_find_origins(legs, block, nodes).ravel() + before,
-        others=_list_others(groups, entry.tolist()),
+        origin=origin.ravel() + before,
+        others=_list_others(groups, rank.tolist()),
     )
 
 
-def _find_origins(legs: Legs, block: int, nodes: int) -> Ints:
+def _pick_entries(bands: Bands, a: int, b: int, groups: tuple[Ranks, ...]) -> Ints:
+    """The entry rank of the bands a..b-1 in each node, node by node."""
+    replicas = np.array([len(group) for group in groups], np.int64)
+    # Ranks of all nodes end to end: node i has those from first[i] on.
+    ranks = np.array(list(itertools.chain.from_iterable(groups)), np.int64)
+    first = np.cumsum(replicas) - replicas
+    inside = bands.place[a:b] * replicas[:, None] // bands.span[a:b]
+    entry: Ints = ranks[first[:, None] + inside]
+    return entry.ravel()
+
+
+def _find_origins(bands: Bands, block: int, nodes: int) -> Ints:
     """By node and band, the number of the entry through which the band comes."""
-    bands = legs.bands
-    a, b = int(bands.first[block]), int(bands.first[block + 1])
+    a, b = bands.first[block : block + 2].tolist()
     classes = int(bands.classes[block])
     number = np.arange(nodes * (b - a)).reshape(nodes, b - a)
     if classes == 1:
@@ -262,19 +267,12 @@ def _find_streams(legs: Legs, line: int) -> Streams:
     """The three legs: straight, to other nodes, inside nodes."""
     entries = _list_entries(legs, line)
     roots = _cut_among_holders(legs, line, entries)
-    own = np.arange(len(entries.origin))
-    relayed = np.flatnonzero(entries.origin != own)
-    here, there = entries.rank[entries.origin[relayed]], entries.rank[relayed]
-    # Inside its node, each entry sends what it received to every other rank.
-    entry = np.repeat(own, [len(others) for others in entries.others])
-    members = np.array(list(itertools.chain.from_iterable(entries.others)), np.int64)
-    leg = np.where(entries.origin[entry] == entry, 2, 3)
-    legs_ = (
-        _first_leg(entries, roots),
-        _relay(entries, roots, relayed, here, there, np.full_like(relayed, 2)),
-        _relay(entries, roots, entry, entries.rank[entry], members, leg),
+    found = (
+        _leave_holders(entries, roots),
+        _relay_to_nodes(entries, roots),
+        _relay_inside_nodes(entries, roots),
     )
-    return Streams(*map(np.concatenate, zip(*legs_, strict=True)))
+    return Streams(*map(np.concatenate, zip(*found, strict=True)))
 
 
 def _cut_among_holders(legs: Legs, line: int, entries: _Entries) -> _Roots:
@@ -299,12 +297,30 @@ def _cut_among_holders(legs: Legs, line: int, entries: _Entries) -> _Roots:
     return _Roots(entry, held[holder], begin + lo[some], begin + hi[some], first)
 
 
-def _first_leg(entries: _Entries, roots: _Roots) -> Streams:
+def _leave_holders(entries: _Entries, roots: _Roots) -> Streams:
     """The streams that leave the holders."""
     block, receiver = entries.block[roots.entry], entries.rank[roots.entry]
     count = len(roots.entry)
     leg = np.ones(count, np.int64)
     return Streams(block, leg, roots.sender, receiver, roots.lo, roots.hi, np.arange(count))
+
+
+def _relay_to_nodes(entries: _Entries, roots: _Roots) -> Streams:
+    """The streams of entries that have another origin, from that origin."""
+    own = np.arange(len(entries.origin))
+    entry = np.flatnonzero(entries.origin != own)
+    origin = entries.origin[entry]
+    sender, receiver = entries.rank[origin], entries.rank[entry]
+    return _relay(entries, roots, entry, sender, receiver, np.full_like(entry, 2))
+
+
+def _relay_inside_nodes(entries: _Entries, roots: _Roots) -> Streams:
+    """The streams from each entry to all other ranks of its node."""
+    own = np.arange(len(entries.origin))
+    entry = np.repeat(own, [len(others) for others in entries.others])
+    receiver = np.array(list(itertools.chain.from_iterable(entries.others)), np.int64)
+    leg = np.where(entries.origin[entry] == entry, 2, 3)
+    return _relay(entries, roots, entry, entries.rank[entry], receiver, leg)
 
 
 def _relay(

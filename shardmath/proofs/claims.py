@@ -46,11 +46,14 @@ def check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
             names = ", ".join(map(repr, tensors))
             raise PlanError(f"{t}: the plan has no tensor {t.tensor!r}; its tensors are {names}")
         tensor = tensors[t.tensor]
-        # An adjoint's transfer is proved as the one that it turns round; its operation is its own.
-        ahead = t if flip is None else swapped(t)
-        target, op = _check(tensor, ahead)
-        entry = op, target.addend
-        if flip is not None:
+        if flip is None:
+            ahead = t
+            target, op = _check(tensor, ahead)
+            entry = op, target.addend
+        else:
+            # An adjoint's transfer is proved as the one that it turns round; its operation is its own.
+            ahead = swapped(t)
+            target, _ = _check(tensor, ahead)
             entry = flip.entry(ahead.dst_tensor, ahead.dst_rank)
         _check_entry(t, entry)
         tensor.choose(target, ahead)
@@ -159,14 +162,17 @@ class _Tensor:
         self.chosen: list[dict[int, int]] = []
         self.through: list[dict[int, int]] = []
         for j, layout in enumerate(self.dst):
-            mesh, rule = layout.mesh, self.rules[0, j]
-            others = [axis for axis in mesh.shape if axis not in rule.chosen]
-            through = [axis for _, axes in rule.matched for axis in axes]
-            self.groups.append(_coordinates(mesh, others))
-            self.chosen.append(_coordinates(mesh, rule.chosen) if rule.chosen else {})
-            self.through.append(_coordinates(mesh, through))
+            self._add_window(layout.mesh, self.rules[0, j])
         self.choices: dict[tuple[int, int, int], dict[tuple[Box, int], None]] = {}
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
+
+    def _add_window(self, mesh: Mesh, rule: Reduction) -> None:
+        """Note what a destination window's ranks have to do with addends."""
+        others = [axis for axis in mesh.shape if axis not in rule.chosen]
+        through = [axis for _, axes in rule.matched for axis in axes]
+        self.groups.append(_coordinates(mesh, others))
+        self.chosen.append(_coordinates(mesh, rule.chosen) if rule.chosen else {})
+        self.through.append(_coordinates(mesh, through))
 
     def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
         """What the rank holds of a window of the source (0) or of the destination (1)."""
@@ -221,13 +227,18 @@ def _check_sizes(tensor: _Tensor, t: Transfer) -> None:
         if odd or tuple(s.stop - s.start for s in slices) != t.shape:
             what = f"{t}: slices {from_slices(slices)} are not of shape {t.shape}"
             raise PlanError(f"{what}; all slices of a transfer list the same box")
-    if any(n <= 0 for n in t.shape) or len(t.shape) != tensor.src[0].ndim:
-        what = f"{t}: shape {t.shape} is not a box of {tensor.src[0].shape}"
-        raise PlanError(f"{what}; give a positive length a dimension")
+    _check_shape(tensor, t)
     nbytes = math.prod(t.shape) * tensor.itemsize
     if t.nbytes != nbytes:
         what = f"{t}: {t.nbytes} B for {t.shape} of {tensor.itemsize} B each"
         raise PlanError(f"{what}; it is {nbytes} B")
+
+
+def _check_shape(tensor: _Tensor, t: Transfer) -> None:
+    """The shape is a box of the tensor."""
+    if min(t.shape, default=1) <= 0 or len(t.shape) != tensor.src[0].ndim:
+        what = f"{t}: shape {t.shape} is not a box of {tensor.src[0].shape}"
+        raise PlanError(f"{what}; give a positive length a dimension")
 
 
 def _check_end(
