@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `kinds`: which textbook operation groups of ranks fit;
 - `collectives`: plans that are a collective;
 - `streams`: what goes from rank to rank, straight or relayed;
 - `program`: a plan as rounds of messages;

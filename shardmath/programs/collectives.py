@@ -30,28 +30,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs, concat
-from shardmath.algebra.spans import NOTHING, Holding, divided, inside, merge, spans_of, tile
+from shardmath.algebra.spans import NOTHING, inside, merge, spans_of
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan
 from shardmath.plans.reduction import reduction
+from shardmath.programs.kinds import COPIES, FITS, Buffer, Kind, Members, Side
 
 __all__ = ["Collective", "Kind", "recognise", "recognise_all"]
 
-Kind: TypeAlias = Literal[
-    "local", "broadcast", "permute", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"
-]
 Axes: TypeAlias = tuple[str, ...]
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -103,29 +100,6 @@ class Collective:
         return f" over {'*'.join(self.axes)}: {groups}"
 
 
-Buffer: TypeAlias = tuple[Runs, ...]
-"""A local array: the Runs of each dimension."""
-Members: TypeAlias = tuple[int, ...]
-"""A group as the classes of its ranks. Groups of the same classes are looked at once."""
-Found: TypeAlias = tuple[tuple[int, ...], dict[Members, Members]]
-"""The dimensions of a collective, and the senders of each group by their places in it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Side:
-    """The box that ranks of each class hold, and their buffers.
-
-    Ranks outside the mesh hold `NOTHING`, as do those that hold no position of some dimension.
-    """
-
-    held: list[Holding]
-    buffers: list[Buffer | None]
-
-    def boxes(self, group: Members) -> list[Holding]:
-        """What the members of a group hold."""
-        return [self.held[member] for member in group]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Move:
     """A source and a destination. Ranks of one class have the same before, and the same after.
@@ -133,8 +107,8 @@ class _Move:
     `number` is the class of each rank.
     """
 
-    before: _Side
-    after: _Side
+    before: Side
+    after: Side
     number: Mapping[int, int]
 
     def members(self, groups: Groups) -> dict[tuple[int, ...], Members]:
@@ -310,13 +284,13 @@ def _list_parts(layout: Layout) -> tuple[_Parts, dict[int, Members]]:
     return [part.parts for part in parts], by_rank
 
 
-def _make_side(parts: _Parts, classes: Iterable[Members | None]) -> _Side:
+def _make_side(parts: _Parts, classes: Iterable[Members | None]) -> Side:
     """What each class holds, given by the number of its part of each dimension.
 
     None stands for ranks outside the mesh.
     """
     spans = [[spans_of(runs) for runs in each] for each in parts]
-    side = _Side([], [])
+    side = Side([], [])
     for numbers in classes:
         if numbers is None:
             side.held.append(NOTHING)
@@ -326,111 +300,6 @@ def _make_side(parts: _Parts, classes: Iterable[Members | None]) -> _Side:
         side.held.append(box if all(box) else NOTHING)
         side.buffers.append(tuple(each[i] for each, i in zip(parts, numbers, strict=True)))
     return side
-
-
-# Kinds: whether groups fit
-
-
-def _broadcast(before: _Side, after: _Side, groups: Iterable[Members]) -> Found | None:
-    """One member holds it all, everybody gets it."""
-    senders: dict[Members, Members] = {}
-    for group in groups:
-        have = before.boxes(group)
-        holders = [i for i, box in enumerate(have) if box != NOTHING]
-        if len(holders) > 1:
-            return None
-        root = holders[0] if holders else _find_member(before, group)
-        if set(after.boxes(group)) != {have[root]}:
-            return None
-        senders[group] = (root,) * len(group)
-    return (), senders
-
-
-def _find_member(side: _Side, group: Members) -> int:
-    """The place in the group of the first rank of the side's mesh, 0 if none is."""
-    for i, member in enumerate(group):
-        if side.buffers[member] is not None:
-            return i
-    return 0
-
-
-def _permute(before: _Side, after: _Side, groups: Iterable[Members]) -> Found | None:
-    """Every member gets what one member held; whoever holds it already keeps it."""
-    senders: dict[Members, Members] = {}
-    for group in groups:
-        have, want = before.boxes(group), after.boxes(group)
-        if Counter(have) != Counter(want):
-            return None
-        senders[group] = _match(have, want)
-    return (), senders
-
-
-def _match(have: list[Holding], want: list[Holding]) -> tuple[int, ...]:
-    """The place from which each member gets what it wants: its own if it can be."""
-    # Where each holding is that its holder does not keep.
-    free: dict[Holding, list[int]] = {}
-    for i, (held, wanted) in enumerate(zip(have, want, strict=True)):
-        if held != wanted:
-            free.setdefault(held, []).append(i)
-    senders = []
-    for i, (held, wanted) in enumerate(zip(have, want, strict=True)):
-        senders.append(i if held == wanted else free[wanted].pop(0))
-    return tuple(senders)
-
-
-def _all_gather(before: _Side, after: _Side, groups: Iterable[Members]) -> Found | None:
-    """Members hold shares of a box, everybody gets it."""
-    dims: set[int] = set()
-    for group in groups:
-        have = before.boxes(group)
-        whole = tile(have)
-        if whole is None or set(after.boxes(group)) != {whole}:
-            return None
-        dims |= divided(have, whole)
-    return tuple(sorted(dims)), {}
-
-
-def _all_to_all(before: _Side, after: _Side, groups: Iterable[Members]) -> Found | None:
-    """Members share a box along one dimension, and then along another."""
-    gathered: set[int] = set()
-    scattered: set[int] = set()
-    for group in groups:
-        have, want = before.boxes(group), after.boxes(group)
-        whole = tile(have)
-        if whole is None or tile(want) != whole:
-            return None
-        gathered |= divided(have, whole)
-        scattered |= divided(want, whole)
-    if len(gathered) != 1 or len(scattered) != 1 or gathered == scattered:
-        return None
-    return (*gathered, *scattered), {}
-
-
-def _all_reduce(before: _Side, after: _Side, groups: Iterable[Members]) -> Found | None:
-    """Members hold addends of a box, everybody gets their reduction."""
-    fits = all(before.boxes(group) == after.boxes(group) for group in groups)
-    return ((), {}) if fits else None
-
-
-def _reduce_scatter(before: _Side, after: _Side, groups: Iterable[Members]) -> Found | None:
-    """Members hold addends of a box, everybody gets a share of their reduction.
-
-    That is the transpose of an all_gather.
-    """
-    found = _all_gather(after, before, groups)
-    return found if found and found[0] else None
-
-
-FITS: dict[Kind, Callable[[_Side, _Side, Iterable[Members]], Found | None]] = {
-    "broadcast": _broadcast,
-    "permute": _permute,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-}
-COPIES: tuple[Kind, ...] = ("broadcast", "permute", "all_gather", "all_to_all")
-"""In the order in which they are tried."""
 
 
 # Buffers

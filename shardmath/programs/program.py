@@ -167,18 +167,28 @@ def _list_stretches(prog: Program, rank: int) -> Iterator[tuple[Step, int, Stret
     on = prog.legs.lines
     for stretch in kept(on, rank):
         yield (int(on.addend[stretch.block]), 0, 0), 1, stretch
-    place = {r: i for i, r in enumerate(prog.ranks)}
     for line in _find_lines(on, rank):
         every = streams(prog.legs, line)
         mine = np.flatnonzero((every.sender == rank) | (every.receiver == rank))
         some = Streams(*(column[mine] for column in every))
-        rows = zip(*(column.tolist() for column in slices(prog, line, some)), strict=True)
-        for i, slot, lo, hi in rows:
-            block, leg = int(some.block[i]), int(some.leg[i])
-            sender, receiver = int(some.sender[i]), int(some.receiver[i])
-            turn = turn_of(place[sender] + place[receiver], leg, len(place)) % prog.turns
-            step = int(on.addend[block]), slot, turn
-            yield step, leg, Stretch(block, sender, receiver, lo, hi)
+        yield from _list_slices(prog, line, some)
+
+
+def _list_slices(prog: Program, line: int, of: Streams) -> Iterator[tuple[Step, int, Stretch]]:
+    """(step, leg, stretch) of all slices of streams of a line, in order."""
+    ranks = np.array(prog.ranks, np.int64)
+    places = np.searchsorted(ranks, of.sender) + np.searchsorted(ranks, of.receiver)
+    turns = turn_of(places, of.leg, len(ranks)) % prog.turns
+    phases = prog.legs.lines.addend[of.block]
+    cut = slices(prog, line, of)
+    # By slice: its slot and bytes, and what it has of its stream.
+    bytes_ = zip(cut.slot.tolist(), cut.lo.tolist(), cut.hi.tolist(), strict=True)
+    columns = phases, turns, of.leg, of.block, of.sender, of.receiver
+    rest = zip(*(column[cut.stream].tolist() for column in columns), strict=True)
+    for (slot, lo, hi), (phase, turn, leg, block, sender, receiver) in zip(
+        bytes_, rest, strict=True
+    ):
+        yield (phase, slot, turn), leg, Stretch(block, sender, receiver, lo, hi)
 
 
 Places = TypeVar("Places", int, Ints)

@@ -4,6 +4,7 @@ In reading order:
 
 - `shapes`: whether what is read are tables at all;
 - `tables`: whether a plan's tables are well formed;
+- `batches`: whether a plan's batches move its tensors as they lie;
 - `plan_proof`: that a plan's tables bring every element home, once;
 - `program_proof`: that a program delivers what its plan promises, without deadlock;
 - `claims`: that transfers made elsewhere do, one by one;

@@ -3,7 +3,7 @@
 What is read is what `transfers` expands: names, units, rows, sets of ranks, blocks, lines and cuts. Once these are
 tables at all (`shapes`) and well formed (`tables`):
 
-1. **Tensors** are in one group of batches each, which move a pair of windows once and lie as their templates say.
+1. **Tensors** are in one group of batches each, as `batches` says.
 2. **Ends**: all holders of a line hold the units of its rows, all receivers of a block want them.
 3. **Once**: no receiver has an element from two rows, and where any one addend may receive, all replicas agree on it.
 4. **Counting**: as many elements arrive everywhere as there are cells, so every cell is reached.
@@ -25,8 +25,8 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, NoReturn, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -35,13 +35,12 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
-from shardmath.layouts.layout import Layout, equivalent, relabelled
-from shardmath.plans.cover import cells_held, check_disjoint
+from shardmath.plans.cover import cells_held
 from shardmath.plans.demands import Batch, Lines, Ranks
 from shardmath.plans.overlay import Parts
 from shardmath.plans.plan import Plan
-from shardmath.plans.reduction import reduction
 from shardmath.plans.template import Template, expand, unit_boxes
+from shardmath.proofs.batches import check_batches
 from shardmath.proofs.shapes import check_plan_shapes, require
 from shardmath.proofs.tables import check_lines, check_template
 
@@ -51,11 +50,7 @@ __all__ = ["prove"]
 def prove(p: Plan) -> None:
     """Raise PlanError unless the tables of a plan (not an adjoint) do what its layouts ask for."""
     check_plan_shapes(p)
-    groups = _group_batches(p)
-    held = [_find_windows(p, batches[0].names) for batches in groups]
-    _check_sides(p, held)
-    for batches, alike in zip(groups, held, strict=True):
-        _check_group(batches, alike)
+    groups = check_batches(p)
     proved: set[int] = set()
     templates = {id(batch.template): batch.template for batch in p.batches}
     for t in templates.values():
@@ -65,93 +60,6 @@ def prove(p: Plan) -> None:
     _check_ends(p, places)
     _check_once(p, places)
     _check_complete(p, groups, places)
-
-
-# Tensors
-
-
-def _group_batches(p: Plan) -> list[list[Batch]]:
-    """The batches by the tensors that they move; every tensor is in one group."""
-    groups: dict[tuple[str, ...], list[Batch]] = {}
-    for batch in p.batches:
-        require(batch.names, "a batch is of no tensor")
-        groups.setdefault(batch.names, []).append(batch)
-    times = Counter(itertools.chain.from_iterable(groups))
-    for name, n in times.items():
-        require(n == 1, f"tensor {name!r} moves twice")
-    if not times.keys() == p.src.keys() == p.dst.keys():
-        odd = (times.keys() ^ p.src.keys()) | (times.keys() ^ p.dst.keys())
-        require(False, f"tensor {min(odd)!r} is in no batch, or not in the plan")
-    return list(groups.values())
-
-
-_Held: TypeAlias = dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], str]
-"""The windows at both ends, and the first tensor that is held so."""
-
-
-def _find_windows(p: Plan, names: Iterable[str]) -> _Held:
-    """The distinct windows of these tensors."""
-    out: _Held = {}
-    for name in names:
-        out.setdefault((p.src[name], p.dst[name]), name)
-    return out
-
-
-def _check_sides(p: Plan, held: Sequence[_Held]) -> None:
-    """The plan knows all ranks of both sides."""
-    for side, word, ranks in ((0, "source", p.src_ranks), (1, "destination", p.dst_ranks)):
-        meshes = {layout.mesh for alike in held for pair in alike for layout in pair[side]}
-        known = tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
-        if ranks != known:
-            given = f"{len(ranks)} ranks {ranks[:8]}"
-            require(False, f"{given} are not those of the {word}, {len(known)} ranks {known[:8]}")
-
-
-def _check_group(batches: Sequence[Batch], held: _Held) -> None:
-    """Batches move each pair of windows once, of all their tensors, and none is left out."""
-    first = batches[0].names[0]
-    moved = {(batch.source, batch.target) for batch in batches}
-    require(len(moved) == len(batches), f"tensor {first!r} moves twice between two windows")
-    counts = {(len(src), len(dst)) for src, dst in held}
-    require(len(counts) == 1, f"tensors of other windows move as {first!r} does")
-    reached = {target for _, target in moved}
-    for (src, dst), name in held.items():
-        check_disjoint(name, src)
-        for batch in batches:
-            _check_batch(name, src, dst, batch)
-        for j in sorted(set(range(len(dst))) - reached):
-            needs = cells_held(dst[j]).any()
-            require(not needs, f"tensor {name!r}: nothing arrives in window {j}")
-
-
-def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch: Batch) -> None:
-    """The tensor lies as the batch's template says, on the batch's ranks, and is reduced so."""
-    t = batch.template
-    known = batch.source in range(len(src)) and batch.target in range(len(dst))
-    moved = f"from window {batch.source} of {len(src)} to window {batch.target} of {len(dst)}"
-    require(known, f"tensor {name!r} moves {moved}")
-    held = src[batch.source], dst[batch.target]
-    planned = (
-        _place_form(name, t.src, batch.src, held[0]),
-        _place_form(name, t.dst, batch.dst, held[1]),
-    )
-    for layout, other in zip(held, planned, strict=True):
-        if layout is not other and not equivalent(layout, other):
-            lies = f"tensor {name!r} lies as {layout} on {layout.mesh}"
-            require(False, f"{lies}, not as {other} on {other.mesh}")
-    rule, asked = reduction(*planned), reduction(*held)
-    if repr(rule) != repr(t.reduction) or rule.by_ranks(*planned) != asked.by_ranks(*held):
-        raise PlanError(f"tensor {name!r} is reduced by {t.reduction}; its layouts ask for {asked}")
-
-
-def _place_form(name: str, form: Layout, mesh: Mesh, layout: Layout) -> Layout:
-    """The layout of this form on the ranks of the mesh: `layout` where that is it."""
-    if layout.form is form and layout.mesh.ranks == mesh.ranks:
-        return layout
-    positions = set(form.mesh.ranks)
-    fits = positions == set(range(mesh.size))
-    require(fits, f"tensor {name!r}: {mesh} has other positions than its template's {form.mesh}")
-    return relabelled(form, dict(enumerate(mesh.ranks)))
 
 
 # Ends
