@@ -1,7 +1,7 @@
 """Spans: sets of positions as ranges, and boxes of them.
 
-1. **Spans** are disjoint ranges (start, stop), ascending, no two of which touch: equal sets are equal
-   values.
+1. **Spans** are disjoint ranges (start, stop), ascending, no two of which touch: equal sets are
+   equal values.
 2. A **holding** is a box, one set of positions per dimension. A box without elements is `NOTHING`.
 
 >>> merge([(4, 6), (0, 2), (2, 3)])

@@ -1,9 +1,10 @@
 """Certify: how near a program is to the fastest that any program could be.
 
-The bound counts each element once, wherever it is wanted and however it gets there (`cost`); the program's own figure
-counts every byte of every round, one round after the other. A plan that is compiled as it is has a figure of its own,
-which is that of `as_planned`: its own senders, whatever the topology. Where the bound cannot know what a plan was free
-to choose (which addend of a Partial destination receives) it asks for nothing.
+The bound counts each element once, wherever it is wanted and however it gets there (`cost`); the
+program's own figure counts every byte of every round, one round after the other. A plan that is
+compiled as it is has a figure of its own, which is that of `as_planned`: its own senders, whatever
+the topology. Where the bound cannot know what a plan was free to choose (which addend of a Partial
+destination receives) it asks for nothing.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh
@@ -35,10 +36,12 @@ __all__ = ["blocks", "certify", "crossing_bytes"]
 
 
 def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certificate:
-    """The certificate of what runs when `p` is compiled: its bound, its time, their ratio, and who forces the bound.
+    """The certificate of what runs when `p` is compiled: its bound, its time, their ratio, and who
+    forces the bound.
 
-    A program runs on its own topology, a plan on the one given (default: the plan's own, or 8 ranks a node). Raises
-    PlanError for anything else than what `plan` and `schedule` return, and for a program with another topology.
+    A program runs on its own topology, a plan on the one given (default: the plan's own, or 8 ranks
+    a node). Raises PlanError for anything else than what `plan` and `schedule` return, and for a
+    program with another topology.
     """
     prog = _find_running(p, topology)
     time = seconds(prog.topology, round_loads(prog))

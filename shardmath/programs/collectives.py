@@ -1,19 +1,22 @@
 """Collectives: moves that are one textbook operation within groups of ranks.
 
 1. A group is the ranks that differ only on some mesh axes. Within each group, and never across,
-   **all_gather**: members hold different shares of a box, each gets all of it;
-   **all_to_all**: members share a box along one dimension, each gets a share along another;
-   **permute**: holdings move whole, each to one rank; **broadcast**: one member holds it all, each gets it;
-   **all_reduce**: members hold addends of one box, each gets its reduction;
-   **reduce_scatter**: the same, each gets a share; **local**: nothing is moved between ranks.
-2. `recognise` compares what each rank holds before and after, element for element, and what the addends ask for: all
-   that `plan(src, dst)` depends on. Placements, the order of splits and the names of axes do not matter.
-3. Groups are of the source's mesh, or of the destination's where the source's axes do not say them. The smallest groups
-   that fit are taken, then those of the first ranks, then broadcast, permute, all_gather, all_to_all in this order.
-4. Order within a rank is free: a strided shard may be gathered in order, or as the buffers come. `contiguous` says that
-   the buffers are the operation's own, without a hole and without a copy before or after.
-5. Everything else is None: run its transfers. So are gathering and reducing to one rank, and destinations that wait
-   for a reduction of their own, other than of addends that pass through.
+   **all_gather**: members hold different shares of a box, each gets all of it; **all_to_all**:
+   members share a box along one dimension, each gets a share along another; **permute**: holdings
+   move whole, each to one rank; **broadcast**: one member holds it all, each gets it;
+   **all_reduce**: members hold addends of one box, each gets its reduction; **reduce_scatter**: the
+   same, each gets a share; **local**: nothing is moved between ranks.
+2. `recognise` compares what each rank holds before and after, element for element, and what the
+   addends ask for: all that `plan(src, dst)` depends on. Placements, the order of splits and the
+   names of axes do not matter.
+3. Groups are of the source's mesh, or of the destination's where the source's axes do not say them.
+   The smallest groups that fit are taken, then those of the first ranks, then broadcast, permute,
+   all_gather, all_to_all in this order.
+4. Order within a rank is free: a strided shard may be gathered in order, or as the buffers come.
+   `contiguous` says that the buffers are the operation's own, without a hole and without a copy
+   before or after.
+5. Everything else is None: run its transfers. So are gathering and reducing to one rank, and
+   destinations that wait for a reduction of their own, other than of addends that pass through.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> mesh = Mesh(dp=2, tp=2)
@@ -56,14 +59,15 @@ Groups: TypeAlias = tuple[tuple[int, ...], ...]
 @public
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One operation, the same in every group of `groups`: rank tuples along `axes` of `mesh`, by coordinate.
+    """One operation, the same in every group of `groups`: rank tuples along `axes` of `mesh`, by
+    coordinate.
 
-    `dims` are the dimensions that are gathered (all_gather), divided (reduce_scatter), or both: all_to_all has
-    (gathered, divided). `op` is the reduction. `senders` has, for permute and broadcast, beside each rank of `groups`
-    the one whose holding it gets. `even`: within each group all buffers that are sent have one shape, and all that are
-    received. `contiguous`: there are no holes, and what is sent, one buffer after the other along the gathered
-    dimension, is what each member receives; for a divided dimension the reverse; without either, buffers stay as they
-    are.
+    `dims` are the dimensions that are gathered (all_gather), divided (reduce_scatter), or both:
+    all_to_all has (gathered, divided). `op` is the reduction. `senders` has, for permute and
+    broadcast, beside each rank of `groups` the one whose holding it gets. `even`: within each group
+    all buffers that are sent have one shape, and all that are received. `contiguous`: there are no
+    holes, and what is sent, one buffer after the other along the gathered dimension, is what each
+    member receives; for a divided dimension the reverse; without either, buffers stay as they are.
     """
 
     kind: Kind
@@ -244,9 +248,11 @@ def _order_of_grouping(grouping: tuple[Mesh, Axes]) -> tuple[int, list[list[int]
 
 
 def _groups(mesh: Mesh, axes: Axes) -> Groups:
-    """The ranks along the axes, by coordinate, first slowest; groups in order of their first ranks."""
+    """The ranks along the axes, by coordinate, first slowest; groups in order of their first
+    ranks."""
     others = mesh.coordinate(name for name in mesh.shape if name not in axes)
-    # lexsort's last key is the slowest: ranks of one group stand together, in order of their coordinates.
+    # lexsort's last key is the slowest: ranks of one group stand together, in order of their
+    # coordinates.
     order = np.lexsort((mesh.coordinate(axes), others))
     size = math.prod(map(mesh.axis_size, axes))
     rows = np.array(mesh.ranks)[order].reshape(-1, size).tolist()

@@ -1,9 +1,9 @@
 """Fan-out: who relays what, so that few bytes cross between nodes and no holder sends all copies.
 
 1. By node: each byte enters a node once, at one replica of it, a stripe each, and is spread there.
-2. Relays: where what holders send is the bottleneck, nodes of the destination relay a share to other
-   nodes. The target is a load that no rank can go below. Only lines whose holders would send more
-   **shed** copies, as many as bring their holders down to it, evenly over the line's blocks.
+2. Relays: where what holders send is the bottleneck, nodes of the destination relay a share to
+   other nodes. The target is a load that no rank can go below. Only lines whose holders would send
+   more **shed** copies, as many as bring their holders down to it, evenly over the line's blocks.
 3. All is decided by integers that every rank finds alike; the first leg's lines are cut by `flow`.
 """
 
@@ -114,7 +114,8 @@ def _sum_by_line(on: Lines, sizes: Ints) -> list[int]:
 
 
 def _least_sent(once: list[int], held: list[Ranks]) -> int:
-    """The least that the fullest holder sends if lines of these lengths leave their holders once."""
+    """The least that the fullest holder sends if lines of these lengths leave their holders
+    once."""
     found = levels(once, held)
     if not found:
         return 0
@@ -197,7 +198,8 @@ def _spread(sizes: dict[int, int], copies: list[int], nbytes: int) -> dict[int, 
 
 
 class _Part(NamedTuple):
-    """From byte `at` of a content on, it goes straight to `classes` classes of nodes, from `begin` on."""
+    """From byte `at` of a content on, it goes straight to `classes` classes of nodes, from `begin`
+    on."""
 
     at: int
     begin: int
@@ -220,8 +222,8 @@ def _plot(size: int, nodes: int, straight: int) -> _Plot:
     """
     options = (c for c in range(2, nodes + 1) if nodes % c == 0)
     classes = next(c for c in options if c * straight >= nodes * size)
-    # To serve a class straight takes size * nodes / classes bytes, so `straight` bytes are enough for
-    # d classes, and for one more of what is left of each chunk after its first `fewer` bytes.
+    # To serve a class straight takes size * nodes / classes bytes, so `straight` bytes are enough
+    # for d classes, and for one more of what is left of each chunk after its first `fewer` bytes.
     d = min(classes * straight // (nodes * size), classes - 1)
     fewer = ((d + 1) * size * nodes - straight * classes) // (classes * nodes)
     parts = []

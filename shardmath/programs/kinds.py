@@ -1,7 +1,8 @@
 """Kinds: which textbook operations move what the ranks of each group hold.
 
-A group fits a kind if its members hold before, and after, what the operation takes and gives. Ranks are looked at in
-**classes** that hold the same before and the same after, and groups of the same classes once.
+A group fits a kind if its members hold before, and after, what the operation takes and gives. Ranks
+are looked at in **classes** that hold the same before and the same after, and groups of the same
+classes once.
 """
 
 from __future__ import annotations

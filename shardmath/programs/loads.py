@@ -54,7 +54,8 @@ def pairs(prog: Program) -> Pairs:
     on = prog.legs.lines
     ranks = np.array(prog.ranks, np.int64)
     shape = _count_phases(prog), LEGS, len(ranks), len(ranks)
-    # Each line is summed by itself first, so that what is kept grows with pairs and not with streams.
+    # Each line is summed by itself first, so that what is kept grows with pairs and not with
+    # streams.
     none = np.zeros(0, np.int64)
     codes, sizes = [none], [none]
     for line in range(len(on.holders)):
@@ -145,8 +146,8 @@ def _add_line(
     turn = turn_of(sender + receiver, of.leg, len(ranks)) % prog.turns
     phase = prog.legs.lines.addend[of.block]
     link = 2 * _is_far(prog, of.sender, of.receiver)
-    # Slices differ from their stream in the slot alone: streams are coded as if in slot 0, slices are
-    # that many slots further. There are many more slices than streams.
+    # Slices differ from their stream in the slot alone: streams are coded as if in slot 0, slices
+    # are that many slots further. There are many more slices than streams.
     slot_size = math.prod(shape[2:])
     ahead = cut.slot * slot_size
     slot = np.zeros_like(turn)

@@ -1,17 +1,22 @@
 """Transfers -> the messages that a transport sends: pure Python, no torch.
 
-1. All transfers from one rank to another, in their common order, are one **stream**. A stream is cut into messages of
-   at most `Pace.message_bytes`: big transfers are cut by whole rows, small ones joined. Both ends cut alike, because a
-   cut depends on nothing but the stream and the pace, and the pace is agreed.
-2. Message k of every stream belongs to **round** k. Every rank walks its rounds in one order, and posts all of a round
-   before it waits: the earliest round in which anybody waits has all of its messages posted, so there is no deadlock.
-3. Many peers or a small limit: streams take **turns**, (receiver - sender) modulo the number of ranks; only
-   `Pace.turns` go at once, so a rank has at most so many messages each way in hand, however many ranks there are.
+1. All transfers from one rank to another, in their common order, are one **stream**. A stream is
+   cut into messages of at most `Pace.message_bytes`: big transfers are cut by whole rows, small
+   ones joined. Both ends cut alike, because a cut depends on nothing but the stream and the pace,
+   and the pace is agreed.
+2. Message k of every stream belongs to **round** k. Every rank walks its rounds in one order, and
+   posts all of a round before it waits: the earliest round in which anybody waits has all of its
+   messages posted, so there is no deadlock.
+3. Many peers or a small limit: streams take **turns**, (receiver - sender) modulo the number of
+   ranks; only `Pace.turns` go at once, so a rank has at most so many messages each way in hand,
+   however many ranks there are.
 4. A rank's own copies are a stream like any other that never meets the wire.
-5. Pieces that are folded into one element (a reduction) must come in order of addend. `keeps_fold_order` says whether
-   the rounds do so by themselves; where not, `Pace.by_addend` sends one addend after the other.
-6. A program's messages and steps are its own (`scheduled`): both ends have them from the same value, and its phases
-   bring addends in order. What is relayed leaves the sender's destination, where an earlier round has put it.
+5. Pieces that are folded into one element (a reduction) must come in order of addend.
+   `keeps_fold_order` says whether the rounds do so by themselves; where not, `Pace.by_addend` sends
+   one addend after the other.
+6. A program's messages and steps are its own (`scheduled`): both ends have them from the same
+   value, and its phases bring addends in order. What is relayed leaves the sender's destination,
+   where an earlier round has put it.
 
 >>> pace = set_pace((0, 1, 2), peers=2, max_inflight_bytes=1 << 20, by_addend=False)
 >>> pace.message_bytes, pace.turns
@@ -53,7 +58,8 @@ LEAST_MESSAGE = 1 << 16
 
 
 Step: TypeAlias = tuple[int, int, int]
-"""When a message goes: (phase of an addend, window of turns, number in its stream); a program's (phase, slot, turn)."""
+"""When a message goes: (phase of an addend, window of turns, number in its stream); a program's
+(phase, slot, turn)."""
 
 
 class Pace(NamedTuple):
@@ -66,9 +72,11 @@ class Pace(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank sends another in one go: pieces one after the other, each at its place in bytes.
+    """What one rank sends another in one go: pieces one after the other, each at its place in
+    bytes.
 
-    Pieces are transfers cut to size. Where `relayed`, the sender reads them from its destination tensors.
+    Pieces are transfers cut to size. Where `relayed`, the sender reads them from its destination
+    tensors.
     """
 
     step: Step
@@ -154,7 +162,8 @@ def _group_by_stream(
 
 
 def scheduled(prog: Program, rank: int) -> tuple[Message, ...]:
-    """The program's messages from, to and on `rank`, in order of step and peer, and of leg where these are the same.
+    """The program's messages from, to and on `rank`, in order of step and peer, and of leg where
+    these are the same.
 
     Pieces with large elements come first, so that no byte of a message is padding.
     """
@@ -198,7 +207,8 @@ def _order_round(
 ) -> Round:
     """The round of one rank.
 
-    Sends to the ranks behind this one come first, and receives from those before it, so that not all call on one rank.
+    Sends to the ranks behind this one come first, and receives from those before it, so that not
+    all call on one rank.
     """
     sends = sorted(sends, key=lambda m: (m.dst_rank < rank, m.dst_rank))
     receives = sorted(receives, key=lambda m: (m.src_rank > rank, -m.src_rank))
@@ -213,9 +223,10 @@ def staging_bytes(one: Round) -> int:
 def keeps_fold_order(given: Iterable[Message]) -> bool:
     """Whether these messages to one rank bring the pieces of every element in order of addend.
 
-    Rounds are ordered and pieces of one round are folded in order of addend, so two cases are enough for a tensor:
-    its addends come in rounds one after the other, or they all bring the same boxes in the same rounds. (Boxes of one
-    addend are disjoint, since each element receives each addend once.)
+    Rounds are ordered and pieces of one round are folded in order of addend, so two cases are
+    enough for a tensor: its addends come in rounds one after the other, or they all bring the same
+    boxes in the same rounds. (Boxes of one addend are disjoint, since each element receives each
+    addend once.)
     """
     brought: dict[str, _ByAddend] = {}
     for m in given:
@@ -284,7 +295,8 @@ def _itemsize(t: Transfer) -> int:
 def _split(t: Transfer, room: int, *, within_rows: bool) -> tuple[Transfer | None, list[Transfer]]:
     """What of `t` fits into `room` bytes, None for nothing, and the rest in order.
 
-    Cuts between rows of the outermost dimension longer than 1; inside a row only where `within_rows`.
+    Cuts between rows of the outermost dimension longer than 1; inside a row only where
+    `within_rows`.
     """
     if t.nbytes <= room:
         return t, []

@@ -1,14 +1,18 @@
 """Program: a plan as rounds of messages, with what is relayed on the way.
 
-1. A program composes plans through layouts in which the destination does not yet hold all. In the first **leg** every
-   node gets each byte once, its replicas holding stripes, or only some of the nodes do. In later legs ranks of the
-   destination relay what they have received to other nodes, and then inside their own.
-2. What goes from one rank to another is a **stream** (`streams`). One that is relayed is relayed as it came.
-3. Streams are cut into `slots` **slices**. A slice is relayed one slot later for every leg, so no rank sends what it
-   does not have. Streams begin at different slots in turn, so that small ones, which stay whole, do not all go at once.
-4. A **step** is (phase, slot, turn): phases bring the addends of what is folded in their order, turns divide the peers
-   of a rank, and the legs, into groups. Steps are ordered, and a message is in one step at both ends: in the earliest
-   step in which anybody waits all messages are posted, so there is no deadlock.
+1. A program composes plans through layouts in which the destination does not yet hold all. In the
+   first **leg** every node gets each byte once, its replicas holding stripes, or only some of the
+   nodes do. In later legs ranks of the destination relay what they have received to other nodes,
+   and then inside their own.
+2. What goes from one rank to another is a **stream** (`streams`). One that is relayed is relayed as
+   it came.
+3. Streams are cut into `slots` **slices**. A slice is relayed one slot later for every leg, so no
+   rank sends what it does not have. Streams begin at different slots in turn, so that small ones,
+   which stay whole, do not all go at once.
+4. A **step** is (phase, slot, turn): phases bring the addends of what is folded in their order,
+   turns divide the peers of a rank, and the legs, into groups. Steps are ordered, and a message is
+   in one step at both ends: in the earliest step in which anybody waits all messages are posted, so
+   there is no deadlock.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ Step: TypeAlias = tuple[int, int, int]
 class Message(NamedTuple):
     """What goes between this rank and `peer` in one go.
 
-    `direction` is "send", "receive", or "keep" for a copy that stays. `pieces` are listed row-major one after the
-    other; from leg 2 on they are read from destination tensors.
+    `direction` is "send", "receive", or "keep" for a copy that stays. `pieces` are listed row-major
+    one after the other; from leg 2 on they are read from destination tensors.
     """
 
     peer: int
@@ -136,7 +140,8 @@ def _make_messages(by_message: _Pieces) -> tuple[Message, ...]:
 
 
 class Slices(NamedTuple):
-    """Streams cut: `stream[i]` sends bytes lo..hi-1 of the content of its block in slot `slot[i]`."""
+    """Streams cut: `stream[i]` sends bytes lo..hi-1 of the content of its block in slot
+    `slot[i]`."""
 
     stream: Ints
     slot: Ints
@@ -148,7 +153,8 @@ def slices(prog: Program, line: int, of: Streams) -> Slices:
     """All slices of streams of a line that are not empty."""
     count = prog.slots
     lo, hi = of.lo[:, None], of.hi[:, None]
-    # One row per stream, one column per slice: its borders, evenly spaced and then snapped to rows of boxes.
+    # One row per stream, one column per slice: its borders, evenly spaced and then snapped to rows
+    # of boxes.
     even = lo + (hi - lo) * np.arange(1, count) // count
     block = np.broadcast_to(of.block[:, None], even.shape)
     where = grid(prog.legs.lines, prog.plan.batches)
@@ -197,8 +203,8 @@ Places = TypeVar("Places", int, Ints)
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
     """The turn of what goes between two ranks in a leg, if there are enough turns.
 
-    `places` is the sum of the places of the two ranks among all. With 2 `ranks` turns a rank has one peer in each;
-    with 2 `ranks` for each leg, one peer and one leg.
+    `places` is the sum of the places of the two ranks among all. With 2 `ranks` turns a rank has
+    one peer in each; with 2 `ranks` for each leg, one peer and one leg.
     """
     return places + 2 * ranks * (leg - 1)
 

@@ -1,13 +1,16 @@
 """Schedule: Plan -> Program. Which way to pass on, and in how many rounds.
 
-1. `fanout`: "none" sends every replica its own copy; "node" sends each byte once to each node, to one replica of it,
-   and spreads it there; "auto" takes what is faster, and where the sources' links bind, lets nodes of the destination
-   pass on to other nodes what goes beyond what their own links take in.
-2. Rounds: as few slots and turns as keep every rank's messages of a round below `max_inflight_bytes`, and their number
-   below `max_ops_per_group`, counted for the program as it is. Slots divide every stream, turns the peers of a rank.
-3. `as_planned` is what compiling a plan itself does: its own senders, all transfers straight, nothing divided. The
-   plan's own topology and no fan-out keep these senders.
-4. Limits that nothing can keep are refused before any search: a piece that is not cut, messages between two ranks.
+1. `fanout`: "none" sends every replica its own copy; "node" sends each byte once to each node, to
+   one replica of it, and spreads it there; "auto" takes what is faster, and where the sources'
+   links bind, lets nodes of the destination pass on to other nodes what goes beyond what their own
+   links take in.
+2. Rounds: as few slots and turns as keep every rank's messages of a round below
+   `max_inflight_bytes`, and their number below `max_ops_per_group`, counted for the program as it
+   is. Slots divide every stream, turns the peers of a rank.
+3. `as_planned` is what compiling a plan itself does: its own senders, all transfers straight,
+   nothing divided. The plan's own topology and no fan-out keep these senders.
+4. Limits that nothing can keep are refused before any search: a piece that is not cut, messages
+   between two ranks.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh
@@ -61,18 +64,20 @@ WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {
 """(by node, relays between nodes) to choose from; the first of equals."""
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Slots to choose from where something is passed on: many, because the first and last are not full; few, because each
-has its latency."""
+"""Slots to choose from where something is passed on: many, because the first and last are not full;
+few, because each has its latency."""
 
 MOST_SLOTS = 1 << 12
-"""More are not tried: turns divide what goes in a slot further, and cost no more than the messages they divide."""
+"""More are not tried: turns divide what goes in a slot further, and cost no more than the messages
+they divide."""
 
 MOST_SLICES = 1 << 24
-"""Slots times streams: of more streams there are fewer slots, but never fewer than those to choose from."""
+"""Slots times streams: of more streams there are fewer slots, but never fewer than those to choose
+from."""
 
 GROWTH = 3
-"""More slots than so many times the best so far are not tried: what a slot has of a stream is whole rows, one fewer of
-them at last when there are twice as many slots."""
+"""More slots than so many times the best so far are not tried: what a slot has of a stream is whole
+rows, one fewer of them at last when there are twice as many slots."""
 
 MOST_ROUNDS = 1 << 24
 """Rounds of all ranks together, so that tables of them fit in memory."""
@@ -86,11 +91,13 @@ def schedule(
     max_ops_per_group: int = 2048,
     fanout: Fanout = "auto",
 ) -> Program:
-    """The program that carries out a plan on a topology (default: the plan's own, or 8 ranks a node).
+    """The program that carries out a plan on a topology (default: the plan's own, or 8 ranks a
+    node).
 
-    It is the program that runs when it is compiled; a plan that is compiled itself runs as `as_planned` says.
-    `max_inflight_bytes` bounds what a rank has under way in a round, both ways together; `max_ops_per_group` how many
-    messages. Raises PlanError for an adjoint, and for limits that no cut can keep.
+    It is the program that runs when it is compiled; a plan that is compiled itself runs as
+    `as_planned` says. `max_inflight_bytes` bounds what a rank has under way in a round, both ways
+    together; `max_ops_per_group` how many messages. Raises PlanError for an adjoint, and for limits
+    that no cut can keep.
     """
     _check_plan(p, "schedule what plan(src, dst) returns")
     way = known(fanout, tuple(WAYS))
@@ -141,8 +148,9 @@ def _list_legs(p: Plan, on: Lines, where: Topology, fanout: str) -> Iterator[Leg
 def as_planned(p: Plan, topology: Topology | None = None) -> Program:
     """What a plan does when it is compiled itself.
 
-    That is each of its transfers, from its own sender, in one round per addend. The topology (default: the plan's own,
-    or 8 ranks a node) says where the ranks are and changes no transfer. Raises PlanError for an adjoint.
+    That is each of its transfers, from its own sender, in one round per addend. The topology
+    (default: the plan's own, or 8 ranks a node) says where the ranks are and changes no transfer.
+    Raises PlanError for an adjoint.
     """
     _check_plan(p, "give what plan(src, dst) returns")
     where = _choose_topology(p, topology)
@@ -177,9 +185,11 @@ class _Way(NamedTuple):
 
 
 def _find_fastest(options: Iterable[Program]) -> Program:
-    """Of the programs that can keep their limits the one, divided into rounds, that takes the least time.
+    """Of the programs that can keep their limits the one, divided into rounds, that takes the least
+    time.
 
-    The likeliest come first; those that would not be faster with all legs in one round need not be divided.
+    The likeliest come first; those that would not be faster with all legs in one round need not be
+    divided.
     """
     found: list[tuple[float, Program]] = []
     failed: list[PlanError] = []
@@ -249,12 +259,14 @@ def _estimate(where: Topology, loads: Loads, slots: int) -> float:
 def _divide(way: _Way, slots: int) -> tuple[float, Program]:
     """The program with as few turns and slots as its limits ask for, and its time.
 
-    The number of slots is at least `slots`. More are tried until nothing is gained by them, then more turns.
+    The number of slots is at least `slots`. More are tried until nothing is gained by them, then
+    more turns.
     """
     prog = replace(way.prog, turns=_choose_turns(way))
     room, most = prog.max_inflight_bytes, _count_most_slots(prog)
     _check_bytes(way._replace(prog=prog), most)
-    # Even slices of what the fullest rank has under way, all legs and both ways, need at least so many slots.
+    # Even slices of what the fullest rank has under way, all legs and both ways, need at least so
+    # many slots.
     fullest = int(way.loads.sum(axis=(1, 3)).max(initial=0))
     slots = min(max(-(-fullest // room), slots), most)
     best: tuple[int, Program] | None = None
@@ -277,8 +289,8 @@ def _divide(way: _Way, slots: int) -> tuple[float, Program]:
 def _grow(slots: int, under_way: int, room: int, *, improved: bool) -> int:
     """How many slots to try next, where so many leave more bytes under way than there is room for.
 
-    As many as would do if slices were even, and a 32nd more since they are not. Where the last step did not improve
-    on the best, half as many again at least, so that few steps reach the end.
+    As many as would do if slices were even, and a 32nd more since they are not. Where the last step
+    did not improve on the best, half as many again at least, so that few steps reach the end.
     """
     grown = slots * under_way * 33 // (32 * room)
     if not improved:
@@ -330,7 +342,8 @@ def _count_most_slots(prog: Program) -> int:
 
 
 def _check_bytes(way: _Way, slots: int) -> None:
-    """Raise PlanError where so many slots and any turns leave more under way than allowed, however even they are."""
+    """Raise PlanError where so many slots and any turns leave more under way than allowed, however
+    even they are."""
     turns = _list_turns(way.prog, way.pairs)[-1]
     rounds = (slots + LEGS - 1) * turns
     by_pair = int(way.pairs.nbytes.max(initial=0))
@@ -344,7 +357,8 @@ def _check_bytes(way: _Way, slots: int) -> None:
 
 
 def _add_turns(prog: Program, of: Pairs) -> tuple[float, Program]:
-    """The program with the fewest turns in which no rank has more under way than allowed, and its time."""
+    """The program with the fewest turns in which no rank has more under way than allowed, and its
+    time."""
     options = [replace(prog, turns=turns) for turns in _list_turns(prog, of)]
     room = prog.max_inflight_bytes
     _, least = _measure(options[-1])

@@ -1,8 +1,9 @@
-"""Streams: what goes from rank to rank, straight from holders and relayed by those that received it.
+"""Streams: what goes from rank to rank, straight from holders and relayed by those that received
+it.
 
-1. The content of a block is cut into **bands**. A band goes straight from the holders to some of the
-   nodes, to one **entry** rank in each. The entries of the other nodes get it from those entries.
-   The rest of each node gets it from the entry of that node.
+1. The content of a block is cut into **bands**. A band goes straight from the holders to some of
+   the nodes, to one **entry** rank in each. The entries of the other nodes get it from those
+   entries. The rest of each node gets it from the entry of that node.
 2. The first leg is cut among the holders as lines are. What goes from one rank to another is a
    **stream**. A stream is relayed as it came, so both ends of every leg cut it alike.
 3. Leg 1 leaves the holders. Legs 2 and 3 are relayed: to other nodes, then inside a node. Where a
@@ -66,7 +67,8 @@ class Streams(NamedTuple):
 class Legs:
     """Who sends what to whom, and what is relayed: lines of a plan and their bands.
 
-    Groups of `sharing` ranks share what enters them: nodes, or 1 where every rank is served by itself.
+    Groups of `sharing` ranks share what enters them: nodes, or 1 where every rank is served by
+    itself.
     """
 
     lines: Lines
@@ -285,7 +287,8 @@ def _cut_among_holders(legs: Legs, line: int, entries: _Entries) -> _Roots:
     # them that have no share send nothing.
     first_holder = np.searchsorted(cuts, to.place, "right") - 1
     last_holder = np.searchsorted(cuts, to.place + to.size, "left")
-    # Only in a wrong table are there bytes beyond the cuts: nobody sends them, and its proof refuses it.
+    # Only in a wrong table are there bytes beyond the cuts: nobody sends them, and its proof
+    # refuses it.
     last_holder = np.minimum(last_holder, min(len(held), len(cuts) - 1))
     holder, item = ranges(np.maximum(first_holder, 0), last_holder)
     lo = np.maximum(cuts[holder] - to.place[item], 0)

@@ -1,8 +1,9 @@
 """Batches: whether a plan's batches move all of its tensors, as they lie.
 
-1. Every tensor is in one group of batches, which move each pair of its windows at most once and leave out none that
-   something must arrive in.
-2. It lies as the template of each of them says, on the ranks of the batch, and is reduced as its layouts ask.
+1. Every tensor is in one group of batches, which move each pair of its windows at most once and
+   leave out none that something must arrive in.
+2. It lies as the template of each of them says, on the ranks of the batch, and is reduced as its
+   layouts ask.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ __all__ = ["check_batches"]
 
 
 def check_batches(p: Plan) -> list[list[Batch]]:
-    """The batches in groups of the same tensors. Raises PlanError unless they move what the plan's layouts say."""
+    """The batches in groups of the same tensors. Raises PlanError unless they move what the plan's
+    layouts say."""
     groups = _group_batches(p)
     held = [_find_windows(p, batches[0].names) for batches in groups]
     _check_sides(p, held)

@@ -29,7 +29,8 @@ from shardmath.plans.reduction import Reduction, reduction
 __all__ = ["check_claim"]
 
 MANY = 256
-"""Boxes of one receiver that are first weighed (`box.tiles`), and compared one by one only where that fails."""
+"""Boxes of one receiver that are first weighed (`box.tiles`), and compared one by one only where
+that fails."""
 
 
 def check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
@@ -51,7 +52,8 @@ def check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
             target, op = _check(tensor, ahead)
             entry = op, target.addend
         else:
-            # An adjoint's transfer is proved as the one that it turns round; its operation is its own.
+            # An adjoint's transfer is proved as the one that it turns round; its operation is its
+            # own.
             ahead = swapped(t)
             target, _ = _check(tensor, ahead)
             entry = flip.entry(ahead.dst_tensor, ahead.dst_rank)
@@ -66,7 +68,8 @@ def check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
 
 
 def _read(given: object) -> Transfer:
-    """The transfer, its names, slices and numbers Python's own. Raises PlanError for what has others."""
+    """The transfer, its names, slices and numbers Python's own. Raises PlanError for what has
+    others."""
     t = _check_type(given)
     return Transfer(
         text(t.tensor, "the tensor of a transfer", PlanError),
@@ -85,7 +88,8 @@ def _read(given: object) -> Transfer:
 
 
 def _check_type(given: object) -> Transfer:
-    """The Transfer, if it is one of names, and of tuples of slices between integers. Raises PlanError."""
+    """The Transfer, if it is one of names, and of tuples of slices between integers. Raises
+    PlanError."""
     if isinstance(given, Transfer):
         names = given.tensor, given.op, given.src_tensor, given.dst_tensor
         slices = given.src_slices, given.dst_slices, given.global_slices
@@ -145,9 +149,10 @@ _Boxes: TypeAlias = dict[_Target, list[Box]]
 class _Tensor:
     """What the layouts of one tensor say, looked up by rank.
 
-    `windows` are, for either side, the number of each window by local name. `rules[i, j]` is how source window i
-    enters destination window j. For destination window j, `groups[j]` is the number of each rank's group, of which
-    one receives, `chosen[j]` its addend if any one may receive, and `through[j]` its addend of those that pass through.
+    `windows` are, for either side, the number of each window by local name. `rules[i, j]` is how
+    source window i enters destination window j. For destination window j, `groups[j]` is the number
+    of each rank's group, of which one receives, `chosen[j]` its addend if any one may receive, and
+    `through[j]` its addend of those that pass through.
     """
 
     def __init__(self, p: Plan, name: str) -> None:
@@ -323,7 +328,8 @@ def _check_complete(tensor: _Tensor, boxes: _Boxes) -> None:
 
 
 def _check_replicas(tensor: _Tensor, boxes: list[Box], chosen: list[int]) -> None:
-    """Replicas of an addend stay equal: no element goes to two different addends of the destination."""
+    """Replicas of an addend stay equal: no element goes to two different addends of the
+    destination."""
     pair = first_overlap(boxes, chosen)
     if pair is None:
         return

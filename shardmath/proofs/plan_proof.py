@@ -1,16 +1,18 @@
 """Proof: that a plan's tables do what its layouts ask for, without expanding them.
 
-What is read is what `transfers` expands: names, units, rows, sets of ranks, blocks, lines and cuts. Once these are
-tables at all (`shapes`) and well formed (`tables`):
+What is read is what `transfers` expands: names, units, rows, sets of ranks, blocks, lines and cuts.
+Once these are tables at all (`shapes`) and well formed (`tables`):
 
 1. **Tensors** are in one group of batches each, as `batches` says.
 2. **Ends**: all holders of a line hold the units of its rows, all receivers of a block want them.
-3. **Once**: no receiver has an element from two rows, and where any one addend may receive, all replicas agree on it.
+3. **Once**: no receiver has an element from two rows, and where any one addend may receive, all
+   replicas agree on it.
 4. **Counting**: as many elements arrive everywhere as there are cells, so every cell is reached.
 
 The cost is that of the tables: rows, batches and distinct sets of ranks, not pairs of ranks.
 
 >>> from dataclasses import replace
+>>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.plans.plan import plan
 >>> p = plan(Layout((4,), Mesh(tp=2), "(tp n)"), Layout((4,), Mesh(ranks=[2]), "n"))
@@ -85,8 +87,8 @@ class _Places:
 class _End(NamedTuple):
     """One end of a template, dimension by dimension.
 
-    `sets[d]` are sets of parts, `held[d]` the part that each position holds, `number[:, d]` the set of each unit.
-    Units of one `code` have the same sets.
+    `sets[d]` are sets of parts, `held[d]` the part that each position holds, `number[:, d]` the set
+    of each unit. Units of one `code` have the same sets.
     """
 
     sets: list[Parts]
@@ -200,8 +202,8 @@ def _check_once(p: Plan, places: _Places) -> None:
     """No receiver has elements from two rows, and all receivers of an element are of one addend."""
     on = p.lines
     _, asking = _list_sets_of_rows(on)
-    # Rows of one unit stand together, by their elements. Two that follow each other have the same elements, or none in
-    # common, or are refused.
+    # Rows of one unit stand together, by their elements. Two that follow each other have the same
+    # elements, or none in common, or are refused.
     order = np.lexsort((asking, on.lo, on.unit, on.batch))
     batch, unit, lo, hi = (column[order] for column in (on.batch, on.unit, on.lo, on.hi))
     is_new_unit = (np.diff(batch, prepend=-1) != 0) | (np.diff(unit, prepend=-1) != 0)
@@ -219,8 +221,8 @@ def _check_once(p: Plan, places: _Places) -> None:
 def _group_rows(p: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[Ints]:
     """The rows of the same elements, one group of all that are asked for by the same sets.
 
-    Groups follow each other in `order` and begin at `first`. Left out are those in which nothing can be wrong: of one
-    row, where the destination chooses no addend.
+    Groups follow each other in `order` and begin at `first`. Left out are those in which nothing
+    can be wrong: of one row, where the destination chooses no addend.
     """
     rules: list[object] = []
     for b in p.batches:
@@ -303,7 +305,8 @@ def _count_arrivals(p: Plan, places: _Places) -> Iterator[Ints]:
 
 @memo()
 def _ask(t: Template) -> tuple[Ints, Ints]:
-    """By position of the destination: its group, of which one receives for all, and the elements it asks for."""
+    """By position of the destination: its group, of which one receives for all, and the elements it
+    asks for."""
     mesh = t.dst.mesh
     group = mesh.coordinate(axis for axis in mesh.shape if axis not in t.reduction.chosen)
     return group, cells_held(t.dst) * t.reduction.addends
@@ -323,7 +326,8 @@ def _check_count(p: Plan, batches: Sequence[Batch], arrive: Ints) -> None:
 
 
 def _raise_missing(p: Plan, batches: Sequence[Batch], group: set[int], position: int) -> NoReturn:
-    """Raise PlanError for the first element that does not arrive at a position, or at any of its group."""
+    """Raise PlanError for the first element that does not arrive at a position, or at any of its
+    group."""
     first = batches[0]
     t = first.template
     boxes = _list_boxes(p, batches, group)

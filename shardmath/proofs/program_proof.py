@@ -1,17 +1,20 @@
 """Proof that a program brings everybody what its plan promises, without deadlock.
 
-What is read is what `for_rank` expands: the lines, and the streams of each. Once these are tables at all (`shapes`):
+What is read is what `for_rank` expands: the lines, and the streams of each. Once these are tables
+at all (`shapes`):
 
-1. The lines are proved as the plan's own are (`plan_proof`): every holder has what they ask for, every receiver wants
-   it.
-2. **Once**: laid end to end, the streams to each rank that asks for a block are its content, and none goes elsewhere.
-3. **In hand**: a stream of the first leg leaves a holder. One that is relayed is a stream of an earlier leg that came
-   to its sender, as it came: of one root and the same bytes, so cut alike, each slice a slot or more after it came. It
-   is no addend on top of another.
+1. The lines are proved as the plan's own are (`plan_proof`): every holder has what they ask for,
+   every receiver wants it.
+2. **Once**: laid end to end, the streams to each rank that asks for a block are its content, and
+   none goes elsewhere.
+3. **In hand**: a stream of the first leg leaves a holder. One that is relayed is a stream of an
+   earlier leg that came to its sender, as it came: of one root and the same bytes, so cut alike,
+   each slice a slot or more after it came. It is no addend on top of another.
 4. Streams begin and end where pieces may be cut.
 5. No rank has more under way in a round than the program's limits allow.
 
-There is no deadlock, since a message is in one step at both ends and every rank walks its steps in their order.
+There is no deadlock, since a message is in one step at both ends and every rank walks its steps in
+their order.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ __all__ = ["prove_program"]
 
 
 def prove_program(prog: Program) -> None:
-    """Raise PlanError unless what the ranks of a program do brings what its plan promises, within its limits."""
+    """Raise PlanError unless what the ranks of a program do brings what its plan promises, within
+    its limits."""
     check_program_shapes(prog)
     # Numbers far away overflow; what comes of them is looked at.
     with np.errstate(all="ignore"):
@@ -107,7 +111,8 @@ def _check_numbers(prog: Program) -> None:
 
 
 class _Inbox(NamedTuple):
-    """Who asks for what on a line, laid end to end: `rank[i]` asks for `block[i]`, from place `base[i]` on.
+    """Who asks for what on a line, laid end to end: `rank[i]` asks for `block[i]`, from place
+    `base[i]` on.
 
     The last `base` is the place where all end.
     """
@@ -164,7 +169,8 @@ def _check_inside(prog: Program, of: Streams) -> None:
     for at in (of.lo, of.hi):
         inner = np.flatnonzero(at < nbytes)
         block, place = of.block[inner], at[inner]
-        # The grid leaves small boxes whole, which is allowed and not necessary: what it moves is looked at again.
+        # The grid leaves small boxes whole, which is allowed and not necessary: what it moves is
+        # looked at again.
         moved = where.snapped(block, place) != place
         wrong = np.zeros(len(at), bool)
         for i in inner[moved].tolist():
@@ -201,7 +207,8 @@ def _check_once(prog: Program, inbox: _Inbox, of: Streams, begin: Ints) -> None:
 
 
 def _check_in_hand(prog: Program, line: int, inbox: _Inbox, of: Streams, begin: Ints) -> None:
-    """Every sender has what it sends: as a holder, or from a stream of an earlier leg that came to the same place."""
+    """Every sender has what it sends: as a holder, or from a stream of an earlier leg that came to
+    the same place."""
     on = prog.legs.lines
     is_relayed = of.leg != 1
     held = np.isin(of.sender, on.sets[on.holders[line]])

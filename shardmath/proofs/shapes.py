@@ -1,7 +1,8 @@
 """Shapes: whether what a proof reads are tables at all.
 
-Every value is of its class, and every column an array of as many dimensions as it should have. Once that
-holds, wrong tables are found by what they say (`tables`), and any other error is a fault of ours.
+Every value is of its class, and every column an array of as many dimensions as it should have. Once
+that holds, wrong tables are found by what they say (`tables`), and any other error is a fault of
+ours.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ ARRAYS = ("Ints", "Bools")
 """How the types of columns are written."""
 
 MATRICES = {"Overlay.src", "Overlay.dst", "Template.unit_pairs"}
-"""Columns with a number for each row and part, or unit and dimension; others have one number each."""
+"""Columns with a number for each row and part, or unit and dimension; others have one number
+each."""
 
 
 def require(holds: object, what: str) -> None:

@@ -1,7 +1,8 @@
 """Simulate: what a plan or a program means, all ranks in one process, in numpy.
 
-The oracle that every backend is compared with: obviously right and kept slow. Destination arrays start as zeros
-(holes stay so), their own cells at `Plan.fill`; pieces enter in order of addend; an average is divided at the end.
+The oracle that every backend is compared with: obviously right and kept slow. Destination arrays
+start as zeros (holes stay so), their own cells at `Plan.fill`; pieces enter in order of addend; an
+average is divided at the end.
 
 >>> import numpy as np
 >>> from shardmath.layouts.layout import Layout
@@ -45,15 +46,17 @@ FOLD: dict[str, Callable[[Array, Array], Array]] = {
 """How a piece enters, given what is there, by the operation of its transfer."""
 
 NO_NUMBERS = "OSUMmT"
-"""Kinds of numpy's dtypes: objects, text and times. Those of other libraries have kinds of their own."""
+"""Kinds of numpy's dtypes: objects, text and times. Those of other libraries have kinds of their
+own."""
 
 
 def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, dict[str, Array]]:
     """The destination's local arrays, given the source's; of a program, round by round.
 
-    For two Layouts {rank: array} gives {rank: array}; for mappings, or tensors held as several windows, the values are
-    mappings by local name (`name`, or `name[i]` for window i). Any numpy dtype. Raises PlanError for a missing rank or
-    tensor, or an array whose shape is not the layout's local shape.
+    For two Layouts {rank: array} gives {rank: array}; for mappings, or tensors held as several
+    windows, the values are mappings by local name (`name`, or `name[i]` for window i). Any numpy
+    dtype. Raises PlanError for a missing rank or tensor, or an array whose shape is not the
+    layout's local shape.
     """
     if not isinstance(getattr(p, "plan", p), Plan):
         raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) or schedule(plan) returns")
@@ -95,7 +98,8 @@ def _make_destination(p: Plan, held: _Arrays) -> dict[int, dict[str, Array]]:
 
 
 def _enter(out: _Arrays, pieces: list[tuple[Transfer, _Arrays]]) -> None:
-    """Bring the pieces, each from these arrays, to their destinations; all are read before any is written."""
+    """Bring the pieces, each from these arrays, to their destinations; all are read before any is
+    written."""
     read = []
     for t, source in pieces:
         array = source[t.src_rank][t.src_tensor]
@@ -138,7 +142,8 @@ def _read_arrays(p: Plan, shards: Shards, rank: int) -> dict[str, Array]:
 
 
 def _read_array(given: Mapping[str, Array], key: str, rank: int, layout: Layout) -> Array:
-    """One source array. Raises PlanError for one that is missing, not of numbers, or of another shape."""
+    """One source array. Raises PlanError for one that is missing, not of numbers, or of another
+    shape."""
     if key not in given:
         names = ", ".join(map(repr, given)) or "none"
         raise PlanError(f"rank {rank} gives no source array {key!r}; it gives {names}")
@@ -157,7 +162,8 @@ def _read_array(given: Mapping[str, Array], key: str, rank: int, layout: Layout)
 
 
 def _find_dtype(p: Plan, name: str, held: _Arrays) -> np.dtype[Any]:
-    """The dtype of all arrays of a tensor. Raises PlanError for several, and for integers to be averaged."""
+    """The dtype of all arrays of a tensor. Raises PlanError for several, and for integers to be
+    averaged."""
     count = len(p.src[name])
     keys = {local_name(name, i, count) for i in range(count)}
     # The last rank that holds an array of each dtype.

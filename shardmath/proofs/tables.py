@@ -1,10 +1,12 @@
-"""Tables: whether a plan's tables are well formed, so that both ends of a pair expand the same transfers from them.
+"""Tables: whether a plan's tables are well formed, so that both ends of a pair expand the same
+transfers from them.
 
-1. **Rows** of a dimension lie inside what every part of their key and goal holds, at the place they say, and no two
-   have a position in common. So boxes, which are products of rows, are right on both sides and disjoint.
+1. **Rows** of a dimension lie inside what every part of their key and goal holds, at the place they
+   say, and no two have a position in common. So boxes, which are products of rows, are right on
+   both sides and disjoint.
 2. **Units** are distinct products of pairs of rows, so disjoint too.
-3. **Lines** are blocks laid end to end, blocks are rows laid end to end, and lines are cut from the first byte to the
-   last, where pieces may be cut.
+3. **Lines** are blocks laid end to end, blocks are rows laid end to end, and lines are cut from the
+   first byte to the last, where pieces may be cut.
 
 What they say of tensors and ranks is for `proof`.
 
@@ -54,7 +56,8 @@ def _check_integers(table: Overlay | Template | Lines) -> None:
 
 
 def check_template(t: Template, known: set[int]) -> None:
-    """Raise PlanError unless rows and units are right; `known` holds the ids of overlays proved already."""
+    """Raise PlanError unless rows and units are right; `known` holds the ids of overlays proved
+    already."""
     _check_integers(t)
     what = f"{t.src} to {t.dst}"
     expected = list(hidden_pairs(t.src, t.reduction))
@@ -237,7 +240,8 @@ def _check_tables(on: Lines) -> None:
 
 
 def _are_owned(owners: Ints, first: Ints, owned: Iterable[Ints]) -> bool:
-    """Whether each owner i has some of what is owned: items `first[i]..first[i+1]-1` of all columns."""
+    """Whether each owner i has some of what is owned: items `first[i]..first[i+1]-1` of all
+    columns."""
     if len(first) != len(owners) + 1 or first[0] != 0 or (np.diff(first) <= 0).any():
         return False
     return {len(column) for column in owned} == {int(first[-1])}
@@ -293,7 +297,8 @@ def _measure_rows(on: Lines, batches: Sequence[Batch]) -> tuple[Ints, Ints]:
 
 
 def _lay(sizes: Ints, first: Ints) -> tuple[Ints, Ints]:
-    """Where each begins when those of one owner are laid end to end, and the length of each owner."""
+    """Where each begins when those of one owner are laid end to end, and the length of each
+    owner."""
     ends = np.append(0, np.cumsum(sizes))
     begin = ends[first[:-1]]
     return ends[:-1] - np.repeat(begin, np.diff(first)), ends[first[1:]] - begin
@@ -325,7 +330,8 @@ def _check_cuts(on: Lines, length: Ints) -> None:
 
 
 def _list_stripes(on: Lines, batches: Sequence[Batch]) -> Iterable[tuple[int, int]]:
-    """(row, byte of the unit) of all rows that begin inside their units; where others end, these begin."""
+    """(row, byte of the unit) of all rows that begin inside their units; where others end, these
+    begin."""
     places = []
     for row in np.flatnonzero(on.lo).tolist():
         batch = batches[int(on.batch[row])]
@@ -337,7 +343,8 @@ def _list_inner_cuts(on: Lines, length: Ints) -> Iterable[tuple[int, int]]:
     """(row, byte of the unit) of all cuts inside lines, each once."""
     line = np.repeat(np.arange(len(length)), np.diff(on.cut_first))
     some = np.flatnonzero((on.cuts > 0) & (on.cuts < length[line]))
-    # A cut lies in a block, there in one of its copies, and in that in a row, and in one of its tensors.
+    # A cut lies in a block, there in one of its copies, and in that in a row, and in one of its
+    # tensors.
     block, inside = _find(on.start, on.first, length, line[some], on.cuts[some])
     row, inside = _find(on.at, on.row_first, on.nbytes, block, inside % on.nbytes[block])
     itemsize = (on.each // (on.hi - on.lo))[row]
@@ -348,7 +355,8 @@ def _list_inner_cuts(on: Lines, length: Ints) -> Iterable[tuple[int, int]]:
 def _find(start: Ints, first: Ints, length: Ints, owner: Ints, at: Ints) -> tuple[Ints, Ints]:
     """Which of the things laid on owners has byte `at` of its owner, and which byte of it that is.
 
-    Things begin at byte `start` of their owner, owner i has those from `first[i]` on and `length[i]` bytes.
+    Things begin at byte `start` of their owner, owner i has those from `first[i]` on and
+    `length[i]` bytes.
     """
     # All owners end to end, so that one search serves all.
     begin = np.append(0, np.cumsum(length))[:-1]
@@ -369,10 +377,11 @@ def _check_place(on: Lines, batches: Sequence[Batch], row: int, place: int) -> N
 
 
 def find_misfit_of_bands(legs: Legs) -> str:
-    """What is wrong with how a program's bands fit its lines, "" if nothing, before anything is laid out by them.
+    """What is wrong with how a program's bands fit its lines, "" if nothing, before anything is
+    laid out by them.
 
-    So what a proof takes is in proportion to the tables' lengths, whatever stands in them. Raises PlanError where lines
-    and cuts do not fit each other.
+    So what a proof takes is in proportion to the tables' lengths, whatever stands in them. Raises
+    PlanError where lines and cuts do not fit each other.
     """
     on, bands = legs.lines, legs.bands
     _check_tables(replace(on, cut_first=bands.cut_first, cuts=bands.cuts))

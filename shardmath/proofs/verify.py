@@ -1,10 +1,11 @@
-"""Verify: proofs that a plan, a program of it, or a list of transfers, does what two layouts ask for.
+"""Verify: proofs that a plan, a program of it, or a list of transfers, does what two layouts ask
+for.
 
-A plan is proved by its tables (`plan_proof`), which are what its transfers expand from, a program by
-its streams (`program_proof`). Transfers from elsewhere are proved one by one (`claims`).
+A plan is proved by its tables (`plan_proof`), which are what its transfers expand from, a program
+by its streams (`program_proof`). Transfers from elsewhere are proved one by one (`claims`).
 
-Whatever is proved, every element of a tensor is held at the destination, but of those tensors that the
-plan names in `in_part`.
+Whatever is proved, every element of a tensor is held at the destination, but of those tensors that
+the plan names in `in_part`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ __all__ = ["verify"]
 
 
 def verify(p: Plan | Program, *, transfers: Iterable[Transfer] | None = None) -> None:
-    """Raise PlanError unless the plan's or program's tables, or the transfers given, do what the layouts ask for.
+    """Raise PlanError unless the plan's or program's tables, or the transfers given, do what the
+    layouts ask for.
 
-    Proved is that each element that the destination holds arrives there exactly once, and that all elements of every
-    tensor but those of `Plan.in_part` are held there. Without `transfers` the plan's own tables are proved, and what
-    it fills in and divides by. With them the error names the first offending element.
+    Proved is that each element that the destination holds arrives there exactly once, and that all
+    elements of every tensor but those of `Plan.in_part` are held there. Without `transfers` the
+    plan's own tables are proved, and what it fills in and divides by. With them the error names the
+    first offending element.
     """
     promised = p if isinstance(p, Plan) else getattr(p, "plan", None)
     if not isinstance(promised, Plan):

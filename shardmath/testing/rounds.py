@@ -1,7 +1,8 @@
 """Rounds: whether ranks that walk their rounds, post and wait, ever get to the end.
 
-`walk` runs rounds given rank by rank, as ranks do. A round's messages are posted together, and it ends when all of them
-are posted at their other ends too; between two ranks, one way, the first that is sent meets the first that is received.
+`walk` runs rounds given rank by rank, as ranks do. A round's messages are posted together, and it
+ends when all of them are posted at their other ends too; between two ranks, one way, the first that
+is sent meets the first that is received.
 
 >>> one = Round((0, 0, 0), (Message(1, "send", 0, (), 1),))
 >>> walk({0: [one], 1: []})
@@ -28,8 +29,8 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 class Walk(NamedTuple):
     """What a walk found.
 
-    The number of steps, and of any rank the most rounds, the most messages of one, and the most bytes that are under
-    way in one, both ways together.
+    The number of steps, and of any rank the most rounds, the most messages of one, and the most
+    bytes that are under way in one, both ways together.
     """
 
     steps: int
@@ -50,14 +51,15 @@ class _End(NamedTuple):
 
 
 _Waits: TypeAlias = dict[tuple[int, int], dict[int, int]]
-"""By rank and number of a round: the peers, and at which of their rounds each has to be for it to end."""
+"""By rank and number of a round: the peers, and at which of their rounds each has to be for it to
+end."""
 
 
 def walk(rounds: Rounds) -> Walk:
     """Run the rounds of all ranks to their ends.
 
-    Raises PlanError for a message that says one thing and has other pieces, where the two ends of a message differ in
-    step, leg, bytes or pieces, where one of them is missing, and for a deadlock.
+    Raises PlanError for a message that says one thing and has other pieces, where the two ends of a
+    message differ in step, leg, bytes or pieces, where one of them is missing, and for a deadlock.
     """
     waits: _Waits = {}
     for (sender, receiver), (sends, receives) in sorted(_list_ends(rounds).items()):
@@ -70,7 +72,8 @@ def walk(rounds: Rounds) -> Walk:
 
 
 def _add_wait(waits: _Waits, wait: tuple[int, int], peer: int, at: int) -> None:
-    """A rank waits in a round until a peer is at its round `at`, or a later one that it waits for already."""
+    """A rank waits in a round until a peer is at its round `at`, or a later one that it waits for
+    already."""
     peers = waits.setdefault(wait, {})
     peers[peer] = max(at, peers.get(peer, 0))
 
@@ -127,7 +130,8 @@ def _check_message(rank: int, step: Step, m: Message, pair: tuple[int, int]) -> 
 
 
 def _meet(sender: int, receiver: int, sent: _End | None, got: _End | None) -> tuple[int, int]:
-    """In which rounds of theirs the two ends are. Raises PlanError unless they are of one message."""
+    """In which rounds of theirs the two ends are. Raises PlanError unless they are of one
+    message."""
     if got is None:
         what = f"rank {sender} sends {sent} to rank {receiver}"
         raise PlanError(f"{what}, which does not receive them; give both ends the same messages")
@@ -164,7 +168,8 @@ def _run(rounds: Rounds, waits: _Waits) -> None:
 
 
 def _raise_deadlock(rounds: Rounds, waits: _Waits, at: Mapping[int, int], rank: int) -> NoReturn:
-    """Raise PlanError for ranks that wait for each other, round in a circle from somewhere behind this one."""
+    """Raise PlanError for ranks that wait for each other, round in a circle from somewhere behind
+    this one."""
     path: list[int] = []
     while rank not in path:
         path.append(rank)
