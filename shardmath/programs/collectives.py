@@ -361,13 +361,17 @@ def _join(buffers: list[Buffer | None], dims: tuple[int, ...]) -> list[Buffer]:
     if len(known) < len(buffers):
         return []
     for d in dims:
-        others = {(buffer[:d], buffer[d + 1 :]) for buffer in known}
-        parts = [buffer[d] for buffer in known]
-        if len(others) > 1 or not _are_apart(parts):
+        if not _can_join(known, d):
             return []
-        whole = concat(parts)
+        whole = concat([buffer[d] for buffer in known])
         known = [(*buffer[:d], whole, *buffer[d + 1 :]) for buffer in known]
     return known
+
+
+def _can_join(buffers: list[Buffer], d: int) -> bool:
+    """Whether buffers are alike but along dimension d, and share no position there."""
+    others = {(buffer[:d], buffer[d + 1 :]) for buffer in buffers}
+    return len(others) <= 1 and _are_apart([buffer[d] for buffer in buffers])
 
 
 def _is_dense(buffer: Buffer) -> bool:

@@ -280,9 +280,9 @@ def _find_streams(legs: Legs, line: int) -> Streams:
 def _cut_among_holders(legs: Legs, line: int, entries: _Entries) -> _Roots:
     """What each holder of a line sends, by its cuts."""
     to = _pick_straight(legs, entries)
-    bands = legs.bands
     held = np.array(legs.lines.sets[legs.lines.holders[line]], np.int64)
-    cuts = bands.cuts[bands.cut_first[line] : bands.cut_first[line + 1]]
+    a, b = legs.bands.cut_first[line : line + 2].tolist()
+    cuts = legs.bands.cuts[a:b]
     # An entry is served by all holders from that of its first byte to that of its last; those among
     # them that have no share send nothing.
     first_holder = np.searchsorted(cuts, to.place, "right") - 1

@@ -346,9 +346,7 @@ def _check_partition(
     held = [[(lo, lo + n) for lo, _, n in r.segments] for r in runs]
     if len(boxes) > MANY and tiles(held, boxes):
         return
-    what = f"tensor {tensor.name!r}: rank {rank}"
-    if tensor.rules[0, 0].addends > 1:
-        what += f", addend {addend}"
+    what = _name_receiver(tensor, rank, addend)
     once = "it is to be received exactly once"
     pair = first_overlap(boxes)
     if pair is not None:
@@ -356,10 +354,21 @@ def _check_partition(
         element = _name_element(runs, _first_common(boxes[i], boxes[j]))
         raise PlanError(f"{what} receives element {element} twice; {once}")
     # Boxes that do not meet are all of it if their volume is.
-    volume = sum(math.prod(hi - lo for lo, hi in box) for box in boxes)
+    volume = sum(map(_measure, boxes))
     if volume != math.prod(r.size for r in runs):
         gap = first_gap(held, boxes) or ()
         raise PlanError(f"{what} never receives element {_name_element(runs, gap)}; {once}")
+
+
+def _name_receiver(tensor: _Tensor, rank: int, addend: int) -> str:
+    """Who receives, and which addend where there are several."""
+    what = f"tensor {tensor.name!r}: rank {rank}"
+    return f"{what}, addend {addend}" if tensor.rules[0, 0].addends > 1 else what
+
+
+def _measure(box: Box) -> int:
+    """The number of elements of a box."""
+    return math.prod(hi - lo for lo, hi in box)
 
 
 def _first_common(a: Box, b: Box) -> tuple[int, ...]:

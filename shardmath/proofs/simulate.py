@@ -68,9 +68,7 @@ def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, 
     held = {rank: _read_arrays(p, shards, rank) for rank in p.src_ranks}
     out = _make_destination(p, held)
     if prog is None:
-        for rank in out:
-            transfers = sorted(p.transfers(dst=rank), key=lambda t: t.addend)
-            _enter(out, [(t, held) for t in transfers])
+        _run_transfers(p, held, out)
     else:
         _run_rounds(prog, held, out)
     for arrays in out.values():
@@ -107,6 +105,13 @@ def _enter(out: _Arrays, pieces: list[tuple[Transfer, _Arrays]]) -> None:
     for t, piece in read:
         there = out[t.dst_rank][t.dst_tensor]
         there[t.dst_slices] = FOLD[t.op](there[t.dst_slices], piece)
+
+
+def _run_transfers(p: Plan, held: _Arrays, out: _Arrays) -> None:
+    """All transfers of a plan, in order of addend."""
+    for rank in out:
+        transfers = sorted(p.transfers(dst=rank), key=lambda t: t.addend)
+        _enter(out, [(t, held) for t in transfers])
 
 
 def _run_rounds(prog: Program, held: _Arrays, out: _Arrays) -> None:
