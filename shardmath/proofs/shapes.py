@@ -50,6 +50,8 @@ def check_plan_shapes(p: Plan) -> None:
     known: set[int] = set()
     for batch in p.batches:
         _check_items(batch.names, str, "the names of a batch")
+        _check_type(batch.source, int, "the source window of a batch")
+        _check_type(batch.target, int, "the destination window of a batch")
         _check_type(batch.src, Mesh, "the source mesh of a batch")
         _check_type(batch.dst, Mesh, "the destination mesh of a batch")
         _check_type(batch.template, Template, "the template of a batch")
