@@ -2,11 +2,12 @@
 
 In reading order:
 
+- `kinds`: which textbook operation groups of ranks fit;
 - `collectives`: plans that are a collective;
-- `program`: a plan as rounds, with what is relayed;
+- `streams`: what goes from rank to rank, straight or relayed;
+- `program`: a plan as rounds of messages;
 - `messages`: transfers as messages;
 - `part`: all that one rank does;
-- `protocol`: what a rank goes through, as a table;
 - `fanout`: who relays what;
 - `loads`: bytes by rank and link, and how long they take;
 - `scheduling`: which relays, in how many rounds;

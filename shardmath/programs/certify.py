@@ -1,9 +1,10 @@
 """Certify: how near a program is to the fastest that any program could be.
 
-The bound counts each element once, wherever it is wanted and however it gets there (`cost`); the program's own figure
-counts every byte of every round, one round after the other. A plan that is compiled as it is has a figure of its own,
-which is that of `as_planned`: its own senders, whatever the topology. Where the bound cannot know what a plan was free
-to choose (which addend of a Partial destination receives) it asks for nothing.
+The bound counts each element once, wherever it is wanted and however it gets there (`cost`); the
+program's own figure counts every byte of every round, one round after the other. A plan that is
+compiled as it is has a figure of its own, which is that of `as_planned`: its own senders, whatever
+the topology. Where the bound cannot know what a plan was free to choose (which addend of a Partial
+destination receives) it asks for nothing.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh
@@ -20,13 +21,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
 from shardmath.flows.blocks import Block
 from shardmath.flows.bound import bound
 from shardmath.flows.certificate import Certificate, certificate
 from shardmath.flows.topology import Topology, checked
 from shardmath.plans.cover import meeting
-from shardmath.plans.demands import lines
+from shardmath.plans.demands import Lines, lines
 from shardmath.plans.plan import Plan
 from shardmath.programs.loads import pairs, round_loads, seconds
 from shardmath.programs.program import Program
@@ -36,16 +38,17 @@ __all__ = ["blocks", "certify", "crossing_bytes"]
 
 
 def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certificate:
-    """The certificate of what runs when `p` is compiled: its bound, its time, their ratio, and who forces the bound.
+    """The certificate of what runs when `p` is compiled: its bound, its time, their ratio, and who
+    forces the bound.
 
-    A program runs on its own topology, a plan on the one given (default: the plan's own, or 8 ranks a node). Raises
-    PlanError for anything else than what `plan` and `schedule` return, and for a program with another topology.
+    A program runs on its own topology, a plan on the one given (default: the plan's own, or 8 ranks
+    a node). Raises PlanError for anything else than what `plan` and `schedule` return, and for a
+    program with another topology.
     """
-    prog = _running(p, topology)
-    loads = round_loads(prog)
-    return certificate(
-        bound(blocks(prog.plan), prog.ranks, prog.topology), seconds(prog.topology, loads)
-    )
+    prog = _find_running(p, topology)
+    time = seconds(prog.topology, round_loads(prog))
+    least = bound(blocks(prog.plan), prog.ranks, prog.topology)
+    return certificate(least, time)
 
 
 def crossing_bytes(p: Plan | Program, *, topology: Topology | None = None) -> int:
@@ -53,50 +56,59 @@ def crossing_bytes(p: Plan | Program, *, topology: Topology | None = None) -> in
 
     `p` and `topology` are what `certify` takes; an adjoint crosses as its plan does, the other way.
     """
-    of = pairs(_running(p.forward or p if isinstance(p, Plan) else p, topology))
+    if isinstance(p, Plan) and p.forward is not None:
+        p = p.forward
+    of = pairs(_find_running(p, topology))
     return int(of.nbytes[of.far].sum())
 
 
-def _running(p: Plan | Program, topology: Topology | None) -> Program:
+def _find_running(p: Plan | Program, topology: Topology | None) -> Program:
+    """What runs when `p` is compiled. Raises PlanError as `certify` does."""
     if isinstance(p, Plan) and p.forward is None:
         return as_planned(p, topology)
     if not isinstance(p, Program):
-        raise PlanError(
-            f"{p!r} is not a plan or a Program; certify what plan(src, dst) or schedule(plan) returns"
-        )
+        what = "certify what plan(src, dst) or schedule(plan) returns"
+        raise PlanError(f"{p!r} is not a plan or a Program; {what}")
     if topology is not None and checked(topology) != p.topology:
-        raise PlanError(
-            f"{p!r} was scheduled for {p.topology}, not for {topology}; schedule its plan for that"
-        )
+        what = f"{p!r} was scheduled for {p.topology}, not for {topology}"
+        raise PlanError(f"{what}; schedule its plan for that")
     return p
 
 
 def blocks(p: Plan) -> Iterator[Block]:
     """What must be where, as the bound takes it: distinct elements, whoever sends them."""
     on = p.lines if p.topology is None else lines(p.batches)
-    counted = np.array([_counted(p, b) for b in range(len(p.batches))], bool)
+    nbytes = _count_bytes(p, on)
+    line = np.repeat(np.arange(len(on.holders)), np.diff(on.first))
+    for b, total in enumerate(nbytes.tolist()):
+        if not total:
+            continue
+        holders, receivers = on.holders[line[b]], on.receivers[b]
+        batches = on.batch[on.row_first[b] : on.row_first[b + 1]]
+        folded = any(p.batches[i].template.reduction.folded for i in batches)
+        addend = int(on.addend[b])
+        yield Block(on.sets[holders], on.sets[receivers], total, addend, int(folded))
+
+
+def _count_bytes(p: Plan, on: Lines) -> Ints:
+    """The bytes of each block of the lines, without those of batches that are not counted."""
+    counted = np.array([_is_counted(p, b) for b in range(len(p.batches))], bool)
     names = np.array([len(batch.names) for batch in p.batches], np.int64)
     size = np.where(counted[on.batch], on.each * names[on.batch], 0)
-    nbytes = np.add.reduceat(size, on.row_first[:-1]).tolist() if len(size) else []
-    line = np.repeat(np.arange(len(on.holders)), np.diff(on.first)).tolist()
-    for b, total in enumerate(nbytes):
-        addend = int(on.addend[b])
-        folded = any(
-            p.batches[i].template.reduction.folded
-            for i in on.batch[on.row_first[b] : on.row_first[b + 1]]
-        )
-        if total:
-            yield Block(
-                on.sets[on.holders[line[b]]], on.sets[on.receivers[b]], total, addend, int(folded)
-            )
+    # reduceat refuses an empty list of groups.
+    return np.add.reduceat(size, on.row_first[:-1]) if len(size) else size
 
 
-def _counted(p: Plan, number: int) -> bool:
-    """Whether a batch's elements are needed by the ranks that receive them and no others, and counted nowhere else."""
+def _is_counted(p: Plan, number: int) -> bool:
+    """Whether a batch's elements count: the ranks that receive them need them, and no others do.
+
+    What a destination's windows have in common counts for the first of them alone.
+    """
     batch = p.batches[number]
-    windows = p.dst[batch.names[0]]
     if batch.template.reduction.chosen:
         return False
-    return batch.target == 0 or all(
-        (i, batch.target) not in meeting(windows, windows) for i in range(batch.target)
-    )
+    if batch.target == 0:
+        return True
+    windows = p.dst[batch.names[0]]
+    common = meeting(windows, windows)
+    return all((i, batch.target) not in common for i in range(batch.target))

@@ -5,7 +5,8 @@
 3. `round_loads` counts slice by slice what `for_rank` lists; `leg_loads` all slots together.
 
 >>> from shardmath.flows.topology import Topology
->>> seconds(Topology(intra_bytes_per_s=10, inter_bytes_per_s=1, latency_s=1), np.array([[0, 20, 0, 0], [0, 0, 5, 0]]))
+>>> slow = Topology(intra_bytes_per_s=10, inter_bytes_per_s=1, latency_s=1)
+>>> seconds(slow, np.array([[0, 20, 0, 0], [0, 0, 5, 0]]))
 6.0
 """
 
@@ -19,19 +20,26 @@ from numpy.typing import NDArray
 
 from shardmath.base.arrays import Bools, Ints, begins
 from shardmath.flows.topology import Topology
-from shardmath.programs.program import Program, Streams, slices, streams, turn_of
+from shardmath.programs.program import Program, slices, turn_of
+from shardmath.programs.streams import Streams, streams
 
 __all__ = ["LEGS", "Loads", "Pairs", "leg_loads", "messages", "pairs", "round_loads", "seconds"]
 
 LEGS = 3
 """Straight, to other nodes, inside nodes."""
 
+LINKS = 4
+"""Near out, near in, far out, far in: 2 * far + incoming."""
+
 Loads: TypeAlias = NDArray[np.int64]
 """Bytes by ..., rank (in order) and link: near out, near in, far out, far in."""
 
 
 class Pairs(NamedTuple):
-    """`nbytes` that go from rank to rank in a phase and leg, all slots together; ranks by their places."""
+    """`nbytes` that go from rank to rank in a phase and leg, all slots together.
+
+    Ranks are given by their places.
+    """
 
     phase: Ints
     leg: Ints
@@ -42,82 +50,119 @@ class Pairs(NamedTuple):
 
 
 def pairs(prog: Program) -> Pairs:
-    """What goes from rank to rank: each pair once a phase and leg."""
-    on, ranks = prog.legs.lines, np.array(prog.ranks, np.int64)
-    shape = _phases(prog), LEGS, len(ranks), len(ranks)
-    found = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    """What goes from rank to rank: each pair once per phase and leg."""
+    on = prog.legs.lines
+    ranks = np.array(prog.ranks, np.int64)
+    shape = _count_phases(prog), LEGS, len(ranks), len(ranks)
+    # Each line is summed by itself first, so that what is kept grows with pairs and not with
+    # streams.
+    none = np.zeros(0, np.int64)
+    codes, sizes = [none], [none]
     for line in range(len(on.holders)):
         of = streams(prog.legs, line)
-        code = np.ravel_multi_index((on.addend[of.block], of.leg - 1, *_places(ranks, of)), shape)
-        found.append(_summed(code, of.hi - of.lo))
-    code, nbytes = _summed(*map(np.concatenate, zip(*found, strict=True)))
+        sender, receiver = _find_places(ranks, of)
+        where = on.addend[of.block], of.leg - 1, sender, receiver
+        code, nbytes = _sum_by_code(np.ravel_multi_index(where, shape), of.hi - of.lo)
+        codes.append(code)
+        sizes.append(nbytes)
+    code, nbytes = _sum_by_code(np.concatenate(codes), np.concatenate(sizes))
     phase, leg, sender, receiver = np.unravel_index(code, shape)
-    return Pairs(phase, leg, sender, receiver, _far(prog, ranks[sender], ranks[receiver]), nbytes)
+    far = _is_far(prog, ranks[sender], ranks[receiver])
+    return Pairs(phase, leg, sender, receiver, far, nbytes)
 
 
-def _phases(prog: Program) -> int:
-    return int(prog.legs.lines.addend.max(initial=0)) + 1
+def _count_phases(prog: Program) -> int:
+    """The number of addends that are folded one after the other."""
+    addend = prog.legs.lines.addend
+    return int(addend.max(initial=0)) + 1
 
 
-def _places(ranks: Ints, of: Streams) -> tuple[Ints, Ints]:
+def _find_places(ranks: Ints, of: Streams) -> tuple[Ints, Ints]:
+    """The places of senders and receivers among all ranks."""
     return np.searchsorted(ranks, of.sender), np.searchsorted(ranks, of.receiver)
 
 
-def _far(prog: Program, sender: Ints, receiver: Ints) -> Bools:
+def _is_far(prog: Program, sender: Ints, receiver: Ints) -> Bools:
+    """Whether these ranks are on different nodes."""
     per_node = prog.topology.ranks_per_node
-    out: Bools = sender // per_node != receiver // per_node
-    return out
+    far: Bools = sender // per_node != receiver // per_node
+    return far
 
 
-def _summed(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
+def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
     """Each code once, ascending, and its bytes in all."""
     order = np.argsort(code, kind="stable")
-    first = begins(code[order])
-    return code[order[first]], np.add.reduceat(nbytes[order], first) if len(first) else nbytes
+    code, nbytes = code[order], nbytes[order]
+    first = begins(code)
+    # reduceat refuses an empty list of groups.
+    total = np.add.reduceat(nbytes, first) if len(first) else nbytes
+    return code[first], total
 
 
 def leg_loads(prog: Program, of: Pairs) -> Loads:
     """Bytes by phase, leg, rank and link, all slots together."""
-    out = np.zeros((_phases(prog), LEGS, len(prog.ranks), 4), np.int64)
-    np.add.at(out, (of.phase, of.leg, of.sender, 2 * of.far), of.nbytes)
-    np.add.at(out, (of.phase, of.leg, of.receiver, 2 * of.far + 1), of.nbytes)
+    shape = _count_phases(prog), LEGS, len(prog.ranks), LINKS
+    out = np.zeros(shape, np.int64)
+    link = 2 * of.far
+    np.add.at(out, (of.phase, of.leg, of.sender, link), of.nbytes)
+    np.add.at(out, (of.phase, of.leg, of.receiver, link + 1), of.nbytes)
     return out
 
 
 def messages(of: Pairs, turns: int, ranks: int) -> Ints:
-    """By turn and rank, the most messages that a round may have: one for each leg and peer, each way."""
-    _, some = np.unique((of.leg * ranks + of.sender) * ranks + of.receiver, return_index=True)
+    """By turn and rank, the most messages that a round may have.
+
+    There is one for each leg and peer, each way, whatever the phase.
+    """
+    code = (of.leg * ranks + of.sender) * ranks + of.receiver
+    _, some = np.unique(code, return_index=True)
+    leg, sender, receiver = of.leg[some], of.sender[some], of.receiver[some]
+    turn = turn_of(sender + receiver, leg + 1, ranks) % turns
     out = np.zeros((turns, ranks), np.int64)
-    for side in (of.sender, of.receiver):
-        turn = turn_of(of.sender + of.receiver, of.leg + 1, ranks)[some] % turns
-        np.add.at(out, (turn, side[some]), 1)
+    np.add.at(out, (turn, sender), 1)
+    np.add.at(out, (turn, receiver), 1)
     return out
 
 
 def round_loads(prog: Program) -> Loads:
     """Bytes by phase, slot, turn, rank and link, exactly."""
-    on, ranks = prog.legs.lines, np.array(prog.ranks, np.int64)
-    shape = _phases(prog), prog.slots + LEGS - 1, prog.turns, len(ranks), 4
+    ranks = np.array(prog.ranks, np.int64)
+    slots = prog.slots + LEGS - 1
+    shape = _count_phases(prog), slots, prog.turns, len(ranks), LINKS
     out = np.zeros(math.prod(shape), np.int64)
-    for line in range(len(on.holders)):
-        of = streams(prog.legs, line)
-        cut = slices(prog, line, of)
-        sender, receiver = _places(ranks, of)
-        turn = turn_of(sender + receiver, of.leg, len(ranks)) % prog.turns
-        link = 2 * _far(prog, of.sender, of.receiver)
-        for end in ((sender, link), (receiver, link + 1)):
-            code = np.ravel_multi_index(
-                (on.addend[of.block], np.zeros_like(turn), turn, *end), shape
-            )
-            np.add.at(out, code[cut.stream] + cut.slot * math.prod(shape[2:]), cut.hi - cut.lo)
+    for line in range(len(prog.legs.lines.holders)):
+        _add_line(out, shape, prog, line, ranks)
     return out.reshape(shape)
 
 
+def _add_line(
+    out: Ints, shape: tuple[int, int, int, int, int], prog: Program, line: int, ranks: Ints
+) -> None:
+    """Add what goes in the slots of a line, at both ends; `out` is flat."""
+    of = streams(prog.legs, line)
+    cut = slices(prog, line, of)
+    nbytes = cut.hi - cut.lo
+    sender, receiver = _find_places(ranks, of)
+    turn = turn_of(sender + receiver, of.leg, len(ranks)) % prog.turns
+    phase = prog.legs.lines.addend[of.block]
+    link = 2 * _is_far(prog, of.sender, of.receiver)
+    # Slices differ from their stream in the slot alone: streams are coded as if in slot 0, slices
+    # are that many slots further. There are many more slices than streams.
+    slot_size = math.prod(shape[2:])
+    ahead = cut.slot * slot_size
+    slot = np.zeros_like(turn)
+    for place, link_there in ((sender, link), (receiver, link + 1)):
+        code = np.ravel_multi_index((phase, slot, turn, place, link_there), shape)
+        np.add.at(out, code[cut.stream] + ahead, nbytes)
+
+
 def seconds(where: Topology, loads: Loads) -> float:
-    """The time of rounds one after the other, each as long as its fullest link and one latency.
+    """The time of rounds one after the other, each its fullest link's time and one latency.
 
     `loads` are bytes by (..., rank, link).
     """
-    rate = np.array([where.intra_bytes_per_s] * 2 + [where.inter_bytes_per_s] * 2)
+    near, far = where.intra_bytes_per_s, where.inter_bytes_per_s
+    rate = np.array([near, near, far, far])
     each = (loads / rate).max(axis=(-2, -1), initial=0.0)
-    return float(each.sum() + where.latency_s * np.count_nonzero(each))
+    latency = where.latency_s * np.count_nonzero(each)
+    return float(each.sum() + latency)

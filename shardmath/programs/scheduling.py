@@ -1,13 +1,16 @@
 """Schedule: Plan -> Program. Which way to pass on, and in how many rounds.
 
-1. `fanout`: "none" sends every replica its own copy; "node" sends each byte once to each node, to one replica of it,
-   and spreads it there; "auto" takes what is faster, and where the sources' links bind, lets nodes of the destination
-   pass on to other nodes what goes beyond what their own links take in.
-2. Rounds: as few slots and turns as keep every rank's messages of a round below `max_inflight_bytes`, and their number
-   below `max_ops_per_group`, counted for the program as it is. Slots divide every stream, turns the peers of a rank.
-3. `as_planned` is what compiling a plan itself does: its own senders, all transfers straight, nothing divided. The
-   plan's own topology and no fan-out keep these senders.
-4. Limits that nothing can keep are refused before any search: a piece that is not cut, messages between two ranks.
+1. `fanout`: "none" sends every replica its own copy; "node" sends each byte once to each node, to
+   one replica of it, and spreads it there; "auto" takes what is faster, and where the sources'
+   links bind, lets nodes of the destination pass on to other nodes what goes beyond what their own
+   links take in.
+2. Rounds: as few slots and turns as keep every rank's messages of a round below
+   `max_inflight_bytes`, and their number below `max_ops_per_group`, counted for the program as it
+   is. Slots divide every stream, turns the peers of a rank.
+3. `as_planned` is what compiling a plan itself does: its own senders, all transfers straight,
+   nothing divided. The plan's own topology and no fan-out keep these senders.
+4. Limits that nothing can keep are refused before any search: a piece that is not cut, messages
+   between two ranks.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh
@@ -22,6 +25,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,7 +38,7 @@ from shardmath.flows.topology import Topology, checked
 from shardmath.plans.balance import uncut
 from shardmath.plans.demands import Lines, lines
 from shardmath.plans.plan import Plan
-from shardmath.programs.fanout import as_cut, passed_on
+from shardmath.programs.fanout import find_legs, legs_as_cut
 from shardmath.programs.loads import (
     LEGS,
     Loads,
@@ -45,7 +49,8 @@ from shardmath.programs.loads import (
     round_loads,
     seconds,
 )
-from shardmath.programs.program import Legs, Program, streams
+from shardmath.programs.program import Program
+from shardmath.programs.streams import Legs, streams
 
 __all__ = ["Fanout", "MOST_ROUNDS", "MOST_SLOTS", "as_planned", "schedule"]
 
@@ -59,18 +64,20 @@ WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {
 """(by node, relays between nodes) to choose from; the first of equals."""
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Slots to choose from where something is passed on: many, because the first and last are not full; few, because each
-has its latency."""
+"""Slots to choose from where something is passed on: many, because the first and last are not full;
+few, because each has its latency."""
 
 MOST_SLOTS = 1 << 12
-"""More are not tried: turns divide what goes in a slot further, and cost no more than the messages they divide."""
+"""More are not tried: turns divide what goes in a slot further, and cost no more than the messages
+they divide."""
 
 MOST_SLICES = 1 << 24
-"""Slots times streams: of more streams there are fewer slots, but never fewer than those to choose from."""
+"""Slots times streams: of more streams there are fewer slots, but never fewer than those to choose
+from."""
 
 GROWTH = 3
-"""More slots than so many times the best so far are not tried: what a slot has of a stream is whole rows, one fewer of
-them at last when there are twice as many slots."""
+"""More slots than so many times the best so far are not tried: what a slot has of a stream is whole
+rows, one fewer of them at last when there are twice as many slots."""
 
 MOST_ROUNDS = 1 << 24
 """Rounds of all ranks together, so that tables of them fit in memory."""
@@ -84,70 +91,89 @@ def schedule(
     max_ops_per_group: int = 2048,
     fanout: Fanout = "auto",
 ) -> Program:
-    """The program that carries out a plan on a topology (default: the plan's own, or 8 ranks a node).
+    """The program that carries out a plan on a topology (default: the plan's own, or 8 ranks a
+    node).
 
-    It is the program that runs when it is compiled; a plan that is compiled itself runs as `as_planned` says.
-    `max_inflight_bytes` bounds what a rank has under way in a round, both ways together; `max_ops_per_group` how many
-    messages. Raises PlanError for an adjoint, and for limits that no cut can keep.
+    It is the program that runs when it is compiled; a plan that is compiled itself runs as
+    `as_planned` says. `max_inflight_bytes` bounds what a rank has under way in a round, both ways
+    together; `max_ops_per_group` how many messages. Raises PlanError for an adjoint, and for limits
+    that no cut can keep.
     """
-    if not isinstance(p, Plan) or p.forward is not None:
-        raise PlanError(
-            f"{p!r} is not a plan of two sides' layouts; schedule what plan(src, dst) returns"
-        )
+    _check_plan(p, "schedule what plan(src, dst) returns")
     way = known(fanout, tuple(WAYS))
     if way is None:
         raise PlanError(f"fanout={shown(fanout)} is unknown; use 'auto', 'none' or 'node'")
-    room, most = (
-        whole(max_inflight_bytes, "max_inflight_bytes", PlanError),
-        whole(max_ops_per_group, "max_ops_per_group", PlanError),
-    )
-    for name, value in (("max_inflight_bytes", room), ("max_ops_per_group", most)):
-        if value < 1:
-            raise PlanError(f"{name}={value} leaves no room for a message; give a positive number")
-    where = p.topology or Topology() if topology is None else checked(topology)
+    room = whole(max_inflight_bytes, "max_inflight_bytes", PlanError)
+    most = whole(max_ops_per_group, "max_ops_per_group", PlanError)
+    _check_positive("max_inflight_bytes", room)
+    _check_positive("max_ops_per_group", most)
+    where = _choose_topology(p, topology)
     on = lines(p.batches, where)
     _check_pieces(p, on, room)
-    prog = _fastest([Program(p, where, x, 1, 1, room, most, "") for x in _ways(p, on, where, way)])
+    options = []
+    for legs in _list_legs(p, on, where, way):
+        options.append(Program(p, where, legs, 1, 1, room, most, ""))
+    prog = _find_fastest(options)
     return replace(prog, digest=_digest(prog))
 
 
-def _ways(p: Plan, on: Lines, where: Topology, fanout: str) -> Iterator[Legs]:
+def _check_plan(p: Plan, fix: str) -> None:
+    """Raise PlanError unless this is a plan, and not an adjoint."""
+    if not isinstance(p, Plan) or p.forward is not None:
+        raise PlanError(f"{p!r} is not a plan of two sides' layouts; {fix}")
+
+
+def _check_positive(name: str, limit: int) -> None:
+    """Raise PlanError for a limit that nothing keeps."""
+    if limit < 1:
+        raise PlanError(f"{name}={limit} leaves no room for a message; give a positive number")
+
+
+def _choose_topology(p: Plan, topology: Topology | None) -> Topology:
+    """The one given, or the plan's own, or the default."""
+    if topology is not None:
+        return checked(topology)
+    return p.topology or Topology()
+
+
+def _list_legs(p: Plan, on: Lines, where: Topology, fanout: str) -> Iterator[Legs]:
     """The legs to choose from."""
     for by_node, relays in WAYS[fanout]:
         if fanout == "none" and where == p.topology:
-            yield as_cut(p.lines)
+            yield legs_as_cut(p.lines)
         else:
-            yield from passed_on(p, on, where.ranks_per_node, by_node=by_node, relays=relays)
+            yield from find_legs(p, on, where.ranks_per_node, by_node=by_node, relays=relays)
 
 
 def as_planned(p: Plan, topology: Topology | None = None) -> Program:
-    """What a plan does when it is compiled itself: each of its transfers, from its own sender, in one round an addend.
+    """What a plan does when it is compiled itself.
 
-    The topology (default: the plan's own, or 8 ranks a node) says where the ranks are and changes no transfer. Raises
-    PlanError for an adjoint.
+    That is each of its transfers, from its own sender, in one round per addend. The topology
+    (default: the plan's own, or 8 ranks a node) says where the ranks are and changes no transfer.
+    Raises PlanError for an adjoint.
     """
-    if not isinstance(p, Plan) or p.forward is not None:
-        raise PlanError(
-            f"{p!r} is not a plan of two sides' layouts; give what plan(src, dst) returns"
-        )
-    where = p.topology or Topology() if topology is None else checked(topology)
-    prog = Program(p, where, as_cut(p.lines), 1, 1, 1, 1, "")
-    count = messages(pairs(prog), 1, len(prog.ranks)).max(initial=1)
-    prog = replace(
-        prog, max_inflight_bytes=max(_measured(prog)[1], 1), max_ops_per_group=int(count)
-    )
+    _check_plan(p, "give what plan(src, dst) returns")
+    where = _choose_topology(p, topology)
+    prog = Program(p, where, legs_as_cut(p.lines), 1, 1, 1, 1, "")
+    # Its limits are what it takes.
+    counts = messages(pairs(prog), 1, len(prog.ranks))
+    most = int(counts.max(initial=1))
+    _, under_way = _measure(prog)
+    room = max(under_way, 1)
+    prog = replace(prog, max_inflight_bytes=room, max_ops_per_group=most)
     return replace(prog, digest=_digest(prog))
 
 
 def _check_pieces(p: Plan, on: Lines, room: int) -> None:
     """Raise PlanError where something that is not cut has no room in a round."""
-    sent = np.repeat(on.count > 0, np.diff(on.row_first))
-    size = uncut(on, p.batches) * sent
-    if size.max(initial=0) > room:
-        row = int(size.argmax())
-        name = p.batches[int(on.batch[row])].names[0]
-        what = f"a row or small box of {size[row]} bytes of tensor {name!r} is not cut"
-        raise PlanError(f"max_inflight_bytes={room}: {what}; pass {size[row]} or more")
+    is_sent = np.repeat(on.count > 0, np.diff(on.row_first))
+    size = uncut(on, p.batches) * is_sent
+    if size.max(initial=0) <= room:
+        return
+    row = int(size.argmax())
+    name = p.batches[int(on.batch[row])].names[0]
+    what = f"a row or small box of {size[row]} bytes of tensor {name!r} is not cut"
+    raise PlanError(f"max_inflight_bytes={room}: {what}; pass {size[row]} or more")
 
 
 class _Way(NamedTuple):
@@ -158,56 +184,65 @@ class _Way(NamedTuple):
     loads: Loads
 
 
-def _fastest(made: Iterable[Program]) -> Program:
-    """Of the programs that can keep their limits the one, divided into rounds, that takes the least time.
+def _find_fastest(options: Iterable[Program]) -> Program:
+    """Of the programs that can keep their limits the one, divided into rounds, that takes the least
+    time.
 
-    The likeliest come first; those that would not be faster with all legs in one round need not be divided.
+    The likeliest come first; those that would not be faster with all legs in one round need not be
+    divided.
     """
     found: list[tuple[float, Program]] = []
     failed: list[PlanError] = []
-    ways = [
-        _Way(prog, of, leg_loads(prog, of)) for prog, of in ((prog, pairs(prog)) for prog in made)
-    ]
-    for (_, slots), way in sorted(
-        ((_best_slots(way), way) for way in ways), key=lambda item: item[0][0]
-    ):
+    for slots, way in _order_by_estimate(options):
         least = seconds(way.prog.topology, way.loads.sum(axis=1))
-        if all(least < time for time, _ in found):
-            try:
-                found.append(_sized(way, slots))
-            except PlanError as error:
-                failed.append(error)
+        if any(time <= least for time, _ in found):
+            continue
+        try:
+            found.append(_divide(way, slots))
+        except PlanError as error:
+            failed.append(error)
     if not found:
         raise failed[0]
-    return min(found, key=lambda item: item[0])[1]
+    _, fastest = min(found, key=itemgetter(0))
+    return fastest
+
+
+def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Way]]:
+    """The ways with their best numbers of slots, the one that should be fastest first."""
+    estimated: list[tuple[float, int, _Way]] = []
+    for prog in options:
+        of = pairs(prog)
+        way = _Way(prog, of, leg_loads(prog, of))
+        estimated.append((*_choose_slots(way), way))
+    estimated.sort(key=itemgetter(0))
+    return [(slots, way) for _, slots, way in estimated]
 
 
 def _digest(prog: Program) -> str:
     """Of the plan, the topology, the legs and the rounds."""
     bands = prog.legs.bands
-    legs = [
-        x.tolist()
-        for x in (
-            bands.first,
-            bands.classes,
-            bands.at,
-            bands.begin,
-            bands.count,
-            bands.place,
-            bands.span,
-            bands.cuts,
-        )
+    columns = [
+        bands.first,
+        bands.classes,
+        bands.at,
+        bands.begin,
+        bands.count,
+        bands.place,
+        bands.span,
+        bands.cuts,
     ]
+    legs = [column.tolist() for column in columns]
     limits = prog.max_inflight_bytes, prog.max_ops_per_group, prog.slots, prog.turns
     return digest(("program", prog.plan.digest, prog.topology, prog.legs.sharing, limits, legs))
 
 
-# rounds
+# Rounds
 
 
-def _best_slots(way: _Way) -> tuple[float, int]:
+def _choose_slots(way: _Way) -> tuple[float, int]:
     """The least time of the legs and in how many slots, pieces being as small as one likes."""
-    counts = SLOTS if way.loads[:, 1:].any() else (1,)
+    relays = way.loads[:, 1:].any()
+    counts = SLOTS if relays else (1,)
     return min((_estimate(way.prog.topology, way.loads, slots), slots) for slots in counts)
 
 
@@ -216,90 +251,126 @@ def _estimate(where: Topology, loads: Loads, slots: int) -> float:
     total = 0.0
     for slot in range(slots + LEGS - 1):
         active = [leg for leg in range(LEGS) if 0 <= slot - leg < slots]
-        total += seconds(where, loads[:, active].sum(axis=1) / slots)
+        load = loads[:, active].sum(axis=1)
+        total += seconds(where, load / slots)
     return total
 
 
-def _sized(way: _Way, slots: int) -> tuple[float, Program]:
-    """The program with as few turns and slots, from these on, as its limits ask for, and its time."""
-    prog = replace(way.prog, turns=_turns(way))
-    room, most = prog.max_inflight_bytes, _most_slots(prog)
+def _divide(way: _Way, slots: int) -> tuple[float, Program]:
+    """The program with as few turns and slots as its limits ask for, and its time.
+
+    The number of slots is at least `slots`. More are tried until nothing is gained by them, then
+    more turns.
+    """
+    prog = replace(way.prog, turns=_choose_turns(way))
+    room, most = prog.max_inflight_bytes, _count_most_slots(prog)
     _check_bytes(way._replace(prog=prog), most)
-    slots = min(max(-(-int(way.loads.sum(axis=(1, 3)).max(initial=0)) // room), slots), most)
+    # Even slices of what the fullest rank has under way, all legs and both ways, need at least so
+    # many slots.
+    fullest = int(way.loads.sum(axis=(1, 3)).max(initial=0))
+    slots = min(max(-(-fullest // room), slots), most)
     best: tuple[int, Program] | None = None
     while best is None or slots <= GROWTH * best[1].slots:
         sized = replace(prog, slots=slots)
-        time, under_way = _measured(sized)
+        time, under_way = _measure(sized)
         if under_way <= room:
             return time, sized
         if slots == most:
             break
-        grown = slots * under_way * 33 // (32 * room)
-        if best is None or under_way < best[0]:
+        improved = best is None or under_way < best[0]
+        if improved:
             best = under_way, sized
-        else:
-            grown = max(grown, slots * 3 // 2)
-        slots = min(grown + 1, most)
-    return _turned(sized if best is None else best[1], way.pairs)
+        slots = min(_grow(slots, under_way, room, improved=improved), most)
+    if best is not None:
+        sized = best[1]
+    return _add_turns(sized, way.pairs)
 
 
-def _measured(prog: Program) -> tuple[float, int]:
+def _grow(slots: int, under_way: int, room: int, *, improved: bool) -> int:
+    """How many slots to try next, where so many leave more bytes under way than there is room for.
+
+    As many as would do if slices were even, and a 32nd more since they are not. Where the last step
+    did not improve on the best, half as many again at least, so that few steps reach the end.
+    """
+    grown = slots * under_way * 33 // (32 * room)
+    if not improved:
+        grown = max(grown, slots * 3 // 2)
+    return grown + 1
+
+
+def _measure(prog: Program) -> tuple[float, int]:
     """The time of its rounds, and the most bytes that a rank has under way in one."""
     loads = round_loads(prog)
-    return seconds(prog.topology, loads), int(loads.sum(axis=-1).max(initial=0))
+    by_rank = loads.sum(axis=-1)
+    return seconds(prog.topology, loads), int(by_rank.max(initial=0))
 
 
-def _turns(way: _Way) -> int:
+def _choose_turns(way: _Way) -> int:
     """The fewest turns in which no rank has more messages than allowed."""
     limit, ranks = way.prog.max_ops_per_group, len(way.prog.ranks)
-    for turns in _more_turns(way.prog, way.pairs):
-        count = int(messages(way.pairs, turns, ranks).max(initial=0))
+    for turns in _list_turns(way.prog, way.pairs):
+        counts = messages(way.pairs, turns, ranks)
+        count = int(counts.max(initial=0))
         if count <= limit:
             return turns
     what = f"found no rounds in which no rank has more than {count - 1} messages"
     raise PlanError(f"max_ops_per_group={limit}: {what}; pass {count} or more")
 
 
-def _more_turns(prog: Program, of: Pairs) -> list[int]:
-    """The numbers of turns to choose from: with enough, no rank has two peers in one, nor two legs (`turn_of`)."""
+def _list_turns(prog: Program, of: Pairs) -> list[int]:
+    """The numbers of turns to choose from: the program's own, doubled until there are enough.
+
+    With enough, no rank has two peers in one turn, nor two legs (`turn_of`).
+    """
     ranks = max(len(prog.ranks), 1)
     legs = int(of.leg.max(initial=0)) + 1
-    most = max(min(4 * legs * ranks - 1, MOST_ROUNDS // (prog.slots * ranks)), prog.turns)
-    return [prog.turns << i for i in range((most // prog.turns).bit_length())]
+    fitting = MOST_ROUNDS // (prog.slots * ranks)
+    most = max(min(4 * legs * ranks - 1, fitting), prog.turns)
+    doublings = (most // prog.turns).bit_length()
+    return [prog.turns << i for i in range(doublings)]
 
 
-def _most_slots(prog: Program) -> int:
-    count = sum(len(streams(prog.legs, line).block) for line in range(len(prog.legs.lines.holders)))
-    most = min(
-        MOST_SLICES // max(count, 1),
-        MOST_ROUNDS // (prog.turns * max(len(prog.ranks), 1)),
-        MOST_SLOTS,
-    )
-    return max(most, SLOTS[-1])
+def _count_most_slots(prog: Program) -> int:
+    """The most slots that are tried, for memory's sake."""
+    count = 0
+    for line in range(len(prog.legs.lines.holders)):
+        count += len(streams(prog.legs, line).block)
+    ranks = max(len(prog.ranks), 1)
+    by_slices = MOST_SLICES // max(count, 1)
+    by_rounds = MOST_ROUNDS // (prog.turns * ranks)
+    return max(min(by_slices, by_rounds, MOST_SLOTS), SLOTS[-1])
 
 
 def _check_bytes(way: _Way, slots: int) -> None:
-    """Raise PlanError where so many slots, and any turns, leave more under way than allowed, however even they are."""
-    turns = _more_turns(way.prog, way.pairs)[-1]
+    """Raise PlanError where so many slots and any turns leave more under way than allowed, however
+    even they are."""
+    turns = _list_turns(way.prog, way.pairs)[-1]
     rounds = (slots + LEGS - 1) * turns
-    pair, rank = way.pairs.nbytes.max(initial=0), way.loads.sum(axis=(1, 3)).max(initial=0)
-    least = max(-(-int(pair) // slots), -(-int(rank) // rounds))
-    if least > way.prog.max_inflight_bytes:
+    by_pair = int(way.pairs.nbytes.max(initial=0))
+    by_rank = int(way.loads.sum(axis=(1, 3)).max(initial=0))
+    # All slices of a pair are in one turn; a rank's are in as many as there are.
+    least = max(-(-by_pair // slots), -(-by_rank // rounds))
+    room = way.prog.max_inflight_bytes
+    if least > room:
         what = f"{slots} slots and {turns} turns leave {least} bytes under way at some rank in some round"
-        raise PlanError(
-            f"max_inflight_bytes={way.prog.max_inflight_bytes}: {what}; pass {least} or more"
-        )
+        raise PlanError(f"max_inflight_bytes={room}: {what}; pass {least} or more")
 
 
-def _turned(prog: Program, of: Pairs) -> tuple[float, Program]:
-    """The program with the fewest turns in which no rank has more under way than allowed, and its time."""
-    options = [replace(prog, turns=turns) for turns in _more_turns(prog, of)]
+def _add_turns(prog: Program, of: Pairs) -> tuple[float, Program]:
+    """The program with the fewest turns in which no rank has more under way than allowed, and its
+    time."""
+    options = [replace(prog, turns=turns) for turns in _list_turns(prog, of)]
     room = prog.max_inflight_bytes
-    _, least = _measured(options[-1])
+    _, least = _measure(options[-1])
     if least > room:
         what = f"found no rounds in which no rank has {least} bytes under way, both ways together"
         raise PlanError(f"max_inflight_bytes={room}: {what}; pass {least} or more")
-    at = bisect.bisect_left(
-        options, True, hi=len(options) - 1, key=lambda one: _measured(one)[1] <= room
-    )
-    return _measured(options[at])[0], options[at]
+
+    def fits(option: Program) -> bool:
+        return _measure(option)[1] <= room
+
+    # The last option fits, so it need not be measured again.
+    at = bisect.bisect_left(options, True, hi=len(options) - 1, key=fits)
+    chosen = options[at]
+    time, _ = _measure(chosen)
+    return time, chosen

@@ -1,7 +1,8 @@
 """Simulate: what a plan or a program means, all ranks in one process, in numpy.
 
-The oracle that every backend is compared with: obviously right and kept slow. Destination arrays start as zeros
-(holes stay so), their own cells at `Plan.fill`; pieces enter in order of addend; an average is divided at the end.
+The oracle that every backend is compared with: obviously right and kept slow. Destination arrays
+start as zeros (holes stay so), their own cells at `Plan.fill`; pieces enter in order of addend; an
+average is divided at the end.
 
 >>> import numpy as np
 >>> from shardmath.layouts.layout import Layout
@@ -42,18 +43,20 @@ FOLD: dict[str, Callable[[Array, Array], Array]] = {
     "max": np.maximum,
     "min": np.minimum,
 }
-
+"""How a piece enters, given what is there, by the operation of its transfer."""
 
 NO_NUMBERS = "OSUMmT"
-"""Kinds of numpy's dtypes: objects, text and times. Those of other libraries have kinds of their own."""
+"""Kinds of numpy's dtypes: objects, text and times. Those of other libraries have kinds of their
+own."""
 
 
 def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, dict[str, Array]]:
     """The destination's local arrays, given the source's; of a program, round by round.
 
-    For two Layouts {rank: array} gives {rank: array}; for mappings, or tensors held as several windows, the values are
-    mappings by local name (`name`, or `name[i]` for window i). Any numpy dtype. Raises PlanError for a missing rank or
-    tensor, or an array whose shape is not the layout's local shape.
+    For two Layouts {rank: array} gives {rank: array}; for mappings, or tensors held as several
+    windows, the values are mappings by local name (`name`, or `name[i]` for window i). Any numpy
+    dtype. Raises PlanError for a missing rank or tensor, or an array whose shape is not the
+    layout's local shape.
     """
     if not isinstance(getattr(p, "plan", p), Plan):
         raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) or schedule(plan) returns")
@@ -62,125 +65,145 @@ def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, 
         raise PlanError(
             f"source arrays are {shards!r}; give a mapping from rank to array, or to arrays by name"
         )
-    held = {rank: _named(p, shards, rank) for rank in p.src_ranks}
-    dtypes = {name: _dtype(p, name, held) for name in p.src}
-    out: dict[int, dict[str, Array]] = {rank: {} for rank in p.dst_ranks}
-    for name, windows in p.dst.items():
-        for j, layout in enumerate(windows):
-            for rank in layout.mesh.ranks:
-                out[rank][local_name(name, j, len(windows))] = _begin(
-                    layout, rank, dtypes[name], p.fill(name)
-                )
+    held = {rank: _read_arrays(p, shards, rank) for rank in p.src_ranks}
+    out = _make_destination(p, held)
     if prog is None:
-        for rank in out:
-            _enter(out, [(t, held) for t in sorted(p.transfers(dst=rank), key=lambda t: t.addend)])
+        _run_transfers(p, held, out)
     else:
-        _walk(prog, held, out)
+        _run_rounds(prog, held, out)
     for arrays in out.values():
         _divide(p, arrays)
-    return (
-        {rank: arrays[""] for rank, arrays in out.items()}
-        if not p.is_tree and len(p.dst[""]) == 1
-        else out
-    )
+    if p.is_tree or len(p.dst[""]) > 1:
+        return out
+    return {rank: arrays[""] for rank, arrays in out.items()}
 
 
 _Arrays: TypeAlias = Mapping[int, Mapping[str, Array]]
+"""Local arrays by rank and local tensor name."""
+
+
+def _make_destination(p: Plan, held: _Arrays) -> dict[int, dict[str, Array]]:
+    """The destination's arrays before anything enters."""
+    dtypes = {name: _find_dtype(p, name, held) for name in p.src}
+    out: dict[int, dict[str, Array]] = {rank: {} for rank in p.dst_ranks}
+    for name, windows in p.dst.items():
+        fill = p.fill(name)
+        for j, layout in enumerate(windows):
+            key = local_name(name, j, len(windows))
+            for rank in layout.mesh.ranks:
+                out[rank][key] = _make_array(layout, rank, dtypes[name], fill)
+    return out
 
 
 def _enter(out: _Arrays, pieces: list[tuple[Transfer, _Arrays]]) -> None:
-    """Bring the pieces, each from these arrays, to their destinations; all are read before any is written."""
-    read = [(t, source[t.src_rank][t.src_tensor][t.src_slices].copy()) for t, source in pieces]
+    """Bring the pieces, each from these arrays, to their destinations; all are read before any is
+    written."""
+    read = []
+    for t, source in pieces:
+        array = source[t.src_rank][t.src_tensor]
+        read.append((t, array[t.src_slices].copy()))
     for t, piece in read:
         there = out[t.dst_rank][t.dst_tensor]
         there[t.dst_slices] = FOLD[t.op](there[t.dst_slices], piece)
 
 
-def _walk(prog: Program, held: _Arrays, out: _Arrays) -> None:
-    """All rounds of all ranks, step by step; what is passed on is read where it has arrived."""
+def _run_transfers(p: Plan, held: _Arrays, out: _Arrays) -> None:
+    """All transfers of a plan, in order of addend."""
+    for rank in out:
+        transfers = sorted(p.transfers(dst=rank), key=lambda t: t.addend)
+        _enter(out, [(t, held) for t in transfers])
+
+
+def _run_rounds(prog: Program, held: _Arrays, out: _Arrays) -> None:
+    """All rounds of all ranks, step by step; what is relayed is read where it has arrived."""
     steps: dict[tuple[int, int, int], list[tuple[Transfer, _Arrays]]] = {}
     for rank in out:
         for one in prog.for_rank(rank):
-            pieces = [
-                (t, out if m.leg > 1 else held)
-                for m in one.messages
-                if m.direction != "send"
-                for t in m.pieces
-            ]
-            steps.setdefault(one.step, []).extend(pieces)
+            pieces = steps.setdefault(one.step, [])
+            for m in one.messages:
+                if m.direction == "send":
+                    continue
+                source = out if m.leg > 1 else held
+                pieces += [(t, source) for t in m.pieces]
     for step in sorted(steps):
         _enter(out, steps[step])
 
 
-def _named(p: Plan, shards: Shards, rank: int) -> dict[str, Array]:
+def _read_arrays(p: Plan, shards: Shards, rank: int) -> dict[str, Array]:
     """The rank's source arrays by local name, checked against their layouts."""
     if rank not in shards:
-        raise PlanError(
-            f"no source arrays for rank {rank}; give them for ranks {', '.join(map(str, p.src_ranks))}"
-        )
-    given = (
-        cast(Mapping[str, Array], shards[rank])
-        if isinstance(shards[rank], Mapping)
-        else {"": cast(Array, shards[rank])}
-    )
+        ranks = ", ".join(map(str, p.src_ranks))
+        raise PlanError(f"no source arrays for rank {rank}; give them for ranks {ranks}")
+    mine: object = shards[rank]
+    named = mine if isinstance(mine, Mapping) else {"": mine}
+    given = cast(Mapping[str, Array], named)
     out = {}
     for name, windows in p.src.items():
         for i, layout in enumerate(windows):
             if rank in layout.mesh:
                 key = local_name(name, i, len(windows))
-                out[key] = _checked(given, key, rank, layout)
+                out[key] = _read_array(given, key, rank, layout)
     return out
 
 
-def _checked(given: Mapping[str, Array], key: str, rank: int, layout: Layout) -> Array:
+def _read_array(given: Mapping[str, Array], key: str, rank: int, layout: Layout) -> Array:
+    """One source array. Raises PlanError for one that is missing, not of numbers, or of another
+    shape."""
     if key not in given:
-        raise PlanError(
-            f"rank {rank} gives no source array {key!r}; it gives {', '.join(map(repr, given)) or 'none'}"
-        )
+        names = ", ".join(map(repr, given)) or "none"
+        raise PlanError(f"rank {rank} gives no source array {key!r}; it gives {names}")
+    what = f"rank {rank}: source array {key!r}"
     try:
         array = np.asarray(given[key])
     except ValueError as error:
-        raise PlanError(
-            f"rank {rank}: source array {key!r} is none: {error}; pass a numpy array"
-        ) from None
+        raise PlanError(f"{what} is none: {error}; pass a numpy array") from None
     if array.dtype.kind in NO_NUMBERS:
-        raise PlanError(f"rank {rank}: source array {key!r} has dtype {array.dtype}; pass numbers")
-    if array.shape != layout.local_shape(rank):
-        raise PlanError(
-            f"rank {rank}: source array {key!r} has shape {array.shape}, {layout} has "
-            f"{layout.local_shape(rank)} there; pass that local array"
-        )
+        raise PlanError(f"{what} has dtype {array.dtype}; pass numbers")
+    expected = layout.local_shape(rank)
+    if array.shape != expected:
+        there = f"{layout} has {expected} there"
+        raise PlanError(f"{what} has shape {array.shape}, {there}; pass that local array")
     return array
 
 
-def _dtype(p: Plan, name: str, held: Mapping[int, Mapping[str, Array]]) -> np.dtype[Any]:
-    keys = {local_name(name, i, len(p.src[name])) for i in range(len(p.src[name]))}
-    found = {
-        arrays[key].dtype: rank for rank, arrays in held.items() for key in keys & arrays.keys()
-    }
+def _find_dtype(p: Plan, name: str, held: _Arrays) -> np.dtype[Any]:
+    """The dtype of all arrays of a tensor. Raises PlanError for several, and for integers to be
+    averaged."""
+    count = len(p.src[name])
+    keys = {local_name(name, i, count) for i in range(count)}
+    # The last rank that holds an array of each dtype.
+    found: dict[np.dtype[Any], int] = {}
+    for rank, arrays in held.items():
+        for key in keys & arrays.keys():
+            found[arrays[key].dtype] = rank
     if len(found) != 1:
         shown = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in found.items())
         raise PlanError(f"tensor {name!r} has several dtypes: {shown}; pass one")
     dtype = next(iter(found))
     if p.divisor(name) > 1 and dtype.kind in "biu":
-        raise PlanError(
-            f"tensor {name!r} is averaged, and its arrays are {dtype}; pass floating or complex ones"
-        )
+        what = f"tensor {name!r} is averaged, and its arrays are {dtype}"
+        raise PlanError(f"{what}; pass floating or complex ones")
     return dtype
 
 
-def _begin(layout: Layout, rank: int, dtype: np.dtype[Any], fill: complex | None) -> Array:
+def _make_array(layout: Layout, rank: int, dtype: np.dtype[Any], fill: complex | None) -> Array:
+    """Zeros, and the fill in what the rank holds of the tensor."""
     out = np.zeros(layout.local_shape(rank), dtype)
     if fill is not None:
-        cells = np.ix_(*(np.flatnonzero(index >= 0) for index in layout.indices(rank)))
-        out[cells] = fill
+        # Positions of holes are negative.
+        held = [np.flatnonzero(index >= 0) for index in layout.indices(rank)]
+        out[np.ix_(*held)] = fill
     return out
 
 
 def _divide(p: Plan, arrays: dict[str, Array]) -> None:
+    """Divide what is averaged, in place of the sum."""
     for name, windows in p.dst.items():
-        if p.divisor(name) > 1:
-            for j in range(len(windows)):
-                key = local_name(name, j, len(windows))
-                if key in arrays:
-                    arrays[key] = np.asarray(arrays[key] / p.divisor(name), arrays[key].dtype)
+        divisor = p.divisor(name)
+        if divisor == 1:
+            continue
+        for j in range(len(windows)):
+            key = local_name(name, j, len(windows))
+            if key in arrays:
+                total = arrays[key]
+                arrays[key] = np.asarray(total / divisor, total.dtype)

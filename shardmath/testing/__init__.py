@@ -24,7 +24,8 @@ In reading order:
 - `layout_laws`: what all Runs and layouts keep;
 - `plan_laws`: what all plans keep;
 - `laws`: all of these laws by name, and their cases;
-- `buffers`: what every rule of buffers keeps.
+- `buffers`: what every rule of buffers keeps;
+- `rounds`: whether ranks that walk their rounds get to the end.
 """
 
 try:

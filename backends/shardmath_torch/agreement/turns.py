@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardmath.base.errors import ExchangeError
-from shardmath.programs.protocol import Event, Protocol, State
+from shardmath.protocol import Event, Protocol, State
 from shardmath_torch.agreement.failure import UNTOLD
 from shardmath_torch.compat import Group, in_backward
 

@@ -26,6 +26,7 @@ from shardmath import (
     StridedShard,
     Table,
     plan,
+    schedule,
     testing,
 )
 from shardmath.algebra.runs import from_ranges
@@ -595,6 +596,18 @@ def test_other_ranks() -> None:
     assert recognise(src, Layout((8,), Mesh(a=4), "n")) is None
     assert recognise(src, Layout((8,), Mesh(a=4), "(a[0 0 4 4] n)")) is None
     assert recognise(Layout((8,), Mesh(a=4), "n {sum: a}"), Layout((8,), Mesh(a=2), "n")) is None
+
+
+def test_tensors_of_several_windows_are_not_named() -> None:
+    """Not even where another tensor moves as their first windows do."""
+    top, bottom = (((0, 4), (0, 4)), ((4, 8), (0, 4)))
+    src, dst = Layout((8, 4), GRID, "(a n) h"), Layout((8, 4), GRID, "n h")
+    p = plan(
+        {"one": window(src, top), "two": (window(src, top), window(src, bottom))},
+        {"one": window(dst, top), "two": (window(dst, top), window(dst, bottom))},
+        window=True,
+    )
+    assert list(schedule(p).collectives) == ["one"]
 
 
 def test_a_collective_is_a_value() -> None:

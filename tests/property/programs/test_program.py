@@ -18,7 +18,8 @@ from shardmath.algebra.box import row_size
 from shardmath.plans.balance import grid
 from shardmath.plans.demands import lines, wire
 from shardmath.plans.pieces import unit_boxes
-from shardmath.programs.program import Message, Round, slices, streams
+from shardmath.programs.program import Message, Round, slices
+from shardmath.programs.streams import streams
 from tests.property.drawn.programs import (
     PROGRAMS,
     all_rounds,

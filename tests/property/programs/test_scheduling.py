@@ -33,7 +33,7 @@ from shardmath import (
     simulate,
     verify,
 )
-from shardmath.programs import program as module
+from shardmath.programs import streams as module
 from shardmath.programs.loads import leg_loads, pairs, round_loads, seconds
 from shardmath.programs.loads import messages as counts
 from shardmath.programs.scheduling import as_planned
@@ -499,7 +499,7 @@ def test_streams_of_many_lines_are_found_once() -> None:
     p = plan(Layout((700,), mesh, {"x": Table(0, parts)}), Layout((700,), mesh, {"x": Shard(0)}))
     count = len(p.lines.holders)
     assert count > 512
-    with mock.patch.object(module, "_entries", wraps=module._entries) as found:
+    with mock.patch.object(module, "_list_entries", wraps=module._list_entries) as found:
         prog = schedule(p, fanout="none")
         assert found.call_count <= 2 * count  # cut among holders, and as streams
         before = found.call_count

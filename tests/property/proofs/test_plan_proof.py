@@ -518,7 +518,27 @@ TURNED = Mesh(a=3, ranks=(0, 2, 1))
             SPLIT,
             "lines",
             to(None),
-            "the plan's tables cannot be read: TypeError('must be called with a dataclass type or instance')",
+            "the plan's lines: a NoneType, not a Lines",
+        ),
+        (
+            SPLIT,
+            "lines.sets",
+            to(((3, "4"),)),
+            "one of one of the sets of ranks of lines: a str, not a int",
+        ),
+        (SPLIT, "lines.lo", to([0, 0]), "Lines.lo: a list, not a ndarray"),
+        (SPLIT, "lines.lo", to(np.zeros((2, 2), np.int64)), "Lines.lo has 2 dimensions, not 1"),
+        (
+            SPLIT,
+            "batches.0.template",
+            to(None),
+            "the template of a batch: a NoneType, not a Template",
+        ),
+        (
+            SPLIT,
+            "batches.0.src",
+            to(Mesh(a=2)),
+            f"tensor 'w': {Mesh(a=2)!r} has other positions than its template's {LINE!r}",
         ),
     ],
 )
@@ -526,6 +546,15 @@ def test_messages(
     p: Plan, path: str, change: Callable[[Any], Any], message: str, fails: Callable[..., None]
 ) -> None:
     fails(lambda: verify(edited(p, path, change)), PlanError, f"{message}; make the plan anew")
+
+
+def test_a_fault_of_ours_is_not_a_wrong_plan() -> None:
+    """It used to come out as tables that cannot be read."""
+    with (
+        mock.patch("shardmath.proofs.plan_proof._check_once", side_effect=AttributeError("ours")),
+        pytest.raises(AttributeError, match="ours"),
+    ):
+        verify(SPLIT)
 
 
 def test_reductions_are_named(fails: Callable[..., None]) -> None:

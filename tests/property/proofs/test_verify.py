@@ -457,7 +457,7 @@ def test_the_element_is_named_by_its_own_segment() -> None:
 def test_many_boxes_are_weighed(name: str) -> None:
     """Where boxes are many they are weighed first; what is wrong is named all the same."""
     p = PLANS[name]
-    with mock.patch("shardmath.proofs.verify.MANY", 0):
+    with mock.patch("shardmath.proofs.claims.MANY", 0):
         verify(p, transfers=p.transfers())
         for t in list(p.transfers())[:5]:
             others = list(p.transfers())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import ExchangeError
-from shardmath.programs.protocol import TABLE, Event, Protocol, State
+from shardmath.protocol import TABLE, Event, Protocol, State
 
 
 @given(st.lists(st.sampled_from(Event), max_size=12))

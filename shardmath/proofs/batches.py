@@ -1,0 +1,122 @@
+"""Batches: whether a plan's batches move all of its tensors, as they lie.
+
+1. Every tensor is in one group of batches, which move each pair of its windows at most once and
+   leave out none that something must arrive in.
+2. It lies as the template of each of them says, on the ranks of the batch, and is reduced as its
+   layouts ask.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.errors import PlanError
+from shardmath.layouts.edits import relabelled
+from shardmath.layouts.holdings import equivalent
+from shardmath.layouts.layout import Layout
+from shardmath.plans.cover import cells_held, check_disjoint
+from shardmath.plans.demands import Batch
+from shardmath.plans.plan import Plan
+from shardmath.plans.reduction import reduction
+from shardmath.proofs.shapes import require
+
+__all__ = ["check_batches"]
+
+
+def check_batches(p: Plan) -> list[list[Batch]]:
+    """The batches in groups of the same tensors. Raises PlanError unless they move what the plan's
+    layouts say."""
+    groups = _group_batches(p)
+    held = [_find_windows(p, batches[0].names) for batches in groups]
+    _check_sides(p, held)
+    for batches, alike in zip(groups, held, strict=True):
+        _check_group(batches, alike)
+    return groups
+
+
+def _group_batches(p: Plan) -> list[list[Batch]]:
+    """The batches by the tensors that they move; every tensor is in one group."""
+    groups: dict[tuple[str, ...], list[Batch]] = {}
+    for batch in p.batches:
+        require(batch.names, "a batch is of no tensor")
+        groups.setdefault(batch.names, []).append(batch)
+    times = Counter(itertools.chain.from_iterable(groups))
+    for name, n in times.items():
+        require(n == 1, f"tensor {name!r} moves twice")
+    if not times.keys() == p.src.keys() == p.dst.keys():
+        odd = (times.keys() ^ p.src.keys()) | (times.keys() ^ p.dst.keys())
+        require(False, f"tensor {min(odd)!r} is in no batch, or not in the plan")
+    return list(groups.values())
+
+
+_Held: TypeAlias = dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], str]
+"""The windows at both ends, and the first tensor that is held so."""
+
+
+def _find_windows(p: Plan, names: Iterable[str]) -> _Held:
+    """The distinct windows of these tensors."""
+    out: _Held = {}
+    for name in names:
+        out.setdefault((p.src[name], p.dst[name]), name)
+    return out
+
+
+def _check_sides(p: Plan, held: Sequence[_Held]) -> None:
+    """The plan knows all ranks of both sides."""
+    for side, word, ranks in ((0, "source", p.src_ranks), (1, "destination", p.dst_ranks)):
+        meshes = {layout.mesh for alike in held for pair in alike for layout in pair[side]}
+        known = tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
+        if ranks != known:
+            given = f"{len(ranks)} ranks {ranks[:8]}"
+            require(False, f"{given} are not those of the {word}, {len(known)} ranks {known[:8]}")
+
+
+def _check_group(batches: Sequence[Batch], held: _Held) -> None:
+    """Batches move each pair of windows once, of all their tensors, and none is left out."""
+    first = batches[0].names[0]
+    moved = {(batch.source, batch.target) for batch in batches}
+    require(len(moved) == len(batches), f"tensor {first!r} moves twice between two windows")
+    counts = {(len(src), len(dst)) for src, dst in held}
+    require(len(counts) == 1, f"tensors of other windows move as {first!r} does")
+    reached = {target for _, target in moved}
+    for (src, dst), name in held.items():
+        check_disjoint(name, src)
+        for batch in batches:
+            _check_batch(name, src, dst, batch)
+        for j in sorted(set(range(len(dst))) - reached):
+            needs = cells_held(dst[j]).any()
+            require(not needs, f"tensor {name!r}: nothing arrives in window {j}")
+
+
+def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch: Batch) -> None:
+    """The tensor lies as the batch's template says, on the batch's ranks, and is reduced so."""
+    t = batch.template
+    known = batch.source in range(len(src)) and batch.target in range(len(dst))
+    moved = f"from window {batch.source} of {len(src)} to window {batch.target} of {len(dst)}"
+    require(known, f"tensor {name!r} moves {moved}")
+    held = src[batch.source], dst[batch.target]
+    planned = (
+        _place_form(name, t.src, batch.src, held[0]),
+        _place_form(name, t.dst, batch.dst, held[1]),
+    )
+    for layout, other in zip(held, planned, strict=True):
+        if layout is not other and not equivalent(layout, other):
+            lies = f"tensor {name!r} lies as {layout} on {layout.mesh}"
+            require(False, f"{lies}, not as {other} on {other.mesh}")
+    rule, asked = reduction(*planned), reduction(*held)
+    if repr(rule) != repr(t.reduction) or rule.by_ranks(*planned) != asked.by_ranks(*held):
+        raise PlanError(f"tensor {name!r} is reduced by {t.reduction}; its layouts ask for {asked}")
+
+
+def _place_form(name: str, form: Layout, mesh: Mesh, layout: Layout) -> Layout:
+    """The layout of this form on the ranks of the mesh: `layout` where that is it."""
+    if layout.form is form and layout.mesh.ranks == mesh.ranks:
+        return layout
+    positions = set(form.mesh.ranks)
+    fits = positions == set(range(mesh.size))
+    require(fits, f"tensor {name!r}: {mesh} has other positions than its template's {form.mesh}")
+    return relabelled(form, dict(enumerate(mesh.ranks)))

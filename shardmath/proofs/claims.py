@@ -1,0 +1,385 @@
+"""Claims: proofs that transfers made elsewhere do what a plan's layouts ask for, one by one.
+
+1. Each transfer's slices, shape, size and global slices agree, and both ends hold those global
+   elements there.
+2. Each enters by the right operation, in the place of its addend.
+3. **Exactly once**: each destination replica receives each source addend of each of its elements
+   exactly once. Boxes that lie inside what is held, do not meet, and have its volume together are a
+   partition of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, SupportsIndex, TypeAlias
+
+from shardmath.algebra.box import Box, first_gap, first_overlap, from_slices, tiles
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.runs import Runs
+from shardmath.base.errors import PlanError
+from shardmath.base.given import listed, text
+from shardmath.base.integers import whole
+from shardmath.layouts.layout import Layout
+from shardmath.layouts.store import local_name
+from shardmath.plans.adjoint import flip_of, swapped
+from shardmath.plans.plan import Plan, Transfer
+from shardmath.plans.reduction import Reduction, reduction
+
+__all__ = ["check_claim"]
+
+MANY = 256
+"""Boxes of one receiver that are first weighed (`box.tiles`), and compared one by one only where
+that fails."""
+
+
+def check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
+    """Raise PlanError unless the transfers are right one by one, and all of them together."""
+    forward = p.forward or p
+    flip = flip_of(forward) if p.forward else None
+    tensors = {name: _Tensor(forward, name) for name in forward.src}
+    boxes: _Boxes = {}
+    if not isinstance(transfers, Iterable):
+        raise PlanError(f"transfers={transfers!r} are none; give an iterable of shardmath.Transfer")
+    for given in listed(transfers, "transfers", PlanError):
+        t = _read(given)
+        if t.tensor not in tensors:
+            names = ", ".join(map(repr, tensors))
+            raise PlanError(f"{t}: the plan has no tensor {t.tensor!r}; its tensors are {names}")
+        tensor = tensors[t.tensor]
+        if flip is None:
+            ahead = t
+            target, op = _check(tensor, ahead)
+            entry = op, target.addend
+        else:
+            # An adjoint's transfer is proved as the one that it turns round; its operation is its
+            # own.
+            ahead = swapped(t)
+            target, _ = _check(tensor, ahead)
+            entry = flip.entry(ahead.dst_tensor, ahead.dst_rank)
+        _check_entry(t, entry)
+        tensor.choose(target, ahead)
+        boxes.setdefault(target, []).append(from_slices(ahead.dst_slices))
+    for tensor in tensors.values():
+        _check_complete(tensor, boxes)
+
+
+# Reading what is given
+
+
+def _read(given: object) -> Transfer:
+    """The transfer, its names, slices and numbers Python's own. Raises PlanError for what has
+    others."""
+    t = _check_type(given)
+    return Transfer(
+        text(t.tensor, "the tensor of a transfer", PlanError),
+        whole(t.src_rank, "the src_rank of a transfer", PlanError),
+        whole(t.dst_rank, "the dst_rank of a transfer", PlanError),
+        text(t.op, "the op of a transfer", PlanError),
+        text(t.src_tensor, "the src_tensor of a transfer", PlanError),
+        _read_slices(t.src_slices),
+        text(t.dst_tensor, "the dst_tensor of a transfer", PlanError),
+        _read_slices(t.dst_slices),
+        _read_shape(t.shape),
+        whole(t.nbytes, "the bytes of a transfer", PlanError),
+        _read_slices(t.global_slices),
+        whole(t.addend, "the addend of a transfer", PlanError),
+    )
+
+
+def _check_type(given: object) -> Transfer:
+    """The Transfer, if it is one of names, and of tuples of slices between integers. Raises
+    PlanError."""
+    if isinstance(given, Transfer):
+        names = given.tensor, given.op, given.src_tensor, given.dst_tensor
+        slices = given.src_slices, given.dst_slices, given.global_slices
+        if all(isinstance(name, str) for name in names) and all(map(_is_box, slices)):
+            return given
+    what = "is not a Transfer whose slices have integer starts and stops"
+    raise PlanError(f"{given!r} {what}; give shardmath.Transfer")
+
+
+def _is_box(slices: object) -> bool:
+    """Whether this is a tuple of slices between integers."""
+    return isinstance(slices, tuple) and all(map(_is_range, slices))
+
+
+def _is_range(given: object) -> bool:
+    """Whether this is a slice between integers."""
+    if not isinstance(given, slice):
+        return False
+    return isinstance(given.start, SupportsIndex) and isinstance(given.stop, SupportsIndex)
+
+
+def _read_slices(slices: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The slices, between Python's integers."""
+    what = "an end of a slice of a transfer"
+    out = []
+    for given in slices:
+        step = 1 if given.step is None else given.step
+        ends = (whole(x, what, PlanError) for x in (given.start, given.stop, step))
+        out.append(slice(*ends))
+    return tuple(out)
+
+
+def _read_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape, of Python's integers."""
+    sizes = listed(shape, "sizes", PlanError)
+    return tuple(whole(n, "a size of a transfer", PlanError) for n in sizes)
+
+
+# What the layouts say
+
+
+class _Target(NamedTuple):
+    """What boxes must partition: one addend of a window of a tensor, at a rank or a group of them.
+
+    A group is of ranks that hold addends of which any one receives.
+    """
+
+    tensor: str
+    window: int
+    group: int
+    addend: int
+
+
+_Boxes: TypeAlias = dict[_Target, list[Box]]
+
+
+class _Tensor:
+    """What the layouts of one tensor say, looked up by rank.
+
+    `windows` are, for either side, the number of each window by local name. `rules[i, j]` is how
+    source window i enters destination window j. For destination window j, `groups[j]` is the number
+    of each rank's group, of which one receives, `chosen[j]` its addend if any one may receive, and
+    `through[j]` its addend of those that pass through.
+    """
+
+    def __init__(self, p: Plan, name: str) -> None:
+        self.name, self.src, self.dst = name, p.src[name], p.dst[name]
+        self.itemsize = self.src[0].itemsize
+        self.windows = [_number_windows(name, side) for side in (self.src, self.dst)]
+        self.rules: dict[tuple[int, int], Reduction] = {}
+        for i, a in enumerate(self.src):
+            for j, b in enumerate(self.dst):
+                self.rules[i, j] = reduction(a, b)
+        self.groups: list[dict[int, int]] = []
+        self.chosen: list[dict[int, int]] = []
+        self.through: list[dict[int, int]] = []
+        for j, layout in enumerate(self.dst):
+            self._add_window(layout.mesh, self.rules[0, j])
+        self.choices: dict[tuple[int, int, int], dict[tuple[Box, int], None]] = {}
+        self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
+
+    def _add_window(self, mesh: Mesh, rule: Reduction) -> None:
+        """Note what a destination window's ranks have to do with addends."""
+        others = [axis for axis in mesh.shape if axis not in rule.chosen]
+        through = [axis for _, axes in rule.matched for axis in axes]
+        self.groups.append(_coordinates(mesh, others))
+        self.chosen.append(_coordinates(mesh, rule.chosen) if rule.chosen else {})
+        self.through.append(_coordinates(mesh, through))
+
+    def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
+        """What the rank holds of a window of the source (0) or of the destination (1)."""
+        key = side, window, rank
+        if key not in self.held:
+            windows = self.dst if side else self.src
+            self.held[key] = windows[window].runs(rank)
+        return self.held[key]
+
+    def choose(self, target: _Target, t: Transfer) -> None:
+        """Note which of the destination's addends receives, where any one may."""
+        j = target.window
+        if not self.chosen[j]:
+            return
+        key = j, self.through[j][t.dst_rank], target.addend
+        # A dict as an ordered set: replicas mostly repeat each other.
+        choice = self.choices.setdefault(key, {})
+        choice[from_slices(t.global_slices), self.chosen[j][t.dst_rank]] = None
+
+
+def _number_windows(name: str, side: tuple[Layout, ...]) -> dict[str, int]:
+    """The number of each window by its local name."""
+    return {local_name(name, i, len(side)): i for i in range(len(side))}
+
+
+def _coordinates(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
+    """The coordinate of each rank on flattened axes."""
+    return dict(zip(mesh.ranks, mesh.coordinate(axes).tolist(), strict=True))
+
+
+# One transfer
+
+
+def _check(tensor: _Tensor, t: Transfer) -> tuple[_Target, str]:
+    """Prove what can be said of one transfer alone.
+
+    Returns what it is part of, and by which operation it must enter.
+    """
+    _check_sizes(tensor, t)
+    i = _check_end(tensor, 0, t.src_tensor, t.src_rank, t.src_slices, t)
+    j = _check_end(tensor, 1, t.dst_tensor, t.dst_rank, t.dst_slices, t)
+    rule = tensor.rules[i, j]
+    addend = _find_addend(tensor.src[i], tensor.dst[j], rule, t)
+    group = tensor.groups[j][t.dst_rank]
+    return _Target(t.tensor, j, group, addend), rule.op_of(addend)
+
+
+def _check_sizes(tensor: _Tensor, t: Transfer) -> None:
+    """Slices, shape and bytes agree."""
+    for slices in (t.src_slices, t.dst_slices, t.global_slices):
+        odd = any(s.step not in (None, 1) or s.start < 0 for s in slices)
+        if odd or tuple(s.stop - s.start for s in slices) != t.shape:
+            what = f"{t}: slices {from_slices(slices)} are not of shape {t.shape}"
+            raise PlanError(f"{what}; all slices of a transfer list the same box")
+    _check_shape(tensor, t)
+    nbytes = math.prod(t.shape) * tensor.itemsize
+    if t.nbytes != nbytes:
+        what = f"{t}: {t.nbytes} B for {t.shape} of {tensor.itemsize} B each"
+        raise PlanError(f"{what}; it is {nbytes} B")
+
+
+def _check_shape(tensor: _Tensor, t: Transfer) -> None:
+    """The shape is a box of the tensor."""
+    if min(t.shape, default=1) <= 0 or len(t.shape) != tensor.src[0].ndim:
+        what = f"{t}: shape {t.shape} is not a box of {tensor.src[0].shape}"
+        raise PlanError(f"{what}; give a positive length a dimension")
+
+
+def _check_end(
+    tensor: _Tensor, side: int, local: str, rank: int, slices: tuple[slice, ...], t: Transfer
+) -> int:
+    """The window of one end, which must hold the global slices at the local ones."""
+    word = ("source", "destination")[side]
+    if local not in tensor.windows[side]:
+        names = ", ".join(map(repr, tensor.windows[side]))
+        raise PlanError(f"{t}: no {word} tensor {local!r}; they are {names}")
+    window = tensor.windows[side][local]
+    layout = (tensor.src, tensor.dst)[side][window]
+    if rank not in layout.mesh:
+        raise PlanError(f"{t}: rank {rank} is not in the {word} {layout}")
+    held = tensor.runs(side, window, rank)
+    for d, (runs, here, there) in enumerate(zip(held, slices, t.global_slices, strict=True)):
+        if not _holds(runs, here, there):
+            element = tuple(s.start for s in t.global_slices)
+            has = f"rank {rank} of the {word} holds {runs} of dimension {d}"
+            given = f"{there.start}:{there.stop} at {here.start}:{here.stop}"
+            raise PlanError(f"{t}: element {element}: {has}, not {given}")
+    return window
+
+
+def _holds(runs: Runs, here: slice, there: slice) -> bool:
+    """Whether the local positions `here` are the global ones `there`.
+
+    Runs are canonical, so these are within one segment.
+    """
+    for lo, g, n in runs.segments:
+        inside = lo <= here.start and here.stop <= lo + n
+        if inside and g + here.start - lo == there.start:
+            return True
+    return False
+
+
+def _find_addend(src: Layout, dst: Layout, rule: Reduction, t: Transfer) -> int:
+    """The sender's place in the fold; addends that pass through must stay in theirs."""
+    here, there = src.mesh.coords(t.src_rank), dst.mesh.coords(t.dst_rank)
+    for a, b in rule.matched:
+        ours, theirs = _flatten(src.mesh, here, a), _flatten(dst.mesh, there, b)
+        if ours != theirs:
+            left, arrives = f"addend {ours} of {'*'.join(a)}", f"addend {theirs} of {'*'.join(b)}"
+            what = f"{t}: {left} arrives as {arrives}"
+            raise PlanError(f"{what}; addends pass through along these axes")
+    return _flatten(src.mesh, here, rule.folded)
+
+
+def _flatten(mesh: Mesh, coords: Mapping[str, int], axes: Iterable[str]) -> int:
+    """The coordinate on flattened axes."""
+    out = 0
+    for name in axes:
+        out = out * mesh.axis_size(name) + coords[name]
+    return out
+
+
+def _check_entry(t: Transfer, expected: tuple[str, int]) -> None:
+    """The transfer enters by the operation and as the addend expected."""
+    if (t.op, t.addend) == expected:
+        return
+    op, addend = expected
+    what = f"{t}: enters by {t.op!r} as addend {t.addend}"
+    raise PlanError(f"{what}; rank {t.src_rank} enters by {op!r} as addend {addend}")
+
+
+# All together
+
+
+def _check_complete(tensor: _Tensor, boxes: _Boxes) -> None:
+    """Each replica receives each addend of each element once, and all choose the same receivers."""
+    for j, layout in enumerate(tensor.dst):
+        # One rank stands for its group: the first, as earlier ranks come later here.
+        ranks = {tensor.groups[j][rank]: rank for rank in reversed(layout.mesh.ranks)}
+        for group, rank in ranks.items():
+            runs = tensor.runs(1, j, rank)
+            for addend in range(tensor.rules[0, j].addends):
+                target = _Target(tensor.name, j, group, addend)
+                _check_partition(tensor, rank, runs, addend, boxes.get(target, []))
+    for choice in tensor.choices.values():
+        made = [box for box, _ in choice]
+        _check_replicas(tensor, made, [chosen for _, chosen in choice])
+
+
+def _check_replicas(tensor: _Tensor, boxes: list[Box], chosen: list[int]) -> None:
+    """Replicas of an addend stay equal: no element goes to two different addends of the
+    destination."""
+    pair = first_overlap(boxes, chosen)
+    if pair is None:
+        return
+    i, j = pair
+    at = _first_common(boxes[i], boxes[j])
+    what = f"tensor {tensor.name!r}: element {at} goes to addend {chosen[i]} of some replicas"
+    raise PlanError(f"{what} and to addend {chosen[j]} of others; replicas have to stay equal")
+
+
+def _check_partition(
+    tensor: _Tensor, rank: int, runs: tuple[Runs, ...], addend: int, boxes: list[Box]
+) -> None:
+    """The boxes are all that the rank holds, each element once."""
+    held = [[(lo, lo + n) for lo, _, n in r.segments] for r in runs]
+    if len(boxes) > MANY and tiles(held, boxes):
+        return
+    what = _name_receiver(tensor, rank, addend)
+    once = "it is to be received exactly once"
+    pair = first_overlap(boxes)
+    if pair is not None:
+        i, j = pair
+        element = _name_element(runs, _first_common(boxes[i], boxes[j]))
+        raise PlanError(f"{what} receives element {element} twice; {once}")
+    # Boxes that do not meet are all of it if their volume is.
+    volume = sum(map(_measure, boxes))
+    if volume != math.prod(r.size for r in runs):
+        gap = first_gap(held, boxes) or ()
+        raise PlanError(f"{what} never receives element {_name_element(runs, gap)}; {once}")
+
+
+def _name_receiver(tensor: _Tensor, rank: int, addend: int) -> str:
+    """Who receives, and which addend where there are several."""
+    what = f"tensor {tensor.name!r}: rank {rank}"
+    return f"{what}, addend {addend}" if tensor.rules[0, 0].addends > 1 else what
+
+
+def _measure(box: Box) -> int:
+    """The number of elements of a box."""
+    return math.prod(hi - lo for lo, hi in box)
+
+
+def _first_common(a: Box, b: Box) -> tuple[int, ...]:
+    """The first element of two boxes that meet."""
+    return tuple(max(x, y) for (x, _), (y, _) in zip(a, b, strict=True))
+
+
+def _name_element(runs: tuple[Runs, ...], local: tuple[int, ...]) -> tuple[int, ...]:
+    """The global element at a local position."""
+    element = []
+    for r, at in zip(runs, local, strict=True):
+        lo, g, _ = next(s for s in r.segments if s[0] <= at < s[0] + s[2])
+        element.append(g + at - lo)
+    return tuple(element)

@@ -1,0 +1,135 @@
+"""Shapes: whether what a proof reads are tables at all.
+
+Every value is of its class, and every column an array of as many dimensions as it should have. Once
+that holds, wrong tables are found by what they say (`tables`), and any other error is a fault of
+ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.overlay import Overlay
+from shardmath.algebra.partition import Partition
+from shardmath.algebra.runs import Runs
+from shardmath.base.errors import PlanError
+from shardmath.layouts.layout import Layout
+from shardmath.plans.demands import Batch, Lines
+from shardmath.plans.plan import Plan
+from shardmath.plans.reduction import Reduction
+from shardmath.plans.template import Template
+from shardmath.programs.program import Program
+from shardmath.programs.streams import Bands, Legs
+
+__all__ = ["check_plan_shapes", "check_program_shapes", "require"]
+
+ARRAYS = ("Ints", "Bools")
+"""How the types of columns are written."""
+
+MATRICES = {"Overlay.src", "Overlay.dst", "Template.unit_pairs"}
+"""Columns with a number for each row and part, or unit and dimension; others have one number
+each."""
+
+
+def require(holds: object, what: str) -> None:
+    """Raise PlanError, which says `what` is wrong, unless it holds."""
+    if not holds:
+        raise PlanError(f"{what}; make the plan anew")
+
+
+def check_plan_shapes(p: Plan) -> None:
+    """Raise PlanError unless the tables of a plan are tables."""
+    _check_items(p.src_ranks, int, "the plan's source ranks")
+    _check_items(p.dst_ranks, int, "the plan's destination ranks")
+    _check_type(p.lines, Lines, "the plan's lines")
+    _check_lines(p.lines)
+    _check_items(p.batches, Batch, "the plan's batches")
+    known: set[int] = set()
+    for batch in p.batches:
+        _check_items(batch.names, str, "the names of a batch")
+        _check_type(batch.source, int, "the source window of a batch")
+        _check_type(batch.target, int, "the destination window of a batch")
+        _check_type(batch.src, Mesh, "the source mesh of a batch")
+        _check_type(batch.dst, Mesh, "the destination mesh of a batch")
+        _check_type(batch.template, Template, "the template of a batch")
+        if id(batch.template) not in known:
+            known.add(id(batch.template))
+            _check_template(batch.template)
+
+
+def check_program_shapes(prog: Program) -> None:
+    """Raise PlanError unless the tables of a program, but for those of its plan, are tables."""
+    _check_type(prog.slots, int, "the program's slots")
+    _check_type(prog.turns, int, "the program's turns")
+    _check_type(prog.legs, Legs, "the program's legs")
+    legs = prog.legs
+    _check_type(legs.bands, Bands, "the program's bands")
+    _check_columns(legs.bands)
+    _check_type(legs.lines, Lines, "the program's lines")
+    _check_lines(legs.lines)
+
+
+def _check_type(value: object, kind: type, what: str) -> None:
+    """The value is of the class."""
+    if not isinstance(value, kind):
+        require(False, f"{what}: a {type(value).__name__}, not a {kind.__name__}")
+
+
+def _check_items(values: object, kind: type, what: str) -> None:
+    """The values are a tuple of such."""
+    _check_type(values, tuple, what)
+    assert isinstance(values, tuple)
+    for value in values:
+        _check_type(value, kind, f"one of {what}")
+
+
+def _check_columns(table: Bands | Lines | Overlay | Partition | Template) -> None:
+    """Every column is an array."""
+    for field in fields(table):
+        if field.type not in ARRAYS:
+            continue
+        name = f"{type(table).__name__}.{field.name}"
+        column = getattr(table, field.name)
+        _check_type(column, np.ndarray, name)
+        dimensions = 2 if name in MATRICES else 1
+        require(column.ndim == dimensions, f"{name} has {column.ndim} dimensions, not {dimensions}")
+
+
+def _check_lines(on: Lines) -> None:
+    """Columns are arrays, and sets of ranks are of integers."""
+    _check_columns(on)
+    _check_numbers(on.sets, "the sets of ranks of lines")
+
+
+def _check_numbers(sets: object, what: str) -> None:
+    """The sets are tuples of integers."""
+    _check_items(sets, tuple, what)
+    assert isinstance(sets, tuple)
+    for numbers in sets:
+        _check_items(numbers, int, f"one of {what}")
+
+
+def _check_template(t: Template) -> None:
+    """The template is of two layouts, and its dimensions are overlays."""
+    _check_columns(t)
+    _check_type(t.src, Layout, "the source of a template")
+    _check_type(t.dst, Layout, "the destination of a template")
+    _check_type(t.reduction, Reduction, "the reduction of a template")
+    _check_items(t.overlays, Overlay, "the dimensions of a template")
+    for over in t.overlays:
+        _check_columns(over)
+        _check_partition(over.source, "the source of a dimension")
+        _check_partition(over.target, "the destination of a dimension")
+        _check_numbers(over.keys, "the keys of a dimension")
+        _check_numbers(over.goals, "the goals of a dimension")
+
+
+def _check_partition(of: Partition, what: str) -> None:
+    """The partition is of named axes into Runs."""
+    _check_type(of, Partition, what)
+    _check_columns(of)
+    _check_items(of.axes, str, f"the axes of {what}")
+    _check_items(of.parts, Runs, f"the parts of {what}")

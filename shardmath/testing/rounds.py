@@ -1,0 +1,183 @@
+"""Rounds: whether ranks that walk their rounds, post and wait, ever get to the end.
+
+`walk` runs rounds given rank by rank, as ranks do. A round's messages are posted together, and it
+ends when all of them are posted at their other ends too; between two ranks, one way, the first that
+is sent meets the first that is received.
+
+>>> one = Round((0, 0, 0), (Message(1, "send", 0, (), 1),))
+>>> walk({0: [one], 1: []})
+Traceback (most recent call last):
+shardmath.PlanError: rank 0 sends 0 B in step (0, 0, 0), leg 1 to rank 1, which does not receive them; give \
+both ends the same messages
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn, TypeAlias
+
+from shardmath.base.errors import PlanError
+from shardmath.programs.program import Message, Round, Step
+
+__all__ = ["Rounds", "Walk", "walk"]
+
+Rounds: TypeAlias = Mapping[int, Sequence[Round]]
+"""Every rank's rounds, in the order in which it walks them."""
+
+
+class Walk(NamedTuple):
+    """What a walk found.
+
+    The number of steps, and of any rank the most rounds, the most messages of one, and the most
+    bytes that are under way in one, both ways together.
+    """
+
+    steps: int
+    rounds: int
+    messages: int
+    staged: int
+
+
+class _End(NamedTuple):
+    """One end of a message: the number of the round at that rank, and its step."""
+
+    at: int
+    step: Step
+    message: Message
+
+    def __str__(self) -> str:
+        return f"{self.message.nbytes} B in step {self.step}, leg {self.message.leg}"
+
+
+_Waits: TypeAlias = dict[tuple[int, int], dict[int, int]]
+"""By rank and number of a round: the peers, and at which of their rounds each has to be for it to
+end."""
+
+
+def walk(rounds: Rounds) -> Walk:
+    """Run the rounds of all ranks to their ends.
+
+    Raises PlanError for a message that says one thing and has other pieces, where the two ends of a
+    message differ in step, leg, bytes or pieces, where one of them is missing, and for a deadlock.
+    """
+    waits: _Waits = {}
+    for (sender, receiver), (sends, receives) in sorted(_list_ends(rounds).items()):
+        for sent, got in itertools.zip_longest(sends, receives):
+            here, there = _meet(sender, receiver, sent, got)
+            _add_wait(waits, (sender, here), receiver, there)
+            _add_wait(waits, (receiver, there), sender, here)
+    _run(rounds, waits)
+    return _measure(rounds)
+
+
+def _add_wait(waits: _Waits, wait: tuple[int, int], peer: int, at: int) -> None:
+    """A rank waits in a round until a peer is at its round `at`, or a later one that it waits for
+    already."""
+    peers = waits.setdefault(wait, {})
+    peers[peer] = max(at, peers.get(peer, 0))
+
+
+def _measure(rounds: Rounds) -> Walk:
+    """What rounds that end took."""
+    steps = set()
+    messages = staged = 0
+    for mine in rounds.values():
+        for one in mine:
+            steps.add(one.step)
+            posted = [m.nbytes for m in one.messages if m.direction != "keep"]
+            messages = max(messages, len(posted))
+            staged = max(staged, sum(posted))
+    most = max(map(len, rounds.values()), default=0)
+    return Walk(len(steps), most, messages, staged)
+
+
+_Ends: TypeAlias = dict[tuple[int, int], tuple[list[_End], list[_End]]]
+"""By sender and receiver: what is sent and what is received, each in order."""
+
+
+def _list_ends(rounds: Rounds) -> _Ends:
+    """Both ends of all messages that travel. Raises PlanError for one that is not its pieces."""
+    out: _Ends = {}
+    for rank, mine in rounds.items():
+        for at, one in enumerate(mine):
+            for m in one.messages:
+                sends = m.direction == "send"
+                pair = (rank, m.peer) if sends else (m.peer, rank)
+                _check_message(rank, one.step, m, pair)
+                if m.direction != "keep":
+                    sent, received = out.setdefault(pair, ([], []))
+                    ends = sent if sends else received
+                    ends.append(_End(at, one.step, m))
+    return out
+
+
+def _check_message(rank: int, step: Step, m: Message, pair: tuple[int, int]) -> None:
+    """A message goes one of the three ways, and is its pieces."""
+    where = f"rank {rank}, step {step}: the message to or from rank {m.peer}"
+    known = m.direction in ("send", "receive", "keep")
+    if not known or (m.direction == "keep") != (m.peer == rank):
+        what = f"{where} goes {m.direction!r}"
+        raise PlanError(f"{what}; it is to 'send' or 'receive', or to 'keep' what stays")
+    nbytes = sum(t.nbytes for t in m.pieces)
+    if m.nbytes != nbytes:
+        raise PlanError(f"{where} has {m.nbytes} B, its pieces {nbytes} B; count them anew")
+    sender, receiver = pair
+    for t in m.pieces:
+        if (t.src_rank, t.dst_rank) != pair:
+            what = f"{where} has the piece {t}"
+            raise PlanError(f"{what}; put it where it goes from rank {sender} to {receiver}")
+
+
+def _meet(sender: int, receiver: int, sent: _End | None, got: _End | None) -> tuple[int, int]:
+    """In which rounds of theirs the two ends are. Raises PlanError unless they are of one
+    message."""
+    if got is None:
+        what = f"rank {sender} sends {sent} to rank {receiver}"
+        raise PlanError(f"{what}, which does not receive them; give both ends the same messages")
+    if sent is None:
+        what = f"rank {receiver} receives {got} from rank {sender}"
+        raise PlanError(f"{what}, which does not send them; give both ends the same messages")
+    here, there = sent.message, got.message
+    if (sent.step, here.leg, here.nbytes) != (got.step, there.leg, there.nbytes):
+        what = f"rank {sender} sends {sent} to rank {receiver}, which receives {got}"
+        raise PlanError(f"{what}; give both ends the same messages in the same order")
+    for one, other in itertools.zip_longest(here.pieces, there.pieces):
+        if one != other:
+            what = f"rank {sender} sends {sent} to rank {receiver}"
+            what += f": the piece {one}, which is received as {other}"
+            raise PlanError(f"{what}; give both ends the same pieces in the same order")
+    return sent.at, got.at
+
+
+def _run(rounds: Rounds, waits: _Waits) -> None:
+    """Let every rank go on while it can. Raises PlanError where some do not get to their ends."""
+    at = dict.fromkeys(rounds, 0)
+    moving = list(rounds)
+    while moving:
+        rank = moving.pop()
+        peers = waits.get((rank, at[rank]), {})
+        ready = all(at[peer] >= n for peer, n in peers.items())
+        if ready and at[rank] < len(rounds[rank]):
+            at[rank] += 1
+            # Whoever waits for this rank in its new round is among those that it waits for there.
+            moving += [rank, *waits.get((rank, at[rank]), {})]
+    stuck = [rank for rank, mine in rounds.items() if at[rank] < len(mine)]
+    if stuck:
+        _raise_deadlock(rounds, waits, at, min(stuck))
+
+
+def _raise_deadlock(rounds: Rounds, waits: _Waits, at: Mapping[int, int], rank: int) -> NoReturn:
+    """Raise PlanError for ranks that wait for each other, round in a circle from somewhere behind
+    this one."""
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        peers = waits[rank, at[rank]]
+        rank = next(peer for peer, n in peers.items() if at[peer] < n)
+    circle = [*path[path.index(rank) :], rank]
+    told = []
+    for a, b in itertools.pairwise(circle):
+        step = rounds[a][at[a]].step
+        told.append(f"rank {a} waits in step {step} for rank {b}")
+    raise PlanError(f"{', '.join(told)}: nobody goes on; give all ranks one order of steps")
