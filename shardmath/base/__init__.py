@@ -9,5 +9,6 @@ In reading order:
 - `memo`: results of pure functions, kept while there is room;
 - `digest`: fingerprints of values;
 - `dtypes`: names of element types and their sizes;
-- `arrays`: integers in numpy.
+- `arrays`: integers in numpy;
+- `drawn`: pictures of values, drawn by what stands above them.
 """

@@ -34,6 +34,7 @@ from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs, identity, restrict
 from shardmath.base import dtypes
 from shardmath.base.digest import digest
+from shardmath.base.drawn import html, svg
 from shardmath.base.errors import LayoutError, MeshError, PlacementError
 from shardmath.base.given import instance, known, listed, mapping, plural, shown, text
 from shardmath.base.integers import whole
@@ -145,6 +146,13 @@ class Layout:
 
     def __reduce__(self) -> tuple[object, ...]:
         return _intern, (self.shape, self.dtype, self.mesh, self.dims, self.partial)
+
+    def svg(self) -> str:
+        """A picture as an SVG document: which ranks hold which elements."""
+        return svg(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
     @property
     def text(self) -> str:

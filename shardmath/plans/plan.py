@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from shardmath.base.digest import digest, names_digest
+from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.given import plural, shown, text
 from shardmath.base.integers import whole
@@ -128,6 +129,17 @@ class Plan:
         ranks = f"{len(self.src_ranks)} -> {plural(self.dst_ranks, 'rank')}"
         part = f", {len(self.in_part)} of them in part" if self.in_part else ""
         return f"<{what} of {plural(self.src, 'tensor')}{part}, {ranks}, {self.digest[:12]}>"
+
+    def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
+        """A picture as an SVG document: a tensor before and after, and bytes by sender and receiver.
+
+        `topology` marks nodes (default: the plan's own), `tensor` is the one drawn (default: the first). Raises
+        PlanError for what is not a topology, and for a tensor that the plan does not have.
+        """
+        return svg(self, topology=topology, tensor=tensor)
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:
