@@ -36,11 +36,10 @@ from shardmath.pictures.elements import (
 from shardmath.pictures.layout_drawing import colours_of, draw_layout
 from shardmath.pictures.palette import BLUES, ORANGES, ink, shade
 from shardmath.pictures.text import nbytes
-from shardmath.plans.demands import Lines, Ranks
+from shardmath.plans.demands import Lines, Ranks, wire
 from shardmath.plans.plan import Plan
 from shardmath.programs.loads import pairs
 from shardmath.programs.program import Program
-from shardmath.programs.scheduling import as_planned
 
 __all__ = ["Group", "Traffic", "plan_svg", "traffic"]
 
@@ -86,21 +85,53 @@ def traffic(
         tables = (table.T for table in (back.sent, back.stays, back.far))
         return Traffic(back.receivers, back.senders, *tables)
     p = value.plan if isinstance(value, Program) else value
-    of = pairs(value if isinstance(value, Program) else as_planned(p))
-    ranks = np.array(p.ranks, np.int64)
-    sender, receiver = ranks[of.sender], ranks[of.receiver]
+    sender, receiver, count = _relayed(value) if isinstance(value, Program) else _straight(p.lines)
     # Ranks of the destination send too, where a program relays.
     rows = _groups({*p.src_ranks, *sender.tolist()}, topology, most)
     columns = _groups(p.dst_ranks, topology, most)
     row, column = _numbers(rows), _numbers(columns)
     sent, stays, far = (np.zeros((len(rows), len(columns)), np.int64) for _ in range(3))
-    for a, b, n in zip(sender.tolist(), receiver.tolist(), of.nbytes.tolist(), strict=True):
-        sent[row[a], column[b]] += n
-        if topology is not None and topology.node(a) != topology.node(b):
-            far[row[a], column[b]] += n
-    for rank, n in _stays(p.lines).items():
-        stays[row[rank], column[rank]] += n
+    at = row[sender], column[receiver]
+    np.add.at(sent, at, count)
+    if topology is not None:
+        per_node = topology.ranks_per_node
+        crosses = sender // per_node != receiver // per_node
+        np.add.at(far, at, np.where(crosses, count, 0))
+    for rank, stayed in _stays(p.lines).items():
+        stays[row[rank], column[rank]] += stayed
     return Traffic(rows, columns, sent, stays, far)
+
+
+def _relayed(program: Program) -> tuple[Ints, Ints, Ints]:
+    """Senders, receivers and bytes of what a program sends."""
+    of, ranks = pairs(program), np.array(program.ranks, np.int64)
+    return ranks[of.sender], ranks[of.receiver], of.nbytes
+
+
+def _straight(on: Lines) -> tuple[Ints, Ints, Ints]:
+    """Senders, receivers and bytes of what a plan sends."""
+    none = np.zeros(0, np.int64)
+    found = [_of_line(on, line) for line in range(len(on.holders))]
+    sender, receiver, count = zip(*found, strict=True) if found else ((none,),) * 3
+    return np.concatenate(sender), np.concatenate(receiver), np.concatenate(count)
+
+
+def _of_line(on: Lines, line: int) -> tuple[Ints, Ints, Ints]:
+    """Senders, receivers and bytes of a line, along which both have stretches one after the other."""
+    holders = np.array(on.sets[on.holders[line]], np.int64)
+    first = int(on.cut_first[line])
+    cuts = on.cuts[first : first + len(holders) + 1]
+    blocks = range(int(on.first[line]), int(on.first[line + 1]))
+    asking = [wire(on, line, block) for block in blocks]
+    receivers = np.array(list(itertools.chain.from_iterable(asking)), np.int64)
+    sizes = np.repeat(on.nbytes[blocks.start : blocks.stop], list(map(len, asking)))
+    ends = np.append(0, sizes.cumsum())
+    # Between two neighbouring borders of either kind there is one sender and one receiver. Of several stretches that
+    # begin at one place all but the last are empty.
+    borders = np.unique(np.concatenate((cuts, ends)))
+    sender = cuts.searchsorted(borders[:-1], "right") - 1
+    receiver = ends.searchsorted(borders[:-1], "right") - 1
+    return holders[sender], receivers[receiver], np.diff(borders)
 
 
 def _stays(on: Lines) -> Counter[int]:
@@ -139,9 +170,13 @@ def _group(ranks: Sequence[int], where: Topology | None) -> Group:
     return Group(tuple(ranks), nodes.pop() if len(nodes) == 1 else None)
 
 
-def _numbers(groups: Sequence[Group]) -> dict[int, int]:
-    """The number of each rank's group."""
-    return {rank: i for i, group in enumerate(groups) for rank in group.ranks}
+def _numbers(groups: Sequence[Group]) -> Ints:
+    """The number of each rank's group, by rank."""
+    most = max((group.ranks[-1] for group in groups), default=-1)
+    out = np.zeros(most + 1, np.int64)
+    for i, group in enumerate(groups):
+        out[list(group.ranks)] = i
+    return out
 
 
 def plan_svg(
