@@ -66,7 +66,9 @@ Colours = Mapping[Holders, str]
 
 def layout_svg(layout: Layout, *, inline: bool = False) -> str:
     """The layout as SVG: a document, or an element of a page if `inline`."""
-    return document(draw_layout(layout), str(layout), about(layout), inline=inline)
+    cells = cells_of(layout)
+    drawing = draw_layout(layout, cells, colours_of([cells]))
+    return document(drawing, str(layout), about(layout), inline=inline)
 
 
 def about(layout: Layout) -> str:
@@ -98,17 +100,13 @@ def _shortened(runs: Runs) -> str:
     return f"{Runs(runs.segments[:3])} and {len(runs.segments) - 3:,} more ranges"
 
 
-def draw_layout(
-    layout: Layout, cells: Cells | None = None, colours: Colours | None = None, title: str = ""
-) -> Drawing:
-    """The layout with its heading, its panels and what there is to say about them."""
-    cells = cells or cells_of(layout)
-    colours = colours or colours_of([cells])
-    panels = [_Panel(layout, panel, colours) for panel in cells.panels]
+def draw_layout(layout: Layout, cells: Cells, colours: Colours, wide: float = WIDE) -> Drawing:
+    """The layout with its heading, its panels of `wide` pixels, and what there is to say about them."""
+    panels = [_Panel(layout, panel, colours, wide) for panel in cells.panels]
     drawn = [panel.draw() for panel in panels]
     rows = [beside(drawn[i : i + 3], 16) for i in range(0, len(drawn), 3)]
     labelled = {holders for panel in panels for holders in panel.labelled}
-    parts = [lines([title or str(layout)], font_weight="bold"), below(rows, 10)]
+    parts = [lines([str(layout)], font_weight="bold"), below(rows, 10)]
     parts += _legend(layout, _distinct(cells.panels), colours, labelled)
     parts += [lines(_notes(layout, cells))]
     if any(map(layout.holes, layout.mesh.ranks[:MOST_LOCAL])):
@@ -155,9 +153,9 @@ def _scale(spans: Sequence[Span], room: float) -> _Scale:
 class _Panel:
     """One panel, and the sets of holders that it names."""
 
-    def __init__(self, layout: Layout, panel: Panel, colours: Colours) -> None:
+    def __init__(self, layout: Layout, panel: Panel, colours: Colours, wide: float) -> None:
         self.layout, self.panel, self.colours = layout, panel, colours
-        self.columns = _scale(panel.columns, WIDE)
+        self.columns = _scale(panel.columns, wide)
         self.rows = _scale(panel.rows, HIGH)
         self.labelled: set[Holders] = set()
 

@@ -46,6 +46,8 @@ __all__ = ["Group", "Traffic", "plan_svg", "traffic"]
 MOST_GROUPS = 24
 """Rows and columns of a heat map."""
 MOST_WINDOWS = 3
+SIDE = 224.0
+"""Pixels of the columns of a tensor."""
 FEW = 8
 """Rows and columns up to which boxes are large enough for numbers."""
 STAYS = "#b0b0b0"
@@ -196,11 +198,10 @@ def plan_svg(
     name = _name(p, tensor)
     moved = traffic(value, where)
     summary = _summary(moved, where)
-    sides = _sides(p, name)
-    heat = _heat_map(moved, where)
+    heat = below([_heat_map(moved, where), lines(summary)], 4)
     tensors = plural(p.src, "tensor")
     title = f"plan of {tensors}, {len(p.src_ranks)} to {plural(p.dst_ranks, 'rank')}"
-    drawing = below([beside([*sides, heat], 28), lines(summary)], 8)
+    drawing = beside([*_sides(p, name), heat], 28)
     return document(drawing, title, "; ".join(summary), inline=inline)
 
 
@@ -227,7 +228,7 @@ def _sides(p: Plan, name: str) -> list[Drawing]:
         ("after", after, len(p.dst[name])),
     ):
         head = [f"{what}: {name}" if name else what]
-        drawn = [draw_layout(layout, cells[layout], colours) for layout in layouts]
+        drawn = [draw_layout(layout, cells[layout], colours, SIDE) for layout in layouts]
         more = [lines([f"... and {plural(count - len(drawn), 'more window')}"])]
         parts = [lines(head, font_weight="bold"), *drawn, *(more if count > len(drawn) else [])]
         sides.append(below(parts, 6))
@@ -339,10 +340,16 @@ def _boxes(moved: Traffic, rows: _Axis, columns: _Axis, left: float, top: float)
         edge = {"stroke": "currentColor", "stroke_opacity": "0.3"}
         yield box(x, y, columns.each, rows.each, title, fill=fill, **edge)
         if columns.each > 3 * LINE and sent + stays:
-            text = nbytes(sent or stays)
+            text = _few_digits(sent or stays)
             middle, baseline = x + columns.each / 2, y + rows.each / 2 + 4
             attributes = {"text_anchor": "middle", "pointer_events": "none", "fill": ink(fill)}
             yield words(middle, baseline, text, **attributes)
+
+
+def _few_digits(count: int) -> str:
+    """A number of bytes that fits into a box."""
+    digits, unit = nbytes(count).split()
+    return f"{float(digits):.3g} {unit}" if float(digits) < 999.5 else nbytes(count)
 
 
 def _amount(sent: int, stays: int, far: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections import Counter
+from pathlib import Path
 from xml.etree import ElementTree
 
 import hypothesis.strategies as st
@@ -163,3 +165,13 @@ def test_large_plans_are_small_pictures(name: str) -> None:
     assert time.perf_counter() - start < 30  # a second on a quiet machine
     assert len(text) < 200_000
     assert np.max(traffic(p).sent.shape) <= 24
+
+
+def test_the_figure_is_current() -> None:
+    """`python tools/figure.py` writes it anew."""
+    place = Path(__file__).parents[3] / "tools" / "figure.py"
+    spec = importlib.util.spec_from_file_location("figure", place)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.FIGURE.read_text() == module.figure()
