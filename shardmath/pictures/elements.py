@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ __all__ = [
     "below",
     "beside",
     "box",
+    "brief",
     "document",
     "lines",
     "moved",
@@ -36,6 +37,13 @@ LINE = 16
 """Pixels from one line of text to the next."""
 
 MARGIN = 12
+
+MOST_LETTERS = 100
+"""Characters of a text."""
+MOST_TITLE = 240
+"""Characters of what shows under the mouse."""
+MOST_DESCRIBED = 2000
+"""Characters of the title and of the description of a document."""
 
 FONT = "ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"
 
@@ -58,6 +66,11 @@ def plain(text: str) -> str:
     return escape("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text))
 
 
+def brief(text: str, most: int) -> str:
+    """The text, or the beginning of a long one."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def number(value: float) -> str:
     """A coordinate, in as few characters as tell it apart."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
@@ -65,18 +78,25 @@ def number(value: float) -> str:
 
 def words(x: float, y: float, text: str, **attributes: object) -> str:
     """Text whose baseline begins at (x, y); `_` in the names of attributes stands for `-`."""
-    given = [f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items()]
-    return f'<text x="{number(x)}" y="{number(y)}"{"".join(given)}>{plain(text)}</text>'
+    place = f'x="{number(x)}" y="{number(y)}"'
+    return f"<text {place}{_written(attributes)}>{plain(brief(text, MOST_LETTERS))}</text>"
 
 
 def box(
     x: float, y: float, width: float, height: float, title: str = "", **attributes: object
 ) -> str:
     """A rectangle, with a title that shows under the mouse."""
-    given = [f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items()]
     place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
-    head = f"<rect {place}{''.join(given)}"
-    return f"{head}><title>{plain(title)}</title></rect>" if title else f"{head}/>"
+    head = f"<rect {place}{_written(attributes)}"
+    if not title:
+        return f"{head}/>"
+    return f"{head}><title>{plain(brief(title, MOST_TITLE))}</title></rect>"
+
+
+def _written(attributes: Mapping[str, object]) -> str:
+    """Attributes as they stand in an element, a space before each."""
+    texts = [f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items()]
+    return "".join(texts)
 
 
 def moved(drawing: Drawing, x: float, y: float) -> str:
@@ -107,7 +127,7 @@ def below(drawings: Sequence[Drawing], gap: float) -> Drawing:
 
 def lines(texts: Iterable[str], **attributes: object) -> Drawing:
     """Lines of text."""
-    listed = list(texts)
+    listed = [brief(text, MOST_LETTERS) for text in texts]
     parts = [words(0, LINE * (i + 0.75), text, **attributes) for i, text in enumerate(listed)]
     longest = max(map(len, listed), default=0)
     return Drawing(longest * LETTER, LINE * len(listed), tuple(parts))
@@ -118,9 +138,9 @@ def document(drawing: Drawing, title: str, about: str, *, inline: bool = False) 
     width, height = (number(side + 2 * MARGIN) for side in (drawing.width, drawing.height))
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     font = f'font-family="{FONT}" font-size="11" fill="currentColor"'
-    label = plain(title)
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {font}>']
-    parts += [f"<title>{label}</title>", f"<desc>{plain(about)}</desc>"]
+    parts.append(f"<title>{plain(brief(title, MOST_DESCRIBED))}</title>")
+    parts.append(f"<desc>{plain(brief(about, MOST_DESCRIBED))}</desc>")
     if not inline:
         parts.append(f"<style>{THEMES}</style>")
     parts += [moved(drawing, MARGIN, MARGIN), "</svg>", ""]

@@ -29,6 +29,7 @@ from shardmath.pictures.elements import (
     below,
     beside,
     box,
+    brief,
     document,
     lines,
     words,
@@ -268,7 +269,7 @@ def _who(holders: Holders, op: str | None) -> str:
         text = f"{noun} {rank_text(holders[0])}"
     else:
         text = f"{op} of {' + '.join(f'({rank_text(one)})' for one in holders[:16])}"
-    return text if len(text) <= MOST_TITLE else f"{text[:MOST_TITLE]}..."
+    return brief(text, MOST_TITLE)
 
 
 def _label(holders: Holders, op: str | None, letters: int) -> str:
@@ -313,7 +314,7 @@ def _legend(
 def _entry(holders: Holders, op: str | None, colour: str) -> Drawing:
     """A colour and what it stands for."""
     text = _who(holders, op)
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    shown = brief(text, 60)
     parts = (box(0, 3, 12, 12, fill=colour), words(18, LINE * 0.75, shown))
     return Drawing(18 + len(shown) * LETTER, LINE, parts)
 

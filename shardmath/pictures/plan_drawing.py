@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ from shardmath.pictures.elements import (
 from shardmath.pictures.layout_drawing import colours_of, draw_layout
 from shardmath.pictures.palette import BLUES, ORANGES, ink, shade
 from shardmath.pictures.text import nbytes
-from shardmath.plans.demands import Lines, Ranks, wire
+from shardmath.plans.demands import Lines, wire
 from shardmath.plans.plan import Plan
 from shardmath.programs.loads import pairs
 from shardmath.programs.program import Program
@@ -54,6 +53,8 @@ STAYS = "#b0b0b0"
 NODE_GAP = 6.0
 TOP = 20.0
 """Pixels above the boxes, for the names of ranks."""
+MANY = 2048
+"""Receivers of a line that are counted by group, not one by one."""
 MOST_CELLS = 256
 """Of each layout."""
 
@@ -87,43 +88,96 @@ def traffic(
         tables = (table.T for table in (back.sent, back.stays, back.far))
         return Traffic(back.receivers, back.senders, *tables)
     p = value.plan if isinstance(value, Program) else value
-    sender, receiver, count = _relayed(value) if isinstance(value, Program) else _straight(p.lines)
+    of = pairs(value) if isinstance(value, Program) else None
     # Ranks of the destination send too, where a program relays.
-    rows = _groups({*p.src_ranks, *sender.tolist()}, topology, most)
+    relays = {p.ranks[i] for i in set(of.sender.tolist())} if of is not None else set()
+    rows = _groups({*p.src_ranks, *relays}, topology, most)
     columns = _groups(p.dst_ranks, topology, most)
-    row, column = _numbers(rows), _numbers(columns)
-    sent, stays, far = (np.zeros((len(rows), len(columns)), np.int64) for _ in range(3))
-    at = row[sender], column[receiver]
-    np.add.at(sent, at, count)
-    if topology is not None:
-        per_node = topology.ranks_per_node
-        crosses = sender // per_node != receiver // per_node
-        np.add.at(far, at, np.where(crosses, count, 0))
-    for rank, stayed in _stays(p.lines).items():
-        stays[row[rank], column[rank]] += stayed
-    return Traffic(rows, columns, sent, stays, far)
+    sums = _Sums(rows, columns, p.lines, topology)
+    if of is None:
+        sums.add_plan()
+    else:
+        ranks = np.array(p.ranks, np.int64)
+        sums.add(ranks[of.sender], ranks[of.receiver], of.nbytes)
+    sums.add_stays()
+    return Traffic(rows, columns, sums.sent, sums.stays, sums.far)
 
 
-def _relayed(program: Program) -> tuple[Ints, Ints, Ints]:
-    """Senders, receivers and bytes of what a program sends."""
-    of, ranks = pairs(program), np.array(program.ranks, np.int64)
-    return ranks[of.sender], ranks[of.receiver], of.nbytes
+class _Sums:
+    """Bytes by group of senders and group of receivers, while they are added up."""
+
+    def __init__(
+        self,
+        rows: tuple[Group, ...],
+        columns: tuple[Group, ...],
+        on: Lines,
+        topology: Topology | None,
+    ) -> None:
+        self.on = on
+        self.row, self.column = _numbers(rows), _numbers(columns)
+        shape = len(rows), len(columns)
+        self.sent, self.stays, self.far = (np.zeros(shape, np.int64) for _ in range(3))
+        # Without a topology all ranks are on one node.
+        self.per_node = 1 << 24 if topology is None else topology.ranks_per_node
+        self.members: dict[int, Ints] = {}
+
+    def add(self, sender: Ints, receiver: Ints, count: Ints) -> None:
+        """Bytes that go from ranks to ranks."""
+        at = self.row[sender], self.column[receiver]
+        crosses = sender // self.per_node != receiver // self.per_node
+        np.add.at(self.sent, at, count)
+        np.add.at(self.far, at, np.where(crosses, count, 0))
+
+    def add_plan(self) -> None:
+        """All that a plan sends."""
+        for line, held in enumerate(self.on.holders.tolist()):
+            holders = self.on.sets[held]
+            blocks = range(int(self.on.first[line]), int(self.on.first[line + 1]))
+            asking = int(self.on.count[blocks.start : blocks.stop].sum())
+            if len(holders) == 1 and asking > MANY:
+                for block in blocks:
+                    self._add_from_one(holders[0], block)
+            else:
+                self.add(*_of_line(self.on, line, blocks))
+
+    def _add_from_one(self, holder: int, block: int) -> None:
+        """A block that one rank sends to all receivers. Their number may be large, and there are many such blocks."""
+        receivers, columns = self._set(int(self.on.receivers[block])), len(self.sent[0])
+        counts = np.bincount(self.column[receivers], minlength=columns)
+        first = holder // self.per_node * self.per_node
+        # Ranks ascend, so those of the holder's node are side by side.
+        begin, end = receivers.searchsorted([first, first + self.per_node])
+        near = np.bincount(self.column[receivers[begin:end]], minlength=columns)
+        itself = receivers[begin:end] == holder
+        own = np.bincount(self.column[receivers[begin:end][itself]], minlength=columns)
+        nbytes = int(self.on.nbytes[block])
+        self.sent[self.row[holder]] += nbytes * (counts - own)
+        self.far[self.row[holder]] += nbytes * (counts - near)
+
+    def add_stays(self) -> None:
+        """What ranks have and need: blocks of which they are a holder and a receiver."""
+        line = np.repeat(np.arange(len(self.on.holders)), np.diff(self.on.first))
+        for block, held in enumerate(self.on.holders[line].tolist()):
+            number = int(self.on.receivers[block])
+            if self.on.count[block] == len(self.on.sets[number]):
+                continue  # no receiver is a holder
+            receivers, holders = self._set(number), self._set(held)
+            at = np.minimum(receivers.searchsorted(holders), len(receivers) - 1)
+            both = holders[receivers[at] == holders]
+            np.add.at(self.stays, (self.row[both], self.column[both]), self.on.nbytes[block])
+
+    def _set(self, number: int) -> Ints:
+        """A set of ranks as an array."""
+        if number not in self.members:
+            self.members[number] = np.array(self.on.sets[number], np.int64)
+        return self.members[number]
 
 
-def _straight(on: Lines) -> tuple[Ints, Ints, Ints]:
-    """Senders, receivers and bytes of what a plan sends."""
-    none = np.zeros(0, np.int64)
-    found = [_of_line(on, line) for line in range(len(on.holders))]
-    sender, receiver, count = zip(*found, strict=True) if found else ((none,),) * 3
-    return np.concatenate(sender), np.concatenate(receiver), np.concatenate(count)
-
-
-def _of_line(on: Lines, line: int) -> tuple[Ints, Ints, Ints]:
+def _of_line(on: Lines, line: int, blocks: range) -> tuple[Ints, Ints, Ints]:
     """Senders, receivers and bytes of a line, along which both have stretches one after the other."""
     holders = np.array(on.sets[on.holders[line]], np.int64)
     first = int(on.cut_first[line])
     cuts = on.cuts[first : first + len(holders) + 1]
-    blocks = range(int(on.first[line]), int(on.first[line + 1]))
     asking = [wire(on, line, block) for block in blocks]
     receivers = np.array(list(itertools.chain.from_iterable(asking)), np.int64)
     sizes = np.repeat(on.nbytes[blocks.start : blocks.stop], list(map(len, asking)))
@@ -134,22 +188,6 @@ def _of_line(on: Lines, line: int) -> tuple[Ints, Ints, Ints]:
     sender = cuts.searchsorted(borders[:-1], "right") - 1
     receiver = ends.searchsorted(borders[:-1], "right") - 1
     return holders[sender], receivers[receiver], np.diff(borders)
-
-
-def _stays(on: Lines) -> Counter[int]:
-    """Bytes that each rank has and needs: blocks of which it is a holder and a receiver."""
-    line = np.repeat(np.arange(len(on.holders)), np.diff(on.first))
-    both = zip(on.holders[line].tolist(), on.receivers.tolist(), on.nbytes.tolist(), strict=True)
-    out: Counter[int] = Counter()
-    for holders, receivers, count in both:
-        for rank in _common(on.sets[holders], on.sets[receivers]):
-            out[rank] += count
-    return out
-
-
-def _common(holders: Ranks, receivers: Ranks) -> set[int]:
-    """The ranks that are in both sets."""
-    return set(receivers).intersection(holders)
 
 
 def _groups(ranks: Iterable[int], where: Topology | None, most: int) -> tuple[Group, ...]:

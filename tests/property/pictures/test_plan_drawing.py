@@ -6,6 +6,7 @@ import importlib.util
 import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import hypothesis.strategies as st
@@ -26,6 +27,7 @@ from shardmath import (
     schedule,
     testing,
 )
+from shardmath.pictures import plan_drawing
 from shardmath.pictures.plan_drawing import STAYS, Traffic, plan_svg, traffic
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -62,6 +64,24 @@ def test_a_plan_is_its_transfers(tree: tuple[dict[str, Layout], dict[str, Layout
     assert drawn(traffic(p, most=MANY)) == summed(p)
     stays = traffic(p, most=MANY).stays
     assert stays.sum() == sum(n for (a, b), n in summed(p).items() if a == b)
+
+
+@given(testing.trees(), st.integers(1, 5))
+def test_many_receivers_are_counted_alike(
+    tree: tuple[dict[str, Layout], dict[str, Layout]], per_node: int
+) -> None:
+    p, where = plan(*tree), Topology(ranks_per_node=per_node)
+    one_by_one = traffic(p, where, MANY)
+    with patch.object(plan_drawing, "MANY", 0):
+        counted = traffic(p, where, MANY)
+    for a, b in zip(one_by_one[2:], counted[2:], strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_what_all_ranks_ask_of_all_is_summed_in_time() -> None:
+    mesh = Mesh(dp=4096)
+    text = plan_svg(plan(Layout((8192,), mesh, "(dp n)"), Layout((8192,), mesh, "n")))
+    assert len(text) < 200_000
 
 
 @given(testing.pairs(ops=(None,), overlap=False))
