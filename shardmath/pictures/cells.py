@@ -29,7 +29,7 @@ from shardmath.algebra.partition import partition, spans
 from shardmath.base.arrays import Bools, Ints, ranges
 from shardmath.layouts.layout import Layout
 
-__all__ = ["Cells", "Holders", "Panel", "Span", "cells_of", "rank_text"]
+__all__ = ["Cells", "Holders", "Panel", "Span", "cells_of", "idle_ranks", "rank_text"]
 
 Span: TypeAlias = tuple[int, int]
 """Positions start..stop-1 of a dimension."""
@@ -179,6 +179,16 @@ class _Names:
         ranks, addend = self.ranks[held], self.addend[held]
         numbers = np.unique(addend)
         return tuple(tuple(np.sort(ranks[addend == number]).tolist()) for number in numbers)
+
+
+def idle_ranks(layout: Layout) -> list[int]:
+    """The ranks that hold no element, ascending."""
+    empty = np.zeros(layout.mesh.size, bool)
+    for dim in layout.dims:
+        parts = partition(dim)
+        sizes = np.array([part.size for part in parts.parts], np.int64)
+        empty |= (sizes == 0)[parts.by_rank(layout.mesh)]
+    return sorted(np.array(layout.mesh.ranks, np.int64)[empty].tolist())
 
 
 def rank_text(ranks: Sequence[int], most: int = 16) -> str:

@@ -15,25 +15,22 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs
 from shardmath.base.given import plural
 from shardmath.layouts.layout import Layout
-from shardmath.pictures.cells import MOST_PANELS, Cells, Holders, Panel, Span, cells_of, rank_text
-from shardmath.pictures.elements import (
-    LETTER,
-    LINE,
-    Drawing,
-    below,
-    beside,
-    box,
-    brief,
-    document,
-    lines,
-    words,
+from shardmath.pictures import elements
+from shardmath.pictures.cells import (
+    MOST_PANELS,
+    Cells,
+    Holders,
+    Panel,
+    Span,
+    cells_of,
+    idle_ranks,
+    rank_text,
 )
+from shardmath.pictures.elements import LETTER, LINE, Drawing, below, beside, box, brief, lines
 from shardmath.pictures.palette import VERMILION, ink, palette
 
 __all__ = ["colours_of", "draw_layout", "layout_svg"]
@@ -69,30 +66,29 @@ def layout_svg(layout: Layout, *, inline: bool = False) -> str:
     """The layout as SVG: a document, or an element of a page if `inline`."""
     cells = cells_of(layout)
     drawing = draw_layout(layout, cells, colours_of([cells]))
-    return document(drawing, str(layout), about(layout), inline=inline)
+    return elements.document(drawing, str(layout), about(layout), inline=inline)
 
 
 def about(layout: Layout) -> str:
     """What the picture shows, for people who do not see it."""
-    ranks = layout.mesh.ranks[:MOST_DESCRIBED]
     held = _parts_by_rank(layout)
-    texts = [f"rank {r} holds {_holding([x[i] for x in held])}" for i, r in enumerate(ranks)]
+    texts = []
+    for i, rank in enumerate(layout.mesh.ranks[:MOST_DESCRIBED]):
+        runs = " by ".join(_shortened(parts[i]) for parts in held)
+        texts.append(f"rank {rank} holds {runs or 'the scalar'}")
     more = layout.mesh.size - len(texts)
-    return "; ".join(texts + ([f"and {plural(more, 'more rank')}"] if more else []))
+    if more:
+        texts.append(f"and {plural(more, 'more rank')}")
+    return "; ".join(texts)
 
 
 def _parts_by_rank(layout: Layout) -> list[list[Runs]]:
-    """For each dimension what each rank holds, in mesh order. Ranks that hold the same have one object."""
+    """For each dimension what each rank holds, in mesh order."""
     out = []
     for dim in layout.dims:
         parts = partition(dim)
         out.append([parts.parts[i] for i in parts.by_rank(layout.mesh).tolist()])
     return out
-
-
-def _holding(held: Sequence[Runs]) -> str:
-    """The runs of each dimension, the beginning of long ones."""
-    return " by ".join(map(_shortened, held)) or "the scalar"
 
 
 def _shortened(runs: Runs) -> str:
@@ -111,7 +107,7 @@ def draw_layout(layout: Layout, cells: Cells, colours: Colours, wide: float = WI
     parts += _legend(layout, _distinct(cells.panels), colours, labelled)
     parts += [lines(_notes(layout, cells))]
     if any(map(layout.holes, layout.mesh.ranks[:MOST_LOCAL])):
-        parts.append(_local_tensors(layout, colours))
+        parts.append(_local_tensors(layout))
     return below([part for part in parts if part.height], 6)
 
 
@@ -183,11 +179,13 @@ class _Panel:
         """Positions at which stretches begin, and the length of the dimension."""
         if self.layout.ndim:
             for at, position in _shown(self.panel.columns, self.columns, across=True):
-                yield words(left + at, TOP - 6, f"{position}", text_anchor="middle", opacity="0.75")
+                yield elements.words(
+                    left + at, TOP - 6, f"{position}", text_anchor="middle", opacity="0.75"
+                )
         if self.layout.ndim > 1:
             for at, position in _shown(self.panel.rows, self.rows, across=False):
                 y = TOP + at + 4
-                yield words(left - 6, y, f"{position}", text_anchor="end", opacity="0.75")
+                yield elements.words(left - 6, y, f"{position}", text_anchor="end", opacity="0.75")
 
     def _places(self) -> Iterator[tuple[int, int, float, float, float, float]]:
         """Row, column, x, y, width and height of each cell."""
@@ -228,7 +226,9 @@ class _Panel:
                 self.labelled.add(holders)
                 middle = {"text_anchor": "middle", "pointer_events": "none"}
                 fill = ink(self.colours[holders])
-                yield words(left + x + width / 2, y + height / 2 + 4, text, fill=fill, **middle)
+                yield elements.words(
+                    left + x + width / 2, y + height / 2 + 4, text, fill=fill, **middle
+                )
 
 
 HATCH = (
@@ -315,7 +315,7 @@ def _entry(holders: Holders, op: str | None, colour: str) -> Drawing:
     """A colour and what it stands for."""
     text = _who(holders, op)
     shown = brief(text, 60)
-    parts = (box(0, 3, 12, 12, fill=colour), words(18, LINE * 0.75, shown))
+    parts = (box(0, 3, 12, 12, fill=colour), elements.words(18, LINE * 0.75, shown))
     return Drawing(18 + len(shown) * LETTER, LINE, parts)
 
 
@@ -330,23 +330,13 @@ def _notes(layout: Layout, cells: Cells) -> Iterator[str]:
     if layout.partial:
         axes = ", ".join(name for name, _ in layout.partial)
         yield f"hatched: addends of a {layout.op} along {axes}"
-    idle = _idle(layout)
+    idle = idle_ranks(layout)
     if idle and 0 not in layout.shape:
         noun = "rank" if len(idle) == 1 else "ranks"
         yield f"{noun} {rank_text(idle, most=8)}: nothing"
     if any(not held for panel in cells.panels for row in panel.holders for held in row):
         yield "dashed: nobody"
     yield from _left_out(layout, cells)
-
-
-def _idle(layout: Layout) -> list[int]:
-    """The ranks that hold no element, ascending."""
-    empty = np.zeros(layout.mesh.size, bool)
-    for dim in layout.dims:
-        parts = partition(dim)
-        sizes = np.array([part.size for part in parts.parts], np.int64)
-        empty |= (sizes == 0)[parts.by_rank(layout.mesh)]
-    return sorted(np.array(layout.mesh.ranks, np.int64)[empty].tolist())
 
 
 def _left_out(layout: Layout, cells: Cells) -> Iterator[str]:
@@ -362,7 +352,7 @@ def _left_out(layout: Layout, cells: Cells) -> Iterator[str]:
                 yield f"gap: {name} {before[1]:,} to {after[0] - 1:,} are not drawn"
 
 
-def _local_tensors(layout: Layout, colours: Colours) -> Drawing:
+def _local_tensors(layout: Layout) -> Drawing:
     """The local tensors of the first ranks, holes dashed."""
     shown = layout.mesh.ranks[:MOST_LOCAL]
     drawn = [_local_tensor(layout, rank) for rank in shown]
@@ -387,7 +377,7 @@ def _local_tensor(layout: Layout, rank: int) -> Drawing:
     shape = "x".join(map(str, layout.local_shape(rank)))
     head = f"rank {rank}: {shape}"
     width = max(across.total, len(head) * LETTER)
-    return Drawing(width, LINE + 6 + down.total, (words(0, 12, head), *parts))
+    return Drawing(width, LINE + 6 + down.total, (elements.words(0, 12, head), *parts))
 
 
 def _piece(held: Sequence[str], area: tuple[float, float, float, float]) -> str:

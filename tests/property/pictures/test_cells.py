@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from shardmath import Layout, Mesh, testing, window
-from shardmath.pictures.cells import MOST_PANELS, Holders, Panel, cells_of, rank_text
+from shardmath.pictures.cells import MOST_PANELS, Holders, Panel, cells_of, idle_ranks, rank_text
 
 LAYOUTS = st.sampled_from((None, "sum", "max")).flatmap(lambda op: testing.layouts(op=op))
 
@@ -100,3 +100,9 @@ def test_ranks_in_words(ranks: set[int]) -> None:
         first, _, last = word.partition("-")
         found += range(int(first), int(last or first) + 1)
     assert found == sorted(ranks)
+
+
+@given(LAYOUTS)
+def test_idle_ranks_hold_nothing(layout: Layout) -> None:
+    sizes = {r: math.prod(runs.size for runs in layout.runs(r)) for r in layout.mesh.ranks}
+    assert idle_ranks(layout) == sorted(rank for rank, size in sizes.items() if not size)
