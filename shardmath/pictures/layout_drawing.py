@@ -323,17 +323,15 @@ def _notes(layout: Layout, cells: Cells) -> Iterator[str]:
     """What the boxes do not say by themselves."""
     if 0 in layout.shape:
         yield "no elements"
-    if layout.free_axes and layout.mesh.size > 1:
-        copies = math.prod(layout.mesh.axis_size(name) for name in layout.free_axes)
-        if copies > 1:
-            yield f"the same along {', '.join(layout.free_axes)}: {copies:,} ranks hold each"
+    copies = math.prod(layout.mesh.axis_size(name) for name in layout.free_axes)
+    if copies > 1:
+        yield f"the same along {', '.join(layout.free_axes)}: {copies:,} ranks hold each"
     if layout.partial:
         axes = ", ".join(name for name, _ in layout.partial)
         yield f"hatched: addends of a {layout.op} along {axes}"
     idle = idle_ranks(layout)
     if idle and 0 not in layout.shape:
-        noun = "rank" if len(idle) == 1 else "ranks"
-        yield f"{noun} {rank_text(idle, most=8)}: nothing"
+        yield f"{_who((tuple(idle),), None)}: nothing"
     if any(not held for panel in cells.panels for row in panel.holders for held in row):
         yield "dashed: nobody"
     yield from _left_out(layout, cells)

@@ -7,6 +7,7 @@ the axes before these. With a topology, ranks of one node have one colour.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -60,16 +61,21 @@ def mesh_svg(mesh: Mesh, *, topology: Topology | None = None, inline: bool = Fal
 
 def _draw(mesh: Mesh, topology: Topology | None) -> Drawing:
     """The panels under a heading."""
-    lead = mesh.axes[:-2]
-    leads = itertools.product(*(range(n) for _, n in lead))
-    shown = list(itertools.islice(leads, MOST_PANELS))
     look = _look(mesh, topology)
-    panels = [_panel(mesh, dict(zip(dict(lead), at, strict=True)), look) for at in shown]
+    panels = [_panel(mesh, at, look) for at in _leading(mesh)]
     rows = [beside(panels[i : i + 3], 16) for i in range(0, len(panels), 3)]
     head = " ".join(f"{name}={n}" for name, n in mesh.axes) or "one rank"
     notes = list(_notes(mesh, len(panels), topology))
     parts = [lines([head], font_weight="bold"), below(rows, 10), lines(notes)]
     return below([part for part in parts if part.height], 6)
+
+
+def _leading(mesh: Mesh) -> Iterator[dict[str, int]]:
+    """The first coordinates on all axes but the last two."""
+    lead = dict(mesh.axes[:-2])
+    points = itertools.product(*map(range, lead.values()))
+    for point in itertools.islice(points, MOST_PANELS):
+        yield dict(zip(lead, point, strict=True))
 
 
 def _look(mesh: Mesh, topology: Topology | None) -> _Look:
@@ -86,9 +92,7 @@ def _notes(mesh: Mesh, panels: int, topology: Topology | None) -> Iterator[str]:
     if topology is not None:
         nodes = len({topology.node(rank) for rank in mesh.ranks})
         yield f"one colour per node: {plural(nodes, 'node')}"
-    count = 1
-    for _, n in mesh.axes[:-2]:
-        count *= n
+    count = math.prod(n for _, n in mesh.axes[:-2])
     if count > panels:
         yield f"... and {plural(count - panels, 'more panel')}"
     if any(n > MOST_SIDE for _, n in mesh.axes[-2:]):

@@ -55,9 +55,12 @@ def _blend(share: float) -> str:
     """The colour of viridis at this share of its length."""
     at = share * (len(VIRIDIS) - 1)
     left = min(int(at), len(VIRIDIS) - 2)
-    pairs = zip(_channels(VIRIDIS[left]), _channels(VIRIDIS[left + 1]), strict=True)
-    mixed = (round(a + (b - a) * (at - left)) for a, b in pairs)
-    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+    dark, light = _channels(VIRIDIS[left]), _channels(VIRIDIS[left + 1])
+    out = "#"
+    for a, b in zip(dark, light, strict=True):
+        mixed = round(a + (b - a) * (at - left))
+        out += f"{mixed:02x}"
+    return out
 
 
 def _channels(colour: str) -> tuple[int, int, int]:
