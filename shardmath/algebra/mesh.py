@@ -24,6 +24,7 @@ from keyword import iskeyword
 import numpy as np
 from numpy.typing import NDArray
 
+from shardmath.base.drawn import html, svg
 from shardmath.base.errors import MeshError
 from shardmath.base.given import listed, mapping, plural, shown, text
 from shardmath.base.integers import whole
@@ -123,6 +124,13 @@ class Mesh:
 
     def __reduce__(self) -> tuple[object, ...]:
         return _make_mesh, (self.axes, self.ranks)
+
+    def svg(self, *, topology: object = None) -> str:
+        """A picture as an SVG document: ranks at their coordinates, with a `Topology` one colour per node."""
+        return svg(self, topology=topology)
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
     @property
     def shape(self) -> dict[str, int]:

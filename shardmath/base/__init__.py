@@ -10,5 +10,6 @@ In reading order:
 - `digest`: fingerprints of values;
 - `dtypes`: names of element types and their sizes;
 - `operations`: the ways in which addends become one value;
-- `arrays`: integers in numpy.
+- `arrays`: integers in numpy;
+- `drawn`: pictures of values, drawn by what stands above them.
 """

@@ -7,6 +7,7 @@ In reading order:
 - `ddp`: the rules of its DistributedOptimizer, of plain DDP, and NVFP4's packed map; `layer_wise`: that of Muon;
 - `flat`: those of PyTorch's FSDP1, DeepSpeed's ZeRO, and Megatron-FSDP;
 - `grouping`: which parameters share a buffer;
+- `shares`: what each rank has of a buffer, and of each parameter in it;
 - `states`: optimizer state in these buffers as layouts, which plans and checkpoints take.
 
 A rule is a function from parameters in forward order, and options by keyword, to a `PerBufferParamLayout`; one of your
@@ -40,16 +41,8 @@ from shardmath.buffers.param import (
     pad_to_divisor,
 )
 from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout, Rule
-from shardmath.buffers.states import (
-    SHARD,
-    Axis,
-    model_parallel_state,
-    shard_numel,
-    shard_ranges,
-    state_layouts,
-    state_numel,
-    state_store,
-)
+from shardmath.buffers.shares import SHARD, Axis, shard_numel, shard_ranges, state_numel
+from shardmath.buffers.states import model_parallel_state, state_layouts, state_store
 
 __all__ = [
     "SHARD",

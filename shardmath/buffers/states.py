@@ -31,82 +31,30 @@ from shardmath.algebra.runs import Runs, compose, from_ranges, identity
 from shardmath.base.errors import ParamLayoutError
 from shardmath.base.given import instance, known, listed, mapping, shown
 from shardmath.base.integers import whole
-from shardmath.buffers.param import Param, forward, positive
+from shardmath.buffers.param import Param, forward
 from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
+from shardmath.buffers.shares import (
+    SHARD,
+    Axis,
+    Cut,
+    Cuts,
+    Shares,
+    axes_of,
+    check_shards,
+    groups_of,
+    parameter_shares,
+)
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import Ragged
 from shardmath.layouts.store import Store, View, local_name
 
 __all__ = [
-    "SHARD",
-    "Axis",
     "model_parallel_state",
-    "shard_numel",
-    "shard_ranges",
     "state_layouts",
-    "state_numel",
     "state_store",
 ]
 
-SHARD = "shard"
-"""The name of a rank's flat array in a Store."""
-
-Axis: TypeAlias = str | tuple[str, ...] | None
-"""The mesh axes along which buffers are sharded; None is all of the mesh."""
-
 Windows: TypeAlias = dict[str, tuple[Layout, ...]]
-
-
-def shard_ranges(
-    buffer_layout: PerBufferParamLayout, shards: int, shard: int
-) -> tuple[tuple[int, int], ...]:
-    """What of the buffer a rank has, a range a bucket: its flat array is these, one after the other.
-
-    One shard is all of the buffer. Raises ParamLayoutError for any other number than the buffer is laid out for, and
-    where a bucket is not divided evenly.
-    """
-    count, number = (
-        _check_shards(buffer_layout, shards),
-        whole(shard, "the shard", ParamLayoutError),
-    )
-    if not 0 <= number < count:
-        raise ParamLayoutError(f"shard {number} of {count}; use 0..{count - 1}")
-    sizes = ((start, (end - start) // count) for start, end in buffer_layout.bucket_indices)
-    return tuple((start + number * size, start + (number + 1) * size) for start, size in sizes)
-
-
-def shard_numel(buffer_layout: PerBufferParamLayout, shards: int) -> int:
-    """Elements of a rank's flat array. Raises ParamLayoutError where a bucket is not divided evenly."""
-    return buffer_layout.numel // _check_shards(buffer_layout, shards)
-
-
-def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None) -> int:
-    """Elements of the flat array of a rank of the mesh. Raises ParamLayoutError as `state_layouts` does."""
-    return shard_numel(buffer_layout, math.prod(mesh.axis_size(name) for name in _axes(mesh, axis)))
-
-
-def _check_shards(buffer: object, given: int) -> int:
-    """The number of shards, which the buffer is laid out for."""
-    if not isinstance(buffer, PerBufferParamLayout):
-        what = f"{type(buffer).__name__} is no layout of one buffer"
-        raise ParamLayoutError(
-            f"{what}; of a FullParamLayout take each value, and join what comes of them"
-        )
-    shards = positive(given, "the number of shards")
-    for made_for in (buffer.data_parallel_world_size, buffer.num_optimizer_shards):
-        if made_for == 1 and shards > 1:
-            what = f"every rank has all of this buffer, {shards} ranks cannot share it"
-            raise ParamLayoutError(f"{what}; name the axes that share it, or none: axis=()")
-        if made_for not in (None, shards) and shards > 1:
-            what = f"the buffer is laid out for {made_for} ranks, {shards} share it"
-            raise ParamLayoutError(f"{what}; lay it out with data_parallel_world_size={shards}")
-    for number, (start, end) in enumerate(buffer.bucket_indices):
-        if (end - start) % shards:
-            what = f"bucket {number} has {end - start} elements, which {shards} ranks do not divide evenly"
-            raise ParamLayoutError(
-                f"{what}; lay the buffer out for data_parallel_world_size={shards}"
-            )
-    return shards
 
 
 @overload
@@ -162,46 +110,26 @@ def state_layouts(
         raise ParamLayoutError(
             f"shape={shown(shape)}; use 'flat', or 'nd' for the shapes of the parameters"
         )
-    groups = _groups(mesh, axis)
+    groups = groups_of(mesh, axis)
     if shape == "flat":
         if ranks is not None or buffer != SHARD:
             raise ParamLayoutError(
                 "ranks= and buffer= are for the Store of shape='nd'; give them to state_store"
             )
         return _flat(buffer_layout, mesh, axis, len(groups[0]), dtype)
-    _check_shards(buffer_layout, len(groups[0]))
+    check_shards(buffer_layout, len(groups[0]))
     if len(buffer_layout.shapes) != len(buffer_layout.placed):
         raise ParamLayoutError(
             "the buffer's layout has no shapes; make it with PerBufferParamLayout(..., shapes=), or use shape='flat'"
         )
     shapes = dict(zip(buffer_layout.param_index_map, buffer_layout.shapes, strict=True))
     entire = {dims: tuple(map(identity, dims)) for dims in set(buffer_layout.shapes)}
-    interned: _Cuts = {}
+    interned: Cuts = {}
     held = {
         name: [_Held(group, entire[shapes[name]], shares) for group in groups]
-        for name, shares in _shares(buffer_layout, len(groups[0]), interned)
+        for name, shares in parameter_shares(buffer_layout, len(groups[0]), interned)
     }
     return _windowed(shapes, held, dtype, ranks, buffer)
-
-
-class _Cut(NamedTuple):
-    """What one shard has of a parameter: its elements lo..hi-1."""
-
-    shard: int
-    lo: int
-    hi: int
-
-
-class _Shares(NamedTuple):
-    """The cuts of a parameter, and where in the flat array of its shard the first begins, and any later one."""
-
-    cuts: tuple[_Cut, ...]
-    at: int
-    later: int
-
-    def place(self, cut: _Cut) -> int:
-        """Where the cut lies in the flat array of its shard."""
-        return self.later if cut.lo else self.at
 
 
 class _Held(NamedTuple):
@@ -209,59 +137,17 @@ class _Held(NamedTuple):
 
     group: tuple[int, ...]
     runs: tuple[Runs, ...]
-    shares: _Shares
-
-
-def _axes(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
-    if not isinstance(mesh, Mesh):
-        raise ParamLayoutError(f"mesh is {mesh!r}; give a shardmath.Mesh, for example Mesh(dp=4)")
-    given = (axis,) if isinstance(axis, str) else axis
-    return tuple(mesh.shape) if given is None else listed(given, "axes", ParamLayoutError)
-
-
-def _groups(mesh: Mesh, axis: Axis) -> list[tuple[int, ...]]:
-    """The ranks of each data-parallel group, in order of their shards."""
-    axes = _axes(mesh, axis)
-    sizes = [mesh.axis_size(name) for name in axes]
-    others = [name for name in mesh.shape if name not in axes]
-    ranks = mesh.transpose([*others, *axes]).ranks
-    n = math.prod(sizes)
-    return [ranks[i : i + n] for i in range(0, len(ranks), n)]
-
-
-_Cuts: TypeAlias = dict[tuple[int, ...], tuple[_Cut, ...]]
-"""Cuts by all that they depend on; most parameters of a model are cut alike."""
-
-
-def _shares(
-    buffer: PerBufferParamLayout, shards: int, known: _Cuts
-) -> Iterator[tuple[str, _Shares]]:
-    """The shares of each parameter; equal cuts are one object, `known` has them."""
-    _check_shards(buffer, shards)
-    for name, (start, end, number) in buffer.placed:
-        first, stop = buffer.bucket_indices[number]
-        size, before = (stop - first) // shards, first // shards
-        shard, offset = divmod(start - first, size) if size else (0, 0)
-        key = shard, end - start, size - offset if offset + end - start > size else -1, size
-        if key not in known:
-            known[key] = tuple(_cut(start - first, end - start, size))
-        yield name, _Shares(known[key], before + offset, before)
-
-
-def _cut(start: int, numel: int, size: int) -> Iterator[_Cut]:
-    for shard in range(start // size, (start + numel - 1) // size + 1) if numel else ():
-        lo, hi = max(start, shard * size), min(start + numel, (shard + 1) * size)
-        yield _Cut(shard, lo - start, hi - start)
+    shares: Shares
 
 
 def _flat(
     buffer: PerBufferParamLayout, mesh: Mesh, axis: Axis, shards: int, dtype: object
 ) -> dict[str, Layout]:
-    axes = _axes(mesh, axis)
+    axes = axes_of(mesh, axis)
     known: dict[int, Layout] = {}
     out: dict[str, Layout] = {}
-    interned: _Cuts = {}
-    for name, (cuts, _, _) in _shares(buffer, shards, interned):
+    interned: Cuts = {}
+    for name, (cuts, _, _) in parameter_shares(buffer, shards, interned):
         if id(cuts) not in known:
             sizes = [0] * shards
             for cut in cuts:
@@ -285,19 +171,20 @@ def state_store(
     `buffer` names the array. There is a view of each parameter and rank, of local tensors without elements at 0: name
     `ranks` where there are many. Raises ParamLayoutError as `state_layouts` does.
     """
-    _check_shards(buffer_layout, math.prod(mesh.axis_size(name) for name in _axes(mesh, axis)))
+    sizes = [mesh.axis_size(name) for name in axes_of(mesh, axis)]
+    check_shards(buffer_layout, math.prod(sizes))
     wanted = set(mesh.ranks) if ranks is None else set(mesh.ranks) & _chosen(ranks)
-    views = {
-        (name, rank): View(buffer) for name in buffer_layout.param_index_map for rank in wanted
-    }
-    interned: _Cuts = {}
-    for group in _groups(mesh, axis):
-        for name, shares in (
-            _shares(buffer_layout, len(group), interned) if wanted.intersection(group) else ()
-        ):
+    pairs = itertools.product(buffer_layout.param_index_map, wanted)
+    views = {pair: View(buffer) for pair in pairs}
+    interned: Cuts = {}
+    for group in groups_of(mesh, axis):
+        if not wanted.intersection(group):
+            continue
+        for name, shares in parameter_shares(buffer_layout, len(group), interned):
             for cut in shares.cuts:
-                if group[cut.shard] in wanted:
-                    views[name, group[cut.shard]] = View(buffer, shares.place(cut))
+                rank = group[cut.shard]
+                if rank in wanted:
+                    views[name, rank] = View(buffer, shares.place(cut))
     return Store(views)
 
 
@@ -325,9 +212,9 @@ def model_parallel_state(
     listed = forward(params)
     _check_parameters(listed, layouts)
     held: dict[str, list[_Held]] = {param.name: [] for param in listed}
-    known: dict[object, list[tuple[str, _Shares]]] = {}
-    interned: _Cuts = {}
-    for group in _groups(mesh, axis):
+    known: dict[object, list[tuple[str, Shares]]] = {}
+    interned: Cuts = {}
+    for group in groups_of(mesh, axis):
         parts = _parts(listed, layouts, group)
         shapes = tuple((name, tuple(map(len, runs))) for name, runs in parts.items())
         if shapes not in known:
@@ -336,7 +223,7 @@ def model_parallel_state(
                 for p, (_, shape) in zip(_named(listed, parts), shapes, strict=True)
             ]
             laid = rule(local, data_parallel_world_size=len(group), **options)
-            known[shapes] = list(_shares(laid, len(group), interned))
+            known[shapes] = list(parameter_shares(laid, len(group), interned))
         for name, shares in known[shapes]:
             held[name].append(_Held(group, parts[name], shares))
     return _windowed({param.name: param.shape for param in listed}, held, dtype, ranks, buffer)
@@ -396,7 +283,7 @@ class _Place(NamedTuple):
 
     window: int
     held: int
-    cut: _Cut
+    cut: Cut
     rank: int
     within: int
 
@@ -443,7 +330,7 @@ def _windows(
     name: str, shape: tuple[int, ...], groups: Sequence[_Held], dtype: object
 ) -> tuple[tuple[Layout, ...], list[_Place]]:
     """The windows of a tensor, and where each rank has each."""
-    same: dict[tuple[Runs, ...], list[tuple[int, _Cut]]] = {}
+    same: dict[tuple[Runs, ...], list[tuple[int, Cut]]] = {}
     for number, one in enumerate(groups):
         same.setdefault(one.runs, []).extend((number, cut) for cut in one.shares.cuts)
     windows: list[Layout] = []
@@ -468,14 +355,14 @@ def _windows(
         windows.append(
             Layout(shape, Mesh(ranks=groups[0].group[:1]), {}, dtype=dtype, stored=stored)
         )
-        places.append(_Place(0, 0, _Cut(0, 0, 0), groups[0].group[0], 0))
+        places.append(_Place(0, 0, Cut(0, 0, 0), groups[0].group[0], 0))
     return tuple(windows), places
 
 
-def _pieces(cuts: Sequence[tuple[int, _Cut]]) -> Iterator[tuple[int, int, list[tuple[int, _Cut]]]]:
+def _pieces(cuts: Sequence[tuple[int, Cut]]) -> Iterator[tuple[int, int, list[tuple[int, Cut]]]]:
     """The pieces between all borders of the cuts, and who has each."""
     coming = sorted(cuts, key=lambda pair: pair[1].lo, reverse=True)
-    here: list[tuple[int, _Cut]] = []
+    here: list[tuple[int, Cut]] = []
     for lo, hi in itertools.pairwise(sorted({x for _, cut in cuts for x in (cut.lo, cut.hi)})):
         here = [pair for pair in here if pair[1].hi > lo]
         while coming and coming[-1][1].lo <= lo:

@@ -34,6 +34,7 @@ from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
 from shardmath.base import dtypes
+from shardmath.base.drawn import html, svg
 from shardmath.base.errors import LayoutError, MeshError
 from shardmath.base.given import known, listed, shown
 from shardmath.base.integers import whole
@@ -104,6 +105,13 @@ class Layout:
 
     def __reduce__(self) -> tuple[object, ...]:
         return intern, (self.shape, self.dtype, self.mesh, self.dims, self.partial)
+
+    def svg(self) -> str:
+        """A picture as an SVG document: which ranks hold which elements."""
+        return svg(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
     @property
     def text(self) -> str:

@@ -1,14 +1,24 @@
-"""Pictures: values for people, as strings.
+"""Pictures: values for people, as text and as SVG; strings only.
 
 In reading order:
 
-- `text`: layouts and plans as text;
+- `palette`: colours that the colour-blind can tell apart;
+- `elements`: SVG as strings: elements, drawings made of them, and documents;
+- `text`: values as text;
+- `cells`: a layout cut into boxes that the same ranks hold;
+- `layout_drawing`: layouts as SVG;
+- `mesh_drawing`: meshes as SVG;
+- `plan_drawing`: plans and programs as SVG;
+- `drawing`: any value as a picture, for files and for notebooks;
 - `buffer_text`: flat buffers as text;
 - `buffer_drawing`: flat buffers as SVG.
+
+`show(value)` is text that a notebook draws; `svg(value)` is the picture alone.
 """
 
 from shardmath.pictures.buffer_drawing import buffer_svg
 from shardmath.pictures.buffer_text import buffer_map
+from shardmath.pictures.drawing import svg
 from shardmath.pictures.text import grid, show
 
-__all__ = ["buffer_map", "buffer_svg", "grid", "show"]
+__all__ = ["buffer_map", "buffer_svg", "grid", "show", "svg"]

@@ -43,7 +43,7 @@ from shardmath.base import dtypes
 from shardmath.base.errors import ParamLayoutError
 from shardmath.buffers.param import positive
 from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout
-from shardmath.buffers.states import shard_numel
+from shardmath.buffers.shares import shard_numel
 from shardmath.pictures.text import nbytes, table
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Show: values as text for people; strings only.
+"""Show: values as text for people; strings only. A notebook shows the picture of a value that has one.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh
@@ -19,14 +19,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import singledispatch
 
+import numpy as np
+
+from shardmath.algebra.dimension import Dimension
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.partition import partition
+from shardmath.algebra.runs import Runs
+from shardmath.base.arrays import Ints
+from shardmath.base.drawn import html
 from shardmath.base.errors import LayoutError, PlanError
-from shardmath.base.given import instance, plural
+from shardmath.base.given import plural, shown
 from shardmath.base.integers import whole
+from shardmath.flows.certificate import Certificate
+from shardmath.flows.topology import Topology
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan
+from shardmath.plans.relabelling import Relabelling
+from shardmath.programs.collectives import Collective
+from shardmath.programs.program import Program
 
-__all__ = ["grid", "nbytes", "show", "table"]
+__all__ = ["Shown", "grid", "nbytes", "show", "table"]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -58,83 +72,265 @@ MOST = 1 << 24
 """Lines; more than anybody reads."""
 
 
-def show(value: Layout | Plan, most: int = 32) -> str:
-    """A layout: what each rank holds. A plan: what each rank sends and receives, and its first `most` transfers.
+class Shown(str):
+    """The text of `value`. Its repr is the text itself, and a notebook shows the value's picture, if it has one."""
 
-    Raises ShardError for anything else.
+    value: object
+
+    def __new__(cls, text: str, value: object = None) -> Shown:
+        made = super().__new__(cls, text)
+        made.value = value
+        return made
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html(self.value)
+
+
+def show(value: object, most: int = 32) -> Shown:
+    """Any value of shardmath as text: a layout as what each rank holds, a plan as what each rank sends and receives.
+
+    At most `most` ranks, and of a plan as many transfers, are listed. A notebook shows meshes, layouts, plans and
+    programs as pictures. Raises ShardError for what is not a value of shardmath.
     """
     count = whole(most, "most", PlanError)
     if not 0 <= count <= MOST:
         raise PlanError(f"most={count}; show at least 0 and at most {MOST} ranks and transfers")
-    if isinstance(value, Layout):
-        return _layout(value, count)
-    return _plan(instance(value, Plan, "show takes a Layout or a Plan", PlanError), count)
+    return Shown(_text(value, count), value)
+
+
+@singledispatch
+def _text(value: object, most: int) -> str:
+    """The text of a value, which lists at most so many of its parts."""
+    raise PlanError(f"{shown(value)} is not a value of shardmath; show takes a Layout or a Plan")
 
 
 def _more(count: int, most: int, what: str) -> str:
+    """A line that counts what is not listed."""
     return f"\n... and {plural(count - most, f'more {what}')}" if count > most else ""
 
 
-def _layout(layout: Layout, most: int) -> str:
+@_text.register
+def _(mesh: Mesh, most: int) -> str:
+    axes = " ".join(f"{name}={n}" for name, n in mesh.axes) or "one rank"
+    rows = [[rank, *mesh.coords(rank).values()] for rank in mesh.ranks[:most]]
+    return f"{axes}\n{table(['rank', *mesh.shape], rows)}{_more(mesh.size, most, 'rank')}"
+
+
+@_text.register
+def _(layout: Layout, most: int) -> str:
     axes = " ".join(layout.mesh.shape)
-    head = [
-        "rank",
-        *([axes] if axes else []),
-        "local shape",
-        *(f"dimension {d}" for d in range(layout.ndim)),
-    ]
-    widths = [len(name) for name in layout.mesh.shape]
-    rows = []
+    dimensions = [f"dimension {d}" for d in range(layout.ndim)]
+    head = ["rank", *([axes] if axes else []), "local shape", *dimensions]
+    rows: list[list[object]] = []
     for rank in layout.mesh.ranks[:most]:
-        coords = [
-            str(x).rjust(w) for x, w in zip(layout.mesh.coords(rank).values(), widths, strict=True)
-        ]
-        rows.append(
-            [
-                rank,
-                *([" ".join(coords)] if axes else []),
-                layout.local_shape(rank),
-                *layout.runs(rank),
-            ]
-        )
+        coords = [_coords_text(layout.mesh, rank)] if axes else []
+        rows.append([rank, *coords, layout.local_shape(rank), *layout.runs(rank)])
     return f"{layout}\n{table(head, rows)}{_more(layout.mesh.size, most, 'rank')}"
 
 
-def _plan(p: Plan, most: int) -> str:
+def _coords_text(mesh: Mesh, rank: int) -> str:
+    """The coordinates of a rank, each below the end of its axis's name."""
+    coords = mesh.coords(rank).items()
+    return " ".join(str(x).rjust(len(name)) for name, x in coords)
+
+
+@_text.register
+def _(p: Plan, most: int) -> str:
     sent, received = p.sent_bytes(), p.received_bytes()
-    shown = p.ranks[:most]
-    loads = table(
-        ["rank", "sends", "receives"], ([r, nbytes(sent[r]), nbytes(received[r])] for r in shown)
-    )
-    listed = list(itertools.islice(p.transfers(), most + 1))
-    lines = "\n".join([LEGEND] * bool(listed) + list(map(str, listed[:most]))) + (
-        "\n..." if len(listed) > most else ""
-    )
+    rows = [[rank, nbytes(sent[rank]), nbytes(received[rank])] for rank in p.ranks[:most]]
+    loads = table(["rank", "sends", "receives"], rows)
     tensors = plural(p.src, "tensor")
-    tensors += f", {len(p.in_part)} of which the destination holds in part" if p.in_part else ""
+    if p.in_part:
+        tensors += f", {len(p.in_part)} of which the destination holds in part"
     between = f"{len(p.src_ranks)} and {len(p.dst_ranks)} ranks"
     total = f"{nbytes(sum(sent.values()))} between {between}, {tensors}"
-    return f"{total}\n{loads}{_more(len(p.ranks), most, 'rank')}\n{lines}"
+    return f"{total}\n{loads}{_more(len(p.ranks), most, 'rank')}\n{_transfers(p, most)}"
 
 
-def grid(layout: Layout) -> str:
+def _transfers(p: Plan, most: int) -> str:
+    """The first transfers, below a line that says what stands where."""
+    listed = list(itertools.islice(p.transfers(), most + 1))
+    if not listed:
+        return ""
+    texts = [LEGEND, *map(str, listed[:most])]
+    if len(listed) > most:
+        texts.append("...")
+    return "\n".join(texts)
+
+
+@_text.register
+def _(program: Program, most: int) -> str:
+    rounds = f"{plural(program.slots, 'slot')} of {plural(program.turns, 'turn')}"
+    room = f"at most {nbytes(program.max_inflight_bytes)} under way per rank"
+    between = f"{len(program.plan.src_ranks)} and {len(program.plan.dst_ranks)} ranks"
+    head = f"{plural(program.plan.src, 'tensor')} between {between}: {rounds}, {room}"
+    rows = [_program_row(program, rank) for rank in program.ranks[:most]]
+    loads = table(["rank", "rounds", "messages", "sends", "receives"], rows)
+    operations = sorted({str(one) for one in program.collectives.values()})
+    found = "".join(f"\nas one operation: {one}" for one in operations[:most])
+    return f"{head}\n{loads}{_more(len(program.ranks), most, 'rank')}{found}"
+
+
+def _program_row(program: Program, rank: int) -> list[object]:
+    """What one rank does: rounds, messages, bytes sent and received."""
+    rounds = program.for_rank(rank)
+    messages = [message for one in rounds for message in one.messages]
+    moved = {"send": 0, "receive": 0, "keep": 0}
+    for message in messages:
+        moved[message.direction] += message.nbytes
+    return [rank, len(rounds), len(messages), nbytes(moved["send"]), nbytes(moved["receive"])]
+
+
+@_text.register
+def _(topology: Topology, most: int) -> str:
+    node = f"nodes of {plural(topology.ranks_per_node, 'rank')}"
+    inside = f"{nbytes(topology.intra_bytes_per_s)}/s inside a node"
+    between = f"{nbytes(topology.inter_bytes_per_s)}/s to other nodes"
+    latency = f"{_seconds(topology.latency_s)} per message"
+    return f"{node}; per rank and direction {inside}, {between}; {latency}"
+
+
+def _seconds(s: float) -> str:
+    """A time as people read it."""
+    if s >= 1:
+        return f"{s:.4g} s"
+    return f"{s * 1e3:.4g} ms" if s >= 1e-3 else f"{s * 1e6:.4g} us"
+
+
+@_text.register
+def _(certificate: Certificate, most: int) -> str:
+    witness = certificate.witness
+    rows: list[list[object]] = [["plan", _seconds(certificate.plan_s)]]
+    rows.append(["bound", _seconds(certificate.bound_s)])
+    rows.append(["ratio", f"{certificate.ratio:.4g}"])
+    if witness is not None:
+        way = "must take in" if witness.direction == "in" else "must give out"
+        ranks = ", ".join(map(str, witness.ranks[:most]))
+        rows.append([way, f"{nbytes(witness.nbytes)} at {nbytes(witness.bytes_per_s)}/s"])
+        rows.append(["ranks", ranks + ", ..." * (len(witness.ranks) > most)])
+    width = max(len(str(name)) for name, _ in rows)
+    listed = "\n".join(f"{str(name).rjust(width)}  {what}" for name, what in rows)
+    return f"{certificate}\n{listed}"
+
+
+@_text.register
+def _(runs: Runs, most: int) -> str:
+    holes = len(runs) - runs.size
+    head = f"{plural(runs.size, 'position')} of a dimension, {plural(holes, 'hole')}"
+    rows = [[f"{lo}:{lo + n}", f"{g}:{g + n}"] for lo, g, n in runs.segments[:most]]
+    listed = table(["local", "global"], rows)
+    return f"{head}\n{listed}{_more(len(runs.segments), most, 'range')}"
+
+
+@_text.register
+def _(relabelling: Relabelling, most: int) -> str:
+    changed = [pair for pair in relabelling.pairs if pair[0] != pair[1]]
+    listed = table(["rank", "becomes"], changed[:most])
+    return f"{relabelling}\n{listed}{_more(len(changed), most, 'rank')}"
+
+
+@_text.register
+def _(collective: Collective, most: int) -> str:
+    listed = [f"group of ranks {_members(group)}" for group in collective.groups[:most]]
+    more = _more(len(collective.groups), most, "group")
+    return "\n".join([str(collective), *listed]) + more
+
+
+def _members(ranks: Sequence[int]) -> str:
+    """The first ranks of a group."""
+    return ", ".join(map(str, ranks[:MOST_MEMBERS])) + ", ..." * (len(ranks) > MOST_MEMBERS)
+
+
+MOST_MEMBERS = 16
+"""Ranks of a group that are listed."""
+
+
+def grid(layout: Layout, most: int = 64) -> str:
     """Which ranks hold each element of a 1-d or 2-d tensor, as a grid; `.` where nobody does, `+` where more than one.
 
-    Raises LayoutError for more dimensions.
+    Of more than `most` rows or columns the middle ones are left out, and a line says so. Raises LayoutError for more
+    dimensions.
 
     >>> from shardmath.algebra.mesh import Mesh
     >>> print(grid(Layout((3, 4), Mesh(tp=2), "n (2 tp h)")))
     0 1 0 1
     0 1 0 1
     0 1 0 1
+    >>> print(grid(Layout((100,), Mesh(tp=2), "(tp n)"), most=4))
+    0 0 … 1 1
+    columns 2 to 97 are left out
     """
     if layout.ndim not in (1, 2):
         raise LayoutError(f"{layout} has {layout.ndim} dimensions; grid() draws 1 or 2")
-    shape = layout.shape if layout.ndim == 2 else (1, *layout.shape)
-    held: list[list[str]] = [["."] * shape[1] for _ in range(shape[0])]
-    for rank in layout.mesh.ranks:
-        index = [i[i >= 0].tolist() for i in layout.indices(rank)]
-        for row, column in itertools.product(*(index if layout.ndim == 2 else [[0], *index])):
-            held[row][column] = str(rank) if held[row][column] == "." else "+"
-    width = max((len(x) for row in held for x in row), default=1)
-    return "\n".join(" ".join(x.rjust(width) for x in row) for row in held)
+    count = whole(most, "most", LayoutError)
+    if not 2 <= count <= MOST_SIDE:
+        raise LayoutError(f"most={count}; draw at least 2 and at most {MOST_SIDE} rows and columns")
+    columns = _positions(layout.shape[-1], count)
+    rows = _positions(layout.shape[0], count) if layout.ndim == 2 else np.zeros(1, np.int64)
+    cells = _cells(layout, rows, columns)
+    left_out = list(_left_out("columns", columns))
+    for line in cells if left_out else ():
+        line.insert(_middle(columns), "…")
+    if rows_left_out := list(_left_out("rows", rows)):
+        cells.insert(_middle(rows), ["…"] * len(cells[0]))
+    width = max((len(x) for line in cells for x in line), default=1)
+    lines = [" ".join(x.rjust(width) for x in line) for line in cells]
+    return "\n".join(lines + rows_left_out + left_out)
+
+
+MOST_SIDE = 1 << 12
+"""Rows and columns of a grid."""
+
+
+def _positions(size: int, most: int) -> Ints:
+    """The positions of a dimension that are drawn: at most so many, the first and the last."""
+    if size <= most:
+        return np.arange(size)
+    tail = most // 2
+    return np.concatenate((np.arange(most - tail), np.arange(size - tail, size)))
+
+
+def _middle(positions: Ints) -> int:
+    """Where something is left out between the positions; 0 for nothing."""
+    return int(np.diff(positions).argmax()) + 1 if (np.diff(positions) > 1).any() else 0
+
+
+def _left_out(what: str, positions: Ints) -> Iterable[str]:
+    """A line that says which rows or columns are left out."""
+    at = _middle(positions)
+    if at:
+        yield f"{what} {positions[at - 1] + 1} to {positions[at] - 1} are left out"
+
+
+def _cells(layout: Layout, rows: Ints, columns: Ints) -> list[list[str]]:
+    """The rank that holds each element at these rows and columns, `.` for nobody, `+` for several."""
+    ranks = np.array(layout.mesh.ranks, np.int64)
+    across = _held(layout.dims[-1], layout.mesh, columns)
+    down = np.ones((1, len(ranks)), np.int64)
+    if layout.ndim == 2:
+        down = _held(layout.dims[0], layout.mesh, rows)
+    # A sum over ranks of (holds the row) * (holds the column) counts the holders; where there is
+    # one, the sum weighted by rank is that rank.
+    holders, weighted = down @ across.T, (down * ranks) @ across.T
+    out = []
+    for counts, names in zip(holders.tolist(), weighted.tolist(), strict=True):
+        pairs = zip(counts, names, strict=True)
+        out.append([str(name) if n == 1 else ".+"[n > 1] for n, name in pairs])
+    return out
+
+
+def _held(dim: Dimension, mesh: Mesh, positions: Ints) -> Ints:
+    """Whether each rank holds each of the positions: 0 or 1, of shape (positions, ranks)."""
+    parts = partition(dim)
+    held = np.zeros((len(positions), len(parts.parts)), np.int64)
+    for i, part in enumerate(parts.parts):
+        table = np.array(part.segments, np.int64).reshape(-1, 3)
+        start = np.sort(table[:, 1])
+        stop = start + table[np.argsort(table[:, 1]), 2]
+        # The last segment that begins at or before a position is the one that may have it.
+        at = start.searchsorted(positions, "right") - 1
+        held[:, i] = (at >= 0) & (positions < np.append(stop, 0)[at])
+    return held[:, parts.by_rank(mesh)]

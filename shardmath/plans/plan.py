@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardmath.base.digest import digest, names_digest
+from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.given import plural, shown
 from shardmath.base.integers import whole
@@ -137,6 +138,17 @@ class Plan:
         part = f", {len(self.in_part)} of them in part" if self.in_part else ""
         ranks = f"{len(self.src_ranks)} -> {plural(self.dst_ranks, 'rank')}"
         return f"<{what} of {tensors}{part}, {ranks}, {self.digest[:12]}>"
+
+    def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
+        """A picture as an SVG document: a tensor before and after, and bytes by sender and receiver.
+
+        `topology` marks nodes (default: the plan's own), `tensor` is the one drawn (default: the first). Raises
+        PlanError for what is not a topology, and for a tensor that the plan does not have.
+        """
+        return svg(self, topology=topology, tensor=tensor)
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:

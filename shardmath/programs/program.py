@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from shardmath.base.arrays import Ints
+from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.given import plural
 from shardmath.base.integers import whole
@@ -94,6 +95,16 @@ class Program:
     def __repr__(self) -> str:
         rounds = f"{plural(self.slots, 'slot')} of {plural(self.turns, 'turn')}"
         return f"<program of {self.plan!r}, {rounds}, {self.digest[:12]}>"
+
+    def svg(self, *, tensor: str | None = None) -> str:
+        """A picture as an SVG document: a tensor before and after, and bytes by sender and receiver, relays included.
+
+        `tensor` is the one drawn (default: the first). Raises PlanError for one that the plan does not have.
+        """
+        return svg(self, tensor=tensor)
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:

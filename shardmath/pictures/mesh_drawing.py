@@ -1,0 +1,159 @@
+"""Mesh pictures: ranks where their coordinates put them, drawn as SVG.
+
+The last axis goes from left to right, the one before from top to bottom; there is one panel for each coordinate on
+the axes before these. With a topology, ranks of one node have one colour.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.given import plural
+from shardmath.flows.topology import Topology
+from shardmath.pictures.elements import (
+    LETTER,
+    Drawing,
+    below,
+    beside,
+    box,
+    document,
+    lines,
+    words,
+)
+from shardmath.pictures.palette import ink, palette
+
+__all__ = ["mesh_svg"]
+
+MOST_SIDE = 16
+"""Coordinates of an axis that are drawn."""
+MOST_PANELS = 6
+HIGH = 24.0
+TOP = 20.0
+"""Pixels above the ranks, for their coordinates."""
+
+
+class _Look(NamedTuple):
+    """How ranks are drawn: their width, and a colour for each node."""
+
+    width: float
+    nodes: dict[int, str]
+    topology: Topology | None
+
+    def fill(self, rank: int) -> tuple[dict[str, str], str]:
+        """The attributes of a rank's box, and the colour of its number."""
+        if self.topology is None:
+            return {"fill": "currentColor", "fill_opacity": "0.1"}, "currentColor"
+        colour = self.nodes[self.topology.node(rank)]
+        return {"fill": colour}, ink(colour)
+
+
+def mesh_svg(mesh: Mesh, *, topology: Topology | None = None, inline: bool = False) -> str:
+    """The mesh as SVG: a document, or an element of a page if `inline`."""
+    title = str(mesh) if mesh.size <= 16 else f"mesh of {mesh.size:,} ranks"
+    axes = [f"{name} of {n}" for name, n in mesh.axes]
+    about = f"axes {', '.join(axes) or 'none'}, last fastest; {plural(mesh.size, 'rank')}"
+    return document(_draw(mesh, topology), title, about, inline=inline)
+
+
+def _draw(mesh: Mesh, topology: Topology | None) -> Drawing:
+    """The panels under a heading."""
+    look = _look(mesh, topology)
+    panels = [_panel(mesh, at, look) for at in _leading(mesh)]
+    rows = [beside(panels[i : i + 3], 16) for i in range(0, len(panels), 3)]
+    head = " ".join(f"{name}={n}" for name, n in mesh.axes) or "one rank"
+    notes = list(_notes(mesh, len(panels), topology))
+    parts = [lines([head], font_weight="bold"), below(rows, 10), lines(notes)]
+    return below([part for part in parts if part.height], 6)
+
+
+def _leading(mesh: Mesh) -> Iterator[dict[str, int]]:
+    """The first coordinates on all axes but the last two."""
+    lead = dict(mesh.axes[:-2])
+    points = itertools.product(*map(range, lead.values()))
+    for point in itertools.islice(points, MOST_PANELS):
+        yield dict(zip(lead, point, strict=True))
+
+
+def _look(mesh: Mesh, topology: Topology | None) -> _Look:
+    """Room for the longest number, and the colours of the nodes."""
+    width = max(26.0, len(str(max(mesh.ranks))) * LETTER + 10)
+    if topology is None:
+        return _Look(width, {}, None)
+    nodes = sorted({topology.node(rank) for rank in mesh.ranks})
+    return _Look(width, dict(zip(nodes, palette(len(nodes)), strict=True)), topology)
+
+
+def _notes(mesh: Mesh, panels: int, topology: Topology | None) -> Iterator[str]:
+    """What colours mean, and what is not drawn."""
+    if topology is not None:
+        nodes = len({topology.node(rank) for rank in mesh.ranks})
+        yield f"one colour per node: {plural(nodes, 'node')}"
+    count = math.prod(n for _, n in mesh.axes[:-2])
+    if count > panels:
+        yield f"... and {plural(count - panels, 'more panel')}"
+    if any(n > MOST_SIDE for _, n in mesh.axes[-2:]):
+        yield f"... of {mesh.size:,} ranks"
+
+
+def _panel(mesh: Mesh, at: dict[str, int], look: _Look) -> Drawing:
+    """The ranks with these coordinates on the leading axes."""
+    names = [name for name, _ in mesh.axes[-2:]]
+    sizes = [n for _, n in mesh.axes[-2:]]
+    ranks = mesh.select(**at).array().reshape([1] * (2 - len(sizes)) + sizes)
+    rows, columns = (_coordinates(n) for n in ranks.shape)
+    left = (max(map(len, names)) + 2) * LETTER + 6 if names else 0.0
+    parts = list(_names(names, rows, columns, left, look.width))
+    for (i, row), (j, column) in itertools.product(enumerate(rows), enumerate(columns)):
+        if row is not None and column is not None:
+            rank = int(ranks[row, column])
+            parts += _rank(mesh, rank, left + j * look.width, TOP + i * HIGH, look)
+    panel = Drawing(left + len(columns) * look.width, TOP + len(rows) * HIGH, tuple(parts))
+    if not at:
+        return panel
+    return below([lines([" ".join(f"{name}={i}" for name, i in at.items())]), panel], 2)
+
+
+def _names(
+    names: Sequence[str],
+    rows: Sequence[int | None],
+    columns: Sequence[int | None],
+    left: float,
+    width: float,
+) -> Iterator[str]:
+    """The names of the two axes, and coordinates above the columns and beside the rows."""
+    if names:
+        yield _beside(left - 6, TOP - 6, f"{names[-1]} →", "end")
+        for j, column in enumerate(columns):
+            text = "…" if column is None else str(column)
+            yield _beside(left + (j + 0.5) * width, TOP - 6, text, "middle")
+    if len(names) > 1:
+        for i, row in enumerate(rows):
+            text = "…" if row is None else str(row) if row else f"{names[0]} 0"
+            yield _beside(left - 6, TOP + i * HIGH + HIGH / 2 + 4, text, "end")
+
+
+def _beside(x: float, y: float, text: str, anchor: str) -> str:
+    """A name or a coordinate beside the ranks."""
+    return words(x, y, text, text_anchor=anchor, opacity="0.75")
+
+
+def _coordinates(size: int) -> Sequence[int | None]:
+    """The coordinates that are drawn; None stands for those between."""
+    if size <= MOST_SIDE:
+        return range(size)
+    head = MOST_SIDE // 2
+    return [*range(head), None, *range(size - head + 1, size)]
+
+
+def _rank(mesh: Mesh, rank: int, x: float, y: float, look: _Look) -> Iterator[str]:
+    """A rank's box and number."""
+    coords = " ".join(f"{name}={i}" for name, i in mesh.coords(rank).items())
+    fill, colour = look.fill(rank)
+    stroke = {"stroke": "currentColor", "stroke_opacity": "0.5"}
+    yield box(x, y, look.width, HIGH, f"rank {rank}: {coords}", **fill, **stroke)
+    middle = {"text_anchor": "middle", "pointer_events": "none"}
+    yield words(x + look.width / 2, y + HIGH / 2 + 4, str(rank), fill=colour, **middle)

@@ -1,0 +1,56 @@
+"""SVG as strings."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from shardmath.pictures.elements import (
+    Drawing,
+    below,
+    beside,
+    box,
+    document,
+    lines,
+    number,
+    words,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@given(st.text(), st.text())
+def test_any_text_is_well_formed(title: str, text: str) -> None:
+    drawing = Drawing(10, 10, (words(0, 0, text), box(0, 0, 1, 1, text, fill="#fff")))
+    root = ElementTree.fromstring(document(drawing, title, text).encode())
+    assert root[0].tag == f"{SVG}title" and root[1].tag == f"{SVG}desc"
+
+
+def test_what_is_printable_is_kept() -> None:
+    root = ElementTree.fromstring(document(lines(['<a> & "b" é\x00']), "t < u", "d"))
+    assert root[0].text == "t < u"
+    assert [x.text for x in root.iter(f"{SVG}text")] == ['<a> & "b" é�']
+
+
+def test_a_document_alone_has_themes_and_one_in_a_page_has_not() -> None:
+    alone = document(lines(["a"]), "t", "d")
+    within = document(lines(["a"]), "t", "d", inline=True)
+    assert "prefers-color-scheme:dark" in alone and "<style>" not in within
+    assert 'fill="currentColor"' in alone and 'fill="currentColor"' in within
+    assert "href" not in alone and "<script" not in alone
+
+
+def test_drawings_side_by_side_and_stacked() -> None:
+    a, b = Drawing(10, 20, ("<a/>",)), Drawing(30, 5, ("<b/>",))
+    assert beside([a, b], 4)[:2] == (44, 20) and below([a, b], 4)[:2] == (30, 29)
+    assert "translate(14 0)" in beside([a, b], 4).parts[1]
+    assert "translate(0 24)" in below([a, b], 4).parts[1]
+    assert beside([], 4) == below([], 4) == Drawing(0, 0, ())
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0"), (10, "10"), (1.5, "1.5"), (1 / 3, "0.33")])
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text
