@@ -55,6 +55,7 @@ RECIPE = re.compile(r"^demo:.*\n\t@\$\(BIN\)/python (.*)$", re.M)
 """What `make demo` runs once everything is installed, which is no task for a test."""
 DEEP = re.compile(r"\b(?:from|import) (shardmath(?:_torch)?\.[\w.]+)")
 PUBLIC = {
+    "shardmath.families",
     "shardmath.families.megatron",
     "shardmath.families.vllm",
     "shardmath.pictures",
@@ -183,7 +184,7 @@ def test_make_targets_exist() -> None:
 
 def test_subcommands_exist() -> None:
     """Every command of `python -m shardmath` that a page names is one."""
-    named = set(re.findall(r"python -m shardmath (\w+)", "\n".join(map(read, PAGES))))
+    named = set(re.findall(r"python -m shardmath ([a-z]+)", "\n".join(map(read, PAGES))))
     assert {"show", "plan", "buffers", "refit"} == named
 
 
