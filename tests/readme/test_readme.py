@@ -150,7 +150,8 @@ def test_console(block: Block, tmp_path: Path) -> None:
         program = PROGRAM.match(other.text)
         if program:
             (tmp_path / program[1]).write_text(other.text)
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])  # this tree, whatever is installed
+    env = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     for command, expected in commands(block):
         first, *rest = shlex.split(command)
         if first == "make":
