@@ -24,13 +24,14 @@ PACKAGES := shardmath backends
 CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint test test-all docs bench mutate clean
+.PHONY: help venv demo lint style test test-all docs bench mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
-	@echo "make test      lint, types, layers, doctests, tests, notebooks"
+	@echo "make test      lint, types, layers, doctests, tests, notebooks, every block of README.md and docs/"
 	@echo "make test-all  the same, deeper and slower"
 	@echo "make lint      lint, types and layers only"
+	@echo "make style     how the code reads, in figures, beside codebases held up as models"
 	@echo "make docs      the site of docs/, into site/"
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make mutate    mutation-test the core and list the mutants that survive"
@@ -77,6 +78,11 @@ lint: $(DEV)
 	@$(BIN)/mypy --strict --no-error-summary $(PACKAGES)
 	@echo "lint: layers"
 	@out=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$out" >&2; exit 1; }
+	@echo "lint: how the code reads"
+	@$(BIN)/python tools/style.py --check
+
+style: $(DEV)
+	@$(BIN)/python tools/style.py
 
 test: lint
 	@$(PYTEST) $(SPREAD) $(CHECKED) -m "not slow" --durations=5

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmath_torch.agreement import beside
 from shardmath_torch.agreement.wire import PeerFailure, Pending, check_torchs
 from shardmath_torch.compat import Group
 
@@ -68,9 +68,7 @@ def _wait_beside(pending: _Pending) -> None:
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    thread.join()
+    beside.start(wait).join()
     if failed:
         raise failed[0]
 

@@ -7,6 +7,7 @@ import socket
 import stat
 from contextlib import suppress
 from typing import Literal, NamedTuple, TypeAlias
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ __all__ = [
     "StorageInfo",
     "Store",
     "backend_of",
+    "check_not_forked",
     "group_of",
     "group_of_mesh",
     "hold_nothing",
@@ -45,6 +47,23 @@ __all__ = [
 
 Group: TypeAlias = dist.ProcessGroup
 
+_forked: WeakSet[Group] = WeakSet()
+"""Groups of the process that this one was forked from: their connections are that one's."""
+
+
+def _note_fork() -> None:
+    _forked.update(c10d._world.pg_map)
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def check_not_forked(group: Group) -> None:
+    """Raises ExchangeError for a group that this process has from the one that it was forked from."""
+    if group in _forked:
+        what = "this process was forked from the one whose process group this is"
+        raise ExchangeError(f"{what}; start ranks as processes of their own")
+
 
 def group_of(group: Group | None) -> Group:
     """The group, or the default one. Raises ExchangeError where there is none, or this process is not in it."""
@@ -59,6 +78,8 @@ def group_of(group: Group | None) -> Group:
         raise ExchangeError(
             f"{what}; pass what dist.new_group() returned, and has not been destroyed"
         )
+    if isinstance(found, Group):
+        check_not_forked(found)
     if found is None or dist.get_rank(found) < 0:
         raise ExchangeError(
             f"rank {dist.get_rank()} is not in the group; call compile only on the ranks of the group"

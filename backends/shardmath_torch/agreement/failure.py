@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from shardmath_torch.agreement import beside
 from shardmath_torch.compat import Store
 
 __all__ = ["UNTOLD", "Evidence", "Inquest", "first_failed"]
@@ -80,8 +81,7 @@ class Inquest:
     def tell(self, mine: Evidence, let_go: Callable[[], None]) -> threading.Thread:
         """Reports and lets go, and waits no longer than that takes. Gives the thread that asks the others."""
         reported = threading.Event()
-        asking = threading.Thread(target=self._ask, args=(mine, reported), daemon=True)
-        asking.start()
+        asking = beside.start(lambda: self._ask(mine, reported))
         reported.wait(self.grace / 4)
         let_go()
         return asking
@@ -115,7 +115,7 @@ class Inquest:
         """Reads reports until all that can be expected are there."""
         start = time.monotonic()
         settled = start + self.grace / 4
-        while time.monotonic() < start + self.grace * 0.8:
+        while time.monotonic() < start + self.grace * 0.8 and not beside.leaving.is_set():
             self._read(store)
             self.answered = True
             if time.monotonic() >= settled and self._enough():

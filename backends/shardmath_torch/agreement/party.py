@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeGuard, TypeVar
 
+import numpy as np
+
 from shardmath.base.errors import ExchangeError
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot, vote
@@ -30,9 +32,9 @@ _T = TypeVar("_T")
 
 def is_time(timeout: object) -> TypeGuard[float]:
     """Whether that can be waited for: seconds above 0 and up to LONGEST_S."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number):
         return False
-    return 0 < timeout <= LONGEST_S
+    return bool(0 < timeout <= LONGEST_S)
 
 
 def no_time(timeout: object) -> str:
@@ -79,6 +81,7 @@ class Party:
 
         Raises ExchangeError, and whatever else `act` is left by.
         """
+        compat.check_not_forked(self.group)
         try:
             with self.turns.taken(max(patience, self.patience), what, self.wire.abandon):
                 return self._guarded(act, describe)
@@ -152,7 +155,7 @@ class Party:
         return Inquest(
             store,
             self.turns.host,
-            f"{self.turns.nonce}/{self.key}",
+            self.turns.nonce,
             self.rank,
             self.ranks,
             self.grace,

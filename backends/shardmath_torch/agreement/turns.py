@@ -16,12 +16,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from shardmath.base.errors import ExchangeError
 from shardmath_torch.agreement.failure import UNTOLD
@@ -33,8 +34,27 @@ LONGEST = 60
 """Letters of a thread's name that a claim shows."""
 
 
+LOOK_AGAIN_S = 0.001
+"""While another thread has the turn."""
+
+
 class Refused(ExchangeError):
     """All ranks know that nothing is done; the next turn may begin."""
+
+
+@dataclass(eq=False)
+class _Turn:
+    """What a thread has while the turn is its own.
+
+    It lives as long as the call, and no longer: so the turn is free even where a signal handler
+    raised just as it was to be given back.
+    """
+
+    thread: threading.Thread
+
+
+def _nobody() -> None:
+    return None
 
 
 class Turns:
@@ -53,9 +73,8 @@ class Turns:
         self.votes = 0
         self.host: int | None = UNTOLD
         self.nonce = ""
-        self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._holder: threading.Thread | None = None
+        self._held: Callable[[], _Turn | None] = _nobody
         self._names: dict[str, weakref.ref[threading.Thread]] = {}
 
     def next(self) -> int:
@@ -84,8 +103,10 @@ class Turns:
         Raises ExchangeError where it cannot be had, or the group is broken, and so is `what` needs
         it. `let_go` is called if the turn before was left in the middle and nobody could.
         """
-        self._enter(patience)
+        turn = _Turn(threading.current_thread())
+        self._refuse_nested(turn.thread)
         try:
+            self._take(turn, patience)
             self._check(what, let_go)
             yield
             self.under_way = False
@@ -93,24 +114,42 @@ class Turns:
             self.under_way = False
             raise
         finally:
-            self._holder = None
-            self._lock.release()
+            self._give_back(turn)
 
-    def _enter(self, patience: float) -> None:
-        here = threading.current_thread()
-        if os.getpid() != self._pid:
-            what = "this process was forked from the one whose process group this is"
-            raise ExchangeError(f"{what}; start ranks as processes of their own")
-        if self._holder is here:
+    def _refuse_nested(self, here: threading.Thread) -> None:
+        held = self._held()
+        if held is not None and held.thread is here:
             what = "this thread is in the middle of a move or a compile, and calls another one"
             raise ExchangeError(
                 f"{what}, as a signal handler may; call it after the first has ended"
             )
-        if not self._lock.acquire(timeout=patience):
-            holder = self._holder.name if self._holder is not None else "another thread"
-            what = f"{holder} has had the turn of this process group for {patience:.1f} s"
-            raise ExchangeError(f"{what}; give each thread a group of its own, dist.new_group()")
-        self._holder = here
+
+    def _take(self, turn: _Turn, patience: float) -> None:
+        until = time.monotonic() + patience
+        while (holder := self._claim(turn)) is not None:
+            left = until - time.monotonic()
+            if left <= 0:
+                what = f"{holder.thread.name} has had the turn of this process group"
+                what += f" for {patience:.1f} s"
+                raise ExchangeError(
+                    f"{what}; give each thread a group of its own, dist.new_group()"
+                )
+            # Looking again needs no lock of Event or Condition, which an exception may leave held.
+            time.sleep(min(left, LOOK_AGAIN_S))
+
+    def _claim(self, turn: _Turn) -> _Turn | None:
+        """Who has the turn, if another has; else it is now this one."""
+        # Python runs no signal handler between taking a lock by `with` and its body.
+        with self._lock:
+            holder = self._held()
+            if holder is None:
+                self._held = weakref.ref(turn)
+            return holder
+
+    def _give_back(self, turn: _Turn) -> None:
+        with self._lock:
+            if self._held() is turn:
+                self._held = _nobody
 
     def _check(self, what: str, let_go: Callable[[], None]) -> None:
         # Nobody could say why where an exception came on top of another that was being handled.

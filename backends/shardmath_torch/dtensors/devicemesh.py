@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import MeshError
 from shardmath_torch import compat
+from shardmath_torch.agreement.gather import gather
 
 __all__ = ["World", "device_mesh_of", "group_for", "mesh_of", "world"]
 
@@ -85,9 +86,7 @@ def _device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
 
 def _asked_for(mine: _T) -> list[_T]:
     """What all ranks ask for, each thing once and in one order."""
-    asked: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(asked, mine)
-    return sorted(set(asked), key=repr)
+    return sorted(set(gather(mine, None)), key=repr)
 
 
 def group_for(

@@ -32,6 +32,7 @@ from shardmath.base.memo import memo
 from shardmath.layouts import placement as ours
 from shardmath.layouts.layout import Layout, equivalent
 from shardmath_torch import compat
+from shardmath_torch.agreement.gather import gather
 from shardmath_torch.compat import local_of
 from shardmath_torch.dtensors.devicemesh import device_mesh_of, group_for, mesh_of
 
@@ -287,9 +288,7 @@ def _gathered(mine: _T, groups: Sequence[dist.ProcessGroup | None]) -> dict[int,
     """What every rank gives, gathered in one group after the other: those of a mesh's axes reach all of its ranks."""
     found = [(compat.my_rank(), mine)]
     for group in groups:
-        each: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(each, found, group=group)
-        found = list(itertools.chain.from_iterable(each))
+        found = list(itertools.chain.from_iterable(gather(found, group)))
     return dict(found)
 
 

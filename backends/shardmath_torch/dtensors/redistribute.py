@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -31,6 +30,7 @@ from shardmath.base.errors import LayoutError, ShardError
 from shardmath.layouts.layout import Layout, equivalent, repartialed
 from shardmath.layouts.layout import cast as _of_dtype
 from shardmath_torch import compat
+from shardmath_torch.agreement.gather import gather
 from shardmath_torch.dtensors.devicemesh import group_for, mesh_of
 from shardmath_torch.dtensors.dtensor import (
     Reading,
@@ -206,15 +206,13 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         route: _Route = ctx.route
-        local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
         here = _agreed(_cotangent(gradient, route), route)
-        there = _dual(route.src, here, route.grad)
-        moved = _moved(local, here, _of_dtype(there, here.dtype), route.meshes).to(
-            dtype_of(route.src.dtype)
-        )
-        return _shown(
-            moved, there, route.source._replace(placements=_dual_placements(route.source, there))
-        ), None
+        there = _of_dtype(_dual(route.src, here, route.grad), here.dtype)
+        face = route.source._replace(placements=_dual_placements(route.source, there))
+        # The gradient is a move as well, and recorded as one: it may be differentiated in turn.
+        back = _Route(here, there, _face(gradient), face, route.grad)
+        moved: Tensor = _Moved.apply(gradient, back)  # type: ignore[no-untyped-call]
+        return moved.to(dtype_of(route.src.dtype)), None
 
 
 def _cotangent(gradient: Tensor, route: _Route) -> Layout | None:
@@ -234,9 +232,7 @@ def _agreed(mine: Layout | None, route: _Route) -> Layout:
     if everyone == set(route.dst.mesh.ranks) and mine is not None:
         return mine
     group = group_for(everyone, route.meshes)
-    said: list[Any] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
-    return next(one for one in said if isinstance(one, Layout))
+    return next(one for one in gather(mine, group) if one is not None)
 
 
 def _shown(local: Tensor, layout: Layout, face: _Face) -> Tensor:

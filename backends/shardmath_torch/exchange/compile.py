@@ -20,6 +20,8 @@ import secrets
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
+
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.given import shown
 from shardmath.plans.plan import Plan, Transfer
@@ -97,8 +99,11 @@ def compile(
     every rank where ranks pass different plans or settings, where the group lacks a rank of the plan, where torch lacks
     arithmetic that the plan needs, or for a `max_inflight_bytes` that is not the program's own.
     """
+    asked: object = max_inflight_bytes
     limit = _own_limit(plan) if max_inflight_bytes is None else max_inflight_bytes
-    settings = _Settings(timeout, limit, DEFAULT_ENGINE if engine == "auto" else engine, thread)
+    if isinstance(asked, np.integer):
+        limit = int(asked)
+    settings = _Settings(timeout, limit, DEFAULT_ENGINE if _is_auto(engine) else engine, thread)
     if is_time(timeout):
         settings = settings._replace(timeout=float(timeout))
     party = _join(
@@ -108,6 +113,10 @@ def compile(
         lambda: _compile(party.named(), plan, settings),
         lambda failure, rank: crossing_text(plan, failure.tensor, rank),
     )
+
+
+def _is_auto(engine: object) -> bool:
+    return isinstance(engine, str) and engine == "auto"
 
 
 def _own_limit(plan: Plan | Program) -> int:
@@ -215,7 +224,7 @@ def _check(party: Party, plan: object, settings: _Settings) -> None:
         what = f"max_inflight_bytes={settings.max_inflight_bytes}, the program has {plan.max_inflight_bytes} of its own"
         raise ExchangeError(f"{what}; leave it out, or schedule the plan with it")
     engines = transport_of(party.group).ENGINES
-    if settings.engine not in engines:
+    if not isinstance(settings.engine, str) or settings.engine not in engines:
         known = ", ".join(map(repr, ("auto", *engines)))
         raise ExchangeError(
             f"engine {settings.engine!r} is unknown on {compat.backend_of(party.group)}; use one of {known}"

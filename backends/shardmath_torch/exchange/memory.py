@@ -16,12 +16,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import Parameter
 
-__all__ = ["missing_memory", "plain", "reach", "stored_bytes"]
+__all__ = ["mark_written", "missing_memory", "plain", "reach", "stored_bytes"]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -68,3 +70,8 @@ def stored_bytes(tensor: Tensor) -> int:
 def reach(tensor: Tensor) -> int:
     """Elements from the tensor's first to one past its last; at least 1."""
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def mark_written(tensors: Iterable[Tensor]) -> None:
+    """Tells autograd that the tensors change, so that a backward which needs what they were is an error."""
+    torch.autograd.graph.increment_version(list(tensors))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.given import plural, shown
@@ -26,6 +26,7 @@ from shardmath_torch.agreement.party import Party, is_time, no_time
 from shardmath_torch.agreement.turns import check_thread, in_thread
 from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted
+from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Engine
 
 __all__ = ["Made", "Mover", "called", "crossing_text", "plan_of"]
@@ -61,6 +62,11 @@ class Mover:
         broken = self._party.turns.broken
         state = f"broken: {broken}" if broken else f"{self._moves} moves"
         return f"<mover of {self._given!r} on rank {self._party.rank}, {plural(self.rounds, 'round')}, {state}>"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raises ExchangeError: what copies would share, and not know of each other, is how tensors lie in memory."""
+        what = "a mover belongs to its process group on this rank, and cannot be copied or pickled"
+        raise ExchangeError(f"{what}; use this one, or compile the plan where another is needed")
 
     @property
     def staging_bytes(self) -> int:
@@ -101,6 +107,7 @@ class Mover:
         patience = timeout if is_time(timeout) else None
         self._party.vote(Ballot(claim, 0, objection), patience)
         self._moves += 1
+        mark_written(tensors[1].values())
         self._guarded(lambda: self._engine.move(*tensors))
         if acknowledge:
             self._party.vote(Ballot(f"{claim}: all is there"))

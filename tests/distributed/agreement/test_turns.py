@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 
@@ -142,6 +143,34 @@ def test_a_forked_child_is_refused() -> None:
         assert said.startswith("this process was forked from the one whose process group this is")
 
 
+def test_a_child_forked_before_anything_was_compiled() -> None:
+    """Is refused at once, and its parent goes on."""
+    (said, mine), (_, others) = alone(2, breaks.forked_first)
+    assert said.startswith("this process was forked from the one whose process group this is")
+    assert (mine, others) == ("", "")
+
+
+def test_movers_are_not_copied(pool: Pool) -> None:
+    """Copies would share how tensors lie in memory, and not know of each other."""
+    for said in pool.run(breaks.copies):
+        assert len(said) == 3
+        assert all("cannot be copied or pickled" in text for text in said), said
+
+
+def test_a_backward_sees_that_a_move_has_written(pool: Pool) -> None:
+    """Its gradient would be made of what is no longer there."""
+    for said in pool.run(breaks.needed_again):
+        assert "modified by an inplace operation" in said
+
+
+def test_numbers_of_numpy_are_numbers(pool: Pool) -> None:
+    """And an engine that is none is an objection on all ranks."""
+    for said in pool.run(breaks.odd_numbers):
+        assert said[:2] == ["", ""], said
+        assert "rank 3: engine array" in said[2]
+        assert said[3] == ""
+
+
 def test_arguments_of_other_types_are_objections(pool: Pool) -> None:
     """All ranks stay in step, and move afterwards."""
     for said in pool.run(breaks.odd_arguments):
@@ -185,6 +214,33 @@ def test_a_turn_inside_a_turn_is_refused() -> None:
         turns.taken(1.0),
     ):
         pass
+
+
+def test_a_turn_is_free_after_any_interrupt() -> None:
+    """Also one that comes just as the turn is taken or given back."""
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    rng, turns = random.Random(1), Turns()
+    try:
+        for _ in range(2000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 2e-4))
+                while True:
+                    with turns.taken(0.01):
+                        pass
+            except Interrupt:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            with turns.taken(0.01):
+                pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_thread_waits_no_longer_than_it_says() -> None:

@@ -375,6 +375,12 @@ def test_gradients_that_arrive_as_addends_are_those_of_dtensor(
         assert ours[2] == value
 
 
+def test_a_gradient_is_differentiated(pool: Pool) -> None:
+    """As by torch's own redistribute: (3 x^2)^2 has the derivative 36 x^3."""
+    wanted = [36.0 * x**3 for x in range(1, 9)]
+    assert pool.run(work.gradient_of_a_gradient)[:4] == [[wanted, wanted]] * 4
+
+
 def test_a_partial_gradient(pool: Pool) -> None:
     """With grad="partial" a replicated input has addends, which sum to the gradient."""
     for placements, total, wanted in pool.run(work.partial_gradient):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -279,6 +282,61 @@ def forked(rank: int) -> Said:
     said = os.read(reading, 1000).decode()
     move(rows.src, out=rows.out)
     return said if not rows.wrong() else "WRONG"
+
+
+def forked_first(rank: int) -> tuple[Said, Said]:
+    """A child forked before anything was compiled asks to compile; then the ranks themselves do."""
+    rows, said = Rows(rank, 2, 64), ""
+    dist.barrier()
+    if rank == 0:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(writing, ends(lambda: smt.compile(rows.plan, timeout=4.0)).encode())
+            os._exit(0)
+        os.close(writing)
+        said = os.read(reading, 1000).decode()
+        os.waitpid(child, 0)
+
+    def move() -> None:
+        smt.compile(rows.plan, timeout=20.0)(rows.src, out=rows.out)
+        assert not rows.wrong()
+
+    return said, ends(move)
+
+
+def copies(rank: int) -> list[Said]:
+    """A mover copied in three ways."""
+    move = smt.compile(Rows(rank, 8, 64).plan)
+    acts = (copy.copy, copy.deepcopy, pickle.dumps)
+    return [ends(lambda act=act: act(move)) for act in acts]  # type: ignore[misc]
+
+
+def needed_again(rank: int) -> Said:
+    """A backward needs what a move has written over."""
+    rows = Rows(rank, 8, 64)
+    move = smt.compile(rows.plan)
+    weight = torch.zeros_like(rows.out, requires_grad=True)
+    loss = (weight * rows.out).sum()
+    move(rows.src, out=rows.out)
+    return ends(loss.backward)
+
+
+def odd_numbers(rank: int) -> list[Said]:
+    """Seconds and bytes as numpy has them; an engine that is an array, on one rank."""
+    rows = Rows(rank, 8, 64)
+
+    def compiled(**given: Any) -> None:
+        smt.compile(rows.plan, **given)(rows.src, out=rows.out)
+        assert not rows.wrong()
+
+    engine = np.zeros(2) if rank == 3 else "auto"
+    return [
+        ends(lambda: compiled(timeout=np.int64(20), max_inflight_bytes=np.int64(4096))),
+        ends(lambda: compiled(timeout=np.float32(20))),
+        ends(lambda: compiled(engine=engine)),
+        ends(compiled),
+    ]
 
 
 def odd_arguments(rank: int) -> list[Said]:

@@ -336,6 +336,24 @@ def gradients(rank: int, src: str, dst: str, shape: tuple[int, ...], dtype: str)
     return out
 
 
+def gradient_of_a_gradient(rank: int) -> Any:
+    """Of a penalty on the gradient, by torch and by us."""
+    mesh = device_mesh(range(4), (4,))
+    if rank >= 4:
+        return None
+    found = []
+    for move in (
+        lambda t: t.redistribute(mesh, [Replicate()]),
+        lambda t: smt.redistribute(t, [Replicate()]),
+    ):
+        tensor = distribute_tensor(torch.arange(1.0, 9.0), mesh, [Shard(0)]).requires_grad_()
+        loss = (move(tensor) ** 3).sum()
+        (gradient,) = torch.autograd.grad(loss, tensor, create_graph=True)
+        (gradient**2).sum().backward()
+        found.append(tensor.grad.full_tensor().tolist())
+    return found
+
+
 def partial_gradient(rank: int) -> Any:
     """The gradient of a replicated input, left as addends; their sum; and what it should be."""
     mesh = device_mesh(range(8), (4, 2))
