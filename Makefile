@@ -1,4 +1,4 @@
-# The two commands: `make demo`, `make test`. Everything they need goes into .venv.
+# The two commands: `make demo`, `make test`. Everything they need goes into .venv; what `make docs` needs, into .venv-docs.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -15,23 +15,28 @@ DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 INPUTS := pyproject.toml constraints.txt
 
+DOCS_VENV := .venv-docs
+DOCS := $(DOCS_VENV)/.installed
+DOCS_INSTALL := $(DOCS_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt
+
 PACKAGES := shardmath backends
 # What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
 CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint style test test-all bench mutate clean
+.PHONY: help venv demo lint style test test-all docs bench mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
-	@echo "make test      lint, types, layers, doctests, tests, notebooks"
+	@echo "make test      lint, types, layers, doctests, tests, notebooks, every block of README.md and docs/"
 	@echo "make test-all  the same, deeper and slower"
 	@echo "make lint      lint, types and layers only"
 	@echo "make style     how the code reads, in figures, beside codebases held up as models"
+	@echo "make docs      the site of docs/, into site/"
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make mutate    mutation-test the core and list the mutants that survive"
 	@echo "make venv      only install .venv"
-	@echo "make clean     remove .venv and every cache"
+	@echo "make clean     remove .venv, .venv-docs and every cache"
 	@echo
 	@echo "PYTHON=python3.12   another Python, 3.11 to 3.13, for a new .venv (now: $(PYTHON))"
 	@echo "TORCH_INDEX=URL     another wheel index for torch, such as https://download.pytorch.org/whl/cpu:"
@@ -85,6 +90,18 @@ test: lint
 test-all: lint
 	@HYPOTHESIS_PROFILE=deep $(PYTEST) $(SPREAD) $(CHECKED) --durations=20 --timeout=1800
 
+# An environment of its own: the site needs neither torch nor the tests, and they do not need what builds it.
+$(DOCS): $(INPUTS)
+	@$(PYTHON) -m venv --clear $(DOCS_VENV)
+	@echo "docs: installing shardmath[docs] at the versions of constraints.txt"
+	@$(DOCS_INSTALL) hatchling && $(DOCS_INSTALL) --no-build-isolation -e '.[docs]'
+	@touch $@
+
+# NO_MKDOCS_2_WARNING: the theme's news about its successor, which no page can mend.
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	@echo "docs: site/index.html"
+
 # The peer needs no more than torch, numpy and packaging, whatever its metadata says.
 bench: $(DEV)
 	@$(PIP) install --no-deps megatron-core==0.16.1
@@ -100,5 +117,5 @@ mutate: $(DEV)
 	@$(BIN)/python tools/mutate.py results
 
 clean:
-	rm -rf $(VENV) mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(DOCS_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,13 @@
-"""README.md does what it says: its Python runs, its commands run, and both print what stands under them.
+"""README.md and the pages of docs/ do what they say: their Python runs, their commands run, and both print what
+stands under them.
 
-1. `python` blocks run in order in one module; a `text` block right after one is what it prints.
-2. A `python` block whose first line is `# name.py` is a file, which commands may run.
-3. `console` blocks are commands with their output, run where those files are.
+1. `python` blocks of a page run in order in one module of its own, in an empty folder; a `text` block right after one
+   is what it prints.
+2. A `python` block whose first line is `# name.py` is a file, which commands of that page may run.
+3. `console` blocks are commands with their output, run where the files of their page are.
 4. `sh` blocks are commands with words to fill in; they must at least exist.
 5. Times, rates, digests and places on disk may differ; so may what a command says of its progress.
+6. Links lead somewhere, and what is imported is public.
 """
 
 from __future__ import annotations
@@ -24,7 +27,12 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+FRONT = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
+DOCS = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")))
+PAGES = (*FRONT, *DOCS)
+MOST_LINES = 150
+"""Of the README: one screen of what it is, and where the rest is."""
+
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 PROGRAM = re.compile(r"# (\w+\.py)\n")
 DIFFERS = (
@@ -45,28 +53,50 @@ RUNNERS = {
 }
 RECIPE = re.compile(r"^demo:.*\n\t@\$\(BIN\)/python (.*)$", re.M)
 """What `make demo` runs once everything is installed, which is no task for a test."""
+DEEP = re.compile(r"\b(?:from|import) (shardmath(?:_torch)?\.[\w.]+)")
+PUBLIC = {
+    "shardmath.families",
+    "shardmath.families.megatron",
+    "shardmath.families.vllm",
+    "shardmath.pictures",
+    "shardmath.testing",
+}
+"""The modules below a package that a page may import from by their path."""
 
 
 class Block(NamedTuple):
-    """A fenced block and the README line that it begins at."""
+    """A fenced block, its page, and the line of the page that it begins at."""
 
+    page: str
     line: int
     language: str
     text: str
 
 
-def blocks() -> list[Block]:
-    """All fenced blocks, in order."""
-    text = README.read_text()
-    return [Block(text.count("\n", 0, m.start()) + 2, m[1], m[2]) for m in FENCE.finditer(text)]
+def read(page: str) -> str:
+    """The text of a page."""
+    return (ROOT / page).read_text()
 
 
-BLOCKS = blocks()
+def blocks(page: str) -> list[Block]:
+    """All fenced blocks of a page, in order."""
+    text = read(page)
+    return [
+        Block(page, text.count("\n", 0, m.start()) + 2, m[1], m[2]) for m in FENCE.finditer(text)
+    ]
 
 
-def of(language: str) -> list[Block]:
-    """The blocks of one language."""
-    return [block for block in BLOCKS if block.language == language]
+def of(page: str, language: str) -> list[Block]:
+    """A page's blocks of one language."""
+    return [block for block in blocks(page) if block.language == language]
+
+
+CONSOLE = [block for page in PAGES for block in of(page, "console")]
+
+
+def prose(page: str) -> str:
+    """The page without its blocks."""
+    return FENCE.sub("", read(page))
 
 
 def comparable(text: str) -> str:
@@ -82,73 +112,123 @@ def commands(block: Block) -> list[tuple[str, str]]:
     return [(command, output) for command, _, output in parts]
 
 
-def test_every_block_is_executed() -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_executed(page: str) -> None:
     """No block of another kind, and no output without what prints it."""
-    assert {block.language for block in BLOCKS} == {"python", "text", "console", "sh"}
-    for before, block in itertools.pairwise(BLOCKS):
+    found = blocks(page)
+    assert {block.language for block in found} <= {"python", "text", "console", "sh"}
+    assert read(page).count("\n```") + read(page).startswith("```") == 2 * len(found)
+    for before, block in itertools.pairwise([Block(page, 0, "", ""), *found]):
         assert block.language != "text" or before.language == "python", f"line {block.line}"
 
 
-def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", [page for page in PAGES if of(page, "python")])
+def test_python(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block prints what stands under it."""
-    module = types.ModuleType("readme")
-    monkeypatch.setitem(sys.modules, "readme", module)  # what a block defines can be pickled
-    for block, after in zip(BLOCKS, [*BLOCKS[1:], Block(0, "", "")], strict=True):
+    name = re.sub(r"\W", "_", page)
+    module = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)  # what a block defines can be pickled
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    found = blocks(page)
+    for block, after in zip(found, [*found[1:], Block(page, 0, "", "")], strict=True):
         if block.language != "python" or PROGRAM.match(block.text):
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(
-                compile("\n" * (block.line - 1) + block.text, str(README), "exec"), module.__dict__
-            )
+            exec(compile("\n" * (block.line - 1) + block.text, page, "exec"), module.__dict__)
         expected = after.text if after.language == "text" else ""
-        assert printed.getvalue() == expected, f"README.md, line {block.line}"
+        assert printed.getvalue() == expected, f"{page}, line {block.line}"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("block", of("console"), ids=lambda block: commands(block)[0][0])
+@pytest.mark.parametrize("block", CONSOLE, ids=lambda block: commands(block)[0][0])
 def test_console(block: Block, tmp_path: Path) -> None:
     """Every command prints what stands under it; those of one block run one after the other in one folder."""
-    for other in of("python"):
+    for other in of(block.page, "python"):
         program = PROGRAM.match(other.text)
         if program:
             (tmp_path / program[1]).write_text(other.text)
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])  # this tree, whatever is installed
+    env = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     for command, expected in commands(block):
         first, *rest = shlex.split(command)
         if first == "make":
-            rest = RECIPE.findall((ROOT / "Makefile").read_text())[0].split()
+            rest = RECIPE.findall(read("Makefile"))[0].split()
         line = [*RUNNERS[first], *rest]
         done = subprocess.run(
             line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280
         )
         assert done.returncode == 0, done.stderr
         assert comparable(done.stdout) == comparable(expected), (
-            f"README.md, line {block.line}: {command}"
+            f"{block.page}, line {block.line}: {command}"
         )
 
 
+def test_programs_are_run() -> None:
+    """Every file of a page is run by a command of that page."""
+    for page in PAGES:
+        run = " ".join(block.text for block in of(page, "console"))
+        for block in of(page, "python"):
+            program = PROGRAM.match(block.text)
+            assert program is None or program[1] in run, f"{page}, line {block.line}"
+
+
 def test_make_targets_exist() -> None:
-    """Every `make` target that the README names is in the Makefile."""
-    named = set(re.findall(r"\bmake ([a-z][a-z-]*)(?=`|  |\n)", README.read_text()))
-    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert {"demo", "test", "bench"} <= named <= known
+    """Every `make` target that a page names is in the Makefile."""
+    text = "\n".join(map(read, PAGES))
+    named = set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)(?=[` \n])", text, re.M))
+    known = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.M))
+    assert {"demo", "test", "bench", "docs"} <= named <= known
 
 
-def test_paths_exist() -> None:
-    """Every link, and every path of the list of the repository, is there."""
-    text = README.read_text()
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
-    listed = re.findall(r"^\| `([\w./-]+)` \|", text.split("## Layout of the repository")[1], re.M)
-    assert listed
-    for path in links + listed:
+def test_subcommands_exist() -> None:
+    """Every command of `python -m shardmath` that a page names is one."""
+    named = set(re.findall(r"python -m shardmath ([a-z]+)", "\n".join(map(read, PAGES))))
+    assert {"show", "plan", "buffers", "refit"} == named
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """Every link to a file, and every path of this repository that stands as code."""
+    for path, _, anchor in (
+        link.partition("#") for link in re.findall(r"\]\(([^):]+)\)", prose(page))
+    ):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+    folders = r"(?:tests|docs|notebooks|tools|backends|shardmath)"
+    for path in re.findall(rf"`({folders}/[\w./-]+)", prose(page)):
         assert (ROOT / path).exists(), path
+
+
+def anchors(path: Path) -> set[str]:
+    """What links to headings of a page end in."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.M)
+    return {re.sub(r" ", "-", re.sub(r"[^\w\s-]", "", title.lower())) for title in titles}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in FRONT[1:]])
+def test_imports_are_public(page: str) -> None:
+    """What users are shown is what users may rely on."""
+    assert set(DEEP.findall(read(page))) <= PUBLIC
+
+
+def test_readme_is_short() -> None:
+    assert len(read("README.md").splitlines()) <= MOST_LINES
+
+
+def test_every_page_is_in_the_reading_order() -> None:
+    """mkdocs.yml names every page of docs/, and no other."""
+    named = re.findall(r"\b([\w-]+\.md)$", read("mkdocs.yml"), re.M)
+    assert sorted(f"docs/{name}" for name in named) == list(DOCS)
 
 
 @pytest.mark.parametrize("folder", ["shardmath", "backends/shardmath_torch"])
 def test_folders_are_listed(folder: str) -> None:
-    """The table has every folder and every file that is in none."""
-    listed = re.findall(rf"^\| `{folder}/(\w+)(?:\.py)?` \|", README.read_text(), re.M)
+    """The table of the code has every folder and every file that is in none."""
+    listed = re.findall(rf"^\| `{folder}/(\w+)(?:\.py)?` \|", read("docs/code.md"), re.M)
     there = {
         path.stem
         for path in (ROOT / folder).iterdir()
