@@ -1,6 +1,7 @@
 """The reference: every source tensor is broadcast whole, and each rank slices out what the plan gives it.
 
-Slow, with all the memory it takes, and so plain that it is right at sight. Tests compare the exchange with it.
+Slow, with all the memory it takes, and so plain that it is right at sight. Tests compare the
+exchange with it.
 """
 
 from __future__ import annotations

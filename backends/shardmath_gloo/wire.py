@@ -1,10 +1,11 @@
 """gloo as a wire: messages begin to move when they are posted, and waiting takes a time limit.
 
-1. gloo ends all connections of a group when a wait of it times out. `abandon` uses that on purpose: it is the only way
-   to cancel messages that are on their way into memory of the caller.
-2. When a connection breaks, gloo ends every wait on it but that for the message of which part has moved, which goes on
-   until its time is over. So a long message is followed by one byte, and answered by one: receivers wait for the first
-   of these and senders for the other, which a break ends at once.
+1. gloo ends all connections of a group when a wait of it times out. `abandon` uses that on purpose:
+   it is the only way to cancel messages that are on their way into memory of the caller.
+2. When a connection breaks, gloo ends every wait on it but that for the message of which part has
+   moved, which goes on until its time is over. So a long message is followed by one byte, and
+   answered by one: receivers wait for the first of these and senders for the other, which a break
+   ends at once.
 """
 
 from __future__ import annotations
@@ -159,8 +160,9 @@ class GlooWire:
 
         Waits `patience` seconds instead of the wire's own.
 
-        Bruck's algorithm: each step doubles what a rank has, log2(size) steps in all. gloo's own all-gather is a ring
-        of size - 1 steps, twice as slow for 8 ranks, and does not tell who failed.
+        Bruck's algorithm: each step doubles what a rank has, log2(size) steps in all. gloo's own
+        all-gather is a ring of size - 1 steps, twice as slow for 8 ranks, and does not tell who
+        failed.
         """
         size = len(self._ranks)
         wait_for = _Pending.wait if patience is None else _wait_beside

@@ -15,7 +15,8 @@ __all__ = ["cuda_exchange"]
 def cuda_exchange(task: Task) -> Exchange:
     """The engine "exchange".
 
-    Moves may run under different streams: a move's kernels wait for those that had its staging before.
+    Moves may run under different streams: a move's kernels wait for those that had its staging
+    before.
     """
     fence = Fence(_record_use, _wait_for_use)
     return Exchange(task, fence)

@@ -1,11 +1,12 @@
 """NCCL as a wire: what is posted between two starts is one group of sends and receives.
 
-1. Kernels that pack before a `start`, and kernels that unpack after a `wait`, run on the caller's current stream; torch
-   orders NCCL's own stream after the first and before the second.
-2. NCCL does not say when a peer is gone, so waiting looks again and again whether the group is done, and gives up after
-   the patience: `wait` returns when the bytes are there, also for the host.
-3. Groups are bounded by the pace (`messages.Pace.turns`): NCCL has hung on groups of many thousand operations
-   (pytorch issue 174288), and on groups whose operations the two ends split differently.
+1. Kernels that pack before a `start`, and kernels that unpack after a `wait`, run on the caller's
+   current stream; torch orders NCCL's own stream after the first and before the second.
+2. NCCL does not say when a peer is gone, so waiting looks again and again whether the group is
+   done, and gives up after the patience: `wait` returns when the bytes are there, also for the
+   host.
+3. Groups are bounded by the pace (`messages.Pace.turns`): NCCL has hung on groups of many thousand
+   operations (pytorch issue 174288), and on groups whose operations the two ends split differently.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class _Pending:
 
 
 def _finish(works: list[dist.Work], until: float, rank: int | None) -> None:
-    """Returns when all are done, on the device and in the current stream. Raises PeerFailure naming `rank`."""
+    """Returns when all are done, on the device and in the current stream.
+
+    Raises PeerFailure naming `rank`.
+    """
     try:
         while not all(work.is_completed() for work in works):
             if time.monotonic() > until:

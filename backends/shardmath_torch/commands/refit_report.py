@@ -2,8 +2,8 @@
 
 1. Sizes are decimal: 1 MB is 10^6 bytes.
 2. A bound stands beside what it bounds.
-3. On a terminal progress is one line that changes; elsewhere it is one line per phase, and one every PLAIN_EVERY
-   seconds.
+3. On a terminal progress is one line that changes; elsewhere it is one line per phase, and one
+   every PLAIN_EVERY seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """DeviceMesh and Mesh: the same axes over the same ranks, with process groups and without.
 
 1. A DeviceMesh without names has the axes `dim0`, `dim1`, ...
-2. Making a DeviceMesh, or a group, is for all ranks of the default group to do together; what was made here is kept,
-   and made once under one default group. A process that ends its groups and begins others begins here, too.
+2. Making a DeviceMesh, or a group, is for all ranks of the default group to do together; what was
+   made here is kept, and made once under one default group. A process that ends its groups and
+   begins others begins here, too.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """A DeviceMesh of these axes and ranks. Collective over the default group on first use, as `group_for` is."""
+    """A DeviceMesh of these axes and ranks.
+
+    Collective over the default group on first use, as `group_for` is.
+    """
     if not dist.is_initialized():
         raise MeshError(
             f"{mesh} has no process groups; call torch.distributed.init_process_group first"
@@ -104,10 +108,10 @@ def group_for(
 
     A rank outside gets None, and has nothing to say in it.
 
-    Otherwise one is made, collectively over the default group, on first use: all ranks ask at once, also for different
-    groups, of which none has been made before, and all make all of them in one order. torch names groups by how many a
-    rank has seen, so that ranks which make one without the others may deadlock (`use_local_synchronization`,
-    torch 2.13).
+    Otherwise one is made, collectively over the default group, on first use: all ranks ask at once,
+    also for different groups, of which none has been made before, and all make all of them in one
+    order. torch names groups by how many a rank has seen, so that ranks which make one without the
+    others may deadlock (`use_local_synchronization`, torch 2.13).
     """
     among = tuple(sorted(set(ranks)))
     if len(among) == dist.get_world_size():
@@ -128,6 +132,9 @@ def group_for(
 
 
 def _make_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """Collective over the default group. None on a rank outside, for which torch has a mark of its own."""
+    """Collective over the default group.
+
+    None on a rank outside, for which torch has a mark of its own.
+    """
     made = dist.new_group(list(ranks))
     return made if isinstance(made, dist.ProcessGroup) else None

@@ -1,11 +1,12 @@
 """DTensors as Layouts, and Layouts as DTensors.
 
-1. One tuple of DTensor placements has two readings (`shardmath.Layout`): as splits, which is what `distribute_tensor`
-   stores, and as an order of splits, which is what FSDP2 stores and `full_tensor` reads. Where sizes make them differ,
-   the local shapes of all ranks say which one a DTensor has: `from_dtensor` asks the ranks of its mesh.
+1. One tuple of DTensor placements has two readings (`shardmath.Layout`): as splits, which is what
+   `distribute_tensor` stores, and as an order of splits, which is what FSDP2 stores and
+   `full_tensor` reads. Where sizes make them differ, the local shapes of all ranks say which one a
+   DTensor has: `from_dtensor` asks the ranks of its mesh.
 2. Where even all shapes fit both, or none, that is an error; `reading=` says it outright.
-3. `to_dtensor` takes placements of which one reading is the layout, if there are any. Reading them back gives the
-   layout again.
+3. `to_dtensor` takes placements of which one reading is the layout, if there are any. Reading them
+   back gives the layout again.
 4. Local tensors are not looked into and not copied.
 """
 
@@ -57,9 +58,10 @@ _T = TypeVar("_T")
 def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
     """What each rank of the mesh really holds of the DTensor.
 
-    Collective over the ranks of its mesh where its placements have two readings that differ at its sizes, unless
-    `reading` ("placement" or "order") is given. Raises LayoutError where the local shape, here or on another rank, is
-    not the layout's, or fits both readings; PlacementError for placements that stand for nothing of ours.
+    Collective over the ranks of its mesh where its placements have two readings that differ at its
+    sizes, unless `reading` ("placement" or "order") is given. Raises LayoutError where the local
+    shape, here or on another rank, is not the layout's, or fits both readings; PlacementError for
+    placements that stand for nothing of ours.
     """
     if not isinstance(tensor, DTensor):
         raise LayoutError(
@@ -71,7 +73,8 @@ def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
 def from_dtensors(tensors: Mapping[str, DTensor]) -> dict[str, Layout]:
     """The same of many, by name, asking all ranks of a mesh once.
 
-    Raises what `from_dtensor` does, naming the tensor; only when everybody was asked, so that nobody waits.
+    Raises what `from_dtensor` does, naming the tensor; only when everybody was asked, so that
+    nobody waits.
     """
     candidates = {}
     for name, tensor in tensors.items():
@@ -130,7 +133,8 @@ def layout_among(
 ) -> Layout:
     """The same, collective over `ranks`, some of which may be outside the DTensor's mesh, where it has to ask.
 
-    One of `meshes` may have the group of all of them. A rank outside asks nobody, and gets one of the two readings.
+    One of `meshes` may have the group of all of them. A rank outside asks nobody, and gets one of
+    the two readings.
     """
     if reading is not None:
         return _check_held(tensor, _choose(readings(tensor), reading))
@@ -153,7 +157,10 @@ def _find_groups(
     everyone: set[int],
     meshes: Iterable[DeviceMesh | None],
 ) -> Sequence[dist.ProcessGroup | None]:
-    """Groups that together reach everyone. A rank outside may have to make one with them, and has no others."""
+    """Groups that together reach everyone.
+
+    A rank outside may have to make one with them, and has no others.
+    """
     if everyone != on_mesh:
         return [group_for(everyone, meshes)]
     if compat.my_rank() not in on_mesh:
@@ -188,7 +195,10 @@ def _check_complete(placements: Placements) -> None:
 
 
 def _choose(found: Mapping[Reading, Layout | ShardError], reading: Reading) -> Layout:
-    """The layout in the reading asked for. Raises LayoutError where there is none such, or why it stands for none."""
+    """The layout in the reading asked for.
+
+    Raises LayoutError where there is none such, or why it stands for none.
+    """
     if reading not in get_args(Reading):
         raise LayoutError(f"reading={reading!r} is not a reading; use 'placement' or 'order'")
     layout = found.get(reading)
@@ -267,9 +277,10 @@ def to_dtensor(
 ) -> DTensor:
     """This rank's part of a tensor as a DTensor of that layout; `local` is part of the graph.
 
-    Without a `device_mesh` one is made of the layout's mesh, which is collective over the default group the first time;
-    without `placements` those of `placements_of`. Raises LayoutError for a local shape or dtype that is not the
-    layout's, or for another mesh; PlacementError where no placements of DTensor stand for the layout, saying why.
+    Without a `device_mesh` one is made of the layout's mesh, which is collective over the default
+    group the first time; without `placements` those of `placements_of`. Raises LayoutError for a
+    local shape or dtype that is not the layout's, or for another mesh; PlacementError where no
+    placements of DTensor stand for the layout, saying why.
     """
     placements = placements_of(layout) if placements is None else tuple(placements)
     if device_mesh is None:

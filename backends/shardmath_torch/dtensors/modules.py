@@ -1,11 +1,13 @@
 """Modules: the layout of every parameter, as it really lies.
 
-1. After `parallelize_module` and `fully_shard` the parameters of a module are DTensors, some of whose placements have
-   two readings; those that nobody divided are plain tensors, the same on every rank.
-2. All ranks get the same layouts. A parameter that lies on a part of the mesh of the others, as one that only FSDP2
-   divides lies on this rank's data-parallel group, is replicated along the axes that the part leaves out.
-3. Parameters that `set_device_mesh` has placed are as it has recorded, their parts chunked by what FSDP2 has divided
-   since. Their DTensor placements may say something else, and nobody is asked.
+1. After `parallelize_module` and `fully_shard` the parameters of a module are DTensors, some of
+   whose placements have two readings; those that nobody divided are plain tensors, the same on
+   every rank.
+2. All ranks get the same layouts. A parameter that lies on a part of the mesh of the others, as one
+   that only FSDP2 divides lies on this rank's data-parallel group, is replicated along the axes
+   that the part leaves out.
+3. Parameters that `set_device_mesh` has placed are as it has recorded, their parts chunked by what
+   FSDP2 has divided since. Their DTensor placements may say something else, and nobody is asked.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ __all__ = ["layout_of"]
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
     """The layout of every parameter, by the names of `named_parameters`, shared ones under each of their names.
 
-    As they lie now: after a forward FSDP2 may still hold what it has gathered, until `module.reshard()`.
+    As they lie now: after a forward FSDP2 may still hold what it has gathered, until
+    `module.reshard()`.
 
-    Parameters that are not DTensors are replicated over `mesh`, by default the largest of the DTensors', or all ranks
-    of the default group. Collective over the ranks of the DTensors' meshes where placements have two readings that
-    differ. Raises LayoutError for a parameter whose local shape fits no reading, naming it.
+    Parameters that are not DTensors are replicated over `mesh`, by default the largest of the
+    DTensors', or all ranks of the default group. Collective over the ranks of the DTensors' meshes
+    where placements have two readings that differ. Raises LayoutError for a parameter whose local
+    shape fits no reading, naming it.
     """
     if not isinstance(module, nn.Module):
         raise LayoutError(f"{type(module).__name__} is not a torch.nn.Module; give a module")

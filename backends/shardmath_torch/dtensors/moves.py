@@ -1,7 +1,8 @@
 """Moves between two layouts, compiled once and kept.
 
-1. All ranks of a group make its moves in one order, and forget the same ones, since compiling is for all of them: so
-   what is kept is bounded by a number that each rank computes from the plans alone.
+1. All ranks of a group make its moves in one order, and forget the same ones, since compiling is
+   for all of them: so what is kept is bounded by a number that each rank computes from the plans
+   alone.
 2. Moves, as groups, last as long as the default process group under which they were made.
 3. A plan under which every rank keeps what it has is a copy here, about which nobody is asked.
 """
@@ -90,8 +91,8 @@ class Moves:
     def use(self, key: _Key, move: Move, src: Tensor | None, out: Tensor | None) -> None:
         """One move. It is the latest once it has gone well, on all ranks alike.
 
-        One that ranks refused is forgotten: if some of them keep it and others do not, a compile would meet a move
-        each time; so they find together at the next try.
+        One that ranks refused is forgotten: if some of them keep it and others do not, a compile
+        would meet a move each time; so they find together at the next try.
         """
         try:
             move(src, out=out)
@@ -173,7 +174,8 @@ _ByGroup: TypeAlias = dict[dist.ProcessGroup | None, Moves]
 def move_between(src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None]) -> Move | None:
     """The move among the ranks of both layouts; None on a rank that has no part in it.
 
-    Collective over them, and the first time among such ranks as `group_for` is, to which `meshes` go.
+    Collective over them, and the first time among such ranks as `group_for` is, to which `meshes`
+    go.
     """
     ranks = {*src.mesh.ranks, *dst.mesh.ranks}
     group = group_for(ranks, meshes)

@@ -1,14 +1,16 @@
 """Placed parameters: what a module remembers of those that tensor parallelism divides, and how its forward sees them.
 
-1. Each module keeps a record of its own parameters, by name, beside them: `fully_shard`, `to_empty` and `deepcopy`
-   leave it alone. What is stored is the rank's tensor-parallel part, and under FSDP2 this rank's chunk of that part;
-   FSDP2's own placements do not say so of components, and are not asked.
-2. While a module's call runs, its attributes and those of all placed modules are local tensors, by way of a
-   differentiable `to_local()`: views of the very memory that FSDP2 gathers into. Everywhere else they are the
-   parameters themselves, DTensors with global shapes, for initialisation, optimizers and state dicts.
+1. Each module keeps a record of its own parameters, by name, beside them: `fully_shard`, `to_empty`
+   and `deepcopy` leave it alone. What is stored is the rank's tensor-parallel part, and under FSDP2
+   this rank's chunk of that part; FSDP2's own placements do not say so of components, and are not
+   asked.
+2. While a module's call runs, its attributes and those of all placed modules are local tensors, by
+   way of a differentiable `to_local()`: views of the very memory that FSDP2 gathers into.
+   Everywhere else they are the parameters themselves, DTensors with global shapes, for
+   initialisation, optimizers and state dicts.
 3. What FSDP2 has divided and not yet gathered stays a DTensor everywhere.
-4. A module's class becomes a subclass of the same name, so that isinstance, repr, deepcopy and pickle go on as before;
-   `type(module) is nn.Linear` does not.
+4. A module's class becomes a subclass of the same name, so that isinstance, repr, deepcopy and
+   pickle go on as before; `type(module) is nn.Linear` does not.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class Placed:
 def label(placement: Division) -> theirs.Placement:
     """The DTensor placement that stands for it: for Packed, which has none, one of the same local shapes.
 
-    That one is strided, so that torch's checkpoints find overlapping boxes and refuse; a Shard would be saved, and
-    restored to a mesh of another size with its rows in another order.
+    That one is strided, so that torch's checkpoints find overlapping boxes and refuse; a Shard
+    would be saved, and restored to a mesh of another size with its rows in another order.
     """
     match placement:
         case ours.Replicate():
@@ -92,7 +94,8 @@ def placed_in(module: nn.Module) -> dict[str, Placed]:
 def layout_where(parameter: object, placed: Placed) -> Layout | None:
     """The layout of a placed parameter: tensor parallelism first, then in mesh order what has divided its parts since.
 
-    None for what is not the placed parameter any more: a plain tensor, or a DTensor of other placements.
+    None for what is not the placed parameter any more: a plain tensor, or a DTensor of other
+    placements.
     """
     if not isinstance(parameter, DTensor):
         return None

@@ -1,9 +1,9 @@
 """DTensor placements as Layouts, and Layouts as DTensor placements. Knows shapes and meshes, and not one tensor.
 
-1. `layout_of_placements` reads placements in one of the two readings of `shardmath.Layout`: as splits, or as an order
-   of splits.
-2. `placements_of` finds placements of which one reading is the layout, if there are any. Reading them back gives the
-   layout again.
+1. `layout_of_placements` reads placements in one of the two readings of `shardmath.Layout`: as
+   splits, or as an order of splits.
+2. `placements_of` finds placements of which one reading is the layout, if there are any. Reading
+   them back gives the layout again.
 """
 
 from __future__ import annotations

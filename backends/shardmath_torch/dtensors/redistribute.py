@@ -1,11 +1,13 @@
 """Redistribute: a DTensor, or a local tensor with its Layout, to any other layout on any mesh; differentiable.
 
-1. What a DTensor has is asked of it (`from_dtensor`), not of its placements alone; what comes out is a DTensor where
-   placements can say it, and else this rank's local tensor.
-2. Meshes may be the same, overlap or be disjoint. All ranks of either mesh call, and again for the gradient.
-3. The gradient goes from the layout that it arrives in to that of the input, where a Partial input has a Replicate
-   gradient, or a Partial one where it arrives so along the same axis of the same mesh, as in torch. With
-   `grad="partial"` it is the dual layout: a Replicate input has a Partial gradient, which saves reducing it here.
+1. What a DTensor has is asked of it (`from_dtensor`), not of its placements alone; what comes out
+   is a DTensor where placements can say it, and else this rank's local tensor.
+2. Meshes may be the same, overlap or be disjoint. All ranks of either mesh call, and again for the
+   gradient.
+3. The gradient goes from the layout that it arrives in to that of the input, where a Partial input
+   has a Replicate gradient, or a Partial one where it arrives so along the same axis of the same
+   mesh, as in torch. With `grad="partial"` it is the dual layout: a Replicate input has a Partial
+   gradient, which saves reducing it here.
 4. A gradient of another dtype than the input is moved as it is, and cast where it arrives.
 """
 
@@ -55,15 +57,18 @@ def redistribute(
     """The same tensor under the target: a Layout; or text of one, or DTensor placements, on `device_mesh` (default: the
     tensor's own).
 
-    `layout` says what a plain local tensor is part of; of a DTensor it is found out, where `reading` may help. Returns
-    a DTensor if placements of DTensor can stand for the target, otherwise the local tensor.
+    `layout` says what a plain local tensor is part of; of a DTensor it is found out, where
+    `reading` may help. Returns a DTensor if placements of DTensor can stand for the target,
+    otherwise the local tensor.
 
-    A rank that is not on the source's mesh passes an empty tensor, one that is not on the target's gets one, and takes
-    part in the backward: `moved.to_local().sum().backward()` does, or that of any other function of it.
+    A rank that is not on the source's mesh passes an empty tensor, one that is not on the target's
+    gets one, and takes part in the backward: `moved.to_local().sum().backward()` does, or that of
+    any other function of it.
 
-    Collective over the ranks of both meshes. The first time among ranks that are neither all nor those of one of the
-    DeviceMeshes, it is over the default group, since a process group or a DeviceMesh is made: give `device_mesh` to
-    avoid that. Raises LayoutError where shapes, dtypes or readings do not fit, and what `plan` and `compile` raise.
+    Collective over the ranks of both meshes. The first time among ranks that are neither all nor
+    those of one of the DeviceMeshes, it is over the default group, since a process group or a
+    DeviceMesh is made: give `device_mesh` to avoid that. Raises LayoutError where shapes, dtypes or
+    readings do not fit, and what `plan` and `compile` raise.
     """
     _check_given(tensor, target, device_mesh, grad)
     own = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -280,7 +285,8 @@ def _agree_on(mine: Layout | None, route: _Route) -> Layout:
 def _dualise(layout: Layout, gradient: Layout, grad: str) -> Layout:
     """The layout of the gradient of a tensor of this layout, of which it arrives as `gradient`.
 
-    Addends of the gradient that the tensor has, too, are left unreduced: what they go on to may sum them, or need not.
+    Addends of the gradient that the tensor has, too, are left unreduced: what they go on to may sum
+    them, or need not.
     """
     free = set(layout.free_axes) if grad == "partial" else set()
     op = gradient.op or "sum"

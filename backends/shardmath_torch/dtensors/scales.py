@@ -1,9 +1,10 @@
 """Scales: the largest absolute value of whole parameters, for quantisation to one scale a tensor.
 
-1. The maximum is over exactly the ranks of the `weight_mesh` that `set_device_mesh` was given: under FSDP2 the shards
-   of data parallelism and tensor parallelism together, without replicas, which hold the same.
-2. Maxima travel as integers: bits of floats that are not negative are in the order of the floats, with NaN above all. A
-   maximum of floats may drop NaN.
+1. The maximum is over exactly the ranks of the `weight_mesh` that `set_device_mesh` was given:
+   under FSDP2 the shards of data parallelism and tensor parallelism together, without replicas,
+   which hold the same.
+2. Maxima travel as integers: bits of floats that are not negative are in the order of the floats,
+   with NaN above all. A maximum of floats may drop NaN.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ __all__ = ["amax"]
 def amax(module: nn.Module) -> dict[str, Tensor]:
     """The largest absolute value of each parameter that `set_device_mesh` has placed, by name: float32, no dimensions.
 
-    Of whole parameters, shared ones under each of their names. Collective over the ranks of weight_mesh: one all-reduce
-    for all parameters, along each of its axes. Empty shards count as 0; NaN anywhere makes NaN. Raises LayoutError
-    where weight_mesh lacks ranks that hold other parts of a parameter, and for parameters on the meta device.
+    Of whole parameters, shared ones under each of their names. Collective over the ranks of
+    weight_mesh: one all-reduce for all parameters, along each of its axes. Empty shards count as 0;
+    NaN anywhere makes NaN. Raises LayoutError where weight_mesh lacks ranks that hold other parts
+    of a parameter, and for parameters on the meta device.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     records = placed_in(module)

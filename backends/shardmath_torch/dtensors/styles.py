@@ -1,8 +1,8 @@
 """Styles: how tensor parallelism divides a module's weights, by patterns of names.
 
-1. A pattern (fnmatch, where `*` crosses dots) matches names of modules, of which a style is about `weight` and `bias`
-   (`softmax_offset`: that parameter); or a parameter's full name, which counts as a bias if it ends so, and as a weight
-   otherwise.
+1. A pattern (fnmatch, where `*` crosses dots) matches names of modules, of which a style is about
+   `weight` and `bias` (`softmax_offset`: that parameter); or a parameter's full name, which counts
+   as a bias if it ends so, and as a weight otherwise.
 2. The first pattern that is about a parameter counts. One that is about none is an error.
 3. A parameter with several names is one: patterns that are about several of them must say the same.
 """
@@ -79,7 +79,10 @@ class Fused:
             raise PlacementError(f"Fused({self.components!r}); {fix}")
 
     def placement(self, n: int) -> Division:
-        """What divides a dimension of length n. Raises PlacementError where the components do not add up to it."""
+        """What divides a dimension of length n.
+
+        Raises PlacementError where the components do not add up to it.
+        """
         if isinstance(self.components, int):
             if n % self.components:
                 what = f"{n} are not {self.components} equal ones"
@@ -104,7 +107,10 @@ class Asked(NamedTuple):
     dim: int | None
 
     def placement(self, n: int) -> Division:
-        """What divides a dimension of length n. Raises PlacementError where components do not add up to it."""
+        """What divides a dimension of length n.
+
+        Raises PlacementError where components do not add up to it.
+        """
         assert self.dim is not None
         if isinstance(self.style, Fused):
             return self.style.placement(n)

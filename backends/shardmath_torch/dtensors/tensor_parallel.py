@@ -1,23 +1,27 @@
 """Tensor parallelism for a plain module: its weights as DTensors on a mesh, for FSDP2 and for checkpoints.
 
-1. `set_device_mesh` comes first, also on the meta device; then `fully_shard`, `to_empty`, the optimizer. Weights are
-   whole and the same on all ranks of the mesh, each of which takes its part of them; or they are the parts already
-   (`local=True`). Nothing is sent, and nothing has changed when it raises.
-2. A parameter that no pattern of `styles` is about is replicated, so that all parameters are DTensors on one mesh, as
-   optimizers, gradient norms and checkpoints want them. As in TransformerEngine, its gradient is taken to be the same
-   on all ranks; where it is an addend, as that of a norm under sequence parallelism, adding up is the caller's part.
-3. The module's forward sees local tensors (`placed`). Nothing communicates by itself: your forward has
-   to, or results are wrong without an error. What a "row" layer or a "vocabulary" gives is an addend on each rank:
+1. `set_device_mesh` comes first, also on the meta device; then `fully_shard`, `to_empty`, the
+   optimizer. Weights are whole and the same on all ranks of the mesh, each of which takes its part
+   of them; or they are the parts already (`local=True`). Nothing is sent, and nothing has changed
+   when it raises.
+2. A parameter that no pattern of `styles` is about is replicated, so that all parameters are
+   DTensors on one mesh, as optimizers, gradient norms and checkpoints want them. As in
+   TransformerEngine, its gradient is taken to be the same on all ranks; where it is an addend, as
+   that of a norm under sequence parallelism, adding up is the caller's part.
+3. The module's forward sees local tensors (`placed`). Nothing communicates by itself: your forward
+   has to, or results are wrong without an error. What a "row" layer or a "vocabulary" gives is an
+   addend on each rank:
 
        y = down(up(x))                                               # up: "column", down: "row"
        torch.distributed.all_reduce(y, group=tp_mesh.get_group())    # here, and only then a bias of `down`
 
    For training, two autograd functions, as in Megatron-LM: here the sum forward and the identity backward; before a
    "column" layer the identity forward and the sum backward.
-4. Fused weights, gate and up or Q, K and V in one matrix, are divided component by component. DTensor's placements can
-   say that only where components are equal, and not beside FSDP2; what they show otherwise has the right local shapes
-   alone. What is really there is in `layout_of(module)`: plan, move and save by that. torch's own checkpoints refuse
-   strided shards, and `full_tensor()` may have their rows in another order.
+4. Fused weights, gate and up or Q, K and V in one matrix, are divided component by component.
+   DTensor's placements can say that only where components are equal, and not beside FSDP2; what
+   they show otherwise has the right local shapes alone. What is really there is in
+   `layout_of(module)`: plan, move and save by that. torch's own checkpoints refuse strided shards,
+   and `full_tensor()` may have their rows in another order.
 5. Sizes that do not divide evenly are errors: no local shape says how they were meant.
 """
 
@@ -59,14 +63,16 @@ def set_device_mesh(
 ) -> None:
     """Make every parameter of the module a DTensor on `tp_mesh`, divided as the style of its name says.
 
-    `styles` maps patterns to "column", "row", "replicate", "vocabulary", "row_norm", "softmax_offset" or a Fused.
-    `weight_mesh` has the ranks over which `amax` reduces: shards of data parallelism and tensor parallelism, without
-    replicas; by default `tp_mesh`. With `local` the weights are this rank's parts, of the same sizes on every rank. No
-    module communicates by itself: after a "row" layer your forward has to all-reduce (rule 3 of this file).
+    `styles` maps patterns to "column", "row", "replicate", "vocabulary", "row_norm",
+    "softmax_offset" or a Fused. `weight_mesh` has the ranks over which `amax` reduces: shards of
+    data parallelism and tensor parallelism, without replicas; by default `tp_mesh`. With `local`
+    the weights are this rank's parts, of the same sizes on every rank. No module communicates by
+    itself: after a "row" layer your forward has to all-reduce (rule 3 of this file).
 
-    Raises MeshError for a tp_mesh that is not one named axis, a mesh without this rank, and a weight_mesh that lacks
-    ranks of tp_mesh; PlacementError for styles that are unknown, about nothing, contradictory for a shared parameter,
-    or do not divide evenly; LayoutError for a module done before, and parameters that are DTensors or have gradients.
+    Raises MeshError for a tp_mesh that is not one named axis, a mesh without this rank, and a
+    weight_mesh that lacks ranks of tp_mesh; PlacementError for styles that are unknown, about
+    nothing, contradictory for a shared parameter, or do not divide evenly; LayoutError for a module
+    done before, and parameters that are DTensors or have gradients.
     """
     axis = _check_tp_mesh(tp_mesh)
     if weight_mesh is None:
@@ -126,7 +132,10 @@ def _check_inside(name: str, mesh: object) -> None:
 
 
 def _find_parameters(module: object) -> dict[str, nn.Parameter]:
-    """All parameters, shared ones under each of their names. Raises LayoutError where one cannot be placed."""
+    """All parameters, shared ones under each of their names.
+
+    Raises LayoutError where one cannot be placed.
+    """
     if not isinstance(module, nn.Module):
         raise LayoutError(f"{type(module).__name__} is not a torch.nn.Module; give a module")
     for path, part in module.named_modules():

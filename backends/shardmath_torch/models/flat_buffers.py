@@ -1,11 +1,12 @@
 """Flat buffers of real parameters: modules as the rules see them, layouts by parameter, and views of flat arrays.
 
-1. `params_of` reads a module as Megatron-Core's DDP does: what is trained, in order, each once, as this rank holds it;
-   and the marks that Megatron puts on parameters (`shared_embedding`, `allreduce`, `is_embedding_or_output_parameter`).
-2. `by_parameter` gives a layout the keys and types that Megatron's own `PerBufferParamLayout` has; `by_name` reads one
-   back.
-3. `state_views` are local tensors that lie in a rank's flat array: what is moved into them, is in the array. `views`
-   are the same of any Store.
+1. `params_of` reads a module as Megatron-Core's DDP does: what is trained, in order, each once, as
+   this rank holds it; and the marks that Megatron puts on parameters (`shared_embedding`,
+   `allreduce`, `is_embedding_or_output_parameter`).
+2. `by_parameter` gives a layout the keys and types that Megatron's own `PerBufferParamLayout` has;
+   `by_name` reads one back.
+3. `state_views` are local tensors that lie in a rank's flat array: what is moved into them, is in
+   the array. `views` are the same of any Store.
 
 >>> module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False))
 >>> [(param.name, param.shape) for param in params_of(module)]
@@ -43,8 +44,8 @@ __all__ = [
 def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
     """The trained parameters in forward order, with this rank's shapes; a tied one has its first name.
 
-    Embeddings and output layers (`get_output_embeddings`) are not managed by LayerWise optimizers. Quantised storage is
-    not seen: replace such a Param with `quantised=` what it is.
+    Embeddings and output layers (`get_output_embeddings`) are not managed by LayerWise optimizers.
+    Quantised storage is not seen: replace such a Param with `quantised=` what it is.
     """
     unmanaged = embeddings(module)
     params = []
@@ -89,7 +90,8 @@ def _local_shape(p: Tensor) -> tuple[int, ...]:
 class ParamLayout(NamedTuple):
     """A layout by parameter, with the fields and types of Megatron-Core's `PerBufferParamLayout`.
 
-    That one takes them as keywords: `PerBufferParamLayout(**by_parameter(layout, module)._asdict())`.
+    That one takes them as keywords: `PerBufferParamLayout(**by_parameter(layout,
+    module)._asdict())`.
     """
 
     param_index_map: dict[nn.Parameter, tuple[int, int, int]]
@@ -107,7 +109,10 @@ class _LikeMegatron(Protocol):
 
 
 def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> ParamLayout:
-    """The layout with the module's parameters for names. Raises ParamLayoutError for a name that it does not have."""
+    """The layout with the module's parameters for names.
+
+    Raises ParamLayoutError for a name that it does not have.
+    """
     named = dict(module.named_parameters())
     unknown = [name for name, _ in layout.placed if name not in named]
     if unknown:
@@ -127,9 +132,11 @@ def by_name(
 ) -> buffers.PerBufferParamLayout:
     """A layout by parameter, Megatron-Core's own or `by_parameter`'s, by name and checked.
 
-    Such a one does not know how many ranks it is laid out for: with `data_parallel_world_size` the result does.
+    Such a one does not know how many ranks it is laid out for: with `data_parallel_world_size` the
+    result does.
 
-    Raises ParamLayoutError for a parameter that the module does not have, and where the layout contradicts itself.
+    Raises ParamLayoutError for a parameter that the module does not have, and where the layout
+    contradicts itself.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     placed = list(layout.param_index_map.items())
@@ -161,8 +168,8 @@ def state_views(
 
     They have the array's dtype. A rank outside the mesh has none.
 
-    Raises StoreError where the array is not flat, or not as long as the rank's share of the buffer, and
-    ParamLayoutError as `state_layouts` does.
+    Raises StoreError where the array is not flat, or not as long as the rank's share of the buffer,
+    and ParamLayoutError as `state_layouts` does.
     """
     share = buffers.state_numel(buffer_layout, mesh, axis=axis)
     if rank not in mesh:
@@ -185,8 +192,8 @@ def views(
 ) -> dict[str, Tensor]:
     """This rank's local tensors, by local name, as views of its flat arrays, detached.
 
-    A single array is `buffers.SHARD`. Tensors of which the rank has no part are left out. Raises StoreError for an
-    array that is missing, too short, not flat, or of another dtype.
+    A single array is `buffers.SHARD`. Tensors of which the rank has no part are left out. Raises
+    StoreError for an array that is missing, too short, not flat, or of another dtype.
     """
     named = {buffers.SHARD: arrays} if isinstance(arrays, Tensor) else arrays
     found = {}

@@ -1,13 +1,18 @@
 """Shapes: what a checkpoint of a real architecture holds, from its transformers config alone.
 
-1. The model is built on the meta device: no memory, no data and, for a config or a name of MODELS, no network.
-2. Names, shapes and dtypes are those of the Hugging Face checkpoint: persistent buffers are included (DeepSeek-V3's
-   router biases), and of tied tensors the first name alone (`lm_head.weight` tied to the embedding is not there).
-3. transformers 5 keeps experts stacked, `experts.gate_up_proj` (E, 2I, H), where the checkpoint has one tensor
-   per expert. UNSTACK says how to undo it, by model type; all other types go by what transformers 5 itself would save,
-   slower: experts that are stacked in the checkpoint, too, stay so (gpt-oss), and renamed modules have their old names.
-4. Elements are of `dtype`, or of the config's own; what transformers keeps in float32 (router biases) is float32.
-5. `parameters` are those that are trained, as the rules of `shardmath.buffers` see them, in forward order.
+1. The model is built on the meta device: no memory, no data and, for a config or a name of MODELS,
+   no network.
+2. Names, shapes and dtypes are those of the Hugging Face checkpoint: persistent buffers are
+   included (DeepSeek-V3's router biases), and of tied tensors the first name alone
+   (`lm_head.weight` tied to the embedding is not there).
+3. transformers 5 keeps experts stacked, `experts.gate_up_proj` (E, 2I, H), where the checkpoint has
+   one tensor per expert. UNSTACK says how to undo it, by model type; all other types go by what
+   transformers 5 itself would save, slower: experts that are stacked in the checkpoint, too, stay
+   so (gpt-oss), and renamed modules have their old names.
+4. Elements are of `dtype`, or of the config's own; what transformers keeps in float32 (router
+   biases) is float32.
+5. `parameters` are those that are trained, as the rules of `shardmath.buffers` see them, in forward
+   order.
 
 >>> from transformers import MixtralConfig
 >>> small = MixtralConfig(num_hidden_layers=1, num_local_experts=2, hidden_size=8, intermediate_size=6, vocab_size=32,
@@ -60,8 +65,8 @@ Entry: TypeAlias = tuple[tuple[int, ...], str]
 class Unstack(NamedTuple):
     """A tensor whose name ends in `stacked`, (E, ...), is E tensors for each name of `parts`.
 
-    Dimension 0 is the expert {e}, and dimension 1 is cut evenly among the parts. A part without {e} is another name for
-    the tensor as it is.
+    Dimension 0 is the expert {e}, and dimension 1 is cut evenly among the parts. A part without {e}
+    is another name for the tensor as it is.
     """
 
     stacked: str
@@ -98,11 +103,12 @@ UNSTACK: dict[str, tuple[Unstack, ...]] = {
 def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[str, Entry]:
     """Global shape and dtype of every tensor of the checkpoint, by name, in the model's order.
 
-    `model` is a config, or the name of one: of MODELS, else what `AutoConfig.from_pretrained` takes (a folder, a Hub
-    id). The architecture is the config's `architectures[0]` if that is a model of transformers, else the causal
-    language model, else the bare model; nobody else's code is run, and nothing is asked.
-    `dtype` is that of the floating-point elements; the config's own if not given, else float32. Raises ShardError for a
-    model that cannot be built, and for experts that do not fit UNSTACK.
+    `model` is a config, or the name of one: of MODELS, else what `AutoConfig.from_pretrained` takes
+    (a folder, a Hub id). The architecture is the config's `architectures[0]` if that is a model of
+    transformers, else the causal language model, else the bare model; nobody else's code is run,
+    and nothing is asked. `dtype` is that of the floating-point elements; the config's own if not
+    given, else float32. Raises ShardError for a model that cannot be built, and for experts that do
+    not fit UNSTACK.
     """
     config = _find_config(model)
     network = _build(config)
@@ -114,8 +120,9 @@ def parameters(
 ) -> tuple[Param, ...]:
     """The tensors of `shapes` that are trained, as rules of buffers see them, in forward order.
 
-    Experts are what is named `.experts.`; embeddings and output layers are not managed by LayerWise optimizers, what is
-    named in `shared` is a shared embedding. Raises ShardError as `shapes` does, and for a name that is none of them.
+    Experts are what is named `.experts.`; embeddings and output layers are not managed by LayerWise
+    optimizers, what is named in `shared` is a shared embedding. Raises ShardError as `shapes` does,
+    and for a name that is none of them.
     """
     config = _find_config(model)
     network = _build(config)
