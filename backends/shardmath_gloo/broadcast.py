@@ -1,6 +1,7 @@
 """The reference: every source tensor is broadcast whole, and each rank slices out what the plan gives it.
 
-Slow, with all the memory it takes, and so plain that it is right at sight. Tests compare the exchange with it.
+Slow, with all the memory it takes, and so plain that it is right at sight. Tests compare the
+exchange with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shardmath.plans.plan import Transfer
-from shardmath.programs.part import stored_on
 from shardmath_torch import dtypes
 from shardmath_torch.exchange import cells
 from shardmath_torch.exchange.task import Task
@@ -33,12 +33,16 @@ class Broadcast:
 
     def __init__(self, task: Task) -> None:
         self._task, self._part = task, task.part
-        moved = [t for t in self._part.plan.transfers() if t.nbytes]
-        self._turns = sorted({_turn(t) for t in moved})
         self._mine: dict[_Turn, list[Transfer]] = {}
-        for t in moved:
-            if t.dst_rank == self._part.rank:
-                self._mine.setdefault(_turn(t), []).append(t)
+        turns: set[_Turn] = set()
+        for transfer in self._part.plan.transfers():
+            if not transfer.nbytes:
+                continue
+            turn = _Turn(transfer.addend, transfer.src_rank, transfer.src_tensor)
+            turns.add(turn)
+            if transfer.dst_rank == self._part.rank:
+                self._mine.setdefault(turn, []).append(transfer)
+        self._turns = sorted(turns)
 
     @property
     def staging_bytes(self) -> int:
@@ -55,29 +59,30 @@ class Broadcast:
                 cells.fill(work, dst)
             for turn in self._turns:
                 whole = self._broadcast(turn, src)
-                for t in self._mine.get(turn, ()):
-                    _apply(t, whole[t.src_slices], dst[t.dst_tensor].detach()[t.dst_slices])
+                for transfer in self._mine.get(turn, ()):
+                    into = dst[transfer.dst_tensor].detach()
+                    _apply(transfer, whole, into)
             for work in self._part.divisions:
                 cells.divide(work, dst)
 
     def _broadcast(self, turn: _Turn, src: Mapping[str, Tensor]) -> Tensor:
         """The whole source tensor of that rank."""
-        layout = stored_on(self._part.plan.src, turn.rank)[turn.key].layout
-        shape = layout.local_shape(turn.rank)
         if turn.rank == self._part.rank:
             whole = src[turn.key].detach().clone(memory_format=torch.contiguous_format)
         else:
+            layout = stored_on(self._part.plan.src, turn.rank)[turn.key].layout
+            shape = layout.local_shape(turn.rank)
             whole = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype))
-        self._task.wire.broadcast(dtypes.words(whole).view(-1).view(torch.uint8), turn.rank)
+        memory = dtypes.words(whole).view(-1).view(torch.uint8)
+        self._task.wire.broadcast(memory, turn.rank)
         return whole
 
 
-def _turn(t: Transfer) -> _Turn:
-    return _Turn(t.addend, t.src_rank, t.src_tensor)
-
-
-def _apply(t: Transfer, piece: Tensor, into: Tensor) -> None:
-    if t.op == "copy":
-        dtypes.words(into).copy_(dtypes.words(piece))
+def _apply(transfer: Transfer, whole: Tensor, into: Tensor) -> None:
+    """Copy or fold the transfer's piece of the source tensor into its place in the destination's."""
+    piece = whole[transfer.src_slices]
+    place = into[transfer.dst_slices]
+    if transfer.op == "copy":
+        dtypes.words(place).copy_(dtypes.words(piece))
     else:
-        dtypes.fold(t.op, into, piece)
+        dtypes.fold(transfer.op, place, piece)

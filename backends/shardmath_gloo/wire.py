@@ -1,10 +1,11 @@
 """gloo as a wire: messages begin to move when they are posted, and waiting takes a time limit.
 
-1. gloo ends all connections of a group when a wait of it times out. `abandon` uses that on purpose: it is the only way
-   to cancel messages that are on their way into memory of the caller.
-2. When a connection breaks, gloo ends every wait on it but that for the message of which part has moved, which goes on
-   until its time is over. So a long message is followed by one byte, and answered by one: receivers wait for the first
-   of these and senders for the other, which a break ends at once.
+1. gloo ends all connections of a group when a wait of it times out. `abandon` uses that on purpose:
+   it is the only way to cancel messages that are on their way into memory of the caller.
+2. When a connection breaks, gloo ends every wait on it but that for the message of which part has
+   moved, which goes on until its time is over. So a long message is followed by one byte, and
+   answered by one: receivers wait for the first of these and senders for the other, which a break
+   ends at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OURS = 1 << 30
 """In the tag of each of our messages, so that they never meet the caller's own."""
 
 STEPS = 32
-"""Tags a turn: 0 for its data, then one for each step of its vote. Steps are of different lengths, and gloo ends the
+"""Tags per turn: 0 for its data, then one for each step of its vote. Steps are of different lengths, and gloo ends the
 process where a message is longer than the memory that waits for it. The last two are of no step."""
 
 ANSWER, NOTHING = STEPS - 2, STEPS - 1
@@ -55,7 +56,7 @@ class _Pending(NamedTuple):
             self.work.wait(timedelta(seconds=left))
         except RuntimeError as error:
             check_torchs(error, __file__)
-            raise PeerFailure(self.rank, _cause(error)) from error
+            raise PeerFailure(self.rank, _explain(error)) from error
 
 
 def _wait_beside(pending: _Pending) -> None:
@@ -86,7 +87,8 @@ class _Long(NamedTuple):
             self.answer().wait()
 
 
-def _cause(error: RuntimeError) -> str:
+def _explain(error: RuntimeError) -> str:
+    """What gloo's error means, as far as its text says it."""
     text = str(error)
     if "imed out" in text:
         return "it did not answer in time"
@@ -119,7 +121,11 @@ class GlooWire:
         if memory.nbytes < LONG:
             return data
         tail = self._receive(_byte(), rank, self._patience, 0)
-        return _Long((tail, data), lambda: self._send(_byte(), rank, self._patience, ANSWER))
+
+        def answer() -> _Pending:
+            return self._send(_byte(), rank, self._patience, ANSWER)
+
+        return _Long((tail, data), answer)
 
     def send(self, memory: Tensor, rank: int) -> Pending:
         """The bytes of `memory` to `rank`. Raises PeerFailure."""
@@ -127,19 +133,24 @@ class GlooWire:
         if memory.nbytes < LONG:
             return data
         tail = self._send(_byte(), rank, self._patience, 0)
-        return _Long((self._receive(_byte(), rank, self._patience, ANSWER), tail, data))
+        answer = self._receive(_byte(), rank, self._patience, ANSWER)
+        return _Long((answer, tail, data))
 
     def _receive(self, memory: Tensor, rank: int, patience: float, step: int) -> _Pending:
         tag = self._tag + step
-        return self._posted(
-            rank, patience, lambda: dist.irecv(memory, rank, group=self._group, tag=tag)
-        )
+
+        def post() -> dist.Work | None:
+            return dist.irecv(memory, rank, group=self._group, tag=tag)
+
+        return self._post(rank, patience, post)
 
     def _send(self, memory: Tensor, rank: int, patience: float, step: int) -> _Pending:
         tag = self._tag + step
-        return self._posted(
-            rank, patience, lambda: dist.isend(memory, rank, group=self._group, tag=tag)
-        )
+
+        def post() -> dist.Work | None:
+            return dist.isend(memory, rank, group=self._group, tag=tag)
+
+        return self._post(rank, patience, post)
 
     def start(self) -> None:
         """Nothing: what is posted moves."""
@@ -149,18 +160,21 @@ class GlooWire:
 
         Waits `patience` seconds instead of the wire's own.
 
-        Bruck's algorithm: each step doubles what a rank has, log2(size) steps in all. gloo's own all-gather is a ring
-        of size - 1 steps, twice as slow for 8 ranks, and does not tell who failed.
+        Bruck's algorithm: each step doubles what a rank has, log2(size) steps in all. gloo's own
+        all-gather is a ring of size - 1 steps, twice as slow for 8 ranks, and does not tell who
+        failed.
         """
-        size, have, step = len(self._ranks), 1, 0
+        size = len(self._ranks)
         wait_for = _Pending.wait if patience is None else _wait_beside
         patience = self._patience if patience is None else patience
-        got = torch.zeros(
-            size, len(record), dtype=torch.uint8
-        )  # row k is the record of the k-th rank after this one
+        # Row k is the record of the k-th rank after this one.
+        got = torch.zeros(size, len(record), dtype=torch.uint8)
         got[0] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        have = 1
+        step = 0
         while have < size:
-            more, step = min(have, size - have), step + 1
+            step += 1
+            more = min(have, size - have)
             ahead = self._ranks[(self._place + have) % size]
             behind = self._ranks[(self._place - have) % size]
             arriving = self._receive(got[have : have + more], ahead, patience, step)
@@ -168,29 +182,34 @@ class GlooWire:
             wait_for(arriving)
             leaving.wait()
             have += more
-        return [row.numpy().tobytes() for row in got.roll(self._place, 0)]
+        in_order = got.roll(self._place, 0)  # row k: that of the group's k-th rank
+        return [row.numpy().tobytes() for row in in_order]
 
     def broadcast(self, memory: Tensor, rank: int) -> None:
         """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
-        post = lambda: dist.broadcast(memory, rank, group=self._group, async_op=True)  # noqa: E731
-        self._posted(None, self._patience, post).wait()
+
+        def post() -> dist.Work | None:
+            work: dist.Work | None = dist.broadcast(memory, rank, group=self._group, async_op=True)
+            return work
+
+        self._post(None, self._patience, post).wait()
 
     def abandon(self) -> None:
         """Ends all connections of the group. Never raises."""
-        nothing = torch.empty(1, dtype=torch.uint8)
-        for rank in (
-            self._ranks
-        ):  # a wait on a connection that is closed already does not time out and ends no other
+        nothing = _byte()
+        # One rank after the other: a wait on a connection that is closed already does not time out, and ends no other.
+        for rank in self._ranks:
             with suppress(RuntimeError, ValueError):
                 work = dist.irecv(nothing, rank, group=self._group, tag=OURS + NOTHING)
                 if work is not None:
                     work.wait(timedelta(milliseconds=1))
 
-    def _posted(
+    def _post(
         self, rank: int | None, patience: float, post: Callable[[], dist.Work | None]
     ) -> _Pending:
+        """What was posted, to be waited for until the patience is over. Raises PeerFailure."""
         try:
             return _Pending(post(), rank, time.monotonic() + patience)
         except RuntimeError as error:
             check_torchs(error, __file__)
-            raise PeerFailure(rank, _cause(error)) from error
+            raise PeerFailure(rank, _explain(error)) from error

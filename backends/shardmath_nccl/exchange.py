@@ -13,12 +13,16 @@ __all__ = ["cuda_exchange"]
 
 
 def cuda_exchange(task: Task) -> Exchange:
-    """The engine "exchange". Moves may run under different streams: a move's kernels wait for those that had its
-    staging before."""
-    return Exchange(task, Fence(_used, _wait))
+    """The engine "exchange".
+
+    Moves may run under different streams: a move's kernels wait for those that had its staging
+    before.
+    """
+    fence = Fence(_record_use, _wait_for_use)
+    return Exchange(task, fence)
 
 
-def _used(memory: Tensor) -> torch.cuda.Event:
+def _record_use(memory: Tensor) -> torch.cuda.Event:
     """What ends when the current stream has done with the memory, which is not given to another before that."""
     stream = torch.cuda.current_stream()
     memory.record_stream(stream)
@@ -26,6 +30,7 @@ def _used(memory: Tensor) -> torch.cuda.Event:
     return event
 
 
-def _wait(used: object) -> None:
+def _wait_for_use(used: object) -> None:
+    """Let the current stream wait for that end."""
     if isinstance(used, torch.cuda.Event):
         torch.cuda.current_stream().wait_event(used)

@@ -1,11 +1,12 @@
 """NCCL as a wire: what is posted between two starts is one group of sends and receives.
 
-1. Kernels that pack before a `start`, and kernels that unpack after a `wait`, run on the caller's current stream; torch
-   orders NCCL's own stream after the first and before the second.
-2. NCCL does not say when a peer is gone, so waiting looks again and again whether the group is done, and gives up after
-   the patience: `wait` returns when the bytes are there, also for the host.
-3. Groups are bounded by the pace (`messages.Pace.turns`): NCCL has hung on groups of many thousand operations
-   (pytorch issue 174288), and on groups whose operations the two ends split differently.
+1. Kernels that pack before a `start`, and kernels that unpack after a `wait`, run on the caller's
+   current stream; torch orders NCCL's own stream after the first and before the second.
+2. NCCL does not say when a peer is gone, so waiting looks again and again whether the group is
+   done, and gives up after the patience: `wait` returns when the bytes are there, also for the
+   host.
+3. Groups are bounded by the pace (`messages.Pace.turns`): NCCL has hung on groups of many thousand
+   operations (pytorch issue 174288), and on groups whose operations the two ends split differently.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shardmath_torch.compat import Group
 __all__ = ["NcclWire"]
 
 LOOK_AGAIN_S = 0.0002
+"""Seconds between two looks at whether the group is done."""
 
 
 class _Batch:
@@ -35,6 +37,8 @@ class _Batch:
 
 
 class _Pending:
+    """One message of a batch."""
+
     def __init__(self, batch: _Batch, rank: int) -> None:
         self._batch, self._rank = batch, rank
 
@@ -43,7 +47,10 @@ class _Pending:
 
 
 def _finish(works: list[dist.Work], until: float, rank: int | None) -> None:
-    """Returns when all are done, on the device and in the current stream. Raises PeerFailure naming `rank`."""
+    """Returns when all are done, on the device and in the current stream.
+
+    Raises PeerFailure naming `rank`.
+    """
     try:
         while not all(work.is_completed() for work in works):
             if time.monotonic() > until:
@@ -71,17 +78,20 @@ class NcclWire:
 
     def receive(self, memory: Tensor, rank: int) -> _Pending:
         """Bytes from `rank` into `memory`, from the next start on."""
-        self._batch.ops.append(dist.P2POp(dist.irecv, memory, rank, self._group))
-        return _Pending(self._batch, rank)
+        return self._post(dist.P2POp(dist.irecv, memory, rank, self._group), rank)
 
     def send(self, memory: Tensor, rank: int) -> _Pending:
         """The bytes of `memory` to `rank`, from the next start on."""
-        self._batch.ops.append(dist.P2POp(dist.isend, memory, rank, self._group))
+        return self._post(dist.P2POp(dist.isend, memory, rank, self._group), rank)
+
+    def _post(self, op: dist.P2POp, rank: int) -> _Pending:
+        self._batch.ops.append(op)
         return _Pending(self._batch, rank)
 
     def start(self) -> None:
         """All that was posted goes as one group. Raises PeerFailure."""
-        batch, self._batch = self._batch, _Batch()
+        batch = self._batch
+        self._batch = _Batch()
         batch.until = time.monotonic() + self._patience
         try:
             batch.works = dist.batch_isend_irecv(batch.ops) if batch.ops else []
@@ -91,7 +101,8 @@ class NcclWire:
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's record, all of one size, in the group's order. Raises PeerFailure."""
-        patience = self._patience if patience is None else patience
+        if patience is None:
+            patience = self._patience
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).cuda()
         got = [torch.empty_like(mine) for _ in range(self._size)]
         try:
@@ -99,8 +110,10 @@ class NcclWire:
         except RuntimeError as error:
             check_torchs(error, __file__)
             raise PeerFailure(None, str(error)) from error
-        _finish([work] if work is not None else [], time.monotonic() + patience, None)
-        return [row.numpy().tobytes() for row in torch.stack(got).cpu()]
+        works = [] if work is None else [work]
+        _finish(works, time.monotonic() + patience, None)
+        rows = torch.stack(got).cpu()  # one copy to the host
+        return [row.numpy().tobytes() for row in rows]
 
     def broadcast(self, memory: Tensor, rank: int) -> None:
         """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
@@ -109,7 +122,8 @@ class NcclWire:
         except RuntimeError as error:
             check_torchs(error, __file__)
             raise PeerFailure(None, str(error)) from error
-        _finish([work] if work is not None else [], time.monotonic() + self._patience, None)
+        works = [] if work is None else [work]
+        _finish(works, time.monotonic() + self._patience, None)
 
     def abandon(self) -> None:
         """Aborts the group's communicators. Never raises."""

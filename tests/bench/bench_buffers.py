@@ -18,15 +18,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shardmath import buffers
 from shardmath.pictures.buffer_text import share
-from shardmath_torch.models.shapes import (
+from shardmath_torch.models.configs import (
     DEEPSEEK_V3,
     NEMOTRON_NANO,
     NEMOTRON_SUPER,
     QWEN3_4B,
     QWEN3_30B,
     QWEN3_235B,
-    parameters,
 )
+from shardmath_torch.models.shapes import parameters
 from tests.bench.section import arguments, show
 
 MODELS = (QWEN3_4B, QWEN3_30B, QWEN3_235B, DEEPSEEK_V3, NEMOTRON_NANO, NEMOTRON_SUPER)

@@ -3,10 +3,12 @@
     python -m shardmath buffers deepseek-ai/DeepSeek-V3 --dp 128 --rule layer_wise --svg buffers.svg
     python -m shardmath buffers llama --dp 8 --bucket-size none --shared-embedding model.embed_tokens.weight
 
-1. The model is a name of `shapes.MODELS`, a folder with config.json, such a file, a model type of transformers ("llama"
-   is its default config), or a Hub id. It is laid out whole: no tensor, pipeline or expert parallelism divides it.
-2. RULES says which rule takes which options; an option that the rule does not take is a wrong command line.
-   Names and shapes are those of the checkpoint: Megatron fuses q, k and v, gate and up, and orders experts otherwise.
+1. The model is a name of `configs.MODELS`, a folder with config.json, such a file, a model type of
+   transformers ("llama" is its default config), or a Hub id. It is laid out whole: no tensor,
+   pipeline or expert parallelism divides it.
+2. RULES says which rule takes which options; an option that the rule does not take is a wrong
+   command line. Names and shapes are those of the checkpoint: Megatron fuses q, k and v, gate and
+   up, and orders experts otherwise.
 3. Experts share buffers of their own where the rule has it so: see RULES.
 4. Exit status 0; 1: an error, said once on stderr; 2: usage.
 """
@@ -24,7 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardmath import ShardError, buffers
 from shardmath.pictures.buffer_drawing import buffer_svg
 from shardmath.pictures.buffer_text import buffer_map, buffer_table
-from shardmath_torch.models.shapes import MODELS, parameters
+from shardmath_torch.models.configs import MODELS
+from shardmath_torch.models.shapes import parameters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,9 +65,8 @@ def command(argv: Sequence[str]) -> int:
     parser = _parser()
     given = parser.parse_args(argv)
     chosen = RULES[given.rule]
-    for option, taken in _taken(given, chosen).items():
-        if not taken:
-            parser.error(f"{option}: rule {given.rule} takes none")
+    for option in _list_refused(given, chosen):
+        parser.error(f"{option}: rule {given.rule} takes none")
     try:
         _show(given, chosen)
     except ShardError as error:
@@ -126,29 +128,38 @@ def _bucket_size(text: str) -> int | str:
     return text if text in ("default", "none") else _count(text)
 
 
-def _taken(given: argparse.Namespace, chosen: Chosen) -> dict[str, bool]:
-    """The options given that not every rule takes, and whether this one does."""
-    asked = {
-        "--bucket-size": (given.bucket_size is not None, chosen.bucket_size),
-        "--busbw": (given.busbw, chosen.busbw),
-        "--expert-dp": (given.expert_dp is not None, chosen.experts != "never"),
-    }
-    return {option: taken for option, (there, taken) in asked.items() if there}
+def _list_refused(given: argparse.Namespace, chosen: Chosen) -> list[str]:
+    """The options given that the rule does not take."""
+    refused = []
+    if given.bucket_size is not None and not chosen.bucket_size:
+        refused.append("--bucket-size")
+    if given.busbw and not chosen.busbw:
+        refused.append("--busbw")
+    if given.expert_dp is not None and chosen.experts == "never":
+        refused.append("--expert-dp")
+    return refused
 
 
 def _show(given: argparse.Namespace, chosen: Chosen) -> None:
-    params = parameters(_model(given.model), dtype=given.dtype, shared=given.shared_embedding)
-    if chosen.experts == "never" or (chosen.experts == "asked" and given.expert_dp is None):
+    """Print the table and the pictures, and write the drawings asked for."""
+    params = parameters(_find_model(given.model), dtype=given.dtype, shared=given.shared_embedding)
+    apart = chosen.experts == "always"
+    if chosen.experts == "asked":
+        apart = given.expert_dp is not None
+    if not apart:
         params = tuple(replace(param, expert_parallel=False) for param in params)
     layouts = buffers.full_layout(params, rule=chosen.rule, **_options(given, chosen))
     print(buffer_table(layouts))
     for number, (key, layout) in enumerate(layouts.items()):
-        ranks, what = _ranks(given, chosen, key), f"{given.model}, {given.rule}: {_called(key)}"
-        print(f"\n{what}\n{buffer_map(layout, ranks, most=given.most)}")
+        ranks = _count_ranks(given, chosen, key)
+        title = f"{given.model}, {given.rule}: {_write_key(key)}"
+        print(f"\n{title}\n{buffer_map(layout, ranks, most=given.most)}")
         if given.svg:
-            file = given.svg.with_stem(f"{given.svg.stem}-{number}") if number else given.svg
+            file = given.svg
+            if number:
+                file = file.with_stem(f"{file.stem}-{number}")
             _check_apart(file, Path(given.model))
-            _write(file, buffer_svg(layout, ranks, most=given.most, title=what))
+            _write(file, buffer_svg(layout, ranks, most=given.most, title=title))
             print(f"\ndrawn in {file}")
 
 
@@ -160,26 +171,32 @@ def _check_apart(file: Path, model: Path) -> None:
 
 
 def _write(file: Path, text: str) -> None:
+    """Raises ShardError where the file cannot be written."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ShardError(
-            f"cannot write {file}: {error.strerror}; give a file in a folder that is there"
-        ) from error
+        fix = "give a file in a folder that is there"
+        raise ShardError(f"cannot write {file}: {error.strerror}; {fix}") from error
 
 
-def _model(text: str) -> PretrainedConfig | str:
+def _find_model(text: str) -> PretrainedConfig | str:
     """A config, where the text is a model type."""
     from transformers import CONFIG_MAPPING
 
-    known = text not in MODELS and not Path(text).exists() and text in CONFIG_MAPPING
-    return CONFIG_MAPPING[text]() if known else text
+    if text in MODELS or Path(text).exists() or text not in CONFIG_MAPPING:
+        return text
+    return CONFIG_MAPPING[text]()
 
 
 def _options(given: argparse.Namespace, chosen: Chosen) -> dict[str, Any]:
     """What the rule takes, by its keywords."""
-    size = given.bucket_size or "default"
-    elements = {"default": buffers.default_bucket_size(given.dp), "none": None}.get(size, size)
+    elements: int | None
+    if given.bucket_size is None or given.bucket_size == "default":
+        elements = buffers.default_bucket_size(given.dp)
+    elif given.bucket_size == "none":
+        elements = None
+    else:
+        elements = given.bucket_size
     options = {
         "data_parallel_world_size": (given.dp, chosen.sharded),
         "expert_data_parallel_world_size": (given.expert_dp, chosen.experts != "never"),
@@ -189,14 +206,19 @@ def _options(given: argparse.Namespace, chosen: Chosen) -> dict[str, Any]:
     return {name: value for name, (value, taken) in options.items() if taken}
 
 
-def _ranks(given: argparse.Namespace, chosen: Chosen, key: buffers.BufferKey) -> int:
+def _count_ranks(given: argparse.Namespace, chosen: Chosen, key: buffers.BufferKey) -> int:
     """The ranks that divide a buffer."""
-    size = given.expert_dp if key.is_expert_parallel and given.expert_dp else given.dp
-    return size if chosen.sharded else 1
+    if not chosen.sharded:
+        return 1
+    experts_apart = key.is_expert_parallel and given.expert_dp
+    return int(given.expert_dp if experts_apart else given.dp)
 
 
-def _called(key: buffers.BufferKey) -> str:
-    marks = {"experts": key.is_expert_parallel, "managed": key.is_managed_by_layer_wise_optimizer}
-    return ", ".join(
-        [key.param_dtype, f"gradients {key.grad_dtype}", *(mark for mark in marks if marks[mark])]
-    )
+def _write_key(key: buffers.BufferKey) -> str:
+    """What a buffer holds, for its title."""
+    words = [key.param_dtype, f"gradients {key.grad_dtype}"]
+    if key.is_expert_parallel:
+        words.append("experts")
+    if key.is_managed_by_layer_wise_optimizer:
+        words.append("managed")
+    return ", ".join(words)

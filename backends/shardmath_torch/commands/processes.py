@@ -1,12 +1,15 @@
 """Processes: the ranks of one job as processes on this machine, joined by gloo over the loopback.
 
-1. Each process runs `task(argument, rank, say)`: a function that children can import, and values that pickle. What it
-   returns comes back by rank; `say(phase, done, total)` is its progress.
-2. torch is imported once: the processes are forked from a server that has it (spawned where there is no fork).
-3. The first failure ends the job: a rank that raised, that died without a word, or that stalled for `timeout` seconds.
-   It is raised here once, with the rank and the phase; what the other ranks made of it is dropped.
+1. Each process runs `task(argument, rank, say)`: a function that children can import, and values
+   that pickle. What it returns comes back by rank; `say(phase, done, total)` is its progress.
+2. torch is imported once: the processes are forked from a server that has it (spawned where there
+   is no fork).
+3. The first failure ends the job: a rank that raised, that died without a word, or that stalled for
+   `timeout` seconds. It is raised here once, with the rank and the phase; what the other ranks made
+   of it is dropped.
 4. No process outlives `run`, and none outlives the process that called it.
-5. They meet at a store in this process, on a port that the system chose, so that nobody can take the port in between.
+5. They meet at a store in this process, on a port that the system chose, so that nobody can take
+   the port in between.
 """
 
 from __future__ import annotations
@@ -73,7 +76,10 @@ class Lost(ExchangeError):
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why the job ends. A silent death comes first, for all else is its echo; then the earliest that is no echo."""
+    """Why the job ends.
+
+    A silent death comes first, for all else is its echo; then the earliest that is no echo.
+    """
 
     spoken: bool
     when: float
@@ -115,16 +121,16 @@ def run(
 ) -> list[R]:
     """Run the task on ranks 0..world-1 and return what each returned.
 
-    `timeout`, in seconds, bounds every wait inside the group and the silence of all ranks together; `watch` is called
-    with every rank's progress. Raises the first rank's ShardError, or ExchangeError for any other end.
+    `timeout`, in seconds, bounds every wait inside the group and the silence of all ranks together;
+    `watch` is called with every rank's progress. Raises the first rank's ShardError, or
+    ExchangeError for any other end.
     """
     job: _Job[R] = _Job([], {rank: Progress() for rank in range(world)})
-    store = TCPStore(
-        HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-    )
+    limit = timedelta(seconds=timeout)
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
     try:
         with _quiet():
-            context = _context(task)
+            context = _choose_context(task)
             for rank in range(world):
                 job.ranks.append(_start(context, task, argument, rank, world, store.port, timeout))
         _listen(job, timeout, watch)
@@ -142,10 +148,14 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
-def _context(task: Task[A, R]) -> Context:
+def _choose_context(task: Task[A, R]) -> Context:
+    """A server that has imported torch and the task, to fork from; a fresh start where there is no fork."""
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
@@ -162,6 +172,7 @@ def _start(
     port: int,
     timeout: float,
 ) -> _Rank:
+    """One child, started."""
     ours, theirs = mp.Pipe()
     child = (task, argument, rank, world, port, timeout, theirs)
     process = context.Process(target=_child, args=child, daemon=True, name=f"rank {rank}")
@@ -171,6 +182,7 @@ def _start(
 
 
 def _end(processes: list[BaseProcess]) -> None:
+    """Ask all to end, and make those that do not."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -185,84 +197,101 @@ def _listen(job: _Job[R], timeout: float, watch: Callable[[Mapping[int, Progress
     waiting = {child.pipe: child for child in job.ranks}
     heard = time.monotonic()
     while waiting and not job.failures:
-        ready = [pipe for pipe in wait(list(waiting), timeout=0.5) if isinstance(pipe, Connection)]
-        heard = time.monotonic() if ready else heard
-        for pipe in ready:
-            if _hear(job, waiting[pipe]):
-                del waiting[pipe]
+        if _receive_all(job, waiting, 0.5):
+            heard = time.monotonic()
         watch(job.progress)
-        if time.monotonic() - heard > _patience(job, timeout):
-            raise _silent(job, _patience(job, timeout), [child.rank for child in waiting.values()])
+        patience = _choose_patience(job, timeout)
+        if time.monotonic() - heard > patience:
+            raise _describe_silence(job, patience, _ranks_of(waiting))
     if job.failures:
-        _echoes(job, waiting)
-        raise _cause(job, [child.rank for child in waiting.values()])
+        _collect_echoes(job, waiting)
+        raise _find_cause(job, _ranks_of(waiting))
 
 
-def _patience(job: _Job[R], timeout: float) -> float:
+def _ranks_of(waiting: Mapping[Connection, _Rank]) -> list[int]:
+    return [child.rank for child in waiting.values()]
+
+
+def _receive_all(job: _Job[R], waiting: dict[Connection, _Rank], seconds: float) -> bool:
+    """One message of each child that has one within that time; whether any had.
+
+    Who has ended waits no more.
+    """
+    ready = wait(list(waiting), timeout=seconds)
+    for pipe in ready:
+        if isinstance(pipe, Connection) and _receive(job, waiting[pipe]):
+            del waiting[pipe]
+    return bool(ready)
+
+
+def _choose_patience(job: _Job[R], timeout: float) -> float:
     """Seconds of silence before the job is given up."""
     starting = any(at.phase == "start" for at in job.progress.values())
-    return timeout + PATIENCE + (STARTING if starting else 0.0)
+    patience = timeout + PATIENCE
+    return patience + STARTING if starting else patience
 
 
-def _echoes(job: _Job[R], waiting: dict[Connection, _Rank]) -> None:
-    """Collect what else fails, for a while, unless the cause is plain."""
+def _collect_echoes(job: _Job[R], waiting: dict[Connection, _Rank]) -> None:
+    """Collect what else fails, for a while, unless the cause is plain: a rank that died without a word."""
     until = time.monotonic() + PATIENCE
-    while waiting and time.monotonic() < until and all(failure.spoken for failure in job.failures):
-        for pipe in wait(list(waiting), timeout=max(0.0, until - time.monotonic())):
-            if isinstance(pipe, Connection) and _hear(job, waiting[pipe]):
-                del waiting[pipe]
+    while waiting and all(failure.spoken for failure in job.failures):
+        left = until - time.monotonic()
+        if left <= 0:
+            return
+        _receive_all(job, waiting, left)
 
 
-def _cause(job: _Job[R], silent: list[int]) -> ShardError:
+def _find_cause(job: _Job[R], silent: list[int]) -> ShardError:
     """The failure nearest to the cause; where all are echoes, the ranks that say nothing are the cause."""
     nearest = min(job.failures, key=lambda failure: failure.order).error
     if not silent or not isinstance(nearest, Lost):
         return nearest
     at = ", ".join(f"rank {rank} stalled in {job.progress[rank].phase!r}" for rank in silent)
-    return ExchangeError(
-        f"{at} until the others gave up ({nearest}); give a longer timeout if it was only slow"
-    )
+    fix = "give a longer timeout if it was only slow"
+    return ExchangeError(f"{at} until the others gave up ({nearest}); {fix}")
 
 
-def _hear(job: _Job[R], child: _Rank) -> bool:
+def _receive(job: _Job[R], child: _Rank) -> bool:
     """One message of the child; whether it was the last."""
+    rank = child.rank
     try:
         word, *values = child.pipe.recv()
     except (EOFError, OSError):
-        job.failures.append(_Failure(False, time.monotonic(), child.rank, _died(job, child)))
+        error = _describe_death(job, child)
+        job.failures.append(_Failure(False, time.monotonic(), rank, error))
         return True
     if word == "progress":
-        job.progress[child.rank] = Progress(*values)
-    elif word == "result":
-        job.results[child.rank] = values[0]
-        job.progress[child.rank] = Progress("done", 1.0, 1.0)
+        job.progress[rank] = Progress(*values)
+        return False
+    if word == "result":
+        job.results[rank] = values[0]
+        job.progress[rank] = Progress("done", 1.0, 1.0)
     else:
-        job.failures.append(_Failure(True, values[0], child.rank, values[1]))
-    return bool(word != "progress")
+        when, error = values
+        job.failures.append(_Failure(True, when, rank, error))
+    return True
 
 
-def _died(job: _Job[R], child: _Rank) -> ShardError:
+def _describe_death(job: _Job[R], child: _Rank) -> ShardError:
+    """The error of a process that ended without a word."""
     child.process.join(1.0)
     code = child.process.exitcode
-    cause = (
-        f"signal {signal.Signals(-code).name}"
-        if code is not None and code < 0
-        else f"exit code {code}"
-    )
+    cause = f"exit code {code}"
+    if code is not None and code < 0:
+        cause = f"signal {signal.Signals(-code).name}"
+    hint = "see what it printed above"
+    if code == -signal.SIGKILL:
+        hint = "it may have run out of memory"
     phase = job.progress[child.rank].phase
-    hint = (
-        "it may have run out of memory" if code == -signal.SIGKILL else "see what it printed above"
-    )
-    return ExchangeError(
-        f"rank {child.rank} ended with {cause} while in {phase!r}, without a word; {hint}"
-    )
+    what = f"rank {child.rank} ended with {cause} while in {phase!r}, without a word"
+    return ExchangeError(f"{what}; {hint}")
 
 
-def _silent(job: _Job[R], seconds: float, ranks: list[int]) -> ShardError:
+def _describe_silence(job: _Job[R], seconds: float, ranks: list[int]) -> ShardError:
+    """The error of a job of which nothing is heard."""
     at = ", ".join(f"rank {rank} in {job.progress[rank].phase!r}" for rank in ranks)
-    return ExchangeError(
-        f"no rank was heard of for {seconds:.0f} s: {at}; give a longer timeout, or fewer ranks"
-    )
+    what = f"no rank was heard of for {seconds:.0f} s: {at}"
+    return ExchangeError(f"{what}; give a longer timeout, or fewer ranks")
 
 
 def _child(
@@ -280,14 +309,16 @@ def _child(
     torch.set_num_threads(1)
     try:
         _join(rank, world, port, timeout)
-        result = task(argument, rank, _speaker(pipe))
+        say = _make_say(pipe)
+        result = task(argument, rank, say)
         pipe.send(("result", result))
         dist.destroy_process_group()
     except Exception as error:
-        pipe.send(("failure", time.monotonic(), _readable(error, rank)))
+        pipe.send(("failure", time.monotonic(), _make_readable(error, rank)))
 
 
 def _leave_with_parent() -> None:
+    """End this process when its parent has ended."""
     parent = mp.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -295,6 +326,7 @@ def _leave_with_parent() -> None:
 
 
 def _join(rank: int, world: int, port: int, timeout: float) -> None:
+    """Join the group of all ranks, over the loopback."""
     if os.path.isdir("/sys/class/net/lo"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     limit = timedelta(seconds=timeout)
@@ -302,7 +334,7 @@ def _join(rank: int, world: int, port: int, timeout: float) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
 
 
-def _speaker(pipe: Connection) -> Say:
+def _make_say(pipe: Connection) -> Say:
     """`say` for one child: at once where the phase changes, else every SAY_EVERY seconds."""
     last = Progress()
     said = 0.0
@@ -310,20 +342,20 @@ def _speaker(pipe: Connection) -> Say:
     def say(phase: str, done: float, total: float) -> None:
         nonlocal last, said
         now = time.monotonic()
-        if phase != last.phase or done >= total or now - said > SAY_EVERY:
+        due = now - said > SAY_EVERY
+        if due or phase != last.phase or done >= total:
             last, said = Progress(phase, done, total), now
             pipe.send(("progress", phase, done, total))
 
     return say
 
 
-def _readable(error: Exception, rank: int) -> ShardError:
+def _make_readable(error: Exception, rank: int) -> ShardError:
     """The error as the caller shall see it: ours as it is, gloo's in one line, any other with its traceback."""
     if isinstance(error, ShardError):
         return error
     if isinstance(error, RuntimeError) and "gloo" in str(error):
         return Lost(f"rank {rank} lost a peer: {str(error).splitlines()[0]}")
     shown = "".join(traceback.format_exception(error)).rstrip()
-    return ExchangeError(
-        f"rank {rank} failed: {type(error).__name__}: {error}; its traceback:\n{shown}"
-    )
+    what = f"rank {rank} failed: {type(error).__name__}: {error}"
+    return ExchangeError(f"{what}; its traceback:\n{shown}")

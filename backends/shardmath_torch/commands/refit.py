@@ -128,12 +128,14 @@ def _seconds(text: str) -> float:
 
 
 def _bytes(text: str) -> int:
+    """A size such as 64MB, in bytes."""
     found = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text)
-    if not found or found[2].upper() not in UNITS or not int(found[1]):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; write bytes, or a unit: 64MB, 1GiB"
-        )
-    return int(found[1]) * UNITS[found[2].upper()]
+    number = int(found[1]) if found else 0
+    unit = UNITS.get(found[2].upper()) if found else None
+    if unit is None or not number:
+        fix = "write bytes, or a unit: 64MB, 1GiB"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; {fix}")
+    return number * unit
 
 
 def _refit(options: argparse.Namespace, model: Path, show: Screen, out: Path | None) -> Result:
@@ -150,7 +152,7 @@ def _moved(job: Job, show: Screen) -> Result:
         fits(job.weights, side)
     world = _world(job.src, job.dst)
     show.table(layouts_table(job.weights, job.src, job.dst))
-    plan = _planned(src, dst, show)
+    plan = _plan(src, dst, show)
     job = replace(job, digest=plan.digest)
     outcomes = _run(job, world, plan.dst_ranks, show)
     result = Result(job, plan, bounds(src, dst), outcomes)
@@ -183,53 +185,54 @@ def _world(src: Side, dst: Side) -> int:
     ranks = set(src.mesh.ranks) | set(dst.mesh.ranks)
     idle = set(range(max(ranks) + 1)) - ranks
     if idle:
-        raise sm.MeshError(
-            f"rank {min(idle)} is on neither side ({src.mesh}, {dst.mesh}); number ranks from 0 without gaps"
-        )
+        what = f"rank {min(idle)} is on neither side ({src.mesh}, {dst.mesh})"
+        raise sm.MeshError(f"{what}; number ranks from 0 without gaps")
     if len(ranks) > MOST_RANKS:
-        raise sm.MeshError(
-            f"{len(ranks)} ranks ({src.mesh}, {dst.mesh}), at most {MOST_RANKS} here; give smaller meshes"
-        )
+        what = f"{len(ranks)} ranks ({src.mesh}, {dst.mesh}), at most {MOST_RANKS} here"
+        raise sm.MeshError(f"{what}; give smaller meshes")
     return len(ranks)
 
 
-def _planned(src: dict[str, sm.Layout], dst: dict[str, sm.Layout], show: Screen) -> sm.Plan:
+def _plan(src: dict[str, sm.Layout], dst: dict[str, sm.Layout], show: Screen) -> sm.Plan:
+    """The plan, proved. Says how long both took."""
     start = time.perf_counter()
     plan = sm.plan(src, dst)
     planned = time.perf_counter()
     sm.verify(plan)
     proved = time.perf_counter()
     count = sum(1 for _ in plan.transfers())
-    times = (
-        f"planned in {(planned - start) * 1e3:.1f} ms, proved in {(proved - planned) * 1e3:.1f} ms"
-    )
-    show.line(
-        f"plan {plan.digest[:12]}: {plural(count, 'transfer')} of {plural(src, 'tensor')}, {times}"
-    )
+    plan_ms = (planned - start) * 1e3
+    proof_ms = (proved - planned) * 1e3
+    what = f"plan {plan.digest[:12]}: {plural(count, 'transfer')} of {plural(src, 'tensor')}"
+    show.line(f"{what}, planned in {plan_ms:.1f} ms, proved in {proof_ms:.1f} ms")
     return plan
 
 
 def _report(result: Result, show: Screen) -> None:
+    """Tables of bytes and times, the busiest sender beside its bound, and what was checked."""
     plan, bound, outcomes = result.plan, result.bound, result.outcomes
     sent = plan.sent_bytes()
     show.table(traffic_table(plan, bound, outcomes))
-    show.line(_busiest(sent, bound))
+    show.line(_compare_busiest(sent, bound))
     show.table(times_table(sum(sent.values()), outcomes))
     checked = sum(outcome.checked for outcome in outcomes)
-    show.line(
-        f"all {checked} bytes on ranks {_ranks(plan.dst_ranks)} equal {result.job.weights.path}"
-    )
+    receivers = _write_ranks(plan.dst_ranks)
+    show.line(f"all {checked} bytes on ranks {receivers} equal {result.job.weights.path}")
 
 
-def _busiest(sent: dict[int, int], bound: Bounds) -> str:
+def _compare_busiest(sent: dict[int, int], bound: Bounds) -> str:
+    """The busiest sender beside its bound, and who forces that."""
     ours = max(sent.values())
-    ratio = f"{ours / bound.busiest:.4f}" if bound.busiest else "1.0000"
-    one = len(bound.forced_by) == 1
-    why = f"rank{'s' * (not one)} {_ranks(sorted(bound.forced_by))} alone hold{'s' * one} what forces it"
-    return f"busiest sender {size(ours)}, lower bound {size(bound.busiest)} (ratio {ratio}): {why}"
+    ratio = ours / bound.busiest if bound.busiest else 1.0
+    forced_by = _write_ranks(sorted(bound.forced_by))
+    why = f"ranks {forced_by} alone hold what forces it"
+    if len(bound.forced_by) == 1:
+        why = f"rank {forced_by} alone holds what forces it"
+    loads = f"busiest sender {size(ours)}, lower bound {size(bound.busiest)}"
+    return f"{loads} (ratio {ratio:.4f}): {why}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _write_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 

@@ -1,32 +1,34 @@
 """Bounds: bytes that no plan which sends every piece straight from a holder to a receiver can go below.
 
 1. A rank **receives** at least what it needs and does not hold.
-2. A rank **sends** at least what is asked of it alone: the bytes that others need and only it holds.
-3. A set of ranks sends at least what only its members hold; so its busiest member sends at least that divided by the
-   size of the set. `busiest` takes the highest of these over the sets of ranks that hold the same piece, and over all
-   of them together.
+2. A rank **sends** at least what is asked of it alone: the bytes that others need and only it
+   holds.
+3. A set of ranks sends at least what only its members hold; so its busiest member sends at least
+   that divided by the size of the set. `busiest` is the highest of these over all sets
+   (`flows.flow.levels`): some choice of senders reaches it.
 
-Nothing here looks at a plan: only at layouts, whose ranks' pieces are products of runs, identical or disjoint.
-Copies that receivers pass on to each other could go below 2 and 3, never below 1.
+Nothing here looks at a plan: only at layouts, whose ranks' pieces are products of runs, identical
+or disjoint. Copies that receivers relay to each other could go below 2 and 3, never below 1.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardmath import Layout
 from shardmath.algebra.runs import Runs, compose, invert
 from shardmath.base.memo import memo
+from shardmath.flows.flow import levels
 
 __all__ = ["Bounds", "bounds"]
 
 Held: TypeAlias = tuple[Runs, ...]
 Layouts: TypeAlias = Mapping[str, Layout]
-Demand: TypeAlias = dict[frozenset[int], int]
+Holders: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,59 +43,69 @@ class Bounds:
 
 def bounds(src: Layouts, dst: Layouts) -> Bounds:
     """The bounds of moving every tensor from its layout in `src` to its layout in `dst`, none of them Partial."""
+    received, demand = _sum_demands(src, dst)
+    senders = _list_ranks(src)
+    ranks = sorted({*senders, *_list_ranks(dst)})
+    demand[senders] += 0  # so that every sender is in a level
+    highest = levels(list(demand.values()), list(demand))[0]
+    return Bounds(
+        received={rank: received[rank] for rank in ranks},
+        sent={rank: demand[rank,] for rank in ranks},
+        busiest=-(-highest.nbytes // len(highest.ranks)),  # rounded up
+        forced_by=frozenset(highest.ranks),
+    )
+
+
+def _sum_demands(src: Layouts, dst: Layouts) -> tuple[Counter[int], Counter[Holders]]:
+    """Bytes of all tensors: by receiver, and by who holds them."""
     received: Counter[int] = Counter()
-    demand: Counter[frozenset[int]] = Counter()
+    demand: Counter[Holders] = Counter()
     pairs = Counter((src[name], dst[name]) for name in src)
-    for (a, b), count in pairs.items():
-        for rank, holders, nbytes in _asked(a, b):
+    for (before, after), count in pairs.items():
+        for rank, holders, nbytes in _list_demands(before, after):
             received[rank] += nbytes * count
             demand[holders] += nbytes * count
-    sources = frozenset(rank for layout in src.values() for rank in layout.mesh.ranks)
-    ranks = sources | {rank for layout in dst.values() for rank in layout.mesh.ranks}
-    busiest, forced_by = _busiest(demand, sources)
-    sent = {rank: demand[frozenset({rank})] for rank in sorted(ranks)}
-    return Bounds({rank: received[rank] for rank in sorted(ranks)}, sent, busiest, forced_by)
+    return received, demand
 
 
-def _asked(src: Layout, dst: Layout) -> list[tuple[int, frozenset[int], int]]:
+def _list_ranks(layouts: Layouts) -> Holders:
+    """All ranks of the layouts, in order."""
+    ranks: set[int] = set()
+    for layout in layouts.values():
+        ranks.update(layout.mesh.ranks)
+    return tuple(sorted(ranks))
+
+
+def _list_demands(src: Layout, dst: Layout) -> Iterator[tuple[int, Holders, int]]:
     """(receiver, all holders, bytes) of each piece of `src` that a rank of `dst` needs and does not hold."""
-    return [
-        (rank, holders, _common(piece, dst.runs(rank), src.shape) * src.itemsize)
-        for piece, holders in _pieces(src).items()
-        for rank in dst.mesh.ranks
-        if rank not in holders
-    ]
+    for piece, holders in _group_holders(src).items():
+        for rank in dst.mesh.ranks:
+            if rank not in holders:
+                common = _count_common(piece, dst.runs(rank), src.shape)
+                yield rank, holders, common * src.itemsize
 
 
-def _pieces(layout: Layout) -> dict[Held, frozenset[int]]:
+def _group_holders(layout: Layout) -> dict[Held, Holders]:
     """Each piece that ranks hold, and who holds it."""
-    out: dict[Held, set[int]] = {}
+    found: dict[Held, set[int]] = {}
     for rank in layout.mesh.ranks:
-        out.setdefault(tuple(map(_sorted, layout.runs(rank), layout.shape)), set()).add(rank)
-    return {piece: frozenset(holders) for piece, holders in out.items()}
+        pairs = zip(layout.runs(rank), layout.shape, strict=True)
+        piece = tuple(_sort_runs(runs, n) for runs, n in pairs)
+        found.setdefault(piece, set()).add(rank)
+    return {piece: tuple(sorted(holders)) for piece, holders in found.items()}
 
 
-def _sorted(runs: Runs, n: int) -> Runs:
+def _sort_runs(runs: Runs, n: int) -> Runs:
     """The same positions in global order: equal for ranks that hold the same in another order."""
-    return Runs(((start, start, length) for _, start, length in runs.segments), n)
+    segments = [(start, start, length) for _, start, length in runs.segments]
+    return Runs(segments, n)
 
 
 @memo()
-def _common(a: Held, b: Held, shape: tuple[int, ...]) -> int:
+def _count_common(a: Held, b: Held, shape: tuple[int, ...]) -> int:
     """Elements in both."""
-    return math.prod(compose(p, invert(q, n)).size for p, q, n in zip(a, b, shape, strict=True))
-
-
-def _busiest(
-    demand: Mapping[frozenset[int], int], sources: frozenset[int]
-) -> tuple[int, frozenset[int]]:
-    """The highest load that some set of ranks forces on a member, and that set."""
-    loads = {members: _forced(demand, members) for members in [*demand, sources]}
-    members = max(loads, key=lambda members: (loads[members], -len(members)))
-    return loads[members], members
-
-
-def _forced(demand: Mapping[frozenset[int], int], members: frozenset[int]) -> int:
-    return -(
-        -sum(nbytes for holders, nbytes in demand.items() if holders <= members) // len(members)
-    )
+    sizes = []
+    for p, q, n in zip(a, b, shape, strict=True):
+        both = compose(p, invert(q, n))
+        sizes.append(both.size)
+    return math.prod(sizes)

@@ -2,9 +2,10 @@
 
 1. A source rank reads its own slices and no more; a destination rank starts with empty tensors.
 2. Every rank plans for itself, and holds its plan against the digest of the one that was proved.
-3. Before each move the destination's bytes are spoilt, so that what is right afterwards has been moved.
-4. Beside each move the same bytes go between the same pairs by hand-written `batch_isend_irecv` on contiguous buffers:
-   what the network alone costs.
+3. Before each move the destination's bytes are poisoned, so that what is right afterwards has been
+   moved.
+4. Beside each move the same bytes go between the same pairs by hand-written `batch_isend_irecv` on
+   contiguous buffers: what the network alone costs.
 5. At the end every byte that arrived is compared with the file.
 """
 
@@ -37,7 +38,10 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor]
 Seconds: TypeAlias = tuple[float, ...]
 Step: TypeAlias = Callable[[], object]
 End: TypeAlias = Callable[..., dist.Work | None]
-SPOILT = 0xA5
+_Buffer: TypeAlias = tuple[End, torch.Tensor, int]
+
+POISON = 0xA5
+"""In every byte of the destination before a move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +73,54 @@ class Outcome:
 
 def refit_rank(job: Job, rank: int, say: Say) -> Outcome:
     """The task of `rank`. Raises ShardError, among others for a byte that differs from the file."""
-    src, dst = (side.layouts(job.weights.shapes) for side in (job.src, job.dst))
-    ours, load_s = _timed(lambda: _load(job, src, rank, say))
-    arriving = (
-        {name: zeros(layout, rank) for name, layout in dst.items()}
-        if rank in job.dst.mesh
-        else None
-    )
+    shapes = job.weights.shapes
+    src = job.src.layouts(shapes)
+    dst = job.dst.layouts(shapes)
+    ours, load_s = _time(lambda: _load(job, src, rank, say))
+    arriving = None
+    if rank in job.dst.mesh:
+        arriving = {name: zeros(layout, rank) for name, layout in dst.items()}
     say("plan", 0, 1)
-    plan, plan_s = _timed(lambda: sm.plan(src, dst))
-    if plan.digest != job.digest:
-        raise sm.PlanError(
-            f"rank {rank} plans {plan.digest}, proved was {job.digest}; run one version of everything"
-        )
+    plan, plan_s = _time(lambda: sm.plan(src, dst))
+    _check_proved(plan, job, rank)
     say("compile", 0, 1)
     limit = job.max_inflight_bytes
-    mover, compile_s = _timed(lambda: compile(plan, timeout=job.timeout, max_inflight_bytes=limit))
-    seconds = _race(job, lambda: mover(ours, out=arriving), _peer(plan, rank), arriving, say)
+    mover, compile_s = _time(lambda: compile(plan, timeout=job.timeout, max_inflight_bytes=limit))
+    peer = _prepare_peer(plan, rank)
+    move_s, peer_s = _race(job, lambda: mover(ours, out=arriving), peer, arriving, say)
     checked = _check(job, dst, rank, arriving, say) if arriving else 0
     loaded = sum(tensor.nbytes for tensor in (ours or {}).values())
-    return Outcome(load_s, plan_s, compile_s, *seconds, loaded, checked)
+    return Outcome(load_s, plan_s, compile_s, move_s, peer_s, loaded, checked)
 
 
-def _timed(work: Callable[[], T]) -> tuple[T, float]:
+def _check_proved(plan: sm.Plan, job: Job, rank: int) -> None:
+    """Raise PlanError unless this is the plan that was proved before ranks were started."""
+    if plan.digest != job.digest:
+        what = f"rank {rank} plans {plan.digest}, proved was {job.digest}"
+        raise sm.PlanError(f"{what}; run one version of everything")
+
+
+def _time(work: Callable[[], T]) -> tuple[T, float]:
+    """What it returns, and seconds."""
     start = time.perf_counter()
-    return work(), time.perf_counter() - start
+    result = work()
+    return result, time.perf_counter() - start
 
 
 def _load(job: Job, layouts: Layouts, rank: int, say: Say) -> dict[str, torch.Tensor] | None:
+    """The rank's part of the source, if it is on that side."""
     if rank not in job.src.mesh:
         return None
-    return load(job.weights, layouts, rank, progress=_bytes(say, "load", layouts, rank))
+    progress = _count_bytes(say, "load", layouts, rank)
+    return load(job.weights, layouts, rank, progress=progress)
 
 
-def _bytes(say: Say, phase: str, layouts: Layouts, rank: int) -> Progress:
-    """Says how many of the rank's bytes are done."""
-    done, total = (
-        0,
-        sum(math.prod(layout.local_shape(rank)) * layout.itemsize for layout in layouts.values()),
-    )
+def _count_bytes(say: Say, phase: str, layouts: Layouts, rank: int) -> Progress:
+    """Says how many of the rank's bytes are done, each time that it is called with some more."""
+    done = 0
+    total = 0
+    for layout in layouts.values():
+        total += math.prod(layout.local_shape(rank)) * layout.itemsize
     say(phase, 0, total)
 
     def add(nbytes: int) -> None:
@@ -122,44 +135,47 @@ def _race(
     job: Job, move: Step, peer: Step, arriving: Tensors | None, say: Say
 ) -> tuple[Seconds, Seconds]:
     """Seconds of every move, and of the hand-written exchange that follows it on the same state of the machine."""
-    seconds = []
+    move_s = []
+    peer_s = []
     for step in range(job.steps):
         say("move", step, job.steps)
         for tensor in (arriving or {}).values():
-            flat(tensor).view(torch.uint8).fill_(SPOILT)
-        seconds.append((_together(move), _together(peer)))
+            flat(tensor).view(torch.uint8).fill_(POISON)
+        move_s.append(_time_together(move))
+        peer_s.append(_time_together(peer))
     say("move", job.steps, job.steps)
-    ours, theirs = zip(*seconds, strict=True)
-    return ours, theirs
+    return tuple(move_s), tuple(peer_s)
 
 
-def _together(step: Step) -> float:
+def _time_together(step: Step) -> float:
     """Seconds of one step that all ranks begin at once."""
     dist.barrier()
-    return _timed(step)[1]
+    _, seconds = _time(step)
+    return seconds
 
 
-def _peer(plan: sm.Plan, rank: int) -> Step:
+def _prepare_peer(plan: sm.Plan, rank: int) -> Step:
     """The bytes of the plan between the same pairs, one contiguous buffer each way, and nothing else."""
-    outgoing, incoming = Counter[int](), Counter[int]()
-    for t in plan.transfers(src=rank):
-        outgoing[t.dst_rank] += t.nbytes
-    for t in plan.transfers(dst=rank):
-        incoming[t.src_rank] += t.nbytes
-    ends = [(dist.irecv, incoming), (dist.isend, outgoing)]
-    buffers = [
-        (end, torch.zeros(nbytes, dtype=torch.uint8), peer)
-        for end, sizes in ends
-        for peer, nbytes in sorted(sizes.items())
-        if peer != rank and nbytes
-    ]
+    outgoing = Counter[int]()
+    incoming = Counter[int]()
+    for transfer in plan.transfers(src=rank):
+        outgoing[transfer.dst_rank] += transfer.nbytes
+    for transfer in plan.transfers(dst=rank):
+        incoming[transfer.src_rank] += transfer.nbytes
+    buffers: list[_Buffer] = []
+    for end, sizes in ((dist.irecv, incoming), (dist.isend, outgoing)):
+        for peer, nbytes in sorted(sizes.items()):
+            if peer != rank and nbytes:
+                buffers.append((end, torch.zeros(nbytes, dtype=torch.uint8), peer))
     return lambda: _exchange(buffers)
 
 
-def _exchange(buffers: list[tuple[End, torch.Tensor, int]]) -> None:
-    for work in (
-        dist.batch_isend_irecv([dist.P2POp(*buffer) for buffer in buffers]) if buffers else ()
-    ):
+def _exchange(buffers: list[_Buffer]) -> None:
+    """All of them at once, to the end."""
+    if not buffers:
+        return
+    operations = [dist.P2POp(*buffer) for buffer in buffers]
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
 
 
@@ -167,9 +183,8 @@ def _check(
     job: Job, layouts: Layouts, rank: int, arriving: dict[str, torch.Tensor], say: Say
 ) -> int:
     """Bytes compared with the file; then what arrived is written out where that is asked."""
-    checked = check(
-        job.weights, layouts, rank, arriving, progress=_bytes(say, "check", layouts, rank)
-    )
+    progress = _count_bytes(say, "check", layouts, rank)
+    checked = check(job.weights, layouts, rank, arriving, progress=progress)
     if job.out:
         leave(job.out, rank, arriving)
     return checked

@@ -2,7 +2,8 @@
 
 1. Sizes are decimal: 1 MB is 10^6 bytes.
 2. A bound stands beside what it bounds.
-3. On a terminal progress is one line that changes; elsewhere it is a line a phase, and one every PLAIN_EVERY seconds.
+3. On a terminal progress is one line that changes; elsewhere it is one line per phase, and one
+   every PLAIN_EVERY seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table as RichTable
+from rich.text import Text
 
 import shardmath as sm
 from shardmath.base.given import plural
@@ -28,7 +35,6 @@ __all__ = [
     "Screen",
     "Table",
     "layouts_table",
-    "rich_screen",
     "screen",
     "size",
     "times_table",
@@ -53,20 +59,28 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def right(self, column: int) -> bool:
-        """Whether the column holds numbers."""
-        return all(row[column].lstrip("-")[:1].isdigit() or not row[column] for row in self.rows)
+        """Whether the column holds numbers, or nothing."""
+        for row in self.rows:
+            cell = row[column]
+            digits = cell.lstrip("-")
+            if cell and not digits[:1].isdigit():
+                return False
+        return True
 
     def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        columns = zip(self.header, *self.rows, strict=True)
+        widths = [max(map(len, column)) for column in columns]
         rule = tuple("-" * width for width in widths)
-        lines = [self._line(row, widths) for row in (self.header, rule, *self.rows)]
-        return "\n".join([self.title, *lines])
+        lines = [self.title]
+        for row in (self.header, rule, *self.rows):
+            lines.append(self._write_row(row, widths))
+        return "\n".join(lines)
 
-    def _line(self, row: tuple[str, ...], widths: Sequence[int]) -> str:
-        cells = (
-            cell.rjust(w) if self.right(i) else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
+    def _write_row(self, row: tuple[str, ...], widths: Sequence[int]) -> str:
+        cells = []
+        for i, width in enumerate(widths):
+            cell = row[i].rjust(width) if self.right(i) else row[i].ljust(width)
+            cells.append(cell)
         return "  " + "  ".join(cells).rstrip()
 
 
@@ -84,16 +98,13 @@ class Screen(Protocol):
 
 
 def screen() -> Screen:
-    """rich on a terminal that has it, plain elsewhere."""
-    if not sys.stdout.isatty():
-        return _Plain()
-    try:
-        return rich_screen()
-    except ImportError:
-        return _Plain()
+    """rich on a terminal, plain elsewhere."""
+    return _TerminalScreen() if sys.stdout.isatty() else _PlainScreen()
 
 
-class _Plain:
+class _PlainScreen:
+    """Lines of text, for files and pipes."""
+
     def line(self, text: str) -> None:
         print(text, flush=True)
 
@@ -102,85 +113,82 @@ class _Plain:
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Watch]:
-        start, shown, said = time.monotonic(), "", 0.0
+        start = time.monotonic()
+        shown = ""
+        shown_at = 0.0
 
         def watch(progress: Mapping[int, Progress]) -> None:
-            nonlocal shown, said
-            now, phase = time.monotonic() - start, _slowest(progress)
-            if phase != shown or now - said > PLAIN_EVERY:
-                shown, said = phase, now
-                self.line(f"[{now:5.1f} s] {_summary(progress)}")
+            nonlocal shown, shown_at
+            now = time.monotonic() - start
+            phase = _find_slowest(progress)
+            if phase != shown or now - shown_at > PLAIN_EVERY:
+                shown, shown_at = phase, now
+                self.line(f"[{now:5.1f} s] {_summarise(progress)}")
 
         yield watch
 
 
-def rich_screen() -> Screen:
-    """The screen of a terminal. Raises ImportError without rich (extra `pretty`)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-    from rich.table import Table as RichTable
-    from rich.text import Text
+class _TerminalScreen:
+    """Tables with borders, and one line of progress that changes."""
 
-    class Rich:
-        console = Console(highlight=False)
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
 
-        def line(self, text: str) -> None:
-            self.console.print(text, markup=False, soft_wrap=True)
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
 
-        def table(self, table: Table) -> None:
-            shown = RichTable(title=table.title, title_justify="left", title_style="bold")
-            for i, name in enumerate(table.header):
-                shown.add_column(
-                    name, justify="right" if table.right(i) else "left", overflow="fold"
-                )
-            for row in table.rows:
-                shown.add_row(*map(Text, row))
-            self.console.print(shown)
+    def table(self, table: Table) -> None:
+        shown = RichTable(title=table.title, title_justify="left", title_style="bold")
+        for i, name in enumerate(table.header):
+            numbers = table.right(i)
+            shown.add_column(name, justify="right" if numbers else "left", overflow="fold")
+        for row in table.rows:
+            shown.add_row(*map(Text, row))  # Text: no cell is markup
+        self._console.print(shown)
 
-        @contextlib.contextmanager
-        def progress(self) -> Iterator[Watch]:
-            columns = (
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TimeElapsedColumn(),
-            )
-            with Bar(*columns, console=self.console, transient=True) as bar:
-                task = bar.add_task("start", total=len(PHASES) - 1)
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[Watch]:
+        text = TextColumn("{task.description}")
+        columns = (SpinnerColumn(), text, BarColumn(), TimeElapsedColumn())
+        with Bar(*columns, console=self._console, transient=True) as bar:
+            task = bar.add_task("start", total=len(PHASES) - 1)
 
-                def watch(progress: Mapping[int, Progress]) -> None:
-                    bar.update(task, description=_summary(progress), completed=_completed(progress))
+            def watch(progress: Mapping[int, Progress]) -> None:
+                done = _count_phases(progress)
+                bar.update(task, description=_summarise(progress), completed=done)
 
-                yield watch
-
-    return Rich()
+            yield watch
 
 
-def _slowest(progress: Mapping[int, Progress]) -> str:
-    return min((at.phase for at in progress.values()), key=PHASES.index)
+def _find_slowest(progress: Mapping[int, Progress]) -> str:
+    """The earliest phase that a rank is in."""
+    phases = {at.phase for at in progress.values()}
+    return min(phases, key=PHASES.index)
 
 
-def _summary(progress: Mapping[int, Progress]) -> str:
+def _summarise(progress: Mapping[int, Progress]) -> str:
     """The slowest phase, how many ranks are in it, and how much of it they have done."""
-    phase = _slowest(progress)
+    phase = _find_slowest(progress)
     there = [at for at in progress.values() if at.phase == phase]
-    done, total = sum(at.done for at in there), sum(at.total for at in there)
-    amount = {
-        "load": f": {size(done)} of {size(total)}",
-        "check": f": {size(done)} of {size(total)}",
-        "move": f": step {min(at.done for at in there) + 1:.0f} of {there[0].total:.0f}",
-    }
-    return f"{phase} ({len(there)} of {plural(progress, 'rank')}){amount.get(phase, '')}"
+    text = f"{phase} ({len(there)} of {plural(progress, 'rank')})"
+    if phase in ("load", "check"):
+        done = sum(at.done for at in there)
+        total = sum(at.total for at in there)
+        return f"{text}: {size(done)} of {size(total)}"
+    if phase == "move":
+        step = min(at.done for at in there) + 1
+        return f"{text}: step {step:.0f} of {there[0].total:.0f}"
+    return text
 
 
-def _completed(progress: Mapping[int, Progress]) -> float:
+def _count_phases(progress: Mapping[int, Progress]) -> float:
     """Phases behind the ranks, on average, with the part of the present one."""
-    parts = (
-        PHASES.index(at.phase) + (at.done / at.total if at.total else 0.0)
-        for at in progress.values()
-    )
-    return min(sum(parts) / len(progress), len(PHASES) - 1)
+    behind = 0.0
+    for at in progress.values():
+        behind += PHASES.index(at.phase)
+        if at.total:
+            behind += at.done / at.total
+    return min(behind / len(progress), len(PHASES) - 1)
 
 
 def size(nbytes: float) -> str:
@@ -192,66 +200,60 @@ def size(nbytes: float) -> str:
 
 
 def layouts_table(weights: Weights, src: Side, dst: Side) -> Table:
-    """The layouts chosen: tensors by the rules that they fall to on either side."""
-    a, b = (side.matches(weights.entries) for side in (src, dst))
-    groups: dict[tuple[Rule | None, Rule | None], list[str]] = {}
+    """The layouts chosen: tensors by the rules that they fall to on either side, most tensors first."""
+    before = src.matches(weights.entries)
+    after = dst.matches(weights.entries)
+    groups: dict[_Rules, list[str]] = {}
     for name in weights.entries:
-        groups.setdefault((a[name], b[name]), []).append(name)
-    rows = [
-        _group(weights, pair, names)
-        for pair, names in sorted(groups.items(), key=lambda item: -len(item[1]))
-    ]
+        groups.setdefault((before[name], after[name]), []).append(name)
+    rows = []
+    for rules, names in sorted(groups.items(), key=lambda item: -len(item[1])):
+        rows.append(_write_group(weights, rules, names))
     header = ("rule", "tensors", "size", "source", "destination", "for example")
-    return Table(f"Layouts: {_mesh(src)}  ->  {_mesh(dst)}", header, tuple(rows))
+    before_mesh, after_mesh = Side(src.mesh), Side(dst.mesh)  # without rules: the meshes alone
+    title = f"Layouts: {before_mesh}  ->  {after_mesh}"
+    return Table(title, header, tuple(rows))
 
 
-def _group(
-    weights: Weights, pair: tuple[Rule | None, Rule | None], names: list[str]
-) -> tuple[str, ...]:
-    patterns = list(dict.fromkeys(rule.pattern if rule else "(none)" for rule in pair))
-    texts = [rule.layout if rule else "..." for rule in pair]
-    total = sum(weights.entries[name].nbytes for name in names)
-    largest = max(names, key=lambda name: weights.entries[name].nbytes)
+_Rules: TypeAlias = tuple[Rule | None, Rule | None]
+"""That of the source and that of the destination."""
+
+
+def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str, ...]:
+    """A row: the tensors that fall to these rules, the largest as an example."""
+    patterns = [rule.pattern if rule else "(none)" for rule in rules]
+    texts = [rule.layout if rule else "..." for rule in rules]
+    sizes = {name: weights.entries[name].nbytes for name in names}
+    largest = max(names, key=lambda name: sizes[name])
     entry = weights.entries[largest]
     return (
-        " / ".join(patterns),
+        " / ".join(dict.fromkeys(patterns)),
         str(len(names)),
-        size(total),
+        size(sum(sizes.values())),
         *texts,
         f"{largest} {entry.dtype}{list(entry.shape)}",
     )
 
 
-def _mesh(side: Side) -> str:
-    return str(Side(side.mesh))
-
-
 def traffic_table(plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]) -> Table:
     """Bytes that each rank loaded, sent and received, each beside what no direct plan can go below."""
+    ranks = plan.ranks
     sent, received = plan.sent_bytes(), plan.received_bytes()
-    counts = [
-        (
-            outcomes[r].loaded,
-            sent[r],
-            bound.sent[r],
-            received[r],
-            bound.received[r],
-            outcomes[r].checked,
-        )
-        for r in plan.ranks
-    ]
-    rows = [(str(r), *map(size, row)) for r, row in zip(plan.ranks, counts, strict=True)]
-    header = (
-        "rank",
-        "loaded",
-        "sent",
-        ">= held by it alone",
-        "received",
-        ">= needed, not held",
-        "checked",
-    )
-    total = ("all", *(size(sum(column)) for column in zip(*counts, strict=True)))
-    return Table("Bytes of one move, each beside its lower bound", header, (*rows, total))
+    columns = {
+        "loaded": [outcomes[rank].loaded for rank in ranks],
+        "sent": [sent[rank] for rank in ranks],
+        ">= held by it alone": [bound.sent[rank] for rank in ranks],
+        "received": [received[rank] for rank in ranks],
+        ">= needed, not held": [bound.received[rank] for rank in ranks],
+        "checked": [outcomes[rank].checked for rank in ranks],
+    }
+    rows = []
+    for rank, *counts in zip(ranks, *columns.values(), strict=True):
+        rows.append((str(rank), *map(size, counts)))
+    totals = map(sum, columns.values())
+    rows.append(("all", *map(size, totals)))
+    title = "Bytes of one move, each beside its lower bound"
+    return Table(title, ("rank", *columns), tuple(rows))
 
 
 def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> Table:
@@ -259,26 +261,26 @@ def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> Table:
 
     A step takes as long as its slowest rank.
     """
-    ours = [max(steps) for steps in zip(*(o.move_s for o in outcomes), strict=True)]
-    peer = [max(steps) for steps in zip(*(o.peer_s for o in outcomes), strict=True)]
+    ours = [max(steps) for steps in zip(*(outcome.move_s for outcome in outcomes), strict=True)]
+    peer = [max(steps) for steps in zip(*(outcome.peer_s for outcome in outcomes), strict=True)]
+    first = _write_ratio(nbytes, ours[0], peer[0])
+    best = _write_ratio(nbytes, min(ours), min(peer))
     rows = (
-        ("shardmath", *_times(nbytes, ours)),
-        ("isend/irecv", *_times(nbytes, peer)),
-        ("ratio", *(_ratio(nbytes, a(ours), a(peer)) for a in (lambda s: s[0], min)), ""),
+        ("shardmath", *_write_times(nbytes, ours)),
+        ("isend/irecv", *_write_times(nbytes, peer)),
+        ("ratio", first, best, ""),
     )
     header = ("", "first", f"best of {len(ours)}", "best throughput")
-    return Table(
-        "Time of one move, beside hand-written isend/irecv of the same bytes between the same ranks",
-        header,
-        rows,
-    )
+    what = "hand-written isend/irecv of the same bytes between the same ranks"
+    return Table(f"Time of one move, beside {what}", header, rows)
 
 
-def _ratio(nbytes: int, ours: float, peer: float) -> str:
+def _write_ratio(nbytes: int, ours: float, peer: float) -> str:
     """How much longer ours took; nothing to compare where no byte goes from rank to rank."""
     return f"{ours / peer:.2f}" if nbytes and peer else "-"
 
 
-def _times(nbytes: int, steps: Sequence[float]) -> tuple[str, str, str]:
+def _write_times(nbytes: int, steps: Sequence[float]) -> tuple[str, str, str]:
+    """The first and the best time, and the throughput of the best."""
     best = min(steps)
     return f"{steps[0] * 1e3:.1f} ms", f"{best * 1e3:.1f} ms", f"{size(nbytes / best)}/s"

@@ -3,6 +3,7 @@
 In reading order:
 
 - `devicemesh`: DeviceMeshes, Meshes and process groups;
+- `placements`: DTensor placements as layouts, and back;
 - `dtensor`: `from_dtensor`, `to_dtensor`;
 - `moves`: compiled moves, kept;
 - `redistribute`: `redistribute`, with gradients;

@@ -1,16 +1,18 @@
 """Modules: the layout of every parameter, as it really lies.
 
-1. After `parallelize_module` and `fully_shard` the parameters of a module are DTensors, some of whose placements have
-   two readings; those that nobody divided are plain tensors, the same on every rank.
-2. All ranks get the same layouts. A parameter that lies on a part of the mesh of the others, as one that only FSDP2
-   divides lies on this rank's data-parallel group, is replicated along the axes that the part leaves out.
-3. Parameters that `set_device_mesh` has placed are as it has recorded, their parts chunked by what FSDP2 has divided
-   since. Their DTensor placements may say something else, and nobody is asked.
+1. After `parallelize_module` and `fully_shard` the parameters of a module are DTensors, some of
+   whose placements have two readings; those that nobody divided are plain tensors, the same on
+   every rank.
+2. All ranks get the same layouts. A parameter that lies on a part of the mesh of the others, as one
+   that only FSDP2 divides lies on this rank's data-parallel group, is replicated along the axes
+   that the part leaves out.
+3. Parameters that `set_device_mesh` has placed are as it has recorded, their parts chunked by what
+   FSDP2 has divided since. Their DTensor placements may say something else, and nobody is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch.distributed as dist
 from torch import nn
@@ -29,60 +31,70 @@ __all__ = ["layout_of"]
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
     """The layout of every parameter, by the names of `named_parameters`, shared ones under each of their names.
 
-    As they lie now: after a forward FSDP2 may still hold what it has gathered, until `module.reshard()`.
+    As they lie now: after a forward FSDP2 may still hold what it has gathered, until
+    `module.reshard()`.
 
-    Parameters that are no DTensors are replicated over `mesh`, by default the largest of the DTensors', or all ranks of
-    the default group. Collective over the ranks of the DTensors' meshes where placements have two readings that differ.
-    Raises LayoutError for a parameter whose local shape fits no reading, naming it.
+    Parameters that are not DTensors are replicated over `mesh`, by default the largest of the
+    DTensors', or all ranks of the default group. Collective over the ranks of the DTensors' meshes
+    where placements have two readings that differ. Raises LayoutError for a parameter whose local
+    shape fits no reading, naming it.
     """
     if not isinstance(module, nn.Module):
-        raise LayoutError(f"{type(module).__name__} is no torch.nn.Module; give a module")
+        raise LayoutError(f"{type(module).__name__} is not a torch.nn.Module; give a module")
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    placed = _placed(module, parameters)
+    placed = _find_placed(module, parameters)
     others = {n: p for n, p in parameters.items() if isinstance(p, DTensor) and n not in placed}
     divided = from_dtensors(others) | placed
     for name, layout in placed.items():
         check_held(name, parameters[name], layout)
-    plain = (
-        mesh
-        or max((layout.mesh for layout in divided.values()), key=lambda m: m.size, default=None)
-        or _world()
-    )
-    return {
-        name: _lifted(divided[name], plain)
-        if name in divided
-        else _replicated(tuple(p.shape), str(p.dtype), plain)
-        for name, p in parameters.items()
-    }
+    if mesh is None:
+        mesh = _find_largest(divided.values()) or _mesh_of_world()
+    layouts = {}
+    for name, parameter in parameters.items():
+        if name in divided:
+            layouts[name] = _lift(divided[name], mesh)
+        else:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            layouts[name] = Layout(tuple(parameter.shape), mesh, {}, dtype=dtype)
+    return layouts
 
 
-def _placed(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Layout]:
+def _find_placed(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Layout]:
     """The layouts of those that set_device_mesh has placed and that are still what it has made of them."""
-    found = {
-        name: layout_where(parameters.get(name), placed)
-        for name, placed in placed_in(module).items()
-    }
-    return {name: layout for name, layout in found.items() if layout is not None}
+    found = {}
+    for name, placed in placed_in(module).items():
+        layout = layout_where(parameters.get(name), placed)
+        if layout is not None:
+            found[name] = layout
+    return found
 
 
-def _lifted(layout: Layout, mesh: Mesh) -> Layout:
+def _find_largest(layouts: Iterable[Layout]) -> Mesh | None:
+    """The first of the layouts' meshes that has most ranks."""
+    meshes = [layout.mesh for layout in layouts]
+    return max(meshes, key=lambda mesh: mesh.size, default=None)
+
+
+def _mesh_of_world() -> Mesh:
+    """All ranks of the default group, or this process alone."""
+    return Mesh(world=dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def _lift(layout: Layout, mesh: Mesh) -> Layout:
     """The same on all of `mesh`, if the layout is on the part of it that has this rank; else as it is."""
-    own, rank = layout.mesh, compat.my_rank()
-    if own == mesh or rank not in mesh or not own.axes or not set(own.axes) <= set(mesh.axes):
+    own = layout.mesh
+    rank = compat.my_rank()
+    if own == mesh or rank not in mesh or not own.axes:
         return layout
-    coords = mesh.coords(rank)
-    others = [name for name in mesh.shape if name not in own.shape]
-    part = [r for r in mesh.ranks if all(mesh.coords(r)[name] == coords[name] for name in others)]
-    if tuple(own.shape) != tuple(n for n in mesh.shape if n in own.shape) or own.ranks != tuple(
-        part
-    ):
+    if not set(own.axes) <= set(mesh.axes) or not _is_part(own, mesh, rank):
         return layout
     return Layout(layout.shape, mesh, layout.text, dtype=layout.dtype, rules=layout.rules)
 
 
-def _world() -> Mesh:
-    return Mesh(world=dist.get_world_size() if dist.is_initialized() else 1)
-
-
-def _replicated(shape: tuple[int, ...], dtype: str, mesh: Mesh) -> Layout:
-    return Layout(shape, mesh, {}, dtype=dtype.removeprefix("torch."))
+def _is_part(own: Mesh, mesh: Mesh, rank: int) -> bool:
+    """Whether `own` is the part of `mesh` along its axes through `rank`: these axes and ranks, in the mesh's order."""
+    if tuple(own.shape) != tuple(name for name in mesh.shape if name in own.shape):
+        return False
+    coords = mesh.coords(rank)
+    fixed = {name: coords[name] for name in mesh.shape if name not in own.shape}
+    return own.ranks == mesh.select(**fixed).ranks

@@ -1,7 +1,8 @@
 """Moves between two layouts, compiled once and kept.
 
-1. All ranks of a group make its moves in one order, and forget the same ones, since compiling is for all of them: so
-   what is kept is bounded by a number that each rank computes from the plans alone.
+1. All ranks of a group make its moves in one order, and forget the same ones, since compiling is
+   for all of them: so what is kept is bounded by a number that each rank computes from the plans
+   alone.
 2. Moves, as groups, last as long as the default process group under which they were made.
 3. A plan under which every rank keeps what it has is a copy here, about which nobody is asked.
 """
@@ -76,23 +77,29 @@ class Moves:
         """The move, made now if it is not kept. Collective over the group."""
         key = src, dst
         if key not in self._kept:
-            moved = plan(src, dst)
-            nbytes = weight(moved)  # before ranks have agreed, so that all keep it who have
-            made = _copy(moved) if _stays(moved) else compile(moved, group=self._group)
-            self._keep(key, _Kept(made, nbytes))
+            self._keep(key, self._make(src, dst))
         return _Used(self, key, self._kept[key].move)
+
+    def _make(self, src: Layout, dst: Layout) -> _Kept:
+        """The move and its weight, weighed before ranks have agreed, so that all keep it who have."""
+        moved = plan(src, dst)
+        nbytes = weight(moved)
+        if _stays(moved):
+            return _Kept(_copy(moved), nbytes)
+        return _Kept(compile(moved, group=self._group), nbytes)
 
     def use(self, key: _Key, move: Move, src: Tensor | None, out: Tensor | None) -> None:
         """One move. It is the latest once it has gone well, on all ranks alike.
 
-        One that ranks refused is forgotten: if some of them keep it and others do not, a compile would meet a move
-        each time; so they find together at the next try.
+        One that ranks refused is forgotten: if some of them keep it and others do not, a compile
+        would meet a move each time; so they find together at the next try.
         """
         try:
             move(src, out=out)
         except ExchangeError:
-            kept = self._kept.pop(key, None)
-            self._nbytes -= kept.nbytes if kept is not None else 0
+            forgotten = self._kept.pop(key, None)
+            if forgotten is not None:
+                self._nbytes -= forgotten.nbytes
             raise
         if key in self._kept:
             self._kept.move_to_end(key)
@@ -108,39 +115,40 @@ class Moves:
 def weight(moved: Plan) -> int:
     """About the bytes that a move of this plan takes on the rank with most pieces; the same on all ranks."""
     on = moved.lines
-    block = np.arange(len(on.nbytes)).repeat(np.diff(on.row_first))
+    block = np.arange(len(on.nbytes)).repeat(np.diff(on.row_first))  # of each row
     line = np.arange(len(on.holders)).repeat(np.diff(on.first))[block]
-    boxes = _boxes(moved)
-    asking = np.array([len(ranks) for ranks in on.sets], np.int64)
+    receivers, holders = on.receivers[block], on.holders[line]
+    boxes = _count_boxes(moved)
+    sizes = np.array([len(ranks) for ranks in on.sets], np.int64)
+    leaving = boxes * sizes[receivers]  # a holder sends each box to each of the receivers
     pieces: dict[int, int] = {}
     for number, ranks in enumerate(on.sets):
-        received = int(boxes[on.receivers[block] == number].sum())
-        held = on.holders[line] == number
-        sent = int((boxes[held] * asking[on.receivers[block][held]]).sum()) // max(1, len(ranks))
+        received = int(boxes[receivers == number].sum())
+        # What a set holds is sent by its ranks in equal shares.
+        sent = int(leaving[holders == number].sum()) // max(1, len(ranks))
         for rank in ranks:
             pieces[rank] = pieces.get(rank, 0) + received + sent
     return BYTES_PER_MOVE + BYTES_PER_PIECE * max(pieces.values(), default=0)
 
 
-def _boxes(moved: Plan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Of each row of the plan's lines, how many boxes its unit has."""
+def _count_boxes(moved: Plan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Of each row of the plan's lines, how many boxes its unit has: the product over dimensions."""
     on = moved.lines
-    out = np.ones(len(on.unit), np.int64)
+    counts = np.ones(len(on.unit), np.int64)
     for number, batch in enumerate(moved.batches):
         mine = on.batch == number
-        pairs = batch.template.unit_pairs[on.unit[mine]]
-        for over, pair in zip(batch.template.overlays, pairs.T, strict=True):
-            out[mine] *= np.diff(over.first)[pair]
-    return out
+        pairs = batch.template.unit_pairs[on.unit[mine]]  # a row per unit, a column per dimension
+        for overlay, pair in zip(batch.template.overlays, pairs.T, strict=True):
+            runs = np.diff(overlay.first)
+            counts[mine] *= runs[pair]
+    return counts
 
 
 def _copy(moved: Plan) -> Move:
     """What the plan does on this rank where no rank is sent anything: so nobody needs to be asked."""
     rank = compat.my_rank()
-    want, boxes = (
-        wanted(moved, rank)[0],
-        [(t.src_slices, t.dst_slices) for t in moved.transfers(src=rank)],
-    )
+    want, _ = wanted(moved, rank)
+    boxes = [(transfer.src_slices, transfer.dst_slices) for transfer in moved.transfers(src=rank)]
 
     def copy(src: Tensor | None, *, out: Tensor | None) -> None:
         given = by_key(want, src)
@@ -154,7 +162,10 @@ def _copy(moved: Plan) -> Move:
 
 def _stays(moved: Plan) -> bool:
     """Whether every rank has all that it needs, and has only to copy it."""
-    return moved.rules[""] == Reduction() and not any(moved.received_bytes().values())
+    if moved.rules[""] != Reduction():
+        return False
+    received = moved.received_bytes()
+    return not any(received.values())
 
 
 _ByGroup: TypeAlias = dict[dist.ProcessGroup | None, Moves]
@@ -163,11 +174,14 @@ _ByGroup: TypeAlias = dict[dist.ProcessGroup | None, Moves]
 def move_between(src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None]) -> Move | None:
     """The move among the ranks of both layouts; None on a rank that has no part in it.
 
-    Collective over them, and the first time among such ranks as `group_for` is, to which `meshes` go.
+    Collective over them, and the first time among such ranks as `group_for` is, to which `meshes`
+    go.
     """
     ranks = {*src.mesh.ranks, *dst.mesh.ranks}
     group = group_for(ranks, meshes)
     if compat.my_rank() not in ranks:
         return None
     by_group: _ByGroup = world().kept.setdefault(Moves, {})
-    return by_group.setdefault(group, Moves(group)).between(src, dst)
+    if group not in by_group:
+        by_group[group] = Moves(group)
+    return by_group[group].between(src, dst)

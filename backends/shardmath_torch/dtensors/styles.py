@@ -1,8 +1,8 @@
 """Styles: how tensor parallelism divides a module's weights, by patterns of names.
 
-1. A pattern (fnmatch, where `*` crosses dots) matches names of modules, of which a style is about `weight` and `bias`
-   (`softmax_offset`: that parameter); or a parameter's full name, which counts as a bias if it ends so, and as a weight
-   otherwise.
+1. A pattern (fnmatch, where `*` crosses dots) matches names of modules, of which a style is about
+   `weight` and `bias` (`softmax_offset`: that parameter); or a parameter's full name, which counts
+   as a bias if it ends so, and as a weight otherwise.
 2. The first pattern that is about a parameter counts. One that is about none is an error.
 3. A parameter with several names is one: patterns that are about several of them must say the same.
 """
@@ -28,8 +28,8 @@ __all__ = [
     "Fused",
     "Style",
     "StyleName",
-    "asked",
-    "checked",
+    "check_styles",
+    "match_parameters",
 ]
 
 Division: TypeAlias = Shard | StridedShard | Packed | Replicate
@@ -72,26 +72,28 @@ class Fused:
     components: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        given = self.components if isinstance(self.components, tuple) else (self.components,)
-        if not given or not all(type(n) is int and n > 0 for n in given):
-            raise PlacementError(
-                f"Fused({self.components!r}); give a tuple of sizes above 0, or a number of components"
-            )
+        sizes = self.components if isinstance(self.components, tuple) else (self.components,)
+        positive = all(type(size) is int and size > 0 for size in sizes)
+        if not sizes or not positive:
+            fix = "give a tuple of sizes above 0, or a number of components"
+            raise PlacementError(f"Fused({self.components!r}); {fix}")
 
     def placement(self, n: int) -> Division:
-        """What divides a dimension of length n. Raises PlacementError where the components do not add up to it."""
+        """What divides a dimension of length n.
+
+        Raises PlacementError where the components do not add up to it.
+        """
         if isinstance(self.components, int):
             if n % self.components:
-                raise PlacementError(
-                    f"{n} are not {self.components} equal ones; give a tuple of their whole sizes"
-                )
+                what = f"{n} are not {self.components} equal ones"
+                raise PlacementError(f"{what}; give a tuple of their whole sizes")
             return StridedShard(0, self.components)
-        if sum(self.components) != n:
-            raise PlacementError(
-                f"they add up to {sum(self.components)}, not {n}; give sizes on the whole weight"
-            )
-        same = len(set(self.components)) == 1
-        return StridedShard(0, len(self.components)) if same else Packed(0, self.components)
+        total = sum(self.components)
+        if total != n:
+            raise PlacementError(f"they add up to {total}, not {n}; give sizes on the whole weight")
+        if len(set(self.components)) == 1:
+            return StridedShard(0, len(self.components))
+        return Packed(0, self.components)
 
 
 AnyStyle: TypeAlias = StyleName | Fused
@@ -105,97 +107,104 @@ class Asked(NamedTuple):
     dim: int | None
 
     def placement(self, n: int) -> Division:
-        """What divides a dimension of length n. Raises PlacementError where components do not add up to it."""
+        """What divides a dimension of length n.
+
+        Raises PlacementError where components do not add up to it.
+        """
         assert self.dim is not None
-        return self.style.placement(n) if isinstance(self.style, Fused) else Shard(self.dim)
+        if isinstance(self.style, Fused):
+            return self.style.placement(n)
+        return Shard(self.dim)
 
 
-def checked(styles: object) -> dict[str, AnyStyle]:
+def check_styles(styles: object) -> dict[str, AnyStyle]:
     """The styles, if they are. Raises PlacementError otherwise."""
     if not isinstance(styles, Mapping):
-        raise PlacementError(
-            f"styles is {styles!r}; give a mapping from patterns to styles, {{}} to replicate all"
-        )
+        fix = "give a mapping from patterns to styles, {} to replicate all"
+        raise PlacementError(f"styles is {styles!r}; {fix}")
     for pattern, style in styles.items():
         if not isinstance(pattern, str):
-            raise PlacementError(
-                f"{pattern!r} is no pattern of names; give text, such as '*.q_proj'"
-            )
+            fix = "give text, such as '*.q_proj'"
+            raise PlacementError(f"{pattern!r} is not a pattern of names; {fix}")
         if not isinstance(style, Fused) and style not in get_args(StyleName):
-            raise PlacementError(
-                f"style {style!r} of {pattern!r} is unknown; use {', '.join(STYLES)}, or Fused(sizes)"
-            )
+            known = ", ".join(STYLES)
+            what = f"style {style!r} of {pattern!r} is unknown"
+            raise PlacementError(f"{what}; use {known}, or Fused(sizes)")
     return dict(styles)
 
 
-def asked(
+def match_parameters(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], styles: Mapping[str, AnyStyle]
 ) -> Iterator[tuple[str, nn.Parameter, Asked | None]]:
     """Each parameter once, what is asked of it, and the name by which; None where no pattern is about it.
 
     Raises PlacementError for a pattern that is about none, and for two that differ about one.
     """
-    said = _first(module, parameters, styles)
-    names: dict[int, list[str]] = {}
+    asked_of = _match_first(module, parameters, styles)
+    names_of: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
-        names.setdefault(id(parameter), []).append(name)
-    for same in names.values():
-        about = [name for name in same if name in said]
-        for other in about[1:]:
-            _check_agreed(about[0], other, said)
-        name = (about or same)[0]
-        yield name, parameters[name], said.get(name)
+        names_of.setdefault(id(parameter), []).append(name)
+    for names in names_of.values():
+        matched = [name for name in names if name in asked_of]
+        for other in matched[1:]:
+            _check_agreed(matched[0], other, asked_of)
+        name = matched[0] if matched else names[0]
+        yield name, parameters[name], asked_of.get(name)
 
 
-def _first(
+def _match_first(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], styles: Mapping[str, AnyStyle]
 ) -> dict[str, Asked]:
     """What the first pattern that is about each name says."""
     out: dict[str, Asked] = {}
     for pattern, style in styles.items():
-        about = [name for name in parameters if _about(pattern, style, name)]
-        if not about:
-            raise PlacementError(_unmatched(pattern, style, module))
-        for name in about:
-            rule = _rule(style)
-            out.setdefault(
-                name, Asked(pattern, style, rule.bias if name.endswith("bias") else rule.weight)
-            )
+        matched = [name for name in parameters if _is_about(pattern, style, name)]
+        if not matched:
+            raise PlacementError(_explain_unmatched(pattern, style, module))
+        dims = _look_up(style)
+        for name in matched:
+            dim = dims.bias if name.endswith("bias") else dims.weight
+            out.setdefault(name, Asked(pattern, style, dim))
     return out
 
 
-def _rule(style: AnyStyle) -> Style:
+def _look_up(style: AnyStyle) -> Style:
+    """The style in the table; components are divided along dimension 0, as columns are."""
     return STYLES["column"] if isinstance(style, Fused) else STYLES[style]
 
 
-def _about(pattern: str, style: AnyStyle, name: str) -> bool:
+def _is_about(pattern: str, style: AnyStyle, name: str) -> bool:
+    """Whether the pattern matches the parameter's full name, or its module where the style is about such ones."""
+    if fnmatchcase(name, pattern):
+        return True
     path, _, leaf = name.rpartition(".")
-    by_module = fnmatchcase(path, pattern) and any(
-        fnmatchcase(leaf, one) for one in _rule(style).names
-    )
-    return by_module or fnmatchcase(name, pattern)
+    if not fnmatchcase(path, pattern):
+        return False
+    return any(fnmatchcase(leaf, known) for known in _look_up(style).names)
 
 
-def _unmatched(pattern: str, style: AnyStyle, module: nn.Module) -> str:
+def _explain_unmatched(pattern: str, style: AnyStyle, module: nn.Module) -> str:
+    """Why a pattern is about no parameter, and what to write."""
     names = [name for name, _ in module.named_modules()]
     matched = [name for name in names if fnmatchcase(name, pattern)]
     if matched:
-        what = f"{pattern!r} matches module {matched[0]!r}, which has no parameter {' or '.join(_rule(style).names)}"
+        lacking = " or ".join(_look_up(style).names)
+        what = f"{pattern!r} matches module {matched[0]!r}, which has no parameter {lacking}"
         return f"{what}; write the full name of the parameter that is to be {style!r}"
     shown = ", ".join(map(repr, names[:8]))
     return f"{pattern!r} matches no module and no parameter; modules are {shown}, for example"
 
 
-def _check_agreed(a: str, b: str, said: Mapping[str, Asked]) -> None:
-    x, y = said[a], said[b]
-    if (x.dim, _components(x)) != (y.dim, _components(y)):
-        ways = (
-            f"{x.style!r} as {a!r} (by {x.pattern!r}) and {y.style!r} as {b!r} (by {y.pattern!r})"
-        )
-        raise PlacementError(
-            f"one shared parameter is to be {ways}; let patterns be about one of its names"
-        )
+def _check_agreed(a: str, b: str, asked_of: Mapping[str, Asked]) -> None:
+    """Raise PlacementError where patterns ask different things of one parameter with two names."""
+    x, y = asked_of[a], asked_of[b]
+    if (x.dim, _components_of(x)) == (y.dim, _components_of(y)):
+        return
+    as_a = f"{x.style!r} as {a!r} (by {x.pattern!r})"
+    as_b = f"{y.style!r} as {b!r} (by {y.pattern!r})"
+    fix = "let patterns be about one of its names"
+    raise PlacementError(f"one shared parameter is to be {as_a} and {as_b}; {fix}")
 
 
-def _components(asked: Asked) -> int | tuple[int, ...]:
+def _components_of(asked: Asked) -> int | tuple[int, ...]:
     return asked.style.components if isinstance(asked.style, Fused) else 1

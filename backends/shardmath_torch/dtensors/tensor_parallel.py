@@ -1,23 +1,27 @@
 """Tensor parallelism for a plain module: its weights as DTensors on a mesh, for FSDP2 and for checkpoints.
 
-1. `set_device_mesh` comes first, also on the meta device; then `fully_shard`, `to_empty`, the optimizer. Weights are
-   whole and the same on all ranks of the mesh, each of which takes its part of them; or they are the parts already
-   (`local=True`). Nothing is sent, and nothing has changed when it raises.
-2. A parameter that no pattern of `styles` is about is replicated, so that all parameters are DTensors on one mesh, as
-   optimizers, gradient norms and checkpoints want them. As in TransformerEngine, its gradient is taken to be the same
-   on all ranks; where it is an addend, as that of a norm under sequence parallelism, adding up is the caller's part.
-3. The module's forward sees local tensors (`placed`). Nothing communicates by itself: your forward has
-   to, or results are wrong without an error. What a "row" layer or a "vocabulary" gives is an addend on each rank:
+1. `set_device_mesh` comes first, also on the meta device; then `fully_shard`, `to_empty`, the
+   optimizer. Weights are whole and the same on all ranks of the mesh, each of which takes its part
+   of them; or they are the parts already (`local=True`). Nothing is sent, and nothing has changed
+   when it raises.
+2. A parameter that no pattern of `styles` is about is replicated, so that all parameters are
+   DTensors on one mesh, as optimizers, gradient norms and checkpoints want them. As in
+   TransformerEngine, its gradient is taken to be the same on all ranks; where it is an addend, as
+   that of a norm under sequence parallelism, adding up is the caller's part.
+3. The module's forward sees local tensors (`placed`). Nothing communicates by itself: your forward
+   has to, or results are wrong without an error. What a "row" layer or a "vocabulary" gives is an
+   addend on each rank:
 
        y = down(up(x))                                               # up: "column", down: "row"
        torch.distributed.all_reduce(y, group=tp_mesh.get_group())    # here, and only then a bias of `down`
 
    For training, two autograd functions, as in Megatron-LM: here the sum forward and the identity backward; before a
    "column" layer the identity forward and the sum backward.
-4. Fused weights, gate and up or Q, K and V in one matrix, are divided component by component. DTensor's placements can
-   say that only where components are equal, and not beside FSDP2; what they show otherwise has the right local shapes
-   alone. What is really there is in `layout_of(module)`: plan, move and save by that. torch's own checkpoints refuse
-   strided shards, and `full_tensor()` may have their rows in another order.
+4. Fused weights, gate and up or Q, K and V in one matrix, are divided component by component.
+   DTensor's placements can say that only where components are equal, and not beside FSDP2; what
+   they show otherwise has the right local shapes alone. What is really there is in
+   `layout_of(module)`: plan, move and save by that. torch's own checkpoints refuse strided shards,
+   and `full_tensor()` may have their rows in another order.
 5. Sizes that do not divide evenly are errors: no local shape says how they were meant.
 """
 
@@ -38,7 +42,13 @@ from shardmath.layouts.placement import Packed, Replicate, StridedShard
 from shardmath_torch import compat
 from shardmath_torch.dtensors.devicemesh import mesh_of
 from shardmath_torch.dtensors.placed import Placed, is_placed, label, place
-from shardmath_torch.dtensors.styles import AnyStyle, Asked, Division, asked, checked
+from shardmath_torch.dtensors.styles import (
+    AnyStyle,
+    Asked,
+    Division,
+    check_styles,
+    match_parameters,
+)
 
 __all__ = ["set_device_mesh"]
 
@@ -53,97 +63,102 @@ def set_device_mesh(
 ) -> None:
     """Make every parameter of the module a DTensor on `tp_mesh`, divided as the style of its name says.
 
-    `styles` maps patterns to "column", "row", "replicate", "vocabulary", "row_norm", "softmax_offset" or a Fused.
-    `weight_mesh` has the ranks over which `amax` reduces: shards of data parallelism and tensor parallelism, without
-    replicas; by default `tp_mesh`. With `local` the weights are this rank's parts, of the same sizes on every rank. No
-    module communicates by itself: after a "row" layer your forward has to all-reduce (rule 3 of this file).
+    `styles` maps patterns to "column", "row", "replicate", "vocabulary", "row_norm",
+    "softmax_offset" or a Fused. `weight_mesh` has the ranks over which `amax` reduces: shards of
+    data parallelism and tensor parallelism, without replicas; by default `tp_mesh`. With `local`
+    the weights are this rank's parts, of the same sizes on every rank. No module communicates by
+    itself: after a "row" layer your forward has to all-reduce (rule 3 of this file).
 
-    Raises MeshError for a tp_mesh that is not one named axis, a mesh without this rank, and a weight_mesh that lacks
-    ranks of tp_mesh; PlacementError for styles that are unknown, about nothing, contradictory for a shared parameter,
-    or do not divide evenly; LayoutError for a module done before, and parameters that are DTensors or have gradients.
+    Raises MeshError for a tp_mesh that is not one named axis, a mesh without this rank, and a
+    weight_mesh that lacks ranks of tp_mesh; PlacementError for styles that are unknown, about
+    nothing, contradictory for a shared parameter, or do not divide evenly; LayoutError for a module
+    done before, and parameters that are DTensors or have gradients.
     """
-    axis, weights = _checked_tp(tp_mesh), _checked_weights(tp_mesh, weight_mesh)
-    found = _parameters(module)
-    wanted = [_divided(*each, tp_mesh, local) for each in asked(module, found, checked(styles))]
-    made = {id(one.parameter): _made(one, tp_mesh, local) for one in wanted}
-    records = {id(one.parameter): Placed(axis, one.placement, weights) for one in wanted}
+    axis = _check_tp_mesh(tp_mesh)
+    if weight_mesh is None:
+        weight_mesh = tp_mesh
+    _check_weight_mesh(weight_mesh, tp_mesh)
+    found = _find_parameters(module)
+    made: dict[int, nn.Parameter] = {}
+    records: dict[int, Placed] = {}
+    # All are checked before any is made, and all are made before the module changes.
+    divided = [
+        _divide(name, parameter, said, tp_mesh, local)
+        for name, parameter, said in match_parameters(module, found, check_styles(styles))
+    ]
+    for one in divided:
+        key = id(one.parameter)
+        made[key] = _make_parameter(one, tp_mesh, local)
+        records[key] = Placed(axis, one.placement, weight_mesh)
     for part in list(module.modules()):
-        own = {name: p for name, p in part._parameters.items() if p is not None}
-        for name, parameter in own.items():
-            setattr(part, name, made[id(parameter)])
-        place(part, {name: records[id(parameter)] for name, parameter in own.items()})
+        own = {name: id(p) for name, p in part._parameters.items() if p is not None}
+        for name, key in own.items():
+            setattr(part, name, made[key])
+        place(part, {name: records[key] for name, key in own.items()})
 
 
 # Checks, before anything changes
 
 
-def _checked_tp(mesh: DeviceMesh) -> str:
-    """The name of the one axis of tp_mesh."""
+def _check_tp_mesh(mesh: DeviceMesh) -> str:
+    """The name of the one axis of tp_mesh. Raises MeshError where it has others, or no name."""
     _check_inside("tp_mesh", mesh)
-    if mesh.ndim != 1 or not mesh.mesh_dim_names:
-        what = (
-            f"tp_mesh has {mesh.ndim} axes, {mesh_of(mesh)}"
-            if mesh.ndim != 1
-            else "tp_mesh's axis has no name"
-        )
-        raise MeshError(
-            f"{what}; give one axis of a DeviceMesh with mesh_dim_names, such as mesh['tp']"
-        )
-    return mesh.mesh_dim_names[0]
+    if mesh.ndim == 1 and mesh.mesh_dim_names:
+        return mesh.mesh_dim_names[0]
+    what = "tp_mesh's axis has no name"
+    if mesh.ndim != 1:
+        what = f"tp_mesh has {mesh.ndim} axes, {mesh_of(mesh)}"
+    fix = "give one axis of a DeviceMesh with mesh_dim_names, such as mesh['tp']"
+    raise MeshError(f"{what}; {fix}")
 
 
-def _checked_weights(tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh over whose ranks amax reduces."""
-    weights = tp_mesh if weight_mesh is None else weight_mesh
-    _check_inside("weight_mesh", weights)
-    missing = sorted(set(mesh_of(tp_mesh).ranks) - set(mesh_of(weights).ranks))
+def _check_weight_mesh(mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+    """Raise MeshError unless amax, over the ranks of the mesh, reaches all parts of a weight."""
+    _check_inside("weight_mesh", mesh)
+    missing = sorted(set(mesh_of(tp_mesh).ranks) - set(mesh_of(mesh).ranks))
     if missing:
-        what = (
-            f"weight_mesh, {mesh_of(weights)}, lacks ranks {missing} of tp_mesh, {mesh_of(tp_mesh)}"
-        )
-        raise MeshError(
-            f"{what}; give all ranks that hold parts of one weight, such as mesh['dp_shard', 'tp']"
-        )
-    return weights
+        what = f"weight_mesh, {mesh_of(mesh)}, lacks ranks {missing} of tp_mesh, {mesh_of(tp_mesh)}"
+        fix = "give all ranks that hold parts of one weight, such as mesh['dp_shard', 'tp']"
+        raise MeshError(f"{what}; {fix}")
 
 
 def _check_inside(name: str, mesh: object) -> None:
+    """Raise MeshError unless this is a DeviceMesh that has this rank."""
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"{name} is {mesh!r}; give a DeviceMesh, such as mesh['tp']")
-    if compat.my_rank() not in mesh_of(mesh):
-        raise MeshError(
-            f"rank {compat.my_rank()} is not in {name}, {mesh_of(mesh)}; give the one that has it"
-        )
+    rank = compat.my_rank()
+    if rank not in mesh_of(mesh):
+        raise MeshError(f"rank {rank} is not in {name}, {mesh_of(mesh)}; give the one that has it")
 
 
-def _parameters(module: object) -> dict[str, nn.Parameter]:
-    """All parameters, shared ones under each of their names."""
+def _find_parameters(module: object) -> dict[str, nn.Parameter]:
+    """All parameters, shared ones under each of their names.
+
+    Raises LayoutError where one cannot be placed.
+    """
     if not isinstance(module, nn.Module):
-        raise LayoutError(f"{type(module).__name__} is no torch.nn.Module; give a module")
+        raise LayoutError(f"{type(module).__name__} is not a torch.nn.Module; give a module")
     for path, part in module.named_modules():
         if is_placed(part):
-            raise LayoutError(
-                f"module {path!r} is on a mesh already; call set_device_mesh once, on what holds it all"
-            )
+            fix = "call set_device_mesh once, on what holds it all"
+            raise LayoutError(f"module {path!r} is on a mesh already; {fix}")
     found = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in found.items():
-        for wrong, what in (
-            (
-                isinstance(parameter, DTensor),
-                "is a DTensor; set_device_mesh comes before parallelize and fully_shard",
-            ),
-            (
-                isinstance(parameter, nn.UninitializedParameter),
-                "has no shape yet; run its lazy module once",
-            ),
-            (
-                parameter.grad is not None,
-                "has a gradient, which would be lost; call zero_grad() first",
-            ),
-        ):
-            if wrong:
-                raise LayoutError(f"parameter {name!r} {what}")
+        why = _explain_refusal(parameter)
+        if why:
+            raise LayoutError(f"parameter {name!r} {why}")
     return found
+
+
+def _explain_refusal(parameter: nn.Parameter) -> str:
+    """Why a parameter cannot be placed, and what to do; "" if it can."""
+    if isinstance(parameter, DTensor):
+        return "is a DTensor; set_device_mesh comes before parallelize and fully_shard"
+    if isinstance(parameter, nn.UninitializedParameter):
+        return "has no shape yet; run its lazy module once"
+    if parameter.grad is not None:
+        return "has a gradient, which would be lost; call zero_grad() first"
+    return ""
 
 
 class _Divided(NamedTuple):
@@ -154,38 +169,43 @@ class _Divided(NamedTuple):
     placement: Division
 
 
-def _divided(
+def _divide(
     name: str, parameter: nn.Parameter, said: Asked | None, mesh: DeviceMesh, local: bool
 ) -> _Divided:
     """Raises PlacementError where it cannot be divided so, or not evenly."""
-    shape, tp = list(parameter.shape), f"{(mesh.mesh_dim_names or ('tp',))[0]}={mesh.size()}"
+    shape = list(parameter.shape)
     if said is None or said.dim is None:
         return _Divided(parameter, tuple(shape), Replicate())
-    what, d = (
-        f"parameter {name!r} {'local' if local else 'whole'} {tuple(shape)} as {said.style!r} on {tp}",
-        said.dim,
-    )
+    d = said.dim
+    parts = mesh.size()
+    axis = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "tp"
+    tp = f"{axis}={parts}"
+    kind = "local" if local else "whole"
+    what = f"parameter {name!r} {kind} {tuple(shape)} as {said.style!r} on {tp}"
     if d >= len(shape):
         raise PlacementError(f"{what}: it has no dimension {d}; give it another style")
-    shape[d] *= mesh.size() if local else 1
+    if local:
+        shape[d] *= parts
     try:
         placement = said.placement(shape[d])
-        _check_even(placement, shape[d], tp, mesh.size())
+        _check_even(placement, shape[d], tp, parts)
     except PlacementError as error:
         raise PlacementError(f"{what}: dimension {d}: {error}") from None
     return _Divided(parameter, tuple(shape), placement)
 
 
 def _check_even(placement: Division, n: int, tp: str, parts: int) -> None:
-    for size in _components(placement, n):
-        if size % parts:
-            part = f"a component of {size} of {n}" if size != n else f"{n}"
-            raise PlacementError(
-                f"{part} does not divide by {tp}; pad to {size + -size % parts}, or replicate it"
-            )
+    """Raise PlacementError unless every component of a dimension of length n has equal parts."""
+    for size in _list_components(placement, n):
+        left = size % parts
+        if left:
+            padded = size + parts - left
+            what = f"a component of {size} of {n}" if size != n else f"{n}"
+            fix = f"pad to {padded}, or replicate it"
+            raise PlacementError(f"{what} does not divide by {tp}; {fix}")
 
 
-def _components(placement: Division, n: int) -> tuple[int, ...]:
+def _list_components(placement: Division, n: int) -> tuple[int, ...]:
     """Sizes that are each divided."""
     match placement:
         case Packed():
@@ -198,25 +218,30 @@ def _components(placement: Division, n: int) -> tuple[int, ...]:
 # What is made
 
 
-def _made(one: _Divided, mesh: DeviceMesh, local: bool) -> nn.Parameter:
+def _make_parameter(one: _Divided, mesh: DeviceMesh, local: bool) -> nn.Parameter:
     """The parameter as a DTensor, with the attributes that it had."""
-    held = (one.parameter.detach() if local else _part(one, mesh_of(mesh))).contiguous()
-    shape, placements = torch.Size(one.shape), (label(one.placement),)
+    held = one.parameter.detach() if local else _take_part(one, mesh_of(mesh))
     with torch.no_grad():
         tensor = DTensor.from_local(
-            held, mesh, placements, run_check=False, shape=shape, stride=strides(shape)
+            held.contiguous(),
+            mesh,
+            (label(one.placement),),
+            run_check=False,
+            shape=torch.Size(one.shape),
+            stride=strides(one.shape),
         )
     made = nn.Parameter(tensor, requires_grad=one.parameter.requires_grad)
     vars(made).update(vars(one.parameter))
     return made
 
 
-def _part(one: _Divided, mesh: Mesh) -> Tensor:
+def _take_part(one: _Divided, mesh: Mesh) -> Tensor:
     """This rank's part of the whole weight, a copy; a replicated one as it is."""
     whole = one.parameter.detach()
     if isinstance(one.placement, Replicate):
         return whole
-    d, layout = one.placement.dim, Layout(one.shape, mesh, (one.placement,))
-    return torch.cat(
-        [whole.narrow(d, at, n) for _, at, n in layout.runs(compat.my_rank())[d].segments], dim=d
-    )
+    d = one.placement.dim
+    layout = Layout(one.shape, mesh, (one.placement,))
+    runs = layout.runs(compat.my_rank())[d]
+    pieces = [whole.narrow(d, start, length) for _, start, length in runs.segments]
+    return torch.cat(pieces, dim=d)

@@ -15,7 +15,7 @@ import transformers
 from shardmath import ShardError, buffers
 from shardmath.pictures.buffer_text import buffer_map, buffer_table
 from shardmath_torch.commands.buffers import RULES, command
-from shardmath_torch.models.shapes import (
+from shardmath_torch.models.configs import (
     DEEPSEEK_V3,
     MODELS,
     NEMOTRON_NANO,
@@ -23,9 +23,8 @@ from shardmath_torch.models.shapes import (
     QWEN3_4B,
     QWEN3_30B,
     QWEN3_235B,
-    parameters,
-    shapes,
 )
+from shardmath_torch.models.shapes import parameters, shapes
 
 
 def dense() -> Any:

@@ -474,7 +474,25 @@ def test_bound_of_replicas() -> None:
     bound = bounds(src, dst)
     assert bound.received == {0: 0, 1: 0, 2: 0, 3: 0, 4: 32, 5: 32}
     assert bound.sent == dict.fromkeys(range(6), 0)
-    assert (bound.busiest, bound.forced_by) in ((16, frozenset({0, 1})), (16, frozenset({2, 3})))
+    assert (bound.busiest, bound.forced_by) == (16, frozenset({0, 1, 2, 3}))
+
+
+def test_bound_of_pairs() -> None:
+    """Each two of three ranks hold 12 bytes that rank 3 wants: no single pair forces what all three together do."""
+    src = {}
+    for name, ranks in (("a", (0, 1)), ("b", (1, 2)), ("c", (0, 2))):
+        src[name] = Layout((3,), Mesh(dp=2, ranks=ranks), "n")
+    dst = {name: Layout((3,), Mesh(dp=1, ranks=(3,)), "n") for name in src}
+    bound = bounds(src, dst)
+    assert (bound.busiest, bound.forced_by) == (12, frozenset({0, 1, 2}))
+    assert max(plan(src, dst).sent_bytes().values()) == 12
+
+
+def test_bound_of_nothing() -> None:
+    """Where every rank has what it needs, nobody is forced to send."""
+    held = {"w": Layout((8,), Mesh(tp=2), "(tp n)")}
+    bound = bounds(held, held)
+    assert (bound.busiest, bound.sent, bound.received) == (0, {0: 0, 1: 0}, {0: 0, 1: 0})
 
 
 # What it prints

@@ -404,7 +404,7 @@ WRONG: list[tuple[str, str, str]] = [
     (
         "nothing",
         "LayoutError",
-        "NoneType is no tensor; a rank that has no part of it passes torch.empty(0)",
+        "NoneType is not a tensor; a rank that has no part of it passes torch.empty(0)",
     ),
     (
         "no device mesh",
@@ -414,7 +414,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("plain", "LayoutError", "a plain tensor is part of what? pass layout=, or a DTensor"),
     ("grad", "LayoutError", "grad='half' is unknown; use 'replicate' or 'partial'"),
     ("readings", "LayoutError", "pass reading=, or a Layout"),
-    ("mask", "PlacementError", "is no placement of ours"),
+    ("mask", "PlacementError", "is not among shardmath's placements"),
     ("local", "ExchangeError", "has shape (1, 4), the plan's layout stores"),
     ("mesh", "LayoutError", "placements are on a mesh; pass device_mesh="),
     ("freed", "ExchangeError", "reaches 144 bytes into a storage of 0, which was freed"),

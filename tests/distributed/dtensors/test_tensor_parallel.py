@@ -11,8 +11,8 @@ from torch import nn
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.dtensors.scales import _words
-from shardmath_torch.dtensors.styles import STYLES, StyleName, asked, checked
+from shardmath_torch.dtensors.scales import _view_as_words
+from shardmath_torch.dtensors.styles import STYLES, StyleName, check_styles, match_parameters
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import tensor_parallel as work
 
@@ -212,7 +212,7 @@ def test_words_are_in_the_order_of_values() -> None:
     negative = torch.tensor(-1 << 22, dtype=torch.int32).view(torch.float32)
     assert negative.isnan()
     values = torch.stack([*torch.tensor([0.0, 1e-45, 1.0, 3e38, float("inf")]), negative])
-    words = _words(values).tolist()
+    words = _view_as_words(values).tolist()
     assert words == sorted(words) and len(set(words)) == 6
 
 
@@ -226,7 +226,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no mesh": ("MeshError", "tp_mesh is Mesh(tp=2); give a DeviceMesh"),
     "no name": ("MeshError", "tp_mesh's axis has no name; give one axis"),
     "weights without tp": ("MeshError", "of tp_mesh, Mesh(tp=2"),
-    "no module": ("LayoutError", "Parameter is no torch.nn.Module"),
+    "no module": ("LayoutError", "Parameter is not a torch.nn.Module"),
     "no styles": ("PlacementError", "styles is 'column'; give a mapping from patterns to styles"),
     "unknown": (
         "PlacementError",
@@ -340,7 +340,9 @@ def test_components_that_are_none(components: Any) -> None:
 
 def divisions(module: nn.Module, styles: dict[str, Any]) -> dict[str, int | None]:
     """The dimension of each parameter that is divided."""
-    found = asked(module, dict(module.named_parameters(remove_duplicate=False)), checked(styles))
+    found = match_parameters(
+        module, dict(module.named_parameters(remove_duplicate=False)), check_styles(styles)
+    )
     return {name: None if said is None else said.dim for name, _, said in found}
 
 

@@ -20,7 +20,8 @@ from shardmath.families.hf import grouped
 from shardmath.families.megatron import trainer
 from shardmath.families.vllm import engine
 from shardmath_torch.models import shapes as module
-from shardmath_torch.models.shapes import DEEPSEEK_V3, MODELS, QWEN3_235B, UNSTACK, Unstack, shapes
+from shardmath_torch.models.configs import DEEPSEEK_V3, MODELS, QWEN3_235B
+from shardmath_torch.models.shapes import UNSTACK, Unstack, shapes
 
 cached = cache(shapes)
 
@@ -214,7 +215,7 @@ def test_types() -> None:
 
 def test_integers_keep_their_type() -> None:
     counter = torch.zeros(1, dtype=torch.int64)
-    assert module._dtype("bn.num_batches_tracked", counter, "bfloat16", ()) == "int64"
+    assert module._find_dtype("bn.num_batches_tracked", counter, "bfloat16", ()) == "int64"
 
 
 def test_a_folder_with_a_config(tmp_path: Any) -> None:
@@ -227,7 +228,8 @@ def test_a_folder_with_a_config(tmp_path: Any) -> None:
 
 def test_nothing_is_allocated() -> None:
     assert {
-        t.device.type for _, t in module._stored(module._build(module._config(DEEPSEEK_V3)))
+        t.device.type
+        for _, t in module._list_stored(module._build(module._find_config(DEEPSEEK_V3)))
     } == {"meta"}
 
 
@@ -252,11 +254,11 @@ def test_a_config_that_builds_nothing() -> None:
 
 def test_a_table_that_does_not_fit() -> None:
     rule = Unstack("experts.w", ("experts.{e}.a", "experts.{e}.b"))
-    assert next(module._unstacked("m.experts.w", (2, 4, 3), (rule,))) == ("m.experts.0.a", (2, 3))
+    assert next(module._unstack("m.experts.w", (2, 4, 3), (rule,))) == ("m.experts.0.a", (2, 3))
     with pytest.raises(
         ShardError, match=r"'m.experts.w' of shape \(2, 5, 3\) does not fall into 2 equal parts"
     ):
-        list(module._unstacked("m.experts.w", (2, 5, 3), (rule,)))
+        list(module._unstack("m.experts.w", (2, 5, 3), (rule,)))
 
 
 # Configs of strangers
