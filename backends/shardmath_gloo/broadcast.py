@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmath.plans.plan import Transfer
+from shardmath.programs.part import stored_on
 from shardmath_torch import dtypes
 from shardmath_torch.exchange import cells
 from shardmath_torch.exchange.task import Task
