@@ -135,7 +135,7 @@ def fsdp_over_tp(ranks: int = 4096, *, apart: bool = False) -> Pair:
     entries |= {"model.embed_tokens.weight": (128256, 8192), "model.scale": ()}
     typed = {name: (shape, "bfloat16") for name, shape in entries.items()}
     src = rules.parse(f"dp={ranks // 8} tp=8")
-    dst = rules.parse(f"dp={ranks // 4} tp=4", first_rank=ranks if apart else 0)
+    dst = rules.parse(f"replica={ranks // 4} tp=4", first_rank=ranks if apart else 0)
     return src.layouts(typed), dst.layouts(typed)
 
 
