@@ -42,11 +42,11 @@ def test_values_end_when_caches_are_emptied() -> None:
     before = len(layout._interned)
     for n in range(200, 230):
         _moved(n)
-    assert template._template.cache_info().currsize == 30
+    assert template._make_template.cache_info().currsize == 30
     assert _kept() > 0
     clear_caches()
     gc.collect()
-    assert template._template.cache_info().currsize == 0
+    assert template._make_template.cache_info().currsize == 0
     assert _kept() == 0
     assert len(layout._interned) <= before
 
@@ -91,7 +91,7 @@ def test_a_stream_of_plans_keeps_no_more_than_its_share(monkeypatch: pytest.Monk
     finally:
         tracemalloc.stop()
     assert grown < 4 * memo.MOST_BYTES
-    assert template._template.cache_info().currsize < 30
+    assert template._make_template.cache_info().currsize < 30
 
 
 @pytest.mark.parametrize(
