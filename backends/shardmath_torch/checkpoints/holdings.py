@@ -96,7 +96,7 @@ def unwritable(local: Tensor) -> str:
     """Why values cannot be put into the memory: "" where they can; words that follow its name otherwise."""
     if local.layout != torch.strided:
         return f"is stored as {local.layout}"
-    if local.is_inference():
+    if local.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in inference mode, outside of which nothing is written to it"
     if plain(local).__class__ is Tensor and missing_memory(local):
         return missing_memory(local)

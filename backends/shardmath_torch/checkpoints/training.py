@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from shardmath.algebra.mesh import Mesh
 from shardmath.layouts.edits import cast as _of_dtype
 from shardmath.layouts.layout import Layout
+from shardmath_torch import compat
 from shardmath_torch.checkpoints.checkpoint import check_names, load, on_all, save
 from shardmath_torch.checkpoints.holdings import (
     KINDS,
@@ -384,6 +385,8 @@ def _as_held(what: str, held: object, value: object) -> object:
         return value
     number = isinstance(value, float) and held.dtype == torch.float32
     given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=_type_of(value))
+    if held.is_meta or unwritable(held):
+        return given
     made = given.to(held.dtype)
     rounded = number and math.isclose(float(made), float(given), rel_tol=2**-23)
     if made.numel() != held.numel() or not (rounded or _same(made, given)):
@@ -452,8 +455,17 @@ def _shared(groups: list[ParameterGroup]) -> set[Lies]:
     """Memory of the optimizers' state that several parameters have."""
     states = (g.optimizer.state.get(p, {}) for g in groups for p in g.parameters.values())
     held = [value for state in states for value in state.values()]
-    count = Counter(lies(t) for t in held if isinstance(t, Tensor) and t.numel())
+    plain = [t for t in held if isinstance(t, Tensor) and not _is_strange(t) and t.numel()]
+    count = Counter(map(lies, plain))
     return {at for at, several in count.items() if several > 1}
+
+
+def _is_strange(held: Tensor) -> bool:
+    """Whether values cannot be put where the tensor lies; what restoring makes anew."""
+    if held.is_nested or held.is_meta:
+        return True
+    local = compat.local_of(held).detach() if isinstance(held, DTensor) else held
+    return local.is_meta or bool(unwritable(local))
 
 
 def _of_groups(
@@ -502,7 +514,7 @@ def _fits(
     divided = "like" in entry and isinstance(parameter, DTensor)
     if not isinstance(held, Tensor) or isinstance(held, DTensor) != divided:
         return False
-    if unwritable(local_part("", held)):
+    if _is_strange(held):
         return False
     return (held.dtype, tuple(held.shape), held.device) == (dtype_of(dtype), tuple(shape), device)
 
@@ -519,15 +531,22 @@ def _set_options(plans: list[_Restored]) -> None:
     wanted: dict[Lies, list[object]] = {}
     for plan in plans:
         for key, held in plan.group.options.items():
-            if isinstance(held, Tensor):
+            if isinstance(held, Tensor) and not _is_strange(held):
                 wanted.setdefault(lies(held), []).append(plan.options.get(key, held))
     alone = {at for at, values in wanted.items() if _all_equal(values)}
     _keep_defaults(plans, alone)
     for plan in plans:
         for key, value in plan.options.items():
             held = plan.group.options.get(key)
-            stays = isinstance(held, Tensor) and isinstance(value, Tensor) and lies(held) in alone
-            plan.group.options[key] = held.copy_(value) if stays else value  # type: ignore[union-attr]
+            if isinstance(held, Tensor) and isinstance(value, Tensor) and _stays(held, alone):
+                held.copy_(value)
+            else:
+                plan.group.options[key] = value
+
+
+def _stays(held: Tensor, alone: set[Lies]) -> bool:
+    """Whether an option keeps its memory."""
+    return not _is_strange(held) and lies(held) in alone
 
 
 def _all_equal(values: list[object]) -> bool:

@@ -39,8 +39,8 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 class Move(Protocol):
     """A compiled move of one tensor."""
 
-    def __call__(self, src: Tensor | None, *, out: Tensor | None) -> None:
-        """Moves `src`, this rank's source tensor, into `out`, its destination."""
+    def __call__(self, src: Tensor | None, *, out: Tensor | None, label: str = "") -> None:
+        """Moves `src`, this rank's source tensor, into `out`, its destination; all ranks say one `label`."""
 
 
 _Key: TypeAlias = tuple[Layout, Layout]
@@ -58,8 +58,8 @@ class _Used(NamedTuple):
     key: _Key
     move: Move
 
-    def __call__(self, src: Tensor | None, *, out: Tensor | None) -> None:
-        self.moves.use(self.key, self.move, src, out)
+    def __call__(self, src: Tensor | None, *, out: Tensor | None, label: str = "") -> None:
+        self.moves.use(self.key, self.move, src, out, label)
 
 
 class Moves:
@@ -88,14 +88,16 @@ class Moves:
             return _Kept(_copy(moved), nbytes)
         return _Kept(compile(moved, group=self._group), nbytes)
 
-    def use(self, key: _Key, move: Move, src: Tensor | None, out: Tensor | None) -> None:
+    def use(
+        self, key: _Key, move: Move, src: Tensor | None, out: Tensor | None, label: str = ""
+    ) -> None:
         """One move. It is the latest once it has gone well, on all ranks alike.
 
         One that ranks refused is forgotten: if some of them keep it and others do not, a compile
         would meet a move each time; so they find together at the next try.
         """
         try:
-            move(src, out=out)
+            move(src, out=out, label=label)
         except ExchangeError:
             forgotten = self._kept.pop(key, None)
             if forgotten is not None:
@@ -150,7 +152,7 @@ def _copy(moved: Plan) -> Move:
     want, _ = wanted(moved, rank)
     boxes = [(transfer.src_slices, transfer.dst_slices) for transfer in moved.transfers(src=rank)]
 
-    def copy(src: Tensor | None, *, out: Tensor | None) -> None:
+    def copy(src: Tensor | None, *, out: Tensor | None, label: str = "") -> None:
         given = by_key(want, src)
         fits(want, given)
         for here, there in boxes:

@@ -43,6 +43,9 @@ from shardmath_torch.dtypes import dtype_of
 
 __all__ = ["Target", "redistribute"]
 
+RECORDED = "a gradient to be differentiated"
+"""What the move of a gradient says of itself that depends on other tensors."""
+
 Target: TypeAlias = Layout | str | Sequence[Placement]
 Meshes: TypeAlias = tuple[DeviceMesh | None, DeviceMesh | None]
 
@@ -65,7 +68,9 @@ def redistribute(
 
     A rank that is not on the source's mesh passes an empty tensor, one that is not on the target's
     gets one, and takes part in the backward: `moved.to_local().sum().backward()` does, or that of
-    any other function of it.
+    any other function of it. Where gradients are differentiated in turn (`create_graph=True`), use
+    one function on all ranks: if the gradient depends on something on some of them alone, they
+    disagree, which is an ExchangeError.
 
     Collective over the ranks of both meshes. The first time among ranks that are neither all nor
     those of one of the DeviceMeshes, it is over the default group, since a process group or a
@@ -215,6 +220,7 @@ class _Route(NamedTuple):
     source: _Form
     target: _Form
     grad: str
+    label: str = ""
 
     @property
     def meshes(self) -> Meshes:
@@ -240,8 +246,10 @@ class _Moved(torch.autograd.Function):
         dual = _dualise(route.src, here, route.grad)
         there = _of_dtype(dual, here.dtype)
         form = route.source._replace(placements=_dualise_placements(route.source, there))
-        # The gradient is a move as well, and recorded as one: it may be differentiated in turn.
-        back = _Route(here, there, _form_of(gradient), form, route.grad)
+        # The gradient is a move as well, and recorded as one: it may be differentiated in turn. Autograd
+        # records it where this rank's gradient depends on something, so all ranks say whether it does.
+        recorded = torch.is_grad_enabled() and gradient.requires_grad
+        back = _Route(here, there, _form_of(gradient), form, route.grad, RECORDED * recorded)
         moved: Tensor = _Moved.apply(gradient, back)  # type: ignore[no-untyped-call]
         return moved.to(dtype_of(route.src.dtype)), None
 
@@ -258,7 +266,7 @@ def _move(local: Tensor, route: _Route) -> Tensor:
     move = move_between(src, dst, route.meshes)
     if move is not None:
         given = local if rank in src.mesh else None
-        move(given, out=out if receives else None)
+        move(given, out=out if receives else None, label=route.label)
     return out
 
 

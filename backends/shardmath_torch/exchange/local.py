@@ -211,13 +211,31 @@ def _check_writable(dst: Tensors) -> None:
 
 
 def overlaps_itself(t: Tensor) -> bool:
-    """Whether two elements may lie in one cell: unless each stride steps over all that smaller ones reach."""
+    """Whether two elements may lie in one cell.
+
+    Of a small tensor it is known; a large one must nest: each stride steps over all that smaller ones reach.
+    """
     reach = 0
-    for step, n in sorted((step, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1):
+    dims = sorted((step, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1)
+    for step, n in dims:
         if step <= reach:
-            return t.numel() > 0
+            return t.numel() > COUNTED or not _all_apart(dims, t.numel())
         reach += (n - 1) * step
     return False
+
+
+COUNTED = 1 << 20
+"""Elements of a tensor whose cells are looked at one by one."""
+
+
+def _all_apart(dims: list[tuple[int, int]], count: int) -> bool:
+    """Whether so many elements of these strides and lengths lie in as many cells."""
+    if not count:
+        return True
+    cells = np.zeros(1, np.int64)
+    for step, n in dims:
+        cells = np.add.outer(cells, step * np.arange(n)).reshape(-1)
+    return len(np.unique(cells)) == count
 
 
 def _check_distinct(want: Wanted, dst: Tensors) -> None:

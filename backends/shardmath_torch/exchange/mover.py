@@ -77,26 +77,31 @@ class Mover:
         out: Local = None,
         timeout: float | None = None,
         acknowledge: bool = False,
+        label: str = "",
     ) -> None:
         """Moves `src`, this rank's source tensors, into `out`, its destination tensors.
 
         `timeout`: seconds to wait for all ranks to make this call, where that may be longer than
         what `compile` was given, as when an engine waits for the next refit; each rank may pass its
         own. `acknowledge`, on all ranks alike: return only once every rank has all its bytes.
+        `label` says what the move is for: ranks that say otherwise disagree.
         """
         if not compat.is_registered(self._party.group):
             what = "the process group of this mover was destroyed"
             raise ExchangeError(f"{what}; compile again on a group that is there")
         self._party.together(
-            lambda: self._move(src, out, timeout, acknowledge),
+            lambda: self._move(src, out, timeout, acknowledge, label),
             lambda failure, rank: crossing_text(self._given, failure.tensor, rank),
             "mover",
             timeout if is_time(timeout) else 0.0,
         )
 
-    def _move(self, src: Local, out: Local, timeout: float | None, acknowledge: bool) -> None:
+    def _move(
+        self, src: Local, out: Local, timeout: float | None, acknowledge: bool, label: str
+    ) -> None:
         claim = f"move {self._moves + 1} of {called(self._given)} (mover {self._party.key})"
-        claim += f"{', acknowledged' * (acknowledge is True)}{in_thread(self._thread)}"
+        claim += f", {label}" * bool(label) + ", acknowledged" * (acknowledge is True)
+        claim += in_thread(self._thread)
         tensors, objection = self._look(src, out, timeout, acknowledge)
         patience = timeout if is_time(timeout) else None
         self._party.vote(Ballot(claim, 0, objection), patience)

@@ -208,7 +208,7 @@ def check_folder(folder: Path) -> None:
             if not NAME.fullmatch(file.name) or not _is_ours(file):
                 what = f"{folder} has {file.name}, which no export wrote and readers would take for part of this one"
                 raise CheckpointError(f"{what}; give another folder, or move the file away")
-        for file in _named(folder):
+        for file in (*_named(folder), *folder.glob(INDEX + UNFINISHED)):
             if not file.is_symlink() and not file.is_file():
                 kind = "a folder" if file.is_dir() else "something that is no file,"
                 what = f"{folder} has {kind} {file.name}, a name that exports write to"

@@ -43,7 +43,10 @@ def _opened(file: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     if file.is_symlink():
         raise _no_lock(file, "is a link")
-    handle = os.open(file, flags, 0o666)
+    try:
+        handle = os.open(file, flags, 0o666)
+    except PermissionError:  # another user's, which may be left over: to lock it, reading is enough
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(handle)
     plain = stat.S_ISREG(found.st_mode)
     if plain and found.st_size == 0 and found.st_nlink <= 1:

@@ -256,6 +256,15 @@ def test_a_link_where_an_export_writes(tmp_path: Path, name: str, kind: str) -> 
     assert precious.read_text() == "of somebody"
 
 
+def test_a_folder_at_the_name_of_the_index_draft(tmp_path: Path) -> None:
+    """Found before anything is written."""
+    draft = tmp_path / f"{INDEX}.unfinished"
+    draft.mkdir()
+    with pytest.raises(CheckpointError, match="a name that exports write to"):
+        in_three(tmp_path, 1.0)
+    assert list(tmp_path.glob("*.safetensors*")) == [draft]
+
+
 @pytest.mark.parametrize(
     "name",
     [

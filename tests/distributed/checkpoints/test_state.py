@@ -549,8 +549,8 @@ def in_inference() -> Tensor:
         return torch.zeros(4)
 
 
-def freed() -> Tensor:
-    out = torch.zeros(4)
+def freed(count: int = 4) -> Tensor:
+    out = torch.zeros(count)
     out.untyped_storage().resize_(0)
     return out
 
@@ -574,6 +574,58 @@ def test_memory_that_cannot_be_written_to(tmp_path: Path, case: str, step: str) 
     with pytest.raises(CheckpointError, match=what):
         load(tmp_path / step, module)
     assert module.first.tolist() == [1.0] * 4
+
+
+def test_memory_of_inference_mode_in_inference_mode(tmp_path: Path) -> None:
+    """An engine's weights are made and loaded there."""
+    export(tmp_path, Odd(torch.ones(4), 5.0))
+    with torch.inference_mode():
+        module = Odd(torch.zeros(4))
+        training.load_weights(tmp_path, module)
+    assert module.first.tolist() == [5.0] * 4
+
+
+STRANGE: dict[str, Callable[[], Tensor]] = {
+    "freed": lambda: freed(1),
+    "inference": lambda: in_inference()[:1],
+    "expanded": lambda: torch.ones(1).expand(3),
+    "meta": lambda: torch.ones(1, device="meta"),
+}
+
+
+def stepped(kind: str | None = None, where: str = "") -> tuple[nn.Module, optim.Optimizer]:
+    """A module and its optimizer after a step; of a strange tensor among its options or state."""
+    module = Odd(torch.ones(4), 5.0)
+    optimizer = optim.SGD([module.first], lr=0.5, momentum=0.5)
+    module.first.sum().backward()
+    optimizer.step()
+    if kind is not None and where == "option":
+        optimizer.param_groups[0]["lr"] = STRANGE[kind]()
+    elif kind is not None:
+        optimizer.state[module.first]["momentum_buffer"] = STRANGE[kind]()
+    return module, optimizer
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("where", ["option", "state"])
+def test_strange_tensors_of_an_optimizer_are_made_anew(
+    tmp_path: Path, kind: str, where: str
+) -> None:
+    """Nothing can be put into them, and nobody counts on their memory."""
+    training.save_state(tmp_path, *stepped())
+    module, optimizer = stepped(kind, where)
+    training.load_state(tmp_path, module, optimizer)
+    assert float(optimizer.param_groups[0]["lr"]) == 0.5
+    assert optimizer.state[module.first]["momentum_buffer"].tolist() == [1.0] * 4
+
+
+def test_sparse_state_is_made_anew(tmp_path: Path) -> None:
+    training.save_state(tmp_path, *stepped())
+    module, optimizer = stepped()
+    buffer = optimizer.state[module.first]["momentum_buffer"]
+    optimizer.state[module.first]["momentum_buffer"] = buffer.to_sparse()
+    training.load_state(tmp_path, module, optimizer)
+    assert optimizer.state[module.first]["momentum_buffer"].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize(

@@ -381,6 +381,18 @@ def test_a_gradient_is_differentiated(pool: Pool) -> None:
     assert pool.run(work.gradient_of_a_gradient)[:4] == [[wanted, wanted]] * 4
 
 
+def test_ranks_that_record_a_gradient_and_ranks_that_do_not() -> None:
+    """A second derivative would lack terms, without a word, or wait; so the first is an error on all."""
+    workers = Pool(2)
+    try:
+        answers = workers.run(work.gradient_that_one_rank_does_not_record)
+    finally:
+        workers.close()
+    for said in answers:
+        assert "ranks disagree" in str(said)
+        assert "a gradient to be differentiated" in str(said)
+
+
 def test_a_partial_gradient(pool: Pool) -> None:
     """With grad="partial" a replicated input has addends, which sum to the gradient."""
     for placements, total, wanted in pool.run(work.partial_gradient):

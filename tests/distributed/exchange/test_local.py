@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardmath as sm
-from shardmath_torch.exchange.local import Tensors, check, wanted
+from shardmath_torch.exchange.local import Tensors, check, overlaps_itself, wanted
 
 MESH = sm.Mesh(tp=2)
 
@@ -58,3 +58,22 @@ def test_holes_may_be_another_s() -> None:
     longer = torch.zeros(10)
     with pytest.raises(sm.ExchangeError, match="share memory"):
         _check(_of("(tp n)"), dst, {"a": longer[:8], "b": longer[2:]})
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "overlaps"),
+    [
+        ((2, 3), (3, 1), False),
+        ((2, 3), (3, 2), False),
+        ((3, 4), (4, 3), False),
+        ((3, 4), (3, 3), True),
+        ((2, 4), (2, 1), True),
+        ((4,), (0,), True),
+        ((0, 4), (0, 0), False),
+    ],
+)
+def test_cells_of_strides_are_counted(
+    shape: tuple[int, ...], strides: tuple[int, ...], overlaps: bool
+) -> None:
+    """Strides that interleave may still give every element a cell of its own."""
+    assert overlaps_itself(torch.zeros(64).as_strided(shape, strides)) == overlaps

@@ -354,6 +354,17 @@ def gradient_of_a_gradient(rank: int) -> Any:
     return found
 
 
+def gradient_that_one_rank_does_not_record(rank: int) -> Any:
+    """Rank 0 is outside the target, and its own function of the empty tensor is linear."""
+    a = sm.Layout((6,), sm.Mesh(tp=2), "(tp n)")
+    b = sm.Layout((6,), sm.Mesh(tp=1, ranks=[1]), "n")
+    tensor = torch.arange(1.0, 4.0).add(3.0 * rank).requires_grad_()
+    moved = smt.redistribute(tensor, b, layout=a)
+    local = moved.to_local() if isinstance(moved, DTensor) else moved
+    loss = (local**3).sum() if rank else local.sum()
+    return caught(lambda: torch.autograd.grad(loss, tensor, create_graph=True))
+
+
 def partial_gradient(rank: int) -> Any:
     """The gradient of a replicated input, left as addends; their sum; and what it should be."""
     mesh = device_mesh(range(8), (4, 2))
