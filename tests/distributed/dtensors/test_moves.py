@@ -46,7 +46,7 @@ def test_the_oldest_moves_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fake(plan: sm.Plan, group: object) -> Callable[..., None]:
         made.append(plan)
-        return lambda src, out: None
+        return lambda src, out, label: None
 
     monkeypatch.setattr("shardmath_torch.dtensors.moves.compile", fake)
     pairs = [
