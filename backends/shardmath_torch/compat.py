@@ -116,7 +116,7 @@ def group_of_mesh(mesh: DeviceMesh) -> Group | None:
 
 def rank_or_0() -> int:
     """This process's global rank; 0 where there is no process group."""
-    return my_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def backend_of(group: Group) -> str:

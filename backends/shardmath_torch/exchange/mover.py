@@ -100,9 +100,14 @@ class Mover:
         self, src: Local, out: Local, timeout: float | None, acknowledge: bool, label: str
     ) -> None:
         claim = f"move {self._moves + 1} of {called(self._given)} (mover {self._party.key})"
-        claim += f", {label}" * bool(label) + ", acknowledged" * (acknowledge is True)
+        claim += f", {label!r}" if isinstance(label, str) and label else ""
+        claim += ", acknowledged" * (acknowledge is True)
         claim += in_thread(self._thread)
         tensors, objection = self._look(src, out, timeout, acknowledge)
+        if not isinstance(label, str):
+            objection = (
+                objection or f"label={shown(label)} is not a text; pass one, or leave it out"
+            )
         patience = timeout if is_time(timeout) else None
         self._party.vote(Ballot(claim, 0, objection), patience)
         self._moves += 1

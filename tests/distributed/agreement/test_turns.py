@@ -171,6 +171,14 @@ def test_numbers_of_numpy_are_numbers(pool: Pool) -> None:
         assert said[3] == ""
 
 
+def test_ranks_say_one_label(pool: Pool) -> None:
+    """Others disagree, and what is not a text is an objection; then moves go on."""
+    for said in pool.run(breaks.labels):
+        assert said[0] == said[3] == "", said
+        assert "ranks disagree" in said[1]
+        assert "rank 3: label=" in said[2]
+
+
 def test_arguments_of_other_types_are_objections(pool: Pool) -> None:
     """All ranks stay in step, and move afterwards."""
     for said in pool.run(breaks.odd_arguments):

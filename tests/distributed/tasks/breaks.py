@@ -339,6 +339,14 @@ def odd_numbers(rank: int) -> list[Said]:
     ]
 
 
+def labels(rank: int) -> list[Said]:
+    """Labels that are alike, that differ, and one that is not a text."""
+    rows = Rows(rank, 8, 64)
+    move = smt.compile(rows.plan)
+    given: list[Any] = ["step 1", f"step {rank}", torch.ones(2) if rank == 3 else "", "step 2"]
+    return [ends(lambda label=label: move(rows.src, out=rows.out, label=label)) for label in given]  # type: ignore[misc]
+
+
 def odd_arguments(rank: int) -> list[Said]:
     """Ranks 1 and 3 pass what is none of what it should be; then all move."""
     rows, odd = Rows(rank, 8, 16), rank in (1, 3)
