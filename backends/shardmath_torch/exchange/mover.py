@@ -104,10 +104,7 @@ class Mover:
         claim += ", acknowledged" * (acknowledge is True)
         claim += in_thread(self._thread)
         tensors, objection = self._look(src, out, timeout, acknowledge)
-        if not isinstance(label, str):
-            objection = (
-                objection or f"label={shown(label)} is not a text; pass one, or leave it out"
-            )
+        objection = objection or _mislabelled(label)
         patience = timeout if is_time(timeout) else None
         self._party.vote(Ballot(claim, 0, objection), patience)
         self._moves += 1
@@ -150,6 +147,13 @@ class Mover:
             raise
         except Exception as error:
             raise PeerFailure(self._party.rank, f"{type(error).__name__}: {error}") from error
+
+
+def _mislabelled(label: object) -> str:
+    """What speaks against the label, if anything does."""
+    if isinstance(label, str):
+        return ""
+    return f"label={shown(label)} is not a text; pass one, or leave it out"
 
 
 def called(given: object) -> str:
