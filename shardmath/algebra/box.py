@@ -31,7 +31,7 @@ __all__ = [
     "from_slices",
     "tiles",
     "volume",
-    "whole",
+    "full",
 ]
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
@@ -41,7 +41,7 @@ Ranges: TypeAlias = Sequence[Sequence[tuple[int, int]]]
 """Ranges (start, stop) of each dimension; their product is a set of elements."""
 
 
-def whole(dims: Sequence[int]) -> Box:
+def full(dims: Sequence[int]) -> Box:
     """All of a tensor of shape `dims`."""
     return tuple((0, n) for n in dims)
 
@@ -86,7 +86,7 @@ def flat_boxes(dims: Sequence[int], lo: int, hi: int) -> tuple[Box, ...]:
 def _cut_flat(dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
     """The elements lo..hi-1, one or more, as boxes: a part of a row, whole rows, a part of a row."""
     if lo == 0 and hi == math.prod(dims):
-        return [whole(dims)]
+        return [full(dims)]
     row = math.prod(dims[1:])
     first = lo // row
     last = (hi - 1) // row
@@ -101,7 +101,7 @@ def _cut_flat(dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
         tail = _cut_row(last, dims, 0, hi - last * row)
         last -= 1
     if first <= last:
-        head.append(((first, last + 1), *whole(dims[1:])))
+        head.append(((first, last + 1), *full(dims[1:])))
     return head + tail
 
 

@@ -1,8 +1,8 @@
 """Cuts: the ways in which a piece of one dimension is divided into parts.
 
-An **interval cut** (`Chunks`, `Balanced`, `Sizes`, `Block`) has consecutive parts: `count(length)`
+An **interval cut** (`Chunks`, `Balanced`, `Sizes`, `FixedBlock`) has consecutive parts: `count(length)`
 says how many a piece of that length has, `part(length, i)` where part i begins and how long it is.
-A `Rule` is a user's own way, and its parts may be any Runs.
+A `UserCut` is a user's own way, and its parts may be any Runs.
 
 >>> [Chunks(3).part(7, i) for i in range(3)], [Balanced(3).part(7, i) for i in range(3)]
 ([(0, 3), (3, 3), (6, 1)], [(0, 3), (3, 2), (5, 2)])
@@ -18,15 +18,15 @@ from typing import Protocol, TypeAlias
 from shardmath.algebra.runs import Runs
 from shardmath.base.errors import PlacementError, ShardError
 from shardmath.base.given import plural
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 
 __all__ = [
     "Balanced",
-    "Block",
+    "FixedBlock",
     "Chunks",
     "Cut",
     "Interval",
-    "Rule",
+    "UserCut",
     "Sizes",
     "Splits",
     "is_trivial",
@@ -49,7 +49,7 @@ def _check_positive(cut: object, name: str) -> None:
     if type(value) is int and value >= 1:
         return
     what = f"the {name} of {type(cut).__name__}"
-    number = whole(value, what, PlacementError)
+    number = as_integer(value, what, PlacementError)
     if number < 1:
         raise PlacementError(f"{what} is {number}; give 1 or more")
     object.__setattr__(cut, name, number)
@@ -102,7 +102,7 @@ class Sizes:
     _starts: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        sizes = tuple(whole(n, "a size of Sizes", PlacementError) for n in self.sizes)
+        sizes = tuple(as_integer(n, "a size of Sizes", PlacementError) for n in self.sizes)
         starts = tuple(itertools.accumulate(sizes, initial=0))
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "_starts", starts)
@@ -121,7 +121,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FixedBlock:
     """Blocks of a fixed size, the last one short; a part that lies beyond the piece is empty."""
 
     size: int
@@ -140,7 +140,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class UserCut:
     """A user's way of splitting a length, into any Runs. Each length is split once and kept."""
 
     by: Splits
@@ -160,8 +160,8 @@ class Rule:
         return self._split[length]
 
 
-Interval: TypeAlias = Chunks | Balanced | Sizes | Block
-Cut: TypeAlias = Interval | Rule
+Interval: TypeAlias = Chunks | Balanced | Sizes | FixedBlock
+Cut: TypeAlias = Interval | UserCut
 
 
 def _check_split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:

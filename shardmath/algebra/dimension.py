@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardmath.algebra.cuts import Rule, Sizes
+from shardmath.algebra.cuts import Sizes, UserCut
 from shardmath.algebra.runs import Runs, compose, concat, identity
 from shardmath.algebra.stages import (
     Coords,
@@ -49,7 +49,7 @@ class Field:
 
     def __post_init__(self) -> None:
         for s, stage in enumerate(self.stages):
-            if any(isinstance(digit.cut, Sizes | Rule) for digit in stage):
+            if any(isinstance(digit.cut, Sizes | UserCut) for digit in stage):
                 for length in lengths_at(self, s):
                     check_stage(stage, length)
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import MeshError
 from shardmath.base.given import listed, mapping, plural, shown, text
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.base.public import public
 
 __all__ = ["Mesh", "strides"]
@@ -147,7 +147,7 @@ class Mesh:
 
     def position(self, rank: int) -> int:
         """Row-major position of `rank`. Raises MeshError if it is not in the mesh."""
-        number = rank if type(rank) is int else whole(rank, "rank", MeshError)
+        number = rank if type(rank) is int else as_integer(rank, "rank", MeshError)
         at = self._positions.get(number)
         if at is None:
             what = f"rank {rank} is not in {self}"
@@ -242,7 +242,7 @@ class Mesh:
         Raises MeshError for an unknown axis or a coordinate that it does not have.
         """
         for name, given in coords.items():
-            at = whole(given, f"coordinate on axis {name!r}", MeshError)
+            at = as_integer(given, f"coordinate on axis {name!r}", MeshError)
             n = self.axis_size(name)
             if not 0 <= at < n:
                 what = f"coordinate {given} is not on axis {name!r} of size {n}"
@@ -275,7 +275,7 @@ def _read_ranks(ranks: object) -> tuple[int, ...]:
     if isinstance(ranks, range):
         return tuple(ranks)
     given = listed(ranks, "ranks", MeshError)
-    return tuple(whole(rank, "a rank", MeshError) for rank in given)
+    return tuple(as_integer(rank, "a rank", MeshError) for rank in given)
 
 
 def _read_names(names: object) -> tuple[str, ...]:
@@ -291,7 +291,7 @@ def _check_axis(name: object, size: object) -> tuple[str, int]:
     if not isinstance(name, str) or not name.isidentifier():
         what = f"axis name {shown(name)} is not a word"
         raise MeshError(f"{what}; use letters, digits and underscores")
-    n = whole(size, f"the size of axis {name!r}", MeshError)
+    n = as_integer(size, f"the size of axis {name!r}", MeshError)
     if n < 1:
         raise MeshError(f"axis {name!r} has size {n}; give every axis at least one coordinate")
     return text(name, "the name of an axis", MeshError), n

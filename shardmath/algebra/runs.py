@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from shardmath.base.errors import RunsError
 from shardmath.base.given import instance, listed
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.base.public import public
 
 __all__ = [
@@ -70,7 +70,7 @@ class Runs:
         if total is None:
             total = _local_end(merged)
         if type(total) is not int:  # a message with all segments is long, and rarely needed
-            total = whole(length, f"length of Runs {merged}", RunsError)
+            total = as_integer(length, f"length of Runs {merged}", RunsError)
         _check_inside(merged, total)
         _check_disjoint(merged, 0, "local")
         _check_disjoint(merged, 1, "global")
@@ -129,7 +129,11 @@ def _check_segment(item: Segment) -> Segment:
         what = f"segment {item!r} is not (local start, global start, length)"
         raise RunsError(f"{what}; give three integers") from None
     what = f"a number of segment {item}"
-    return whole(lo, what, RunsError), whole(g, what, RunsError), whole(n, what, RunsError)
+    return (
+        as_integer(lo, what, RunsError),
+        as_integer(g, what, RunsError),
+        as_integer(n, what, RunsError),
+    )
 
 
 def _merge(segments: Iterable[Segment]) -> tuple[Segment, ...]:
@@ -197,7 +201,7 @@ def spanning(runs: Runs) -> str:
 
 def identity(n: int) -> Runs:
     """Every position of 0..n-1 in its place. Raises RunsError for a negative n."""
-    length = whole(n, "the length of an identity", RunsError)
+    length = as_integer(n, "the length of an identity", RunsError)
     if length < 0:
         raise RunsError(f"the length of an identity is {length}; count positions from 0")
     if not length:
@@ -230,8 +234,8 @@ def _check_range(item: tuple[int, int] | int) -> tuple[int, int]:
     except ValueError:
         what = f"range {item!r} is not (start, stop)"
         raise RunsError(f"{what}; give two integers, or one for a hole") from None
-    lo = whole(start, f"the start of {item!r}", RunsError)
-    hi = whole(stop, f"the stop of {item!r}", RunsError)
+    lo = as_integer(start, f"the start of {item!r}", RunsError)
+    hi = as_integer(stop, f"the stop of {item!r}", RunsError)
     if hi < lo or lo < 0:
         raise RunsError(f"range {start}:{stop} is not a range; write 0 <= start <= stop")
     return lo, hi
@@ -262,7 +266,7 @@ def invert(runs: Runs, n: int) -> Runs:
     Raises RunsError if a global position is n or more.
     """
     _check_runs(runs)
-    length = whole(n, "the length of the dimension", RunsError)
+    length = as_integer(n, "the length of the dimension", RunsError)
     if runs.extent > length:
         what = f"{runs} reaches position {runs.extent - 1}, the dimension has {n}"
         raise RunsError(f"{what}; give n >= {runs.extent}")
@@ -301,8 +305,8 @@ def compose(f: Runs, g: Runs) -> Runs:
 def restrict(runs: Runs, lo: int, hi: int) -> Runs:
     """The same local positions with global ones outside [lo, hi) turned into holes."""
     _check_runs(runs)
-    lo = whole(lo, "a border", RunsError)
-    hi = whole(hi, "a border", RunsError)
+    lo = as_integer(lo, "a border", RunsError)
+    hi = as_integer(hi, "a border", RunsError)
     kept = []
     for start, g, n in runs.segments:
         left = max(g, lo)

@@ -21,12 +21,12 @@ from typing import TypeAlias
 
 from shardmath.algebra.cuts import (
     Balanced,
-    Block,
     Chunks,
     Cut,
+    FixedBlock,
     Interval,
-    Rule,
     Sizes,
+    UserCut,
     is_trivial,
     list_parts,
     parts_to_visit,
@@ -94,7 +94,7 @@ def stage_runs(stage: Stage, length: int, coords: Coords) -> Runs:
     pieces = [(0, length)]
     for digit in stage:
         cut = digit.cut
-        if isinstance(cut, Rule):
+        if isinstance(cut, UserCut):
             return pieces_runs(stage, length, coords)
         if digit.axes:
             i = digit.coordinate(coords)
@@ -193,7 +193,7 @@ def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
     size = len(piece)
     parts = range(parts_to_visit(cut, size)) if kept is None else (kept,)
     for i in parts:
-        if isinstance(cut, Rule):
+        if isinstance(cut, UserCut):
             part = cut.split(size)[i]
         else:
             start, n = cut.part(size, i)
@@ -257,7 +257,7 @@ def _is_hidden(digit: Digit, after: Digit) -> bool:
         return False
     a = digit.cut
     b = after.cut
-    return isinstance(a, Block) and isinstance(b, Block) and a.size % b.size == 0
+    return isinstance(a, FixedBlock) and isinstance(b, FixedBlock) and a.size % b.size == 0
 
 
 # Whether cuts fit
@@ -277,12 +277,12 @@ def _part_sizes(digit: Digit, size: int) -> set[int]:
     """The sizes of the parts of a piece; of long runs of equal parts, the first and the last."""
     cut = digit.cut
     count = cut.count(size)
-    if isinstance(cut, Rule):
+    if isinstance(cut, UserCut):
         return set(map(len, cut.split(size)))
     if isinstance(cut, Sizes):
         return set(cut.sizes)
     kept = math.prod(digit.sizes) if digit.axes else count
-    # Sizes never grow from part to part. Chunks and Block have one shorter part, the last that is
+    # Sizes never grow from part to part. Chunks and FixedBlock have one shorter part, the last that is
     # not empty; Balanced ends with its shorter ones. So these few parts have all the sizes.
     longest = max(1, cut.part(size, 0)[1])
     last_not_empty = -(-size // longest) - 1

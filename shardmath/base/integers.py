@@ -3,9 +3,9 @@
 numpy's integers become Python's: theirs overflow in products that a layout's sizes take part in, and
 print differently, so that equal values would have different digests.
 
->>> whole(3, "the size of axis 'tp'", ValueError)
+>>> as_integer(3, "the size of axis 'tp'", ValueError)
 3
->>> whole(2.5, "the size of axis 'tp'", ValueError)
+>>> as_integer(2.5, "the size of axis 'tp'", ValueError)
 Traceback (most recent call last):
 ValueError: the size of axis 'tp' is 2.5; give an integer
 """
@@ -15,13 +15,13 @@ from __future__ import annotations
 import operator
 from typing import SupportsIndex, cast
 
-__all__ = ["whole"]
+__all__ = ["as_integer"]
 
 MOST = 1 << 256
 """Beyond anything that is counted here, and short enough to be printed."""
 
 
-def whole(value: object, what: str, error: type[ValueError]) -> int:
+def as_integer(value: object, what: str, error: type[ValueError]) -> int:
     """`value` as an int. Raises `error`, which says `what` it is, for floats, text, bools, ..."""
     if type(value) is int and -MOST <= value <= MOST:
         return value

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from shardmath.base.errors import ParamLayoutError
 from shardmath.base.given import instance, plural
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.buffers.param import (
     START,
     Param,
@@ -52,8 +52,8 @@ def default_bucket_size(
     """
     size = positive(data_parallel_world_size, "data_parallel_world_size")
     stage = (
-        whole(pipeline_rank, "pipeline_rank", ParamLayoutError),
-        whole(chunk, "chunk", ParamLayoutError),
+        as_integer(pipeline_rank, "pipeline_rank", ParamLayoutError),
+        as_integer(chunk, "chunk", ParamLayoutError),
     )
     if not flag(overlap_grad_reduce, "overlap_grad_reduce") or max(stage) > 0:
         return None

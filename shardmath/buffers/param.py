@@ -18,7 +18,7 @@ import numpy as np
 from shardmath.base import dtypes
 from shardmath.base.errors import ParamLayoutError
 from shardmath.base.given import known, listed, shown, text
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 
 __all__ = [
     "START",
@@ -48,7 +48,7 @@ BUSBW = 1 << 16
 
 def positive(value: object, what: str) -> int:
     """`value` as an int of at least 1. Raises ParamLayoutError, which says `what` it is."""
-    number = whole(value, what, ParamLayoutError)
+    number = as_integer(value, what, ParamLayoutError)
     if number < 1:
         raise ParamLayoutError(f"{what} is {number}; give at least 1")
     return number
@@ -70,7 +70,7 @@ def pad_to_divisor(value: int, divisor: int) -> int:
     (128, 64)
     """
     number, by = (
-        whole(value, "the value to pad", ParamLayoutError),
+        as_integer(value, "the value to pad", ParamLayoutError),
         positive(divisor, "the divisor"),
     )
     if number < 0:
@@ -204,7 +204,7 @@ FORMATS = ("fp8", "mxfp8", "nvfp4")
 def _sizes(name: str, shape: object) -> tuple[int, ...]:
     several = isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes)
     given = listed(shape, f"sizes of parameter {name!r}", ParamLayoutError) if several else (shape,)
-    sizes = tuple(whole(n, f"a size of parameter {name!r}", ParamLayoutError) for n in given)
+    sizes = tuple(as_integer(n, f"a size of parameter {name!r}", ParamLayoutError) for n in given)
     if min(sizes, default=0) < 0:
         raise ParamLayoutError(f"parameter {name!r} has shape {sizes}; sizes are >= 0")
     return sizes

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from shardmath.base import dtypes
 from shardmath.base.errors import ParamLayoutError
 from shardmath.base.given import listed, mapping, plural, shown
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.buffers.param import Param, flag, named, numbered, positive
 
 __all__ = ["BufferKey", "FullParamLayout", "PerBufferParamLayout", "Placed", "Rule", "laid_out"]
@@ -169,7 +169,7 @@ def _integers(values: Iterable[object], what: str) -> tuple[int, ...]:
     """The values as ints. Raises ParamLayoutError, which says `what` each is, for what is none, or beyond `MOST`."""
     given = listed(values, what, ParamLayoutError)
     if not set(map(type, given)) <= {int}:
-        given = tuple(whole(value, what, ParamLayoutError) for value in given)
+        given = tuple(as_integer(value, what, ParamLayoutError) for value in given)
     out = cast(tuple[int, ...], given)
     if out and not -MOST <= min(out) <= max(out) <= MOST:
         raise ParamLayoutError(f"{what} is {max(out, key=abs)}; a buffer has at most 2^62 elements")

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import ParamLayoutError
 from shardmath.base.given import listed
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.buffers.param import positive
 from shardmath.buffers.param_layout import PerBufferParamLayout
 
@@ -55,7 +55,7 @@ def shard_ranges(
     where a bucket is not divided evenly.
     """
     count = check_shards(buffer_layout, shards)
-    number = whole(shard, "the shard", ParamLayoutError)
+    number = as_integer(shard, "the shard", ParamLayoutError)
     if not 0 <= number < count:
         raise ParamLayoutError(f"shard {number} of {count}; use 0..{count - 1}")
     ranges = []

@@ -30,7 +30,7 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs, compose, from_ranges, identity
 from shardmath.base.errors import ParamLayoutError
 from shardmath.base.given import instance, known, listed, mapping, shown
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.buffers.param import Param, forward
 from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
 from shardmath.buffers.shares import (
@@ -231,7 +231,8 @@ def model_parallel_state(
 
 def _chosen(ranks: Iterable[int]) -> set[int]:
     return {
-        whole(rank, "a rank", ParamLayoutError) for rank in listed(ranks, "ranks", ParamLayoutError)
+        as_integer(rank, "a rank", ParamLayoutError)
+        for rank in listed(ranks, "ranks", ParamLayoutError)
     }
 
 

@@ -35,7 +35,7 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import MeshError, NotationError, ShardError
 from shardmath.base.given import instance, listed, mapping, plural
 from shardmath.base.given import text as plain
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.families.hf import Entry, Shapes
 from shardmath.families.styles import KINDS, kind
 from shardmath.layouts.layout import Layout
@@ -258,7 +258,7 @@ def parse(text: str, *, first_rank: int = 0) -> Side:
     Raises NotationError, with a caret, for text that is not a side; whether rules fit is seen with tensors.
     """
     text = plain(text, "a side", NotationError)
-    mesh, end = _read_mesh(text, whole(first_rank, "first_rank", MeshError))
+    mesh, end = _read_mesh(text, as_integer(first_rank, "first_rank", MeshError))
     if end == len(text):
         return Side(mesh)
     return Side(mesh, _read_rules(text, end + 1))

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardmath.base.arrays import Ints, Offsets
 from shardmath.base.errors import PlanError
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.flows.certificate import show_ranks
 from shardmath.flows.topology import Topology
 
@@ -104,7 +104,7 @@ def _check(blocks: Sequence[Block]) -> None:
     """Raise PlanError for sizes that are not, and for bytes that nobody holds."""
     total = 0
     for block in blocks:
-        if whole(block.nbytes, "the size of a block", PlanError) < 0:
+        if as_integer(block.nbytes, "the size of a block", PlanError) < 0:
             raise PlanError(f"a block has {block.nbytes} bytes; give zero or more")
         if not block.holders:
             who = show_ranks(block.receivers)

@@ -20,7 +20,7 @@ from typing import SupportsFloat
 
 from shardmath.base.errors import PlanError
 from shardmath.base.given import listed
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.base.public import public
 
 __all__ = ["H100", "H200", "Topology", "checked"]
@@ -41,7 +41,7 @@ class Topology:
     latency_s: float = 1e-5
 
     def __post_init__(self) -> None:
-        count = whole(self.ranks_per_node, "ranks_per_node", PlanError)
+        count = as_integer(self.ranks_per_node, "ranks_per_node", PlanError)
         if not 1 <= count <= MOST_RANKS:
             what = f"ranks_per_node is {count}"
             raise PlanError(f"{what}; a node has at least one rank, and at most {MOST_RANKS}")
@@ -52,7 +52,7 @@ class Topology:
 
     def node(self, rank: int) -> int:
         """The node of a rank. Raises PlanError unless it is a non-negative integer."""
-        number = whole(rank, "a rank", PlanError)
+        number = as_integer(rank, "a rank", PlanError)
         if number < 0:
             raise PlanError(f"rank {number} is negative; number ranks from 0")
         return number // self.ranks_per_node
@@ -61,7 +61,7 @@ class Topology:
         """The distinct ranks by node, both ascending; nodes without any are left out."""
         out: dict[int, list[int]] = {}
         given = listed(ranks, "ranks", PlanError)
-        distinct = {whole(rank, "a rank", PlanError) for rank in given}
+        distinct = {as_integer(rank, "a rank", PlanError) for rank in given}
         for rank in sorted(distinct):
             out.setdefault(self.node(rank), []).append(rank)
         return {node: tuple(held) for node, held in out.items()}

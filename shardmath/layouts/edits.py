@@ -19,7 +19,7 @@ from shardmath.algebra.runs import Runs, identity, restrict
 from shardmath.base import dtypes
 from shardmath.base.errors import LayoutError
 from shardmath.base.given import instance, listed
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.layouts.layout import Layout, intern
 
 __all__ = ["cast", "relabelled", "repartialed", "sliced", "transposed", "window"]
@@ -56,7 +56,7 @@ def transposed(layout: Layout, order: Sequence[int]) -> Layout:
     """
     _check_layout(layout)
     given = listed(order, "dimensions", LayoutError)
-    new = tuple(whole(d, "a dimension", LayoutError) for d in given)
+    new = tuple(as_integer(d, "a dimension", LayoutError) for d in given)
     if sorted(new) != list(range(layout.ndim)):
         raise LayoutError(
             f"cannot transpose shape {layout.shape} to {new}; "
@@ -113,7 +113,7 @@ def _read_box(layout: Layout, box: Box) -> Box:
         spans.append(listed(span, "the start and stop of a box", LayoutError))
     read = []
     for span in spans:
-        read.append(tuple(whole(x, f"a border of box {spans}", LayoutError) for x in span))
+        read.append(tuple(as_integer(x, f"a border of box {spans}", LayoutError) for x in span))
     if len(read) != layout.ndim or not all(map(_is_inside, read, layout.shape)):
         raise LayoutError(
             f"box {box} is not inside shape {layout.shape}; give one (start, stop) a dimension"

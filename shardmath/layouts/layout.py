@@ -37,7 +37,7 @@ from shardmath.base import dtypes
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import LayoutError, MeshError
 from shardmath.base.given import known, listed, shown
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.base.memo import memo
 from shardmath.base.public import public
 from shardmath.layouts.notation import Partials
@@ -163,7 +163,7 @@ class Layout:
 
         Raises MeshError for a rank outside the mesh.
         """
-        return _runs(self, whole(rank, "rank", MeshError))
+        return _runs(self, as_integer(rank, "rank", MeshError))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the local tensor, padding included. Raises MeshError for a rank outside the mesh."""
@@ -234,7 +234,7 @@ def _read_shape(shape: object) -> tuple[int, ...]:
         given: tuple[object, ...] = (shape,)
     else:
         given = listed(shape, "sizes", LayoutError)
-    sizes = tuple(whole(n, f"a size of shape {given}", LayoutError) for n in given)
+    sizes = tuple(as_integer(n, f"a size of shape {given}", LayoutError) for n in given)
     if min(sizes, default=0) < 0:
         raise LayoutError(f"shape {sizes} has {min(sizes)}; sizes are >= 0")
     return sizes

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, cast
 
 from shardmath.algebra.cuts import Balanced as BalancedCut
-from shardmath.algebra.cuts import Block, Chunks, Rule, Sizes, Splits
+from shardmath.algebra.cuts import Chunks, FixedBlock, Sizes, Splits, UserCut
 from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.algebra.stages import Digit, Stage
 from shardmath.base.errors import PlacementError
 from shardmath.base.given import known, listed, plural, shown
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.base.public import public
 
 __all__ = [
@@ -167,7 +167,7 @@ class StridedShard:
     def __post_init__(self) -> None:
         _check_dim(self)
         what = f"the split factor of StridedShard({self.dim}, ...)"
-        factor = whole(self.split_factor, what, PlacementError)
+        factor = as_integer(self.split_factor, what, PlacementError)
         if factor < 1:
             raise PlacementError(
                 f"StridedShard({self.dim}, {factor}): "
@@ -253,7 +253,7 @@ class BlockCyclic:
     def __post_init__(self) -> None:
         _check_dim(self)
         what = f"the block of BlockCyclic({self.dim}, {self.block!r})"
-        block = whole(self.block, what, PlacementError)
+        block = as_integer(self.block, what, PlacementError)
         if block < 1:
             raise PlacementError(
                 f"BlockCyclic({self.dim}, {block}): "
@@ -265,12 +265,12 @@ class BlockCyclic:
         """The Runs of each of `parts` parts of a length n."""
         size = self.block
         blocks = [(lo, min(n, lo + size)) for lo in range(0, n, size)]
-        # Block i is part i % parts's.
+        # FixedBlock i is part i % parts's.
         return tuple(from_ranges(blocks[part::parts]) for part in range(parts))
 
-    def digits(self, parts: int) -> tuple[Block, Block]:
+    def digits(self, parts: int) -> tuple[FixedBlock, FixedBlock]:
         """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
-        return Block(self.block * parts), Block(self.block)
+        return FixedBlock(self.block * parts), FixedBlock(self.block)
 
 
 @public
@@ -307,14 +307,16 @@ class Table:
 
 def _check_dim(placement: Placement) -> None:
     """The dimension is an integer, and Python's."""
-    dim = whole(placement.dim, f"the dimension of a {type(placement).__name__}", PlacementError)
+    dim = as_integer(
+        placement.dim, f"the dimension of a {type(placement).__name__}", PlacementError
+    )
     object.__setattr__(placement, "dim", dim)
 
 
 def _read_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes as Python's integers. Raises PlacementError for none, and for a negative one."""
     given = listed(sizes, f"{name} sizes", PlacementError)
-    read = tuple(whole(n, f"a size of {name}", PlacementError) for n in given)
+    read = tuple(as_integer(n, f"a size of {name}", PlacementError) for n in given)
     if not read or min(read) < 0:
         raise PlacementError(
             f"{name} sizes {list(read)} are not sizes; give one or more numbers >= 0"
@@ -329,14 +331,14 @@ BuiltIn: TypeAlias = Shard | Balanced | StridedShard | Packed | Ragged | BlockCy
 def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]) -> Stage:
     """The stage that the placement is on these flattened mesh axes.
 
-    Any placement but the built-in ones is one Rule. Raises PlacementError if it has no `split` or cannot
+    Any placement but the built-in ones is one UserCut. Raises PlacementError if it has no `split` or cannot
     be hashed.
     """
     parts = math.prod(sizes)
-    # A subclass may have a `split` of its own, so it is a Rule like any other.
+    # A subclass may have a `split` of its own, so it is a UserCut like any other.
     if type(placement) not in BuiltIn.__args__:
         check_protocol(placement)
-        return (Digit(Rule(placement, parts), axes, sizes),)
+        return (Digit(UserCut(placement, parts), axes, sizes),)
     *local, last = cast(BuiltIn, placement).digits(parts)
     return (*map(Digit, local), Digit(last, axes, sizes))
 

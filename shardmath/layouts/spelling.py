@@ -26,7 +26,7 @@ from shardmath.algebra.runs import Runs
 from shardmath.algebra.stages import Digit, Stage
 from shardmath.base.errors import LayoutError, PlacementError
 from shardmath.base.given import mapping, plural, shown, text
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.base.memo import memo
 from shardmath.layouts.notation import Partials, padded, parse
 from shardmath.layouts.placement import (
@@ -217,7 +217,7 @@ def _dimension_of(placement: Placement, shape: tuple[int, ...]) -> int:
             f"{placement!r} is not a placement; "
             f"give it `dim` and `split(n, parts) -> tuple of Runs`"
         )
-    d = whole(dim, f"the dimension of {shown(placement)}", PlacementError)
+    d = as_integer(dim, f"the dimension of {shown(placement)}", PlacementError)
     ndim = len(shape)
     if not -ndim <= d < ndim:
         raise LayoutError(
@@ -235,7 +235,7 @@ def _read_stored(stored: Stored, shape: tuple[int, ...]) -> list[Runs | None]:
     ndim = len(shape)
     kept: list[Runs | None] = [None] * ndim
     for key, value in _check_stored(stored).items():
-        d = whole(key, "a dimension of stored=", LayoutError)
+        d = as_integer(key, "a dimension of stored=", LayoutError)
         if not -ndim <= d < ndim:
             raise LayoutError(
                 f"stored= names dimension {d}, shape {shape} has {ndim}; use {-ndim}..{ndim - 1}"
@@ -247,7 +247,7 @@ def _read_stored(stored: Stored, shape: tuple[int, ...]) -> list[Runs | None]:
         if isinstance(value, Runs):
             kept[d] = value
         else:
-            size = whole(value, f"the stored size of dimension {d}", LayoutError)
+            size = as_integer(value, f"the stored size of dimension {d}", LayoutError)
             kept[d] = padded(shape[d], size)
     return kept
 

@@ -32,7 +32,7 @@ from shardmath.algebra.mesh import Mesh, strides
 from shardmath.algebra.runs import from_ranges
 from shardmath.base.errors import StoreError
 from shardmath.base.given import instance, listed, mapping, shown, text
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.layouts.layout import Layout
 
 __all__ = [
@@ -72,7 +72,7 @@ def locals_of(layouts: Held, rank: int) -> Iterator[tuple[str, Layout]]:
 
     Raises StoreError for what is not a Layout, or windows.
     """
-    number = whole(rank, "the rank", StoreError)
+    number = as_integer(rank, "the rank", StoreError)
     held = mapping(layouts, "layouts are ", "name to Layout", StoreError)
     for name, one in held.items():
         windows = one if isinstance(one, tuple) else (one,)
@@ -100,10 +100,12 @@ class View:
         if type(self.buffer) is str and type(self.offset) is int and self.strides is None:
             return  # nearly all: a flat buffer has a view of each of a model's parameters
         object.__setattr__(self, "buffer", text(self.buffer, "the buffer of a View", StoreError))
-        object.__setattr__(self, "offset", whole(self.offset, "the offset of a View", StoreError))
+        object.__setattr__(
+            self, "offset", as_integer(self.offset, "the offset of a View", StoreError)
+        )
         if self.strides is not None:
             given = listed(self.strides, "the strides of a View", StoreError)
-            steps = tuple(whole(step, "a stride of a View", StoreError) for step in given)
+            steps = tuple(as_integer(step, "a stride of a View", StoreError) for step in given)
             object.__setattr__(self, "strides", steps)
 
 
@@ -169,7 +171,7 @@ class Store:
     def _find_view(self, local: str, rank: int) -> View:
         """The view of the rank's local tensor. Raises StoreError if there is none."""
         name = text(local, "the name of a local tensor", StoreError)
-        key = (name, whole(rank, "the rank", StoreError))
+        key = (name, as_integer(rank, "the rank", StoreError))
         at = bisect.bisect_left(self.entries, key, key=_KEY)
         if at < len(self.entries) and self.entries[at][0] == key:
             return self.entries[at][1]
@@ -194,7 +196,7 @@ def _read_entry(entry: Any) -> _Entry:
     if type(local) is str and type(rank) is int:
         return key, view
     name = text(local, "the name of a local tensor", StoreError)
-    return (name, whole(rank, f"the rank of {name!r}", StoreError)), view
+    return (name, as_integer(rank, f"the rank of {name!r}", StoreError)), view
 
 
 Buffers = Mapping[str, NDArray[Any]]
@@ -317,11 +319,11 @@ def flat_windows(
 
 def _read_range(rank: object, span: object) -> tuple[int, ...]:
     """The two ends of what a rank holds. Raises StoreError for what is not a range."""
-    whole(rank, "a rank of ranges", StoreError)
+    as_integer(rank, "a rank of ranges", StoreError)
     ends = listed(span, f"the start and stop of rank {rank}", StoreError)
     if len(ends) != 2:
         raise StoreError(f"the range of rank {rank} is {shown(span)}; give its start and its stop")
-    return tuple(whole(end, f"an end of the range of rank {rank}", StoreError) for end in ends)
+    return tuple(as_integer(end, f"an end of the range of rank {rank}", StoreError) for end in ends)
 
 
 def _hold_box(shape: tuple[int, ...], rank: int, box: Box, dtype: object) -> Layout:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from shardmath.algebra.cuts import Balanced, Block, Chunks, Rule, Sizes, Splits
+from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, Splits, UserCut
 from shardmath.algebra.dimension import Dimension, Field
 from shardmath.algebra.runs import identity, spanning
 from shardmath.algebra.stages import Digit, Stage
@@ -53,7 +53,7 @@ def rule_names(dims: tuple[Dimension, ...]) -> dict[Splits, str]:
     taken: set[str] = set()
     for digit in _digits(dims):
         cut = digit.cut
-        if not isinstance(cut, Rule) or cut.by in named:
+        if not isinstance(cut, UserCut) or cut.by in named:
             continue
         owner = type(cut.by)
         base = name = owner.__name__.lower()
@@ -104,7 +104,7 @@ def _stage_words(stage: Stage, name: str, named: Mapping[Splits, str]) -> Iterat
     block = 0  # the size of the last block, 0 before the first
     for digit in stage:
         cut = digit.cut
-        if not isinstance(cut, Block):
+        if not isinstance(cut, FixedBlock):
             yield _word(digit, named)
         elif not block:
             block = cut.size
@@ -127,7 +127,7 @@ def _word(digit: Digit, named: Mapping[Splits, str]) -> str:
             return f"{axes}[{' '.join(map(str, sizes))}]"
         case Balanced():
             return f"{axes}~"
-        case Rule(by, _):
+        case UserCut(by, _):
             return f"{axes}@{named[by]}"
         case Chunks(parts):
             return axes or str(parts)

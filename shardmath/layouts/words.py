@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shardmath.algebra.cuts import Balanced, Block, Chunks, Cut, Rule, Sizes
+from shardmath.algebra.cuts import Balanced, Chunks, Cut, FixedBlock, Sizes, UserCut
 from shardmath.algebra.dimension import Field, divided, lengths_at
 from shardmath.algebra.stages import Digit, Stage
 from shardmath.base.given import plural
@@ -115,7 +115,7 @@ def _choose_cut(read: Reader, word: Word, parts: int) -> Cut:
     if word.mark == "~":
         return Balanced(parts)
     if word.mark:
-        return Rule(read.rules[word.mark], parts)
+        return UserCut(read.rules[word.mark], parts)
     return Chunks(parts)
 
 
@@ -131,7 +131,7 @@ def _make_blocks(read: Reader, words: list[Word]) -> list[Digit]:
                 "right of it are fixed blocks",
             )
         sizes = _axis_sizes(read, word)
-        digits.append(Digit(Block(block), word.axes, sizes))
+        digits.append(Digit(FixedBlock(block), word.axes, sizes))
         block *= word.number or math.prod(sizes)
-    digits.append(Digit(Block(block)))
+    digits.append(Digit(FixedBlock(block)))
     return digits[::-1]

@@ -35,7 +35,7 @@ from shardmath.pictures.elements import (
 from shardmath.pictures.layout_drawing import colours_of, draw_layout
 from shardmath.pictures.palette import BLUES, ORANGES, ink, shade
 from shardmath.pictures.text import nbytes
-from shardmath.plans.demands import Lines, wire
+from shardmath.plans.demands import Demands, wire
 from shardmath.plans.plan import Plan
 from shardmath.programs.loads import pairs
 from shardmath.programs.program import Program
@@ -110,7 +110,7 @@ class _Sums:
         self,
         rows: tuple[Group, ...],
         columns: tuple[Group, ...],
-        on: Lines,
+        on: Demands,
         topology: Topology | None,
     ) -> None:
         self.on = on
@@ -173,7 +173,7 @@ class _Sums:
         return self.members[number]
 
 
-def _of_line(on: Lines, line: int, blocks: range) -> tuple[Ints, Ints, Ints]:
+def _of_line(on: Demands, line: int, blocks: range) -> tuple[Ints, Ints, Ints]:
     """Senders, receivers and bytes of a line, along which both have stretches one after the other."""
     holders = np.array(on.sets[on.holders[line]], np.int64)
     first = int(on.cut_first[line])

@@ -31,7 +31,7 @@ from shardmath.base.arrays import Ints
 from shardmath.base.drawn import html
 from shardmath.base.errors import LayoutError, PlanError
 from shardmath.base.given import plural, shown
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.flows.certificate import Certificate
 from shardmath.flows.topology import Topology
 from shardmath.layouts.layout import Layout
@@ -95,7 +95,7 @@ def show(value: object, most: int = 32) -> Shown:
     At most `most` ranks, and of a plan as many transfers, are listed. A notebook shows meshes, layouts, plans and
     programs as pictures. Raises ShardError for what is not a value of shardmath.
     """
-    count = whole(most, "most", PlanError)
+    count = as_integer(most, "most", PlanError)
     if not 0 <= count <= MOST:
         raise PlanError(f"most={count}; show at least 0 and at most {MOST} ranks and transfers")
     return Shown(_text(value, count), value)
@@ -265,7 +265,7 @@ def grid(layout: Layout, most: int = 64) -> str:
     """
     if layout.ndim not in (1, 2):
         raise LayoutError(f"{layout} has {layout.ndim} dimensions; grid() draws 1 or 2")
-    count = whole(most, "most", LayoutError)
+    count = as_integer(most, "most", LayoutError)
     if not 2 <= count <= MOST_SIDE:
         raise LayoutError(f"most={count}; draw at least 2 and at most {MOST_SIDE} rows and columns")
     columns = _positions(layout.shape[-1], count)

@@ -22,7 +22,7 @@ from shardmath.base.arrays import Ints, Offsets
 from shardmath.base.memo import memo
 from shardmath.flows.flow import shares
 from shardmath.flows.topology import Topology
-from shardmath.plans.demands import Batch, Lines, Ranks, wire
+from shardmath.plans.demands import Batch, Demands, Ranks, wire
 from shardmath.plans.pieces import snap, unit_grains, unit_rows
 from shardmath.plans.template import Template
 
@@ -54,12 +54,12 @@ class Stretch(NamedTuple):
     hi: int
 
 
-def totals(on: Lines) -> Ints:
+def totals(on: Demands) -> Ints:
     """The length of each line in bytes."""
     return on.blocks.sums(on.nbytes * on.count)
 
 
-def balanced(on: Lines, batches: tuple[Batch, ...], topology: Topology | None = None) -> Lines:
+def balanced(on: Demands, batches: tuple[Batch, ...], topology: Topology | None = None) -> Demands:
     """The lines cut so that the largest load is minimal."""
     length = totals(on)
     nodes = _find_nodes(on, topology) if topology else None
@@ -75,14 +75,14 @@ def balanced(on: Lines, batches: tuple[Batch, ...], topology: Topology | None = 
     return replace(on, cut_first=first, cuts=cuts)
 
 
-def _find_nodes(on: Lines, topology: Topology) -> dict[int, int]:
+def _find_nodes(on: Demands, topology: Topology) -> dict[int, int]:
     """The node of each rank that holds anything."""
     holding = set().union(*(on.sets[n] for n in on.holders.tolist()))
     return {rank: topology.node(rank) for rank in holding}
 
 
 def shared(
-    on: Lines, length: list[int], nodes: Mapping[int, int] | None = None
+    on: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
     """Where the lines, of these lengths, are cut among their holders: the first cut of each line,
     and all cuts."""
@@ -114,7 +114,7 @@ def _cut_among_holders(
         cuts[line] = list(itertools.accumulate(parts, initial=0))
 
 
-def _snap_cuts(on: Lines, batches: tuple[Batch, ...], length: Ints, line: Ints, at: Ints) -> Ints:
+def _snap_cuts(on: Demands, batches: tuple[Batch, ...], length: Ints, line: Ints, at: Ints) -> Ints:
     """The last places not after bytes `at` of lines where they may be cut."""
     if not len(at):
         return at
@@ -134,7 +134,7 @@ def _snap_cuts(on: Lines, batches: tuple[Batch, ...], length: Ints, line: Ints, 
 class Cutter:
     """Where lines and contents may be cut: at whole rows of a box, small boxes staying whole."""
 
-    on: Lines
+    on: Demands
     batches: tuple[Batch, ...]
 
     def of_line(self, line: int, at: int) -> int:
@@ -163,12 +163,12 @@ class Cutter:
         return at - inside + max(place - lo, 0) * itemsize
 
 
-def _block_at(on: Lines, line: int, at: int) -> int:
+def _block_at(on: Demands, line: int, at: int) -> int:
     """The block that byte `at` of a line is in; the last one at the line's end."""
     return _last_not_after(on.start, on.first[line], on.first[line + 1], at)
 
 
-def row_at(on: Lines, block: int, at: int) -> int:
+def row_at(on: Demands, block: int, at: int) -> int:
     """The row that byte `at` of the content of a block is in."""
     return _last_not_after(on.at, on.row_first[block], on.row_first[block + 1], at)
 
@@ -188,7 +188,7 @@ class Grid:
     whole, -1 where it has several boxes.
     """
 
-    on: Lines
+    on: Demands
     batches: tuple[Batch, ...]
     base: Ints
     begin: Ints
@@ -217,7 +217,7 @@ class Grid:
 
 
 @memo(8)
-def grid(on: Lines, batches: tuple[Batch, ...]) -> Grid:
+def grid(on: Demands, batches: tuple[Batch, ...]) -> Grid:
     """The grid of all blocks of these lines."""
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(on.nbytes)))
     itemsize = np.array([batch.template.src.itemsize for batch in batches], np.int64)
@@ -232,7 +232,7 @@ def grid(on: Lines, batches: tuple[Batch, ...]) -> Grid:
 
 
 def _look_up_units(
-    on: Lines, batches: tuple[Batch, ...], of_units: Callable[[Template], Ints]
+    on: Demands, batches: tuple[Batch, ...], of_units: Callable[[Template], Ints]
 ) -> Ints:
     """What the function says of the unit of each row of the lines."""
     columns = [np.zeros(0, np.int64)]
@@ -247,7 +247,7 @@ def _look_up_units(
     return found
 
 
-def uncut(on: Lines, batches: tuple[Batch, ...]) -> Ints:
+def uncut(on: Demands, batches: tuple[Batch, ...]) -> Ints:
     """Of each row of the lines, the bytes of its largest box, or row of one, that is never cut.
 
     0 where that is not known, as the row is a stripe of a unit.
@@ -258,7 +258,7 @@ def uncut(on: Lines, batches: tuple[Batch, ...]) -> Ints:
     return np.where(elements == size, grain, 0)
 
 
-def sent(on: Lines, rank: int) -> Iterator[Stretch]:
+def sent(on: Demands, rank: int) -> Iterator[Stretch]:
     """All that the rank sends to others."""
     for line, lo, hi in _find_shares(on, rank):
         first = _block_at(on, line, lo)
@@ -267,7 +267,7 @@ def sent(on: Lines, rank: int) -> Iterator[Stretch]:
             yield from _send_of_block(on, line, block, rank, lo, hi)
 
 
-def _find_shares(on: Lines, rank: int) -> list[tuple[int, int, int]]:
+def _find_shares(on: Demands, rank: int) -> list[tuple[int, int, int]]:
     """(line, first byte, last byte + 1) of all that the rank sends."""
     out = []
     for line in range(len(on.holders)):
@@ -282,7 +282,7 @@ def _find_shares(on: Lines, rank: int) -> list[tuple[int, int, int]]:
 
 
 def _send_of_block(
-    on: Lines, line: int, block: int, rank: int, lo: int, hi: int
+    on: Demands, line: int, block: int, rank: int, lo: int, hi: int
 ) -> Iterator[Stretch]:
     """What the bytes lo..hi-1 of the line have of a block, receiver by receiver."""
     each = int(on.nbytes[block])
@@ -301,7 +301,7 @@ def _send_of_block(
         yield Stretch(block, rank, asking[receiver], a, b)
 
 
-def received(on: Lines, rank: int) -> Iterator[Stretch]:
+def received(on: Demands, rank: int) -> Iterator[Stretch]:
     """All that the rank receives from others."""
     for line, block in _asked_by(on, rank):
         held = on.held_by(line)
@@ -314,7 +314,7 @@ def received(on: Lines, rank: int) -> Iterator[Stretch]:
             yield Stretch(block, sender, rank, lo - begin, hi - begin)
 
 
-def kept(on: Lines, rank: int) -> Iterator[Stretch]:
+def kept(on: Demands, rank: int) -> Iterator[Stretch]:
     """All that stays on the rank: whole blocks."""
     for line, block in _asked_by(on, rank):
         if _among(on.held_by(line), rank):
@@ -328,7 +328,7 @@ def _among(ranks: Ranks, rank: int) -> bool:
     return at < len(ranks) and ranks[at] == rank
 
 
-def _place_of(on: Lines, held: Ranks, block: int, rank: int) -> int:
+def _place_of(on: Demands, held: Ranks, block: int, rank: int) -> int:
     """The place of a rank among the receivers of a block that are not holders."""
     asking = on.asked_by(block)
     at = bisect.bisect_left(asking, rank)
@@ -339,7 +339,7 @@ def _place_of(on: Lines, held: Ranks, block: int, rank: int) -> int:
 
 
 @memo(64)
-def _asked_by(on: Lines, rank: int) -> tuple[tuple[int, int], ...]:
+def _asked_by(on: Demands, rank: int) -> tuple[tuple[int, int], ...]:
     """(line, block) of all blocks that the rank is a receiver of."""
     among = [_among(ranks, rank) for ranks in on.sets]
     asking = np.array(among, bool)[on.receivers]
@@ -348,7 +348,7 @@ def _asked_by(on: Lines, rank: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip(lines.tolist(), blocks.tolist(), strict=True))
 
 
-def _find_senders(on: Lines, line: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+def _find_senders(on: Demands, line: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
     """(rank, first byte, last byte + 1) of the holders that send the bytes lo..hi-1 of a line."""
     held = on.held_by(line)
     cuts = on.cuts_of(line)
@@ -361,7 +361,7 @@ def _find_senders(on: Lines, line: int, lo: int, hi: int) -> Iterator[tuple[int,
             yield held[holder], a, b
 
 
-def sent_loads(on: Lines) -> dict[int, int]:
+def sent_loads(on: Demands) -> dict[int, int]:
     """Bytes that each holder sends to others."""
     cuts = on.cuts.tolist()
     first = on.cut_first.tolist()
@@ -373,7 +373,7 @@ def sent_loads(on: Lines) -> dict[int, int]:
     return out
 
 
-def received_loads(on: Lines) -> dict[int, int]:
+def received_loads(on: Demands) -> dict[int, int]:
     """Bytes that each receiver gets from others."""
     asked = np.zeros(len(on.sets), np.int64)
     np.add.at(asked, on.receivers, on.nbytes)
@@ -388,7 +388,7 @@ def received_loads(on: Lines) -> dict[int, int]:
     return out
 
 
-def _find_local(on: Lines) -> Iterator[tuple[int, int]]:
+def _find_local(on: Demands) -> Iterator[tuple[int, int]]:
     """(rank, bytes) of what receivers hold themselves, block by block."""
     lines = on.blocks.spread(np.arange(len(on.holders)))
     sizes = np.array([len(ranks) for ranks in on.sets], np.int64)

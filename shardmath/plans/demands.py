@@ -1,4 +1,4 @@
-"""Lines: all that is asked, of whom and by whom, as integers.
+"""Demands: all that is asked, of whom and by whom, as integers.
 
 1. A **line** belongs to a set of ranks that hold the same, its holders. It is made of **blocks**,
    one for each set of receivers. A block's **content** is `nbytes` bytes, the same for every
@@ -28,14 +28,14 @@ from shardmath.flows.topology import Topology
 from shardmath.plans.pieces import stripes
 from shardmath.plans.template import Batch, Members, Ranks, Template, unit_addends
 
-__all__ = ["Batch", "Lines", "Ranks", "lines", "wire"]
+__all__ = ["Batch", "Demands", "Ranks", "lines", "wire"]
 
 MOST_BYTES = 1 << 61
 """That all ranks together ask for; sums and differences stay exact in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lines:
+class Demands:
     """All lines, and where they are cut.
 
     Line l is held by the ranks `sets[holders[l]]` and has the blocks `first[l]..first[l+1]-1`; its
@@ -136,7 +136,7 @@ class _Asked(NamedTuple):
     near: Ints
 
 
-def lines(batches: Sequence[Batch], topology: Topology | None = None) -> Lines:
+def lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
     """The lines of all batches, not cut yet."""
     sets = _Sets()
     asked = _stack(_ask(batches, sets))
@@ -285,7 +285,7 @@ def _group_by_node(ranks: Ranks, node: Callable[[int], int]) -> dict[int, list[i
     return groups
 
 
-def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) -> Lines:
+def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) -> Demands:
     """Rows in their order, gathered in blocks and lines."""
     _check_total(batches, sets, asked)
     addend = _find_addends(batches, asked)
@@ -304,7 +304,7 @@ def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) ->
     nbytes = rows.sums(row_bytes)
     count = _count_receivers(sets, asked.holders[head], receivers)
     none = np.zeros(0, np.int64)
-    return Lines(
+    return Demands(
         sets=sets,
         holders=line // 2,
         near=line % 2 > 0,
@@ -391,7 +391,7 @@ def _count_receivers(sets: tuple[Ranks, ...], holders: Ints, receivers: Ints) ->
     return count
 
 
-def wire(on: Lines, line: int, block: int) -> Ranks:
+def wire(on: Demands, line: int, block: int) -> Ranks:
     """The receivers of a block that do not hold it themselves."""
     asking = on.asked_by(block)
     if on.count[block] == len(asking):

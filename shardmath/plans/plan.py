@@ -31,7 +31,7 @@ from shardmath.base.digest import digest, names_digest
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.given import plural, shown
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.base.public import public
 from shardmath.flows.topology import Topology, checked
 from shardmath.layouts.layout import Layout
@@ -47,7 +47,7 @@ from shardmath.plans.balance import (
     sent_loads,
 )
 from shardmath.plans.cover import check_covered
-from shardmath.plans.demands import Batch, Lines, lines
+from shardmath.plans.demands import Batch, Demands, lines
 from shardmath.plans.groups import (
     NOTHING,
     Group,
@@ -116,7 +116,7 @@ class Plan:
     dst: Mapping[str, tuple[Layout, ...]]
     rules: Mapping[str, Reduction]
     batches: tuple[Batch, ...]
-    lines: Lines
+    lines: Demands
     digest: str
     is_tree: bool
     src_ranks: tuple[int, ...]
@@ -198,7 +198,7 @@ class Plan:
 
 
 def _as_rank(rank: int | None) -> int | None:
-    return None if rank is None else whole(rank, "a rank", PlanError)
+    return None if rank is None else as_integer(rank, "a rank", PlanError)
 
 
 def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool = False) -> Plan:
@@ -290,7 +290,7 @@ def _list_received(p: Plan, rank: int) -> Iterator[Transfer]:
         yield from spelled(p, p.lines, stretch)
 
 
-def spelled(p: Plan, on: Lines, stretch: Stretch, *, relayed: bool = False) -> Iterator[Transfer]:
+def spelled(p: Plan, on: Demands, stretch: Stretch, *, relayed: bool = False) -> Iterator[Transfer]:
     """The transfers of a stretch of the plan's lines, tensor by tensor.
 
     Where `relayed`, the sender is a rank of the destination and sends what it has received, folded

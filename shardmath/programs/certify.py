@@ -28,7 +28,7 @@ from shardmath.flows.bound import bound
 from shardmath.flows.certificate import Certificate, certificate
 from shardmath.flows.topology import Topology, checked
 from shardmath.plans.cover import meeting
-from shardmath.plans.demands import Lines, lines
+from shardmath.plans.demands import Demands, lines
 from shardmath.plans.plan import Plan
 from shardmath.programs.loads import pairs, round_loads, seconds
 from shardmath.programs.program import Program
@@ -90,7 +90,7 @@ def blocks(p: Plan) -> Iterator[Block]:
         yield Block(on.sets[holders], on.sets[receivers], total, addend, int(folded))
 
 
-def _count_bytes(p: Plan, on: Lines) -> Ints:
+def _count_bytes(p: Plan, on: Demands) -> Ints:
     """The bytes of each block of the lines, without those of batches that are not counted."""
     counted = np.array([_is_counted(p, b) for b in range(len(p.batches))], bool)
     names = np.array([len(batch.names) for batch in p.batches], np.int64)

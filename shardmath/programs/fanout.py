@@ -21,14 +21,16 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints
 from shardmath.flows.flow import Level, levels
 from shardmath.plans.balance import grid, shared
-from shardmath.plans.demands import Lines, Ranks
+from shardmath.plans.demands import Demands, Ranks
 from shardmath.plans.plan import Plan
 from shardmath.programs.streams import Bands, Legs, nodes, straight
 
 __all__ = ["find_legs", "legs_as_cut"]
 
 
-def find_legs(p: Plan, on: Lines, per_node: int, *, by_node: bool, relays: bool) -> Iterator[Legs]:
+def find_legs(
+    p: Plan, on: Demands, per_node: int, *, by_node: bool, relays: bool
+) -> Iterator[Legs]:
     """The legs of one way to relay, by node and between nodes of `per_node` ranks.
 
     Yields nothing if `relays` would shed nothing: the legs would equal those without relays.
@@ -47,7 +49,7 @@ def find_legs(p: Plan, on: Lines, per_node: int, *, by_node: bool, relays: bool)
     yield _cut_first_leg(p, legs, groups)
 
 
-def legs_as_cut(on: Lines) -> Legs:
+def legs_as_cut(on: Demands) -> Legs:
     """The legs of lines that are cut already: everything straight, from the holders of the cuts."""
     count = len(on.nbytes)
     zero, one = np.zeros(count, np.int64), np.ones(count, np.int64)
@@ -66,7 +68,7 @@ def legs_as_cut(on: Lines) -> Legs:
     return Legs(on, bands, 1)
 
 
-def _list_blocks(on: Lines) -> Iterator[tuple[int, int]]:
+def _list_blocks(on: Demands) -> Iterator[tuple[int, int]]:
     """(line, block) of all blocks."""
     for line in range(len(on.holders)):
         for b in range(int(on.first[line]), int(on.first[line + 1])):
@@ -84,7 +86,7 @@ time, and nothing else.
 """
 
 
-def _choose_shed(on: Lines, groups: list[list[int]]) -> dict[int, int]:
+def _choose_shed(on: Demands, groups: list[list[int]]) -> dict[int, int]:
     """For each block that sheds some, the bytes of its node copies that other nodes relay.
 
     The target is what no rank can go below: what the fullest rank takes in, or what the fullest
@@ -106,7 +108,7 @@ def _choose_shed(on: Lines, groups: list[list[int]]) -> dict[int, int]:
     return shed
 
 
-def _sum_by_line(on: Lines, sizes: Ints) -> list[int]:
+def _sum_by_line(on: Demands, sizes: Ints) -> list[int]:
     """The total of each line, given the sizes of all blocks."""
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
     totals: list[int] = (ends[on.first[1:]] - ends[on.first[:-1]]).tolist()
@@ -123,7 +125,7 @@ def _least_sent(once: list[int], held: list[Ranks]) -> int:
     return -(-fullest.nbytes // len(fullest.ranks))
 
 
-def _most_taken_in(on: Lines, groups: list[list[int]], is_far: Bools) -> int:
+def _most_taken_in(on: Demands, groups: list[list[int]], is_far: Bools) -> int:
     """The most bytes that a rank takes in from other nodes, each node taking every byte once.
 
     Receivers of far lines have no holder on their node, so all of them are on the wire.
@@ -301,7 +303,7 @@ def _cut_first_leg(p: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
     return replace(cut, bands=replace(cut.bands, cuts=_snap_cuts(p, cut)))
 
 
-def _measure_bands(on: Lines, bands: Bands) -> Ints:
+def _measure_bands(on: Demands, bands: Bands) -> Ints:
     """The size of each band: up to the next one of its block, or to the end of the block."""
     size = np.diff(bands.at, append=0)
     last = bands.first[1:] - 1

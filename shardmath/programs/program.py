@@ -27,11 +27,11 @@ from shardmath.base.arrays import Ints
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.given import plural
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.base.public import public
 from shardmath.flows.topology import Topology
 from shardmath.plans.balance import Stretch, grid, kept
-from shardmath.plans.demands import Lines
+from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan, Transfer, spelled
 from shardmath.programs.collectives import Collective, recognise_all
 from shardmath.programs.streams import Legs, Streams, streams
@@ -118,7 +118,7 @@ class Program:
 
     def for_rank(self, rank: int) -> tuple[Round, ...]:
         """The rank's rounds, in order; none for a stranger."""
-        rank = whole(rank, "a rank", PlanError)
+        rank = as_integer(rank, "a rank", PlanError)
         steps: dict[Step, _Pieces] = {}
         for step, leg, stretch in _list_stretches(self, rank):
             peer, direction = _find_peer(stretch, rank)
@@ -220,7 +220,7 @@ def turn_of(places: Places, leg: Places, ranks: int) -> Places:
     return places + 2 * ranks * (leg - 1)
 
 
-def _find_lines(on: Lines, rank: int) -> list[int]:
+def _find_lines(on: Demands, rank: int) -> list[int]:
     """The lines that the rank holds or asks of."""
     mine = [i for i, ranks in enumerate(on.sets) if rank in ranks]
     holding = np.flatnonzero(np.isin(on.holders, mine))

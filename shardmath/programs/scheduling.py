@@ -33,10 +33,10 @@ import numpy as np
 from shardmath.base.digest import digest
 from shardmath.base.errors import PlanError
 from shardmath.base.given import known, shown
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.flows.topology import Topology, checked
 from shardmath.plans.balance import uncut
-from shardmath.plans.demands import Lines, lines
+from shardmath.plans.demands import Demands, lines
 from shardmath.plans.plan import Plan
 from shardmath.programs.fanout import find_legs, legs_as_cut
 from shardmath.programs.loads import (
@@ -103,8 +103,8 @@ def schedule(
     way = known(fanout, tuple(WAYS))
     if way is None:
         raise PlanError(f"fanout={shown(fanout)} is unknown; use 'auto', 'none' or 'node'")
-    room = whole(max_inflight_bytes, "max_inflight_bytes", PlanError)
-    most = whole(max_ops_per_group, "max_ops_per_group", PlanError)
+    room = as_integer(max_inflight_bytes, "max_inflight_bytes", PlanError)
+    most = as_integer(max_ops_per_group, "max_ops_per_group", PlanError)
     _check_positive("max_inflight_bytes", room)
     _check_positive("max_ops_per_group", most)
     where = _choose_topology(p, topology)
@@ -136,7 +136,7 @@ def _choose_topology(p: Plan, topology: Topology | None) -> Topology:
     return p.topology or Topology()
 
 
-def _list_legs(p: Plan, on: Lines, where: Topology, fanout: str) -> Iterator[Legs]:
+def _list_legs(p: Plan, on: Demands, where: Topology, fanout: str) -> Iterator[Legs]:
     """The legs to choose from."""
     for by_node, relays in WAYS[fanout]:
         if fanout == "none" and where == p.topology:
@@ -164,7 +164,7 @@ def as_planned(p: Plan, topology: Topology | None = None) -> Program:
     return replace(prog, digest=_digest(prog))
 
 
-def _check_pieces(p: Plan, on: Lines, room: int) -> None:
+def _check_pieces(p: Plan, on: Demands, room: int) -> None:
     """Raise PlanError where something that is not cut has no room in a round."""
     is_sent = np.repeat(on.count > 0, np.diff(on.row_first))
     size = uncut(on, p.batches) * is_sent

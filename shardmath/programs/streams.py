@@ -20,7 +20,7 @@ import numpy as np
 
 from shardmath.base.arrays import Ints, begins, ranges
 from shardmath.base.memo import memo
-from shardmath.plans.demands import Lines, Ranks, wire
+from shardmath.plans.demands import Demands, Ranks, wire
 
 __all__ = ["Bands", "Legs", "Straight", "Streams", "nodes", "nodes_of", "straight", "streams"]
 
@@ -71,7 +71,7 @@ class Legs:
     itself.
     """
 
-    lines: Lines
+    lines: Demands
     bands: Bands
     sharing: int
     _streams: dict[int, Streams] = field(default_factory=dict, init=False, repr=False)

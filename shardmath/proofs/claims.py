@@ -19,7 +19,7 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
 from shardmath.base.errors import PlanError
 from shardmath.base.given import listed, text
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
 from shardmath.plans.adjoint import flip_of, swapped
@@ -73,17 +73,17 @@ def _read(given: object) -> Transfer:
     t = _check_type(given)
     return Transfer(
         text(t.tensor, "the tensor of a transfer", PlanError),
-        whole(t.src_rank, "the src_rank of a transfer", PlanError),
-        whole(t.dst_rank, "the dst_rank of a transfer", PlanError),
+        as_integer(t.src_rank, "the src_rank of a transfer", PlanError),
+        as_integer(t.dst_rank, "the dst_rank of a transfer", PlanError),
         text(t.op, "the op of a transfer", PlanError),
         text(t.src_tensor, "the src_tensor of a transfer", PlanError),
         _read_slices(t.src_slices),
         text(t.dst_tensor, "the dst_tensor of a transfer", PlanError),
         _read_slices(t.dst_slices),
         _read_shape(t.shape),
-        whole(t.nbytes, "the bytes of a transfer", PlanError),
+        as_integer(t.nbytes, "the bytes of a transfer", PlanError),
         _read_slices(t.global_slices),
-        whole(t.addend, "the addend of a transfer", PlanError),
+        as_integer(t.addend, "the addend of a transfer", PlanError),
     )
 
 
@@ -117,7 +117,7 @@ def _read_slices(slices: tuple[slice, ...]) -> tuple[slice, ...]:
     out = []
     for given in slices:
         step = 1 if given.step is None else given.step
-        ends = (whole(x, what, PlanError) for x in (given.start, given.stop, step))
+        ends = (as_integer(x, what, PlanError) for x in (given.start, given.stop, step))
         out.append(slice(*ends))
     return tuple(out)
 
@@ -125,7 +125,7 @@ def _read_slices(slices: tuple[slice, ...]) -> tuple[slice, ...]:
 def _read_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape, of Python's integers."""
     sizes = listed(shape, "sizes", PlanError)
-    return tuple(whole(n, "a size of a transfer", PlanError) for n in sizes)
+    return tuple(as_integer(n, "a size of a transfer", PlanError) for n in sizes)
 
 
 # What the layouts say

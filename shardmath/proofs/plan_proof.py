@@ -39,7 +39,7 @@ from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
 from shardmath.plans.cover import cells_held
-from shardmath.plans.demands import Batch, Lines, Ranks
+from shardmath.plans.demands import Batch, Demands, Ranks
 from shardmath.plans.pieces import expand, unit_boxes
 from shardmath.plans.plan import Plan
 from shardmath.plans.template import Template
@@ -127,7 +127,7 @@ def _find_end(t: Template, source: bool) -> _End:
     return end
 
 
-def _list_sets_of_rows(on: Lines) -> tuple[Ints, Ints]:
+def _list_sets_of_rows(on: Demands) -> tuple[Ints, Ints]:
     """By row, the numbers of the sets of its holders and of its receivers."""
     block = np.repeat(np.arange(len(on.receivers)), np.diff(on.row_first))
     holders = np.repeat(on.holders, np.diff(on.first))

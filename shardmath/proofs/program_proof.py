@@ -27,7 +27,7 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.plans.balance import grid, row_at, totals
-from shardmath.plans.demands import Lines, wire
+from shardmath.plans.demands import Demands, wire
 from shardmath.plans.pieces import legal
 from shardmath.programs.loads import LEGS, messages, pairs, round_loads
 from shardmath.programs.program import Program
@@ -69,7 +69,7 @@ def _prove(prog: Program) -> None:
     _check_limits(prog)
 
 
-def _send_from_first(on: Lines) -> Lines:
+def _send_from_first(on: Demands) -> Demands:
     """The lines all sent by their first holders: what they ask for is what has to be proved."""
     count = np.array([len(on.sets[i]) + 1 for i in on.holders.tolist()], np.int64)
     first = np.append(0, np.cumsum(count))

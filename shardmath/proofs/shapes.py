@@ -17,7 +17,7 @@ from shardmath.algebra.partition import Partition
 from shardmath.algebra.runs import Runs
 from shardmath.base.errors import PlanError
 from shardmath.layouts.layout import Layout
-from shardmath.plans.demands import Batch, Lines
+from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.plan import Plan
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.template import Template
@@ -44,7 +44,7 @@ def check_plan_shapes(p: Plan) -> None:
     """Raise PlanError unless the tables of a plan are tables."""
     _check_items(p.src_ranks, int, "the plan's source ranks")
     _check_items(p.dst_ranks, int, "the plan's destination ranks")
-    _check_type(p.lines, Lines, "the plan's lines")
+    _check_type(p.lines, Demands, "the plan's lines")
     _check_lines(p.lines)
     _check_items(p.batches, Batch, "the plan's batches")
     known: set[int] = set()
@@ -68,7 +68,7 @@ def check_program_shapes(prog: Program) -> None:
     legs = prog.legs
     _check_type(legs.bands, Bands, "the program's bands")
     _check_columns(legs.bands)
-    _check_type(legs.lines, Lines, "the program's lines")
+    _check_type(legs.lines, Demands, "the program's lines")
     _check_lines(legs.lines)
 
 
@@ -86,7 +86,7 @@ def _check_items(values: object, kind: type, what: str) -> None:
         _check_type(value, kind, f"one of {what}")
 
 
-def _check_columns(table: Bands | Lines | Overlay | Partition | Template) -> None:
+def _check_columns(table: Bands | Demands | Overlay | Partition | Template) -> None:
     """Every column is an array."""
     for field in fields(table):
         if field.type not in ARRAYS:
@@ -98,7 +98,7 @@ def _check_columns(table: Bands | Lines | Overlay | Partition | Template) -> Non
         require(column.ndim == dimensions, f"{name} has {column.ndim} dimensions, not {dimensions}")
 
 
-def _check_lines(on: Lines) -> None:
+def _check_lines(on: Demands) -> None:
     """Columns are arrays, and sets of ranks are of integers."""
     _check_columns(on)
     _check_numbers(on.sets, "the sets of ranks of lines")

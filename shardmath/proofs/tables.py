@@ -33,7 +33,7 @@ import numpy as np
 from shardmath.algebra.overlay import Overlay, Parts
 from shardmath.algebra.partition import Partition, partition
 from shardmath.base.arrays import Bools, Ints
-from shardmath.plans.demands import Batch, Lines
+from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.pieces import legal
 from shardmath.plans.template import Template, hidden_pairs, unit_addends
 from shardmath.programs.streams import Legs
@@ -42,7 +42,7 @@ from shardmath.proofs.shapes import require
 __all__ = ["check_lines", "check_numbers_of_sets", "check_template", "find_misfit_of_bands"]
 
 
-def _check_integers(table: Overlay | Template | Lines) -> None:
+def _check_integers(table: Overlay | Template | Demands) -> None:
     """Tables are of 64-bit integers: no float decides anything, and no sum is cut off."""
     for field in fields(table):
         column = getattr(table, field.name)
@@ -187,7 +187,7 @@ def _check_units(t: Template, what: str) -> None:
 # lines
 
 
-def check_lines(on: Lines, batches: Sequence[Batch]) -> None:
+def check_lines(on: Demands, batches: Sequence[Batch]) -> None:
     """Raise PlanError unless rows make blocks, blocks lines, and lines are cut from end to end."""
     _check_integers(on)
     _check_tables(on)
@@ -208,13 +208,13 @@ def check_lines(on: Lines, batches: Sequence[Batch]) -> None:
         _check_place(on, batches, row, place)
 
 
-def _require_rows(on: Lines, batches: Sequence[Batch], holds: Bools, what: str) -> None:
+def _require_rows(on: Demands, batches: Sequence[Batch], holds: Bools, what: str) -> None:
     """Raise PlanError, which says `what` is wrong with a row of which tensor, unless all hold."""
     for row in np.flatnonzero(~holds).tolist():
         require(False, f"tensor {batches[int(on.batch[row])].names[0]!r}: row {row} {what}")
 
 
-def _require_blocks(on: Lines, batches: Sequence[Batch], holds: Bools, what: str) -> None:
+def _require_blocks(on: Demands, batches: Sequence[Batch], holds: Bools, what: str) -> None:
     """Raise PlanError, which says `what` is wrong with a block for which ranks, unless all hold."""
     for block in np.flatnonzero(~holds).tolist():
         name = batches[int(on.batch[on.row_first[block]])].names[0]
@@ -222,14 +222,14 @@ def _require_blocks(on: Lines, batches: Sequence[Batch], holds: Bools, what: str
         require(False, f"tensor {name!r}: block {block}, for ranks {ranks}, {what}")
 
 
-def _require_lines(on: Lines, holds: Bools, what: str) -> None:
+def _require_lines(on: Demands, holds: Bools, what: str) -> None:
     """Raise PlanError, which says `what` is wrong with a line of which ranks, unless all hold."""
     for line in np.flatnonzero(~holds).tolist():
         ranks = on.sets[on.holders[line]][:8]
         require(False, f"line {line}, of ranks {ranks}, {what}")
 
 
-def _check_tables(on: Lines) -> None:
+def _check_tables(on: Demands) -> None:
     """The tables fit each other: lines have blocks, blocks have rows, and a line has cuts."""
     rows = on.batch, on.unit, on.lo, on.hi, on.at, on.each
     blocks = on.receivers, on.addend, on.count, on.nbytes, on.start
@@ -248,7 +248,7 @@ def _are_owned(owners: Ints, first: Ints, owned: Iterable[Ints]) -> bool:
     return {len(column) for column in owned} == {int(first[-1])}
 
 
-def check_numbers_of_sets(on: Lines) -> None:
+def check_numbers_of_sets(on: Demands) -> None:
     """Holders and receivers are sets that there are."""
     for column in (on.holders, on.receivers):
         _check_known(column, len(on.sets))
@@ -260,7 +260,7 @@ def _check_known(column: Ints, count: int) -> None:
     require(known.all(), "lines are of unknown ranks or tensors")
 
 
-def _check_numbers(on: Lines, batches: Sequence[Batch]) -> None:
+def _check_numbers(on: Demands, batches: Sequence[Batch]) -> None:
     """Sets are of ascending ranks, and every number is one of something."""
     for ranks in on.sets:
         ascending = ranks and all(map(operator.lt, ranks, ranks[1:]))
@@ -275,7 +275,7 @@ def _check_numbers(on: Lines, batches: Sequence[Batch]) -> None:
     _require_rows(on, batches, inside, "is not inside its unit")
 
 
-def _pick_by_unit(on: Lines, columns: Sequence[Ints]) -> Ints:
+def _pick_by_unit(on: Demands, columns: Sequence[Ints]) -> Ints:
     """By row, what the column of its batch says of its unit."""
     # All columns end to end: those of batch b begin at first[b].
     first = np.cumsum([0, *map(len, columns)])
@@ -290,7 +290,7 @@ def _list_addends(batch: Batch) -> Ints:
     return unit_addends(t) if t.reduction.folded else np.zeros_like(t.unit_size)
 
 
-def _measure_rows(on: Lines, batches: Sequence[Batch]) -> tuple[Ints, Ints]:
+def _measure_rows(on: Demands, batches: Sequence[Batch]) -> tuple[Ints, Ints]:
     """By row: bytes of a tensor, and how many tensors."""
     itemsize = np.array([batch.template.src.itemsize for batch in batches], np.int64)
     names = np.array([len(batch.names) for batch in batches], np.int64)
@@ -305,7 +305,7 @@ def _lay(sizes: Ints, first: Ints) -> tuple[Ints, Ints]:
     return ends[:-1] - np.repeat(begin, np.diff(first)), ends[first[1:]] - begin
 
 
-def _count_asking(on: Lines) -> Ints:
+def _count_asking(on: Demands) -> Ints:
     """How many receivers of each block are not holders of its line."""
     sets = list(map(frozenset, on.sets))
     holders = np.repeat(on.holders, np.diff(on.first))
@@ -316,7 +316,7 @@ def _count_asking(on: Lines) -> Ints:
     return np.array(counts, np.int64)
 
 
-def _check_cuts(on: Lines, length: Ints) -> None:
+def _check_cuts(on: Demands, length: Ints) -> None:
     """Every holder has a share, and the shares are the line."""
     count = np.array([len(on.sets[i]) + 1 for i in on.holders.tolist()], np.int64)
     _require_lines(on, count == np.diff(on.cut_first), "is not cut among them")
@@ -330,7 +330,7 @@ def _check_cuts(on: Lines, length: Ints) -> None:
     _require_lines(on, ~wrong, "has cuts that go back")
 
 
-def _list_stripes(on: Lines, batches: Sequence[Batch]) -> Iterable[tuple[int, int]]:
+def _list_stripes(on: Demands, batches: Sequence[Batch]) -> Iterable[tuple[int, int]]:
     """(row, byte of the unit) of all rows that begin inside their units; where others end, these
     begin."""
     places = []
@@ -340,7 +340,7 @@ def _list_stripes(on: Lines, batches: Sequence[Batch]) -> Iterable[tuple[int, in
     return places
 
 
-def _list_inner_cuts(on: Lines, length: Ints) -> Iterable[tuple[int, int]]:
+def _list_inner_cuts(on: Demands, length: Ints) -> Iterable[tuple[int, int]]:
     """(row, byte of the unit) of all cuts inside lines, each once."""
     line = np.repeat(np.arange(len(length)), np.diff(on.cut_first))
     some = np.flatnonzero((on.cuts > 0) & (on.cuts < length[line]))
@@ -366,7 +366,7 @@ def _find(start: Ints, first: Ints, length: Ints, owner: Ints, at: Ints) -> tupl
     return found, at - start[found]
 
 
-def _check_place(on: Lines, batches: Sequence[Batch], row: int, place: int) -> None:
+def _check_place(on: Demands, batches: Sequence[Batch], row: int, place: int) -> None:
     """Byte `place` of a row's unit is at the border of a box, or of a row of one."""
     batch, unit = batches[int(on.batch[row])], int(on.unit[row])
     element, odd = divmod(place, batch.template.src.itemsize)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardmath.algebra.cuts import Rule
+from shardmath.algebra.cuts import UserCut
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
 from shardmath.base.arrays import Ints
@@ -47,7 +47,7 @@ def _list_positions(placement: Placement, n: int, count: int) -> Ints:
 
 def in_bounds(placement: Placement, n: int, count: int) -> None:
     """There is a part for every coordinate, inside the length."""
-    Rule(placement, count).split(n)
+    UserCut(placement, count).split(n)
 
 
 def disjoint(placement: Placement, n: int, count: int) -> None:

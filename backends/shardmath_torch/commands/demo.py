@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shardmath import ExchangeError, Layout, ShardError
 from shardmath_torch.commands.refit_out import shard_file
 from shardmath_torch.commands.refit_report import Table
-from shardmath_torch.files.weights import whole
+from shardmath_torch.files.weights import assemble
 
 __all__ = ["SENTENCES", "arrived", "compare", "find_model"]
 
@@ -58,7 +58,7 @@ def arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch.Tens
     tensors = {}
     for name, layout in layouts.items():
         parts = {rank: shards[rank][name] for rank in ranks}
-        tensors[name] = whole(layout, parts)
+        tensors[name] = assemble(layout, parts)
     return tensors
 
 

@@ -46,7 +46,7 @@ __all__ = [
     "read_header",
     "room",
     "tied",
-    "whole",
+    "assemble",
     "zeros",
 ]
 
@@ -458,7 +458,7 @@ def _unravel(at: int, shape: tuple[int, ...]) -> list[int]:
     return [at // math.prod(shape[d + 1 :]) % n for d, n in enumerate(shape)]
 
 
-def whole(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
+def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The whole tensor from the local tensors of all ranks of its layout, by rank."""
     out = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
     for rank in layout.mesh.ranks:

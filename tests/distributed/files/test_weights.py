@@ -17,11 +17,11 @@ from shardmath_torch.files.weights import (
     DTYPES,
     Weights,
     WeightsError,
+    assemble,
     check,
     load,
     open_weights,
     tied,
-    whole,
 )
 
 MESH = Mesh(dp=2, tp=2)
@@ -103,7 +103,7 @@ def test_odd_shapes(file: Path, name: str, text: str) -> None:
     assert [tuple(shards[rank].shape) for rank in MESH.ranks] == [
         layout.local_shape(rank) for rank in MESH.ranks
     ]
-    assert raw(whole(layout, shards)) == raw(tensors()[name])
+    assert raw(assemble(layout, shards)) == raw(tensors()[name])
 
 
 def test_progress_counts_local_bytes(file: Path) -> None:

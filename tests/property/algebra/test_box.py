@@ -21,11 +21,11 @@ from shardmath.algebra.box import (
     first_overlap,
     flat_boxes,
     from_slices,
+    full,
     row_size,
     shape,
     tiles,
     volume,
-    whole,
 )
 
 SHAPES = [dims for d in range(4) for dims in itertools.product((0, 1, 2, 3), repeat=d)]
@@ -48,7 +48,7 @@ def test_a_box() -> None:
     box = ((1, 3), (0, 4))
     assert (shape(box), volume(box)) == ((2, 4), 8)
     assert from_slices((slice(1, 3), slice(0, 4))) == box
-    assert (whole((3, 2)), whole(())) == (((0, 3), (0, 2)), ())
+    assert (full((3, 2)), full(())) == (((0, 3), (0, 2)), ())
     assert (shape(()), volume(()), from_slices(())) == ((), 1, ())
 
 
@@ -73,7 +73,7 @@ def test_row_size(dims: tuple[int, ...], row: int) -> None:
 @pytest.mark.parametrize("dims", SHAPES, ids=str)
 def test_every_flat_range(dims: tuple[int, ...]) -> None:
     total = math.prod(dims)
-    listed = elements(whole(dims))
+    listed = elements(full(dims))
     for lo, hi in itertools.combinations_with_replacement(range(total + 1), 2):
         boxes = flat_boxes(dims, lo, hi)
         assert [x for box in boxes for x in elements(box)] == listed[lo:hi]
@@ -133,7 +133,7 @@ def test_first_overlap_literals() -> None:
 def test_first_gap(case) -> None:
     sides, boxes = case
     covered = {x for box in boxes for x in elements(box)}
-    missing = [x for x in elements(whole(sides)) if x not in covered]
+    missing = [x for x in elements(full(sides)) if x not in covered]
     assert first_gap([[(0, n)] for n in sides], boxes) == (missing[0] if missing else None)
 
 

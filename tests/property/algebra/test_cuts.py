@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shardmath.algebra.cuts import Balanced, Block, Chunks, Sizes
+from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes
 
 LENGTHS = range(13)
 
@@ -32,9 +32,10 @@ def test_cuts_are_their_definitions(n: int) -> None:
         assert pieces_of(Balanced(k), n) == [
             part.tolist() for part in np.array_split(np.arange(n), k)
         ]
-        assert pieces_of(Block(k), n) == blocks(n, k)
+        assert pieces_of(FixedBlock(k), n) == blocks(n, k)
         assert all(
-            Block(k).part(n, i) == (n, 0) for i in range(Block(k).count(n), Block(k).count(n) + 3)
+            FixedBlock(k).part(n, i) == (n, 0)
+            for i in range(FixedBlock(k).count(n), FixedBlock(k).count(n) + 3)
         )
     for first, second in itertools.combinations_with_replacement(range(n + 1), 2):
         sizes = (first, second - first, n - second)

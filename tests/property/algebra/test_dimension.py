@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import PlacementError, Runs
-from shardmath.algebra.cuts import Balanced, Block, Chunks, Rule, Sizes
+from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
 from shardmath.algebra.dimension import Dimension, Field, cells, lengths_at
 from shardmath.algebra.runs import from_ranges, identity
 from shardmath.algebra.stages import Digit, canonical_stages
@@ -102,15 +102,15 @@ def given_sizes(*sizes: int) -> Digit:
             "sizes [3, 5] add up to 8, the piece has 7; make them add up",
         ),
         (
-            lambda: field(3, Digit(Rule(Says((identity(1),)), 2), ("a",), (2,))),
+            lambda: field(3, Digit(UserCut(Says((identity(1),)), 2), ("a",), (2,))),
             "Says(answer=(Runs(((0, 0, 1),), 1),)).split(3, 2) gave 1 part; give 2, empty ones included",
         ),
         (
-            lambda: field(3, Digit(Rule(Says((identity(1), "x")), 2), ("a",), (2,))),
+            lambda: field(3, Digit(UserCut(Says((identity(1), "x")), 2), ("a",), (2,))),
             "Says(answer=(Runs(((0, 0, 1),), 1), 'x')).split(3, 2) gave 'x' as part 1; give Runs",
         ),
         (
-            lambda: field(3, Digit(Rule(Says((identity(3), identity(4))), 2), ("a",), (2,))),
+            lambda: field(3, Digit(UserCut(Says((identity(3), identity(4))), 2), ("a",), (2,))),
             "Says(answer=(Runs(((0, 0, 3),), 3), Runs(((0, 0, 4),), 4))).split(3, 2): part 1 is [0:4], beyond "
             "the length; stay below 3",
         ),
@@ -126,13 +126,13 @@ def test_errors(make, message: str, fails) -> None:
         (7, Digit(Chunks(2)), 3),
         (7, B, 3),
         (7, Digit(Balanced(2)), 3),
-        (7, Digit(Block(4)), 3),
+        (7, Digit(FixedBlock(4)), 3),
         (7, Digit(Sizes((4, 3))), 3),
-        (5, Digit(Block(4)), 1),
-        (9, Digit(Block(4), ("b",), (3,)), 1),
-        (4, Digit(Block(4), ("b",), (2,)), 0),
-        (4, Digit(Rule(Halves(), 2), ("b",), (2,)), 0),
-        (5, Digit(Rule(Says((identity(4), Runs((), 1))), 2)), 1),
+        (5, Digit(FixedBlock(4)), 1),
+        (9, Digit(FixedBlock(4), ("b",), (3,)), 1),
+        (4, Digit(FixedBlock(4), ("b",), (2,)), 0),
+        (4, Digit(UserCut(Halves(), 2), ("b",), (2,)), 0),
+        (5, Digit(UserCut(Says((identity(4), Runs((), 1))), 2)), 1),
     ],
 )
 def test_sizes_have_to_fit_the_last_piece_too(n: int, before: Digit, length: int, fails) -> None:
@@ -151,13 +151,13 @@ class NotOne:
 def test_rules_meet_every_length_when_the_dimension_is_made() -> None:
     """Chunks of 7 in 5 are 2, 2, 2, 1, 0: the 1 is neither the first nor the last."""
     with pytest.raises(PlacementError, match=r"part 0 is \[0:2\], beyond the length; stay below 1"):
-        field(7, Digit(Chunks(5), ("b",), (5,)), Digit(Rule(NotOne(), 2), ("a",), (2,)))
+        field(7, Digit(Chunks(5), ("b",), (5,)), Digit(UserCut(NotOne(), 2), ("a",), (2,)))
 
 
 def test_sizes_have_to_fit_the_first_piece_too(fails) -> None:
     for before in (
-        Digit(Block(4)),
-        Digit(Block(4), ("b",), (2,)),
+        Digit(FixedBlock(4)),
+        Digit(FixedBlock(4), ("b",), (2,)),
         Digit(Sizes((4, 1))),
         Digit(Sizes((4, 1)), ("b",), (2,)),
     ):
@@ -178,13 +178,13 @@ def test_sizes_have_to_fit_every_rank_s_length_in_a_later_stage(fails) -> None:
 
 def test_sizes_that_fit_every_piece() -> None:
     assert field(8, B, given_sizes(1, 3)).runs({"a": 1, "b": 1}) == from_ranges([(5, 8)])
-    assert field(8, Digit(Block(4)), given_sizes(1, 3)).runs({"a": 0}) == from_ranges(
+    assert field(8, Digit(FixedBlock(4)), given_sizes(1, 3)).runs({"a": 0}) == from_ranges(
         [(0, 1), (4, 5)]
     )
-    assert field(8, Digit(Block(4), ("b",), (2,)), given_sizes(1, 3)).runs(
+    assert field(8, Digit(FixedBlock(4), ("b",), (2,)), given_sizes(1, 3)).runs(
         {"a": 1, "b": 0}
     ) == from_ranges([(1, 4)])
-    assert field(9, Digit(Block(4), ("b",), (2,)), given_sizes(1, 3)).runs(
+    assert field(9, Digit(FixedBlock(4), ("b",), (2,)), given_sizes(1, 3)).runs(
         {"a": 0, "b": 1}
     ) == from_ranges([(4, 5)])
     assert field(6, given_sizes(2, 4), Digit(Chunks(2), ("b",), (2,))).runs(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardmath import Layout, Mesh, Runs
-from shardmath.algebra.cuts import Rule
+from shardmath.algebra.cuts import UserCut
 from shardmath.algebra.partition import overlapping, partition, spans
 from shardmath.algebra.runs import concat, from_ranges
 from shardmath.algebra.stages import Digit
@@ -60,7 +60,7 @@ def test_spans_that_begin_alike_are_in_the_order_of_their_parts() -> None:
 )
 def test_overlapping(parts, overlap: bool) -> None:
     table = tuple(from_ranges([part]) for part in parts)
-    dim = field(4, Digit(Rule(Says(table), len(table)), ("a",), (len(table),)))
+    dim = field(4, Digit(UserCut(Says(table), len(table)), ("a",), (len(table),)))
     assert overlapping(dim) == overlap
     assert overlap == (concat_fails(table))
 

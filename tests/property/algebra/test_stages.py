@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Runs
-from shardmath.algebra.cuts import Balanced, Block, Chunks, Rule, Sizes
+from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
 from shardmath.algebra.stages import Digit, canonical_stages, pieces_runs, stage_runs
 from tests.property.drawn.digits import Halves, by_definition, coordinates, stage_lists
 
@@ -51,18 +51,21 @@ LOCAL = Digit(Chunks(2))
         (((LOCAL, A), (), (B,)), ((LOCAL, A), (B,))),
         (((A, LOCAL), (B,)), ((A, B),)),
         (((Digit(Chunks(1), ("a",), (1,)),),), ((Digit(Chunks(1), ("a",), (1,)),),)),
-        (((Digit(Block(6)), Digit(Block(3)), A),), ((Digit(Block(3)), A),)),
-        (((Digit(Block(4)), Digit(Block(3)), A),), ((Digit(Block(4)), Digit(Block(3)), A),)),
+        (((Digit(FixedBlock(6)), Digit(FixedBlock(3)), A),), ((Digit(FixedBlock(3)), A),)),
         (
-            ((Digit(Block(6)), Digit(Block(3), ("a",), (2,))),),
-            ((Digit(Block(6)), Digit(Block(3), ("a",), (2,))),),
+            ((Digit(FixedBlock(4)), Digit(FixedBlock(3)), A),),
+            ((Digit(FixedBlock(4)), Digit(FixedBlock(3)), A),),
         ),
         (
-            ((Digit(Block(3), ("a",), (2,)), Digit(Block(3)), B),),
-            ((Digit(Block(3), ("a",), (2,)), Digit(Block(3)), B),),
+            ((Digit(FixedBlock(6)), Digit(FixedBlock(3), ("a",), (2,))),),
+            ((Digit(FixedBlock(6)), Digit(FixedBlock(3), ("a",), (2,))),),
         ),
-        (((LOCAL, Digit(Block(3)), A),), ((LOCAL, Digit(Block(3)), A),)),
-        (((Digit(Block(6)), LOCAL, A),), ((Digit(Block(6)), LOCAL, A),)),
+        (
+            ((Digit(FixedBlock(3), ("a",), (2,)), Digit(FixedBlock(3)), B),),
+            ((Digit(FixedBlock(3), ("a",), (2,)), Digit(FixedBlock(3)), B),),
+        ),
+        (((LOCAL, Digit(FixedBlock(3)), A),), ((LOCAL, Digit(FixedBlock(3)), A),)),
+        (((Digit(FixedBlock(6)), LOCAL, A),), ((Digit(FixedBlock(6)), LOCAL, A),)),
     ],
 )
 def test_canonical_literals(stages, canonical) -> None:
@@ -70,9 +73,9 @@ def test_canonical_literals(stages, canonical) -> None:
 
 
 def test_rules_compose_in_any_stage() -> None:
-    halves = Digit(Rule(Halves(), 2), ("a",), (2,))
+    halves = Digit(UserCut(Halves(), 2), ("a",), (2,))
     assert str(stage_runs((halves,), 5, {"a": 0})) == "[2:5 0:2]"
     assert stage_runs((halves,), 5, {"a": 1}) == Runs()
     assert str(stage_runs((Digit(Chunks(2)), halves), 6, {"a": 0})) == "[1:3 0:1 4:6 3:4]"
     assert str(stage_runs((halves, B), 6, {"a": 0, "b": 1})) == "[0:3]"
-    assert str(stage_runs((Digit(Rule(Halves(), 2)), B), 6, {"b": 0})) == "[3:6]"
+    assert str(stage_runs((Digit(UserCut(Halves(), 2)), B), 6, {"b": 0})) == "[3:6]"

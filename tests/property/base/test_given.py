@@ -17,7 +17,7 @@ from shardmath import buffers
 from shardmath.algebra import cuts, runs
 from shardmath.base.errors import LayoutError, MeshError, PlanError, ShardError
 from shardmath.base.given import instance, known, listed, mapping, plural, shown, text
-from shardmath.base.integers import whole
+from shardmath.base.integers import as_integer
 from shardmath.families import rules
 from shardmath.layouts import edits, store
 from shardmath.pictures.text import show
@@ -73,7 +73,7 @@ def of(i: Callable[[int], int], s: Callable[[str], str]) -> list[object]:
         mesh, mesh.split(s("tp"), a=i(2), b=i(1)), mesh.relabel({0: i(7)}), mesh.merge([s("tp")], s("x")),
         sm.Shard(i(0)), sm.Balanced(i(0)), sm.StridedShard(i(0), i(2)), sm.Packed(i(0), [i(2), i(2)]),
         sm.Ragged(i(0), [i(2), i(2)]), sm.BlockCyclic(i(0), i(3)), sm.Table(i(0), list(halves)), sm.Partial(s("sum")),
-        cuts.Chunks(i(2)), cuts.Balanced(i(2)), cuts.Block(i(2)), cuts.Sizes([i(2), i(2)]),
+        cuts.Chunks(i(2)), cuts.Balanced(i(2)), cuts.FixedBlock(i(2)), cuts.Sizes([i(2), i(2)]),
         halves, runs.identity(i(4)), runs.invert(halves[1], i(4)), runs.restrict(halves[1], i(2), i(3)),
         sm.Topology(ranks_per_node=i(4), latency_s=i(0)), store.View(s("b"), i(3), [i(1)]),
         store.Store({(s("w"), i(0)): store.View(s("b"))}),
@@ -295,7 +295,7 @@ def _refused(call: Callable[..., object], args: list[object], keywords: dict[str
 
 
 def test_checkers_say_what_is_wrong(fails) -> None:
-    fails(lambda: whole(10**100, "the size", MeshError), MeshError, _huge(10**100))
+    fails(lambda: as_integer(10**100, "the size", MeshError), MeshError, _huge(10**100))
     fails(lambda: text(3, "a name", MeshError), MeshError, "a name is 3; give a str")
     fails(lambda: listed("12", "sizes", LayoutError), LayoutError, "sizes are '12'; give a tuple")
     fails(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from shardmath import Runs
-from shardmath.algebra.cuts import Balanced, Block, Chunks
+from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock
 from shardmath.algebra.dimension import Dimension, Field
 from shardmath.algebra.runs import from_ranges
 from shardmath.algebra.stages import Digit
@@ -39,7 +39,7 @@ def digits(draw: st.DrawFn, axis: str) -> Digit:
     cuts = [
         Chunks(k := (keeper or (draw(st.integers(1, 3)),))[0]),
         Balanced(k),
-        Block(draw(st.integers(1, 4))),
+        FixedBlock(draw(st.integers(1, 4))),
     ]
     return Digit(draw(st.sampled_from(cuts)), (axis,) if keeper else (), keeper)
 

@@ -30,7 +30,7 @@ from shardmath import (
     testing,
     verify,
 )
-from shardmath.algebra.cuts import Rule
+from shardmath.algebra.cuts import UserCut
 from shardmath.algebra.runs import from_ranges, identity
 from shardmath.algebra.stages import pieces_runs, stage_runs
 from shardmath.layouts.placement import OPS, stage_of
@@ -367,6 +367,6 @@ def test_errors(make, message: str, fails) -> None:
 def test_values_stay_values() -> None:
     assert StridedShard(0, 1).split(5, 2) == Shard(0).split(5, 2)
     assert BlockCyclic(0, 1) == BlockCyclic(0) and Partial() == Partial("sum")
-    assert isinstance(stage_of(Table(0, (Runs(),)), ("tp",), (1,))[0].cut, Rule)
+    assert isinstance(stage_of(Table(0, (Runs(),)), ("tp",), (1,))[0].cut, UserCut)
     with pytest.raises(LayoutError):
         Layout((4,), TP, (Shard(1),))

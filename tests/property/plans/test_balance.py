@@ -29,7 +29,7 @@ from shardmath.plans.balance import (
     totals,
     uncut,
 )
-from shardmath.plans.demands import Batch, Lines, lines, wire
+from shardmath.plans.demands import Batch, Demands, lines, wire
 from shardmath.plans.pieces import SMALL, snap
 from shardmath.testing import plan_laws as laws
 from tests.property.drawn.plans import FORWARD
@@ -46,19 +46,19 @@ PAIR, FAR = Mesh(a=2), Mesh(b=3, ranks=range(4, 7))
 topologies = st.one_of(st.none(), st.integers(1, 5).map(lambda n: Topology(ranks_per_node=n)))
 
 
-def blocks_of(on: Lines, line: int) -> range:
+def blocks_of(on: Demands, line: int) -> range:
     return range(int(on.first[line]), int(on.first[line + 1]))
 
 
-def rows_of(on: Lines, block: int) -> range:
+def rows_of(on: Demands, block: int) -> range:
     return range(int(on.row_first[block]), int(on.row_first[block + 1]))
 
 
-def held_by(on: Lines, line: int) -> tuple[int, ...]:
+def held_by(on: Demands, line: int) -> tuple[int, ...]:
     return on.sets[on.holders[line]]
 
 
-def cuts_of(on: Lines, line: int) -> list[int]:
+def cuts_of(on: Demands, line: int) -> list[int]:
     return on.cuts[on.cut_first[line] : on.cut_first[line + 1]].tolist()
 
 
@@ -84,7 +84,7 @@ class Drawn:
         return [0, *sorted(self.data.draw(inner)), length]
 
 
-def content_places(on: Lines, batches: tuple[Batch, ...], block: int) -> list[int]:
+def content_places(on: Demands, batches: tuple[Batch, ...], block: int) -> list[int]:
     """Where the content of a block may be cut: where a tensor of a row begins, or a piece of it."""
     out = []
     for row in rows_of(on, block):
@@ -104,7 +104,7 @@ def content_places(on: Lines, batches: tuple[Batch, ...], block: int) -> list[in
     return out
 
 
-def line_places(on: Lines, batches: tuple[Batch, ...], line: int) -> list[int]:
+def line_places(on: Demands, batches: tuple[Batch, ...], line: int) -> list[int]:
     """Where a line may be cut: where a receiver's content may be, and at its ends."""
     out = {0, int(totals(on)[line])}
     for block in blocks_of(on, line):
@@ -139,12 +139,12 @@ def test_cuts_are_the_last_places_before_the_shares(
             places = line_places(on, p.batches, line)
             assert cuts_of(cut, line) == [last(places, at) for at in asked[line]]
             assert len(cuts_of(cut, line)) == len(held_by(on, line)) + 1
-    columns = [name for name in Lines.__slots__ if "cut" not in name]
+    columns = [name for name in Demands.__slots__ if "cut" not in name]
     assert all(getattr(cut, name) is getattr(on, name) for name in columns)
     assert cut.cuts.dtype == cut.cut_first.dtype == np.int64
 
 
-def kinds(on: Lines) -> list[list[int]]:
+def kinds(on: Demands) -> list[list[int]]:
     """The lines that are far, and those that are near, where there are any."""
     out = [
         [line for line, near in enumerate(on.near.tolist()) if near == wanted]
@@ -153,7 +153,7 @@ def kinds(on: Lines) -> list[list[int]]:
     return [some for some in out if some]
 
 
-def given_to(on: Lines, shares: Drawn) -> dict[int, list[int]]:
+def given_to(on: Demands, shares: Drawn) -> dict[int, list[int]]:
     """Where each line is cut, if its holders have a choice."""
     out = {line: [0, int(length)] for line, length in enumerate(totals(on))}
     if shares.given:
@@ -280,7 +280,7 @@ def test_cuts_inside_stripes() -> None:
 # Who sends what to whom
 
 
-def stretches(on: Lines) -> list[Stretch]:
+def stretches(on: Demands) -> list[Stretch]:
     """All that goes from rank to rank, by line, block, receiver and sender."""
     out = []
     for line in range(len(on.holders)):
@@ -294,7 +294,7 @@ def stretches(on: Lines) -> list[Stretch]:
     return out
 
 
-def local(on: Lines) -> list[Stretch]:
+def local(on: Demands) -> list[Stretch]:
     """All that stays where it is."""
     pairs = [(line, block) for line in range(len(on.holders)) for block in blocks_of(on, line)]
     both = [

@@ -1,4 +1,4 @@
-"""Lines against brute force: who asks whom for which elements, and where they lie on the lines."""
+"""Demands against brute force: who asks whom for which elements, and where they lie on the lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, Topology, plan, testing
-from shardmath.plans.demands import Batch, Lines, lines, wire
+from shardmath.plans.demands import Batch, Demands, lines, wire
 from shardmath.plans.pieces import SMALL, snap
 from shardmath.plans.template import unit_addends
 from tests.property.drawn.plans import FORWARD
@@ -88,7 +88,7 @@ def by_node(
 
 
 def laid_out(batches: tuple[Batch, ...], rows: list[Asked]) -> dict[str, list[Any]]:
-    """The columns of Lines, but for the cuts, as lists."""
+    """The columns of Demands, but for the cuts, as lists."""
     columns = (
         "holders",
         "near",
@@ -137,8 +137,8 @@ def laid_out(batches: tuple[Batch, ...], rows: list[Asked]) -> dict[str, list[An
     return out
 
 
-def columns_of(on: Lines) -> dict[str, list[Any]]:
-    """The columns of Lines as lists, with ranks in place of the numbers of their sets."""
+def columns_of(on: Demands) -> dict[str, list[Any]]:
+    """The columns of Demands as lists, with ranks in place of the numbers of their sets."""
     names = (
         "near",
         "first",
@@ -168,7 +168,7 @@ def check_lines(p: Plan) -> None:
     )
     assert all(
         getattr(on, name).dtype == np.int64
-        for name in Lines.__slots__
+        for name in Demands.__slots__
         if name not in ("sets", "near")
     )
     assert on.near.dtype == bool and len(on.cuts) == len(on.cut_first) == 0

@@ -243,7 +243,7 @@ def test_a_thousand_mutated_tables() -> None:
         assert good or no, (name, table, value, new)
         if done != before[name]:
             (wrong if not good else careful if no else kept)[table] += 1
-    assert len(wrong) > 35 and min(wrong[f"Lines.{x}"] for x in READ) > 5, wrong
+    assert len(wrong) > 35 and min(wrong[f"Demands.{x}"] for x in READ) > 5, wrong
     assert (
         min(
             wrong[f"Overlay.{x}"] for x in ("keys", "goals", "start", "size", "src", "dst", "first")
@@ -251,7 +251,7 @@ def test_a_thousand_mutated_tables() -> None:
         > 5
     ), wrong
     assert (
-        set(kept) <= {"Lines.cuts", "Lines.receivers", "Lines.sets", "Batch.names"}
+        set(kept) <= {"Demands.cuts", "Demands.receivers", "Demands.sets", "Batch.names"}
         and kept.total() > 2
     ), kept
     assert careful.total() < 15, careful
@@ -518,7 +518,7 @@ TURNED = Mesh(a=3, ranks=(0, 2, 1))
             SPLIT,
             "lines",
             to(None),
-            "the plan's lines: a NoneType, not a Lines",
+            "the plan's lines: a NoneType, not a Demands",
         ),
         (
             SPLIT,
@@ -526,8 +526,8 @@ TURNED = Mesh(a=3, ranks=(0, 2, 1))
             to(((3, "4"),)),
             "one of one of the sets of ranks of lines: a str, not a int",
         ),
-        (SPLIT, "lines.lo", to([0, 0]), "Lines.lo: a list, not a ndarray"),
-        (SPLIT, "lines.lo", to(np.zeros((2, 2), np.int64)), "Lines.lo has 2 dimensions, not 1"),
+        (SPLIT, "lines.lo", to([0, 0]), "Demands.lo: a list, not a ndarray"),
+        (SPLIT, "lines.lo", to(np.zeros((2, 2), np.int64)), "Demands.lo has 2 dimensions, not 1"),
         (
             SPLIT,
             "batches.0.template",

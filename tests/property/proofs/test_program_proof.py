@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Program, plan, schedule, verify
-from shardmath.plans.demands import Lines
+from shardmath.plans.demands import Demands
 from shardmath.programs.streams import Bands, streams
 from tests.property.drawn.programs import (
     PROGRAMS,
@@ -89,9 +89,9 @@ def leaves(prog: Program) -> Iterator[tuple[str, Any, Callable[[Any], Program]]]
             getattr(bands, f.name),
             lambda new, f=f: put(bands=dataclasses.replace(bands, **{f.name: new})),
         )
-    for f in dataclasses.fields(Lines):
+    for f in dataclasses.fields(Demands):
         yield (
-            f"Lines.{f.name}",
+            f"Demands.{f.name}",
             getattr(on, f.name),
             lambda new, f=f: put(lines=dataclasses.replace(on, **{f.name: new})),
         )
@@ -156,13 +156,13 @@ TOLD = (
         )
     ]
     + [
-        f"Lines.{x}"
+        f"Demands.{x}"
         for x in ("sets", "holders", "near", "first", "receivers", "addend", "count", "nbytes")
     ]
-    + [f"Lines.{x}" for x in ("row_first", "batch", "unit", "lo", "at", "each")]
+    + [f"Demands.{x}" for x in ("row_first", "batch", "unit", "lo", "at", "each")]
     + [*COUNTS, "sharing"]
 )
-"""What says who does what. Lines' own cuts, and where their blocks begin on them, are for `Plan.transfers`."""
+"""What says who does what. Demands' own cuts, and where their blocks begin on them, are for `Plan.transfers`."""
 
 
 RELAYED = ("Bands.classes", "Bands.begin", "Bands.count")
@@ -181,7 +181,7 @@ def mutants(seed: int) -> Iterator[tuple[str, str, Program]]:
         for table, value, rebuild in leaves(prog):
             if (
                 table in TOLD
-                and (name != "to sum" or "Lines" not in table)
+                and (name != "to sum" or "Demands" not in table)
                 and (relays or table not in RELAYED)
             ):
                 places.setdefault(table, []).append((name, value, rebuild))
@@ -212,7 +212,7 @@ def test_hundreds_of_mutated_programs() -> None:
         "Bands.cuts",
         "Bands.at",
         "Bands.place",
-        "Lines.near",
+        "Demands.near",
     } <= set(kept), kept
 
 

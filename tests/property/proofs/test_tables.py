@@ -186,7 +186,7 @@ def test_every_row_of_a_unit() -> None:
 def test_all_tables_are_of_64_bits(name: str) -> None:
     for table, array, rebuild in leaves(FORWARD[name]):
         if isinstance(array, np.ndarray):
-            assert array.dtype == (bool if table == "Lines.near" else np.int64), table
+            assert array.dtype == (bool if table == "Demands.near" else np.int64), table
             if not table.startswith(("Partition", "Members")):
                 assert refused(rebuild(array.astype(np.float64))) and refused(
                     rebuild(array.astype(np.int32))
