@@ -4,7 +4,8 @@ stands under them.
 1. `python` blocks of a page run in order in one module of its own, in an empty folder; a `text` block right after one
    is what it prints.
 2. A `python` block whose first line is `# name.py` is a file, which commands of that page may run.
-3. `console` blocks are commands with their output, run where the files of their page are.
+3. `console` blocks are commands with their output, run where the files of their page are. What `torchrun` starts is
+   forked, but for the README's, which torch's own `torchrun` starts.
 4. `sh` blocks are commands with words to fill in; they must at least exist.
 5. Times, rates, digests and places on disk may differ; so may what a command says of its progress.
 6. Links lead somewhere, and what is imported is public.
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.readme.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 FRONT = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
@@ -156,10 +159,13 @@ def test_console(block: Block, tmp_path: Path) -> None:
         first, *rest = shlex.split(command)
         if first == "make":
             rest = RECIPE.findall(read("Makefile"))[0].split()
-        line = [*RUNNERS[first], *rest]
-        done = subprocess.run(
-            line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280
-        )
+        if first == "torchrun" and block.page != "README.md":
+            done = run_ranks(rest, cwd=tmp_path, env=env, timeout=280)
+        else:
+            line = [*RUNNERS[first], *rest]
+            done = subprocess.run(
+                line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280
+            )
         assert done.returncode == 0, done.stderr
         assert comparable(done.stdout) == comparable(expected), (
             f"{block.page}, line {block.line}: {command}"
