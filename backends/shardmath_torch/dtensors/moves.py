@@ -4,7 +4,12 @@
    for all of them: so what is kept is bounded by a number that each rank computes from the plans
    alone.
 2. Moves, as groups, last as long as the default process group under which they were made.
-3. A plan under which every rank keeps what it has is a copy here, about which nobody is asked.
+3. A plan under which every rank keeps what it has is a copy here, about which nobody is asked,
+   unless ranks have something to agree on besides (`voted`).
+4. A move has a name that is the same on all ranks that made the same moves: what its gradient
+   belongs to. Moves that ranks agree on are counted, and copies since the last of them, so that
+   ranks which copied more often are in step again after the next move. Each thread has counts of
+   its own, since the moves of two threads may come in any order.
 """
 
 from __future__ import annotations
@@ -23,11 +28,12 @@ from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath.plans.reduction import Reduction
 from shardmath_torch import compat
+from shardmath_torch.agreement.turns import in_thread
 from shardmath_torch.dtensors.devicemesh import group_for, world
 from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.local import by_key, fits, wanted
 
-__all__ = ["Move", "Moves", "move_between", "weight"]
+__all__ = ["Move", "Moves", "Used", "move_between", "weight"]
 
 MOST_BYTES = 64 << 20
 """About what the moves of a group may take on a rank, apart from staging."""
@@ -43,23 +49,47 @@ class Move(Protocol):
         """Moves `src`, this rank's source tensor, into `out`, its destination; all ranks say one `label`."""
 
 
-_Key: TypeAlias = tuple[Layout, Layout]
+class _Key(NamedTuple):
+    """A move, and whether ranks vote on it even where they only copy."""
+
+    src: Layout
+    dst: Layout
+    voted: bool
 
 
 class _Kept(NamedTuple):
     move: Move
     nbytes: int
+    copies: bool
 
 
-class _Used(NamedTuple):
+class _Counts(NamedTuple):
+    """The moves of a thread that ranks agreed on, and its copies since the last of them."""
+
+    moves: int = 0
+    copies: int = 0
+
+    def advance(self, copies: bool) -> _Counts:
+        """The counts after one more copy, or one more move."""
+        return _Counts(self.moves, self.copies + 1) if copies else _Counts(self.moves + 1)
+
+    @property
+    def name(self) -> str:
+        """What the latest move is called."""
+        copy = f"copy {self.copies} after " if self.copies else ""
+        return f"{copy}move {self.moves}"
+
+
+class Used(NamedTuple):
     """A kept move, which says of itself when it is used."""
 
     moves: Moves
     key: _Key
-    move: Move
+    kept: _Kept
 
-    def __call__(self, src: Tensor | None, *, out: Tensor | None, label: str = "") -> None:
-        self.moves.use(self.key, self.move, src, out, label)
+    def __call__(self, src: Tensor | None, *, out: Tensor | None, label: str = "") -> str:
+        """Moves as `Move` does, and returns the move's name."""
+        return self.moves.use(self.key, self.kept, src, out, label)
 
 
 class Moves:
@@ -69,35 +99,39 @@ class Moves:
         self._group, self._most = group, most
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
         self._nbytes = 0
+        self._counts: dict[str, _Counts] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def between(self, src: Layout, dst: Layout) -> Move:
-        """The move, made now if it is not kept. Collective over the group."""
-        key = src, dst
-        if key not in self._kept:
-            self._keep(key, self._make(src, dst))
-        return _Used(self, key, self._kept[key].move)
+    def between(self, src: Layout, dst: Layout, *, voted: bool = False) -> Used:
+        """The move, made now if it is not kept. Collective over the group.
 
-    def _make(self, src: Layout, dst: Layout) -> _Kept:
+        Ranks vote on a copy, too, where they have asked for it (`voted`).
+        """
+        key = _Key(src, dst, voted)
+        if key not in self._kept:
+            self._keep(key, self._make(key))
+        return Used(self, key, self._kept[key])
+
+    def _make(self, key: _Key) -> _Kept:
         """The move and its weight, weighed before ranks have agreed, so that all keep it who have."""
-        moved = plan(src, dst)
+        moved = plan(key.src, key.dst)
         nbytes = weight(moved)
-        if _stays(moved):
-            return _Kept(_copy(moved), nbytes)
-        return _Kept(compile(moved, group=self._group), nbytes)
+        copies = _stays(moved) and not key.voted
+        move = _copy(moved) if copies else compile(moved, group=self._group)
+        return _Kept(move, nbytes, copies)
 
     def use(
-        self, key: _Key, move: Move, src: Tensor | None, out: Tensor | None, label: str = ""
-    ) -> None:
-        """One move. It is the latest once it has gone well, on all ranks alike.
+        self, key: _Key, kept: _Kept, src: Tensor | None, out: Tensor | None, label: str = ""
+    ) -> str:
+        """One move, and its name. It is the latest once it has gone well, on all ranks alike.
 
         One that ranks refused is forgotten: if some of them keep it and others do not, a compile
         would meet a move each time; so they find together at the next try.
         """
         try:
-            move(src, out=out, label=label)
+            kept.move(src, out=out, label=label)
         except ExchangeError:
             forgotten = self._kept.pop(key, None)
             if forgotten is not None:
@@ -105,6 +139,10 @@ class Moves:
             raise
         if key in self._kept:
             self._kept.move_to_end(key)
+        thread = in_thread(None)
+        counts = self._counts.get(thread, _Counts()).advance(kept.copies)
+        self._counts[thread] = counts
+        return counts.name + thread
 
     def _keep(self, key: _Key, made: _Kept) -> None:
         self._kept[key] = made
@@ -173,11 +211,13 @@ def _stays(moved: Plan) -> bool:
 _ByGroup: TypeAlias = dict[dist.ProcessGroup | None, Moves]
 
 
-def move_between(src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None]) -> Move | None:
+def move_between(
+    src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None], *, voted: bool = False
+) -> Used | None:
     """The move among the ranks of both layouts; None on a rank that has no part in it.
 
-    Collective over them, and the first time among such ranks as `group_for` is, to which `meshes`
-    go.
+    With `voted`, on all ranks alike, they vote even where each only copies. Collective over them,
+    and the first time among such ranks as `group_for` is, to which `meshes` go.
     """
     ranks = {*src.mesh.ranks, *dst.mesh.ranks}
     group = group_for(ranks, meshes)
@@ -186,4 +226,4 @@ def move_between(src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None]) 
     by_group: _ByGroup = world().kept.setdefault(Moves, {})
     if group not in by_group:
         by_group[group] = Moves(group)
-    return by_group[group].between(src, dst)
+    return by_group[group].between(src, dst, voted=voted)

@@ -9,6 +9,8 @@
    mesh, as in torch. With `grad="partial"` it is the dual layout: a Replicate input has a Partial
    gradient, which saves reducing it here.
 4. A gradient of another dtype than the input is moved as it is, and cast where it arrives.
+5. The move of a gradient says of which move it is, so that gradients of two tensors are never
+   mixed where ranks differentiate different functions.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from shardmath_torch.dtypes import dtype_of
 
 __all__ = ["Target", "redistribute"]
 
-RECORDED = "a gradient to be differentiated"
+RECORDED = ", to be differentiated"
 """What the move of a gradient says of itself that depends on other tensors."""
 
 Target: TypeAlias = Layout | str | Sequence[Placement]
@@ -68,9 +70,9 @@ def redistribute(
 
     A rank that is not on the source's mesh passes an empty tensor, one that is not on the target's
     gets one, and takes part in the backward: `moved.to_local().sum().backward()` does, or that of
-    any other function of it. Where gradients are differentiated in turn (`create_graph=True`), use
-    one function on all ranks: if the gradient depends on something on some of them alone, they
-    disagree, which is an ExchangeError.
+    any other function of it. All ranks differentiate the same moves. Where gradients are
+    differentiated in turn (`create_graph=True`), use one function on all ranks: if the gradient
+    depends on something on some of them alone, they disagree, which is an ExchangeError.
 
     Collective over the ranks of both meshes. The first time among ranks that are neither all nor
     those of one of the DeviceMeshes, it is over the default group, since a process group or a
@@ -221,6 +223,7 @@ class _Route(NamedTuple):
     target: _Form
     grad: str
     label: str = ""
+    voted: bool = False
 
     @property
     def meshes(self) -> Meshes:
@@ -231,43 +234,60 @@ class _Route(NamedTuple):
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, route: _Route) -> Tensor:
-        ctx.route = route
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        moved = _move(local, route)
+        moved, name = _move(local, route)
+        ctx.route, ctx.name, ctx.shape, ctx.device = route, name, tensor.shape, local.device
+        ctx.set_materialize_grads(False)  # zeros of a DTensor would have its global shape
+        # Activation checkpointing makes forwards again where something saved is asked for: so that all
+        # ranks make this one again, which all of them take part in, all have saved something.
+        ctx.save_for_backward(local.new_empty(0))
         form = route.target
         if form.placements is None:
             return moved
         return to_dtensor(moved, route.dst, device_mesh=form.mesh, placements=form.placements)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors
         route: _Route = ctx.route
-        here = _agree_on(_layout_of_gradient(gradient, route), route)
+        given = _make_zeros(route.dst, ctx.device) if gradient is None else gradient
+        here = _agree_on(_layout_of_gradient(given, route), route)
         dual = _dualise(route.src, here, route.grad)
         there = _of_dtype(dual, here.dtype)
         form = route.source._replace(placements=_dualise_placements(route.source, there))
         # The gradient is a move as well, and recorded as one: it may be differentiated in turn. Autograd
         # records it where this rank's gradient depends on something, so all ranks say whether it does.
-        recorded = torch.is_grad_enabled() and gradient.requires_grad
-        back = _Route(here, there, _form_of(gradient), form, route.grad, RECORDED * recorded)
-        moved: Tensor = _Moved.apply(gradient, back)  # type: ignore[no-untyped-call]
+        again = torch.is_grad_enabled()
+        label = f"the gradient of {ctx.name}" + RECORDED * (again and given.requires_grad)
+        back = _Route(here, there, _form_of(given), form, route.grad, label, voted=again)
+        moved: Tensor = _Moved.apply(given, back)  # type: ignore[no-untyped-call]
+        if form.placements is None and compat.my_rank() not in there.mesh:
+            # Autograd wants the shape that was passed for nothing; the sum, 0, stays part of the graph.
+            moved = moved.new_zeros(ctx.shape) + moved.sum()
         return moved.to(dtype_of(route.src.dtype)), None
 
 
-def _move(local: Tensor, route: _Route) -> Tensor:
-    """What this rank holds under `dst` of a tensor of which it holds `local` under `src`."""
+def _move(local: Tensor, route: _Route) -> tuple[Tensor, str]:
+    """What this rank holds under `dst` of a tensor of which it holds `local` under `src`; the move's name."""
     src, dst = route.src, route.dst
     rank = compat.my_rank()
     receives = rank in dst.mesh
-    shape = dst.local_shape(rank) if receives else (0,) * len(dst.shape)
-    out = torch.empty(shape, dtype=dtype_of(dst.dtype), device=local.device)
-    if receives and dst.holes(rank):
-        out.zero_()
-    move = move_between(src, dst, route.meshes)
-    if move is not None:
-        given = local if rank in src.mesh else None
-        move(given, out=out if receives else None, label=route.label)
-    return out
+    out = _make_zeros(dst, local.device, filled=receives and bool(dst.holes(rank)))
+    move = move_between(src, dst, route.meshes, voted=route.voted)
+    if move is None:
+        return out, ""
+    given = local if rank in src.mesh else None
+    name = move(given, out=out if receives else None, label=route.label)
+    return out, name
+
+
+def _make_zeros(layout: Layout, device: torch.device, *, filled: bool = True) -> Tensor:
+    """A local tensor of the layout on this rank; an empty one, also for a scalar, where it has none."""
+    rank = compat.my_rank()
+    outside = (0,) * max(1, len(layout.shape))
+    shape = layout.local_shape(rank) if rank in layout.mesh else outside
+    make = torch.zeros if filled else torch.empty
+    return make(shape, dtype=dtype_of(layout.dtype), device=device)
 
 
 def _layout_of_gradient(gradient: Tensor, route: _Route) -> Layout | None:

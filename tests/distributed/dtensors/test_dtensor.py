@@ -7,6 +7,7 @@ that torch was mended: then it may go.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -390,7 +391,65 @@ def test_ranks_that_record_a_gradient_and_ranks_that_do_not() -> None:
         workers.close()
     for said in answers:
         assert "ranks disagree" in str(said)
-        assert "a gradient to be differentiated" in str(said)
+        assert "to be differentiated" in str(said)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Callable[..., list[Any]]]:
+    """Runs a task on two workers; others after one that left its group broken."""
+    made: list[Pool] = []
+
+    def run(task: Callable[..., Any], *args: Any, breaks: bool = False) -> list[Any]:
+        workers = made.pop() if made else Pool(2)
+        try:
+            return workers.run(task, *args)
+        finally:
+            if workers.broken or breaks:
+                workers.close()
+            else:
+                made.append(workers)
+
+    yield run
+    for workers in made:
+        workers.close()
+
+
+@pytest.mark.parametrize("way", ["one is used", "one needs a gradient", "copies"])
+def test_gradients_of_two_tensors_are_never_mixed(two: Any, way: str) -> None:
+    """Ranks that differentiate different moves disagree, also where the gradient's own move is a copy."""
+    for said in two(work.gradients_of_two_moves, way, breaks=True):
+        assert "ranks disagree" in str(said) and "the gradient of move " in str(said)
+
+
+def test_a_copy_more_on_one_rank(two: Any) -> None:
+    """Which copy a gradient belongs to is counted from the last move that ranks agreed on."""
+    for x, y in two(work.gradients_in_step_again):
+        assert y == [1.0, 1.0, 2.0, 2.0] and sum(x) == 2.0
+
+
+@pytest.mark.parametrize("target", ["one", "both"])
+@pytest.mark.parametrize(
+    ("shape", "given"),
+    [((), (0,)), ((), ()), ((3,), (0,)), ((2, 3), (0,)), ((2, 3), (2, 0)), ((2, 3), (2, 3))],
+)
+def test_ranks_outside_a_mesh(two: Any, shape: Any, given: Any, target: str) -> None:
+    """They get an empty tensor, and a zero gradient of what they passed for nothing."""
+    first, second = two(work.gradient_outside, shape, given, target)
+    right = np.arange(1.0, 1 + int(np.prod(shape))).reshape(shape)
+    assert first[0] == right.tolist()
+    assert second[0] == (right.tolist() if target == "both" else [])
+    assert first[1] == first[2] == np.zeros(given).tolist() and first[3] == given
+    assert second[1] == (2 * right).tolist() and second[3] == shape
+    assert second[2] == (2 * np.ones(shape)).tolist()
+
+
+def test_activations_that_one_rank_needs(two: Any) -> None:
+    """Activation checkpointing makes a move again on all ranks, or on none."""
+    assert two(work.checkpointed) == [[3.0, 12.0, 27.0], [48.0, 75.0, 108.0]]
+
+
+def test_no_gradient(two: Any) -> None:
+    assert two(work.no_gradient) == [[[0.0] * 4] * 2] * 2
 
 
 def test_a_partial_gradient(pool: Pool) -> None:

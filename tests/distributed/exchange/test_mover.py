@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,13 +12,13 @@ from shardmath.base import dtypes
 from shardmath.layouts.edits import window
 from shardmath_torch.dtypes import missing
 from tests.distributed.pool import Pool
-from tests.distributed.tasks.cases import make_case, random_plan
+from tests.distributed.tasks.cases import make_case, random_plan, thinned
 from tests.distributed.tasks.scenarios import Case, move_again, move_cases, staging
 
 Wanted = dict[int, dict[str, bytes]]
 
 
-def check(pool: Pool, cases: list[tuple[Case, Wanted]]) -> None:
+def check(pool: Pool, cases: Sequence[tuple[Case, Wanted]]) -> None:
     """All cases in one task; every destination byte is as wanted."""
     got = pool.run(move_cases, [case for case, _ in cases], timeout=90)
     for i, (case, wanted) in enumerate(cases):
@@ -30,10 +31,8 @@ def check(pool: Pool, cases: list[tuple[Case, Wanted]]) -> None:
 @pytest.mark.parametrize("engine", ["exchange", "broadcast"])
 def test_random_plans(pool: Pool, engine: str) -> None:
     """Random layouts, meshes that overlap or not, reductions, empty dimensions, scalars."""
-    check(
-        pool,
-        [make_case(random_plan(seed), seed, options={"engine": engine}) for seed in range(100)],
-    )
+    seeds = range(100) if engine == "exchange" else thinned(range(100))
+    check(pool, [make_case(random_plan(seed), seed, options={"engine": engine}) for seed in seeds])
 
 
 @pytest.mark.parametrize("limit", [64, 1000, 20_000])
@@ -43,7 +42,7 @@ def test_many_rounds(pool: Pool, limit: int) -> None:
         pool,
         [
             make_case(random_plan(seed), seed, options={"max_inflight_bytes": limit})
-            for seed in range(100, 150)
+            for seed in thinned(range(100, 200), limit)
         ],
     )
 
@@ -120,7 +119,9 @@ REDUCED = [
 )
 def test_reductions_are_bitwise(pool: Pool, op: str, options: dict[str, object]) -> None:
     """Reduce-scatter, all-reduce, to another mesh, and from Partial to Partial, in the order of simulate."""
-    check(pool, [make_case(plan, options=options) for plan in _reductions(op)])
+    plans = _reductions(op)
+    chosen = thinned(plans, len(op)) if options else plans
+    check(pool, [make_case(plan, options=options) for plan in chosen])
 
 
 def _reductions(op: str) -> list[sm.Plan]:

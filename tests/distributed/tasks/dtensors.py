@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import (
     Shard,
     _StridedShard,
 )
+from torch.utils.checkpoint import checkpoint
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -363,6 +364,94 @@ def gradient_that_one_rank_does_not_record(rank: int) -> Any:
     local = moved.to_local() if isinstance(moved, DTensor) else moved
     loss = (local**3).sum() if rank else local.sum()
     return caught(lambda: torch.autograd.grad(loss, tensor, create_graph=True))
+
+
+def _local(moved: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it, as part of the graph."""
+    return moved.to_local() if isinstance(moved, DTensor) else moved
+
+
+def _two_moved(
+    rank: int, target: str, needs: tuple[bool, bool] = (True, True)
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Two tensors of two ranks, and what both are under the target, by one kept mover."""
+    mesh = sm.Mesh(tp=2)
+    a, b = sm.Layout((4, 4), mesh, "(tp n) h"), sm.Layout((4, 4), mesh, target)
+    tensors = [torch.ones(2, 4).add(rank).requires_grad_(need) for need in needs]
+    return tensors, [_local(smt.redistribute(tensor, b, layout=a)) for tensor in tensors]
+
+
+def gradients_of_two_moves(rank: int, way: str) -> Any:
+    """Rank 0's loss depends on the first tensor, rank 1's on the second; or so do their second derivatives."""
+    if way == "one needs a gradient":
+        _, (x, y) = _two_moved(rank, "n (tp h)", (rank == 0, rank == 1))
+        return caught(lambda: (x.sum() + 1000 * y.sum()).backward())
+    if way == "one is used":
+        _, (x, y) = _two_moved(rank, "n (tp h)")
+        return caught(lambda: (1000 * (y if rank else x)).sum().backward())
+    tensors, (x, y) = _two_moved(rank, "n h")
+    loss = x.sum() + (y**3).sum() if rank else (x**3).sum() + y.sum()
+    return caught(lambda: torch.autograd.grad(loss, tensors, create_graph=True))
+
+
+def gradients_in_step_again(rank: int) -> Any:
+    """Rank 0 moved, and so copied, once more than rank 1; after a move of both, gradients of copies are right."""
+    mesh = sm.Mesh(tp=2)
+    a, b = sm.Layout((4,), mesh, "n"), sm.Layout((4,), mesh, "(tp n)")
+    x = torch.arange(4.0).requires_grad_()
+    smt.redistribute(x.detach(), b, layout=a)  # makes the DeviceMesh
+    if rank == 0:
+        smt.redistribute(x.detach(), b, layout=a)
+    smt.redistribute(x.detach()[:2].clone(), a, layout=b)
+    _local(smt.redistribute(x, b, layout=a, grad="partial")).sum().backward()
+    y = torch.arange(4.0).requires_grad_()
+    _local(smt.redistribute(y, b, layout=a)).mul(rank + 1).sum().backward()
+    return x.grad.tolist(), y.grad.tolist()
+
+
+def gradient_outside(rank: int, shape: tuple[int, ...], given: tuple[int, ...], target: str) -> Any:
+    """From rank 1 to rank 0, or to both; rank 0 passes a tensor that stands for nothing."""
+    there = sm.Mesh(tp=2) if target == "both" else sm.Mesh(ranks=[0])
+    a, b = sm.Layout(shape, sm.Mesh(ranks=[1]), ()), sm.Layout(shape, there, {})
+    right = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
+    tensor = (right if rank else torch.full(given, 7.0)).clone().requires_grad_()
+    local = _local(smt.redistribute(tensor, b, layout=a))
+    value = local.detach().clone()
+    (gradient,) = torch.autograd.grad((local**2).sum(), tensor, create_graph=True)
+    gradient.sum().backward()
+    return value.tolist(), gradient.tolist(), tensor.grad.tolist(), tuple(gradient.shape)
+
+
+def checkpointed(rank: int) -> Any:
+    """Activations are made again; rank 1 has none of the target, and a function that needs no activation."""
+    a = sm.Layout((6,), sm.Mesh(tp=2), "(tp n)")
+    b = sm.Layout((6,), sm.Mesh(tp=1, ranks=[0]), "n")
+
+    def body(tensor: torch.Tensor) -> torch.Tensor:
+        local = _local(smt.redistribute(tensor, b, layout=a))
+        return local.sum() if rank else (local**3).sum()
+
+    tensor = torch.arange(1.0, 4.0).add(3 * rank).requires_grad_()
+    checkpoint(body, tensor, use_reentrant=False).backward()
+    return tensor.grad.tolist()
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+def no_gradient(rank: int) -> Any:
+    """What comes after a move gives no gradient: it is zero."""
+    mesh = device_mesh(range(2), (2,))
+    tensor = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)]).requires_grad_()
+    _NoGradient.apply(_local(smt.redistribute(tensor, [Shard(1)]))).sum().backward()
+    return tensor.grad.to_local().tolist()
 
 
 def partial_gradient(rank: int) -> Any:
