@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shardmath import ExchangeError, Layout, ShardError
 from shardmath_torch.commands.refit_out import shard_file
 from shardmath_torch.commands.refit_report import Table
-from shardmath_torch.files.weights import assemble
+from shardmath_torch.safetensors.slices import assemble
 
 __all__ = ["SENTENCES", "arrived", "compare", "find_model"]
 

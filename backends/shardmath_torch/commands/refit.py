@@ -37,7 +37,8 @@ from shardmath_torch.commands.refit_report import (
     times_table,
     traffic_table,
 )
-from shardmath_torch.files.weights import fits, open_weights
+from shardmath_torch.safetensors.slices import fits
+from shardmath_torch.safetensors.weights import open_weights
 
 __all__ = ["DEMO_DST", "DEMO_SRC", "command"]
 

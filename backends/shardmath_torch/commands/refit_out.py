@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from shardmath import ShardError
 from shardmath_torch.files.locks import locked
-from shardmath_torch.files.weights import Weights
+from shardmath_torch.safetensors.weights import Weights
 
 __all__ = ["check_out", "finish", "leave", "reserved", "shard_file", "undo"]
 

@@ -28,7 +28,8 @@ from shardmath_torch.commands.processes import Say
 from shardmath_torch.commands.refit_out import leave
 from shardmath_torch.dtypes import flat
 from shardmath_torch.exchange.compile import compile
-from shardmath_torch.files.weights import Progress, Weights, check, load, zeros
+from shardmath_torch.safetensors.slices import Progress, check, load, zeros
+from shardmath_torch.safetensors.weights import Weights
 
 __all__ = ["Job", "Outcome", "refit_rank"]
 

@@ -28,7 +28,7 @@ from shardmath.families.rules import Rule, Side
 from shardmath_torch.commands.processes import Progress
 from shardmath_torch.commands.refit_bounds import Bounds
 from shardmath_torch.commands.refit_rank import Outcome
-from shardmath_torch.files.weights import Weights
+from shardmath_torch.safetensors.weights import Weights
 
 __all__ = [
     "PHASES",

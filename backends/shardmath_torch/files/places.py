@@ -276,7 +276,7 @@ def length_of(file: Place) -> int:
 
 def _check_regular(file: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
 
 
 def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:

@@ -24,7 +24,8 @@ from shardmath_torch.commands.refit import DEMO_DST, DEMO_SRC, command
 from shardmath_torch.commands.refit_bounds import bounds
 from shardmath_torch.commands.refit_out import check_out, leave, undo
 from shardmath_torch.commands.refit_report import Table, size
-from shardmath_torch.files.weights import load, open_weights
+from shardmath_torch.safetensors.slices import load
+from shardmath_torch.safetensors.weights import open_weights
 
 SRC = "dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); vocab (tp dp n) h; * (dp n) ..."
 DST = "tp=3 ranks=3:6: column (tp n) ...; row n (tp h); vocab (tp n) h"

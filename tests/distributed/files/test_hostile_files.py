@@ -31,7 +31,7 @@ from shardmath_torch.compat import StorageInfo
 from shardmath_torch.files.json_text import read_json, shown
 from shardmath_torch.files.sealed import signed
 from shardmath_torch.files.unpickled import read_metadata
-from shardmath_torch.files.weights import open_weights
+from shardmath_torch.safetensors.weights import open_weights
 
 LINE = sm.Layout((6,), sm.Mesh(), "n")
 
@@ -375,7 +375,7 @@ def test_what_is_no_regular_file(tmp_path: Path, name: str, kind: str) -> None:
     """A pipe is not waited for, and a device has no end."""
     os.mkfifo(tmp_path / name) if kind == "pipe" else (tmp_path / name).symlink_to("/dev/zero")
     fails(tmp_path)
-    with pytest.raises(sm.ShardError, match="is no regular file"):
+    with pytest.raises(sm.ShardError, match="is not a regular file"):
         open_weights(tmp_path / name)
 
 
@@ -391,7 +391,7 @@ def test_data_that_are_no_regular_file(tmp_path: Path, own: bool) -> None:
         (file,) = tmp_path.glob("*.distcp")
     file.unlink()
     os.mkfifo(file)
-    fails(tmp_path, "it is no regular file")
+    fails(tmp_path, "it is not a regular file")
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_a_save_beside_a_pipe(tmp_path: Path, name: str) -> None:
     """An error where it would be read, else the save goes through; nothing waits."""
     os.mkfifo(tmp_path / name)
     if name == ".metadata":
-        with pytest.raises(sm.ShardError, match="it is no regular file"):
+        with pytest.raises(sm.ShardError, match="it is not a regular file"):
             smt.save(tmp_path, {"w": torch.ones(6)}, {"w": LINE})
         assert os.listdir(tmp_path) == [name]
     else:

@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shardmath import Layout, Mesh
-from shardmath_torch.files.weights import (
-    DTYPES,
-    Weights,
-    WeightsError,
-    assemble,
-    check,
-    load,
-    open_weights,
-    tied,
-)
+from shardmath_torch.safetensors.headers import DTYPES, WeightsError
+from shardmath_torch.safetensors.slices import assemble, check, load
+from shardmath_torch.safetensors.weights import Weights, open_weights, tied
 
 MESH = Mesh(dp=2, tp=2)
 TEXTS = (
