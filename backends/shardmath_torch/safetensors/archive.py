@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -68,20 +68,19 @@ def write(file: Place, tensors: Named, *, progress: Progress | None = None) -> d
     frames = {name: _make_frame(tensor) for name, (_, tensor) in tensors.items()}
     archives, end = _place_archives(tensors, frames)
     header = _make_header(tensors, archives, end)
-    data = _align(PREFIX + len(header))
     out = {}
     with file.open("wb") as stream:
-        length = data - PREFIX
-        stream.write(length.to_bytes(PREFIX, "little"))
-        stream.write(header.ljust(length))
-        for name, (before, after) in frames.items():
+        stream.write(header)
+        for name, frame in frames.items():
             _, tensor = tensors[name]
             at = archives[name]
-            stream.write(before)
+            stream.write(frame.before)
             sums = checksums.write(stream, memory_of(tensor))
             padding = _align(at.length) - at.length
-            stream.write(after + bytes(padding))
-            out[name] = Written(at.archive + data, at.length, at.start + data, sums)
+            stream.write(frame.after + bytes(padding))
+            begin = len(header) + at.archive
+            start = len(header) + at.start
+            out[name] = Written(begin, at.length, start, sums)
             if progress:
                 progress(tensor.nbytes)
         synced(stream)
@@ -137,29 +136,36 @@ def _align(n: int) -> int:
 
 
 def _make_header(tensors: Named, archives: Mapping[str, Written], end: int) -> bytes:
-    """The header's JSON: each tensor, and what lies before, between and behind them as tensors of bytes."""
+    """The header and its length: each tensor, and what lies before, between and behind them as tensors of bytes."""
     keys = _choose_keys(tensors)
     taken = {RESERVED, *tensors, *keys.values()}
+    frames = [unused(f"frame/{i}", taken) for i in range(len(tensors) + 1)]
     entries: dict[str, object] = {}
-    offsets: dict[str, object] = {}
     at = 0
-    for i, (name, (index, tensor)) in enumerate(tensors.items()):
+    for frame, (name, (_, tensor)) in zip(frames[:-1], tensors.items(), strict=True):
         start = archives[name].start
         stop = start + tensor.nbytes
-        key = keys[name]
-        frame = unused(f"frame/{i}", taken)
         entries[frame] = _make_bytes_entry(at, start)
-        entries[key] = _make_tensor_entry(tensor, start, stop)
-        # Frames say where they begin, too: torch's reader looks for that of every tensor.
+        entries[keys[name]] = _make_tensor_entry(tensor, start, stop)
+        at = stop
+    entries[frames[-1]] = _make_bytes_entry(at, end)
+    metadata = {SHARDING: json.dumps(_make_offsets(tensors, keys, frames))}
+    text = json.dumps({RESERVED: metadata, **entries}).encode()
+    length = _align(PREFIX + len(text)) - PREFIX
+    return length.to_bytes(PREFIX, "little") + text.ljust(length)
+
+
+def _make_offsets(
+    tensors: Named, keys: Mapping[str, str], frames: Sequence[str]
+) -> dict[str, object]:
+    """Where each tensor begins, as torch's reader of shards asks: frames begin at 0, which it asks of them, too."""
+    offsets: dict[str, object] = {}
+    for frame, (name, (index, _)) in zip(frames[:-1], tensors.items(), strict=True):
         offsets[frame] = {SAVED: [0]}
         if index is not None:
-            offsets[key] = {SAVED: list(index)}
-        at = stop
-    last = unused(f"frame/{len(tensors)}", taken)
-    entries[last] = _make_bytes_entry(at, end)
-    offsets[last] = {SAVED: [0]}
-    metadata = {SHARDING: json.dumps(offsets)}
-    return json.dumps({RESERVED: metadata, **entries}).encode()
+            offsets[keys[name]] = {SAVED: list(index)}
+    offsets[frames[-1]] = {SAVED: [0]}
+    return offsets
 
 
 def _make_tensor_entry(tensor: Tensor, start: int, stop: int) -> dict[str, object]:

@@ -168,11 +168,8 @@ def _read_length(file: Place, size: int) -> int:
 def _read_entry(file: Place, name: str, value: object, data: int) -> HeaderEntry:
     """The tensor, as one entry of the header says; the data begin at byte `data` of the file."""
     fields = value if isinstance(value, dict) else {}
-    dtype = fields.get("dtype")
-    shape = fields.get("shape")
-    offsets = fields.get("data_offsets")
-    sound = isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets)
-    if not sound or len(offsets) != 2:
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _is_span(offsets):
         what = f"the header's entry of {shown(name)} is {shown(value)}"
         raise damaged(file, f"{what}, not a dtype, a shape and two data_offsets")
     if dtype not in DTYPES:
@@ -193,6 +190,11 @@ def _read_entry(file: Place, name: str, value: object, data: int) -> HeaderEntry
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
     """Whether it is a list of sizes that a file can have; True and False, which are ints, are not sizes."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n <= MOST for n in value)
+
+
+def _is_span(value: object) -> TypeGuard[list[int]]:
+    """Whether it is where something begins and where it ends."""
+    return _are_sizes(value) and len(value) == 2
 
 
 def _check_back_to_back(

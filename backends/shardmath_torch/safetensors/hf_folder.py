@@ -195,9 +195,7 @@ def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> 
     text = _make_index({names[name]: file for name, file in files.items()}, tied)
     written = _write_index(draft, text)
     try:
-        for name in files:
-            os.replace(folder / (name + UNFINISHED), folder / names[name])
-        sync(folder)
+        _rename(folder, names)
         os.replace(draft, index)
     except BaseException:
         # Where the former index is still in place, it knows none of these.
@@ -207,6 +205,13 @@ def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> 
             draft.unlink(missing_ok=True)
         raise
     _remove(folder, former)
+
+
+def _rename(folder: Path, names: Mapping[str, str]) -> None:
+    """Gives drafts their names, on disk before an index says so."""
+    for name, numbered in names.items():
+        os.replace(folder / (name + UNFINISHED), folder / numbered)
+    sync(folder)
 
 
 def _read_number(name: str) -> int:

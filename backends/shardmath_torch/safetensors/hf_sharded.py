@@ -37,6 +37,14 @@ class Parts(NamedTuple):
     boxes: tuple[_Box, ...]
 
 
+class _Shard(NamedTuple):
+    """A file, its tensors, and what its metadata says of where they begin."""
+
+    file: Place
+    entries: _Entries
+    sharding: object
+
+
 def read_sharded(folder: Place) -> dict[str, Parts] | None:
     """The tensors of a folder of such files, by name; None for what is not such a folder.
 
@@ -44,26 +52,32 @@ def read_sharded(folder: Place) -> dict[str, Parts] | None:
     """
     if not folder.is_dir() or any((folder / name).is_file() for name in (FILE, INDEX)):
         return None
+    plain, shards = _read_headers(folder)
+    if shards and plain:
+        first = shards[0].file.name
+        what = f"{folder}: {first} says where its tensors begin, {plain[0].name} does not"
+        raise WeightsError(f"{what}; {FIX}")
+    return _join_shards(shards) if shards else None
+
+
+def _read_headers(folder: Place) -> tuple[list[Place], list[_Shard]]:
+    """The folder's files: those that do not say where their tensors begin, and those that do."""
     files: list[Place] = list(folder.glob("*.safetensors"))
-    plain: list[Place] = []
-    sharded: list[tuple[Place, _Entries, object]] = []
+    plain = []
+    shards = []
     for file in sorted(files, key=str):
         entries, metadata = read_header(file)
         if SHARDING in metadata:
-            sharded.append((file, entries, metadata[SHARDING]))
+            shards.append(_Shard(file, entries, metadata[SHARDING]))
         else:
             plain.append(file)
-    if sharded and plain:
-        first = sharded[0][0].name
-        what = f"{folder}: {first} says where its tensors begin, {plain[0].name} does not"
-        raise WeightsError(f"{what}; {FIX}")
-    return _join_files(sharded) if sharded else None
+    return plain, shards
 
 
-def _join_files(sharded: list[tuple[Place, _Entries, object]]) -> dict[str, Parts]:
+def _join_shards(shards: list[_Shard]) -> dict[str, Parts]:
     """Every tensor, from its boxes in all files."""
     boxes: dict[str, list[_Box]] = {}
-    for file, entries, sharding in sharded:
+    for file, entries, sharding in shards:
         for name, box in _place_boxes(file, entries, sharding):
             boxes.setdefault(name, []).append(box)
     return {name: _join_boxes(name, boxes[name]) for name in sorted(boxes)}
