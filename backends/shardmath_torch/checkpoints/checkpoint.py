@@ -36,7 +36,7 @@ from shardmath_torch.checkpoints.stored import Checkpoint, open_checkpoint
 from shardmath_torch.checkpoints.writing import Writer
 from shardmath_torch.compat import Group
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.files.weights import Progress, room
+from shardmath_torch.safetensors.slices import Progress, room
 
 __all__ = ["check_layouts", "check_names", "check_ranks", "load", "on_all", "save"]
 

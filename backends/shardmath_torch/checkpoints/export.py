@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
 from shardmath.base.given import mapping, plural, shown
+from shardmath.families.hf import Entry
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
@@ -38,22 +39,10 @@ from shardmath_torch.dtensors.dtensor import from_dtensors, local_of
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.local import by_key, fits, wanted
-from shardmath_torch.files.hf_folder import (
-    Draft,
-    Entry,
-    File,
-    check_entries,
-    check_folder,
-    commit,
-    discard,
-    file_names,
-    locked,
-    size_of,
-    split,
-    told,
-)
 from shardmath_torch.files.places import CheckpointError, local_folder
-from shardmath_torch.files.weights import Progress
+from shardmath_torch.safetensors.hf_folder import Draft, check_folder, commit, discard, locked, told
+from shardmath_torch.safetensors.hf_split import File, check_entries, file_names, size_of, split
+from shardmath_torch.safetensors.slices import Progress
 
 __all__ = ["BATCH", "export"]
 

@@ -39,11 +39,11 @@ from shardmath_torch import compat
 from shardmath_torch.checkpoints.stored import Checkpoint, Piece, open_checkpoint
 from shardmath_torch.checkpoints.verifying import Chunks, check, chunk, fill, mine, packed
 from shardmath_torch.dtypes import dtype_of, flat
-from shardmath_torch.files.archive import Strided
 from shardmath_torch.files.checksums import CHUNK
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError, Place, Remote, length_of, opened, place
-from shardmath_torch.files.weights import Progress, Slices, boxes
+from shardmath_torch.safetensors.slices import Progress, Slices, boxes
+from shardmath_torch.safetensors.strided import Strided
 
 __all__ = ["LoadPlanner", "Reader", "check_keys", "local_layouts"]
 

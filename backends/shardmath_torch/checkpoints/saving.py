@@ -39,8 +39,8 @@ from shardmath_torch.checkpoints.stored import BLOBS
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.exchange.local import by_key, fits, wanted
 from shardmath_torch.exchange.memory import missing_memory, plain
-from shardmath_torch.files.archive import unused
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.safetensors.archive import unused
 
 __all__ = ["Bytes", "Layouts", "Paths", "SavePlanner", "as_tensor", "check_paths", "to_disk"]
 

@@ -31,8 +31,6 @@ from shardmath.base.given import plural
 from shardmath.families.hf import Shapes
 from shardmath_torch.checkpoints.claims import FILE, INDEX, METADATA, OURS
 from shardmath_torch.files import checksums
-from shardmath_torch.files.archive import Strided, described
-from shardmath_torch.files.hf_sharded import Parts, read_sharded
 from shardmath_torch.files.json_text import MOST, MOST_DIMENSIONS, elements, read_json, shown
 from shardmath_torch.files.places import (
     CheckpointError,
@@ -44,7 +42,9 @@ from shardmath_torch.files.places import (
 )
 from shardmath_torch.files.sealed import Sealed, holds, signed, unseal
 from shardmath_torch.files.unpickled import read_metadata
-from shardmath_torch.files.weights import open_weights
+from shardmath_torch.safetensors.hf_sharded import Parts, read_sharded
+from shardmath_torch.safetensors.strided import Strided, described
+from shardmath_torch.safetensors.weights import open_weights
 
 __all__ = [
     "BLOBS",

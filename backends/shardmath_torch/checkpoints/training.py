@@ -60,7 +60,7 @@ from shardmath_torch.compat import Group
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.files.weights import Progress
+from shardmath_torch.safetensors.slices import Progress
 
 __all__ = ["Optimizers", "Unmatched", "load_state", "load_weights", "save_state", "state_of"]
 

@@ -45,8 +45,6 @@ from shardmath_torch.checkpoints.claims import (
     withdraw,
 )
 from shardmath_torch.checkpoints.stored import BLOBS, Checkpoint, Piece, Saved, to_json
-from shardmath_torch.files import archive
-from shardmath_torch.files.archive import unused
 from shardmath_torch.files.places import (
     CheckpointError,
     Place,
@@ -58,7 +56,9 @@ from shardmath_torch.files.places import (
     sync,
 )
 from shardmath_torch.files.sealed import DIGITS, Sealed, seal, unseal
-from shardmath_torch.files.weights import Progress
+from shardmath_torch.safetensors import archive
+from shardmath_torch.safetensors.archive import unused
+from shardmath_torch.safetensors.slices import Progress
 
 __all__ = ["MOST_FILES", "Writer"]
 

@@ -3,6 +3,7 @@
 In reading order:
 
 - `processes`: local processes that show what they do;
+- `command_line`: what the commands share of it;
 - `buffers`: `buffers`;
 - `refit_bounds`: the least time that a refit could take;
 - `refit_out`: where what arrived is left;

@@ -10,14 +10,13 @@
    command line. Names and shapes are those of the checkpoint: Megatron fuses q, k and v, gate and
    up, and orders experts otherwise.
 3. Experts share buffers of their own where the rule has it so: see RULES.
-4. Exit status 0; 1: an error, said once on stderr; 2: usage.
+4. Exit status: see `command_line`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardmath import ShardError, buffers
 from shardmath.pictures.buffer_drawing import buffer_svg
 from shardmath.pictures.buffer_text import buffer_map, buffer_table
+from shardmath_torch.commands.command_line import make_parser, read_count, run_command
 from shardmath_torch.models.configs import MODELS
 from shardmath_torch.models.shapes import parameters
 
@@ -62,32 +62,25 @@ RULES: dict[str, Chosen] = {
 
 def command(argv: Sequence[str]) -> int:
     """Run `buffers` with these arguments; the exit status."""
-    parser = _parser()
+    parser = _make_parser()
     given = parser.parse_args(argv)
     chosen = RULES[given.rule]
     for option in _list_refused(given, chosen):
         parser.error(f"{option}: rule {given.rule} takes none")
-    try:
-        _show(given, chosen)
-    except ShardError as error:
-        print(f"buffers: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command("buffers", lambda: _show(given, chosen))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m shardmath buffers",
-        description="Lay out a model's flat buffers, and show them.",
-    )
+def _make_parser() -> argparse.ArgumentParser:
+    """The arguments of `buffers`."""
+    parser = make_parser("buffers", "Lay out a model's flat buffers, and show them.")
     add = parser.add_argument
     add(
         "model",
         metavar="MODEL",
         help=f"folder or file of a config, model type, or one of {', '.join(MODELS)}",
     )
-    add("--dp", type=_count, required=True, help="data-parallel ranks")
-    add("--expert-dp", type=_count, help="data-parallel ranks of experts, if others")
+    add("--dp", type=read_count, required=True, help="data-parallel ranks")
+    add("--expert-dp", type=read_count, help="data-parallel ranks of experts, if others")
     add(
         "--rule",
         choices=RULES,
@@ -96,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--bucket-size",
-        type=_bucket_size,
+        type=_read_bucket_size,
         help="elements; default: what Megatron-Core takes (if not given); none: one bucket",
     )
     add("--busbw", action="store_true", help="pad buckets for NCCL's full bus bandwidth")
@@ -108,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="an embedding on two pipeline stages",
     )
-    add("--most", type=_count, default=4, help="buckets and parameters of a bucket to show (4)")
+    add("--most", type=read_count, default=4, help="buckets and parameters of a bucket to show (4)")
     add(
         "--svg",
         type=Path,
@@ -118,14 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
-def _bucket_size(text: str) -> int | str:
-    return text if text in ("default", "none") else _count(text)
+def _read_bucket_size(text: str) -> int | str:
+    return text if text in ("default", "none") else read_count(text)
 
 
 def _list_refused(given: argparse.Namespace, chosen: Chosen) -> list[str]:
@@ -143,27 +130,42 @@ def _list_refused(given: argparse.Namespace, chosen: Chosen) -> list[str]:
 def _show(given: argparse.Namespace, chosen: Chosen) -> None:
     """Print the table and the pictures, and write the drawings asked for."""
     params = parameters(_find_model(given.model), dtype=given.dtype, shared=given.shared_embedding)
-    apart = chosen.experts == "always"
-    if chosen.experts == "asked":
-        apart = given.expert_dp is not None
-    if not apart:
+    if not _put_experts_apart(given, chosen):
         params = tuple(replace(param, expert_parallel=False) for param in params)
     layouts = buffers.full_layout(params, rule=chosen.rule, **_options(given, chosen))
     print(buffer_table(layouts))
     for number, (key, layout) in enumerate(layouts.items()):
         ranks = _count_ranks(given, chosen, key)
-        title = f"{given.model}, {given.rule}: {_write_key(key)}"
-        print(f"\n{title}\n{buffer_map(layout, ranks, most=given.most)}")
+        contents = _describe_contents(key)
+        title = f"{given.model}, {given.rule}: {contents}"
+        text = buffer_map(layout, ranks, most=given.most)
+        print(f"\n{title}\n{text}")
         if given.svg:
-            file = given.svg
-            if number:
-                file = file.with_stem(f"{file.stem}-{number}")
-            _check_apart(file, Path(given.model))
-            _write(file, buffer_svg(layout, ranks, most=given.most, title=title))
-            print(f"\ndrawn in {file}")
+            drawing = buffer_svg(layout, ranks, most=given.most, title=title)
+            _write_drawing(given, number, drawing)
 
 
-def _check_apart(file: Path, model: Path) -> None:
+def _write_drawing(given: argparse.Namespace, number: int, drawing: str) -> None:
+    """Write the picture of that number, and say where."""
+    file = _number_file(given.svg, number)
+    _check_not_config(file, Path(given.model))
+    _write(file, drawing)
+    print(f"\ndrawn in {file}")
+
+
+def _put_experts_apart(given: argparse.Namespace, chosen: Chosen) -> bool:
+    """Whether experts have buffers of their own."""
+    if chosen.experts == "asked":
+        return given.expert_dp is not None
+    return chosen.experts == "always"
+
+
+def _number_file(file: Path, number: int) -> Path:
+    """FILE for the first picture, FILE-1 for the second, and so on."""
+    return file.with_stem(f"{file.stem}-{number}") if number else file
+
+
+def _check_not_config(file: Path, model: Path) -> None:
     """Raises ShardError where the picture would be written over the config that it is of, by whatever link."""
     config = model / "config.json" if model.is_dir() else model
     if file.exists() and config.exists() and os.path.samefile(file, config):
@@ -214,7 +216,7 @@ def _count_ranks(given: argparse.Namespace, chosen: Chosen, key: buffers.BufferK
     return int(given.expert_dp if experts_apart else given.dp)
 
 
-def _write_key(key: buffers.BufferKey) -> str:
+def _describe_contents(key: buffers.BufferKey) -> str:
     """What a buffer holds, for its title."""
     words = [key.param_dtype, f"gradients {key.grad_dtype}"]
     if key.is_expert_parallel:

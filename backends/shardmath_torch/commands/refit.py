@@ -6,8 +6,8 @@
 1. `--src` and `--dst` are sides in the notation of `shardmath.families.rules`. Ranks are numbered source first, then
    destination, where the text does not say otherwise; the two may share ranks.
 2. Everything that can be wrong with the request is found here, before a process starts: the files, the rules, the plan.
-3. Then a process a rank (`processes`), and what each does is `refit_rank`.
-4. Exit status 0: every byte at every destination equals the file. 1: an error, said once on stderr. 2: usage.
+3. Then a process per rank (`processes`), and what each does is `refit_rank`.
+4. Exit status 0: every byte at every destination equals the file. Others: see `command_line`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 import shardmath as sm
 from shardmath.base.given import plural
 from shardmath.families.rules import Side, parse
+from shardmath_torch.commands.command_line import make_parser, read_count, run_command
 from shardmath_torch.commands.processes import run
 from shardmath_torch.commands.refit_bounds import Bounds, bounds
 from shardmath_torch.commands.refit_out import check_out, finish, reserved, undo
@@ -37,7 +37,8 @@ from shardmath_torch.commands.refit_report import (
     times_table,
     traffic_table,
 )
-from shardmath_torch.files.weights import fits, open_weights
+from shardmath_torch.safetensors.slices import fits
+from shardmath_torch.safetensors.weights import open_weights
 
 __all__ = ["DEMO_DST", "DEMO_SRC", "command"]
 
@@ -48,6 +49,8 @@ DEMO_DST = "tp=4: column (tp n) ...; row n (tp h); vocab (tp n) h"
 
 MOST_RANKS = 64
 """More processes than that on one machine are a typing mistake."""
+MOST_SECONDS = 10.0**6
+"""Eleven days. torch's timeouts are timedeltas, which end before 10^14 seconds."""
 UNITS = {
     "": 1,
     "B": 1,
@@ -72,40 +75,32 @@ class Result:
 
 def command(argv: Sequence[str]) -> int:
     """Run `refit` with these arguments; the exit status."""
-    options = _parser().parse_args(argv)
-    if not options.demo and not (options.model and options.src and options.dst):
-        _parser().error("give MODEL_DIR, --src and --dst, or --demo")
-    try:
-        _demo(options, screen()) if options.demo else _refit(
-            options, Path(options.model), screen(), options.out
-        )
-    except sm.ShardError as error:
-        print(f"refit: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("refit: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    parser = _make_parser()
+    options = parser.parse_args(argv)
+    if options.demo:
+        return run_command("refit", lambda: _show_demo(options, screen()))
+    if not (options.model and options.src and options.dst):
+        parser.error("give MODEL_DIR, --src and --dst, or --demo")
+    model = Path(options.model)
+    return run_command("refit", lambda: _refit(options, model, screen(), options.out))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m shardmath refit",
-        description="Move a model's weights between two parallel layouts.",
-    )
+def _make_parser() -> argparse.ArgumentParser:
+    """The arguments of `refit`."""
+    parser = make_parser("refit", "Move a model's weights between two parallel layouts.")
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL_DIR", help="folder or file with safetensors weights")
     usual = "a mesh alone: tp divides by kind, dp dimension 0 as FSDP does, replica replicates"
     add("--src", help=f'source mesh and rules, such as "{DEMO_SRC}"; {usual}')
     add("--dst", help='destination mesh and rules, such as "tp=4"; ranks follow the source\'s')
     add("--demo", action="store_true", help="move all-MiniLM-L6-v2 and compare sentence embeddings")
-    add("--steps", type=_count, default=3, help="moves to time (3)")
-    add("--timeout", type=_seconds, default=60.0, help="seconds to wait for a rank (60)")
+    add("--steps", type=read_count, default=3, help="moves to time (3)")
+    add("--timeout", type=_read_seconds, default=60.0, help="seconds to wait for a rank (60)")
     add(
         "--max-inflight",
-        type=_bytes,
+        type=_read_bytes,
         default=1 << 30,
-        help="staging bytes a rank, such as 64MB (1GiB)",
+        help="staging bytes per rank, such as 64MB (1GiB)",
     )
     add(
         "--out",
@@ -115,19 +110,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) <= 0:
+def _read_seconds(text: str) -> float:
+    """A time in seconds, more than none and no more than MOST_SECONDS."""
+    is_number = re.fullmatch(r"\d+(\.\d+)?", text)
+    if not is_number or not 0 < float(text) <= MOST_SECONDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
     return float(text)
 
 
-def _bytes(text: str) -> int:
+def _read_bytes(text: str) -> int:
     """A size such as 64MB, in bytes."""
     found = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text)
     number = int(found[1]) if found else 0
@@ -139,24 +130,28 @@ def _bytes(text: str) -> int:
 
 
 def _refit(options: argparse.Namespace, model: Path, show: Screen, out: Path | None) -> Result:
-    job = _job(options, model, out)
+    """Move the model as the options say; what arrives is left in `out`, if there is one."""
+    job = _make_job(options, model, out)
     with reserved(out) if out else contextlib.nullcontext():
         if out:
             check_out(out, job.weights)
-        return _moved(job, show)
+        return _move(job, show)
 
 
-def _moved(job: Job, show: Screen) -> Result:
-    src, dst = (side.layouts(job.weights.shapes) for side in (job.src, job.dst))
-    for side in (src, dst):
-        fits(job.weights, side)
-    world = _world(job.src, job.dst)
+def _move(job: Job, show: Screen) -> Result:
+    """Plan and prove the move, carry it out, and show what was measured."""
+    shapes = job.weights.shapes
+    src = job.src.layouts(shapes)
+    dst = job.dst.layouts(shapes)
+    for layouts in (src, dst):
+        fits(job.weights, layouts)
+    world = _count_ranks(job.src, job.dst)
     show.table(layouts_table(job.weights, job.src, job.dst))
     plan = _plan(src, dst, show)
     job = replace(job, digest=plan.digest)
     outcomes = _run(job, world, plan.dst_ranks, show)
     result = Result(job, plan, bounds(src, dst), outcomes)
-    _report(result, show)
+    _show_result(result, show)
     return result
 
 
@@ -174,14 +169,16 @@ def _run(job: Job, world: int, receivers: Sequence[int], show: Screen) -> list[O
     return outcomes
 
 
-def _job(options: argparse.Namespace, model: Path, out: Path | None) -> Job:
+def _make_job(options: argparse.Namespace, model: Path, out: Path | None) -> Job:
+    """What every rank is told. Raises ShardError for sides and files that cannot be."""
     src = parse(options.src)
     dst = parse(options.dst, first_rank=max(src.mesh.ranks) + 1)
     weights = open_weights(model)
     return Job(weights, src, dst, options.steps, options.timeout, options.max_inflight, out)
 
 
-def _world(src: Side, dst: Side) -> int:
+def _count_ranks(src: Side, dst: Side) -> int:
+    """Ranks of both sides. Raises MeshError where numbers are left out, or there are too many."""
     ranks = set(src.mesh.ranks) | set(dst.mesh.ranks)
     idle = set(range(max(ranks) + 1)) - ranks
     if idle:
@@ -200,15 +197,16 @@ def _plan(src: dict[str, sm.Layout], dst: dict[str, sm.Layout], show: Screen) ->
     planned = time.perf_counter()
     sm.verify(plan)
     proved = time.perf_counter()
-    count = sum(1 for _ in plan.transfers())
     plan_ms = (planned - start) * 1e3
     proof_ms = (proved - planned) * 1e3
-    what = f"plan {plan.digest[:12]}: {plural(count, 'transfer')} of {plural(src, 'tensor')}"
+    transfers = plural(sum(1 for _ in plan.transfers()), "transfer")
+    tensors = plural(src, "tensor")
+    what = f"plan {plan.digest[:12]}: {transfers} of {tensors}"
     show.line(f"{what}, planned in {plan_ms:.1f} ms, proved in {proof_ms:.1f} ms")
     return plan
 
 
-def _report(result: Result, show: Screen) -> None:
+def _show_result(result: Result, show: Screen) -> None:
     """Tables of bytes and times, the busiest sender beside its bound, and what was checked."""
     plan, bound, outcomes = result.plan, result.bound, result.outcomes
     sent = plan.sent_bytes()
@@ -236,15 +234,19 @@ def _write_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _demo(options: argparse.Namespace, show: Screen) -> None:
-    from shardmath_torch.commands.demo import arrived, compare, find_model
+def _show_demo(options: argparse.Namespace, show: Screen) -> None:
+    """Refit the demo's model, and compare its embeddings with those of what arrived."""
+    # Here, since the demo alone needs transformers.
+    from shardmath_torch.commands.demo import compare, find_model, read_arrived
 
-    options.src, options.dst = options.src or DEMO_SRC, options.dst or DEMO_DST
+    options.src = options.src or DEMO_SRC
+    options.dst = options.dst or DEMO_DST
     model = Path(options.model) if options.model else find_model()
     show.line(f"model {model}")
     with tempfile.TemporaryDirectory(prefix="shardmath-") as folder:
         out = options.out or Path(folder)
         result = _refit(options, model, show, out)
-        tensors = arrived(out, result.job.dst.layouts(result.job.weights.shapes))
+        layouts = result.job.dst.layouts(result.job.weights.shapes)
+        tensors = read_arrived(out, layouts)
     show.table(compare(model, tensors))
     show.line("the embeddings of the arrived weights equal the original model's, bit for bit")

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from shardmath import ShardError
 from shardmath_torch.files.locks import locked
-from shardmath_torch.files.weights import Weights
+from shardmath_torch.files.places import Place
+from shardmath_torch.safetensors.weights import Weights
 
 __all__ = ["check_out", "finish", "leave", "reserved", "shard_file", "undo"]
 
@@ -39,8 +40,9 @@ def _draft(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.safetensors{UNFINISHED}"
 
 
-def _ours(folder: Path) -> Iterator[Path]:
-    return (file for file in folder.iterdir() if NAME.fullmatch(file.name))
+def _list_ours(folder: Path) -> list[Path]:
+    """Files that have such a name as a refit gives."""
+    return [file for file in folder.iterdir() if NAME.fullmatch(file.name)]
 
 
 @contextlib.contextmanager
@@ -64,24 +66,25 @@ def check_out(folder: Path, weights: Weights) -> None:
     """Raises ShardError where the folder cannot be read, or where a file of the model would be replaced there."""
     inputs = {weights.path, *(entry.file for entry in weights.entries.values())}
     try:
-        for file in _ours(folder):
-            if not file.is_symlink() and not file.is_file():
-                kind = "a folder" if file.is_dir() else "no regular file"
-                what = f"--out {folder}: {file.name} is {kind}, where a refit writes"
-                raise ShardError(f"{what}; give another folder, or move it away")
-            same = next(
-                (
-                    one
-                    for one in inputs
-                    if isinstance(one, Path) and file.exists() and os.path.samefile(one, file)
-                ),
-                None,
-            )
-            if same is not None:
-                what = f"--out {folder}: {file.name} is {same}, a file of the model, and would be replaced or removed"
-                raise ShardError(f"{what}; give another folder")
+        for file in _list_ours(folder):
+            _check_replaceable(folder, file, inputs)
     except OSError as error:
         raise _unwritable(folder, error) from error
+
+
+def _check_replaceable(folder: Path, file: Path, inputs: Iterable[Place]) -> None:
+    """Raises ShardError for what a refit cannot remove, and for a file of the model, by whatever link."""
+    what = f"--out {folder}: {file.name} is"
+    if not file.is_symlink() and not file.is_file():
+        kind = "a folder" if file.is_dir() else "not a regular file"
+        fix = "give another folder, or move it away"
+        raise ShardError(f"{what} {kind}, where a refit writes; {fix}")
+    if not file.exists():  # a link that leads nowhere
+        return
+    for given in inputs:
+        if isinstance(given, Path) and os.path.samefile(given, file):
+            why = "a file of the model, and would be replaced or removed"
+            raise ShardError(f"{what} {given}, {why}; give another folder")
 
 
 def leave(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -91,7 +94,8 @@ def leave(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
     """
     file = _draft(folder, rank)
     try:
-        file.unlink(missing_ok=True)  # it may be a link, to somebody's file
+        # It may be a link, to somebody's file: what is there is removed, never written to.
+        file.unlink(missing_ok=True)
         save_file(tensors, file)
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
@@ -106,12 +110,13 @@ def finish(folder: Path, ranks: Sequence[int]) -> None:
         for rank in ranks:
             os.replace(_draft(folder, rank), shard_file(folder, rank))
         wanted = {shard_file(folder, rank) for rank in ranks}
-        for file in [file for file in _ours(folder) if file not in wanted]:
-            file.unlink()
+        for file in _list_ours(folder):
+            if file not in wanted:
+                file.unlink()
     except OSError as error:
-        raise ShardError(
-            f"--out {folder}: {error}; what has arrived there is not whole: refit again"
-        ) from error
+        what = f"--out {folder}: {error}"
+        fix = "what has arrived there is not whole: refit again"
+        raise ShardError(f"{what}; {fix}") from error
 
 
 def undo(folder: Path, ranks: Iterable[int]) -> None:

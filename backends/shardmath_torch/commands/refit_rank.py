@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -24,11 +25,12 @@ import torch.distributed as dist
 
 import shardmath as sm
 from shardmath.families.rules import Side
-from shardmath_torch.commands.processes import Say
+from shardmath_torch.commands.processes import Report
 from shardmath_torch.commands.refit_out import leave
 from shardmath_torch.dtypes import flat
 from shardmath_torch.exchange.compile import compile
-from shardmath_torch.files.weights import Progress, Weights, check, load, zeros
+from shardmath_torch.safetensors.slices import Progress, check, load, zeros
+from shardmath_torch.safetensors.weights import Weights
 
 __all__ = ["Job", "Outcome", "refit_rank"]
 
@@ -71,26 +73,32 @@ class Outcome:
     checked: int
 
 
-def refit_rank(job: Job, rank: int, say: Say) -> Outcome:
+def refit_rank(job: Job, rank: int, report: Report) -> Outcome:
     """The task of `rank`. Raises ShardError, among others for a byte that differs from the file."""
     shapes = job.weights.shapes
     src = job.src.layouts(shapes)
     dst = job.dst.layouts(shapes)
-    ours, load_s = _time(lambda: _load(job, src, rank, say))
-    arriving = None
-    if rank in job.dst.mesh:
-        arriving = {name: zeros(layout, rank) for name, layout in dst.items()}
-    say("plan", 0, 1)
+    ours, load_s = _time(lambda: _load(job, src, rank, report))
+    arriving = _make_destination(job, dst, rank)
+    report("plan", 0, 1)
     plan, plan_s = _time(lambda: sm.plan(src, dst))
     _check_proved(plan, job, rank)
-    say("compile", 0, 1)
+    report("compile", 0, 1)
     limit = job.max_inflight_bytes
     mover, compile_s = _time(lambda: compile(plan, timeout=job.timeout, max_inflight_bytes=limit))
+    move = partial(mover, ours, out=arriving)
     peer = _prepare_peer(plan, rank)
-    move_s, peer_s = _race(job, lambda: mover(ours, out=arriving), peer, arriving, say)
-    checked = _check(job, dst, rank, arriving, say) if arriving else 0
+    move_s, peer_s = _race(job, move, peer, arriving, report)
+    checked = _check(job, dst, rank, arriving, report) if arriving else 0
     loaded = sum(tensor.nbytes for tensor in (ours or {}).values())
     return Outcome(load_s, plan_s, compile_s, move_s, peer_s, loaded, checked)
+
+
+def _make_destination(job: Job, layouts: Layouts, rank: int) -> dict[str, torch.Tensor] | None:
+    """Tensors for what arrives at the rank, if it is on that side."""
+    if rank not in job.dst.mesh:
+        return None
+    return {name: zeros(layout, rank) for name, layout in layouts.items()}
 
 
 def _check_proved(plan: sm.Plan, job: Job, rank: int) -> None:
@@ -107,43 +115,44 @@ def _time(work: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - start
 
 
-def _load(job: Job, layouts: Layouts, rank: int, say: Say) -> dict[str, torch.Tensor] | None:
+def _load(job: Job, layouts: Layouts, rank: int, report: Report) -> dict[str, torch.Tensor] | None:
     """The rank's part of the source, if it is on that side."""
     if rank not in job.src.mesh:
         return None
-    progress = _count_bytes(say, "load", layouts, rank)
+    progress = _count_bytes(report, "load", layouts, rank)
     return load(job.weights, layouts, rank, progress=progress)
 
 
-def _count_bytes(say: Say, phase: str, layouts: Layouts, rank: int) -> Progress:
+def _count_bytes(report: Report, phase: str, layouts: Layouts, rank: int) -> Progress:
     """Says how many of the rank's bytes are done, each time that it is called with some more."""
     done = 0
     total = 0
     for layout in layouts.values():
         total += math.prod(layout.local_shape(rank)) * layout.itemsize
-    say(phase, 0, total)
+    report(phase, 0, total)
 
     def add(nbytes: int) -> None:
         nonlocal done
         done += nbytes
-        say(phase, done, total)
+        report(phase, done, total)
 
     return add
 
 
 def _race(
-    job: Job, move: Step, peer: Step, arriving: Tensors | None, say: Say
+    job: Job, move: Step, peer: Step, arriving: Tensors | None, report: Report
 ) -> tuple[Seconds, Seconds]:
     """Seconds of every move, and of the hand-written exchange that follows it on the same state of the machine."""
     move_s = []
     peer_s = []
     for step in range(job.steps):
-        say("move", step, job.steps)
+        report("move", step, job.steps)
         for tensor in (arriving or {}).values():
+            # As bytes: not every type has a number to fill with.
             flat(tensor).view(torch.uint8).fill_(POISON)
         move_s.append(_time_together(move))
         peer_s.append(_time_together(peer))
-    say("move", job.steps, job.steps)
+    report("move", job.steps, job.steps)
     return tuple(move_s), tuple(peer_s)
 
 
@@ -162,12 +171,17 @@ def _prepare_peer(plan: sm.Plan, rank: int) -> Step:
         outgoing[transfer.dst_rank] += transfer.nbytes
     for transfer in plan.transfers(dst=rank):
         incoming[transfer.src_rank] += transfer.nbytes
-    buffers: list[_Buffer] = []
-    for end, sizes in ((dist.irecv, incoming), (dist.isend, outgoing)):
-        for peer, nbytes in sorted(sizes.items()):
-            if peer != rank and nbytes:
-                buffers.append((end, torch.zeros(nbytes, dtype=torch.uint8), peer))
+    buffers = _make_buffers(dist.irecv, incoming, rank) + _make_buffers(dist.isend, outgoing, rank)
     return lambda: _exchange(buffers)
+
+
+def _make_buffers(end: End, sizes: Mapping[int, int], rank: int) -> list[_Buffer]:
+    """A buffer for each peer with which the rank shares bytes."""
+    buffers: list[_Buffer] = []
+    for peer, nbytes in sorted(sizes.items()):
+        if peer != rank and nbytes:
+            buffers.append((end, torch.zeros(nbytes, dtype=torch.uint8), peer))
+    return buffers
 
 
 def _exchange(buffers: list[_Buffer]) -> None:
@@ -180,10 +194,10 @@ def _exchange(buffers: list[_Buffer]) -> None:
 
 
 def _check(
-    job: Job, layouts: Layouts, rank: int, arriving: dict[str, torch.Tensor], say: Say
+    job: Job, layouts: Layouts, rank: int, arriving: dict[str, torch.Tensor], report: Report
 ) -> int:
     """Bytes compared with the file; then what arrived is written out where that is asked."""
-    progress = _count_bytes(say, "check", layouts, rank)
+    progress = _count_bytes(report, "check", layouts, rank)
     checked = check(job.weights, layouts, rank, arriving, progress=progress)
     if job.out:
         leave(job.out, rank, arriving)

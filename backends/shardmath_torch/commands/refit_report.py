@@ -28,7 +28,7 @@ from shardmath.families.rules import Rule, Side
 from shardmath_torch.commands.processes import Progress
 from shardmath_torch.commands.refit_bounds import Bounds
 from shardmath_torch.commands.refit_rank import Outcome
-from shardmath_torch.files.weights import Weights
+from shardmath_torch.safetensors.weights import Weights
 
 __all__ = [
     "PHASES",
@@ -201,14 +201,10 @@ def size(nbytes: float) -> str:
 
 def layouts_table(weights: Weights, src: Side, dst: Side) -> Table:
     """The layouts chosen: tensors by the rules that they fall to on either side, most tensors first."""
-    before = src.matches(weights.entries)
-    after = dst.matches(weights.entries)
-    groups: dict[_Rules, list[str]] = {}
-    for name in weights.entries:
-        groups.setdefault((before[name], after[name]), []).append(name)
+    groups = _group_by_rules(weights, src, dst)
     rows = []
-    for rules, names in sorted(groups.items(), key=lambda item: -len(item[1])):
-        rows.append(_write_group(weights, rules, names))
+    for rules in sorted(groups, key=lambda rules: -len(groups[rules])):
+        rows.append(_write_group(weights, rules, groups[rules]))
     header = ("rule", "tensors", "size", "source", "destination", "for example")
     before_mesh, after_mesh = Side(src.mesh), Side(dst.mesh)  # without rules: the meshes alone
     title = f"Layouts: {before_mesh}  ->  {after_mesh}"
@@ -217,6 +213,16 @@ def layouts_table(weights: Weights, src: Side, dst: Side) -> Table:
 
 _Rules: TypeAlias = tuple[Rule | None, Rule | None]
 """That of the source and that of the destination."""
+
+
+def _group_by_rules(weights: Weights, src: Side, dst: Side) -> dict[_Rules, list[str]]:
+    """The names of tensors by the rules that they fall to."""
+    before = src.matches(weights.entries)
+    after = dst.matches(weights.entries)
+    groups: dict[_Rules, list[str]] = {}
+    for name in weights.entries:
+        groups.setdefault((before[name], after[name]), []).append(name)
+    return groups
 
 
 def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str, ...]:
@@ -237,23 +243,39 @@ def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str
 
 def traffic_table(plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]) -> Table:
     """Bytes that each rank loaded, sent and received, each beside what no direct plan can go below."""
-    ranks = plan.ranks
-    sent, received = plan.sent_bytes(), plan.received_bytes()
-    columns = {
-        "loaded": [outcomes[rank].loaded for rank in ranks],
-        "sent": [sent[rank] for rank in ranks],
-        ">= held by it alone": [bound.sent[rank] for rank in ranks],
-        "received": [received[rank] for rank in ranks],
-        ">= needed, not held": [bound.received[rank] for rank in ranks],
-        "checked": [outcomes[rank].checked for rank in ranks],
-    }
-    rows = []
-    for rank, *counts in zip(ranks, *columns.values(), strict=True):
-        rows.append((str(rank), *map(size, counts)))
-    totals = map(sum, columns.values())
+    counts = _count_traffic(plan, bound, outcomes)
+    rows = [(str(rank), *map(size, row)) for rank, row in counts.items()]
+    totals = map(sum, zip(*counts.values(), strict=True))
     rows.append(("all", *map(size, totals)))
     title = "Bytes of one move, each beside its lower bound"
-    return Table(title, ("rank", *columns), tuple(rows))
+    return Table(title, TRAFFIC, tuple(rows))
+
+
+TRAFFIC = (
+    "rank",
+    "loaded",
+    "sent",
+    ">= held by it alone",
+    "received",
+    ">= needed, not held",
+    "checked",
+)
+"""The columns of `traffic_table`."""
+
+
+def _count_traffic(
+    plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]
+) -> dict[int, tuple[int, ...]]:
+    """Bytes of each rank, as in the columns of TRAFFIC behind the first."""
+    sent = plan.sent_bytes()
+    received = plan.received_bytes()
+    counts: dict[int, tuple[int, ...]] = {}
+    for rank in plan.ranks:
+        loaded, checked = outcomes[rank].loaded, outcomes[rank].checked
+        sending = (sent[rank], bound.sent[rank])
+        receiving = (received[rank], bound.received[rank])
+        counts[rank] = (loaded, *sending, *receiving, checked)
+    return counts
 
 
 def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> Table:
@@ -261,8 +283,8 @@ def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> Table:
 
     A step takes as long as its slowest rank.
     """
-    ours = [max(steps) for steps in zip(*(outcome.move_s for outcome in outcomes), strict=True)]
-    peer = [max(steps) for steps in zip(*(outcome.peer_s for outcome in outcomes), strict=True)]
+    ours = _find_slowest_ranks([outcome.move_s for outcome in outcomes])
+    peer = _find_slowest_ranks([outcome.peer_s for outcome in outcomes])
     first = _write_ratio(nbytes, ours[0], peer[0])
     best = _write_ratio(nbytes, min(ours), min(peer))
     rows = (
@@ -275,6 +297,11 @@ def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> Table:
     return Table(f"Time of one move, beside {what}", header, rows)
 
 
+def _find_slowest_ranks(steps_of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds of each step, on the rank that took longest."""
+    return [max(step) for step in zip(*steps_of_ranks, strict=True)]
+
+
 def _write_ratio(nbytes: int, ours: float, peer: float) -> str:
     """How much longer ours took; nothing to compare where no byte goes from rank to rank."""
     return f"{ours / peer:.2f}" if nbytes and peer else "-"
@@ -282,5 +309,7 @@ def _write_ratio(nbytes: int, ours: float, peer: float) -> str:
 
 def _write_times(nbytes: int, steps: Sequence[float]) -> tuple[str, str, str]:
     """The first and the best time, and the throughput of the best."""
+    first = steps[0]
     best = min(steps)
-    return f"{steps[0] * 1e3:.1f} ms", f"{best * 1e3:.1f} ms", f"{size(nbytes / best)}/s"
+    throughput = size(nbytes / best)
+    return f"{first * 1e3:.1f} ms", f"{best * 1e3:.1f} ms", f"{throughput}/s"

@@ -32,21 +32,23 @@ def count(nbytes: int) -> int:
 def write(stream: BinaryIO, data: memoryview) -> str:
     """Writes the bytes, and returns their checksums, made beside: both leave the interpreter to others."""
     chunks = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
-    if len(data) < CHUNK:  # a thread would take longer
-        sums = [_sum(chunk) for chunk in chunks]
+    if len(chunks) < 2:
+        # To start a thread takes longer than one checksum.
         stream.write(data)
-        return "".join(sums)
+        return "".join(map(_sum, chunks))
     with ThreadPoolExecutor(1) as beside:
-        made = beside.map(_sum, chunks)
+        sums = beside.map(_sum, chunks)
         for chunk in chunks:
             stream.write(chunk)
-        return "".join(made)
+        return "".join(sums)
 
 
 def _sum(chunk: memoryview) -> str:
+    """The checksum of one chunk."""
     return xxh3_64(chunk).hexdigest()
 
 
 def same(chunk: memoryview, number: int, sums: str) -> bool:
     """Whether these are the bytes of the chunk of that number."""
-    return xxh3_64(chunk).hexdigest() == sums[number * DIGITS : (number + 1) * DIGITS]
+    at = number * DIGITS
+    return _sum(chunk) == sums[at : at + DIGITS]

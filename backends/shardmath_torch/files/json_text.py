@@ -22,20 +22,25 @@ MOST = (1 << 63) - 1
 
 
 def read_json(text: bytes) -> object:
-    """What the text says. Raises ValueError for what is no JSON, and RecursionError where it is too deep."""
+    """What the text says. Raises ValueError for what is not JSON, and RecursionError where it is too deep."""
     return json.loads(
-        text.decode("utf-8"), object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite
+        text.decode("utf-8"),
+        object_pairs_hook=_make_object,
+        parse_float=_read_finite,
+        parse_constant=_read_finite,
     )
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _make_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The object of these members. Raises ValueError for a key that appears twice."""
     out = dict(pairs)
     if len(out) != len(pairs):
-        raise ValueError(f"{shown(_repeated(pairs))} appears twice")
+        raise ValueError(f"{shown(_find_repeated(pairs))} appears twice")
     return out
 
 
-def _repeated(pairs: list[tuple[str, object]]) -> str:
+def _find_repeated(pairs: list[tuple[str, object]]) -> str:
+    """The first key that has appeared before, in one pass."""
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -44,10 +49,11 @@ def _repeated(pairs: list[tuple[str, object]]) -> str:
     raise AssertionError("asked only where one is repeated")
 
 
-def _finite(text: str) -> float:
+def _read_finite(text: str) -> float:
+    """The number. Raises ValueError for NaN, and for one that is or becomes infinite."""
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{shown(text)} is no number of JSON")
+        raise ValueError(f"{shown(text)} is not a number of JSON")
     return number
 
 
@@ -64,6 +70,7 @@ def elements(shape: Sequence[int]) -> int:
         return 0
     total = 1
     for n in shape:
+        # Looked at after each factor: the product of all may have more digits than there is memory for.
         total *= n
         if total > MOST:
             raise ValueError(f"{shown(list(shape))} has more elements than can be counted")
@@ -71,6 +78,8 @@ def elements(shape: Sequence[int]) -> int:
 
 
 class _Short(reprlib.Repr):
+    """A repr of bounded length, depth and number of parts."""
+
     def __init__(self) -> None:
         super().__init__()
         self.maxstring, self.maxlist, self.maxtuple, self.maxlevel = 120, 8, 8, 3

@@ -18,6 +18,9 @@ from shardmath_torch.files.places import CheckpointError
 
 __all__ = ["locked"]
 
+CAUTIOUS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""No link is followed, no pipe waited for, and no child of this process keeps the lock."""
+
 
 @contextlib.contextmanager
 def locked(file: Path, what: str) -> Iterator[None]:
@@ -25,50 +28,55 @@ def locked(file: Path, what: str) -> Iterator[None]:
 
     Raises CheckpointError where somebody has it, or it cannot be had; OSError as the system does.
     """
-    handle = _opened(file)
+    handle = _open(file)
     try:
         _take(file, handle, what)
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # one that stays is taken over
-                if _is(file, handle):
+            # One that cannot be removed and stays is taken over by the next.
+            with contextlib.suppress(OSError):
+                if _is_open_as(file, handle):
                     file.unlink()
     finally:
         os.close(handle)
 
 
-def _opened(file: Path) -> int:
-    """The file, made if it is not there. Raises CheckpointError for what is no lock."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+def _open(file: Path) -> int:
+    """The file, made if it is not there. Raises CheckpointError for what is not a lock."""
     if file.is_symlink():
-        raise _no_lock(file, "is a link")
+        raise _refuse(file, "is a link")
     try:
-        handle = os.open(file, flags, 0o666)
-    except PermissionError:  # another user's, which may be left over: to lock it, reading is enough
-        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | CAUTIOUS, 0o666)
+    except PermissionError:
+        # Another user's, which may be left over: to lock it, reading is enough.
+        handle = os.open(file, os.O_RDONLY | CAUTIOUS)
     found = os.fstat(handle)
-    plain = stat.S_ISREG(found.st_mode)
-    if plain and found.st_size == 0 and found.st_nlink <= 1:
+    is_plain = stat.S_ISREG(found.st_mode)
+    if is_plain and found.st_size == 0 and found.st_nlink <= 1:
         return handle
     os.close(handle)
-    raise _no_lock(file, "has other names, or something in it" if plain else "is no regular file")
+    why = "has other names, or something in it" if is_plain else "is not a regular file"
+    raise _refuse(file, why)
 
 
-def _no_lock(file: Path, why: str) -> CheckpointError:
+def _refuse(file: Path, why: str) -> CheckpointError:
+    """The error of what lies at the lock's name and is not a lock."""
     return CheckpointError(f"{file} {why}, and would be a lock; give another folder, or move it")
 
 
 def _take(file: Path, handle: int, what: str) -> None:
+    """Locks the open file. Raises CheckpointError where somebody else has it, or has just had it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise CheckpointError(f"another {what} is under way; wait for it to end") from error
-    if not _is(file, handle):  # it was removed by whoever had it, after it was opened here
+    # Whoever had it may have removed it after it was opened here: then a third may lock a new file of that name.
+    if not _is_open_as(file, handle):
         raise CheckpointError(f"another {what} has just ended; do it again if yours is newer")
 
 
-def _is(file: Path, handle: int) -> bool:
+def _is_open_as(file: Path, handle: int) -> bool:
     """Whether the file of that name is the one that the handle has open."""
     try:
         return os.path.samestat(file.lstat(), os.fstat(handle))

@@ -46,8 +46,10 @@ ODD = re.compile(r"[^/]*://")
 """What looks like a URL, whatever its scheme is."""
 LOST = re.compile(r"\s*([A-Za-z][A-Za-z0-9+._\-]*):(/[^/]|/?$)")
 """What pathlib makes of a URL: one slash is gone, or both at the end."""
+COMMON = ("s3", "gs", "gcs", "az", "abfs", "hdfs", "http", "https", "file")
+"""Schemes that are known where fsspec is not installed."""
 LOCAL = re.compile(r"(file|local)://(?!.*::)", re.DOTALL)
-"""A folder as a URL. A chain of URLs is none, whatever it begins with."""
+"""A folder as a URL. A chain of URLs is not one, whatever it begins with."""
 
 
 @public
@@ -92,67 +94,77 @@ class Remote:
 
     def open(self, mode: str = "rb", buffering: int = -1) -> BinaryIO:
         """A stream of its bytes."""
-        return cast(BinaryIO, self._asked(lambda: self.fs.open(self.path, mode)))
+        return cast(BinaryIO, self._ask(lambda: self.fs.open(self.path, mode)))
 
     def stat(self) -> _Stat:
         """How long it is, in bytes."""
-        return _Stat(int(self._asked(lambda: self.fs.info(self.path))["size"]))
+        found = self._ask(lambda: self.fs.info(self.path))
+        return _Stat(int(found["size"]))
 
     def is_file(self) -> bool:
         """Whether it is a file."""
-        return bool(self._asked(lambda: self.fs.isfile(self.path)))
+        return bool(self._ask(lambda: self.fs.isfile(self.path)))
 
     def is_dir(self) -> bool:
         """Whether it is a folder, or something lies below it."""
-        return bool(self._asked(lambda: self.fs.isdir(self.path)))
+        return bool(self._ask(lambda: self.fs.isdir(self.path)))
 
     def read_bytes(self) -> bytes:
         """All of it."""
-        return cast(bytes, self._asked(lambda: self.fs.cat_file(self.path)))
+        return cast(bytes, self._ask(lambda: self.fs.cat_file(self.path)))
 
     def read_part(self, start: int, stop: int) -> bytes:
         """Its bytes from `start` to `stop`."""
-        return cast(bytes, self._asked(lambda: self.fs.cat_file(self.path, start=start, end=stop)))
+        part = self._ask(lambda: self.fs.cat_file(self.path, start=start, end=stop))
+        return cast(bytes, part)
 
     def write_bytes(self, data: bytes) -> None:
         """This in its place; at once, where the service writes objects at once."""
-        self._asked(lambda: self.fs.pipe_file(self.path, data))
+        self._ask(lambda: self.fs.pipe_file(self.path, data))
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Removes it."""
         try:
-            self._asked(lambda: self.fs.rm_file(self.path))
+            self._ask(lambda: self.fs.rm_file(self.path))
         except FileNotFoundError:
             if not missing_ok:
                 raise
 
     def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
         """Makes the folder, for services that have folders."""
-        self._asked(lambda: self.fs.makedirs(self.path, exist_ok=exist_ok))
+        self._ask(lambda: self.fs.makedirs(self.path, exist_ok=exist_ok))
 
     def iterdir(self) -> Iterator[Remote]:
         """What lies in it; nothing if it is not there."""
-        for found in self._listed():
+        for found in self._list():
             yield Remote(self.fs, str(found["name"]).rstrip("/"))
 
     def glob(self, pattern: str) -> Iterator[Remote]:
         """What lies in it under such a name; `*` alone has a meaning."""
-        wanted = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+        # Not fnmatch, to which brackets mean something: the names are anybody's.
+        parts = map(re.escape, pattern.split("*"))
+        wanted = re.compile(".*".join(parts), re.DOTALL)
         return (one for one in self.iterdir() if wanted.fullmatch(one.name))
 
     def sizes(self) -> dict[str, int]:
         """The sizes of the files in it, by name."""
-        files = (found for found in self._listed() if found.get("type") == "file")
-        return {str(found["name"]).rsplit("/", 1)[-1]: int(found["size"]) for found in files}
+        out = {}
+        for found in self._list():
+            if found.get("type") == "file":
+                name = str(found["name"]).rsplit("/", 1)[-1]
+                out[name] = int(found["size"])
+        return out
 
-    def _listed(self) -> list[dict[str, Any]]:
+    def _list(self) -> list[dict[str, Any]]:
+        """What the service says of all that lies in it; nothing if it is not there."""
         try:
-            return list(self._asked(lambda: self.fs.ls(self.path, detail=True)))
+            return list(self._ask(lambda: self.fs.ls(self.path, detail=True)))
         except FileNotFoundError:
             return []
 
-    def _asked(self, act: Callable[[], _T]) -> _T:
-        """What the service says now: lists that fsspec has kept may be older than what others wrote."""
+    def _ask(self, act: Callable[[], _T]) -> _T:
+        """What the service says now. Raises OSError, whatever the service raises."""
+        # Lists that fsspec has kept may be older than what others wrote.
         self.fs.invalidate_cache()
         try:
             return act()
@@ -172,82 +184,79 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
         return path
     text: object = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str):
-        raise CheckpointError(
-            f"the path is {shown(text)}; give text, or a Path, of a folder or a URL of one"
-        )
+        fix = "give text, or a Path, of a folder or a URL of one"
+        raise CheckpointError(f"the path is {shown(text)}; {fix}")
     if not LOCAL.sub("", text).strip():
-        raise CheckpointError(
-            f"the path is {text!r}, which names no folder; give one, or . for the current one"
-        )
+        what = f"the path is {text!r}, which names no folder"
+        raise CheckpointError(f"{what}; give one, or . for the current one")
     url = SCHEME.match(text)
     if url is not None:
-        return _served(text, url.group(1))
+        return _reach(text, url.group(1))
+    _check_not_url(text)
+    return Path(text)
+
+
+def _check_not_url(text: str) -> None:
+    """Raises CheckpointError for a path that was meant as a URL."""
     if ODD.match(text):
         what = f"{text!r} is a URL of no scheme: what is before :// does not begin with a letter, or has odd signs"
         raise CheckpointError(f"{what}; mend the URL, or give ./{text} for a folder of that name")
     lost = LOST.match(text)
-    if lost is not None and _known(lost.group(1)):
+    if lost is not None and _is_known(lost.group(1)):
         what = f"{text!r} is a URL that has lost a slash, as it does in a Path"
-        raise CheckpointError(
-            f"{what}; give the URL as text, or ./{text} for a folder of that name"
-        )
-    return Path(text)
+        fix = f"give the URL as text, or ./{text} for a folder of that name"
+        raise CheckpointError(f"{what}; {fix}")
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
     """The folder that a path names. Raises CheckpointError for a URL of anything but the file system."""
     found = place(path)
     if isinstance(found, Remote):
-        raise CheckpointError(
-            f"{found} is a URL; this is written to folders only: write it there, and copy the files"
-        )
+        what = f"{found} is a URL; this is written to folders only"
+        raise CheckpointError(f"{what}: write it there, and copy the files")
     return found
 
 
-def _known(scheme: str) -> bool:
+def _is_known(scheme: str) -> bool:
     """Whether fsspec has heard of the scheme, installed or not."""
     try:
         from fsspec.registry import available_protocols
     except ImportError:
-        return scheme in ("s3", "gs", "gcs", "az", "abfs", "hdfs", "http", "https", "file")
+        return scheme in COMMON
     return scheme in available_protocols()
 
 
-def _served(url: str, scheme: str) -> Place:
+def _reach(url: str, scheme: str) -> Place:
+    """The place that a URL names. Raises CheckpointError for one that is served by nothing here."""
     try:
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
     except ImportError as error:
-        raise CheckpointError(
-            f"{url} is a URL, which needs fsspec; pip install 'shardmath[remote]'"
-        ) from error
+        what = f"{url} is a URL, which needs fsspec"
+        raise CheckpointError(f"{what}; pip install 'shardmath[remote]'") from error
     try:
         fs, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
-        what = (
-            f"{url} cannot be reached, {scheme}:// is served by nothing that is installed: {error}"
-        )
-        raise CheckpointError(
-            f"{what}; give a folder, or a URL of a scheme that fsspec serves"
-        ) from error
-    except Exception as error:
-        raise CheckpointError(
-            f"{url} cannot be reached: {type(error).__name__}: {error}"
-        ) from error
+        why = f"{scheme}:// is served by nothing that is installed: {error}"
+        fix = "give a folder, or a URL of a scheme that fsspec serves"
+        raise CheckpointError(f"{url} cannot be reached, {why}; {fix}") from error
+    except Exception as error:  # each service raises errors of its own
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{url} cannot be reached: {why}") from error
     if LOCAL.match(url):
         return Path(path)
     if isinstance(fs, LocalFileSystem):
         what = f"{url} is taken for the local folder {path!r} by fsspec, which is not what it says"
-        raise CheckpointError(
-            f"{what}; give file:///an/absolute/path, or a URL of the service alone"
-        )
+        fix = "give file:///an/absolute/path, or a URL of the service alone"
+        raise CheckpointError(f"{what}; {fix}")
     return Remote(fs, path.rstrip("/"))
 
 
 def opened(file: Place, buffering: int = -1) -> BinaryIO:
-    """A stream of the file's bytes. Raises OSError for what is no regular file, also where to open it would wait."""
+    """A stream of the file's bytes. Raises OSError for what is not a regular file, also where to open it would wait."""
     if isinstance(file, Remote):
         return file.open("rb")
+    # To open a pipe waits for somebody who writes to it, but for this flag; what it is, is asked of what is open.
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_regular(file, os.fstat(handle))
@@ -258,7 +267,7 @@ def opened(file: Place, buffering: int = -1) -> BinaryIO:
 
 
 def content_of(file: Place) -> bytes:
-    """All of the file, of one version of it. Raises OSError for what is no regular file."""
+    """All of the file, of one version of it. Raises OSError for what is not a regular file."""
     if isinstance(file, Remote):
         return file.read_bytes()
     with opened(file) as stream:
@@ -266,7 +275,7 @@ def content_of(file: Place) -> bytes:
 
 
 def length_of(file: Place) -> int:
-    """How long the file is, in bytes. Raises OSError for what is no regular file."""
+    """How long the file is, in bytes. Raises OSError for what is not a regular file."""
     if isinstance(file, Remote):
         return file.stat().st_size
     found = file.stat()
@@ -275,8 +284,9 @@ def length_of(file: Place) -> int:
 
 
 def _check_regular(file: Path, found: os.stat_result) -> None:
+    """Raises OSError for a folder, a pipe, a device or a socket."""
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
 
 
 def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
@@ -303,18 +313,16 @@ def check_length(
     try:
         size = size_of(file)
     except OSError as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {error.strerror}; it belongs to the checkpoint"
-        ) from error
-    if size < end or (expected is not None and size != expected):
-        told = (
-            f"it was saved with {expected}"
-            if expected not in (None, size)
-            else f"tensors lie up to byte {end}"
-        )
-        raise CheckpointError(
-            f"{file} has {size} bytes, {told}; it or the index is damaged: fetch it again"
-        )
+        what = f"{file} cannot be read: {error.strerror}"
+        raise CheckpointError(f"{what}; it belongs to the checkpoint") from error
+    if expected is not None and size != expected:
+        fault = f"it was saved with {expected}"
+    elif size < end:
+        fault = f"tensors lie up to byte {end}"
+    else:
+        return
+    what = f"{file} has {size} bytes, {fault}"
+    raise CheckpointError(f"{what}; it or the index is damaged: fetch it again")
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:

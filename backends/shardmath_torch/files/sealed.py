@@ -44,18 +44,13 @@ class Sealed(NamedTuple):
 def seal(content: Sealed) -> bytes:
     """The bytes of the file."""
     index = content.json.encode()
-    body = (
-        content.pickled
-        + BEGIN
-        + index
-        + len(index).to_bytes(_LENGTH, "little")
-        + content.save.encode()
-    )
+    length = len(index).to_bytes(_LENGTH, "little")
+    body = content.pickled + BEGIN + index + length + content.save.encode()
     return body + sha256(body).digest() + END
 
 
 def unseal(text: bytes, where: object) -> Sealed | None:
-    """What lies in the file; None for one that is none of ours. Raises CheckpointError for one that is damaged.
+    """What lies in the file; None for one that is not ours. Raises CheckpointError for one that is damaged.
 
     >>> unseal(seal(Sealed(b"pickle", "{}", "0123456789ab")), "x")
     Sealed(pickled=b'pickle', json='{}', save='0123456789ab')
@@ -63,20 +58,39 @@ def unseal(text: bytes, where: object) -> Sealed | None:
     """
     if not text.endswith(END) and BEGIN not in text:
         return None
-    body, found = text[: -_SUM - len(END)], text[-_SUM - len(END) : -len(END)]
+    body, found = _cut(text.removesuffix(END), _SUM)
     if not text.endswith(END) or sha256(body).digest() != found:
-        what = f"{where} is damaged: its checksum does not hold"
-        raise CheckpointError(
-            f"{what}; fetch it again, or remove it to load by the index beside it"
-        )
-    body, save = body[:-DIGITS], body[-DIGITS:]
-    length = int.from_bytes(body[-_LENGTH:], "little")
-    begin = len(body) - _LENGTH - length
-    return Sealed(body[: begin - len(BEGIN)], body[begin:-_LENGTH].decode(), save.decode())
+        raise _damaged(where, "its checksum does not hold")
+    try:
+        return _read_body(body)
+    except ValueError as error:
+        raise _damaged(where, f"its checksum holds, but {error}") from error
+
+
+def _damaged(where: object, what: str) -> CheckpointError:
+    """The error of a file that bears our marks, and of which `what` is wrong."""
+    fix = "fetch it again, or remove it to load by the index beside it"
+    return CheckpointError(f"{where} is damaged: {what}; {fix}")
+
+
+def _read_body(body: bytes) -> Sealed:
+    """What lies before the checksum. Raises ValueError for what `seal` does not write: anybody can make a checksum."""
+    body, save = _cut(body, DIGITS)
+    body, length = _cut(body, _LENGTH)
+    body, index = _cut(body, int.from_bytes(length, "little"))
+    if not body.endswith(BEGIN):
+        raise ValueError("no index begins where its length says")
+    return Sealed(body.removesuffix(BEGIN), index.decode(), save.decode())
+
+
+def _cut(text: bytes, length: int) -> tuple[bytes, bytes]:
+    """The text without its last bytes, and these."""
+    at = max(0, len(text) - length)
+    return text[:at], text[at:]
 
 
 def save_of(tail: bytes) -> str | None:
-    """The save's digits, from the last SEAL bytes of a file or more; None where it is none of ours."""
+    """The save's digits, from the last SEAL bytes of a file or more; None where it is not ours."""
     if not tail.endswith(END) or len(tail) < SEAL:
         return None
     at = len(tail) - SEAL + _LENGTH
@@ -89,11 +103,16 @@ def signed(text: str) -> str:
     >>> holds(signed('{"a":1}')), holds(signed('{"a":1}').replace("1", "3"))
     (True, False)
     """
-    begun = text.removesuffix("}") + _SIGNED
-    return f'{begun}{sha256(begun.encode()).hexdigest()}"}}'
+    return _end_with_sum(text.removesuffix("}") + _SIGNED)
 
 
 def holds(text: str) -> bool:
     """Whether the checksum of such a text holds."""
     begun, mark, _ = text.rpartition(_SIGNED)
-    return bool(mark) and text == f'{begun}{mark}{sha256((begun + mark).encode()).hexdigest()}"}}'
+    return bool(mark) and text == _end_with_sum(begun + mark)
+
+
+def _end_with_sum(begun: str) -> str:
+    """The text with its checksum behind it, and the object closed."""
+    checksum = sha256(begun.encode()).hexdigest()
+    return begun + checksum + '"}'

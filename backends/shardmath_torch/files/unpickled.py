@@ -33,14 +33,13 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 
 ALLOWED = {
-    *(
-        (_METADATA, name)
-        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")
-    ),
-    *(
-        (_METADATA, name)
-        for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
-    ),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
     (_METADATA, "_MEM_FORMAT_ENCODING"),
     (_OLD, "TensorProperties"),
     (_OLD, "MEM_FORMAT_ENCODING"),
@@ -48,14 +47,13 @@ ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
-    *(
-        (module, name)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath")
-    ),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    # Where these say that they live in Python 3.13.
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "PurePosixPath"),
 }
 """(module, name) of all that torch writes there; types of elements, `torch.float32` and so on, beside."""
-
 
 _OPCODES = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1 LONG4 FLOAT BINFLOAT UNICODE"
@@ -69,33 +67,40 @@ _ROOM, _TIMES = 4096, 16
 """Characters of arguments in all: so many, and so many times the file's bytes."""
 _MOST = 64
 """Of a tuple that is a key or an argument: dimensions, or parts of a path."""
-
+_MOST_SHOWN = 300
+"""Characters of an error of torch's or Python's, which may repeat what stood in the file."""
 
 _Python: Any = pickle._Unpickler
 """Python's own reader, of which type checkers do not know the methods."""
 
 
-class _Unpickler(_Python):  # type: ignore[misc]
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
-        code: _Python.dispatch[code]
-        for code in (getattr(pickle, name)[0] for name in _OPCODES.split())
-    }
+def _list_allowed() -> dict[int, Callable[..., None]]:
+    """What Python's own reader does at each of the instructions that there may be."""
+    codes = [getattr(pickle, name)[0] for name in _OPCODES.split()]
+    return {code: _Python.dispatch[code] for code in codes}
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in ALLOWED:
-            return _copy(super().find_class(module, name))
-        found = getattr(torch, name, None) if module == "torch" and "." not in name else None
-        if isinstance(found, torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}")
+
+class _Unpickler(_Python):  # type: ignore[misc]
+    """Python's reader, of these instructions alone, that looks before it hashes or calls."""
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = _list_allowed()
 
     def __init__(self, text: bytes) -> None:
         super().__init__(io.BytesIO(text))
         self._left = _ROOM + _TIMES * len(text)
 
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED:
+            return _copy(super().find_class(module, name))
+        if module == "torch" and "." not in name:
+            found = getattr(torch, name, None)
+            if isinstance(found, torch.dtype):
+                return found
+        raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}")
+
     def load_reduce(self) -> None:
         _check_all("calls something with", self.stack[-1], _is_argument)
-        self._spend(_length(self.stack[-1]))
+        self._spend(_measure(self.stack[-1]))
         super().load_reduce()
 
     def load_newobj(self) -> None:
@@ -106,11 +111,6 @@ class _Unpickler(_Python):  # type: ignore[misc]
         _check_all("sets attributes of", self.stack[-2:-1], _is_part)
         _check_all("sets attributes to", self.stack[-1:], _is_state)
         super().load_build()
-
-    def _spend(self, length: int) -> None:
-        self._left -= length
-        if self._left < 0:
-            raise pickle.UnpicklingError("it calls the same again and again with something long")
 
     def load_setitem(self) -> None:
         _check_all("has a key", self.stack[-2:-1], _is_key)
@@ -124,6 +124,12 @@ class _Unpickler(_Python):  # type: ignore[misc]
         _check_all("has a key", self.stack[::2], _is_key)
         super().load_dict()
 
+    def _spend(self, length: int) -> None:
+        """Raises UnpicklingError where calls have looked at more than the file's length allows."""
+        self._left -= length
+        if self._left < 0:
+            raise pickle.UnpicklingError("it calls the same again and again with something long")
+
     dispatch |= {
         pickle.REDUCE[0]: load_reduce,
         pickle.NEWOBJ[0]: load_newobj,
@@ -135,6 +141,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
 
 
 def _check_all(does: str, values: Iterable[object], allowed: Callable[[object], bool]) -> None:
+    """Raises UnpicklingError, which says what the pickle does with it, for a value that is not allowed."""
     for value in values:
         if not allowed(value):
             raise pickle.UnpicklingError(f"it {does} {shown(value)}, which no metadata has")
@@ -146,22 +153,24 @@ def _is_plain(value: object) -> bool:
 
 def _is_argument(value: object) -> bool:
     """A plain value, or a flat tuple of them."""
-    return _is_plain(value) or (
-        isinstance(value, tuple) and len(value) <= _MOST and all(map(_is_plain, value))
-    )
+    if isinstance(value, tuple):
+        return len(value) <= _MOST and all(map(_is_plain, value))
+    return _is_plain(value)
 
 
-def _length(value: object) -> int:
+def _measure(value: object) -> int:
     """How long it takes to look at all of an argument."""
     if isinstance(value, tuple):
-        return sum(map(_length, value))
+        return sum(map(_measure, value))
     return len(value) if isinstance(value, str) else 1
 
 
 def _is_state(value: object) -> bool:
     """Whether it is as much as parts of metadata have as attributes."""
+    # A dict of attributes, or a pair of one and of what slots hold.
     each = value if isinstance(value, tuple) else (value,)
-    return len(each) <= _MOST and all(len(x) <= _MOST for x in each if isinstance(x, dict))
+    attributes = [part for part in each[:_MOST] if isinstance(part, dict)]
+    return len(each) <= _MOST and all(len(part) <= _MOST for part in attributes)
 
 
 def _is_key(value: object) -> bool:
@@ -181,9 +190,8 @@ def _check_metadata(found: Metadata) -> None:
     _check_all("has a key", found.storage_data or (), _is_key)
     parts = found.state_dict_metadata
     _check_all("has a name", parts, lambda name: isinstance(name, str))
-    types = (
-        part.properties.dtype for part in parts.values() if isinstance(part, TensorStorageMetadata)
-    )
+    tensors = [part for part in parts.values() if isinstance(part, TensorStorageMetadata)]
+    types = [part.properties.dtype for part in tensors]
     _check_all("has a type", types, lambda dtype: isinstance(dtype, torch.dtype))
 
 
@@ -191,24 +199,26 @@ def _copy(found: Any) -> Any:
     """Something that does the same."""
     if isinstance(found, type) and dataclasses.is_dataclass(found):
         return type(found.__name__, (found,), {})
+    # Not the function or class itself, whose attributes a pickle could set for everybody.
     return lambda *args: found(*args)
 
 
 def read_metadata(text: bytes, where: object) -> Metadata:
     """The metadata of a checkpoint of torch; its parts are equal to nothing that torch makes.
 
-    Raises CheckpointError for what is none, naming the file `where`.
+    Raises CheckpointError for anything else, naming the file `where`.
     """
     try:
         found = _Unpickler(text).load()
         if isinstance(found, Metadata):
             _check_metadata(found)
     except Exception as error:
-        what = f"{where} is no metadata of torch.distributed.checkpoint: {str(error)[:300]}"
-        raise CheckpointError(
-            f"{what}; nothing else is unpickled: save again, or convert it where you trust it"
-        ) from error
+        why = str(error)[:_MOST_SHOWN]
+        what = f"{where} is not metadata of torch.distributed.checkpoint: {why}"
+        fix = "nothing else is unpickled: save again, or convert it where you trust it"
+        raise CheckpointError(f"{what}; {fix}") from error
     if not isinstance(found, Metadata):
-        what = f"{where} holds a {type(found).__name__}, not the Metadata of torch.distributed.checkpoint"
+        holds = f"{where} holds a {type(found).__name__}"
+        what = f"{holds}, not the Metadata of torch.distributed.checkpoint"
         raise CheckpointError(f"{what}; give the folder of a checkpoint")
     return found

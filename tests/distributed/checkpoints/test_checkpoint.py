@@ -23,9 +23,9 @@ from shardmath.layouts.edits import window
 from shardmath.layouts.store import flat_windows
 from shardmath_torch.checkpoints.loading import LoadPlanner, Reader
 from shardmath_torch.checkpoints.stored import open_checkpoint
-from shardmath_torch.files import archive
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.sealed import BEGIN
+from shardmath_torch.safetensors import archive
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import checkpoints as work
 

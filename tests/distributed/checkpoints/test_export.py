@@ -21,10 +21,13 @@ from torch import nn
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.layouts.store import flat_windows
-from shardmath_torch.files import hf_folder
-from shardmath_torch.files.hf_folder import LOCK, size_of, split
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.files.weights import WeightsError, load, open_weights
+from shardmath_torch.safetensors import hf_folder
+from shardmath_torch.safetensors.headers import WeightsError
+from shardmath_torch.safetensors.hf_folder import LOCK
+from shardmath_torch.safetensors.hf_split import size_of, split
+from shardmath_torch.safetensors.slices import load
+from shardmath_torch.safetensors.weights import open_weights
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import checkpoints as work
 

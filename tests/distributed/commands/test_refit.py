@@ -24,7 +24,8 @@ from shardmath_torch.commands.refit import DEMO_DST, DEMO_SRC, command
 from shardmath_torch.commands.refit_bounds import bounds
 from shardmath_torch.commands.refit_out import check_out, leave, undo
 from shardmath_torch.commands.refit_report import Table, size
-from shardmath_torch.files.weights import load, open_weights
+from shardmath_torch.safetensors.slices import load
+from shardmath_torch.safetensors.weights import open_weights
 
 SRC = "dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); vocab (tp dp n) h; * (dp n) ..."
 DST = "tp=3 ranks=3:6: column (tp n) ...; row n (tp h); vocab (tp n) h"
@@ -97,7 +98,7 @@ def test_one_refit_to_a_folder_at_a_time(
         return []
 
     monkeypatch.setattr("shardmath_torch.commands.refit.run", meanwhile)
-    monkeypatch.setattr("shardmath_torch.commands.refit._report", lambda *_: None)
+    monkeypatch.setattr("shardmath_torch.commands.refit._show_result", lambda *_: None)
     assert command([*job, "--out", str(out)]) == 0
     assert codes == [1, 1]
     assert f"refit: another refit to {out} is under way" in capsys.readouterr().err
@@ -337,7 +338,9 @@ def test_a_file_cut_short(model: Path, capsys: pytest.CaptureFixture[str]) -> No
         ([], "give MODEL_DIR, --src and --dst, or --demo"),
         (["m", "--src", "tp=2"], "give MODEL_DIR, --src and --dst, or --demo"),
         (["--demo", "--steps", "0"], "'0' is not a number of 1 or more"),
+        (["--demo", "--steps", "²"], "'²' is not a number of 1 or more"),
         (["--demo", "--timeout", "soon"], "'soon' is not a time in seconds"),
+        (["--demo", "--timeout", "9" * 15], "is not a time in seconds"),
         (["--demo", "--max-inflight", "1 mile"], "'1 mile' is not a size"),
     ],
 )
@@ -358,8 +361,8 @@ TASKS = r"""
 
     processes.PATIENCE = 0.5
 
-    def task(how, rank, say):
-        say("work", 0, 1)
+    def task(how, rank, report):
+        report("work", 0, 1)
         os.write(2, f"{os.getpid()}\n".encode())
         if how == "sleep" or (how == "silent" and rank == 1):
             time.sleep(100)

@@ -12,6 +12,7 @@ import pickle
 import struct
 import time
 import zipfile
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,9 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.compat import StorageInfo
 from shardmath_torch.files.json_text import read_json, shown
-from shardmath_torch.files.sealed import signed
+from shardmath_torch.files.sealed import BEGIN, END, signed, unseal
 from shardmath_torch.files.unpickled import read_metadata
-from shardmath_torch.files.weights import open_weights
+from shardmath_torch.safetensors.weights import open_weights
 
 LINE = sm.Layout((6,), sm.Mesh(), "n")
 
@@ -322,7 +323,7 @@ LONG = {
 def test_what_is_used_again_and_again(case: str) -> None:
     """A pickle has it once."""
     begun = time.process_time()
-    with pytest.raises(sm.ShardError, match="no metadata"):
+    with pytest.raises(sm.ShardError, match="not metadata"):
         read_metadata(LONG[case], "here")
     assert time.process_time() - begun < 6
 
@@ -375,7 +376,7 @@ def test_what_is_no_regular_file(tmp_path: Path, name: str, kind: str) -> None:
     """A pipe is not waited for, and a device has no end."""
     os.mkfifo(tmp_path / name) if kind == "pipe" else (tmp_path / name).symlink_to("/dev/zero")
     fails(tmp_path)
-    with pytest.raises(sm.ShardError, match="is no regular file"):
+    with pytest.raises(sm.ShardError, match="is not a regular file"):
         open_weights(tmp_path / name)
 
 
@@ -391,7 +392,7 @@ def test_data_that_are_no_regular_file(tmp_path: Path, own: bool) -> None:
         (file,) = tmp_path.glob("*.distcp")
     file.unlink()
     os.mkfifo(file)
-    fails(tmp_path, "it is no regular file")
+    fails(tmp_path, "it is not a regular file")
 
 
 @pytest.mark.parametrize(
@@ -402,7 +403,7 @@ def test_a_save_beside_a_pipe(tmp_path: Path, name: str) -> None:
     """An error where it would be read, else the save goes through; nothing waits."""
     os.mkfifo(tmp_path / name)
     if name == ".metadata":
-        with pytest.raises(sm.ShardError, match="it is no regular file"):
+        with pytest.raises(sm.ShardError, match="it is not a regular file"):
             smt.save(tmp_path, {"w": torch.ones(6)}, {"w": LINE})
         assert os.listdir(tmp_path) == [name]
     else:
@@ -528,6 +529,38 @@ def test_a_directory_that_lists_a_record_often(
     with pytest.raises(sm.ShardError, match=what):
         smt.load(tmp_path, {"w": layout})
     assert time.process_time() - begun < 6
+
+
+@pytest.mark.parametrize("where", ["header", "index", "index of a header"])
+def test_names_in_errors_are_short(tmp_path: Path, where: str) -> None:
+    """A name may be as long as a header."""
+    name = "x" * 100_000
+    entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    if where == "header":
+        header(tmp_path, json.dumps({name: entry | {"data_offsets": [3, 3]}}))
+        fails(tmp_path, "begins at byte 3")
+        return
+    header(tmp_path, json.dumps({"w": entry})).rename(tmp_path / "a.safetensors")
+    files = {name: "a.safetensors"} if where == "index of a header" else {"w": "x" * 250, "v": "y"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    fails(tmp_path, "no file of the index" if where == "index of a header" else "cannot be found")
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (BEGIN + b"\xff" + (1).to_bytes(8, "little") + b"0" * 12, "can't decode"),
+        (BEGIN + b"{}" + (2).to_bytes(8, "little") + b"\xff" * 12, "can't decode"),
+        (BEGIN + b"{}" + (99).to_bytes(8, "little") + b"0" * 12, "no index begins"),
+        (BEGIN + b"{}" + b"\xff" * 8 + b"0" * 12, "no index begins"),
+        (BEGIN, "no index begins"),
+        (b"", "no index begins"),
+    ],
+)
+def test_a_checksum_that_holds_of_what_was_not_sealed(body: bytes, what: str) -> None:
+    """Anybody can make one."""
+    with pytest.raises(smt.CheckpointError, match=f"is damaged: its checksum holds, but .*{what}"):
+        unseal(body + sha256(body).digest() + END, "here")
 
 
 def test_what_is_shown_is_short() -> None:

@@ -19,7 +19,7 @@ from shardmath_torch.checkpoints.loading import LoadPlanner
 from shardmath_torch.checkpoints.saving import SavePlanner
 from shardmath_torch.dtensors.dtensor import local_of
 from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.files import archive, hf_folder
+from shardmath_torch.safetensors import archive, hf_folder
 from tests.distributed.tasks.dtensors import caught, device_mesh, placements_of, whole
 
 

@@ -1,0 +1,46 @@
+"""The command line: what the commands share of it.
+
+1. Exit status 0; 1: an error of ours, said once on stderr; 2, which is argparse's: usage; 130: interrupted.
+2. An argument that cannot be what it is for is a wrong command line, found before anything is done.
+
+>>> read_count("3")
+3
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from shardmath import ShardError
+
+__all__ = ["make_parser", "read_count", "run_command"]
+
+INTERRUPTED = 130
+"""As shells have it: 128 and the number of SIGINT."""
+
+
+def make_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser without arguments, for `python -m shardmath COMMAND`."""
+    return argparse.ArgumentParser(prog=f"python -m shardmath {command}", description=description)
+
+
+def read_count(text: str) -> int:
+    """A number of 1 or more. Raises ArgumentTypeError for anything else."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
+def run_command(command: str, work: Callable[[], object]) -> int:
+    """Do the work; the exit status."""
+    try:
+        work()
+    except ShardError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
