@@ -196,29 +196,35 @@ def _ask_for_one_each(number: int, batch: Batch, sets: _Sets) -> _Asked:
     Replicas of an addend have to stay equal, so what is chosen depends on the unit alone.
     """
     t = batch.template
+    rows = list(_list_stripes(batch, sets))
+    unit, lo, hi, receivers = np.array(rows, np.int64).reshape(-1, 4).T
+    holders = sets.add_all(batch.src, t.holders)
+    return _Asked(
+        batch=np.full(len(rows), number),
+        unit=unit,
+        order=t.unit_order[unit],
+        lo=lo,
+        hi=hi,
+        holders=holders[t.unit_class[unit]],
+        receivers=receivers,
+        near=np.zeros(len(rows), np.int64),
+    )
+
+
+def _list_stripes(batch: Batch, sets: _Sets) -> Iterator[tuple[int, int, int, int]]:
+    """(unit, first element, last element + 1, receivers) of all that one addend each receives."""
+    t = batch.template
     held = list(map(set, t.holders.name(batch.src)))
     asking = [_group_by_addend(batch, positions) for positions in t.receivers]
-    rows: list[tuple[int, int, int, int]] = []
-    for unit, holders in enumerate(t.unit_class.tolist()):
-        by_addend = asking[t.unit_cell[unit]]
+    classes = zip(t.unit_class.tolist(), t.unit_cell.tolist(), strict=True)
+    for unit, (holders, cell) in enumerate(classes):
+        by_addend = asking[cell]
         chosen = _choose_addends(by_addend, held[holders])
         parts = stripes(t, unit, len(chosen))
         for (lo, hi), addend in zip(parts, chosen, strict=True):
             receivers = sets.add(by_addend[addend])
             if lo < hi:
-                rows.append((unit, lo, hi, receivers))
-    unit_, lo_, hi_, receivers_ = np.array(rows, np.int64).reshape(-1, 4).T
-    holders_ = sets.add_all(batch.src, t.holders)
-    return _Asked(
-        batch=np.full(len(rows), number),
-        unit=unit_,
-        order=t.unit_order[unit_],
-        lo=lo_,
-        hi=hi_,
-        holders=holders_[t.unit_class[unit_]],
-        receivers=receivers_,
-        near=np.zeros(len(rows), np.int64),
-    )
+                yield unit, lo, hi, receivers
 
 
 def _group_by_addend(batch: Batch, positions: Ints) -> dict[int, Ranks]:
@@ -246,18 +252,21 @@ def _split_by_node(asked: _Asked, sets: _Sets, topology: Topology) -> _Asked:
     # A pair of sets is one number, so that each pair is split once.
     codes = asked.holders * len(listed) + asked.receivers
     pairs, pair = np.unique(codes, return_inverse=True)
-    table: list[tuple[int, int, bool]] = []
-    first = [0]
+    parts: list[tuple[int, int, bool]] = []
+    counts = []
     for code in pairs.tolist():
         here, there = divmod(code, len(listed))
-        for holders, receivers, near in _split_pair(listed[here], listed[there], topology.node):
-            table.append((sets.add(holders), sets.add(receivers), near))
-        first.append(len(table))
-    bounds = np.array(first, np.int64)
-    part, row = ranges(bounds[pair], bounds[pair + 1])
+        split = _split_pair(listed[here], listed[there], topology.node)
+        counts.append(len(split))
+        for holders, receivers, near in split:
+            parts.append((sets.add(holders), sets.add(receivers), near))
+    # Every row is there once for each part of its pair.
+    first = Offsets.of_counts(np.array(counts, np.int64)).first
+    part, row = ranges(first[pair], first[pair + 1])
+    columns = np.array(parts, np.int64).reshape(-1, 3)
     rows = _Asked(*(column[row] for column in asked))
-    columns = np.array(table, np.int64).reshape(-1, 3)[part].T
-    return rows._replace(holders=columns[0], receivers=columns[1], near=columns[2])
+    split_holders, split_receivers, near_ = columns[part].T
+    return rows._replace(holders=split_holders, receivers=split_receivers, near=near_)
 
 
 def _split_pair(
@@ -279,6 +288,7 @@ def _split_pair(
 
 
 def _group_by_node(ranks: Ranks, node: Callable[[int], int]) -> dict[int, list[int]]:
+    """The ranks on each node, by its number."""
     groups: dict[int, list[int]] = {}
     for rank in ranks:
         groups.setdefault(node(rank), []).append(rank)
@@ -391,9 +401,9 @@ def _count_receivers(sets: tuple[Ranks, ...], holders: Ints, receivers: Ints) ->
     return count
 
 
-def wire(on: Demands, line: int, block: int) -> Ranks:
+def wire(demands: Demands, line: int, block: int) -> Ranks:
     """The receivers of a block that do not hold it themselves."""
-    asking = on.asked_by(block)
-    if on.count[block] == len(asking):
+    asking = demands.asked_by(block)
+    if demands.count[block] == len(asking):
         return asking
-    return tuple(sorted(set(asking).difference(on.held_by(line))))
+    return tuple(sorted(set(asking).difference(demands.held_by(line))))
