@@ -158,8 +158,7 @@ def _ask(batches: Sequence[Batch], sets: _Sets) -> Iterator[_Asked]:
     """Who asks whom for which unit, template by template."""
     groups: dict[Template, list[int]] = {}
     for number, batch in enumerate(batches):
-        numbers = groups.setdefault(batch.template, [])
-        numbers.append(number)
+        groups.setdefault(batch.template, []).append(number)
     for template, numbers in groups.items():
         if template.reduction.chosen:
             for number in numbers:
@@ -233,8 +232,7 @@ def _group_by_addend(batch: Batch, positions: Ints) -> dict[int, Ranks]:
     addends = t.dst.mesh.coordinate(t.reduction.chosen)[positions].tolist()
     groups: dict[int, list[int]] = {}
     for position, addend in zip(positions.tolist(), addends, strict=True):
-        rank = batch.dst.ranks[position]
-        groups.setdefault(addend, []).append(rank)
+        groups.setdefault(addend, []).append(batch.dst.ranks[position])
     return {addend: tuple(sorted(ranks)) for addend, ranks in groups.items()}
 
 
@@ -301,7 +299,6 @@ def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) ->
     addend = _find_addends(batches, asked)
     order, rows = _sort(asked, addend, len(sets))
     asked = _Asked(*(column[order] for column in asked))
-
     # What the rows of a block have in common stands in the first of them.
     head = rows.first[:-1]
     addend = addend[order[head]]
@@ -309,7 +306,6 @@ def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) ->
     line = asked.holders[head] * 2 + asked.near[head]
     blocks = Offsets.of_sorted(line)
     line = line[blocks.first[:-1]]
-
     each, row_bytes = _measure_rows(batches, asked)
     nbytes = rows.sums(row_bytes)
     count = _count_receivers(sets, asked.holders[head], receivers)
@@ -351,11 +347,8 @@ def _sort(asked: _Asked, addend: Ints, sets: int) -> tuple[Ints, Offsets]:
 
 def _measure_rows(batches: Sequence[Batch], asked: _Asked) -> tuple[Ints, Ints]:
     """The bytes of each row in one tensor, and in all tensors of its batch."""
-    itemsize = []
-    tensors = []
-    for batch in batches:
-        itemsize.append(batch.template.src.itemsize)
-        tensors.append(len(batch.names))
+    itemsize = [batch.template.src.itemsize for batch in batches]
+    tensors = [len(batch.names) for batch in batches]
     elements = asked.hi - asked.lo
     each = elements * np.array(itemsize, np.int64)[asked.batch]
     return each, each * np.array(tensors, np.int64)[asked.batch]
@@ -389,10 +382,8 @@ def _count_receivers(sets: tuple[Ranks, ...], holders: Ints, receivers: Ints) ->
     count = size[receivers]
     sending = set().union(*(sets[i] for i in np.unique(holders).tolist()))
     # Sets are compared one by one only where some rank of the receivers holds anything at all.
-    asking = {}
-    for i in np.unique(receivers).tolist():
-        if not sending.isdisjoint(sets[i]):
-            asking[i] = frozenset(sets[i])
+    asked = np.unique(receivers).tolist()
+    asking = {i: frozenset(sets[i]) for i in asked if not sending.isdisjoint(sets[i])}
     some_hold = np.isin(receivers, list(asking))
     for block in some_hold.nonzero()[0].tolist():
         held = sets[int(holders[block])]

@@ -56,8 +56,7 @@ def check_claim(p: Plan | Transposed, transfers: Iterable[Transfer]) -> None:
 
 
 def _find_tensor(tensors: Mapping[str, _Tensor], t: Transfer) -> _Tensor:
-    """What the layouts say of the transfer's tensor. Raises PlanError for one that is not the
-    plan's."""
+    """What the layouts say of a transfer's tensor. Raises PlanError for a stranger."""
     if t.tensor not in tensors:
         names = ", ".join(map(repr, tensors))
         raise PlanError(f"{t}: the plan has no tensor {t.tensor!r}; its tensors are {names}")
@@ -78,6 +77,7 @@ def _read(given: object) -> Transfer:
     """The transfer, its names, slices and numbers Python's own. Raises PlanError for what is not
     one, or has others."""
     t = _check_type(given)
+    sizes = listed(t.shape, "sizes", PlanError)
     return Transfer(
         tensor=text(t.tensor, "the tensor of a transfer", PlanError),
         src_rank=as_integer(t.src_rank, "the src_rank of a transfer", PlanError),
@@ -87,7 +87,7 @@ def _read(given: object) -> Transfer:
         src_slices=_read_slices(t.src_slices),
         dst_tensor=text(t.dst_tensor, "the dst_tensor of a transfer", PlanError),
         dst_slices=_read_slices(t.dst_slices),
-        shape=_read_shape(t.shape),
+        shape=tuple(as_integer(n, "a size of a transfer", PlanError) for n in sizes),
         nbytes=as_integer(t.nbytes, "the bytes of a transfer", PlanError),
         global_slices=_read_slices(t.global_slices),
         addend=as_integer(t.addend, "the addend of a transfer", PlanError),
@@ -130,12 +130,6 @@ def _read_slices(slices: tuple[slice, ...]) -> tuple[slice, ...]:
     return tuple(out)
 
 
-def _read_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape, of Python's integers."""
-    sizes = listed(shape, "sizes", PlanError)
-    return tuple(as_integer(n, "a size of a transfer", PlanError) for n in sizes)
-
-
 # What the layouts say
 
 
@@ -154,13 +148,32 @@ class _Target(NamedTuple):
 _Boxes: TypeAlias = dict[_Target, list[Box]]
 
 
+class _Addends(NamedTuple):
+    """What the ranks of a destination window have to do with addends, by rank.
+
+    `group` is the number of the rank's group, of which one receives, `chosen` its addend if any one
+    may receive, and `through` its addend of those that pass through.
+    """
+
+    group: dict[int, int]
+    chosen: dict[int, int]
+    through: dict[int, int]
+
+
+def _number_addends(mesh: Mesh, rule: Reduction) -> _Addends:
+    """The groups and the addends of the ranks of a mesh."""
+    others = [axis for axis in mesh.shape if axis not in rule.chosen]
+    through = [axis for _, axes in rule.matched for axis in axes]
+    chosen = _coordinates(mesh, rule.chosen) if rule.chosen else {}
+    return _Addends(_coordinates(mesh, others), chosen, _coordinates(mesh, through))
+
+
 class _Tensor:
     """What the layouts of one tensor say, looked up by rank.
 
     `windows` are, for either side, the number of each window by local name. `rules[i, j]` is how
-    source window i enters destination window j. For destination window j, `groups[j]` is the number
-    of each rank's group, of which one receives, `chosen[j]` its addend if any one may receive, and
-    `through[j]` its addend of those that pass through.
+    source window i enters destination window j, and `ranks[j]` what the ranks of destination window
+    j have to do with addends.
     """
 
     def __init__(self, p: Plan, name: str) -> None:
@@ -168,24 +181,13 @@ class _Tensor:
         self.itemsize = self.src[0].itemsize
         self.windows = [_number_windows(name, side) for side in (self.src, self.dst)]
         self.rules: dict[tuple[int, int], Reduction] = {}
-        for i, a in enumerate(self.src):
-            for j, b in enumerate(self.dst):
+        self.ranks: list[_Addends] = []
+        for j, b in enumerate(self.dst):
+            for i, a in enumerate(self.src):
                 self.rules[i, j] = reduction(a, b)
-        self.groups: list[dict[int, int]] = []
-        self.chosen: list[dict[int, int]] = []
-        self.through: list[dict[int, int]] = []
-        for j, layout in enumerate(self.dst):
-            self._add_window(layout.mesh, self.rules[0, j])
+            self.ranks.append(_number_addends(b.mesh, self.rules[0, j]))
         self.choices: dict[tuple[int, int, int], dict[tuple[Box, int], None]] = {}
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
-
-    def _add_window(self, mesh: Mesh, rule: Reduction) -> None:
-        """Note what a destination window's ranks have to do with addends."""
-        others = [axis for axis in mesh.shape if axis not in rule.chosen]
-        through = [axis for _, axes in rule.matched for axis in axes]
-        self.groups.append(_coordinates(mesh, others))
-        self.chosen.append(_coordinates(mesh, rule.chosen) if rule.chosen else {})
-        self.through.append(_coordinates(mesh, through))
 
     def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
         """What the rank holds of a window of the source (0) or of the destination (1)."""
@@ -197,13 +199,13 @@ class _Tensor:
 
     def choose(self, target: _Target, t: Transfer) -> None:
         """Note which of the destination's addends receives, where any one may."""
-        j = target.window
-        if not self.chosen[j]:
+        ranks = self.ranks[target.window]
+        if not ranks.chosen:
             return
-        key = j, self.through[j][t.dst_rank], target.addend
+        key = target.window, ranks.through[t.dst_rank], target.addend
         # A dict as an ordered set: replicas mostly repeat each other.
         choice = self.choices.setdefault(key, {})
-        choice[from_slices(t.global_slices), self.chosen[j][t.dst_rank]] = None
+        choice[from_slices(t.global_slices), ranks.chosen[t.dst_rank]] = None
 
 
 def _number_windows(name: str, side: tuple[Layout, ...]) -> dict[str, int]:
@@ -229,7 +231,7 @@ def _check(tensor: _Tensor, t: Transfer) -> tuple[_Target, str]:
     j = _check_end(tensor, 1, t.dst_tensor, t.dst_rank, t.dst_slices, t)
     rule = tensor.rules[i, j]
     addend = _find_addend(tensor.src[i], tensor.dst[j], rule, t)
-    group = tensor.groups[j][t.dst_rank]
+    group = tensor.ranks[j].group[t.dst_rank]
     return _Target(t.tensor, j, group, addend), rule.op_of(addend)
 
 
@@ -328,8 +330,9 @@ def _check_complete(tensor: _Tensor, boxes: _Boxes) -> None:
     """Each replica receives each addend of each element once, and all choose the same receivers."""
     for j, layout in enumerate(tensor.dst):
         # One rank stands for its group: the first, as earlier ranks come later here.
-        ranks = {tensor.groups[j][rank]: rank for rank in reversed(layout.mesh.ranks)}
-        for group, rank in ranks.items():
+        number = tensor.ranks[j].group
+        first = {number[rank]: rank for rank in reversed(layout.mesh.ranks)}
+        for group, rank in first.items():
             runs = tensor.runs(1, j, rank)
             for addend in range(tensor.rules[0, j].addends):
                 target = _Target(tensor.name, j, group, addend)

@@ -28,13 +28,12 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from shardmath.algebra.box import Box, first_gap, from_slices
 from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.overlay import Parts
 from shardmath.base.arrays import Bools, Ints, Offsets
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
@@ -46,7 +45,7 @@ from shardmath.plans.template import Template
 from shardmath.proofs.batches import check_batches
 from shardmath.proofs.shapes import check_plan_shapes, require
 from shardmath.proofs.tables import check_lines
-from shardmath.proofs.templates import check_template
+from shardmath.proofs.templates import check_template, find_end
 
 __all__ = ["prove"]
 
@@ -86,53 +85,6 @@ class _Places:
         return self._known[key]
 
 
-class _End(NamedTuple):
-    """One end of a template, dimension by dimension.
-
-    `sets[d]` are sets of parts, `held[d]` the part that each position holds, `number[:, d]` the set
-    of each unit. Units of one `code` have the same sets.
-    """
-
-    sets: list[Parts]
-    held: list[Ints]
-    number: Ints
-    code: Ints
-
-    def has(self, unit: int, at: Ints) -> Bools:
-        """Whether positions have the unit's part in every dimension."""
-        out = at >= 0
-        numbers = self.number[unit].tolist()
-        for sets, held, number in zip(self.sets, self.held, numbers, strict=True):
-            parts = sets[number]
-            # Most sets are of one part, and comparing is far quicker than isin.
-            if len(parts) == 1:
-                out &= held[at] == parts[0]
-            else:
-                out &= np.isin(held[at], parts)
-        return out
-
-
-@memo()
-def _find_end(t: Template, source: bool) -> _End:
-    """The source end of a template, or its destination end."""
-    mesh = t.src.mesh if source else t.dst.mesh
-    number = np.zeros_like(t.unit_pairs)
-    # The numbers of all dimensions as digits of one number.
-    code = np.zeros(len(t.unit_pairs), np.int64)
-    all_sets = []
-    held = []
-    for d, over in enumerate(t.overlays):
-        if source:
-            sets, partition, of_pair = over.keys, over.source, over.pair_key
-        else:
-            sets, partition, of_pair = over.goals, over.target, over.pair_goal
-        all_sets.append(sets)
-        held.append(partition.by_rank(mesh))
-        number[:, d] = of_pair[t.unit_pairs[:, d]]
-        code = code * len(sets) + number[:, d]
-    return _End(all_sets, held, number, code)
-
-
 def _list_sets_of_rows(demands: Demands) -> tuple[Ints, Ints]:
     """By row, the numbers of the sets of its holders and of its receivers."""
     holders = demands.blocks.spread(demands.holders)
@@ -157,7 +109,7 @@ def _list_distinct_rows(p: Plan, sets: Ints, *, source: bool) -> list[int]:
         of_batch.append(number.setdefault((batch.template, mesh), len(number)))
     end = np.array(of_batch, np.int64)[p.lines.batch]
     # All codes end to end: those of end i begin at first[i].
-    codes = [_find_end(t, source).code for t, _ in number]
+    codes = [find_end(t, source).code for t, _ in number]
     first = np.cumsum([0, *map(len, codes)])
     joined = np.concatenate([np.zeros(0, np.int64), *codes])
     code = joined[first[end] + p.lines.unit]
@@ -179,7 +131,7 @@ def _check_end(p: Plan, places: _Places, row: int, number: int, *, source: bool)
     """A set of ranks has the unit of a row."""
     batch = _batch_of(p, row)
     mesh = batch.src if source else batch.dst
-    end = _find_end(batch.template, source)
+    end = find_end(batch.template, source)
     has = end.has(int(p.lines.unit[row]), places.of(mesh, number))
     if has.all():
         return
@@ -216,21 +168,29 @@ def _check_once(p: Plan, places: _Places) -> None:
     """No receiver has elements from two rows, and all receivers of an element are of one addend."""
     demands = p.lines
     _, asking = _list_sets_of_rows(demands)
-    # Rows of one unit stand together, by their elements. Two that follow each other have the same
-    # elements, or none in common, or are refused.
+    # Rows of one unit stand together, by their elements.
     order = np.lexsort((asking, demands.lo, demands.unit, demands.batch))
-    lo, hi = demands.lo[order], demands.hi[order]
-    is_new = _find_new(demands.batch[order], demands.unit[order])
-    is_apart = np.ones(len(lo), bool)
-    is_apart[1:] = lo[1:] >= hi[:-1]
-    is_same = np.zeros(len(lo), bool)
-    is_same[1:] = (lo[1:] == lo[:-1]) & (hi[1:] == hi[:-1])
-    for row in order[~(is_new | is_apart | is_same)].tolist():
-        what = f"tensor {_batch_of(p, row).names[0]!r}: element {_element_of(p, row)}"
-        require(False, f"{what} is in two rows that are not alike")
-    first = np.flatnonzero(is_new | ~is_same)
+    first = _find_groups(p, order)
     for rows in _group_rows(p, order, first, asking):
         _check_apart(p, places, rows, asking[rows].tolist())
+
+
+def _find_groups(p: Plan, order: Ints) -> Ints:
+    """Where the rows of other elements begin, in this order.
+
+    Two that follow each other have the same elements, or none in common, or are refused.
+    """
+    demands = p.lines
+    lo, hi = demands.lo[order], demands.hi[order]
+    is_new = _find_new(demands.batch[order], demands.unit[order])
+    is_same = ~is_new
+    is_same[1:] &= (lo[1:] == lo[:-1]) & (hi[1:] == hi[:-1])
+    meets = ~is_new
+    meets[1:] &= lo[1:] < hi[:-1]
+    for row in order[meets & ~is_same].tolist():
+        what = f"tensor {_batch_of(p, row).names[0]!r}: element {_element_of(p, row)}"
+        require(False, f"{what} is in two rows that are not alike")
+    return np.flatnonzero(~is_same)
 
 
 def _group_rows(p: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[Ints]:

@@ -4,11 +4,13 @@
    say, and no two have a position in common. So boxes, which are products of rows, are right on
    both sides and disjoint.
 2. **Units** are distinct products of pairs of rows, so disjoint too.
+3. At either **end** a position has a unit if it holds the unit's part in every dimension.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.plans.reduction import Reduction
->>> from shardmath.plans.template import template
+>>> from shardmath.base.memo import memo
+from shardmath.plans.template import template
 >>> t = template(Layout((4,), Mesh(), "n"), Layout((4,), Mesh(), "n"), Reduction())
 >>> from dataclasses import replace
 >>> check_template(replace(t, unit_size=t.unit_size + 1), set())
@@ -19,15 +21,18 @@ rows; make the plan anew
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from shardmath.algebra.overlay import Overlay, Parts
 from shardmath.algebra.partition import Partition, partition
 from shardmath.base.arrays import Bools, Ints, Offsets
+from shardmath.base.memo import memo
 from shardmath.plans.template import Template, hidden_pairs
 from shardmath.proofs.shapes import check_integers, require
 
-__all__ = ["check_template"]
+__all__ = ["End", "check_template", "find_end"]
 
 
 def check_template(t: Template, known: set[int]) -> None:
@@ -35,9 +40,7 @@ def check_template(t: Template, known: set[int]) -> None:
     already."""
     check_integers(t)
     what = f"{t.src} to {t.dst}"
-    expected = list(hidden_pairs(t.src, t.reduction))
-    for a, b in zip(t.src.dims, t.dst.dims, strict=True):
-        expected.append((partition(a), partition(b)))
+    expected = _list_partitions(t)
     count = len(t.overlays)
     require(count == len(expected), f"{what} has {count} dimensions, not {len(expected)}")
     for d, (over, (source, target)) in enumerate(zip(t.overlays, expected, strict=True)):
@@ -49,6 +52,15 @@ def check_template(t: Template, known: set[int]) -> None:
             _check_pairs(over, where)
             _check_rows(over, where)
     _check_units(t, what)
+
+
+def _list_partitions(t: Template) -> list[tuple[Partition, Partition]]:
+    """How the layouts divide each dimension at the source and at the destination, hidden ones
+    first."""
+    pairs = list(hidden_pairs(t.src, t.reduction))
+    for a, b in zip(t.src.dims, t.dst.dims, strict=True):
+        pairs.append((partition(a), partition(b)))
+    return pairs
 
 
 def _is_same(a: Partition, b: Partition) -> bool:
@@ -158,3 +170,53 @@ def _check_units(t: Template, what: str) -> None:
     same = np.array_equal(size, t.unit_size)
     require(same, f"{what} has units of other sizes than their rows")
     require(len(np.unique(code)) == count, f"{what} has one unit twice")
+
+
+# Ends
+
+
+class End(NamedTuple):
+    """One end of a template, dimension by dimension.
+
+    `sets[d]` are sets of parts, `held[d]` the part that each position holds, `number[:, d]` the set
+    of each unit. Units of one `code` have the same sets.
+    """
+
+    sets: list[Parts]
+    held: list[Ints]
+    number: Ints
+    code: Ints
+
+    def has(self, unit: int, at: Ints) -> Bools:
+        """Whether positions have the unit's part in every dimension."""
+        out = at >= 0
+        numbers = self.number[unit].tolist()
+        for sets, held, number in zip(self.sets, self.held, numbers, strict=True):
+            parts = sets[number]
+            # Most sets are of one part, and comparing is far quicker than isin.
+            if len(parts) == 1:
+                out &= held[at] == parts[0]
+            else:
+                out &= np.isin(held[at], parts)
+        return out
+
+
+@memo()
+def find_end(t: Template, source: bool) -> End:
+    """The source end of a template, or its destination end."""
+    mesh = t.src.mesh if source else t.dst.mesh
+    number = np.zeros_like(t.unit_pairs)
+    # The numbers of all dimensions as digits of one number.
+    code = np.zeros(len(t.unit_pairs), np.int64)
+    all_sets = []
+    held = []
+    for d, over in enumerate(t.overlays):
+        if source:
+            sets, partition, of_pair = over.keys, over.source, over.pair_key
+        else:
+            sets, partition, of_pair = over.goals, over.target, over.pair_goal
+        all_sets.append(sets)
+        held.append(partition.by_rank(mesh))
+        number[:, d] = of_pair[t.unit_pairs[:, d]]
+        code = code * len(sets) + number[:, d]
+    return End(all_sets, held, number, code)
