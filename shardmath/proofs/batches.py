@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -43,13 +44,12 @@ def _group_batches(p: Plan) -> list[list[Batch]]:
     for batch in p.batches:
         require(batch.names, "a batch is of no tensor")
         groups.setdefault(batch.names, []).append(batch)
-    moved: set[str] = set()
-    for names in groups:
-        for name in names:
-            require(name not in moved, f"tensor {name!r} moves twice")
-            moved.add(name)
-    odd = (moved ^ p.src.keys()) | (moved ^ p.dst.keys())
-    if odd:
+    times = Counter(itertools.chain.from_iterable(groups))
+    for name, count in times.items():
+        if count > 1:
+            require(False, f"tensor {name!r} moves twice")
+    if not times.keys() == p.src.keys() == p.dst.keys():
+        odd = (times.keys() ^ p.src.keys()) | (times.keys() ^ p.dst.keys())
         require(False, f"tensor {min(odd)!r} is in no batch, or not in the plan")
     return list(groups.values())
 

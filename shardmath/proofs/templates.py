@@ -131,9 +131,8 @@ def _check_side(
 
 def _list_segments(held: Partition) -> Ints:
     """(part, local start, start, size) of all that parts hold, by part and local start."""
-    segments = []
-    for part, runs in enumerate(held.parts):
-        segments += [(part, *segment) for segment in runs.segments]
+    parts = enumerate(held.parts)
+    segments = [(part, lo, g, n) for part, runs in parts for lo, g, n in runs.segments]
     return np.array(segments, np.int64).reshape(-1, 4)
 
 
