@@ -38,7 +38,7 @@ from shardmath.layouts.placement import (
     StridedShard,
     Table,
 )
-from shardmath.plans.adjoint import adjoint
+from shardmath.plans.adjoint import Transposed, adjoint
 from shardmath.plans.plan import Plan, Transfer, plan
 from shardmath.proofs.simulate import simulate
 from shardmath.proofs.verify import verify
@@ -127,6 +127,7 @@ __all__ = [
     "Table",
     "Topology",
     "Transfer",
+    "Transposed",
     "adjoint",
     "certify",
     "clear_caches",

@@ -18,6 +18,7 @@ from shardmath.pictures.layout_drawing import layout_svg
 from shardmath.pictures.mesh_drawing import mesh_svg
 from shardmath.pictures.plan_drawing import plan_svg
 from shardmath.pictures.text import show
+from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.program import Program
 
@@ -25,7 +26,7 @@ __all__ = ["html", "svg"]
 
 
 def svg(
-    value: Mesh | Layout | Plan | Program,
+    value: Mesh | Layout | Plan | Transposed | Program,
     *,
     topology: Topology | None = None,
     tensor: str | None = None,
@@ -41,7 +42,7 @@ def svg(
         return layout_svg(value, inline=inline)
     if isinstance(value, Mesh):
         return mesh_svg(value, topology=where, inline=inline)
-    if isinstance(value, Plan | Program):
+    if isinstance(value, Plan | Transposed | Program):
         return plan_svg(value, topology=where, tensor=tensor, inline=inline)
     raise ShardError(
         f"{shown(value)} has no picture; draw a Mesh, a Layout, a Plan or a Program, or show it as text"
@@ -50,6 +51,6 @@ def svg(
 
 def html(value: object) -> str:
     """What a notebook shows: the picture, or the text of a value that has none."""
-    if isinstance(value, Mesh | Layout | Plan | Program):
+    if isinstance(value, Mesh | Layout | Plan | Transposed | Program):
         return svg(value, inline=True)
     return f"<pre>{escape(show(value))}</pre>"

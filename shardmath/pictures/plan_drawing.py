@@ -35,8 +35,9 @@ from shardmath.pictures.elements import (
 from shardmath.pictures.layout_drawing import colours_of, draw_layout
 from shardmath.pictures.palette import BLUES, ORANGES, ink, shade
 from shardmath.pictures.text import nbytes
+from shardmath.plans.adjoint import Transposed
 from shardmath.plans.demands import Demands, wire
-from shardmath.plans.plan import Plan
+from shardmath.plans.plan import Movable, Plan
 from shardmath.programs.loads import pairs
 from shardmath.programs.program import Program
 
@@ -80,10 +81,10 @@ class Traffic(NamedTuple):
 
 
 def traffic(
-    value: Plan | Program, topology: Topology | None = None, most: int = MOST_GROUPS
+    value: Plan | Transposed | Program, topology: Topology | None = None, most: int = MOST_GROUPS
 ) -> Traffic:
     """What a plan, or a program, sends from where to where, ranks in at most so many groups on each side."""
-    if isinstance(value, Plan) and value.forward is not None:
+    if isinstance(value, Transposed):
         back = traffic(value.forward, topology, most)
         tables = (table.T for table in (back.sent, back.stays, back.far))
         return Traffic(back.receivers, back.senders, *tables)
@@ -220,7 +221,7 @@ def _numbers(groups: Sequence[Group]) -> Ints:
 
 
 def plan_svg(
-    value: Plan | Program,
+    value: Plan | Transposed | Program,
     *,
     topology: Topology | None = None,
     tensor: str | None = None,
@@ -231,19 +232,18 @@ def plan_svg(
     `topology` marks nodes (default: the value's own), `tensor` is the one whose layouts are drawn. Raises PlanError for
     what is not a topology, and for a tensor that the plan does not have.
     """
-    p = value.plan if isinstance(value, Program) else value
     where = value.topology if topology is None else checked(topology)
-    name = _name(p, tensor)
+    name = _name(value, tensor)
     moved = traffic(value, where)
     summary = _summary(moved, where)
     heat = below([_heat_map(moved, where), lines(summary)], 4)
-    tensors = plural(p.src, "tensor")
-    title = f"plan of {tensors}, {len(p.src_ranks)} to {plural(p.dst_ranks, 'rank')}"
-    drawing = beside([*_sides(p, name), heat], 28)
+    tensors = plural(value.src, "tensor")
+    title = f"plan of {tensors}, {len(value.src_ranks)} to {plural(value.dst_ranks, 'rank')}"
+    drawing = beside([*_sides(value, name), heat], 28)
     return document(drawing, title, "; ".join(summary), inline=inline)
 
 
-def _name(p: Plan, tensor: str | None) -> str:
+def _name(p: Movable, tensor: str | None) -> str:
     """The tensor whose layouts are drawn."""
     if tensor is None:
         return next(iter(p.src), "")
@@ -253,7 +253,7 @@ def _name(p: Plan, tensor: str | None) -> str:
     return tensor
 
 
-def _sides(p: Plan, name: str) -> list[Drawing]:
+def _sides(p: Movable, name: str) -> list[Drawing]:
     """The tensor before and after; one set of holders has one colour in all."""
     if name not in p.src:
         return []

@@ -35,6 +35,7 @@ from shardmath.base.integers import as_integer
 from shardmath.flows.certificate import Certificate
 from shardmath.flows.topology import Topology
 from shardmath.layouts.layout import Layout
+from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.plans.relabelling import Relabelling
 from shardmath.programs.collectives import Collective
@@ -138,7 +139,7 @@ def _coords_text(mesh: Mesh, rank: int) -> str:
 
 
 @_text.register
-def _(p: Plan, most: int) -> str:
+def _(p: Plan | Transposed, most: int) -> str:
     sent, received = p.sent_bytes(), p.received_bytes()
     rows = [[rank, nbytes(sent[rank]), nbytes(received[rank])] for rank in p.ranks[:most]]
     loads = table(["rank", "sends", "receives"], rows)
@@ -150,7 +151,7 @@ def _(p: Plan, most: int) -> str:
     return f"{total}\n{loads}{_more(len(p.ranks), most, 'rank')}\n{_transfers(p, most)}"
 
 
-def _transfers(p: Plan, most: int) -> str:
+def _transfers(p: Plan | Transposed, most: int) -> str:
     """The first transfers, below a line that says what stands where."""
     listed = list(itertools.islice(p.transfers(), most + 1))
     if not listed:

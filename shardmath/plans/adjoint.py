@@ -3,7 +3,7 @@
 1. Every transfer with its ends swapped: <plan(x), y> = <x, adjoint(plan)(y)> for arbitrary local arrays x and y.
 2. Replicate at an end turns into Partial(sum) and back: what all receive, all contribute to. Axes
    along which addends pass through stay Partial.
-3. The adjoint of the adjoint is the plan.
+3. The adjoint of the adjoint is the plan itself.
 4. Its destination is the plan's source, whole or not: `in_part` says which, and it is no error.
 
 >>> from shardmath.algebra.mesh import Mesh
@@ -16,54 +16,170 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, overload
 
 from shardmath.algebra.partition import overlapping
 from shardmath.base.digest import digest
+from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.operations import OPERATIONS
+from shardmath.base.public import public
+from shardmath.flows.topology import Topology
 from shardmath.layouts.edits import repartialed
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
 from shardmath.plans.cover import not_whole
-from shardmath.plans.plan import Plan, Transfer
+from shardmath.plans.plan import Plan, Transfer, describe, rule_of
 from shardmath.plans.reduction import Reduction, check_arithmetic, identity_of, reduction
 
-__all__ = ["Flip", "adjoint", "swapped"]
+__all__ = ["Flip", "Transposed", "adjoint", "flip_of", "swapped"]
 
 
-def adjoint(p: Plan) -> Plan:
+def swapped(t: Transfer) -> Transfer:
+    """The transfer with its ends swapped; operation and addend as they were."""
+    return t._replace(
+        src_rank=t.dst_rank,
+        dst_rank=t.src_rank,
+        src_tensor=t.dst_tensor,
+        dst_tensor=t.src_tensor,
+        src_slices=t.dst_slices,
+        dst_slices=t.src_slices,
+    )
+
+
+Entry: TypeAlias = tuple[str, Mapping[int, int]]
+"""An operation, and the addend of each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """The destination replicas of a plan, which are the addends of its adjoint: operation and place
+    by local tensor."""
+
+    entries: Mapping[str, Entry]
+
+    def entry(self, local: str, rank: int) -> tuple[str, int]:
+        """The operation and the addend by which this rank's tensor enters the adjoint."""
+        op, place = self.entries[local]
+        return op, place[rank]
+
+    def __call__(self, t: Transfer) -> Transfer:
+        """The adjoint's transfer for one of the plan's."""
+        op, addend = self.entry(t.dst_tensor, t.dst_rank)
+        return swapped(t)._replace(op=op, addend=addend)
+
+
+@public
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Transposed:
+    """What `adjoint` returns: the transfers of the plan `forward` with their ends swapped.
+
+    `src` and `dst` are what the other sides become, and `rules` say what is filled in and divided
+    by; `flip` turns the plan's transfers round. All else is as a Plan has it.
+    """
+
+    forward: Plan
+    src: Mapping[str, tuple[Layout, ...]]
+    dst: Mapping[str, tuple[Layout, ...]]
+    rules: Mapping[str, Reduction]
+    flip: Flip
+    in_part: tuple[str, ...]
+    digest: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transposed) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return describe("adjoint plan", self)
+
+    def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
+        """A picture as an SVG document, as `Plan.svg` gives it."""
+        return svg(self, topology=topology, tensor=tensor)
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether tensors have names."""
+        return self.forward.is_tree
+
+    @property
+    def topology(self) -> Topology | None:
+        """That of the plan."""
+        return self.forward.topology
+
+    @property
+    def src_ranks(self) -> tuple[int, ...]:
+        """The ranks of the source, ascending."""
+        return self.forward.dst_ranks
+
+    @property
+    def dst_ranks(self) -> tuple[int, ...]:
+        """The ranks of the destination, ascending."""
+        return self.forward.src_ranks
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of either side, ascending."""
+        return self.forward.ranks
+
+    def fill(self, name: str) -> complex | None:
+        """What the destination's own cells of the tensor hold before anything arrives.
+
+        Raises PlanError for a tensor that the plan does not have.
+        """
+        return rule_of(self.rules, name).fill
+
+    def divisor(self, name: str) -> int:
+        """By what the tensor's destination cells are divided when all has arrived: the addends of
+        an avg, else 1."""
+        return rule_of(self.rules, name).divisor
+
+    def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
+        """The transfers, all or those of one sender, of one receiver, or of a pair; none for a rank
+        without any."""
+        return map(self.flip, self.forward.transfers(src=dst, dst=src))
+
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes that each rank of either side sends to other ranks."""
+        return self.forward.received_bytes()
+
+    def received_bytes(self) -> dict[int, int]:
+        """Bytes that each rank of either side receives from other ranks."""
+        return self.forward.sent_bytes()
+
+
+@overload
+def adjoint(p: Plan) -> Transposed: ...
+@overload
+def adjoint(p: Transposed) -> Plan: ...
+def adjoint(p: Plan | Transposed) -> Plan | Transposed:
     """The transposed plan: <p(x), y> = <x, adjoint(p)(y)> for arbitrary local arrays x and y.
 
-    Raises PlanError where the plan is not linear: a reduction by max, min or product; where the
-    dtype has no sum; and where addends of one source window pass through to one destination window
-    and are reduced for another.
+    The adjoint of a transposed plan is the plan itself. Raises PlanError where the plan is not
+    linear: a reduction by max, min or product; where the dtype has no sum; and where addends of one
+    source window pass through to one destination window and are reduced for another.
     """
+    if isinstance(p, Transposed):
+        return p.forward
     if not isinstance(p, Plan):
         raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) returns")
-    if p.forward is not None:
-        return p.forward
     duals = _make_duals(p)
-    src = {}
-    dst = {}
-    rules = {}
-    for name, dual in duals.items():
-        src[name] = dual.src
-        dst[name] = dual.dst
-        rules[name] = dual.rule
-    return replace(
-        p,
-        src=src,
-        dst=dst,
-        rules=rules,
-        src_ranks=p.dst_ranks,
-        dst_ranks=p.src_ranks,
-        digest=digest(("adjoint", p.digest)),
+    dst = {name: dual.dst for name, dual in duals.items()}
+    return Transposed(
         forward=p,
+        src={name: dual.src for name, dual in duals.items()},
+        dst=dst,
+        rules={name: dual.rule for name, dual in duals.items()},
         flip=flip_of(p),
         in_part=not_whole(dst),
+        digest=digest(("adjoint", p.digest)),
     )
 
 
@@ -153,40 +269,6 @@ def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
     for dim in layout.dims:
         differ.update(dim.axes)
     return tuple(name for name in layout.mesh.shape if name not in differ)
-
-
-def swapped(t: Transfer) -> Transfer:
-    """The transfer with its ends swapped; operation and addend as they were."""
-    return t._replace(
-        src_rank=t.dst_rank,
-        dst_rank=t.src_rank,
-        src_tensor=t.dst_tensor,
-        dst_tensor=t.src_tensor,
-        src_slices=t.dst_slices,
-        dst_slices=t.src_slices,
-    )
-
-
-Entry: TypeAlias = tuple[str, Mapping[int, int]]
-"""An operation, and the addend of each rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """The destination replicas of a plan, which are the addends of its adjoint: operation and place
-    by local tensor."""
-
-    entries: Mapping[str, Entry]
-
-    def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """The operation and the addend by which this rank's tensor enters the adjoint."""
-        op, place = self.entries[local]
-        return op, place[rank]
-
-    def __call__(self, t: Transfer) -> Transfer:
-        """The adjoint's transfer for one of the plan's."""
-        op, addend = self.entry(t.dst_tensor, t.dst_rank)
-        return swapped(t)._replace(op=op, addend=addend)
 
 
 def flip_of(p: Plan) -> Flip:

@@ -288,5 +288,5 @@ def _list_boxes(t: Template, position: int) -> list[Box]:
             continue
         sender = holders[t.unit_class[unit]][0]
         pieces = expand(t, unit, sender, position, 0, size)
-        boxes += [from_slices(piece.whole) for piece in pieces]
+        boxes += [from_slices(piece.global_slices) for piece in pieces]
     return boxes

@@ -158,8 +158,7 @@ def _ask(batches: Sequence[Batch], sets: _Sets) -> Iterator[_Asked]:
     """Who asks whom for which unit, template by template."""
     groups: dict[Template, list[int]] = {}
     for number, batch in enumerate(batches):
-        numbers = groups.setdefault(batch.template, [])
-        numbers.append(number)
+        groups.setdefault(batch.template, []).append(number)
     for template, numbers in groups.items():
         if template.reduction.chosen:
             for number in numbers:
@@ -196,29 +195,35 @@ def _ask_for_one_each(number: int, batch: Batch, sets: _Sets) -> _Asked:
     Replicas of an addend have to stay equal, so what is chosen depends on the unit alone.
     """
     t = batch.template
+    rows = list(_list_stripes(batch, sets))
+    unit, lo, hi, receivers = np.array(rows, np.int64).reshape(-1, 4).T
+    holders = sets.add_all(batch.src, t.holders)
+    return _Asked(
+        batch=np.full(len(rows), number),
+        unit=unit,
+        order=t.unit_order[unit],
+        lo=lo,
+        hi=hi,
+        holders=holders[t.unit_class[unit]],
+        receivers=receivers,
+        near=np.zeros(len(rows), np.int64),
+    )
+
+
+def _list_stripes(batch: Batch, sets: _Sets) -> Iterator[tuple[int, int, int, int]]:
+    """(unit, first element, last element + 1, receivers) of all that one addend each receives."""
+    t = batch.template
     held = list(map(set, t.holders.name(batch.src)))
     asking = [_group_by_addend(batch, positions) for positions in t.receivers]
-    rows: list[tuple[int, int, int, int]] = []
-    for unit, holders in enumerate(t.unit_class.tolist()):
-        by_addend = asking[t.unit_cell[unit]]
+    classes = zip(t.unit_class.tolist(), t.unit_cell.tolist(), strict=True)
+    for unit, (holders, cell) in enumerate(classes):
+        by_addend = asking[cell]
         chosen = _choose_addends(by_addend, held[holders])
         parts = stripes(t, unit, len(chosen))
         for (lo, hi), addend in zip(parts, chosen, strict=True):
             receivers = sets.add(by_addend[addend])
             if lo < hi:
-                rows.append((unit, lo, hi, receivers))
-    unit_, lo_, hi_, receivers_ = np.array(rows, np.int64).reshape(-1, 4).T
-    holders_ = sets.add_all(batch.src, t.holders)
-    return _Asked(
-        batch=np.full(len(rows), number),
-        unit=unit_,
-        order=t.unit_order[unit_],
-        lo=lo_,
-        hi=hi_,
-        holders=holders_[t.unit_class[unit_]],
-        receivers=receivers_,
-        near=np.zeros(len(rows), np.int64),
-    )
+                yield unit, lo, hi, receivers
 
 
 def _group_by_addend(batch: Batch, positions: Ints) -> dict[int, Ranks]:
@@ -227,8 +232,7 @@ def _group_by_addend(batch: Batch, positions: Ints) -> dict[int, Ranks]:
     addends = t.dst.mesh.coordinate(t.reduction.chosen)[positions].tolist()
     groups: dict[int, list[int]] = {}
     for position, addend in zip(positions.tolist(), addends, strict=True):
-        rank = batch.dst.ranks[position]
-        groups.setdefault(addend, []).append(rank)
+        groups.setdefault(addend, []).append(batch.dst.ranks[position])
     return {addend: tuple(sorted(ranks)) for addend, ranks in groups.items()}
 
 
@@ -246,18 +250,21 @@ def _split_by_node(asked: _Asked, sets: _Sets, topology: Topology) -> _Asked:
     # A pair of sets is one number, so that each pair is split once.
     codes = asked.holders * len(listed) + asked.receivers
     pairs, pair = np.unique(codes, return_inverse=True)
-    table: list[tuple[int, int, bool]] = []
-    first = [0]
+    parts: list[tuple[int, int, bool]] = []
+    counts = []
     for code in pairs.tolist():
         here, there = divmod(code, len(listed))
-        for holders, receivers, near in _split_pair(listed[here], listed[there], topology.node):
-            table.append((sets.add(holders), sets.add(receivers), near))
-        first.append(len(table))
-    bounds = np.array(first, np.int64)
-    part, row = ranges(bounds[pair], bounds[pair + 1])
+        split = _split_pair(listed[here], listed[there], topology.node)
+        counts.append(len(split))
+        for holders, receivers, near in split:
+            parts.append((sets.add(holders), sets.add(receivers), near))
+    # Every row is there once for each part of its pair.
+    first = Offsets.of_counts(np.array(counts, np.int64)).first
+    part, row = ranges(first[pair], first[pair + 1])
+    columns = np.array(parts, np.int64).reshape(-1, 3)
     rows = _Asked(*(column[row] for column in asked))
-    columns = np.array(table, np.int64).reshape(-1, 3)[part].T
-    return rows._replace(holders=columns[0], receivers=columns[1], near=columns[2])
+    split_holders, split_receivers, near_ = columns[part].T
+    return rows._replace(holders=split_holders, receivers=split_receivers, near=near_)
 
 
 def _split_pair(
@@ -279,6 +286,7 @@ def _split_pair(
 
 
 def _group_by_node(ranks: Ranks, node: Callable[[int], int]) -> dict[int, list[int]]:
+    """The ranks on each node, by its number."""
     groups: dict[int, list[int]] = {}
     for rank in ranks:
         groups.setdefault(node(rank), []).append(rank)
@@ -291,7 +299,6 @@ def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) ->
     addend = _find_addends(batches, asked)
     order, rows = _sort(asked, addend, len(sets))
     asked = _Asked(*(column[order] for column in asked))
-
     # What the rows of a block have in common stands in the first of them.
     head = rows.first[:-1]
     addend = addend[order[head]]
@@ -299,7 +306,6 @@ def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) ->
     line = asked.holders[head] * 2 + asked.near[head]
     blocks = Offsets.of_sorted(line)
     line = line[blocks.first[:-1]]
-
     each, row_bytes = _measure_rows(batches, asked)
     nbytes = rows.sums(row_bytes)
     count = _count_receivers(sets, asked.holders[head], receivers)
@@ -341,11 +347,8 @@ def _sort(asked: _Asked, addend: Ints, sets: int) -> tuple[Ints, Offsets]:
 
 def _measure_rows(batches: Sequence[Batch], asked: _Asked) -> tuple[Ints, Ints]:
     """The bytes of each row in one tensor, and in all tensors of its batch."""
-    itemsize = []
-    tensors = []
-    for batch in batches:
-        itemsize.append(batch.template.src.itemsize)
-        tensors.append(len(batch.names))
+    itemsize = [batch.template.src.itemsize for batch in batches]
+    tensors = [len(batch.names) for batch in batches]
     elements = asked.hi - asked.lo
     each = elements * np.array(itemsize, np.int64)[asked.batch]
     return each, each * np.array(tensors, np.int64)[asked.batch]
@@ -379,10 +382,8 @@ def _count_receivers(sets: tuple[Ranks, ...], holders: Ints, receivers: Ints) ->
     count = size[receivers]
     sending = set().union(*(sets[i] for i in np.unique(holders).tolist()))
     # Sets are compared one by one only where some rank of the receivers holds anything at all.
-    asking = {}
-    for i in np.unique(receivers).tolist():
-        if not sending.isdisjoint(sets[i]):
-            asking[i] = frozenset(sets[i])
+    asked = np.unique(receivers).tolist()
+    asking = {i: frozenset(sets[i]) for i in asked if not sending.isdisjoint(sets[i])}
     some_hold = np.isin(receivers, list(asking))
     for block in some_hold.nonzero()[0].tolist():
         held = sets[int(holders[block])]
@@ -391,9 +392,9 @@ def _count_receivers(sets: tuple[Ranks, ...], holders: Ints, receivers: Ints) ->
     return count
 
 
-def wire(on: Demands, line: int, block: int) -> Ranks:
+def wire(demands: Demands, line: int, block: int) -> Ranks:
     """The receivers of a block that do not hold it themselves."""
-    asking = on.asked_by(block)
-    if on.count[block] == len(asking):
+    asking = demands.asked_by(block)
+    if demands.count[block] == len(asking):
         return asking
-    return tuple(sorted(set(asking).difference(on.held_by(line))))
+    return tuple(sorted(set(asking).difference(demands.held_by(line))))

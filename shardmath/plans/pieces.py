@@ -2,7 +2,8 @@
 
 1. The boxes of a unit are the products of the rows of its pairs, row-major.
 2. A unit is cut at boxes, or at rows of a box larger than `SMALL` bytes.
-3. A piece is one box, or whole rows of one, as its source and its destination see it.
+3. A piece is one box, or whole rows of one, as its source and its destination see it. A transfer is
+   a piece of one tensor between two ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from shardmath.algebra.partition import Partition
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
+from shardmath.base.public import public
 from shardmath.plans.template import Template
 
 __all__ = [
     "SMALL",
     "Piece",
+    "Transfer",
     "expand",
     "legal",
     "snap",
@@ -189,7 +192,7 @@ class Piece(NamedTuple):
 
     src: tuple[slice, ...]
     dst: tuple[slice, ...]
-    whole: tuple[slice, ...]
+    global_slices: tuple[slice, ...]
     shape: tuple[int, ...]
     nbytes: int
     addend: int
@@ -284,3 +287,38 @@ def _cut_piece(
 def _slice(start: list[int], shape: tuple[int, ...]) -> tuple[slice, ...]:
     """The box of this shape that begins at `start`."""
     return tuple([slice(a, a + n) for a, n in zip(start, shape, strict=True)])
+
+
+@public
+class Transfer(NamedTuple):
+    """One box of one tensor that goes from a rank to a rank (or stays, where both are the same).
+
+    It prints as `sender -> receiver op [global box] of [box in the sender's tensor] to [box in the
+    receiver's], bytes`. Both sides list `shape` elements row-major. `op` is "copy", or the operation
+    by which the piece enters what is there; pieces for one element enter in order of `addend`.
+    """
+
+    tensor: str
+    src_rank: int
+    dst_rank: int
+    op: str
+    src_tensor: str
+    src_slices: tuple[slice, ...]
+    dst_tensor: str
+    dst_slices: tuple[slice, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+    global_slices: tuple[slice, ...]
+    addend: int = 0
+
+    def __str__(self) -> str:
+        name = f"{self.tensor}: " if self.tensor else ""
+        box = _show_box(self.global_slices)
+        src = _show_box(self.src_slices)
+        dst = _show_box(self.dst_slices)
+        ends = f"{self.src_rank} -> {self.dst_rank}"
+        return f"{name}{ends} {self.op} {box} of {src} to {dst}, {self.nbytes} B"
+
+
+def _show_box(slices: tuple[slice, ...]) -> str:
+    return f"[{', '.join(f'{s.start}:{s.stop}' for s in slices)}]"

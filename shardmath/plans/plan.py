@@ -10,6 +10,8 @@
 4. Copies that stay on a rank are transfers too; loads leave them out.
 5. The digest and the transfers depend on what ranks hold, not on how it is spelled: ranks that agree
    on the digest have the same plan.
+6. What reads only which tensors both sides hold takes any `Movable`: a plan, its transpose
+   (`adjoint`), or a program of it.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> mesh = Mesh(tp=2)
@@ -23,9 +25,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Protocol
 
 from shardmath.base.digest import digest, names_digest
 from shardmath.base.drawn import html, svg
@@ -60,45 +62,68 @@ from shardmath.plans.groups import (
     make_batches,
     named,
 )
-from shardmath.plans.pieces import Piece, expand
+from shardmath.plans.pieces import Piece, Transfer, expand
 from shardmath.plans.reduction import Reduction
 
-__all__ = ["Plan", "Side", "Transfer", "Windows", "local_name", "named", "plan", "spelled"]
+__all__ = [
+    "Movable",
+    "Plan",
+    "Side",
+    "Transfer",
+    "Windows",
+    "describe",
+    "local_name",
+    "named",
+    "plan",
+    "rule_of",
+    "spelled",
+]
 
 
-@public
-class Transfer(NamedTuple):
-    """One box of one tensor that goes from a rank to a rank (or stays, where both are the same).
+class Movable(Protocol):
+    """What brings tensors from one side to the other: a Plan, its transpose, or a Program of it.
 
-    It prints as `sender -> receiver op [global box] of [box in the sender's tensor] to [box in the
-    receiver's], bytes`. Both sides list `shape` elements row-major. `op` is "copy", or the operation
-    by which the piece enters what is there; pieces for one element enter in order of `addend`.
+    `src` and `dst` are each tensor's windows, by name ("" for two Layouts), names ascending;
+    `is_tree` says whether there are names; `in_part` are the tensors, ascending, of which no rank of
+    the destination holds some element. Equal digests do the same for the same names.
     """
 
-    tensor: str
-    src_rank: int
-    dst_rank: int
-    op: str
-    src_tensor: str
-    src_slices: tuple[slice, ...]
-    dst_tensor: str
-    dst_slices: tuple[slice, ...]
-    shape: tuple[int, ...]
-    nbytes: int
-    global_slices: tuple[slice, ...]
-    addend: int = 0
-
-    def __str__(self) -> str:
-        name = f"{self.tensor}: " if self.tensor else ""
-        box = _show_box(self.global_slices)
-        src = _show_box(self.src_slices)
-        dst = _show_box(self.dst_slices)
-        ends = f"{self.src_rank} -> {self.dst_rank}"
-        return f"{name}{ends} {self.op} {box} of {src} to {dst}, {self.nbytes} B"
+    @property
+    def src(self) -> Mapping[str, tuple[Layout, ...]]: ...
+    @property
+    def dst(self) -> Mapping[str, tuple[Layout, ...]]: ...
+    @property
+    def is_tree(self) -> bool: ...
+    @property
+    def in_part(self) -> tuple[str, ...]: ...
+    @property
+    def src_ranks(self) -> tuple[int, ...]: ...
+    @property
+    def dst_ranks(self) -> tuple[int, ...]: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def digest(self) -> str: ...
+    def fill(self, name: str) -> complex | None: ...
+    def divisor(self, name: str) -> int: ...
 
 
-def _show_box(slices: tuple[slice, ...]) -> str:
-    return f"[{', '.join(f'{s.start}:{s.stop}' for s in slices)}]"
+def describe(what: str, p: Movable) -> str:
+    """How a plan, or its transpose, is shown in a line."""
+    tensors = plural(p.src, "tensor")
+    part = f", {len(p.in_part)} of them in part" if p.in_part else ""
+    ranks = f"{len(p.src_ranks)} -> {plural(p.dst_ranks, 'rank')}"
+    return f"<{what} of {tensors}{part}, {ranks}, {p.digest[:12]}>"
+
+
+def rule_of(rules: Mapping[str, Reduction], name: str) -> Reduction:
+    """What a tensor's Partial axes ask for. Raises PlanError for a tensor that the plan does not
+    have."""
+    rule = rules.get(name) if isinstance(name, str) else None
+    if rule is None:
+        some = ", ".join(map(repr, list(rules)[:8]))
+        raise PlanError(f"the plan has no tensor {shown(name)}; it has {some}")
+    return rule
 
 
 @public
@@ -108,8 +133,7 @@ class Plan:
 
     `src` and `dst` are each tensor's windows, by name ("" for two Layouts), names ascending; `rules`
     what their Partial axes ask for; `in_part` the tensors, ascending, of which no rank of the
-    destination holds some element. An adjoint has the plan that it transposes as `forward`, and
-    lists its transfers through `flip`.
+    destination holds some element.
     """
 
     src: Mapping[str, tuple[Layout, ...]]
@@ -122,8 +146,6 @@ class Plan:
     src_ranks: tuple[int, ...]
     dst_ranks: tuple[int, ...]
     topology: Topology | None = None
-    forward: Plan | None = None
-    flip: Callable[[Transfer], Transfer] | None = None
     in_part: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
@@ -133,11 +155,7 @@ class Plan:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        what = "adjoint plan" if self.forward else "plan"
-        tensors = plural(self.src, "tensor")
-        part = f", {len(self.in_part)} of them in part" if self.in_part else ""
-        ranks = f"{len(self.src_ranks)} -> {plural(self.dst_ranks, 'rank')}"
-        return f"<{what} of {tensors}{part}, {ranks}, {self.digest[:12]}>"
+        return describe("plan", self)
 
     def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
         """A picture as an SVG document: a tensor before and after, and bytes by sender and receiver.
@@ -161,40 +179,25 @@ class Plan:
 
         Raises PlanError for a tensor that the plan does not have.
         """
-        return self._rule(name).fill
+        return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
         """By what the tensor's destination cells are divided when all has arrived: the addends of an
         avg, else 1."""
-        return self._rule(name).divisor
-
-    def _rule(self, name: str) -> Reduction:
-        rule = self.rules.get(name) if isinstance(name, str) else None
-        if rule is None:
-            some = ", ".join(map(repr, list(self.src)[:8]))
-            raise PlanError(f"the plan has no tensor {shown(name)}; it has {some}")
-        return rule
+        return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
         """The transfers, all or those of one sender, of one receiver, or of a pair; none for a rank
         without any."""
-        src = _as_rank(src)
-        dst = _as_rank(dst)
-        if self.forward is None or self.flip is None:
-            return _list_transfers(self, src, dst)
-        return map(self.flip, _list_transfers(self.forward, dst, src))
+        return _list_transfers(self, _as_rank(src), _as_rank(dst))
 
     def sent_bytes(self) -> dict[int, int]:
         """Bytes that each rank of either side sends to other ranks."""
-        return self._count_bytes(sent=self.forward is None)
+        return dict.fromkeys(self.ranks, 0) | sent_loads(self.lines)
 
     def received_bytes(self) -> dict[int, int]:
         """Bytes that each rank of either side receives from other ranks."""
-        return self._count_bytes(sent=self.forward is not None)
-
-    def _count_bytes(self, *, sent: bool) -> dict[int, int]:
-        loads = sent_loads(self.lines) if sent else received_loads(self.lines)
-        return dict.fromkeys(self.ranks, 0) | loads
+        return dict.fromkeys(self.ranks, 0) | received_loads(self.lines)
 
 
 def _as_rank(rank: int | None) -> int | None:
@@ -290,34 +293,40 @@ def _list_received(p: Plan, rank: int) -> Iterator[Transfer]:
         yield from spelled(p, p.lines, stretch)
 
 
-def spelled(p: Plan, on: Demands, stretch: Stretch, *, relayed: bool = False) -> Iterator[Transfer]:
+def spelled(
+    p: Plan, demands: Demands, stretch: Stretch, *, relayed: bool = False
+) -> Iterator[Transfer]:
     """The transfers of a stretch of the plan's lines, tensor by tensor.
 
     Where `relayed`, the sender is a rank of the destination and sends what it has received, folded
     in already.
     """
-    block, sender, receiver, lo, hi = stretch
-    end = int(on.row_first[block + 1])
-    for row in range(row_at(on, block, lo), end):
-        start = int(on.at[row])
-        if start >= hi:
-            break
-        batch = p.batches[int(on.batch[row])]
+    ends = stretch.sender, stretch.receiver
+    for row, first, last in _find_rows(demands, stretch):
+        batch = p.batches[int(demands.batch[row])]
         t = batch.template
-        unit = int(on.unit[row])
-        element = int(on.lo[row])
-        each = int(on.each[row])
-        here = (batch.dst if relayed else batch.src).position(sender)
-        there = batch.dst.position(receiver)
+        unit = int(demands.unit[row])
+        element = int(demands.lo[row])
+        here = (batch.dst if relayed else batch.src).position(stretch.sender)
+        there = batch.dst.position(stretch.receiver)
+        for i, k, a, b in _divide_by_tensor(first, last, int(demands.each[row])):
+            lo = element + a // t.src.itemsize
+            hi = element + b // t.src.itemsize
+            pieces = expand(t, unit, here, there, lo, hi, relayed=relayed)
+            yield from _name_pieces(p, batch, batch.names[i:k], ends, pieces, relayed)
 
-        first = max(lo - start, 0)
-        last = min(hi - start, each * len(batch.names))
-        for i, k, a, b in _divide_by_tensor(first, last, each):
-            a = element + a // t.src.itemsize
-            b = element + b // t.src.itemsize
-            pieces = expand(t, unit, here, there, a, b, relayed=relayed)
-            names = batch.names[i:k]
-            yield from _name_pieces(p, batch, names, (sender, receiver), pieces, relayed)
+
+def _find_rows(demands: Demands, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
+    """(row, first byte of it, last byte of it + 1) of all rows that the stretch has a part of."""
+    block, _, _, lo, hi = stretch
+    end = int(demands.row_first[block + 1])
+    for row in range(row_at(demands, block, lo), end):
+        start = int(demands.at[row])
+        if start >= hi:
+            return
+        # A row ends where the next one begins, the last one where the block does.
+        stop = int(demands.at[row + 1]) if row + 1 < end else int(demands.nbytes[block])
+        yield row, max(lo - start, 0), min(hi, stop) - start
 
 
 def _divide_by_tensor(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, int, int]]:

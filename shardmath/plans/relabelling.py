@@ -30,6 +30,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -214,12 +215,9 @@ class _Shared(NamedTuple):
 
 def _compare(pairs: Counter[Pair], ranks: Ints) -> Iterable[_Shared]:
     """What the windows of each pair have in common; pairs of equal classes are added up."""
-    layouts = {layout for pair in pairs for layout in pair}
-    last = max((max(layout.mesh.ranks) for layout in layouts), default=0)
-    place = np.full(1 + last, -1)
-    place[ranks] = np.arange(len(ranks))
+    layouts = set(itertools.chain.from_iterable(pairs))
+    place = _place_ranks(layouts, ranks)
     classes = {layout: _classify(layout, place) for layout in layouts}
-
     out: dict[tuple[bytes, ...], _Shared] = {}
     for (a, b), count in pairs.items():
         rows = classes[a]
@@ -235,6 +233,14 @@ def _compare(pairs: Counter[Pair], ranks: Ints) -> Iterable[_Shared]:
             shared = shared._replace(table=nbytes)
         out[key] = shared
     return out.values()
+
+
+def _place_ranks(layouts: Iterable[Layout], ranks: Ints) -> Ints:
+    """The place of each rank of the layouts among these, -1 for others."""
+    last = max((max(layout.mesh.ranks) for layout in layouts), default=0)
+    place = np.full(1 + last, -1)
+    place[ranks] = np.arange(len(ranks))
+    return place
 
 
 def _widen(shared: _Shared) -> _Shared:

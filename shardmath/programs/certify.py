@@ -27,6 +27,7 @@ from shardmath.flows.blocks import Block
 from shardmath.flows.bound import bound
 from shardmath.flows.certificate import Certificate, certificate
 from shardmath.flows.topology import Topology, checked
+from shardmath.plans.adjoint import Transposed
 from shardmath.plans.cover import meeting
 from shardmath.plans.demands import Demands, lines
 from shardmath.plans.plan import Plan
@@ -51,20 +52,20 @@ def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certifica
     return certificate(least, time)
 
 
-def crossing_bytes(p: Plan | Program, *, topology: Topology | None = None) -> int:
+def crossing_bytes(p: Plan | Transposed | Program, *, topology: Topology | None = None) -> int:
     """How many bytes go from one node to another when `p` is compiled, each as often as it crosses.
 
     `p` and `topology` are what `certify` takes; an adjoint crosses as its plan does, the other way.
     """
-    if isinstance(p, Plan) and p.forward is not None:
+    if isinstance(p, Transposed):
         p = p.forward
     of = pairs(_find_running(p, topology))
     return int(of.nbytes[of.far].sum())
 
 
-def _find_running(p: Plan | Program, topology: Topology | None) -> Program:
+def _find_running(p: object, topology: Topology | None) -> Program:
     """What runs when `p` is compiled. Raises PlanError as `certify` does."""
-    if isinstance(p, Plan) and p.forward is None:
+    if isinstance(p, Plan):
         return as_planned(p, topology)
     if not isinstance(p, Program):
         what = "certify what plan(src, dst) or schedule(plan) returns"

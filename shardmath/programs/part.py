@@ -24,7 +24,8 @@ from typing import NamedTuple
 from shardmath.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
-from shardmath.plans.plan import Plan, Transfer
+from shardmath.plans.adjoint import Transposed
+from shardmath.plans.plan import Movable, Plan, Transfer
 from shardmath.programs.messages import (
     Message,
     Round,
@@ -80,7 +81,7 @@ class Part:
     each element come in their order.
     """
 
-    plan: Plan
+    plan: Plan | Transposed
     rank: int
     sources: Mapping[str, Stored]
     destinations: Mapping[str, Stored]
@@ -91,7 +92,7 @@ class Part:
     keeps_order: bool
 
 
-def plan_of(given: Plan | Program) -> Plan:
+def plan_of(given: Plan | Transposed | Program) -> Plan | Transposed:
     """The plan itself, or that which the program carries out."""
     return given.plan if isinstance(given, Program) else given
 
@@ -135,7 +136,7 @@ class Outline:
     program, which has turns of its own, and whose messages are made already.
     """
 
-    given: Plan | Program
+    given: Plan | Transposed | Program
     rank: int
     peers: int
     transfers: tuple[Transfer, ...]
@@ -144,7 +145,7 @@ class Outline:
     @property
     def operations(self) -> frozenset[tuple[str, str]]:
         """The pairs (tensor, operation) that the rank computes: folds, "fill" and "divide"."""
-        plan = plan_of(self.given)
+        plan = self.given
         stored = {tensor for tensor, _ in stored_on(plan.dst, self.rank).values()}
         found = {(tensor, "fill") for tensor in stored if plan.fill(tensor) is not None}
         found |= {(tensor, "divide") for tensor in stored if plan.divisor(tensor) != 1}
@@ -163,7 +164,7 @@ class Outline:
         plan's; a program has its own. Raises ExchangeError for one without room for an element.
         """
         mine = self.messages
-        if isinstance(self.given, Plan):
+        if not isinstance(self.given, Program):
             pace = set_pace(
                 self.given.ranks,
                 peers=peers,
@@ -186,7 +187,7 @@ class Outline:
         )
 
 
-def outline(given: Plan | Program, rank: int) -> Outline:
+def outline(given: Plan | Transposed | Program, rank: int) -> Outline:
     """What the rank does of the plan or program, but for its pace."""
     if isinstance(given, Program):
         mine = scheduled(given, rank)
@@ -197,7 +198,9 @@ def outline(given: Plan | Program, rank: int) -> Outline:
     return Outline(given, rank, most_peers(transfers), transfers)
 
 
-def parts(given: Plan | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES) -> tuple[Part, ...]:
+def parts(
+    given: Plan | Transposed | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES
+) -> tuple[Part, ...]:
     """The parts of all ranks, as they would agree on them."""
     outlines = [outline(given, rank) for rank in given.ranks]
     peers = max((one.peers for one in outlines), default=0)
@@ -211,7 +214,7 @@ def parts(given: Plan | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES) ->
     return made
 
 
-def _fills(plan: Plan, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
+def _fills(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
     """Destinations that are folded into start at the identity of their reduction."""
     for key, (tensor, layout) in stored.items():
         value = plan.fill(tensor)
@@ -219,7 +222,7 @@ def _fills(plan: Plan, rank: int, stored: Mapping[str, Stored]) -> Iterator[Cell
             yield CellWork(key, own_boxes(layout.runs(rank)), value)
 
 
-def _divisions(plan: Plan, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
+def _divisions(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
     """Averages are sums until all has arrived, and then divided."""
     for key, (tensor, layout) in stored.items():
         by = plan.divisor(tensor)

@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -30,6 +30,7 @@ from shardmath.base.given import plural
 from shardmath.base.integers import as_integer
 from shardmath.base.public import public
 from shardmath.flows.topology import Topology
+from shardmath.layouts.layout import Layout
 from shardmath.plans.balance import Stretch, grid, kept
 from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan, Transfer, spelled
@@ -107,9 +108,47 @@ class Program:
         return html(self)
 
     @property
+    def src(self) -> Mapping[str, tuple[Layout, ...]]:
+        """Each tensor's windows at the source, by name."""
+        return self.plan.src
+
+    @property
+    def dst(self) -> Mapping[str, tuple[Layout, ...]]:
+        """Each tensor's windows at the destination, by name."""
+        return self.plan.dst
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether tensors have names."""
+        return self.plan.is_tree
+
+    @property
+    def in_part(self) -> tuple[str, ...]:
+        """The tensors, ascending, of which no rank of the destination holds some element."""
+        return self.plan.in_part
+
+    @property
+    def src_ranks(self) -> tuple[int, ...]:
+        """The ranks of the source, ascending."""
+        return self.plan.src_ranks
+
+    @property
+    def dst_ranks(self) -> tuple[int, ...]:
+        """The ranks of the destination, ascending."""
+        return self.plan.dst_ranks
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of either side, ascending."""
         return self.plan.ranks
+
+    def fill(self, name: str) -> complex | None:
+        """As `Plan.fill`."""
+        return self.plan.fill(name)
+
+    def divisor(self, name: str) -> int:
+        """As `Plan.divisor`."""
+        return self.plan.divisor(name)
 
     @property
     def collectives(self) -> dict[str, Collective]:

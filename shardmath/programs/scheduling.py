@@ -118,8 +118,8 @@ def schedule(
 
 
 def _check_plan(p: Plan, fix: str) -> None:
-    """Raise PlanError unless this is a plan, and not an adjoint."""
-    if not isinstance(p, Plan) or p.forward is not None:
+    """Raise PlanError unless this is a plan: an adjoint is none."""
+    if not isinstance(p, Plan):
         raise PlanError(f"{p!r} is not a plan of two sides' layouts; {fix}")
 
 

@@ -45,8 +45,9 @@ def _group_batches(p: Plan) -> list[list[Batch]]:
         require(batch.names, "a batch is of no tensor")
         groups.setdefault(batch.names, []).append(batch)
     times = Counter(itertools.chain.from_iterable(groups))
-    for name, n in times.items():
-        require(n == 1, f"tensor {name!r} moves twice")
+    for name, count in times.items():
+        if count > 1:
+            require(False, f"tensor {name!r} moves twice")
     if not times.keys() == p.src.keys() == p.dst.keys():
         odd = (times.keys() ^ p.src.keys()) | (times.keys() ^ p.dst.keys())
         require(False, f"tensor {min(odd)!r} is in no batch, or not in the plan")
@@ -61,18 +62,27 @@ def _find_windows(p: Plan, names: Iterable[str]) -> _Held:
     """The distinct windows of these tensors."""
     out: _Held = {}
     for name in names:
-        out.setdefault((p.src[name], p.dst[name]), name)
+        windows = p.src[name], p.dst[name]
+        out.setdefault(windows, name)
     return out
 
 
 def _check_sides(p: Plan, held: Sequence[_Held]) -> None:
     """The plan knows all ranks of both sides."""
-    for side, word, ranks in ((0, "source", p.src_ranks), (1, "destination", p.dst_ranks)):
-        meshes = {layout.mesh for alike in held for pair in alike for layout in pair[side]}
-        known = tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
-        if ranks != known:
-            given = f"{len(ranks)} ranks {ranks[:8]}"
-            require(False, f"{given} are not those of the {word}, {len(known)} ranks {known[:8]}")
+    pairs = list(itertools.chain.from_iterable(held))
+    _check_ranks("source", p.src_ranks, [src for src, _ in pairs])
+    _check_ranks("destination", p.dst_ranks, [dst for _, dst in pairs])
+
+
+def _check_ranks(word: str, ranks: tuple[int, ...], windows: Sequence[tuple[Layout, ...]]) -> None:
+    """The ranks are those of all windows of a side, ascending."""
+    layouts = itertools.chain.from_iterable(windows)
+    meshes = {layout.mesh for layout in layouts}
+    distinct = {rank for mesh in meshes for rank in mesh.ranks}
+    known = tuple(sorted(distinct))
+    if ranks != known:
+        given = f"{len(ranks)} ranks {ranks[:8]}"
+        require(False, f"{given} are not those of the {word}, {len(known)} ranks {known[:8]}")
 
 
 def _check_group(batches: Sequence[Batch], held: _Held) -> None:
@@ -87,9 +97,9 @@ def _check_group(batches: Sequence[Batch], held: _Held) -> None:
         check_disjoint(name, src)
         for batch in batches:
             _check_batch(name, src, dst, batch)
-        for j in sorted(set(range(len(dst))) - reached):
-            needs = cells_held(dst[j]).any()
-            require(not needs, f"tensor {name!r}: nothing arrives in window {j}")
+        for j, layout in enumerate(dst):
+            arrives = j in reached or not cells_held(layout).any()
+            require(arrives, f"tensor {name!r}: nothing arrives in window {j}")
 
 
 def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch: Batch) -> None:
@@ -98,18 +108,24 @@ def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch:
     known = batch.source in range(len(src)) and batch.target in range(len(dst))
     moved = f"from window {batch.source} of {len(src)} to window {batch.target} of {len(dst)}"
     require(known, f"tensor {name!r} moves {moved}")
-    held = src[batch.source], dst[batch.target]
-    planned = (
-        _place_form(name, t.src, batch.src, held[0]),
-        _place_form(name, t.dst, batch.dst, held[1]),
-    )
-    for layout, other in zip(held, planned, strict=True):
-        if layout is not other and not equivalent(layout, other):
-            lies = f"tensor {name!r} lies as {layout} on {layout.mesh}"
-            require(False, f"{lies}, not as {other} on {other.mesh}")
-    rule, asked = reduction(*planned), reduction(*held)
-    if repr(rule) != repr(t.reduction) or rule.by_ranks(*planned) != asked.by_ranks(*held):
+    a, b = src[batch.source], dst[batch.target]
+    planned_a = _place_form(name, t.src, batch.src, a)
+    planned_b = _place_form(name, t.dst, batch.dst, b)
+    _check_form(name, a, planned_a)
+    _check_form(name, b, planned_b)
+    rule = reduction(planned_a, planned_b)
+    asked = reduction(a, b)
+    same = rule.by_ranks(planned_a, planned_b) == asked.by_ranks(a, b)
+    if not same or repr(rule) != repr(t.reduction):
         raise PlanError(f"tensor {name!r} is reduced by {t.reduction}; its layouts ask for {asked}")
+
+
+def _check_form(name: str, layout: Layout, planned: Layout) -> None:
+    """A window lies as its template says."""
+    if layout is planned or equivalent(layout, planned):
+        return
+    lies = f"tensor {name!r} lies as {layout} on {layout.mesh}"
+    require(False, f"{lies}, not as {planned} on {planned.mesh}")
 
 
 def _place_form(name: str, form: Layout, mesh: Mesh, layout: Layout) -> Layout:

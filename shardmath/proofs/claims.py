@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from shardmath.algebra.box import Box, first_gap, first_overlap, from_slices, tiles
@@ -22,7 +22,7 @@ from shardmath.base.given import listed, text
 from shardmath.base.integers import as_integer
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
-from shardmath.plans.adjoint import flip_of, swapped
+from shardmath.plans.adjoint import Transposed, flip_of, swapped
 from shardmath.plans.plan import Plan, Transfer
 from shardmath.plans.reduction import Reduction, reduction
 
@@ -33,57 +33,64 @@ MANY = 256
 that fails."""
 
 
-def check_claim(p: Plan, transfers: Iterable[Transfer]) -> None:
+def check_claim(p: Plan | Transposed, transfers: Iterable[Transfer]) -> None:
     """Raise PlanError unless the transfers are right one by one, and all of them together."""
-    forward = p.forward or p
-    flip = flip_of(forward) if p.forward else None
+    forward = p.forward if isinstance(p, Transposed) else p
+    flip = flip_of(forward) if isinstance(p, Transposed) else None
     tensors = {name: _Tensor(forward, name) for name in forward.src}
     boxes: _Boxes = {}
-    if not isinstance(transfers, Iterable):
-        raise PlanError(f"transfers={transfers!r} are none; give an iterable of shardmath.Transfer")
-    for given in listed(transfers, "transfers", PlanError):
-        t = _read(given)
-        if t.tensor not in tensors:
-            names = ", ".join(map(repr, tensors))
-            raise PlanError(f"{t}: the plan has no tensor {t.tensor!r}; its tensors are {names}")
-        tensor = tensors[t.tensor]
-        if flip is None:
-            ahead = t
-            target, op = _check(tensor, ahead)
-            entry = op, target.addend
-        else:
-            # An adjoint's transfer is proved as the one that it turns round; its operation is its
-            # own.
-            ahead = swapped(t)
-            target, _ = _check(tensor, ahead)
+    for t in _read_all(transfers):
+        tensor = _find_tensor(tensors, t)
+        # An adjoint's transfer is proved as the one that it turns round; its operation is its own.
+        ahead = t if flip is None else swapped(t)
+        target, op = _check(tensor, ahead)
+        entry = op, target.addend
+        if flip is not None:
             entry = flip.entry(ahead.dst_tensor, ahead.dst_rank)
         _check_entry(t, entry)
         tensor.choose(target, ahead)
-        boxes.setdefault(target, []).append(from_slices(ahead.dst_slices))
+        box = from_slices(ahead.dst_slices)
+        boxes.setdefault(target, []).append(box)
     for tensor in tensors.values():
         _check_complete(tensor, boxes)
+
+
+def _find_tensor(tensors: Mapping[str, _Tensor], t: Transfer) -> _Tensor:
+    """What the layouts say of a transfer's tensor. Raises PlanError for a stranger."""
+    if t.tensor not in tensors:
+        names = ", ".join(map(repr, tensors))
+        raise PlanError(f"{t}: the plan has no tensor {t.tensor!r}; its tensors are {names}")
+    return tensors[t.tensor]
 
 
 # Reading what is given
 
 
+def _read_all(transfers: object) -> Iterator[Transfer]:
+    """The transfers. Raises PlanError for what is not an iterable of them."""
+    if not isinstance(transfers, Iterable):
+        raise PlanError(f"transfers={transfers!r} are none; give an iterable of shardmath.Transfer")
+    return map(_read, listed(transfers, "transfers", PlanError))
+
+
 def _read(given: object) -> Transfer:
-    """The transfer, its names, slices and numbers Python's own. Raises PlanError for what has
-    others."""
+    """The transfer, its names, slices and numbers Python's own. Raises PlanError for what is not
+    one, or has others."""
     t = _check_type(given)
+    sizes = listed(t.shape, "sizes", PlanError)
     return Transfer(
-        text(t.tensor, "the tensor of a transfer", PlanError),
-        as_integer(t.src_rank, "the src_rank of a transfer", PlanError),
-        as_integer(t.dst_rank, "the dst_rank of a transfer", PlanError),
-        text(t.op, "the op of a transfer", PlanError),
-        text(t.src_tensor, "the src_tensor of a transfer", PlanError),
-        _read_slices(t.src_slices),
-        text(t.dst_tensor, "the dst_tensor of a transfer", PlanError),
-        _read_slices(t.dst_slices),
-        _read_shape(t.shape),
-        as_integer(t.nbytes, "the bytes of a transfer", PlanError),
-        _read_slices(t.global_slices),
-        as_integer(t.addend, "the addend of a transfer", PlanError),
+        tensor=text(t.tensor, "the tensor of a transfer", PlanError),
+        src_rank=as_integer(t.src_rank, "the src_rank of a transfer", PlanError),
+        dst_rank=as_integer(t.dst_rank, "the dst_rank of a transfer", PlanError),
+        op=text(t.op, "the op of a transfer", PlanError),
+        src_tensor=text(t.src_tensor, "the src_tensor of a transfer", PlanError),
+        src_slices=_read_slices(t.src_slices),
+        dst_tensor=text(t.dst_tensor, "the dst_tensor of a transfer", PlanError),
+        dst_slices=_read_slices(t.dst_slices),
+        shape=tuple(as_integer(n, "a size of a transfer", PlanError) for n in sizes),
+        nbytes=as_integer(t.nbytes, "the bytes of a transfer", PlanError),
+        global_slices=_read_slices(t.global_slices),
+        addend=as_integer(t.addend, "the addend of a transfer", PlanError),
     )
 
 
@@ -116,16 +123,11 @@ def _read_slices(slices: tuple[slice, ...]) -> tuple[slice, ...]:
     what = "an end of a slice of a transfer"
     out = []
     for given in slices:
-        step = 1 if given.step is None else given.step
-        ends = (as_integer(x, what, PlanError) for x in (given.start, given.stop, step))
-        out.append(slice(*ends))
+        start = as_integer(given.start, what, PlanError)
+        stop = as_integer(given.stop, what, PlanError)
+        step = 1 if given.step is None else as_integer(given.step, what, PlanError)
+        out.append(slice(start, stop, step))
     return tuple(out)
-
-
-def _read_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape, of Python's integers."""
-    sizes = listed(shape, "sizes", PlanError)
-    return tuple(as_integer(n, "a size of a transfer", PlanError) for n in sizes)
 
 
 # What the layouts say
@@ -146,13 +148,32 @@ class _Target(NamedTuple):
 _Boxes: TypeAlias = dict[_Target, list[Box]]
 
 
+class _Addends(NamedTuple):
+    """What the ranks of a destination window have to do with addends, by rank.
+
+    `group` is the number of the rank's group, of which one receives, `chosen` its addend if any one
+    may receive, and `through` its addend of those that pass through.
+    """
+
+    group: dict[int, int]
+    chosen: dict[int, int]
+    through: dict[int, int]
+
+
+def _number_addends(mesh: Mesh, rule: Reduction) -> _Addends:
+    """The groups and the addends of the ranks of a mesh."""
+    others = [axis for axis in mesh.shape if axis not in rule.chosen]
+    through = [axis for _, axes in rule.matched for axis in axes]
+    chosen = _coordinates(mesh, rule.chosen) if rule.chosen else {}
+    return _Addends(_coordinates(mesh, others), chosen, _coordinates(mesh, through))
+
+
 class _Tensor:
     """What the layouts of one tensor say, looked up by rank.
 
     `windows` are, for either side, the number of each window by local name. `rules[i, j]` is how
-    source window i enters destination window j. For destination window j, `groups[j]` is the number
-    of each rank's group, of which one receives, `chosen[j]` its addend if any one may receive, and
-    `through[j]` its addend of those that pass through.
+    source window i enters destination window j, and `ranks[j]` what the ranks of destination window
+    j have to do with addends.
     """
 
     def __init__(self, p: Plan, name: str) -> None:
@@ -160,24 +181,13 @@ class _Tensor:
         self.itemsize = self.src[0].itemsize
         self.windows = [_number_windows(name, side) for side in (self.src, self.dst)]
         self.rules: dict[tuple[int, int], Reduction] = {}
-        for i, a in enumerate(self.src):
-            for j, b in enumerate(self.dst):
+        self.ranks: list[_Addends] = []
+        for j, b in enumerate(self.dst):
+            for i, a in enumerate(self.src):
                 self.rules[i, j] = reduction(a, b)
-        self.groups: list[dict[int, int]] = []
-        self.chosen: list[dict[int, int]] = []
-        self.through: list[dict[int, int]] = []
-        for j, layout in enumerate(self.dst):
-            self._add_window(layout.mesh, self.rules[0, j])
+            self.ranks.append(_number_addends(b.mesh, self.rules[0, j]))
         self.choices: dict[tuple[int, int, int], dict[tuple[Box, int], None]] = {}
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
-
-    def _add_window(self, mesh: Mesh, rule: Reduction) -> None:
-        """Note what a destination window's ranks have to do with addends."""
-        others = [axis for axis in mesh.shape if axis not in rule.chosen]
-        through = [axis for _, axes in rule.matched for axis in axes]
-        self.groups.append(_coordinates(mesh, others))
-        self.chosen.append(_coordinates(mesh, rule.chosen) if rule.chosen else {})
-        self.through.append(_coordinates(mesh, through))
 
     def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
         """What the rank holds of a window of the source (0) or of the destination (1)."""
@@ -189,13 +199,13 @@ class _Tensor:
 
     def choose(self, target: _Target, t: Transfer) -> None:
         """Note which of the destination's addends receives, where any one may."""
-        j = target.window
-        if not self.chosen[j]:
+        ranks = self.ranks[target.window]
+        if not ranks.chosen:
             return
-        key = j, self.through[j][t.dst_rank], target.addend
+        key = target.window, ranks.through[t.dst_rank], target.addend
         # A dict as an ordered set: replicas mostly repeat each other.
         choice = self.choices.setdefault(key, {})
-        choice[from_slices(t.global_slices), self.chosen[j][t.dst_rank]] = None
+        choice[from_slices(t.global_slices), ranks.chosen[t.dst_rank]] = None
 
 
 def _number_windows(name: str, side: tuple[Layout, ...]) -> dict[str, int]:
@@ -221,15 +231,16 @@ def _check(tensor: _Tensor, t: Transfer) -> tuple[_Target, str]:
     j = _check_end(tensor, 1, t.dst_tensor, t.dst_rank, t.dst_slices, t)
     rule = tensor.rules[i, j]
     addend = _find_addend(tensor.src[i], tensor.dst[j], rule, t)
-    group = tensor.groups[j][t.dst_rank]
+    group = tensor.ranks[j].group[t.dst_rank]
     return _Target(t.tensor, j, group, addend), rule.op_of(addend)
 
 
 def _check_sizes(tensor: _Tensor, t: Transfer) -> None:
     """Slices, shape and bytes agree."""
     for slices in (t.src_slices, t.dst_slices, t.global_slices):
-        odd = any(s.step not in (None, 1) or s.start < 0 for s in slices)
-        if odd or tuple(s.stop - s.start for s in slices) != t.shape:
+        odd = any(s.step != 1 or s.start < 0 for s in slices)
+        shape = tuple(s.stop - s.start for s in slices)
+        if odd or shape != t.shape:
             what = f"{t}: slices {from_slices(slices)} are not of shape {t.shape}"
             raise PlanError(f"{what}; all slices of a transfer list the same box")
     _check_shape(tensor, t)
@@ -282,11 +293,14 @@ def _holds(runs: Runs, here: slice, there: slice) -> bool:
 
 def _find_addend(src: Layout, dst: Layout, rule: Reduction, t: Transfer) -> int:
     """The sender's place in the fold; addends that pass through must stay in theirs."""
-    here, there = src.mesh.coords(t.src_rank), dst.mesh.coords(t.dst_rank)
+    here = src.mesh.coords(t.src_rank)
+    there = dst.mesh.coords(t.dst_rank)
     for a, b in rule.matched:
-        ours, theirs = _flatten(src.mesh, here, a), _flatten(dst.mesh, there, b)
+        ours = _flatten(src.mesh, here, a)
+        theirs = _flatten(dst.mesh, there, b)
         if ours != theirs:
-            left, arrives = f"addend {ours} of {'*'.join(a)}", f"addend {theirs} of {'*'.join(b)}"
+            left = f"addend {ours} of {'*'.join(a)}"
+            arrives = f"addend {theirs} of {'*'.join(b)}"
             what = f"{t}: {left} arrives as {arrives}"
             raise PlanError(f"{what}; addends pass through along these axes")
     return _flatten(src.mesh, here, rule.folded)
@@ -316,8 +330,9 @@ def _check_complete(tensor: _Tensor, boxes: _Boxes) -> None:
     """Each replica receives each addend of each element once, and all choose the same receivers."""
     for j, layout in enumerate(tensor.dst):
         # One rank stands for its group: the first, as earlier ranks come later here.
-        ranks = {tensor.groups[j][rank]: rank for rank in reversed(layout.mesh.ranks)}
-        for group, rank in ranks.items():
+        number = tensor.ranks[j].group
+        first = {number[rank]: rank for rank in reversed(layout.mesh.ranks)}
+        for group, rank in first.items():
             runs = tensor.runs(1, j, rank)
             for addend in range(tensor.rules[0, j].addends):
                 target = _Target(tensor.name, j, group, addend)

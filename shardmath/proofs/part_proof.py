@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from shardmath.algebra.box import first_gap, first_overlap, from_slices
 from shardmath.base.errors import PlanError
+from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan, Transfer
 from shardmath.programs.messages import Message, Step, aligned
 from shardmath.programs.part import Part
@@ -111,7 +112,7 @@ def _key(t: Transfer) -> _Key:
     return t.src_rank, t.dst_rank, t.tensor, t.src_tensor, t.dst_tensor, t.addend, t.op
 
 
-def _check_pieces(plan: Plan, parts: Sequence[Part]) -> None:
+def _check_pieces(plan: Plan | Transposed, parts: Sequence[Part]) -> None:
     """Every transfer is tiled by the pieces that are cut from it."""
     whole: dict[_Key, list[Transfer]] = defaultdict(list)
     for t in plan.transfers():
@@ -137,25 +138,31 @@ def _check_cut(key: _Key, transfers: Sequence[Transfer], pieces: Sequence[Transf
     if twice is not None:
         raise PlanError(f"{what}: two pieces bring one cell; {FIX}")
     for t in transfers:
-        inside = [piece for piece in pieces if _inside(piece, t)]
-        held = [[span] for span in from_slices(t.dst_slices)]
-        gap = first_gap(held, [from_slices(piece.dst_slices) for piece in inside])
+        gap = _find_gap(t, pieces)
         if gap is not None:
             raise PlanError(f"{what}: no piece brings the cell {gap}; {FIX}")
 
 
+def _find_gap(t: Transfer, pieces: Sequence[Transfer]) -> tuple[int, ...] | None:
+    """The first cell of a transfer that no piece brings."""
+    boxes = [from_slices(piece.dst_slices) for piece in pieces if _inside(piece, t)]
+    held = [[span] for span in from_slices(t.dst_slices)]
+    return first_gap(held, boxes)
+
+
 def _inside(piece: Transfer, t: Transfer) -> bool:
     """Whether the piece is a part of the transfer, at one place in all three of its boxes."""
-    offsets = set()
-    for mine, its in (
-        (piece.src_slices, t.src_slices),
-        (piece.dst_slices, t.dst_slices),
-        (piece.global_slices, t.global_slices),
-    ):
-        within = all(
-            b.start <= a.start and a.stop <= b.stop for a, b in zip(mine, its, strict=True)
-        )
-        if not within:
-            return False
-        offsets.add(tuple(a.start - b.start for a, b in zip(mine, its, strict=True)))
-    return len(offsets) == 1
+    source = _find_offset(piece.src_slices, t.src_slices)
+    target = _find_offset(piece.dst_slices, t.dst_slices)
+    tensor = _find_offset(piece.global_slices, t.global_slices)
+    return source is not None and source == target == tensor
+
+
+def _find_offset(box: tuple[slice, ...], of: tuple[slice, ...]) -> tuple[int, ...] | None:
+    """Where a box begins in another one; None where it is not inside."""
+    offset = []
+    for a, b in zip(box, of, strict=True):
+        if a.start < b.start or b.stop < a.stop:
+            return None
+        offset.append(a.start - b.start)
+    return tuple(offset)

@@ -1,7 +1,7 @@
 """Proof: that a plan's tables do what its layouts ask for, without expanding them.
 
 What is read is what `transfers` expands: names, units, rows, sets of ranks, blocks, lines and cuts.
-Once these are tables at all (`shapes`) and well formed (`tables`):
+Once these are tables at all (`shapes`) and well formed (`templates`, `tables`):
 
 1. **Tensors** are in one group of batches each, as `batches` says.
 2. **Ends**: all holders of a line hold the units of its rows, all receivers of a block want them.
@@ -28,14 +28,13 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from shardmath.algebra.box import Box, first_gap, from_slices
 from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.overlay import Parts
-from shardmath.base.arrays import Bools, Ints
+from shardmath.base.arrays import Bools, Ints, Offsets
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
 from shardmath.plans.cover import cells_held
@@ -45,7 +44,8 @@ from shardmath.plans.plan import Plan
 from shardmath.plans.template import Template
 from shardmath.proofs.batches import check_batches
 from shardmath.proofs.shapes import check_plan_shapes, require
-from shardmath.proofs.tables import check_lines, check_template
+from shardmath.proofs.tables import check_lines
+from shardmath.proofs.templates import check_template, find_end
 
 __all__ = ["prove"]
 
@@ -85,90 +85,54 @@ class _Places:
         return self._known[key]
 
 
-class _End(NamedTuple):
-    """One end of a template, dimension by dimension.
-
-    `sets[d]` are sets of parts, `held[d]` the part that each position holds, `number[:, d]` the set
-    of each unit. Units of one `code` have the same sets.
-    """
-
-    sets: list[Parts]
-    held: list[Ints]
-    number: Ints
-    code: Ints
-
-    def has(self, unit: int, at: Ints) -> Bools:
-        """Whether positions have the unit's part in every dimension."""
-        out = at >= 0
-        for sets, held, n in zip(self.sets, self.held, self.number[unit].tolist(), strict=True):
-            parts = sets[n]
-            # Most sets are of one part, and comparing is far quicker than isin.
-            out &= held[at] == parts[0] if len(parts) == 1 else np.isin(held[at], parts)
-        return out
-
-
-@memo()
-def _find_end(t: Template, source: bool) -> _End:
-    """The source end of a template, or its destination end."""
-    mesh = t.src.mesh if source else t.dst.mesh
-    number = np.zeros_like(t.unit_pairs)
-    code = np.zeros(len(t.unit_pairs), np.int64)
-    end = _End([], [], number, code)
-    for d, over in enumerate(t.overlays):
-        sets, partition, of_pair = over.goals, over.target, over.pair_goal
-        if source:
-            sets, partition, of_pair = over.keys, over.source, over.pair_key
-        end.sets.append(sets)
-        end.held.append(partition.by_rank(mesh))
-        number[:, d] = of_pair[t.unit_pairs[:, d]]
-        # Numbers of all dimensions as digits of one number.
-        code *= len(sets)
-        code += number[:, d]
-    return end
-
-
-def _list_sets_of_rows(on: Demands) -> tuple[Ints, Ints]:
+def _list_sets_of_rows(demands: Demands) -> tuple[Ints, Ints]:
     """By row, the numbers of the sets of its holders and of its receivers."""
-    block = np.repeat(np.arange(len(on.receivers)), np.diff(on.row_first))
-    holders = np.repeat(on.holders, np.diff(on.first))
-    return holders[block], on.receivers[block]
+    holders = demands.blocks.spread(demands.holders)
+    return demands.rows.spread(holders), demands.rows.spread(demands.receivers)
 
 
 def _check_ends(p: Plan, places: _Places) -> None:
     """Every holder of a row's line has its unit, and every receiver wants it."""
     holders, receivers = _list_sets_of_rows(p.lines)
-    for source, sets in ((True, holders), (False, receivers)):
-        for row in _list_distinct_rows(p, sets, source):
-            _check_end(p, places, row, int(sets[row]), source)
+    for row in _list_distinct_rows(p, holders, source=True):
+        _check_end(p, places, row, int(holders[row]), source=True)
+    for row in _list_distinct_rows(p, receivers, source=False):
+        _check_end(p, places, row, int(receivers[row]), source=False)
 
 
-def _list_distinct_rows(p: Plan, sets: Ints, source: bool) -> list[int]:
+def _list_distinct_rows(p: Plan, sets: Ints, *, source: bool) -> list[int]:
     """One row of all that ask the same: whether a set of ranks of a mesh has a unit's parts."""
     number: dict[tuple[Template, Mesh], int] = {}
     of_batch = []
     for batch in p.batches:
-        key = batch.template, batch.src if source else batch.dst
-        of_batch.append(number.setdefault(key, len(number)))
+        mesh = batch.src if source else batch.dst
+        of_batch.append(number.setdefault((batch.template, mesh), len(number)))
     end = np.array(of_batch, np.int64)[p.lines.batch]
     # All codes end to end: those of end i begin at first[i].
-    codes = [_find_end(t, source).code for t, _ in number]
+    codes = [find_end(t, source).code for t, _ in number]
     first = np.cumsum([0, *map(len, codes)])
     joined = np.concatenate([np.zeros(0, np.int64), *codes])
     code = joined[first[end] + p.lines.unit]
     # Rows that ask the same stand together in this order; the first of each are taken.
     order = np.lexsort((sets, code, end))
-    is_new = np.zeros(len(order), bool)
-    for column in (sets, code, end):
-        is_new |= np.diff(column[order], prepend=-1) != 0
-    rows: list[int] = order[is_new].tolist()
+    rows: list[int] = order[_find_new(sets[order], code[order], end[order])].tolist()
     return rows
 
 
-def _check_end(p: Plan, places: _Places, row: int, number: int, source: bool) -> None:
+def _find_new(*columns: Ints) -> Bools:
+    """Which rows differ in some column from the row before."""
+    is_new = np.zeros(len(columns[0]), bool)
+    for column in columns:
+        is_new |= np.diff(column, prepend=-1) != 0
+    return is_new
+
+
+def _check_end(p: Plan, places: _Places, row: int, number: int, *, source: bool) -> None:
     """A set of ranks has the unit of a row."""
-    batch, unit = _batch_of(p, row), int(p.lines.unit[row])
+    batch = _batch_of(p, row)
     mesh = batch.src if source else batch.dst
-    has = _find_end(batch.template, source).has(unit, places.of(mesh, number))
+    end = find_end(batch.template, source)
+    has = end.has(int(p.lines.unit[row]), places.of(mesh, number))
     if has.all():
         return
     rank = p.lines.sets[number][int(np.argmin(has))]
@@ -184,14 +148,15 @@ def _batch_of(p: Plan, row: int) -> Batch:
 
 def _element_of(p: Plan, row: int) -> tuple[int, ...]:
     """The first element of a row."""
-    t, unit, at = _batch_of(p, row).template, int(p.lines.unit[row]), int(p.lines.lo[row])
-    boxes, sizes, ends = unit_boxes(t, unit)
-    b = bisect.bisect_right(ends, at)
-    before = ends[b - 1] if b else 0
+    t = _batch_of(p, row).template
+    at = int(p.lines.lo[row])
+    boxes, sizes, ends = unit_boxes(t, int(p.lines.unit[row]))
+    box = bisect.bisect_right(ends, at)
+    before = ends[box - 1] if box else 0
     # A unit without dimensions has one element, and unravel_index refuses an empty shape.
-    inside = np.unravel_index(at - before, sizes[b]) if sizes[b] else ()
+    inside = np.unravel_index(at - before, sizes[box]) if sizes[box] else ()
     element = []
-    for over, r, i in zip(t.overlays, boxes[b], inside, strict=True):
+    for over, r, i in zip(t.overlays, boxes[box], inside, strict=True):
         element.append(int(over.start[r]) + int(i))
     return tuple(element)[t.hidden :]
 
@@ -201,22 +166,31 @@ def _element_of(p: Plan, row: int) -> tuple[int, ...]:
 
 def _check_once(p: Plan, places: _Places) -> None:
     """No receiver has elements from two rows, and all receivers of an element are of one addend."""
-    on = p.lines
-    _, asking = _list_sets_of_rows(on)
-    # Rows of one unit stand together, by their elements. Two that follow each other have the same
-    # elements, or none in common, or are refused.
-    order = np.lexsort((asking, on.lo, on.unit, on.batch))
-    batch, unit, lo, hi = (column[order] for column in (on.batch, on.unit, on.lo, on.hi))
-    is_new_unit = (np.diff(batch, prepend=-1) != 0) | (np.diff(unit, prepend=-1) != 0)
-    is_apart, is_same = np.ones(len(lo), bool), np.zeros(len(lo), bool)
-    is_apart[1:] = lo[1:] >= hi[:-1]
-    is_same[1:] = (lo[1:] == lo[:-1]) & (hi[1:] == hi[:-1])
-    for row in order[~(is_new_unit | is_apart | is_same)].tolist():
-        what = f"tensor {_batch_of(p, row).names[0]!r}: element {_element_of(p, row)}"
-        require(False, f"{what} is in two rows that are not alike")
-    first = np.flatnonzero(is_new_unit | ~is_same)
+    demands = p.lines
+    _, asking = _list_sets_of_rows(demands)
+    # Rows of one unit stand together, by their elements.
+    order = np.lexsort((asking, demands.lo, demands.unit, demands.batch))
+    first = _find_groups(p, order)
     for rows in _group_rows(p, order, first, asking):
         _check_apart(p, places, rows, asking[rows].tolist())
+
+
+def _find_groups(p: Plan, order: Ints) -> Ints:
+    """Where the rows of other elements begin, in this order.
+
+    Two that follow each other have the same elements, or none in common, or are refused.
+    """
+    demands = p.lines
+    lo, hi = demands.lo[order], demands.hi[order]
+    is_new = _find_new(demands.batch[order], demands.unit[order])
+    is_same = ~is_new
+    is_same[1:] &= (lo[1:] == lo[:-1]) & (hi[1:] == hi[:-1])
+    meets = ~is_new
+    meets[1:] &= lo[1:] < hi[:-1]
+    for row in order[meets & ~is_same].tolist():
+        what = f"tensor {_batch_of(p, row).names[0]!r}: element {_element_of(p, row)}"
+        require(False, f"{what} is in two rows that are not alike")
+    return np.flatnonzero(~is_same)
 
 
 def _group_rows(p: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[Ints]:
@@ -225,19 +199,28 @@ def _group_rows(p: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[Int
     Groups follow each other in `order` and begin at `first`. Left out are those in which nothing
     can be wrong: of one row, where the destination chooses no addend.
     """
-    rules: list[object] = []
-    for b in p.batches:
-        rules.append((b.template, b.dst) if b.template.reduction.chosen else None)
-    number = {key: n for n, key in enumerate(dict.fromkeys([None, *rules]))}
-    rule = np.array([number[key] for key in rules], np.int64)[p.lines.batch]
-    count = np.diff(np.append(first, len(order)))
+    rule = _number_choices(p)[p.lines.batch]
+    count = Offsets(np.append(first, len(order))).counts()
     for k in np.unique(count).tolist():
         # Groups of k rows each as a table, whose rows numpy can tell apart.
-        groups = order[first[count == k][:, None] + np.arange(k)]
-        groups = groups[(rule[groups[:, 0]] > 0) | (k > 1)]
+        begin = first[count == k]
+        groups = order[begin[:, None] + np.arange(k)]
+        chooses = rule[groups[:, 0]] > 0
+        groups = groups[chooses | (k > 1)]
         asked = np.hstack((rule[groups[:, :1]], asking[groups]))
         _, some = np.unique(asked, axis=0, return_index=True)
         yield from groups[some]
+
+
+def _number_choices(p: Plan) -> Ints:
+    """By batch, a number for each template and mesh whose destination chooses an addend; else 0."""
+    number: dict[tuple[Template, Mesh], int] = {}
+    out = np.zeros(len(p.batches), np.int64)
+    for i, batch in enumerate(p.batches):
+        if batch.template.reduction.chosen:
+            key = batch.template, batch.dst
+            out[i] = number.setdefault(key, len(number) + 1)
+    return out
 
 
 def _check_apart(p: Plan, places: _Places, rows: Ints, sets: list[int]) -> None:
@@ -245,11 +228,15 @@ def _check_apart(p: Plan, places: _Places, rows: Ints, sets: list[int]) -> None:
 
     Where any one addend may receive, they are of one.
     """
-    batch, at = _batch_of(p, int(rows[0])), _element_of(p, int(rows[0]))
+    row = int(rows[0])
+    batch = _batch_of(p, row)
+    at = _element_of(p, row)
     what = f"tensor {batch.names[0]!r}:"
-    times = Counter(rank for n in sets for rank in p.lines.sets[n])
-    for rank, n in times.items():
-        if n > 1:
+    times: Counter[int] = Counter()
+    for n in sets:
+        times.update(p.lines.sets[n])
+    for rank, count in times.items():
+        if count > 1:
             twice = f"{what} rank {rank} receives element {at} twice"
             raise PlanError(f"{twice}; it is to be received exactly once")
     t = batch.template
@@ -268,38 +255,48 @@ def _check_apart(p: Plan, places: _Places, rows: Ints, sets: list[int]) -> None:
 
 def _check_complete(p: Plan, groups: Sequence[Sequence[Batch]], places: _Places) -> None:
     """As many elements arrive everywhere, of every tensor and addend, as there are cells."""
-    arrive = dict(zip(map(id, p.batches), _count_arrivals(p, places), strict=True))
+    arrivals = _count_arrivals(p, places)
+    arrive = dict(zip(map(id, p.batches), arrivals, strict=True))
     for group in groups:
         windows: dict[int, list[Batch]] = {}
         for batch in group:
             windows.setdefault(batch.target, []).append(batch)
         for batches in windows.values():
-            first = batches[0]
-            alike = all(batch.dst.ranks == first.dst.ranks for batch in batches)
-            what = f"tensor {first.names[0]!r} arrives in one window in several orders of ranks"
-            require(alike, what)
-            total = np.zeros(first.dst.size, np.int64)
+            _check_ranks(batches)
+            total = np.zeros(batches[0].dst.size, np.int64)
             for batch in batches:
                 total += arrive[id(batch)]
             _check_count(p, batches, total)
 
 
+def _check_ranks(batches: Sequence[Batch]) -> None:
+    """Batches of one window are to the same ranks in the same order."""
+    first = batches[0]
+    same = all(batch.dst.ranks == first.dst.ranks for batch in batches)
+    name = first.names[0]
+    require(same, f"tensor {name!r} arrives in one window in several orders of ranks")
+
+
 def _count_arrivals(p: Plan, places: _Places) -> Iterator[Ints]:
     """By batch, how many elements each position of its destination gets."""
-    on = p.lines
-    order = np.argsort(on.batch, kind="stable")
-    _, receivers = _list_sets_of_rows(on)
-    asking, elements = receivers[order], (on.hi - on.lo)[order]
-    bounds = np.searchsorted(on.batch[order], np.arange(len(p.batches) + 1)).tolist()
+    demands = p.lines
+    _, receivers = _list_sets_of_rows(demands)
+    # Rows by batch: those of batch b lie from bounds[b] to bounds[b + 1].
+    order = np.argsort(demands.batch, kind="stable")
+    numbers = np.arange(len(p.batches) + 1)
+    bounds = np.searchsorted(demands.batch[order], numbers).tolist()
+    asking = receivers[order]
+    elements = (demands.hi - demands.lo)[order]
     # Tensors of one kind are many batches that ask the same.
     known: dict[object, Ints] = {}
-    for batch, (a, b) in zip(p.batches, itertools.pairwise(bounds), strict=True):
-        sets, sizes = asking[a:b], elements[a:b]
+    for batch, (begin, end) in zip(p.batches, itertools.pairwise(bounds), strict=True):
+        sets = asking[begin:end]
+        sizes = elements[begin:end]
         key = batch.dst, sets.tobytes(), sizes.tobytes()
         if key not in known:
             arrive = np.zeros(batch.dst.size, np.int64)
-            for n, size in zip(sets.tolist(), sizes.tolist(), strict=True):
-                arrive[places.of(batch.dst, n)] += size
+            for number, size in zip(sets.tolist(), sizes.tolist(), strict=True):
+                arrive[places.of(batch.dst, number)] += size
             known[key] = arrive
         yield known[key]
 
@@ -309,8 +306,8 @@ def _ask(t: Template) -> tuple[Ints, Ints]:
     """By position of the destination: its group, of which one receives for all, and the elements it
     asks for."""
     mesh = t.dst.mesh
-    group = mesh.coordinate(axis for axis in mesh.shape if axis not in t.reduction.chosen)
-    return group, cells_held(t.dst) * t.reduction.addends
+    others = [axis for axis in mesh.shape if axis not in t.reduction.chosen]
+    return mesh.coordinate(others), cells_held(t.dst) * t.reduction.addends
 
 
 def _check_count(p: Plan, batches: Sequence[Batch], arrive: Ints) -> None:
@@ -327,15 +324,14 @@ def _check_count(p: Plan, batches: Sequence[Batch], arrive: Ints) -> None:
 
 
 def _raise_missing(p: Plan, batches: Sequence[Batch], group: set[int], position: int) -> NoReturn:
-    """Raise PlanError for the first element that does not arrive at a position, or at any of its
-    group."""
+    """Raise PlanError for the first element that neither a position nor any of its group gets."""
     first = batches[0]
     t = first.template
     boxes = _list_boxes(p, batches, group)
     held = [[(g, g + n) for _, g, n in runs.segments] for runs in t.dst.runs(position)]
     addends = t.reduction.addends
     for addend in range(addends):
-        gap = first_gap(held, [box for at, box in boxes if at == addend])
+        gap = first_gap(held, boxes.get(addend, []))
         if gap is not None:
             break
     what = f"tensor {first.names[0]!r}: rank {first.dst.ranks[position]}"
@@ -344,20 +340,21 @@ def _raise_missing(p: Plan, batches: Sequence[Batch], group: set[int], position:
     raise PlanError(f"{what} never receives element {gap}; it is to be received exactly once")
 
 
-def _list_boxes(p: Plan, batches: Sequence[Batch], group: set[int]) -> list[tuple[int, Box]]:
-    """(addend, global box) of all that arrives at positions of a group."""
-    on = p.lines
+def _list_boxes(p: Plan, batches: Sequence[Batch], group: set[int]) -> dict[int, list[Box]]:
+    """By addend, the global boxes of all that arrives at positions of a group."""
+    demands = p.lines
     mine = set(map(id, batches))
-    holders, receivers = _list_sets_of_rows(on)
-    boxes: list[tuple[int, Box]] = []
-    for row in range(len(on.batch)):
+    holders, receivers = _list_sets_of_rows(demands)
+    boxes: dict[int, list[Box]] = {}
+    for row in range(len(demands.batch)):
         batch = _batch_of(p, row)
         if id(batch) not in mine:
             continue
-        there = [batch.dst.position(rank) for rank in on.sets[receivers[row]]]
-        sender = batch.src.position(on.sets[holders[row]][0])
-        unit, lo, hi = int(on.unit[row]), int(on.lo[row]), int(on.hi[row])
-        for at in group.intersection(there):
-            for piece in expand(batch.template, unit, sender, at, lo, hi):
-                boxes.append((piece.addend, from_slices(piece.whole)))
+        unit = int(demands.unit[row])
+        lo, hi = int(demands.lo[row]), int(demands.hi[row])
+        sender = batch.src.position(demands.sets[holders[row]][0])
+        there = map(batch.dst.position, demands.sets[receivers[row]])
+        for receiver in group.intersection(there):
+            for piece in expand(batch.template, unit, sender, receiver, lo, hi):
+                boxes.setdefault(piece.addend, []).append(from_slices(piece.global_slices))
     return boxes

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Bools, Ints
+from shardmath.base.arrays import Bools, Ints, Offsets
 from shardmath.base.errors import PlanError
 from shardmath.plans.balance import grid, row_at, totals
 from shardmath.plans.demands import Demands, wire
@@ -51,13 +51,13 @@ def prove_program(prog: Program) -> None:
 
 def _prove(prog: Program) -> None:
     """Prove a program whose tables are tables."""
-    on = prog.legs.lines
+    demands = prog.legs.lines
     _check_numbers(prog)
     misfit = find_misfit_of_bands(prog.legs)
     _require(not misfit, prog, misfit)
-    check_numbers_of_sets(on)
-    prove(replace(prog.plan, lines=_send_from_first(on)))
-    for line in range(len(on.holders)):
+    check_numbers_of_sets(demands)
+    prove(replace(prog.plan, lines=_send_from_first(demands)))
+    for line in range(len(demands.holders)):
         of = streams(prog.legs, line)
         inbox = _list_inbox(prog, line)
         _check_inside(prog, of)
@@ -69,13 +69,13 @@ def _prove(prog: Program) -> None:
     _check_limits(prog)
 
 
-def _send_from_first(on: Demands) -> Demands:
+def _send_from_first(demands: Demands) -> Demands:
     """The lines all sent by their first holders: what they ask for is what has to be proved."""
-    count = np.array([len(on.sets[i]) + 1 for i in on.holders.tolist()], np.int64)
-    first = np.append(0, np.cumsum(count))
-    cuts = np.repeat(totals(on), count)
-    cuts[first[:-1]] = 0
-    return replace(on, cut_first=first, cuts=cuts)
+    size = np.array([len(ranks) for ranks in demands.sets], np.int64)
+    lines = Offsets.of_counts(size[demands.holders] + 1)
+    cuts = lines.spread(totals(demands))
+    cuts[lines.first[:-1]] = 0
+    return replace(demands, cut_first=lines.first, cuts=cuts)
 
 
 def _require(holds: object, prog: Program, what: str) -> None:
@@ -96,11 +96,11 @@ def _check_numbers(prog: Program) -> None:
     positive = all(type(n) is int and n > 0 for n in counts)
     _require(positive, prog, f"counts {counts} are not all positive integers")
     ranks = max(1, len(prog.ranks))
-    turns = 4 * LEGS * ranks
+    most_turns = 4 * LEGS * ranks
     rounds = prog.slots * prog.turns * ranks
-    few = prog.slots <= MOST_SLOTS and prog.turns <= turns and rounds <= MOST_ROUNDS
+    few = prog.slots <= MOST_SLOTS and prog.turns <= most_turns and rounds <= MOST_ROUNDS
     given = f"{prog.slots} slots and {prog.turns} turns"
-    _require(few, prog, f"{given} are more than {MOST_SLOTS} and {turns}")
+    _require(few, prog, f"{given} are more than {MOST_SLOTS} and {most_turns}")
     for field in fields(prog.legs.bands):
         column = getattr(prog.legs.bands, field.name)
         integers = column.dtype == np.int64
@@ -124,8 +124,9 @@ class _Inbox(NamedTuple):
     def find(self, block: Ints, rank: Ints) -> tuple[Ints, Bools]:
         """Which of them these are, and whether they are any."""
         # (block, rank) as one number: requests stand in order of it.
-        most = 1 + int(max(self.rank.max(initial=0), rank.max(initial=0)))
-        asked, wanted = self.block * most + self.rank, block * most + rank
+        most = 1 + max(int(self.rank.max(initial=0)), int(rank.max(initial=0)))
+        asked = self.block * most + self.rank
+        wanted = block * most + rank
         at = np.searchsorted(asked, wanted)
         known = at < len(asked)
         known[known] = asked[at[known]] == wanted[known]
@@ -134,44 +135,45 @@ class _Inbox(NamedTuple):
 
 def _list_inbox(prog: Program, line: int) -> _Inbox:
     """All that is asked for on a line, block by block and rank by rank."""
-    on = prog.legs.lines
-    asking = []
-    for b in range(int(on.first[line]), int(on.first[line + 1])):
-        asking += [(b, rank) for rank in wire(on, line, b)]
+    demands = prog.legs.lines
+    first, end = demands.first[line : line + 2].tolist()
+    asking = [(block, rank) for block in range(first, end) for rank in wire(demands, line, block)]
     block, rank = np.array(asking, np.int64).reshape(-1, 2).T
-    ends = np.cumsum(on.nbytes[block])
+    ends = np.cumsum(demands.nbytes[block])
     return _Inbox(block, rank, np.append(0, ends))
 
 
 def _refuse(prog: Program, of: Streams, wrong: Bools, what: str) -> None:
     """Raise PlanError for the first of the streams that are wrong."""
-    for i in np.flatnonzero(wrong)[:1].tolist():
-        name = _name_tensor(prog, int(of.block[i]))
-        where = f"bytes {of.lo[i]}:{of.hi[i]} of block {of.block[i]}, {name}"
-        ends = f"from rank {of.sender[i]} to {of.receiver[i]}"
-        _require(False, prog, f"{where}, {ends} {what}")
+    if not wrong.any():
+        return
+    first = np.flatnonzero(wrong)[0]
+    block, sender, receiver = int(of.block[first]), of.sender[first], of.receiver[first]
+    where = f"bytes {of.lo[first]}:{of.hi[first]} of block {block}, {_name_tensor(prog, block)}"
+    _require(False, prog, f"{where}, from rank {sender} to {receiver} {what}")
 
 
 def _name_tensor(prog: Program, block: int) -> str:
     """The first tensor of a block."""
-    on = prog.legs.lines
-    batch = prog.plan.batches[int(on.batch[on.row_first[block]])]
+    demands = prog.legs.lines
+    row = demands.row_first[block]
+    batch = prog.plan.batches[int(demands.batch[row])]
     return f"tensor {batch.names[0]!r}"
 
 
 def _check_inside(prog: Program, of: Streams) -> None:
     """Streams are some bytes of their blocks, from one place where pieces may be cut to another."""
-    on = prog.legs.lines
-    nbytes = on.nbytes[of.block]
+    demands = prog.legs.lines
+    nbytes = demands.nbytes[of.block]
     outside = (of.lo < 0) | (of.lo >= of.hi) | (of.hi > nbytes)
     _refuse(prog, of, outside, "are no bytes of it")
-    where = grid(on, prog.plan.batches)
+    where = grid(demands, prog.plan.batches)
     for at in (of.lo, of.hi):
         inner = np.flatnonzero(at < nbytes)
-        block, place = of.block[inner], at[inner]
+        place = at[inner]
         # The grid leaves small boxes whole, which is allowed and not necessary: what it moves is
         # looked at again.
-        moved = where.snapped(block, place) != place
+        moved = where.snapped(of.block[inner], place) != place
         wrong = np.zeros(len(at), bool)
         for i in inner[moved].tolist():
             wrong[i] = not _may_cut(prog, int(of.block[i]), int(at[i]))
@@ -180,49 +182,53 @@ def _check_inside(prog: Program, of: Streams) -> None:
 
 def _may_cut(prog: Program, block: int, at: int) -> bool:
     """Whether a content may be cut at a byte, be it of a box that `schedule` leaves whole."""
-    on = prog.legs.lines
-    row = row_at(on, block, at)
-    t = prog.plan.batches[int(on.batch[row])].template
-    inside = (at - int(on.at[row])) % int(on.each[row])
+    demands = prog.legs.lines
+    row = row_at(demands, block, at)
+    t = prog.plan.batches[int(demands.batch[row])].template
+    inside = (at - int(demands.at[row])) % int(demands.each[row])
     element, odd = divmod(inside, t.src.itemsize)
-    return not odd and legal(t, int(on.unit[row]), int(on.lo[row]) + element)
+    first = int(demands.lo[row])
+    return not odd and legal(t, int(demands.unit[row]), first + element)
 
 
 def _check_once(prog: Program, inbox: _Inbox, of: Streams, begin: Ints) -> None:
     """All that is asked for comes, end to end; streams begin at these places."""
     order = np.argsort(begin, kind="stable")
-    begins, ends = begin[order], (begin + of.hi - of.lo)[order]
+    size = of.hi - of.lo
+    begins = begin[order]
+    ends = begins + size[order]
     before = np.append(0, ends)
     twice = np.zeros(len(order), bool)
     twice[order] = begins < before[:-1]
     _refuse(prog, of, twice, "come twice")
     # What follows each end is the next begin, and the place where all ends after the last one.
     after = np.append(begins, inbox.base[-1])
-    for place in before[after > before][:1].tolist():
+    for place in before[after > before].tolist():
         i = int(np.searchsorted(inbox.base, place, "right")) - 1
-        block, rank = int(inbox.block[i]), int(inbox.rank[i])
+        block = int(inbox.block[i])
         byte = f"byte {place - inbox.base[i]} of block {block}"
-        what = f"rank {rank} never receives {byte}, {_name_tensor(prog, block)}"
+        what = f"rank {inbox.rank[i]} never receives {byte}, {_name_tensor(prog, block)}"
         _require(False, prog, what)
 
 
 def _check_in_hand(prog: Program, line: int, inbox: _Inbox, of: Streams, begin: Ints) -> None:
     """Every sender has what it sends: as a holder, or from a stream of an earlier leg that came to
     the same place."""
-    on = prog.legs.lines
+    demands = prog.legs.lines
     is_relayed = of.leg != 1
-    held = np.isin(of.sender, on.sets[on.holders[line]])
+    held = np.isin(of.sender, demands.sets[demands.holders[line]])
     _refuse(prog, of, ~is_relayed & ~held, "leave a rank that does not hold them")
-    folded = is_relayed & (on.addend[of.block] > 0)
+    folded = is_relayed & (demands.addend[of.block] > 0)
     _refuse(prog, of, folded, "are passed on where another addend is already")
     at, known = inbox.find(of.block, of.sender)
     some = np.flatnonzero(is_relayed & known)
-    came = _find_last_at(begin, inbox.base[at[some]] + of.lo[some])
-    same = of.leg[came] < of.leg[some]
+    place = inbox.base[at[some]] + of.lo[some]
+    came = _find_last_at(begin, place)
+    is_earlier = of.leg[came] < of.leg[some]
     for column in (of.root, of.lo, of.hi):
-        same &= column[came] == column[some]
+        is_earlier &= column[came] == column[some]
     wrong = is_relayed.copy()
-    wrong[some[same]] = False
+    wrong[some[is_earlier]] = False
     _refuse(prog, of, wrong, "are passed on by a rank that does not have them yet")
 
 

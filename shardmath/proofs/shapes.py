@@ -24,7 +24,7 @@ from shardmath.plans.template import Template
 from shardmath.programs.program import Program
 from shardmath.programs.streams import Bands, Legs
 
-__all__ = ["check_plan_shapes", "check_program_shapes", "require"]
+__all__ = ["check_integers", "check_plan_shapes", "check_program_shapes", "require"]
 
 ARRAYS = ("Ints", "Bools")
 """How the types of columns are written."""
@@ -72,6 +72,18 @@ def check_program_shapes(prog: Program) -> None:
     _check_lines(legs.lines)
 
 
+def check_integers(table: Overlay | Template | Demands) -> None:
+    """Raise PlanError unless all columns are of 64-bit integers: no float decides anything, and no
+    sum is cut off."""
+    for field in fields(table):
+        column = getattr(table, field.name)
+        if not isinstance(column, np.ndarray):
+            continue
+        expected = bool if field.name == "near" else np.int64
+        name = f"{type(table).__name__}.{field.name}"
+        require(column.dtype == expected, f"{name} is not of 64-bit integers")
+
+
 def _check_type(value: object, kind: type, what: str) -> None:
     """The value is of the class."""
     if not isinstance(value, kind):
@@ -98,10 +110,10 @@ def _check_columns(table: Bands | Demands | Overlay | Partition | Template) -> N
         require(column.ndim == dimensions, f"{name} has {column.ndim} dimensions, not {dimensions}")
 
 
-def _check_lines(on: Demands) -> None:
+def _check_lines(demands: Demands) -> None:
     """Columns are arrays, and sets of ranks are of integers."""
-    _check_columns(on)
-    _check_numbers(on.sets, "the sets of ranks of lines")
+    _check_columns(demands)
+    _check_numbers(demands.sets, "the sets of ranks of lines")
 
 
 def _check_numbers(sets: object, what: str) -> None:

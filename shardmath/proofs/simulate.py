@@ -25,12 +25,13 @@ from numpy.typing import NDArray
 from shardmath.base.errors import PlanError
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
-from shardmath.plans.plan import Plan, Transfer
+from shardmath.plans.adjoint import Transposed
+from shardmath.plans.plan import Movable, Plan, Transfer
 
 if TYPE_CHECKING:
     from shardmath.programs.program import Program
 
-__all__ = ["Array", "Shards", "simulate"]
+__all__ = ["Array", "Shards", "as_program", "simulate"]
 
 Array: TypeAlias = NDArray[Any]
 Shards: TypeAlias = Mapping[int, Array] | Mapping[int, Mapping[str, Array]]
@@ -50,7 +51,9 @@ NO_NUMBERS = "OSUMmT"
 own."""
 
 
-def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, dict[str, Array]]:
+def simulate(
+    p: Plan | Transposed | Program, shards: Shards
+) -> dict[int, Array] | dict[int, dict[str, Array]]:
     """The destination's local arrays, given the source's; of a program, round by round.
 
     For two Layouts {rank: array} gives {rank: array}; for mappings, or tensors held as several
@@ -58,19 +61,18 @@ def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, 
     dtype. Raises PlanError for a missing rank or tensor, or an array whose shape is not the
     layout's local shape.
     """
-    if not isinstance(getattr(p, "plan", p), Plan):
-        raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) or schedule(plan) returns")
-    prog, p = (None, p) if isinstance(p, Plan) else (p, p.plan)
+    if not isinstance(p, Plan | Transposed):
+        p = as_program(p)
     if not isinstance(shards, Mapping):
         raise PlanError(
             f"source arrays are {shards!r}; give a mapping from rank to array, or to arrays by name"
         )
     held = {rank: _read_arrays(p, shards, rank) for rank in p.src_ranks}
     out = _make_destination(p, held)
-    if prog is None:
+    if isinstance(p, Plan | Transposed):
         _run_transfers(p, held, out)
     else:
-        _run_rounds(prog, held, out)
+        _run_rounds(p, held, out)
     for arrays in out.values():
         _divide(p, arrays)
     if p.is_tree or len(p.dst[""]) > 1:
@@ -78,11 +80,24 @@ def simulate(p: Plan | Program, shards: Shards) -> dict[int, Array] | dict[int, 
     return {rank: arrays[""] for rank, arrays in out.items()}
 
 
+def as_program(given: object) -> Program:
+    """The Program, which is imported here because few who import this have one.
+
+    Raises PlanError for anything else.
+    """
+    from shardmath.programs.program import Program
+
+    if not isinstance(given, Program):
+        what = "pass what plan(src, dst) or schedule(plan) returns"
+        raise PlanError(f"{given!r} is not a Plan; {what}")
+    return given
+
+
 _Arrays: TypeAlias = Mapping[int, Mapping[str, Array]]
 """Local arrays by rank and local tensor name."""
 
 
-def _make_destination(p: Plan, held: _Arrays) -> dict[int, dict[str, Array]]:
+def _make_destination(p: Movable, held: _Arrays) -> dict[int, dict[str, Array]]:
     """The destination's arrays before anything enters."""
     dtypes = {name: _find_dtype(p, name, held) for name in p.src}
     out: dict[int, dict[str, Array]] = {rank: {} for rank in p.dst_ranks}
@@ -107,7 +122,7 @@ def _enter(out: _Arrays, pieces: list[tuple[Transfer, _Arrays]]) -> None:
         there[t.dst_slices] = FOLD[t.op](there[t.dst_slices], piece)
 
 
-def _run_transfers(p: Plan, held: _Arrays, out: _Arrays) -> None:
+def _run_transfers(p: Plan | Transposed, held: _Arrays, out: _Arrays) -> None:
     """All transfers of a plan, in order of addend."""
     for rank in out:
         transfers = sorted(p.transfers(dst=rank), key=lambda t: t.addend)
@@ -129,7 +144,7 @@ def _run_rounds(prog: Program, held: _Arrays, out: _Arrays) -> None:
         _enter(out, steps[step])
 
 
-def _read_arrays(p: Plan, shards: Shards, rank: int) -> dict[str, Array]:
+def _read_arrays(p: Movable, shards: Shards, rank: int) -> dict[str, Array]:
     """The rank's source arrays by local name, checked against their layouts."""
     if rank not in shards:
         ranks = ", ".join(map(str, p.src_ranks))
@@ -166,11 +181,11 @@ def _read_array(given: Mapping[str, Array], key: str, rank: int, layout: Layout)
     return array
 
 
-def _find_dtype(p: Plan, name: str, held: _Arrays) -> np.dtype[Any]:
+def _find_dtype(p: Movable, name: str, held: _Arrays) -> np.dtype[Any]:
     """The dtype of all arrays of a tensor. Raises PlanError for several, and for integers to be
     averaged."""
-    count = len(p.src[name])
-    keys = {local_name(name, i, count) for i in range(count)}
+    windows = len(p.src[name])
+    keys = {local_name(name, i, windows) for i in range(windows)}
     # The last rank that holds an array of each dtype.
     found: dict[np.dtype[Any], int] = {}
     for rank, arrays in held.items():
@@ -196,7 +211,7 @@ def _make_array(layout: Layout, rank: int, dtype: np.dtype[Any], fill: complex |
     return out
 
 
-def _divide(p: Plan, arrays: dict[str, Array]) -> None:
+def _divide(p: Movable, arrays: dict[str, Array]) -> None:
     """Divide what is averaged, in place of the sum."""
     for name, windows in p.dst.items():
         divisor = p.divisor(name)

@@ -2,7 +2,8 @@
 for.
 
 A plan is proved by its tables (`plan_proof`), which are what its transfers expand from, a program
-by its streams (`program_proof`). Transfers from elsewhere are proved one by one (`claims`).
+by its streams (`program_proof`), a transposed plan by what its plan becomes. Transfers from
+elsewhere are proved one by one (`claims`).
 
 Whatever is proved, every element of a tensor is held at the destination, but of those tensors that
 the plan names in `in_part`.
@@ -11,17 +12,17 @@ the plan names in `in_part`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardmath.base.errors import PlanError
 from shardmath.base.given import shown
 from shardmath.layouts.layout import Layout
-from shardmath.plans.adjoint import flip_of
+from shardmath.plans.adjoint import Transposed, adjoint
 from shardmath.plans.cover import not_whole
-from shardmath.plans.plan import Plan, Transfer
-from shardmath.plans.reduction import Reduction, identity_of, reduction
+from shardmath.plans.plan import Movable, Plan, Transfer
+from shardmath.plans.reduction import Reduction, reduction
 from shardmath.proofs.claims import check_claim
+from shardmath.proofs.simulate import as_program
 
 if TYPE_CHECKING:
     from shardmath.programs.program import Program
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
-def verify(p: Plan | Program, *, transfers: Iterable[Transfer] | None = None) -> None:
+def verify(p: Plan | Transposed | Program, *, transfers: Iterable[Transfer] | None = None) -> None:
     """Raise PlanError unless the plan's or program's tables, or the transfers given, do what the
     layouts ask for.
 
@@ -38,17 +39,17 @@ def verify(p: Plan | Program, *, transfers: Iterable[Transfer] | None = None) ->
     plan's own tables are proved, and what it fills in and divides by. With them the error names the
     first offending element.
     """
-    promised = p if isinstance(p, Plan) else getattr(p, "plan", None)
-    if not isinstance(promised, Plan):
-        raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) or schedule(plan) returns")
+    if not isinstance(p, Plan | Transposed):
+        p = as_program(p)
+    promised = p if isinstance(p, Plan | Transposed) else p.plan
     _check_in_part(promised)
     if transfers is None:
-        _prove(p, promised)
+        _prove(p)
     else:
         check_claim(promised, transfers)
 
 
-def _check_in_part(p: Plan) -> None:
+def _check_in_part(p: Movable) -> None:
     """The plan says of exactly those tensors that the destination holds them in part."""
     short = not_whole(p.dst)
     given: object = p.in_part
@@ -64,34 +65,52 @@ def _check_in_part(p: Plan) -> None:
     raise PlanError(f"{what}; make the plan anew")
 
 
-def _prove(p: Plan | Program, promised: Plan) -> None:
+def _prove(p: Plan | Transposed | Program) -> None:
     """Prove the tables. The provers are imported here because few who import this prove a table."""
-    _check_rules(promised)
-    if not isinstance(p, Plan):
-        from shardmath.proofs.program_proof import prove_program
-
-        prove_program(p)
-        return
     from shardmath.proofs.plan_proof import prove
+    from shardmath.proofs.program_proof import prove_program
 
-    if p.forward is not None and p.flip != flip_of(p.forward):
+    if isinstance(p, Plan):
+        _check_rules(p)
+        prove(p)
+    elif isinstance(p, Transposed):
+        _check_transposed(p)
+        prove(p.forward)
+    else:
+        _check_rules(p.plan)
+        prove_program(p)
+
+
+def _check_transposed(p: Transposed) -> None:
+    """All that it says is what its plan becomes, and what that fills in, and divides by, is what its
+    own layouts ask for."""
+    if not isinstance(p.forward, Plan):
+        raise PlanError(f"forward={shown(p.forward)} is not a Plan; transpose one by adjoint(plan)")
+    _check_rules(p.forward)
+    expected = adjoint(p.forward)
+    for name, rule in expected.rules.items():
+        _check_rule(name, p.rules.get(name), rule)
+    if p.flip != expected.flip:
         what = f"{p!r} does not list the transfers of {p.forward!r} with their ends swapped"
         raise PlanError(what)
-    prove(p.forward or p)
+    if (p.src, p.dst) != (expected.src, expected.dst):
+        what = f"{p!r} is not between the layouts that those of {p.forward!r} become"
+        raise PlanError(f"{what}; transpose the plan anew")
 
 
 def _check_rules(p: Plan) -> None:
     """What is filled in, and divided by, is what the layouts ask for."""
-    forward = p.forward or p
     asked: dict[tuple[Layout, Layout], Reduction] = {}
-    for name, windows in forward.src.items():
-        pair = windows[0], forward.dst[name][0]
+    for name, windows in p.src.items():
+        pair = windows[0], p.dst[name][0]
         if pair not in asked:
             asked[pair] = reduction(*pair)
-        expected = asked[pair]
-        if p.forward is not None:
-            expected = replace(expected, fill=identity_of("sum", windows[0].dtype))
-        given = p.rules[name]
-        if given is not expected and repr(given) != repr(expected):
-            what = f"tensor {name!r} is reduced by {given}; its layouts ask for {expected}"
-            raise PlanError(what)
+        _check_rule(name, p.rules[name], asked[pair])
+
+
+def _check_rule(name: str, given: Reduction | None, expected: Reduction) -> None:
+    """A tensor is reduced as it should be; what fills in is compared as text, as -0.0 == 0."""
+    if given is expected or repr(given) == repr(expected):
+        return
+    what = f"tensor {name!r} is reduced by {given}; its layouts ask for {expected}"
+    raise PlanError(what)

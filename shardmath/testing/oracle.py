@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.layouts.layout import Layout
+from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.proofs.simulate import FOLD, simulate
 
@@ -66,6 +67,6 @@ def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
     return out
 
 
-def run(p: Plan, shards: Mapping[int, Array]) -> dict[int, Array]:
+def run(p: Plan | Transposed, shards: Mapping[int, Array]) -> dict[int, Array]:
     """simulate for two Layouts."""
     return cast(dict[int, Array], simulate(p, shards))

@@ -24,6 +24,7 @@ import numpy as np
 
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.given import shown
+from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.messages import set_pace
 from shardmath.programs.part import INFLIGHT_BYTES, Outline, Part, outline, plan_of
@@ -67,7 +68,7 @@ class _Settings(NamedTuple):
 
 
 def compile(
-    plan: Plan | Program,
+    plan: Plan | Transposed | Program,
     *,
     group: compat.Group | None = None,
     timeout: float = 60.0,
@@ -105,7 +106,7 @@ def _is_auto(engine: object) -> bool:
     return isinstance(engine, str) and engine == "auto"
 
 
-def _own_limit(plan: Plan | Program) -> int:
+def _own_limit(plan: Plan | Transposed | Program) -> int:
     return plan.max_inflight_bytes if isinstance(plan, Program) else INFLIGHT_BYTES
 
 
@@ -115,7 +116,7 @@ def _join(group: compat.Group, settings: _Settings) -> Party:
     return Party(group, rank, ranks, wire, turns_of(group), settings.patience, settings.grace)
 
 
-def _compile(party: Party, plan: Plan | Program, settings: _Settings) -> Mover:
+def _compile(party: Party, plan: Plan | Transposed | Program, settings: _Settings) -> Mover:
     mine, objection = _attempt(lambda: _outlined(party, plan, settings))
     claim, peers = "compile", 0
     if mine is not None:  # then all that is worded here is what it should be
@@ -152,7 +153,7 @@ def _make(
     """This rank's part, and the engine that moves it."""
     limit = settings.max_inflight_bytes
     made = mine.part(peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
-    assert made.keeps_order or isinstance(mine.given, Plan), "phases bring addends in order"
+    assert made.keeps_order or not isinstance(mine.given, Program), "phases bring addends in order"
     engine = transport_of(party.group).ENGINES[settings.engine]
     return made, engine(Task(made, party.group, party.wire))
 
@@ -167,19 +168,21 @@ def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _outlined(party: Party, plan: Plan | Program, settings: _Settings) -> Outline:
+def _outlined(party: Party, plan: Plan | Transposed | Program, settings: _Settings) -> Outline:
     """What this rank will do, but for the pace. Raises ShardError to object."""
     _check(party, plan, settings)
     mine = outline(plan, party.rank)
     _check_arithmetic(mine)
-    if isinstance(plan, Plan):  # a limit without room is found here, in every rank's own words
+    if not isinstance(
+        plan, Program
+    ):  # a limit without room is found here, in every rank's own words
         limit = settings.max_inflight_bytes
         set_pace(plan.ranks, peers=mine.peers, max_inflight_bytes=limit, by_addend=False)
     return mine
 
 
 def _check(party: Party, plan: object, settings: _Settings) -> None:
-    if not isinstance(plan, Plan | Program):
+    if not isinstance(plan, Plan | Transposed | Program):
         fix = "pass shardmath.plan(src, dst), or what shardmath.schedule makes of it"
         raise ExchangeError(f"compile takes a Plan, got {type(plan).__name__}; {fix}")
     if not is_time(settings.timeout):

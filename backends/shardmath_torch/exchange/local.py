@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.base.errors import ExchangeError
 from shardmath.layouts.layout import Layout
-from shardmath.plans.plan import Plan
+from shardmath.plans.plan import Movable
 from shardmath.programs.part import own_boxes, stored_on
 from shardmath_torch.exchange.memory import missing_memory, plain, reach, stored_bytes
 
@@ -51,7 +51,7 @@ class Wanted(NamedTuple):
     single: bool
 
 
-def wanted(plan: Plan, rank: int) -> tuple[Wanted, Wanted]:
+def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
     """What `rank` passes to a move of the plan: source and destination."""
     sides = []
     for side, layouts in (("source", plan.src), ("destination", plan.dst)):

@@ -17,6 +17,7 @@ from typing import NoReturn
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.given import plural, shown
 from shardmath.base.public import public
+from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.part import Part
 from shardmath.programs.program import Program
@@ -43,7 +44,12 @@ class Mover:
     """
 
     def __init__(
-        self, given: Plan | Program, party: Party, part: Part, engine: Engine, thread: str | None
+        self,
+        given: Plan | Transposed | Program,
+        party: Party,
+        part: Part,
+        engine: Engine,
+        thread: str | None,
     ) -> None:
         self.plan, self.rounds = part.plan, part.rounds
         self._given, self._party, self._engine = given, party, engine
@@ -158,17 +164,16 @@ def _mislabelled(label: object) -> str:
 
 def called(given: object) -> str:
     """How agreement names a plan or a program, and what is neither."""
-    kind = type(given).__name__
-    return (
-        f"{kind.lower()} {given.digest[:24]}"
-        if isinstance(given, Plan | Program)
-        else f"no plan but a {kind}"
-    )
+    if isinstance(given, Program):
+        return f"program {given.digest[:24]}"
+    if isinstance(given, Plan | Transposed):
+        return f"plan {given.digest[:24]}"
+    return f"no plan but a {type(given).__name__}"
 
 
 def crossing_text(given: object, tensor: str | None, rank: int | None) -> str:
     """What was on its way from or to that rank; a tensor of the plan that crosses there where none is named."""
-    if not isinstance(given, Plan | Program):
+    if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:
         crossing = itertools.chain(
@@ -182,7 +187,7 @@ def crossing_text(given: object, tensor: str | None, rank: int | None) -> str:
     return f"{name} was to {'come from' if sends else 'go to'} it"
 
 
-def _crossing(given: Plan | Program, rank: int, way: str) -> Iterator[str]:
+def _crossing(given: Plan | Transposed | Program, rank: int, way: str) -> Iterator[str]:
     """The names of what the rank sends to others ("send"), or receives from them ("receive")."""
     if isinstance(given, Program):
         each = (m for one in given.for_rank(rank) for m in one.messages if m.direction == way)

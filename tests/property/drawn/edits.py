@@ -12,7 +12,7 @@ import numpy as np
 from shardmath import Layout, Mesh, Plan, PlanError, plan, verify
 from shardmath.algebra.overlay import Overlay
 from shardmath.algebra.partition import Partition
-from shardmath.plans.demands import Batch, Lines
+from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.template import Members, Template, unit_addends
 from tests.property.drawn.plans import FAR, LINE, executed, right
@@ -50,8 +50,8 @@ def is_right(p: Plan, done: Any) -> bool:
 
 # Something else at one place
 
-PARTS = (Plan, Batch, Template, Overlay, Lines, Partition, Reduction, Members)
-SPECIFICATION = ("src", "dst", "rules", "digest", "is_tree", "topology", "forward", "flip")
+PARTS = (Plan, Batch, Template, Overlay, Demands, Partition, Reduction, Members)
+SPECIFICATION = ("src", "dst", "rules", "digest", "is_tree", "topology")
 """Fields of a plan that are no tables."""
 
 
@@ -140,10 +140,10 @@ def addend_of(batches: tuple[Batch, ...], row: Row) -> int:
 
 def lines_of(
     batches: tuple[Batch, ...], rows: list[Row], share: Callable[[list[int], int], int]
-) -> Lines:
-    """Lines of these rows, end to end; `share` says where each is cut, given the borders of rows."""
+) -> Demands:
+    """Demands of these rows, end to end; `share` says where each is cut, given the borders of rows."""
     sets = sorted({ranks for row in rows for ranks in row[4:]})
-    table: dict[str, list[Any]] = {f.name: [] for f in dataclasses.fields(Lines)}
+    table: dict[str, list[Any]] = {f.name: [] for f in dataclasses.fields(Demands)}
 
     def add(**new: Any) -> None:
         for name, value in new.items():
@@ -182,7 +182,7 @@ def lines_of(
         name: np.array(column, bool if name == "near" else np.int64)
         for name, column in table.items()
     }
-    return Lines(**{**arrays, "sets": tuple(sets)})
+    return Demands(**{**arrays, "sets": tuple(sets)})
 
 
 def uncut(p: Plan, rows: list[Row]) -> Plan:

@@ -21,6 +21,7 @@ from shardmath import (
     PlanError,
     Program,
     Topology,
+    Transposed,
     adjoint,
     crossing_bytes,
     plan,
@@ -34,10 +35,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 MANY = 1000
 
 
-def summed(value: Plan | Program) -> Counter[tuple[int, int]]:
+def summed(value: Plan | Transposed | Program) -> Counter[tuple[int, int]]:
     """Bytes by sender and receiver, from all that is listed."""
     out: Counter[tuple[int, int]] = Counter()
-    if isinstance(value, Plan):
+    if not isinstance(value, Program):
         for t in value.transfers():
             out[t.src_rank, t.dst_rank] += t.nbytes
         return +out

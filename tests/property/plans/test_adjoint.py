@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 import numpy as np
 import pytest
 from hypothesis import given
 
-from shardmath import Layout, Mesh, PlanError, adjoint, plan, simulate, testing, verify
+from shardmath import (
+    Layout,
+    Mesh,
+    Plan,
+    PlanError,
+    Transposed,
+    adjoint,
+    plan,
+    simulate,
+    testing,
+    verify,
+)
 from shardmath.layouts.edits import window
 from shardmath.plans.adjoint import everybody, swapped
 
@@ -44,7 +56,7 @@ def test_replicate_and_partial_change_places(
     p = of(src, dst, there)
     assert texts(p) == back
     verify(p)
-    assert adjoint(p).forward is None and adjoint(adjoint(p)) == p
+    assert adjoint(p) is p.forward and adjoint(adjoint(p)) == p
 
 
 def test_ends_are_swapped() -> None:
@@ -62,6 +74,20 @@ def test_ends_are_swapped() -> None:
     assert list(p.transfers(src=0)) == [] and repr(p).startswith(
         "<adjoint plan of 1 tensor, 4 -> 2 ranks, "
     )
+
+
+def test_a_transposed_plan_is_a_value_of_its_own(fails) -> None:
+    forward = plan({"w": Layout((4,), TP, "(tp n)")}, {"w": Layout((4,), FAR, "n")})
+    p = adjoint(forward)
+    assert isinstance(p, Transposed) and not isinstance(p, Plan)
+    again = pickle.loads(pickle.dumps(p))
+    assert again == p and hash(again) == hash(p) and p != forward and forward != p
+    verify(again)
+    assert p.ranks == forward.ranks and p.topology is None and p.is_tree
+    what = "the plan has no tensor 'v'; it has 'w'"
+    fails(lambda: p.fill("v"), PlanError, what)
+    fails(lambda: p.divisor("v"), PlanError, what)
+    fails(lambda: adjoint("p"), PlanError, "'p' is not a Plan; pass what plan(src, dst) returns")
 
 
 def test_swapped_is_its_own_inverse() -> None:

@@ -50,7 +50,9 @@ def units(t: Template) -> list[tuple[int, list[int], list[int]]]:
 
 def elements(piece: Piece) -> list[tuple[int, ...]]:
     """(addend, global element) of a piece, row-major."""
-    return list(itertools.product([piece.addend], *(range(s.start, s.stop) for s in piece.whole)))
+    return list(
+        itertools.product([piece.addend], *(range(s.start, s.stop) for s in piece.global_slices))
+    )
 
 
 def local(layout: Layout, position: int, slices: tuple[slice, ...]) -> list[tuple[int, ...]]:
@@ -71,7 +73,7 @@ def test_units_move_what_is_asked(pair: tuple[Layout, ...]) -> None:
             for piece in pieces:
                 whole = [x[1:] for x in elements(piece)]
                 assert local(src, sender, piece.src) == local(dst, receiver, piece.dst) == whole
-                assert piece.shape == tuple(s.stop - s.start for s in piece.whole)
+                assert piece.shape == tuple(s.stop - s.start for s in piece.global_slices)
                 assert piece.nbytes == len(whole) * src.itemsize
             seen = [x for piece in pieces for x in elements(piece)]
             assert len(seen) == t.unit_size[unit]
@@ -185,7 +187,8 @@ def test_part_of_a_unit() -> None:
 
     def whole(lo: int, hi: int) -> list[tuple[tuple[int, int], ...]]:
         return [
-            tuple((s.start, s.stop) for s in piece.whole) for piece in expand(t, 0, 0, 0, lo, hi)
+            tuple((s.start, s.stop) for s in piece.global_slices)
+            for piece in expand(t, 0, 0, 0, lo, hi)
         ]
 
     assert whole(0, 12) == [((0, 2), (0, 3)), ((4, 6), (0, 3))]
@@ -222,7 +225,10 @@ def places(t: Template) -> dict[tuple[int, int, int], tuple[int, int]]:
     for unit, here, there in units(t):
         for sender, receiver in itertools.product(here, there):
             for piece in expand(t, unit, sender, receiver, 0, int(t.unit_size[unit])):
-                out[piece.whole[0].start, sender, receiver] = piece.src[0].start, piece.dst[0].start
+                out[piece.global_slices[0].start, sender, receiver] = (
+                    piece.src[0].start,
+                    piece.dst[0].start,
+                )
     return out
 
 
@@ -244,13 +250,13 @@ def test_receivers_pass_on_what_they_have_received() -> None:
     t = of(Layout((6,), Mesh(), "n"), Layout((6,), Mesh(a=2), (table,)))
     (unit,) = (u for u, _, there in units(t) if there == [0, 1] and t.unit_size[u] == 3)
     boxes = expand(t, unit, 1, 0, 0, 3, relayed=True)
-    assert [(x.whole[0].start, x.src[0].start, x.dst[0].start) for x in boxes] == [
+    assert [(x.global_slices[0].start, x.src[0].start, x.dst[0].start) for x in boxes] == [
         (0, 5, 0),
         (2, 1, 2),
     ]
     direct = expand(t, unit, 0, 0, 0, 3)
-    assert [(x.whole, x.dst, x.shape, x.nbytes) for x in boxes] == [
-        (x.whole, x.dst, x.shape, x.nbytes) for x in direct
+    assert [(x.global_slices, x.dst, x.shape, x.nbytes) for x in boxes] == [
+        (x.global_slices, x.dst, x.shape, x.nbytes) for x in direct
     ]
 
 

@@ -25,6 +25,7 @@ from shardmath import (
     PlanError,
     Table,
     Transfer,
+    Transposed,
     adjoint,
     plan,
     testing,
@@ -40,7 +41,7 @@ def test_right_plans_are_right(name: str) -> None:
     verify(p)
     verify(p, transfers=p.transfers())
     verify(p, transfers=reversed(list(p.transfers())))
-    if p.forward is None:
+    if isinstance(p, Plan):
         assert right(p, list(p.transfers()))
 
 
@@ -239,7 +240,7 @@ def test_adjoints_refuse_all_that_their_plans_refuse() -> None:
         for k in MUTATIONS
         if k not in ("split rightly", "source rank", "destination rank", "tensor")
     ]
-    adjoints = [p for p in PLANS.values() if p.forward is not None]
+    adjoints = [p for p in PLANS.values() if isinstance(p, Transposed)]
     counted = 0
     while counted < 300:
         p, kind = rng.choice(adjoints), rng.choice(kinds)
@@ -431,6 +432,25 @@ def test_fills_and_divisors_are_proved(fails) -> None:
             whole, rules={"": dataclasses.replace(whole.rules[""], fill=fill)}
         )
         assert raises_plan_error(lambda wrong=wrong: verify(wrong))
+
+
+def test_a_transposed_plan_is_what_its_plan_becomes(fails) -> None:
+    """The layouts, the rules and the transfers that it says; and that it has a plan at all."""
+    back = adjoint(of((4,), (Mesh(a=2), "(a n)"), (FAR, "n")))
+    other = adjoint(of((4,), (Mesh(a=2), "n"), (FAR, "n")))
+    wrong = dataclasses.replace(back, dst=other.dst)
+    says = f"{wrong!r} is not between the layouts that those of {back.forward!r} become"
+    fails(lambda: verify(wrong), PlanError, f"{says}; transpose the plan anew")
+    for change in (
+        {"src": other.dst},
+        {"flip": PLANS["adjoint of column to row"].flip},
+        {"rules": {}},
+    ):
+        edited = dataclasses.replace(back, **change)
+        assert raises_plan_error(lambda edited=edited: verify(edited))
+    nothing = dataclasses.replace(back, forward=back)
+    what = f"forward={back!r} is not a Plan; transpose one by adjoint(plan)"
+    fails(lambda: verify(nothing), PlanError, what)
 
 
 def test_replicas_have_to_choose_alike() -> None:

@@ -1,0 +1,221 @@
+"""Templates: whether the rows and units that a plan's tensors share are well formed.
+
+1. **Rows** of a dimension lie inside what every part of their key and goal holds, at the place they
+   say, and no two have a position in common. So boxes, which are products of rows, are right on
+   both sides and disjoint.
+2. **Units** are distinct products of pairs of rows, so disjoint too.
+3. At either **end** a position has a unit if it holds the unit's part in every dimension.
+
+>>> from shardmath.layouts.layout import Layout
+>>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.plans.reduction import Reduction
+>>> from shardmath.base.memo import memo
+from shardmath.plans.template import template
+>>> t = template(Layout((4,), Mesh(), "n"), Layout((4,), Mesh(), "n"), Reduction())
+>>> from dataclasses import replace
+>>> check_template(replace(t, unit_size=t.unit_size + 1), set())
+Traceback (most recent call last):
+shardmath.PlanError: float32[4] n on one rank to float32[4] n on one rank has units of other sizes than their \
+rows; make the plan anew
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardmath.algebra.overlay import Overlay, Parts
+from shardmath.algebra.partition import Partition, partition
+from shardmath.base.arrays import Bools, Ints, Offsets
+from shardmath.base.memo import memo
+from shardmath.plans.template import Template, hidden_pairs
+from shardmath.proofs.shapes import check_integers, require
+
+__all__ = ["End", "check_template", "find_end"]
+
+
+def check_template(t: Template, known: set[int]) -> None:
+    """Raise PlanError unless rows and units are right; `known` holds the ids of overlays proved
+    already."""
+    check_integers(t)
+    what = f"{t.src} to {t.dst}"
+    expected = _list_partitions(t)
+    count = len(t.overlays)
+    require(count == len(expected), f"{what} has {count} dimensions, not {len(expected)}")
+    for d, (over, (source, target)) in enumerate(zip(t.overlays, expected, strict=True)):
+        where = f"{what}: dimension {d - t.hidden}"
+        same = _is_same(over.source, source) and _is_same(over.target, target)
+        require(same, f"{where} is divided in another way")
+        if id(over) not in known:
+            known.add(id(over))
+            _check_pairs(over, where)
+            _check_rows(over, where)
+    _check_units(t, what)
+
+
+def _list_partitions(t: Template) -> list[tuple[Partition, Partition]]:
+    """How the layouts divide each dimension at the source and at the destination, hidden ones
+    first."""
+    pairs = list(hidden_pairs(t.src, t.reduction))
+    for a, b in zip(t.src.dims, t.dst.dims, strict=True):
+        pairs.append((partition(a), partition(b)))
+    return pairs
+
+
+def _is_same(a: Partition, b: Partition) -> bool:
+    """Whether two partitions are equal."""
+    if a is b:
+        return True
+    return a.axes == b.axes and a.parts == b.parts and np.array_equal(a.cell, b.cell)
+
+
+def _check_pairs(over: Overlay, what: str) -> None:
+    """Pairs are of known keys and goals, and rows follow each other in them."""
+    check_integers(over)
+    require(_fits(over), f"{what} has empty pairs or rows")
+    sizes = Offsets(over.first).sums(over.size)
+    same = np.array_equal(sizes, over.pair_size)
+    require(same, f"{what} has pairs of other sizes than their rows")
+    for sets, number in ((over.keys, over.pair_key), (over.goals, over.pair_goal)):
+        known = (number >= 0) & (number < len(sets))
+        require(known.all(), f"{what} has pairs of unknown keys or goals")
+
+
+def _fits(over: Overlay) -> bool:
+    """Whether pairs and rows are columns of one length each, and none is empty."""
+    pairs = len(over.pair_key)
+    rows = len(over.start)
+    if (len(over.pair_goal), len(over.pair_size)) != (pairs, pairs):
+        return False
+    if (len(over.size), len(over.src), len(over.dst)) != (rows, rows, rows):
+        return False
+    if len(over.first) != pairs + 1 or (over.first[0], over.first[-1]) != (0, rows):
+        return False
+    return bool((np.diff(over.first) > 0).all() and (over.size > 0).all())
+
+
+def _check_rows(over: Overlay, what: str) -> None:
+    """Rows are where they say on both sides, and disjoint."""
+    pairs = Offsets(over.first)
+    key = pairs.spread(over.pair_key)
+    goal = pairs.spread(over.pair_goal)
+    _check_side(over, over.keys, key, over.source, over.src, what)
+    _check_side(over, over.goals, goal, over.target, over.dst, what)
+    order = np.argsort(over.start)
+    start = over.start[order]
+    end = start + over.size[order]
+    require((end[:-1] <= start[1:]).all(), f"{what} has rows with positions in common")
+
+
+def _check_side(
+    over: Overlay, sets: Parts, number: Ints, held: Partition, at: Ints, what: str
+) -> None:
+    """Every part of a row's set, given by its number, holds the row, from the local place on that
+    the row gives for the part."""
+    widest = max(map(len, sets), default=0)
+    require(widest <= at.shape[1], f"{what} has keys or goals of more parts than its rows")
+    # Sets as a table, -1 where a set has no further part.
+    members = np.full((len(sets), widest), -1, np.int64)
+    for k, parts in enumerate(sets):
+        members[k, : len(parts)] = parts
+    segments = _list_segments(held)
+    for m in range(widest):
+        part = members[number, m]
+        rows = np.flatnonzero(part >= 0)
+        start = over.start[rows]
+        inside = _are_inside(segments, part[rows], at[rows, m], start, over.size[rows])
+        for row in rows[~inside].tolist():
+            require(False, f"{what}: position {over.start[row]} is not where row {row} says")
+
+
+def _list_segments(held: Partition) -> Ints:
+    """(part, local start, start, size) of all that parts hold, by part and local start."""
+    parts = enumerate(held.parts)
+    segments = [(part, lo, g, n) for part, runs in parts for lo, g, n in runs.segments]
+    return np.array(segments, np.int64).reshape(-1, 4)
+
+
+def _are_inside(segments: Ints, part: Ints, local: Ints, start: Ints, size: Ints) -> Bools:
+    """Whether positions `local` on of a part are `start` on, within one segment."""
+    if not len(segments):
+        return np.zeros(len(part), bool)
+    owner, lo, g, n = segments.T
+    # Places in the order of all values, so that (part, place) is one small number to search for.
+    values = np.unique(np.concatenate((lo, local)))
+    code = owner * len(values) + np.searchsorted(values, lo)
+    wanted = part * len(values) + np.searchsorted(values, local)
+    found = np.searchsorted(code, wanted, "right") - 1
+    offset = local - lo[found]
+    is_inside = (found >= 0) & (owner[found] == part) & (offset + size <= n[found])
+    out: Bools = is_inside & (g[found] + offset == start)
+    return out
+
+
+def _check_units(t: Template, what: str) -> None:
+    """Units are distinct products of pairs."""
+    count = len(t.unit_size)
+    fits = t.unit_pairs.shape == (count, len(t.overlays))
+    require(fits, f"{what} has units of other dimensions")
+    size = np.ones(count, np.int64)
+    # The pairs of a unit as digits of one number, which tells units apart.
+    code = np.zeros(count, np.int64)
+    for pair, over in zip(t.unit_pairs.T, t.overlays, strict=True):
+        pairs = len(over.pair_size)
+        known = (pair >= 0) & (pair < pairs)
+        require(known.all(), f"{what} has units of unknown rows")
+        size = size * over.pair_size[pair]
+        code = code * pairs + pair
+    same = np.array_equal(size, t.unit_size)
+    require(same, f"{what} has units of other sizes than their rows")
+    require(len(np.unique(code)) == count, f"{what} has one unit twice")
+
+
+# Ends
+
+
+class End(NamedTuple):
+    """One end of a template, dimension by dimension.
+
+    `sets[d]` are sets of parts, `held[d]` the part that each position holds, `number[:, d]` the set
+    of each unit. Units of one `code` have the same sets.
+    """
+
+    sets: list[Parts]
+    held: list[Ints]
+    number: Ints
+    code: Ints
+
+    def has(self, unit: int, at: Ints) -> Bools:
+        """Whether positions have the unit's part in every dimension."""
+        out = at >= 0
+        numbers = self.number[unit].tolist()
+        for sets, held, number in zip(self.sets, self.held, numbers, strict=True):
+            parts = sets[number]
+            # Most sets are of one part, and comparing is far quicker than isin.
+            if len(parts) == 1:
+                out &= held[at] == parts[0]
+            else:
+                out &= np.isin(held[at], parts)
+        return out
+
+
+@memo()
+def find_end(t: Template, source: bool) -> End:
+    """The source end of a template, or its destination end."""
+    mesh = t.src.mesh if source else t.dst.mesh
+    number = np.zeros_like(t.unit_pairs)
+    # The numbers of all dimensions as digits of one number.
+    code = np.zeros(len(t.unit_pairs), np.int64)
+    all_sets = []
+    held = []
+    for d, over in enumerate(t.overlays):
+        if source:
+            sets, partition, of_pair = over.keys, over.source, over.pair_key
+        else:
+            sets, partition, of_pair = over.goals, over.target, over.pair_goal
+        all_sets.append(sets)
+        held.append(partition.by_rank(mesh))
+        number[:, d] = of_pair[t.unit_pairs[:, d]]
+        code = code * len(sets) + number[:, d]
+    return End(all_sets, held, number, code)
