@@ -1,11 +1,10 @@
-"""What is saved of a module and its optimizer, and what is restored: every optimizer, ties, subsets, bytes, errors.
+"""What is restored is what was saved, into the memory that is there: every optimizer, ties, memory that several have.
 
 One process without a process group; `test_training` has the others.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from shardmath_torch.checkpoints.checkpoint import save
-from shardmath_torch.dtensors.modules import layout_of
-from shardmath_torch.exports.export import export
-from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.states import training
+from tests.distributed.tasks.states import STRANGE, same, small, stepped, train, values
 
 Made = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
@@ -30,37 +26,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def small(seed: int = 0) -> nn.Module:
-    """Matrices, vectors, buffers, and a parameter that is frozen."""
-    torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, bias=False))
-    module[0].bias.requires_grad_(False)
-    return module
-
-
-def train(module: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        torch.manual_seed(100 + step)
-        module(torch.randn(4, 5)).square().mean().backward()
-        optimizer.step()
-        module.zero_grad()
-
-
-def values(
-    module: nn.Module, optimizer: optim.Optimizer
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """All that is to be the same, copied."""
-    tensors, _ = training.state_of(module, optimizer)
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return {name: t.clone() for name, t in tensors.items()}, groups
-
-
-def same(a: tuple[dict[str, Tensor], Any], b: tuple[dict[str, Tensor], Any]) -> None:
-    assert a[0].keys() == b[0].keys() and a[1] == b[1]
-    for name in a[0]:
-        assert a[0][name].equal(b[0][name]) and a[0][name].dtype == b[0][name].dtype, name
 
 
 OPTIMIZERS: dict[str, Made] = {
@@ -132,55 +97,6 @@ def test_names_and_memory(tmp_path: Path) -> None:
     }
 
 
-def test_options_of_groups(tmp_path: Path) -> None:
-    """All that JSON can say, and tuples; by parameter, where the groups are others."""
-    module = small()
-    odd = {
-        "a": (1, (2.5, None)),
-        "b": [float("inf"), {"c": True}],
-        "d": "text",
-        "e": torch.tensor([0.1, 2.0]),
-    }
-    groups = [
-        {"params": [module[0].weight], "lr": 0.5, **odd},
-        {"params": [module[2].weight, module[1].weight]},
-    ]
-    training.save_state(tmp_path, module, optim.SGD(groups, lr=0.25))
-    split = [{"params": [module[i].weight]} for i in (1, 2, 0)]
-    other = optim.SGD(split, lr=9.0)
-    training.load_state(tmp_path, module, other)
-    assert [group["lr"] for group in other.param_groups] == [0.25, 0.25, 0.5]
-    last = other.param_groups[2]
-    assert {k: last[k] for k in "abd"} == {k: odd[k] for k in "abd"} and last["e"].equal(odd["e"])
-    merged = optim.SGD([module[0].weight, module[1].weight, module[2].weight], lr=9.0)
-    with pytest.raises(
-        CheckpointError, match=r"0.weight and 1.weight are in one group .* differ in .*lr"
-    ):
-        training.load_state(tmp_path, module, merged)
-
-
-def test_several_optimizers(tmp_path: Path) -> None:
-    """One for matrices and one for the rest, restored into one, and into two."""
-
-    def two(module: nn.Module) -> list[optim.Optimizer]:
-        return [
-            optim.SGD([module[0].weight], lr=0.1, momentum=0.9),
-            optim.Adam(module[1].parameters()),
-        ]
-
-    module, other = small(), small(seed=1)
-    pair, second = two(module), two(other)
-    for one in pair:
-        train(module, one, range(1))
-    training.save_state(tmp_path, module, pair)
-    training.load_state(tmp_path, other, second)
-    a, b = (training.state_of(*x)[0] for x in ((module, pair), (other, second)))
-    assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
-
-
-# Shared parameters
-
-
 class Tied(nn.Module):
     """Two names, one parameter, or two."""
 
@@ -223,245 +139,6 @@ def test_shared_parameters(tmp_path: Path, tied: bool) -> None:
         assert second.state[p]["exp_avg"].equal(optimizer.state[module.first.weight]["exp_avg"])
 
 
-def test_two_that_are_one_here(tmp_path: Path) -> None:
-    training.save_state(tmp_path, Tied(False))
-    with pytest.raises(
-        CheckpointError,
-        match=r"first.weight, last.weight are one parameter here, and 2 in the check",
-    ):
-        training.load_state(tmp_path, Tied(True))
-
-
-# Extra states
-
-
-class Scaled(nn.Module):
-    """Has something besides tensors."""
-
-    def __init__(self, value: object) -> None:
-        super().__init__()
-        self.value = value
-
-    def get_extra_state(self) -> object:
-        return self.value
-
-    def set_extra_state(self, state: Any) -> None:
-        self.value = state
-
-
-@pytest.mark.parametrize(
-    "value", [b"", b"abc", bytearray(b"x"), None, io.BytesIO(b"file"), torch.arange(5).byte()]
-)
-def test_extra_states(tmp_path: Path, value: object) -> None:
-    """They come back as what they were."""
-    training.save_state(tmp_path, nn.Sequential(nn.Linear(1, 1), Scaled(value)))
-    other = nn.Sequential(nn.Linear(1, 1), Scaled(b"other"))
-    training.load_state(tmp_path, other)
-    found = other[1].value
-    plain = {
-        io.BytesIO: lambda x: x.getvalue(),
-        Tensor: lambda x: x.tolist(),
-        bytearray: bytes,
-    }.get(type(value), lambda x: x)
-    assert isinstance(found, bytes if isinstance(value, bytearray) else type(value))
-    assert plain(found) == plain(value)
-
-
-# Names that do not meet
-
-
-def test_other_names(tmp_path: Path) -> None:
-    """Named, and nothing restored; or only what both have."""
-    module, other = (
-        small(),
-        nn.Sequential(nn.Linear(5, 7), nn.Identity(), nn.Identity(), nn.Linear(2, 2)),
-    )
-    training.save_state(tmp_path, module, optim.Adam(module[2].parameters()))
-    before, optimizer = other[0].weight.detach().clone(), optim.Adam(other.parameters())
-    with pytest.raises(CheckpointError) as said:
-        training.load_state(tmp_path, other, optimizer)
-    for text in (
-        "lacks model.3.weight, model.3.bias, optim.state.0.weight",
-        "only the checkpoint has model.1.weight, model.1.bias, model.2.weight, model.1.run",
-    ):
-        assert text in str(said.value)
-    assert "strict=False" in str(said.value) and other[0].weight.equal(before)
-    found = training.load_state(tmp_path, other, optimizer, strict=False)
-    assert other[0].weight.equal(module[0].weight) and not optimizer.state
-    assert (
-        found.missing[:2] == ("model.3.weight", "model.3.bias")
-        and "model.2.weight" in found.unexpected
-    )
-    assert found.unexpected[-1] == "optim.state.2.weight"
-
-
-def test_the_module_alone(tmp_path: Path) -> None:
-    """Without an optimizer its state is not missed; with one that was not saved, it is."""
-    module, other = small(), small(seed=1)
-    training.save_state(tmp_path, module, optim.Adam(module.parameters()))
-    assert training.load_state(tmp_path, other) == ((), ())
-    assert other[0].weight.equal(module[0].weight)
-    training.save_state(tmp_path, module)
-    with pytest.raises(CheckpointError, match=r"lacks optim.state.0.weight"):
-        training.load_state(tmp_path, other, optim.Adam(other.parameters()))
-
-
-def test_names_of_wrappers(tmp_path: Path) -> None:
-    """Those of torch.compile and activation checkpointing are left out."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    module, other = small(), small(seed=1)
-    other[0] = checkpoint_wrapper(other[0])
-    training.save_state(tmp_path, module)
-    training.load_state(tmp_path, torch.compile(other))
-    assert other[0].weight.equal(module[0].weight)
-
-
-# Errors
-
-
-class Shaped(optim.SGD):
-    """With a value in its state."""
-
-    def __init__(self, module: nn.Module, value: object) -> None:
-        super().__init__(module.parameters(), lr=0.1)
-        self.state[module[0].weight]["odd"] = value
-
-
-def hooked() -> nn.Module:
-    """Its state dict has more than it should."""
-    module = small()
-    module.register_state_dict_post_hook(lambda module, state, *_: state.update(more=torch.ones(1)))
-    return module
-
-
-ERRORS: dict[str, tuple[Callable[[], object], str]] = {
-    "object": (
-        lambda: training.state_of(nn.Sequential(Scaled({"a": 1}))),
-        "'0._extra_state' is of type dict; return b",
-    ),
-    "floats": (
-        lambda: training.state_of(nn.Sequential(Scaled(torch.ones(2)))),
-        "return bytes, a BytesIO, or a 1-d",
-    ),
-    "hook": (
-        lambda: training.state_of(hooked()),
-        "'more' of the state dict is no parameter, buffer or extra state",
-    ),
-    "other": (
-        lambda: training.state_of(small(), optim.SGD(small().parameters())),
-        "none of the module's; make the opt",
-    ),
-    "value": (
-        lambda: training.state_of(m := small(), Shaped(m, {1})),
-        "'odd' of '0.weight' is {1}, which JSON cannot",
-    ),
-    "group": (
-        lambda: training.state_of(m := small(), optim.SGD([{"params": m.parameters(), "x": len}])),
-        "'x' of a par",
-    ),
-    "meta": (lambda: training.state_of(small().to("meta")), "'0.weight' is on the meta device"),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
-    act, said = ERRORS[name]
-    with pytest.raises(CheckpointError) as error:
-        act()
-    assert said in str(error.value)
-
-
-def test_another_shape(tmp_path: Path) -> None:
-    training.save_state(tmp_path, nn.Linear(3, 2))
-    with pytest.raises(CheckpointError, match=r"model.weight.* is stored as float32\[2, 3\]"):
-        training.load_state(tmp_path, nn.Linear(4, 2))
-
-
-def test_another_checkpoint(tmp_path: Path) -> None:
-    """One that is not of `save_state`, and one that only looks like it."""
-    module, none = nn.Linear(3, 2), {"training": None}
-    save(tmp_path, {"model.weight": module.weight}, {"model.weight": layout_of(module)["weight"]})
-    with pytest.raises(
-        CheckpointError,
-        match="is nothing that save_state wrote; fill the module's weights with load_weights",
-    ):
-        training.load_state(tmp_path, module)
-    for data in (b"{", b"[1]", b'{"names": {}}'):
-        save(tmp_path, {"training": data}, none)
-        with pytest.raises(CheckpointError, match="'training' is nothing that save_state wrote"):
-            training.load_state(tmp_path, module)
-
-
-class Looks(nn.Module):
-    """Has names that look like those of wrappers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a_orig_mod, self.aweight = nn.Linear(2, 2), nn.Parameter(torch.randn(2, 2))
-
-
-def test_names_that_only_look_like_wrappers(tmp_path: Path) -> None:
-    module = Looks()
-    assert set(training.state_of(module)[0]) == {
-        "model.a_orig_mod.weight",
-        "model.a_orig_mod.bias",
-        "model.aweight",
-        "training",
-    }
-    wanted = {name: p.detach().clone() for name, p in module.named_parameters()}
-    training.save_state(tmp_path, module)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.zero_()
-    training.load_state(tmp_path, module)
-    assert all(p.equal(wanted[name]) for name, p in module.named_parameters())
-
-
-class Bytes(nn.Module):
-    """Has a state of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = b"before"
-
-    def get_extra_state(self) -> bytes:
-        return self.state
-
-    def set_extra_state(self, state: bytes) -> None:
-        self.state = state
-
-
-def test_extra_state_of_a_compiled_module(tmp_path: Path) -> None:
-    module = nn.ModuleDict({"one": torch.compile(Bytes())})
-    training.save_state(tmp_path, module)
-    module["one"]._orig_mod.state = b"after"
-    training.load_state(tmp_path, module)
-    assert module["one"]._orig_mod.state == b"before"
-
-
-def test_keys_of_state_that_are_no_text() -> None:
-    module = nn.Linear(2, 2)
-    optimizer = optim.SGD(module.parameters(), lr=0.1)
-    optimizer.state[module.weight] = {0: torch.zeros(2, 2)}
-    with pytest.raises(CheckpointError, match="has the key 0; keys are text"):
-        training.state_of(module, optimizer)
-
-
-def test_an_option_that_only_one_group_has(tmp_path: Path) -> None:
-    """Is not given to parameters of the other."""
-    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    groups = [{"params": [module[0].weight], "initial_lr": 3.0}, {"params": [module[1].weight]}]
-    training.save_state(tmp_path, module, optim.SGD(groups, lr=0.1))
-    with pytest.raises(
-        CheckpointError, match=r"0.weight and 1.weight are in one group .* differ in initial_lr"
-    ):
-        training.load_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))
-
-
-# Options that are tensors, memory that cannot be written to
-
-
 def two_groups(rate: Tensor) -> tuple[nn.Module, optim.Optimizer]:
     """Two groups and the defaults have one tensor as their rate."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -484,43 +161,6 @@ def test_groups_that_share_a_rate(tmp_path: Path, second: float) -> None:
     assert float(fresh.defaults["lr"]) == 0.5
 
 
-@pytest.mark.parametrize(
-    ("saved", "here"),
-    [
-        (0.5, torch.tensor(1)),
-        (0.1, torch.tensor(0.1, dtype=torch.float16)),
-        (1e300, torch.tensor(0.1)),
-        (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1)),
-        (torch.tensor([0.1, 0.2]), torch.tensor(0.1)),
-    ],
-    ids=str,
-)
-def test_a_rate_that_its_tensor_cannot_hold(tmp_path: Path, saved: Any, here: Tensor) -> None:
-    """Nothing is rounded in silence, and nothing was restored."""
-    module = small()
-    optimizer = optim.SGD(module.parameters(), lr=0.1)
-    optimizer.param_groups[0]["lr"] = saved
-    training.save_state(tmp_path, module, optimizer)
-    other = small(seed=1)
-    second = optim.SGD(other.parameters(), lr=here.clone())
-    before = values(other, second)
-    with pytest.raises(CheckpointError, match="which cannot hold it; make the optimizer with"):
-        training.load_state(tmp_path, other, second)
-    same(values(other, second), before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_number_becomes_a_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
-    """As `torch.tensor` makes one of it, in the memory that is there."""
-    module = small()
-    training.save_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))
-    rate = torch.tensor(7.0, dtype=dtype)
-    optimizer = optim.SGD(module.parameters(), lr=rate)
-    training.load_state(tmp_path, module, optimizer)
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert rate.equal(torch.tensor(0.1, dtype=dtype))
-
-
 def test_parameters_that_share_state(tmp_path: Path) -> None:
     """Each gets what it had."""
     module = nn.Linear(2, 2, bias=True)
@@ -533,77 +173,6 @@ def test_parameters_that_share_state(tmp_path: Path) -> None:
         optimizer.state[p]["step"] = one
     training.load_state(tmp_path, module, optimizer)
     assert [float(optimizer.state[p]["step"]) for p in module.parameters()] == [0.0, 1.0]
-
-
-class Odd(nn.Module):
-    """A parameter before another that cannot be written to."""
-
-    def __init__(self, odd: Tensor, value: float = 1.0) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.full((4,), value))
-        self.odd = nn.Parameter(odd, requires_grad=False)
-
-
-def in_inference() -> Tensor:
-    with torch.inference_mode():
-        return torch.zeros(4)
-
-
-def freed(count: int = 4) -> Tensor:
-    out = torch.zeros(count)
-    out.untyped_storage().resize_(0)
-    return out
-
-
-MEMORY = {
-    "expanded": (lambda: torch.zeros(1).expand(4), r"'odd' has shape \(4,\) and strides \(0,\)"),
-    "inference": (in_inference, "'odd' was made in inference mode"),
-    "freed": (freed, "'odd' reaches 16 bytes into a storage of 0"),
-}
-
-
-@pytest.mark.parametrize("case", MEMORY)
-@pytest.mark.parametrize("step", ["state", "weights"])
-def test_memory_that_cannot_be_written_to(tmp_path: Path, case: str, step: str) -> None:
-    """Said before anything is restored."""
-    make, what = MEMORY[case]
-    training.save_state(tmp_path / "state", Odd(torch.ones(4), 5.0))
-    export(tmp_path / "weights", Odd(torch.ones(4), 5.0))
-    module = Odd(make())
-    load = training.load_state if step == "state" else training.load_weights
-    with pytest.raises(CheckpointError, match=what):
-        load(tmp_path / step, module)
-    assert module.first.tolist() == [1.0] * 4
-
-
-def test_memory_of_inference_mode_in_inference_mode(tmp_path: Path) -> None:
-    """An engine's weights are made and loaded there."""
-    export(tmp_path, Odd(torch.ones(4), 5.0))
-    with torch.inference_mode():
-        module = Odd(torch.zeros(4))
-        training.load_weights(tmp_path, module)
-    assert module.first.tolist() == [5.0] * 4
-
-
-STRANGE: dict[str, Callable[[], Tensor]] = {
-    "freed": lambda: freed(1),
-    "inference": lambda: in_inference()[:1],
-    "expanded": lambda: torch.ones(1).expand(3),
-    "meta": lambda: torch.ones(1, device="meta"),
-}
-
-
-def stepped(kind: str | None = None, where: str = "") -> tuple[nn.Module, optim.Optimizer]:
-    """A module and its optimizer after a step; of a strange tensor among its options or state."""
-    module = Odd(torch.ones(4), 5.0)
-    optimizer = optim.SGD([module.first], lr=0.5, momentum=0.5)
-    module.first.sum().backward()
-    optimizer.step()
-    if kind is not None and where == "option":
-        optimizer.param_groups[0]["lr"] = STRANGE[kind]()
-    elif kind is not None:
-        optimizer.state[module.first]["momentum_buffer"] = STRANGE[kind]()
-    return module, optimizer
 
 
 @pytest.mark.parametrize("kind", STRANGE)
@@ -628,27 +197,120 @@ def test_sparse_state_is_made_anew(tmp_path: Path) -> None:
     assert optimizer.state[module.first]["momentum_buffer"].tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ((5,), "the module is 5; give a torch.nn.Module"),
-        ((small(), 5), "the optimizer is 5; give one, several, or None"),
-        ((small(), [5]), "an optimizer is 5, none of torch.optim; give"),
-    ],
-)
-def test_what_is_no_module_or_optimizer(tmp_path: Path, given: Any, said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
-        training.save_state(tmp_path, *given)
+# Memory that several have
 
 
-def test_nested_tensors(tmp_path: Path) -> None:
-    """They have no shape."""
-    module = nn.Module()
-    module.register_buffer("w", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
-    for act in (training.save_state, export):
-        with pytest.raises(CheckpointError, match="'w' is a nested tensor, of 2 parts"):
-            act(tmp_path, module)
-    with pytest.raises(CheckpointError, match="'w' is a nested tensor, of 2 parts"):
-        export(tmp_path, {"w": module.w})
-    with pytest.raises(CheckpointError, match="'w' is a nested tensor, which has no shape"):
-        save(tmp_path, {"w": module.w}, {"w": layout_of(nn.Linear(1, 1))["weight"]})
+def two_parameters() -> tuple[nn.Module, optim.Optimizer]:
+    """A module and an optimizer with moments that count."""
+    module = nn.Linear(4, 1)
+    optimizer = optim.SGD(module.parameters(), lr=torch.tensor(0.5), momentum=0.5, foreach=False)
+    for i, parameter in enumerate(module.parameters()):
+        moment = torch.arange(1.0, 1 + parameter.numel()).reshape(parameter.shape)
+        optimizer.state[parameter]["momentum_buffer"] = moment * 10**i
+    return module, optimizer
+
+
+def overlap_states(module: Any, optimizer: Any) -> None:
+    flat = torch.zeros(4)
+    optimizer.state[module.weight]["momentum_buffer"] = flat.view(1, 4)
+    optimizer.state[module.bias]["momentum_buffer"] = flat[2:3]
+
+
+def lie_in_a_parameter(module: Any, optimizer: Any) -> None:
+    state = optimizer.state[module.bias]
+    state["momentum_buffer"] = module.weight.detach()[0, 1:2]
+
+
+def lie_in_a_buffer(module: Any, optimizer: Any) -> None:
+    module.register_buffer("more", torch.zeros(3))
+    optimizer.state[module.bias]["momentum_buffer"] = module.more[1:2]
+
+
+def lie_in_the_rate(module: Any, optimizer: Any) -> None:
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.state[module.bias]["momentum_buffer"] = rate.view(1)
+
+
+def have_a_rate_in_a_parameter(module: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = module.weight.detach()[0, 3]
+
+
+def have_a_rate_of_another_type(module: Any, optimizer: Any) -> None:
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["odd"] = rate.view(torch.int32)
+
+
+def have_state_like_another_parameter(module: Any, optimizer: Any) -> None:
+    optimizer.state[module.weight]["momentum_buffer"] = module.weight.detach()
+
+
+MEETINGS = [
+    overlap_states,
+    lie_in_a_parameter,
+    lie_in_a_buffer,
+    lie_in_the_rate,
+    have_a_rate_in_a_parameter,
+    have_a_rate_of_another_type,
+    have_state_like_another_parameter,
+]
+
+
+@pytest.mark.parametrize("arrange", MEETINGS)
+def test_memory_that_meets(tmp_path: Path, arrange: Callable[[Any, Any], None]) -> None:
+    """Nothing is restored over another: the module keeps its memory, the optimizer's is made anew."""
+    source, first = two_parameters()
+    if arrange is lie_in_a_buffer:
+        source.register_buffer("more", torch.arange(3.0))
+    if arrange is have_a_rate_of_another_type:
+        first.param_groups[0]["odd"] = torch.tensor(7, dtype=torch.int32)
+    training.save_state(tmp_path, source, first)
+    wanted = values(source, first)
+    module, optimizer = two_parameters()
+    with torch.no_grad():
+        module.weight.zero_()
+    arrange(module, optimizer)
+    before = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+    training.load_state(tmp_path, module, optimizer)
+    same(values(module, optimizer), wanted)
+    assert before == {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+
+
+def test_memory_of_one_buffer_stays(tmp_path: Path) -> None:
+    """Moments that are parts of one buffer, also interleaved, do not meet."""
+    source, first = two_parameters()
+    training.save_state(tmp_path, source, first)
+    module, optimizer = two_parameters()
+    flat = torch.zeros(8)
+    held = [flat[::2].view(1, 4), flat[1:2]]
+    for parameter, moment in zip(module.parameters(), held, strict=True):
+        optimizer.state[parameter]["momentum_buffer"] = moment
+    training.load_state(tmp_path, module, optimizer)
+    for parameter, moment in zip(module.parameters(), held, strict=True):
+        assert optimizer.state[parameter]["momentum_buffer"] is moment
+    assert flat.tolist() == [1.0, 10.0, 2.0, 0.0, 3.0, 0.0, 4.0, 0.0]
+
+
+def test_groups_that_share_a_rate_in_two_types(tmp_path: Path) -> None:
+    """Two tensors, which differ in what torch.equal can compare."""
+    module, optimizer = two_groups(torch.tensor(0.5))
+    training.save_state(tmp_path, module, optimizer)
+    shared = torch.tensor([0.5])
+    optimizer.param_groups[0]["lr"] = shared
+    optimizer.param_groups[1]["lr"] = shared.view(torch.float16)[:1]
+    training.load_state(tmp_path, module, optimizer)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_defaults_in_a_rate_stay(tmp_path: Path) -> None:
+    """A part of what is filled is copied, too."""
+    module = nn.Linear(2, 2)
+    rates = torch.tensor([0.5, 0.25])
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.param_groups[0]["rates"] = rates.clone()
+    training.save_state(tmp_path, module, optimizer)
+    rates.zero_()
+    optimizer.param_groups[0]["rates"] = rates
+    optimizer.defaults["rate"] = rates[1]
+    training.load_state(tmp_path, module, optimizer)
+    assert optimizer.param_groups[0]["rates"] is rates and rates.tolist() == [0.5, 0.25]
+    assert float(optimizer.defaults["rate"]) == 0.0
