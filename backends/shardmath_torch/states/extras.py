@@ -26,7 +26,8 @@ __all__ = ["KINDS", "Extra", "as_bytes", "pack_extra"]
 
 def as_bytes(tensor: Tensor) -> bytes:
     """The bytes of a 1-d tensor of uint8."""
-    return tensor.cpu().numpy().tobytes()
+    array = tensor.cpu().numpy()
+    return array.tobytes()
 
 
 class Kind(NamedTuple):

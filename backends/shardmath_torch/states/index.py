@@ -77,7 +77,10 @@ class Index:
 
     def options(self) -> dict[str, Mapping[str, object]]:
         """The options of each parameter's group."""
-        return {name: group.options for group in self.groups or () for name in group.parameters}
+        found: dict[str, Mapping[str, object]] = {}
+        for group in self.groups or ():
+            found |= dict.fromkeys(group.parameters, group.options)
+        return found
 
 
 # To JSON
@@ -88,12 +91,7 @@ def write_index(index: Index) -> Tensor:
     groups = None
     if index.groups is not None:
         groups = [_write_group(group) for group in index.groups]
-    state = {}
-    for name, entries in index.state.items():
-        written = {}
-        for key, entry in entries.items():
-            written[key] = _write_entry(entry, f"{key!r} of {name!r}")
-        state[name] = written
+    state = {name: _write_entries(name, entries) for name, entries in index.state.items()}
     said = {"names": index.names, "extra": index.extra, "groups": groups, "state": state}
     return as_tensor(INDEX, json.dumps(said).encode())
 
@@ -103,6 +101,13 @@ def _write_group(group: Group) -> dict[str, Any]:
     for key, value in group.options.items():
         options[key] = code_value(value, f"{key!r} of a parameter group")
     return {"parameters": group.parameters, "options": options}
+
+
+def _write_entries(name: str, entries: Entries) -> dict[str, Any]:
+    written = {}
+    for key, entry in entries.items():
+        written[key] = _write_entry(entry, f"{key!r} of {name!r}")
+    return written
 
 
 def _write_entry(entry: Entry, what: str) -> dict[str, Any]:
@@ -137,16 +142,15 @@ def _read(said: object) -> Index:
     names = _check_object(parts["names"])
     _check_texts(names.values())
     extra = _check_object(parts["extra"])
-    unknown = [kind for kind in extra.values() if kind not in KINDS]
-    if unknown:
-        raise ValueError(f"{shown(unknown[0])} is not a kind of extra states")
+    for kind in extra.values():
+        if kind not in KINDS:
+            raise ValueError(f"{shown(kind)} is not a kind of extra states")
     groups = None
     if parts["groups"] is not None:
-        groups = tuple(_read_group(group) for group in _check_list(parts["groups"]))
-    state = {}
-    for name, entries in _check_object(parts["state"]).items():
-        state[name] = {k: _read_entry(entry) for k, entry in _check_object(entries).items()}
-    return Index(names, extra, groups, state)
+        groups = tuple(map(_read_group, _check_list(parts["groups"])))
+    state = _check_object(parts["state"])
+    entries = {name: _read_entries(said) for name, said in state.items()}
+    return Index(names, extra, groups, entries)
 
 
 def _read_group(said: object) -> Group:
@@ -155,6 +159,11 @@ def _read_group(said: object) -> Group:
     _check_texts(parameters)
     options = _check_object(group["options"])
     return Group(parameters, {key: decode_value(value) for key, value in options.items()})
+
+
+def _read_entries(said: object) -> Entries:
+    entries = _check_object(said)
+    return {key: _read_entry(entry) for key, entry in entries.items()}
 
 
 def _read_entry(said: object) -> Entry:
@@ -185,6 +194,6 @@ def _check_list(said: object) -> list[Any]:
 
 
 def _check_texts(said: Any) -> None:
-    odd = [one for one in said if not isinstance(one, str)]
-    if odd:
-        raise ValueError(f"{shown(odd[0])} is not a name")
+    for one in said:
+        if not isinstance(one, str):
+            raise ValueError(f"{shown(one)} is not a name")

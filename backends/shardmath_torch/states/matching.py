@@ -81,16 +81,22 @@ def find_unmatched(
     model: Model, saved: Index, stored: Mapping[str, str], groups: list[ParameterGroup] | None
 ) -> Unmatched:
     """The names that only one side has; those of optimizers unless `groups` is None."""
-    here = {name for names in model.names.values() for name in names}
-    ordered = [name for names in model.names.values() for name in names]
-    missing = [f"model.{name}" for name in ordered if name not in saved.names]
-    unexpected = [f"model.{name}" for name in saved.names if name not in here]
-    if groups is not None:
-        mine = [name for group in groups for name in group.parameters]
-        theirs = saved.options()
-        reached = {stored.get(name) for name in mine}
-        missing += [f"optim.state.{name}" for name in mine if stored.get(name) not in theirs]
-        unexpected += [f"optim.state.{name}" for name in theirs if name not in reached]
+    here = {name: name for names in model.names.values() for name in names}
+    unmatched = _compare_names("model", here, saved.names)
+    if groups is None:
+        return unmatched
+    trained = {name: stored.get(name) for group in groups for name in group.parameters}
+    missing, unexpected = _compare_names("optim.state", trained, saved.options())
+    return Unmatched(unmatched.missing + missing, unmatched.unexpected + unexpected)
+
+
+def _compare_names(
+    kind: str, here: Mapping[str, str | None], there: Mapping[str, object]
+) -> Unmatched:
+    """The names that only one side has, with what they are names of; `here` says the name there of each."""
+    reached = set(here.values())
+    missing = [f"{kind}.{name}" for name, kept in here.items() if kept not in there]
+    unexpected = [f"{kind}.{name}" for name in there if name not in reached]
     return Unmatched(tuple(missing), tuple(unexpected))
 
 
@@ -117,16 +123,17 @@ def set_goal(group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> 
     entries = {}
     for name in group.parameters:
         kept = stored.get(name)
-        if kept in saved.state:
+        if kept is not None and kept in saved.state:
             entries[name] = _own_values(saved.state[kept])
     return Goal(group, _match_options(group, saved, stored), entries)
 
 
 def _own_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
     """The entries with values of their own: several parameters here may have been one."""
-    own: dict[str, Entry] = {}
+    own = dict(entries)
     for key, entry in entries.items():
-        own[key] = Value(copy.deepcopy(entry.value)) if isinstance(entry, Value) else entry
+        if isinstance(entry, Value):
+            own[key] = Value(copy.deepcopy(entry.value))
     return own
 
 
@@ -142,13 +149,8 @@ def _match_options(
             found[name] = by_name[kept]
     if not found:
         return {}
+    _check_same_options(found)
     first, options = next(iter(found.items()))
-    for name, other in found.items():
-        differ = _find_different(options, other)
-        if differ:
-            what = f"{first} and {name} are in one group of the optimizer here"
-            fix = "give them groups of their own"
-            raise CheckpointError(f"{what}, and differ in {', '.join(differ)} there; {fix}")
     matched = {}
     for key, value in options.items():
         what = f"{key!r} of the group of {first}"
@@ -157,16 +159,24 @@ def _match_options(
     return matched
 
 
-def _find_different(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
-    """The keys of options that are not the same, in order."""
-    if one is other:
-        return []
-    return sorted(key for key in {*one, *other} if _text_of(one, key) != _text_of(other, key))
+def _check_same_options(found: Mapping[str, Mapping[str, object]]) -> None:
+    """Raise CheckpointError where parameters of one group had options that are not the same."""
+    first, options = next(iter(found.items()))
+    for name, other in found.items():
+        if other is options:  # as they are where the group has not changed
+            continue
+        keys = sorted({*options, *other})
+        differ = [key for key in keys if not _is_same(options.get(key), other.get(key))]
+        if differ:
+            what = f"{first} and {name} are in one group of the optimizer here"
+            fix = "give them groups of their own"
+            raise CheckpointError(f"{what}, and differ in {', '.join(differ)} there; {fix}")
 
 
-def _text_of(options: Mapping[str, object], key: str) -> str:
-    """The option's value as text: equal for equal values, NaN too."""
-    return repr(code_value(options.get(key), key))
+def _is_same(one: object, other: object) -> bool:
+    """Whether two options are equal, NaN to NaN."""
+    coded = [code_value(value, "an option") for value in (one, other)]
+    return repr(coded[0]) == repr(coded[1])
 
 
 def fit_option(what: str, held: object, value: object) -> object:
@@ -184,11 +194,17 @@ def fit_option(what: str, held: object, value: object) -> object:
     made = given.to(held.dtype)
     if made.numel() != held.numel():
         raise _refuse(what, held, given.tolist())
-    is_number = isinstance(value, float) and held.dtype == torch.float32
-    rounded = is_number and math.isclose(float(made), float(given), rel_tol=2**-23)
-    if not rounded and not _is_unchanged(made, given):
+    is_number = isinstance(value, float)
+    if not _is_unchanged(made, given) and not (is_number and _is_nearest(made, given)):
         raise _refuse(what, held, given.tolist())
     return made.reshape(held.shape).to(held.device)
+
+
+def _is_nearest(made: Tensor, given: Tensor) -> bool:
+    """Whether one number is what float32 makes of another."""
+    if made.dtype != torch.float32:
+        return False
+    return math.isclose(float(made), float(given), rel_tol=2**-23)
 
 
 def _refuse(what: str, held: Tensor, value: object) -> CheckpointError:
@@ -198,7 +214,7 @@ def _refuse(what: str, held: Tensor, value: object) -> CheckpointError:
     return CheckpointError(f"{said}, which cannot hold it; {fix}")
 
 
-def _as_tensor(value: float | Tensor) -> Tensor | None:
+def _as_tensor(value: int | float | Tensor) -> Tensor | None:
     """The value as a tensor that holds it exactly; None where there is none."""
     if isinstance(value, Tensor):
         return value
@@ -212,7 +228,9 @@ def _as_tensor(value: float | Tensor) -> Tensor | None:
 def _is_unchanged(made: Tensor, given: Tensor) -> bool:
     """Whether the values are still what they were; NaN is NaN."""
     back = made.to(given.dtype)
-    if given.is_floating_point():
-        back, given = back.double(), given.double()
-    both = (made != made) & (given != given)
-    return bool(((back == given) | both).all())
+    if given.is_floating_point():  # not all small types can be compared
+        back = back.double()
+        given = given.double()
+    are_nan = (made != made) & (given != given)
+    same = (back == given) | are_nan
+    return bool(same.all())

@@ -92,13 +92,14 @@ def can_fill(held: Tensor) -> bool:
 
 def has_same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are of one type, device and shape, and equal bit by bit: NaN is NaN."""
-    if (a.dtype, a.device, a.shape) != (b.dtype, b.device, b.shape):
+    if a.dtype != b.dtype or a.device != b.device or a.shape != b.shape:
         return False
-    return _view_bytes(a).equal(_view_bytes(b))
+    return _flatten_to_bytes(a).equal(_flatten_to_bytes(b))
 
 
-def _view_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def _flatten_to_bytes(tensor: Tensor) -> Tensor:
+    row = tensor.detach().contiguous().reshape(-1)
+    return row.view(torch.uint8)
 
 
 # Where tensors lie
@@ -118,7 +119,8 @@ class Spot(NamedTuple):
 
 
 def _plain_part(tensor: Tensor) -> Tensor:
-    return plain(local_of(tensor) if isinstance(tensor, DTensor) else tensor)
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return plain(local)
 
 
 def spot_of(tensor: Tensor) -> Spot | None:
@@ -148,15 +150,18 @@ def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[Spot, Spot]]:
         spot = spot_of(tensor)
         if spot is not None:
             by_spot.setdefault(spot, _plain_part(tensor))
-    open_spots: list[Spot] = []
+    reaching: list[Spot] = []
     for spot in sorted(by_spot, key=lambda spot: (str(spot.device), spot.start)):
-        open_spots = [
-            other for other in open_spots if other.device == spot.device and other.end > spot.start
-        ]
-        for other in open_spots:
+        reaching = [other for other in reaching if _reaches(other, spot)]
+        for other in reaching:
             if share_cells(by_spot[other], by_spot[spot]):
                 yield other, spot
-        open_spots.append(spot)
+        reaching.append(spot)
+
+
+def _reaches(spot: Spot, later: Spot) -> bool:
+    """Whether the spot ends behind the first byte of one that begins no earlier."""
+    return spot.device == later.device and spot.end > later.start
 
 
 def find_crowded(tensors: Iterable[Tensor]) -> set[Spot]:

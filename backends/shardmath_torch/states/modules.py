@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
@@ -108,55 +107,65 @@ def describe(module: nn.Module) -> Description:
     """
     if not isinstance(module, nn.Module):
         raise CheckpointError(f"the module is {shown(module)}; give a torch.nn.Module")
-    kept = _unwrap(dict(module.state_dict(keep_vars=True)))
-    parameters = _unwrap(dict(module.named_parameters(remove_duplicate=False)))
-    all_buffers = _unwrap(dict(module.named_buffers(remove_duplicate=False)))
+    kept = _unwrap(module.state_dict(keep_vars=True).items())
+    parameters = _unwrap(module.named_parameters(remove_duplicate=False))
+    all_buffers = _unwrap(module.named_buffers(remove_duplicate=False))
     buffers = {name: buffer for name, buffer in all_buffers.items() if name in kept}
+    tensors = parameters | buffers
     extra = {}
-    for name, value in kept.items():
-        if name not in parameters and name not in buffers:
-            extra[name] = pack_extra(_find_owner(module, name), name, value)
-    for name, tensor in (parameters | buffers).items():
+    for name in kept:
+        if name not in tensors:
+            extra[name] = pack_extra(_find_owner(module, name), name, kept[name])
+    for name, tensor in tensors.items():
         check_shaped(name, tensor)
+    first, names = _list_names(parameters)
+    names |= {name: [name] for name in (*buffers, *extra)}
+    return Description(module, parameters, buffers, extra, names, first)
+
+
+def _list_names(
+    parameters: Mapping[str, nn.Parameter],
+) -> tuple[dict[int, str], dict[str, list[str]]]:
+    """First names of parameters by id, and all names by first name."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
         first_name = first.setdefault(id(parameter), name)
         names.setdefault(first_name, []).append(name)
-    names |= {name: [name] for name in (*buffers, *extra)}
-    return Description(module, parameters, buffers, extra, names, first)
+    return first, names
 
 
-def _unwrap(named: dict[str, _T]) -> dict[str, _T]:
+def _unwrap(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
     """By names without wrappers. Raises CheckpointError where two become one."""
-    unwrapped = {_strip_wrappers(name): value for name, value in named.items()}
-    if len(unwrapped) < len(named):
-        counts = Counter(map(_strip_wrappers, named))
-        twice = next(name for name, count in counts.items() if count > 1)
-        raise CheckpointError(
-            f"without {' and '.join(WRAPPERS)}, several names are {twice!r}; name modules otherwise"
-        )
+    unwrapped: dict[str, _T] = {}
+    for name, value in named:
+        stripped = _strip_wrappers(name)
+        if stripped in unwrapped:
+            what = f"without {' and '.join(WRAPPERS)}, several names are {stripped!r}"
+            raise CheckpointError(f"{what}; name modules otherwise")
+        unwrapped[stripped] = value
     return unwrapped
 
 
 def _strip_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    parts = name.split(".")
+    return ".".join(part for part in parts if part not in WRAPPERS)
 
 
 def _find_owner(module: nn.Module, name: str) -> nn.Module:
     """The part of the module whose extra state has that name. Raises CheckpointError where the name is not of one."""
     path, _, last = name.rpartition(".")
-    if last != "_extra_state":
-        what = f"{name!r} of the state dict is not a parameter, a buffer or an extra state"
-        raise CheckpointError(f"{what}; remove its hook")
-    for part_path, part in module.named_modules():
-        if _strip_wrappers(part_path) == path and not _is_wrapper(part):
+    parts: list[tuple[str, nn.Module]] = list(module.named_modules())
+    for part_path, part in parts:
+        is_owner = last == "_extra_state" and _strip_wrappers(part_path) == path
+        if is_owner and not _is_wrapper(part):
             return part
-    raise AssertionError("an extra state is of a part")
+    what = f"{name!r} of the state dict is not a parameter, a buffer or an extra state"
+    raise CheckpointError(f"{what}; remove its hook")
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    return any(wrapper in module._modules for wrapper in WRAPPERS)
+    return not module._modules.keys().isdisjoint(WRAPPERS)
 
 
 # Where it lies
@@ -209,8 +218,10 @@ def _lay_out_buffers(
     mesh = mesh or max(meshes, key=lambda mesh: mesh.size, default=None)
     listed = nn.ParameterList()
     for buffer in buffers.values():
-        listed.append(nn.Parameter(buffer.detach(), requires_grad=False))
-    return dict(zip(buffers, layout_of(listed, mesh=mesh).values(), strict=True))
+        parameter = nn.Parameter(buffer.detach(), requires_grad=False)
+        listed.append(parameter)
+    layouts = layout_of(listed, mesh=mesh)
+    return dict(zip(buffers, layouts.values(), strict=True))
 
 
 def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> None:
@@ -245,17 +256,17 @@ def check_slots(model: Model) -> None:
         raise CheckpointError(f"{what}, and are stored apart; {fix}")
 
 
-def check_one_value(model: Model, found: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError where names are one tensor here, and were found to have several values."""
+def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Raises CheckpointError where slots are one tensor, and several values of it were found, by prefix and name."""
     firsts: dict[Spot, str] = {}
-    for name, value in found.items():
-        local = model.slots[name].local
-        spot = spot_of(local)
-        if spot is None:
+    for name, slot in model.slots.items():
+        spot = spot_of(slot.local)
+        if spot is None or prefix + name not in found:
             continue
         first = firsts.setdefault(spot, name)
         if first == name:
             continue
-        if not has_same_bits(value.to(local.dtype), found[first].to(local.dtype)):
+        values = [found[prefix + one].to(spot.dtype) for one in (first, name)]
+        if not has_same_bits(*values):
             what = f"{first!r} and {name!r} are one tensor here, and differ in the checkpoint"
             raise CheckpointError(f"{what}; load them apart, and tie them when they are equal")

@@ -50,8 +50,9 @@ class ParameterGroup(NamedTuple):
 
     def states(self) -> Iterator[tuple[str, Tensor, Mapping[Any, Any]]]:
         """Each parameter's name, the parameter, and what the optimizer holds for it."""
+        states = self.optimizer.state
         for name, parameter in self.parameters.items():
-            yield name, parameter, self.optimizer.state.get(parameter, {})
+            yield name, parameter, states.get(parameter, {})
 
 
 class OptimizerState(NamedTuple):
@@ -125,22 +126,24 @@ def describe_optimizers(model: Model, optimizer: Optimizers) -> OptimizerState:
         options = {key: value for key, value in group.options.items() if key not in UNVALUED}
         groups.append(Group(tuple(group.parameters), options))
         for name, parameter, held in group.states():
-            _check_keys(name, held)
-            entries[name] = {}
-            for key, value in held.items():
-                entry = _entry_of(value, parameter, name, key)
-                entries[name][key] = entry
+            entries[name] = _describe_state(held, parameter, name)
+            for key, entry in entries[name].items():
                 if not isinstance(entry, Value):
                     layout = lay_out_state(entry, model.slots[name].layout)
-                    slots[name, key] = Slot(local_part(f"{name}.{key}", value), layout)
+                    local = local_part(f"{name}.{key}", held[key])
+                    slots[name, key] = Slot(local, layout)
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
 
 
-def _check_keys(name: str, held: Mapping[Any, Any]) -> None:
-    for key in held:
+def _describe_state(held: Mapping[Any, Any], parameter: Tensor, name: str) -> dict[str, Entry]:
+    """An entry for each value that an optimizer holds for a parameter."""
+    entries = {}
+    for key, value in held.items():
         if not isinstance(key, str):
             what = f"the optimizer's state of {name!r} has the key {key!r}"
             raise CheckpointError(f"{what}; keys are text")
+        entries[key] = _entry_of(value, parameter, name, key)
+    return entries
 
 
 def _entry_of(value: object, parameter: Tensor, name: str, key: str) -> Entry:

@@ -60,25 +60,37 @@ class Free(NamedTuple):
 
 def find_free(model: Model, goals: Sequence[Goal]) -> Free:
     """Which tensors of the optimizers may keep their memory."""
-    states: list[Tensor] = []
-    options: list[Tensor] = []
-    for goal in goals:
-        for _, _, held in goal.group.states():
-            states += _tensors(held.values())
-        options += _tensors(goal.group.options.values())
+    states = _list_states(goals)
+    options = _list_options(goals)
     slots = [slot.local for slot in model.slots.values()]
     crowded = find_crowded([*slots, *states, *options])
-    of_module = set(spots_of(slots))
+    taken = crowded.union(spots_of(slots))
     of_states = Counter(spots_of(states))
     of_options = set(spots_of(options))
     once = {spot for spot, count in of_states.items() if count == 1}
-    return Free(
-        frozenset(once - crowded - of_module - of_options),
-        frozenset(of_options - crowded - of_module - of_states.keys()),
-    )
+    free_states = once - of_options - taken
+    free_options = of_options - of_states.keys() - taken
+    return Free(frozenset(free_states), frozenset(free_options))
 
 
-def _tensors(values: Iterable[object]) -> list[Tensor]:
+def _list_states(goals: Iterable[Goal]) -> list[Tensor]:
+    """The tensors that optimizers hold as state."""
+    found = []
+    for goal in goals:
+        for _, _, held in goal.group.states():
+            found += _keep_tensors(held.values())
+    return found
+
+
+def _list_options(goals: Iterable[Goal]) -> list[Tensor]:
+    """The tensors that groups have as options."""
+    found = []
+    for goal in goals:
+        found += _keep_tensors(goal.group.options.values())
+    return found
+
+
+def _keep_tensors(values: Iterable[object]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
@@ -86,8 +98,8 @@ def _keeps_memory(held: Tensor, free: frozenset[Spot]) -> bool:
     """Whether values go where the tensor lies."""
     if not can_fill(held):
         return False
-    # What has no elements shares none.
-    return not local_part("", held).numel() or spot_of(held) in free
+    local = local_part("what is held", held)
+    return not local.numel() or spot_of(held) in free  # without elements there is nothing to share
 
 
 # Jobs
@@ -95,17 +107,20 @@ def _keeps_memory(held: Tensor, free: frozenset[Spot]) -> bool:
 
 def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> Iterator[Job]:
     """What to read for the module's slots and extra states."""
-    for here, kept in stored.items():
-        names = f"model.{here}", f"model.{kept}"
-        if here in model.slots:
-            slot = model.slots[here]
-            yield Job(*names, slot.layout, slot.local.copy_)
+    for name, kept in stored.items():
+        here = f"model.{name}"
+        there = f"model.{kept}"
+        if name in model.slots:
+            slot = model.slots[name]
+            yield Job(here, there, slot.layout, slot.local.copy_)
         else:
-            yield Job(*names, None, partial(_set_extra, model.extra[here], saved.extra[kept]))
+            put = partial(_set_extra, model.extra[name], saved.extra[kept])
+            yield Job(here, there, None, put)
 
 
 def _set_extra(extra: Extra, kind: str, data: Tensor) -> None:
-    extra.module.set_extra_state(KINDS[kind].restore(data))
+    value = KINDS[kind].restore(data)
+    extra.module.set_extra_state(value)
 
 
 def list_state_jobs(
@@ -117,8 +132,9 @@ def list_state_jobs(
             for key, entry in entries.items():
                 if isinstance(entry, Value):
                     continue
+                here = f"optim.state.{name}.{key}"
+                there = f"optim.state.{stored[name]}.{key}"
                 layout = lay_out_state(entry, model.slots[name].layout)
-                here, there = f"optim.state.{name}.{key}", f"optim.state.{stored[name]}.{key}"
                 put = partial(_put_state, goal, name, key, entry, free)
                 yield Job(here, there, layout, put)
 
@@ -132,8 +148,10 @@ def _put_state(
     device = _device_of_state(goal, parameter, key, entry)
     held = state.get(key)
     if not _fits(held, parameter, entry, device) or not _keeps_memory(held, free.states):
-        state[key] = _make_state(parameter, entry, device)
-    local_part(f"{name}.{key}", state[key]).copy_(data)
+        held = _make_state(parameter, entry, device)
+        state[key] = held
+    local = local_part(f"{name}.{key}", held)
+    local.copy_(data)
 
 
 def _device_of_state(goal: Goal, parameter: Tensor, key: str, entry: Like | Own) -> torch.device:
@@ -149,12 +167,14 @@ def _fits(
     held: object, parameter: Tensor, entry: Like | Own, device: torch.device
 ) -> TypeGuard[Tensor]:
     """Whether the optimizer has a tensor of that type, shape and device, divided as it is to be."""
+    if not isinstance(held, Tensor) or held.is_nested:
+        return False
     divided = isinstance(entry, Like) and isinstance(parameter, DTensor)
-    if not isinstance(held, Tensor) or isinstance(held, DTensor) != divided or held.is_nested:
+    if isinstance(held, DTensor) != divided:
         return False
     shape = parameter.shape if isinstance(entry, Like) else entry.shape
-    wanted = dtype_of(entry.dtype), tuple(shape), device
-    return (held.dtype, tuple(held.shape), held.device) == wanted
+    same_type = held.dtype == dtype_of(entry.dtype)
+    return same_type and tuple(held.shape) == tuple(shape) and held.device == device
 
 
 def _make_state(parameter: Tensor, entry: Like | Own, device: torch.device) -> Tensor:
@@ -182,55 +202,68 @@ def restore(
 
 def _set_options(goals: Sequence[Goal], free: Free) -> None:
     """Options that are tensors keep their memory, unless groups share it and are to have several values."""
+    filled = free.options & _find_agreed(goals)
+    kept = [held for held in _list_options(goals) if spot_of(held) in filled]
+    _keep_defaults(goals, kept)
+    for goal in goals:
+        options = goal.group.options
+        for key, value in goal.options.items():
+            held = options.get(key)
+            if isinstance(value, Tensor) and _takes_values(held, filled):
+                local_part(key, held).copy_(value)
+            else:
+                options[key] = value
+
+
+def _find_agreed(goals: Sequence[Goal]) -> set[Spot | None]:
+    """The spots of options that are to have one value, in however many groups."""
     wanted: dict[Spot | None, list[object]] = {}
     for goal in goals:
         for key, held in goal.group.options.items():
             if isinstance(held, Tensor):
-                wanted.setdefault(spot_of(held), []).append(goal.options.get(key, held))
-    filled = frozenset(spot for spot in free.options if _is_one_value(wanted.get(spot, (None,))))
-    kept = [held for goal in goals for held in _tensors(goal.group.options.values())]
-    _keep_defaults(goals, [held for held in kept if spot_of(held) in filled])
-    for goal in goals:
-        for key, value in goal.options.items():
-            held = goal.group.options.get(key)
-            both = isinstance(held, Tensor) and isinstance(value, Tensor)
-            if both and not _is_divided(held) and _keeps_memory(held, filled):
-                local_part(key, held).copy_(value)
-            else:
-                goal.group.options[key] = value
-
-
-def _is_divided(held: Tensor) -> bool:
-    """Whether ranks hold parts of the tensor."""
-    if not isinstance(held, DTensor):
-        return False
-    return not all(placement.is_replicate() for placement in held.placements)
+                value = goal.options.get(key, held)
+                wanted.setdefault(spot_of(held), []).append(value)
+    return {spot for spot, values in wanted.items() if _is_one_value(values)}
 
 
 def _is_one_value(values: Sequence[object]) -> bool:
+    """Whether all are tensors that are equal bit by bit."""
     first = values[0]
-    if not isinstance(first, Tensor):
+    for value in values:
+        if not isinstance(value, Tensor) or not isinstance(first, Tensor):
+            return False
+        if not has_same_bits(value, first):
+            return False
+    return True
+
+
+def _takes_values(held: object, filled: frozenset[Spot]) -> TypeGuard[Tensor]:
+    """Whether an option is a tensor, whole on this rank, that keeps its memory."""
+    if not isinstance(held, Tensor):
         return False
-    return all(isinstance(value, Tensor) and has_same_bits(value, first) for value in values)
+    if isinstance(held, DTensor) and not all(one.is_replicate() for one in held.placements):
+        return False
+    return _keeps_memory(held, filled)
 
 
 def _keep_defaults(goals: Sequence[Goal], filled: Sequence[Tensor]) -> None:
     """Copy what an optimizer's defaults have of memory that is filled."""
-    optimizers = {id(goal.group.optimizer): goal.group.optimizer for goal in goals}
     spots = set(spots_of(filled))
+    optimizers = {id(goal.group.optimizer): goal.group.optimizer for goal in goals}
     for optimizer in optimizers.values():
-        defaults = _tensors(optimizer.defaults.values())
-        touched = spots | find_crowded([*defaults, *filled])
-        for key, value in optimizer.defaults.items():
+        defaults = optimizer.defaults
+        touched = spots | find_crowded([*_keep_tensors(defaults.values()), *filled])
+        for key, value in defaults.items():
             if isinstance(value, Tensor) and spot_of(value) in touched:
-                optimizer.defaults[key] = value.clone()
+                defaults[key] = value.clone()
 
 
 def _finish_state(goal: Goal) -> None:
     """Set what is not a tensor of the state, and drop state that the checkpoint has not."""
     for name, entries in goal.entries.items():
         parameter = goal.group.parameters[name]
-        held = goal.group.optimizer.state.pop(parameter, {})
+        states = goal.group.optimizer.state
+        held = states.pop(parameter, {})
         kept = {}
         for key, entry in entries.items():
             if isinstance(entry, Value):
@@ -238,4 +271,4 @@ def _finish_state(goal: Goal) -> None:
             elif key in held:  # not so for a new state of a DTensor of other ranks' mesh
                 kept[key] = held[key]
         if kept:
-            goal.group.optimizer.state[parameter] = kept
+            states[parameter] = kept

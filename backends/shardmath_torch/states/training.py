@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,12 @@ from shardmath_torch.states.modules import (
     describe,
     model_of,
 )
-from shardmath_torch.states.optimizers import Optimizers, describe_optimizers, find_groups
+from shardmath_torch.states.optimizers import (
+    Optimizers,
+    OptimizerState,
+    describe_optimizers,
+    find_groups,
+)
 from shardmath_torch.states.restoring import (
     Free,
     Job,
@@ -94,30 +100,36 @@ class _State(NamedTuple):
     layouts: dict[str, Layout | None]
     paths: dict[str, tuple[str, ...]]
 
+    def add(self, path: tuple[str, ...], tensor: Tensor, layout: Layout | None) -> None:
+        """One more tensor, or bytes, by the keys that lead to it."""
+        name = ".".join(path)
+        self.tensors[name] = tensor
+        self.layouts[name] = layout
+        self.paths[name] = path
+
 
 def _gather_state(model: Model, optimizer: Optimizers) -> _State:
     """All that is saved of the module and its optimizers."""
     held = describe_optimizers(model, optimizer)
     state = _State({}, {}, {})
-    slots = {("model", name): slot for name, slot in model.slots.items()}
-    for path, slot in slots.items():
-        _add(state, path, slot.local, slot.layout)
+    for name, slot in model.slots.items():
+        state.add(("model", name), *slot)
     for (name, key), slot in held.slots.items():
-        _add(state, ("optim", "state", name, key), slot.local, slot.layout)
+        state.add(("optim", "state", name, key), *slot)
     for name, extra in model.extra.items():
-        _add(state, ("model", name), extra.packed, None)
-    firsts = {name: first for first, names in model.names.items() for name in names}
-    kinds = {name: extra.kind for name, extra in model.extra.items()}
-    index = Index(firsts, kinds, held.groups, held.entries)
-    _add(state, (INDEX,), write_index(index), None)
+        state.add(("model", name), extra.packed, None)
+    index = _make_index(model, held)
+    state.add((INDEX,), write_index(index), None)
     return state
 
 
-def _add(state: _State, path: tuple[str, ...], tensor: Tensor, layout: Layout | None) -> None:
-    name = ".".join(path)
-    state.tensors[name] = tensor
-    state.layouts[name] = layout
-    state.paths[name] = path
+def _make_index(model: Model, held: OptimizerState) -> Index:
+    """What is said of the state besides its tensors."""
+    firsts: dict[str, str] = {}
+    for first, names in model.names.items():
+        firsts |= dict.fromkeys(names, first)
+    kinds = {name: extra.kind for name, extra in model.extra.items()}
+    return Index(firsts, kinds, held.groups, held.entries)
 
 
 def save_state(
@@ -134,7 +146,8 @@ def save_state(
     Raises CheckpointError on every rank for what either raises on one, and where modules differ.
     """
     model = agree_on_model(module, mesh, group)
-    state = on_all("describe its state", lambda: _gather_state(model, optimizer), group)
+    gather = partial(_gather_state, model, optimizer)
+    state = on_all("describe its state", gather, group)
     save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
 
 
@@ -171,21 +184,18 @@ def load_state(
     common; and for what `state_of`, `load` and `matching` do not allow. Then nothing was restored, unless a module's
     set_extra_state raised: these come first. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
-    checkpoint = on_all("find what save_state wrote", lambda: _open_state(path), group)
+    checkpoint = on_all("find what save_state wrote", partial(_open_state, path), group)
     index = load(checkpoint, {INDEX: None}, group=group, verify=verify)[INDEX]
     model = agree_on_model(module, mesh, group)
-
-    def match() -> _Matched:
-        saved = read_index(path, index)
-        return _match_state(path, model, optimizer, saved, strict)
-
+    match = partial(_match_state, path, index, model, optimizer, strict)
     unmatched, goals, jobs, free = on_all("match its state", match, group)
     layouts = {job.here: job.layout for job in jobs}
     names = {job.here: job.there for job in jobs}
     found = load(checkpoint, layouts, names=names, group=group, progress=progress, verify=verify)
-    of_slots = {name: found[f"model.{name}"] for name in model.slots if f"model.{name}" in found}
-    on_all("compare what it has found", lambda: check_one_value(model, of_slots), group)
-    on_all("restore its state", lambda: restore(jobs, goals, free, found), group)
+    compare = partial(check_one_value, model, found, "model.")
+    on_all("compare what it has found", compare, group)
+    fill = partial(restore, jobs, goals, free, found)
+    on_all("restore its state", fill, group)
     return unmatched
 
 
@@ -199,10 +209,11 @@ def _open_state(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _match_state(
-    path: object, model: Model, optimizer: Optimizers, saved: Index, strict: bool
+    path: object, index: Tensor, model: Model, optimizer: Optimizers, strict: bool
 ) -> _Matched:
     """What is to be done. Raises CheckpointError for all that can be known before data are read."""
     check_slots(model)
+    saved = read_index(path, index)
     groups = find_groups(model, optimizer)
     stored = find_stored(model, saved)
     unmatched = find_unmatched(model, saved, stored, None if optimizer is None else groups)
@@ -246,15 +257,13 @@ def load_weights(
     part of their memory in common. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
     model = agree_on_model(module, mesh, group)
+    match = partial(_match_weights, path, model, names)
     checkpoint, layouts, stored = on_all(
-        "match its weights",
-        lambda: _match_weights(path, model, names),
-        group,
-        claim=lambda weights: weights.checkpoint.digest,
+        "match its weights", match, group, claim=lambda weights: weights.checkpoint.digest
     )
     found = load(checkpoint, layouts, names=stored, group=group, progress=progress, verify=verify)
-    on_all("compare what it has found", lambda: check_one_value(model, found), group)
-    on_all("fill the module", lambda: _fill(model, found), group)
+    on_all("compare what it has found", partial(check_one_value, model, found), group)
+    on_all("fill the module", partial(_fill, model, found), group)
 
 
 def _match_weights(
@@ -282,4 +291,5 @@ def _find_weight(found: Checkpoint, names: list[str], renamed: Mapping[str, str]
 def _fill(model: Model, found: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in found.items():  # without a DTensor of other ranks' mesh
-            model.slots[name].local.copy_(value)
+            slot = model.slots[name]
+            slot.local.copy_(value)

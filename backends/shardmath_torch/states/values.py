@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,21 +42,26 @@ def code_value(value: object, what: str, depth: int = 0) -> Any:
         raise CheckpointError(
             f"{what} is nested more than {MOST_DEPTH} deep; give a value that is flatter"
         )
+    if _is_plain(value):
+        return value
+    code = partial(code_value, what=what, depth=depth + 1)
     match value:
-        case None | bool() | float() | str():
-            return value
-        case int() if _has_digits(value):
-            return value
         case Tensor():
             return {"tensor": _code_tensor(value, what)}
         case list():
-            return [code_value(item, what, depth + 1) for item in value]
+            return [code(item) for item in value]
         case tuple():
-            return {"tuple": [code_value(item, what, depth + 1) for item in value]}
+            return {"tuple": [code(item) for item in value]}
         case dict() if all(isinstance(key, str) for key in value):
-            coded = {key: code_value(item, what, depth + 1) for key, item in value.items()}
-            return {"dict": coded}
+            return {"dict": {key: code(item) for key, item in value.items()}}
     raise CheckpointError(f"{what} is {shown(value)}, which JSON cannot say; {UNSAID}")
+
+
+def _is_plain(value: object) -> bool:
+    """Whether JSON says the value as it is."""
+    if isinstance(value, int):
+        return _has_digits(value)
+    return value is None or isinstance(value, float | str)
 
 
 def _has_digits(number: int) -> bool:
@@ -99,7 +105,7 @@ def _say_unreadable(tensor: Tensor) -> str:
 def decode_value(coded: object) -> Any:
     """What was coded. Raises ValueError for JSON that is not a coded value."""
     match coded:
-        case None | bool() | int() | float() | str():
+        case _ if _is_plain(coded):
             return coded
         case list():
             return [decode_value(item) for item in coded]
