@@ -7,7 +7,7 @@
 
 >>> model = model_of(describe(nn.Linear(3, 2)), mesh=Mesh(world=1))
 >>> [(name, str(slot.layout)) for name, slot in model.slots.items()]
-[('weight', 'float32[2, 3] a b on world=1'), ('bias', 'float32[2] a on world=1')]
+[('weight', 'float32[2, 3] n h on world=1'), ('bias', 'float32[2] n on world=1')]
 """
 
 from __future__ import annotations

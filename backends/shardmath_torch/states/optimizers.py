@@ -127,12 +127,21 @@ def describe_optimizers(model: Model, optimizer: Optimizers) -> OptimizerState:
         groups.append(Group(tuple(group.parameters), options))
         for name, parameter, held in group.states():
             entries[name] = _describe_state(held, parameter, name)
-            for key, entry in entries[name].items():
-                if not isinstance(entry, Value):
-                    layout = lay_out_state(entry, model.slots[name].layout)
-                    local = local_part(f"{name}.{key}", held[key])
-                    slots[name, key] = Slot(local, layout)
+            layout = model.slots[name].layout
+            slots |= _list_slots(name, held, entries[name], layout)
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
+
+
+def _list_slots(
+    name: str, held: Mapping[str, Any], entries: Mapping[str, Entry], parameter: Layout
+) -> dict[tuple[str, str], Slot]:
+    """The slots of the tensors among what is held for a parameter that has this layout."""
+    slots = {}
+    for key, entry in entries.items():
+        if not isinstance(entry, Value):
+            local = local_part(f"{name}.{key}", held[key])
+            slots[name, key] = Slot(local, lay_out_state(entry, parameter))
+    return slots
 
 
 def _describe_state(held: Mapping[Any, Any], parameter: Tensor, name: str) -> dict[str, Entry]:

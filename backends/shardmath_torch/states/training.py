@@ -184,7 +184,8 @@ def load_state(
     common; and for what `state_of`, `load` and `matching` do not allow. Then nothing was restored, unless a module's
     set_extra_state raised: these come first. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
-    checkpoint = on_all("find what save_state wrote", partial(_open_state, path), group)
+    open_it = partial(_open_state, path)
+    checkpoint = on_all("find what save_state wrote", open_it, group)
     index = load(checkpoint, {INDEX: None}, group=group, verify=verify)[INDEX]
     model = agree_on_model(module, mesh, group)
     match = partial(_match_state, path, index, model, optimizer, strict)

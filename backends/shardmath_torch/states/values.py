@@ -52,9 +52,13 @@ def code_value(value: object, what: str, depth: int = 0) -> Any:
             return [code(item) for item in value]
         case tuple():
             return {"tuple": [code(item) for item in value]}
-        case dict() if all(isinstance(key, str) for key in value):
+        case dict() if _has_text_keys(value):
             return {"dict": {key: code(item) for key, item in value.items()}}
     raise CheckpointError(f"{what} is {shown(value)}, which JSON cannot say; {UNSAID}")
+
+
+def _has_text_keys(value: dict[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in value)
 
 
 def _is_plain(value: object) -> bool:
