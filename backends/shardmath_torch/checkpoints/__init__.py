@@ -8,8 +8,5 @@ In reading order:
 - `writing`: how they get onto the disk;
 - `verifying`: which checksums a rank looks at;
 - `loading`: which bytes are a rank's;
-- `checkpoint`: `save`, `load`;
-- `holdings`: what a module and its optimizers hold;
-- `training`: `save_state`, `load_state`;
-- `export`: `export`.
+- `checkpoint`: `save`, `load`.
 """

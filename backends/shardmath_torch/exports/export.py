@@ -31,7 +31,6 @@ from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
 from shardmath_torch.checkpoints.checkpoint import check_layouts, check_ranks, on_all
-from shardmath_torch.checkpoints.holdings import check_shaped, description, model_of
 from shardmath_torch.checkpoints.loading import local_layouts
 from shardmath_torch.checkpoints.saving import to_disk
 from shardmath_torch.compat import Group
@@ -43,6 +42,8 @@ from shardmath_torch.files.places import CheckpointError, local_folder
 from shardmath_torch.safetensors.hf_folder import Draft, check_folder, commit, discard, locked, told
 from shardmath_torch.safetensors.hf_split import File, check_entries, file_names, size_of, split
 from shardmath_torch.safetensors.slices import Progress
+from shardmath_torch.states.memory import check_shaped
+from shardmath_torch.states.modules import describe, model_of
 
 __all__ = ["BATCH", "export"]
 
@@ -127,7 +128,7 @@ def _given(
 
 def _of_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> _Given:
     described = on_all(
-        "describe its module", lambda: description(module), group, claim=lambda d: d.claim
+        "describe its module", lambda: describe(module), group, claim=lambda d: d.claim
     )
     model = on_all("lay out its module", lambda: model_of(described, mesh=mesh, group=group), group)
 

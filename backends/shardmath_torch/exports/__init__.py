@@ -1,0 +1,6 @@
+"""Exports: models for other people's tools and engines, from any layouts.
+
+In reading order:
+
+- `export`: `export`.
+"""

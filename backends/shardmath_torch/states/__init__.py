@@ -1,0 +1,14 @@
+"""States: what a module and its optimizers need to go on, saved and restored under any parallelism.
+
+In reading order:
+
+- `values`: options and values as JSON;
+- `memory`: where a tensor lies, and which tensors meet;
+- `extras`: extra states of modules, as bytes;
+- `modules`: what a module holds;
+- `index`: the JSON that `save_state` writes;
+- `optimizers`: what optimizers hold;
+- `matching`: names, options and state, here and in a checkpoint;
+- `restoring`: values into the memory that is there;
+- `training`: `save_state`, `load_state`, `load_weights`.
+"""

@@ -1,0 +1,236 @@
+"""Matching: what a module and its optimizers are to have of a checkpoint, by name.
+
+1. A parameter is found under any of its names. Several names of one parameter are saved once, and
+   may be restored into parameters of their own; the other way round is an error, since the
+   checkpoint has several values.
+2. A group takes the options that its parameters had, which have to be the same for all of them.
+3. A number goes into the tensor that an optimizer has in its place, and is an error where that
+   tensor would round it.
+
+>>> fit_option("'lr'", torch.tensor(7.0), 0.1)
+tensor(0.1000)
+>>> fit_option("'lr'", 7.0, 0.1)
+0.1
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardmath_torch.files.json_text import shown
+from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.states.index import Entry, Index, Value
+from shardmath_torch.states.memory import can_fill
+from shardmath_torch.states.modules import Model
+from shardmath_torch.states.optimizers import ParameterGroup
+from shardmath_torch.states.values import code_value
+
+__all__ = [
+    "Goal",
+    "Unmatched",
+    "complain",
+    "find_stored",
+    "find_unmatched",
+    "fit_option",
+    "set_goal",
+]
+
+
+class Unmatched(NamedTuple):
+    """Names that the checkpoint lacks, and names that only the checkpoint has."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+class Goal(NamedTuple):
+    """A group, and what it is to have: its options, and the entries of its parameters' state."""
+
+    group: ParameterGroup
+    options: dict[str, Any]
+    entries: dict[str, Mapping[str, Entry]]
+
+
+# Names
+
+
+def find_stored(model: Model, saved: Index) -> dict[str, str]:
+    """The name under which the checkpoint keeps what it has of the module, by the first name here.
+
+    Raises CheckpointError for a parameter of which it has several values.
+    """
+    stored: dict[str, str] = {}
+    for first, names in model.names.items():
+        kept = list(dict.fromkeys(saved.names[name] for name in names if name in saved.names))
+        if len(kept) > 1:
+            here, there = ", ".join(names), ", ".join(kept)
+            what = f"{here} are one parameter here, and {len(kept)} in the checkpoint: {there}"
+            raise CheckpointError(f"{what}; load them apart, and tie them when they are equal")
+        if kept:
+            stored[first] = kept[0]
+    return stored
+
+
+def find_unmatched(
+    model: Model, saved: Index, stored: Mapping[str, str], groups: list[ParameterGroup] | None
+) -> Unmatched:
+    """The names that only one side has; those of optimizers unless `groups` is None."""
+    here = {name: name for names in model.names.values() for name in names}
+    unmatched = _compare_names("model", here, saved.names)
+    if groups is None:
+        return unmatched
+    trained = {name: stored.get(name) for group in groups for name in group.parameters}
+    missing, unexpected = _compare_names("optim.state", trained, saved.options())
+    return Unmatched(unmatched.missing + missing, unmatched.unexpected + unexpected)
+
+
+def _compare_names(
+    kind: str, here: Mapping[str, str | None], there: Mapping[str, object]
+) -> Unmatched:
+    """The names that only one side has, with what they are names of; `here` says the name there of each."""
+    reached = set(here.values())
+    missing = [f"{kind}.{name}" for name, kept in here.items() if kept not in there]
+    unexpected = [f"{kind}.{name}" for name in there if name not in reached]
+    return Unmatched(tuple(missing), tuple(unexpected))
+
+
+def complain(path: object, unmatched: Unmatched) -> str:
+    """What to tell about names that only one side has."""
+    said = []
+    if unmatched.missing:
+        said.append(f"the checkpoint lacks {_list_some(unmatched.missing)}")
+    if unmatched.unexpected:
+        said.append(f"only the checkpoint has {_list_some(unmatched.unexpected)}")
+    return f"{path}: {'; '.join(said)}; pass strict=False to restore what both have"
+
+
+def _list_some(names: tuple[str, ...], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+# Options and state
+
+
+def set_goal(group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
+    """What the group is to have. Raises CheckpointError where its parameters had different options."""
+    entries = {}
+    for name in group.parameters:
+        kept = stored.get(name)
+        if kept is not None and kept in saved.state:
+            entries[name] = _own_values(saved.state[kept])
+    return Goal(group, _match_options(group, saved, stored), entries)
+
+
+def _own_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """The entries with values of their own: several parameters here may have been one."""
+    own = dict(entries)
+    for key, entry in entries.items():
+        if isinstance(entry, Value):
+            own[key] = Value(copy.deepcopy(entry.value))
+    return own
+
+
+def _match_options(
+    group: ParameterGroup, saved: Index, stored: Mapping[str, str]
+) -> dict[str, Any]:
+    """The options that the group's parameters had: the same for all of them."""
+    by_name = saved.options()
+    found = {}
+    for name in group.parameters:
+        kept = stored.get(name)
+        if kept in by_name:
+            found[name] = by_name[kept]
+    if not found:
+        return {}
+    _check_same_options(found)
+    first, options = next(iter(found.items()))
+    matched = {}
+    for key, value in options.items():
+        what = f"{key!r} of the group of {first}"
+        # A copy: several groups here may have been one.
+        matched[key] = fit_option(what, group.options.get(key), copy.deepcopy(value))
+    return matched
+
+
+def _check_same_options(found: Mapping[str, Mapping[str, object]]) -> None:
+    """Raise CheckpointError where parameters of one group had options that are not the same."""
+    first, options = next(iter(found.items()))
+    for name, other in found.items():
+        if other is options:  # as they are where the group has not changed
+            continue
+        keys = sorted({*options, *other})
+        differ = [key for key in keys if not _is_same(options.get(key), other.get(key))]
+        if differ:
+            what = f"{first} and {name} are in one group of the optimizer here"
+            fix = "give them groups of their own"
+            raise CheckpointError(f"{what}, and differ in {', '.join(differ)} there; {fix}")
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two options are equal, NaN to NaN."""
+    coded = [code_value(value, "an option") for value in (one, other)]
+    return repr(coded[0]) == repr(coded[1])
+
+
+def fit_option(what: str, held: object, value: object) -> object:
+    """The value, as a tensor of the same kind where the optimizer has one.
+
+    Raises CheckpointError where that would change it; float32 takes a number as `torch.tensor` makes one of it.
+    """
+    if not isinstance(held, Tensor) or not isinstance(value, int | float | Tensor):
+        return value
+    given = _as_tensor(value)
+    if given is None:
+        raise _refuse(what, held, value)
+    if not can_fill(held):
+        return given
+    made = given.to(held.dtype)
+    if made.numel() != held.numel():
+        raise _refuse(what, held, given.tolist())
+    is_number = isinstance(value, float)
+    if not _is_unchanged(made, given) and not (is_number and _is_nearest(made, given)):
+        raise _refuse(what, held, given.tolist())
+    return made.reshape(held.shape).to(held.device)
+
+
+def _is_nearest(made: Tensor, given: Tensor) -> bool:
+    """Whether one number is what float32 makes of another."""
+    if made.dtype != torch.float32:
+        return False
+    return math.isclose(float(made), float(given), rel_tol=2**-23)
+
+
+def _refuse(what: str, held: Tensor, value: object) -> CheckpointError:
+    here = f"a tensor of {held.dtype}{list(held.shape)}"
+    said = f"{what} is {shown(value)} in the checkpoint and {here} here"
+    fix = "make the optimizer with a number, or a tensor of the type and shape that was saved"
+    return CheckpointError(f"{said}, which cannot hold it; {fix}")
+
+
+def _as_tensor(value: int | float | Tensor) -> Tensor | None:
+    """The value as a tensor that holds it exactly; None where there is none."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    if -(2**63) <= value < 2**63:
+        return torch.tensor(value, dtype=torch.int64)
+    return None
+
+
+def _is_unchanged(made: Tensor, given: Tensor) -> bool:
+    """Whether the values are still what they were; NaN is NaN."""
+    back = made.to(given.dtype)
+    if given.is_floating_point():  # not all small types can be compared
+        back = back.double()
+        given = given.double()
+    are_nan = (made != made) & (given != given)
+    same = (back == given) | are_nan
+    return bool(same.all())

@@ -1,0 +1,272 @@
+"""Modules: this rank's memory of what a module holds, with layouts, by name.
+
+1. Nothing is copied: a slot's tensor is the storage of a parameter or a buffer.
+2. A parameter with several names has one slot, under the first. Names that `torch.compile` and
+   activation checkpointing add are left out.
+3. What is plain is the same on all ranks of a mesh; DTensors lie as `layout_of` says.
+
+>>> model = model_of(describe(nn.Linear(3, 2)), mesh=Mesh(world=1))
+>>> [(name, str(slot.layout)) for name, slot in model.slots.items()]
+[('weight', 'float32[2, 3] n h on world=1'), ('bias', 'float32[2] n on world=1')]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.digest import digest
+from shardmath.base.given import plural
+from shardmath.layouts.layout import Layout
+from shardmath_torch.checkpoints.checkpoint import on_all
+from shardmath_torch.compat import Group, rank_or_0, ranks_of
+from shardmath_torch.dtensors.modules import layout_of
+from shardmath_torch.files.json_text import shown
+from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.states.extras import Extra, pack_extra
+from shardmath_torch.states.memory import (
+    Spot,
+    check_shaped,
+    find_meetings,
+    has_same_bits,
+    local_part,
+    say_unwritable,
+    spot_of,
+)
+
+__all__ = [
+    "Description",
+    "Model",
+    "Slot",
+    "agree_on_model",
+    "check_one_value",
+    "check_slots",
+    "describe",
+    "model_of",
+]
+
+_T = TypeVar("_T")
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What wrappers put into names, between dots."""
+
+
+class Slot(NamedTuple):
+    """Memory of this rank, and the layout of the tensor that it is part of."""
+
+    local: Tensor
+    layout: Layout
+
+
+class Description(NamedTuple):
+    """A module without layouts: parameters by name, buffers, extra states, all names by first name, first names of
+    parameters by id."""
+
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    extra: dict[str, Extra]
+    names: dict[str, list[str]]
+    first: dict[int, str]
+
+    @property
+    def claim(self) -> str:
+        """What has to be the same on all ranks."""
+        tensors = {}
+        for name, tensor in (self.parameters | self.buffers).items():
+            tensors[name] = str(tensor.dtype), tuple(tensor.shape)
+        divided = []
+        for name, parameter in self.parameters.items():
+            if isinstance(parameter, DTensor):
+                divided.append((name, str(parameter.placements)))
+        said = digest((tensors, divided, sorted(self.extra)))
+        return f"a module of {plural(self.names, 'name')}, {said[:12]}"
+
+
+class Model(NamedTuple):
+    """A module: slots by first name, extra states, all names by first name, first names of parameters by id."""
+
+    slots: dict[str, Slot]
+    extra: dict[str, Extra]
+    names: dict[str, list[str]]
+    parameters: dict[int, str]
+
+
+# What a module has
+
+
+def describe(module: nn.Module) -> Description:
+    """What the module has. Talks to nobody. Has FSDP2 take back first what it gathered.
+
+    Raises CheckpointError for a value that is not a module, an extra state that is not bytes, a tensor without a shape,
+    and two names that are one without wrappers.
+    """
+    if not isinstance(module, nn.Module):
+        raise CheckpointError(f"the module is {shown(module)}; give a torch.nn.Module")
+    kept = _unwrap(module.state_dict(keep_vars=True).items())
+    parameters = _unwrap(module.named_parameters(remove_duplicate=False))
+    all_buffers = _unwrap(module.named_buffers(remove_duplicate=False))
+    buffers = {name: buffer for name, buffer in all_buffers.items() if name in kept}
+    tensors = parameters | buffers
+    extra = {}
+    for name in kept:
+        if name not in tensors:
+            extra[name] = pack_extra(_find_owner(module, name), name, kept[name])
+    for name, tensor in tensors.items():
+        check_shaped(name, tensor)
+    first, names = _list_names(parameters)
+    names |= {name: [name] for name in (*buffers, *extra)}
+    return Description(module, parameters, buffers, extra, names, first)
+
+
+def _list_names(
+    parameters: Mapping[str, nn.Parameter],
+) -> tuple[dict[int, str], dict[str, list[str]]]:
+    """First names of parameters by id, and all names by first name."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, parameter in parameters.items():
+        first_name = first.setdefault(id(parameter), name)
+        names.setdefault(first_name, []).append(name)
+    return first, names
+
+
+def _unwrap(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
+    """By names without wrappers. Raises CheckpointError where two become one."""
+    unwrapped: dict[str, _T] = {}
+    for name, value in named:
+        stripped = _strip_wrappers(name)
+        if stripped in unwrapped:
+            what = f"without {' and '.join(WRAPPERS)}, several names are {stripped!r}"
+            raise CheckpointError(f"{what}; name modules otherwise")
+        unwrapped[stripped] = value
+    return unwrapped
+
+
+def _strip_wrappers(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(part for part in parts if part not in WRAPPERS)
+
+
+def _find_owner(module: nn.Module, name: str) -> nn.Module:
+    """The part of the module whose extra state has that name. Raises CheckpointError where the name is not of one."""
+    path, _, last = name.rpartition(".")
+    parts: list[tuple[str, nn.Module]] = list(module.named_modules())
+    for part_path, part in parts:
+        is_owner = last == "_extra_state" and _strip_wrappers(part_path) == path
+        if is_owner and not _is_wrapper(part):
+            return part
+    what = f"{name!r} of the state dict is not a parameter, a buffer or an extra state"
+    raise CheckpointError(f"{what}; remove its hook")
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return not module._modules.keys().isdisjoint(WRAPPERS)
+
+
+# Where it lies
+
+
+def agree_on_model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
+    """The module with its layouts, about which ranks talk only when all have described the same."""
+    described = on_all(
+        "describe its module", lambda: describe(module), group, claim=lambda found: found.claim
+    )
+    return on_all("lay out its module", lambda: model_of(described, mesh=mesh, group=group), group)
+
+
+def model_of(
+    described: Description, *, mesh: Mesh | None = None, group: Group | None = None
+) -> Model:
+    """Its parameters, persistent buffers and extra states. Collective where `layout_of` is.
+
+    What is plain is replicated on `mesh`, by default the largest of the DTensors', or the ranks of the group.
+
+    Raises CheckpointError for what is plain on a rank that the mesh lacks.
+    """
+    module, parameters, buffers, extra, names, first = described
+    mesh = mesh or _mesh_of_group(module, group)
+    laid_out = layout_of(module, mesh=mesh)
+    layouts = {_strip_wrappers(name): layout for name, layout in laid_out.items()}
+    layouts |= _lay_out_buffers(buffers, layouts.values(), mesh)
+    tensors = parameters | buffers
+    _check_on_mesh(tensors, layouts)
+    slots = {}
+    for name in names:
+        if name in tensors:
+            slots[name] = Slot(local_part(name, tensors[name]), layouts[name])
+    return Model(slots, extra, names, first)
+
+
+def _mesh_of_group(module: nn.Module, group: Group | None) -> Mesh | None:
+    """The ranks of the group, if the module does not say where it is."""
+    if group is None or any(isinstance(p, DTensor) for p in module.parameters()):
+        return None
+    ranks = ranks_of(group)
+    return Mesh(world=len(ranks), ranks=ranks)
+
+
+def _lay_out_buffers(
+    buffers: dict[str, Tensor], others: Iterable[Layout], mesh: Mesh | None
+) -> dict[str, Layout]:
+    """As if they were parameters, on the mesh of those."""
+    meshes = (layout.mesh for layout in others)
+    mesh = mesh or max(meshes, key=lambda mesh: mesh.size, default=None)
+    listed = nn.ParameterList()
+    for buffer in buffers.values():
+        parameter = nn.Parameter(buffer.detach(), requires_grad=False)
+        listed.append(parameter)
+    layouts = layout_of(listed, mesh=mesh)
+    return dict(zip(buffers, layouts.values(), strict=True))
+
+
+def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> None:
+    rank = rank_or_0()
+    for name, tensor in tensors.items():
+        mesh = layouts[name].mesh
+        if rank not in mesh and not isinstance(tensor, DTensor):
+            what = f"rank {rank} has {name!r} in its module, and is not on the mesh {mesh}"
+            fix = "give a mesh of all ranks that have the module, or a group of those on the mesh"
+            raise CheckpointError(f"{what}, ranks {list(mesh.ranks[:8])}; {fix}")
+
+
+# Whether it can be filled
+
+
+def check_slots(model: Model) -> None:
+    """Raises CheckpointError for memory that cannot take what is stored, before any does.
+
+    Slots that are one tensor take one value (`check_one_value`); parts of one buffer that do not meet are apart.
+    """
+    names: dict[Spot | None, str] = {}
+    for name, slot in model.slots.items():
+        why = say_unwritable(slot.local)
+        if why:
+            raise CheckpointError(
+                f"{name!r} {why}; give the module a tensor with memory of its own, such as a clone"
+            )
+        names.setdefault(spot_of(slot.local), name)
+    for one, other in find_meetings(slot.local for slot in model.slots.values()):
+        what = f"{names[one]!r} and {names[other]!r} have a part of their memory in common"
+        fix = "give each a tensor with memory of its own, such as a clone"
+        raise CheckpointError(f"{what}, and are stored apart; {fix}")
+
+
+def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Raises CheckpointError where slots are one tensor, and several values of it were found, by prefix and name."""
+    firsts: dict[Spot, str] = {}
+    for name, slot in model.slots.items():
+        spot = spot_of(slot.local)
+        if spot is None or prefix + name not in found:
+            continue
+        first = firsts.setdefault(spot, name)
+        if first == name:
+            continue
+        values = [found[prefix + one].to(spot.dtype) for one in (first, name)]
+        if not has_same_bits(*values):
+            what = f"{first!r} and {name!r} are one tensor here, and differ in the checkpoint"
+            raise CheckpointError(f"{what}; load them apart, and tie them when they are equal")

@@ -1,0 +1,189 @@
+"""Optimizers: this rank's memory of what they hold for the parameters of a module, with layouts.
+
+1. State of its parameter's shape, as a moment is, lies as its parameter does; scalars, and all
+   other state of plain parameters, are replicated. Of other state of DTensors it is not known what
+   a rank holds: that is an error.
+2. What an optimizer has besides tensors is a value (`values`), and so are tensors among the options
+   of a group, such as a learning rate.
+3. A parameter has one optimizer and one group: of two states, which one it is to have is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardmath.layouts.edits import cast
+from shardmath.layouts.layout import Layout
+from shardmath_torch.files.json_text import shown
+from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.states.index import Entry, Group, Like, Own, Value
+from shardmath_torch.states.memory import check_shaped, local_part
+from shardmath_torch.states.modules import Model, Slot
+
+__all__ = [
+    "OptimizerState",
+    "Optimizers",
+    "ParameterGroup",
+    "describe_optimizers",
+    "find_groups",
+    "lay_out_state",
+]
+
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
+"""One, several that share the parameters out, or none."""
+
+UNVALUED = ("params", "param_names")
+"""Keys of a group that say which parameters it has."""
+
+
+class ParameterGroup(NamedTuple):
+    """A parameter group of an optimizer, and its parameters by first name."""
+
+    optimizer: Optimizer
+    options: dict[str, Any]
+    parameters: dict[str, Tensor]
+
+    def states(self) -> Iterator[tuple[str, Tensor, Mapping[Any, Any]]]:
+        """Each parameter's name, the parameter, and what the optimizer holds for it."""
+        states = self.optimizer.state
+        for name, parameter in self.parameters.items():
+            yield name, parameter, states.get(parameter, {})
+
+
+class OptimizerState(NamedTuple):
+    """What optimizers hold: slots of tensors by parameter and key, groups, and an entry for each value."""
+
+    slots: dict[tuple[str, str], Slot]
+    groups: tuple[Group, ...] | None
+    entries: dict[str, dict[str, Entry]]
+
+
+# Groups
+
+
+def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
+    """All groups of all optimizers.
+
+    Raises CheckpointError for a value that is not an optimizer, for a parameter that is not the module's, and for one
+    that is in two groups.
+    """
+    groups = []
+    found: set[str] = set()
+    for each in _list_optimizers(optimizer):
+        for options in each.param_groups:
+            parameters = {_name_of(model, parameter): parameter for parameter in options["params"]}
+            twice = sorted(found & parameters.keys())
+            if twice:
+                what = f"{twice[0]!r} is in two parameter groups of the optimizers"
+                raise CheckpointError(f"{what}; give each parameter to one optimizer, in one group")
+            found |= parameters.keys()
+            groups.append(ParameterGroup(each, options, parameters))
+    return groups
+
+
+def _list_optimizers(given: object) -> tuple[Optimizer, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, Optimizer):
+        return (given,)
+    if not isinstance(given, Iterable):
+        raise CheckpointError(f"the optimizer is {shown(given)}; give one, several, or None")
+    found = tuple(given)
+    for one in found:
+        if not isinstance(one, Optimizer):
+            what = f"an optimizer is {shown(one)}, which is not one of torch.optim"
+            raise CheckpointError(f"{what}; give a torch.optim.Optimizer, several, or None")
+    return found
+
+
+def _name_of(model: Model, parameter: Tensor) -> str:
+    if id(parameter) not in model.parameters:
+        shape = tuple(parameter.shape)
+        what = f"the optimizer has a parameter of shape {shape} that is not the module's"
+        raise CheckpointError(
+            f"{what}; make the optimizer last, after fully_shard, of module.parameters()"
+        )
+    return model.parameters[id(parameter)]
+
+
+# State
+
+
+def describe_optimizers(model: Model, optimizer: Optimizers) -> OptimizerState:
+    """What the optimizers hold for the parameters of the module.
+
+    Raises CheckpointError for what `find_groups` does, and for state of which it is not known how it lies.
+    """
+    slots: dict[tuple[str, str], Slot] = {}
+    groups: list[Group] = []
+    entries: dict[str, dict[str, Entry]] = {}
+    for group in find_groups(model, optimizer):
+        options = {key: value for key, value in group.options.items() if key not in UNVALUED}
+        groups.append(Group(tuple(group.parameters), options))
+        for name, parameter, held in group.states():
+            entries[name] = _describe_state(held, parameter, name)
+            layout = model.slots[name].layout
+            slots |= _list_slots(name, held, entries[name], layout)
+    return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
+
+
+def _list_slots(
+    name: str, held: Mapping[str, Any], entries: Mapping[str, Entry], parameter: Layout
+) -> dict[tuple[str, str], Slot]:
+    """The slots of the tensors among what is held for a parameter that has this layout."""
+    slots = {}
+    for key, entry in entries.items():
+        if not isinstance(entry, Value):
+            local = local_part(f"{name}.{key}", held[key])
+            slots[name, key] = Slot(local, lay_out_state(entry, parameter))
+    return slots
+
+
+def _describe_state(held: Mapping[Any, Any], parameter: Tensor, name: str) -> dict[str, Entry]:
+    """An entry for each value that an optimizer holds for a parameter."""
+    entries = {}
+    for key, value in held.items():
+        if not isinstance(key, str):
+            what = f"the optimizer's state of {name!r} has the key {key!r}"
+            raise CheckpointError(f"{what}; keys are text")
+        entries[key] = _entry_of(value, parameter, name, key)
+    return entries
+
+
+def _entry_of(value: object, parameter: Tensor, name: str, key: str) -> Entry:
+    """How a value of a parameter's state lies."""
+    if not isinstance(value, Tensor):
+        return Value(value)
+    check_shaped(f"{name}.{key}", value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    if _lies_like(value, parameter):
+        return Like(dtype)
+    if isinstance(value, DTensor) or (value.ndim and isinstance(parameter, DTensor)):
+        shapes = f"shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}"
+        what = f"{key!r} of {name!r} has {shapes}, or other placements"
+        raise CheckpointError(
+            f"{what}; where it lies is known only of scalars and of state like the parameter"
+        )
+    return Own(dtype, tuple(value.shape))
+
+
+def _lies_like(value: Tensor, parameter: Tensor) -> bool:
+    """Whether the value is divided as its parameter is."""
+    if value.shape != parameter.shape:
+        return False
+    if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return isinstance(value, DTensor) == isinstance(parameter, DTensor)
+    same_mesh = value.device_mesh == parameter.device_mesh
+    return same_mesh and value.placements == parameter.placements
+
+
+def lay_out_state(entry: Like | Own, parameter: Layout) -> Layout:
+    """The layout of a tensor of the state of a parameter that has this one."""
+    if isinstance(entry, Like):
+        return cast(parameter, entry.dtype)
+    return Layout(entry.shape, parameter.mesh, {}, dtype=entry.dtype)

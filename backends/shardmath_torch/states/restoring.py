@@ -1,0 +1,274 @@
+"""Restoring: values into the memory that is there, so that FSDP2, captured graphs and the optimizer go on with it.
+
+1. A value is restored into memory that is there only if nothing else that is restored has a cell of
+   it; else it is made anew. Parameters and buffers of the module keep theirs. Options that are one
+   tensor, such as a learning rate of several groups, keep it if they take one value.
+2. State that the optimizer has not yet is made like its parameter: no step is taken, and no gradient
+   needed. State that the checkpoint has not is dropped, as by `Optimizer.load_state_dict`.
+3. What later groups of an optimizer begin with, its defaults, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmath.layouts.layout import Layout
+from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.states.extras import KINDS, Extra
+from shardmath_torch.states.index import Index, Like, Own, Value
+from shardmath_torch.states.matching import Goal
+from shardmath_torch.states.memory import (
+    Spot,
+    can_fill,
+    find_crowded,
+    has_same_bits,
+    local_part,
+    spot_of,
+    spots_of,
+)
+from shardmath_torch.states.modules import Model
+from shardmath_torch.states.optimizers import lay_out_state
+
+__all__ = ["Free", "Job", "find_free", "list_module_jobs", "list_state_jobs", "restore"]
+
+
+class Job(NamedTuple):
+    """One thing to read: its flat name here and in the checkpoint, its layout, and what puts it where it belongs."""
+
+    here: str
+    there: str
+    layout: Layout | None
+    put: Callable[[Tensor], object]
+
+
+# Which memory is free
+
+
+class Free(NamedTuple):
+    """Where optimizers' tensors lie that have their cells to themselves; options, also if several are one tensor."""
+
+    states: frozenset[Spot]
+    options: frozenset[Spot]
+
+
+def find_free(model: Model, goals: Sequence[Goal]) -> Free:
+    """Which tensors of the optimizers may keep their memory."""
+    states = _list_states(goals)
+    options = _list_options(goals)
+    slots = [slot.local for slot in model.slots.values()]
+    crowded = find_crowded([*slots, *states, *options])
+    taken = crowded.union(spots_of(slots))
+    of_states = Counter(spots_of(states))
+    of_options = set(spots_of(options))
+    once = {spot for spot, count in of_states.items() if count == 1}
+    free_states = once - of_options - taken
+    free_options = of_options - of_states.keys() - taken
+    return Free(frozenset(free_states), frozenset(free_options))
+
+
+def _list_states(goals: Iterable[Goal]) -> list[Tensor]:
+    """The tensors that optimizers hold as state."""
+    found = []
+    for goal in goals:
+        for _, _, held in goal.group.states():
+            found += _keep_tensors(held.values())
+    return found
+
+
+def _list_options(goals: Iterable[Goal]) -> list[Tensor]:
+    """The tensors that groups have as options."""
+    found = []
+    for goal in goals:
+        found += _keep_tensors(goal.group.options.values())
+    return found
+
+
+def _keep_tensors(values: Iterable[object]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _keeps_memory(held: Tensor, free: frozenset[Spot]) -> bool:
+    """Whether values go where the tensor lies."""
+    if not can_fill(held):
+        return False
+    local = local_part("what is held", held)
+    return not local.numel() or spot_of(held) in free  # without elements there is nothing to share
+
+
+# Jobs
+
+
+def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> Iterator[Job]:
+    """What to read for the module's slots and extra states."""
+    for name, kept in stored.items():
+        here = f"model.{name}"
+        there = f"model.{kept}"
+        if name in model.slots:
+            slot = model.slots[name]
+            yield Job(here, there, slot.layout, slot.local.copy_)
+        else:
+            put = partial(_set_extra, model.extra[name], saved.extra[kept])
+            yield Job(here, there, None, put)
+
+
+def _set_extra(extra: Extra, kind: str, data: Tensor) -> None:
+    value = KINDS[kind].restore(data)
+    extra.module.set_extra_state(value)
+
+
+def list_state_jobs(
+    goals: Sequence[Goal], model: Model, stored: Mapping[str, str], free: Free
+) -> Iterator[Job]:
+    """What to read for the optimizers' tensors."""
+    for goal in goals:
+        for name, entries in goal.entries.items():
+            for key, entry in entries.items():
+                if isinstance(entry, Value):
+                    continue
+                here = f"optim.state.{name}.{key}"
+                there = f"optim.state.{stored[name]}.{key}"
+                layout = lay_out_state(entry, model.slots[name].layout)
+                put = partial(_put_state, goal, name, key, entry, free)
+                yield Job(here, there, layout, put)
+
+
+def _put_state(
+    goal: Goal, name: str, key: str, entry: Like | Own, free: Free, data: Tensor
+) -> None:
+    """Put a value into the optimizer's tensor, or into a new one where it has none that fits and is its own."""
+    parameter = goal.group.parameters[name]
+    state = goal.group.optimizer.state[parameter]
+    device = _device_of_state(goal, parameter, key, entry)
+    held = state.get(key)
+    if not _fits(held, parameter, entry, device) or not _keeps_memory(held, free.states):
+        held = _make_state(parameter, entry, device)
+        state[key] = held
+    local = local_part(f"{name}.{key}", held)
+    local.copy_(data)
+
+
+def _device_of_state(goal: Goal, parameter: Tensor, key: str, entry: Like | Own) -> torch.device:
+    """Steps are counted on the CPU, unless by the device (torch 2.13: _process_value_according_to_param_policy)."""
+    options = goal.group.options | goal.options
+    by_device = options.get("capturable") or options.get("fused")
+    if isinstance(entry, Own) and key == "step" and not by_device:
+        return torch.device("cpu")
+    return parameter.device
+
+
+def _fits(
+    held: object, parameter: Tensor, entry: Like | Own, device: torch.device
+) -> TypeGuard[Tensor]:
+    """Whether the optimizer has a tensor of that type, shape and device, divided as it is to be."""
+    if not isinstance(held, Tensor) or held.is_nested:
+        return False
+    divided = isinstance(entry, Like) and isinstance(parameter, DTensor)
+    if isinstance(held, DTensor) != divided:
+        return False
+    shape = parameter.shape if isinstance(entry, Like) else entry.shape
+    same_type = held.dtype == dtype_of(entry.dtype)
+    return same_type and tuple(held.shape) == tuple(shape) and held.device == device
+
+
+def _make_state(parameter: Tensor, entry: Like | Own, device: torch.device) -> Tensor:
+    dtype = dtype_of(entry.dtype)
+    if isinstance(entry, Like):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(entry.shape, dtype=dtype, device=device)
+
+
+# Restoring
+
+
+def restore(
+    jobs: Sequence[Job], goals: Sequence[Goal], free: Free, found: Mapping[str, Tensor]
+) -> None:
+    """Put what was found where it belongs, extra states first: a module may raise."""
+    with torch.no_grad():
+        for job in sorted(jobs, key=lambda job: job.layout is not None):
+            if job.here in found:  # not so for a DTensor of other ranks' mesh
+                job.put(found[job.here])
+        _set_options(goals, free)
+        for goal in goals:
+            _finish_state(goal)
+
+
+def _set_options(goals: Sequence[Goal], free: Free) -> None:
+    """Options that are tensors keep their memory, unless groups share it and are to have several values."""
+    filled = free.options & _find_agreed(goals)
+    kept = [held for held in _list_options(goals) if spot_of(held) in filled]
+    _keep_defaults(goals, kept)
+    for goal in goals:
+        options = goal.group.options
+        for key, value in goal.options.items():
+            held = options.get(key)
+            if isinstance(value, Tensor) and _takes_values(held, filled):
+                local_part(key, held).copy_(value)
+            else:
+                options[key] = value
+
+
+def _find_agreed(goals: Sequence[Goal]) -> set[Spot | None]:
+    """The spots of options that are to have one value, in however many groups."""
+    wanted: dict[Spot | None, list[object]] = {}
+    for goal in goals:
+        for key, held in goal.group.options.items():
+            if isinstance(held, Tensor):
+                value = goal.options.get(key, held)
+                wanted.setdefault(spot_of(held), []).append(value)
+    return {spot for spot, values in wanted.items() if _is_one_value(values)}
+
+
+def _is_one_value(values: Sequence[object]) -> bool:
+    """Whether all are tensors that are equal bit by bit."""
+    first = values[0]
+    for value in values:
+        if not isinstance(value, Tensor) or not isinstance(first, Tensor):
+            return False
+        if not has_same_bits(value, first):
+            return False
+    return True
+
+
+def _takes_values(held: object, filled: frozenset[Spot]) -> TypeGuard[Tensor]:
+    """Whether an option is a tensor, whole on this rank, that keeps its memory."""
+    if not isinstance(held, Tensor):
+        return False
+    if isinstance(held, DTensor) and not all(one.is_replicate() for one in held.placements):
+        return False
+    return _keeps_memory(held, filled)
+
+
+def _keep_defaults(goals: Sequence[Goal], filled: Sequence[Tensor]) -> None:
+    """Copy what an optimizer's defaults have of memory that is filled."""
+    spots = set(spots_of(filled))
+    optimizers = {id(goal.group.optimizer): goal.group.optimizer for goal in goals}
+    for optimizer in optimizers.values():
+        defaults = optimizer.defaults
+        touched = spots | find_crowded([*_keep_tensors(defaults.values()), *filled])
+        for key, value in defaults.items():
+            if isinstance(value, Tensor) and spot_of(value) in touched:
+                defaults[key] = value.clone()
+
+
+def _finish_state(goal: Goal) -> None:
+    """Set what is not a tensor of the state, and drop state that the checkpoint has not."""
+    for name, entries in goal.entries.items():
+        parameter = goal.group.parameters[name]
+        states = goal.group.optimizer.state
+        held = states.pop(parameter, {})
+        kept = {}
+        for key, entry in entries.items():
+            if isinstance(entry, Value):
+                kept[key] = entry.value
+            elif key in held:  # not so for a new state of a DTensor of other ranks' mesh
+                kept[key] = held[key]
+        if kept:
+            states[parameter] = kept

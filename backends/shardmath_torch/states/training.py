@@ -1,0 +1,296 @@
+"""Training: all that a module and its optimizer need to go on, saved, and restored under any parallelism.
+
+1. `state_of` gives this rank's tensors, which are the storage itself, and everybody's layouts, by flat name. A layout
+   of None is for bytes. All ranks have the same names and layouts.
+
+       model.<name>               a parameter, a persistent buffer, or a module's extra state (bytes)
+       optim.state.<name>.<key>   a tensor of the optimizer's state
+       training                   JSON (bytes): options of parameter groups, values that are not tensors, all names
+
+2. Layouts are those of `layout_of`, also where a rank's part is empty; `modules` and `optimizers` have the rules.
+3. Names meet as `matching` says, and `restoring` writes into the memory that is there.
+4. Bytes are each rank's own: a rank that the checkpoint does not know gets those of the lowest that it knows.
+5. Not saved: random states, schedules (but the learning rates are), positions in data. Of DistributedDataParallel, give
+   `.module`; pipeline stages, whose ranks have different names, save with a group and a path each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardmath.algebra.mesh import Mesh
+from shardmath.layouts.edits import cast
+from shardmath.layouts.layout import Layout
+from shardmath_torch.checkpoints.checkpoint import check_names, load, on_all, save
+from shardmath_torch.checkpoints.stored import Checkpoint, open_checkpoint
+from shardmath_torch.compat import Group
+from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.safetensors.slices import Progress
+from shardmath_torch.states.index import INDEX, Index, read_index, write_index
+from shardmath_torch.states.matching import (
+    Goal,
+    Unmatched,
+    complain,
+    find_stored,
+    find_unmatched,
+    set_goal,
+)
+from shardmath_torch.states.modules import (
+    Model,
+    agree_on_model,
+    check_one_value,
+    check_slots,
+    describe,
+    model_of,
+)
+from shardmath_torch.states.optimizers import (
+    Optimizers,
+    OptimizerState,
+    describe_optimizers,
+    find_groups,
+)
+from shardmath_torch.states.restoring import (
+    Free,
+    Job,
+    find_free,
+    list_module_jobs,
+    list_state_jobs,
+    restore,
+)
+
+__all__ = ["Optimizers", "Unmatched", "load_state", "load_weights", "save_state", "state_of"]
+
+
+# Saving
+
+
+def state_of(
+    module: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Layout | None]]:
+    """This rank's tensors, and the layouts of all ranks, by flat name: what `save` takes.
+
+    What is not a DTensor is the same on `mesh`: by default the largest of the DTensors', or the ranks of the group. It
+    has to be given where DTensors of some ranks are on other meshes than those of others, as under tensor parallelism
+    with DistributedDataParallel. Parameters that FSDP2 has gathered are given back to it first. Collective where
+    `layout_of` is.
+
+    Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
+    say, an optimizer's parameter that is not the module's or in two groups, and a module on the meta device;
+    LayoutError as `layout_of`.
+    """
+    model = model_of(describe(module), mesh=mesh, group=group)
+    state = _gather_state(model, optimizer)
+    return state.tensors, state.layouts
+
+
+class _State(NamedTuple):
+    """What is saved: this rank's tensors, everybody's layouts, and where torch's own tools nest each; by flat name."""
+
+    tensors: dict[str, Tensor]
+    layouts: dict[str, Layout | None]
+    paths: dict[str, tuple[str, ...]]
+
+    def add(self, path: tuple[str, ...], tensor: Tensor, layout: Layout | None) -> None:
+        """One more tensor, or bytes, by the keys that lead to it."""
+        name = ".".join(path)
+        self.tensors[name] = tensor
+        self.layouts[name] = layout
+        self.paths[name] = path
+
+
+def _gather_state(model: Model, optimizer: Optimizers) -> _State:
+    """All that is saved of the module and its optimizers."""
+    held = describe_optimizers(model, optimizer)
+    state = _State({}, {}, {})
+    for name, slot in model.slots.items():
+        state.add(("model", name), *slot)
+    for (name, key), slot in held.slots.items():
+        state.add(("optim", "state", name, key), *slot)
+    for name, extra in model.extra.items():
+        state.add(("model", name), extra.packed, None)
+    index = _make_index(model, held)
+    state.add((INDEX,), write_index(index), None)
+    return state
+
+
+def _make_index(model: Model, held: OptimizerState) -> Index:
+    """What is said of the state besides its tensors."""
+    firsts: dict[str, str] = {}
+    for first, names in model.names.items():
+        firsts |= dict.fromkeys(names, first)
+    kinds = {name: extra.kind for name, extra in model.extra.items()}
+    return Index(firsts, kinds, held.groups, held.entries)
+
+
+def save_state(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """`save` of `state_of`, with its `progress`. Collective over the group, by default all ranks.
+
+    Raises CheckpointError on every rank for what either raises on one, and where modules differ.
+    """
+    model = agree_on_model(module, mesh, group)
+    gather = partial(_gather_state, model, optimizer)
+    state = on_all("describe its state", gather, group)
+    save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
+
+
+# Restoring
+
+
+class _Matched(NamedTuple):
+    """What is to be done, once names are matched."""
+
+    unmatched: Unmatched
+    goals: list[Goal]
+    jobs: list[Job]
+    free: Free
+
+
+def load_state(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    strict: bool = True,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+    progress: Progress | None = None,
+    verify: bool = True,
+) -> Unmatched:
+    """Restore in place what `save_state` saved of a module with the same names, whatever divides either.
+
+    The optimizer may be fresh. Its groups take the options of the groups that their parameters were in; they may be
+    other groups, if those agree. Without an optimizer, only the module is restored.
+
+    Collective over the group. Raises CheckpointError on every rank for names that only one side has, unless not
+    `strict`, when these are left alone and returned; for parameters and buffers that have a part of their memory in
+    common; and for what `state_of`, `load` and `matching` do not allow. Then nothing was restored, unless a module's
+    set_extra_state raised: these come first. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
+    """
+    open_it = partial(_open_state, path)
+    checkpoint = on_all("find what save_state wrote", open_it, group)
+    index = load(checkpoint, {INDEX: None}, group=group, verify=verify)[INDEX]
+    model = agree_on_model(module, mesh, group)
+    match = partial(_match_state, path, index, model, optimizer, strict)
+    unmatched, goals, jobs, free = on_all("match its state", match, group)
+    layouts = {job.here: job.layout for job in jobs}
+    names = {job.here: job.there for job in jobs}
+    found = load(checkpoint, layouts, names=names, group=group, progress=progress, verify=verify)
+    compare = partial(check_one_value, model, found, "model.")
+    on_all("compare what it has found", compare, group)
+    fill = partial(restore, jobs, goals, free, found)
+    on_all("restore its state", fill, group)
+    return unmatched
+
+
+def _open_state(path: str | os.PathLike[str]) -> Checkpoint:
+    found = open_checkpoint(path)
+    if INDEX not in found:
+        raise CheckpointError(
+            f"{path} was not written by save_state; fill the module's weights with load_weights"
+        )
+    return found
+
+
+def _match_state(
+    path: object, index: Tensor, model: Model, optimizer: Optimizers, strict: bool
+) -> _Matched:
+    """What is to be done. Raises CheckpointError for all that can be known before data are read."""
+    check_slots(model)
+    saved = read_index(path, index)
+    groups = find_groups(model, optimizer)
+    stored = find_stored(model, saved)
+    unmatched = find_unmatched(model, saved, stored, None if optimizer is None else groups)
+    if strict and any(unmatched):
+        raise CheckpointError(complain(path, unmatched))
+    goals = [set_goal(each, saved, stored) for each in groups]
+    free = find_free(model, goals)
+    jobs = [
+        *list_module_jobs(model, saved, stored),
+        *list_state_jobs(goals, model, stored, free),
+    ]
+    return _Matched(unmatched, goals, jobs, free)
+
+
+# Weights
+
+
+class _Weights(NamedTuple):
+    """What is to be read: the checkpoint, layouts of its types, and stored names, by name in the module."""
+
+    checkpoint: Checkpoint
+    layouts: dict[str, Layout]
+    stored: dict[str, str]
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    *,
+    names: Mapping[str, str] | None = None,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+    progress: Progress | None = None,
+    verify: bool = True,
+) -> None:
+    """Fills the module's parameters and persistent buffers, in place, from any checkpoint that `load` reads.
+
+    `names` says, as {name in the module: stored name}, what is stored under another name. A parameter with several
+    names is found under any of them. Values are cast to the module's types. Collective over the group; raises
+    CheckpointError on every rank for what is missing or has another shape, and for parameters and buffers that have a
+    part of their memory in common. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
+    """
+    model = agree_on_model(module, mesh, group)
+    match = partial(_match_weights, path, model, names)
+    checkpoint, layouts, stored = on_all(
+        "match its weights", match, group, claim=lambda weights: weights.checkpoint.digest
+    )
+    found = load(checkpoint, layouts, names=stored, group=group, progress=progress, verify=verify)
+    on_all("compare what it has found", partial(check_one_value, model, found), group)
+    on_all("fill the module", partial(_fill, model, found), group)
+
+
+def _match_weights(
+    path: str | os.PathLike[str], model: Model, names: Mapping[str, str] | None
+) -> _Weights:
+    """What is to be read. Raises CheckpointError for all that can be known before data are."""
+    check_slots(model)
+    check_names(names)
+    checkpoint = open_checkpoint(path)
+    layouts = {}
+    stored = {}
+    for name, slot in model.slots.items():
+        stored[name] = _find_weight(checkpoint, model.names[name], names or {})
+        layouts[name] = cast(slot.layout, checkpoint[stored[name]].dtype)
+    return _Weights(checkpoint, layouts, stored)
+
+
+def _find_weight(found: Checkpoint, names: list[str], renamed: Mapping[str, str]) -> str:
+    """The stored name of a parameter: what is said of one of its names, or the first of them that is there."""
+    told = [renamed[name] for name in names if name in renamed]
+    candidates = [*told, *names]
+    return next((name for name in candidates if name in found), candidates[0])
+
+
+def _fill(model: Model, found: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in found.items():  # without a DTensor of other ranks' mesh
+            slot = model.slots[name]
+            slot.local.copy_(value)

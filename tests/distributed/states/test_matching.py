@@ -1,0 +1,163 @@
+"""What of a checkpoint is whose: names, and options of groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.states import training
+from tests.distributed.states.test_restoring import Tied
+from tests.distributed.tasks.states import same, small, values
+
+
+def test_options_of_groups(tmp_path: Path) -> None:
+    """All that JSON can say, and tuples; by parameter, where the groups are others."""
+    module = small()
+    odd = {
+        "a": (1, (2.5, None)),
+        "b": [float("inf"), {"c": True}],
+        "d": "text",
+        "e": torch.tensor([0.1, 2.0]),
+    }
+    groups = [
+        {"params": [module[0].weight], "lr": 0.5, **odd},
+        {"params": [module[2].weight, module[1].weight]},
+    ]
+    training.save_state(tmp_path, module, optim.SGD(groups, lr=0.25))
+    split = [{"params": [module[i].weight]} for i in (1, 2, 0)]
+    other = optim.SGD(split, lr=9.0)
+    training.load_state(tmp_path, module, other)
+    assert [group["lr"] for group in other.param_groups] == [0.25, 0.25, 0.5]
+    last = other.param_groups[2]
+    assert {k: last[k] for k in "abd"} == {k: odd[k] for k in "abd"} and last["e"].equal(odd["e"])
+    merged = optim.SGD([module[0].weight, module[1].weight, module[2].weight], lr=9.0)
+    with pytest.raises(
+        CheckpointError, match=r"0.weight and 1.weight are in one group .* differ in .*lr"
+    ):
+        training.load_state(tmp_path, module, merged)
+
+
+def test_two_that_are_one_here(tmp_path: Path) -> None:
+    training.save_state(tmp_path, Tied(False))
+    with pytest.raises(
+        CheckpointError,
+        match=r"first.weight, last.weight are one parameter here, and 2 in the check",
+    ):
+        training.load_state(tmp_path, Tied(True))
+
+
+def test_other_names(tmp_path: Path) -> None:
+    """Named, and nothing restored; or only what both have."""
+    module, other = (
+        small(),
+        nn.Sequential(nn.Linear(5, 7), nn.Identity(), nn.Identity(), nn.Linear(2, 2)),
+    )
+    training.save_state(tmp_path, module, optim.Adam(module[2].parameters()))
+    before, optimizer = other[0].weight.detach().clone(), optim.Adam(other.parameters())
+    with pytest.raises(CheckpointError) as said:
+        training.load_state(tmp_path, other, optimizer)
+    for text in (
+        "lacks model.3.weight, model.3.bias, optim.state.0.weight",
+        "only the checkpoint has model.1.weight, model.1.bias, model.2.weight, model.1.run",
+    ):
+        assert text in str(said.value)
+    assert "strict=False" in str(said.value) and other[0].weight.equal(before)
+    found = training.load_state(tmp_path, other, optimizer, strict=False)
+    assert other[0].weight.equal(module[0].weight) and not optimizer.state
+    assert (
+        found.missing[:2] == ("model.3.weight", "model.3.bias")
+        and "model.2.weight" in found.unexpected
+    )
+    assert found.unexpected[-1] == "optim.state.2.weight"
+
+
+def test_the_module_alone(tmp_path: Path) -> None:
+    """Without an optimizer its state is not missed; with one that was not saved, it is."""
+    module, other = small(), small(seed=1)
+    training.save_state(tmp_path, module, optim.Adam(module.parameters()))
+    assert training.load_state(tmp_path, other) == ((), ())
+    assert other[0].weight.equal(module[0].weight)
+    training.save_state(tmp_path, module)
+    with pytest.raises(CheckpointError, match=r"lacks optim.state.0.weight"):
+        training.load_state(tmp_path, other, optim.Adam(other.parameters()))
+
+
+def test_an_option_that_only_one_group_has(tmp_path: Path) -> None:
+    """Is not given to parameters of the other."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    groups = [{"params": [module[0].weight], "initial_lr": 3.0}, {"params": [module[1].weight]}]
+    training.save_state(tmp_path, module, optim.SGD(groups, lr=0.1))
+    with pytest.raises(
+        CheckpointError, match=r"0.weight and 1.weight are in one group .* differ in initial_lr"
+    ):
+        training.load_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        (0.5, torch.tensor(1)),
+        (0.1, torch.tensor(0.1, dtype=torch.float16)),
+        (1e300, torch.tensor(0.1)),
+        (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1)),
+        (torch.tensor([0.1, 0.2]), torch.tensor(0.1)),
+    ],
+    ids=str,
+)
+def test_a_rate_that_its_tensor_cannot_hold(tmp_path: Path, saved: Any, here: Tensor) -> None:
+    """Nothing is rounded in silence, and nothing was restored."""
+    module = small()
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = saved
+    training.save_state(tmp_path, module, optimizer)
+    other = small(seed=1)
+    second = optim.SGD(other.parameters(), lr=here.clone())
+    before = values(other, second)
+    with pytest.raises(CheckpointError, match="which cannot hold it; make the optimizer with"):
+        training.load_state(tmp_path, other, second)
+    same(values(other, second), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_becomes_a_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    """As `torch.tensor` makes one of it, in the memory that is there."""
+    module = small()
+    training.save_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))
+    rate = torch.tensor(7.0, dtype=dtype)
+    optimizer = optim.SGD(module.parameters(), lr=rate)
+    training.load_state(tmp_path, module, optimizer)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.equal(torch.tensor(0.1, dtype=dtype))
+
+
+def test_another_shape(tmp_path: Path) -> None:
+    training.save_state(tmp_path, nn.Linear(3, 2))
+    with pytest.raises(CheckpointError, match=r"model.weight.* is stored as float32\[2, 3\]"):
+        training.load_state(tmp_path, nn.Linear(4, 2))
+
+
+def test_a_number_that_no_tensor_holds(tmp_path: Path) -> None:
+    """Said as of other numbers that the tensor here would change."""
+    module = small()
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.param_groups[0]["odd"] = 10**30
+    training.save_state(tmp_path, module, optimizer)
+    optimizer.param_groups[0]["odd"] = torch.tensor(1)
+    with pytest.raises(CheckpointError, match=r"'odd' of the group of 0.weight is 10{30} in the"):
+        training.load_state(tmp_path, module, optimizer)
+
+
+def test_groups_that_were_one_have_options_of_their_own(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    one = optim.SGD(module.parameters(), lr=0.1)
+    one.param_groups[0]["rates"] = [torch.tensor(0.5)]
+    training.save_state(tmp_path, module, one)
+    two = optim.SGD([{"params": [p]} for p in module.parameters()], lr=0.1)
+    training.load_state(tmp_path, module, two)
+    first, second = (group["rates"] for group in two.param_groups)
+    assert first == second and first is not second and first[0] is not second[0]

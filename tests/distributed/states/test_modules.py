@@ -1,0 +1,120 @@
+"""What is saved of a module: names of wrappers, hooks, tensors without a shape, memory that cannot be filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardmath_torch.checkpoints.checkpoint import save
+from shardmath_torch.dtensors.modules import layout_of
+from shardmath_torch.exports.export import export
+from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.states import training
+from tests.distributed.tasks.states import Odd, freed, in_inference, small
+
+
+def test_names_of_wrappers(tmp_path: Path) -> None:
+    """Those of torch.compile and activation checkpointing are left out."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    module, other = small(), small(seed=1)
+    other[0] = checkpoint_wrapper(other[0])
+    training.save_state(tmp_path, module)
+    training.load_state(tmp_path, torch.compile(other))
+    assert other[0].weight.equal(module[0].weight)
+
+
+class Looks(nn.Module):
+    """Has names that look like those of wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_orig_mod, self.aweight = nn.Linear(2, 2), nn.Parameter(torch.randn(2, 2))
+
+
+def test_names_that_only_look_like_wrappers(tmp_path: Path) -> None:
+    module = Looks()
+    assert set(training.state_of(module)[0]) == {
+        "model.a_orig_mod.weight",
+        "model.a_orig_mod.bias",
+        "model.aweight",
+        "training",
+    }
+    wanted = {name: p.detach().clone() for name, p in module.named_parameters()}
+    training.save_state(tmp_path, module)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+    training.load_state(tmp_path, module)
+    assert all(p.equal(wanted[name]) for name, p in module.named_parameters())
+
+
+def hooked() -> nn.Module:
+    """Its state dict has more than it should."""
+    module = small()
+    module.register_state_dict_post_hook(lambda module, state, *_: state.update(more=torch.ones(1)))
+    return module
+
+
+ERRORS: dict[str, tuple[Callable[[], object], str]] = {
+    "hook": (
+        lambda: training.state_of(hooked()),
+        "'more' of the state dict is not a parameter, a buffer or an extra state",
+    ),
+    "meta": (lambda: training.state_of(small().to("meta")), "'0.weight' is on the meta device"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    act, said = ERRORS[name]
+    with pytest.raises(CheckpointError) as error:
+        act()
+    assert said in str(error.value)
+
+
+def test_nested_tensors(tmp_path: Path) -> None:
+    """They have no shape."""
+    module = nn.Module()
+    module.register_buffer("w", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
+    for act in (training.save_state, export):
+        with pytest.raises(CheckpointError, match="'w' is a nested tensor, of 2 parts"):
+            act(tmp_path, module)
+    with pytest.raises(CheckpointError, match="'w' is a nested tensor, of 2 parts"):
+        export(tmp_path, {"w": module.w})
+    with pytest.raises(CheckpointError, match="'w' is a nested tensor, which has no shape"):
+        save(tmp_path, {"w": module.w}, {"w": layout_of(nn.Linear(1, 1))["weight"]})
+
+
+MEMORY = {
+    "expanded": (lambda: torch.zeros(1).expand(4), r"'odd' has shape \(4,\) and strides \(0,\)"),
+    "inference": (in_inference, "'odd' was made in inference mode"),
+    "freed": (freed, "'odd' reaches 16 bytes into a storage of 0"),
+}
+
+
+@pytest.mark.parametrize("case", MEMORY)
+@pytest.mark.parametrize("step", ["state", "weights"])
+def test_memory_that_cannot_be_written_to(tmp_path: Path, case: str, step: str) -> None:
+    """Said before anything is restored."""
+    make, what = MEMORY[case]
+    training.save_state(tmp_path / "state", Odd(torch.ones(4), 5.0))
+    export(tmp_path / "weights", Odd(torch.ones(4), 5.0))
+    module = Odd(make())
+    load = training.load_state if step == "state" else training.load_weights
+    with pytest.raises(CheckpointError, match=what):
+        load(tmp_path / step, module)
+    assert module.first.tolist() == [1.0] * 4
+
+
+def test_memory_of_inference_mode_in_inference_mode(tmp_path: Path) -> None:
+    """An engine's weights are made and loaded there."""
+    export(tmp_path, Odd(torch.ones(4), 5.0))
+    with torch.inference_mode():
+        module = Odd(torch.zeros(4))
+        training.load_weights(tmp_path, module)
+    assert module.first.tolist() == [5.0] * 4

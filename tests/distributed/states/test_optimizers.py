@@ -1,0 +1,126 @@
+"""What is saved of optimizers, and what they may not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.states import training
+from tests.distributed.tasks.states import small, train
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    """One for matrices and one for the rest, restored into one, and into two."""
+
+    def two(module: nn.Module) -> list[optim.Optimizer]:
+        return [
+            optim.SGD([module[0].weight], lr=0.1, momentum=0.9),
+            optim.Adam(module[1].parameters()),
+        ]
+
+    module, other = small(), small(seed=1)
+    pair, second = two(module), two(other)
+    for one in pair:
+        train(module, one, range(1))
+    training.save_state(tmp_path, module, pair)
+    training.load_state(tmp_path, other, second)
+    a, b = (training.state_of(*x)[0] for x in ((module, pair), (other, second)))
+    assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+class Shaped(optim.SGD):
+    """With a value in its state."""
+
+    def __init__(self, module: nn.Module, value: object) -> None:
+        super().__init__(module.parameters(), lr=0.1)
+        self.state[module[0].weight]["odd"] = value
+
+
+ERRORS: dict[str, tuple[Callable[[], object], str]] = {
+    "other": (
+        lambda: training.state_of(small(), optim.SGD(small().parameters())),
+        "that is not the module's; make the opt",
+    ),
+    "value": (
+        lambda: training.state_of(m := small(), Shaped(m, {1})),
+        "'odd' of '0.weight' is {1}, which JSON cannot",
+    ),
+    "group": (
+        lambda: training.state_of(m := small(), optim.SGD([{"params": m.parameters(), "x": len}])),
+        "'x' of a par",
+    ),
+    "meta": (
+        lambda: training.state_of(m := small(), Shaped(m, torch.ones(2, device="meta"))),
+        "'0.weight.odd' is on the meta device",
+    ),
+    "nested": (
+        lambda: training.state_of(m := small(), Shaped(m, nested())),
+        "'0.weight.odd' is a nested tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    act, said = ERRORS[name]
+    with pytest.raises(CheckpointError) as error:
+        act()
+    assert said in str(error.value)
+
+
+def test_keys_of_state_that_are_not_text() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[module.weight] = {0: torch.zeros(2, 2)}
+    with pytest.raises(CheckpointError, match="has the key 0; keys are text"):
+        training.state_of(module, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((5,), "the module is 5; give a torch.nn.Module"),
+        ((small(), 5), "the optimizer is 5; give one, several, or None"),
+        ((small(), [5]), "an optimizer is 5, which is not one of torch.optim; give"),
+    ],
+)
+def test_what_is_not_a_module_or_optimizer(tmp_path: Path, given: Any, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        training.save_state(tmp_path, *given)
+
+
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+@pytest.mark.parametrize("step", ["state_of", "save_state", "load_state"])
+def test_a_parameter_of_two_optimizers(tmp_path: Path, step: str) -> None:
+    """Of two states one would be lost, or both would get one."""
+    module = nn.Linear(2, 2)
+    training.save_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))
+    pair = [optim.SGD(module.parameters(), lr=0.1), optim.Adam([module.bias])]
+    calls: dict[str, Callable[[], object]] = {
+        "state_of": lambda: training.state_of(module, pair),
+        "save_state": lambda: training.save_state(tmp_path, module, pair),
+        "load_state": lambda: training.load_state(tmp_path, module, pair),
+    }
+    said = (
+        "'bias' is in two parameter groups of the optimizers; give each parameter to one optimizer"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        calls[step]()
+
+
+def test_a_parameter_of_two_groups() -> None:
+    """torch looks for it only where a group is added."""
+    module = nn.Linear(2, 2)
+    optimizer = optim.SGD([{"params": [module.weight]}, {"params": [module.bias]}], lr=0.1)
+    optimizer.param_groups[1]["params"].append(module.weight)
+    with pytest.raises(CheckpointError, match="'weight' is in two parameter groups"):
+        training.state_of(module, optimizer)
