@@ -14,8 +14,7 @@ export(path, module)                        # whole, as transformers and engines
 from __future__ import annotations
 
 from shardmath_torch.checkpoints.checkpoint import load, save
-from shardmath_torch.checkpoints.export import export
-from shardmath_torch.checkpoints.stored import open_checkpoint
+from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.training import load_state, load_weights, save_state, state_of
 from shardmath_torch.dtensors.dtensor import from_dtensor, to_dtensor
 from shardmath_torch.dtensors.modules import layout_of
@@ -25,6 +24,7 @@ from shardmath_torch.dtensors.styles import Fused
 from shardmath_torch.dtensors.tensor_parallel import set_device_mesh
 from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.mover import Mover
+from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
 
 __all__ = [

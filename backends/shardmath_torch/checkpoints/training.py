@@ -55,7 +55,8 @@ from shardmath_torch.checkpoints.holdings import (
     optimizer_of,
     unwritable,
 )
-from shardmath_torch.checkpoints.stored import Checkpoint, open_checkpoint
+from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.checkpoints.stored import Checkpoint
 from shardmath_torch.compat import Group
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.files.json_text import shown

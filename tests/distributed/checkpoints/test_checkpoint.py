@@ -21,8 +21,9 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath.layouts.edits import window
 from shardmath.layouts.store import flat_windows
-from shardmath_torch.checkpoints.loading import LoadPlanner, Reader
-from shardmath_torch.checkpoints.stored import open_checkpoint
+from shardmath_torch.checkpoints.loading import LoadPlanner
+from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.checkpoints.reading import Reader
 from shardmath_torch.files import archive
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.sealed import BEGIN

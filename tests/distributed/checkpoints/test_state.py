@@ -16,8 +16,8 @@ from torch import Tensor, nn, optim
 
 from shardmath_torch.checkpoints import training
 from shardmath_torch.checkpoints.checkpoint import save
-from shardmath_torch.checkpoints.export import export
 from shardmath_torch.dtensors.modules import layout_of
+from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
 
 Made = Callable[[Iterable[nn.Parameter]], optim.Optimizer]

@@ -1,0 +1,312 @@
+"""`export`: a model for Hugging Face's tools and engines, from any layouts.
+
+1. To export is to move: every file has a rank that writes it, and a plan takes all of each tensor to that rank.
+   Files are dealt to the ranks in turn, and all ranks write at once.
+2. A rank holds BATCH bytes of whole tensors at a time, or one tensor where that is longer, beside what it had; files
+   of any size are written piece by piece.
+3. Collective: what goes wrong on one rank is a CheckpointError on all, and then the former export is as it was.
+   `hf_folder` has the rules of files, names and folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.digest import digest
+from shardmath.layouts.layout import Layout
+from shardmath.plans.plan import Plan, plan
+from shardmath_torch import compat
+from shardmath_torch.checkpoints.checkpoint import check_ranks, on_all
+from shardmath_torch.checkpoints.loading import local_layouts
+from shardmath_torch.checkpoints.saving import Windows, to_disk, windows_of
+from shardmath_torch.compat import Group
+from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.exchange.compile import compile
+from shardmath_torch.exchange.local import by_key, fits, wanted
+from shardmath_torch.exports.sources import (
+    Source,
+    check_source,
+    describe_source,
+    lay_out,
+    list_ranks,
+)
+from shardmath_torch.files.hf_folder import (
+    Draft,
+    Entry,
+    File,
+    check_entries,
+    check_folder,
+    commit,
+    discard,
+    file_names,
+    locked,
+    size_of,
+    split,
+    told,
+)
+from shardmath_torch.files.places import CheckpointError, local_folder
+from shardmath_torch.files.weights import Progress
+
+__all__ = ["BATCH", "export"]
+
+BATCH = 256 << 20
+"""Bytes of whole tensors that a rank holds to write them."""
+
+
+class _Task(NamedTuple):
+    """What all ranks do: files by name, and the ranks that write."""
+
+    folder: Path
+    files: dict[str, File]
+    ranks: tuple[int, ...]
+    first: bool
+    """Whether this rank is the one that takes the lock, and gives the files their names."""
+
+
+def export(
+    path: str | os.PathLike[str],
+    source: nn.Module | Mapping[str, Tensor],
+    layouts: Mapping[str, Layout | tuple[Layout, ...] | None] | None = None,
+    *,
+    tied: Mapping[str, str] | None = None,
+    max_shard_size: int | str = "5GB",
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes whole tensors to `path` as safetensors with an index, which transformers and engines load.
+
+    `source` is a module (its parameters and persistent buffers, under its own names); or this rank's local tensors with
+    everybody's `layouts`, as `save` takes them; or DTensors and plain tensors by name, the plain ones the same on all
+    ranks of `mesh`, by default the largest of the DTensors'. `tied` says, as {name: name of a tensor}, which names are
+    another's; of a module that is known. They are in the index and the header's metadata, not stored twice.
+    `max_shard_size` is of a file: bytes, or text as transformers has it, such as "5GB". A config.json is yours to add:
+    `model.config.save_pretrained(path)`. `progress` is called with the bytes that this rank has just written.
+
+    Collective over `group` (default: all ranks). An earlier export in the folder is replaced at once, when the new one
+    is on disk; until then, and where this fails, it is as it was. Raises CheckpointError on every rank: for a folder
+    with weights that no export wrote, for what `save` refuses, and for what safetensors cannot say: types it has no
+    name for, bytes of ranks' own, extra states of modules; ExchangeError where a rank is lost on the way.
+    """
+    check = partial(check_source, source, layouts, tied, mesh)
+    on_all("export", check, group, claim=lambda _: describe_source(source))
+    given = lay_out(source, layouts, mesh, group)
+    given = given._replace(tied={**given.tied, **(tied or {})})
+    prepare = partial(_prepare, path, given, max_shard_size, group)
+    task = on_all("export", prepare, group, claim=partial(_describe_task, given))
+    with contextlib.ExitStack() as stack:
+        lock = partial(_lock, task, stack)
+        on_all("lock the folder", lock, group)
+        _write(task, given, group, progress)
+
+
+def _lock(task: _Task, stack: contextlib.ExitStack) -> None:
+    if task.first:
+        stack.enter_context(locked(task.folder))
+
+
+# What to do
+
+
+def _prepare(
+    path: str | os.PathLike[str], given: Source, limit: int | str, group: Group | None
+) -> _Task:
+    """What to do, after everything is checked that can be before a byte moves."""
+    check_ranks(given.layouts, group)
+    rank = compat.rank_or_0()
+    source, _ = wanted(to_disk(given.layouts), rank)
+    fits(source, by_key(source, given.tensors))
+    entries = {name: _entry_of(held) for name, held in given.layouts.items()}
+    check_entries(entries)
+    _check_tied(given.tied, entries)
+    files = split(entries, size_of(limit))
+    folder = local_folder(path).absolute()
+    check_folder(folder)
+    names = file_names(len(files))
+    ranks = list_ranks(group)
+    return _Task(folder, dict(zip(names, files, strict=True)), ranks, rank == ranks[0])
+
+
+def _entry_of(held: Windows) -> Entry:
+    first = windows_of(held)[0]
+    return first.shape, first.dtype
+
+
+def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
+    """Raises CheckpointError for another name of nothing, or one that is a tensor's."""
+    check_entries(dict.fromkeys(tied, ((), "uint8")))
+    for name, kept in tied.items():
+        if name in entries:
+            fault = f"{name!r} is exported itself"
+        elif kept not in entries:
+            fault = f"{kept!r} is not exported"
+        else:
+            continue
+        what = f"{name!r} is tied to {kept!r}, but {fault}"
+        raise CheckpointError(f"{what}; tie a new name to a tensor that is")
+
+
+def _describe_task(given: Source, task: _Task) -> str:
+    """What ranks must have in common."""
+    moved = to_disk(given.layouts)
+    tied = sorted(given.tied.items())
+    files = [list(tensors) for tensors in task.files.values()]
+    fingerprint = digest((moved.digest, tied, files))
+    return f"{task.folder}, {len(files)} files of tensors and layouts {fingerprint[:12]}"
+
+
+# Files
+
+
+def _write(task: _Task, given: Source, group: Group | None, progress: Progress | None) -> None:
+    """Writes all files, and gives them their names when all are written."""
+    names = list(task.files)
+    count = len(task.ranks)
+    drafts: list[Draft] = []
+    try:
+        for at in range(0, len(names), count):
+            wave = names[at : at + count]
+            _write_wave(task, given, wave, drafts, group, progress)
+        on_all("name its files", partial(_commit, task, given), group)
+        drafts.clear()
+    finally:
+        discard(drafts)
+
+
+def _write_wave(
+    task: _Task,
+    given: Source,
+    names: Sequence[str],
+    drafts: list[Draft],
+    group: Group | None,
+    progress: Progress | None,
+) -> None:
+    """Writes some files at once, the i-th of them on the i-th rank, whose drafts get one more."""
+    number = task.ranks.index(compat.rank_or_0())
+    name = names[number] if number < len(names) else None
+    draft = on_all("write its file", partial(_begin, task, given, name), group)
+    if draft is not None:
+        drafts.append(draft)
+    batches = [_list_batches(task.files[each]) for each in names]
+    for batch in zip_longest(*batches, fillvalue=()):
+        by_rank = dict(zip(task.ranks, batch, strict=False))
+        tensors = _gather(given, by_rank, group)
+        append = partial(_append, task, draft, tensors, progress)
+        on_all("write its file", append, group)
+    on_all("write its file", partial(_close, task, draft), group)
+
+
+def _begin(task: _Task, given: Source, name: str | None) -> Draft | None:
+    """This rank's next file; None where the others write the last ones."""
+    if name is None:
+        return None
+    tensors = task.files[name]
+    tied = {other: kept for other, kept in given.tied.items() if kept in tensors}
+    with told(task.folder):
+        return Draft(task.folder, name, tensors, tied)
+
+
+def _append(
+    task: _Task, draft: Draft | None, tensors: Mapping[str, Tensor], progress: Progress | None
+) -> None:
+    if draft is None:
+        return
+    with told(task.folder):
+        for tensor in tensors.values():
+            draft.append(tensor)
+            if progress:
+                progress(tensor.nbytes)
+
+
+def _close(task: _Task, draft: Draft | None) -> None:
+    if draft is not None:
+        with told(task.folder):
+            draft.close()
+
+
+def _commit(task: _Task, given: Source) -> None:
+    if task.first:
+        with told(task.folder):
+            commit(task.folder, task.files, given.tied)
+
+
+def _list_batches(tensors: File) -> Iterator[tuple[str, ...]]:
+    """The names of a file, so many at a time that a rank can hold them."""
+    batch: list[str] = []
+    room = BATCH
+    for name, (shape, dtype) in tensors.items():
+        nbytes = torch.Size(shape).numel() * dtype_of(dtype).itemsize
+        if batch and nbytes > room:
+            yield tuple(batch)
+            batch, room = [], BATCH
+        batch.append(name)
+        room -= nbytes
+    if batch:
+        yield tuple(batch)
+
+
+# Moves
+
+
+def _gather(
+    given: Source, by_rank: Mapping[int, tuple[str, ...]], group: Group | None
+) -> dict[str, Tensor]:
+    """Those tensors that are to be at this rank, all of each, in their order; all ranks get theirs at once."""
+    rank = compat.rank_or_0()
+    goal = _list_goals(given, by_rank)
+    source = {name: given.layouts[name] for name in goal}
+    device = _device_of(group)
+    sent: dict[str, Tensor] = {}
+    for _, key, _ in local_layouts(source, rank):
+        local = given.tensors[key].detach()
+        sent[key] = local.to(device)
+    got: dict[str, Tensor] = {}
+    for name in by_rank.get(rank, ()):
+        layout = goal[name]
+        dtype = dtype_of(layout.dtype)
+        got[name] = torch.empty(layout.shape, dtype=dtype, device=device)
+    _move(plan(source, goal), sent, got, group)
+    return got
+
+
+def _list_goals(given: Source, by_rank: Mapping[int, tuple[str, ...]]) -> dict[str, Layout]:
+    """All of each tensor on the rank that writes it."""
+    goal: dict[str, Layout] = {}
+    for writer, names in by_rank.items():
+        mesh = Mesh(ranks=[writer])
+        for name in names:
+            shape, dtype = _entry_of(given.layouts[name])
+            goal[name] = Layout(shape, mesh, (), dtype=dtype)
+    return goal
+
+
+def _device_of(group: Group | None) -> torch.device:
+    """Where the group can send from."""
+    if dist.is_initialized():
+        backend = compat.backend_of(compat.group_of(group))
+        if backend == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _move(
+    moved: Plan, sent: dict[str, Tensor], got: dict[str, Tensor], group: Group | None
+) -> None:
+    """Carries the plan out; one process alone has all there is."""
+    if dist.is_initialized():
+        compile(moved, group=group)(sent or None, out=got or None)
+        return
+    for transfer in moved.transfers():
+        cells = got[transfer.dst_tensor][transfer.dst_slices]
+        cells.copy_(sent[transfer.src_tensor][transfer.src_slices])
