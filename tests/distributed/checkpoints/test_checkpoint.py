@@ -846,6 +846,10 @@ NOTHING: dict[str, tuple[Any, str]] = {
         lambda path, layouts: smt.load(path, layouts, names={"w": 5}),
         "names has 'w': 5, and names are text",
     ),
+    "a window": (
+        lambda path, layouts: smt.load(path, {"w": (None,)}),  # type: ignore[dict-item]
+        r"'w' has the layout \(None,\); names are text, layouts a Layout, some, or None",
+    ),
     "device": (
         lambda path, layouts: smt.load(path, layouts, device="nowhere"),
         "device='nowhere' has no room for tensors.*; give one that torch has here",

@@ -271,6 +271,23 @@ def test_a_draft_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
     assert smt.load(tmp_path, {"v": LINE})["v"].equal(torch.zeros(6))
 
 
+def test_a_draft_that_cannot_be_removed_keeps_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the next save would take it for that of a save that is going on."""
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    held = claim(tmp_path, "0123456789ab")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        withdraw(held)
+    assert held.draft.is_file()
+    smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
+    assert len(work.files(str(tmp_path))) == 3
+
+
 def test_every_save_removes_all_of_the_former(pool: Pool, tmp_path: Path) -> None:
     """Ranks list the folder while others remove files from it."""
     layouts = {"w": sm.Layout((64, 6), DP, "(dp tp n) h")}
