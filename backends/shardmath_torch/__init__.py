@@ -14,7 +14,7 @@ export(path, module)                        # whole, as transformers and engines
 from __future__ import annotations
 
 from shardmath_torch.checkpoints.checkpoint import load, save
-from shardmath_torch.checkpoints.stored import open_checkpoint
+from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.dtensors.dtensor import from_dtensor, to_dtensor
 from shardmath_torch.dtensors.modules import layout_of
 from shardmath_torch.dtensors.redistribute import redistribute

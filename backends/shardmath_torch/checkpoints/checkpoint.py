@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,9 +30,19 @@ from shardmath.base.errors import ShardError
 from shardmath.base.given import mapping, plural, shown
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
-from shardmath_torch.checkpoints.loading import LoadPlanner, Reader, local_layouts
-from shardmath_torch.checkpoints.saving import Bytes, Layouts, Paths, SavePlanner, check_paths
-from shardmath_torch.checkpoints.stored import Checkpoint, open_checkpoint
+from shardmath_torch.checkpoints.loading import LoadPlanner, local_layouts
+from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.checkpoints.reading import Reader
+from shardmath_torch.checkpoints.saving import (
+    Bytes,
+    Layouts,
+    Paths,
+    SavePlanner,
+    Windows,
+    check_paths,
+    windows_of,
+)
+from shardmath_torch.checkpoints.stored import Checkpoint
 from shardmath_torch.checkpoints.writing import Writer
 from shardmath_torch.compat import Group
 from shardmath_torch.files.places import CheckpointError
@@ -66,32 +76,60 @@ def save(
     ranks disagree, or for what the system refuses.
     """
 
-    def ready() -> tuple[dict[str, Any], SavePlanner, Writer]:
-        check_layouts(layouts)
-        check_ranks(layouts, group)
-        check_paths({} if paths is None else paths, layouts)
-        mapping(tensors, "the tensors are ", "names to tensors", CheckpointError)
-        return dict(tensors), SavePlanner(layouts, paths=paths), Writer(path, progress=progress)
+    prepare = functools.partial(_prepare_save, path, tensors, layouts, paths, group, progress)
+    job = on_all("save", prepare, group, claim=lambda _: os.fspath(path))
+    try:
+        _write(job, group)
+    except BaseException:
+        job.writer.abandon()
+        raise
+    share = _share_of(group)
+    on_all("remove what was saved before", lambda: job.writer.clear(share), group)
 
-    state, planner, writer = on_all("save", ready, group, claim=lambda _: os.fspath(path))
+
+class _SaveJob(NamedTuple):
+    """All that is known before data are written."""
+
+    tensors: dict[str, Any]
+    planner: SavePlanner
+    writer: Writer
+
+
+def _prepare_save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor | Bytes],
+    layouts: Layouts,
+    paths: Paths | None,
+    group: Group | None,
+    progress: Progress | None,
+) -> _SaveJob:
+    """Checks what is given, and does nothing yet."""
+    check_layouts(layouts)
+    check_ranks(layouts, group)
+    check_paths({} if paths is None else paths, layouts)
+    mapping(tensors, "the tensors are ", "names to tensors", CheckpointError)
+    planner = SavePlanner(layouts, paths=paths)
+    writer = Writer(path, progress=progress)
+    return _SaveJob(dict(tensors), planner, writer)
+
+
+def _write(job: _SaveJob, group: Group | None) -> None:
+    """Has torch go through the steps of a save. Raises CheckpointError, and KeyboardInterrupt where it was pressed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
         try:
-            dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
+            dcp_save(
+                job.tensors, storage_writer=job.writer, planner=job.planner, process_group=group
+            )
         except CheckpointException as error:
-            writer.abandon()
-            failures = {rank: _text(failure[0]) or "" for rank, failure in error.failures.items()}
-            mine = error.failures.get(_share(group)[0])
-            if mine is not None and not isinstance(mine[0], Exception):
-                raise mine[0] from None  # Ctrl-C, which torch has caught to tell the others
+            number, _ = _share_of(group)
+            here = error.failures.get(number)
+            if here is not None and not isinstance(here[0], Exception):
+                raise here[0] from None  # Ctrl-C, which torch has caught to tell the others
+            failures = {rank: _show(failure[0]) for rank, failure in error.failures.items()}
             raise _failed("save", failures, group) from error
         except RuntimeError as error:
-            writer.abandon()
             raise _gone("save", error) from error
-        except BaseException:
-            writer.abandon()
-            raise
-    on_all("remove what was saved before", lambda: writer.clear(_share(group)), group)
 
 
 def load(
@@ -120,26 +158,29 @@ def load(
     rank: for names, shapes or types that are not those of the checkpoint, for elements that it lacks or has twice, for
     files that are missing or damaged, and for metadata of torch that say something else than what is stored.
     """
-    prepare = functools.partial(_ready, path, layouts, names, group, device, progress, verify)
-    ready = on_all("load", prepare, group, claim=lambda ready: f"{ready.digest}, verify={verify}")
-    touched = ready.reader.touched
+    prepare = functools.partial(
+        _prepare_load, path, layouts, names, group, device, progress, verify
+    )
+    job = on_all("load", prepare, group, claim=lambda job: f"{job.digest}, verify={verify}")
+    touched = job.reader.touched
     if touched is not None:
-        number, count = _share(group)
-        ready.reader.share(_gathered("load", touched, count, group), number)
-    return on_all("load", lambda: _filled(ready, device), group)
+        number, count = _share_of(group)
+        said = _gather("load", touched, count, group)
+        job.reader.divide_checks(said, number)
+    return on_all("load", lambda: _fill(job, device), group)
 
 
-class _Ready(NamedTuple):
+class _LoadJob(NamedTuple):
     """All that is known before data are read; and which checkpoint it is."""
 
     reader: Reader
     planner: LoadPlanner
     plan: LoadPlan
-    out: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     digest: str
 
 
-def _ready(
+def _prepare_load(
     path: str | os.PathLike[str] | Checkpoint,
     layouts: Layouts,
     names: Mapping[str, str] | None,
@@ -147,55 +188,78 @@ def _ready(
     device: torch.device | str,
     progress: Progress | None,
     verify: bool,
-) -> _Ready:
+) -> _LoadJob:
+    """Checks what is given and what is stored, makes room, and finds out what to read."""
     check_layouts(layouts)
     check_names(names)
     _check_device(device)
-    rank, share = compat.rank_or_0(), _share(group)
+    rank = compat.rank_or_0()
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    stored = {name: (names or {}).get(name, name) for name in layouts}
-    wanted: dict[str, Layout | tuple[Layout, ...]] = {}
-    for name, one in layouts.items():
-        if one is None:
-            stored[name] = checkpoint.blob(stored[name], rank)
-        wanted[name] = _own(checkpoint, stored[name], rank) if one is None else one
+    wanted, stored = _find_wanted(checkpoint, layouts, names or {}, rank)
     planner = LoadPlanner(wanted, names=stored)
+    share = _share_of(group)
     reader = Reader(
         checkpoint, names=stored.values(), share=share, progress=progress, verify=verify
     )
     metadata = reader.read_metadata()
-    out = {key: room(layout, rank) for _, key, layout in local_layouts(wanted, rank)}
-    planner.set_up_planner(out, metadata)
+    tensors = {key: room(layout, rank) for _, key, layout in local_layouts(wanted, rank)}
+    planner.set_up_planner(tensors, metadata)
     plan = reader.prepare_local_plan(planner.create_local_plan())
-    return _Ready(reader, planner, plan, out, checkpoint.digest)
+    return _LoadJob(reader, planner, plan, tensors, checkpoint.digest)
 
 
-def _filled(ready: _Ready, device: torch.device | str) -> dict[str, Tensor]:
-    ready.reader.read_data(ready.plan, ready.planner).wait()
-    return {key: tensor.to(device) for key, tensor in ready.out.items()}
+def _find_wanted(
+    checkpoint: Checkpoint, layouts: Layouts, names: Mapping[str, str], rank: int
+) -> tuple[dict[str, Windows], dict[str, str]]:
+    """The layouts of all that is wanted, bytes of ranks among it, and under which names it is stored."""
+    wanted: dict[str, Windows] = {}
+    stored: dict[str, str] = {}
+    for name, held in layouts.items():
+        stored[name] = names.get(name, name)
+        if held is None:
+            stored[name] = checkpoint.find_blob(stored[name], rank)
+            held = _layout_of_bytes(checkpoint, stored[name], rank)
+        wanted[name] = held
+    return wanted, stored
 
 
-def _own(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
-    """The layout of bytes that are one rank's."""
-    saved = checkpoint[name]
-    if (saved.dtype, len(saved.shape)) != ("uint8", 1):
-        raise CheckpointError(
-            f"{name!r} is a tensor, {saved.dtype}{list(saved.shape)}, not bytes; give it a layout"
-        )
-    return Layout(saved.shape, Mesh(ranks=[rank]), (), dtype=saved.dtype)
+def _layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
+    """The layout of bytes that are one rank's. Raises CheckpointError for what is stored as a tensor."""
+    tensor = checkpoint[name]
+    if (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
+        found = f"{tensor.dtype}{list(tensor.shape)}"
+        raise CheckpointError(f"{name!r} is a tensor, {found}, not bytes; give it a layout")
+    mesh = Mesh(ranks=[rank])
+    return Layout(tensor.shape, mesh, (), dtype=tensor.dtype)
 
 
-def _together() -> bool:
-    """Whether there are processes to do this with."""
-    return dist.is_available() and dist.is_initialized()
+def _fill(job: _LoadJob, device: torch.device | str) -> dict[str, Tensor]:
+    """Reads the data."""
+    job.reader.read_data(job.plan, job.planner).wait()
+    return {key: tensor.to(device) for key, tensor in job.tensors.items()}
 
 
-def _share(group: Group | None) -> tuple[int, int]:
+# Ranks together
+
+
+def _is_alone() -> bool:
+    """Whether there are no processes to do this with."""
+    return not dist.is_available() or not dist.is_initialized()
+
+
+def _share_of(group: Group | None) -> tuple[int, int]:
     """This rank's number in the group, and how many there are. Raises ExchangeError for a rank outside."""
-    if not _together():
+    if _is_alone():
         return 0, 1
     found = compat.group_of(group)
     return dist.get_rank(found), dist.get_world_size(found)
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others: what went wrong, if anything did, and what it claims."""
+
+    failure: str | None
+    claim: str
 
 
 def on_all(
@@ -207,44 +271,51 @@ def on_all(
 ) -> _T:
     """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
     what ranks claim is not the same."""
-    count = _share(group)[1]
+    _, count = _share_of(group)
     done: list[_T] = []
-    error: Exception | None = None
-    claimed = ""
+    raised: Exception | None = None
+    report = _Report(None, "")
     try:
         done.append(act())
-        claimed = claim(done[0]) if claim is not None else ""
-    except Exception as raised:
-        error = raised
-    mine = _text(error), claimed
-    said: list[Any] = _gathered(step, mine, count, group)
-    failures = {i: text for i, (text, _) in enumerate(said) if text is not None}
+        if claim is not None:
+            report = _Report(None, claim(done[0]))
+    except Exception as error:
+        # raised only after all have heard of it: a rank that does not report is a deadlock
+        raised = error
+        report = _Report(_show(error), "")
+    reports: list[_Report] = _gather(step, report, count, group)
+    failures = {i: each.failure for i, each in enumerate(reports) if each.failure is not None}
     if failures:
-        raise _failed(step, failures, group) from error
-    other = next((i for i, (_, theirs) in enumerate(said) if theirs != said[0][1]), None)
-    if other is not None:
-        what = f"it is {said[other][1]!r} here and {said[0][1]!r} on the first rank of the group"
-        raise _failed(
-            step,
-            {other: f"{what}; call it with the same on all ranks, and not while it is saved"},
-            group,
-        )
+        raise _failed(step, failures, group) from raised
+    _check_claims(step, [each.claim for each in reports], group)
     return done[0]
 
 
-def _gathered(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
+def _check_claims(step: str, claims: Sequence[str], group: Group | None) -> None:
+    """Raises CheckpointError for the first rank that claims something else than the first rank of the group."""
+    for i, claim in enumerate(claims):
+        if claim != claims[0]:
+            what = f"it is {claim!r} here and {claims[0]!r} on the first rank of the group"
+            fix = "call it with the same on all ranks, and not while it is saved"
+            raise _failed(step, {i: f"{what}; {fix}"}, group)
+
+
+def _gather(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
+    """What each rank says, in order. Raises CheckpointError where one is gone."""
     said = [mine] * count
-    if _together():
-        try:
-            dist.all_gather_object(said, mine, group=group)
-        except RuntimeError as broken:
-            raise _gone(step, broken) from broken
+    if _is_alone():
+        return said
+    try:
+        dist.all_gather_object(said, mine, group=group)
+    except RuntimeError as error:
+        raise _gone(step, error) from error
     return said
 
 
-def _text(error: BaseException | None) -> str | None:
-    if error is None or isinstance(error, ShardError):
-        return None if error is None else str(error)
+def _show(error: BaseException) -> str:
+    """An error's text; of those that are not ours, which may say little, the kind too."""
+    if isinstance(error, ShardError):
+        return str(error)
     return f"{type(error).__name__}: {error}"
 
 
@@ -257,39 +328,46 @@ def _gone(step: str, error: RuntimeError) -> CheckpointError:
 def _failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:
     """The error of the first rank that has one, ranks of the group as global ones."""
     first = min(failures)
-    ranks = [dist.get_global_rank(group, i) if group is not None else i for i in sorted(failures)]
-    others = f" (and {plural(len(ranks) - 1, 'other')})" if len(ranks) > 1 else ""
-    return CheckpointError(f"rank {ranks[0]}{others} could not {step}: {failures[first]}")
+    rank = first if group is None else dist.get_global_rank(group, first)
+    others = ""
+    if len(failures) > 1:
+        others = f" (and {plural(len(failures) - 1, 'other')})"
+    return CheckpointError(f"rank {rank}{others} could not {step}: {failures[first]}")
+
+
+# What is given
 
 
 def check_layouts(layouts: object) -> None:
-    """Raises CheckpointError for what is no mapping from names to layouts, tuples of them, or None."""
+    """Raises CheckpointError for what is not a mapping from names to layouts, tuples of them, or None."""
     if not isinstance(layouts, Mapping):
-        raise CheckpointError(
-            f"layouts is a {type(layouts).__name__}; give a mapping from names to layouts"
-        )
-    for name, one in layouts.items():
-        for layout in one if isinstance(one, tuple) else (one,):
-            if (
-                not isinstance(name, str)
-                or not (layout is None or isinstance(layout, Layout))
-                or one == ()
-            ):
-                raise CheckpointError(
-                    f"{name!r} has the layout {one!r}; names are text, layouts a Layout, some, or None"
-                )
+        what = f"layouts is a {type(layouts).__name__}"
+        raise CheckpointError(f"{what}; give a mapping from names to layouts")
+    for name, held in layouts.items():
+        if not isinstance(name, str) or not _is_held(held):
+            what = f"{name!r} has the layout {held!r}"
+            raise CheckpointError(f"{what}; names are text, layouts a Layout, some, or None")
+
+
+def _is_held(held: object) -> bool:
+    """Whether it is a Layout, a tuple of some, or None."""
+    if not isinstance(held, tuple):
+        return held is None or isinstance(held, Layout)
+    return held != () and all(isinstance(layout, Layout) for layout in held)
+
+
+WANTED = "wanted names to stored ones"
 
 
 def check_names(names: object) -> None:
     """Raises CheckpointError for what does not say {wanted: stored}."""
-    given = {} if names is None else mapping(names, "names is ", WANTED, CheckpointError)
+    if names is None:
+        return
+    given = mapping(names, "names is ", WANTED, CheckpointError)
     for wanted, stored in given.items():
         if not isinstance(wanted, str) or not isinstance(stored, str):
             what = f"names has {shown(wanted)}: {shown(stored)}"
             raise CheckpointError(f"{what}, and names are text; give a mapping from {WANTED}")
-
-
-WANTED = "wanted names to stored ones"
 
 
 def _check_device(device: torch.device | str) -> None:
@@ -302,11 +380,13 @@ def _check_device(device: torch.device | str) -> None:
 
 
 def check_ranks(layouts: Layouts, group: Group | None) -> None:
-    """Every rank that holds something is here to save it."""
-    here = set(compat.ranks_of(compat.group_of(group))) if _together() else {0}
-    for name, one in layouts.items():
-        for layout in one if isinstance(one, tuple) else (one,):
-            if layout is not None and not here.issuperset(layout.mesh.ranks):
-                outside = sorted(set(layout.mesh.ranks) - here)
+    """Raises CheckpointError unless every rank that holds something is here to save it."""
+    here = {0} if _is_alone() else set(compat.ranks_of(compat.group_of(group)))
+    for name, held in layouts.items():
+        if held is None:
+            continue
+        for layout in windows_of(held):
+            outside = sorted(set(layout.mesh.ranks) - here)
+            if outside:
                 what = f"tensor {name!r} is on ranks {outside[:8]} too, the group has {sorted(here)[:8]}"
                 raise CheckpointError(f"{what}; save with a group of all ranks that hold it")

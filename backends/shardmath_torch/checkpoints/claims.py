@@ -41,9 +41,9 @@ __all__ = [
     "UNFINISHED",
     "Claim",
     "claim",
-    "collect",
-    "count",
-    "counted",
+    "find_counting",
+    "make_count",
+    "remove_leftovers",
     "withdraw",
 ]
 
@@ -55,7 +55,7 @@ FILE = re.compile(rf"{OURS}(?P<save>[0-9a-f]{{{DIGITS}}})({_DATA}|{_DRAFT})")
 """How our files are called: by the save, and for data the rank's number, and the file's; and until all are written."""
 
 
-def draft_of(save: str) -> str:
+def name_draft(save: str) -> str:
     """What a save's draft of `.metadata` is called."""
     return f"{OURS}{save}{METADATA}{UNFINISHED}"
 
@@ -69,31 +69,34 @@ class Claim(NamedTuple):
 
     def release(self) -> None:
         """The lock is over, and the draft with it if it is still there."""
-        self.draft.unlink(missing_ok=True)
-        if self.handle is not None:
-            os.close(self.handle)
+        try:
+            self.draft.unlink(missing_ok=True)
+        finally:
+            # a draft that stays under a lock would be taken for that of a save that is going on
+            if self.handle is not None:
+                os.close(self.handle)
 
 
 def claim(folder: Place, save: str) -> Claim:
     """Begins a save."""
-    draft = folder / draft_of(save)
+    draft = folder / name_draft(save)
     if isinstance(draft, Remote):
         draft.write_bytes(b"")
         return Claim(save, draft, None)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         handle = os.open(draft, flags, 0o666)
-        with _closed_on_error(handle):
+        with _close_on_error(handle):
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
             # before it was locked, it may have been taken for a dead save's and removed
-            if _is(draft, handle):
+            if _is_open_as(draft, handle):
                 return Claim(save, draft, handle)
             os.close(handle)
 
 
 @contextlib.contextmanager
-def _closed_on_error(handle: int) -> Iterator[None]:
+def _close_on_error(handle: int) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -101,7 +104,7 @@ def _closed_on_error(handle: int) -> Iterator[None]:
         raise
 
 
-def _is(file: Path, handle: int) -> bool:
+def _is_open_as(file: Path, handle: int) -> bool:
     """Whether the file of that name is the one that the handle has open."""
     try:
         return os.path.samestat(file.stat(), os.fstat(handle))
@@ -109,7 +112,7 @@ def _is(file: Path, handle: int) -> bool:
         return False
 
 
-def count(held: Claim, text: bytes) -> None:
+def make_count(held: Claim, text: bytes) -> None:
     """Makes the save the one that counts: its draft, with this text, replaces `.metadata`.
 
     Raises CheckpointError for a draft that another has removed, and changes nothing then.
@@ -126,7 +129,7 @@ def count(held: Claim, text: bytes) -> None:
         stream.truncate()
         stream.write(text)
         synced(stream)
-    if not _is(held.draft, held.handle):
+    if not _is_open_as(held.draft, held.handle):
         raise _taken_for_dead(held.draft)
     try:
         os.replace(held.draft, file)
@@ -136,40 +139,45 @@ def count(held: Claim, text: bytes) -> None:
 
 
 def _taken_for_dead(draft: Place) -> CheckpointError:
+    """The error of a save whose draft is gone."""
     what = (
-        f"{draft} is gone: another save, whom its lock did not reach, has taken this one for dead"
+        f"{draft} is gone: another save, which its lock did not reach, has taken this one for dead"
     )
+    state = "this save does not count, what others saved there is as it was"
     fix = "save again, and from one machine at a time"
-    return CheckpointError(
-        f"{what}; this save does not count, what others saved there is as it was; {fix}"
-    )
+    return CheckpointError(f"{what}; {state}; {fix}")
 
 
-def collect(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
+def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
     """Removes what saves have left that neither count nor are going on: of (i, n), the i-th of n shares of it."""
-    files = _ours(folder)
+    files = _list_ours(folder)
     saves = {save for _, save in files}
     with contextlib.ExitStack() as locks:
-        dead = {save for save in saves if _dead(folder / draft_of(save), locks)}
-        counts = counted(folder)
+        dead = {save for save in saves if _end_if_dead(folder / name_draft(save), locks)}
+        # read after the dead have lost their drafts: from then on none of them can come to count
+        dead.discard(find_counting(folder) or "")
         for file, save in files:
-            if save in dead and save != counts and _in_share(file.name, share):
+            if save in dead and _is_in_share(file.name, share):
                 _remove(file)
         sync(folder)
 
 
-def _ours(folder: Place) -> list[tuple[Place, str]]:
+def _list_ours(folder: Place) -> list[tuple[Place, str]]:
     """Our files in the folder, each with the save's digits."""
-    named = ((file, FILE.fullmatch(file.name)) for file in folder.glob(f"{OURS}*"))
-    return [(file, match["save"]) for file, match in named if match]
+    found: list[tuple[Place, str]] = []
+    for file in folder.glob(f"{OURS}*"):
+        match = FILE.fullmatch(file.name)
+        if match:
+            found.append((file, match["save"]))
+    return found
 
 
-def _dead(draft: Place, locks: contextlib.ExitStack) -> bool:
+def _end_if_dead(draft: Place, locks: contextlib.ExitStack) -> bool:
     """Whether a save has ended, or ends by this: its draft is removed, under a lock that others may share."""
     if isinstance(draft, Remote):
         return not draft.is_file()
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         handle = os.open(draft, flags)
     except FileNotFoundError:
         return True
@@ -184,8 +192,8 @@ def _dead(draft: Place, locks: contextlib.ExitStack) -> bool:
     return True
 
 
-def counted(folder: Place) -> str | None:
-    """The digits of the save that counts; None if that is none of ours."""
+def find_counting(folder: Place) -> str | None:
+    """The digits of the save that counts; None if that is not one of ours."""
     file = folder / METADATA
     try:
         size = length_of(file)
@@ -196,9 +204,10 @@ def counted(folder: Place) -> str | None:
         return None
 
 
-def _in_share(name: str, share: tuple[int, int]) -> bool:
+def _is_in_share(name: str, share: tuple[int, int]) -> bool:
     """By its name alone: every rank lists the folder for itself, and others remove files meanwhile."""
-    return zlib.crc32(name.encode()) % share[1] == share[0]
+    number, count = share
+    return zlib.crc32(name.encode()) % count == number
 
 
 def _remove(file: Place) -> None:
@@ -212,6 +221,8 @@ def withdraw(held: Claim) -> None:
     folder = held.draft.parent
     with contextlib.suppress(OSError):
         held.release()
-        if counted(folder) != held.save:
-            for file in (file for file, save in _ours(folder) if save == held.save):
+        if find_counting(folder) == held.save:
+            return
+        for file, save in _list_ours(folder):
+            if save == held.save:
                 _remove(file)

@@ -12,18 +12,27 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath_torch.checkpoints.stored import Checkpoint, Piece
+from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox
 from shardmath_torch.files.checksums import CHUNK, count, same
-from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.files.places import CheckpointError, Place
 
-__all__ = ["Chunks", "check", "chunk", "fill", "mine", "packed"]
+__all__ = [
+    "Chunks",
+    "Marks",
+    "check_chunk",
+    "chunk_ends",
+    "pack_marks",
+    "read_chunk",
+    "read_into",
+    "take_share",
+]
 
-Marks = NDArray[np.bool_]
+Marks: TypeAlias = NDArray[np.bool_]
 """One for every chunk."""
 
 
@@ -31,83 +40,100 @@ class Chunks:
     """The chunks of a checkpoint, numbered; none where it has no checksums."""
 
     def __init__(self, found: Checkpoint) -> None:
-        pieces = [p for saved in found.tensors.values() for p in saved.pieces if p.sums]
-        *firsts, self.total = accumulate((count(p.length) for p in pieces), initial=0)
-        self._first = {(p.file, p.start): first for p, first in zip(pieces, firsts, strict=True)}
+        self.total = 0
+        self._first: dict[tuple[Place, int], int] = {}
+        for tensor in found.tensors.values():
+            for box in tensor.pieces:
+                if box.sums:
+                    self._first[box.file, box.start] = self.total
+                    self.total += count(box.length)
 
-    def touched(self, reads: Iterable[tuple[Piece, int, int]]) -> Marks:
+    def mark_touched(self, reads: Iterable[tuple[StoredBox, int, int]]) -> Marks:
         """Which chunks have any of what is read: bytes from begin to end of a box's."""
-        out = np.zeros(self.total, bool)
-        for piece, begin, end in reads:
-            first = self._first.get((piece.file, piece.start))
+        marks = np.zeros(self.total, bool)
+        for box, begin, end in reads:
+            first = self._first.get((box.file, box.start))
             if first is not None and begin < end:
-                out[first + begin // CHUNK : first + count(end)] = True
-        return out
+                low = first + begin // CHUNK
+                high = first + count(end)
+                marks[low:high] = True
+        return marks
 
-    def numbers(self, piece: Piece, marks: Marks) -> list[int]:
+    def list_marked(self, box: StoredBox, marks: Marks) -> list[int]:
         """Which chunks of a box are marked, by their numbers in the box."""
-        first = self._first.get((piece.file, piece.start))
+        first = self._first.get((box.file, box.start))
         if first is None:
             return []
-        found: list[int] = marks[first : first + count(piece.length)].nonzero()[0].tolist()
-        return found
+        end = first + count(box.length)
+        (numbers,) = marks[first:end].nonzero()
+        return [int(number) for number in numbers]
 
 
-def packed(marks: Marks) -> bytes:
+def pack_marks(marks: Marks) -> bytes:
     """Marks as they are sent."""
-    return zlib.compress(np.packbits(marks).tobytes(), 1)
+    bits = np.packbits(marks)
+    return zlib.compress(bits.tobytes(), 1)
 
 
-def _unpacked(said: Sequence[bytes], total: int) -> Iterator[NDArray[np.uint8]]:
-    for one in said:
-        yield np.unpackbits(np.frombuffer(zlib.decompress(one), np.uint8), count=total)
+def _unpack_marks(said: Iterable[bytes], total: int) -> Iterator[NDArray[np.uint8]]:
+    for packed in said:
+        raw = zlib.decompress(packed)
+        bits = np.frombuffer(raw, np.uint8)
+        yield np.unpackbits(bits, count=total)
 
 
-def mine(said: Sequence[bytes], rank: int, total: int) -> Marks:
+def take_share(said: Sequence[bytes], rank: int, total: int) -> Marks:
     """The chunks that the rank checks, of those that all touch: of k that touch a chunk, one.
 
-    >>> everybody = [packed(np.array(marks, bool)) for marks in ([1, 1, 1, 0], [0, 1, 1, 1])]
-    >>> [mine(everybody, rank, 4).astype(int).tolist() for rank in range(2)]
+    >>> everybody = [pack_marks(np.array(marks, bool)) for marks in ([1, 1, 1, 0], [0, 1, 1, 1])]
+    >>> [take_share(everybody, rank, 4).astype(int).tolist() for rank in range(2)]
     [[1, 0, 1, 0], [0, 1, 0, 1]]
     """
-    before, all_of_them = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    touching = np.zeros(total, np.int32)
+    before = np.zeros(total, np.int32)
     own = np.zeros(total, bool)
-    for i, marks in enumerate(_unpacked(said, total)):
+    for i, marks in enumerate(_unpack_marks(said, total)):
         if i == rank:
-            own, before = marks.astype(bool), all_of_them.copy()
-        all_of_them += marks
-    turn = np.arange(total, dtype=np.int32) % np.maximum(all_of_them, 1)
-    out: Marks = own & (turn == before)
-    return out
+            own = marks.astype(bool)
+            before = touching.copy()
+        touching += marks
+    # by turns along the file, so that ranks that read the same share the work evenly
+    turn = np.arange(total, dtype=np.int32) % np.maximum(touching, 1)
+    share: Marks = own & (turn == before)
+    return share
 
 
-def chunk(stream: io.FileIO, piece: Piece, number: int, room: bytearray) -> memoryview:
+def chunk_ends(box: StoredBox, number: int) -> tuple[int, int]:
+    """Where in the file a chunk of a box begins and ends."""
+    start = box.start + number * CHUNK
+    return start, min(box.stop, start + CHUNK)
+
+
+def read_chunk(stream: io.FileIO, box: StoredBox, number: int, room: bytearray) -> memoryview:
     """A chunk, read into some room."""
-    begin = number * CHUNK
-    stream.seek(piece.start + begin)
-    out = memoryview(room)[: min(CHUNK, piece.length - begin)]
-    fill(stream, out)
-    return out
+    start, stop = chunk_ends(box, number)
+    stream.seek(start)
+    chunk = memoryview(room)[: stop - start]
+    read_into(stream, chunk)
+    return chunk
 
 
-def check(piece: Piece, number: int, data: memoryview) -> None:
+def check_chunk(box: StoredBox, number: int, data: memoryview) -> None:
     """Raises CheckpointError unless the chunk is what was written."""
-    if not same(data, number, piece.sums):
-        first = piece.start + number * CHUNK
-        what = (
-            f"{piece.file} is damaged: bytes {first} to {first + len(data)} are not what was saved"
-        )
-        raise CheckpointError(
-            f"{what}, by their checksum; fetch it again, or load with verify=False what is left"
-        )
+    if same(data, number, box.sums):
+        return
+    start, _ = chunk_ends(box, number)
+    ends = f"bytes {start} to {start + len(data)}"
+    what = f"{box.file} is damaged: {ends} are not what was saved, by their checksum"
+    fix = "fetch it again, or load with verify=False what is left"
+    raise CheckpointError(f"{what}; {fix}")
 
 
-def fill(stream: io.FileIO, left: memoryview) -> None:
-    """Reads as many bytes as there is room for."""
-    while left:
-        count = stream.readinto(left)
-        if not count:
-            raise CheckpointError(
-                f"{stream.name!r} ends at byte {stream.tell()}; it was cut while it was read"
-            )
-        left = left[count:]
+def read_into(stream: io.FileIO, room: memoryview) -> None:
+    """Reads as many bytes as there is room for. Raises CheckpointError where the file has fewer."""
+    while room:
+        got = stream.readinto(room)
+        if not got:
+            what = f"{stream.name!r} ends at byte {stream.tell()}"
+            raise CheckpointError(f"{what}; it was cut while it was read")
+        room = room[got:]

@@ -20,7 +20,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,12 +39,14 @@ from shardmath_torch.checkpoints.claims import (
     UNFINISHED,
     Claim,
     claim,
-    collect,
-    count,
-    counted,
+    find_counting,
+    make_count,
+    remove_leftovers,
     withdraw,
 )
-from shardmath_torch.checkpoints.stored import BLOBS, Checkpoint, Piece, Saved, to_json
+from shardmath_torch.checkpoints.index import to_json
+from shardmath_torch.checkpoints.opening import BLOBS
+from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
 from shardmath_torch.files.places import (
     CheckpointError,
     Place,
@@ -63,7 +65,7 @@ from shardmath_torch.safetensors.slices import Progress
 __all__ = ["MOST_FILES", "Writer"]
 
 MOST_FILES = 16
-"""Of a rank, however many boxes a tensor has."""
+"""Per rank, however many boxes a tensor has."""
 
 
 class Writer(storage.StorageWriter):
@@ -73,13 +75,15 @@ class Writer(storage.StorageWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
-        self._folder, self._progress = _readable(path), progress
+        self._folder = _as_readable(path)
+        self._progress = progress
         self._claim: Claim | None = None
         self._drafts: list[Place] = []
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another folder, if given."""
-        self._folder = self._folder if checkpoint_id is None else _readable(checkpoint_id)
+        if checkpoint_id is not None:
+            self._folder = _as_readable(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is needed."""
@@ -88,10 +92,9 @@ class Writer(storage.StorageWriter):
         """Makes the folder."""
         self.abandon()
         if any(item.type == WriteItemType.BYTE_IO for item in plan.items):
-            raise CheckpointError(
-                "objects are not written; save bytes with SavePlanner, or objects with torch's writer"
-            )
-        with _told(self._folder, BEFORE):
+            fix = "save bytes with SavePlanner, or objects with torch's writer"
+            raise CheckpointError(f"objects are not written; {fix}")
+        with _naming(self._folder, BEFORE):
             if not self._folder.is_dir():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 sync(self._folder.parent)
@@ -99,43 +102,49 @@ class Writer(storage.StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """One name for all files of this save, and each rank's number in it; the save begins."""
-        with _told(self._folder, BEFORE):
-            counted(self._folder)  # what cannot be read could not be replaced
-            self._claim = claim(self._folder, uuid.uuid4().hex[:DIGITS])
-        names = [f"{OURS}{self._claim.save}-{i:05d}-of-{len(plans):05d}" for i in range(len(plans))]
-        return [replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
+        save = uuid.uuid4().hex[:DIGITS]
+        with _naming(self._folder, BEFORE):
+            find_counting(self._folder)  # what cannot be read could not be replaced
+            self._claim = claim(self._folder, save)
+        named = []
+        for i, plan in enumerate(plans):
+            stem = f"{OURS}{save}-{i:05d}-of-{len(plans):05d}"
+            named.append(replace(plan, storage_data=stem))
+        return named
 
     def write_data(
         self, plan: SavePlan, planner: theirs.SavePlanner
     ) -> Future[list[storage.WriteResult]]:
         """Writes this rank's files, all of them unfinished."""
-        out: list[storage.WriteResult] = []
-        for i, items in enumerate(_files(plan.items)):
-            name = plan.storage_data + (f"-{i}" if i else "") + DATA
-            draft = self._folder / _draft(self._folder, name)
+        results: list[storage.WriteResult] = []
+        for i, items in enumerate(_divide_into_files(plan.items)):
+            number = f"-{i}" if i else ""
+            name = f"{plan.storage_data}{number}{DATA}"
+            draft = self._folder / _name_unfinished(self._folder, name)
             self._drafts.append(draft)
-            with _told(self._folder / name, BEFORE):
-                out += _written(draft, name, items, planner, self._progress)
+            with _naming(self._folder / name, BEFORE):
+                results += _write_file(draft, name, items, planner, self._progress)
         done: Future[list[storage.WriteResult]] = Future()
-        done.set_result(out)
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
         """Makes the save the one that is found."""
         held = self._claim
         assert held is not None, "a save has begun"
-        wrote = [result for each in results for result in each]
-        with _told(self._folder, lambda: _state(self._folder, held.save)):
-            for name in sorted({one.storage_data.file for one in wrote}):
-                _rename(self._folder, name)
+        wrote = [result for by_rank in results for result in by_rank]
+        with _naming(self._folder, lambda: _find_state(self._folder, held.save)):
+            for name in sorted({result.storage_data.file for result in wrote}):
+                _finish_file(self._folder, name)
             sync(self._folder)
-            index = to_json(_described(self._folder, metadata, wrote), held.save)
-            told = replace(
-                metadata, storage_data={one.index: one.storage_data.info for one in wrote}
-            )
-            count(held, seal(Sealed(pickle.dumps(told), index, held.save)))
-        self._claim, self._drafts = None, []
-        with _told(self._folder, AFTER):
+            checkpoint = _describe(self._folder, metadata, wrote)
+            index = to_json(checkpoint, held.save)
+            pickled = _pickle(metadata, wrote)
+            content = Sealed(pickled, index, held.save)
+            make_count(held, seal(content))
+        self._claim = None
+        self._drafts = []
+        with _naming(self._folder, AFTER):
             held.release()
             _copy(self._folder, index, held.save)
 
@@ -149,31 +158,32 @@ class Writer(storage.StorageWriter):
             if draft.name.endswith(UNFINISHED):
                 with contextlib.suppress(OSError):
                     draft.unlink(missing_ok=True)
-        held, self._claim, self._drafts = self._claim, None, []
+        held = self._claim
+        self._claim = None
+        self._drafts = []
         if held is not None:
             withdraw(held)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Removes what earlier saves of ours left, finished or not, and saves that are going on do not need: of (i, n),
-        the i-th of n shares of it. For every rank, after a save.
-        """
-        with _told(self._folder, AFTER):
-            collect(self._folder, share)
+        """Removes what former saves have left: of (i, n), the i-th of n shares of it. For every rank."""
+        with _naming(self._folder, AFTER):
+            remove_leftovers(self._folder, share)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path, or a URL that is served."""
         try:
-            return _readable(checkpoint_id) is not None
+            _as_readable(checkpoint_id)
         except CheckpointError:
             return False
+        return True
 
     def storage_meta(self) -> StorageMeta:
         """What torch asks for."""
         return StorageMeta()
 
 
-def _readable(path: str | os.PathLike[str]) -> Place:
+def _as_readable(path: str | os.PathLike[str]) -> Place:
     """The place. Raises CheckpointError also for one that torch could write to and not map: it wants UTF-8."""
     found = place(path)
     text = os.fspath(path)
@@ -185,57 +195,6 @@ def _readable(path: str | os.PathLike[str]) -> Place:
     return found
 
 
-def _copy(folder: Place, index: str, save: str) -> None:
-    """Writes the copy of the index that counts, which may be another save's by now, whose own copy was before ours.
-
-    The copy is looked at again after it was written, by whoever wrote it: so the last to write it wrote what counts.
-    """
-    written, current = None, Sealed(b"", index, save)
-    while (counts := counted(folder)) not in (None, written):
-        if counts != current.save:
-            current = _sealed(folder) or current
-        written = current.save if _copied(folder, current, save) else None
-
-
-def _copied(folder: Place, current: Sealed, save: str) -> bool:
-    """Whether the copy is written: where this save no longer counts, another may clear its draft away."""
-    try:
-        put(folder / INDEX, folder / f"{OURS}{save}.json{UNFINISHED}", current.json.encode())
-    except FileNotFoundError:
-        if isinstance(folder, Remote) or counted(folder) == save:
-            raise
-        return False
-    return True
-
-
-def _sealed(folder: Place) -> Sealed | None:
-    """What the save of ours that counts has written; None if that is none of ours."""
-    file = folder / METADATA
-    try:
-        return unseal(content_of(file), file)
-    except FileNotFoundError:
-        return None
-
-
-def _draft(folder: Place, name: str) -> str:
-    """What a data file is called until all are written. A service has no file before it is whole, and renames none."""
-    return name if isinstance(folder, Remote) else name + UNFINISHED
-
-
-def _rename(folder: Place, name: str) -> None:
-    if not isinstance(folder, Remote):
-        os.replace(folder / (name + UNFINISHED), folder / name)
-
-
-class _At(NamedTuple):
-    """Where an item went; `info` as torch has it."""
-
-    file: str
-    start: int
-    info: Any
-    sums: str
-
-
 BEFORE, AFTER = (
     "what was saved there before is as it was",
     "the new save is whole, and the one that counts",
@@ -243,94 +202,191 @@ BEFORE, AFTER = (
 UNKNOWN = "whether the new save counts cannot be read either, a load tells when it can"
 
 
-def _state(folder: Place, save: str) -> str:
+def _find_state(folder: Place, save: str) -> str:
     """Which save counts: the step that failed may be after the one that made this save count."""
     try:
-        return AFTER if counted(folder) == save else BEFORE
+        return AFTER if find_counting(folder) == save else BEFORE
     except OSError:
         return UNKNOWN
 
 
 @contextlib.contextmanager
-def _told(path: Place, state: str | Callable[[], str]) -> Iterator[None]:
+def _naming(path: Place, state: str | Callable[[], str]) -> Iterator[None]:
     """Errors of the system as ours, naming the path, and in what state the folder is."""
     try:
         yield
     except OSError as error:
         what = f"{error.filename or path} cannot be written: {error.strerror or error}"
-        raise CheckpointError(f"{what}; {state if isinstance(state, str) else state()}") from error
+        left = state if isinstance(state, str) else state()
+        raise CheckpointError(f"{what}; {left}") from error
 
 
-def _files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]:
+# The copy of the index
+
+
+def _copy(folder: Place, index: str, save: str) -> None:
+    """Writes the copy of the index that counts, which may be another save's by now, whose own copy was before ours.
+
+    The copy is looked at again after it was written, by whoever wrote it: so the last to write it wrote what counts.
+    """
+    written: str | None = None
+    current = Sealed(b"", index, save)
+    while True:
+        counting = find_counting(folder)
+        if counting is None or counting == written:
+            return
+        if counting != current.save:
+            current = _read_sealed(folder) or current
+        written = current.save if _write_copy(folder, current, save) else None
+
+
+def _write_copy(folder: Place, current: Sealed, save: str) -> bool:
+    """Whether the copy is written: where this save no longer counts, another may clear its draft away."""
+    draft = folder / f"{OURS}{save}.json{UNFINISHED}"
+    try:
+        put(folder / INDEX, draft, current.json.encode())
+    except FileNotFoundError:
+        if isinstance(folder, Remote) or find_counting(folder) == save:
+            raise
+        return False
+    return True
+
+
+def _read_sealed(folder: Place) -> Sealed | None:
+    """What the save of ours that counts has written; None if that is not one of ours."""
+    file = folder / METADATA
+    try:
+        return unseal(content_of(file), file)
+    except FileNotFoundError:
+        return None
+
+
+# Data files
+
+
+def _name_unfinished(folder: Place, name: str) -> str:
+    """What a data file is called until all are written. A service has no file before it is whole, and renames none."""
+    return name if isinstance(folder, Remote) else name + UNFINISHED
+
+
+def _finish_file(folder: Place, name: str) -> None:
+    if not isinstance(folder, Remote):
+        os.replace(folder / (name + UNFINISHED), folder / name)
+
+
+def _divide_into_files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]:
     """The items, file by file, each by its name there."""
-    out: list[dict[str, WriteItem]] = []
+    files: list[dict[str, WriteItem]] = []
     seen: Counter[str] = Counter()
     taken = {item.index.fqn for item in items}
     for item in items:
-        name, at = item.index.fqn, seen[item.index.fqn]
+        name = item.index.fqn
+        at = seen[name]
         seen[name] += 1
         if at >= MOST_FILES:
-            name, at = unused(f"{name}#{at - MOST_FILES + 1}", taken), MOST_FILES - 1
+            name = unused(f"{name}#{at - MOST_FILES + 1}", taken)
             taken.add(name)
-        while at >= len(out):
-            out.append({})
-        out[at][name] = item
-    return out
+            at = MOST_FILES - 1
+        while at >= len(files):
+            files.append({})
+        files[at][name] = item
+    return files
 
 
-def _written(
+class _WrittenBox(NamedTuple):
+    """Where an item went: its file, first byte and checksums; `info` says it as torch does."""
+
+    file: str
+    start: int
+    info: Any
+    sums: str
+
+
+def _write_file(
     file: Place,
     name: str,
     items: Mapping[str, WriteItem],
     planner: theirs.SavePlanner,
     progress: Progress | None,
 ) -> Iterator[storage.WriteResult]:
-    tensors = {key: _box(key, item, planner.resolve_data(item)) for key, item in items.items()}
-    places = archive.write(file, tensors, progress=progress)
+    """Writes the items to a file, which will have that name."""
+    tensors: dict[str, tuple[tuple[int, ...] | None, Tensor]] = {}
     for key, item in items.items():
-        at = places[key]
+        data = planner.resolve_data(item)
+        tensor = _prepare(item, data)
+        # a numbered box is not part of a tensor of that name
+        offsets = _begin_of(item, tensor) if key == item.index.fqn else None
+        tensors[key] = (offsets, tensor)
+    written = archive.write(file, tensors, progress=progress)
+    for key, item in items.items():
+        at = written[key]
+        _, tensor = tensors[key]
         info = compat.StorageInfo(name, at.archive, at.length)
-        yield storage.WriteResult(
-            item.index, tensors[key][1].nbytes, _At(name, at.start, info, at.sums)
-        )
+        box = _WrittenBox(name, at.start, info, at.sums)
+        yield storage.WriteResult(item.index, tensor.nbytes, box)
 
 
-def _box(key: str, item: WriteItem, data: object) -> tuple[tuple[int, ...] | None, Tensor]:
-    """Where a box begins, None for what has no name of its own; and its data on the CPU, alone in their storage."""
+def _begin_of(item: WriteItem, tensor: Tensor) -> tuple[int, ...]:
+    """Where an item begins in its tensor; other planners leave that out for all of one."""
+    return tuple(item.index.offset or (0,) * tensor.ndim)
+
+
+def _prepare(item: WriteItem, data: object) -> Tensor:
+    """An item's data on the CPU, contiguous and alone in their storage, as `archive.write` takes them."""
     assert isinstance(data, Tensor) and item.tensor_data is not None, "objects are refused earlier"
-    here = data.detach().as_subclass(Tensor).cpu().contiguous()
-    if here.shape != item.tensor_data.chunk.sizes:
-        raise CheckpointError(
-            f"{item.index.fqn!r}: {list(here.shape)} given, {item.tensor_data.chunk} planned"
-        )
-    offset = tuple(item.index.offset or (0,) * here.ndim)
+    chunk = item.tensor_data.chunk
+    plain = data.detach().as_subclass(Tensor)
+    here = plain.cpu().contiguous()
+    if here.shape != chunk.sizes:
+        raise CheckpointError(f"{item.index.fqn!r}: {list(here.shape)} given, {chunk} planned")
     if here.untyped_storage().nbytes() != here.nbytes:
-        here = here.clone(memory_format=torch.contiguous_format)
-    return offset if key == item.index.fqn else None, here
+        return here.clone(memory_format=torch.contiguous_format)
+    return here
 
 
-def _described(path: Place, metadata: Metadata, wrote: Iterable[storage.WriteResult]) -> Checkpoint:
+# What was written, as a value
+
+
+_ByOffsets: TypeAlias = dict[tuple[int, ...], _WrittenBox]
+"""The boxes of a tensor, by where they begin in it."""
+
+
+def _pickle(metadata: Metadata, wrote: Iterable[storage.WriteResult]) -> bytes:
+    """torch's metadata, with where torch's readers find each archive."""
+    infos = {result.index: result.storage_data.info for result in wrote}
+    return pickle.dumps(replace(metadata, storage_data=infos))
+
+
+def _describe(path: Place, metadata: Metadata, wrote: Iterable[storage.WriteResult]) -> Checkpoint:
     """The checkpoint that was written."""
-    places: dict[str, dict[tuple[int, ...], _At]] = {}
-    for one in wrote:
-        places.setdefault(one.index.fqn, {})[tuple(one.index.offset or ())] = one.storage_data
-    tensors = {
-        name: _tensor(path, md, places[name])
-        for name, md in metadata.state_dict_metadata.items()
-        if isinstance(md, TensorStorageMetadata)
-    }
-    files = sorted({piece.file for saved in tensors.values() for piece in saved.pieces})
-    blobs = (metadata.planner_data or {}).get(BLOBS, {})
-    size = sizes_of(files)
-    return Checkpoint(path, tensors, blobs, {file: size(file) for file in files})
+    boxes: dict[str, _ByOffsets] = {}
+    for result in wrote:
+        index = result.index
+        offsets = tuple(index.offset or ())
+        boxes.setdefault(index.fqn, {})[offsets] = result.storage_data
+    tensors: dict[str, StoredTensor] = {}
+    files: set[Place] = set()
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            tensor = _describe_tensor(path, entry, boxes[name])
+            files.update(box.file for box in tensor.pieces)
+            tensors[name] = tensor
+    # other planners have no data, or none of ours
+    extra = metadata.planner_data or {}
+    size_of = sizes_of(files)
+    lengths = {file: size_of(file) for file in sorted(files)}
+    return Checkpoint(path, tensors, extra.get(BLOBS, {}), lengths)
 
 
-def _tensor(path: Place, md: TensorStorageMetadata, places: Mapping[tuple[int, ...], _At]) -> Saved:
+def _describe_tensor(path: Place, entry: TensorStorageMetadata, boxes: _ByOffsets) -> StoredTensor:
+    """A tensor of torch's metadata, with where its boxes went."""
+    dtype = entry.properties.dtype
     pieces = []
-    for chunk in md.chunks:
-        at, sizes = places[tuple(chunk.offsets)], tuple(chunk.sizes)
-        length = md.properties.dtype.itemsize * chunk.sizes.numel()
-        pieces.append(
-            Piece(tuple(chunk.offsets), sizes, path / at.file, at.start, length, sums=at.sums)
-        )
-    return Saved(tuple(md.size), str(md.properties.dtype).removeprefix("torch."), tuple(pieces))
+    for chunk in entry.chunks:
+        offsets = tuple(chunk.offsets)
+        at = boxes[offsets]
+        length = dtype.itemsize * chunk.sizes.numel()
+        file = path / at.file
+        pieces.append(StoredBox(offsets, tuple(chunk.sizes), file, at.start, length, sums=at.sums))
+    name = str(dtype).removeprefix("torch.")
+    return StoredTensor(tuple(entry.size), name, tuple(pieces))

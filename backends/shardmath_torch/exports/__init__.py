@@ -2,5 +2,6 @@
 
 In reading order:
 
+- `sources`: what is exported, and who holds what of it;
 - `export`: `export`.
 """

@@ -28,7 +28,8 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.layouts.edits import cast
 from shardmath.layouts.layout import Layout
 from shardmath_torch.checkpoints.checkpoint import check_names, load, on_all, save
-from shardmath_torch.checkpoints.stored import Checkpoint, open_checkpoint
+from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.checkpoints.stored import Checkpoint
 from shardmath_torch.compat import Group
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.safetensors.slices import Progress

@@ -21,8 +21,9 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath.layouts.edits import window
 from shardmath.layouts.store import flat_windows
-from shardmath_torch.checkpoints.loading import LoadPlanner, Reader
-from shardmath_torch.checkpoints.stored import open_checkpoint
+from shardmath_torch.checkpoints.loading import LoadPlanner
+from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.checkpoints.reading import Reader
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.sealed import BEGIN
 from shardmath_torch.safetensors import archive
@@ -844,6 +845,10 @@ NOTHING: dict[str, tuple[Any, str]] = {
     "a name": (
         lambda path, layouts: smt.load(path, layouts, names={"w": 5}),
         "names has 'w': 5, and names are text",
+    ),
+    "a window": (
+        lambda path, layouts: smt.load(path, {"w": (None,)}),  # type: ignore[dict-item]
+        r"'w' has the layout \(None,\); names are text, layouts a Layout, some, or None",
     ),
     "device": (
         lambda path, layouts: smt.load(path, layouts, device="nowhere"),

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.checkpoints.stored import BLOBS
+from shardmath_torch.checkpoints.opening import BLOBS
 from shardmath_torch.files.places import CheckpointError
 
 TENSORS = {

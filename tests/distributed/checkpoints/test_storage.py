@@ -15,8 +15,8 @@ from moto.server import ThreadedMotoServer
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.checkpoints import checkpoint, loading, verifying, writing
-from shardmath_torch.checkpoints.claims import claim, count, counted, withdraw
+from shardmath_torch.checkpoints import checkpoint, reading, verifying, writing
+from shardmath_torch.checkpoints.claims import claim, find_counting, make_count, withdraw
 from shardmath_torch.files import checksums
 from shardmath_torch.files.places import CheckpointError, Remote, place
 from tests.distributed.pool import Pool
@@ -30,7 +30,7 @@ PLANE = sm.Layout((13, 6), sm.Mesh(), {})
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes of a few bytes have several checksums."""
-    for module in (checksums, loading, verifying):
+    for module in (checksums, reading, verifying):
         monkeypatch.setattr(module, "CHUNK", 64)
 
 
@@ -237,7 +237,7 @@ def test_a_save_that_another_took_for_dead_never_counts(
     """Where locks do not reach: it fails, whenever the other ran, and the other's checkpoint is whole."""
     smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    for module, step in ((writing, "to_json"), (writing, "count"), (os, "replace")):
+    for module, step in ((writing, "to_json"), (writing, "make_count"), (os, "replace")):
         real, turns = getattr(module, step), iter([True])
 
         def paused(*args: Any, real: Any = real, turns: Iterator[bool] = turns) -> Any:
@@ -265,10 +265,27 @@ def test_a_draft_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
         with pytest.raises(
             CheckpointError, match="has taken this one for dead; this save does not count"
         ):
-            count(held, b"text")
+            make_count(held, b"text")
         withdraw(held)
         assert work.files(str(tmp_path)) == before
     assert smt.load(tmp_path, {"v": LINE})["v"].equal(torch.zeros(6))
+
+
+def test_a_draft_that_cannot_be_removed_keeps_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the next save would take it for that of a save that is going on."""
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    held = claim(tmp_path, "0123456789ab")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        withdraw(held)
+    assert held.draft.is_file()
+    smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
+    assert len(work.files(str(tmp_path))) == 3
 
 
 def test_every_save_removes_all_of_the_former(pool: Pool, tmp_path: Path) -> None:
@@ -327,7 +344,7 @@ def test_an_error_after_the_save_counts_says_so(
     real, said = os.fsync, set()
     for turn in range(4):
         smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
-        former, calls = counted(tmp_path), iter(range(99))
+        former, calls = find_counting(tmp_path), iter(range(99))
 
         def fsync(handle: int, turn: int = turn, calls: Iterator[int] = calls) -> None:
             if next(calls) == turn:
@@ -338,7 +355,7 @@ def test_an_error_after_the_save_counts_says_so(
             patch.setattr(os, "fsync", fsync)
             with pytest.raises(CheckpointError, match="Input/output error") as error:
                 smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
-        is_new = counted(tmp_path) != former
+        is_new = find_counting(tmp_path) != former
         assert ("the new save is whole" in str(error.value)) == is_new
         assert ("is as it was" in str(error.value)) != is_new
         assert smt.load(tmp_path, {"v": LINE})["v"].unique().tolist() == [float(is_new)]

@@ -1,0 +1,171 @@
+"""Our index of a checkpoint: a JSON text, written by us, and read as if a stranger had written it.
+
+1. It lies sealed behind torch's metadata in `.metadata` (`sealed`), and as `shardmath.json`:
+
+       "shardmath"  the version
+       "save"       the save's digits
+       "files"      [name, bytes] of each
+       "tensors"    by name: dtype, shape, and of each box [number of its file, first byte, offsets, sizes, checksums]
+       "blobs"      by name and rank: the stored name of what the rank saved as bytes
+       "sum"        a checksum of the text before it
+
+2. What is read is looked at before it is used: counts are counts, boxes have their tensor's dimensions and as many
+   checksums as their bytes, files lie in the checkpoint's folder. What torch and strangers wrote is looked at by the
+   same functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardmath.base.dtypes import ITEMSIZE
+from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
+from shardmath_torch.files import checksums
+from shardmath_torch.files.json_text import MOST, MOST_DIMENSIONS, elements, read_json, shown
+from shardmath_torch.files.places import CheckpointError, Place
+from shardmath_torch.files.sealed import signed
+
+__all__ = [
+    "as_blobs",
+    "as_count",
+    "as_counts",
+    "file_in",
+    "from_index",
+    "read_index",
+    "to_json",
+]
+
+VERSION = 2
+
+
+def to_json(checkpoint: Checkpoint, save: str) -> str:
+    """The index of a checkpoint of ours."""
+    number = {file: i for i, file in enumerate(checkpoint.sizes)}
+    tensors: dict[str, list[object]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        boxes = []
+        for box in tensor.pieces:
+            file = number[box.file]
+            boxes.append([file, box.start, box.offsets, box.sizes, box.sums])
+        tensors[name] = [tensor.dtype, tensor.shape, boxes]
+    index = {
+        "shardmath": VERSION,
+        "save": save,
+        "files": [[file.name, size] for file, size in checkpoint.sizes.items()],
+        "tensors": tensors,
+        "blobs": checkpoint.blobs,
+    }
+    text = json.dumps(index, separators=(",", ":"))
+    return signed(text)
+
+
+def read_index(file: Place, text: bytes) -> dict[str, Any]:
+    """The index in a text. Raises CheckpointError for what is not one, or one of another version."""
+    try:
+        found: Any = read_json(text)
+        version, _ = found["shardmath"], found["files"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        what = f"{file} is not an index of shardmath ({error})"
+        raise CheckpointError(f"{what}; fetch it again") from error
+    if version != VERSION:
+        what = f"{file} has version {shown(version)}, this shardmath reads {VERSION}"
+        raise CheckpointError(f"{what}; use a newer shardmath")
+    return dict(found)
+
+
+def from_index(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
+    """The checkpoint that an index is of.
+
+    Raises CheckpointError for files elsewhere, and what Python raises for all else that is not as it should be.
+    """
+    files: list[Place] = []
+    lengths: dict[Place, int] = {}
+    for name, length in index["files"]:
+        file = file_in(path, name)
+        files.append(file)
+        lengths[file] = as_count(length)
+    tensors: dict[str, StoredTensor] = {}
+    for name, (dtype, shape, boxes) in index["tensors"].items():
+        tensors[name] = _read_tensor(files, dtype, shape, boxes)
+    blobs = as_blobs(index["blobs"], tensors)
+    return Checkpoint(path, tensors, blobs, lengths, digest)
+
+
+def _read_tensor(
+    files: list[Place], dtype: str, shape: list[int], boxes: list[Any]
+) -> StoredTensor:
+    """A tensor of the index, with its boxes."""
+    itemsize = ITEMSIZE[dtype]
+    sizes = as_counts(shape)
+    found = [_read_box(files, itemsize, len(sizes), box) for box in boxes]
+    return StoredTensor(sizes, dtype, tuple(found))
+
+
+def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredBox:
+    """A box of a tensor of so many dimensions."""
+    file, start, offsets, sizes, sums = box
+    begins = as_counts(offsets)
+    extents = as_counts(sizes)
+    if len(begins) != ndim or len(extents) != ndim:
+        raise ValueError(f"a box {begins} {extents} in {ndim} dimensions")
+    length = elements(extents) * itemsize
+    digits = checksums.count(length) * checksums.DIGITS
+    if type(sums) is not str or len(sums) != digits:
+        raise ValueError(f"{length} bytes do not have the checksums {shown(sums)}")
+    return StoredBox(begins, extents, files[as_count(file)], as_count(start), length, sums=sums)
+
+
+def as_blobs(found: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, dict[int, str]]:
+    """The stored names of ranks' bytes, by name and rank. Raises CheckpointError where one is not stored."""
+    blobs: dict[str, dict[int, str]] = {}
+    missing: list[str] = []
+    for name, by_rank in found.items():
+        stored = {_as_rank(rank): _as_name(key) for rank, key in by_rank.items()}
+        missing += [key for key in stored.values() if key not in tensors]
+        blobs[_as_name(name)] = stored
+    if missing or not all(blobs.values()):
+        what = f"bytes of ranks are said to be under {shown(missing[:3])}"
+        raise CheckpointError(f"{what}, where nothing is; fetch it again")
+    return blobs
+
+
+def as_count(n: object) -> int:
+    """A number of bytes, elements or files. Raises ValueError for anything else."""
+    if type(n) is not int or not 0 <= n <= MOST:
+        raise ValueError(f"{shown(n)} is not a count")
+    return n
+
+
+def as_counts(sizes: Any) -> tuple[int, ...]:
+    """A shape, or where a box begins. Raises ValueError for anything else."""
+    listed = isinstance(sizes, list | tuple)
+    if not listed or len(sizes) > MOST_DIMENSIONS:
+        raise ValueError(f"{shown(sizes)} are not sizes of up to {MOST_DIMENSIONS} dimensions")
+    return tuple(map(as_count, sizes))
+
+
+def _as_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{shown(name)} is not a name")
+    return name
+
+
+def _as_rank(rank: object) -> int:
+    """A rank, which is text where it is a key of JSON."""
+    number = int(rank) if isinstance(rank, str) else rank
+    return as_count(number)
+
+
+def file_in(folder: Place, name: object) -> Place:
+    """A file of the folder, or of a folder in it. Raises CheckpointError for a name that leads out of it."""
+    if not isinstance(name, str) or not name or "\0" in name or _leads_out(Path(name)):
+        what = f"{folder} names a data file {shown(name)}"
+        raise CheckpointError(f"{what}; a checkpoint's files lie in its folder")
+    return folder / name
+
+
+def _leads_out(path: Path) -> bool:
+    return path.is_absolute() or ".." in path.parts

@@ -1,0 +1,307 @@
+"""Opening: what lies in a folder, found out from indices and headers alone.
+
+1. Read are ours, those of torch.distributed.checkpoint, and safetensors: Hugging Face's, or torch's shards of them.
+2. Ours is a folder with torch's own `.metadata`, the index behind it in the same file (`sealed`). `shardmath.json` is
+   a copy of the index: one that says otherwise of the same save is an error, one of another save is older. It counts
+   where there is no `.metadata`. Where torch has saved over a checkpoint of ours, its `.metadata` has no index of ours,
+   and names none of our files: one that does has been cut.
+3. Whatever a stranger's file makes Python raise is a CheckpointError that names the path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from shardmath.base.errors import ShardError
+from shardmath_torch.checkpoints.claims import FILE, INDEX, METADATA, OURS
+from shardmath_torch.checkpoints.index import (
+    as_blobs,
+    as_count,
+    as_counts,
+    file_in,
+    from_index,
+    read_index,
+)
+from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
+from shardmath_torch.files.json_text import shown
+from shardmath_torch.files.places import CheckpointError, Place, content_of, place
+from shardmath_torch.files.sealed import Sealed, holds, unseal
+from shardmath_torch.files.unpickled import read_metadata
+from shardmath_torch.safetensors.hf_sharded import Parts, read_sharded
+from shardmath_torch.safetensors.weights import open_weights
+
+__all__ = ["BLOBS", "open_checkpoint"]
+
+BLOBS = ("shardmath.blobs",)
+"""Where in torch's metadata the stored names of ranks' own bytes are: among the paths of names, so itself no name."""
+
+_DAMAGE = (
+    AttributeError,
+    LookupError,
+    OSError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What reading something that is not as it should be may raise."""
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint at `path`: ours, torch.distributed.checkpoint's, or safetensors as in `weights` and `hf_sharded`;
+    `path` may be a URL that fsspec serves.
+
+    Reads indices and headers only. Raises CheckpointError or WeightsError, naming the file.
+    """
+    try:
+        return _open(_make_absolute(place(path)))
+    except ShardError:
+        raise
+    except _DAMAGE as error:
+        fault = f"{type(error).__name__}: {str(error)[:200]}"
+        what = f"{path} is not a checkpoint, or a damaged one ({fault})"
+        raise CheckpointError(f"{what}; fetch it again") from error
+
+
+def _make_absolute(path: Place) -> Place:
+    """The same place wherever the process goes later."""
+    return path.absolute() if isinstance(path, Path) else path
+
+
+def _open(path: Place) -> Checkpoint:
+    """By whichever of its files is there: `.metadata`, then the copy of our index, then safetensors."""
+    metadata = _read_if_there(path / METADATA)
+    copy = _read_if_there(path / INDEX)
+    if metadata is None and copy is None:
+        return _open_weights(path)
+    if metadata is None:
+        assert copy is not None, "one of the two is there"
+        return _open_by_copy(path, copy)
+    sealed = unseal(metadata, path / METADATA)
+    if sealed is None:
+        return _open_torchs(path, metadata)
+    index = read_index(path / METADATA, sealed.json.encode())
+    _check_copy(path / INDEX, copy, sealed)
+    return from_index(path, index, _digest(metadata))
+
+
+def _open_by_copy(path: Place, copy: bytes) -> Checkpoint:
+    """By the copy of the index alone, which has a checksum of its own."""
+    index = read_index(path / INDEX, copy)
+    if not holds(copy.decode()):
+        what = f"{path / INDEX} is damaged: its checksum does not hold"
+        raise CheckpointError(f"{what}; fetch it again")
+    return from_index(path, index, _digest(copy))
+
+
+def _check_copy(file: Place, copy: bytes | None, sealed: Sealed) -> None:
+    """Raises CheckpointError where the copy of the index is one of the same save, and says something else."""
+    if copy is None or copy == sealed.json.encode():
+        return
+    try:
+        save = read_index(file, copy)["save"]
+    except CheckpointError:
+        return  # nothing that could be taken for an index
+    if save == sealed.save:
+        what = f"{file} and {METADATA} differ, one is damaged"
+        raise CheckpointError(f"{what}; fetch them again, or remove the damaged one")
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
+
+
+def _read_if_there(file: Place) -> bytes | None:
+    """All of the file; None where there is none of that name."""
+    if not file.is_file():
+        return None
+    try:
+        return content_of(file)
+    except OSError as error:
+        what = f"{file} cannot be read: {error.strerror}"
+        raise CheckpointError(f"{what}; check its permissions") from error
+
+
+# torch.distributed.checkpoint
+
+
+_Begins: TypeAlias = tuple[str, tuple[int, ...] | None]
+"""The name of a tensor and where one of its boxes begins; None for an object, which is in no boxes."""
+_Infos: TypeAlias = Mapping[_Begins, Any]
+"""Where torch says that a box lies."""
+
+
+def _open_torchs(path: Place, text: bytes) -> Checkpoint:
+    """By a `.metadata` that has no index of ours."""
+    file = path / METADATA
+    metadata = read_metadata(text, file)
+    _check_spread(file, metadata, len(text))
+    infos = _list_infos(file, metadata)
+    files = _Files(path)
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        tensors[name] = _read_entry(files, name, entry, infos)
+    blobs = as_blobs(_find_blobs(metadata), tensors)
+    found = Checkpoint(path, tensors, blobs, {}, _digest(text))
+    _check_torchs(file, found)
+    return found
+
+
+def _list_infos(file: Place, metadata: Metadata) -> _Infos:
+    """Where boxes lie. Raises CheckpointError for metadata that do not say that."""
+    if not isinstance(metadata.storage_data, dict):
+        what = f"{file} does not say where data lies"
+        raise CheckpointError(f"{what}; save again with FileSystemWriter")
+    infos: dict[_Begins, Any] = {}
+    for index, info in metadata.storage_data.items():
+        offsets = None if index.offset is None else as_counts(index.offset)
+        infos[index.fqn, offsets] = info
+    return infos
+
+
+def _check_spread(file: Place, metadata: Metadata, most: int) -> None:
+    """Raises CheckpointError for more boxes than the file has bytes: lists that a pickle has once, many names share."""
+    count = sum(map(len, _find_blobs(metadata).values()))
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            count += len(entry.chunks)
+    if count > most:
+        what = f"{file} has {count} boxes in {most} bytes, lists that many names share"
+        raise CheckpointError(f"{what}, which torch never writes; save again")
+
+
+def _check_torchs(file: Place, found: Checkpoint) -> None:
+    """Raises CheckpointError for metadata without marks of ours that speak of our data: they are cut.
+
+    torch never writes files that are called like ours, even where its storage is used with our planners.
+    """
+    named: dict[Place, None] = {}
+    for tensor in found.tensors.values():
+        named |= dict.fromkeys(box.file for box in tensor.pieces)
+    ours = next((each for each in named if FILE.fullmatch(each.name)), None)
+    if ours is not None:
+        what = f"{file} is damaged: it names {ours.name}"
+        why = "and ends before the checksums that belong to it"
+        fix = "fetch it again, or remove it to load by the index beside it"
+        raise CheckpointError(f"{what}, {why}; {fix}")
+
+
+def _find_blobs(metadata: Metadata) -> dict[Any, Any]:
+    """What `.metadata` says of ranks' own bytes, under the key that we write, or wrote before paths lay beside it."""
+    extra = metadata.planner_data
+    if isinstance(extra, dict):
+        for key in (BLOBS, BLOBS[0]):
+            found = extra.get(key)
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
+class _Files:
+    """Files of a folder by the names that torch's storage info has for them, each made once: names may be long."""
+
+    def __init__(self, folder: Place) -> None:
+        self._folder = folder
+        self._found: dict[object, Place] = {}
+
+    def find(self, name: str, info: Any) -> Place:
+        """The file of a box of the tensor."""
+        if getattr(info, "transform_descriptors", None):
+            what = f"{shown(name)} is stored through {shown(info.transform_descriptors)}"
+            why = "extensions of torch that are not read here; save it without them"
+            raise CheckpointError(f"{self._folder}: {what}, {why}")
+        path = info.relative_path
+        if not isinstance(path, str) or path not in self._found:
+            self._found[path] = file_in(self._folder, path)
+        return self._found[path]
+
+
+def _read_entry(files: _Files, name: str, entry: object, infos: _Infos) -> StoredTensor:
+    """A tensor of torch's metadata; an object as the bytes of its pickle."""
+    if isinstance(entry, TensorStorageMetadata):
+        shape = as_counts(entry.size)
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        boxes = _list_boxes(files, name, entry, infos)
+        return StoredTensor(shape, dtype, tuple(boxes))
+    info = infos[name, None]
+    file = files.find(name, info)
+    start, length = as_count(info.offset), as_count(info.length)
+    shape = (length,)
+    box = StoredBox((0,), shape, file, start, length)
+    return StoredTensor(shape, "uint8", (box,))
+
+
+def _list_boxes(
+    files: _Files, name: str, entry: TensorStorageMetadata, infos: _Infos
+) -> Iterator[StoredBox]:
+    """The boxes; of an empty one and another that begin at one place, torch keeps a single archive: the other's."""
+    ndim = len(entry.size)
+    chunks = []
+    for chunk in entry.chunks:
+        chunks.append((as_counts(chunk.offsets), as_counts(chunk.sizes)))
+    full = {at for at, sizes in chunks if 0 not in sizes}
+    for at, sizes in chunks:
+        if not len(at) == len(sizes) == ndim:
+            raise ValueError(f"{name!r} has a box {at} {sizes} in {ndim} dimensions")
+        if 0 in sizes and at in full:
+            continue
+        info = infos[name, at]
+        file = files.find(name, info)
+        start, length = as_count(info.offset), as_count(info.length)
+        yield StoredBox(at, sizes, file, start, length, archive=True)
+
+
+# Hugging Face
+
+
+def _open_weights(path: Place) -> Checkpoint:
+    """By the headers of safetensors files."""
+    if _is_unfinished(path):
+        what = f"{path} has data of a save that did not end, and no index"
+        raise CheckpointError(f"{what}; save again, or give another")
+    sharded = read_sharded(path)
+    if sharded is None:
+        sharded = _read_whole(path)
+    tensors = {name: _in_boxes(parts) for name, parts in sharded.items()}
+    said = repr(sorted(map(_say, tensors, tensors.values())))
+    return Checkpoint(path, tensors, {}, {}, _digest(said.encode()))
+
+
+def _say(name: str, tensor: StoredTensor) -> tuple[object, ...]:
+    """What ranks that open the same files agree on: not the folder, which may be mounted elsewhere."""
+    boxes = [(box.offsets, box.sizes, box.file.name, box.start) for box in tensor.pieces]
+    return (name, tensor.shape, tensor.dtype, *boxes)
+
+
+def _is_unfinished(path: Place) -> bool:
+    """Whether there are data files of ours in a folder without an index, and no model beside them."""
+    if not path.is_dir():
+        return False
+    if not any(FILE.fullmatch(file.name) for file in path.glob(f"{OURS}*")):
+        return False
+    return next(iter(path.glob("model.safetensors*")), None) is None
+
+
+def _read_whole(path: Place) -> dict[str, Parts]:
+    """Tensors that are in one box each, as Hugging Face keeps them."""
+    found: dict[str, Parts] = {}
+    for name, entry in open_weights(path).entries.items():
+        origin = (0,) * len(entry.shape)
+        boxes = ((origin, entry),)
+        found[name] = Parts(entry.shape, entry.dtype, boxes)
+    return found
+
+
+def _in_boxes(parts: Parts) -> StoredTensor:
+    """The tensor that a folder has in these parts."""
+    boxes = []
+    for offsets, entry in parts.boxes:
+        box = StoredBox(offsets, entry.shape, entry.file, entry.start, entry.nbytes)
+        boxes.append(box)
+    return StoredTensor(parts.shape, parts.dtype, tuple(boxes))

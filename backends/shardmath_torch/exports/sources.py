@@ -1,0 +1,175 @@
+"""What is exported: a module, tensors under layouts, or DTensors; and who holds what of it.
+
+1. Of a module it is parameters and persistent buffers, under its own names. Of a parameter with several names, the
+   first is the tensor's, and the others are tied to it.
+2. What is plain beside DTensors is the same on all ranks of a mesh, by default the largest of the DTensors'.
+3. Ranks ask each other where DTensors lie only when all are known to ask about the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.digest import digest
+from shardmath.base.given import mapping, plural, shown
+from shardmath.layouts.layout import Layout
+from shardmath_torch import compat
+from shardmath_torch.checkpoints.checkpoint import check_layouts, on_all
+from shardmath_torch.checkpoints.saving import Windows, windows_of
+from shardmath_torch.compat import Group
+from shardmath_torch.dtensors.dtensor import from_dtensors, local_of
+from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.states.memory import check_shaped
+from shardmath_torch.states.modules import Model, describe, model_of
+
+__all__ = ["Source", "check_source", "describe_source", "lay_out", "list_ranks"]
+
+TIED = "names to names of tensors"
+
+
+class Source(NamedTuple):
+    """What is exported: this rank's tensors by local key, everybody's layouts, and other names of some tensors."""
+
+    tensors: Mapping[str, Tensor]
+    layouts: Mapping[str, Windows]
+    tied: Mapping[str, str]
+
+
+# What is given
+
+
+def check_source(
+    tensors: object,
+    layouts: Mapping[str, Windows | None] | None,
+    tied: object,
+    mesh: object,
+) -> None:
+    """Raises CheckpointError for what is not of the kinds that `export` takes."""
+    if not isinstance(mesh, Mesh | None):
+        raise CheckpointError(f"mesh is {shown(mesh)}; give a shardmath.Mesh, or None")
+    if tied is not None:
+        _check_tied_names(tied)
+    if isinstance(tensors, nn.Module):
+        return
+    if not isinstance(tensors, Mapping):
+        what = f"a {type(tensors).__name__} is exported"
+        raise CheckpointError(f"{what}; give a module, or tensors by name")
+    if layouts is not None:
+        _check_layouts(layouts)
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            what = f"{name!r} is a {type(tensor).__name__}"
+            raise CheckpointError(f"{what}; give tensors alone, by name")
+        check_shaped(name, tensor)
+
+
+def _check_tied_names(tied: object) -> None:
+    """Raises CheckpointError for what does not say {name: name of a tensor}."""
+    given = mapping(tied, "tied is ", TIED, CheckpointError)
+    for name, kept in given.items():
+        if not isinstance(name, str) or not isinstance(kept, str):
+            what = f"tied has {shown(name)}: {shown(kept)}, and names are text"
+            raise CheckpointError(f"{what}; give a mapping from {TIED}")
+
+
+def _check_layouts(layouts: Mapping[str, Windows | None]) -> None:
+    """Raises CheckpointError for what is not layouts, and for bytes."""
+    check_layouts(layouts)
+    for name, held in layouts.items():
+        if held is None:
+            what = f"{name!r} is bytes of ranks' own, which safetensors have none of"
+            raise CheckpointError(f"{what}; leave it out")
+
+
+def describe_source(source: nn.Module | Mapping[str, Tensor]) -> str:
+    """What has to be the same on all ranks before they ask each other where DTensors lie."""
+    if isinstance(source, nn.Module):
+        return "a module"
+    divided = {n: str(t.placements) for n, t in source.items() if isinstance(t, DTensor)}
+    kind = f"tensors, {plural(divided, 'DTensor')} among them"
+    fingerprint = digest(sorted(divided.items()))
+    return f"{kind}, {fingerprint[:12]}"
+
+
+# Layouts
+
+
+def lay_out(
+    source: nn.Module | Mapping[str, Tensor],
+    layouts: Mapping[str, Windows | None] | None,
+    mesh: Mesh | None,
+    group: Group | None,
+) -> Source:
+    """What is exported, with a layout for each tensor. Ranks may have to ask each other."""
+    if isinstance(source, nn.Module):
+        return _lay_out_module(source, mesh, group)
+    if layouts is None:
+        act = partial(_lay_out_dtensors, source, mesh, group)
+        return on_all("lay out its tensors", act, group)
+    held = {name: one for name, one in layouts.items() if one is not None}
+    return Source(source, held, {})
+
+
+def _lay_out_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Source:
+    """Of a module, about which ranks talk only when all have described the same."""
+    described = on_all(
+        "describe its module", lambda: describe(module), group, claim=lambda d: d.claim
+    )
+    model = on_all("lay out its module", lambda: model_of(described, mesh=mesh, group=group), group)
+    return on_all("export its module", partial(_take_model, model), group)
+
+
+def _take_model(model: Model) -> Source:
+    """A module's parameters and buffers. Raises CheckpointError for extra states."""
+    if model.extra:
+        name = next(iter(model.extra))
+        what = f"{name!r} is an extra state, bytes that no safetensors file of weights has"
+        fix = "export tensors and layouts without it: take them from state_of"
+        raise CheckpointError(f"{what}; {fix}")
+    tied: dict[str, str] = {}
+    for first, names in model.names.items():
+        tied |= dict.fromkeys(names[1:], first)
+    tensors = {name: slot.local for name, slot in model.slots.items()}
+    layouts = {name: slot.layout for name, slot in model.slots.items()}
+    return Source(tensors, layouts, tied)
+
+
+def _lay_out_dtensors(
+    tensors: Mapping[str, Tensor], mesh: Mesh | None, group: Group | None
+) -> Source:
+    """Of DTensors, and of plain tensors, which are the same on all ranks of the mesh."""
+    divided = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
+    layouts: dict[str, Windows] = {}
+    layouts |= from_dtensors(divided)
+    plain_on = mesh or _find_mesh(layouts, group)
+    local: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            local[name] = local_of(tensor)
+            continue
+        local[name] = tensor
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        layouts[name] = Layout(tuple(tensor.shape), plain_on, {}, dtype=dtype)
+    return Source(local, layouts, {})
+
+
+def _find_mesh(layouts: Mapping[str, Windows], group: Group | None) -> Mesh:
+    """The largest mesh of the layouts; where there are none, one of all ranks."""
+    meshes = [windows_of(held)[0].mesh for held in layouts.values()]
+    if meshes:
+        return max(meshes, key=lambda mesh: mesh.size)
+    ranks = list_ranks(group)
+    return Mesh(world=len(ranks), ranks=ranks)
+
+
+def list_ranks(group: Group | None) -> tuple[int, ...]:
+    if not dist.is_initialized():
+        return (0,)
+    return compat.ranks_of(compat.group_of(group))
