@@ -5,6 +5,7 @@
 2. Ranks are any distinct non-negative integers in any order.
 3. A mesh is abstract: a notebook may hold one of 16,000 ranks.
 4. Axes can be split, merged, transposed and selected; all but `select` keep the same ranks.
+5. `groups` are the ranks along some axes, as process groups have them.
 
 >>> mesh = Mesh(dp=4, tp=2)
 >>> mesh.coords(5)
