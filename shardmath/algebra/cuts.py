@@ -19,6 +19,7 @@ from shardmath.algebra.runs import Runs
 from shardmath.base.errors import PlacementError, ShardError
 from shardmath.base.given import plural
 from shardmath.base.integers import as_integer
+from shardmath.base.memo import memo
 
 __all__ = [
     "Balanced",
@@ -56,8 +57,8 @@ def _check_positive(cut: object, name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
-    """Ceil-chunks, as torch.chunk: all parts as long as the first, the last ones short or empty."""
+class _Numbered:
+    """A cut into so many parts, whatever the length."""
 
     parts: int
 
@@ -67,6 +68,11 @@ class Chunks:
     def count(self, length: int) -> int:
         """Parts of a piece of this length."""
         return self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks(_Numbered):
+    """Ceil-chunks, as torch.chunk: all parts as long as the first, the last ones short or empty."""
 
     def part(self, length: int, i: int) -> tuple[int, int]:
         """(offset, length) of part i of a piece of this length."""
@@ -76,17 +82,8 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class Balanced:
+class Balanced(_Numbered):
     """Sizes that differ by at most one, larger first, as numpy.array_split."""
-
-    parts: int
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "parts")
-
-    def count(self, length: int) -> int:
-        """Parts of a piece of this length."""
-        return self.parts
 
     def part(self, length: int, i: int) -> tuple[int, int]:
         """(offset, length) of part i of a piece of this length."""
@@ -141,13 +138,10 @@ class FixedBlock:
 
 @dataclass(frozen=True, slots=True)
 class UserCut:
-    """A user's way of splitting a length, into any Runs. Each length is split once and kept."""
+    """A user's way of splitting a length, into any Runs. How the latest lengths were split is kept."""
 
     by: Splits
     parts: int
-    _split: dict[int, tuple[Runs, ...]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
 
     def count(self, length: int) -> int:
         """Parts of a piece of this length. Raises PlacementError if `by` gives another number."""
@@ -155,16 +149,16 @@ class UserCut:
 
     def split(self, length: int) -> tuple[Runs, ...]:
         """All parts of a piece of this length, checked. Raises PlacementError."""
-        if length not in self._split:
-            self._split[length] = _check_split(self.by, length, self.parts)
-        return self._split[length]
+        return _split(self.by, length, self.parts)
 
 
 Interval: TypeAlias = Chunks | Balanced | Sizes | FixedBlock
 Cut: TypeAlias = Interval | UserCut
 
 
-def _check_split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
+# Kept beside the value, not in it: a value that grew as it is used would be pickled with all of that.
+@memo()
+def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
     """What the user's rule answers. Raises PlacementError unless that many Runs in the length."""
     call = f"{_shorten(by)}.split({length}, {parts})"
     try:

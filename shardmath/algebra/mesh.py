@@ -5,6 +5,7 @@
 2. Ranks are any distinct non-negative integers in any order.
 3. A mesh is abstract: a notebook may hold one of 16,000 ranks.
 4. Axes can be split, merged, transposed and selected; all but `select` keep the same ranks.
+5. `groups` are the ranks along some axes, as process groups have them.
 
 >>> mesh = Mesh(dp=4, tp=2)
 >>> mesh.coords(5)
@@ -251,6 +252,27 @@ class Mesh:
         axes = tuple(axis for axis in self.axes if axis[0] not in coords)
         ranks = self.array()[index].ravel()
         return _make_mesh(axes, tuple(ranks.tolist()))
+
+    def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The ranks along some axes: one tuple of ranks per group, whose coordinates differ on these axes only.
+
+        In a group the first axis named is slowest; groups are in row-major order of the other axes.
+        Raises MeshError for an axis that the mesh does not have, or one named twice.
+
+        >>> Mesh(dp=2, tp=3).groups(["tp"])
+        ((0, 1, 2), (3, 4, 5))
+        >>> Mesh(dp=2, tp=3).groups(["dp"])
+        ((0, 3), (1, 4), (2, 5))
+        """
+        along = _read_names(axes)
+        count = math.prod(self.axis_size(name) for name in along)
+        if len(set(along)) != len(along):
+            raise MeshError(f"axes {along} repeat a name; name each axis of the groups once")
+        names = list(self.shape)
+        others = [name for name in names if name not in along]
+        order = [names.index(name) for name in (*others, *along)]
+        ranks = self.array().transpose(order).reshape(-1, count)
+        return tuple(map(tuple, ranks.tolist()))
 
     def relabel(self, ranks: Mapping[int, int]) -> Mesh:
         """The same mesh with every rank renamed; ranks not named keep their number.

@@ -4,10 +4,12 @@ In reading order:
 
 - `param`: parameters as the rules see them, and padding;
 - `param_layout`: where parameters lie in a buffer, as values with the fields of Megatron-Core's;
+- `draft`: a buffer while a rule lays it out;
 - `ddp`: the rules of its DistributedOptimizer, of plain DDP, and NVFP4's packed map; `layer_wise`: that of Muon;
 - `flat`: those of PyTorch's FSDP1, DeepSpeed's ZeRO, and Megatron-FSDP;
-- `grouping`: which parameters share a buffer;
+- `grouping`: which parameters share a buffer, and the buffers of a model;
 - `shares`: what each rank has of a buffer, and of each parameter in it;
+- `windows`: what ranks have of a parameter, in its own shape;
 - `states`: optimizer state in these buffers as layouts, which plans and checkpoints take.
 
 A rule is a function from parameters in forward order, and options by keyword, to a `PerBufferParamLayout`; one of your
@@ -31,7 +33,7 @@ from shardmath.buffers.ddp import (
     nvfp4_packed,
 )
 from shardmath.buffers.flat import flat_parameter, megatron_fsdp, zero
-from shardmath.buffers.grouping import full_layout
+from shardmath.buffers.grouping import BufferKey, FullParamLayout, full_layout
 from shardmath.buffers.layer_wise import layer_wise
 from shardmath.buffers.param import (
     Param,
@@ -40,7 +42,7 @@ from shardmath.buffers.param import (
     pad_param_start,
     pad_to_divisor,
 )
-from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout, Rule
+from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
 from shardmath.buffers.shares import SHARD, Axis, shard_numel, shard_ranges, state_numel
 from shardmath.buffers.states import model_parallel_state, state_layouts, state_store
 

@@ -21,17 +21,18 @@ from collections.abc import Iterable, Sequence
 from shardmath.base.errors import ParamLayoutError
 from shardmath.base.given import instance, plural
 from shardmath.base.integers import as_integer
+from shardmath.buffers.draft import Draft
 from shardmath.buffers.param import (
     START,
     Param,
     bucket_end_divisor,
-    checked_bucket_size,
-    flag,
-    forward,
-    positive,
-    up,
+    read_bucket_size,
+    read_flag,
+    read_params,
+    read_positive,
+    round_up,
 )
-from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
+from shardmath.buffers.param_layout import PerBufferParamLayout
 
 __all__ = ["data_parallel", "default_bucket_size", "distributed_optimizer", "nvfp4_packed"]
 
@@ -50,20 +51,16 @@ def default_bucket_size(
     `num_buckets` divides `num_parameters`, all of the model chunk. Only the first stage's first chunk has buckets:
     other stages have time to reduce at once. `data_parallel_world_size` is that within one optimizer instance.
     """
-    size = positive(data_parallel_world_size, "data_parallel_world_size")
-    stage = (
-        as_integer(pipeline_rank, "pipeline_rank", ParamLayoutError),
-        as_integer(chunk, "chunk", ParamLayoutError),
-    )
-    if not flag(overlap_grad_reduce, "overlap_grad_reduce") or max(stage) > 0:
+    size = read_positive(data_parallel_world_size, "data_parallel_world_size")
+    stage = as_integer(pipeline_rank, "pipeline_rank", ParamLayoutError)
+    part = as_integer(chunk, "chunk", ParamLayoutError)
+    if not read_flag(overlap_grad_reduce, "overlap_grad_reduce") or max(stage, part) > 0:
         return None
     if num_buckets is None:
         return max(40_000_000, 1_000_000 * size)
-    total = positive(num_parameters, "num_parameters (which num_buckets divides)")
-    return positive(
-        total // positive(num_buckets, "num_buckets"),
-        f"{total} parameters divided by {num_buckets} buckets",
-    )
+    total = read_positive(num_parameters, "num_parameters (which num_buckets divides)")
+    count = read_positive(num_buckets, "num_buckets")
+    return read_positive(total // count, f"{total} parameters divided by {num_buckets} buckets")
 
 
 def distributed_optimizer(
@@ -78,8 +75,9 @@ def distributed_optimizer(
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """
     divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
-    size = checked_bucket_size(bucket_size)
-    return _walk(forward(params), size, start=START, end=divisor, ranks=data_parallel_world_size)
+    size = read_bucket_size(bucket_size)
+    listed = read_params(params)
+    return _walk(listed, size, start=START, divisor=divisor, ranks=data_parallel_world_size)
 
 
 def data_parallel(
@@ -89,42 +87,33 @@ def data_parallel(
 
     Raises ParamLayoutError for a parameter given twice, and for a bucket size below 1.
     """
-    return _walk(forward(params), checked_bucket_size(bucket_size), start=1, end=1, ranks=None)
-
-
-class _Buckets:
-    """Buckets as they are closed, each padded to a multiple of `divisor`."""
-
-    def __init__(self, divisor: int) -> None:
-        self.divisor, self.first = divisor, 0
-        self.indices: list[tuple[int, int]] = []
-        self.unpadded: list[int] = []
-
-    def close(self, end: int) -> int:
-        """Close the bucket whose content ends here; where the next one starts."""
-        self.unpadded.append(end - self.first)
-        start, self.first = self.first, up(end, self.divisor)
-        self.indices.append((start, self.first))
-        return self.first
+    listed = read_params(params)
+    return _walk(listed, read_bucket_size(bucket_size), start=1, divisor=1, ranks=None)
 
 
 def _walk(
-    params: Sequence[Param], bucket_size: int | None, *, start: int, end: int, ranks: int | None
+    params: Sequence[Param], bucket_size: int | None, *, start: int, divisor: int, ranks: int | None
 ) -> PerBufferParamLayout:
     """Parameters, last one first, each at a multiple of `start`; embeddings are alone where ranks share buckets."""
-    buckets, placed, position, filled = _Buckets(end), list[tuple[str, Placed]](), 0, False
+    draft = Draft()
+    position = 0
     for param in reversed(params):
         alone = param.shared_embedding and ranks is not None
-        position = up(position, start)
-        if alone and filled:
-            position = buckets.close(position)
-        stop = position + param.numel
-        placed.append((param.name, (position, stop, len(buckets.indices))))
-        full = alone or (bucket_size is not None and stop - buckets.first >= bucket_size)
-        position, filled = (buckets.close(stop), False) if full else (stop, True)
-    if filled:
-        buckets.close(position)
-    return laid_out(params, placed, buckets.indices, buckets.unpadded, ranks=ranks or 1)
+        position = round_up(position, start)
+        if alone and draft.is_filled:
+            position = _close(draft, position, divisor)
+        position = draft.place(param.name, position, param.numel)
+        is_full = bucket_size is not None and position - draft.first >= bucket_size
+        if alone or is_full:
+            position = _close(draft, position, divisor)
+    if draft.is_filled:
+        _close(draft, position, divisor)
+    return draft.finish(params, ranks=ranks or 1)
+
+
+def _close(draft: Draft, end: int, divisor: int) -> int:
+    """Close the bucket whose content ends here at the next multiple of `divisor`; where the next one begins."""
+    return draft.close(round_up(end, divisor), unpadded=end - draft.first)
 
 
 def nvfp4_packed(
@@ -143,61 +132,61 @@ def nvfp4_packed(
     Raises ParamLayoutError for an odd number of elements, and where the layout is not of these parameters in this
     order, or for another number of ranks.
     """
-    listed = forward(params)
-    instance(
-        layout, PerBufferParamLayout, "give the layout of the gradients' buffer", ParamLayoutError
-    )
+    listed = read_params(params)
+    fix = "give the layout of the gradients' buffer"
+    instance(layout, PerBufferParamLayout, fix, ParamLayoutError)
     _check_same(listed, layout)
     start = divisor = 1
     if data_parallel_world_size is not None:
-        start, divisor = (
-            START,
-            bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw),
-        )
-    if layout.data_parallel_world_size not in (None, data_parallel_world_size or 1):
-        what = f"the layout is for {plural(layout.data_parallel_world_size or 0, 'rank')}"
-        raise ParamLayoutError(
-            f"{what}; give data_parallel_world_size={layout.data_parallel_world_size}"
-        )
-    buckets, placed, position = _Buckets(divisor), list[tuple[str, Placed]](), 0
+        start = START
+        divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
+    ranks = data_parallel_world_size or 1
+    _check_ranks(layout, ranks)
+    draft = Draft()
+    position = 0
     for param in reversed(listed):
-        number = layout.param_index_map[param.name][2]
-        position = up(position, start)
-        if number != len(buckets.indices):
-            position = buckets.close(position)
-        stop = position + _packed(param)
-        placed.append((param.name, (position, stop, number)))
-        position = stop
-    if placed:
-        buckets.close(position)
+        bucket = layout.param_index_map[param.name][2]
+        position = round_up(position, start)
+        if bucket != draft.bucket:
+            position = _close(draft, position, divisor)
+        position = draft.place(param.name, position, _count_bytes(param))
+    if draft.placed:
+        _close(draft, position, divisor)
     return PerBufferParamLayout(
-        placed,
-        buckets.indices,
-        buckets.unpadded,
+        draft.placed,
+        draft.bucket_indices,
+        draft.unpadded,
         layout.param_indices,
-        data_parallel_world_size=data_parallel_world_size or 1,
+        data_parallel_world_size=ranks,
     )
+
+
+def _check_ranks(layout: PerBufferParamLayout, ranks: int) -> None:
+    """The layout is for as many ranks, if for any."""
+    size = layout.data_parallel_world_size
+    if size is not None and size != ranks:
+        what = f"the layout is for {plural(size, 'rank')}"
+        raise ParamLayoutError(f"{what}; give data_parallel_world_size={size}")
 
 
 def _check_same(params: Sequence[Param], layout: PerBufferParamLayout) -> None:
     """The layout has these parameters, and buckets in the order of the walk."""
-    there = {name: end - start for name, (start, end, _) in layout.placed}
-    differ = sorted(set(there.items()) ^ {(param.name, param.numel) for param in params})
+    there = {(name, end - start) for name, (start, end, _) in layout.placed}
+    differ = sorted(there ^ {(param.name, param.numel) for param in params})
     if differ:
         raise ParamLayoutError(
             f"parameters and layout differ in {differ[:8]}; give the layout of these parameters"
         )
-    numbers = [layout.param_index_map[param.name][2] for param in reversed(params)]
-    if sorted(set(numbers)) != list(dict.fromkeys(numbers)) or len(set(numbers)) != len(
-        layout.bucket_indices
-    ):
-        what = f"last parameter first, they lie in buckets {numbers[:8]}"
-        raise ParamLayoutError(
-            f"{what}; give parameters in forward order, and a layout that follows backward order"
-        )
+    buckets = [layout.param_index_map[param.name][2] for param in reversed(params)]
+    in_order = list(dict.fromkeys(buckets))
+    if in_order != sorted(in_order) or len(in_order) != len(layout.bucket_indices):
+        what = f"last parameter first, they lie in buckets {buckets[:8]}"
+        fix = "give parameters in forward order, and a layout that follows backward order"
+        raise ParamLayoutError(f"{what}; {fix}")
 
 
-def _packed(param: Param) -> int:
+def _count_bytes(param: Param) -> int:
+    """The bytes of a parameter in the packed buffer."""
     if param.quantised not in (True, "nvfp4"):
         return param.numel
     if param.numel % 2:

@@ -18,8 +18,16 @@ from collections.abc import Iterable, Sequence
 
 from shardmath.base import dtypes
 from shardmath.base.errors import ParamLayoutError
-from shardmath.buffers.param import Param, checked_bucket_size, flag, forward, positive, up
-from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
+from shardmath.buffers.draft import Draft
+from shardmath.buffers.param import (
+    Param,
+    read_bucket_size,
+    read_flag,
+    read_params,
+    read_positive,
+    round_up,
+)
+from shardmath.buffers.param_layout import PerBufferParamLayout
 
 __all__ = ["flat_parameter", "megatron_fsdp", "zero"]
 
@@ -43,20 +51,22 @@ def flat_parameter(
     MixedPrecision's `param_dtype`, their own if not given. Raises ParamLayoutError for several dtypes and for scalars,
     which FSDP1 refuses, for a parameter given twice, and for sizes below 1.
     """
-    listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
+    listed = read_params(params)
+    ranks = read_positive(data_parallel_world_size, "data_parallel_world_size")
     kinds = sorted({param.dtype for param in listed})
     if len(kinds) > 1:
         raise ParamLayoutError(
             f"a FlatParameter has one dtype, these parameters have {', '.join(kinds)}; group them"
         )
-    scalar = next((param.name for param in listed if not param.shape), None)
-    if scalar is not None:
-        raise ParamLayoutError(
-            f"parameter {scalar!r} is a scalar, which FSDP1 cannot flatten; give it one dimension"
-        )
-    size = dtypes.itemsize(next(iter(kinds), "uint8") if forward_dtype is None else forward_dtype)
-    start = ALIGNED_BYTES // size if flag(use_orig_params, "use_orig_params") else 1
-    return _one_bucket(listed, listed, start=start, end=ranks, ranks=ranks)
+    scalars = [param.name for param in listed if not param.shape]
+    if scalars:
+        what = f"parameter {scalars[0]!r} is a scalar, which FSDP1 cannot flatten"
+        raise ParamLayoutError(f"{what}; give it one dimension")
+    if forward_dtype is None:
+        forward_dtype = kinds[0] if kinds else "uint8"
+    size = dtypes.itemsize(forward_dtype)
+    start = ALIGNED_BYTES // size if read_flag(use_orig_params, "use_orig_params") else 1
+    return _lay_one_bucket(listed, listed, start=start, divisor=ranks, ranks=ranks)
 
 
 def zero(
@@ -67,22 +77,28 @@ def zero(
     With `round_robin` (`round_robin_gradients`) parameters i, i + n, i + 2n ... of n ranks come first for each i.
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """
-    listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
-    starts = range(min(ranks, len(listed))) if flag(round_robin, "round_robin") else ()
-    order = [param for i in starts for param in listed[i::ranks]] or listed
-    return _one_bucket(listed, order, start=1, end=ranks * ZERO_ALIGNMENT, ranks=ranks)
+    listed = read_params(params)
+    ranks = read_positive(data_parallel_world_size, "data_parallel_world_size")
+    order: list[Param] = list(listed)
+    if read_flag(round_robin, "round_robin"):
+        order = []
+        for first in range(min(ranks, len(listed))):
+            order += listed[first::ranks]
+    divisor = ranks * ZERO_ALIGNMENT
+    return _lay_one_bucket(listed, order, start=1, divisor=divisor, ranks=ranks)
 
 
-def _one_bucket(
-    params: Sequence[Param], order: Sequence[Param], *, start: int, end: int, ranks: int
+def _lay_one_bucket(
+    params: Sequence[Param], order: Sequence[Param], *, start: int, divisor: int, ranks: int
 ) -> PerBufferParamLayout:
-    placed, position = list[tuple[str, Placed]](), 0
+    """One bucket of the parameters in this order, each at a multiple of `start`."""
+    draft = Draft()
+    position = 0
     for param in order:
-        position = up(position, start)
-        placed.append((param.name, (position, position + param.numel, 0)))
-        position += param.numel
-    bucket = [(0, up(position, end))] if placed else []
-    return laid_out(params, placed, bucket, [position] if placed else [], ranks=ranks)
+        position = draft.place(param.name, round_up(position, start), param.numel)
+    if draft.is_filled:
+        draft.close(round_up(position, divisor), unpadded=position)
+    return draft.finish(params, ranks=ranks)
 
 
 def megatron_fsdp(
@@ -101,33 +117,39 @@ def megatron_fsdp(
 
     Raises ParamLayoutError for a parameter given twice or without elements, and for sizes below 1.
     """
-    listed, ranks = forward(params), positive(data_parallel_world_size, "data_parallel_world_size")
-    empty = next((param.name for param in listed if not param.numel), None)
-    if empty is not None:
-        raise ParamLayoutError(
-            f"parameter {empty!r} has no elements, which Megatron-FSDP cannot chunk; leave it out"
-        )
-    flag(sharded, "sharded")
-    given = None if chunk_size_factor is None else positive(chunk_size_factor, "chunk_size_factor")
-    placed, buckets, unpadded, first = (
-        list[tuple[str, Placed]](),
-        list[tuple[int, int]](),
-        list[int](),
-        0,
-    )
-    for group in _buckets(listed, checked_bucket_size(bucket_size), sharded):
-        group = group if given else sorted(group, key=_row, reverse=True)
-        factor = given or _factor(group)
-        starts, size = _chunked(group, factor)
-        end = first + (up(size, ranks * factor) if sharded else size)
-        placed += [(p.name, (first + at, first + at + p.numel, len(buckets))) for p, at in starts]
-        buckets.append((first, end))
-        unpadded.append(size)
-        first = end
-    return laid_out(listed, placed, buckets, unpadded, ranks=ranks if sharded else 1)
+    listed = read_params(params)
+    ranks = read_positive(data_parallel_world_size, "data_parallel_world_size")
+    empty = [param.name for param in listed if not param.numel]
+    if empty:
+        what = f"parameter {empty[0]!r} has no elements, which Megatron-FSDP cannot chunk"
+        raise ParamLayoutError(f"{what}; leave it out")
+    read_flag(sharded, "sharded")
+    if chunk_size_factor is not None:
+        chunk_size_factor = read_positive(chunk_size_factor, "chunk_size_factor")
+    draft = Draft()
+    for group in _fill_buckets(listed, read_bucket_size(bucket_size), sharded):
+        _lay_chunks(draft, group, chunk_size_factor, ranks if sharded else None)
+    return draft.finish(listed, ranks=ranks if sharded else 1)
 
 
-def _buckets(params: Sequence[Param], bucket_size: int | None, sharded: bool) -> list[list[Param]]:
+def _lay_chunks(
+    draft: Draft, params: Sequence[Param], given: int | None, ranks: int | None
+) -> None:
+    """One bucket of these parameters in chunks of the given factor, padded for the ranks that share it."""
+    if given is None:
+        params = sorted(params, key=_count_row, reverse=True)
+    factor = given or _find_factor(params)
+    chunks = _Chunks(params, factor)
+    first = draft.first
+    for param, start in chunks.starts:
+        draft.place(param.name, first + start, param.numel)
+    size = chunks.end if ranks is None else round_up(chunks.end, ranks * factor)
+    draft.close(first + size, unpadded=chunks.end)
+
+
+def _fill_buckets(
+    params: Sequence[Param], bucket_size: int | None, sharded: bool
+) -> list[list[Param]]:
     """The parameters of each bucket, in forward order; where they are sharded, shared embeddings are alone."""
     buckets: list[list[Param]] = []
     filled = 0
@@ -143,93 +165,130 @@ def _buckets(params: Sequence[Param], bucket_size: int | None, sharded: bool) ->
     return buckets
 
 
-def _row(param: Param) -> int:
+def _count_row(param: Param) -> int:
+    """Elements of a row, the part of a parameter that shards do not cut."""
     return math.prod(param.shape[1:])
 
 
-def _factor(params: Sequence[Param]) -> int:
+def _find_factor(params: Sequence[Param]) -> int:
     """The chunk of parameters sorted by their rows: the longest, multiplied where another one's does not fit."""
-    factor = _row(params[0])
+    factor = _count_row(params[0])
     for param in params:
-        if (
-            param.numel >= factor
-            and (factor % _row(param) or param.numel % factor)
-            and _row(param) != factor
-        ):
-            factor = math.lcm(factor, _row(param))
+        row = _count_row(param)
+        is_large = param.numel >= factor and row != factor
+        if is_large and (factor % row or param.numel % factor):
+            factor = math.lcm(factor, row)
     return factor
 
 
-def _chunked(params: Sequence[Param], factor: int) -> tuple[list[tuple[Param, int]], int]:
-    """Where each parameter starts, in the order in which they are placed, and where the last one ends."""
-    small = [param for param in params if param.numel < factor]
-    large = [param for param in params if param.numel >= factor]
-    pieces = _Leftmost([param.numel for param in small])
-    odds = _Leftmost([param.numel % factor or factor for param in large])
-    out: list[tuple[Param, int]] = []
-    position, done = 0, set[int]()
-    for i, param in enumerate(large):
-        if i in done:
-            continue
-        out.append((param, position))
-        odd, gap = param.numel % factor, position + param.numel
-        position += up(param.numel, factor)
-        if not odd:
-            continue
-        room = position
-        other = odds.find(i + 1, factor - odd)
-        if other is not None:
-            done.add(other)
-            odds.remove(other)
-            room -= large[other].numel % factor
-            out.append((large[other], room))
-            position += large[other].numel // factor * factor
-        piece = pieces.find(0, room - gap)
-        while piece is not None:
-            pieces.remove(piece)
-            out.append((small[piece], gap))
-            gap += small[piece].numel
-            piece = pieces.find(piece + 1, room - gap)
-    for piece in pieces.left():
-        out.append((small[piece], position))
-        position += small[piece].numel
-    return out, position
+class _Chunks:
+    """Parameters in chunks of `factor` elements: where each starts, in order of placing, and where the last ends."""
+
+    def __init__(self, params: Sequence[Param], factor: int) -> None:
+        self.factor = factor
+        self.starts: list[tuple[Param, int]] = []
+        self.end = 0
+        self._small = [param for param in params if param.numel < factor]
+        self._large = [param for param in params if param.numel >= factor]
+        self._paired: set[int] = set()
+        self._pieces = _Leftmost([param.numel for param in self._small])
+        # What has no odd end counts as a full chunk, which fits beside no other end.
+        odds = [param.numel % factor or factor for param in self._large]
+        self._odds = _Leftmost(odds)
+        self._place()
+
+    def _place(self) -> None:
+        """Place large parameters in order, and then the small ones that found no gap."""
+        for number in range(len(self._large)):
+            if number not in self._paired:
+                self._place_large(number)
+        for number in self._pieces.list_left():
+            self._place_small(number, self.end)
+            self.end += self._small[number].numel
+
+    def _place_large(self, number: int) -> None:
+        """Place the parameter at the next chunk, and others in what its odd end leaves of the last one."""
+        param = self._large[number]
+        self.starts.append((param, self.end))
+        gap = self.end + param.numel
+        self.end += round_up(param.numel, self.factor)
+        if gap < self.end:
+            gap_end = self._pair_odd(number + 1, self.end - gap)
+            self._fill_gap(gap, gap_end)
+
+    def _pair_odd(self, first: int, room: int) -> int:
+        """Place the first later parameter whose odd end has room, that end first; where the gap before it ends."""
+        gap_end = self.end
+        number = self._odds.find(first, room)
+        if number is None:
+            return gap_end
+        self._odds.remove(number)
+        self._paired.add(number)
+        param = self._large[number]
+        odd = param.numel % self.factor
+        self.starts.append((param, gap_end - odd))
+        self.end += param.numel - odd
+        return gap_end - odd
+
+    def _fill_gap(self, start: int, end: int) -> None:
+        """Place small parameters in the gap, first come first served."""
+        number = self._pieces.find(0, end - start)
+        while number is not None:
+            self._pieces.remove(number)
+            self._place_small(number, start)
+            start += self._small[number].numel
+            number = self._pieces.find(number + 1, end - start)
+
+    def _place_small(self, number: int, start: int) -> None:
+        self.starts.append((self._small[number], start))
 
 
 class _Leftmost:
-    """Numbers, of which the leftmost that is small enough is found in logarithmic time: a tree of minima."""
+    """Numbers, of which the leftmost that is small enough is found in logarithmic time: a tree of minima.
+
+    Node n has the children 2 n and 2 n + 1, and the numbers are the leaves from `size` on.
+    """
 
     GONE = 1 << 63
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.count = len(numbers)
         self.size = 1 << max(self.count - 1, 0).bit_length()
-        self.tree = [self.GONE] * self.size + [*numbers] + [self.GONE] * (self.size - self.count)
+        self.tree = [self.GONE] * (2 * self.size)
+        self.tree[self.size : self.size + self.count] = numbers
         for node in range(self.size - 1, 0, -1):
-            self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
+            self._update(node)
+
+    def _update(self, node: int) -> None:
+        self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
 
     def find(self, start: int, most: int) -> int | None:
         """The first from `start` on that is at most `most`, or None."""
+        if start >= self.size:
+            return None
         node = self.size + start
-        while start < self.size and self.tree[node] > most:
+        while self.tree[node] > most:
+            # Of a right child nothing is left to the right under its parent.
             while node & 1:
                 node >>= 1
             if not node:
                 return None
             node += 1
-        if start >= self.size:
-            return None
         while node < self.size:
-            node = 2 * node if self.tree[2 * node] <= most else 2 * node + 1
+            node *= 2
+            if self.tree[node] > most:
+                node += 1
         return node - self.size
 
-    def remove(self, at: int) -> None:
-        node = self.size + at
+    def remove(self, number: int) -> None:
+        """Forget a number."""
+        node = self.size + number
         self.tree[node] = self.GONE
         while node > 1:
             node >>= 1
-            self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
+            self._update(node)
 
-    def left(self) -> list[int]:
+    def list_left(self) -> list[int]:
         """Those that have not been removed."""
-        return [i for i in range(self.count) if self.tree[self.size + i] != self.GONE]
+        leaves = self.tree[self.size : self.size + self.count]
+        return [number for number, value in enumerate(leaves) if value != self.GONE]

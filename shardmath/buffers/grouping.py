@@ -15,17 +15,74 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from shardmath.base import dtypes
 from shardmath.base.errors import ParamLayoutError
-from shardmath.base.given import instance
+from shardmath.base.given import instance, mapping
 from shardmath.base.memo import memo
 from shardmath.buffers.ddp import distributed_optimizer
 from shardmath.buffers.layer_wise import layer_wise
-from shardmath.buffers.param import Param, flag, forward, numbered
-from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout, Rule
+from shardmath.buffers.param import Param, number_alike, read_flag, read_params
+from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
 
-__all__ = ["full_layout"]
+__all__ = ["BufferKey", "FullParamLayout", "full_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferKey:
+    """Which parameters share a buffer: those that agree in all of this."""
+
+    param_dtype: str
+    grad_dtype: str
+    is_expert_parallel: bool
+    is_managed_by_layer_wise_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "grad_dtype"):
+            dtype = dtypes.canonical(getattr(self, name))
+            object.__setattr__(self, name, dtype)
+        for name in ("is_expert_parallel", "is_managed_by_layer_wise_optimizer"):
+            marked = read_flag(getattr(self, name), name)
+            object.__setattr__(self, name, marked)
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
+    """The buffers of a model: BufferKey -> PerBufferParamLayout, in order of the first parameter of each."""
+
+    entries: tuple[tuple[BufferKey, PerBufferParamLayout], ...]
+
+    def __init__(self, layouts: Mapping[BufferKey, PerBufferParamLayout]) -> None:
+        of = "BufferKey to PerBufferParamLayout"
+        given = mapping(layouts, "layouts are ", of, ParamLayoutError)
+        for key, layout in given.items():
+            if not isinstance(key, BufferKey) or not isinstance(layout, PerBufferParamLayout):
+                what = f"{key!r}: {type(layout).__name__}"
+                raise ParamLayoutError(f"{what}; give BufferKey -> PerBufferParamLayout")
+        object.__setattr__(self, "entries", tuple(given.items()))
+
+    @property
+    def layouts(self) -> dict[BufferKey, PerBufferParamLayout]:
+        """The same as a dict."""
+        return dict(self.entries)
+
+    def __getitem__(self, key: BufferKey) -> PerBufferParamLayout:
+        for known, layout in self.entries:
+            if known == key:
+                return layout
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[BufferKey]:
+        return iter([key for key, _ in self.entries])
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __repr__(self) -> str:
+        return f"FullParamLayout({dict(self.entries)!r})"
+
 
 _BESIDE: Mapping[Rule, Rule] = {layer_wise: distributed_optimizer}
 """Rules that manage some parameters only, and what lays out the others."""
@@ -48,70 +105,91 @@ def full_layout(
 
     Raises ParamLayoutError for a parameter given twice, and what the rule raises.
     """
-    if not callable(rule):
-        raise ParamLayoutError(
-            f"rule is {rule!r}; give a function such as buffers.distributed_optimizer"
-        )
-    if expert_data_parallel_world_size is not None and "data_parallel_world_size" not in options:
-        what = f"expert_data_parallel_world_size={expert_data_parallel_world_size} without data_parallel_world_size"
+    _check_rule(rule, "rule")
+    experts = expert_data_parallel_world_size
+    if experts is not None and "data_parallel_world_size" not in options:
+        given = f"expert_data_parallel_world_size={experts}"
+        what = f"{given} without data_parallel_world_size"
         raise ParamLayoutError(f"{what}; give both, to a rule that takes it")
-    flag(grad_reduce_in_fp32, "grad_reduce_in_fp32")
-    if beside is not None and not callable(beside):
-        raise ParamLayoutError(
-            f"beside is {beside!r}; give a function such as buffers.distributed_optimizer"
-        )
-    other = beside or _BESIDE.get(rule.func if isinstance(rule, functools.partial) else rule)
-    listed = forward(params)
-    keys = [_key(param, grad_reduce_in_fp32, other is not None) for param in listed]
-    logical = (
-        (param.dtype, key.grad_dtype, *_apart(key)) for param, key in zip(listed, keys, strict=True)
-    )
-    number = dict(zip([param.name for param in listed], numbered(logical), strict=True))
+    read_flag(grad_reduce_in_fp32, "grad_reduce_in_fp32")
+    if beside is not None:
+        _check_rule(beside, "beside")
+    other = beside or _find_beside(rule)
+    listed = read_params(params)
+    keys = [_make_key(param, grad_reduce_in_fp32, other is not None) for param in listed]
+    number_of = _number_params(listed, keys)
+    of_experts = dict(options)
+    if experts is not None:
+        of_experts["data_parallel_world_size"] = experts
     layouts = {}
-    for key, group in _grouped(listed, keys).items():
-        chosen = rule if other is None or key.is_managed_by_layer_wise_optimizer else other
-        given = dict(options)
-        if key.is_expert_parallel and expert_data_parallel_world_size is not None:
-            given["data_parallel_world_size"] = expert_data_parallel_world_size
-        layouts[key] = _by_rule(chosen, group, given).with_indices(
-            number[param.name] for param in group
-        )
+    for key, group in _group_params(listed, keys).items():
+        chosen = rule
+        if other is not None and not key.is_managed_by_layer_wise_optimizer:
+            chosen = other
+        layout = _apply_rule(chosen, group, of_experts if key.is_expert_parallel else options)
+        layouts[key] = layout.with_indices(number_of[param.name] for param in group)
     return FullParamLayout(layouts)
 
 
-def _by_rule(
+def _check_rule(rule: object, name: str) -> None:
+    """Raise ParamLayoutError for what cannot be called."""
+    if not callable(rule):
+        raise ParamLayoutError(
+            f"{name} is {rule!r}; give a function such as buffers.distributed_optimizer"
+        )
+
+
+def _find_beside(rule: Rule) -> Rule | None:
+    """What lays out the parameters that the rule does not manage, also where options are bound to it."""
+    if isinstance(rule, functools.partial):
+        return _BESIDE.get(rule.func)
+    return _BESIDE.get(rule)
+
+
+def _apply_rule(
     rule: Rule, params: list[Param], options: Mapping[str, object]
 ) -> PerBufferParamLayout:
     """What the rule says of the parameters. Raises ParamLayoutError for options that it does not take."""
     name = getattr(rule, "__name__", repr(rule))
     try:
         inspect.signature(rule).bind(params, **options)
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # ValueError: a type of Python's own, which is not a rule
-        what = f"rule {name} does not take parameters and {', '.join(options) or 'no options'}: {error}"
+    except (TypeError, ValueError) as error:  # ValueError: some types of Python's have no signature
+        given = ", ".join(options) or "no options"
+        what = f"rule {name} does not take parameters and {given}: {error}"
         raise ParamLayoutError(f"{what}; give it options of its own") from None
     fix = f"rule {name} is to return what buffers.zero returns"
     return instance(rule(params, **options), PerBufferParamLayout, fix, ParamLayoutError)
 
 
-def _grouped(params: Iterable[Param], keys: Iterable[BufferKey]) -> dict[BufferKey, list[Param]]:
+def _group_params(
+    params: Iterable[Param], keys: Iterable[BufferKey]
+) -> dict[BufferKey, list[Param]]:
     """The parameters of each buffer, in forward order."""
-    out: dict[BufferKey, list[Param]] = {}
+    groups: dict[BufferKey, list[Param]] = {}
     for param, key in zip(params, keys, strict=True):
-        out.setdefault(key, []).append(param)
-    return out
+        groups.setdefault(key, []).append(param)
+    return groups
 
 
-def _key(param: Param, grad_reduce_in_fp32: bool, tagged: bool) -> BufferKey:
+def _number_params(params: Sequence[Param], keys: Iterable[BufferKey]) -> dict[str, int]:
+    """The number of each parameter, by name, among those of its logical dtype, quantised or not."""
+    kinds = []
+    for param, key in zip(params, keys, strict=True):
+        marks = key.is_expert_parallel, key.is_managed_by_layer_wise_optimizer
+        kinds.append((param.dtype, key.grad_dtype, *marks))
+    names = [param.name for param in params]
+    return dict(zip(names, number_alike(kinds), strict=True))
+
+
+def _make_key(param: Param, grad_reduce_in_fp32: bool, has_beside: bool) -> BufferKey:
+    """The buffer of the parameter; whether it is managed matters where there is another rule beside."""
     stored = "uint8" if param.quantised else param.dtype
-    gradient = "float32" if grad_reduce_in_fp32 and param.grad_dtype is None else param.gradient
-    return _buffer_key(stored, gradient, param.expert_parallel, tagged and param.is_managed)
+    gradient = param.gradient
+    if grad_reduce_in_fp32 and param.grad_dtype is None:
+        gradient = "float32"
+    is_managed = has_beside and param.is_managed
+    return _intern_key(stored, gradient, param.expert_parallel, is_managed)
 
 
-_buffer_key = memo()(BufferKey)
-
-
-def _apart(key: BufferKey) -> tuple[bool, bool]:
-    return key.is_expert_parallel, key.is_managed_by_layer_wise_optimizer
+_intern_key = memo()(BufferKey)
+"""A model has thousands of parameters and few keys."""

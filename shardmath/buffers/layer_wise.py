@@ -23,18 +23,19 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
+from typing import TypeAlias
 
 from shardmath.base.errors import ParamLayoutError
+from shardmath.buffers.draft import Draft
 from shardmath.buffers.param import (
     START,
     Param,
     bucket_end_divisor,
-    checked_bucket_size,
-    forward,
-    up,
+    read_bucket_size,
+    read_params,
+    round_up,
 )
-from shardmath.buffers.param_layout import PerBufferParamLayout, Placed, laid_out
+from shardmath.buffers.param_layout import PerBufferParamLayout
 
 __all__ = ["layer_wise"]
 
@@ -59,111 +60,151 @@ def layer_wise(
 
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """
-    listed, size = forward(params), checked_bucket_size(bucket_size)
+    listed = read_params(params)
+    size = read_bucket_size(bucket_size)
     end = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     shards = int(data_parallel_world_size)
     if shards > MOST_SHARDS:
         raise ParamLayoutError(f"data_parallel_world_size is {shards}; give at most {MOST_SHARDS}")
     divisor = math.lcm(START, end // shards)
-    placed, buckets, unpadded, work = (
-        list[tuple[str, Placed]](),
-        list[tuple[int, int]](),
-        list[int](),
-        [0] * shards,
-    )
-    for chunk in _chunks(listed, size, shards, divisor):
-        first = buckets[-1][1] if buckets else 0
-        if chunk[0].shared_embedding:
-            homes, shard = [chunk, *([] for _ in range(shards - 1))], up(chunk[0].numel, divisor)
-        else:
-            homes, held = _assigned(chunk, work)
-            shard = up(max(held), divisor)
-        for number, home in enumerate(homes):
-            position = first + number * shard
+    draft = Draft()
+    work = [0] * shards
+    for bucket in _fill_buckets(listed, size, shards, divisor):
+        homes, most = _assign(bucket, work)
+        shard_size = round_up(most, divisor)
+        first = draft.first
+        for shard, home in enumerate(homes):
+            position = first + shard * shard_size
             for param in home:
-                position = up(position, START)
-                placed.append((param.name, (position, position + param.numel, len(buckets))))
-                position += param.numel
-        buckets.append((first, first + shards * shard))
-        unpadded.append(sum(param.numel for param in chunk))
-    return laid_out(listed, placed, buckets, unpadded, shards, ranks=shards)
+                position = draft.place(param.name, round_up(position, START), param.numel)
+        numel = sum(param.numel for param in bucket)
+        draft.close(first + shards * shard_size, unpadded=numel)
+    return draft.finish(listed, ranks=shards, shards=shards)
 
 
-def _chunks(
+class _Load:
+    """How full the shards of a bucket are if each parameter goes where least lies."""
+
+    def __init__(self, shards: int) -> None:
+        self.shards = shards
+        self.held = [0] * shards  # a heap
+        self.fullest = 0
+        self.largest = 0
+        self.total = 0
+
+    def add(self, numel: int) -> None:
+        """One more parameter."""
+        held = self._hold(numel)
+        heapq.heapreplace(self.held, held)
+        self.fullest = max(self.fullest, held)
+        self.largest = max(self.largest, numel)
+        self.total += numel
+
+    def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
+        """Whether the bucket is not full, or the parameter fits beside its largest shard."""
+        enough = int(self.shards * self.largest * FILLED)
+        if self.total < max(bucket_size, enough):
+            return True
+        return self._hold(numel) <= round_up(self.fullest, divisor)
+
+    def _hold(self, numel: int) -> int:
+        """What the emptiest shard holds with the parameter."""
+        return round_up(self.held[0], START) + numel
+
+
+def _fill_buckets(
     params: Sequence[Param], bucket_size: int | None, shards: int, divisor: int
 ) -> list[list[Param]]:
-    """The parameters of each bucket, last one first."""
-    chunks: list[list[Param]] = []
-    loads, largest, total, most, open_ = [(0, s) for s in range(shards)], 0, 0, 0, False
+    """The parameters of each bucket, last one first; a shared embedding is alone."""
+    buckets: list[list[Param]] = []
+    load: _Load | None = None
     for param in reversed(params):
-        n = param.numel
-        if open_ and not param.shared_embedding and bucket_size is not None:
-            full = total >= max(bucket_size, int(shards * largest * FILLED))
-            open_ = not full or up(loads[0][0], START) + n <= up(most, divisor)
-        if param.shared_embedding or not open_:
-            chunks.append([])
-            loads, largest, total, most = [(0, s) for s in range(shards)], 0, 0, 0
-        chunks[-1].append(param)
-        open_ = not param.shared_embedding
-        least, shard = loads[0]
-        heapq.heapreplace(loads, (up(least, START) + n, shard))
-        largest, total, most = max(largest, n), total + n, max(most, up(least, START) + n)
-    return chunks
+        is_full = False
+        if load is not None and bucket_size is not None:
+            is_full = not load.has_room(param.numel, bucket_size, divisor)
+        if load is None or is_full or param.shared_embedding:
+            load = _Load(shards)
+            buckets.append([])
+        buckets[-1].append(param)
+        load.add(param.numel)
+        if param.shared_embedding:
+            load = None
+    return buckets
 
 
-def _cost(param: Param) -> int:
-    """Multiplications of a Newton-Schulz step, but for a factor; of what is no matrix, its size."""
+def _assign(bucket: Sequence[Param], work: list[int]) -> tuple[list[list[Param]], int]:
+    """The parameters of each shard, and what the fullest holds; `work` grows by what is assigned.
+
+    A shared embedding is in shard 0, and counts as no work.
+    """
+    if bucket[0].shared_embedding:
+        return [list(bucket)], bucket[0].numel
+    ordered = sorted(bucket, key=_estimate_cost, reverse=True)
+    sizes = [param.numel for param in ordered]
+    # To each parameter the smallest of it and all that follow.
+    smallest = list(itertools.accumulate(reversed(sizes), min))[::-1]
+    shards = _Shards(work, math.floor(sum(sizes) / len(work) * SPARE))
+    for param, least in zip(ordered, smallest, strict=True):
+        shards.add(param, least)
+    return shards.homes, max(shards.held)
+
+
+def _estimate_cost(param: Param) -> int:
+    """Multiplications of a Newton-Schulz step, but for a factor; of what is not a matrix, its size."""
     if len(param.shape) != 2:
         return param.numel
-    rows, columns = param.shape[0] * param.gtp_remat_size, param.shape[1]
+    rows = param.shape[0] * param.gtp_remat_size
+    columns = param.shape[1]
     return max(rows, columns) * min(rows, columns) ** 2
 
 
-def _assigned(chunk: Sequence[Param], work: list[int]) -> tuple[list[list[Param]], list[int]]:
-    """The parameters of each shard, and how far it is filled; `work` grows by what is assigned."""
-    homes, held = [list[Param]() for _ in work], [0] * len(work)
-    most = math.floor(sum(param.numel for param in chunk) / len(work) * SPARE)
-    idlest = [(done, shard) for shard, done in enumerate(work)]
-    emptiest = [(0, shard) for shard in range(len(work))]
-    heapq.heapify(idlest)
-    ordered = sorted(((_cost(param), param) for param in chunk), key=itemgetter(0), reverse=True)
-    for (cost, param), least in zip(
-        ordered, _smallest_from([param.numel for _, param in ordered]), strict=True
-    ):
-        full = _without_room(idlest, held, most - param.numel)
-        if idlest:
-            done, shard = idlest[0]
-            heapq.heapreplace(idlest, (done + cost, shard))
+_Entry: TypeAlias = tuple[int, int]
+"""Of a heap: what a shard is ordered by, and its number."""
+
+
+class _Shards:
+    """The shards of a bucket while parameters, the costliest first, are assigned to them."""
+
+    def __init__(self, work: list[int], most: int) -> None:
+        self.work = work
+        self.most = most
+        self.homes: list[list[Param]] = [[] for _ in work]
+        self.held = [0] * len(work)
+        self._idlest: list[_Entry] = [(done, shard) for shard, done in enumerate(work)]
+        self._emptiest: list[_Entry] = [(0, shard) for shard in range(len(work))]
+        heapq.heapify(self._idlest)
+
+    def add(self, param: Param, least: int) -> None:
+        """Assign a parameter; `least` is the size of the smallest one from here on."""
+        cost = _estimate_cost(param)
+        without_room = self._take_without_room(self.most - param.numel)
+        if self._idlest:
+            done, shard = self._idlest[0]
+            heapq.heapreplace(self._idlest, (done + cost, shard))
         else:
-            shard = _emptiest(
-                emptiest, held
-            )  # which has no room from now on, so that its entry does not matter
-        for entry in full:
-            if up(held[entry[1]], START) + least <= most:
-                heapq.heappush(idlest, entry)
-        homes[shard].append(param)
-        held[shard] = up(held[shard], START) + param.numel
-        work[shard] += cost
-    return homes, held
+            # It has no room from now on, so that its entry does not matter.
+            shard = self._find_emptiest()
+        for entry in without_room:
+            if round_up(self.held[entry[1]], START) + least <= self.most:
+                heapq.heappush(self._idlest, entry)
+        self.homes[shard].append(param)
+        self.held[shard] = round_up(self.held[shard], START) + param.numel
+        self.work[shard] += cost
 
+    def _take_without_room(self, room: int) -> list[_Entry]:
+        """The idlest shards that hold more than `room`, up to the first that does not, taken off the heap."""
+        taken = []
+        while self._idlest:
+            _, shard = self._idlest[0]
+            if round_up(self.held[shard], START) <= room:
+                break
+            taken.append(heapq.heappop(self._idlest))
+        return taken
 
-def _smallest_from(sizes: Sequence[int]) -> list[int]:
-    """The smallest of each size and all that follow."""
-    return list(itertools.accumulate(reversed(sizes), min))[::-1]
-
-
-def _without_room(
-    heap: list[tuple[int, int]], held: Sequence[int], room: int
-) -> list[tuple[int, int]]:
-    """What stands on top of the heap and holds more than `room`, taken off."""
-    out = []
-    while heap and up(held[heap[0][1]], START) > room:
-        out.append(heapq.heappop(heap))
-    return out
-
-
-def _emptiest(heap: list[tuple[int, int]], held: Sequence[int]) -> int:
-    """The shard that holds least; entries that have become too low are put back where they belong."""
-    while heap[0][0] != held[heap[0][1]]:
-        heapq.heapreplace(heap, (held[heap[0][1]], heap[0][1]))
-    return heap[0][1]
+    def _find_emptiest(self) -> int:
+        """The shard that holds least; entries that have become too low are put back where they belong."""
+        while True:
+            held, shard = self._emptiest[0]
+            if held == self.held[shard]:
+                return shard
+            heapq.heapreplace(self._emptiest, (self.held[shard], shard))

@@ -24,16 +24,16 @@ __all__ = [
     "START",
     "Param",
     "bucket_end_divisor",
-    "checked_bucket_size",
-    "flag",
-    "forward",
-    "named",
-    "numbered",
+    "number_alike",
     "pad_bucket_end",
     "pad_param_start",
     "pad_to_divisor",
-    "positive",
-    "up",
+    "read_bucket_size",
+    "read_flag",
+    "read_name",
+    "read_params",
+    "read_positive",
+    "round_up",
 ]
 
 START = 64
@@ -46,7 +46,7 @@ BUSBW = 1 << 16
 """The same where NCCL is to run at full bus bandwidth."""
 
 
-def positive(value: object, what: str) -> int:
+def read_positive(value: object, what: str) -> int:
     """`value` as an int of at least 1. Raises ParamLayoutError, which says `what` it is."""
     number = as_integer(value, what, ParamLayoutError)
     if number < 1:
@@ -54,7 +54,7 @@ def positive(value: object, what: str) -> int:
     return number
 
 
-def flag(value: object, what: str) -> bool:
+def read_flag(value: object, what: str) -> bool:
     """`value` as a bool, numpy's too. Raises ParamLayoutError, which says `what` it is."""
     if type(value) is bool:
         return value
@@ -64,28 +64,28 @@ def flag(value: object, what: str) -> bool:
 
 
 def pad_to_divisor(value: int, divisor: int) -> int:
-    """The least multiple of `divisor` that is not below `value`. Raises ParamLayoutError for negative or zero ones.
+    """The least multiple of `divisor` that is not below `value`.
+
+    Raises ParamLayoutError for a negative value, or a divisor below 1.
 
     >>> pad_to_divisor(65, 64), pad_to_divisor(2**53 + 1, 64) - 2**53
     (128, 64)
     """
-    number, by = (
-        as_integer(value, "the value to pad", ParamLayoutError),
-        positive(divisor, "the divisor"),
-    )
+    number = as_integer(value, "the value to pad", ParamLayoutError)
+    by = read_positive(divisor, "the divisor")
     if number < 0:
         raise ParamLayoutError(f"the value to pad is {number}; give at least 0")
-    return up(number, by)
+    return round_up(number, by)
 
 
-def named(name: object) -> str:
-    """The name of a parameter. Raises ParamLayoutError for what is no str."""
+def read_name(name: object) -> str:
+    """The name of a parameter. Raises ParamLayoutError for what is not a str."""
     if not isinstance(name, str):
         raise ParamLayoutError(f"the name of a parameter is {shown(name)}; name parameters by str")
     return text(name, "the name of a parameter", ParamLayoutError)
 
 
-def up(value: int, divisor: int) -> int:
+def round_up(value: int, divisor: int) -> int:
     """`pad_to_divisor` of what is known to be right."""
     return -(-value // divisor) * divisor
 
@@ -97,25 +97,24 @@ def pad_param_start(start: int) -> int:
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
     """What the end of a bucket is a multiple of."""
-    size = positive(data_parallel_world_size, "data_parallel_world_size")
-    more = BUSBW if flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
+    size = read_positive(data_parallel_world_size, "data_parallel_world_size")
+    more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)
 
 
-def checked_bucket_size(bucket_size: object) -> int | None:
+def read_bucket_size(bucket_size: object) -> int | None:
     """None, for one bucket, or the size. Raises ParamLayoutError for what is below 1."""
-    return (
-        None if bucket_size is None else positive(bucket_size, "bucket_size (None is one bucket)")
-    )
+    if bucket_size is None:
+        return None
+    return read_positive(bucket_size, "bucket_size (None is one bucket)")
 
 
 def pad_bucket_end(
     end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False
 ) -> int:
     """Where Megatron's optimizers end a bucket whose parameters end at `end`."""
-    return pad_to_divisor(
-        end, bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
-    )
+    divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
+    return pad_to_divisor(end, divisor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +123,10 @@ class Param:
 
     `quantised` is whether its storage is quantised (uint8 in a buffer), or the format: "fp8", "mxfp8", "nvfp4".
     `grad_dtype` is that of its gradient, its own if not given. `managed` is whether LayerWise optimizers orthogonalise
-    it: every matrix that is no shared embedding, if not given; say False of an embedding or output layer.
+    it: every matrix that is not a shared embedding, if not given; say False of an embedding or output layer.
     `gtp_remat_size` is how many ranks hold rows of what is orthogonalised as one.
 
-    Raises ParamLayoutError for what is no name, or a format that is none, LayoutError for an unknown dtype.
+    Raises ParamLayoutError for what is not a name, or for an unknown format; LayoutError for an unknown dtype.
     """
 
     name: str
@@ -144,45 +143,31 @@ class Param:
 
     def __post_init__(self) -> None:
         if type(self.name) is not str:
-            object.__setattr__(self, "name", named(self.name))
-        if (
-            type(self.shape) is not tuple
-            or not set(map(type, self.shape)) <= {int}
-            or min(self.shape, default=0) < 0
-        ):
-            object.__setattr__(self, "shape", _sizes(self.name, self.shape))
-        for field_, value in self._unusual():
-            object.__setattr__(self, field_, value)
+            object.__setattr__(self, "name", read_name(self.name))
+        if not _is_shape(self.shape):
+            object.__setattr__(self, "shape", _read_shape(self.name, self.shape))
+        for name, value in self._read_fields():
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "numel", math.prod(self.shape))
 
-    def _unusual(self) -> Iterator[tuple[str, object]]:
-        """Canonical values of the fields that are not so already."""
+    def _read_fields(self) -> Iterator[tuple[str, object]]:
+        """Canonical values of the other fields, of those that are not canonical already."""
+        # A model has thousands of parameters, most of them canonical: looking at types is fast.
         if type(self.dtype) is not str or self.dtype not in dtypes.ITEMSIZE:
             yield "dtype", dtypes.canonical(self.dtype)
         if self.grad_dtype is not None:
             yield "grad_dtype", dtypes.canonical(self.grad_dtype)
         if type(self.quantised) is not bool:
-            yield "quantised", self._stored()
+            yield "quantised", _read_format(self.name, self.quantised)
         for name in ("shared_embedding", "expert_parallel", "managed"):
             value = getattr(self, name)
-            if type(value) is not bool and not (name == "managed" and value is None):
-                yield name, flag(value, f"{name} of parameter {self.name!r}")
-        if type(self.gtp_remat_size) is not int or self.gtp_remat_size < 1:
-            yield (
-                "gtp_remat_size",
-                positive(self.gtp_remat_size, f"gtp_remat_size of parameter {self.name!r}"),
-            )
-
-    def _stored(self) -> bool | str:
-        """What `quantised` says, of numpy's types too."""
-        stored: object = self.quantised
-        kind = bool(stored) if isinstance(stored, np.bool_) else known(stored, FORMATS)
-        if kind is None:
-            choices = ", ".join(map(repr, (False, True, *FORMATS)))
-            raise ParamLayoutError(
-                f"parameter {self.name!r}: quantised={shown(stored)}; give one of {choices}"
-            )
-        return kind
+            if type(value) is bool or (name == "managed" and value is None):
+                continue
+            yield name, read_flag(value, f"{name} of parameter {self.name!r}")
+        size = self.gtp_remat_size
+        if type(size) is not int or size < 1:
+            what = f"gtp_remat_size of parameter {self.name!r}"
+            yield "gtp_remat_size", read_positive(size, what)
 
     @property
     def gradient(self) -> str:
@@ -201,17 +186,40 @@ FORMATS = ("fp8", "mxfp8", "nvfp4")
 """In which parameters are quantised that Megatron's buffers know."""
 
 
-def _sizes(name: str, shape: object) -> tuple[int, ...]:
-    several = isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes)
-    given = listed(shape, f"sizes of parameter {name!r}", ParamLayoutError) if several else (shape,)
-    sizes = tuple(as_integer(n, f"a size of parameter {name!r}", ParamLayoutError) for n in given)
+def _is_shape(shape: object) -> bool:
+    """Whether it is a tuple of Python's integers, none of them negative."""
+    if type(shape) is not tuple or not set(map(type, shape)) <= {int}:
+        return False
+    return min(shape, default=0) >= 0
+
+
+def _read_shape(name: str, shape: object) -> tuple[int, ...]:
+    """The sizes as ints; a number alone is one size. Raises ParamLayoutError."""
+    given: tuple[object, ...] = (shape,)
+    if isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes):
+        given = listed(shape, f"sizes of parameter {name!r}", ParamLayoutError)
+    what = f"a size of parameter {name!r}"
+    sizes = tuple(as_integer(n, what, ParamLayoutError) for n in given)
     if min(sizes, default=0) < 0:
         raise ParamLayoutError(f"parameter {name!r} has shape {sizes}; sizes are >= 0")
     return sizes
 
 
-def forward(params: Iterable[Param]) -> tuple[Param, ...]:
-    """The parameters, in forward order. Raises ParamLayoutError for what is no Param, or a name given twice."""
+def _read_format(name: str, quantised: object) -> bool | str:
+    """What `quantised` says, of numpy's types too. Raises ParamLayoutError."""
+    if isinstance(quantised, np.bool_):
+        return bool(quantised)
+    kind = known(quantised, FORMATS)
+    if kind is None:
+        choices = ", ".join(map(repr, (False, True, *FORMATS)))
+        raise ParamLayoutError(
+            f"parameter {name!r}: quantised={shown(quantised)}; give one of {choices}"
+        )
+    return kind
+
+
+def read_params(params: Iterable[Param]) -> tuple[Param, ...]:
+    """The parameters as a tuple. Raises ParamLayoutError for what is not a Param, or a name given twice."""
     if isinstance(params, Param) or not isinstance(params, Iterable):
         raise ParamLayoutError(f"params is {shown(params)}; give parameters in forward order")
     out = listed(params, "parameters", ParamLayoutError)
@@ -219,7 +227,7 @@ def forward(params: Iterable[Param]) -> tuple[Param, ...]:
     for param in out:
         if not isinstance(param, Param):
             raise ParamLayoutError(
-                f"{shown(param)} is no parameter; give buffers.Param(name, shape)"
+                f"{shown(param)} is not a parameter; give buffers.Param(name, shape)"
             )
         if param.name in seen:
             raise ParamLayoutError(
@@ -229,11 +237,12 @@ def forward(params: Iterable[Param]) -> tuple[Param, ...]:
     return out
 
 
-def numbered(alike: Iterable[object]) -> list[int]:
-    """The number of each among those before it that are equal to it."""
+def number_alike(keys: Iterable[object]) -> list[int]:
+    """For each key how many of those before it are equal to it."""
     counts: dict[object, int] = {}
-    out = []
-    for key in alike:
-        out.append(counts.setdefault(key, 0))
-        counts[key] += 1
-    return out
+    numbers = []
+    for key in keys:
+        number = counts.get(key, 0)
+        numbers.append(number)
+        counts[key] = number + 1
+    return numbers

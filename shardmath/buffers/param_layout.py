@@ -16,38 +16,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardmath.base import dtypes
+from shardmath.base.arrays import Ints
 from shardmath.base.errors import ParamLayoutError
-from shardmath.base.given import listed, mapping, plural, shown
+from shardmath.base.given import listed, plural, shown
 from shardmath.base.integers import as_integer
-from shardmath.buffers.param import Param, flag, named, numbered, positive
+from shardmath.buffers.param import read_name, read_positive
 
-__all__ = ["BufferKey", "FullParamLayout", "PerBufferParamLayout", "Placed", "Rule", "laid_out"]
+__all__ = ["PerBufferParamLayout", "Placed", "Rule", "check_even"]
 
-
-@dataclass(frozen=True, slots=True)
-class BufferKey:
-    """Which parameters share a buffer: those that agree in all of this."""
-
-    param_dtype: str
-    grad_dtype: str
-    is_expert_parallel: bool
-    is_managed_by_layer_wise_optimizer: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("param_dtype", "grad_dtype"):
-            object.__setattr__(self, name, dtypes.canonical(getattr(self, name)))
-        for name in ("is_expert_parallel", "is_managed_by_layer_wise_optimizer"):
-            object.__setattr__(self, name, flag(getattr(self, name), name))
-
+MOST = 1 << 62
+"""The last position in a buffer: positions are integers of 64 bits."""
 
 Placed: TypeAlias = tuple[int, int, int]
 """Start and end in the buffer, and the number of the bucket."""
@@ -87,17 +72,19 @@ class PerBufferParamLayout:
         shapes: Iterable[tuple[int, ...]] = (),
         data_parallel_world_size: int | None = None,
     ) -> None:
-        given = param_index_map.items() if isinstance(param_index_map, Mapping) else param_index_map
-        pairs = map(_pair, listed(given, "entries of param_index_map", ParamLayoutError))
-        placed = tuple((named(name), _place(name, at)) for name, at in pairs)
+        entries = param_index_map
+        if isinstance(entries, Mapping):
+            entries = entries.items()
+        placed = _read_placed(entries)
+        borders = listed(bucket_indices, "bucket_indices", ParamLayoutError)
         fields = (
             placed,
-            tuple(map(_border, listed(bucket_indices, "bucket_indices", ParamLayoutError))),
-            _integers(per_bucket_numel_unpadded, "an unpadded size"),
-            _integers(param_indices, "a number of param_indices"),
-            _size(num_optimizer_shards, "num_optimizer_shards"),
-            _shapes(shapes),
-            _size(data_parallel_world_size, "data_parallel_world_size"),
+            tuple(map(_read_border, borders)),
+            _read_integers(per_bucket_numel_unpadded, "an unpadded size"),
+            _read_integers(param_indices, "a number of param_indices"),
+            _read_size(num_optimizer_shards, "num_optimizer_shards"),
+            _read_shapes(shapes),
+            _read_size(data_parallel_world_size, "data_parallel_world_size"),
             MappingProxyType(dict(placed)),
         )
         for name, value in zip(self.__slots__, fields, strict=True):
@@ -111,14 +98,13 @@ class PerBufferParamLayout:
         return hash(self._fields())
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restored, self._fields()
+        return _restore, self._fields()
 
     def __repr__(self) -> str:
-        *given, shapes, size = self._fields()
-        shown = ", ".join(map(repr, (dict(self.placed), *given[1:])))
-        return (
-            f"PerBufferParamLayout({shown}, shapes={shapes!r}, data_parallel_world_size={size!r})"
-        )
+        _, *positional, shapes, size = self._fields()
+        words = [repr(dict(self.placed)), *map(repr, positional)]
+        words += [f"shapes={shapes!r}", f"data_parallel_world_size={size!r}"]
+        return f"PerBufferParamLayout({', '.join(words)})"
 
     def __str__(self) -> str:
         what = f"{plural(self.placed, 'parameter')} in {plural(self.bucket_indices, 'bucket')}"
@@ -126,8 +112,16 @@ class PerBufferParamLayout:
         return f"{what}, {plural(self.numel, 'element')}, {self.padding} of them padding ({share})"
 
     def _fields(self) -> tuple[object, ...]:
-        counts = self.per_bucket_numel_unpadded, self.param_indices, self.num_optimizer_shards
-        return self.placed, self.bucket_indices, *counts, self.shapes, self.data_parallel_world_size
+        """All that makes the value, in the order of the arguments of its constructor."""
+        return (
+            self.placed,
+            self.bucket_indices,
+            self.per_bucket_numel_unpadded,
+            self.param_indices,
+            self.num_optimizer_shards,
+            self.shapes,
+            self.data_parallel_world_size,
+        )
 
     @property
     def param_index_map(self) -> Mapping[str, Placed]:
@@ -151,78 +145,94 @@ class PerBufferParamLayout:
 
     def with_indices(self, param_indices: Iterable[int]) -> PerBufferParamLayout:
         """The same layout with other `param_indices`."""
-        out = object.__new__(PerBufferParamLayout)
+        numbers = _read_integers(param_indices, "a number of param_indices")
+        made = object.__new__(PerBufferParamLayout)
         for name in self.__slots__:
-            object.__setattr__(out, name, getattr(self, name))
-        object.__setattr__(
-            out, "param_indices", _integers(param_indices, "a number of param_indices")
-        )
-        _check_counts(out)
-        return out
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "param_indices", numbers)
+        _check_counts(made)
+        return made
 
 
-MOST = 1 << 62
-"""The last position in a buffer: positions are integers of 64 bits."""
+Rule: TypeAlias = Callable[..., PerBufferParamLayout]
+"""Parameters in forward order, and options by keyword, to the layout of one buffer."""
 
 
-def _integers(values: Iterable[object], what: str) -> tuple[int, ...]:
-    """The values as ints. Raises ParamLayoutError, which says `what` each is, for what is none, or beyond `MOST`."""
+def _is_plain(values: Iterable[object]) -> bool:
+    """Whether all values are Python's integers. Types are compared all at once: a model has many."""
+    return set(map(type, values)) <= {int}
+
+
+def _read_integers(values: Iterable[object], what: str) -> tuple[int, ...]:
+    """The values as ints. Raises ParamLayoutError, which says `what` each is, for others, or beyond `MOST`."""
     given = listed(values, what, ParamLayoutError)
-    if not set(map(type, given)) <= {int}:
+    if not _is_plain(given):
         given = tuple(as_integer(value, what, ParamLayoutError) for value in given)
-    out = cast(tuple[int, ...], given)
-    if out and not -MOST <= min(out) <= max(out) <= MOST:
-        raise ParamLayoutError(f"{what} is {max(out, key=abs)}; a buffer has at most 2^62 elements")
-    return out
+    numbers = cast(tuple[int, ...], given)
+    if numbers and not -MOST <= min(numbers) <= max(numbers) <= MOST:
+        worst = max(numbers, key=abs)
+        raise ParamLayoutError(f"{what} is {worst}; a buffer has at most 2^62 elements")
+    return numbers
 
 
-def _size(value: object, what: str) -> int | None:
-    return None if value is None else positive(value, what)
+def _read_size(value: object, what: str) -> int | None:
+    """None, or the value as an int of at least 1."""
+    return None if value is None else read_positive(value, what)
 
 
-def _pair(entry: object) -> tuple[object, Iterable[object]]:
-    if type(entry) is tuple and len(entry) == 2:
-        return entry
-    raise ParamLayoutError(
-        f"entry {shown(entry)} of param_index_map is not one; give name -> (start, end, bucket)"
-    )
+def _read_placed(entries: object) -> tuple[tuple[str, Placed], ...]:
+    """Each parameter's name and place. Raises ParamLayoutError for what is not a pair of these."""
+    placed = []
+    for entry in listed(entries, "entries of param_index_map", ParamLayoutError):
+        if type(entry) is not tuple or len(entry) != 2:
+            what = f"entry {shown(entry)} of param_index_map is not one"
+            raise ParamLayoutError(f"{what}; give name -> (start, end, bucket)")
+        name, place = entry
+        placed.append((read_name(name), _read_place(name, place)))
+    return tuple(placed)
 
 
-def _place(name: object, at: Iterable[object]) -> Placed:
-    numbers = listed(at, f"start, end and bucket of parameter {name!r}", ParamLayoutError)
-    out = _integers(numbers, f"the place of parameter {name!r}")
-    if len(out) != 3:
+def _read_place(name: object, place: object) -> Placed:
+    """The place of the parameter as three ints. Raises ParamLayoutError."""
+    numbers = listed(place, f"start, end and bucket of parameter {name!r}", ParamLayoutError)
+    at = _read_integers(numbers, f"the place of parameter {name!r}")
+    if len(at) != 3:
         raise ParamLayoutError(
-            f"parameter {name!r} lies at {out}; give its start, its end and its bucket"
+            f"parameter {name!r} lies at {at}; give its start, its end and its bucket"
         )
-    return out
+    return at
 
 
-def _border(pair: Iterable[object]) -> tuple[int, int]:
-    out = _integers(
-        listed(pair, "start and end of a bucket", ParamLayoutError), "a border of a bucket"
-    )
-    if len(out) != 2:
-        raise ParamLayoutError(f"a bucket is {out}; give its start and its end")
-    return out
+def _read_border(pair: object) -> tuple[int, int]:
+    """The start and the end of a bucket as two ints. Raises ParamLayoutError."""
+    numbers = listed(pair, "start and end of a bucket", ParamLayoutError)
+    border = _read_integers(numbers, "a border of a bucket")
+    if len(border) != 2:
+        raise ParamLayoutError(f"a bucket is {border}; give its start and its end")
+    return border
 
 
-def _shapes(shapes: object) -> tuple[tuple[int, ...], ...]:
-    """The shapes, all sizes in integers; of a model's they are looked at all at once."""
-    every = listed(shapes, "shapes", ParamLayoutError)
-    given = tuple(listed(one, "sizes of a shape", ParamLayoutError) for one in every)
-    sizes = _integers(itertools.chain.from_iterable(given), "a size in shapes")
+def _read_shapes(shapes: object) -> tuple[tuple[int, ...], ...]:
+    """The shapes, all sizes as ints. Raises ParamLayoutError."""
+    several = listed(shapes, "shapes", ParamLayoutError)
+    given = tuple(listed(one, "sizes of a shape", ParamLayoutError) for one in several)
+    # The sizes of all shapes are looked at in one go, which is fast where all are plain.
+    flat = tuple(itertools.chain.from_iterable(given))
+    sizes = _read_integers(flat, "a size in shapes")
+    if _is_plain(flat):
+        return given
     rest = iter(sizes)
-    plain = set(map(type, itertools.chain.from_iterable(given))) <= {int}
-    return given if plain else tuple(tuple(itertools.islice(rest, len(one))) for one in given)
+    return tuple(tuple(itertools.islice(rest, len(one))) for one in given)
 
 
-def _restored(*fields: object) -> PerBufferParamLayout:
+def _restore(*fields: object) -> PerBufferParamLayout:
+    """The layout that was pickled as these fields."""
     *given, shapes, size = fields
     return PerBufferParamLayout(*given, shapes=shapes, data_parallel_world_size=size)  # type: ignore[arg-type]
 
 
 def _check(layout: PerBufferParamLayout) -> None:
+    """Raise ParamLayoutError where parameters, buckets and numbers contradict each other."""
     names = Counter(name for name, _ in layout.placed)
     if len(names) != len(layout.placed):
         ((twice, _),) = names.most_common(1)
@@ -235,47 +245,20 @@ def _check(layout: PerBufferParamLayout) -> None:
     _check_shares(layout)
 
 
-def _check_counts(layout: PerBufferParamLayout) -> None:
-    for what, given in (("param_indices", layout.param_indices), ("shapes", layout.shapes)):
-        if given and len(given) != len(layout.placed):
-            raise ParamLayoutError(
-                f"{len(given)} {what} of {len(layout.placed)} parameters; give one each, or none"
-            )
-    if min(layout.param_indices, default=0) < 0:
-        raise ParamLayoutError(f"param_indices has {min(layout.param_indices)}; numbers are >= 0")
-
-
-def _check_shares(layout: PerBufferParamLayout) -> None:
-    """Ranks get equal shares, and no parameter has elements of two optimizer shards."""
-    ranks, shards = layout.data_parallel_world_size, layout.num_optimizer_shards
-    if None not in (ranks, shards) and ranks != shards:
-        raise ParamLayoutError(
-            f"{plural(shards or 0, 'optimizer shard')} for {plural(ranks or 0, 'rank')}; a rank has one shard"
-        )
-    size = ranks or shards or 1
-    for number, (start, end) in enumerate(layout.bucket_indices):
-        if (end - start) % size:
-            what = f"bucket {number} has {end - start} elements, which {size} ranks do not divide evenly"
-            raise ParamLayoutError(f"{what}; pad its end")
-    for name, (start, end, number) in layout.placed if shards else ():
-        first, stop = layout.bucket_indices[number]
-        share = (stop - first) // size
-        if end > start and (start - first) // share != (end - 1 - first) // share:
-            what = f"parameter {name!r} at [{start}, {end}) has elements of two of {size} optimizer shards"
-            raise ParamLayoutError(f"{what}; place it in one, or leave out num_optimizer_shards")
-
-
 def _check_buckets(layout: PerBufferParamLayout) -> None:
-    buckets, unpadded = layout.bucket_indices, layout.per_bucket_numel_unpadded
+    """Buckets follow one another, and hold what is unpadded."""
+    buckets = layout.bucket_indices
+    unpadded = layout.per_bucket_numel_unpadded
     if len(unpadded) != len(buckets):
         raise ParamLayoutError(
             f"{plural(unpadded, 'unpadded size')} of {plural(buckets, 'bucket')}; give one each"
         )
     before = 0
-    for number, ((start, end), filled) in enumerate(zip(buckets, unpadded, strict=True)):
+    for number, (start, end) in enumerate(buckets):
         if start != before or end < start:
             what = f"bucket {number} is [{start}, {end}), the one before ends at {before}"
             raise ParamLayoutError(f"{what}; buckets follow one another from 0 on")
+        filled = unpadded[number]
         if not 0 <= filled <= end - start:
             what = f"bucket {number} has {end - start} elements, {filled} of them unpadded"
             raise ParamLayoutError(f"{what}; a bucket holds what is unpadded, and padding after it")
@@ -283,112 +266,113 @@ def _check_buckets(layout: PerBufferParamLayout) -> None:
 
 
 def _check_placed(layout: PerBufferParamLayout) -> None:
+    """Parameters lie in their buckets without overlap, and have as many elements as their shapes."""
     if not layout.placed:
         return
     at = np.array([place for _, place in layout.placed], np.int64)
-    buckets = np.array(layout.bucket_indices, np.int64).reshape(-1, 2)
-    known = (at[:, 2] >= 0) & (at[:, 2] < len(buckets))
-    inside = known.copy()
-    inside[known] &= (at[known, 0] >= buckets[at[known, 2], 0]) & (
-        at[known, 1] <= buckets[at[known, 2], 1]
-    )
-    inside &= at[:, 0] <= at[:, 1]
-    if not inside.all():
-        name, (start, end, number) = layout.placed[int(np.flatnonzero(~inside)[0])]
-        has = (
-            f"[{buckets[number, 0]}, {buckets[number, 1]})"
-            if 0 <= number < len(buckets)
-            else "none such"
-        )
-        raise ParamLayoutError(
-            f"parameter {name!r} lies at [{start}, {end}) of bucket {number}, which is {has}"
-        )
-    filled = np.zeros(len(buckets), np.int64)
-    np.add.at(filled, at[:, 2], at[:, 1] - at[:, 0])
-    short = np.flatnonzero(filled > np.array(layout.per_bucket_numel_unpadded))
-    if len(short):
-        number = int(short[0])
-        what = f"bucket {number} has parameters of {filled[number]} elements"
-        raise ParamLayoutError(
-            f"{what}, and {layout.per_bucket_numel_unpadded[number]} unpadded; count them all"
-        )
+    _check_inside(layout, at)
+    _check_filled(layout, at)
     _check_disjoint(layout, at)
+    # Without shapes there is nothing to compare.
     for (name, (start, end, _)), shape in zip(layout.placed, layout.shapes, strict=False):
         if math.prod(shape) != end - start:
-            raise ParamLayoutError(
-                f"parameter {name!r} of shape {shape} lies at [{start}, {end}); make the sizes agree"
-            )
+            what = f"parameter {name!r} of shape {shape} lies at [{start}, {end})"
+            raise ParamLayoutError(f"{what}; make the sizes agree")
 
 
-def _check_disjoint(layout: PerBufferParamLayout, at: NDArray[np.int64]) -> None:
-    own = np.flatnonzero(at[:, 1] > at[:, 0])
-    order = own[np.argsort(at[own, 0], kind="stable")]
-    clash = np.flatnonzero(at[order[1:], 0] < at[order[:-1], 1])
-    if len(clash):
-        i, j = (layout.placed[int(order[int(clash[0]) + k])] for k in (0, 1))
-        what = f"parameters {i[0]!r} at {i[1][:2]} and {j[0]!r} at {j[1][:2]}"
-        raise ParamLayoutError(f"{what} overlap; an element of a buffer is one parameter's")
-
-
-Rule: TypeAlias = Callable[..., PerBufferParamLayout]
-"""Parameters in forward order, and options by keyword, to the layout of one buffer."""
-
-
-@dataclass(frozen=True, slots=True, init=False, repr=False)
-class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
-    """The buffers of a model: BufferKey -> PerBufferParamLayout, in order of the first parameter of each."""
-
-    entries: tuple[tuple[BufferKey, PerBufferParamLayout], ...]
-
-    def __init__(self, layouts: Mapping[BufferKey, PerBufferParamLayout]) -> None:
-        known = mapping(
-            layouts, "layouts are ", "BufferKey to PerBufferParamLayout", ParamLayoutError
-        )
-        for key, layout in known.items():
-            if not isinstance(key, BufferKey) or not isinstance(layout, PerBufferParamLayout):
-                raise ParamLayoutError(
-                    f"{key!r}: {type(layout).__name__}; give BufferKey -> PerBufferParamLayout"
-                )
-        object.__setattr__(self, "entries", tuple(known.items()))
-
-    @property
-    def layouts(self) -> dict[BufferKey, PerBufferParamLayout]:
-        """The same as a dict."""
-        return dict(self.entries)
-
-    def __getitem__(self, key: BufferKey) -> PerBufferParamLayout:
-        for known, layout in self.entries:
-            if known == key:
-                return layout
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[BufferKey]:
-        return iter([key for key, _ in self.entries])
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __repr__(self) -> str:
-        return f"FullParamLayout({dict(self.entries)!r})"
-
-
-def laid_out(
-    params: Sequence[Param],
-    placed: Sequence[tuple[str, Placed]],
-    bucket_indices: Iterable[tuple[int, int]],
-    per_bucket_numel_unpadded: Iterable[int],
-    num_optimizer_shards: int | None = None,
-    *,
-    ranks: int | None = None,
-) -> PerBufferParamLayout:
-    """What a rule for so many `ranks` returns; shapes and `param_indices` are of the parameters, in forward order."""
-    shape = {param.name: param.shape for param in params}
-    return PerBufferParamLayout(
-        placed,
-        bucket_indices,
-        per_bucket_numel_unpadded,
-        numbered((param.dtype, param.gradient, param.expert_parallel) for param in params),
-        num_optimizer_shards,
-        shapes=[shape[name] for name, _ in placed],
-        data_parallel_world_size=ranks,
+def _check_inside(layout: PerBufferParamLayout, at: Ints) -> None:
+    """Each parameter lies in its bucket."""
+    start, end, number = at.T
+    count = len(layout.bucket_indices)
+    is_known = (number >= 0) & (number < count)
+    # One more bucket, in which nothing can lie, stands for those that do not exist.
+    buckets = np.array([*layout.bucket_indices, (0, -1)], np.int64)
+    first, stop = buckets[np.where(is_known, number, count)].T
+    outside = np.flatnonzero((start < first) | (end < start) | (stop < end))
+    if not len(outside):
+        return
+    name, (begin, finish, own) = layout.placed[int(outside[0])]
+    has = "none such"
+    if 0 <= own < count:
+        has = "[{}, {})".format(*layout.bucket_indices[own])
+    raise ParamLayoutError(
+        f"parameter {name!r} lies at [{begin}, {finish}) of bucket {own}, which is {has}"
     )
+
+
+def _check_filled(layout: PerBufferParamLayout, at: Ints) -> None:
+    """What a bucket counts as unpadded is at least what its parameters have."""
+    start, end, number = at.T
+    unpadded = layout.per_bucket_numel_unpadded
+    filled = np.zeros(len(unpadded), np.int64)
+    np.add.at(filled, number, end - start)
+    short = np.flatnonzero(filled > np.array(unpadded))
+    if len(short):
+        bucket = int(short[0])
+        what = f"bucket {bucket} has parameters of {filled[bucket]} elements"
+        raise ParamLayoutError(f"{what}, and {unpadded[bucket]} unpadded; count them all")
+
+
+def _check_disjoint(layout: PerBufferParamLayout, at: Ints) -> None:
+    """No element belongs to two parameters; those without elements lie anywhere."""
+    start, end, _ = at.T
+    filled = np.flatnonzero(end > start)
+    order = filled[np.argsort(start[filled], kind="stable")]
+    clashes = np.flatnonzero(start[order[1:]] < end[order[:-1]])
+    if not len(clashes):
+        return
+    first = int(clashes[0])
+    texts = []
+    for number in order[first : first + 2].tolist():
+        name, place = layout.placed[number]
+        texts.append(f"{name!r} at {place[:2]}")
+    what = f"parameters {' and '.join(texts)} overlap"
+    raise ParamLayoutError(f"{what}; an element of a buffer is one parameter's")
+
+
+def _check_counts(layout: PerBufferParamLayout) -> None:
+    """Indices and shapes are one per parameter, or none."""
+    given: dict[str, Sequence[object]] = {}
+    given["param_indices"] = layout.param_indices
+    given["shapes"] = layout.shapes
+    for what, values in given.items():
+        if values and len(values) != len(layout.placed):
+            raise ParamLayoutError(
+                f"{len(values)} {what} of {len(layout.placed)} parameters; give one each, or none"
+            )
+    least = min(layout.param_indices, default=0)
+    if least < 0:
+        raise ParamLayoutError(f"param_indices has {least}; numbers are >= 0")
+
+
+def _check_shares(layout: PerBufferParamLayout) -> None:
+    """Ranks get equal shares, and no parameter has elements of two optimizer shards."""
+    ranks = layout.data_parallel_world_size
+    shards = layout.num_optimizer_shards
+    if ranks and shards and ranks != shards:
+        what = f"{plural(shards, 'optimizer shard')} for {plural(ranks, 'rank')}"
+        raise ParamLayoutError(f"{what}; a rank has one shard")
+    check_even(layout.bucket_indices, ranks or shards or 1, "pad its end")
+    if shards:
+        _check_borders(layout, shards)
+
+
+def check_even(buckets: Iterable[tuple[int, int]], ranks: int, fix: str) -> None:
+    """Raise ParamLayoutError, which says how to `fix` it, where the ranks do not divide a bucket evenly."""
+    for number, (start, end) in enumerate(buckets):
+        if (end - start) % ranks:
+            what = f"bucket {number} has {end - start} elements"
+            raise ParamLayoutError(f"{what}, which {ranks} ranks do not divide evenly; {fix}")
+
+
+def _check_borders(layout: PerBufferParamLayout, shards: int) -> None:
+    """No parameter lies across a border between optimizer shards."""
+    for name, (start, end, number) in layout.placed:
+        if end == start:
+            continue
+        first, stop = layout.bucket_indices[number]
+        share = (stop - first) // shards
+        if (start - first) // share != (end - 1 - first) // share:
+            what = f"parameter {name!r} at [{start}, {end}) has elements of two of {shards}"
+            fix = "place it in one, or leave out num_optimizer_shards"
+            raise ParamLayoutError(f"{what} optimizer shards; {fix}")

@@ -7,7 +7,7 @@
 >>> from shardmath.buffers.ddp import distributed_optimizer
 >>> from shardmath.buffers.param import Param
 >>> buffer = distributed_optimizer([Param("w", (20, 10))], data_parallel_world_size=2)
->>> shard_ranges(buffer, 2, 1), dict(parameter_shares(buffer, 2, {}))["w"].cuts
+>>> shard_ranges(buffer, 2, 1), dict(list_shares(buffer, 2, {}))["w"].cuts
 (((128, 256),), (Cut(shard=0, lo=0, hi=128), Cut(shard=1, lo=128, hi=200)))
 """
 
@@ -21,8 +21,8 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import ParamLayoutError
 from shardmath.base.given import listed
 from shardmath.base.integers import as_integer
-from shardmath.buffers.param import positive
-from shardmath.buffers.param_layout import PerBufferParamLayout
+from shardmath.buffers.param import read_positive
+from shardmath.buffers.param_layout import PerBufferParamLayout, check_even
 
 __all__ = [
     "SHARD",
@@ -32,8 +32,7 @@ __all__ = [
     "Shares",
     "axes_of",
     "check_shards",
-    "groups_of",
-    "parameter_shares",
+    "list_shares",
     "shard_numel",
     "shard_ranges",
     "state_numel",
@@ -49,7 +48,7 @@ Axis: TypeAlias = str | tuple[str, ...] | None
 def shard_ranges(
     buffer_layout: PerBufferParamLayout, shards: int, shard: int
 ) -> tuple[tuple[int, int], ...]:
-    """What of the buffer a rank has, a range a bucket: its flat array is these, one after the other.
+    """What of the buffer a rank has, a range per bucket: its flat array is these, one after the other.
 
     One shard is all of the buffer. Raises ParamLayoutError for any other number than the buffer is laid out for, and
     where a bucket is not divided evenly.
@@ -61,7 +60,8 @@ def shard_ranges(
     ranges = []
     for start, end in buffer_layout.bucket_indices:
         size = (end - start) // count
-        ranges.append((start + number * size, start + (number + 1) * size))
+        first = start + number * size
+        ranges.append((first, first + size))
     return tuple(ranges)
 
 
@@ -79,11 +79,11 @@ def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis =
 def check_shards(buffer: object, given: int) -> int:
     """The number of shards, which the buffer is laid out for."""
     if not isinstance(buffer, PerBufferParamLayout):
-        what = f"{type(buffer).__name__} is no layout of one buffer"
+        what = f"{type(buffer).__name__} is not a layout of one buffer"
         raise ParamLayoutError(
             f"{what}; of a FullParamLayout take each value, and join what comes of them"
         )
-    shards = positive(given, "the number of shards")
+    shards = read_positive(given, "the number of shards")
     for made_for in (buffer.data_parallel_world_size, buffer.num_optimizer_shards):
         if made_for == 1 and shards > 1:
             what = f"every rank has all of this buffer, {shards} ranks cannot share it"
@@ -91,12 +91,8 @@ def check_shards(buffer: object, given: int) -> int:
         if made_for not in (None, shards) and shards > 1:
             what = f"the buffer is laid out for {made_for} ranks, {shards} share it"
             raise ParamLayoutError(f"{what}; lay it out with data_parallel_world_size={shards}")
-    for number, (start, end) in enumerate(buffer.bucket_indices):
-        if (end - start) % shards:
-            what = f"bucket {number} has {end - start} elements, which {shards} ranks do not divide evenly"
-            raise ParamLayoutError(
-                f"{what}; lay the buffer out for data_parallel_world_size={shards}"
-            )
+    fix = f"lay the buffer out for data_parallel_world_size={shards}"
+    check_even(buffer.bucket_indices, shards, fix)
     return shards
 
 
@@ -124,25 +120,18 @@ def axes_of(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
     """The mesh axes along which buffers are sharded. Raises ParamLayoutError for what is not a mesh."""
     if not isinstance(mesh, Mesh):
         raise ParamLayoutError(f"mesh is {mesh!r}; give a shardmath.Mesh, for example Mesh(dp=4)")
-    given = (axis,) if isinstance(axis, str) else axis
-    return tuple(mesh.shape) if given is None else listed(given, "axes", ParamLayoutError)
-
-
-def groups_of(mesh: Mesh, axis: Axis) -> list[tuple[int, ...]]:
-    """The ranks of each data-parallel group, in order of their shards."""
-    axes = axes_of(mesh, axis)
-    sizes = [mesh.axis_size(name) for name in axes]
-    others = [name for name in mesh.shape if name not in axes]
-    ranks = mesh.transpose([*others, *axes]).ranks
-    n = math.prod(sizes)
-    return [ranks[i : i + n] for i in range(0, len(ranks), n)]
+    if axis is None:
+        return tuple(mesh.shape)
+    if isinstance(axis, str):
+        return (axis,)
+    return listed(axis, "axes", ParamLayoutError)
 
 
 Cuts: TypeAlias = dict[tuple[int, ...], tuple[Cut, ...]]
 """Cuts by all that they depend on; most parameters of a model are cut alike."""
 
 
-def parameter_shares(
+def list_shares(
     buffer: PerBufferParamLayout, shards: int, known: Cuts
 ) -> Iterator[tuple[str, Shares]]:
     """The shares of each parameter; equal cuts are one object, `known` has them."""
@@ -150,23 +139,24 @@ def parameter_shares(
     for name, (start, end, number) in buffer.placed:
         first, stop = buffer.bucket_indices[number]
         # A shard has this much of the bucket, after its shares of the buckets before.
-        size, before = (stop - first) // shards, first // shards
+        size = (stop - first) // shards
+        before = first // shards
         shard, offset = divmod(start - first, size) if size else (0, 0)
         numel = end - start
         # Where it lies in its first shard matters only if it goes beyond that.
         room = size - offset if offset + numel > size else -1
         key = shard, numel, room, size
         if key not in known:
-            known[key] = tuple(_cut(start - first, numel, size))
+            known[key] = tuple(_list_cuts(start - first, numel, size))
         yield name, Shares(known[key], before + offset, before)
 
 
-def _cut(start: int, numel: int, size: int) -> Iterator[Cut]:
+def _list_cuts(start: int, numel: int, size: int) -> Iterator[Cut]:
     """Elements start..start+numel-1 of a bucket, cut into what each shard of `size` has of them."""
     if not numel:
         return
-    first, last = start // size, (start + numel - 1) // size
-    for shard in range(first, last + 1):
+    end = start + numel
+    for shard in range(start // size, (end - 1) // size + 1):
         lo = max(start, shard * size)
-        hi = min(start + numel, (shard + 1) * size)
+        hi = min(end, (shard + 1) * size)
         yield Cut(shard, lo - start, hi - start)

@@ -3,9 +3,8 @@
 1. Rank r of n has the r-th n-th of every bucket; its shards, bucket after bucket, are one flat array, in which all
    views of a Store lie. Padding belongs to nobody: it is not moved, and not missed.
 2. Seen flat, a parameter's state is Ragged over its elements: rank by rank consecutive pieces, most of them empty.
-3. Seen in its own shape it is windows: a row-major range of a tensor of d dimensions is at most 2 d - 1 boxes. Where a
-   parameter is itself divided, by tensor parallelism, ranges are of what each rank has of it; ranks that have the same
-   of it in buffers that are cut elsewhere hold the pieces between all of these cuts.
+3. Seen in its own shape it is windows (`windows`). Where a parameter is itself divided, by tensor parallelism, ranges
+   are of what each rank has of it.
 4. Parameters that are cut alike have the same layouts, so that a plan is made once for all of them.
 
 >>> from shardmath.buffers.ddp import distributed_optimizer
@@ -21,40 +20,36 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, TypeAlias, overload
+from typing import Literal, TypeAlias, overload
 
-from shardmath.algebra.box import flat_boxes, volume
 from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs, compose, from_ranges, identity
+from shardmath.algebra.runs import Runs, identity
 from shardmath.base.errors import ParamLayoutError
 from shardmath.base.given import instance, known, listed, mapping, shown
 from shardmath.base.integers import as_integer
-from shardmath.buffers.param import Param, forward
+from shardmath.buffers.param import Param, read_params
 from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
 from shardmath.buffers.shares import (
     SHARD,
     Axis,
-    Cut,
     Cuts,
     Shares,
     axes_of,
     check_shards,
-    groups_of,
-    parameter_shares,
+    list_shares,
 )
+from shardmath.buffers.windows import GroupShares, Windows, make_windows
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import Ragged
-from shardmath.layouts.store import Store, View, local_name
+from shardmath.layouts.store import Store, View
 
 __all__ = [
     "model_parallel_state",
     "state_layouts",
     "state_store",
 ]
-
-Windows: TypeAlias = dict[str, tuple[Layout, ...]]
 
 
 @overload
@@ -110,52 +105,47 @@ def state_layouts(
         raise ParamLayoutError(
             f"shape={shown(shape)}; use 'flat', or 'nd' for the shapes of the parameters"
         )
-    groups = groups_of(mesh, axis)
+    axes = axes_of(mesh, axis)
+    groups = mesh.groups(axes)
+    shards = len(groups[0])
     if shape == "flat":
         if ranks is not None or buffer != SHARD:
             raise ParamLayoutError(
                 "ranks= and buffer= are for the Store of shape='nd'; give them to state_store"
             )
-        return _flat(buffer_layout, mesh, axis, len(groups[0]), dtype)
-    check_shards(buffer_layout, len(groups[0]))
+        return _make_flat(buffer_layout, mesh, axes, shards, dtype)
+    check_shards(buffer_layout, shards)
     if len(buffer_layout.shapes) != len(buffer_layout.placed):
-        raise ParamLayoutError(
-            "the buffer's layout has no shapes; make it with PerBufferParamLayout(..., shapes=), or use shape='flat'"
-        )
+        what = "the buffer's layout has no shapes"
+        fix = "make it with PerBufferParamLayout(..., shapes=), or use shape='flat'"
+        raise ParamLayoutError(f"{what}; {fix}")
     shapes = dict(zip(buffer_layout.param_index_map, buffer_layout.shapes, strict=True))
-    entire = {dims: tuple(map(identity, dims)) for dims in set(buffer_layout.shapes)}
-    interned: Cuts = {}
-    held = {
-        name: [_Held(group, entire[shapes[name]], shares) for group in groups]
-        for name, shares in parameter_shares(buffer_layout, len(groups[0]), interned)
-    }
-    return _windowed(shapes, held, dtype, ranks, buffer)
+    # Parameters of one shape share the Runs, by which tensors of equal windows are found.
+    entire = {sizes: tuple(map(identity, sizes)) for sizes in set(buffer_layout.shapes)}
+    held = {}
+    cuts: Cuts = {}
+    for name, shares in list_shares(buffer_layout, shards, cuts):
+        runs = entire[shapes[name]]
+        held[name] = [GroupShares(group, runs, shares) for group in groups]
+    return make_windows(shapes, held, dtype, _read_ranks(ranks), buffer)
 
 
-class _Held(NamedTuple):
-    """How one data-parallel group holds a tensor: its ranks, what they have of each dimension, and the shares of it."""
-
-    group: tuple[int, ...]
-    runs: tuple[Runs, ...]
-    shares: Shares
-
-
-def _flat(
-    buffer: PerBufferParamLayout, mesh: Mesh, axis: Axis, shards: int, dtype: object
+def _make_flat(
+    buffer: PerBufferParamLayout, mesh: Mesh, axes: tuple[str, ...], shards: int, dtype: object
 ) -> dict[str, Layout]:
-    axes = axes_of(mesh, axis)
-    known: dict[int, Layout] = {}
-    out: dict[str, Layout] = {}
+    """The flat layout of each parameter; those that are cut alike have one."""
+    made: dict[int, Layout] = {}
+    layouts: dict[str, Layout] = {}
     interned: Cuts = {}
-    for name, (cuts, _, _) in parameter_shares(buffer, shards, interned):
-        if id(cuts) not in known:
+    for name, (cuts, _, _) in list_shares(buffer, shards, interned):
+        if id(cuts) not in made:
             sizes = [0] * shards
             for cut in cuts:
                 sizes[cut.shard] = cut.hi - cut.lo
             spec = {axes: Ragged(0, tuple(sizes))} if axes else {}
-            known[id(cuts)] = Layout((sum(sizes),), mesh, spec, dtype=dtype)
-        out[name] = known[id(cuts)]
-    return out
+            made[id(cuts)] = Layout((sum(sizes),), mesh, spec, dtype=dtype)
+        layouts[name] = made[id(cuts)]
+    return layouts
 
 
 def state_store(
@@ -171,16 +161,21 @@ def state_store(
     `buffer` names the array. There is a view of each parameter and rank, of local tensors without elements at 0: name
     `ranks` where there are many. Raises ParamLayoutError as `state_layouts` does.
     """
-    sizes = [mesh.axis_size(name) for name in axes_of(mesh, axis)]
-    check_shards(buffer_layout, math.prod(sizes))
-    wanted = set(mesh.ranks) if ranks is None else set(mesh.ranks) & _chosen(ranks)
+    axes = axes_of(mesh, axis)
+    shards = math.prod(mesh.axis_size(name) for name in axes)
+    check_shards(buffer_layout, shards)
+    given = _read_ranks(ranks)
+    wanted = set(mesh.ranks)
+    if given is not None:
+        wanted &= given
     pairs = itertools.product(buffer_layout.param_index_map, wanted)
     views = {pair: View(buffer) for pair in pairs}
     interned: Cuts = {}
-    for group in groups_of(mesh, axis):
-        if not wanted.intersection(group):
+    for group in mesh.groups(axes):
+        # A group without any of the ranks is most of a large mesh.
+        if wanted.isdisjoint(group):
             continue
-        for name, shares in parameter_shares(buffer_layout, len(group), interned):
+        for name, shares in list_shares(buffer_layout, shards, interned):
             for cut in shares.cuts:
                 rank = group[cut.shard]
                 if rank in wanted:
@@ -209,164 +204,79 @@ def model_parallel_state(
 
     Raises ParamLayoutError where ranks along `axis` have different parts of a parameter, or a layout is missing.
     """
-    listed = forward(params)
+    listed = read_params(params)
     _check_parameters(listed, layouts)
-    held: dict[str, list[_Held]] = {param.name: [] for param in listed}
-    known: dict[object, list[tuple[str, Shares]]] = {}
+    held: dict[str, list[GroupShares]] = {param.name: [] for param in listed}
+    laid: dict[_Sizes, list[tuple[str, Shares]]] = {}
     interned: Cuts = {}
-    for group in groups_of(mesh, axis):
-        parts = _parts(listed, layouts, group)
-        shapes = tuple((name, tuple(map(len, runs))) for name, runs in parts.items())
-        if shapes not in known:
-            local = [
-                replace(p, shape=shape)
-                for p, (_, shape) in zip(_named(listed, parts), shapes, strict=True)
-            ]
-            laid = rule(local, data_parallel_world_size=len(group), **options)
-            known[shapes] = list(parameter_shares(laid, len(group), interned))
-        for name, shares in known[shapes]:
-            held[name].append(_Held(group, parts[name], shares))
-    return _windowed({param.name: param.shape for param in listed}, held, dtype, ranks, buffer)
+    for group in mesh.groups(axes_of(mesh, axis)):
+        parts = _find_parts(listed, layouts, group)
+        sizes = {name: tuple(map(len, runs)) for name, runs in parts.items()}
+        key = tuple(sizes.items())
+        if key not in laid:
+            local = list(_make_local(listed, sizes))
+            made = rule(local, data_parallel_world_size=len(group), **options)
+            laid[key] = list(list_shares(made, len(group), interned))
+        for name, shares in laid[key]:
+            held[name].append(GroupShares(group, parts[name], shares))
+    shapes = {param.name: param.shape for param in listed}
+    return make_windows(shapes, held, dtype, _read_ranks(ranks), buffer)
 
 
-def _chosen(ranks: Iterable[int]) -> set[int]:
-    return {
-        as_integer(rank, "a rank", ParamLayoutError)
-        for rank in listed(ranks, "ranks", ParamLayoutError)
-    }
+_Sizes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""The name and the local shape of each parameter: buffers of equal ones are laid out once."""
 
 
-def _named(params: Iterable[Param], names: Container[str]) -> Iterator[Param]:
-    return (param for param in params if param.name in names)
+def _read_ranks(ranks: Iterable[int] | None) -> set[int] | None:
+    """The ranks as ints; None for all. Raises ParamLayoutError."""
+    if ranks is None:
+        return None
+    given = listed(ranks, "ranks", ParamLayoutError)
+    return {as_integer(rank, "a rank", ParamLayoutError) for rank in given}
+
+
+def _make_local(params: Iterable[Param], sizes: Mapping[str, tuple[int, ...]]) -> Iterator[Param]:
+    """The parameters of which a group has a part, in its sizes."""
+    for param in params:
+        if param.name in sizes:
+            yield replace(param, shape=sizes[param.name])
 
 
 def _check_parameters(params: Sequence[Param], layouts: Mapping[str, Layout]) -> None:
+    """Raise ParamLayoutError unless there is a layout of each parameter, of its shape and without addends."""
     mapping(layouts, "layouts are ", "name to Layout", ParamLayoutError)
     missing = [param.name for param in params if param.name not in layouts]
     if missing:
         raise ParamLayoutError(f"no layouts for {missing[:8]}; give one for each parameter")
-    for name, shape, layout in ((param.name, param.shape, layouts[param.name]) for param in params):
-        instance(layout, Layout, f"give the Layout of parameter {name!r}", ParamLayoutError)
-        if layout.shape != shape:
-            raise ParamLayoutError(
-                f"parameter {name!r} has shape {shape}, its layout {layout.shape}; make them agree"
-            )
+    for param in params:
+        name = param.name
+        fix = f"give the Layout of parameter {name!r}"
+        layout = instance(layouts[name], Layout, fix, ParamLayoutError)
+        if layout.shape != param.shape:
+            what = f"parameter {name!r} has shape {param.shape}, its layout {layout.shape}"
+            raise ParamLayoutError(f"{what}; make them agree")
         if layout.partial:
-            raise ParamLayoutError(
-                f"parameter {name!r} is {layout}: addends have no optimizer state; reduce them"
-            )
+            what = f"parameter {name!r} is {layout}"
+            raise ParamLayoutError(f"{what}: addends have no optimizer state; reduce them")
 
 
-def _parts(
+def _find_parts(
     params: Sequence[Param], layouts: Mapping[str, Layout], group: Sequence[int]
 ) -> dict[str, tuple[Runs, ...]]:
     """What all ranks of the group have of each parameter; those of which they have no part are left out."""
-    known: dict[Layout, set[tuple[Runs, ...] | None]] = {}
-    out: dict[str, tuple[Runs, ...]] = {}
-    for name, layout in ((param.name, layouts[param.name]) for param in params):
-        if layout not in known:
-            known[layout] = {layout.runs(rank) if rank in layout.mesh else None for rank in group}
-        if len(known[layout]) > 1:
-            what = (
-                f"parameter {name!r} is {layout}; ranks {', '.join(map(str, group))} share a buffer"
-            )
-            raise ParamLayoutError(
-                f"{what}, and hold different parts; name the axis along which they hold the same"
-            )
-        (part,) = known[layout]
+    held: dict[Layout, set[tuple[Runs, ...] | None]] = {}
+    parts: dict[str, tuple[Runs, ...]] = {}
+    for param in params:
+        layout = layouts[param.name]
+        if layout not in held:
+            mesh = layout.mesh
+            held[layout] = {layout.runs(rank) if rank in mesh else None for rank in group}
+        if len(held[layout]) > 1:
+            ranks = ", ".join(map(str, group))
+            what = f"parameter {param.name!r} is {layout}; ranks {ranks} share a buffer"
+            fix = "name the axis along which they hold the same"
+            raise ParamLayoutError(f"{what}, and hold different parts; {fix}")
+        (part,) = held[layout]
         if part is not None:
-            out[name] = part
-    return out
-
-
-class _Place(NamedTuple):
-    """Which window it is, of which cut of which group, on which rank, and how far into the cut it lies."""
-
-    window: int
-    held: int
-    cut: Cut
-    rank: int
-    within: int
-
-
-def _windowed(
-    shapes: Mapping[str, tuple[int, ...]],
-    held: Mapping[str, Sequence[_Held]],
-    dtype: object,
-    ranks: Iterable[int] | None,
-    buffer: str,
-) -> tuple[Windows, Store]:
-    wanted = None if ranks is None else _chosen(ranks)
-    known: dict[object, tuple[tuple[Layout, ...], list[_Place]]] = {}
-    out: Windows = {}
-    views: dict[tuple[str, int], View] = {}
-    for name, groups in held.items():
-        key = shapes[name], tuple((one.group, id(one.runs), id(one.shares.cuts)) for one in groups)
-        if key not in known:
-            windows, places = _windows(name, shapes[name], groups, dtype)
-            known[key] = (
-                windows,
-                [place for place in places if wanted is None or place.rank in wanted],
-            )
-        out[name], places = known[key]
-        for window, number, cut, rank, within in places:
-            at = groups[number].shares.place(cut) + within
-            views[local_name(name, window, len(out[name])), rank] = View(buffer, at)
-    _check_names(out)
-    return out, Store(views)
-
-
-def _check_names(windows: Windows) -> None:
-    """A window's name is no parameter's."""
-    for name in windows:
-        owner, bracket, number = name.rpartition("[")
-        others = len(windows.get(owner, ())) if bracket else 0
-        if others > 1 and number in {f"{i}]" for i in range(others)}:
-            raise ParamLayoutError(
-                f"parameter {name!r} has the name of a window of parameter {owner!r}; rename one"
-            )
-
-
-def _windows(
-    name: str, shape: tuple[int, ...], groups: Sequence[_Held], dtype: object
-) -> tuple[tuple[Layout, ...], list[_Place]]:
-    """The windows of a tensor, and where each rank has each."""
-    same: dict[tuple[Runs, ...], list[tuple[int, Cut]]] = {}
-    for number, one in enumerate(groups):
-        same.setdefault(one.runs, []).extend((number, cut) for cut in one.shares.cuts)
-    windows: list[Layout] = []
-    places: list[_Place] = []
-    for runs, cuts in same.items():
-        for lo, hi, holders in _pieces(cuts):
-            ranks = [groups[number].group[cut.shard] for number, cut in holders]
-            mesh = Mesh(ranks=ranks) if len(ranks) == 1 else Mesh(replica=len(ranks), ranks=ranks)
-            at = lo
-            for box in flat_boxes(tuple(map(len, runs)), lo, hi):
-                stored = {d: compose(from_ranges([span]), runs[d]) for d, span in enumerate(box)}
-                for (number, cut), rank in zip(holders, ranks, strict=True):
-                    places.append(_Place(len(windows), number, cut, rank, at - cut.lo))
-                windows.append(Layout(shape, mesh, {}, dtype=dtype, stored=stored))
-                at += volume(box)
-    if not windows:
-        if not groups:
-            raise ParamLayoutError(
-                f"parameter {name!r}: no rank of the mesh has a part of it; give its ranks"
-            )
-        stored = dict(enumerate(groups[0].runs))
-        windows.append(
-            Layout(shape, Mesh(ranks=groups[0].group[:1]), {}, dtype=dtype, stored=stored)
-        )
-        places.append(_Place(0, 0, Cut(0, 0, 0), groups[0].group[0], 0))
-    return tuple(windows), places
-
-
-def _pieces(cuts: Sequence[tuple[int, Cut]]) -> Iterator[tuple[int, int, list[tuple[int, Cut]]]]:
-    """The pieces between all borders of the cuts, and who has each."""
-    coming = sorted(cuts, key=lambda pair: pair[1].lo, reverse=True)
-    here: list[tuple[int, Cut]] = []
-    for lo, hi in itertools.pairwise(sorted({x for _, cut in cuts for x in (cut.lo, cut.hi)})):
-        here = [pair for pair in here if pair[1].hi > lo]
-        while coming and coming[-1][1].lo <= lo:
-            here.append(coming.pop())
-        if here:
-            yield lo, hi, sorted(here)
+            parts[param.name] = part
+    return parts

@@ -2,12 +2,12 @@
 
 In reading order:
 
-- `palette`: colours that the colour-blind can tell apart;
-- `elements`: SVG as strings: elements, drawings made of them, and documents;
+- `elements`: SVG as strings: colours, elements, drawings made of them, and documents;
 - `text`: values as text;
 - `cells`: a layout cut into boxes that the same ranks hold;
 - `layout_drawing`: layouts as SVG;
 - `mesh_drawing`: meshes as SVG;
+- `traffic`: who sends how many bytes to whom;
 - `plan_drawing`: plans and programs as SVG;
 - `drawing`: any value as a picture, for files and for notebooks;
 - `buffer_text`: flat buffers as text;

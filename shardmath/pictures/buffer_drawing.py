@@ -14,22 +14,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 
 from shardmath.buffers.param_layout import PerBufferParamLayout
 from shardmath.pictures.buffer_text import (
     Bucket,
-    Piece,
-    buckets_of,
-    checked,
-    count,
+    Span,
     every,
-    gap,
-    more_of,
+    list_buckets,
+    make_gap,
+    read_arguments,
     shape_of,
-    share,
-    summary,
+    summarize,
 )
+from shardmath.pictures.elements import FONT, VERMILION, plain
+from shardmath.pictures.text import count, count_more, share
 
 __all__ = ["LEFT", "RIGHT", "buffer_svg"]
 
@@ -44,7 +42,19 @@ LETTER = 6.05
 BLUES = (("#56b4e9", "#000"), ("#0072b2", "#fff"))
 """Fill and text of parameters, in turns."""
 SEVERAL = ("#c8c8c8", "#000")
-GREY, VERMILION = "#777", "#d55e00"
+GREY = "#777"
+HATCHED = ("url(#shardmath-padding)", "padding")
+"""Fill of padding, and its name in the heading."""
+APART = 5
+"""Pixels between borders, at least."""
+
+LEGEND = (
+    (BLUES[0][0], ""),
+    (BLUES[1][0], "parameters"),
+    (SEVERAL[0], "several, too narrow"),
+    HATCHED,
+)
+"""Fills and what they mean; a fill without words shares those of the next."""
 
 HATCH = (
     '<defs><pattern id="shardmath-padding" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -64,76 +74,62 @@ def buffer_svg(
 
     Raises ParamLayoutError where ranks do not divide a bucket evenly.
     """
-    ranks, wide, most = checked(layout, shards, width, 480, most)
+    ranks, wide, most = read_arguments(layout, shards, width, 480, most)
     room = wide - LEFT - RIGHT
-    buckets = buckets_of(layout, ranks, most)
-    bottom = TOP + PITCH * len(buckets)
-    more = more_of(len(layout.bucket_indices), most, "bucket")
-    body = [
-        *_heading(layout, ranks, title, every(ranks, room, 5)),
-        *_rank_numbers(ranks, room),
-        *(
-            box
-            for row, bucket in enumerate(buckets)
-            for box in _row(bucket, TOP + PITCH * row, room)
-        ),
-        *(_borders(ranks, room, TOP - 4, bottom - PITCH + ROW + 4) if buckets else ()),
-        *(
-            label
-            for row, bucket in enumerate(buckets)
-            for label in _labels(bucket, TOP + PITCH * row, room)
-        ),
-        *(_text(LEFT, bottom + 8, line) for line in more),
-    ]
-    return _document(wide, bottom + 22 * len(more), [HATCH, *body], _plain(title))
+    rows = list(enumerate(list_buckets(layout, ranks, most)))
+    bottom = TOP + PITCH * len(rows)
+    body = [HATCH, *_heading(layout, ranks, title, every(ranks, room, APART))]
+    body += _rank_numbers(ranks, room)
+    for row, bucket in rows:
+        body += _row(bucket, TOP + PITCH * row, room)
+    if rows:
+        body += _borders(ranks, room, TOP - 4, bottom - PITCH + ROW + 4)
+    # Names are drawn last, above the borders of all rows.
+    for row, bucket in rows:
+        body += _labels(bucket, TOP + PITCH * row, room)
+    more = count_more(len(layout.bucket_indices), most, "bucket")
+    body += [_text(LEFT, bottom + 8, line) for line in more]
+    return _document(wide, bottom + 22 * len(more), body, plain(title))
 
 
 def _document(width: int, height: int, body: Iterable[str], title: str) -> str:
+    """The elements as a document that stands alone."""
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    font = f'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="10" fill="{GREY}"'
+    font = f'font-family="{FONT}" font-size="10" fill="{GREY}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {font}>'
     return "\n".join([head, f"<title>{title}</title>", *body, "</svg>", ""])
 
 
-def _plain(text: str) -> str:
-    """Text that XML may hold."""
-    return escape("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text))
-
-
 def _text(x: float, y: float, text: str, **attributes: object) -> str:
-    given = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
-    return f'<text x="{x:.6g}" y="{y:.6g}"{given}>{_plain(text)}</text>'
+    """Text whose baseline begins at (x, y); `_` in the names of attributes stands for `-`."""
+    given = [f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items()]
+    return f'<text x="{x:.6g}" y="{y:.6g}"{"".join(given)}>{plain(text)}</text>'
 
 
 def _heading(layout: PerBufferParamLayout, ranks: int, title: str, step: int) -> Iterator[str]:
+    """The title, the numbers of the buffer, and what colours mean."""
     yield _text(8, 18, title, font_size=14, font_weight="bold")
-    for number, line in enumerate(summary(layout, ranks)[:2]):
+    for number, line in enumerate(summarize(layout, ranks)[:2]):
         yield _text(8, 36 + 15 * number, line, font_size=11)
     x = 8.0
-    for fill, what in (
-        (BLUES[0][0], ""),
-        (BLUES[1][0], "parameters"),
-        (SEVERAL[0], "several, too narrow"),
-        HATCHED,
-    ):
+    for fill, what in LEGEND:
         yield _rect(x, 63, 18, 12, fill)
         yield _text(x + 23, 73, what)
-        x += 19 + bool(what) * (len(what) * LETTER + 18)
+        x += 19
+        if what:
+            x += len(what) * LETTER + 18
     yield _line(f"M{x:.6g} 62v14", 1.2)
     yield _text(x + 8, 73, "border between ranks" if step == 1 else f"border, every {step} ranks")
 
 
-HATCHED = ("url(#shardmath-padding)", "padding")
-
-
 def _rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
-    edge = (
-        f' stroke="{VERMILION}" stroke-width="0.8"'
-        if fill == HATCHED[0]
-        else ' stroke="#fff" stroke-width="0.5"'
-    )
-    inside = f"><title>{_plain(title)}</title></rect>" if title else "/>"
-    return f'<rect x="{x:.6g}" y="{y}" width="{width:.6g}" height="{height}" fill="{fill}"{edge}{inside}'
+    """A rectangle, with a title that shows under the mouse."""
+    edge = 'stroke="#fff" stroke-width="0.5"'
+    if fill == HATCHED[0]:
+        edge = f'stroke="{VERMILION}" stroke-width="0.8"'
+    place = f'x="{x:.6g}" y="{y}" width="{width:.6g}" height="{height}"'
+    inside = f"><title>{plain(title)}</title></rect>" if title else "/>"
+    return f'<rect {place} fill="{fill}" {edge}{inside}'
 
 
 def _line(path: str, thick: float) -> str:
@@ -145,34 +141,41 @@ def _line(path: str, thick: float) -> str:
 
 
 def _rank_numbers(ranks: int, room: int) -> Iterator[str]:
+    """The numbers of the ranks, or of some; each in the middle of its room where all are there."""
     step = every(ranks, room, 8 + LETTER * len(str(ranks)))
+    middle = 0.5 if step == 1 else 0
+    anchor = "middle" if step == 1 else "start"
     yield _text(8, TOP - 8, "rank")
     for rank in range(0, ranks, step):
-        middle = 0.5 if step == 1 else 0
-        anchor = "middle" if step == 1 else "start"
-        yield _text(LEFT + (rank + middle) * room / ranks, TOP - 8, str(rank), text_anchor=anchor)
+        x = LEFT + (rank + middle) * room / ranks
+        yield _text(x, TOP - 8, str(rank), text_anchor=anchor)
 
 
-def _groups(ranks: int, room: int) -> int:
+def _count_groups(ranks: int, room: int) -> int:
     """How many ranks, or groups of them, are drawn apart."""
-    return -(-ranks // every(ranks, room, 5))
+    return -(-ranks // every(ranks, room, APART))
 
 
 def _borders(ranks: int, room: int, top: int, bottom: int) -> Iterator[str]:
-    step = every(ranks, room, 5)
-    marks = "".join(
-        f"M{LEFT + rank * room / ranks:.6g} {top}V{bottom}" for rank in range(step, ranks, step)
-    )
+    """A line at each border between ranks, or between groups of them."""
+    step = every(ranks, room, APART)
+    marks = []
+    for rank in range(step, ranks, step):
+        x = LEFT + rank * room / ranks
+        marks.append(f"M{x:.6g} {top}V{bottom}")
     if marks:
-        yield _line(marks, min(1.2, 0.05 * step * room / ranks))
+        yield _line("".join(marks), min(1.2, 0.05 * step * room / ranks))
 
 
 def _row(bucket: Bucket, y: int, room: int) -> Iterator[str]:
+    """The boxes of a bucket, between its number and its sizes."""
     yield _text(8, y + 19, f"bucket {bucket.number:,}", font_size=11)
-    for piece, x, wide, (fill, _) in _boxes(bucket, room):
-        yield _rect(x, y, wide, ROW, fill, _tooltip(bucket, piece))
-    yield _text(LEFT + room + 10, y + 13, f"{bucket.numel:,}")
-    yield _text(LEFT + room + 10, y + 26, f"{share(bucket.padding, bucket.numel)} padding")
+    for span, x, wide, (fill, _) in _boxes(bucket, room):
+        yield _rect(x, y, wide, ROW, fill, _tooltip(bucket, span))
+    right = LEFT + room + 10
+    padding = share(bucket.padding, bucket.numel)
+    yield _text(right, y + 13, f"{bucket.numel:,}")
+    yield _text(right, y + 26, f"{padding} padding")
 
 
 def _labels(bucket: Bucket, y: int, room: int) -> Iterator[str]:
@@ -183,81 +186,97 @@ def _labels(bucket: Bucket, y: int, room: int) -> Iterator[str]:
         "stroke_width": 4,
         "pointer_events": "none",
     }
-    for piece, x, wide, (fill, colour) in _boxes(bucket, room):
-        label = _label(piece, wide)
+    for span, x, wide, (fill, colour) in _boxes(bucket, room):
+        label = _label(span, wide)
         if label:
             yield _text(x + wide / 2, y + 19, label, fill=colour, stroke=fill, **hide)
 
 
-def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[Piece, float, float, tuple[str, str]]]:
+def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[Span, float, float, tuple[str, str]]]:
     """What is drawn, from where, how wide, and the colours of box and text."""
-    turn, scale = 0, room / bucket.numel if bucket.numel else 0.0
-    for piece in _drawn(bucket, scale, _groups(bucket.ranks, room)) if bucket.numel else ():
-        paint = SEVERAL if piece.several > 1 else BLUES[turn % 2] if piece.several else HATCHED
-        turn += piece.several == 1
-        yield piece, LEFT + piece.start * scale, max(piece.numel * scale, 0.75), paint
+    if not bucket.numel:
+        return
+    turn = 0
+    scale = room / bucket.numel
+    for span in _list_drawn(bucket, scale, _count_groups(bucket.ranks, room)):
+        paint = HATCHED
+        if span.several == 1:
+            paint = BLUES[turn % 2]
+            turn += 1
+        elif span.several:
+            paint = SEVERAL
+        yield span, LEFT + span.start * scale, max(span.numel * scale, 0.75), paint
 
 
-def _drawn(bucket: Bucket, scale: float, groups: int) -> Iterator[Piece]:
-    """The pieces, where those too narrow to see are one, from one border between `groups` to the next."""
-    run: list[Piece] = []
-    for piece in bucket.pieces:
-        wide = piece.numel * scale >= (SLIT if piece.padding else NARROW)
-        beyond = (
-            run and run[0].start * groups // bucket.numel != piece.start * groups // bucket.numel
-        )
-        if run and (wide or beyond):
-            yield _merged(run)
+def _list_drawn(bucket: Bucket, scale: float, groups: int) -> Iterator[Span]:
+    """The spans, where those too narrow to see are one, from one border between `groups` to the next."""
+    run: list[Span] = []
+    for span in bucket.spans:
+        least = SLIT if span.padding else NARROW
+        is_wide = span.numel * scale >= least
+        if run and (is_wide or _is_beyond(bucket, run[0], span, groups)):
+            yield _merge(run)
             run = []
-        if wide:
-            yield piece
+        if is_wide:
+            yield span
         else:
-            run.append(piece)
+            run.append(span)
     if run:
-        yield _merged(run)
+        yield _merge(run)
 
 
-def _merged(run: Sequence[Piece]) -> Piece:
-    params = [piece for piece in run if piece.several]
-    if len(run) == 1 or not params:
-        return gap(run[0].start, run[-1].end) if not params else run[0]
-    padding = sum(piece.padding for piece in run)
-    names = params[0].name if len(params) == 1 else f"{params[0].name}\n... {params[-1].name}"
-    return Piece(run[0].start, run[-1].end, names, params[0].shape, padding, len(params))
+def _is_beyond(bucket: Bucket, first: Span, span: Span, groups: int) -> bool:
+    """Whether a border between groups of ranks lies between the beginnings of the two."""
+    return first.start * groups // bucket.numel != span.start * groups // bucket.numel
 
 
-def _tooltip(bucket: Bucket, piece: Piece) -> str:
-    ranks = (
-        f"ranks {bucket.held_by(piece)}"
-        if "-" in bucket.held_by(piece)
-        else f"rank {bucket.held_by(piece)}"
-    )
-    where = f"{count(piece.numel, 'element')} at {bucket.within(piece)}, {ranks}"
-    if not piece.several:
+def _merge(run: Sequence[Span]) -> Span:
+    """The spans as one: that of a parameter that is alone, or several with their padding."""
+    start = run[0].start
+    end = run[-1].end
+    params = [span for span in run if span.several]
+    if not params:
+        return make_gap(start, end)
+    if len(run) == 1:
+        return run[0]
+    padding = sum(span.padding for span in run)
+    names = params[0].name
+    if len(params) > 1:
+        names += f"\n... {params[-1].name}"
+    return Span(start, end, names, params[0].shape, padding, len(params))
+
+
+def _tooltip(bucket: Bucket, span: Span) -> str:
+    """What a box is, where it lies and who has it."""
+    ranks = bucket.held_by(span)
+    noun = "ranks" if "-" in ranks else "rank"
+    where = f"{count(span.numel, 'element')} at {bucket.within(span)}, {noun} {ranks}"
+    if not span.several:
         return f"padding\n{where}"
-    within = f"\n{piece.padding:,} of them padding" if piece.padding else ""
-    what = (
-        f"{piece.name} {shape_of(piece)}"
-        if piece.several == 1
-        else f"{piece.several:,} parameters: {piece.name}"
-    )
-    return f"{what}\n{where}{within}"
+    what = f"{span.several:,} parameters: {span.name}"
+    if span.several == 1:
+        what = f"{span.name} {shape_of(span)}"
+    if span.padding:
+        where += f"\n{span.padding:,} of them padding"
+    return f"{what}\n{where}"
 
 
-def _label(piece: Piece, wide: float) -> str:
+def _label(span: Span, wide: float) -> str:
     """As much of the end of its name as there is room for, in whole parts."""
     letters = int((wide - 6) / LETTER)
-    if not piece.several:
-        return ""
-    if piece.several > 1:
-        return next(
-            (
-                t
-                for t in (f"{piece.several:,} parameters", f"{piece.several:,}")
-                if len(t) <= letters
-            ),
-            "",
-        )
-    parts = piece.name.removesuffix(".weight").split(".")
-    ends = (".".join(parts[i:]) for i in range(len(parts)))
-    return next((t for i, end in enumerate(ends) if len(t := "…" * (i > 0) + end) <= letters), "")
+    for text in _list_labels(span):
+        if len(text) <= letters:
+            return text
+    return ""
+
+
+def _list_labels(span: Span) -> Iterator[str]:
+    """What may be written on a box, the longest first."""
+    if span.several > 1:
+        yield f"{span.several:,} parameters"
+        yield f"{span.several:,}"
+    if span.several == 1:
+        parts = span.name.removesuffix(".weight").split(".")
+        yield ".".join(parts)
+        for i in range(1, len(parts)):
+            yield "…" + ".".join(parts[i:])

@@ -34,32 +34,31 @@ import heapq
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardmath.base import dtypes
+from shardmath.base.arrays import Ints
 from shardmath.base.errors import ParamLayoutError
-from shardmath.buffers.param import positive
-from shardmath.buffers.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout
+from shardmath.buffers.grouping import BufferKey, FullParamLayout
+from shardmath.buffers.param import read_positive
+from shardmath.buffers.param_layout import PerBufferParamLayout
 from shardmath.buffers.shares import shard_numel
-from shardmath.pictures.text import nbytes, table
+from shardmath.pictures.text import count, count_more, nbytes, share, table
 
 __all__ = [
     "Bucket",
-    "Piece",
-    "buckets_of",
+    "Span",
     "buffer_map",
     "buffer_table",
-    "checked",
-    "count",
     "every",
-    "gap",
-    "more_of",
+    "list_buckets",
+    "make_gap",
+    "read_arguments",
     "shape_of",
-    "share",
-    "summary",
+    "summarize",
 ]
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
@@ -67,7 +66,7 @@ OTHERS, PADDING = "#=", "."
 KEY = 'a-z parameters, #= others, . padding, | between ranks; "at" is where in the flat array of its first rank'
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Elements start..end-1 of a bucket: of one parameter, of padding (""), or, drawn as one, of `several`."""
 
     start: int
@@ -79,119 +78,109 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements."""
         return self.end - self.start
 
 
 class Bucket(NamedTuple):
-    """One bucket to be drawn: where it lies, and its pieces in order of their addresses, without a gap."""
+    """One bucket to be drawn: where it lies, and its spans in order of their addresses, without a gap."""
 
     number: int
     start: int
     numel: int
-    pieces: tuple[Piece, ...]
+    spans: tuple[Span, ...]
     ranks: int
 
     @property
-    def params(self) -> list[Piece]:
-        return [piece for piece in self.pieces if piece.several]
+    def params(self) -> list[Span]:
+        """The spans of parameters."""
+        return [span for span in self.spans if span.several]
 
     @property
     def padding(self) -> int:
-        return sum(piece.padding for piece in self.pieces)
+        """Elements of padding."""
+        return sum(span.padding for span in self.spans)
 
-    def within(self, piece: Piece) -> str:
+    def within(self, span: Span) -> str:
         """Where in the buffer it lies."""
-        return f"[{self.start + piece.start:,}, {self.start + piece.end:,})"
+        return f"[{self.start + span.start:,}, {self.start + span.end:,})"
 
-    def held_by(self, piece: Piece) -> str:
+    def held_by(self, span: Span) -> str:
         """The ranks that have some of it."""
-        if not piece.numel:
+        if not span.numel:
             return "none"
-        first, last = (at * self.ranks // self.numel for at in (piece.start, piece.end - 1))
+        first = span.start * self.ranks // self.numel
+        last = (span.end - 1) * self.ranks // self.numel
         return str(first) if first == last else f"{first}-{last}"
 
-    def at(self, piece: Piece) -> int:
+    def at(self, span: Span) -> int:
         """Where it begins in the flat array of the first rank that has some of it."""
         size = max(self.numel // self.ranks, 1)
-        return self.start // self.ranks + piece.start % size
+        return self.start // self.ranks + span.start % size
 
 
-def buckets_of(layout: PerBufferParamLayout, ranks: int, most: int) -> list[Bucket]:
+def list_buckets(layout: PerBufferParamLayout, ranks: int, most: int) -> list[Bucket]:
     """The first `most` buckets."""
+    borders = layout.bucket_indices[:most]
     shapes = layout.shapes or [None] * len(layout.placed)
-    spans = layout.bucket_indices[:most]
-    held: list[list[Piece]] = [[] for _ in spans]
+    held: list[list[Span]] = [[] for _ in borders]
     for (name, (start, end, number)), shape in zip(layout.placed, shapes, strict=True):
-        if number < len(spans):
-            first = spans[number][0]
-            held[number].append(Piece(start - first, end - first, name, shape))
-    return [
-        Bucket(number, start, end - start, tuple(_without_gaps(pieces, end - start)), ranks)
-        for number, ((start, end), pieces) in enumerate(zip(spans, held, strict=True))
-    ]
+        if number < len(borders):
+            first = borders[number][0]
+            held[number].append(Span(start - first, end - first, name, shape))
+    buckets = []
+    for number, (start, end) in enumerate(borders):
+        spans = _fill_gaps(held[number], end - start)
+        buckets.append(Bucket(number, start, end - start, tuple(spans), ranks))
+    return buckets
 
 
-def _without_gaps(pieces: Iterable[Piece], numel: int) -> Iterator[Piece]:
-    """The pieces in order, and padding wherever there is none."""
+def _fill_gaps(spans: Iterable[Span], numel: int) -> Iterator[Span]:
+    """The spans in order, and padding wherever there is none."""
     end = 0
-    for piece in sorted(pieces, key=lambda piece: piece[:2]):
-        if piece.start > end:
-            yield gap(end, piece.start)
-        yield piece
-        end = piece.end
+    for span in sorted(spans, key=_PLACE):
+        if span.start > end:
+            yield make_gap(end, span.start)
+        yield span
+        end = span.end
     if end < numel:
-        yield gap(end, numel)
+        yield make_gap(end, numel)
 
 
-def gap(start: int, end: int) -> Piece:
-    return Piece(start, end, padding=end - start, several=0)
+_PLACE = itemgetter(0, 1)
+"""Start and end of a span, by which spans are sorted."""
 
 
-def share(part: int, whole: int) -> str:
-    """A part as people read it; what is there is never called nothing.
-
-    >>> share(1, 8), share(0, 8), share(1, 10**6), share(0, 0)
-    ('12.50 %', '0.00 %', '<0.01 %', '0.00 %')
-    """
-    percent = 100 * part / whole if whole else 0.0
-    return "<0.01 %" if 0 < percent < 0.005 else f"{percent:.2f} %"
-
-
-def count(number: int, what: str) -> str:
-    """How many.
-
-    >>> count(1, "bucket"), count(5059, "bucket")
-    ('1 bucket', '5,059 buckets')
-    """
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def more_of(number: int, most: int, what: str) -> list[str]:
-    return [f"... and {count(number - most, f'more {what}')}"] if number > most else []
+def make_gap(start: int, end: int) -> Span:
+    """Padding."""
+    return Span(start, end, padding=end - start, several=0)
 
 
 # What a buffer holds, in numbers
 
 
-def _filled_below(layout: PerBufferParamLayout) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+def _filled_below(layout: PerBufferParamLayout) -> Callable[[Ints], Ints]:
     """The function from positions to how many elements of parameters lie below each."""
-    spans = sorted((start, end) for _, (start, end, _) in layout.placed if end > start)
-    starts, ends = np.array(spans or [(0, 0)], np.int64).T
-    before = np.concatenate([[0], np.cumsum(ends - starts)[:-1]])
+    filled = sorted((start, end) for _, (start, end, _) in layout.placed if end > start)
+    starts, ends = np.array(filled or [(0, 0)], np.int64).T
+    sizes = ends - starts
+    before = sizes.cumsum() - sizes
 
-    def below(at: NDArray[np.int64]) -> NDArray[np.int64]:
+    def below(at: Ints) -> Ints:
+        # The last parameter that starts at or before a position, or the first.
         last = np.maximum(np.searchsorted(starts, at, side="right") - 1, 0)
-        filled: NDArray[np.int64] = before[last] + np.clip(
-            at - starts[last], 0, ends[last] - starts[last]
-        )
-        return filled
+        within = np.clip(at - starts[last], 0, sizes[last])
+        found: Ints = before[last] + within
+        return found
 
     return below
 
 
-def _paddings(layout: PerBufferParamLayout, ranks: int) -> tuple[list[int], NDArray[np.int64]]:
+def _count_padding(layout: PerBufferParamLayout, ranks: int) -> tuple[list[int], Ints]:
     """Elements of padding of each bucket, and of each rank."""
-    below, by_rank, by_bucket = _filled_below(layout), np.zeros(ranks, np.int64), list[int]()
+    below = _filled_below(layout)
+    by_bucket = []
+    by_rank = np.zeros(ranks, np.int64)
     for start, end in layout.bucket_indices:
         size = (end - start) // ranks
         borders = start + size * np.arange(ranks + 1, dtype=np.int64)
@@ -201,22 +190,29 @@ def _paddings(layout: PerBufferParamLayout, ranks: int) -> tuple[list[int], NDAr
     return by_bucket, by_rank
 
 
-def summary(layout: PerBufferParamLayout, ranks: int) -> list[str]:
-    by_bucket, by_rank = _paddings(layout, ranks)
-    what = f"{count(len(layout.placed), 'parameter')} in {count(len(by_bucket), 'bucket')}"
-    padding = f"{layout.padding:,} of them padding ({share(layout.padding, layout.numel)})"
-    lines = [f"{what}: {count(layout.numel, 'element')}, {padding}", _even(layout, by_rank)]
-    sizes = [end - start for start, end in layout.bucket_indices]
-    if len(sizes) > 1 and layout.padding:
-        worst = max(range(len(sizes)), key=lambda i: by_bucket[i] / sizes[i] if sizes[i] else 0.0)
+def summarize(layout: PerBufferParamLayout, ranks: int) -> list[str]:
+    """Lines on the whole buffer: how much it holds, how much of that is padding, and where most of it is."""
+    by_bucket, by_rank = _count_padding(layout, ranks)
+    params = count(len(layout.placed), "parameter")
+    buckets = count(len(by_bucket), "bucket")
+    part = share(layout.padding, layout.numel)
+    padding = f"{layout.padding:,} of them padding ({part})"
+    lines = [f"{params} in {buckets}: {count(layout.numel, 'element')}, {padding}"]
+    lines.append(_compare_ranks(layout, by_rank))
+    if len(by_bucket) > 1 and layout.padding:
+        sizes = [end - start for start, end in layout.bucket_indices]
+        parts = [own / size if size else 0.0 for own, size in zip(by_bucket, sizes, strict=True)]
+        worst = parts.index(max(parts))
         found = share(by_bucket[worst], sizes[worst])
         lines.append(f"bucket with the largest share of padding: {worst:,}, {found}")
     return lines
 
 
-def _even(layout: PerBufferParamLayout, by_rank: NDArray[np.int64]) -> str:
+def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
     """What each rank has."""
-    ranks, least, most = len(by_rank), int(by_rank.argmin()), int(by_rank.argmax())
+    ranks = len(by_rank)
+    least = int(by_rank.argmin())
+    most = int(by_rank.argmax())
     each = f"{layout.numel // ranks:,} elements"
     if ranks == 1:
         return f"1 rank has {each}"
@@ -226,87 +222,86 @@ def _even(layout: PerBufferParamLayout, by_rank: NDArray[np.int64]) -> str:
     return f"{ranks:,} ranks have {each} each; least padding: {lowest}, most: {highest}"
 
 
-def checked(
+def read_arguments(
     layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int
 ) -> tuple[int, int, int]:
     """Shards, width and `most`. Raises ParamLayoutError."""
     if not isinstance(layout, PerBufferParamLayout):
         raise ParamLayoutError(
-            f"{type(layout).__name__} is no layout of one buffer; draw each value of full_layout"
+            f"{type(layout).__name__} is not a layout of one buffer; draw each value of full_layout"
         )
-    ranks, wide = positive(shards, "shards"), positive(width, "width")
+    ranks = read_positive(shards, "shards")
+    wide = read_positive(width, "width")
     shard_numel(layout, ranks)
     if wide < narrowest:
         raise ParamLayoutError(f"width is {wide}; give at least {narrowest}")
-    return ranks, wide, positive(most, "most (buckets to draw)")
-
-
-# Text
+    return ranks, wide, read_positive(most, "most (buckets to draw)")
 
 
 def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, most: int = 8) -> str:
     """The buckets of a buffer that `shards` ranks share, as bars of `width` characters and a list of parameters.
 
     Of all buckets it says the share of padding; of the first `most` it shows what lies where. A buffer that every rank
-    has whole has one shard. Raises ParamLayoutError where ranks do not divide a bucket evenly.
+    has all of has one shard. Raises ParamLayoutError where ranks do not divide a bucket evenly.
     """
-    ranks, wide, most = checked(layout, shards, width, 16, most)
-    lines = [*summary(layout, ranks), KEY]
-    for bucket in buckets_of(layout, ranks, most):
-        lines += ["", *_bucket_lines(bucket, wide, most)]
-    return "\n".join(
-        [*lines, *(f"\n{line}" for line in more_of(len(layout.bucket_indices), most, "bucket"))]
-    )
+    ranks, wide, most = read_arguments(layout, shards, width, 16, most)
+    lines = [*summarize(layout, ranks), KEY]
+    for bucket in list_buckets(layout, ranks, most):
+        lines += ["", *_draw_bucket(bucket, wide, most)]
+    for line in count_more(len(layout.bucket_indices), most, "bucket"):
+        lines += ["", line]
+    return "\n".join(lines)
 
 
-def _bucket_lines(bucket: Bucket, width: int, most: int) -> Iterator[str]:
-    listed = heapq.nlargest(min(most, len(LETTERS)), bucket.params, key=lambda piece: piece.numel)
-    listed.sort(key=lambda piece: piece[:2])
-    letters = {piece.name: letter for piece, letter in zip(listed, LETTERS, strict=False)}
+def _draw_bucket(bucket: Bucket, width: int, most: int) -> Iterator[str]:
+    """The lines of a bucket: what it holds, a bar, and its largest parameters."""
+    listed = heapq.nlargest(min(most, len(LETTERS)), bucket.params, key=lambda span: span.numel)
+    listed.sort(key=_PLACE)
+    letters = {span.name: letter for span, letter in zip(listed, LETTERS, strict=False)}
     padding = f"{bucket.padding:,} padding ({share(bucket.padding, bucket.numel)})"
-    span = bucket.within(Piece(0, bucket.numel))
-    yield f"bucket {bucket.number:,} {span}: {count(len(bucket.params), 'parameter')}, {padding}"
-    yield from _bar(bucket, letters, width)
-    rows = [
-        (
-            letters[p.name],
-            bucket.within(p),
-            bucket.held_by(p),
-            f"{bucket.at(p):,}",
-            shape_of(p),
-            _on_one_line(p.name),
-        )
-        for p in listed
-    ]
-    yield from _columns([("", "elements", "ranks", "at", "shape", "parameter"), *rows])
-    yield from more_of(len(bucket.params), len(listed), "parameter")
+    where = bucket.within(Span(0, bucket.numel))
+    yield f"bucket {bucket.number:,} {where}: {count(len(bucket.params), 'parameter')}, {padding}"
+    yield from _draw_bar(bucket, letters, width)
+    rows = [("", "elements", "ranks", "at", "shape", "parameter")]
+    for span in listed:
+        place = bucket.within(span), bucket.held_by(span), f"{bucket.at(span):,}"
+        rows.append((letters[span.name], *place, shape_of(span), _on_one_line(span.name)))
+    yield from _align(rows)
+    yield from count_more(len(bucket.params), len(listed), "parameter")
 
 
 def _on_one_line(name: str) -> str:
-    return "".join(sign if sign.isprintable() else " " for sign in name)
+    """The name with blanks for what cannot be printed."""
+    signs = [sign if sign.isprintable() else " " for sign in name]
+    return "".join(signs)
 
 
-def shape_of(piece: Piece) -> str:
-    return "?" if piece.shape is None else str(piece.shape)
+def shape_of(span: Span) -> str:
+    """The shape of the span's parameter as people read it."""
+    return "?" if span.shape is None else str(span.shape)
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def _align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns that begin one below the other."""
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  ".join(cells).rstrip()
 
 
-def _bar(bucket: Bucket, letters: dict[str, str], width: int) -> tuple[str, str]:
+def _draw_bar(bucket: Bucket, letters: dict[str, str], width: int) -> tuple[str, str]:
     """The numbers of the ranks, and what lies below each."""
     each = width // bucket.ranks
     if each < 4:
-        return f"     |{_ticks(bucket.ranks, width)}|", f"     |{_cells(bucket, letters, width)}|"
-    cells = _cells(bucket, letters, each * bucket.ranks)
-    ruler = "|".join(str(rank).ljust(each) for rank in range(bucket.ranks))
-    return (
-        f"     |{ruler}|",
-        f"     |{'|'.join(cells[i : i + each] for i in range(0, len(cells), each))}|",
-    )
+        ruler = _ticks(bucket.ranks, width)
+        bar = _draw_cells(bucket, letters, width)
+    else:
+        cells = _draw_cells(bucket, letters, each * bucket.ranks)
+        starts = range(0, len(cells), each)
+        bar = "|".join(cells[i : i + each] for i in starts)
+        ruler = "|".join(str(rank).ljust(each) for rank in range(bucket.ranks))
+    return f"     |{ruler}|", f"     |{bar}|"
 
 
 def _ticks(ranks: int, width: int) -> str:
@@ -314,7 +309,8 @@ def _ticks(ranks: int, width: int) -> str:
     step = every(ranks, width, len(str(ranks)) + 3)
     out = [" "] * width
     for rank in range(0, ranks, step):
-        at, text = rank * width // ranks, f"|{rank}" if rank else "0"
+        at = rank * width // ranks
+        text = f"|{rank}" if rank else "0"
         out[at : at + len(text)] = text
     return "".join(out)[:width].ljust(width)
 
@@ -327,59 +323,77 @@ def every(ranks: int, width: float, room: float) -> int:
     return step
 
 
-def _cells(bucket: Bucket, letters: dict[str, str], width: int) -> str:
+def _draw_cells(bucket: Bucket, letters: dict[str, str], width: int) -> str:
     """What has most of each of `width` equal parts of the bucket."""
     found: list[Counter[str]] = [Counter() for _ in range(width)]
-    for number, piece in enumerate(bucket.pieces):
-        sign = PADDING if piece.padding else letters.get(piece.name, OTHERS[number % 2])
-        lo, hi = piece.start * width, piece.end * width
-        for cell in range(lo // bucket.numel, -(-hi // bucket.numel)) if piece.numel else ():
-            found[cell][sign] += min(hi, (cell + 1) * bucket.numel) - max(lo, cell * bucket.numel)
-    return "".join(cell.most_common(1)[0][0] if cell else PADDING for cell in found)
+    numel = bucket.numel
+    for number, span in enumerate(bucket.spans):
+        if not span.numel:
+            continue
+        sign = PADDING if span.padding else letters.get(span.name, OTHERS[number % 2])
+        # In units of which a cell has `numel` and an element `width`, all borders are integers.
+        lo = span.start * width
+        hi = span.end * width
+        for cell in range(lo // numel, -(-hi // numel)):
+            begin = max(lo, cell * numel)
+            end = min(hi, (cell + 1) * numel)
+            found[cell][sign] += end - begin
+    signs = [cell.most_common(1)[0][0] if cell else PADDING for cell in found]
+    return "".join(signs)
 
 
 def buffer_table(layouts: FullParamLayout) -> str:
     """The buffers of a model, a line each: which parameters share it, how many, elements, padding, gradients' bytes.
 
-    Raises ParamLayoutError for what is no FullParamLayout.
+    Raises ParamLayoutError for what is not a FullParamLayout.
     """
     if not isinstance(layouts, FullParamLayout):
         raise ParamLayoutError(
             f"{type(layouts).__name__} is not the buffers of a model; give what full_layout returns"
         )
-    head = [
-        "dtype",
-        "gradients",
-        "expert",
-        "managed",
-        "parameters",
-        "buckets",
-        "elements",
-        "padding",
-        "share",
-        "bytes",
-    ]
-    rows = [
-        [*_kind(key), *_counts([layout]), _bytes([(key, layout)])]
-        for key, layout in layouts.entries
-    ]
+    rows = []
+    for key, layout in layouts.entries:
+        rows.append([*_describe(key), *_count([layout]), _count_bytes([(key, layout)])])
     if len(rows) > 1:
-        rows.append(["all", "", "", "", *_counts(list(layouts.values())), _bytes(layouts.entries)])
-    return table(head, rows)
+        every = list(layouts.values())
+        rows.append(["all", "", "", "", *_count(every), _count_bytes(layouts.entries)])
+    return table(HEAD, rows)
 
 
-def _kind(key: BufferKey) -> list[str]:
-    marks = (key.is_expert_parallel, key.is_managed_by_layer_wise_optimizer)
-    return [key.param_dtype, key.grad_dtype, *("yes" if mark else "no" for mark in marks)]
+HEAD = (
+    "dtype",
+    "gradients",
+    "expert",
+    "managed",
+    "parameters",
+    "buckets",
+    "elements",
+    "padding",
+    "share",
+    "bytes",
+)
+"""Of the columns of a table."""
 
 
-def _counts(layouts: Sequence[PerBufferParamLayout]) -> list[str]:
-    numbers = [
-        (len(one.placed), len(one.bucket_indices), one.numel, one.padding) for one in layouts
-    ]
-    params, buckets, numel, padding = map(sum, zip(*numbers, strict=True))
+def _describe(key: BufferKey) -> list[str]:
+    """The first columns: what the parameters of a buffer have in common."""
+    expert = "yes" if key.is_expert_parallel else "no"
+    managed = "yes" if key.is_managed_by_layer_wise_optimizer else "no"
+    return [key.param_dtype, key.grad_dtype, expert, managed]
+
+
+def _count(layouts: Sequence[PerBufferParamLayout]) -> list[str]:
+    """The columns of numbers, of several buffers together."""
+    params = sum(len(one.placed) for one in layouts)
+    buckets = sum(len(one.bucket_indices) for one in layouts)
+    numel = sum(one.numel for one in layouts)
+    padding = sum(one.padding for one in layouts)
     return [f"{params:,}", f"{buckets:,}", f"{numel:,}", f"{padding:,}", share(padding, numel)]
 
 
-def _bytes(entries: Iterable[tuple[BufferKey, PerBufferParamLayout]]) -> str:
-    return nbytes(sum(layout.numel * dtypes.itemsize(key.grad_dtype) for key, layout in entries))
+def _count_bytes(entries: Iterable[tuple[BufferKey, PerBufferParamLayout]]) -> str:
+    """The bytes of the gradients."""
+    total = 0
+    for key, layout in entries:
+        total += layout.numel * dtypes.itemsize(key.grad_dtype)
+    return nbytes(total)

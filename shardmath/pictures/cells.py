@@ -28,16 +28,33 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.partition import partition, spans
 from shardmath.base.arrays import Bools, Ints, ranges
 from shardmath.layouts.layout import Layout
+from shardmath.pictures.elements import brief
 
-__all__ = ["Cells", "Holders", "Panel", "Span", "cells_of", "idle_ranks", "rank_text"]
+__all__ = [
+    "Cells",
+    "Holders",
+    "Panel",
+    "Stretch",
+    "cells_of",
+    "idle_ranks",
+    "rank_text",
+    "write_holders",
+    "write_label",
+]
 
-Span: TypeAlias = tuple[int, int]
+Stretch: TypeAlias = tuple[int, int]
 """Positions start..stop-1 of a dimension."""
 Holders: TypeAlias = tuple[tuple[int, ...], ...]
 """Who holds a cell: by addend, ranks ascending; empty where nobody does."""
 
 MOST_CELLS = 600
 MOST_PANELS = 6
+MOST_TITLE = 160
+"""Characters of holders in words."""
+MOST_ADDENDS = 16
+"""Addends of a sum that are named in words."""
+MOST_NAMED = 8
+"""Addends of a sum that are named in a box."""
 
 
 class Panel(NamedTuple):
@@ -46,9 +63,9 @@ class Panel(NamedTuple):
     A tensor of one dimension has one row, one without dimensions one cell.
     """
 
-    lead: tuple[Span, ...]
-    rows: tuple[Span, ...]
-    columns: tuple[Span, ...]
+    lead: tuple[Stretch, ...]
+    rows: tuple[Stretch, ...]
+    columns: tuple[Stretch, ...]
     holders: tuple[tuple[Holders, ...], ...]
 
 
@@ -62,44 +79,59 @@ class Cells(NamedTuple):
 class _Strip(NamedTuple):
     """Stretches of a dimension and, by stretch and position in the mesh, who holds them."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[Stretch, ...]
     held: Bools
 
 
-_Stretch: TypeAlias = tuple[Span, tuple[int, ...]]
-"""A span, and the parts of the dimension that have it."""
+_Owned: TypeAlias = tuple[Stretch, tuple[int, ...]]
+"""A stretch, and the parts of the dimension that have it."""
 
 
 def cells_of(layout: Layout, most: int = MOST_CELLS) -> Cells:
     """At most so many cells of the layout, in its order."""
-    stretches = [_stretches(dim) for dim in layout.dims]
-    lead, shown = stretches[:-2], stretches[-2:]
+    owned = [_cut_dimension(dim) for dim in layout.dims]
+    lead = owned[:-2]
     count = math.prod(len(one) for one in lead)
     room = max(most // max(min(count, MOST_PANELS), 1), 1)
-    limits = _limits(len(shown[0]), len(shown[-1]), room) if len(shown) > 1 else (room,)
-    cut = [_without_middle(one, limit) for one, limit in zip(shown, limits, strict=False)]
-    cut = [one[:MOST_PANELS] for one in lead] + cut
-    strips = [_strip(one, dim, layout.mesh) for one, dim in zip(cut, layout.dims, strict=True)]
-    whole = _Strip(((0, 1),), np.ones((1, layout.mesh.size), bool))
-    *before, rows, columns = [whole] * (2 - len(strips)) + strips
-    leads = itertools.islice(_leads(before, layout.mesh.size), MOST_PANELS)
+    kept = [one[:MOST_PANELS] for one in lead]
+    kept += _keep_shown(owned[-2:], room)
+    strips = []
+    for one, dim in zip(kept, layout.dims, strict=True):
+        strips.append(_make_strip(one, dim, layout.mesh))
+    # A tensor of fewer than two dimensions is drawn as one row, or as one cell.
+    everywhere = _Strip(((0, 1),), np.ones((1, layout.mesh.size), bool))
+    *before, rows, columns = [everywhere] * (2 - len(strips)) + strips
     names = _Names(layout)
-    panels = [
-        Panel(spans, rows.spans, columns.spans, names.of_panel(held, rows, columns))
-        for spans, held in leads
-    ]
+    panels = []
+    leads = _list_leads(before, layout.mesh.size)
+    for lead_spans, held in itertools.islice(leads, MOST_PANELS):
+        holders = names.of_panel(held, rows, columns)
+        panels.append(Panel(lead_spans, rows.spans, columns.spans, holders))
     return Cells(tuple(panels), count)
 
 
-def _strip(stretches: Sequence[_Stretch], dim: Dimension, mesh: Mesh) -> _Strip:
+def _keep_shown(owned: Sequence[list[_Owned]], room: int) -> list[list[_Owned]]:
+    """Of rows and columns those that are shown, so that there are at most so many cells."""
+    limits = [room]
+    if len(owned) > 1:
+        limits = list(_find_limits(len(owned[0]), len(owned[1]), room))
+    return [_drop_middle(one, limit) for one, limit in zip(owned, limits, strict=False)]
+
+
+def _make_strip(owned: Sequence[_Owned], dim: Dimension, mesh: Mesh) -> _Strip:
     """The stretches, and who holds each."""
     by_rank = partition(dim).by_rank(mesh)
-    known = {parts: np.isin(by_rank, parts) for parts in {parts for _, parts in stretches}}
-    held = [known[parts] for _, parts in stretches]
-    return _Strip(tuple(span for span, _ in stretches), np.array(held, bool).reshape(-1, mesh.size))
+    known: dict[tuple[int, ...], Bools] = {}
+    held = []
+    for _, parts in owned:
+        if parts not in known:
+            known[parts] = np.isin(by_rank, parts)
+        held.append(known[parts])
+    stretches = tuple(stretch for stretch, _ in owned)
+    return _Strip(stretches, np.array(held, bool).reshape(-1, mesh.size))
 
 
-def _stretches(dim: Dimension) -> list[_Stretch]:
+def _cut_dimension(dim: Dimension) -> list[_Owned]:
     """Where the parts of the dimension begin and end, and which of them have what is between."""
     start, stop, _, part = spans(partition(dim).parts)
     borders = np.unique(np.concatenate((start, stop, [0, dim.size])))
@@ -109,12 +141,12 @@ def _stretches(dim: Dimension) -> list[_Stretch]:
     holding: list[list[int]] = [[] for _ in borders[1:]]
     for at, one in zip(stretch.tolist(), part[segment].tolist(), strict=True):
         holding[at].append(one)
-    return _joined(borders, [tuple(sorted(parts)) for parts in holding])
+    return _join_alike(borders, [tuple(sorted(parts)) for parts in holding])
 
 
-def _joined(borders: Ints, holding: Sequence[tuple[int, ...]]) -> list[_Stretch]:
+def _join_alike(borders: Ints, holding: Sequence[tuple[int, ...]]) -> list[_Owned]:
     """The stretches between borders, where neighbours that are held alike are one."""
-    out: list[_Stretch] = []
+    out: list[_Owned] = []
     for span, parts in zip(itertools.pairwise(borders.tolist()), holding, strict=True):
         if out and out[-1][1] == parts:
             out[-1] = ((out[-1][0][0], span[1]), parts)
@@ -123,16 +155,19 @@ def _joined(borders: Ints, holding: Sequence[tuple[int, ...]]) -> list[_Stretch]
     return out
 
 
-def _leads(strips: Sequence[_Strip], ranks: int) -> Iterator[tuple[tuple[Span, ...], Bools]]:
+def _list_leads(
+    strips: Sequence[_Strip], ranks: int
+) -> Iterator[tuple[tuple[Stretch, ...], Bools]]:
     """The stretches of the leading dimensions, the last fastest, and who holds each."""
-    for index in itertools.product(*(range(len(strip.spans)) for strip in strips)):
+    pairs = [list(zip(strip.spans, strip.held, strict=True)) for strip in strips]
+    for chosen in itertools.product(*pairs):
         held = np.ones(ranks, bool)
-        for i, strip in zip(index, strips, strict=True):
-            held &= strip.held[i]
-        yield tuple(strip.spans[i] for i, strip in zip(index, strips, strict=True)), held
+        for _, here in chosen:
+            held &= here
+        yield tuple(span for span, _ in chosen), held
 
 
-def _limits(rows: int, columns: int, most: int) -> tuple[int, int]:
+def _find_limits(rows: int, columns: int, most: int) -> tuple[int, int]:
     """How many rows and columns are shown, so that there are at most so many cells."""
     if rows * columns <= most:
         return rows, columns
@@ -144,7 +179,7 @@ def _limits(rows: int, columns: int, most: int) -> tuple[int, int]:
     return side, side
 
 
-def _without_middle(stretches: list[_Stretch], most: int) -> list[_Stretch]:
+def _drop_middle(stretches: list[_Owned], most: int) -> list[_Owned]:
     """The first and the last of the stretches, at most so many."""
     if len(stretches) <= most:
         return stretches
@@ -164,9 +199,11 @@ class _Names:
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
         """Who holds each cell of a panel, of which these positions hold some."""
-        return tuple(
-            tuple(self.of_cell(held & here & there) for there in columns.held) for here in rows.held
-        )
+        panel = []
+        for here in rows.held:
+            cells = [self.of_cell(held & here & there) for there in columns.held]
+            panel.append(tuple(cells))
+        return tuple(panel)
 
     def of_cell(self, held: Bools) -> Holders:
         """Who holds a cell."""
@@ -176,9 +213,14 @@ class _Names:
         return self.known[key]
 
     def _by_addend(self, held: Bools) -> Holders:
-        ranks, addend = self.ranks[held], self.addend[held]
-        numbers = np.unique(addend)
-        return tuple(tuple(np.sort(ranks[addend == number]).tolist()) for number in numbers)
+        """The ranks of each addend, ascending."""
+        ranks = self.ranks[held]
+        addend = self.addend[held]
+        holders = []
+        for number in np.unique(addend):
+            own = np.sort(ranks[addend == number])
+            holders.append(tuple(own.tolist()))
+        return tuple(holders)
 
 
 def idle_ranks(layout: Layout) -> list[int]:
@@ -213,3 +255,49 @@ def _rank_words(ranks: Sequence[int]) -> Iterator[str]:
             yield f"{run[0]}-{run[-1]}"
         else:
             yield from map(str, run)
+
+
+def write_holders(holders: Holders, op: str | None) -> str:
+    """The holders, in words."""
+    if not holders:
+        return "nobody"
+    if len(holders) == 1:
+        noun = "rank" if len(holders[0]) == 1 else "ranks"
+        text = f"{noun} {rank_text(holders[0])}"
+    else:
+        addends = [f"({rank_text(one)})" for one in holders[:MOST_ADDENDS]]
+        text = f"{op} of {' + '.join(addends)}"
+    return brief(text, MOST_TITLE)
+
+
+def write_label(holders: Holders, op: str | None, letters: int) -> str:
+    """The holders in so many letters, or how many they are; nothing where even that has no room."""
+    if not holders:
+        return ""
+    count = sum(map(len, holders))
+    texts = [*_list_names(holders, op), f"{count:,} ranks"]
+    if count > 1:
+        texts.append(f"×{count:,}")
+    for text in texts:
+        if len(text) <= letters:
+            return text
+    return ""
+
+
+def _list_names(holders: Holders, op: str | None) -> tuple[str, ...]:
+    """The holders by name, with and without spaces; nothing for too many."""
+    if len(holders) > MOST_NAMED:
+        return ()
+    texts = [rank_text(one, most=4) for one in holders]
+    if len(holders) == 1:
+        wide = texts[0]
+    elif op in ("sum", "avg"):
+        wide = " + ".join(map(_bracket_several, texts))
+    else:
+        wide = f"{op}({' | '.join(texts)})"
+    return wide, wide.replace(" ", "")
+
+
+def _bracket_several(text: str) -> str:
+    """Ranks as an addend: several are in brackets."""
+    return f"({text})" if "," in text or "-" in text else text

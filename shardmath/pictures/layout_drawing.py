@@ -25,13 +25,25 @@ from shardmath.pictures.cells import (
     Cells,
     Holders,
     Panel,
-    Span,
+    Stretch,
     cells_of,
     idle_ranks,
-    rank_text,
+    write_holders,
+    write_label,
 )
-from shardmath.pictures.elements import LETTER, LINE, Drawing, below, beside, box, brief, lines
-from shardmath.pictures.palette import VERMILION, ink, palette
+from shardmath.pictures.elements import (
+    LETTER,
+    LINE,
+    VERMILION,
+    Drawing,
+    below,
+    beside,
+    box,
+    brief,
+    ink,
+    lines,
+    palette,
+)
 
 __all__ = ["colours_of", "draw_layout", "layout_svg"]
 
@@ -49,8 +61,6 @@ GAP = 22.0
 """Pixels of what is left out."""
 LEFT, TOP = 48.0, 20.0
 """Pixels beside and above a panel, for the positions where stretches begin."""
-MOST_TITLE = 160
-"""Characters of the title of a box."""
 MOST_LEGEND = 8
 MOST_DESCRIBED = 16
 """Ranks in the description for people who do not see the picture."""
@@ -102,13 +112,16 @@ def draw_layout(layout: Layout, cells: Cells, colours: Colours, wide: float = WI
     panels = [_Panel(layout, panel, colours, wide) for panel in cells.panels]
     drawn = [panel.draw() for panel in panels]
     rows = [beside(drawn[i : i + 3], 16) for i in range(0, len(drawn), 3)]
-    labelled = {holders for panel in panels for holders in panel.labelled}
+    labelled: set[Holders] = set()
+    for panel in panels:
+        labelled |= panel.labelled
     parts = [lines([str(layout)], font_weight="bold"), below(rows, 10)]
     parts += _legend(layout, _distinct(cells.panels), colours, labelled)
-    parts += [lines(_notes(layout, cells))]
+    parts.append(lines(_notes(layout, cells)))
     if any(map(layout.holes, layout.mesh.ranks[:MOST_LOCAL])):
         parts.append(_local_tensors(layout))
-    return below([part for part in parts if part.height], 6)
+    filled = [part for part in parts if part.height]
+    return below(filled, 6)
 
 
 def colours_of(several: Iterable[Cells]) -> Colours:
@@ -120,7 +133,11 @@ def colours_of(several: Iterable[Cells]) -> Colours:
 
 def _distinct(panels: Iterable[Panel]) -> list[Holders]:
     """The sets of holders, nobody left out, in the order of their first ranks."""
-    found = {held for panel in panels for row in panel.holders for held in row if held}
+    found: set[Holders] = set()
+    for panel in panels:
+        for row in panel.holders:
+            found.update(row)
+    found.discard(())
     return sorted(found)
 
 
@@ -132,12 +149,14 @@ class _Scale(NamedTuple):
     total: float
 
 
-def _scale(spans: Sequence[Span], room: float) -> _Scale:
+def _scale(spans: Sequence[Stretch], room: float) -> _Scale:
     """Stretches to scale; a gap for what is left out between them."""
     sizes = [stop - start for start, stop in spans]
     each = min(ELEMENT, room / max(sum(sizes), 1))
     least = min(SEEN, MOST_PIXELS / max(len(spans), 1))
-    at, pixels, x = [], [], 0.0
+    at = []
+    pixels = []
+    x = 0.0
     for i, size in enumerate(sizes):
         if i and spans[i - 1][1] != spans[i][0]:
             x += GAP
@@ -151,7 +170,9 @@ class _Panel:
     """One panel, and the sets of holders that it names."""
 
     def __init__(self, layout: Layout, panel: Panel, colours: Colours, wide: float) -> None:
-        self.layout, self.panel, self.colours = layout, panel, colours
+        self.layout = layout
+        self.panel = panel
+        self.colours = colours
         self.columns = _scale(panel.columns, wide)
         self.rows = _scale(panel.rows, HIGH)
         self.labelled: set[Holders] = set()
@@ -172,8 +193,9 @@ class _Panel:
         """The drawing under the slice of the leading dimensions that it is of."""
         if not self.panel.lead:
             return drawing
-        spans = [f"{start}:{stop}" for start, stop in self.panel.lead]
-        return below([lines([f"[{', '.join([*spans, ':', ':'])}]"]), drawing], 2)
+        slices = [f"{start}:{stop}" for start, stop in self.panel.lead]
+        head = ", ".join([*slices, ":", ":"])
+        return below([lines([f"[{head}]"]), drawing], 2)
 
     def _ticks(self, left: float) -> Iterator[str]:
         """Positions at which stretches begin, and the length of the dimension."""
@@ -199,7 +221,7 @@ class _Panel:
         """A box for each cell."""
         for i, j, x, y, width, height in self._places():
             holders = self.panel.holders[i][j]
-            title = f"{self._box_text(i, j)} {_who(holders, self.layout.op)}"
+            title = f"{self._box_text(i, j)} {write_holders(holders, self.layout.op)}"
             yield box(left + x, y, width, height, title, **self._paint(holders, width, height))
 
     def _paint(self, holders: Holders, width: float, height: float) -> dict[str, str]:
@@ -215,13 +237,14 @@ class _Panel:
         """The box of a cell, as a slice of the tensor."""
         spans = (*self.panel.lead, self.panel.rows[i], self.panel.columns[j])
         own = spans[len(spans) - self.layout.ndim :]
-        return f"[{', '.join(f'{start}:{stop}' for start, stop in own)}]"
+        slices = [f"{start}:{stop}" for start, stop in own]
+        return f"[{', '.join(slices)}]"
 
     def _labels(self, left: float) -> Iterator[str]:
         """The holders, in those boxes that have room for them."""
         for i, j, x, y, width, height in self._places():
             holders = self.panel.holders[i][j]
-            text = _label(holders, self.layout.op, int((width - 4) / LETTER))
+            text = write_label(holders, self.layout.op, int((width - 4) / LETTER))
             if holders and text and height >= LINE - 4:
                 self.labelled.add(holders)
                 middle = {"text_anchor": "middle", "pointer_events": "none"}
@@ -238,7 +261,7 @@ HATCH = (
 )
 
 
-def _shown(spans: Sequence[Span], scale: _Scale, *, across: bool) -> Iterator[tuple[float, int]]:
+def _shown(spans: Sequence[Stretch], scale: _Scale, *, across: bool) -> Iterator[tuple[float, int]]:
     """Borders of stretches that have room for their number: the last one always, others from the left."""
     if not spans:
         return
@@ -257,44 +280,9 @@ def _shown(spans: Sequence[Span], scale: _Scale, *, across: bool) -> Iterator[tu
 
 def _half(position: int, across: bool) -> float:
     """Half of the pixels that a number takes along the dimension."""
-    return (len(str(position)) * LETTER + 6) / 2 if across else 6.5
-
-
-def _who(holders: Holders, op: str | None) -> str:
-    """The holders, in words."""
-    if not holders:
-        return "nobody"
-    if len(holders) == 1:
-        noun = "rank" if len(holders[0]) == 1 else "ranks"
-        text = f"{noun} {rank_text(holders[0])}"
-    else:
-        text = f"{op} of {' + '.join(f'({rank_text(one)})' for one in holders[:16])}"
-    return brief(text, MOST_TITLE)
-
-
-def _label(holders: Holders, op: str | None, letters: int) -> str:
-    """The holders in so many letters, or how many they are; nothing where even that has no room."""
-    if not holders:
-        return ""
-    count = sum(map(len, holders))
-    for text in (*_names(holders, op), f"{count:,} ranks", f"×{count:,}" if count > 1 else ""):
-        if len(text) <= letters:
-            return text
-    return ""
-
-
-def _names(holders: Holders, op: str | None) -> tuple[str, ...]:
-    """The holders by name, with and without spaces."""
-    texts = [rank_text(one, most=4) for one in holders[:8]]
-    if len(holders) == 1:
-        wide = texts[0]
-    elif op in ("sum", "avg"):
-        wide = " + ".join(f"({text})" if "," in text or "-" in text else text for text in texts)
-    else:
-        wide = f"{op}({' | '.join(texts)})"
-    if len(holders) > 8:
-        return ()
-    return wide, wide.replace(" ", "")
+    if not across:
+        return 6.5
+    return (len(str(position)) * LETTER + 6) / 2
 
 
 def _legend(
@@ -313,7 +301,7 @@ def _legend(
 
 def _entry(holders: Holders, op: str | None, colour: str) -> Drawing:
     """A colour and what it stands for."""
-    text = _who(holders, op)
+    text = write_holders(holders, op)
     shown = brief(text, 60)
     parts = (box(0, 3, 12, 12, fill=colour), elements.words(18, LINE * 0.75, shown))
     return Drawing(18 + len(shown) * LETTER, LINE, parts)
@@ -331,10 +319,15 @@ def _notes(layout: Layout, cells: Cells) -> Iterator[str]:
         yield f"hatched: addends of a {layout.op} along {axes}"
     idle = idle_ranks(layout)
     if idle and 0 not in layout.shape:
-        yield f"{_who((tuple(idle),), None)}: nothing"
-    if any(not held for panel in cells.panels for row in panel.holders for held in row):
+        yield f"{write_holders((tuple(idle),), None)}: nothing"
+    if any(map(_has_unheld, cells.panels)):
         yield "dashed: nobody"
     yield from _left_out(layout, cells)
+
+
+def _has_unheld(panel: Panel) -> bool:
+    """Whether nobody holds some cell of the panel."""
+    return any(() in row for row in panel.holders)
 
 
 def _left_out(layout: Layout, cells: Cells) -> Iterator[str]:
@@ -354,24 +347,29 @@ def _local_tensors(layout: Layout) -> Drawing:
     """The local tensors of the first ranks, holes dashed."""
     shown = layout.mesh.ranks[:MOST_LOCAL]
     drawn = [_local_tensor(layout, rank) for rank in shown]
+    parts = [lines(["local tensors; dashed cells are holes, no elements of the tensor"])]
+    parts.append(beside(drawn, 20))
     more = layout.mesh.size - len(shown)
-    tail = [lines([f"... and {plural(more, 'more rank')}"])] if more else []
-    head = lines(["local tensors; dashed cells are holes, no elements of the tensor"])
-    return below([head, beside(drawn, 20), *tail], 4)
+    if more:
+        parts.append(lines([f"... and {plural(more, 'more rank')}"]))
+    return below(parts, 4)
 
 
 def _local_tensor(layout: Layout, rank: int) -> Drawing:
     """The last two dimensions of what a rank stores: what each box holds, and holes."""
     runs = layout.runs(rank)[-2:]
-    rows = _pieces(runs[0]) if len(runs) > 1 else [((0, 1), "0:1")]
+    rows = [((0, 1), "0:1")]
+    if len(runs) > 1:
+        rows = _pieces(runs[0])
     columns = _pieces(runs[-1])
     down = _scale([span for span, _ in rows], HIGH / 2)
     across = _scale([span for span, _ in columns], WIDE / 2)
     parts = []
-    for (_, held_rows), y, height in zip(rows, down.at, down.size, strict=True):
-        for (_, held), x, width in zip(columns, across.at, across.size, strict=True):
+    for i, (_, held_rows) in enumerate(rows):
+        for j, (_, held) in enumerate(columns):
             texts = [held_rows, held][-len(runs) :]
-            parts.append(_piece(texts, (x, LINE + 4 + y, width, height)))
+            y = LINE + 4 + down.at[i]
+            parts.append(_piece(texts, (across.at[j], y, across.size[j], down.size[i])))
     shape = "x".join(map(str, layout.local_shape(rank)))
     head = f"rank {rank}: {shape}"
     width = max(across.total, len(head) * LETTER)
@@ -386,9 +384,9 @@ def _piece(held: Sequence[str], area: tuple[float, float, float, float]) -> str:
     return box(*area, "hole", fill="none", stroke=VERMILION, stroke_dasharray="3 2")
 
 
-def _pieces(runs: Runs) -> list[tuple[Span, str]]:
+def _pieces(runs: Runs) -> list[tuple[Stretch, str]]:
     """The local stretches of a dimension, holes too, and the global positions that each has; the first of many."""
-    out: list[tuple[Span, str]] = []
+    out: list[tuple[Stretch, str]] = []
     at = 0
     for local, start, size in runs.segments[:MOST_PIECES]:
         if local > at:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardmath.algebra.mesh import Mesh
@@ -21,10 +21,11 @@ from shardmath.pictures.elements import (
     beside,
     box,
     document,
+    ink,
     lines,
+    palette,
     words,
 )
-from shardmath.pictures.palette import ink, palette
 
 __all__ = ["mesh_svg"]
 
@@ -64,10 +65,11 @@ def _draw(mesh: Mesh, topology: Topology | None) -> Drawing:
     look = _look(mesh, topology)
     panels = [_panel(mesh, at, look) for at in _leading(mesh)]
     rows = [beside(panels[i : i + 3], 16) for i in range(0, len(panels), 3)]
-    head = " ".join(f"{name}={n}" for name, n in mesh.axes) or "one rank"
+    head = _write_coords(mesh.shape) or "one rank"
     notes = list(_notes(mesh, len(panels), topology))
     parts = [lines([head], font_weight="bold"), below(rows, 10), lines(notes)]
-    return below([part for part in parts if part.height], 6)
+    filled = [part for part in parts if part.height]
+    return below(filled, 6)
 
 
 def _leading(mesh: Mesh) -> Iterator[dict[str, int]]:
@@ -80,11 +82,13 @@ def _leading(mesh: Mesh) -> Iterator[dict[str, int]]:
 
 def _look(mesh: Mesh, topology: Topology | None) -> _Look:
     """Room for the longest number, and the colours of the nodes."""
-    width = max(26.0, len(str(max(mesh.ranks))) * LETTER + 10)
+    digits = len(str(max(mesh.ranks)))
+    width = max(26.0, digits * LETTER + 10)
     if topology is None:
         return _Look(width, {}, None)
     nodes = sorted({topology.node(rank) for rank in mesh.ranks})
-    return _Look(width, dict(zip(nodes, palette(len(nodes)), strict=True)), topology)
+    colours = palette(len(nodes))
+    return _Look(width, dict(zip(nodes, colours, strict=True)), topology)
 
 
 def _notes(mesh: Mesh, panels: int, topology: Topology | None) -> Iterator[str]:
@@ -103,18 +107,30 @@ def _panel(mesh: Mesh, at: dict[str, int], look: _Look) -> Drawing:
     """The ranks with these coordinates on the leading axes."""
     names = [name for name, _ in mesh.axes[-2:]]
     sizes = [n for _, n in mesh.axes[-2:]]
-    ranks = mesh.select(**at).array().reshape([1] * (2 - len(sizes)) + sizes)
-    rows, columns = (_coordinates(n) for n in ranks.shape)
-    left = (max(map(len, names)) + 2) * LETTER + 6 if names else 0.0
+    # One axis is one row, a mesh without axes one rank.
+    shape = [1] * (2 - len(sizes)) + sizes
+    ranks = mesh.select(**at).array().reshape(shape)
+    rows, columns = map(_choose_coordinates, shape)
+    left = 0.0
+    if names:
+        left = (max(map(len, names)) + 2) * LETTER + 6
     parts = list(_names(names, rows, columns, left, look.width))
-    for (i, row), (j, column) in itertools.product(enumerate(rows), enumerate(columns)):
-        if row is not None and column is not None:
-            rank = int(ranks[row, column])
-            parts += _rank(mesh, rank, left + j * look.width, TOP + i * HIGH, look)
-    panel = Drawing(left + len(columns) * look.width, TOP + len(rows) * HIGH, tuple(parts))
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            if row is not None and column is not None:
+                rank = int(ranks[row, column])
+                parts += _rank(mesh, rank, left + j * look.width, TOP + i * HIGH, look)
+    width = left + len(columns) * look.width
+    panel = Drawing(width, TOP + len(rows) * HIGH, tuple(parts))
     if not at:
         return panel
-    return below([lines([" ".join(f"{name}={i}" for name, i in at.items())]), panel], 2)
+    return below([lines([_write_coords(at)]), panel], 2)
+
+
+def _write_coords(coords: Mapping[str, int]) -> str:
+    """Coordinates in words."""
+    texts = [f"{name}={i}" for name, i in coords.items()]
+    return " ".join(texts)
 
 
 def _names(
@@ -128,12 +144,19 @@ def _names(
     if names:
         yield _beside(left - 6, TOP - 6, f"{names[-1]} →", "end")
         for j, column in enumerate(columns):
-            text = "…" if column is None else str(column)
-            yield _beside(left + (j + 0.5) * width, TOP - 6, text, "middle")
+            x = left + (j + 0.5) * width
+            yield _beside(x, TOP - 6, _write_coordinate(column), "middle")
     if len(names) > 1:
         for i, row in enumerate(rows):
-            text = "…" if row is None else str(row) if row else f"{names[0]} 0"
+            text = _write_coordinate(row)
+            if row == 0:
+                text = f"{names[0]} 0"
             yield _beside(left - 6, TOP + i * HIGH + HIGH / 2 + 4, text, "end")
+
+
+def _write_coordinate(at: int | None) -> str:
+    """A coordinate, or what stands for those that are not drawn."""
+    return "…" if at is None else str(at)
 
 
 def _beside(x: float, y: float, text: str, anchor: str) -> str:
@@ -141,7 +164,7 @@ def _beside(x: float, y: float, text: str, anchor: str) -> str:
     return words(x, y, text, text_anchor=anchor, opacity="0.75")
 
 
-def _coordinates(size: int) -> Sequence[int | None]:
+def _choose_coordinates(size: int) -> Sequence[int | None]:
     """The coordinates that are drawn; None stands for those between."""
     if size <= MOST_SIDE:
         return range(size)
@@ -151,9 +174,9 @@ def _coordinates(size: int) -> Sequence[int | None]:
 
 def _rank(mesh: Mesh, rank: int, x: float, y: float, look: _Look) -> Iterator[str]:
     """A rank's box and number."""
-    coords = " ".join(f"{name}={i}" for name, i in mesh.coords(rank).items())
+    title = f"rank {rank}: {_write_coords(mesh.coords(rank))}"
     fill, colour = look.fill(rank)
     stroke = {"stroke": "currentColor", "stroke_opacity": "0.5"}
-    yield box(x, y, look.width, HIGH, f"rank {rank}: {coords}", **fill, **stroke)
+    yield box(x, y, look.width, HIGH, title, **fill, **stroke)
     middle = {"text_anchor": "middle", "pointer_events": "none"}
     yield words(x + look.width / 2, y + HIGH / 2 + 4, str(rank), fill=colour, **middle)

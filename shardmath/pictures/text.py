@@ -41,16 +41,20 @@ from shardmath.plans.relabelling import Relabelling
 from shardmath.programs.collectives import Collective
 from shardmath.programs.program import Program
 
-__all__ = ["Shown", "grid", "nbytes", "show", "table"]
+__all__ = ["Shown", "count", "count_more", "grid", "nbytes", "share", "show", "table"]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Aligned columns under their heads."""
-    cells = [list(head), *([str(x) for x in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = (
-        "  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in cells
-    )
+    cells = [list(head)]
+    for row in rows:
+        cells.append([str(x) for x in row])
+    columns = zip(*cells, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for texts in cells:
+        aligned = [x.rjust(width) for x, width in zip(texts, widths, strict=True)]
+        lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
 
 
@@ -64,6 +68,34 @@ def nbytes(n: float) -> str:
         if n >= size:
             return f"{n / size:.2f} {unit}"
     return f"{int(n)} B"
+
+
+def share(part: int, whole: int) -> str:
+    """A part as people read it; what is there is never called nothing.
+
+    >>> share(1, 8), share(0, 8), share(1, 10**6), share(0, 0)
+    ('12.50 %', '0.00 %', '<0.01 %', '0.00 %')
+    """
+    percent = 100 * part / whole if whole else 0.0
+    return "<0.01 %" if 0 < percent < 0.005 else f"{percent:.2f} %"
+
+
+def count(number: int, what: str) -> str:
+    """How many.
+
+    >>> count(1, "bucket"), count(5059, "bucket")
+    ('1 bucket', '5,059 buckets')
+    """
+    plural = "" if number == 1 else "s"
+    return f"{number:,} {what}{plural}"
+
+
+def count_more(number: int, most: int, what: str) -> list[str]:
+    """A line that counts what is not shown, if there is any."""
+    if number <= most:
+        return []
+    more = count(number - most, f"more {what}")
+    return [f"... and {more}"]
 
 
 LEGEND = "sender -> receiver operation [box of the tensor] of [box at the sender] to [box at the receiver], bytes"
@@ -96,10 +128,10 @@ def show(value: object, most: int = 32) -> Shown:
     At most `most` ranks, and of a plan as many transfers, are listed. A notebook shows meshes, layouts, plans and
     programs as pictures. Raises ShardError for what is not a value of shardmath.
     """
-    count = as_integer(most, "most", PlanError)
-    if not 0 <= count <= MOST:
-        raise PlanError(f"most={count}; show at least 0 and at most {MOST} ranks and transfers")
-    return Shown(_text(value, count), value)
+    room = as_integer(most, "most", PlanError)
+    if not 0 <= room <= MOST:
+        raise PlanError(f"most={room}; show at least 0 and at most {MOST} ranks and transfers")
+    return Shown(_text(value, room), value)
 
 
 @singledispatch
@@ -108,9 +140,11 @@ def _text(value: object, most: int) -> str:
     raise PlanError(f"{shown(value)} is not a value of shardmath; show takes a Layout or a Plan")
 
 
-def _more(count: int, most: int, what: str) -> str:
+def _more(number: int, most: int, what: str) -> str:
     """A line that counts what is not listed."""
-    return f"\n... and {plural(count - most, f'more {what}')}" if count > most else ""
+    if number <= most:
+        return ""
+    return f"\n... and {plural(number - most, f'more {what}')}"
 
 
 @_text.register
@@ -124,18 +158,24 @@ def _(mesh: Mesh, most: int) -> str:
 def _(layout: Layout, most: int) -> str:
     axes = " ".join(layout.mesh.shape)
     dimensions = [f"dimension {d}" for d in range(layout.ndim)]
-    head = ["rank", *([axes] if axes else []), "local shape", *dimensions]
+    head = ["rank", axes, "local shape", *dimensions]
     rows: list[list[object]] = []
     for rank in layout.mesh.ranks[:most]:
-        coords = [_coords_text(layout.mesh, rank)] if axes else []
-        rows.append([rank, *coords, layout.local_shape(rank), *layout.runs(rank)])
+        coords = _write_coords(layout.mesh, rank)
+        rows.append([rank, coords, layout.local_shape(rank), *layout.runs(rank)])
+    if not axes:
+        # A mesh of one rank has no coordinates to show.
+        del head[1]
+        for row in rows:
+            del row[1]
     return f"{layout}\n{table(head, rows)}{_more(layout.mesh.size, most, 'rank')}"
 
 
-def _coords_text(mesh: Mesh, rank: int) -> str:
+def _write_coords(mesh: Mesh, rank: int) -> str:
     """The coordinates of a rank, each below the end of its axis's name."""
     coords = mesh.coords(rank).items()
-    return " ".join(str(x).rjust(len(name)) for name, x in coords)
+    texts = [str(x).rjust(len(name)) for name, x in coords]
+    return " ".join(texts)
 
 
 @_text.register
@@ -210,8 +250,10 @@ def _(certificate: Certificate, most: int) -> str:
     if witness is not None:
         way = "must take in" if witness.direction == "in" else "must give out"
         ranks = ", ".join(map(str, witness.ranks[:most]))
+        if len(witness.ranks) > most:
+            ranks += ", ..."
         rows.append([way, f"{nbytes(witness.nbytes)} at {nbytes(witness.bytes_per_s)}/s"])
-        rows.append(["ranks", ranks + ", ..." * (len(witness.ranks) > most)])
+        rows.append(["ranks", ranks])
     width = max(len(str(name)) for name, _ in rows)
     listed = "\n".join(f"{str(name).rjust(width)}  {what}" for name, what in rows)
     return f"{certificate}\n{listed}"
@@ -242,7 +284,10 @@ def _(collective: Collective, most: int) -> str:
 
 def _members(ranks: Sequence[int]) -> str:
     """The first ranks of a group."""
-    return ", ".join(map(str, ranks[:MOST_MEMBERS])) + ", ..." * (len(ranks) > MOST_MEMBERS)
+    texts = [str(rank) for rank in ranks[:MOST_MEMBERS]]
+    if len(ranks) > MOST_MEMBERS:
+        texts.append("...")
+    return ", ".join(texts)
 
 
 MOST_MEMBERS = 16
@@ -266,27 +311,35 @@ def grid(layout: Layout, most: int = 64) -> str:
     """
     if layout.ndim not in (1, 2):
         raise LayoutError(f"{layout} has {layout.ndim} dimensions; grid() draws 1 or 2")
-    count = as_integer(most, "most", LayoutError)
-    if not 2 <= count <= MOST_SIDE:
-        raise LayoutError(f"most={count}; draw at least 2 and at most {MOST_SIDE} rows and columns")
-    columns = _positions(layout.shape[-1], count)
-    rows = _positions(layout.shape[0], count) if layout.ndim == 2 else np.zeros(1, np.int64)
-    cells = _cells(layout, rows, columns)
-    left_out = list(_left_out("columns", columns))
-    for line in cells if left_out else ():
-        line.insert(_middle(columns), "…")
-    if rows_left_out := list(_left_out("rows", rows)):
-        cells.insert(_middle(rows), ["…"] * len(cells[0]))
+    room = as_integer(most, "most", LayoutError)
+    if not 2 <= room <= MOST_SIDE:
+        raise LayoutError(f"most={room}; draw at least 2 and at most {MOST_SIDE} rows and columns")
+    rows = np.zeros(1, np.int64)
+    if layout.ndim == 2:
+        rows = _choose_positions(layout.shape[0], room)
+    columns = _choose_positions(layout.shape[-1], room)
+    cells = _name_cells(layout, rows, columns)
+    notes = []
+    gap = _find_gap(rows)
+    if gap:
+        notes.append(f"rows {rows[gap - 1] + 1} to {rows[gap] - 1} are left out")
+    across = _find_gap(columns)
+    if across:
+        notes.append(f"columns {columns[across - 1] + 1} to {columns[across] - 1} are left out")
+        for line in cells:
+            line.insert(across, "…")
+    if gap:
+        cells.insert(gap, ["…"] * len(cells[0]))
     width = max((len(x) for line in cells for x in line), default=1)
     lines = [" ".join(x.rjust(width) for x in line) for line in cells]
-    return "\n".join(lines + rows_left_out + left_out)
+    return "\n".join(lines + notes)
 
 
 MOST_SIDE = 1 << 12
 """Rows and columns of a grid."""
 
 
-def _positions(size: int, most: int) -> Ints:
+def _choose_positions(size: int, most: int) -> Ints:
     """The positions of a dimension that are drawn: at most so many, the first and the last."""
     if size <= most:
         return np.arange(size)
@@ -294,43 +347,40 @@ def _positions(size: int, most: int) -> Ints:
     return np.concatenate((np.arange(most - tail), np.arange(size - tail, size)))
 
 
-def _middle(positions: Ints) -> int:
-    """Where something is left out between the positions; 0 for nothing."""
-    return int(np.diff(positions).argmax()) + 1 if (np.diff(positions) > 1).any() else 0
+def _find_gap(positions: Ints) -> int:
+    """Before which of the positions something is left out; 0 for nothing."""
+    steps = np.diff(positions)
+    if not (steps > 1).any():
+        return 0
+    return int(steps.argmax()) + 1
 
 
-def _left_out(what: str, positions: Ints) -> Iterable[str]:
-    """A line that says which rows or columns are left out."""
-    at = _middle(positions)
-    if at:
-        yield f"{what} {positions[at - 1] + 1} to {positions[at] - 1} are left out"
-
-
-def _cells(layout: Layout, rows: Ints, columns: Ints) -> list[list[str]]:
+def _name_cells(layout: Layout, rows: Ints, columns: Ints) -> list[list[str]]:
     """The rank that holds each element at these rows and columns, `.` for nobody, `+` for several."""
     ranks = np.array(layout.mesh.ranks, np.int64)
-    across = _held(layout.dims[-1], layout.mesh, columns)
+    across = _mark_held(layout.dims[-1], layout.mesh, columns)
     down = np.ones((1, len(ranks)), np.int64)
     if layout.ndim == 2:
-        down = _held(layout.dims[0], layout.mesh, rows)
+        down = _mark_held(layout.dims[0], layout.mesh, rows)
     # A sum over ranks of (holds the row) * (holds the column) counts the holders; where there is
     # one, the sum weighted by rank is that rank.
-    holders, weighted = down @ across.T, (down * ranks) @ across.T
-    out = []
-    for counts, names in zip(holders.tolist(), weighted.tolist(), strict=True):
-        pairs = zip(counts, names, strict=True)
-        out.append([str(name) if n == 1 else ".+"[n > 1] for n, name in pairs])
-    return out
+    holders = down @ across.T
+    weighted = (down * ranks) @ across.T
+    cells = weighted.astype(str)
+    cells[holders == 0] = "."
+    cells[holders > 1] = "+"
+    lines: list[list[str]] = cells.tolist()
+    return lines
 
 
-def _held(dim: Dimension, mesh: Mesh, positions: Ints) -> Ints:
+def _mark_held(dim: Dimension, mesh: Mesh, positions: Ints) -> Ints:
     """Whether each rank holds each of the positions: 0 or 1, of shape (positions, ranks)."""
     parts = partition(dim)
     held = np.zeros((len(positions), len(parts.parts)), np.int64)
     for i, part in enumerate(parts.parts):
-        table = np.array(part.segments, np.int64).reshape(-1, 3)
-        start = np.sort(table[:, 1])
-        stop = start + table[np.argsort(table[:, 1]), 2]
+        segments = np.array(part.segments, np.int64).reshape(-1, 3)
+        _, start, size = segments[segments[:, 1].argsort()].T
+        stop = start + size
         # The last segment that begins at or before a position is the one that may have it.
         at = start.searchsorted(positions, "right") - 1
         held[:, i] = (at >= 0) & (positions < np.append(stop, 0)[at])

@@ -250,13 +250,7 @@ def _order_of_grouping(grouping: tuple[Mesh, Axes]) -> tuple[int, list[list[int]
 def _groups(mesh: Mesh, axes: Axes) -> Groups:
     """The ranks along the axes, by coordinate, first slowest; groups in order of their first
     ranks."""
-    others = mesh.coordinate(name for name in mesh.shape if name not in axes)
-    # lexsort's last key is the slowest: ranks of one group stand together, in order of their
-    # coordinates.
-    order = np.lexsort((mesh.coordinate(axes), others))
-    size = math.prod(map(mesh.axis_size, axes))
-    rows = np.array(mesh.ranks)[order].reshape(-1, size).tolist()
-    return tuple(sorted(map(tuple, rows)))
+    return tuple(sorted(mesh.groups(axes)))
 
 
 # What ranks hold

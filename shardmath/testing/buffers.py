@@ -35,7 +35,7 @@ from shardmath.buffers import (
     megatron_fsdp,
     zero,
 )
-from shardmath.buffers.param import positive
+from shardmath.buffers.param import read_positive
 
 __all__ = ["RULE_LAWS", "RuleCase", "check_rule", "params", "rule_cases"]
 
@@ -363,7 +363,7 @@ def check_rule(
     AssertionError, which names the case.
     """
     given = options.get("data_parallel_world_size") if shards is None else shards
-    ranks = None if given is None else positive(given, "shards")
-    case = RuleCase(rule, tuple(params), ranks, positive(start, "start"), options)
+    ranks = None if given is None else read_positive(given, "shards")
+    case = RuleCase(rule, tuple(params), ranks, read_positive(start, "start"), options)
     for law in RULE_LAWS:
         law(case)

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shardmath import buffers
-from shardmath.pictures.buffer_text import share
+from shardmath.pictures.text import share
 from shardmath_torch.models.configs import (
     DEEPSEEK_V3,
     NEMOTRON_NANO,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes
+from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
+from shardmath.algebra.runs import Runs
+from shardmath.base.memo import clear_caches
 
 LENGTHS = range(13)
 
@@ -42,3 +46,39 @@ def test_cuts_are_their_definitions(n: int) -> None:
         assert pieces_of(Sizes(sizes), n) == [
             part.tolist() for part in np.split(np.arange(n), [first, second])
         ]
+
+
+CALLS: list[int] = []
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A user's way of splitting that records for which lengths it is asked."""
+
+    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
+        CALLS.append(n)
+        return Runs([(0, 0, n // 2)]), Runs([(0, n // 2, n - n // 2)])
+
+
+def test_a_user_cut_does_not_grow() -> None:
+    """What was split is kept outside the value: it was pickled with the value, one entry per length."""
+    clear_caches()
+    CALLS.clear()
+    cut = UserCut(Halves(), 2)
+    size = len(pickle.dumps(cut))
+    for n in (*range(100), *range(100)):
+        assert [part.size for part in cut.split(n)] == [n // 2, n - n // 2]
+    assert list(range(100)) == CALLS
+    assert len(pickle.dumps(cut)) == size
+    assert pickle.loads(pickle.dumps(cut)) == cut
+    clear_caches()
+    cut.split(3)
+    assert CALLS[-1] == 3
+    assert len(CALLS) == 101
+
+
+def test_cuts_of_one_number_differ_by_kind() -> None:
+    assert Chunks(3) != Balanced(3)
+    for cut in (Chunks(3), Balanced(3)):
+        assert pickle.loads(pickle.dumps(cut)) == cut
+        assert repr(cut) == f"{type(cut).__name__}(parts=3)"

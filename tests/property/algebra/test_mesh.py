@@ -211,3 +211,33 @@ LONG = Mesh(a=17)
 )
 def test_errors(make, message: str, fails) -> None:
     fails(make, MeshError, message)
+
+
+@given(testing.meshes())
+def test_groups_are_the_ranks_along_axes(mesh: Mesh) -> None:
+    for k in range(len(mesh.axes) + 1):
+        for names in itertools.permutations(mesh.shape, k):
+            others = [name for name in mesh.shape if name not in names]
+            ranges = [range(mesh.axis_size(name)) for name in others]
+            along = [range(mesh.axis_size(name)) for name in names]
+            expected = []
+            for there in itertools.product(*ranges):
+                group = []
+                for here in itertools.product(*along):
+                    coords = dict(zip((*others, *names), (*there, *here), strict=True))
+                    group.append(int(mesh.array()[tuple(coords[name] for name in mesh.shape)]))
+                expected.append(tuple(group))
+            assert mesh.groups(names) == tuple(expected)
+
+
+def test_groups_of_any_ranks() -> None:
+    mesh = Mesh(dp=2, tp=2, ranks=[9, 3, 5, 0])
+    assert mesh.groups(["tp"]) == ((9, 3), (5, 0))
+    assert mesh.groups(["dp"]) == ((9, 5), (3, 0))
+    assert mesh.groups(["tp", "dp"]) == ((9, 5, 3, 0),)
+    assert mesh.groups([]) == ((9,), (3,), (5,), (0,))
+    assert Mesh(ranks=[4]).groups(()) == ((4,),)
+    with pytest.raises(MeshError, match="axis 'pp' is not in"):
+        mesh.groups(["pp"])
+    with pytest.raises(MeshError, match="name each axis of the groups once"):
+        mesh.groups(["tp", "tp"])

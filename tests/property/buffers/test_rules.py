@@ -1097,7 +1097,7 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
         ),
         (
             lambda: buffers.data_parallel(["a"]),
-            "'a' is no parameter; give buffers.Param(name, shape)",
+            "'a' is not a parameter; give buffers.Param(name, shape)",
         ),
         (
             lambda: buffers.data_parallel([A, Param("b", 1), Param("a", 3)]),
@@ -1381,7 +1381,7 @@ def test_the_leftmost_that_is_small_enough(numbers: list[int], data: st.DataObje
         if wanted is not None and data.draw(st.booleans()):
             found.remove(wanted)
             del left[wanted]
-    assert found.left() == list(left)
+    assert found.list_left() == list(left)
 
 
 BUCKET = {"w": (0, 6, 0)}, [(0, 6)], [6]
@@ -1464,7 +1464,7 @@ RANKS = {"data_parallel_world_size": 2}
         ),
         (
             lambda: buffers.state_layouts(FullParamLayout({}), Mesh(dp=2)),
-            "FullParamLayout is no layout of one buffer; of a FullParamLayout take each value, and join what comes",
+            "FullParamLayout is not a layout of one buffer; of a FullParamLayout take each value, and join what comes",
         ),
         (
             lambda: buffers.state_layouts(LAYOUT, 2),

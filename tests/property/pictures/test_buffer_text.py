@@ -362,7 +362,7 @@ def test_errors(draw: object, shards: int, options: dict[str, int], message: str
 def test_one_buffer_is_not_all() -> None:
     layouts = buffers.full_layout(FOUR, rule=buffers.data_parallel)
     with pytest.raises(
-        ParamLayoutError, match="FullParamLayout is no layout of one buffer; draw each value"
+        ParamLayoutError, match="FullParamLayout is not a layout of one buffer; draw each value"
     ):
         buffer_map(layouts, 1)  # type: ignore[arg-type]
     with pytest.raises(

@@ -28,8 +28,9 @@ from shardmath import (
     schedule,
     testing,
 )
-from shardmath.pictures import plan_drawing
-from shardmath.pictures.plan_drawing import STAYS, Traffic, plan_svg, traffic
+from shardmath.pictures import traffic as traffic_file
+from shardmath.pictures.plan_drawing import STAYS, plan_svg
+from shardmath.pictures.traffic import Traffic, traffic
 
 SVG = "{http://www.w3.org/2000/svg}"
 MANY = 1000
@@ -73,7 +74,7 @@ def test_many_receivers_are_counted_alike(
 ) -> None:
     p, where = plan(*tree), Topology(ranks_per_node=per_node)
     one_by_one = traffic(p, where, MANY)
-    with patch.object(plan_drawing, "MANY", 0):
+    with patch.object(traffic_file, "MANY", 0):
         counted = traffic(p, where, MANY)
     for a, b in zip(one_by_one[2:], counted[2:], strict=True):
         assert np.array_equal(a, b)

@@ -1,0 +1,72 @@
+"""Drafts: a buffer while a rule lays it out, parameter by parameter and bucket by bucket.
+
+1. Parameters are placed in the open bucket; closing it opens the next, which begins where it ends.
+2. What is finished is a `PerBufferParamLayout` with shapes and `param_indices`, those in forward order.
+
+>>> params = [Param("a", (3,)), Param("b", (5,))]
+>>> draft = Draft()
+>>> end = draft.place("b", 0, 5)
+>>> end = draft.place("a", end, 3)
+>>> draft.close(16, unpadded=end)
+16
+>>> print(draft.finish(params, ranks=2))
+2 parameters in 1 bucket, 16 elements, 8 of them padding (50.00 %)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardmath.buffers.param import Param, number_alike
+from shardmath.buffers.param_layout import PerBufferParamLayout, Placed
+
+__all__ = ["Draft"]
+
+
+class Draft:
+    """Parameters that are placed so far, and buckets that are closed."""
+
+    def __init__(self) -> None:
+        self.placed: list[tuple[str, Placed]] = []
+        self.bucket_indices: list[tuple[int, int]] = []
+        self.unpadded: list[int] = []
+        self.first = 0
+        """Where the open bucket begins."""
+        self.is_filled = False
+        """Whether the open bucket has a parameter."""
+
+    @property
+    def bucket(self) -> int:
+        """The number of the open bucket."""
+        return len(self.bucket_indices)
+
+    def place(self, name: str, start: int, numel: int) -> int:
+        """Put the parameter at `start`, in the open bucket; where it ends."""
+        end = start + numel
+        self.placed.append((name, (start, end, self.bucket)))
+        self.is_filled = True
+        return end
+
+    def close(self, end: int, *, unpadded: int) -> int:
+        """End the open bucket, of which so many elements are not padding; where the next one begins."""
+        self.bucket_indices.append((self.first, end))
+        self.unpadded.append(unpadded)
+        self.first = end
+        self.is_filled = False
+        return end
+
+    def finish(
+        self, params: Sequence[Param], *, ranks: int, shards: int | None = None
+    ) -> PerBufferParamLayout:
+        """The buffer of these parameters, in forward order, for so many ranks and optimizer shards."""
+        shape_of = {param.name: param.shape for param in params}
+        kinds = [(param.dtype, param.gradient, param.expert_parallel) for param in params]
+        return PerBufferParamLayout(
+            self.placed,
+            self.bucket_indices,
+            self.unpadded,
+            number_alike(kinds),
+            shards,
+            shapes=[shape_of[name] for name, _ in self.placed],
+            data_parallel_world_size=ranks,
+        )

@@ -1,0 +1,171 @@
+"""Windows: what ranks have of each parameter in their flat arrays, in the parameter's own shape.
+
+1. A row-major range of a tensor of d dimensions is at most 2 d - 1 boxes, each a window: a layout of the tensor in
+   which the ranks that hold the box hold nothing else.
+2. Ranks that have the same of a tensor in buffers that are cut elsewhere hold the pieces between all of these cuts.
+3. Tensors that are cut alike have the same windows; a tensor without elements has one, on its first rank.
+
+>>> from shardmath.algebra.runs import identity
+>>> shares = Shares((Cut(0, 0, 4), Cut(1, 4, 6)), 0, 0)
+>>> groups = [GroupShares((0, 1), (identity(2), identity(3)), shares)]
+>>> windows, store = make_windows({"w": (2, 3)}, {"w": groups}, "float32", None, "shard")
+>>> for layout, ((name, rank), view) in zip(windows["w"], store.entries):
+...     print(name, rank, *layout.runs(rank), view.offset)
+w[0] 0 [0:1] [0:3] 0
+w[1] 0 [1:2] [0:1] 3
+w[2] 1 [1:2] [1:3] 0
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from shardmath.algebra.box import Box, flat_boxes, volume
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.runs import Runs, compose, from_ranges
+from shardmath.base.errors import ParamLayoutError
+from shardmath.buffers.shares import Cut, Shares
+from shardmath.layouts.layout import Layout
+from shardmath.layouts.store import Store, View, local_name
+
+__all__ = ["GroupShares", "Windows", "make_windows"]
+
+Windows: TypeAlias = dict[str, tuple[Layout, ...]]
+"""Name -> the layouts of its windows."""
+
+
+class GroupShares(NamedTuple):
+    """How one data-parallel group holds a tensor: its ranks, what they have of each dimension, and their shares."""
+
+    group: tuple[int, ...]
+    runs: tuple[Runs, ...]
+    shares: Shares
+
+
+class WindowHolder(NamedTuple):
+    """A rank that holds a window, of which cut of which group, and how far into the cut the window begins."""
+
+    window: int
+    group: int
+    cut: Cut
+    rank: int
+    within: int
+
+
+_Divided: TypeAlias = tuple[tuple[Layout, ...], list[WindowHolder]]
+"""The windows of a tensor, and who holds each."""
+
+_GroupCut: TypeAlias = tuple[int, Cut]
+"""The number of a group, and a cut of its shares."""
+
+
+def make_windows(
+    shapes: Mapping[str, tuple[int, ...]],
+    held: Mapping[str, Sequence[GroupShares]],
+    dtype: object,
+    ranks: Container[int] | None,
+    buffer: str,
+) -> tuple[Windows, Store]:
+    """The windows of each tensor, and where they lie in the arrays of these ranks, or of all.
+
+    Raises ParamLayoutError for a tensor that nobody holds, and where a window has the name of a tensor.
+    """
+    made: dict[object, _Divided] = {}
+    windows: Windows = {}
+    views: dict[tuple[str, int], View] = {}
+    for name, groups in held.items():
+        # Runs and cuts are interned by the caller, and `held` keeps them: their ids are short keys.
+        alike = tuple((one.group, id(one.runs), id(one.shares.cuts)) for one in groups)
+        key = shapes[name], alike
+        if key not in made:
+            divided, holders = _divide(name, shapes[name], groups, dtype)
+            if ranks is not None:
+                holders = [holder for holder in holders if holder.rank in ranks]
+            made[key] = divided, holders
+        windows[name], holders = made[key]
+        count = len(windows[name])
+        for window, number, cut, rank, within in holders:
+            start = groups[number].shares.place(cut) + within
+            views[local_name(name, window, count), rank] = View(buffer, start)
+    _check_names(windows)
+    return windows, Store(views)
+
+
+def _check_names(windows: Windows) -> None:
+    """A window's name is not that of a parameter."""
+    for name in windows:
+        owner, bracket, _ = name.rpartition("[")
+        count = len(windows.get(owner, ())) if bracket else 0
+        if count > 1 and name in {local_name(owner, i, count) for i in range(count)}:
+            raise ParamLayoutError(
+                f"parameter {name!r} has the name of a window of parameter {owner!r}; rename one"
+            )
+
+
+def _divide(
+    name: str, shape: tuple[int, ...], groups: Sequence[GroupShares], dtype: object
+) -> _Divided:
+    """The windows of a tensor, and where each rank has each."""
+    if not groups:
+        what = f"parameter {name!r}: no rank of the mesh has a part of it"
+        raise ParamLayoutError(f"{what}; give its ranks")
+    windows: list[Layout] = []
+    holders: list[WindowHolder] = []
+    for runs, cuts in _group_cuts(groups).items():
+        sizes = tuple(map(len, runs))
+        for lo, hi, having in _cut_pieces(cuts):
+            ranks = [groups[number].group[cut.shard] for number, cut in having]
+            mesh = Mesh(ranks=ranks) if len(ranks) == 1 else Mesh(replica=len(ranks), ranks=ranks)
+            at = lo
+            for box in flat_boxes(sizes, lo, hi):
+                for (number, cut), rank in zip(having, ranks, strict=True):
+                    holders.append(WindowHolder(len(windows), number, cut, rank, at - cut.lo))
+                stored = _select_box(runs, box)
+                windows.append(Layout(shape, mesh, {}, dtype=dtype, stored=stored))
+                at += volume(box)
+    if not windows:
+        return _make_empty(shape, groups[0], dtype)
+    return tuple(windows), holders
+
+
+def _make_empty(shape: tuple[int, ...], first: GroupShares, dtype: object) -> _Divided:
+    """The window of a tensor without elements, which the first rank holds."""
+    rank = first.group[0]
+    stored = dict(enumerate(first.runs))
+    window = Layout(shape, Mesh(ranks=[rank]), {}, dtype=dtype, stored=stored)
+    return (window,), [WindowHolder(0, 0, Cut(0, 0, 0), rank, 0)]
+
+
+def _select_box(runs: Sequence[Runs], box: Box) -> dict[int, Runs]:
+    """For each dimension the global positions of a box of what the runs hold."""
+    stored = {}
+    for d, span in enumerate(box):
+        stored[d] = compose(from_ranges([span]), runs[d])
+    return stored
+
+
+def _group_cuts(groups: Sequence[GroupShares]) -> dict[tuple[Runs, ...], list[_GroupCut]]:
+    """The cuts of all groups that have the same of the tensor, by what they have."""
+    by_runs: dict[tuple[Runs, ...], list[_GroupCut]] = {}
+    for number, one in enumerate(groups):
+        cuts = by_runs.setdefault(one.runs, [])
+        for cut in one.shares.cuts:
+            cuts.append((number, cut))
+    return by_runs
+
+
+def _cut_pieces(cuts: Sequence[_GroupCut]) -> Iterator[tuple[int, int, list[_GroupCut]]]:
+    """The pieces lo..hi-1 between all borders of the cuts, and the cuts that have each."""
+    borders: set[int] = set()
+    for _, cut in cuts:
+        borders |= {cut.lo, cut.hi}
+    coming = sorted(cuts, key=lambda pair: pair[1].lo, reverse=True)
+    here: list[_GroupCut] = []
+    for lo, hi in itertools.pairwise(sorted(borders)):
+        here = [pair for pair in here if pair[1].hi > lo]
+        while coming and coming[-1][1].lo <= lo:
+            here.append(coming.pop())
+        if here:
+            yield lo, hi, sorted(here)
