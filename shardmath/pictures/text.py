@@ -177,11 +177,12 @@ def _(program: Program, most: int) -> str:
 def _program_row(program: Program, rank: int) -> list[object]:
     """What one rank does: rounds, messages, bytes sent and received."""
     rounds = program.for_rank(rank)
-    messages = [message for one in rounds for message in one.messages]
-    moved = {"send": 0, "receive": 0, "keep": 0}
-    for message in messages:
-        moved[message.direction] += message.nbytes
-    return [rank, len(rounds), len(messages), nbytes(moved["send"]), nbytes(moved["receive"])]
+    count = sent = received = 0
+    for one in rounds:
+        count += len(one.messages)
+        sent += sum(message.nbytes for message in one.sends)
+        received += sum(message.nbytes for message in one.receives)
+    return [rank, len(rounds), count, nbytes(sent), nbytes(received)]
 
 
 @_text.register

@@ -34,42 +34,10 @@ from shardmath.plans.balance import Stretch, grid, kept
 from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan, Transfer, spelled
 from shardmath.programs.collectives import Collective, recognise_all
+from shardmath.programs.messages import Round, Step, gather_rounds, itemsize_of, make_message
 from shardmath.programs.streams import Legs, Streams, streams
 
-__all__ = ["Message", "Program", "Round", "Slices", "Step", "slices", "turn_of"]
-
-Step: TypeAlias = tuple[int, int, int]
-"""(phase, slot, turn), in the order in which ranks walk them."""
-
-
-class Message(NamedTuple):
-    """What goes between this rank and `peer` in one go.
-
-    `direction` is "send", "receive", or "keep" for a copy that stays. `pieces` are listed row-major
-    one after the other; from leg 2 on they are read from destination tensors.
-    """
-
-    peer: int
-    direction: str
-    nbytes: int
-    pieces: tuple[Transfer, ...]
-    leg: int
-
-    def __str__(self) -> str:
-        way = {"send": "to", "receive": "from", "keep": "of"}[self.direction]
-        what = f"{self.direction} {self.nbytes} B {way} rank {self.peer}"
-        return f"{what} in {plural(self.pieces, 'piece')}, leg {self.leg}"
-
-
-class Round(NamedTuple):
-    """One rank's messages of one step: posted together, done before the next."""
-
-    step: Step
-    messages: tuple[Message, ...]
-
-    def __str__(self) -> str:
-        phase, slot, turn = self.step
-        return "\n  ".join((f"phase {phase}, slot {slot}, turn {turn}", *map(str, self.messages)))
+__all__ = ["Program", "Slices", "slices", "turn_of"]
 
 
 @public
@@ -119,35 +87,27 @@ class Program:
     def for_rank(self, rank: int) -> tuple[Round, ...]:
         """The rank's rounds, in order; none for a stranger."""
         rank = as_integer(rank, "a rank", PlanError)
-        steps: dict[Step, _Pieces] = {}
+        pieces: dict[_End, list[Transfer]] = {}
         for step, leg, stretch in _list_stretches(self, rank):
-            peer, direction = _find_peer(stretch, rank)
-            pieces = spelled(self.plan, self.legs.lines, stretch, relayed=leg > 1)
-            by_message = steps.setdefault(step, {})
-            by_message.setdefault((peer, leg, direction), []).extend(pieces)
-        return tuple(Round(step, _make_messages(steps[step])) for step in sorted(steps))
+            key = step, stretch.sender, stretch.receiver, leg
+            some = spelled(self.plan, self.legs.lines, stretch, relayed=leg > 1)
+            pieces.setdefault(key, []).extend(some)
+        messages = []
+        for key in sorted(pieces):
+            messages.append(make_message(*key, _put_large_first(pieces[key])))
+        return gather_rounds(messages, rank)
 
 
-_Pieces: TypeAlias = dict[tuple[int, int, str], list[Transfer]]
-"""The pieces of each message of a step, by its peer, leg and direction."""
+_End: TypeAlias = tuple[Step, int, int, int]
+"""One message of a rank: its step, sender, receiver and leg."""
 
 
-def _find_peer(stretch: Stretch, rank: int) -> tuple[int, str]:
-    """The peer of a rank in a stretch, and which way its message goes."""
-    if stretch.receiver != rank:
-        return stretch.receiver, "send"
-    if stretch.sender != rank:
-        return stretch.sender, "receive"
-    return rank, "keep"
-
-
-def _make_messages(by_message: _Pieces) -> tuple[Message, ...]:
-    """The messages of one step, in order of peer, leg and direction."""
-    messages = []
-    for (peer, leg, direction), pieces in sorted(by_message.items()):
-        nbytes = sum(t.nbytes for t in pieces)
-        messages.append(Message(peer, direction, nbytes, tuple(pieces), leg))
-    return tuple(messages)
+def _put_large_first(pieces: list[Transfer]) -> list[Transfer]:
+    """The pieces with large elements first, so that no byte of their message is padding."""
+    sizes = list(map(itemsize_of, pieces))
+    if min(sizes) < max(sizes):
+        pieces.sort(key=itemsize_of, reverse=True)
+    return pieces
 
 
 class Slices(NamedTuple):

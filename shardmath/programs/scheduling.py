@@ -16,8 +16,8 @@
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.plans.plan import plan
 >>> p = plan(Layout((8,), Mesh(tp=2), "(tp n)"), Layout((8,), Mesh(dp=2, ranks=(2, 3)), "n"))
->>> [(m.peer, m.direction, m.nbytes) for one in schedule(p).for_rank(3) for m in one.messages]
-[(0, 'receive', 16), (1, 'receive', 16)]
+>>> [(m.src_rank, m.nbytes) for one in schedule(p).for_rank(3) for m in one.receives]
+[(1, 16), (0, 16)]
 """
 
 from __future__ import annotations

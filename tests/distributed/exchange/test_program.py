@@ -14,7 +14,7 @@ import pytest
 
 import shardmath as sm
 from shardmath.layouts.edits import window
-from shardmath.programs.messages import Message, keeps_fold_order, rounds, scheduled, staging_bytes
+from shardmath.programs.messages import Round, keeps_fold_order, staging_bytes
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import (
     Arrays,
@@ -419,7 +419,7 @@ def test_a_rank_that_dies_passing_on() -> None:
         {"w": layout((64, 9), sm.Mesh(dp=3, ranks=(1, 2, 3)), "n h")},
     )
     prog = program(plan, 2, "node")
-    victim = next(r for r in plan.dst_ranks if any(m.relayed for m in sent(prog, r)))
+    victim = next(r for r in plan.dst_ranks if relays(prog, r))
     workers = Pool(4, host=0)
     try:
         started = [rank for rank in range(4) if rank != victim]
@@ -437,50 +437,46 @@ def test_a_rank_that_dies_passing_on() -> None:
 # Messages, without processes
 
 
-def sent(prog: sm.Program, rank: int) -> list[Message]:
-    return [m for m in scheduled(prog, rank) if m.src_rank == rank != m.dst_rank]
+def relays(prog: sm.Program, rank: int) -> bool:
+    return any(m.relayed for one in prog.for_rank(rank) for m in one.sends)
 
 
 @functools.cache
-def some_programs() -> list[tuple[sm.Program, dict[int, tuple[Message, ...]]]]:
-    """Programs of all kinds, and every rank's messages."""
+def some_programs() -> list[tuple[sm.Program, dict[int, tuple[Round, ...]]]]:
+    """Programs of all kinds, and every rank's rounds."""
     spreads = [prog for make in SPREADS.values() for prog in programs(sm.plan(*make()), 1, 6)]
     random = [prog for seed in range(12) for prog in programs(random_plan(seed), 1, 5)]
     return [
-        (prog, {r: scheduled(prog, r) for r in prog.ranks})
+        (prog, {r: prog.for_rank(r) for r in prog.ranks})
         for prog in (*spreads, *programs(BIG, 24), *random)
     ]
 
 
 def test_both_ends_have_the_same_messages_in_the_same_order() -> None:
-    """A pair's messages are matched by order alone, as given and as posted."""
-    for prog, messages in some_programs():
-        walked = {r: rounds(messages[r], r) for r in prog.ranks}
+    """A pair's messages are matched by order alone."""
+    for prog, walked in some_programs():
         for a, b in itertools.permutations(prog.ranks, 2):
-            here, there = (
-                [m for m in messages[r] if (m.src_rank, m.dst_rank) == (a, b)] for r in (a, b)
-            )
             posted = [m for one in walked[a] for m in one.sends if m.dst_rank == b]
             asked = [m for one in walked[b] for m in one.receives if m.src_rank == a]
-            assert here == there == posted == asked
+            assert posted == asked
 
 
 def test_no_byte_of_a_message_is_padding() -> None:
     """So staging is the program's limit, and at most 15 bytes a message."""
-    for prog, messages in some_programs():
-        for r, mine in messages.items():
-            for m in mine:
-                sizes = [t.nbytes // math.prod(t.shape) for t in m.pieces]
-                assert m.nbytes == sum(t.nbytes for t in m.pieces)
-                assert all(start % size == 0 for start, size in zip(m.starts, sizes, strict=True))
-            for one in rounds(mine, r):
+    for prog, walked in some_programs():
+        for rounds in walked.values():
+            for one in rounds:
+                for m in one.messages:
+                    sizes = [t.nbytes // math.prod(t.shape) for t in m.pieces]
+                    assert m.nbytes == sum(t.nbytes for t in m.pieces)
+                    assert all(
+                        start % size == 0 for start, size in zip(m.starts, sizes, strict=True)
+                    )
                 under_way = [m.nbytes for m in (*one.sends, *one.receives)]
                 assert sum(under_way) <= prog.max_inflight_bytes
                 assert staging_bytes(one) <= prog.max_inflight_bytes + 15 * len(under_way)
 
 
 def test_phases_bring_addends_in_order() -> None:
-    for _, messages in some_programs():
-        assert all(
-            keeps_fold_order(m for m in mine if m.dst_rank == r) for r, mine in messages.items()
-        )
+    for _, walked in some_programs():
+        assert all(map(keeps_fold_order, walked.values()))

@@ -284,7 +284,7 @@ def crossing(p: Plan | Program, per_node: int) -> int:
 
 
 def _sent(prog: Program) -> Iterator[Transfer]:
-    return (t for _, _, m in messages(all_rounds(prog), "send") for t in m.pieces)
+    return (t for _, _, m in messages(all_rounds(prog), "sends") for t in m.pieces)
 
 
 @given(plans(), topologies())

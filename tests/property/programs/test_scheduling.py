@@ -116,8 +116,8 @@ def entering(prog: Program) -> Counter[int]:
     """Bytes that come into each node from other nodes."""
     n = prog.topology.ranks_per_node
     out: Counter[int] = Counter()
-    for rank, _, m in messages(all_rounds(prog), "receive"):
-        out[rank // n] += m.nbytes * (rank // n != m.peer // n)
+    for rank, _, m in messages(all_rounds(prog), "receives"):
+        out[rank // n] += m.nbytes * (rank // n != m.src_rank // n)
     return +out
 
 
@@ -149,7 +149,7 @@ def test_every_replica_is_sent_its_own_copy(pair: tuple[Layout, Layout], where: 
     p = plan(*pair)
     prog = schedule(p, topology=where, fanout="none")
     assert entering(prog) == asked_for(p, where.ranks_per_node, once=False)
-    assert all(m.leg == 1 for _, _, m in messages(all_rounds(prog), "send"))
+    assert all(m.leg == 1 for _, _, m in messages(all_rounds(prog), "sends"))
 
 
 def test_trees_enter_nodes_once() -> None:
@@ -165,9 +165,9 @@ def test_what_stays_on_a_node_does_not_leave_it(
     p, n = plan(*pair), where.ranks_per_node
     for fanout in FANOUTS:
         for rank, _, m in messages(
-            all_rounds(schedule(p, topology=where, fanout=fanout)), "receive"
+            all_rounds(schedule(p, topology=where, fanout=fanout)), "receives"
         ):
-            for t in m.pieces if m.peer // n != rank // n else ():
+            for t in m.pieces if m.src_rank // n != rank // n else ():
                 near = set().union(*(elements(pair[0], r) for r in p.ranks if r // n == rank // n))
                 assert near.isdisjoint(
                     itertools.product(*(range(s.start, s.stop) for s in t.global_slices))
@@ -194,7 +194,7 @@ def test_auto_is_as_good_as_the_others(p: Plan, where: Topology, nbytes: int, op
 
 def sent_far(prog: Program) -> Counter[int]:
     out: Counter[int] = Counter()
-    for rank, _, m in messages(all_rounds(prog), "send"):
+    for rank, _, m in messages(all_rounds(prog), "sends"):
         out[rank] += m.nbytes
     return +out
 
@@ -218,7 +218,7 @@ def test_sources_that_are_not_the_bottleneck_send_all_themselves() -> None:
     """As many sources as receivers: nothing is gained by passing on between nodes."""
     p = plan(Layout((64,), Mesh(a=4), "n"), Layout((64,), Mesh(x=4, ranks=range(4, 8)), "n"))
     prog = schedule(p, topology=nodes_of(1))
-    assert {m.leg for _, _, m in messages(all_rounds(prog), "send")} == {1}
+    assert {m.leg for _, _, m in messages(all_rounds(prog), "sends")} == {1}
     assert set(sent_far(prog).values()) == {64 * 4}
 
 
@@ -358,7 +358,7 @@ def test_a_plan_and_no_fanout_have_the_senders_of_its_topology() -> None:
 
 def moved(prog: Program) -> list[str]:
     return sorted(
-        repr(t) for _, _, m in messages(all_rounds(prog), "send", "keep") for t in m.pieces
+        repr(t) for _, _, m in messages(all_rounds(prog), "sends", "keeps") for t in m.pieces
     )
 
 
@@ -407,10 +407,10 @@ def brute_loads(prog: Program) -> tuple[dict[Any, list[int]], dict[Any, int]]:
     """Of every rank and step: bytes near out, near in, far out, far in; of rank and turn: the messages of all slots."""
     n, loads = prog.topology.ranks_per_node, defaultdict(lambda: [0, 0, 0, 0])
     pairs = set()
-    for rank, step, m in messages(all_rounds(prog), "send", "receive"):
-        link = 2 * (rank // n != m.peer // n) + (m.direction == "receive")
+    for rank, step, m in messages(all_rounds(prog), "sends", "receives"):
+        link = 2 * (m.src_rank // n != m.dst_rank // n) + (m.dst_rank == rank)
         loads[step, prog.ranks.index(rank)][link] += m.nbytes
-        pairs.add((step[2], prog.ranks.index(rank), m.peer, m.leg, m.direction))
+        pairs.add((step[2], prog.ranks.index(rank), m.src_rank, m.dst_rank, m.leg))
     return dict(loads), Counter((turn, rank) for turn, rank, *_ in pairs)
 
 
@@ -429,8 +429,8 @@ def legs_are_those_of_messages(prog: Program) -> None:
     exact = leg_loads(prog, pairs(prog))
     found = np.zeros_like(exact)
     n = prog.topology.ranks_per_node
-    for rank, (phase, _, _), m in messages(all_rounds(prog), "send", "receive"):
-        link = 2 * (rank // n != m.peer // n) + (m.direction == "receive")
+    for rank, (phase, _, _), m in messages(all_rounds(prog), "sends", "receives"):
+        link = 2 * (m.src_rank // n != m.dst_rank // n) + (m.dst_rank == rank)
         found[phase, m.leg - 1, prog.ranks.index(rank), link] += m.nbytes
     assert (found == exact).all()
 
