@@ -32,12 +32,12 @@ from shardmath.base.drawn import html
 from shardmath.base.errors import LayoutError, PlanError
 from shardmath.base.given import plural, shown
 from shardmath.base.integers import as_integer
+from shardmath.collectives.collective import Collective
 from shardmath.flows.certificate import Certificate
 from shardmath.flows.topology import Topology
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan
 from shardmath.plans.relabelling import Relabelling
-from shardmath.programs.collectives import Collective
 from shardmath.programs.program import Program
 
 __all__ = ["Shown", "grid", "nbytes", "show", "table"]

@@ -2,8 +2,6 @@
 
 In reading order:
 
-- `kinds`: which textbook operation groups of ranks fit;
-- `collectives`: plans that are a collective;
 - `streams`: what goes from rank to rank, straight or relayed;
 - `messages`: messages and rounds, what ranks post;
 - `program`: a plan as rounds of messages, with what is relayed;

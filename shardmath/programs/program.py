@@ -29,11 +29,11 @@ from shardmath.base.errors import PlanError
 from shardmath.base.given import plural
 from shardmath.base.integers import as_integer
 from shardmath.base.public import public
+from shardmath.collectives.collective import Collective, recognise_all
 from shardmath.flows.topology import Topology
 from shardmath.plans.balance import Stretch, grid, kept
 from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan, Transfer, spelled
-from shardmath.programs.collectives import Collective, recognise_all
 from shardmath.programs.messages import Round, Step, gather_rounds, itemsize_of, make_message
 from shardmath.programs.streams import Legs, Streams, streams
 
