@@ -1,4 +1,4 @@
-"""Programs over gloo do what their plans do, bit for bit: fanned out, passed on between nodes, in many rounds."""
+"""Programs over gloo do what their plans do, bit for bit: relayed inside nodes and between them, in many rounds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FANOUTS = ("auto", "none", "node")
 
 
 def nodes_of(n: int) -> sm.Topology:
-    """Without latency, so that small tensors are fanned out, too."""
+    """Without latency, so that small tensors are relayed, too."""
     return sm.Topology(ranks_per_node=n, latency_s=0.0)
 
 
@@ -124,7 +124,7 @@ def all_ways(plan: sm.Plan, *parts: int, seed: int = 0, **rest: Any) -> list[tup
     return [(case, wanted), *((as_program(case, prog), wanted) for prog in programs(plan, *parts))]
 
 
-# Plans in which something is passed on
+# Plans in which something is relayed
 
 
 def layout(shape: tuple[int, ...], mesh: sm.Mesh, spec: Any, dtype: str = "float32") -> sm.Layout:
@@ -199,7 +199,7 @@ SPREADS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SPREADS)
-def test_what_is_passed_on_arrives(pool: Pool, name: str) -> None:
+def test_what_is_relayed_arrives(pool: Pool, name: str) -> None:
     """All fan-outs, on nodes of 2 and 4 ranks, in one round and in several: always the plan's bytes."""
     plan = sm.plan(*SPREADS[name]())
     assert any(max(legs(prog)) > 1 for prog in programs(plan, 1))
@@ -207,7 +207,7 @@ def test_what_is_passed_on_arrives(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("lying", ["transposed", "strided"])
-def test_what_is_passed_on_lies_anywhere(pool: Pool, lying: str) -> None:
+def test_what_is_relayed_lies_anywhere(pool: Pool, lying: str) -> None:
     """Destinations that are no contiguous tensors are read where they were written."""
     check(
         pool,
@@ -226,7 +226,7 @@ COPIES = sm.plan(layout((2048, 128), ONE, "n h"), layout((2048, 128), SEVEN, "n 
 
 @pytest.mark.parametrize(("plan", "last"), [(BIG, 2), (COPIES, 3)], ids=["columns", "rows"])
 def test_big_tensors_go_in_stripes_and_many_rounds(pool: Pool, plan: sm.Plan, last: int) -> None:
-    """What enters a node is passed on there, or to other nodes and then there, slice by slice while more arrives."""
+    """What enters a node is relayed there, or to other nodes and then there, slice by slice while more arrives."""
     narrow = programs(plan, 24)
     assert any(max(legs(prog)) == last for prog in narrow)
     assert all(max(len(prog.for_rank(r)) for r in prog.ranks) > 12 for prog in narrow)
@@ -277,7 +277,7 @@ def test_reductions_are_bitwise(pool: Pool, op: str) -> None:
 
 
 def test_moving_again_moves_what_is_there_now(pool: Pool) -> None:
-    """Other values, other tensors that lie otherwise: what is passed on is never what an earlier move brought."""
+    """Other values, other tensors that lie otherwise: what is relayed is never what an earlier move brought."""
     ways = ("contiguous", "transposed", "contiguous", "strided")
     for prog in (program(BIG, 2, "auto", 12), program(sm.plan(*trees()), 4, "node", 4)):
         made = [case_of(prog.plan, seed, lying=lying) for seed, lying in enumerate(ways)]
@@ -301,7 +301,7 @@ def test_staging_is_bounded_and_made_once(pool: Pool, lying: str) -> None:
         assert max(allocated[1:]) < 20_000, "only the records of agreement"
 
 
-def test_whole_rows_are_passed_on_without_staging(pool: Pool) -> None:
+def test_whole_rows_are_relayed_without_staging(pool: Pool) -> None:
     """A stretch of a destination tensor is sent from where it lies."""
     prog = program(COPIES, 2, "node")
     assert max(legs(prog)) > 1

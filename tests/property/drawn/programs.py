@@ -137,7 +137,7 @@ class _Arrived:
         return new
 
     def has(self, t: Transfer, when: int) -> bool:
-        """Whether the sender of a piece that is passed on has it by then, and nothing on top of it."""
+        """Whether the sender of a piece that is relayed has it by then, and nothing on top of it."""
         cells = self.at[t.src_rank, t.src_tensor][(slice(None), *t.src_slices)]
         return (
             bool((cells[0] < when).all() and (cells[1:] > when).all())
@@ -153,7 +153,7 @@ class _Arrived:
 
 
 def arrivals(p: Plan, rounds: Rounds) -> _Arrived | None:
-    """When everything arrives; None where something comes twice, or is passed on too early or too late."""
+    """When everything arrives; None where something comes twice, or is relayed too early or too late."""
     steps = {
         step: i
         for i, step in enumerate(sorted({one.step for mine in rounds.values() for one in mine}))
@@ -216,7 +216,7 @@ FANOUTS = ("auto", "none", "node")
 
 
 def nodes_of(n: int, latency_s: float = 2e-11) -> Topology:
-    """Where passing on costs next to nothing, small contents are cut and passed on as large ones are."""
+    """Where relays cost next to nothing, small contents are cut and relayed as large ones are."""
     return Topology(ranks_per_node=n, latency_s=latency_s)
 
 
@@ -332,7 +332,7 @@ def every_program() -> dict[str, Program]:
             ),
             "where it is": of((8,), (WIDE, "(y n)"), (WIDE, "n"), 4, "node"),
             "folded": of((9,), (FOUR, "n {sum: a}"), (WIDE, "n"), 4, "node"),
-            "folded and passed on": of((12,), (TWO, "n {max: a}"), (WIDE, "n"), 1, "auto"),
+            "folded and relayed": of((12,), (TWO, "n {max: a}"), (WIDE, "n"), 1, "auto"),
             "average": of((6, 2), (FOUR, "(a n) h"), (WIDE, "n h"), 2, "node"),
             "to sum": of(
                 (8,), (TWO, "n"), (Mesh(x=2, y=4, ranks=range(4, 12)), "n {sum: x}"), 2, "node"

@@ -1,4 +1,4 @@
-"""Programs, rank by rank: what is sent is received, everything comes once, and only what has come is passed on."""
+"""Programs, rank by rank: what is sent is received, everything comes once, and only what has come is relayed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ends_agree(prog: Program) -> None:
 
 
 def everything_comes_once(prog: Program) -> None:
-    """Every rank gets each element of each addend that its plan gives it once, and passes on what it has."""
+    """Every rank gets each element of each addend that its plan gives it once, and relays what it has."""
     done = arrivals(prog.plan, all_rounds(prog))
     assert done is not None and done.same_cells(promised(prog.plan))
 
@@ -117,7 +117,7 @@ def slices_follow_each_other(prog: Program) -> None:
 
 
 def streams_of_a_root_are_alike(prog: Program) -> None:
-    """What is passed on of a stream is the same bytes of the same block, in a later leg."""
+    """What is relayed of a stream is the same bytes of the same block, in a later leg."""
     for line in range(len(prog.legs.lines.holders)):
         of = streams(prog.legs, line)
         first = of.leg == 1
@@ -195,7 +195,7 @@ def respelled(side):
 
 
 def test_what_a_digest_is_of() -> None:
-    """The plan, the topology, what is passed on, limits: another of these is another program."""
+    """The plan, the topology, what is relayed, limits: another of these is another program."""
     src, dst = (
         Layout((24,), Mesh(a=2), "(a n)"),
         Layout((24,), Mesh(x=4, y=2, ranks=range(8, 16)), "n"),
@@ -239,7 +239,7 @@ def test_ranks_and_repr() -> None:
 # Pieces by hand
 
 
-def passed_on(prog: Program) -> list[Transfer]:
+def relayed(prog: Program) -> list[Transfer]:
     return [t for _, _, m in messages(all_rounds(prog), "receives") if m.leg > 1 for t in m.pieces]
 
 
@@ -253,18 +253,18 @@ def test_a_node_shares_what_it_gets() -> None:
     assert received == {(0, 1): 32, (3, 2): 32}
     sent = [m for one in prog.for_rank(0) for m in one.sends]
     assert sum(m.nbytes for m in sent if m.dst_rank in (2, 3)) == 64
-    assert passed_on(prog) and all(t.src_slices == t.dst_slices for t in passed_on(prog))
+    assert relayed(prog) and all(t.src_slices == t.dst_slices for t in relayed(prog))
 
 
-def test_what_is_passed_on_is_read_from_the_destination() -> None:
+def test_what_is_relayed_is_read_from_the_destination() -> None:
     """From its tensors, at their places there."""
     prog = windows(4, "node")
     assert (
-        {t.src_tensor for t in passed_on(prog)}
+        {t.src_tensor for t in relayed(prog)}
         == {"w[0]", "w[1]"}
-        == {t.dst_tensor for t in passed_on(prog)}
+        == {t.dst_tensor for t in relayed(prog)}
     )
-    pieces = passed_on(PROGRAMS["nodes"])
+    pieces = relayed(PROGRAMS["nodes"])
     assert pieces and all(t.src_slices == t.dst_slices == t.global_slices for t in pieces)
 
 

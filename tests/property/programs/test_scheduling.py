@@ -33,6 +33,7 @@ from shardmath import (
     simulate,
     verify,
 )
+from shardmath.programs import scheduling
 from shardmath.programs import streams as module
 from shardmath.programs.loads import leg_loads, pairs, round_loads, seconds
 from shardmath.programs.loads import messages as counts
@@ -91,8 +92,8 @@ def test_arrays_of_any_type(dtype: str) -> None:
     )
 
 
-def test_minus_zero_is_passed_on() -> None:
-    """A destination whose cells start at -0.0 passes on what it received, signs included."""
+def test_minus_zero_is_relayed() -> None:
+    """A destination whose cells start at -0.0 relays what it received, signs included."""
     p = plan(
         Layout((2,), Mesh(), "n"), Layout((2,), Mesh(x=2, y=4, ranks=range(4, 12)), "n {sum: x}")
     )
@@ -215,7 +216,7 @@ def test_one_source_is_relieved_by_its_receivers(count: int) -> None:
 
 
 def test_sources_that_are_not_the_bottleneck_send_all_themselves() -> None:
-    """As many sources as receivers: nothing is gained by passing on between nodes."""
+    """As many sources as receivers: nothing is gained by relaying between nodes."""
     p = plan(Layout((64,), Mesh(a=4), "n"), Layout((64,), Mesh(x=4, ranks=range(4, 8)), "n"))
     prog = schedule(p, topology=nodes_of(1))
     assert {m.leg for _, _, m in messages(all_rounds(prog), "sends")} == {1}
@@ -320,6 +321,21 @@ def test_what_cannot_be_kept_is_refused_at_once(fails) -> None:
     assert time.process_time() - begin < 2
 
 
+def test_turns_divide_what_the_last_try_left() -> None:
+    """The most slots that are tried leave least under way, though more than there is room for."""
+    p = plan(Layout((64,), Mesh(), "n"), Layout((64,), Mesh(x=2, ranks=(1, 2)), "n"))
+
+    def measure(prog: Program) -> tuple[float, int]:
+        return 1.0, 1000 // prog.slots if prog.turns == 1 else 1
+
+    with (
+        mock.patch.object(scheduling, "_measure", measure),
+        mock.patch.object(scheduling, "_count_most_slots", return_value=4),
+    ):
+        prog = schedule(p, fanout="none", max_inflight_bytes=200)
+    assert (prog.slots, prog.turns > 1) == (4, True)
+
+
 def test_few_messages_among_many_ranks() -> None:
     p = plan(*(Layout((64, 64), Mesh(a=24), text, dtype="int8") for text in ("(a n) h", "n (a h)")))
     for ops in (2, 3, 45, 46):
@@ -330,7 +346,7 @@ def test_few_messages_among_many_ranks() -> None:
 
 
 @pytest.mark.parametrize(("held", "per_node"), [((1, 6), 2), ((1, 6), 4), ((1, 3, 6), 4)])
-def test_two_messages_are_enough_where_something_is_passed_on(
+def test_two_messages_are_enough_where_something_is_relayed(
     held: tuple[int, ...], per_node: int
 ) -> None:
     """No rank has two legs in one turn, where turns are many enough."""
