@@ -77,6 +77,8 @@ def _find_running(p: Plan | Program, topology: Topology | None) -> Program:
 
 def blocks(p: Plan) -> Iterator[Block]:
     """What must be where, as the bound takes it: distinct elements, whoever sends them."""
+    # The bound counts what must move, and not whom a topology has the plan ask for it: near and
+    # far lines would part one set of receivers in two.
     on = p.lines if p.topology is None else lines(p.batches)
     is_folded = [bool(batch.template.reduction.folded) for batch in p.batches]
     nbytes = _count_bytes(p, on).tolist()

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath.base.arrays import Bools, Ints, begins
+from shardmath.base.arrays import Bools, Ints, Offsets
 from shardmath.flows.topology import Topology
 from shardmath.programs.program import Program, slices, turn_of
 from shardmath.programs.streams import Streams, streams
@@ -99,11 +99,9 @@ def _is_far(prog: Program, sender: Ints, receiver: Ints) -> Bools:
 def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
     """Each code once, ascending, and its bytes in all."""
     order = np.argsort(code, kind="stable")
-    code, nbytes = code[order], nbytes[order]
-    first = begins(code)
-    # reduceat refuses an empty list of groups.
-    total = np.add.reduceat(nbytes, first) if len(first) else nbytes
-    return code[first], total
+    code = code[order]
+    alike = Offsets.of_sorted(code)
+    return code[alike.first[:-1]], alike.sums(nbytes[order])
 
 
 def leg_loads(prog: Program, of: Pairs) -> Loads:
@@ -123,8 +121,10 @@ def messages(of: Pairs, turns: int, ranks: int) -> Ints:
     """
     code = (of.leg * ranks + of.sender) * ranks + of.receiver
     _, some = np.unique(code, return_index=True)
-    leg, sender, receiver = of.leg[some], of.sender[some], of.receiver[some]
-    turn = turn_of(sender + receiver, leg + 1, ranks) % turns
+    sender = of.sender[some]
+    receiver = of.receiver[some]
+    leg = of.leg[some] + 1
+    turn = turn_of(sender + receiver, leg, ranks) % turns
     out = np.zeros((turns, ranks), np.int64)
     np.add.at(out, (turn, sender), 1)
     np.add.at(out, (turn, receiver), 1)

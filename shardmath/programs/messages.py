@@ -144,6 +144,7 @@ def gather_rounds(given: Iterable[Message], rank: int) -> tuple[Round, ...]:
 
     Several messages of one step between the same ranks stay in the order in which they are given.
     """
+    # Both ends list what they share in one order, so messages of a pair are matched by order alone.
     steps: dict[Step, list[Message]] = {}
     for m in given:
         if rank in (m.src_rank, m.dst_rank):

@@ -74,6 +74,7 @@ def set_pace(
         raise ExchangeError(
             f"max_inflight_bytes={max_inflight_bytes} {what}; pass {2 * ALIGNMENT} or more"
         )
+    # Where all peers have room there is one turn, however far ranks are from each other.
     peers_at_once = len(ranks) if at_once == wanted else at_once
     return Pace(ranks, message_bytes, peers_at_once, by_addend)
 

@@ -185,6 +185,7 @@ def outline(given: Plan | Program, rank: int) -> Outline:
         messages = itertools.chain.from_iterable(one.messages for one in rounds)
         pieces = itertools.chain.from_iterable(m.pieces for m in messages)
         return Outline(given, rank, tuple(pieces), rounds=rounds)
+    # What stays on the rank is on either of its lists, and is taken from the first.
     received = (t for t in given.transfers(dst=rank) if t.src_rank != rank)
     transfers = (*given.transfers(src=rank), *received)
     return Outline(given, rank, transfers, most_peers(transfers))
@@ -194,6 +195,7 @@ def parts(given: Plan | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES) ->
     """The parts of all ranks, as they would agree on them."""
     outlines = [outline(given, rank) for rank in given.ranks]
     peers = max((one.peers for one in outlines), default=0)
+    # One addend after the other takes more rounds, so only where their order asks for it.
     for by_addend in (False, True):
         made = tuple(
             one.part(peers=peers, max_inflight_bytes=max_inflight_bytes, by_addend=by_addend)

@@ -105,6 +105,7 @@ _End: TypeAlias = tuple[Step, int, int, int]
 
 def _put_large_first(pieces: list[Transfer]) -> list[Transfer]:
     """The pieces with large elements first, so that no byte of their message is padding."""
+    # Elements of one size, which is usual, need no order.
     sizes = list(map(itemsize_of, pieces))
     if min(sizes) < max(sizes):
         pieces.sort(key=itemsize_of, reverse=True)
@@ -156,6 +157,7 @@ def _list_stretches(prog: Program, rank: int) -> Iterator[tuple[Step, int, Stret
     """(step, leg, stretch) of all that the rank keeps, sends and receives, in order."""
     on = prog.legs.lines
     for stretch in kept(on, rank):
+        # What stays on the rank takes no room, so neither slots nor turns divide it.
         phase = int(on.addend[stretch.block])
         yield (phase, 0, 0), 1, stretch
     for line in _find_lines(on, rank):

@@ -155,7 +155,7 @@ def as_planned(p: Plan, topology: Topology | None = None) -> Program:
     _check_plan(p, "give what plan(src, dst) returns")
     where = _choose_topology(p, topology)
     prog = Program(p, where, legs_as_cut(p.lines), 1, 1, 1, 1, "")
-    # Its limits are what it takes.
+    # Its limits are what it takes: whoever compiles a plan sets them later, by a pace.
     counts = messages(pairs(prog), 1, len(prog.ranks))
     most = int(counts.max(initial=1))
     _, under_way = _measure(prog)

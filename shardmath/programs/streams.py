@@ -120,9 +120,10 @@ def _list_entries(legs: Legs, line: int) -> _Entries:
             parts.append(_list_entries_of_block(legs, block, groups, before))
             before += len(parts[-1].rank)
 
-    *columns, others = zip(*parts, strict=True)
-    stacked = map(np.concatenate, columns)
-    return _Entries(*stacked, list(itertools.chain.from_iterable(others)))
+    columns = list(zip(*parts, strict=True))
+    block_, rank, lo, hi, origin = map(np.concatenate, columns[:-1])
+    others = list(itertools.chain.from_iterable(columns[-1]))
+    return _Entries(block_, rank, lo, hi, origin, others)
 
 
 def _is_straight(legs: Legs, first: int, end: int) -> bool:
@@ -266,8 +267,6 @@ def _lay_by_group(group: Ints, size: Ints) -> Ints:
     """Where each item begins among those of its group, groups standing together."""
     return Offsets.of_sorted(group).begin(size)
 
-
-# Streams
 
 MOST_KEPT = 1 << 20
 """Streams that are kept with the legs of a program, 56 bytes each."""
