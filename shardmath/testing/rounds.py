@@ -4,6 +4,7 @@
 ends when all of them are posted at their other ends too; between two ranks, one way, the first that
 is sent meets the first that is received.
 
+>>> from shardmath.programs.messages import gather_rounds
 >>> one = make_message((0, 0, 0), src_rank=0, dst_rank=1, leg=1, pieces=())
 >>> walk({0: gather_rounds([one], rank=0), 1: []})
 Traceback (most recent call last):
