@@ -44,10 +44,10 @@ from shardmath.proofs.simulate import simulate
 from shardmath.proofs.verify import verify
 
 if TYPE_CHECKING:
+    from shardmath.collectives.collective import Collective, recognise
     from shardmath.flows.certificate import Certificate
     from shardmath.plans.relabelling import Relabelling, relabel
     from shardmath.programs.certify import certify, crossing_bytes
-    from shardmath.programs.collectives import Collective, recognise
     from shardmath.programs.program import Program
     from shardmath.programs.scheduling import schedule
 
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 
 LATE = {
     "Certificate": "flows.certificate",
-    "Collective": "programs.collectives",
+    "Collective": "collectives.collective",
     "Program": "programs.program",
     "Relabelling": "plans.relabelling",
     "certify": "programs.certify",
     "crossing_bytes": "programs.certify",
-    "recognise": "programs.collectives",
+    "recognise": "collectives.collective",
     "relabel": "plans.relabelling",
     "schedule": "programs.scheduling",
 }

@@ -32,13 +32,13 @@ from shardmath.base.drawn import html
 from shardmath.base.errors import LayoutError, PlanError
 from shardmath.base.given import plural, shown
 from shardmath.base.integers import as_integer
+from shardmath.collectives.collective import Collective
 from shardmath.flows.certificate import Certificate
 from shardmath.flows.topology import Topology
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.plans.relabelling import Relabelling
-from shardmath.programs.collectives import Collective
 from shardmath.programs.program import Program
 
 __all__ = ["Shown", "count", "count_more", "grid", "nbytes", "share", "show", "table"]
@@ -218,11 +218,12 @@ def _(program: Program, most: int) -> str:
 def _program_row(program: Program, rank: int) -> list[object]:
     """What one rank does: rounds, messages, bytes sent and received."""
     rounds = program.for_rank(rank)
-    messages = [message for one in rounds for message in one.messages]
-    moved = {"send": 0, "receive": 0, "keep": 0}
-    for message in messages:
-        moved[message.direction] += message.nbytes
-    return [rank, len(rounds), len(messages), nbytes(moved["send"]), nbytes(moved["receive"])]
+    count = sent = received = 0
+    for one in rounds:
+        count += len(one.messages)
+        sent += sum(message.nbytes for message in one.sends)
+        received += sum(message.nbytes for message in one.receives)
+    return [rank, len(rounds), count, nbytes(sent), nbytes(received)]
 
 
 @_text.register

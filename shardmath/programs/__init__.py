@@ -2,11 +2,10 @@
 
 In reading order:
 
-- `kinds`: which textbook operation groups of ranks fit;
-- `collectives`: plans that are a collective;
 - `streams`: what goes from rank to rank, straight or relayed;
-- `program`: a plan as rounds of messages;
-- `messages`: transfers as messages;
+- `messages`: messages and rounds, what ranks post;
+- `program`: a plan as rounds of messages, with what is relayed;
+- `pace`: a plan as rounds of messages, with nothing relayed;
 - `part`: all that one rank does;
 - `fanout`: who relays what;
 - `loads`: bytes by rank and link, and how long they take;

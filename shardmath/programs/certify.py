@@ -78,26 +78,30 @@ def _find_running(p: object, topology: Topology | None) -> Program:
 
 def blocks(p: Plan) -> Iterator[Block]:
     """What must be where, as the bound takes it: distinct elements, whoever sends them."""
+    # The bound counts what must move, and not whom a topology has the plan ask for it: near and
+    # far lines would part one set of receivers in two.
     on = p.lines if p.topology is None else lines(p.batches)
-    nbytes = _count_bytes(p, on)
-    line = np.repeat(np.arange(len(on.holders)), np.diff(on.first))
-    for b, total in enumerate(nbytes.tolist()):
-        if not total:
-            continue
-        holders, receivers = on.holders[line[b]], on.receivers[b]
-        batches = on.batch[on.row_first[b] : on.row_first[b + 1]]
-        folded = any(p.batches[i].template.reduction.folded for i in batches)
-        addend = int(on.addend[b])
-        yield Block(on.sets[holders], on.sets[receivers], total, addend, int(folded))
+    is_folded = [bool(batch.template.reduction.folded) for batch in p.batches]
+    nbytes = _count_bytes(p, on).tolist()
+    for line in range(len(on.holders)):
+        held = on.held_by(line)
+        first, end = on.first[line : line + 2].tolist()
+        for block in range(first, end):
+            if not nbytes[block]:
+                continue
+            batches = on.batch[on.row_first[block] : on.row_first[block + 1]]
+            folded = any(is_folded[i] for i in batches)
+            addend = int(on.addend[block])
+            yield Block(held, on.asked_by(block), nbytes[block], addend, int(folded))
 
 
 def _count_bytes(p: Plan, on: Demands) -> Ints:
     """The bytes of each block of the lines, without those of batches that are not counted."""
-    counted = np.array([_is_counted(p, b) for b in range(len(p.batches))], bool)
-    names = np.array([len(batch.names) for batch in p.batches], np.int64)
-    size = np.where(counted[on.batch], on.each * names[on.batch], 0)
-    # reduceat refuses an empty list of groups.
-    return np.add.reduceat(size, on.row_first[:-1]) if len(size) else size
+    tensors = []
+    for number, batch in enumerate(p.batches):
+        tensors.append(len(batch.names) if _is_counted(p, number) else 0)
+    counted = np.array(tensors, np.int64)
+    return on.rows.sums(on.each * counted[on.batch])
 
 
 def _is_counted(p: Plan, number: int) -> bool:

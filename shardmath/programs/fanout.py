@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Bools, Ints
+from shardmath.base.arrays import Bools, Ints, Offsets
 from shardmath.flows.flow import Level, levels
 from shardmath.plans.balance import grid, shared
 from shardmath.plans.demands import Demands, Ranks
@@ -37,14 +37,17 @@ def find_legs(
     """
     none = np.zeros(0, np.int64)
     bare = Legs(on, Bands(*[none] * 10), per_node if by_node else 1)
-    groups = [[len(ranks) for ranks in nodes(bare, line, b)] for line, b in _list_blocks(on)]
+    groups = []
+    for line, block in _list_blocks(on):
+        groups.append([len(ranks) for ranks in nodes(bare, line, block)])
     shed = _choose_shed(on, groups) if relays else {}
     if relays and not shed:
         return
     plots = [_Plot(1, [_Part(0, 0, 1)])] * len(groups)
-    for b, nbytes in shed.items():
-        copies, size = len(groups[b]), int(on.nbytes[b])
-        plots[b] = _plot(size, copies, copies * size - nbytes)
+    for block, nbytes in shed.items():
+        copies = len(groups[block])
+        size = int(on.nbytes[block])
+        plots[block] = _plot(size, copies, copies * size - nbytes)
     legs = replace(bare, bands=_make_bands(p, bare, groups, plots))
     yield _cut_first_leg(p, legs, groups)
 
@@ -70,9 +73,9 @@ def legs_as_cut(on: Demands) -> Legs:
 
 def _list_blocks(on: Demands) -> Iterator[tuple[int, int]]:
     """(line, block) of all blocks."""
-    for line in range(len(on.holders)):
-        for b in range(int(on.first[line]), int(on.first[line + 1])):
-            yield line, b
+    owners = on.blocks.owners().tolist()
+    for block, line in enumerate(owners):
+        yield line, block
 
 
 # How much is relayed between nodes
@@ -92,27 +95,22 @@ def _choose_shed(on: Demands, groups: list[list[int]]) -> dict[int, int]:
     The target is what no rank can go below: what the fullest rank takes in, or what the fullest
     holder sends if each byte leaves its holders once.
     """
-    line = np.repeat(np.arange(len(on.holders)), np.diff(on.first))
-    is_far = ~on.near[line] & (on.addend == 0)
-    copies = np.where(is_far, [len(sizes) for sizes in groups], 0)
-    once = _sum_by_line(on, np.where(copies > 0, on.nbytes, 0))
+    is_far = on.blocks.spread(~on.near) & (on.addend == 0)
+    copies = np.array(list(map(len, groups)), np.int64) * is_far
+    once = on.blocks.sums(on.nbytes * (copies > 0)).tolist()
+    sent = on.blocks.sums(on.nbytes * copies).tolist()
     held = [on.sets[i] for i in on.holders.tolist()]
     target = max(_least_sent(once, held), _most_taken_in(on, groups, is_far))
-    wanted = _shed_to_target(_sum_by_line(on, on.nbytes * copies), once, held, target)
+    wanted = _shed_to_target(sent, once, held, target)
+
+    nodes_of_block = copies.tolist()
     shed: dict[int, int] = {}
-    for at, nbytes in enumerate(wanted):
+    for line, nbytes in enumerate(wanted):
         if nbytes:
-            blocks = range(int(on.first[at]), int(on.first[at + 1]))
-            sizes = {b: int(on.nbytes[b]) for b in blocks if copies[b] > 1}
-            shed |= _spread(sizes, copies.tolist(), nbytes)
+            first, end = on.first[line : line + 2].tolist()
+            sizes = {b: int(on.nbytes[b]) for b in range(first, end) if nodes_of_block[b] > 1}
+            shed |= _spread(sizes, nodes_of_block, nbytes)
     return shed
-
-
-def _sum_by_line(on: Demands, sizes: Ints) -> list[int]:
-    """The total of each line, given the sizes of all blocks."""
-    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
-    totals: list[int] = (ends[on.first[1:]] - ends[on.first[:-1]]).tolist()
-    return totals
 
 
 def _least_sent(once: list[int], held: list[Ranks]) -> int:
@@ -223,14 +221,17 @@ def _plot(size: int, nodes: int, straight: int) -> _Plot:
     as much. Chunk c of the content goes straight to d classes of nodes, or d + 1, from class c on.
     """
     options = (c for c in range(2, nodes + 1) if nodes % c == 0)
-    classes = next(c for c in options if c * straight >= nodes * size)
-    # To serve a class straight takes size * nodes / classes bytes, so `straight` bytes are enough
-    # for d classes, and for one more of what is left of each chunk after its first `fewer` bytes.
-    d = min(classes * straight // (nodes * size), classes - 1)
-    fewer = ((d + 1) * size * nodes - straight * classes) // (classes * nodes)
+    copies = nodes * size
+    classes = next(c for c in options if c * straight >= copies)
+    # To serve a class straight takes `copies` / classes bytes, so `straight` bytes are enough for
+    # d classes, and for one more of what is left of each chunk after its first `fewer` bytes.
+    d = min(classes * straight // copies, classes - 1)
+    missing = (d + 1) * copies - straight * classes
+    fewer = missing // (classes * nodes)
     parts = []
     for c in range(classes):
-        at, end = c * size // classes, (c + 1) * size // classes
+        at = c * size // classes
+        end = (c + 1) * size // classes
         middle = min(at + fewer, end)
         if at < middle:
             parts.append(_Part(at, c, d))
@@ -246,15 +247,17 @@ def _make_bands(p: Plan, legs: Legs, groups: list[list[int]], plots: Sequence[_P
     """Bands of all blocks: a new one where a part of the plot begins or a stripe does."""
     rows: list[tuple[int, int, int, int, int, int]] = []
     for b, (sizes, plot) in enumerate(zip(groups, plots, strict=True)):
-        replicas = set(sizes) or {1}
-        for band in _list_stripes(int(legs.lines.nbytes[b]), replicas, plot.parts):
+        nbytes = int(legs.lines.nbytes[b])
+        for band in _list_stripes(nbytes, set(sizes) or {1}, plot.parts):
             rows.append((b, *band))
     block, wanted, begin, count, place, span = np.array(rows, np.int64).reshape(-1, 6).T
+    where = grid(legs.lines, p.batches)
+    blocks = np.arange(len(groups) + 1)
     none = np.zeros(0, np.int64)
     return Bands(
-        first=np.searchsorted(block, np.arange(len(groups) + 1)),
+        first=np.searchsorted(block, blocks),
         classes=np.array([plot.classes for plot in plots], np.int64),
-        at=grid(legs.lines, p.batches).snapped(block, wanted),
+        at=where.snapped(block, wanted),
         begin=begin,
         count=count,
         place=place,
@@ -289,18 +292,16 @@ def _list_stripes(
 def _cut_first_leg(p: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
     """The same with the first leg's lines cut among their holders."""
     on, bands = legs.lines, legs.bands
-    block = np.repeat(np.arange(len(groups)), np.diff(bands.first))
+    block = Offsets(bands.first).owners()
     copies = _count_straight_nodes(bands, block, groups)
     # Bands laid end to end, each as often as it goes straight: where blocks and lines begin there.
-    sent = _measure_bands(on, bands) * copies
-    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(sent)))
-    begin = ends[bands.first[:-1]]
-    line_begin, line_end = begin[on.first[:-1]], ends[bands.first[on.first[1:]]]
-    line = np.repeat(np.arange(len(on.holders)), np.diff(on.first))
-    cut_first, cuts = shared(on, (line_end - line_begin).tolist())
-    start = begin - line_begin[line]
+    sent = Offsets(bands.first).sums(_measure_bands(on, bands) * copies)
+    length = on.blocks.sums(sent)
+    cut_first, cuts = shared(on, length.tolist())
+    start = on.blocks.begin(sent)
     cut = replace(legs, bands=replace(bands, start=start, cut_first=cut_first, cuts=cuts))
-    return replace(cut, bands=replace(cut.bands, cuts=_snap_cuts(p, cut)))
+    snapped = _snap_cuts(p, cut)
+    return replace(cut, bands=replace(cut.bands, cuts=snapped))
 
 
 def _measure_bands(on: Demands, bands: Bands) -> Ints:

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath.base.arrays import Bools, Ints, begins
+from shardmath.base.arrays import Bools, Ints, Offsets
 from shardmath.flows.topology import Topology
 from shardmath.programs.program import Program, slices, turn_of
 from shardmath.programs.streams import Streams, streams
@@ -51,24 +51,31 @@ class Pairs(NamedTuple):
 
 def pairs(prog: Program) -> Pairs:
     """What goes from rank to rank: each pair once per phase and leg."""
-    on = prog.legs.lines
     ranks = np.array(prog.ranks, np.int64)
     shape = _count_phases(prog), LEGS, len(ranks), len(ranks)
     # Each line is summed by itself first, so that what is kept grows with pairs and not with
     # streams.
     none = np.zeros(0, np.int64)
     codes, sizes = [none], [none]
-    for line in range(len(on.holders)):
-        of = streams(prog.legs, line)
-        sender, receiver = _find_places(ranks, of)
-        where = on.addend[of.block], of.leg - 1, sender, receiver
-        code, nbytes = _sum_by_code(np.ravel_multi_index(where, shape), of.hi - of.lo)
+    for line in range(len(prog.legs.lines.holders)):
+        code, nbytes = _sum_line(prog, line, ranks, shape)
         codes.append(code)
         sizes.append(nbytes)
     code, nbytes = _sum_by_code(np.concatenate(codes), np.concatenate(sizes))
     phase, leg, sender, receiver = np.unravel_index(code, shape)
     far = _is_far(prog, ranks[sender], ranks[receiver])
     return Pairs(phase, leg, sender, receiver, far, nbytes)
+
+
+def _sum_line(
+    prog: Program, line: int, ranks: Ints, shape: tuple[int, int, int, int]
+) -> tuple[Ints, Ints]:
+    """The pairs of a line, coded as places of a table of this shape, and the bytes of each."""
+    of = streams(prog.legs, line)
+    sender, receiver = _find_places(ranks, of)
+    phase = prog.legs.lines.addend[of.block]
+    code = np.ravel_multi_index((phase, of.leg - 1, sender, receiver), shape)
+    return _sum_by_code(code, of.hi - of.lo)
 
 
 def _count_phases(prog: Program) -> int:
@@ -92,11 +99,9 @@ def _is_far(prog: Program, sender: Ints, receiver: Ints) -> Bools:
 def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
     """Each code once, ascending, and its bytes in all."""
     order = np.argsort(code, kind="stable")
-    code, nbytes = code[order], nbytes[order]
-    first = begins(code)
-    # reduceat refuses an empty list of groups.
-    total = np.add.reduceat(nbytes, first) if len(first) else nbytes
-    return code[first], total
+    code = code[order]
+    alike = Offsets.of_sorted(code)
+    return code[alike.first[:-1]], alike.sums(nbytes[order])
 
 
 def leg_loads(prog: Program, of: Pairs) -> Loads:
@@ -116,8 +121,10 @@ def messages(of: Pairs, turns: int, ranks: int) -> Ints:
     """
     code = (of.leg * ranks + of.sender) * ranks + of.receiver
     _, some = np.unique(code, return_index=True)
-    leg, sender, receiver = of.leg[some], of.sender[some], of.receiver[some]
-    turn = turn_of(sender + receiver, leg + 1, ranks) % turns
+    sender = of.sender[some]
+    receiver = of.receiver[some]
+    leg = of.leg[some] + 1
+    turn = turn_of(sender + receiver, leg, ranks) % turns
     out = np.zeros((turns, ranks), np.int64)
     np.add.at(out, (turn, sender), 1)
     np.add.at(out, (turn, receiver), 1)
@@ -140,19 +147,19 @@ def _add_line(
 ) -> None:
     """Add what goes in the slots of a line, at both ends; `out` is flat."""
     of = streams(prog.legs, line)
-    cut = slices(prog, line, of)
-    nbytes = cut.hi - cut.lo
     sender, receiver = _find_places(ranks, of)
     turn = turn_of(sender + receiver, of.leg, len(ranks)) % prog.turns
     phase = prog.legs.lines.addend[of.block]
     link = 2 * _is_far(prog, of.sender, of.receiver)
+    cut = slices(prog, line, of)
+    nbytes = cut.hi - cut.lo
     # Slices differ from their stream in the slot alone: streams are coded as if in slot 0, slices
     # are that many slots further. There are many more slices than streams.
-    slot_size = math.prod(shape[2:])
-    ahead = cut.slot * slot_size
+    ahead = cut.slot * math.prod(shape[2:])
     slot = np.zeros_like(turn)
     for place, link_there in ((sender, link), (receiver, link + 1)):
-        code = np.ravel_multi_index((phase, slot, turn, place, link_there), shape)
+        where = phase, slot, turn, place, link_there
+        code = np.ravel_multi_index(where, shape)
         np.add.at(out, code[cut.stream] + ahead, nbytes)
 
 

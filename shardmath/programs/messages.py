@@ -1,99 +1,119 @@
-"""Transfers -> the messages that a transport sends: pure Python, no torch.
+"""Messages and rounds: what ranks post, of a plan and of a program alike.
 
-1. All transfers from one rank to another, in their common order, are one **stream**. A stream is
-   cut into messages of at most `Pace.message_bytes`: big transfers are cut by whole rows, small
-   ones joined. Both ends cut alike, because a cut depends on nothing but the stream and the pace,
-   and the pace is agreed.
-2. Message k of every stream belongs to **round** k. Every rank walks its rounds in one order, and
-   posts all of a round before it waits: the earliest round in which anybody waits has all of its
-   messages posted, so there is no deadlock.
-3. Many peers or a small limit: streams take **turns**, (receiver - sender) modulo the number of
-   ranks; only `Pace.turns` go at once, so a rank has at most so many messages each way in hand,
-   however many ranks there are.
-4. A rank's own copies are a stream like any other that never meets the wire.
-5. Pieces that are folded into one element (a reduction) must come in order of addend.
-   `keeps_fold_order` says whether the rounds do so by themselves; where not, `Pace.by_addend` sends
-   one addend after the other.
-6. A program's messages and steps are its own (`scheduled`): both ends have them from the same
-   value, and its phases bring addends in order. What is relayed leaves the sender's destination,
-   where an earlier round has put it.
+1. A **message** is what one rank sends another in one go, and the same value at both ends. One from
+   a rank to itself is kept, and never meets the wire.
+2. A **round** is one rank's messages of one step. Every rank walks its rounds in one order of
+   steps, and posts all of a round before it waits: the earliest step in which anybody waits has all
+   of its messages posted, so there is no deadlock.
+3. What leaves a holder is of leg 1. A plan has nothing else; a program relays in later legs.
+4. Pieces that are folded into one element (a reduction) must come in order of addend.
+   `keeps_fold_order` says whether rounds bring them so.
 
->>> pace = set_pace((0, 1, 2), peers=2, max_inflight_bytes=1 << 20, by_addend=False)
->>> pace.message_bytes, pace.turns
-(262144, 3)
+>>> send, receive = (make_message((0, 0, 0), *ends, leg=1, pieces=()) for ends in ((0, 1), (1, 0)))
+>>> print(*gather_rounds([send, receive], rank=0))
+phase 0, slot 0, turn 0
+  receive 0 B from rank 1 in 0 pieces, leg 1
+  send 0 B to rank 1 in 0 pieces, leg 1
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.box import Box, from_slices
-from shardmath.base.errors import ExchangeError
+from shardmath.base.given import plural
 from shardmath.plans.plan import Transfer
-from shardmath.programs.program import Program
 
 __all__ = [
     "Message",
-    "Pace",
     "Round",
+    "Step",
     "aligned",
+    "gather_rounds",
+    "itemsize_of",
     "keeps_fold_order",
-    "messages",
-    "most_peers",
-    "rounds",
-    "scheduled",
-    "set_pace",
+    "make_message",
     "staging_bytes",
 ]
 
 ALIGNMENT = 16
 """Bytes; the largest element of any type, so that a message may begin with any of them."""
 
-LEAST_MESSAGE = 1 << 16
-"""Bytes; rather than cut streams finer than this, let fewer of them go at once."""
-
-
 Step: TypeAlias = tuple[int, int, int]
-"""When a message goes: (phase of an addend, window of turns, number in its stream); a program's
-(phase, slot, turn)."""
+"""(phase, slot, turn), in the order in which ranks walk them.
 
-
-class Pace(NamedTuple):
-    """What all ranks agree on before they cut their streams."""
-
-    ranks: tuple[int, ...]
-    message_bytes: int
-    turns: int
-    by_addend: bool
+Phases bring the addends of what is folded one after the other, slots divide what goes from rank to
+rank, turns the peers of a rank.
+"""
 
 
 class Message(NamedTuple):
-    """What one rank sends another in one go: pieces one after the other, each at its place in
-    bytes.
+    """What one rank sends another in one go: `nbytes` bytes, piece i from byte `starts[i]` on.
 
-    Pieces are transfers cut to size. Where `relayed`, the sender reads them from its destination
-    tensors.
+    A piece begins where its elements may, after the end of the piece before. From leg 2 on a
+    message is relayed.
     """
 
     step: Step
     src_rank: int
     dst_rank: int
+    leg: int
     pieces: tuple[Transfer, ...]
     starts: tuple[int, ...]
     nbytes: int
-    relayed: bool = False
+
+    @property
+    def relayed(self) -> bool:
+        """Whether the sender reads the pieces from its destination tensors, where they have come."""
+        return self.leg > 1
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} B from rank {self.src_rank} to rank {self.dst_rank}{_tail(self)}"
+
+
+def _tail(m: Message) -> str:
+    """What is said of a message after its ends."""
+    return f" in {plural(m.pieces, 'piece')}, leg {m.leg}"
 
 
 class Round(NamedTuple):
-    """One rank's messages of one step; `keeps` stay on the rank."""
+    """One rank's messages of one step: posted together, done before the next.
+
+    They are at least one. `keeps` stay on the rank.
+    """
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
     keeps: tuple[Message, ...]
+
+    @property
+    def step(self) -> Step:
+        """The step of all of its messages."""
+        return self.messages[0].step
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All of them: those kept, received and sent."""
+        return (*self.keeps, *self.receives, *self.sends)
+
+    @property
+    def arriving(self) -> tuple[Message, ...]:
+        """Those that bring something to this rank: received or kept."""
+        return (*self.receives, *self.keeps)
+
+    def __str__(self) -> str:
+        phase, slot, turn = self.step
+        lines = [f"phase {phase}, slot {slot}, turn {turn}"]
+        for m in self.keeps:
+            lines.append(f"keep {m.nbytes} B of rank {m.src_rank}{_tail(m)}")
+        for m in self.receives:
+            lines.append(f"receive {m.nbytes} B from rank {m.src_rank}{_tail(m)}")
+        for m in self.sends:
+            lines.append(f"send {m.nbytes} B to rank {m.dst_rank}{_tail(m)}")
+        return "\n  ".join(lines)
 
 
 def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
@@ -101,117 +121,51 @@ def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
     return -(-nbytes // to) * to
 
 
-def most_peers(transfers: Iterable[Transfer]) -> int:
-    """The larger of how many ranks these transfers of one rank go to, and come from."""
-    pairs = {(t.src_rank, t.dst_rank) for t in transfers if t.nbytes and t.src_rank != t.dst_rank}
-    out_of = Counter(src for src, _ in pairs)
-    into = Counter(dst for _, dst in pairs)
-    return max([*out_of.values(), *into.values()], default=0)
+def itemsize_of(t: Transfer) -> int:
+    """The bytes of an element of a transfer."""
+    return t.nbytes // math.prod(t.shape)
 
 
-def set_pace(
-    ranks: tuple[int, ...], *, peers: int, max_inflight_bytes: int, by_addend: bool
-) -> Pace:
-    """The pace at which no rank stages more than `max_inflight_bytes`.
-
-    `ranks` are the plan's; `peers` is the largest `most_peers` of any rank.
-    Raises ExchangeError for a limit that has no room for one element each way.
-    """
-    wanted = max(1, peers)
-    # Half of the room is for each way.
-    most_at_once = max_inflight_bytes // (2 * LEAST_MESSAGE)
-    at_once = min(wanted, max(1, most_at_once))
-    message_bytes = max_inflight_bytes // (2 * at_once)
-    message_bytes -= message_bytes % ALIGNMENT
-    if message_bytes < ALIGNMENT:
-        what = f"has no room for a message of {ALIGNMENT} bytes each way"
-        raise ExchangeError(
-            f"max_inflight_bytes={max_inflight_bytes} {what}; pass {2 * ALIGNMENT} or more"
-        )
-    turns = len(ranks) if at_once == wanted else at_once
-    return Pace(ranks, message_bytes, turns, by_addend)
+def make_message(
+    step: Step, src_rank: int, dst_rank: int, leg: int, pieces: Sequence[Transfer]
+) -> Message:
+    """The message of these pieces, each where its elements may begin."""
+    starts = []
+    end = 0
+    for piece in pieces:
+        start = aligned(end, itemsize_of(piece))
+        starts.append(start)
+        end = start + piece.nbytes
+    return Message(step, src_rank, dst_rank, leg, tuple(pieces), tuple(starts), end)
 
 
-def messages(transfers: Iterable[Transfer], pace: Pace) -> tuple[Message, ...]:
-    """The messages that carry these transfers, in order of step, sender and receiver.
-
-    Any union of whole streams may be given; the messages of a stream depend on that stream alone.
-    """
-    place = {rank: i for i, rank in enumerate(pace.ranks)}
-    out: list[Message] = []
-    for (phase, src, dst), stream in _group_by_stream(transfers, pace).items():
-        turn = (place[dst] - place[src]) % len(place)
-        window = turn // pace.turns
-        for k, pieces in enumerate(_cut(stream, pace.message_bytes)):
-            step = phase, window, k
-            out.append(_make_message(step, src, dst, pieces))
-    return tuple(sorted(out, key=lambda m: m[:3]))
-
-
-def _group_by_stream(
-    transfers: Iterable[Transfer], pace: Pace
-) -> dict[tuple[int, int, int], list[Transfer]]:
-    """The transfers that are not empty, by phase, sender and receiver."""
-    streams: dict[tuple[int, int, int], list[Transfer]] = {}
-    for t in transfers:
-        if t.nbytes:
-            phase = t.addend if pace.by_addend else 0
-            key = phase, t.src_rank, t.dst_rank
-            streams.setdefault(key, []).append(t)
-    return streams
-
-
-def scheduled(prog: Program, rank: int) -> tuple[Message, ...]:
-    """The program's messages from, to and on `rank`, in order of step and peer, and of leg where
-    these are the same.
-
-    Pieces with large elements come first, so that no byte of a message is padding.
-    """
-    out = []
-    for one in prog.for_rank(rank):
-        for m in one.messages:
-            src = m.peer if m.direction == "receive" else rank
-            dst = m.peer if m.direction == "send" else rank
-            some = [t for t in m.pieces if t.nbytes]
-            some.sort(key=_itemsize, reverse=True)
-            if some:
-                message = _make_message(one.step, src, dst, some)
-                out.append(message._replace(relayed=m.leg > 1))
-    return tuple(out)
-
-
-def rounds(given: Iterable[Message], rank: int) -> tuple[Round, ...]:
-    """The messages from or to `rank`, step by step. A message from a rank to itself is kept.
+def gather_rounds(given: Iterable[Message], rank: int) -> tuple[Round, ...]:
+    """The rounds of a rank: the messages from and to it, step by step; others are left out.
 
     Several messages of one step between the same ranks stay in the order in which they are given.
     """
-    steps: dict[Step, tuple[list[Message], list[Message], list[Message]]] = {}
+    # Both ends list what they share in one order, so messages of a pair are matched by order alone.
+    steps: dict[Step, list[Message]] = {}
     for m in given:
-        sends, receives, keeps = steps.setdefault(m.step, ([], [], []))
-        if m.src_rank == m.dst_rank == rank:
+        if rank in (m.src_rank, m.dst_rank):
+            steps.setdefault(m.step, []).append(m)
+    return tuple(_make_round(steps[step], rank) for step in sorted(steps))
+
+
+def _make_round(posted: list[Message], rank: int) -> Round:
+    """The round of a rank that posts these messages."""
+    sends, receives, keeps = [], [], []
+    for m in posted:
+        if m.src_rank == m.dst_rank:
             keeps.append(m)
         elif m.src_rank == rank:
             sends.append(m)
-        elif m.dst_rank == rank:
+        else:
             receives.append(m)
-    out = []
-    for step in sorted(steps):
-        sends, receives, keeps = steps[step]
-        if sends or receives or keeps:
-            out.append(_order_round(sends, receives, keeps, rank))
-    return tuple(out)
-
-
-def _order_round(
-    sends: list[Message], receives: list[Message], keeps: list[Message], rank: int
-) -> Round:
-    """The round of one rank.
-
-    Sends to the ranks behind this one come first, and receives from those before it, so that not
-    all call on one rank.
-    """
-    sends = sorted(sends, key=lambda m: (m.dst_rank < rank, m.dst_rank))
-    receives = sorted(receives, key=lambda m: (m.src_rank > rank, -m.src_rank))
+    # Sends to the ranks behind this one come first, and receives from those before it, so that not
+    # all call on one rank.
+    sends.sort(key=lambda m: (m.dst_rank < rank, m.dst_rank))
+    receives.sort(key=lambda m: (m.src_rank > rank, -m.src_rank))
     return Round(tuple(sends), tuple(receives), tuple(keeps))
 
 
@@ -220,8 +174,14 @@ def staging_bytes(one: Round) -> int:
     return sum(aligned(m.nbytes) for m in (*one.sends, *one.receives))
 
 
-def keeps_fold_order(given: Iterable[Message]) -> bool:
-    """Whether these messages to one rank bring the pieces of every element in order of addend.
+# The order of addends
+
+_ByAddend: TypeAlias = dict[int, list[tuple[Step, Box]]]
+"""What comes of each addend of a tensor: the boxes, and in which steps."""
+
+
+def keeps_fold_order(rounds: Iterable[Round]) -> bool:
+    """Whether a rank's rounds bring the pieces of every element in order of addend.
 
     Rounds are ordered and pieces of one round are folded in order of addend, so two cases are
     enough for a tensor: its addends come in rounds one after the other, or they all bring the same
@@ -229,16 +189,13 @@ def keeps_fold_order(given: Iterable[Message]) -> bool:
     addend once.)
     """
     brought: dict[str, _ByAddend] = {}
-    for m in given:
-        for piece in m.pieces:
-            by_addend = brought.setdefault(piece.dst_tensor, {})
-            boxes = by_addend.setdefault(piece.addend, [])
-            boxes.append((m.step, from_slices(piece.dst_slices)))
+    for one in rounds:
+        for m in one.arriving:
+            for piece in m.pieces:
+                by_addend = brought.setdefault(piece.dst_tensor, {})
+                boxes = by_addend.setdefault(piece.addend, [])
+                boxes.append((m.step, from_slices(piece.dst_slices)))
     return all(_are_apart(x) or _are_alike(x) for x in brought.values())
-
-
-_ByAddend: TypeAlias = dict[int, list[tuple[Step, Box]]]
-"""What comes of each addend of a tensor: the boxes, and in which steps."""
 
 
 def _are_apart(by_addend: _ByAddend) -> bool:
@@ -253,83 +210,3 @@ def _are_alike(by_addend: _ByAddend) -> bool:
     """Whether all addends bring the same boxes in the same steps."""
     first, *rest = (sorted(boxes) for boxes in by_addend.values())
     return all(boxes == first for boxes in rest)
-
-
-def _make_message(step: Step, src: int, dst: int, pieces: list[Transfer]) -> Message:
-    """The message of these pieces, each where its elements may begin."""
-    starts = []
-    end = 0
-    for piece in pieces:
-        start = aligned(end, _itemsize(piece))
-        starts.append(start)
-        end = start + piece.nbytes
-    return Message(step, src, dst, tuple(pieces), tuple(starts), end)
-
-
-def _cut(stream: list[Transfer], limit: int) -> Iterator[list[Transfer]]:
-    """The stream as lists of pieces, each list of at most `limit` bytes."""
-    pieces: list[Transfer] = []
-    end = 0
-    left = stream[::-1]  # a stack: the next transfer is the last
-    while left:
-        t = left.pop()
-        start = aligned(end, _itemsize(t))
-        # A row is cut only where even an empty message has no room for it.
-        head, tail = _split(t, limit - start, within_rows=not pieces)
-        left.extend(reversed(tail))
-        if head is None:
-            yield pieces
-            pieces, end = [], 0
-        else:
-            pieces.append(head)
-            end = start + head.nbytes
-    if pieces:
-        yield pieces
-
-
-def _itemsize(t: Transfer) -> int:
-    """The bytes of an element of a transfer."""
-    return t.nbytes // math.prod(t.shape)
-
-
-def _split(t: Transfer, room: int, *, within_rows: bool) -> tuple[Transfer | None, list[Transfer]]:
-    """What of `t` fits into `room` bytes, None for nothing, and the rest in order.
-
-    Cuts between rows of the outermost dimension longer than 1; inside a row only where
-    `within_rows`.
-    """
-    if t.nbytes <= room:
-        return t, []
-    if room <= 0:
-        return None, [t]
-    dim = next((d for d, n in enumerate(t.shape) if n != 1), None)
-    if dim is None:
-        return None, [t]
-    n = t.shape[dim]
-    rows = room // (t.nbytes // n)
-    if rows:
-        return _narrow(t, dim, 0, rows), [_narrow(t, dim, rows, n)]
-    if not within_rows:
-        return None, [t]
-    head, tail = _split(_narrow(t, dim, 0, 1), room, within_rows=True)
-    return head, [*tail, _narrow(t, dim, 1, n)]
-
-
-def _narrow(t: Transfer, dim: int, lo: int, hi: int) -> Transfer:
-    """The rows lo..hi-1 of the transfer along `dim`."""
-    nbytes_of_row = t.nbytes // t.shape[dim]
-    count = hi - lo
-    return t._replace(
-        src_slices=_narrow_slices(t.src_slices, dim, lo, hi),
-        dst_slices=_narrow_slices(t.dst_slices, dim, lo, hi),
-        global_slices=_narrow_slices(t.global_slices, dim, lo, hi),
-        shape=(*t.shape[:dim], count, *t.shape[dim + 1 :]),
-        nbytes=nbytes_of_row * count,
-    )
-
-
-def _narrow_slices(slices: tuple[slice, ...], dim: int, lo: int, hi: int) -> tuple[slice, ...]:
-    """The slices, that along `dim` narrowed to its positions lo..hi-1."""
-    start = slices[dim].start
-    narrow = slice(start + lo, start + hi)
-    return (*slices[:dim], narrow, *slices[dim + 1 :])

@@ -26,16 +26,8 @@ from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable, Plan, Transfer
-from shardmath.programs.messages import (
-    Message,
-    Round,
-    keeps_fold_order,
-    messages,
-    most_peers,
-    rounds,
-    scheduled,
-    set_pace,
-)
+from shardmath.programs.messages import Round, gather_rounds, keeps_fold_order
+from shardmath.programs.pace import cut_transfers, most_peers, set_pace
 from shardmath.programs.program import Program
 
 __all__ = [
@@ -130,17 +122,17 @@ def _joined_slices(runs: Runs) -> list[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A rank's part before ranks have agreed on its pace: what it sends, keeps and receives.
+    """A rank's part before ranks have agreed on its pace.
 
-    `peers`: the most ranks that it sends to, or receives from, where that sets the pace; 0 of a
-    program, which has turns of its own, and whose messages are made already.
+    `pieces` are all that it sends, keeps and receives. A plan's are still to be cut, and `peers` is
+    the most ranks that it sends to, or receives from. A program's are in `rounds`, and set no pace.
     """
 
     given: Plan | Transposed | Program
     rank: int
-    peers: int
-    transfers: tuple[Transfer, ...]
-    messages: tuple[Message, ...] = ()
+    pieces: tuple[Transfer, ...]
+    peers: int = 0
+    rounds: tuple[Round, ...] = ()
 
     @property
     def operations(self) -> frozenset[tuple[str, str]]:
@@ -149,7 +141,7 @@ class Outline:
         stored = {tensor for tensor, _ in stored_on(plan.dst, self.rank).values()}
         found = {(tensor, "fill") for tensor in stored if plan.fill(tensor) is not None}
         found |= {(tensor, "divide") for tensor in stored if plan.divisor(tensor) != 1}
-        for t in self.transfers:
+        for t in self.pieces:
             if t.dst_rank == self.rank and t.op != "copy":
                 found.add((t.tensor, t.op))
         return frozenset(found)
@@ -163,7 +155,7 @@ class Outline:
         a plan needs where otherwise some rank's part does not keep their order. The limit is a
         plan's; a program has its own. Raises ExchangeError for one without room for an element.
         """
-        mine = self.messages
+        rounds = self.rounds
         if not isinstance(self.given, Program):
             pace = set_pace(
                 self.given.ranks,
@@ -171,31 +163,33 @@ class Outline:
                 max_inflight_bytes=max_inflight_bytes,
                 by_addend=by_addend,
             )
-            mine = messages(self.transfers, pace)
+            rounds = gather_rounds(cut_transfers(self.pieces, pace), self.rank)
         plan = plan_of(self.given)
         destinations = stored_on(plan.dst, self.rank)
         return Part(
-            plan,
-            self.rank,
-            stored_on(plan.src, self.rank),
-            destinations,
-            rounds(mine, self.rank),
-            tuple(_fills(plan, self.rank, destinations)),
-            tuple(_divisions(plan, self.rank, destinations)),
-            self.operations,
-            keeps_fold_order(m for m in mine if m.dst_rank == self.rank),
+            plan=plan,
+            rank=self.rank,
+            sources=stored_on(plan.src, self.rank),
+            destinations=destinations,
+            rounds=rounds,
+            fills=tuple(_list_fills(plan, self.rank, destinations)),
+            divisions=tuple(_list_divisions(plan, self.rank, destinations)),
+            operations=self.operations,
+            keeps_order=keeps_fold_order(rounds),
         )
 
 
 def outline(given: Plan | Transposed | Program, rank: int) -> Outline:
     """What the rank does of the plan or program, but for its pace."""
     if isinstance(given, Program):
-        mine = scheduled(given, rank)
-        pieces = tuple(piece for message in mine for piece in message.pieces)
-        return Outline(given, rank, 0, pieces, mine)
+        rounds = given.for_rank(rank)
+        messages = itertools.chain.from_iterable(one.messages for one in rounds)
+        pieces = itertools.chain.from_iterable(m.pieces for m in messages)
+        return Outline(given, rank, tuple(pieces), rounds=rounds)
+    # What stays on the rank is on either of its lists, and is taken from the first.
     received = (t for t in given.transfers(dst=rank) if t.src_rank != rank)
     transfers = (*given.transfers(src=rank), *received)
-    return Outline(given, rank, most_peers(transfers), transfers)
+    return Outline(given, rank, transfers, most_peers(transfers))
 
 
 def parts(
@@ -204,6 +198,7 @@ def parts(
     """The parts of all ranks, as they would agree on them."""
     outlines = [outline(given, rank) for rank in given.ranks]
     peers = max((one.peers for one in outlines), default=0)
+    # One addend after the other takes more rounds, so only where their order asks for it.
     for by_addend in (False, True):
         made = tuple(
             one.part(peers=peers, max_inflight_bytes=max_inflight_bytes, by_addend=by_addend)
@@ -214,7 +209,7 @@ def parts(
     return made
 
 
-def _fills(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
+def _list_fills(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
     """Destinations that are folded into start at the identity of their reduction."""
     for key, (tensor, layout) in stored.items():
         value = plan.fill(tensor)
@@ -222,7 +217,7 @@ def _fills(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Iterator[C
             yield CellWork(key, own_boxes(layout.runs(rank)), value)
 
 
-def _divisions(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
+def _list_divisions(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
     """Averages are sums until all has arrived, and then divided."""
     for key, (tensor, layout) in stored.items():
         by = plan.divisor(tensor)

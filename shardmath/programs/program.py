@@ -17,9 +17,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -29,48 +30,16 @@ from shardmath.base.errors import PlanError
 from shardmath.base.given import plural
 from shardmath.base.integers import as_integer
 from shardmath.base.public import public
+from shardmath.collectives.collective import Collective, recognise_all
 from shardmath.flows.topology import Topology
 from shardmath.layouts.layout import Layout
 from shardmath.plans.balance import Stretch, grid, kept
 from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan, Transfer, spelled
-from shardmath.programs.collectives import Collective, recognise_all
+from shardmath.programs.messages import Round, Step, gather_rounds, itemsize_of, make_message
 from shardmath.programs.streams import Legs, Streams, streams
 
-__all__ = ["Message", "Program", "Round", "Slices", "Step", "slices", "turn_of"]
-
-Step: TypeAlias = tuple[int, int, int]
-"""(phase, slot, turn), in the order in which ranks walk them."""
-
-
-class Message(NamedTuple):
-    """What goes between this rank and `peer` in one go.
-
-    `direction` is "send", "receive", or "keep" for a copy that stays. `pieces` are listed row-major
-    one after the other; from leg 2 on they are read from destination tensors.
-    """
-
-    peer: int
-    direction: str
-    nbytes: int
-    pieces: tuple[Transfer, ...]
-    leg: int
-
-    def __str__(self) -> str:
-        way = {"send": "to", "receive": "from", "keep": "of"}[self.direction]
-        what = f"{self.direction} {self.nbytes} B {way} rank {self.peer}"
-        return f"{what} in {plural(self.pieces, 'piece')}, leg {self.leg}"
-
-
-class Round(NamedTuple):
-    """One rank's messages of one step: posted together, done before the next."""
-
-    step: Step
-    messages: tuple[Message, ...]
-
-    def __str__(self) -> str:
-        phase, slot, turn = self.step
-        return "\n  ".join((f"phase {phase}, slot {slot}, turn {turn}", *map(str, self.messages)))
+__all__ = ["Program", "Slices", "slices", "turn_of"]
 
 
 @public
@@ -158,35 +127,28 @@ class Program:
     def for_rank(self, rank: int) -> tuple[Round, ...]:
         """The rank's rounds, in order; none for a stranger."""
         rank = as_integer(rank, "a rank", PlanError)
-        steps: dict[Step, _Pieces] = {}
+        pieces: dict[_End, list[Transfer]] = {}
         for step, leg, stretch in _list_stretches(self, rank):
-            peer, direction = _find_peer(stretch, rank)
-            pieces = spelled(self.plan, self.legs.lines, stretch, relayed=leg > 1)
-            by_message = steps.setdefault(step, {})
-            by_message.setdefault((peer, leg, direction), []).extend(pieces)
-        return tuple(Round(step, _make_messages(steps[step])) for step in sorted(steps))
+            key = step, stretch.sender, stretch.receiver, leg
+            some = spelled(self.plan, self.legs.lines, stretch, relayed=leg > 1)
+            pieces.setdefault(key, []).extend(some)
+        messages = []
+        for key in sorted(pieces):
+            messages.append(make_message(*key, _put_large_first(pieces[key])))
+        return gather_rounds(messages, rank)
 
 
-_Pieces: TypeAlias = dict[tuple[int, int, str], list[Transfer]]
-"""The pieces of each message of a step, by its peer, leg and direction."""
+_End: TypeAlias = tuple[Step, int, int, int]
+"""One message of a rank: its step, sender, receiver and leg."""
 
 
-def _find_peer(stretch: Stretch, rank: int) -> tuple[int, str]:
-    """The peer of a rank in a stretch, and which way its message goes."""
-    if stretch.receiver != rank:
-        return stretch.receiver, "send"
-    if stretch.sender != rank:
-        return stretch.sender, "receive"
-    return rank, "keep"
-
-
-def _make_messages(by_message: _Pieces) -> tuple[Message, ...]:
-    """The messages of one step, in order of peer, leg and direction."""
-    messages = []
-    for (peer, leg, direction), pieces in sorted(by_message.items()):
-        nbytes = sum(t.nbytes for t in pieces)
-        messages.append(Message(peer, direction, nbytes, tuple(pieces), leg))
-    return tuple(messages)
+def _put_large_first(pieces: list[Transfer]) -> list[Transfer]:
+    """The pieces with large elements first, so that no byte of their message is padding."""
+    # Elements of one size, which is usual, need no order.
+    sizes = list(map(itemsize_of, pieces))
+    if min(sizes) < max(sizes):
+        pieces.sort(key=itemsize_of, reverse=True)
+    return pieces
 
 
 class Slices(NamedTuple):
@@ -201,31 +163,45 @@ class Slices(NamedTuple):
 
 def slices(prog: Program, line: int, of: Streams) -> Slices:
     """All slices of streams of a line that are not empty."""
-    count = prog.slots
-    lo, hi = of.lo[:, None], of.hi[:, None]
-    # One row per stream, one column per slice: its borders, evenly spaced and then snapped to rows
-    # of boxes.
-    even = lo + (hi - lo) * np.arange(1, count) // count
-    block = np.broadcast_to(of.block[:, None], even.shape)
-    where = grid(prog.legs.lines, prog.plan.batches)
-    snapped = where.snapped(block.ravel(), even.ravel()).reshape(even.shape)
-    # A row may begin before its stream does: the first slices are then empty.
-    borders = np.hstack((lo, np.maximum(snapped, lo), hi))
+    borders = _find_borders(prog, of)
     # Streams of one root take the slots in one order, each leg one slot later.
     first_slot = (of.root + line)[:, None]
-    slot = (np.arange(count) + first_slot) % count + of.leg[:, None] - 1
-    stream, at = np.nonzero(np.diff(borders, axis=1))
-    return Slices(stream, slot[stream, at], borders[stream, at], borders[stream, at + 1])
+    turned = (np.arange(prog.slots) + first_slot) % prog.slots
+    slot = turned + of.leg[:, None] - 1
+    size = np.diff(borders, axis=1)
+    stream, at = size.nonzero()
+    lo = borders[stream, at]
+    hi = borders[stream, at + 1]
+    return Slices(stream, slot[stream, at], lo, hi)
+
+
+def _find_borders(prog: Program, of: Streams) -> Ints:
+    """Where slices begin and end: a row for each stream, one border more than there are slots.
+
+    Borders are evenly spaced, and then snapped to rows of boxes.
+    """
+    lo = of.lo[:, None]
+    hi = of.hi[:, None]
+    inner = np.arange(1, prog.slots)
+    even = lo + (hi - lo) * inner // prog.slots
+    block = of.block.repeat(len(inner))
+    where = grid(prog.legs.lines, prog.plan.batches)
+    snapped = where.snapped(block, even.ravel()).reshape(even.shape)
+    # A row may begin before its stream does: the first slices are then empty.
+    snapped = np.maximum(snapped, lo)
+    return np.hstack((lo, snapped, hi))
 
 
 def _list_stretches(prog: Program, rank: int) -> Iterator[tuple[Step, int, Stretch]]:
     """(step, leg, stretch) of all that the rank keeps, sends and receives, in order."""
     on = prog.legs.lines
     for stretch in kept(on, rank):
-        yield (int(on.addend[stretch.block]), 0, 0), 1, stretch
+        # What stays on the rank takes no room, so neither slots nor turns divide it.
+        phase = int(on.addend[stretch.block])
+        yield (phase, 0, 0), 1, stretch
     for line in _find_lines(on, rank):
         every = streams(prog.legs, line)
-        mine = np.flatnonzero((every.sender == rank) | (every.receiver == rank))
+        mine = (every.sender == rank) | (every.receiver == rank)
         some = Streams(*(column[mine] for column in every))
         yield from _list_slices(prog, line, some)
 
@@ -234,17 +210,20 @@ def _list_slices(prog: Program, line: int, of: Streams) -> Iterator[tuple[Step, 
     """(step, leg, stretch) of all slices of streams of a line, in order."""
     ranks = np.array(prog.ranks, np.int64)
     places = np.searchsorted(ranks, of.sender) + np.searchsorted(ranks, of.receiver)
-    turns = turn_of(places, of.leg, len(ranks)) % prog.turns
-    phases = prog.legs.lines.addend[of.block]
+    turn = turn_of(places, of.leg, len(ranks)) % prog.turns
+    phase = prog.legs.lines.addend[of.block]
     cut = slices(prog, line, of)
-    # By slice: its slot and bytes, and what it has of its stream.
-    bytes_ = zip(cut.slot.tolist(), cut.lo.tolist(), cut.hi.tolist(), strict=True)
-    columns = phases, turns, of.leg, of.block, of.sender, of.receiver
-    rest = zip(*(column[cut.stream].tolist() for column in columns), strict=True)
-    for (slot, lo, hi), (phase, turn, leg, block, sender, receiver) in zip(
-        bytes_, rest, strict=True
-    ):
-        yield (phase, slot, turn), leg, Stretch(block, sender, receiver, lo, hi)
+    stream = cut.stream
+    steps = _zip_columns(phase[stream], cut.slot, turn[stream])
+    legs = of.leg[stream].tolist()
+    ends = of.block[stream], of.sender[stream], of.receiver[stream]
+    stretches = itertools.starmap(Stretch, _zip_columns(*ends, cut.lo, cut.hi))
+    yield from zip(steps, legs, stretches, strict=True)
+
+
+def _zip_columns(*columns: Ints) -> Iterator[Any]:
+    """The rows of columns, as Python's integers: these are quicker to walk than arrays."""
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 Places = TypeVar("Places", int, Ints)
@@ -262,7 +241,8 @@ def turn_of(places: Places, leg: Places, ranks: int) -> Places:
 def _find_lines(on: Demands, rank: int) -> list[int]:
     """The lines that the rank holds or asks of."""
     mine = [i for i, ranks in enumerate(on.sets) if rank in ranks]
-    holding = np.flatnonzero(np.isin(on.holders, mine))
-    block = np.flatnonzero(np.isin(on.receivers, mine))
-    asking = np.searchsorted(on.first, block, "right") - 1
-    return sorted({*holding.tolist(), *asking.tolist()})
+    holding = np.isin(on.holders, mine).nonzero()[0]
+    blocks = np.isin(on.receivers, mine).nonzero()[0]
+    asking = np.searchsorted(on.first, blocks, "right") - 1
+    found: list[int] = np.union1d(holding, asking).tolist()
+    return found

@@ -1,14 +1,14 @@
-"""Schedule: Plan -> Program. Which way to pass on, and in how many rounds.
+"""Schedule: Plan -> Program. What is relayed, and in how many rounds.
 
 1. `fanout`: "none" sends every replica its own copy; "node" sends each byte once to each node, to
    one replica of it, and spreads it there; "auto" takes what is faster, and where the sources'
-   links bind, lets nodes of the destination pass on to other nodes what goes beyond what their own
+   links bind, lets nodes of the destination relay to other nodes what goes beyond what their own
    links take in.
 2. Rounds: as few slots and turns as keep every rank's messages of a round below
    `max_inflight_bytes`, and their number below `max_ops_per_group`, counted for the program as it
    is. Slots divide every stream, turns the peers of a rank.
 3. `as_planned` is what compiling a plan itself does: its own senders, all transfers straight,
-   nothing divided. The plan's own topology and no fan-out keep these senders.
+   nothing divided. The plan's own topology and `fanout="none"` keep these senders.
 4. Limits that nothing can keep are refused before any search: a piece that is not cut, messages
    between two ranks.
 
@@ -16,8 +16,8 @@
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.plans.plan import plan
 >>> p = plan(Layout((8,), Mesh(tp=2), "(tp n)"), Layout((8,), Mesh(dp=2, ranks=(2, 3)), "n"))
->>> [(m.peer, m.direction, m.nbytes) for one in schedule(p).for_rank(3) for m in one.messages]
-[(0, 'receive', 16), (1, 'receive', 16)]
+>>> [(m.src_rank, m.nbytes) for one in schedule(p).for_rank(3) for m in one.receives]
+[(1, 16), (0, 16)]
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {
 """(by node, relays between nodes) to choose from; the first of equals."""
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Slots to choose from where something is passed on: many, because the first and last are not full;
+"""Slots to choose from where something is relayed: many, because the first and last are not full;
 few, because each has its latency."""
 
 MOST_SLOTS = 1 << 12
@@ -155,7 +155,7 @@ def as_planned(p: Plan, topology: Topology | None = None) -> Program:
     _check_plan(p, "give what plan(src, dst) returns")
     where = _choose_topology(p, topology)
     prog = Program(p, where, legs_as_cut(p.lines), 1, 1, 1, 1, "")
-    # Its limits are what it takes.
+    # Its limits are what it takes: whoever compiles a plan sets them later, by a pace.
     counts = messages(pairs(prog), 1, len(prog.ranks))
     most = int(counts.max(initial=1))
     _, under_way = _measure(prog)
@@ -275,14 +275,13 @@ def _divide(way: _Way, slots: int) -> tuple[float, Program]:
         time, under_way = _measure(sized)
         if under_way <= room:
             return time, sized
+        improved = best is None or under_way < best[0]
+        if best is None or improved:
+            best = under_way, sized
         if slots == most:
             break
-        improved = best is None or under_way < best[0]
-        if improved:
-            best = under_way, sized
         slots = min(_grow(slots, under_way, room, improved=improved), most)
-    if best is not None:
-        sized = best[1]
+    _, sized = best
     return _add_turns(sized, way.pairs)
 
 

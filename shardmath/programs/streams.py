@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Ints, begins, ranges
+from shardmath.base.arrays import Ints, Offsets, ranges
 from shardmath.base.memo import memo
 from shardmath.plans.demands import Demands, Ranks, wire
 
@@ -77,9 +77,6 @@ class Legs:
     _streams: dict[int, Streams] = field(default_factory=dict, init=False, repr=False)
 
 
-# Nodes and their entries
-
-
 @memo()
 def nodes_of(ranks: Ranks, per_node: int) -> tuple[Ranks, ...]:
     """The ranks by node of `per_node` ranks, in order."""
@@ -111,19 +108,51 @@ class _Entries(NamedTuple):
 
 def _list_entries(legs: Legs, line: int) -> _Entries:
     """All entries of a line, block by block and node by node."""
-    on = legs.lines
+    first, end = legs.lines.first[line : line + 2].tolist()
+    if _is_straight(legs, first, end):
+        return _list_receivers(legs, line, first, end)
     none = np.zeros(0, np.int64)
     parts = [_Entries(none, none, none, none, none, [])]
     before = 0
-    for block in range(int(on.first[line]), int(on.first[line + 1])):
+    for block in range(first, end):
         groups = nodes(legs, line, block)
         if groups:
             parts.append(_list_entries_of_block(legs, block, groups, before))
             before += len(parts[-1].rank)
+
     columns = list(zip(*parts, strict=True))
-    block_, rank, lo, hi, origin = (np.concatenate(column) for column in columns[:-1])
+    block_, rank, lo, hi, origin = map(np.concatenate, columns[:-1])
     others = list(itertools.chain.from_iterable(columns[-1]))
     return _Entries(block_, rank, lo, hi, origin, others)
+
+
+def _is_straight(legs: Legs, first: int, end: int) -> bool:
+    """Whether blocks first..end-1 go whole from the holders to every rank that asks for them."""
+    bands = legs.bands
+    begin = bands.first[first : end + 1]
+    if legs.sharing > 1 or (np.diff(begin) != 1).any():
+        return False
+    several = (bands.classes[first:end] != 1) | (bands.place[begin[:-1]] != 0)
+    return not several.any()
+
+
+def _list_receivers(legs: Legs, line: int, first: int, end: int) -> _Entries:
+    """The entries of a line that goes straight: its receivers, all blocks at once.
+
+    Where many lines have many blocks, looking at each block takes seconds.
+    """
+    receivers = [wire(legs.lines, line, block) for block in range(first, end)]
+    counts = np.array(list(map(len, receivers)), np.int64)
+    block = np.arange(first, end).repeat(counts)
+    rank = np.array(list(itertools.chain.from_iterable(receivers)), np.int64)
+    return _Entries(
+        block=block,
+        rank=rank,
+        lo=legs.bands.at[legs.bands.first[block]],
+        hi=legs.lines.nbytes[block],
+        origin=np.arange(len(rank)),
+        others=[()] * len(rank),
+    )
 
 
 def _list_entries_of_block(
@@ -131,16 +160,19 @@ def _list_entries_of_block(
 ) -> _Entries:
     """The entries of a block, node by node; `before` entries of the line stand before them."""
     a, b = legs.bands.first[block : block + 2].tolist()
-    nodes = len(groups)
+    count = len(groups)
     lo = legs.bands.at[a:b]
     hi = np.append(lo[1:], legs.lines.nbytes[block])
+    if count > 1:
+        lo = np.tile(lo, count)
+        hi = np.tile(hi, count)
     rank = _pick_entries(legs.bands, a, b, groups)
-    origin = _find_origins(legs.bands, block, nodes)
+    origin = _find_origins(legs.bands, block, count)
     return _Entries(
         block=np.full(rank.size, block),
         rank=rank,
-        lo=lo if nodes == 1 else np.tile(lo, nodes),
-        hi=hi if nodes == 1 else np.tile(hi, nodes),
+        lo=lo,
+        hi=hi,
         origin=origin.ravel() + before,
         others=_list_others(groups, rank.tolist()),
     )
@@ -148,36 +180,45 @@ def _list_entries_of_block(
 
 def _pick_entries(bands: Bands, a: int, b: int, groups: tuple[Ranks, ...]) -> Ints:
     """The entry rank of the bands a..b-1 in each node, node by node."""
-    replicas = np.array([len(group) for group in groups], np.int64)
+    sizes = np.array(list(map(len, groups)), np.int64)
+    replicas = sizes[:, None]
+    inside = bands.place[a:b] * replicas // bands.span[a:b]
     # Ranks of all nodes end to end: node i has those from first[i] on.
     ranks = np.array(list(itertools.chain.from_iterable(groups)), np.int64)
-    first = np.cumsum(replicas) - replicas
-    inside = bands.place[a:b] * replicas[:, None] // bands.span[a:b]
-    entry: Ints = ranks[first[:, None] + inside]
+    first = np.cumsum(replicas, axis=0) - replicas
+    entry: Ints = ranks[first + inside]
     return entry.ravel()
 
 
 def _find_origins(bands: Bands, block: int, nodes: int) -> Ints:
     """By node and band, the number of the entry through which the band comes."""
     a, b = bands.first[block : block + 2].tolist()
+    width = b - a
+    number = np.arange(nodes * width).reshape(nodes, width)
     classes = int(bands.classes[block])
-    number = np.arange(nodes * (b - a)).reshape(nodes, b - a)
     if classes == 1:
         return number
-    begin, count = bands.begin[a:b], bands.count[a:b]
+    node = _find_relays(bands.begin[a:b], bands.count[a:b], classes, nodes)
+    origin: Ints = number[node, np.arange(width)]
+    return origin
+
+
+def _find_relays(begin: Ints, count: Ints, classes: int, nodes: int) -> Ints:
+    """By node and band, the node whose entry the band comes through: its own where that is served
+    straight."""
     node = np.arange(nodes)[:, None]
     # How many classes after the first that is served straight a node's own class comes.
     turn = (node % classes - begin) % classes
-    is_straight = turn < count
     # Other classes divide themselves among those served straight. A node asks the one of that class
     # that stands where it stands in its own, or the last if that class has fewer nodes.
     relay_class = (begin + turn % count) % classes
     last = (nodes - 1 - relay_class) // classes
-    relay = relay_class + classes * np.minimum(node // classes, last)
+    place = np.minimum(node // classes, last)
+    relay = relay_class + classes * place
     # Only in a wrong table, which its proof refuses, has the class no node at all.
     relay = np.maximum(relay, 0)
-    origin: Ints = number[np.where(is_straight, node, relay), np.arange(b - a)]
-    return origin
+    is_straight = turn < count
+    return np.where(is_straight, node, relay)
 
 
 def _list_others(groups: tuple[Ranks, ...], entries: list[int]) -> list[Ranks]:
@@ -224,13 +265,8 @@ def _pick_straight(legs: Legs, entries: _Entries) -> Straight:
 
 def _lay_by_group(group: Ints, size: Ints) -> Ints:
     """Where each item begins among those of its group, groups standing together."""
-    before = np.cumsum(size) - size
-    first = begins(group)
-    counts = np.diff(np.append(first, len(group)))
-    return before - np.repeat(before[first], counts)
+    return Offsets.of_sorted(group).begin(size)
 
-
-# Streams
 
 MOST_KEPT = 1 << 20
 """Streams that are kept with the legs of a program, 56 bytes each."""
@@ -244,10 +280,12 @@ def streams(legs: Legs, line: int) -> Streams:
     each before it is asked for again.
     """
     found = legs._streams.get(line)
-    if found is None:
-        found = _find_streams(legs, line)
-        if len(found.block) * len(legs.lines.holders) <= MOST_KEPT:
-            legs._streams[line] = found
+    if found is not None:
+        return found
+    found = _find_streams(legs, line)
+    total = len(found.block) * len(legs.lines.holders)
+    if total <= MOST_KEPT:
+        legs._streams[line] = found
     return found
 
 
@@ -280,32 +318,50 @@ def _find_streams(legs: Legs, line: int) -> Streams:
 def _cut_among_holders(legs: Legs, line: int, entries: _Entries) -> _Roots:
     """What each holder of a line sends, by its cuts."""
     to = _pick_straight(legs, entries)
-    held = np.array(legs.lines.sets[legs.lines.holders[line]], np.int64)
+    held = np.array(legs.lines.held_by(line), np.int64)
     a, b = legs.bands.cut_first[line : line + 2].tolist()
     cuts = legs.bands.cuts[a:b]
-    # An entry is served by all holders from that of its first byte to that of its last; those among
-    # them that have no share send nothing.
-    first_holder = np.searchsorted(cuts, to.place, "right") - 1
-    last_holder = np.searchsorted(cuts, to.place + to.size, "left")
+    holder, item = _find_holders(to, cuts, len(held))
+    place = to.place[item]
+    lo = np.maximum(cuts[holder] - place, 0)
+    hi = np.minimum(cuts[holder + 1] - place, to.size[item])
+    # Some among the holders have no share.
+    sends = lo < hi
+    holder, item = holder[sends], item[sends]
+    begin = to.begin[item]
+    entry = to.entry[item]
+    numbers = np.arange(len(entries.rank) + 1)
+    return _Roots(
+        entry=entry,
+        sender=held[holder],
+        lo=begin + lo[sends],
+        hi=begin + hi[sends],
+        first=np.searchsorted(entry, numbers),
+    )
+
+
+def _find_holders(to: Straight, cuts: Ints, holders: int) -> tuple[Ints, Ints]:
+    """Which holder serves which item: all from that of its first byte to that of its last."""
+    first = np.searchsorted(cuts, to.place, "right") - 1
+    last = np.searchsorted(cuts, to.place + to.size, "left")
     # Only in a wrong table are there bytes beyond the cuts: nobody sends them, and its proof
     # refuses it.
-    last_holder = np.minimum(last_holder, min(len(held), len(cuts) - 1))
-    holder, item = ranges(np.maximum(first_holder, 0), last_holder)
-    lo = np.maximum(cuts[holder] - to.place[item], 0)
-    hi = np.minimum(cuts[holder + 1] - to.place[item], to.size[item])
-    some = lo < hi
-    holder, item = holder[some], item[some]
-    entry, begin = to.entry[item], to.begin[item]
-    first = np.searchsorted(entry, np.arange(len(entries.rank) + 1))
-    return _Roots(entry, held[holder], begin + lo[some], begin + hi[some], first)
+    last = np.minimum(last, min(holders, len(cuts) - 1))
+    return ranges(np.maximum(first, 0), last)
 
 
 def _leave_holders(entries: _Entries, roots: _Roots) -> Streams:
     """The streams that leave the holders."""
-    block, receiver = entries.block[roots.entry], entries.rank[roots.entry]
     count = len(roots.entry)
-    leg = np.ones(count, np.int64)
-    return Streams(block, leg, roots.sender, receiver, roots.lo, roots.hi, np.arange(count))
+    return Streams(
+        block=entries.block[roots.entry],
+        leg=np.ones(count, np.int64),
+        sender=roots.sender,
+        receiver=entries.rank[roots.entry],
+        lo=roots.lo,
+        hi=roots.hi,
+        root=np.arange(count),
+    )
 
 
 def _relay_to_nodes(entries: _Entries, roots: _Roots) -> Streams:
@@ -332,6 +388,12 @@ def _relay(
     """The streams that reached the origin of each `entry`, relayed from sender to receiver."""
     origin = entries.origin[entry]
     root, which = ranges(roots.first[origin], roots.first[origin + 1])
-    block = entries.block[entry][which]
-    ends = sender[which], receiver[which]
-    return Streams(block, leg[which], *ends, roots.lo[root], roots.hi[root], root)
+    return Streams(
+        block=entries.block[entry[which]],
+        leg=leg[which],
+        sender=sender[which],
+        receiver=receiver[which],
+        lo=roots.lo[root],
+        hi=roots.hi[root],
+        root=root,
+    )

@@ -54,14 +54,14 @@ def prove_parts(parts: Sequence[Part], *, relays: bool = False) -> None:
 
 def _messages(one: Part) -> Iterator[Message]:
     for each in one.rounds:
-        yield from (*each.sends, *each.receives, *each.keeps)
+        yield from each.messages
 
 
 def _check_steps(one: Part) -> None:
     """Each round has one step, and later rounds have later ones."""
     before: Step | None = None
     for each in one.rounds:
-        steps = {message.step for message in (*each.sends, *each.receives, *each.keeps)}
+        steps = {message.step for message in each.messages}
         if len(steps) != 1 or (before is not None and min(steps) <= before):
             raise PlanError(
                 f"rank {one.rank} has a round of the steps {sorted(steps)} after {before}; {FIX}"
@@ -121,7 +121,7 @@ def _check_pieces(plan: Plan | Transposed, parts: Sequence[Part]) -> None:
     cut: dict[_Key, list[Transfer]] = defaultdict(list)
     for one in parts:
         for each in one.rounds:
-            for message in (*each.receives, *each.keeps):
+            for message in each.arriving:
                 for piece in message.pieces:
                     cut[_key(piece)].append(piece)
     for key in sorted(whole.keys() | cut.keys()):

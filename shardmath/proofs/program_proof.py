@@ -219,7 +219,7 @@ def _check_in_hand(prog: Program, line: int, inbox: _Inbox, of: Streams, begin: 
     held = np.isin(of.sender, demands.sets[demands.holders[line]])
     _refuse(prog, of, ~is_relayed & ~held, "leave a rank that does not hold them")
     folded = is_relayed & (demands.addend[of.block] > 0)
-    _refuse(prog, of, folded, "are passed on where another addend is already")
+    _refuse(prog, of, folded, "are relayed where another addend is already")
     at, known = inbox.find(of.block, of.sender)
     some = np.flatnonzero(is_relayed & known)
     place = inbox.base[at[some]] + of.lo[some]
@@ -229,7 +229,7 @@ def _check_in_hand(prog: Program, line: int, inbox: _Inbox, of: Streams, begin: 
         is_earlier &= column[came] == column[some]
     wrong = is_relayed.copy()
     wrong[some[is_earlier]] = False
-    _refuse(prog, of, wrong, "are passed on by a rank that does not have them yet")
+    _refuse(prog, of, wrong, "are relayed by a rank that does not have them yet")
 
 
 def _find_last_at(begin: Ints, place: Ints) -> Ints:

@@ -135,10 +135,8 @@ def _run_rounds(prog: Program, held: _Arrays, out: _Arrays) -> None:
     for rank in out:
         for one in prog.for_rank(rank):
             pieces = steps.setdefault(one.step, [])
-            for m in one.messages:
-                if m.direction == "send":
-                    continue
-                source = out if m.leg > 1 else held
+            for m in one.arriving:
+                source = out if m.relayed else held
                 pieces += [(t, source) for t in m.pieces]
     for step in sorted(steps):
         _enter(out, steps[step])

@@ -4,8 +4,9 @@
 ends when all of them are posted at their other ends too; between two ranks, one way, the first that
 is sent meets the first that is received.
 
->>> one = Round((0, 0, 0), (Message(1, "send", 0, (), 1),))
->>> walk({0: [one], 1: []})
+>>> from shardmath.programs.messages import gather_rounds
+>>> one = make_message((0, 0, 0), src_rank=0, dst_rank=1, leg=1, pieces=())
+>>> walk({0: gather_rounds([one], rank=0), 1: []})
 Traceback (most recent call last):
 shardmath.PlanError: rank 0 sends 0 B in step (0, 0, 0), leg 1 to rank 1, which does not receive them; give \
 both ends the same messages
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from shardmath.base.errors import PlanError
-from shardmath.programs.program import Message, Round, Step
+from shardmath.programs.messages import Message, Round, Step, make_message
 
 __all__ = ["Rounds", "Walk", "walk"]
 
@@ -40,14 +41,14 @@ class Walk(NamedTuple):
 
 
 class _End(NamedTuple):
-    """One end of a message: the number of the round at that rank, and its step."""
+    """One end of a message: the number of the round at that rank."""
 
     at: int
-    step: Step
     message: Message
 
     def __str__(self) -> str:
-        return f"{self.message.nbytes} B in step {self.step}, leg {self.message.leg}"
+        m = self.message
+        return f"{m.nbytes} B in step {m.step}, leg {m.leg}"
 
 
 _Waits: TypeAlias = dict[tuple[int, int], dict[int, int]]
@@ -80,12 +81,12 @@ def _add_wait(waits: _Waits, wait: tuple[int, int], peer: int, at: int) -> None:
 
 def _measure(rounds: Rounds) -> Walk:
     """What rounds that end took."""
-    steps = set()
+    steps: set[Step] = set()
     messages = staged = 0
     for mine in rounds.values():
         for one in mine:
-            steps.add(one.step)
-            posted = [m.nbytes for m in one.messages if m.direction != "keep"]
+            steps.update(m.step for m in one.messages)
+            posted = [m.nbytes for m in (*one.sends, *one.receives)]
             messages = max(messages, len(posted))
             staged = max(staged, sum(posted))
     most = max(map(len, rounds.values()), default=0)
@@ -97,36 +98,53 @@ _Ends: TypeAlias = dict[tuple[int, int], tuple[list[_End], list[_End]]]
 
 
 def _list_ends(rounds: Rounds) -> _Ends:
-    """Both ends of all messages that travel. Raises PlanError for one that is not its pieces."""
+    """Both ends of all messages that travel. Raises PlanError for one that is not what it says."""
     out: _Ends = {}
     for rank, mine in rounds.items():
         for at, one in enumerate(mine):
-            for m in one.messages:
-                sends = m.direction == "send"
-                pair = (rank, m.peer) if sends else (m.peer, rank)
-                _check_message(rank, one.step, m, pair)
-                if m.direction != "keep":
-                    sent, received = out.setdefault(pair, ([], []))
-                    ends = sent if sends else received
-                    ends.append(_End(at, one.step, m))
+            _check_round(rank, one)
+            for m in one.sends:
+                sent, _ = out.setdefault((rank, m.dst_rank), ([], []))
+                sent.append(_End(at, m))
+            for m in one.receives:
+                _, received = out.setdefault((m.src_rank, rank), ([], []))
+                received.append(_End(at, m))
     return out
 
 
-def _check_message(rank: int, step: Step, m: Message, pair: tuple[int, int]) -> None:
-    """A message goes one of the three ways, and is its pieces."""
-    where = f"rank {rank}, step {step}: the message to or from rank {m.peer}"
-    known = m.direction in ("send", "receive", "keep")
-    if not known or (m.direction == "keep") != (m.peer == rank):
-        what = f"{where} goes {m.direction!r}"
-        raise PlanError(f"{what}; it is to 'send' or 'receive', or to 'keep' what stays")
-    nbytes = sum(t.nbytes for t in m.pieces)
-    if m.nbytes != nbytes:
-        raise PlanError(f"{where} has {m.nbytes} B, its pieces {nbytes} B; count them anew")
-    sender, receiver = pair
+def _check_round(rank: int, one: Round) -> None:
+    """Messages are of one step, go the way that the round says, and are their pieces."""
+    for m in one.messages:
+        if m.step != one.step:
+            what = f"rank {rank} posts {m} of step {m.step} in step {one.step}"
+            raise PlanError(f"{what}; give each step a round of its own")
+        _check_pieces(rank, m)
+    for m in one.sends:
+        _check_way("sends", m, rank, goes=m.src_rank == rank != m.dst_rank)
+    for m in one.receives:
+        _check_way("receives", m, rank, goes=m.src_rank != rank == m.dst_rank)
+    for m in one.keeps:
+        _check_way("keeps", m, rank, goes=m.src_rank == rank == m.dst_rank)
+
+
+def _check_way(way: str, m: Message, rank: int, *, goes: bool) -> None:
+    """A message goes the way that it is posted."""
+    if not goes:
+        what = f"rank {rank}, step {m.step}: it {way} {m}"
+        raise PlanError(f"{what}; put it where its ends say")
+
+
+def _check_pieces(rank: int, m: Message) -> None:
+    """A message is its pieces, and has their ends."""
+    where = f"rank {rank}, step {m.step}: the message {m}"
     for t in m.pieces:
-        if (t.src_rank, t.dst_rank) != pair:
+        if (t.src_rank, t.dst_rank) != (m.src_rank, m.dst_rank):
             what = f"{where} has the piece {t}"
-            raise PlanError(f"{what}; put it where it goes from rank {sender} to {receiver}")
+            raise PlanError(f"{what}; put it where it goes from its sender to its receiver")
+    counted = make_message(m.step, m.src_rank, m.dst_rank, m.leg, m.pieces)
+    if m != counted:
+        what = f"{where} has {m.nbytes} B from {m.starts} on, its pieces {counted.nbytes} B"
+        raise PlanError(f"{what} from {counted.starts} on; count them anew")
 
 
 def _meet(sender: int, receiver: int, sent: _End | None, got: _End | None) -> tuple[int, int]:
@@ -139,7 +157,7 @@ def _meet(sender: int, receiver: int, sent: _End | None, got: _End | None) -> tu
         what = f"rank {receiver} receives {got} from rank {sender}"
         raise PlanError(f"{what}, which does not send them; give both ends the same messages")
     here, there = sent.message, got.message
-    if (sent.step, here.leg, here.nbytes) != (got.step, there.leg, there.nbytes):
+    if (here.step, here.leg, here.nbytes) != (there.step, there.leg, there.nbytes):
         what = f"rank {sender} sends {sent} to rank {receiver}, which receives {got}"
         raise PlanError(f"{what}; give both ends the same messages in the same order")
     for one, other in itertools.zip_longest(here.pieces, there.pieces):

@@ -26,7 +26,7 @@ from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.given import shown
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
-from shardmath.programs.messages import set_pace
+from shardmath.programs.pace import set_pace
 from shardmath.programs.part import INFLIGHT_BYTES, Outline, Part, outline, plan_of
 from shardmath.programs.program import Program
 from shardmath_torch import compat, dtypes

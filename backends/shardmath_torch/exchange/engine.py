@@ -3,7 +3,7 @@
 A rank walks its rounds. In each it posts all receives, packs and posts all sends, copies what it keeps while the wire
 works, unpacks messages as they arrive, and at last folds what is reduced, in order of addend: so results do not depend
 on what arrives first, and are those of `shardmath.simulate` bit for bit. All of this is done before the next round
-packs, so what arrived in one may be passed on in the next.
+packs, so what arrived in one may be relayed in the next.
 """
 
 from __future__ import annotations

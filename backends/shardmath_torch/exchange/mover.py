@@ -190,7 +190,8 @@ def crossing_text(given: object, tensor: str | None, rank: int | None) -> str:
 def _crossing(given: Plan | Transposed | Program, rank: int, way: str) -> Iterator[str]:
     """The names of what the rank sends to others ("send"), or receives from them ("receive")."""
     if isinstance(given, Program):
-        each = (m for one in given.for_rank(rank) for m in one.messages if m.direction == way)
+        rounds = given.for_rank(rank)
+        each = (m for one in rounds for m in (one.sends if way == "send" else one.receives))
         return (t.tensor for m in each for t in m.pieces)
     moved = given.transfers(src=rank) if way == "send" else given.transfers(dst=rank)
     return (t.tensor for t in moved if t.src_rank != t.dst_rank)

@@ -6,7 +6,7 @@
    the tensor itself. Pieces that are folded into what is there are never received in place.
 3. Other messages go through staging: a block of bytes, at least as large as the round that needs most of it. Each
    message of a round has its own part of the block.
-4. A message is read from source tensors, or, where it is passed on (`Message.relayed`), from destination tensors.
+4. A message is read from source tensors, or, where it is relayed (`Message.relayed`), from destination tensors.
 5. Copies move words (`dtypes.words`), so every element type moves bit by bit. A move allocates views, no memory.
 
 >>> site_of("w", (8, 1), (slice(2, 4), slice(0, 8)), (2, 8))

@@ -1,4 +1,4 @@
-"""Programs over gloo do what their plans do, bit for bit: fanned out, passed on between nodes, in many rounds."""
+"""Programs over gloo do what their plans do, bit for bit: relayed inside nodes and between them, in many rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 import shardmath as sm
 from shardmath.layouts.edits import window
-from shardmath.programs.messages import Message, keeps_fold_order, rounds, scheduled, staging_bytes
+from shardmath.programs.messages import Round, keeps_fold_order, staging_bytes
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import (
     Arrays,
@@ -44,7 +44,7 @@ FANOUTS = ("auto", "none", "node")
 
 
 def nodes_of(n: int) -> sm.Topology:
-    """Without latency, so that small tensors are fanned out, too."""
+    """Without latency, so that small tensors are relayed, too."""
     return sm.Topology(ranks_per_node=n, latency_s=0.0)
 
 
@@ -125,7 +125,7 @@ def all_ways(plan: sm.Plan, *parts: int, seed: int = 0, **rest: Any) -> list[tup
     return [(case, wanted), *((as_program(case, prog), wanted) for prog in programs(plan, *parts))]
 
 
-# Plans in which something is passed on
+# Plans in which something is relayed
 
 
 def layout(shape: tuple[int, ...], mesh: sm.Mesh, spec: Any, dtype: str = "float32") -> sm.Layout:
@@ -200,7 +200,7 @@ SPREADS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SPREADS)
-def test_what_is_passed_on_arrives(pool: Pool, name: str) -> None:
+def test_what_is_relayed_arrives(pool: Pool, name: str) -> None:
     """All fan-outs, on nodes of 2 and 4 ranks, in one round and in several: always the plan's bytes."""
     plan = sm.plan(*SPREADS[name]())
     assert any(max(legs(prog)) > 1 for prog in programs(plan, 1))
@@ -208,7 +208,7 @@ def test_what_is_passed_on_arrives(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("lying", ["transposed", "strided"])
-def test_what_is_passed_on_lies_anywhere(pool: Pool, lying: str) -> None:
+def test_what_is_relayed_lies_anywhere(pool: Pool, lying: str) -> None:
     """Destinations that are no contiguous tensors are read where they were written."""
     check(
         pool,
@@ -227,7 +227,7 @@ COPIES = sm.plan(layout((2048, 128), ONE, "n h"), layout((2048, 128), SEVEN, "n 
 
 @pytest.mark.parametrize(("plan", "last"), [(BIG, 2), (COPIES, 3)], ids=["columns", "rows"])
 def test_big_tensors_go_in_stripes_and_many_rounds(pool: Pool, plan: sm.Plan, last: int) -> None:
-    """What enters a node is passed on there, or to other nodes and then there, slice by slice while more arrives."""
+    """What enters a node is relayed there, or to other nodes and then there, slice by slice while more arrives."""
     narrow = programs(plan, 24)
     assert any(max(legs(prog)) == last for prog in narrow)
     assert all(max(len(prog.for_rank(r)) for r in prog.ranks) > 12 for prog in narrow)
@@ -280,7 +280,7 @@ def test_reductions_are_bitwise(pool: Pool, op: str) -> None:
 
 
 def test_moving_again_moves_what_is_there_now(pool: Pool) -> None:
-    """Other values, other tensors that lie otherwise: what is passed on is never what an earlier move brought."""
+    """Other values, other tensors that lie otherwise: what is relayed is never what an earlier move brought."""
     ways = ("contiguous", "transposed", "contiguous", "strided")
     for prog in (program(BIG, 2, "auto", 12), program(sm.plan(*trees()), 4, "node", 4)):
         made = [case_of(prog.plan, seed, lying=lying) for seed, lying in enumerate(ways)]
@@ -304,7 +304,7 @@ def test_staging_is_bounded_and_made_once(pool: Pool, lying: str) -> None:
         assert max(allocated[1:]) < 20_000, "only the records of agreement"
 
 
-def test_whole_rows_are_passed_on_without_staging(pool: Pool) -> None:
+def test_whole_rows_are_relayed_without_staging(pool: Pool) -> None:
     """A stretch of a destination tensor is sent from where it lies."""
     prog = program(COPIES, 2, "node")
     assert max(legs(prog)) > 1
@@ -422,7 +422,7 @@ def test_a_rank_that_dies_passing_on() -> None:
         {"w": layout((64, 9), sm.Mesh(dp=3, ranks=(1, 2, 3)), "n h")},
     )
     prog = program(plan, 2, "node")
-    victim = next(r for r in plan.dst_ranks if any(m.relayed for m in sent(prog, r)))
+    victim = next(r for r in plan.dst_ranks if relays(prog, r))
     workers = Pool(4, host=0)
     try:
         started = [rank for rank in range(4) if rank != victim]
@@ -440,50 +440,46 @@ def test_a_rank_that_dies_passing_on() -> None:
 # Messages, without processes
 
 
-def sent(prog: sm.Program, rank: int) -> list[Message]:
-    return [m for m in scheduled(prog, rank) if m.src_rank == rank != m.dst_rank]
+def relays(prog: sm.Program, rank: int) -> bool:
+    return any(m.relayed for one in prog.for_rank(rank) for m in one.sends)
 
 
 @functools.cache
-def some_programs() -> list[tuple[sm.Program, dict[int, tuple[Message, ...]]]]:
-    """Programs of all kinds, and every rank's messages."""
+def some_programs() -> list[tuple[sm.Program, dict[int, tuple[Round, ...]]]]:
+    """Programs of all kinds, and every rank's rounds."""
     spreads = [prog for make in SPREADS.values() for prog in programs(sm.plan(*make()), 1, 6)]
     random = [prog for seed in range(12) for prog in programs(random_plan(seed), 1, 5)]
     return [
-        (prog, {r: scheduled(prog, r) for r in prog.ranks})
+        (prog, {r: prog.for_rank(r) for r in prog.ranks})
         for prog in (*spreads, *programs(BIG, 24), *random)
     ]
 
 
 def test_both_ends_have_the_same_messages_in_the_same_order() -> None:
-    """A pair's messages are matched by order alone, as given and as posted."""
-    for prog, messages in some_programs():
-        walked = {r: rounds(messages[r], r) for r in prog.ranks}
+    """A pair's messages are matched by order alone."""
+    for prog, walked in some_programs():
         for a, b in itertools.permutations(prog.ranks, 2):
-            here, there = (
-                [m for m in messages[r] if (m.src_rank, m.dst_rank) == (a, b)] for r in (a, b)
-            )
             posted = [m for one in walked[a] for m in one.sends if m.dst_rank == b]
             asked = [m for one in walked[b] for m in one.receives if m.src_rank == a]
-            assert here == there == posted == asked
+            assert posted == asked
 
 
 def test_no_byte_of_a_message_is_padding() -> None:
     """So staging is the program's limit, and at most 15 bytes a message."""
-    for prog, messages in some_programs():
-        for r, mine in messages.items():
-            for m in mine:
-                sizes = [t.nbytes // math.prod(t.shape) for t in m.pieces]
-                assert m.nbytes == sum(t.nbytes for t in m.pieces)
-                assert all(start % size == 0 for start, size in zip(m.starts, sizes, strict=True))
-            for one in rounds(mine, r):
+    for prog, walked in some_programs():
+        for rounds in walked.values():
+            for one in rounds:
+                for m in one.messages:
+                    sizes = [t.nbytes // math.prod(t.shape) for t in m.pieces]
+                    assert m.nbytes == sum(t.nbytes for t in m.pieces)
+                    assert all(
+                        start % size == 0 for start, size in zip(m.starts, sizes, strict=True)
+                    )
                 under_way = [m.nbytes for m in (*one.sends, *one.receives)]
                 assert sum(under_way) <= prog.max_inflight_bytes
                 assert staging_bytes(one) <= prog.max_inflight_bytes + 15 * len(under_way)
 
 
 def test_phases_bring_addends_in_order() -> None:
-    for _, messages in some_programs():
-        assert all(
-            keeps_fold_order(m for m in mine if m.dst_rank == r) for r, mine in messages.items()
-        )
+    for _, walked in some_programs():
+        assert all(map(keeps_fold_order, walked.values()))

@@ -35,7 +35,7 @@ from shardmath import (
 from shardmath.algebra.runs import from_ranges, identity
 from shardmath.layouts.edits import window
 from shardmath.layouts.store import local_tensors
-from shardmath.programs.program import Message, Round
+from shardmath.programs.messages import Message, Round
 
 Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 Arrays: TypeAlias = dict[int, dict[str, np.ndarray]]
@@ -81,11 +81,11 @@ def all_rounds(prog: Program) -> dict[int, tuple[Round, ...]]:
 
 
 def messages(rounds: Rounds, *ways: str) -> Iterator[tuple[int, tuple[int, int, int], Message]]:
-    """(rank, step, message) of all messages that go one of these ways."""
+    """(rank, step, message) of all messages that go one of these ways: "sends", "receives", "keeps"."""
     for rank, mine in rounds.items():
-        yield from (
-            (rank, one.step, m) for one in mine for m in one.messages if m.direction in ways
-        )
+        for one in mine:
+            for way in ways:
+                yield from ((rank, one.step, m) for m in getattr(one, way))
 
 
 # What is right, element by element
@@ -94,12 +94,12 @@ def messages(rounds: Rounds, *ways: str) -> Iterator[tuple[int, tuple[int, int, 
 def ends_meet(rounds: Rounds) -> bool:
     """Whether what is sent is received, in the same step, and steps follow each other at every rank."""
     sent = Counter(
-        (step, rank, m.peer, m.leg, m.nbytes, repr(m.pieces))
-        for rank, step, m in messages(rounds, "send")
+        (step, rank, m.dst_rank, m.leg, m.nbytes, repr(m.pieces))
+        for rank, step, m in messages(rounds, "sends")
     )
     got = Counter(
-        (step, m.peer, rank, m.leg, m.nbytes, repr(m.pieces))
-        for rank, step, m in messages(rounds, "receive")
+        (step, m.src_rank, rank, m.leg, m.nbytes, repr(m.pieces))
+        for rank, step, m in messages(rounds, "receives")
     )
     return sent == got and all(
         a.step < b.step for mine in rounds.values() for a, b in itertools.pairwise(mine)
@@ -108,11 +108,7 @@ def ends_meet(rounds: Rounds) -> bool:
 
 def under_way(rounds: Rounds) -> tuple[int, int]:
     """The most bytes and the most messages of a rank in a round."""
-    posted = [
-        [m for m in one.messages if m.direction != "keep"]
-        for mine in rounds.values()
-        for one in mine
-    ]
+    posted = [(*one.sends, *one.receives) for mine in rounds.values() for one in mine]
     return max((sum(m.nbytes for m in some) for some in posted), default=0), max(
         map(len, posted), default=0
     )
@@ -141,7 +137,7 @@ class _Arrived:
         return new
 
     def has(self, t: Transfer, when: int) -> bool:
-        """Whether the sender of a piece that is passed on has it by then, and nothing on top of it."""
+        """Whether the sender of a piece that is relayed has it by then, and nothing on top of it."""
         cells = self.at[t.src_rank, t.src_tensor][(slice(None), *t.src_slices)]
         return (
             bool((cells[0] < when).all() and (cells[1:] > when).all())
@@ -157,14 +153,14 @@ class _Arrived:
 
 
 def arrivals(p: Plan, rounds: Rounds) -> _Arrived | None:
-    """When everything arrives; None where something comes twice, or is passed on too early or too late."""
+    """When everything arrives; None where something comes twice, or is relayed too early or too late."""
     steps = {
         step: i
         for i, step in enumerate(sorted({one.step for mine in rounds.values() for one in mine}))
     }
     got = [
         (steps[step], m.leg, t)
-        for _, step, m in messages(rounds, "receive", "keep")
+        for _, step, m in messages(rounds, "receives", "keeps")
         for t in m.pieces
     ]
     out = _Arrived(p)
@@ -220,7 +216,7 @@ FANOUTS = ("auto", "none", "node")
 
 
 def nodes_of(n: int, latency_s: float = 2e-11) -> Topology:
-    """Where passing on costs next to nothing, small contents are cut and passed on as large ones are."""
+    """Where relays cost next to nothing, small contents are cut and relayed as large ones are."""
     return Topology(ranks_per_node=n, latency_s=latency_s)
 
 
@@ -336,7 +332,7 @@ def every_program() -> dict[str, Program]:
             ),
             "where it is": of((8,), (WIDE, "(y n)"), (WIDE, "n"), 4, "node"),
             "folded": of((9,), (FOUR, "n {sum: a}"), (WIDE, "n"), 4, "node"),
-            "folded and passed on": of((12,), (TWO, "n {max: a}"), (WIDE, "n"), 1, "auto"),
+            "folded and relayed": of((12,), (TWO, "n {max: a}"), (WIDE, "n"), 1, "auto"),
             "average": of((6, 2), (FOUR, "(a n) h"), (WIDE, "n h"), 2, "node"),
             "to sum": of(
                 (8,), (TWO, "n"), (Mesh(x=2, y=4, ranks=range(4, 12)), "n {sum: x}"), 2, "node"

@@ -45,9 +45,8 @@ def summed(value: Plan | Transposed | Program) -> Counter[tuple[int, int]]:
         return +out
     for rank in value.ranks:
         for one in value.for_rank(rank):
-            for message in one.messages:
-                if message.direction != "receive":
-                    out[rank, message.peer] += message.nbytes
+            for message in (*one.sends, *one.keeps):
+                out[rank, message.dst_rank] += message.nbytes
     return +out
 
 

@@ -227,7 +227,7 @@ def test_inside_a_node_nvlink_counts() -> None:
 @pytest.mark.parametrize("nodes", [2, 3, 5, 6, 7, 8, 12])
 @pytest.mark.parametrize("sources", [1, 2])
 def test_receivers_pass_on_to_each_other(sources: int, nodes: int) -> None:
-    """1 GiB to many nodes of one GPU: without passing on, `nodes / sources` times the bound."""
+    """1 GiB to many nodes of one GPU: without relays, `nodes / sources` times the bound."""
     p = layouts(
         BIG, (Mesh(a=sources), "(a n) h"), (Mesh(x=nodes, ranks=range(2, 2 + nodes)), "n h")
     )
@@ -284,7 +284,7 @@ def crossing(p: Plan | Program, per_node: int) -> int:
 
 
 def _sent(prog: Program) -> Iterator[Transfer]:
-    return (t for _, _, m in messages(all_rounds(prog), "send") for t in m.pieces)
+    return (t for _, _, m in messages(all_rounds(prog), "sends") for t in m.pieces)
 
 
 @given(plans(), topologies())

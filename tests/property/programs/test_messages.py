@@ -1,169 +1,84 @@
-"""Laws of messages: pure Python, no processes."""
+"""Messages and rounds by hand; their laws are those of programs and of plans."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
-from collections import Counter
-from collections.abc import Iterable
-from typing import Any
-
-import pytest
-
-import shardmath as sm
 from shardmath.plans.plan import Transfer
 from shardmath.programs.messages import (
     Message,
-    Pace,
-    Round,
+    gather_rounds,
     keeps_fold_order,
-    messages,
-    most_peers,
-    rounds,
-    set_pace,
+    make_message,
     staging_bytes,
 )
-from tests.distributed.tasks import cases
 
-random_plan = functools.cache(cases.random_plan)
-
-LIMITS = (32, 100, 4096, 1 << 20, 1 << 30)
-SEEDS = range(25)
+STEP = (0, 1, 2)
 
 
-def pace_of(plan: sm.Plan, limit: int, by_addend: bool = False) -> Pace:
-    """The pace on which all ranks of the plan would agree."""
-    peers = max(most_peers([*plan.transfers(src=r), *plan.transfers(dst=r)]) for r in plan.ranks)
-    return set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
+def piece(lo: int, hi: int, itemsize: int = 4, addend: int = 0) -> Transfer:
+    at = (slice(lo, hi),)
+    nbytes = (hi - lo) * itemsize
+    return Transfer("w", 0, 1, "sum", "w", at, "w", at, (hi - lo,), nbytes, at, addend)
 
 
-def cells(transfers: Iterable[Transfer]) -> Counter[tuple[Any, ...]]:
-    """How often each element goes from where to where: (everything that names the transfer, places of the element)."""
-    out: Counter[tuple[Any, ...]] = Counter()
-    for t in transfers:
-        fixed = (t.src_rank, t.dst_rank, t.tensor, t.addend, t.op, t.src_tensor, t.dst_tensor)
-        ends = [
-            [range(s.start, s.stop) for s in slices]
-            for slices in (t.src_slices, t.dst_slices, t.global_slices)
-        ]
-        out.update(
-            (fixed, *places)
-            for places in zip(*(itertools.product(*end) for end in ends), strict=True)
-        )
-    return out
+def message(src: int, dst: int, step: tuple[int, int, int] = STEP, leg: int = 1) -> Message:
+    return make_message(step, src, dst, leg, [piece(0, 2)])
 
 
-@pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("by_addend", [False, True])
-def test_every_element_is_in_one_message(limit: int, by_addend: bool) -> None:
-    """The pieces of all messages are the transfers, each element once."""
-    for seed in SEEDS:
-        plan = random_plan(seed)
-        cut = messages(plan.transfers(), pace_of(plan, limit, by_addend))
-        assert cells(p for m in cut for p in m.pieces) == cells(plan.transfers())
+def test_pieces_begin_where_their_elements_may() -> None:
+    """After an odd byte a word of four bytes begins at the next multiple of four."""
+    made = make_message(STEP, 0, 1, 1, [piece(0, 3, itemsize=1), piece(0, 2), piece(0, 1)])
+    assert made.starts == (0, 4, 12) and made.nbytes == 16
 
 
-@pytest.mark.parametrize("limit", LIMITS)
-def test_both_ends_cut_alike(limit: int) -> None:
-    """What a sender sends to a receiver is what that receiver expects from it, in the same order."""
-    for seed in SEEDS:
-        plan = random_plan(seed)
-        pace = pace_of(plan, limit)
-        sent = {r: messages(plan.transfers(src=r), pace) for r in plan.ranks}
-        got = {r: messages(plan.transfers(dst=r), pace) for r in plan.ranks}
-        for a in plan.ranks:
-            for b in plan.ranks:
-                assert [m for m in sent[a] if m.dst_rank == b] == [
-                    m for m in got[b] if m.src_rank == a
-                ]
+def test_what_is_relayed() -> None:
+    assert [message(0, 1, leg=leg).relayed for leg in (1, 2, 3)] == [False, True, True]
 
 
-@pytest.mark.parametrize("limit", LIMITS)
-def test_staging_is_bounded(limit: int) -> None:
-    """No message is above the pace's size, no round of any rank above the limit."""
-    for seed in SEEDS:
-        plan = random_plan(seed)
-        pace = pace_of(plan, limit)
-        cut = messages(plan.transfers(), pace)
-        assert all(0 < m.nbytes <= pace.message_bytes for m in cut)
-        assert all(staging_bytes(one) <= limit for r in plan.ranks for one in rounds(cut, r))
+def test_a_message_for_people() -> None:
+    assert str(message(0, 1, leg=2)) == "8 B from rank 0 to rank 1 in 1 piece, leg 2"
 
 
-def test_pieces_lie_apart_and_aligned() -> None:
-    """Pieces follow each other inside their message, each at a multiple of its element's size."""
-    for seed in SEEDS:
-        plan = random_plan(seed)
-        for m in messages(plan.transfers(), pace_of(plan, 256)):
-            ends = [0]
-            for piece, start in zip(m.pieces, m.starts, strict=True):
-                assert start >= ends[-1]
-                assert start % (piece.nbytes // math.prod(piece.shape)) == 0
-                ends.append(start + piece.nbytes)
-            assert ends[-1] == m.nbytes
+def test_rounds_are_in_order_of_steps() -> None:
+    """Others' messages are in none of them."""
+    later, first, strange = message(0, 1), message(1, 0, (0, 0, 5)), message(1, 2)
+    assert gather_rounds([], 0) == gather_rounds([strange], 0) == ()
+    rounds = gather_rounds([later, strange, first], 0)
+    assert [one.step for one in rounds] == [(0, 0, 5), STEP]
+    assert rounds[0].receives == (first,) and rounds[1].sends == (later,)
 
 
-@pytest.mark.parametrize("limit", LIMITS)
-def test_rounds_do_not_deadlock(limit: int) -> None:
-    """Ranks that post a round, wait for all of it and go on, each at its own pace, all finish."""
-    for seed in SEEDS:
-        plan = random_plan(seed)
-        cut = messages(plan.transfers(), pace_of(plan, limit))
-        left = {r: list(rounds(cut, r)) for r in plan.ranks}
-        posted: Counter[tuple[object, ...]] = Counter()
-        for r in plan.ranks:
-            posted.update(_posts(left[r]))
-        while any(left.values()):
-            ready = [
-                r for r in plan.ranks if left[r] and all(posted[m] == 2 for m in _posts(left[r]))
-            ]
-            assert ready, "every rank waits"
-            for r in ready:
-                left[r].pop(0)
-                posted.update(_posts(left[r]))
+def test_not_all_call_on_one_rank_first() -> None:
+    """A rank sends to the next ranks first, and receives from the ranks before it first."""
+    some = [message(2, r) for r in (0, 1, 2, 3, 4)] + [message(r, 2) for r in (0, 1, 3, 4)]
+    (one,) = gather_rounds(some, 2)
+    assert [m.dst_rank for m in one.sends] == [3, 4, 0, 1]
+    assert [m.src_rank for m in one.receives] == [1, 0, 4, 3]
+    assert one.messages == (*one.keeps, *one.receives, *one.sends)
+    assert one.arriving == (*one.receives, *one.keeps) and len(one.keeps) == 1
+    assert staging_bytes(one) == 8 * 16
 
 
-def _posts(left: list[Round]) -> list[tuple[object, ...]]:
-    return [m[:3] for m in (*left[0].sends, *left[0].receives)] if left else []
+def test_a_round_for_people() -> None:
+    (one,) = gather_rounds([message(1, 1), message(1, 0), message(3, 1, leg=2)], 1)
+    assert str(one) == (
+        "phase 0, slot 1, turn 2\n"
+        "  keep 8 B of rank 1 in 1 piece, leg 1\n"
+        "  receive 8 B from rank 3 in 1 piece, leg 2\n"
+        "  send 8 B to rank 0 in 1 piece, leg 1"
+    )
 
 
-@pytest.mark.parametrize("limit", LIMITS)
-def test_addends_come_in_order(limit: int) -> None:
-    """Where `keeps_fold_order` says so, and always one addend after the other, an element's addends come in order."""
-    for seed in SEEDS:
-        plan = random_plan(seed)
-        for by_addend in (False, True):
-            cut = messages(plan.transfers(), pace_of(plan, limit, by_addend))
-            for r in plan.dst_ranks:
-                mine = [m for m in cut if m.dst_rank == r]
-                if keeps_fold_order(mine):
-                    assert _in_order(mine)
-                else:
-                    assert not by_addend
+def test_addends_in_order() -> None:
+    """One after the other, or the same boxes in the same steps."""
 
+    def brings(*some: tuple[int, int, int]) -> bool:
+        made = []
+        for slot, lo, addend in some:
+            pieces = [piece(lo, lo + 2, addend=addend)]
+            made.append(make_message((0, slot, 0), 0, 1, 1, pieces))
+        return keeps_fold_order(gather_rounds(made, 1))
 
-def _in_order(mine: list[Message]) -> bool:
-    """By brute force over elements: sorting by (step, addend) sorts each element's pieces by addend."""
-    last: dict[object, int] = {}
-    for _, addend, p in sorted(
-        ((m.step, p.addend, p) for m in mine for p in m.pieces), key=lambda x: x[:2]
-    ):
-        for _, _, dst, _ in cells([p]):
-            if last.get((p.dst_tensor, dst), -1) > addend:
-                return False
-            last[p.dst_tensor, dst] = addend
-    return True
-
-
-def test_few_peers_go_at_once_where_the_limit_is_small() -> None:
-    """Many peers and little room: streams take turns rather than being cut to crumbs."""
-    pace = set_pace(tuple(range(1000)), peers=999, max_inflight_bytes=1 << 20, by_addend=False)
-    assert (pace.turns, pace.message_bytes) == (8, 1 << 16)
-
-
-def test_no_room_is_an_error() -> None:
-    """A limit below one element each way cannot be kept."""
-    with pytest.raises(
-        sm.ExchangeError, match=r"max_inflight_bytes=31 has no room.*pass 32 or more"
-    ):
-        set_pace((0, 1), peers=1, max_inflight_bytes=31, by_addend=False)
+    assert brings((0, 0, 0), (1, 0, 1)) and brings((0, 0, 0), (0, 0, 1))
+    assert brings((0, 0, 0), (1, 2, 0), (0, 0, 1), (1, 2, 1))
+    assert not brings((1, 0, 0), (0, 0, 1))
+    assert not brings((0, 0, 0), (1, 2, 0), (0, 2, 1), (1, 0, 1))

@@ -33,14 +33,13 @@ def blank(plan: sm.Plan) -> Arrays:
 
 def steps(made: Sequence[Part]) -> list[Step]:
     """All steps, in order."""
-    messages = (m for one in made for each in one.rounds for m in (*each.receives, *each.keeps))
-    return sorted({message.step for message in messages})
+    return sorted({each.step for one in made for each in one.rounds})
 
 
 def arriving(made: Sequence[Part], step: Step) -> list[Message]:
     """What arrives in a step on any rank, or stays there."""
-    rounds = (each for one in made for each in one.rounds)
-    return [m for each in rounds for m in (*each.receives, *each.keeps) if m.step == step]
+    rounds = (each for one in made for each in one.rounds if each.step == step)
+    return [m for each in rounds for m in each.arriving]
 
 
 def walk(made: Sequence[Part], src: Arrays) -> Arrays:
@@ -95,7 +94,7 @@ def test_an_outline_knows_what_the_part_computes(plan: sm.Plan) -> None:
         brought = {
             (t.tensor, t.op)
             for each in one.rounds
-            for m in (*each.receives, *each.keeps)
+            for m in each.arriving
             for t in m.pieces
             if t.op != "copy"
         }

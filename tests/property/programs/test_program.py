@@ -1,4 +1,4 @@
-"""Programs, rank by rank: what is sent is received, everything comes once, and only what has come is passed on."""
+"""Programs, rank by rank: what is sent is received, everything comes once, and only what has come is relayed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from shardmath.algebra.box import row_size
 from shardmath.plans.balance import grid
 from shardmath.plans.demands import lines, wire
 from shardmath.plans.pieces import unit_boxes
-from shardmath.programs.program import Message, Round, slices
+from shardmath.programs.messages import Message, Round
+from shardmath.programs.program import slices
 from shardmath.programs.streams import streams
 from tests.property.drawn.programs import (
     PROGRAMS,
@@ -54,7 +55,7 @@ def ends_agree(prog: Program) -> None:
 
 
 def everything_comes_once(prog: Program) -> None:
-    """Every rank gets each element of each addend that its plan gives it once, and passes on what it has."""
+    """Every rank gets each element of each addend that its plan gives it once, and relays what it has."""
     done = arrivals(prog.plan, all_rounds(prog))
     assert done is not None and done.same_cells(promised(prog.plan))
 
@@ -67,7 +68,7 @@ def addends_come_in_order(prog: Program) -> None:
 
 def copies_stay(prog: Program) -> None:
     """What the plan copies on a rank stays there, once, and nothing else does."""
-    kept = [t for _, _, m in messages(all_rounds(prog), "keep") for t in m.pieces]
+    kept = [t for _, _, m in messages(all_rounds(prog), "keeps") for t in m.pieces]
     assert sorted(map(str, kept)) == sorted(
         str(t) for t in prog.plan.transfers() if t.src_rank == t.dst_rank
     )
@@ -78,18 +79,17 @@ def messages_are_their_pieces(prog: Program) -> None:
     for rank, mine in all_rounds(prog).items():
         for one in mine:
             assert type(one) is Round and one.messages
-            keys = [(m.peer, m.leg, m.direction) for m in one.messages]
-            assert keys == sorted(set(keys))
+            keys = [m[:4] for m in one.messages]
+            assert len(keys) == len(set(keys)) and {m.step for m in one.messages} == {one.step}
+            assert one.messages == (*one.keeps, *one.receives, *one.sends)
+            assert all(m.src_rank == rank != m.dst_rank for m in one.sends)
+            assert all(m.src_rank != rank == m.dst_rank for m in one.receives)
+            assert all(m.src_rank == rank == m.dst_rank for m in one.keeps)
             for m in one.messages:
-                ends = {"send": (rank, m.peer), "receive": (m.peer, rank), "keep": (rank, rank)}[
-                    m.direction
-                ]
-                assert (
-                    type(m) is Message
-                    and m.pieces
-                    and m.nbytes == sum(t.nbytes for t in m.pieces) > 0
-                )
-                assert {(t.src_rank, t.dst_rank) for t in m.pieces} == {ends}
+                assert type(m) is Message and m.pieces
+                assert m.nbytes == sum(t.nbytes for t in m.pieces) > 0
+                assert {(t.src_rank, t.dst_rank) for t in m.pieces} == {(m.src_rank, m.dst_rank)}
+                assert m.relayed == (m.leg > 1)
 
 
 def slices_follow_each_other(prog: Program) -> None:
@@ -117,7 +117,7 @@ def slices_follow_each_other(prog: Program) -> None:
 
 
 def streams_of_a_root_are_alike(prog: Program) -> None:
-    """What is passed on of a stream is the same bytes of the same block, in a later leg."""
+    """What is relayed of a stream is the same bytes of the same block, in a later leg."""
     for line in range(len(prog.legs.lines.holders)):
         of = streams(prog.legs, line)
         first = of.leg == 1
@@ -195,7 +195,7 @@ def respelled(side):
 
 
 def test_what_a_digest_is_of() -> None:
-    """The plan, the topology, what is passed on, limits: another of these is another program."""
+    """The plan, the topology, what is relayed, limits: another of these is another program."""
     src, dst = (
         Layout((24,), Mesh(a=2), "(a n)"),
         Layout((24,), Mesh(x=4, y=2, ranks=range(8, 16)), "n"),
@@ -239,36 +239,32 @@ def test_ranks_and_repr() -> None:
 # Pieces by hand
 
 
-def told(prog: Program, rank: int) -> list[tuple[int, str, int, int]]:
-    return [
-        (m.peer, m.direction, m.nbytes, m.leg) for one in prog.for_rank(rank) for m in one.messages
-    ]
-
-
-def passed_on(prog: Program) -> list[Transfer]:
-    return [t for _, _, m in messages(all_rounds(prog), "receive") if m.leg > 1 for t in m.pieces]
+def relayed(prog: Program) -> list[Transfer]:
+    return [t for _, _, m in messages(all_rounds(prog), "receives") if m.leg > 1 for t in m.pieces]
 
 
 def test_a_node_shares_what_it_gets() -> None:
     """Two nodes of two: each rank gets half from the source, and hands it to its neighbour."""
     prog = of((8,), (Mesh(), "n"), (Mesh(x=4, ranks=range(2, 6)), "n"), 2, "node")
     received: Counter[tuple[int, int]] = Counter()
-    for peer, way, nbytes, leg in told(prog, 2):
-        received[peer, leg] += nbytes if way == "receive" else 0
+    for one in prog.for_rank(2):
+        for m in one.receives:
+            received[m.src_rank, m.leg] += m.nbytes
     assert received == {(0, 1): 32, (3, 2): 32}
-    assert sum(nbytes for peer, _, nbytes, _ in told(prog, 0) if peer in (2, 3)) == 64
-    assert passed_on(prog) and all(t.src_slices == t.dst_slices for t in passed_on(prog))
+    sent = [m for one in prog.for_rank(0) for m in one.sends]
+    assert sum(m.nbytes for m in sent if m.dst_rank in (2, 3)) == 64
+    assert relayed(prog) and all(t.src_slices == t.dst_slices for t in relayed(prog))
 
 
-def test_what_is_passed_on_is_read_from_the_destination() -> None:
+def test_what_is_relayed_is_read_from_the_destination() -> None:
     """From its tensors, at their places there."""
     prog = windows(4, "node")
     assert (
-        {t.src_tensor for t in passed_on(prog)}
+        {t.src_tensor for t in relayed(prog)}
         == {"w[0]", "w[1]"}
-        == {t.dst_tensor for t in passed_on(prog)}
+        == {t.dst_tensor for t in relayed(prog)}
     )
-    pieces = passed_on(PROGRAMS["nodes"])
+    pieces = relayed(PROGRAMS["nodes"])
     assert pieces and all(t.src_slices == t.dst_slices == t.global_slices for t in pieces)
 
 

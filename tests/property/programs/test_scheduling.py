@@ -33,6 +33,7 @@ from shardmath import (
     simulate,
     verify,
 )
+from shardmath.programs import scheduling
 from shardmath.programs import streams as module
 from shardmath.programs.loads import leg_loads, pairs, round_loads, seconds
 from shardmath.programs.loads import messages as counts
@@ -91,8 +92,8 @@ def test_arrays_of_any_type(dtype: str) -> None:
     )
 
 
-def test_minus_zero_is_passed_on() -> None:
-    """A destination whose cells start at -0.0 passes on what it received, signs included."""
+def test_minus_zero_is_relayed() -> None:
+    """A destination whose cells start at -0.0 relays what it received, signs included."""
     p = plan(
         Layout((2,), Mesh(), "n"), Layout((2,), Mesh(x=2, y=4, ranks=range(4, 12)), "n {sum: x}")
     )
@@ -116,8 +117,8 @@ def entering(prog: Program) -> Counter[int]:
     """Bytes that come into each node from other nodes."""
     n = prog.topology.ranks_per_node
     out: Counter[int] = Counter()
-    for rank, _, m in messages(all_rounds(prog), "receive"):
-        out[rank // n] += m.nbytes * (rank // n != m.peer // n)
+    for rank, _, m in messages(all_rounds(prog), "receives"):
+        out[rank // n] += m.nbytes * (rank // n != m.src_rank // n)
     return +out
 
 
@@ -149,7 +150,7 @@ def test_every_replica_is_sent_its_own_copy(pair: tuple[Layout, Layout], where: 
     p = plan(*pair)
     prog = schedule(p, topology=where, fanout="none")
     assert entering(prog) == asked_for(p, where.ranks_per_node, once=False)
-    assert all(m.leg == 1 for _, _, m in messages(all_rounds(prog), "send"))
+    assert all(m.leg == 1 for _, _, m in messages(all_rounds(prog), "sends"))
 
 
 def test_trees_enter_nodes_once() -> None:
@@ -165,9 +166,9 @@ def test_what_stays_on_a_node_does_not_leave_it(
     p, n = plan(*pair), where.ranks_per_node
     for fanout in FANOUTS:
         for rank, _, m in messages(
-            all_rounds(schedule(p, topology=where, fanout=fanout)), "receive"
+            all_rounds(schedule(p, topology=where, fanout=fanout)), "receives"
         ):
-            for t in m.pieces if m.peer // n != rank // n else ():
+            for t in m.pieces if m.src_rank // n != rank // n else ():
                 near = set().union(*(elements(pair[0], r) for r in p.ranks if r // n == rank // n))
                 assert near.isdisjoint(
                     itertools.product(*(range(s.start, s.stop) for s in t.global_slices))
@@ -194,7 +195,7 @@ def test_auto_is_as_good_as_the_others(p: Plan, where: Topology, nbytes: int, op
 
 def sent_far(prog: Program) -> Counter[int]:
     out: Counter[int] = Counter()
-    for rank, _, m in messages(all_rounds(prog), "send"):
+    for rank, _, m in messages(all_rounds(prog), "sends"):
         out[rank] += m.nbytes
     return +out
 
@@ -215,10 +216,10 @@ def test_one_source_is_relieved_by_its_receivers(count: int) -> None:
 
 
 def test_sources_that_are_not_the_bottleneck_send_all_themselves() -> None:
-    """As many sources as receivers: nothing is gained by passing on between nodes."""
+    """As many sources as receivers: nothing is gained by relaying between nodes."""
     p = plan(Layout((64,), Mesh(a=4), "n"), Layout((64,), Mesh(x=4, ranks=range(4, 8)), "n"))
     prog = schedule(p, topology=nodes_of(1))
-    assert {m.leg for _, _, m in messages(all_rounds(prog), "send")} == {1}
+    assert {m.leg for _, _, m in messages(all_rounds(prog), "sends")} == {1}
     assert set(sent_far(prog).values()) == {64 * 4}
 
 
@@ -320,6 +321,21 @@ def test_what_cannot_be_kept_is_refused_at_once(fails) -> None:
     assert time.process_time() - begin < 2
 
 
+def test_turns_divide_what_the_last_try_left() -> None:
+    """The most slots that are tried leave least under way, though more than there is room for."""
+    p = plan(Layout((64,), Mesh(), "n"), Layout((64,), Mesh(x=2, ranks=(1, 2)), "n"))
+
+    def measure(prog: Program) -> tuple[float, int]:
+        return 1.0, 1000 // prog.slots if prog.turns == 1 else 1
+
+    with (
+        mock.patch.object(scheduling, "_measure", measure),
+        mock.patch.object(scheduling, "_count_most_slots", return_value=4),
+    ):
+        prog = schedule(p, fanout="none", max_inflight_bytes=200)
+    assert (prog.slots, prog.turns > 1) == (4, True)
+
+
 def test_few_messages_among_many_ranks() -> None:
     p = plan(*(Layout((64, 64), Mesh(a=24), text, dtype="int8") for text in ("(a n) h", "n (a h)")))
     for ops in (2, 3, 45, 46):
@@ -330,7 +346,7 @@ def test_few_messages_among_many_ranks() -> None:
 
 
 @pytest.mark.parametrize(("held", "per_node"), [((1, 6), 2), ((1, 6), 4), ((1, 3, 6), 4)])
-def test_two_messages_are_enough_where_something_is_passed_on(
+def test_two_messages_are_enough_where_something_is_relayed(
     held: tuple[int, ...], per_node: int
 ) -> None:
     """No rank has two legs in one turn, where turns are many enough."""
@@ -358,7 +374,7 @@ def test_a_plan_and_no_fanout_have_the_senders_of_its_topology() -> None:
 
 def moved(prog: Program) -> list[str]:
     return sorted(
-        repr(t) for _, _, m in messages(all_rounds(prog), "send", "keep") for t in m.pieces
+        repr(t) for _, _, m in messages(all_rounds(prog), "sends", "keeps") for t in m.pieces
     )
 
 
@@ -407,10 +423,10 @@ def brute_loads(prog: Program) -> tuple[dict[Any, list[int]], dict[Any, int]]:
     """Of every rank and step: bytes near out, near in, far out, far in; of rank and turn: the messages of all slots."""
     n, loads = prog.topology.ranks_per_node, defaultdict(lambda: [0, 0, 0, 0])
     pairs = set()
-    for rank, step, m in messages(all_rounds(prog), "send", "receive"):
-        link = 2 * (rank // n != m.peer // n) + (m.direction == "receive")
+    for rank, step, m in messages(all_rounds(prog), "sends", "receives"):
+        link = 2 * (m.src_rank // n != m.dst_rank // n) + (m.dst_rank == rank)
         loads[step, prog.ranks.index(rank)][link] += m.nbytes
-        pairs.add((step[2], prog.ranks.index(rank), m.peer, m.leg, m.direction))
+        pairs.add((step[2], prog.ranks.index(rank), m.src_rank, m.dst_rank, m.leg))
     return dict(loads), Counter((turn, rank) for turn, rank, *_ in pairs)
 
 
@@ -429,8 +445,8 @@ def legs_are_those_of_messages(prog: Program) -> None:
     exact = leg_loads(prog, pairs(prog))
     found = np.zeros_like(exact)
     n = prog.topology.ranks_per_node
-    for rank, (phase, _, _), m in messages(all_rounds(prog), "send", "receive"):
-        link = 2 * (rank // n != m.peer // n) + (m.direction == "receive")
+    for rank, (phase, _, _), m in messages(all_rounds(prog), "sends", "receives"):
+        link = 2 * (m.src_rank // n != m.dst_rank // n) + (m.dst_rank == rank)
         found[phase, m.leg - 1, prog.ranks.index(rank), link] += m.nbytes
     assert (found == exact).all()
 

@@ -311,7 +311,7 @@ C, D = (
     "bytes 0:32 of block 0, tensor 'w', from rank 2 to 3",
     "bytes 32:64 of block 0, tensor 'w', from rank 3 to 2",
 )
-LATE = "are passed on by a rank that does not have them yet"
+LATE = "are relayed by a rank that does not have them yet"
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ LATE = "are passed on by a rank that does not have them yet"
     ],
 )
 def test_streams(column: str, numbers: tuple[int, ...], message: str | None, fails) -> None:
-    """Two streams of the first leg and what is passed on of them, with another column."""
+    """Two streams of the first leg and what is relayed of them, with another column."""
     prog = passing_on()
     made = streams(prog.legs, 0)
     rows = (
@@ -378,7 +378,7 @@ def test_streams(column: str, numbers: tuple[int, ...], message: str | None, fai
             fails(lambda: verify(prog), PlanError, f"{prog!r}: {message}; schedule it anew")
 
 
-def test_what_is_passed_on_comes_as_a_whole(fails) -> None:
+def test_what_is_relayed_comes_as_a_whole(fails) -> None:
     """In two, or a part of it, it would be cut elsewhere than it was when it came."""
     prog = passing_on()
     made = streams(prog.legs, 0)
@@ -394,7 +394,7 @@ def test_what_is_passed_on_comes_as_a_whole(fails) -> None:
         )
 
 
-def test_a_part_is_not_passed_on_by_itself(fails) -> None:
+def test_a_part_is_not_relayed_by_itself(fails) -> None:
     """The first half of a stream comes from the holder instead."""
     prog = passing_on()
     made = streams(prog.legs, 0)
@@ -410,7 +410,7 @@ def test_a_part_is_not_passed_on_by_itself(fails) -> None:
         )
 
 
-def test_sums_are_not_passed_on(fails) -> None:
+def test_sums_are_not_relayed(fails) -> None:
     """What is received for a second addend is on top of the first."""
     p = plan(
         *(
@@ -441,7 +441,7 @@ def test_sums_are_not_passed_on(fails) -> None:
         "shardmath.proofs.program_proof.streams",
         side_effect=lambda legs, n: wrong if n == second else streams(legs, n),
     ):
-        what = "are passed on where another addend is already"
+        what = "are relayed where another addend is already"
         fails(lambda: verify(prog), PlanError, f"{prog!r}: {where} {what}; schedule it anew")
 
 

@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import PlanError, Program
+from shardmath import Plan, PlanError, Program
 from shardmath.plans.plan import Transfer
-from shardmath.programs.program import Message, Round
+from shardmath.programs.messages import Message, Round, make_message
+from shardmath.programs.part import parts
 from shardmath.testing.rounds import Rounds, Walk, walk
-from tests.property.drawn.programs import PROGRAMS, all_rounds, cut_anywhere, programs, under_way
+from tests.property.drawn.programs import (
+    PROGRAMS,
+    all_rounds,
+    cut_anywhere,
+    plans,
+    programs,
+    under_way,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +50,15 @@ def test_ranks_of_random_programs_walk_their_rounds(prog: Program) -> None:
     assert walk(dict(reversed(rounds.items()))) == figures(rounds)
 
 
+@given(plans(), st.sampled_from([64, 1000, 1 << 30]))
+def test_ranks_of_plans_walk_their_rounds(p: Plan, limit: int) -> None:
+    """A plan is a program that relays nothing."""
+    rounds = {one.rank: one.rounds for one in parts(p, max_inflight_bytes=limit)}
+    found = walk(rounds)
+    assert found == figures(rounds) and found.staged <= limit
+    assert all(m.leg == 1 for mine in rounds.values() for one in mine for m in one.messages)
+
+
 def test_nobody_walks() -> None:
     assert walk({}) == Walk(0, 0, 0, 0) == walk({3: []})
 
@@ -52,11 +69,10 @@ def test_a_message_less(name: str) -> None:
     rounds = all_rounds(PROGRAMS[name])
     for rank, mine in rounds.items():
         for i, one in enumerate(mine):
-            for k, m in enumerate(one.messages):
-                less = Round(one.step, (*one.messages[:k], *one.messages[k + 1 :]))
-                if m.direction != "keep":
-                    with pytest.raises(PlanError):
-                        walk({**rounds, rank: (*mine[:i], less, *mine[i + 1 :])})
+            for m in (*one.sends, *one.receives):
+                less = Round(*(tuple(x for x in posted if x is not m) for posted in one))
+                with pytest.raises(PlanError):
+                    walk({**rounds, rank: (*mine[:i], less, *mine[i + 1 :])})
         if mine:
             with pytest.raises(PlanError):
                 walk({other: rounds[other] for other in rounds if other != rank})
@@ -67,16 +83,28 @@ def piece(sender: int, receiver: int, lo: int, hi: int) -> Transfer:
     return Transfer("w", sender, receiver, "copy", "w", at, "w", at, (hi - lo,), hi - lo, at)
 
 
-def send(sender: int, receiver: int, lo: int = 0, hi: int = 8, leg: int = 1) -> Message:
-    return Message(receiver, "send", hi - lo, (piece(sender, receiver, lo, hi),), leg)
+Post = tuple[str, Message]
 
 
-def receive(sender: int, receiver: int, lo: int = 0, hi: int = 8, leg: int = 1) -> Message:
-    return Message(sender, "receive", hi - lo, (piece(sender, receiver, lo, hi),), leg)
+def message(sender: int, receiver: int, lo: int = 0, hi: int = 8, leg: int = 1) -> Message:
+    some = [piece(sender, receiver, lo, hi)]
+    return make_message((0, 0, 0), sender, receiver, leg, some)
 
 
-def at(slot: int, *some: Message) -> Round:
-    return Round((0, slot, 0), some)
+def send(sender: int, receiver: int, lo: int = 0, hi: int = 8, leg: int = 1) -> Post:
+    return "sends", message(sender, receiver, lo, hi, leg)
+
+
+def receive(sender: int, receiver: int, lo: int = 0, hi: int = 8, leg: int = 1) -> Post:
+    return "receives", message(sender, receiver, lo, hi, leg)
+
+
+def at(slot: int, *some: Post) -> Round:
+    """A round of what is posted, whatever it is."""
+    posted: dict[str, list[Message]] = {"sends": [], "receives": [], "keeps": []}
+    for way, m in some:
+        posted[way].append(m._replace(step=(0, slot, 0)))
+    return Round(*map(tuple, posted.values()))
 
 
 SAME = "give both ends the same messages"
@@ -133,7 +161,7 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
                 0: [at(0, send(0, 1)), at(2, receive(2, 0))],
                 1: [at(1, send(1, 2)), at(0, receive(0, 1))],
                 2: [at(2, send(2, 0)), at(1, receive(1, 2))],
-                3: [at(3, Message(3, "keep", 0, (), 1))],
+                3: [at(3, ("keeps", message(3, 3)))],
             },
             "rank 0 waits in step (0, 0, 0) for rank 1, rank 1 waits in step (0, 1, 0) for rank 2, "
             "rank 2 waits in step (0, 2, 0) for rank 0: nobody goes on; give all ranks one order of steps",
@@ -148,31 +176,31 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
             "rank 2 waits in step (0, 0, 0) for rank 0: nobody goes on; give all ranks one order of steps",
         ),
         (
-            {0: [at(0, send(0, 1)._replace(direction="give"))]},
-            "rank 0, step (0, 0, 0): the message to or from rank 1 goes 'give'; "
-            "it is to 'send' or 'receive', or to 'keep' what stays",
-        ),
-        (
             {0: [at(0, send(0, 0))]},
-            "rank 0, step (0, 0, 0): the message to or from rank 0 goes 'send'; "
-            "it is to 'send' or 'receive', or to 'keep' what stays",
+            f"rank 0, step (0, 0, 0): it sends {message(0, 0)}; put it where its ends say",
         ),
         (
-            {0: [at(0, send(0, 1)._replace(direction="keep"))]},
-            "rank 0, step (0, 0, 0): the message to or from rank 1 goes 'keep'; "
-            "it is to 'send' or 'receive', or to 'keep' what stays",
+            {0: [at(0, receive(0, 1))]},
+            f"rank 0, step (0, 0, 0): it receives {message(0, 1)}; put it where its ends say",
         ),
         (
-            {
-                0: [at(0, send(0, 1)._replace(nbytes=9))],
-                1: [at(0, receive(0, 1)._replace(nbytes=9))],
-            },
-            "rank 0, step (0, 0, 0): the message to or from rank 1 has 9 B, its pieces 8 B; count them anew",
+            {0: [at(0, ("keeps", message(0, 1)))]},
+            f"rank 0, step (0, 0, 0): it keeps {message(0, 1)}; put it where its ends say",
         ),
         (
-            {0: [at(0, send(1, 0)._replace(peer=1))]},
-            f"rank 0, step (0, 0, 0): the message to or from rank 1 has the piece {piece(1, 0, 0, 8)}; "
-            "put it where it goes from rank 0 to 1",
+            {0: [Round((message(0, 1), message(0, 2)._replace(step=(0, 1, 0))), (), ())]},
+            f"rank 0 posts {message(0, 2)} of step (0, 1, 0) in step (0, 0, 0); "
+            "give each step a round of its own",
+        ),
+        (
+            {0: [at(0, ("sends", message(0, 1)._replace(nbytes=9)))]},
+            "rank 0, step (0, 0, 0): the message 9 B from rank 0 to rank 1 in 1 piece, leg 1 has 9 B from (0,) on, "
+            "its pieces 8 B from (0,) on; count them anew",
+        ),
+        (
+            {0: [at(0, ("sends", message(1, 0)._replace(src_rank=0, dst_rank=1)))]},
+            f"rank 0, step (0, 0, 0): the message {message(0, 1)} has the piece {piece(1, 0, 0, 8)}; "
+            "put it where it goes from its sender to its receiver",
         ),
     ],
 )
@@ -214,16 +242,17 @@ def test_walk_finds_who_waits_for_ever(pairs: list[list[int]], rng: random.Rando
 def gets_through(rounds: Rounds) -> bool:
     """Post a round, wait until all of its messages are posted at both ends, go on."""
     left = {rank: list(mine) for rank, mine in rounds.items()}
-    posted: set[tuple[int, int, str]] = set()
+    posted: set[tuple[int, int, int]] = set()
     moved = True
     while moved:
         moved = False
         for rank, mine in left.items():
             for m in mine[0].messages if mine else ():
-                posted.add((rank, m.peer, m.direction))
-        for rank, mine in left.items():
-            ends = {"send": "receive", "receive": "send"}
-            if mine and all((m.peer, rank, ends[m.direction]) in posted for m in mine[0].messages):
+                posted.add((rank, m.src_rank, m.dst_rank))
+        for mine in left.values():
+            if mine and all(
+                {(m.src_rank, *m[1:3]), (m.dst_rank, *m[1:3])} <= posted for m in mine[0].messages
+            ):
                 mine.pop(0)
                 moved = True
     return not any(left.values())

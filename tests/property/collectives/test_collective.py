@@ -30,8 +30,8 @@ from shardmath import (
     testing,
 )
 from shardmath.algebra.runs import from_ranges
+from shardmath.collectives.collective import Collective, recognise
 from shardmath.layouts.edits import relabelled, window
-from shardmath.programs.collectives import Collective, recognise
 from shardmath.proofs.simulate import FOLD
 from shardmath.testing import addends, distribute, run
 

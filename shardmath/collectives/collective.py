@@ -45,10 +45,10 @@ from shardmath.algebra.runs import Runs, concat
 from shardmath.algebra.spans import NOTHING, inside, merge, spans_of
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
+from shardmath.collectives.kinds import COPIES, FITS, Buffer, Kind, Members, Side
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan
 from shardmath.plans.reduction import reduction
-from shardmath.programs.kinds import COPIES, FITS, Buffer, Kind, Members, Side
 
 __all__ = ["Collective", "Kind", "recognise", "recognise_all"]
 
