@@ -30,6 +30,7 @@ from shardmath.base.errors import ShardError
 from shardmath.base.given import mapping, plural, shown
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
+from shardmath_torch.agreement.gather import gather
 from shardmath_torch.checkpoints.loading import LoadPlanner, Reader, local_layouts
 from shardmath_torch.checkpoints.saving import Bytes, Layouts, Paths, SavePlanner, check_paths
 from shardmath_torch.checkpoints.stored import Checkpoint, open_checkpoint
@@ -233,13 +234,9 @@ def on_all(
 
 
 def _gathered(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    said = [mine] * count
-    if _together():
-        try:
-            dist.all_gather_object(said, mine, group=group)
-        except RuntimeError as broken:
-            raise _gone(step, broken) from broken
-    return said
+    if not _together():
+        return [mine] * count
+    return gather(mine, group, functools.partial(_gone, step))
 
 
 def _text(error: BaseException | None) -> str | None:

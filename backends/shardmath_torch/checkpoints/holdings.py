@@ -32,7 +32,7 @@ from shardmath_torch.compat import Group, rank_or_0, ranks_of
 from shardmath_torch.dtensors.dtensor import local_of
 from shardmath_torch.dtensors.modules import layout_of
 from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.exchange.local import overlaps_itself
+from shardmath_torch.exchange.apart import overlaps_itself
 from shardmath_torch.exchange.memory import missing_memory, plain
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError

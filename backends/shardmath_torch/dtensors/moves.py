@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -26,6 +27,7 @@ from shardmath_torch import compat
 from shardmath_torch.dtensors.devicemesh import group_for, world
 from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.local import by_key, fits, wanted
+from shardmath_torch.exchange.mover import move_in_autograd
 
 __all__ = ["Move", "Moves", "move_between", "weight"]
 
@@ -39,8 +41,13 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 class Move(Protocol):
     """A compiled move of one tensor."""
 
-    def __call__(self, src: Tensor | None, *, out: Tensor | None, label: str = "") -> None:
-        """Moves `src`, this rank's source tensor, into `out`, its destination; all ranks say one `label`."""
+    def __call__(
+        self, src: Tensor | None, *, out: Tensor | None, records_gradient: bool = False
+    ) -> None:
+        """Moves `src`, this rank's source tensor, into `out`, its destination.
+
+        All ranks say alike whether it is a move of a gradient that autograd records.
+        """
 
 
 _Key: TypeAlias = tuple[Layout, Layout]
@@ -58,8 +65,10 @@ class _Used(NamedTuple):
     key: _Key
     move: Move
 
-    def __call__(self, src: Tensor | None, *, out: Tensor | None, label: str = "") -> None:
-        self.moves.use(self.key, self.move, src, out, label)
+    def __call__(
+        self, src: Tensor | None, *, out: Tensor | None, records_gradient: bool = False
+    ) -> None:
+        self.moves.use(self.key, self.move, src, out, records_gradient)
 
 
 class Moves:
@@ -86,10 +95,16 @@ class Moves:
         nbytes = weight(moved)
         if _stays(moved):
             return _Kept(_copy(moved), nbytes)
-        return _Kept(compile(moved, group=self._group), nbytes)
+        mover = compile(moved, group=self._group)
+        return _Kept(partial(move_in_autograd, mover), nbytes)
 
     def use(
-        self, key: _Key, move: Move, src: Tensor | None, out: Tensor | None, label: str = ""
+        self,
+        key: _Key,
+        move: Move,
+        src: Tensor | None,
+        out: Tensor | None,
+        records_gradient: bool = False,
     ) -> None:
         """One move. It is the latest once it has gone well, on all ranks alike.
 
@@ -97,7 +112,7 @@ class Moves:
         would meet a move each time; so they find together at the next try.
         """
         try:
-            move(src, out=out, label=label)
+            move(src, out=out, records_gradient=records_gradient)
         except ExchangeError:
             forgotten = self._kept.pop(key, None)
             if forgotten is not None:
@@ -152,7 +167,7 @@ def _copy(moved: Plan) -> Move:
     want, _ = wanted(moved, rank)
     boxes = [(transfer.src_slices, transfer.dst_slices) for transfer in moved.transfers(src=rank)]
 
-    def copy(src: Tensor | None, *, out: Tensor | None, label: str = "") -> None:
+    def copy(src: Tensor | None, *, out: Tensor | None, records_gradient: bool = False) -> None:
         given = by_key(want, src)
         fits(want, given)
         for here, there in boxes:

@@ -43,9 +43,6 @@ from shardmath_torch.dtypes import dtype_of
 
 __all__ = ["Target", "redistribute"]
 
-RECORDED = "a gradient to be differentiated"
-"""What the move of a gradient says of itself that depends on other tensors."""
-
 Target: TypeAlias = Layout | str | Sequence[Placement]
 Meshes: TypeAlias = tuple[DeviceMesh | None, DeviceMesh | None]
 
@@ -213,14 +210,17 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 class _Route(NamedTuple):
-    """A move from layout to layout, and how the tensors at its two ends show themselves."""
+    """A move from layout to layout, and how the tensors at its two ends show themselves.
+
+    `records_gradient`: it moves a gradient that depends on other tensors, which autograd records.
+    """
 
     src: Layout
     dst: Layout
     source: _Form
     target: _Form
     grad: str
-    label: str = ""
+    records_gradient: bool = False
 
     @property
     def meshes(self) -> Meshes:
@@ -249,7 +249,7 @@ class _Moved(torch.autograd.Function):
         # The gradient is a move as well, and recorded as one: it may be differentiated in turn. Autograd
         # records it where this rank's gradient depends on something, so all ranks say whether it does.
         recorded = torch.is_grad_enabled() and gradient.requires_grad
-        back = _Route(here, there, _form_of(gradient), form, route.grad, RECORDED * recorded)
+        back = _Route(here, there, _form_of(gradient), form, route.grad, recorded)
         moved: Tensor = _Moved.apply(gradient, back)  # type: ignore[no-untyped-call]
         return moved.to(dtype_of(route.src.dtype)), None
 
@@ -266,7 +266,8 @@ def _move(local: Tensor, route: _Route) -> Tensor:
     move = move_between(src, dst, route.meshes)
     if move is not None:
         given = local if rank in src.mesh else None
-        move(given, out=out if receives else None, label=route.label)
+        wanted = out if receives else None
+        move(given, out=wanted, records_gradient=route.records_gradient)
     return out
 
 
