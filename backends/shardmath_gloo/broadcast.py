@@ -63,7 +63,8 @@ class Broadcast:
             for turn in self._turns:
                 source = self._broadcast(turn, src)
                 for transfer in self._mine.get(turn, ()):
-                    _apply(transfer, source, dst[transfer.dst_tensor].detach())
+                    destination = dst[transfer.dst_tensor].detach()
+                    _apply(transfer, source, destination)
             for work in self._part.divisions:
                 cells.divide(work, dst)
 
@@ -73,10 +74,12 @@ class Broadcast:
             held = src[turn.key].detach()
             source = held.clone(memory_format=torch.contiguous_format)
         else:
-            layout = stored_on(self._part.plan.src, turn.rank)[turn.key].layout
+            stored = stored_on(self._part.plan.src, turn.rank)
+            layout = stored[turn.key].layout
             shape = layout.local_shape(turn.rank)
             source = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype))
-        memory = dtypes.words(source).view(-1).view(torch.uint8)
+        words = dtypes.words(source)
+        memory = words.view(-1).view(torch.uint8)
         self._task.wire.broadcast(memory, turn.rank)
         return source
 

@@ -95,11 +95,13 @@ class NcclWire:
 
     def receive(self, memory: Tensor, rank: int) -> _Pending:
         """Bytes from `rank` into `memory`, from the next start on."""
-        return self._post(dist.P2POp(dist.irecv, memory, rank, self._group), rank)
+        op = dist.P2POp(dist.irecv, memory, rank, self._group)
+        return self._post(op, rank)
 
     def send(self, memory: Tensor, rank: int) -> _Pending:
         """The bytes of `memory` to `rank`, from the next start on."""
-        return self._post(dist.P2POp(dist.isend, memory, rank, self._group), rank)
+        op = dist.P2POp(dist.isend, memory, rank, self._group)
+        return self._post(op, rank)
 
     def _post(self, op: dist.P2POp, rank: int) -> _Pending:
         self._batch.ops.append(op)
@@ -119,7 +121,8 @@ class NcclWire:
         """Every rank's record, all of one size, in the group's order. Raises PeerFailure."""
         if patience is None:
             patience = self._patience
-        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).cuda()
+        on_host = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        mine = on_host.cuda()
         got = [torch.empty_like(mine) for _ in range(self._size)]
         with _blame(None):
             work = dist.all_gather(got, mine, group=self._group, async_op=True)

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -55,48 +56,56 @@ def _are_all_apart(dims: list[tuple[int, int]], numel: int) -> bool:
         return True
     cells = np.zeros(1, np.int64)
     for step, count in dims:
-        cells = np.add.outer(cells, step * np.arange(count)).reshape(-1)
+        along = step * np.arange(count)
+        cells = np.add.outer(cells, along).reshape(-1)
     return len(np.unique(cells)) == numel
+
+
+class _Span(NamedTuple):
+    """The extent of a tensor: the first, and one past the last byte of memory that it uses."""
+
+    start: int
+    end: int
+    key: str
+
+
+def _list_spans(tensors: Mapping[str, Tensor]) -> list[_Span]:
+    """The extents of all tensors that have elements."""
+    spans = []
+    for key, tensor in tensors.items():
+        if tensor.numel():
+            start = tensor.data_ptr()
+            nbytes = reach(tensor) * tensor.element_size()
+            spans.append(_Span(start, start + nbytes, key))
+    return spans
 
 
 def find_meeting(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Pairs of keys whose extents of memory meet."""
-    spans = []
-    for key, tensor in tensors.items():
-        if tensor.numel():
-            spans.append((*_find_extent(tensor), key))
-    active: list[tuple[int, str]] = []
-    for start, end, key in sorted(spans):
+    active: list[_Span] = []
+    for span in sorted(_list_spans(tensors)):
         # Spans come by their starts, so one that has ended meets none that follows.
-        active = [span for span in active if span[0] > start]
-        for _, other in active:
-            yield other, key
-        active.append((end, key))
+        active = [other for other in active if other.end > span.start]
+        for other in active:
+            yield other.key, span.key
+        active.append(span)
 
 
 def find_meeting_sides(
     src: Mapping[str, Tensor], dst: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str]]:
     """Pairs (source key, destination key) whose extents of memory meet."""
-    spans = []
-    for side, tensors in enumerate((src, dst)):
-        for key, tensor in tensors.items():
-            if tensor.numel():
-                spans.append((*_find_extent(tensor), side, key))
-    active: tuple[list[tuple[int, str]], list[tuple[int, str]]] = ([], [])
-    for start, end, side, key in sorted(spans):
-        others = active[1 - side]
-        # Only the other side's list is thinned out: its spans alone are looked at here.
-        others[:] = [span for span in others if span[0] > start]
-        for _, other in others:
-            yield (key, other) if side == 0 else (other, key)
-        active[side].append((end, key))
-
-
-def _find_extent(tensor: Tensor) -> tuple[int, int]:
-    """First and one past the last byte of memory that the tensor uses."""
-    start = tensor.data_ptr()
-    return start, start + reach(tensor) * tensor.element_size()
+    spans = [(span, True) for span in _list_spans(src)]
+    spans += [(span, False) for span in _list_spans(dst)]
+    sources: list[_Span] = []
+    destinations: list[_Span] = []
+    for span, is_source in sorted(spans):
+        mine, others = (sources, destinations) if is_source else (destinations, sources)
+        # Only the other side's spans are looked at, so they alone are thinned out here.
+        others[:] = [other for other in others if other.end > span.start]
+        for other in others:
+            yield (span.key, other.key) if is_source else (other.key, span.key)
+        mine.append(span)
 
 
 class _Cells:

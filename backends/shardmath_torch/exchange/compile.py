@@ -104,13 +104,13 @@ def compile(
     arithmetic that the plan needs, or for a `max_inflight_bytes` that is not the program's own.
     """
     limit = _read_limit(plan, max_inflight_bytes)
-    settings = _Settings(timeout, limit, DEFAULT_ENGINE if _is_auto(engine) else engine, thread)
+    name = DEFAULT_ENGINE if _is_auto(engine) else engine
+    settings = _Settings(timeout, limit, name, thread)
+    # The vote that refuses a bad time needs a time as well.
+    waiting = settings._replace(timeout=DEFAULT_TIMEOUT_S)
     if is_time(timeout):
         settings = settings._replace(timeout=float(timeout))
         waiting = settings
-    else:
-        # The vote that refuses it needs a time as well.
-        waiting = settings._replace(timeout=DEFAULT_TIMEOUT_S)
     party = _join(compat.group_of(group), waiting)
     return party.together(
         lambda: _compile(party.with_own_key(), plan, settings),
@@ -174,7 +174,10 @@ def _introduce(party: Party, mine: Ballot) -> int:
     turns = party.turns
     # The first compile on a group has drawn the nonce of all that follow.
     turns.nonce = turns.nonce or f"{ballots[0].nonce:x}"
-    hosts = [rank for rank, ballot in zip(party.ranks, ballots, strict=True) if ballot.serves_store]
+    hosts = []
+    for rank, ballot in zip(party.ranks, ballots, strict=True):
+        if ballot.serves_store:
+            hosts.append(rank)
     turns.host = hosts[0] if hosts else None
     return max(ballot.peers for ballot in ballots)
 

@@ -59,8 +59,7 @@ class Exchange:
         """Find where all messages lie in these tensors, and make staging for those that need it."""
         src_strides = {key: tensor.stride() for key, tensor in src.items()}
         dst_strides = {key: tensor.stride() for key, tensor in dst.items()}
-        some = next(iter((*src.values(), *dst.values())), None)
-        device = torch.device("cpu") if some is None else some.device
+        device = _find_device(src, dst)
         wanted = src_strides, dst_strides, device
         if wanted != self._bound_to:
             # Bound to nothing until all is found: an interrupt in between leaves half of it.
@@ -105,16 +104,28 @@ class Exchange:
 
     def _receive(self, endpoint: Endpoint, buffers: _Buffers) -> _OnItsWay:
         """Post the receive of the message."""
+        message = endpoint.message
         memory = buffers.find_bytes(endpoint, buffers.dst)
-        with _Blame(endpoint.message):
-            return endpoint, self._task.wire.receive(memory, endpoint.message.src_rank)
+        with _Blame(message):
+            pending = self._task.wire.receive(memory, message.src_rank)
+        return endpoint, pending
 
     def _send(self, endpoint: Endpoint, buffers: _Buffers) -> _OnItsWay:
         """Pack the message, and post the send of it."""
-        buffers.pack(endpoint)
-        memory = buffers.find_bytes(endpoint, buffers.read_from(endpoint))
-        with _Blame(endpoint.message):
-            return endpoint, self._task.wire.send(memory, endpoint.message.dst_rank)
+        message = endpoint.message
+        tensors = buffers.read_from(message)
+        buffers.pack(endpoint, tensors)
+        memory = buffers.find_bytes(endpoint, tensors)
+        with _Blame(message):
+            pending = self._task.wire.send(memory, message.dst_rank)
+        return endpoint, pending
+
+
+def _find_device(src: Tensors, dst: Tensors) -> torch.device:
+    """Where the rank's tensors are, all of them on one device; the CPU where it has none."""
+    for tensor in (*src.values(), *dst.values()):
+        return tensor.device
+    return torch.device("cpu")
 
 
 def _wait(pending: Pending, message: Message) -> None:
@@ -161,9 +172,9 @@ class _Buffers:
         self._block = block
         self._typed_blocks: dict[torch.dtype, Tensor] = {}
 
-    def read_from(self, endpoint: Endpoint) -> Tensors:
+    def read_from(self, message: Message) -> Tensors:
         """The tensors from which the message is sent."""
-        return self.dst if endpoint.message.relayed else self.src
+        return self.dst if message.relayed else self.src
 
     def find_bytes(self, endpoint: Endpoint, tensors: Tensors) -> Tensor:
         """The message's bytes: in the tensor where they are contiguous there, otherwise in staging."""
@@ -172,11 +183,10 @@ class _Buffers:
         end = endpoint.start + endpoint.message.nbytes
         return self._block[endpoint.start : end]
 
-    def pack(self, endpoint: Endpoint) -> None:
+    def pack(self, endpoint: Endpoint, tensors: Tensors) -> None:
         """Copy the pieces into staging, unless they are sent in place."""
         if endpoint.contiguous:
             return
-        tensors = self.read_from(endpoint)
         for view, piece, start in _list_staged(endpoint):
             words = select(tensors, view)
             self._find_staged(words.dtype, piece, start).copy_(words)
@@ -211,13 +221,14 @@ class _Buffers:
 
     def _find_staged(self, dtype: torch.dtype, piece: Transfer, start: int) -> Tensor:
         """The piece inside staging, from byte `start` on."""
+        size = dtype.itemsize
         block = self._typed_blocks.get(dtype)
         if block is None:
-            # A view as another type takes whole elements only, so bytes beyond the last are left out.
-            fitting = self._block.nbytes - self._block.nbytes % dtype.itemsize
-            block = self._typed_blocks[dtype] = self._block[:fitting].view(dtype)
-        packed = row_major(piece.shape)
-        return torch.as_strided(block, piece.shape, packed, start // dtype.itemsize)
+            # Only full elements are viewed as another type: bytes beyond the last are left out.
+            fitting = self._block.nbytes - self._block.nbytes % size
+            block = self._block[:fitting].view(dtype)
+            self._typed_blocks[dtype] = block
+        return torch.as_strided(block, piece.shape, row_major(piece.shape), start // size)
 
 
 def _list_staged(endpoint: Endpoint) -> Iterator[tuple[StridedView, Transfer, int]]:

@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 
+DIGEST_SHOWN = 24
+"""Hexadecimal digits of a digest that a claim has: 96 bits, by which plans are told apart."""
+
+
 class _Call(NamedTuple):
     """What a mover was called with."""
 
@@ -126,16 +130,19 @@ class Mover:
     def _move(self, call: _Call) -> None:
         """Vote, and then move."""
         tensors, objection = self._check(call)
+        claim = self._word_claim(call)
         label = call.label if isinstance(call.label, str) else ""
-        mine = Ballot(self._word_claim(call), label, call.records_gradient, objection)
-        self._party.vote(mine, call.timeout if is_time(call.timeout) else None)
+        patience = call.timeout if is_time(call.timeout) else None
+        mine = Ballot(claim, label, call.records_gradient, objection)
+        self._party.vote(mine, patience)
         # From here on every rank moves, so all count alike, also where the move fails.
         self._moves += 1
         src, dst = tensors
         mark_written(dst.values())
         self._guard(lambda: self._engine.move(src, dst))
         if call.acknowledge:
-            self._party.vote(mine._replace(claim=f"{mine.claim}: all is there"))
+            receipt = mine._replace(claim=f"{claim}: all is there")
+            self._party.vote(receipt)
 
     def _word_claim(self, call: _Call) -> str:
         """What this rank is about to do. Made before anything is known to be what it should be."""
@@ -203,7 +210,8 @@ def word_objection(error: Exception) -> str:
 
 def name_given(given: Plan | Program) -> str:
     """How agreement names a plan or a program."""
-    return f"{type(given).__name__.lower()} {given.digest[:24]}"
+    kind = type(given).__name__.lower()
+    return f"{kind} {given.digest[:DIGEST_SHOWN]}"
 
 
 _Way: TypeAlias = Literal["send", "receive"]
