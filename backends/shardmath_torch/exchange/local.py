@@ -30,16 +30,7 @@ from shardmath_torch.exchange.apart import (
 )
 from shardmath_torch.exchange.memory import missing_memory, plain, stored_bytes
 
-__all__ = [
-    "Local",
-    "Tensors",
-    "Wanted",
-    "by_key",
-    "check",
-    "fits",
-    "signature",
-    "wanted",
-]
+__all__ = ["Local", "Tensors", "Wanted", "by_key", "check", "fits", "signature", "wanted"]
 
 Local: TypeAlias = Tensor | Mapping[str, Tensor] | None
 """What a rank passes for one side."""

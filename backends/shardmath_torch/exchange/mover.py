@@ -31,14 +31,7 @@ from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signat
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Engine
 
-__all__ = [
-    "Mover",
-    "describe_crossing",
-    "move_in_autograd",
-    "name_given",
-    "word_objection",
-]
-
+__all__ = ["Mover", "describe_crossing", "move_in_autograd", "name_given", "word_objection"]
 
 DIGEST_SHOWN = 24
 """Hexadecimal digits of a digest that a claim has: 96 bits, by which plans are told apart."""
@@ -176,7 +169,7 @@ class Mover:
         tensors = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
         signed = signature(tensors)
         if signed != self._checked:
-            # Nothing is checked until all is: the check, or an interrupt, may end it half-way.
+            # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
             self._checked = None
             check(self._wanted, tensors, self._party.wire.device_type)
             self._engine.prepare(*tensors)
@@ -222,7 +215,8 @@ def describe_crossing(given: object, tensor: str | None, rank: int | None) -> st
     if not isinstance(given, Plan | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:
-        sent, received = _list_crossing(given, rank, "send"), _list_crossing(given, rank, "receive")
+        sent = _list_crossing(given, rank, "send")
+        received = _list_crossing(given, rank, "receive")
         tensor = next(itertools.chain(sent, received), None)
     if tensor is None:
         return "no tensor was on its way from or to it"
