@@ -1,4 +1,4 @@
-"""The reference: every source tensor is broadcast whole, and each rank slices out what the plan gives it.
+"""The reference: all of every source tensor is broadcast, and each rank slices out what the plan gives it.
 
 Slow, with all the memory it takes, and so plain that it is right at sight. Tests compare the
 exchange with it.
@@ -33,16 +33,17 @@ class Broadcast:
     """The engine "broadcast"."""
 
     def __init__(self, task: Task) -> None:
-        self._task, self._part = task, task.part
+        self._task = task
+        self._part = task.part
         self._mine: dict[_Turn, list[Transfer]] = {}
+        # Those of all ranks, also where this one takes nothing: a broadcast is made by all.
         turns: set[_Turn] = set()
         for transfer in self._part.plan.transfers():
-            if not transfer.nbytes:
-                continue
-            turn = _Turn(transfer.addend, transfer.src_rank, transfer.src_tensor)
-            turns.add(turn)
-            if transfer.dst_rank == self._part.rank:
-                self._mine.setdefault(turn, []).append(transfer)
+            if transfer.nbytes:
+                turn = _Turn(transfer.addend, transfer.src_rank, transfer.src_tensor)
+                turns.add(turn)
+                if transfer.dst_rank == self._part.rank:
+                    self._mine.setdefault(turn, []).append(transfer)
         self._turns = sorted(turns)
 
     @property
@@ -55,35 +56,39 @@ class Broadcast:
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
         """Moves. Raises PeerFailure."""
-        with torch.inference_mode():  # where inference tensors, too, may be written
+        # In inference mode inference tensors, too, may be written.
+        with torch.inference_mode():
             for work in self._part.fills:
                 cells.fill(work, dst)
             for turn in self._turns:
-                whole = self._broadcast(turn, src)
+                source = self._broadcast(turn, src)
                 for transfer in self._mine.get(turn, ()):
-                    into = dst[transfer.dst_tensor].detach()
-                    _apply(transfer, whole, into)
+                    destination = dst[transfer.dst_tensor].detach()
+                    _apply(transfer, source, destination)
             for work in self._part.divisions:
                 cells.divide(work, dst)
 
     def _broadcast(self, turn: _Turn, src: Mapping[str, Tensor]) -> Tensor:
-        """The whole source tensor of that rank."""
+        """All of that rank's source tensor."""
         if turn.rank == self._part.rank:
-            whole = src[turn.key].detach().clone(memory_format=torch.contiguous_format)
+            held = src[turn.key].detach()
+            source = held.clone(memory_format=torch.contiguous_format)
         else:
-            layout = stored_on(self._part.plan.src, turn.rank)[turn.key].layout
+            stored = stored_on(self._part.plan.src, turn.rank)
+            layout = stored[turn.key].layout
             shape = layout.local_shape(turn.rank)
-            whole = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype))
-        memory = dtypes.words(whole).view(-1).view(torch.uint8)
+            source = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype))
+        words = dtypes.words(source)
+        memory = words.view(-1).view(torch.uint8)
         self._task.wire.broadcast(memory, turn.rank)
-        return whole
+        return source
 
 
-def _apply(transfer: Transfer, whole: Tensor, into: Tensor) -> None:
-    """Copy or fold the transfer's piece of the source tensor into its place in the destination's."""
-    piece = whole[transfer.src_slices]
-    place = into[transfer.dst_slices]
+def _apply(transfer: Transfer, source: Tensor, destination: Tensor) -> None:
+    """Copy or fold the transfer's piece of the source into its place in the destination."""
+    piece = source[transfer.src_slices]
+    into = destination[transfer.dst_slices]
     if transfer.op == "copy":
-        dtypes.words(place).copy_(dtypes.words(piece))
+        dtypes.words(into).copy_(dtypes.words(piece))
     else:
-        dtypes.fold(transfer.op, place, piece)
+        dtypes.fold(transfer.op, into, piece)

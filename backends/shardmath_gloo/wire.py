@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmath_torch.agreement import beside
-from shardmath_torch.agreement.wire import PeerFailure, Pending, check_torchs
+from shardmath_torch.agreement.wire import PeerFailure, Pending, check_is_torchs
 from shardmath_torch.compat import Group
 
 __all__ = ["GlooWire"]
@@ -30,43 +30,50 @@ OURS = 1 << 30
 """In the tag of each of our messages, so that they never meet the caller's own."""
 
 STEPS = 32
-"""Tags per turn: 0 for its data, then one for each step of its vote. Steps are of different lengths, and gloo ends the
-process where a message is longer than the memory that waits for it. The last two are of no step."""
+"""Tags per turn: DATA, then one for each step of its vote, which are fewer than 30. Steps are of different lengths, and
+gloo ends the process where a message is longer than the memory that waits for it. The last two are of no step."""
 
-ANSWER, NOTHING = STEPS - 2, STEPS - 1
-"""Of the answers to long messages, and of what is never sent."""
+DATA, ANSWER, NOTHING = 0, STEPS - 2, STEPS - 1
+"""Of what is moved, of the answers to long messages, and of what is never sent."""
 
 LONG = 1 << 20
 """Bytes from which on a message is long: shorter ones are seldom caught half moved, and would feel two more."""
+
+LEAST_S = 0.001
+"""Shortest wait: gloo takes none at all for one without an end."""
 
 TURNS = OURS // STEPS
 """Turns until tags repeat; what is on its way is of one turn alone."""
 
 
 class _Pending(NamedTuple):
+    """What was posted, to or from `rank` (None: all ranks), and until when to wait for it."""
+
     work: dist.Work | None
     rank: int | None
     until: float
 
     def wait(self) -> None:
+        """Return once it has come or left. Raises PeerFailure."""
         if self.work is None:
             return
-        left = max(0.001, self.until - time.monotonic())
+        left = max(LEAST_S, self.until - time.monotonic())
         try:
             self.work.wait(timedelta(seconds=left))
         except RuntimeError as error:
-            check_torchs(error, __file__)
+            check_is_torchs(error, __file__)
             raise PeerFailure(self.rank, _explain(error)) from error
 
 
 def _wait_beside(pending: _Pending) -> None:
-    """Waits on a thread of its own, so that Ctrl-C is taken meanwhile: gloo's wait is deaf to it until its end."""
+    """Wait on a thread of its own, so that Ctrl-C is taken meanwhile: gloo's wait is deaf to it until its end."""
     failed: list[BaseException] = []
 
     def wait() -> None:
         try:
             pending.wait()
         except BaseException as error:
+            # Raised below, where somebody can take it.
             failed.append(error)
 
     beside.start(wait).join()
@@ -81,6 +88,7 @@ class _Long(NamedTuple):
     answer: Callable[[], _Pending] | None = None
 
     def wait(self) -> None:
+        """Return once all of it has come or left. Raises PeerFailure."""
         for part in self.parts:
             part.wait()
         if self.answer is not None:
@@ -96,7 +104,8 @@ def _explain(error: RuntimeError) -> str:
     return "its connection closed" if ended else text
 
 
-def _byte() -> Tensor:
+def _make_byte() -> Tensor:
+    """Memory for what follows or answers a long message; its value means nothing."""
     return torch.empty(1, dtype=torch.uint8)
 
 
@@ -106,7 +115,8 @@ class GlooWire:
     device_type = "cpu"
 
     def __init__(self, group: Group, patience: float) -> None:
-        self._group, self._patience = group, patience
+        self._group = group
+        self._patience = patience
         self._ranks = dist.get_process_group_ranks(group)
         self._place = dist.get_rank(group)
         self._tag = OURS
@@ -117,23 +127,26 @@ class GlooWire:
 
     def receive(self, memory: Tensor, rank: int) -> Pending:
         """Bytes from `rank` into `memory`. Raises PeerFailure."""
-        data = self._receive(memory, rank, self._patience, 0)
+        data = self._receive(memory, rank, self._patience, DATA)
         if memory.nbytes < LONG:
             return data
-        tail = self._receive(_byte(), rank, self._patience, 0)
+        # Of one tag with the data, hence after it: messages of a tag come in order.
+        tail = self._receive(_make_byte(), rank, self._patience, DATA)
 
         def answer() -> _Pending:
-            return self._send(_byte(), rank, self._patience, ANSWER)
+            return self._send(_make_byte(), rank, self._patience, ANSWER)
 
+        # The tail first: a wait for data of which some have come is deaf to a broken connection.
         return _Long((tail, data), answer)
 
     def send(self, memory: Tensor, rank: int) -> Pending:
         """The bytes of `memory` to `rank`. Raises PeerFailure."""
-        data = self._send(memory, rank, self._patience, 0)
+        data = self._send(memory, rank, self._patience, DATA)
         if memory.nbytes < LONG:
             return data
-        tail = self._send(_byte(), rank, self._patience, 0)
-        answer = self._receive(_byte(), rank, self._patience, ANSWER)
+        tail = self._send(_make_byte(), rank, self._patience, DATA)
+        answer = self._receive(_make_byte(), rank, self._patience, ANSWER)
+        # The answer first, for the same reason.
         return _Long((answer, tail, data))
 
     def _receive(self, memory: Tensor, rank: int, patience: float, step: int) -> _Pending:
@@ -164,9 +177,11 @@ class GlooWire:
         all-gather is a ring of size - 1 steps, twice as slow for 8 ranks, and does not tell who
         failed.
         """
-        size = len(self._ranks)
+        # Ctrl-C has to end a wait that the caller has made long; a thread for each would slow other votes.
         wait_for = _Pending.wait if patience is None else _wait_beside
-        patience = self._patience if patience is None else patience
+        if patience is None:
+            patience = self._patience
+        size = len(self._ranks)
         # Row k is the record of the k-th rank after this one.
         got = torch.zeros(size, len(record), dtype=torch.uint8)
         got[0] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
@@ -182,8 +197,9 @@ class GlooWire:
             wait_for(arriving)
             leaving.wait()
             have += more
-        in_order = got.roll(self._place, 0)  # row k: that of the group's k-th rank
-        return [row.numpy().tobytes() for row in in_order]
+        # In the group's order: row k becomes that of its k-th rank.
+        rows = got.roll(self._place, 0)
+        return [row.numpy().tobytes() for row in rows]
 
     def broadcast(self, memory: Tensor, rank: int) -> None:
         """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
@@ -196,8 +212,9 @@ class GlooWire:
 
     def abandon(self) -> None:
         """Ends all connections of the group. Never raises."""
-        nothing = _byte()
-        # One rank after the other: a wait on a connection that is closed already does not time out, and ends no other.
+        nothing = _make_byte()
+        # A wait that times out ends all connections. One rank after the other: a wait on a connection that is
+        # closed already does not time out, and ends no other.
         for rank in self._ranks:
             with suppress(RuntimeError, ValueError):
                 work = dist.irecv(nothing, rank, group=self._group, tag=OURS + NOTHING)
@@ -211,5 +228,5 @@ class GlooWire:
         try:
             return _Pending(post(), rank, time.monotonic() + patience)
         except RuntimeError as error:
-            check_torchs(error, __file__)
+            check_is_torchs(error, __file__)
             raise PeerFailure(rank, _explain(error)) from error

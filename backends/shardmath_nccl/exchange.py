@@ -32,5 +32,7 @@ def _record_use(memory: Tensor) -> torch.cuda.Event:
 
 def _wait_for_use(used: object) -> None:
     """Let the current stream wait for that end."""
+    # A new block has not been used by anybody.
     if isinstance(used, torch.cuda.Event):
-        torch.cuda.current_stream().wait_event(used)
+        stream = torch.cuda.current_stream()
+        stream.wait_event(used)

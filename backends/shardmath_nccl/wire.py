@@ -12,13 +12,14 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmath_torch.agreement.wire import PeerFailure, check_torchs
+from shardmath_torch.agreement.wire import PeerFailure, check_is_torchs
 from shardmath_torch.compat import Group
 
 __all__ = ["NcclWire"]
@@ -40,27 +41,42 @@ class _Pending:
     """One message of a batch."""
 
     def __init__(self, batch: _Batch, rank: int) -> None:
-        self._batch, self._rank = batch, rank
+        self._batch = batch
+        self._rank = rank
 
     def wait(self) -> None:
+        """Return once all of the batch has come and left. Raises PeerFailure."""
         _finish(self._batch.works, self._batch.until, self._rank)
 
 
-def _finish(works: list[dist.Work], until: float, rank: int | None) -> None:
-    """Returns when all are done, on the device and in the current stream.
+@contextmanager
+def _blame(rank: int | None) -> Iterator[None]:
+    """What torch raises inside is a failure of this rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        check_is_torchs(error, __file__)
+        raise PeerFailure(rank, str(error)) from error
+
+
+def _finish(works: Sequence[dist.Work], until: float, rank: int | None) -> None:
+    """Return when all are done, on the device and in the current stream.
 
     Raises PeerFailure naming `rank`.
     """
-    try:
+    with _blame(rank):
         while not all(work.is_completed() for work in works):
             if time.monotonic() > until:
                 raise PeerFailure(rank, "it did not answer in time")
             time.sleep(LOOK_AGAIN_S)
+        # They are done: this orders the current stream after them, and raises what they failed by.
         for work in works:
             work.wait()
-    except RuntimeError as error:
-        check_torchs(error, __file__)
-        raise PeerFailure(rank, str(error)) from error
+
+
+def _list_works(work: dist.Work | None) -> list[dist.Work]:
+    """Torch gives none where there is nothing to do."""
+    return [] if work is None else [work]
 
 
 class NcclWire:
@@ -69,7 +85,8 @@ class NcclWire:
     device_type = "cuda"
 
     def __init__(self, group: Group, patience: float) -> None:
-        self._group, self._patience = group, patience
+        self._group = group
+        self._patience = patience
         self._size = dist.get_world_size(group)
         self._batch = _Batch()
 
@@ -78,11 +95,13 @@ class NcclWire:
 
     def receive(self, memory: Tensor, rank: int) -> _Pending:
         """Bytes from `rank` into `memory`, from the next start on."""
-        return self._post(dist.P2POp(dist.irecv, memory, rank, self._group), rank)
+        op = dist.P2POp(dist.irecv, memory, rank, self._group)
+        return self._post(op, rank)
 
     def send(self, memory: Tensor, rank: int) -> _Pending:
         """The bytes of `memory` to `rank`, from the next start on."""
-        return self._post(dist.P2POp(dist.isend, memory, rank, self._group), rank)
+        op = dist.P2POp(dist.isend, memory, rank, self._group)
+        return self._post(op, rank)
 
     def _post(self, op: dist.P2POp, rank: int) -> _Pending:
         self._batch.ops.append(op)
@@ -91,39 +110,32 @@ class NcclWire:
     def start(self) -> None:
         """All that was posted goes as one group. Raises PeerFailure."""
         batch = self._batch
+        # What is posted from now on is of the next, also where this one fails.
         self._batch = _Batch()
         batch.until = time.monotonic() + self._patience
-        try:
-            batch.works = dist.batch_isend_irecv(batch.ops) if batch.ops else []
-        except RuntimeError as error:
-            check_torchs(error, __file__)
-            raise PeerFailure(None, str(error)) from error
+        if batch.ops:
+            with _blame(None):
+                batch.works = dist.batch_isend_irecv(batch.ops)
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's record, all of one size, in the group's order. Raises PeerFailure."""
         if patience is None:
             patience = self._patience
-        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).cuda()
+        on_host = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        mine = on_host.cuda()
         got = [torch.empty_like(mine) for _ in range(self._size)]
-        try:
+        with _blame(None):
             work = dist.all_gather(got, mine, group=self._group, async_op=True)
-        except RuntimeError as error:
-            check_torchs(error, __file__)
-            raise PeerFailure(None, str(error)) from error
-        works = [] if work is None else [work]
-        _finish(works, time.monotonic() + patience, None)
-        rows = torch.stack(got).cpu()  # one copy to the host
+        _finish(_list_works(work), time.monotonic() + patience, None)
+        # One copy to the host, not one per rank.
+        rows = torch.stack(got).cpu()
         return [row.numpy().tobytes() for row in rows]
 
     def broadcast(self, memory: Tensor, rank: int) -> None:
         """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
-        try:
+        with _blame(None):
             work = dist.broadcast(memory, rank, group=self._group, async_op=True)
-        except RuntimeError as error:
-            check_torchs(error, __file__)
-            raise PeerFailure(None, str(error)) from error
-        works = [] if work is None else [work]
-        _finish(works, time.monotonic() + self._patience, None)
+        _finish(_list_works(work), time.monotonic() + self._patience, None)
 
     def abandon(self) -> None:
         """Aborts the group's communicators. Never raises."""

@@ -35,11 +35,11 @@ __all__ = [
     "hold_nothing",
     "in_backward",
     "is_registered",
+    "is_served_here",
     "local_of",
     "my_rank",
     "rank_or_0",
     "ranks_of",
-    "serves",
     "spec_of",
     "storage_start",
     "store_of",
@@ -71,20 +71,24 @@ def group_of(group: Group | None) -> Group:
         fix = "call torch.distributed.init_process_group on every rank before compile"
         raise ExchangeError(f"torch.distributed has no process group; {fix}")
     found = dist.group.WORLD if group is None else group
+    # What torch gives to a rank that is not in a group that it has made with others.
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
-    known = found is None or found is outside
-    if not known and not (isinstance(found, Group) and is_registered(found)):
+    if found is None or found is outside:
+        raise _make_outside_error()
+    if not isinstance(found, Group) or not is_registered(found):
         what = f"group={found!r} is not a process group that is there"
-        raise ExchangeError(
-            f"{what}; pass what dist.new_group() returned, and has not been destroyed"
-        )
-    if isinstance(found, Group):
-        check_not_forked(found)
-    if found is None or dist.get_rank(found) < 0:
-        raise ExchangeError(
-            f"rank {dist.get_rank()} is not in the group; call compile only on the ranks of the group"
-        )
+        fix = "pass what dist.new_group() returned, and has not been destroyed"
+        raise ExchangeError(f"{what}; {fix}")
+    check_not_forked(found)
+    if dist.get_rank(found) < 0:
+        raise _make_outside_error()
     return found
+
+
+def _make_outside_error() -> ExchangeError:
+    """What to raise on a rank that the group does not have."""
+    fix = "call compile only on the ranks of the group"
+    return ExchangeError(f"rank {dist.get_rank()} is not in the group; {fix}")
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
@@ -99,19 +103,23 @@ def my_rank() -> int:
 
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
-    """The group of all ranks of a mesh: its own if it has one axis, that of its axes flattened if it is part of a mesh
-    of all ranks, which make the groups of all such parts together; None otherwise."""
+    """The group of all ranks of a mesh; None where there is none and none can be made.
+
+    A mesh of one axis has its own. One that is part of a mesh of all ranks has that of its axes
+    flattened: all ranks make the groups of all such parts together.
+    """
     if mesh.ndim == 1:
         try:
             return mesh.get_group()
         except (RuntimeError, ValueError) as error:
-            raise ExchangeError(
-                f"the process group of {mesh} is gone ({error}); make the DeviceMesh anew"
-            ) from error
+            what = f"the process group of {mesh} is gone ({error})"
+            raise ExchangeError(f"{what}; make the DeviceMesh anew") from error
     root = mesh._get_root_mesh()
+    # Flattening is collective, so all ranks have to be in the root.
     if root is mesh or root.size() != dist.get_world_size() or not mesh.mesh_dim_names:
         return None
-    return mesh._flatten("shardmath_" + "_".join(mesh.mesh_dim_names)).get_group()
+    name = "_".join(mesh.mesh_dim_names)
+    return mesh._flatten(f"shardmath_{name}").get_group()
 
 
 def rank_or_0() -> int:
@@ -133,33 +141,39 @@ def store_of(group: Group) -> Store | None:
         return None
 
 
-def serves(store: Store | None) -> bool:
-    """Whether this process serves the store to others: whether it listens on its port.
-
-    torch tells only in the store's repr, which looks names up and may take seconds.
-    """
+def is_served_here(store: Store | None) -> bool:
+    """Whether this process serves the store to others: whether it listens on its port."""
+    # torch tells only in the store's repr, which looks names up and may take seconds.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return isinstance(store, TCPStore) and store.port in _listened_ports()
+    return isinstance(store, TCPStore) and store.port in _find_listened_ports()
 
 
-def _listened_ports() -> set[int]:
+def _find_listened_ports() -> set[int]:
     """TCP ports on which this process listens; none where the system has no list of open files."""
-    out = set()
+    ports = set()
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
+            # Other threads close files meanwhile.
             with suppress(OSError):
-                out |= _listened_port(int(name))
-    return out
+                port = _find_listened_port(int(name))
+                if port is not None:
+                    ports.add(port)
+    return ports
 
 
-def _listened_port(fd: int) -> set[int]:
+def _find_listened_port(fd: int) -> int | None:
+    """The TCP port on which the open file listens; None for one that does not."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-        return set()
+        return None
     with socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as found:
         listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         address = found.getsockname()
-    return {address[1]} if listens and isinstance(address, tuple) else set()
+    # Those of Unix sockets are texts.
+    if not listens or not isinstance(address, tuple):
+        return None
+    port: int = address[1]
+    return port
 
 
 def is_registered(group: Group) -> bool:
@@ -191,11 +205,15 @@ def spec_of(tensor: DTensor) -> Spec:
     spec = tensor._spec
     placements = tuple(spec.placements)
     if any(isinstance(p, _StridedShard) for p in placements):
-        split = getattr(spec, "use_strided_shard_as_shard_order", True) is False
-        return Spec(placements, None, ("placement",) if split else ("placement", "order"))
-    order = [i for entry in getattr(spec, "shard_order", None) or () for i in entry.mesh_dims]
-    per_dim = sorted(order, key=lambda i: (placements[i].dim, i))  # type: ignore[attr-defined]
-    return Spec(placements, tuple(order) if order != per_dim else None, ("placement", "order"))
+        is_order = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
+        return Spec(placements, None, ("placement", "order") if is_order else ("placement",))
+    order: list[int] = []
+    for entry in getattr(spec, "shard_order", None) or ():
+        order += entry.mesh_dims
+    # Left to right, each tensor dimension for itself, is what placements say anyway.
+    usual = sorted(order, key=lambda i: (placements[i].dim, i))  # type: ignore[attr-defined]
+    unusual = tuple(order) if order != usual else None
+    return Spec(placements, unusual, ("placement", "order"))
 
 
 def in_backward() -> bool:

@@ -1,10 +1,10 @@
 """torch's element types: names, words on the wire, and which arithmetic they have.
 
-1. Data moves as **words**, unsigned or signed integers of the element's size: every type moves, bit by bit, also those
-   that have no arithmetic (float8, float4).
-2. Arithmetic is torch's, in the tensor's own type. Whether torch has it is asked of torch, not of a list, because it
-   differs between versions; unsigned integers borrow the signed type of their size for sum and product, which are the
-   same bits.
+1. Data moves as **words**, unsigned or signed integers of the element's size: every type moves, bit
+   by bit, also those that have no arithmetic (float8, float4).
+2. Arithmetic is torch's, in the tensor's own type. Whether torch has it is asked of torch, not of a
+   list, because it differs between versions; unsigned integers borrow the signed type of their size
+   for sum and product, which are the same bits.
 3. An element's result does not depend on where it lies in memory.
 
 >>> missing("float32", "sum"), missing("float8_e4m3fn", "sum")
@@ -61,7 +61,9 @@ def words(tensor: Tensor) -> Tensor:
 def fold(op: str, into: Tensor, piece: Tensor) -> None:
     """into = op(into, piece), in their own type; without a temporary but for complex products."""
     if op in ("sum", "product") and into.dtype in BORROWED:
-        into, piece = into.view(BORROWED[into.dtype]), piece.view(BORROWED[into.dtype])
+        signed = BORROWED[into.dtype]
+        into = into.view(signed)
+        piece = piece.view(signed)
     if op == "product" and into.is_complex():
         _multiply_by_parts(torch.view_as_real(into), torch.view_as_real(piece))
     else:
@@ -71,8 +73,11 @@ def fold(op: str, into: Tensor, piece: Tensor) -> None:
 def _multiply_by_parts(a: Tensor, b: Tensor) -> None:
     """Complex a = a b; torch's own kernel rounds otherwise in vectors than at their ends, so that bits would depend on
     how a tensor is cut (torch 2.13 on AVX: 452 of 1003 products differ)."""
-    (x, y), (u, v) = a.unbind(-1), b.unbind(-1)
-    real, imaginary = x * u - y * v, x * v + y * u
+    x, y = a.unbind(-1)
+    u, v = b.unbind(-1)
+    real = x * u - y * v
+    imaginary = x * v + y * u
+    # Only now: both parts are made of both.
     x.copy_(real)
     y.copy_(imaginary)
 
@@ -90,7 +95,9 @@ def divide(cells: Tensor, by: int) -> None:
 @memo()
 def missing(name: str, op: str) -> bool:
     """Whether torch has no such operation on elements of the named type; `op` is a reduction, "fill" or "divide"."""
-    one = torch.zeros(dtypes.itemsize(name), dtype=torch.uint8).view(dtype_of(name))
+    # Made of bytes, since there are types of which torch makes no zeros.
+    memory = torch.zeros(dtypes.itemsize(name), dtype=torch.uint8)
+    one = memory.view(dtype_of(name))
     try:
         _try(op, one)
     except (RuntimeError, TypeError):
@@ -99,6 +106,7 @@ def missing(name: str, op: str) -> bool:
 
 
 def _try(op: str, one: Tensor) -> None:
+    """Carry the operation out on one element."""
     if op == "fill":
         fill(one, 1)
     elif op == "divide":

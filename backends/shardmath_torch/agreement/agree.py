@@ -1,8 +1,11 @@
 """Agreement: before anything moves, every rank says what it is about to do, and whether it objects.
 
-1. One record of fixed size a rank, all gathered: so it costs the same whatever is wrong, and nobody is left waiting.
-2. A record holds a **claim** (what I am about to do: all must be equal), a number, and an objection (empty for none).
-3. Any objection, or two claims that differ, raise the same ExchangeError (`Refused`) on every rank.
+1. One record of fixed size per rank, all gathered: so it costs the same whatever is wrong, and
+   nobody is left waiting.
+2. A record is a `Ballot`: what I am about to do (which all must say alike), an objection (empty for
+   none), and what ranks tell each other beside that.
+3. Any objection, or two ballots that do not say the same, raise the same ExchangeError (`Refused`)
+   on every rank.
 """
 
 from __future__ import annotations
@@ -18,51 +21,106 @@ from shardmath_torch.agreement.wire import Wire
 __all__ = ["Ballot", "decode", "encode", "vote"]
 
 RECORD = 1024
-"""Bytes a rank; longer texts are cut."""
+"""Bytes per rank; longer texts are cut."""
 
-HEADER = struct.Struct("<qHH")
-CLAIM = 300
+HEADER = struct.Struct("<II???HHH")
+"""Nonce, peers, the three flags, and the bytes of claim, label and objection, which follow."""
+
+CLAIM, LABEL = 300, 200
+"""Bytes of a claim and of a label; an objection has the rest of the record."""
+
 SHOWN = 8
 """Objections that a message shows in full."""
 
 
 class Ballot(NamedTuple):
-    """What a rank says."""
+    """What a rank says: `claim`, `label` and `records_gradient` all ranks must say alike.
+
+    `claim` is what it is about to do, `label` what for. `records_gradient`: its move is one of a
+    gradient, which autograd records. `objection` is what speaks against it. `peers` is the most
+    ranks that it sends to or receives from, by which the pace is set, and `is_unordered` says that
+    at this pace its addends come out of order. `serves_store`: its process serves the group's
+    store. `nonce` is drawn by chance, below 2^32.
+    """
 
     claim: str
-    number: int = 0
+    label: str = ""
+    records_gradient: bool = False
     objection: str = ""
+    peers: int = 0
+    is_unordered: bool = False
+    serves_store: bool = False
+    nonce: int = 0
+
+    @property
+    def intent(self) -> str:
+        """What all ranks must say alike, in words.
+
+        >>> Ballot("move 1", "step 3", records_gradient=True).intent
+        "move 1, label='step 3', a gradient to be differentiated"
+        """
+        label = f", label={self.label!r}" if self.label else ""
+        recorded = ", a gradient to be differentiated" if self.records_gradient else ""
+        return f"{self.claim}{label}{recorded}"
 
 
 def encode(ballot: Ballot) -> bytes:
     """The ballot as RECORD bytes.
 
-    >>> decode(encode(Ballot("move 1", 7, "no")))
-    Ballot(claim='move 1', number=7, objection='no')
+    >>> ballot = Ballot("move 1", objection="no", peers=7)
+    >>> decode(encode(ballot)) == ballot
+    True
     """
-    claim = _cut(ballot.claim.encode(errors="backslashreplace"))
-    objection = ballot.objection.encode(errors="backslashreplace")[
-        : RECORD - HEADER.size - len(claim)
-    ]
-    return (HEADER.pack(ballot.number, len(claim), len(objection)) + claim + objection).ljust(
-        RECORD, b"\0"
+    claim = _cut(_to_bytes(ballot.claim), CLAIM)
+    label = _cut(_to_bytes(ballot.label), LABEL)
+    room = RECORD - HEADER.size - len(claim) - len(label)
+    objection = _to_bytes(ballot.objection)[:room]
+    header = HEADER.pack(
+        ballot.nonce,
+        ballot.peers,
+        ballot.records_gradient,
+        ballot.is_unordered,
+        ballot.serves_store,
+        len(claim),
+        len(label),
+        len(objection),
     )
+    record = header + claim + label + objection
+    return record.ljust(RECORD, b"\0")
 
 
-def _cut(claim: bytes) -> bytes:
-    """A claim that is too long ends in a checksum of the whole: what differs beyond the cut still differs."""
-    if len(claim) <= CLAIM:
-        return claim
-    mark = f"... {zlib.crc32(claim):08x}".encode()
-    return claim[: CLAIM - len(mark)] + mark
+def _to_bytes(text: str) -> bytes:
+    """The text in UTF-8; a lone surrogate, which has none, as it is escaped."""
+    return text.encode(errors="backslashreplace")
+
+
+def _cut(text: bytes, most: int) -> bytes:
+    """At most so many bytes of the text.
+
+    One that is too long ends in a checksum of all of it: what differs beyond the cut still differs.
+    """
+    if len(text) <= most:
+        return text
+    mark = f"... {zlib.crc32(text):08x}".encode()
+    return text[: most - len(mark)] + mark
 
 
 def decode(record: bytes) -> Ballot:
     """The ballot that `encode` was given, its texts cut."""
-    number, claim, objection = HEADER.unpack_from(record)
-    text = record[HEADER.size :]
-    cut = text[:claim], text[claim : claim + objection]
-    return Ballot(cut[0].decode(errors="ignore"), number, cut[1].decode(errors="ignore"))
+    nonce, peers, records_gradient, is_unordered, serves_store, *lengths = HEADER.unpack_from(
+        record
+    )
+    texts = []
+    start = HEADER.size
+    for length in lengths:
+        text = record[start : start + length]
+        # A letter of several bytes may have been cut in the middle.
+        texts.append(text.decode(errors="ignore"))
+        start += length
+    claim, label, objection = texts
+    return Ballot(
+        claim, label, records_gradient, objection, peers, is_unordered, serves_store, nonce
+    )
 
 
 def vote(
@@ -70,46 +128,60 @@ def vote(
 ) -> tuple[Ballot, ...]:
     """Everybody's ballots, in the group's order `ranks`; waits `patience` seconds instead of the wire's own.
 
-    Raises Refused on every rank if any rank objects or claims something else, PeerFailure if one does not vote.
+    Raises Refused on every rank if any rank objects or intends something else, PeerFailure if one
+    does not vote.
     """
     records = wire.gather(encode(mine), patience)
-    ballots = dict(zip(ranks, map(decode, records), strict=True))
-    objections = {rank: b.objection for rank, b in ballots.items() if b.objection}
+    # This rank's own is read back like the others', so that all compare what was cut alike.
+    ballots = tuple(decode(record) for record in records)
+    objections: dict[int, str] = {}
+    intents: dict[int, str] = {}
+    for rank, ballot in zip(ranks, ballots, strict=True):
+        intents[rank] = ballot.intent
+        if ballot.objection:
+            objections[rank] = ballot.objection
     if objections:
-        raise Refused(_objected(objections))
-    if len({b.claim for b in ballots.values()}) > 1:
-        raise Refused(_disagreed({rank: b.claim for rank, b in ballots.items()}))
-    return tuple(ballots.values())
+        raise Refused(_word_objections(objections))
+    if len(set(intents.values())) > 1:
+        raise Refused(_word_disagreement(intents))
+    return ballots
 
 
-def _objected(objections: Mapping[int, str]) -> str:
-    """One part for each different objection, naming the ranks that have it."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in objections.items():
-        by_text.setdefault(text, []).append(rank)
-    parts = [f"{_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
-    more = [f"and {len(parts) - SHOWN} more objections"] if len(parts) > SHOWN else []
-    return "\n".join([*parts[:SHOWN], *more, "nothing was moved"])
+def _word_objections(objections: Mapping[int, str]) -> str:
+    """One line for each different objection, naming the ranks that have it."""
+    by_text = _group_ranks(objections)
+    lines = [f"{_name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+    shown = lines[:SHOWN]
+    if len(lines) > SHOWN:
+        shown.append(f"and {len(lines) - SHOWN} more objections")
+    return "\n".join([*shown, "nothing was moved"])
 
 
-def _disagreed(claims: Mapping[int, str]) -> str:
-    by_text: dict[str, list[int]] = {}
-    for rank, text in claims.items():
-        by_text.setdefault(text, []).append(rank)
-    parts = [
-        f"{_ranks(ranks)}: {text}"
-        for text, ranks in sorted(by_text.items(), key=lambda x: (-len(x[1]), x[1]))
-    ]
-    fix = "nothing was moved; make the same calls in the same order, with the same plan and settings, on every rank"
+def _word_disagreement(intents: Mapping[int, str]) -> str:
+    """What ranks intend, one line each, beginning with what most of them do."""
+    by_text = _group_ranks(intents)
+    by_number = sorted(by_text.items(), key=lambda item: (-len(item[1]), item[1]))
+    lines = [f"{_name_ranks(ranks)}: {text}" for text, ranks in by_number[:SHOWN]]
+    calls = "make the same calls in the same order, with the same plan and settings, on every rank"
+    fix = f"nothing was moved; {calls}"
     if any(" in thread " in text for text in by_text):
-        fix += '; give each thread a group of its own, or, where threads of other names belong together, thread="..."'
-    return "\n".join(["ranks disagree on what to do", *parts[:SHOWN], fix])
+        alone = "give each thread a group of its own"
+        fix += f'; {alone}, or, where threads of other names belong together, thread="..."'
+    return "\n".join(["ranks disagree on what to do", *lines, fix])
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _group_ranks(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks that say each text."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        by_text.setdefault(text, []).append(rank)
+    return by_text
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0-2, 5`.
 
-    >>> _ranks([0, 1, 2, 5])
+    >>> _name_ranks([0, 1, 2, 5])
     'ranks 0-2, 5'
     """
     spans: list[list[int]] = []
@@ -118,5 +190,5 @@ def _ranks(ranks: Sequence[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    shown = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"

@@ -34,6 +34,7 @@ def start(act: Callable[[], None]) -> threading.Thread:
 
 
 def _wait_for_all() -> None:
+    """At exit: tell the threads to leave, and wait a little."""
     leaving.set()
     until = time.monotonic() + LAST_SECONDS
     for thread in list(_started):

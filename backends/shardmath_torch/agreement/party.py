@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeGuard, TypeVar
+from typing import TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
 from shardmath.base.errors import ExchangeError
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot, vote
-from shardmath_torch.agreement.failure import UNTOLD, Evidence, Inquest
+from shardmath_torch.agreement.failure import UNTOLD, FailureDetector, Report
 from shardmath_torch.agreement.turns import Refused, Turns
 from shardmath_torch.agreement.wire import PeerFailure, Wire
 
-__all__ = ["Party", "is_time", "no_time"]
+__all__ = ["Party", "is_time", "word_bad_time"]
 
 FIX = "see that it calls compile and every move; start the ranks again with a new process group, and compile again"
 
@@ -28,6 +28,9 @@ LONGEST_S = 1e9
 """Longest wait: what torch makes of seconds, nanoseconds in 64 bits, ends soon after."""
 
 _T = TypeVar("_T")
+
+Describe: TypeAlias = Callable[[PeerFailure, int | None], str]
+"""What the failure of a rank has stopped, in words."""
 
 
 def is_time(timeout: object) -> TypeGuard[float]:
@@ -37,9 +40,9 @@ def is_time(timeout: object) -> TypeGuard[float]:
     return bool(0 < timeout <= LONGEST_S)
 
 
-def no_time(timeout: object) -> str:
-    """What to say of one that cannot."""
-    return f"timeout={timeout!r} is no time to wait; pass seconds > 0, at most {LONGEST_S:.0e}"
+def word_bad_time(timeout: object) -> str:
+    """What to say of a timeout that `is_time` refuses."""
+    return f"timeout={timeout!r} is not a time to wait; pass seconds > 0, at most {LONGEST_S:.0e}"
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,13 @@ class Party:
     grace: float
     key: str = ""
 
-    def named(self) -> Party:
+    def with_own_key(self) -> Party:
         """The party under a key of its own: ranks have voted as often, so they find the same one."""
         return replace(self, key=str(self.turns.votes + 1))
 
     def vote(self, mine: Ballot, patience: float | None = None) -> tuple[Ballot, ...]:
         """Everybody's ballots. Raises Refused if any rank objects, PeerFailure if one does not vote."""
+        # Counted before anything is posted: whoever interrupts from here on breaks the group.
         self.wire.begin(self.turns.next())
         ballots = vote(self.wire, self.ranks, mine, patience)
         self.turns.agreed()
@@ -73,7 +77,7 @@ class Party:
     def together(
         self,
         act: Callable[[], _T],
-        describe: Callable[[PeerFailure, int | None], str],
+        describe: Describe,
         what: str = "group",
         patience: float = 0.0,
     ) -> _T:
@@ -86,84 +90,86 @@ class Party:
         compat.check_not_forked(self.group)
         try:
             with self.turns.taken(max(patience, self.patience), what, self.wire.abandon):
-                return self._guarded(act, describe)
+                return self._guard(act, describe)
         except Refused as refusal:
             raise ExchangeError(str(refusal)) from None
 
-    def _guarded(
-        self, act: Callable[[], _T], describe: Callable[[PeerFailure, int | None], str]
-    ) -> _T:
+    def _guard(self, act: Callable[[], _T], describe: Describe) -> _T:
+        """What `act` gives; the group is broken, and others are told, where it is left otherwise."""
         try:
             return act()
         except PeerFailure as failure:
-            raise self._broken(failure, describe) from failure
+            raise self._break_by(failure, describe) from failure
         except Refused:
             raise
-        except BaseException as error:  # Ctrl-C too: messages may be on their way
+        except BaseException as error:
+            # Ctrl-C too: messages may be on their way.
             if self.turns.under_way:
                 self._leave(error)
             raise
 
     def _leave(self, error: BaseException) -> None:
-        """Tells the others that this rank gives up, and why; does not ask them."""
-        cause = f"it was left in the middle by {_called(error)}"
+        """Tell the others that this rank gives up, and why; do not ask them."""
+        cause = f"it was left in the middle by {_word_error(error)}"
+        # First of all: a second Ctrl-C while others are told must find the group broken.
         self.turns.broken = f"rank {self.rank} (this one) failed: {cause}; {FIX}"
         try:
-            asking = self._inquest().tell(Evidence(self.rank, None, cause), self.wire.abandon)
-            if self.turns.host == self.rank:  # others read the store that this process serves
+            mine = Report(self.rank, None, cause)
+            asking = self._make_detector().report(mine, self.wire.abandon)
+            # Others read the store that this process serves, which may be about to end.
+            if self.turns.host == self.rank:
                 asking.join(self.grace / 4)
         except BaseException:
+            # Whatever comes in between, nothing may write into the caller's memory from now on.
             self.wire.abandon()
             raise
 
-    def _broken(
-        self, failure: PeerFailure, describe: Callable[[PeerFailure, int | None], str]
-    ) -> ExchangeError:
+    def _break_by(self, failure: PeerFailure, describe: Describe) -> ExchangeError:
         """What to tell the caller when a peer failed: asks the others who was first."""
+        # Asking takes seconds; meanwhile a signal handler or another thread may call.
         self.turns.broken = failure.cause
         try:
-            text = self._asked(failure, describe)
+            text = self._explain(failure, describe)
         except BaseException:
             self.wire.abandon()
             raise
         self.turns.broken = text
         return ExchangeError(text)
 
-    def _asked(
-        self, failure: PeerFailure, describe: Callable[[PeerFailure, int | None], str]
-    ) -> str:
-        mine = Evidence(failure.rank, failure.tensor, failure.cause)
-        inquest = self._inquest()
-        first, evidence = inquest.hold(mine, self.wire.abandon)
+    def _explain(self, failure: PeerFailure, describe: Describe) -> str:
+        """Who failed first, as far as the ranks can tell, and what that stopped."""
+        mine = Report(failure.rank, failure.tensor, failure.cause)
+        detector = self._make_detector()
+        first, report = detector.detect(mine, self.wire.abandon)
         if first == self.rank:
-            return f"rank {first} (this one) failed or was given up by the others: {evidence.cause}; {FIX}"
-        told = PeerFailure(evidence.blames, evidence.cause, evidence.tensor)
+            what = f"rank {first} (this one) failed or was given up by the others"
+            return f"{what}: {report.cause}; {FIX}"
+        told = PeerFailure(report.blames, report.cause, report.tensor)
         if first is not None:
-            return f"rank {first} failed while {describe(told, first)}: {evidence.cause}; {FIX}"
-        seen = "a rank" if evidence.blames is None else f"rank {evidence.blames}"
-        what = f"the exchange with {seen} broke while {describe(told, evidence.blames)}: {evidence.cause}"
-        return f"{what}; who failed first is not known{self._why(inquest)}; {FIX}"
+            return f"rank {first} failed while {describe(told, first)}: {report.cause}; {FIX}"
+        seen = "a rank" if report.blames is None else f"rank {report.blames}"
+        stopped = describe(told, report.blames)
+        what = f"the exchange with {seen} broke while {stopped}: {report.cause}"
+        why = self._explain_silence(detector)
+        return f"{what}; who failed first is not known{why}; {FIX}"
 
-    def _why(self, inquest: Inquest) -> str:
+    def _explain_silence(self, detector: FailureDetector) -> str:
+        """Why nobody could be asked; "" where somebody was, and nobody knew."""
         host = self.turns.host
-        if inquest.answered or host is None:
+        if detector.answered or host is None:
             return ""
         if host == UNTOLD:
             return ", since the group's store does not answer"
         return f", since rank {host}, whose process serves the group's store, does not answer"
 
-    def _inquest(self) -> Inquest:
+    def _make_detector(self) -> FailureDetector:
+        """One that asks this group's ranks."""
         store = compat.store_of(self.group)
-        return Inquest(
-            store,
-            self.turns.host,
-            self.turns.nonce,
-            self.rank,
-            self.ranks,
-            self.grace,
-        )
+        turns = self.turns
+        return FailureDetector(store, turns.host, turns.nonce, self.rank, self.ranks, self.grace)
 
 
-def _called(error: BaseException) -> str:
+def _word_error(error: BaseException) -> str:
+    """The error's kind and text, if it has one."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -36,7 +36,6 @@ __all__ = ["Refused", "Turns", "check_thread", "in_thread", "turns_of"]
 LONGEST = 60
 """Letters of a thread's name that a claim shows."""
 
-
 LOOK_AGAIN_S = 0.001
 """While another thread has the turn."""
 
@@ -63,11 +62,10 @@ def _nobody() -> None:
 class Turns:
     """The turns of one group on this rank.
 
-    `broken` says why there are no more, "" while there are. `under_way`: whether others may count
-    on this rank, which has begun to vote (`protocol`). `host` is the rank that serves the group's store, None if
-    it is none of the group, UNTOLD until ranks have voted on it; `nonce` is drawn by the first rank
-    and told in the first vote, so that what an earlier group has left in the store is not taken for
-    this one's.
+    `broken` says why there are no more, "" while there are. `host` is the rank that serves the
+    group's store, None if it is none of the group, UNTOLD until ranks have voted on it; `nonce` is
+    drawn by the first rank and told in the first vote, so that what an earlier group has left in
+    the store is not taken for this one's.
     """
 
     def __init__(self) -> None:
@@ -92,17 +90,18 @@ class Turns:
 
     @property
     def under_way(self) -> bool:
-        """Whether others may count on this rank."""
+        """Whether others may count on this rank, which has begun to vote (`protocol`)."""
         return self.protocol.counted_on
 
     def check_name(self, name: str) -> None:
         """Raises ExchangeError if two threads that are both alive go by one name."""
         here = threading.current_thread()
-        # A thread that lives and has not moved yet counts too: it may have done so first on another rank.
-        twins = [one for one in threading.enumerate() if one.name == name and here.name == name]
-        self._names = {n: ref for n, ref in self._names.items() if _lives(ref())}
+        self._names = {n: ref for n, ref in self._names.items() if _is_alive(ref())}
         known = self._names.setdefault(name, weakref.ref(here))()
-        if known is not here or len(twins) > 1:
+        # A thread that lives and has not moved yet counts too: it may have done so first on another rank.
+        namesakes = [one for one in threading.enumerate() if one.name == here.name]
+        has_twin = here.name == name and len(namesakes) > 1
+        if known is not here or has_twin:
             what = f"two threads of this rank are called {name!r}, and ranks pair calls by name"
             raise ExchangeError(f"{what}; name them apart, or give each a group of its own")
 
@@ -119,7 +118,7 @@ class Turns:
         self._refuse_nested(turn.thread)
         try:
             self._take(turn, patience)
-            self._check(what, let_go)
+            self._check_not_broken(what, let_go)
             yield
             self.protocol.note(Event.FINISH)
         except Refused:
@@ -129,29 +128,29 @@ class Turns:
             self._give_back(turn)
 
     def _refuse_nested(self, here: threading.Thread) -> None:
+        """Raise ExchangeError where the thread has the turn already: it would wait for itself."""
         held = self._held()
         if held is not None and held.thread is here:
             what = "this thread is in the middle of a move or a compile, and calls another one"
-            raise ExchangeError(
-                f"{what}, as a signal handler may; call it after the first has ended"
-            )
+            fix = "call it after the first has ended"
+            raise ExchangeError(f"{what}, as a signal handler may; {fix}")
 
     def _take(self, turn: _Turn, patience: float) -> None:
+        """Wait until the turn is this one's. Raises ExchangeError where another keeps it."""
         until = time.monotonic() + patience
         while (holder := self._claim(turn)) is not None:
             left = until - time.monotonic()
             if left <= 0:
-                what = f"{holder.thread.name} has had the turn of this process group"
-                what += f" for {patience:.1f} s"
-                raise ExchangeError(
-                    f"{what}; give each thread a group of its own, dist.new_group()"
-                )
+                held = f"{holder.thread.name} has had the turn of this process group"
+                fix = "give each thread a group of its own, dist.new_group()"
+                raise ExchangeError(f"{held} for {patience:.1f} s; {fix}")
             # Looking again needs no lock of Event or Condition, which an exception may leave held.
             time.sleep(min(left, LOOK_AGAIN_S))
 
     def _claim(self, turn: _Turn) -> _Turn | None:
         """Who has the turn, if another has; else it is now this one."""
-        # Python runs no signal handler between taking a lock by `with` and its body.
+        # Python runs no signal handler between taking a lock by `with` and its body; it may between
+        # any other two steps, so holding the turn is one assignment, of what dies with the call.
         with self._lock:
             holder = self._held()
             if holder is None:
@@ -159,14 +158,17 @@ class Turns:
             return holder
 
     def _give_back(self, turn: _Turn) -> None:
+        """Free the turn, if this one has it."""
         with self._lock:
             if self._held() is turn:
                 self._held = _nobody
 
-    def _check(self, what: str, let_go: Callable[[], None]) -> None:
-        # Nobody could say why where an exception came on top of another that was being handled.
+    def _check_not_broken(self, what: str, let_go: Callable[[], None]) -> None:
+        """Raise ExchangeError where the group is broken, and `what` with it."""
+        # The call before ended neither well nor by a refusal: it was left.
         if self.under_way:
             self.protocol.note(Event.LEAVE)
+        # Nobody could say why where an exception came on top of another that was being handled.
         if self.protocol.state is State.BROKEN and not self.broken:
             self.broken = "a move or a compile was left in the middle"
             let_go()
@@ -174,7 +176,7 @@ class Turns:
             raise ExchangeError(f"this {what} is broken: {self.broken}")
 
 
-def _lives(thread: threading.Thread | None) -> bool:
+def _is_alive(thread: threading.Thread | None) -> bool:
     return thread is not None and thread.is_alive()
 
 
@@ -187,30 +189,34 @@ def turns_of(group: Group) -> Turns:
 
 
 def in_thread(given: str | None) -> str:
-    """What a claim says of the calling thread, by the name `given` to it or by its own; nothing of the main one.
-
-    Autograd's threads are not Python's, and have no names of their own.
-    """
-    if given is None and _is_autograds():
+    """What a claim says of the calling thread, by the name `given` to it or by its own; nothing of the main one."""
+    # Autograd's threads are not Python's, and have no names of their own.
+    if given is None and _is_thread_of_autograd():
         return " in a thread of autograd"
-    name = _thread_name() if given is None else given
+    name = _name_thread() if given is None else given
     if len(name) > LONGEST:
-        name = f"{name[:LONGEST]}... {zlib.crc32(name.encode(errors='backslashreplace')):08x}"
+        # Long names that differ beyond what is shown are different names.
+        checksum = zlib.crc32(name.encode(errors="backslashreplace"))
+        name = f"{name[:LONGEST]}... {checksum:08x}"
     return f" in thread {name!r}" if name else ""
 
 
 def check_thread(turns: Turns, given: str | None) -> None:
     """Raises ExchangeError if another thread that is still alive has moved by this thread's name."""
-    name = _thread_name() if given is None else given
-    if name and not (given is None and _is_autograds()):
+    if given is None and _is_thread_of_autograd():
+        return
+    name = _name_thread() if given is None else given
+    if name:
         turns.check_name(name)
 
 
-def _thread_name() -> str:
-    """The main one needs none."""
+def _name_thread() -> str:
+    """The calling thread's name; "" for the main one, which needs none."""
     here = threading.current_thread()
     return "" if here is threading.main_thread() else here.name
 
 
-def _is_autograds() -> bool:
-    return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
+def _is_thread_of_autograd() -> bool:
+    """Whether torch has made the calling thread, for a backward."""
+    here = threading.current_thread()
+    return in_backward() and isinstance(here, threading._DummyThread)

@@ -1,11 +1,14 @@
 """What a transport gives: bytes to a rank, bytes from a rank, and a vote.
 
-1. Everything that a rank will wait for together is posted first (`receive`, `send`), then `start`ed, then waited for.
+1. Everything that a rank will wait for together is posted first (`receive`, `send`), then
+   `start`ed, then waited for.
 2. Memory is contiguous bytes on the transport's kind of device.
-3. Waiting ends: with the bytes, or after the patience that the wire was opened with, by PeerFailure.
-4. `begin` says of which turn the messages are that follow: bytes of one turn never arrive in another's memory.
-5. After a failure nothing may write into memory that the caller owns: `abandon` cancels what is still on its way, which
-   ends the group's connections and so lets the other ranks notice.
+3. Waiting ends: with the bytes, or after the patience that the wire was opened with, by
+   PeerFailure.
+4. `begin` says of which turn the messages are that follow: bytes of one turn never arrive in
+   another's memory.
+5. After a failure nothing may write into memory that the caller owns: `abandon` cancels what is
+   still on its way, which ends the group's connections and so lets the other ranks notice.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["PeerFailure", "Pending", "Wire", "check_torchs"]
+__all__ = ["PeerFailure", "Pending", "Wire", "check_is_torchs"]
 
 TORCH = os.path.dirname(torch.__file__)
 
@@ -26,16 +29,22 @@ class PeerFailure(Exception):
 
     def __init__(self, rank: int | None, cause: str, tensor: str | None = None) -> None:
         super().__init__(cause)
-        self.rank, self.cause, self.tensor = rank, cause, tensor
+        self.rank = rank
+        self.cause = cause
+        self.tensor = tensor
 
 
-def check_torchs(error: BaseException, file: str) -> None:
-    """Raises the error itself unless torch raised it, called from `file`: a signal handler may have, meanwhile."""
+def check_is_torchs(error: BaseException, file: str) -> None:
+    """Raises the error itself unless torch raised it, called from `file`.
+
+    Otherwise a signal handler's own error, raised meanwhile, would be taken for the network's.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    place = trace.tb_frame.f_code.co_filename if trace is not None else file
-    if place != file and not place.startswith(TORCH):
+    raised_in = trace.tb_frame.f_code.co_filename if trace is not None else file
+    # Torch's C++ has no frames of its own: what it raises is raised in the file that called it.
+    if raised_in != file and not raised_in.startswith(TORCH):
         raise error
 
 

@@ -30,6 +30,7 @@ from shardmath.base.errors import ShardError
 from shardmath.base.given import mapping, plural, shown
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
+from shardmath_torch.agreement.gather import gather
 from shardmath_torch.checkpoints.loading import LoadPlanner, local_layouts
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.reading import Reader
@@ -302,14 +303,9 @@ def _check_claims(step: str, claims: Sequence[str], group: Group | None) -> None
 
 def _gather(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
     """What each rank says, in order. Raises CheckpointError where one is gone."""
-    said = [mine] * count
     if _is_alone():
-        return said
-    try:
-        dist.all_gather_object(said, mine, group=group)
-    except RuntimeError as error:
-        raise _gone(step, error) from error
-    return said
+        return [mine] * count
+    return gather(mine, group, functools.partial(_gone, step))
 
 
 def _show(error: BaseException) -> str:

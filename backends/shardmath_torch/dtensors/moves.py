@@ -32,8 +32,9 @@ from shardmath_torch.agreement.turns import in_thread
 from shardmath_torch.dtensors.devicemesh import group_for, world
 from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.local import by_key, fits, wanted
+from shardmath_torch.exchange.mover import Mover, move_in_autograd
 
-__all__ = ["Move", "Moves", "Used", "move_between", "weight"]
+__all__ = ["SILENT", "Move", "Moves", "Said", "Used", "move_between", "weight"]
 
 MOST_BYTES = 64 << 20
 """About what the moves of a group may take on a rank, apart from staging."""
@@ -42,11 +43,32 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 """Measured with tracemalloc: a move without pieces, and each piece that a rank sends or receives (CPython 3.11)."""
 
 
+class Said(NamedTuple):
+    """What the move of a gradient says of itself: of which move it is, and whether autograd records it."""
+
+    label: str = ""
+    records_gradient: bool = False
+
+
+SILENT = Said()
+"""A move of which nothing is said."""
+
+
 class Move(Protocol):
     """A compiled move of one tensor."""
 
-    def __call__(self, src: Tensor | None, *, out: Tensor | None, label: str = "") -> None:
-        """Moves `src`, this rank's source tensor, into `out`, its destination; all ranks say one `label`."""
+    def __call__(self, src: Tensor | None, *, out: Tensor | None, said: Said) -> None:
+        """Moves `src`, this rank's source tensor, into `out`, its destination; all ranks say one `said`."""
+
+
+class _Compiled(NamedTuple):
+    """A mover that autograd uses."""
+
+    mover: Mover
+
+    def __call__(self, src: Tensor | None, *, out: Tensor | None, said: Said) -> None:
+        label, records_gradient = said
+        move_in_autograd(self.mover, src, out=out, label=label, records_gradient=records_gradient)
 
 
 class _Key(NamedTuple):
@@ -87,9 +109,9 @@ class Used(NamedTuple):
     key: _Key
     kept: _Kept
 
-    def __call__(self, src: Tensor | None, *, out: Tensor | None, label: str = "") -> str:
+    def __call__(self, src: Tensor | None, *, out: Tensor | None, said: Said = SILENT) -> str:
         """Moves as `Move` does, and returns the move's name."""
-        return self.moves.use(self.key, self.kept, src, out, label)
+        return self.moves.use(self.key, self.kept, src, out, said)
 
 
 class Moves:
@@ -119,11 +141,13 @@ class Moves:
         moved = plan(key.src, key.dst)
         nbytes = weight(moved)
         copies = _stays(moved) and not key.voted
-        move = _copy(moved) if copies else compile(moved, group=self._group)
-        return _Kept(move, nbytes, copies)
+        if copies:
+            return _Kept(_copy(moved), nbytes, copies)
+        mover = compile(moved, group=self._group)
+        return _Kept(_Compiled(mover), nbytes, copies)
 
     def use(
-        self, key: _Key, kept: _Kept, src: Tensor | None, out: Tensor | None, label: str = ""
+        self, key: _Key, kept: _Kept, src: Tensor | None, out: Tensor | None, said: Said = SILENT
     ) -> str:
         """One move, and its name. It is the latest once it has gone well, on all ranks alike.
 
@@ -131,7 +155,7 @@ class Moves:
         would meet a move each time; so they find together at the next try.
         """
         try:
-            kept.move(src, out=out, label=label)
+            kept.move(src, out=out, said=said)
         except ExchangeError:
             forgotten = self._kept.pop(key, None)
             if forgotten is not None:
@@ -190,7 +214,7 @@ def _copy(moved: Plan) -> Move:
     want, _ = wanted(moved, rank)
     boxes = [(transfer.src_slices, transfer.dst_slices) for transfer in moved.transfers(src=rank)]
 
-    def copy(src: Tensor | None, *, out: Tensor | None, label: str = "") -> None:
+    def copy(src: Tensor | None, *, out: Tensor | None, said: Said) -> None:
         given = by_key(want, src)
         fits(want, given)
         for here, there in boxes:

@@ -39,14 +39,11 @@ from shardmath_torch import compat
 from shardmath_torch.agreement.gather import gather
 from shardmath_torch.dtensors.devicemesh import group_for, mesh_of
 from shardmath_torch.dtensors.dtensor import layout_among, local_of, to_dtensor
-from shardmath_torch.dtensors.moves import move_between
+from shardmath_torch.dtensors.moves import SILENT, Said, move_between
 from shardmath_torch.dtensors.placements import Reading, layout_like, placements_of
 from shardmath_torch.dtypes import dtype_of
 
 __all__ = ["Target", "redistribute"]
-
-RECORDED = ", to be differentiated"
-"""What the move of a gradient says of itself that depends on other tensors."""
 
 Target: TypeAlias = Layout | str | Sequence[Placement]
 Meshes: TypeAlias = tuple[DeviceMesh | None, DeviceMesh | None]
@@ -215,14 +212,17 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 class _Route(NamedTuple):
-    """A move from layout to layout, and how the tensors at its two ends show themselves."""
+    """A move from layout to layout, and how the tensors at its two ends show themselves.
+
+    `records_gradient`: it moves a gradient that depends on other tensors, which autograd records.
+    """
 
     src: Layout
     dst: Layout
     source: _Form
     target: _Form
     grad: str
-    label: str = ""
+    said: Said = SILENT
     voted: bool = False
 
     @property
@@ -258,8 +258,8 @@ class _Moved(torch.autograd.Function):
         # The gradient is a move as well, and recorded as one: it may be differentiated in turn. Autograd
         # records it where this rank's gradient depends on something, so all ranks say whether it does.
         again = torch.is_grad_enabled()
-        label = f"the gradient of {ctx.name}" + RECORDED * (again and given.requires_grad)
-        back = _Route(here, there, _form_of(given), form, route.grad, label, voted=again)
+        said = Said(f"the gradient of {ctx.name}", again and given.requires_grad)
+        back = _Route(here, there, _form_of(given), form, route.grad, said, voted=again)
         moved: Tensor = _Moved.apply(given, back)  # type: ignore[no-untyped-call]
         if form.placements is None and compat.my_rank() not in there.mesh:
             # Autograd wants the shape that was passed for nothing; the sum, 0, stays part of the graph.
@@ -277,7 +277,7 @@ def _move(local: Tensor, route: _Route) -> tuple[Tensor, str]:
     if move is None:
         return out, ""
     given = local if rank in src.mesh else None
-    name = move(given, out=out if receives else None, label=route.label)
+    name = move(given, out=out if receives else None, said=route.said)
     return out, name
 
 

@@ -2,9 +2,10 @@
 
 In reading order:
 
-- `cells`: which cells of a local tensor are its own;
-- `pack`: pieces into messages and out of them;
+- `cells`: local tensors before and after pieces arrive;
+- `endpoints`: where the pieces of messages lie in memory;
 - `memory`: the memory behind a tensor;
+- `apart`: whether tensors share memory;
 - `local`: a rank's tensors, checked against the plan;
 - `staging`: memory for messages on their way;
 - `task`: what an engine is told;

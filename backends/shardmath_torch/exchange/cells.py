@@ -13,14 +13,16 @@ __all__ = ["divide", "fill"]
 
 
 def fill(work: CellWork, tensors: Mapping[str, Tensor]) -> None:
-    """The cells hold the work's value."""
+    """Give the cells the work's value."""
     tensor = tensors[work.key].detach()
     for box in work.boxes:
         dtypes.fill(tensor[box], work.value)
 
 
 def divide(work: CellWork, tensors: Mapping[str, Tensor]) -> None:
-    """The cells are divided by the work's value."""
+    """Divide the cells by the work's value."""
     tensor = tensors[work.key].detach()
+    # Values of all work are complex, and divisors are counts of addends.
+    divisor = int(work.value.real)
     for box in work.boxes:
-        dtypes.divide(tensor[box], int(work.value.real))
+        dtypes.divide(tensor[box], divisor)

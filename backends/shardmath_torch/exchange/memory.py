@@ -1,10 +1,13 @@
 """The memory behind a tensor: whether it is there, and a plain tensor of it.
 
-1. A subclass that only watches functions (`__torch_function__`) lies in memory as any tensor does, and is seen through.
-2. A subclass that computes in a way of its own (`__torch_dispatch__`: fake, quantised, wrapping another) may have no
-   memory, or memory that means something else: it is refused, and only what torch's collectives return is waited for.
-3. A storage may be smaller than the strides reach, where it was freed or resized under the tensor, as FSDP does to
-   unsharded parameters. Reading there ends the process or raises in the midst of a move.
+1. A subclass that only watches functions (`__torch_function__`) lies in memory as any tensor does,
+   and is seen through.
+2. A subclass that computes in a way of its own (`__torch_dispatch__`: fake, quantised, wrapping
+   another) may have no memory, or memory that means something else: it is refused, and only what
+   torch's collectives return is waited for.
+3. A storage may be smaller than the strides reach, where it was freed or resized under the tensor,
+   as FSDP does to unsharded parameters. Reading there ends the process or raises in the midst of a
+   move.
 
 >>> missing_memory(torch.zeros(2, 3)[:, 1])
 ''
@@ -49,8 +52,10 @@ def missing_memory(tensor: Tensor) -> str:
         return f"is a {type(tensor).__name__}, which has no plain memory"
     try:
         storage = tensor.untyped_storage()
-        held, start = storage.nbytes(), storage.data_ptr()
-    except RuntimeError:  # NotImplementedError is one: wrappers of torch.func and functionalization
+        held = storage.nbytes()
+        start = storage.data_ptr()
+    except RuntimeError:
+        # NotImplementedError is one: wrappers of torch.func and functionalization.
         return "has no memory of its own"
     end = (tensor.storage_offset() + reach(tensor)) * tensor.element_size()
     if not tensor.numel():
@@ -69,7 +74,10 @@ def stored_bytes(tensor: Tensor) -> int:
 
 def reach(tensor: Tensor) -> int:
     """Elements from the tensor's first to one past its last; at least 1."""
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    last = 0
+    for count, step in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (count - 1) * step
+    return last + 1
 
 
 def mark_written(tensors: Iterable[Tensor]) -> None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Literal, NamedTuple, NoReturn, TypeAlias
+
+from torch import Tensor
 
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.given import plural, shown
@@ -23,14 +25,28 @@ from shardmath.programs.part import Part
 from shardmath.programs.program import Program
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
-from shardmath_torch.agreement.party import Party, is_time, no_time
+from shardmath_torch.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.agreement.turns import check_thread, in_thread
 from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Engine
 
-__all__ = ["Mover", "called", "crossing_text"]
+__all__ = ["Mover", "describe_crossing", "move_in_autograd", "name_given", "word_objection"]
+
+DIGEST_SHOWN = 24
+"""Hexadecimal digits of a digest that a claim has: 96 bits, by which plans are told apart."""
+
+
+class _Call(NamedTuple):
+    """What a mover was called with."""
+
+    src: Local
+    out: Local
+    timeout: float | None = None
+    acknowledge: bool = False
+    label: str = ""
+    records_gradient: bool = False
 
 
 @public
@@ -51,8 +67,11 @@ class Mover:
         engine: Engine,
         thread: str | None,
     ) -> None:
-        self.plan, self.rounds = part.plan, part.rounds
-        self._given, self._party, self._engine = given, party, engine
+        self.plan = part.plan
+        self.rounds = part.rounds
+        self._given = given
+        self._party = party
+        self._engine = engine
         self._thread = thread
         self._wanted = wanted(self.plan, party.rank)
         self._moves = 0
@@ -61,7 +80,8 @@ class Mover:
     def __repr__(self) -> str:
         broken = self._party.turns.broken
         state = f"broken: {broken}" if broken else f"{self._moves} moves"
-        return f"<mover of {self._given!r} on rank {self._party.rank}, {plural(self.rounds, 'round')}, {state}>"
+        rounds = plural(self.rounds, "round")
+        return f"<mover of {self._given!r} on rank {self._party.rank}, {rounds}, {state}>"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises ExchangeError: what copies would share, and not know of each other, is how tensors lie in memory."""
@@ -92,106 +112,138 @@ class Mover:
         own. `acknowledge`, on all ranks alike: return only once every rank has all its bytes.
         `label` says what the move is for: ranks that say otherwise disagree.
         """
+        self._run(_Call(src, out, timeout, acknowledge, label))
+
+    def _run(self, call: _Call) -> None:
+        """The move, as a turn of the group."""
         if not compat.is_registered(self._party.group):
             what = "the process group of this mover was destroyed"
             raise ExchangeError(f"{what}; compile again on a group that is there")
         self._party.together(
-            lambda: self._move(src, out, timeout, acknowledge, label),
-            lambda failure, rank: crossing_text(self._given, failure.tensor, rank),
+            lambda: self._move(call),
+            lambda failure, rank: describe_crossing(self._given, failure.tensor, rank),
             "mover",
-            timeout if is_time(timeout) else 0.0,
+            call.timeout if is_time(call.timeout) else 0.0,
         )
 
-    def _move(
-        self, src: Local, out: Local, timeout: float | None, acknowledge: bool, label: str
-    ) -> None:
-        claim = f"move {self._moves + 1} of {called(self._given)} (mover {self._party.key})"
-        claim += f", {label!r}" if isinstance(label, str) and label else ""
-        claim += ", acknowledged" * (acknowledge is True)
-        claim += in_thread(self._thread)
-        tensors, objection = self._look(src, out, timeout, acknowledge)
-        objection = objection or _mislabelled(label)
-        patience = timeout if is_time(timeout) else None
-        self._party.vote(Ballot(claim, 0, objection), patience)
+    def _move(self, call: _Call) -> None:
+        """Vote, and then move."""
+        tensors, objection = self._check(call)
+        claim = self._word_claim(call)
+        label = call.label if isinstance(call.label, str) else ""
+        patience = call.timeout if is_time(call.timeout) else None
+        mine = Ballot(claim, label, call.records_gradient, objection)
+        self._party.vote(mine, patience)
+        # From here on every rank moves, so all count alike, also where the move fails.
         self._moves += 1
-        mark_written(tensors[1].values())
-        self._guarded(lambda: self._engine.move(*tensors))
-        if acknowledge:
-            self._party.vote(Ballot(f"{claim}: all is there"))
+        src, dst = tensors
+        mark_written(dst.values())
+        self._guard(lambda: self._engine.move(src, dst))
+        if call.acknowledge:
+            receipt = mine._replace(claim=f"{claim}: all is there")
+            self._party.vote(receipt)
 
-    def _look(
-        self, src: Local, out: Local, timeout: float | None, acknowledge: bool
-    ) -> tuple[tuple[Tensors, Tensors], str]:
-        """The tensors by local buffer key, and what speaks against moving them."""
+    def _word_claim(self, call: _Call) -> str:
+        """What this rank is about to do. Made before anything is known to be what it should be."""
+        claim = f"move {self._moves + 1} of {name_given(self._given)} (mover {self._party.key})"
+        if call.acknowledge is True:
+            claim += ", acknowledged"
+        return claim + in_thread(self._thread)
+
+    def _check(self, call: _Call) -> tuple[tuple[Tensors, Tensors], str]:
+        """The tensors by local buffer key, and what speaks against moving them.
+
+        Nothing is raised: the other ranks wait for this one's vote, in which it objects.
+        """
         try:
             check_thread(self._party.turns, self._thread)
-            if not (timeout is None or is_time(timeout)):
-                raise ExchangeError(no_time(timeout))
-            if not isinstance(acknowledge, bool):
-                raise ExchangeError(f"acknowledge={shown(acknowledge)}; pass True or False")
-            return self._ready(src, out), ""
-        except ShardError as error:
-            return ({}, {}), str(error)
+            if not (call.timeout is None or is_time(call.timeout)):
+                raise ExchangeError(word_bad_time(call.timeout))
+            if not isinstance(call.acknowledge, bool):
+                raise ExchangeError(f"acknowledge={shown(call.acknowledge)}; pass True or False")
+            tensors = self._prepare(call.src, call.out)
+            if not isinstance(call.label, str):
+                raise ExchangeError(
+                    f"label={shown(call.label)} is not a text; pass one, or leave it out"
+                )
         except Exception as error:
-            return ({}, {}), f"{type(error).__name__}: {error}"
+            return ({}, {}), word_objection(error)
+        return tensors, ""
 
-    def _ready(self, src: Local, out: Local) -> tuple[Tensors, Tensors]:
+    def _prepare(self, src: Local, out: Local) -> tuple[Tensors, Tensors]:
+        """The tensors by local buffer key, checked and bound, unless these were already."""
         tensors = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
         signed = signature(tensors)
         if signed != self._checked:
+            # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
             self._checked = None
             check(self._wanted, tensors, self._party.wire.device_type)
             self._engine.prepare(*tensors)
             self._checked = signed
         return tensors
 
-    def _guarded(self, act: Callable[[], None]) -> None:
+    def _guard(self, act: Callable[[], None]) -> None:
         """What goes wrong here once others rely on this rank is this rank's failure, and they are told."""
         try:
             act()
         except PeerFailure:
             raise
         except Exception as error:
-            raise PeerFailure(self._party.rank, f"{type(error).__name__}: {error}") from error
+            cause = f"{type(error).__name__}: {error}"
+            raise PeerFailure(self._party.rank, cause) from error
 
 
-def _mislabelled(label: object) -> str:
-    """What speaks against the label, if anything does."""
-    if isinstance(label, str):
-        return ""
-    return f"label={shown(label)} is not a text; pass one, or leave it out"
+def move_in_autograd(
+    mover: Mover,
+    src: Tensor | None,
+    *,
+    out: Tensor | None,
+    label: str = "",
+    records_gradient: bool = False,
+) -> None:
+    """A move in a forward or a backward; all ranks say alike whether autograd records it as one of a gradient."""
+    mover._run(_Call(src, out, label=label, records_gradient=records_gradient))
 
 
-def called(given: object) -> str:
-    """How agreement names a plan or a program, and what is neither."""
-    if isinstance(given, Program):
-        return f"program {given.digest[:24]}"
-    if isinstance(given, Plan | Transposed):
-        return f"plan {given.digest[:24]}"
-    return f"no plan but a {type(given).__name__}"
+def word_objection(error: Exception) -> str:
+    """What a rank says of its error to the others: that of ours as it is, another by its kind."""
+    if isinstance(error, ShardError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
-def crossing_text(given: object, tensor: str | None, rank: int | None) -> str:
+def name_given(given: Plan | Transposed | Program) -> str:
+    """How agreement names a plan or a program."""
+    kind = "program" if isinstance(given, Program) else "plan"
+    return f"{kind} {given.digest[:DIGEST_SHOWN]}"
+
+
+_Way: TypeAlias = Literal["send", "receive"]
+
+
+def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
     """What was on its way from or to that rank; a tensor of the plan that crosses there where none is named."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:
-        crossing = itertools.chain(
-            _crossing(given, rank, "send"), _crossing(given, rank, "receive")
-        )
-        tensor = next(crossing, None)
+        sent = _list_crossing(given, rank, "send")
+        received = _list_crossing(given, rank, "receive")
+        tensor = next(itertools.chain(sent, received), None)
     if tensor is None:
         return "no tensor was on its way from or to it"
     name = f"tensor {tensor!r}" if tensor else "the tensor"
-    sends = rank is not None and tensor in _crossing(given, rank, "send")
+    sends = rank is not None and tensor in _list_crossing(given, rank, "send")
     return f"{name} was to {'come from' if sends else 'go to'} it"
 
 
-def _crossing(given: Plan | Transposed | Program, rank: int, way: str) -> Iterator[str]:
-    """The names of what the rank sends to others ("send"), or receives from them ("receive")."""
+def _list_crossing(given: Plan | Transposed | Program, rank: int, way: _Way) -> Iterator[str]:
+    """The names of what the rank sends to others, or receives from them."""
     if isinstance(given, Program):
-        rounds = given.for_rank(rank)
-        each = (m for one in rounds for m in (one.sends if way == "send" else one.receives))
-        return (t.tensor for m in each for t in m.pieces)
+        for one in given.for_rank(rank):
+            for message in one.sends if way == "send" else one.receives:
+                yield from (piece.tensor for piece in message.pieces)
+        return
     moved = given.transfers(src=rank) if way == "send" else given.transfers(dst=rank)
-    return (t.tensor for t in moved if t.src_rank != t.dst_rank)
+    for transfer in moved:
+        if transfer.src_rank != transfer.dst_rank:
+            yield transfer.tensor

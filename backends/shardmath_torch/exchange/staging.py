@@ -1,10 +1,12 @@
 """Staging: memory in which messages lie that cannot be sent or received in place.
 
-1. It belongs to a group and a device, not to a move: moves of one group follow each other, so one block, as large as
-   the largest of them needs, serves them all. Moves that overlap in time, on threads of their own, have one each.
-2. Room is made before the ranks agree (`reserve`), so that a lack of memory is an objection and breaks nothing.
-3. After a failure messages may still arrive in a block: it is never lent again, and lives as long as its group's
-   staging.
+1. It belongs to a group and a device, not to a move: moves of one group follow each other, so one
+   block, as large as the largest of them needs, serves them all. Moves that overlap in time, on
+   threads of their own, have one each.
+2. Room is made before the ranks agree (`reserve`), so that a lack of memory is an objection and
+   breaks nothing.
+3. After a failure messages may still arrive in a block: it is never lent again, and lives as long
+   as its group's staging.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class Fence(NamedTuple):
 
 
 class _Block(NamedTuple):
+    """Free memory, and the mark of the move that had it last."""
+
     memory: Tensor
     mark: object
 
@@ -42,31 +46,35 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[
-            _Block
-        ] = []  # taken and given back in one step each, so that threads need no lock
+        # Blocks are taken and given back in one step each, so that threads need no lock.
+        self._free: list[_Block] = []
         self._lost: list[Tensor] = []
 
     def reserve(self, nbytes: int) -> None:
-        """There is a free block of so many bytes now. Raises what torch raises where memory is short."""
+        """Have a free block of so many bytes. Raises what torch raises where memory is short."""
         self._free.append(self._take(nbytes))
 
     def _take(self, nbytes: int) -> _Block:
+        """The latest free block if it is large enough, otherwise a new one in its place."""
+        # Asking first whether there is one would let another thread take it in between.
         with contextlib.suppress(IndexError):
             block = self._free.pop()
             if block.memory.nbytes >= nbytes:
                 return block
-            del block  # before the larger one is made, so that both need not fit
-        return _Block(torch.empty(nbytes, dtype=torch.uint8, device=self._device), None)
+            # Let go of it before the larger one is made: both need not fit.
+            del block
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return _Block(memory, None)
 
     @contextlib.contextmanager
-    def lent(self, nbytes: int, fence: Fence) -> Iterator[Tensor]:
+    def lend(self, nbytes: int, fence: Fence) -> Iterator[Tensor]:
         """A block of at least so many bytes, which nobody else has meanwhile."""
         block = self._take(nbytes)
         try:
             fence.wait(block.mark)
             yield block.memory
         except BaseException:
+            # Kept alive, since messages may still arrive in it, and out of `_free`.
             self._lost.append(block.memory)
             raise
         self._free.append(_Block(block.memory, fence.mark(block.memory)))

@@ -65,4 +65,6 @@ def transport_of(group: compat.Group) -> Transport:
     if backend not in TRANSPORTS:
         known = " or ".join(TRANSPORTS)
         raise ExchangeError(f"the group's backend is {backend!r}; init_process_group with {known}")
-    return cast(Transport, importlib.import_module(TRANSPORTS[backend]))
+    # Imported by name: transports stand above this package, and each is there only where it is used.
+    package = importlib.import_module(TRANSPORTS[backend])
+    return cast(Transport, package)

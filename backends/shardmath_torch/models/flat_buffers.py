@@ -57,12 +57,14 @@ def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
 
 def embeddings(module: nn.Module) -> set[int]:
     """Ids of the parameters of embeddings and of the output layer."""
-    tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
-    found = {id(parameter) for table in tables for parameter in table.parameters()}
+    tables: list[nn.Module] = []
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            tables.append(part)
     output = getattr(module, "get_output_embeddings", lambda: None)()
     if isinstance(output, nn.Module):
-        found |= {id(parameter) for parameter in output.parameters()}
-    return found
+        tables.append(output)
+    return {id(parameter) for table in tables for parameter in table.parameters()}
 
 
 def _describe(name: str, p: nn.Parameter, embedding: bool) -> buffers.Param:

@@ -137,10 +137,7 @@ def parameters(
                 tables[name] = tensor
     entries = _name_as_stored(network, trained, default)
     unmanaged = _name_as_stored(network, tables, default)
-    missing = sorted(set(shared) - set(entries))
-    if missing:
-        known = ", ".join(unmanaged) or "none"
-        raise ShardError(f"no parameter is called {missing[0]!r}; embeddings are {known}")
+    _check_shared(shared, entries, unmanaged)
     params = []
     for name, (shape, kind) in entries.items():
         param = Param(
@@ -153,6 +150,16 @@ def parameters(
         )
         params.append(param)
     return tuple(params)
+
+
+def _check_shared(
+    shared: Collection[str], entries: Collection[str], embeddings: Collection[str]
+) -> None:
+    """Raise ShardError for a name of a shared embedding that no parameter has."""
+    missing = sorted(set(shared) - set(entries))
+    if missing:
+        known = ", ".join(embeddings) or "none"
+        raise ShardError(f"no parameter is called {missing[0]!r}; embeddings are {known}")
 
 
 # The model

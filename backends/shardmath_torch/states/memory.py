@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from shardmath.base.dtypes import ITEMSIZE
 from shardmath.base.given import plural
 from shardmath_torch.dtensors.dtensor import local_of
-from shardmath_torch.exchange.local import _share as share_cells
-from shardmath_torch.exchange.local import overlaps_itself
+from shardmath_torch.exchange.apart import overlaps_itself
+from shardmath_torch.exchange.apart import shares_memory as share_cells
 from shardmath_torch.exchange.memory import missing_memory, plain, reach
 from shardmath_torch.files.places import CheckpointError
 

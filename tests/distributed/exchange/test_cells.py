@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,11 +13,12 @@ import shardmath as sm
 from shardmath.algebra.runs import Runs
 from shardmath.programs.part import own_boxes
 from shardmath_torch import dtypes
-from shardmath_torch.agreement.agree import CLAIM, RECORD, Ballot, decode, encode
-from shardmath_torch.agreement.failure import Evidence, Inquest, first_failed
+from shardmath_torch.agreement.agree import LABEL, RECORD, Ballot, decode, encode, vote
+from shardmath_torch.agreement.failure import FailureDetector, Report, find_first_failed
+from shardmath_torch.agreement.wire import Wire
 from shardmath_torch.checkpoints.saving import SavePlanner, as_tensor
+from shardmath_torch.exchange.endpoints import join, locate, select
 from shardmath_torch.exchange.local import by_key, check, signature, wanted
-from shardmath_torch.exchange.pack import site_of, stretch_of, view
 from shardmath_torch.files.places import CheckpointError
 
 LAYOUT = sm.Layout((4, 6), sm.Mesh(tp=1), "n h")
@@ -43,36 +46,76 @@ WANTS = wanted(sm.plan(LAYOUT, LAYOUT), 0)
 )
 def test_who_failed_first(reports: dict[int, int | None], first: int | None) -> None:
     """The blamed who is silent; else who is silent; else the most blamed."""
-    assert first_failed(reports, range(4)) == first
+    assert find_first_failed(reports, range(4)) == first
 
 
-def test_an_inquest_without_a_store_goes_by_what_it_saw() -> None:
-    """No store: own evidence; a store that a rank served and that no longer answers: nobody is blamed."""
-    saw, let_go = Evidence(3, "w", "its connection closed"), []
-    assert Inquest(None, None, "1", 0, range(4), 0.2).hold(saw, lambda: let_go.append(1)) == (
-        3,
-        saw,
-    )
-    assert Inquest(None, 2, "1", 0, range(4), 0.2).hold(saw, lambda: let_go.append(2)) == (
-        None,
-        saw,
-    )
+def test_a_detector_without_a_store_goes_by_what_it_saw() -> None:
+    """No store: its own report; a store that a rank served and that no longer answers: nobody is blamed."""
+    saw = Report(3, "w", "its connection closed")
+    let_go: list[int] = []
+    alone = FailureDetector(None, None, "1", 0, range(4), 0.2)
+    assert alone.detect(saw, lambda: let_go.append(1)) == (3, saw)
+    served = FailureDetector(None, 2, "1", 0, range(4), 0.2)
+    assert served.detect(saw, lambda: let_go.append(2)) == (None, saw)
     assert let_go == [1, 2]
 
 
 @pytest.mark.parametrize("text", ["", "no", "é" * 2000, "x" * 5000])
 def test_records_have_one_size(text: str) -> None:
     """Long texts are cut, also inside a letter of several bytes."""
-    record = encode(Ballot(text, -3, text))
+    ballot = Ballot(text, text, objection=text, peers=3, serves_store=True, nonce=(1 << 32) - 1)
+    record = encode(ballot)
     read = decode(record)
     assert len(record) == RECORD
-    whole = len(text.encode()) <= CLAIM
-    assert read.claim == text if whole else text.startswith(read.claim.partition("... ")[0])
-    assert whole or encode(Ballot(text + "y", -3)) != encode(Ballot(text + "z", -3)), (
-        "a cut claim says what it was"
-    )
+    for was, now in ((ballot.claim, read.claim), (ballot.label, read.label)):
+        fits = len(was.encode()) <= LABEL
+        assert now == was if fits else was.startswith(now.partition("... ")[0])
     assert text.startswith(read.objection)
-    assert (read.number, bool(read.objection)) == (-3, bool(text))
+    assert bool(read.objection) == bool(text)
+    assert read[4:] == ballot[4:]
+
+
+@pytest.mark.parametrize("text", ["é" * 2000, "x" * 5000])
+def test_what_differs_beyond_a_cut_differs(text: str) -> None:
+    """A claim and a label that are cut say what they were."""
+    one, other = text + "y", text + "z"
+    assert decode(encode(Ballot(one))).intent != decode(encode(Ballot(other))).intent
+    assert decode(encode(Ballot("", one))).intent != decode(encode(Ballot("", other))).intent
+
+
+def test_each_field_of_a_ballot_is_told() -> None:
+    """By itself, and no flag is taken for another."""
+    for field in ("records_gradient", "is_unordered", "serves_store"):
+        ballot = Ballot("move 1")._replace(**{field: True})
+        assert decode(encode(ballot)) == ballot
+
+
+class _Told:
+    """A wire on which the other ranks' records have come."""
+
+    def __init__(self, *others: Ballot) -> None:
+        self._others = others
+
+    def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
+        return [record, *map(encode, self._others)]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (Ballot("move 2"), "rank 1: move 2"),
+        (Ballot("move 1", "b"), "rank 1: move 1, label='b'"),
+        (Ballot("move 1", "a", records_gradient=True), "rank 1: move 1, label='a', a gradient to"),
+    ],
+)
+def test_ranks_intend_the_same(other: Ballot, said: str) -> None:
+    """Or all are told who intends what; what is no intent may differ."""
+    mine = Ballot("move 1", "a")
+    with pytest.raises(sm.ExchangeError, match="ranks disagree on what to do") as refused:
+        vote(cast(Wire, _Told(other)), (0, 1), mine)
+    assert said in str(refused.value)
+    alike = mine._replace(peers=7, is_unordered=True, serves_store=True, nonce=5)
+    assert vote(cast(Wire, _Told(alike)), (0, 1), mine) == (mine, alike)
 
 
 def _checked(src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -146,19 +189,18 @@ def test_a_signature_tells_tensors_apart() -> None:
         assert signature(({"": t}, {})) != signature(({"": other}, {}))  # type: ignore[dict-item]
 
 
-def test_sites_are_slices() -> None:
-    """A site's view is the slice; sites that follow each other in memory are one stretch, others are none."""
+def test_views_are_slices() -> None:
+    """A view selects the slice; views that follow each other in memory are one, others are not."""
     t = torch.arange(48).view(6, 8)
     a, b, c = (slice(1, 3), slice(0, 8)), (slice(3, 4), slice(0, 8)), (slice(1, 3), slice(0, 4))
-    sites = [site_of("t", t.stride(), s, tuple(t[s].shape)) for s in (a, b, c)]
-    assert all(
-        torch.equal(view({"t": t}, site), t[s]) for site, s in zip(sites, (a, b, c), strict=True)
-    )
-    stretch = stretch_of(sites[:2])
-    assert stretch is not None
-    assert torch.equal(view({"t": t}, stretch), t[1:4].flatten())
-    assert stretch_of([sites[1], sites[0]]) is None
-    assert stretch_of(sites[2:]) is None
+    views = [locate("t", t.stride(), s, tuple(t[s].shape)) for s in (a, b, c)]
+    for view, s in zip(views, (a, b, c), strict=True):
+        assert torch.equal(select({"t": t}, view), t[s])
+    joined = join(views[:2])
+    assert joined is not None
+    assert torch.equal(select({"t": t}, joined), t[1:4].flatten())
+    assert join([views[1], views[0]]) is None
+    assert join(views[2:]) is None
 
 
 def test_own_cells_leave_holes_out() -> None:

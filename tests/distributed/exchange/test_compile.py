@@ -186,7 +186,7 @@ def test_ranks_that_the_plan_does_not_name_pass_none(pool: Pool) -> None:
                 "ranks 0-7: engine 'fast' is unknown on gloo; use one of 'auto', 'exchange', 'broadcast'"
             ],
         ),
-        ([{"timeout": 0}], ["timeout=0 is no time to wait; pass seconds > 0"]),
+        ([{"timeout": 0}], ["timeout=0 is not a time to wait; pass seconds > 0"]),
         (
             [{"max_inflight_bytes": 8}],
             [
@@ -195,7 +195,7 @@ def test_ranks_that_the_plan_does_not_name_pass_none(pool: Pool) -> None:
         ),
         (
             [{"max_inflight_bytes": "8"}] + [{}] * 7,
-            ["rank 0: max_inflight_bytes='8' is no number of bytes"],
+            ["rank 0: max_inflight_bytes='8' is not a number of bytes"],
         ),
     ],
 )

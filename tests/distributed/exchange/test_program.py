@@ -399,10 +399,10 @@ def dies_passing_on(rank: int, case: Case, victim: int, timeout: float) -> tuple
     move(src, out=dst)
     plain = Exchange._send
 
-    def send(self: Any, place: Any, ends: Any) -> Any:
-        if rank == victim and place.message.relayed:
+    def send(self: Any, endpoint: Any, buffers: Any) -> Any:
+        if rank == victim and endpoint.message.relayed:
             os.kill(os.getpid(), signal.SIGKILL)
-        return plain(self, place, ends)
+        return plain(self, endpoint, buffers)
 
     Exchange._send = send  # type: ignore[method-assign]
     errors = []

@@ -263,7 +263,7 @@ def staging(rank: int, case: Case, moves: int) -> list[tuple[int, int, int]]:
         ) as seen:
             move(src, out=dst)
         most = sum(max(0, e.self_cpu_memory_usage) for e in seen.key_averages())
-        with move._engine._staging.lent(move.staging_bytes, Fence()) as block:
+        with move._engine._staging.lend(move.staging_bytes, Fence()) as block:
             out.append((move.staging_bytes, block.data_ptr(), most))
     return out
 
