@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "quick",
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,

@@ -9,8 +9,7 @@
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.plans.reduction import Reduction
->>> from shardmath.base.memo import memo
-from shardmath.plans.template import template
+>>> from shardmath.plans.template import template
 >>> t = template(Layout((4,), Mesh(), "n"), Layout((4,), Mesh(), "n"), Reduction())
 >>> from dataclasses import replace
 >>> check_template(replace(t, unit_size=t.unit_size + 1), set())

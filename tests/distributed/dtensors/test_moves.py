@@ -45,7 +45,7 @@ def test_the_oldest_moves_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(plan: sm.Plan, group: object) -> None:
         made.append(plan)
 
-    def move_nothing(mover: None, src: object, *, out: object, records_gradient: bool) -> None:
+    def move_nothing(mover: None, src: object, **said: object) -> None:
         pass
 
     monkeypatch.setattr("shardmath_torch.dtensors.moves.compile", fake)
