@@ -42,10 +42,11 @@ def test_the_oldest_moves_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     made: list[sm.Plan] = []
 
-    def fake(plan: sm.Plan, group: object) -> None:
+    def fake(plan: sm.Plan, group: object) -> object:
         made.append(plan)
+        return object()
 
-    def move_nothing(mover: None, src: object, **said: object) -> None:
+    def move_nothing(mover: object, src: object, **said: object) -> None:
         pass
 
     monkeypatch.setattr("shardmath_torch.dtensors.moves.compile", fake)
