@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 from contextlib import suppress
+from datetime import timedelta
 from typing import Literal, NamedTuple, TypeAlias
 from weakref import WeakSet
 
@@ -43,6 +44,7 @@ __all__ = [
     "spec_of",
     "storage_start",
     "store_of",
+    "time_limit_of",
 ]
 
 Group: TypeAlias = dist.ProcessGroup
@@ -131,6 +133,14 @@ def backend_of(group: Group) -> str:
     """ "nccl" or "gloo", the better of those that the group has; otherwise what torch calls it."""
     name = str(dist.get_backend(group))
     return next((known for known in ("nccl", "gloo") if known in name), name)
+
+
+def time_limit_of(group: Group) -> float:
+    """Seconds that the group's own collectives wait for a rank."""
+    device = "cuda" if backend_of(group) == "nccl" else "cpu"
+    backend = group._get_backend(torch.device(device))
+    limit: timedelta = backend.options._timeout
+    return limit.total_seconds()
 
 
 def store_of(group: Group) -> Store | None:
