@@ -10,7 +10,8 @@
 5. Only what an export has written is replaced: its files say so in their headers. A folder with other safetensors is
    refused, since readers would take those too, or instead.
 6. Two exports to one folder: the second is refused for as long as the first one lives.
-7. What is at the name of a draft is removed, never written to: it may be a link, to somebody's file.
+7. What is at the name of a draft is removed, never written to: it may be a link, to somebody's file. Whoever gives a
+   draft up removes its own, and not what the next export has put in its place.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Draft:
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
         self._stream = _create(self._file)
+        self._known = os.fstat(self._stream.fileno())
         try:
             self._stream.write(_make_header(tensors, tied))
         except BaseException:

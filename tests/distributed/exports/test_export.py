@@ -364,6 +364,18 @@ def test_two_exports_to_one_folder(tmp_path: Path) -> None:
     assert by_vllms_rules(tmp_path)["w"].equal(torch.ones(2))
 
 
+def test_a_draft_that_is_given_up_is_ones_own(tmp_path: Path) -> None:
+    """A rank that has outlived its export leaves the next one's drafts alone."""
+    name, tensors = "model-00001-of-00001.safetensors", {"w": ((2,), "float32")}
+    late = hf_folder.Draft(tmp_path, name, tensors, {})
+    draft = hf_folder.Draft(tmp_path, name, tensors, {})
+    draft.append(torch.ones(2))
+    draft.close()
+    hf_folder.discard([late])
+    hf_folder.commit(tmp_path, {name: tensors}, {})
+    assert by_vllms_rules(tmp_path)["w"].equal(torch.ones(2))
+
+
 def llama(**settings: Any) -> Any:
     from transformers import LlamaConfig
 
