@@ -44,7 +44,15 @@ from shardmath_torch.exports.sources import (
     list_ranks,
 )
 from shardmath_torch.files.places import CheckpointError, local_folder
-from shardmath_torch.safetensors.hf_folder import Draft, check_folder, commit, discard, locked, told
+from shardmath_torch.safetensors.hf_folder import (
+    Draft,
+    check_folder,
+    check_tied,
+    commit,
+    discard,
+    locked,
+    told,
+)
 from shardmath_torch.safetensors.hf_split import File, check_entries, file_names, size_of, split
 from shardmath_torch.safetensors.slices import Progress
 
@@ -137,6 +145,7 @@ def _entry_of(held: Windows) -> Entry:
 def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
     """Raises CheckpointError for another name of nothing, or one that is a tensor's."""
     check_entries(dict.fromkeys(tied, ((), "uint8")))
+    check_tied(tied)
     for name, kept in tied.items():
         if name in entries:
             fault = f"{name!r} is exported itself"

@@ -521,6 +521,14 @@ WRONG: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
         {"tied": {"w": "w"}},
         "'w' is exported itself",
     ),
+    **{
+        f"a tie called {name}": (
+            lambda: ({"w": torch.ones(2)}, {"w": sm.Layout((2,), sm.Mesh(), "n")}),
+            {"tied": {name: "w"}},
+            f"'{name}' is tied, and readers of a header take it for something else",
+        )
+        for name in ("format", "shardmath_export", "DCP_SHARDING_INFO")
+    },
     "a size": (
         lambda: ({"w": torch.ones(2)},),
         {"max_shard_size": "many"},
