@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 from contextlib import suppress
+from datetime import timedelta
 from typing import Literal, NamedTuple, TypeAlias
 from weakref import WeakSet
 
@@ -43,6 +44,7 @@ __all__ = [
     "spec_of",
     "storage_start",
     "store_of",
+    "time_limit_of",
 ]
 
 Group: TypeAlias = dist.ProcessGroup
@@ -110,16 +112,29 @@ def group_of_mesh(mesh: DeviceMesh) -> Group | None:
     """
     if mesh.ndim == 1:
         try:
-            return mesh.get_group()
+            found = mesh.get_group()
         except (RuntimeError, ValueError) as error:
             what = f"the process group of {mesh} is gone ({error})"
             raise ExchangeError(f"{what}; make the DeviceMesh anew") from error
+        return _check_ranks(found, mesh)
     root = mesh._get_root_mesh()
     # Flattening is collective, so all ranks have to be in the root.
     if root is mesh or root.size() != dist.get_world_size() or not mesh.mesh_dim_names:
         return None
     name = "_".join(mesh.mesh_dim_names)
-    return mesh._flatten(f"shardmath_{name}").get_group()
+    return _check_ranks(mesh._flatten(f"shardmath_{name}").get_group(), mesh)
+
+
+def _check_ranks(group: Group, mesh: DeviceMesh) -> Group:
+    """The group itself. Raises ExchangeError for one that has other ranks than the mesh.
+
+    A mesh finds its group by name, and after `destroy_process_group` torch gives names out again.
+    """
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if sorted(ranks_of(group)) != ranks:
+        what = f"the process group of {mesh} was destroyed, and another has its name"
+        raise ExchangeError(f"{what}; make the DeviceMesh anew")
+    return group
 
 
 def rank_or_0() -> int:
@@ -131,6 +146,14 @@ def backend_of(group: Group) -> str:
     """ "nccl" or "gloo", the better of those that the group has; otherwise what torch calls it."""
     name = str(dist.get_backend(group))
     return next((known for known in ("nccl", "gloo") if known in name), name)
+
+
+def time_limit_of(group: Group) -> float:
+    """Seconds that the group's own collectives wait for a rank."""
+    device = "cuda" if backend_of(group) == "nccl" else "cpu"
+    backend = group._get_backend(torch.device(device))
+    limit: timedelta = backend.options._timeout
+    return limit.total_seconds()
 
 
 def store_of(group: Group) -> Store | None:

@@ -2,11 +2,12 @@
 
 In reading order:
 
-- `gather`: what every rank says, as objects;
 - `wire`: what a transport gives: bytes and votes;
 - `beside`: threads in torch that nobody waits for without an end;
 - `failure`: who failed first;
 - `turns`: what ranks do together, one thing after another;
 - `agree`: every rank says what it is about to do;
-- `party`: this rank in a group.
+- `party`: this rank in a group;
+- `transport`: the package that carries a group's bytes;
+- `gather`: what every rank says, as objects.
 """

@@ -23,8 +23,8 @@ __all__ = ["Ballot", "decode", "encode", "vote"]
 RECORD = 1024
 """Bytes per rank; longer texts are cut."""
 
-HEADER = struct.Struct("<II???HHH")
-"""Nonce, peers, the three flags, and the bytes of claim, label and objection, which follow."""
+HEADER = struct.Struct("<II???HHHH")
+"""Nonce, peers, the three flags, and the bytes of claim, label, objection and what is said, which follow."""
 
 CLAIM, LABEL = 300, 200
 """Bytes of a claim and of a label; an objection has the rest of the record."""
@@ -40,7 +40,8 @@ class Ballot(NamedTuple):
     gradient, which autograd records. `objection` is what speaks against it. `peers` is the most
     ranks that it sends to or receives from, by which the pace is set, and `is_unordered` says that
     at this pace its addends come out of order. `serves_store`: its process serves the group's
-    store. `nonce` is drawn by chance, below 2^32.
+    store. `nonce` is drawn by chance, below 2^32. `said` is for whoever calls the vote; of that
+    ranks get what the record has room for.
     """
 
     claim: str
@@ -51,6 +52,7 @@ class Ballot(NamedTuple):
     is_unordered: bool = False
     serves_store: bool = False
     nonce: int = 0
+    said: bytes = b""
 
     @property
     def intent(self) -> str:
@@ -67,7 +69,7 @@ class Ballot(NamedTuple):
 def encode(ballot: Ballot) -> bytes:
     """The ballot as RECORD bytes.
 
-    >>> ballot = Ballot("move 1", objection="no", peers=7)
+    >>> ballot = Ballot("move 1", objection="no", peers=7, said=b"xyz")
     >>> decode(encode(ballot)) == ballot
     True
     """
@@ -75,6 +77,7 @@ def encode(ballot: Ballot) -> bytes:
     label = _cut(_to_bytes(ballot.label), LABEL)
     room = RECORD - HEADER.size - len(claim) - len(label)
     objection = _to_bytes(ballot.objection)[:room]
+    said = ballot.said[: room - len(objection)]
     header = HEADER.pack(
         ballot.nonce,
         ballot.peers,
@@ -84,8 +87,9 @@ def encode(ballot: Ballot) -> bytes:
         len(claim),
         len(label),
         len(objection),
+        len(said),
     )
-    record = header + claim + label + objection
+    record = header + claim + label + objection + said
     return record.ljust(RECORD, b"\0")
 
 
@@ -107,9 +111,8 @@ def _cut(text: bytes, most: int) -> bytes:
 
 def decode(record: bytes) -> Ballot:
     """The ballot that `encode` was given, its texts cut."""
-    nonce, peers, records_gradient, is_unordered, serves_store, *lengths = HEADER.unpack_from(
-        record
-    )
+    fields = HEADER.unpack_from(record)
+    nonce, peers, records_gradient, is_unordered, serves_store, *lengths, length_said = fields
     texts = []
     start = HEADER.size
     for length in lengths:
@@ -118,8 +121,9 @@ def decode(record: bytes) -> Ballot:
         texts.append(text.decode(errors="ignore"))
         start += length
     claim, label, objection = texts
+    said = record[start : start + length_said]
     return Ballot(
-        claim, label, records_gradient, objection, peers, is_unordered, serves_store, nonce
+        claim, label, records_gradient, objection, peers, is_unordered, serves_store, nonce, said
     )
 
 

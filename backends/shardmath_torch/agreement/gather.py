@@ -1,39 +1,158 @@
-"""What every rank of a group says, gathered as Python objects, before anything is planned."""
+"""What every rank says, gathered as Python objects, before anything is planned.
+
+1. A gather is a turn of the group, as a move is: a vote on what ranks are about to do, which carries
+   what is said where that is short; of longer things, pieces follow, each counted as a vote.
+2. So bytes of one gather are never taken for another's, and whoever is interrupted in one breaks the
+   group, of which the others hear at once.
+3. `shared` does the same for a call of several steps that is left between two of them.
+4. A backend without a transport of ours gathers as torch does, without all that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardmath.base.errors import ExchangeError
+from shardmath.base.errors import ExchangeError, ShardError
+from shardmath_torch import compat
+from shardmath_torch.agreement.agree import Ballot
+from shardmath_torch.agreement.party import Describe, Party
+from shardmath_torch.agreement.transport import TRANSPORTS, join
+from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.compat import Group
 
-__all__ = ["gather"]
+__all__ = ["TOLD", "gather", "shared", "word_lost"]
+
+GRACE_S = 5.0
+"""For finding out who failed."""
+
+LENGTH = struct.Struct("<Q")
+"""Before what is said: its length, since a ballot may have no room for all of it."""
+
+PIECE = 1 << 18
+"""Bytes that go at once. gloo notices at once that a connection ended, but for a message of which part has moved."""
+
+TOLD = "the other ranks have been told"
+"""A note on an exception that this rank goes on with, and of which all ranks have heard."""
 
 _T = TypeVar("_T")
 
 
-def _word_gone(error: RuntimeError) -> ExchangeError:
-    """What to raise where a rank does not answer."""
-    what = f"a rank is gone, or did not make this call: {error}"
-    return ExchangeError(f"{what}; see which ended first, and start the ranks again")
-
-
-def gather(
-    mine: _T,
-    group: Group | None,
-    word_gone: Callable[[RuntimeError], Exception] = _word_gone,
-) -> list[_T]:
+def gather(mine: _T, group: Group | None, what: str = "make this call") -> list[_T]:
     """What the ranks say, in the group's order. Waits as long as the group's own time limit.
 
-    Raises ExchangeError where a rank is gone or does not call, or what `word_gone` makes of torch's
-    own error.
+    `what` they are about to do all say alike. Raises ExchangeError where a rank is gone, does not
+    call, or calls for something else.
     """
+    found = compat.group_of(group)
+    party = _join(found)
+    if party is None:
+        return _gather_by_torch(mine, found, what)
+    return party.together(lambda: _gather(party, mine, what), _describe(what))
+
+
+def _join(group: Group) -> Party | None:
+    """This rank in the group; None where no transport of ours serves it."""
+    if compat.backend_of(group) not in TRANSPORTS:
+        return None
+    return join(group, compat.time_limit_of(group), GRACE_S)
+
+
+def _describe(what: str) -> Describe:
+    return lambda failure, rank: f"ranks were to {what}"
+
+
+def _gather(party: Party, mine: _T, what: str) -> list[_T]:
+    """Vote, and then tell what the ballots have no room for."""
+    said = b""
+    objection = ""
+    try:
+        said = pickle.dumps(mine)
+    except Exception as error:
+        # The others wait for this rank's vote.
+        objection = f"what it says cannot be pickled: {type(error).__name__}: {error}"
+    told = LENGTH.pack(len(said)) + said
+    # With a patience of its own, a wait can be interrupted: others may take long to come.
+    ballots = party.vote(Ballot(what, objection=objection, said=told), party.patience)
+    sizes: list[int] = []
+    texts: list[bytes] = []
+    for ballot in ballots:
+        sizes += LENGTH.unpack_from(ballot.said)
+        texts.append(ballot.said[LENGTH.size :])
+    if any(len(text) < size for text, size in zip(texts, sizes, strict=True)):
+        texts = _gather_pieces(party, said, sizes)
+    return [_decode(text) for text in texts]
+
+
+def _gather_pieces(party: Party, said: bytes, sizes: list[int]) -> list[bytes]:
+    """All that each rank says, of these sizes."""
+    most = max(sizes)
+    texts = [bytearray() for _ in sizes]
+    for start in range(0, most, PIECE):
+        stop = min(start + PIECE, most)
+        piece = said[start:stop].ljust(stop - start, b"\0")
+        pieces = party.gather(piece, party.patience)
+        for text, piece in zip(texts, pieces, strict=True):
+            text += piece
+    return [bytes(text[:size]) for text, size in zip(texts, sizes, strict=True)]
+
+
+def _decode(text: bytes) -> Any:
+    """What a rank said. Raises ExchangeError where this one cannot tell, as with another version of everything."""
+    try:
+        return pickle.loads(text)
+    except Exception as error:
+        what = f"what a rank says cannot be read here: {type(error).__name__}: {error}"
+        raise ExchangeError(f"{what}; run one version of everything") from error
+
+
+def _gather_by_torch(mine: _T, group: Group, what: str) -> list[_T]:
+    """What the ranks say. Raises ExchangeError."""
     said: list[Any] = [mine] * dist.get_world_size(group)
     try:
         dist.all_gather_object(said, mine, group=group)
-    except RuntimeError as error:
-        raise word_gone(error) from error
+    except Exception as error:
+        raise word_lost(error, group, what) from error
     return said
+
+
+# Several steps
+
+
+@contextmanager
+def shared(group: Group | None) -> Iterator[None]:
+    """A call of several steps. Left after the first by what the others have not heard of, it breaks the group.
+
+    They have heard of our errors, and of what has the note TOLD.
+    """
+    is_alone = not dist.is_available() or not dist.is_initialized()
+    party = None if is_alone else _join(compat.group_of(group))
+    begun = 0 if party is None else party.turns.votes
+    try:
+        yield
+    except ShardError:
+        raise
+    except BaseException as error:
+        is_told = TOLD in getattr(error, "__notes__", ())
+        if party is not None and not is_told and _is_counted_on(party, begun):
+            party.leave(error)
+        raise
+
+
+def _is_counted_on(party: Party, begun: int) -> bool:
+    """Whether others may wait for this rank, which had voted `begun` times before the call."""
+    return party.turns.votes > begun and not party.turns.broken
+
+
+def word_lost(error: Exception, group: Group | None, what: str) -> ExchangeError:
+    """What to raise where a collective of torch's own broke, and the group with it; asks who failed first."""
+    party = _join(compat.group_of(group))
+    if party is None:
+        lost = f"a rank is gone, or did not {what}: {error}"
+        return ExchangeError(f"{lost}; see which ended first, and start the ranks again")
+    return party.break_by(PeerFailure(None, str(error)), _describe(what))

@@ -3,11 +3,13 @@
 1. What ranks do together goes through `together`: under the group's turn, and any way out of it but
    its end or a refusal breaks the group, on this rank at once and on the others as they are told.
 2. Others are told why (`failure`) before this rank lets go of its connections.
+3. In a group's first vote ranks tell each other who serves its store, so that they know whom to ask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeGuard, TypeVar
 
@@ -22,10 +24,13 @@ from shardmath_torch.agreement.wire import PeerFailure, Wire
 
 __all__ = ["Party", "is_time", "word_bad_time"]
 
-FIX = "see that it calls compile and every move; start the ranks again with a new process group, and compile again"
+FIX = "see that it makes the calls that the others make; start the ranks again with a new process group"
 
 LONGEST_S = 1e9
 """Longest wait: what torch makes of seconds, nanoseconds in 64 bits, ends soon after."""
+
+NONCE_BITS = 32
+"""What a ballot has room for."""
 
 _T = TypeVar("_T")
 
@@ -68,11 +73,34 @@ class Party:
 
     def vote(self, mine: Ballot, patience: float | None = None) -> tuple[Ballot, ...]:
         """Everybody's ballots. Raises Refused if any rank objects, PeerFailure if one does not vote."""
+        is_first = self.turns.host == UNTOLD
+        if is_first:
+            serves_store = compat.is_served_here(compat.store_of(self.group))
+            nonce = secrets.randbits(NONCE_BITS)
+            mine = mine._replace(serves_store=serves_store, nonce=nonce)
         # Counted before anything is posted: whoever interrupts from here on breaks the group.
         self.wire.begin(self.turns.next())
         ballots = vote(self.wire, self.ranks, mine, patience)
         self.turns.agreed()
+        if is_first:
+            self._note_host(ballots)
         return ballots
+
+    def _note_host(self, ballots: Sequence[Ballot]) -> None:
+        """Remember the rank that serves the store, and what the first rank has drawn."""
+        self.turns.nonce = f"{ballots[0].nonce:x}"
+        hosts = []
+        for rank, ballot in zip(self.ranks, ballots, strict=True):
+            if ballot.serves_store:
+                hosts.append(rank)
+        self.turns.host = hosts[0] if hosts else None
+
+    def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
+        """Every rank's record, all of one size: a vote that nobody can object to. Raises PeerFailure."""
+        self.wire.begin(self.turns.next())
+        records = self.wire.gather(record, patience)
+        self.turns.agreed()
+        return records
 
     def together(
         self,
@@ -99,17 +127,17 @@ class Party:
         try:
             return act()
         except PeerFailure as failure:
-            raise self._break_by(failure, describe) from failure
+            raise self.break_by(failure, describe) from failure
         except Refused:
             raise
         except BaseException as error:
             # Ctrl-C too: messages may be on their way.
             if self.turns.under_way:
-                self._leave(error)
+                self.leave(error)
             raise
 
-    def _leave(self, error: BaseException) -> None:
-        """Tell the others that this rank gives up, and why; do not ask them."""
+    def leave(self, error: BaseException) -> None:
+        """Break the group: tell the others that this rank gives up, and why; do not ask them."""
         cause = f"it was left in the middle by {_word_error(error)}"
         # First of all: a second Ctrl-C while others are told must find the group broken.
         self.turns.broken = f"rank {self.rank} (this one) failed: {cause}; {FIX}"
@@ -124,7 +152,7 @@ class Party:
             self.wire.abandon()
             raise
 
-    def _break_by(self, failure: PeerFailure, describe: Describe) -> ExchangeError:
+    def break_by(self, failure: PeerFailure, describe: Describe) -> ExchangeError:
         """What to tell the caller when a peer failed: asks the others who was first."""
         # Asking takes seconds; meanwhile a signal handler or another thread may call.
         self.turns.broken = failure.cause

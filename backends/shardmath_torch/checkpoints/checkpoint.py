@@ -2,7 +2,8 @@
 
 1. `save` writes each element once, whoever holds it; `load` reads what this rank needs and nothing else. Meshes and
    numbers of processes may differ as they like.
-2. Both are collective, and what goes wrong on one rank is a CheckpointError on all, naming it.
+2. Both are collective, and what goes wrong on one rank is a CheckpointError on all, naming it. So is Ctrl-C, which
+   that rank itself goes on with.
 3. The folder holds safetensors files, an index in JSON, and torch's own `.metadata`, so that
    torch.distributed.checkpoint reads it too. Nothing is ever unpickled but that file of a checkpoint of torch's own,
    and of that only what is on a list (`unpickled`).
@@ -26,11 +27,11 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardmath.algebra.mesh import Mesh
-from shardmath.base.errors import ShardError
+from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.given import mapping, plural, shown
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
-from shardmath_torch.agreement.gather import gather
+from shardmath_torch.agreement.gather import TOLD, gather, shared, word_lost
 from shardmath_torch.checkpoints.loading import LoadPlanner, local_layouts
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.reading import Reader
@@ -78,14 +79,15 @@ def save(
     """
 
     prepare = functools.partial(_prepare_save, path, tensors, layouts, paths, group, progress)
-    job = on_all("save", prepare, group, claim=lambda _: os.fspath(path))
-    try:
-        _write(job, group)
-    except BaseException:
-        job.writer.abandon()
-        raise
-    share = _share_of(group)
-    on_all("remove what was saved before", lambda: job.writer.clear(share), group)
+    with shared(group):
+        job = on_all("save", prepare, group, claim=lambda _: os.fspath(path))
+        try:
+            _write(job, group)
+        except BaseException:
+            job.writer.abandon()
+            raise
+        share = _share_of(group)
+        on_all("remove what was saved before", lambda: job.writer.clear(share), group)
 
 
 class _SaveJob(NamedTuple):
@@ -126,11 +128,14 @@ def _write(job: _SaveJob, group: Group | None) -> None:
             number, _ = _share_of(group)
             here = error.failures.get(number)
             if here is not None and not isinstance(here[0], Exception):
-                raise here[0] from None  # Ctrl-C, which torch has caught to tell the others
+                here[0].add_note(TOLD)  # Ctrl-C, which torch has caught to tell the others
+                raise here[0] from None
             failures = {rank: _show(failure[0]) for rank, failure in error.failures.items()}
             raise _failed("save", failures, group) from error
-        except RuntimeError as error:
-            raise _gone("save", error) from error
+        except Exception as error:  # torch raises errors of all kinds where bytes do not come
+            if _is_alone():
+                raise
+            raise _lost("save", word_lost(error, group, "save")) from error
 
 
 def load(
@@ -162,13 +167,14 @@ def load(
     prepare = functools.partial(
         _prepare_load, path, layouts, names, group, device, progress, verify
     )
-    job = on_all("load", prepare, group, claim=lambda job: f"{job.digest}, verify={verify}")
-    touched = job.reader.touched
-    if touched is not None:
-        number, count = _share_of(group)
-        said = _gather("load", touched, count, group)
-        job.reader.divide_checks(said, number)
-    return on_all("load", lambda: _fill(job, device), group)
+    with shared(group):
+        job = on_all("load", prepare, group, claim=lambda job: f"{job.digest}, verify={verify}")
+        touched = job.reader.touched
+        if touched is not None:
+            number, count = _share_of(group)
+            said = _gather("load", touched, count, group)
+            job.reader.divide_checks(said, number)
+        return on_all("load", lambda: _fill(job, device), group)
 
 
 class _LoadJob(NamedTuple):
@@ -271,20 +277,23 @@ def on_all(
     claim: Callable[[_T], str] | None = None,
 ) -> _T:
     """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
-    what ranks claim is not the same."""
+    what ranks claim is not the same; a rank that is interrupted in it goes on with that."""
     _, count = _share_of(group)
     done: list[_T] = []
-    raised: Exception | None = None
+    raised: BaseException | None = None
     report = _Report(None, "")
     try:
         done.append(act())
         if claim is not None:
             report = _Report(None, claim(done[0]))
-    except Exception as error:
+    except BaseException as error:
         # raised only after all have heard of it: a rank that does not report is a deadlock
         raised = error
         report = _Report(_show(error), "")
     reports: list[_Report] = _gather(step, report, count, group)
+    if raised is not None and not isinstance(raised, Exception):
+        raised.add_note(TOLD)
+        raise raised
     failures = {i: each.failure for i, each in enumerate(reports) if each.failure is not None}
     if failures:
         raise _failed(step, failures, group) from raised
@@ -302,23 +311,27 @@ def _check_claims(step: str, claims: Sequence[str], group: Group | None) -> None
 
 
 def _gather(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """What each rank says, in order. Raises CheckpointError where one is gone."""
+    """What each rank says, in order. Raises CheckpointError where one is gone, or does something else."""
     if _is_alone():
         return [mine] * count
-    return gather(mine, group, functools.partial(_gone, step))
+    try:
+        return gather(mine, group, step)
+    except ExchangeError as error:
+        raise _lost(step, error) from error
 
 
 def _show(error: BaseException) -> str:
     """An error's text; of those that are not ours, which may say little, the kind too."""
     if isinstance(error, ShardError):
         return str(error)
+    if not isinstance(error, Exception):
+        return f"interrupted by {type(error).__name__}"
     return f"{type(error).__name__}: {error}"
 
 
-def _gone(step: str, error: RuntimeError) -> CheckpointError:
-    """The error where ranks no longer hear of each other."""
-    fix = "see which rank ended first, start the ranks again, and load what was saved last"
-    return CheckpointError(f"a rank is gone, the others could not {step}: {error}; {fix}")
+def _lost(step: str, error: ExchangeError) -> CheckpointError:
+    """The error where ranks no longer hear of each other, or do not do the same."""
+    return CheckpointError(f"ranks could not {step} together: {error}")
 
 
 def _failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:

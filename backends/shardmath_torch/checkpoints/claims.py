@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from shardmath_torch.files import locks
 from shardmath_torch.files.places import (
     CheckpointError,
     Place,
@@ -74,7 +75,12 @@ class Claim(NamedTuple):
         finally:
             # a draft that stays under a lock would be taken for that of a save that is going on
             if self.handle is not None:
-                os.close(self.handle)
+                locks.close(self.handle)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process makes the save, not one that it was forked from."""
+        return self.handle is None or locks.is_held(self.handle)
 
 
 def claim(folder: Place, save: str) -> Claim:
@@ -85,14 +91,14 @@ def claim(folder: Place, save: str) -> Claim:
         return Claim(save, draft, None)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
-        handle = os.open(draft, flags, 0o666)
+        handle = locks.keep(os.open(draft, flags, 0o666))
         with _close_on_error(handle):
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
             # before it was locked, it may have been taken for a dead save's and removed
             if _is_open_as(draft, handle):
                 return Claim(save, draft, handle)
-            os.close(handle)
+            locks.close(handle)
 
 
 @contextlib.contextmanager
@@ -100,7 +106,7 @@ def _close_on_error(handle: int) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        os.close(handle)
+        locks.close(handle)
         raise
 
 
@@ -152,8 +158,8 @@ def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
     """Removes what saves have left that neither count nor are going on: of (i, n), the i-th of n shares of it."""
     files = _list_ours(folder)
     saves = {save for _, save in files}
-    with contextlib.ExitStack() as locks:
-        dead = {save for save in saves if _end_if_dead(folder / name_draft(save), locks)}
+    with contextlib.ExitStack() as taken:
+        dead = {save for save in saves if _end_if_dead(folder / name_draft(save), taken)}
         # read after the dead have lost their drafts: from then on none of them can come to count
         dead.discard(find_counting(folder) or "")
         for file, save in files:
@@ -172,18 +178,18 @@ def _list_ours(folder: Place) -> list[tuple[Place, str]]:
     return found
 
 
-def _end_if_dead(draft: Place, locks: contextlib.ExitStack) -> bool:
+def _end_if_dead(draft: Place, taken: contextlib.ExitStack) -> bool:
     """Whether a save has ended, or ends by this: its draft is removed, under a lock that others may share."""
     if isinstance(draft, Remote):
         return not draft.is_file()
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        handle = os.open(draft, flags)
+        handle = locks.keep(os.open(draft, flags))
     except FileNotFoundError:
         return True
     except OSError:
         return False
-    locks.callback(os.close, handle)
+    taken.callback(locks.close, handle)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -218,6 +224,8 @@ def _remove(file: Place) -> None:
 
 def withdraw(held: Claim) -> None:
     """Ends a save that has failed: removes its files, if it does not count. What cannot be removed stays."""
+    if not held.is_ours:
+        return
     folder = held.draft.parent
     with contextlib.suppress(OSError):
         held.release()

@@ -40,7 +40,9 @@ def run_command(command: str, work: Callable[[], object]) -> int:
     except ShardError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"{command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        # What it has left behind, where that is not what was there before.
+        notes = getattr(error, "__notes__", ())
+        print("; ".join((f"{command}: interrupted", *notes)), file=sys.stderr)
         return INTERRUPTED
     return 0

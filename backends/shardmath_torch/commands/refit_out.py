@@ -1,9 +1,10 @@
 """Where a refit leaves what arrived: `rank<r>.safetensors` of each destination rank, in a folder.
 
 1. A folder in which one of these names is a file of the model, by whatever link, is refused before anything starts.
-2. Ranks write under names of their own; when every byte has been compared, all are renamed. Until then, and where it
-   fails, what lay there lies there still.
-3. Files of an earlier refit to more ranks, or to others, are removed then: what is there is of one refit.
+2. Ranks write under names of their own until every byte has been compared. Until then, and where it fails, what lay
+   there lies there still.
+3. Then all files of an earlier refit are removed, also those of other ranks, and then what has arrived is renamed. Cut
+   off in between, some files are missing, and never is there something of two refits.
 4. From the first check to the last name the folder is locked: a second refit to it is an error while one is under way.
 """
 
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 
 from shardmath import ShardError
 from shardmath_torch.files.locks import locked
-from shardmath_torch.files.places import Place
+from shardmath_torch.files.places import Place, sync
 from shardmath_torch.safetensors.weights import Weights
 
 __all__ = ["check_out", "finish", "leave", "reserved", "shard_file", "undo"]
@@ -105,18 +106,26 @@ def leave(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def finish(folder: Path, ranks: Sequence[int]) -> None:
-    """Gives what the ranks wrote its names, and removes what other refits left. Raises ShardError where it cannot."""
+    """Removes what other refits left, and gives what the ranks wrote its names. Raises ShardError where it cannot."""
+    fix = "what has arrived there is not whole: refit again"
     try:
-        for rank in ranks:
-            os.replace(_draft(folder, rank), shard_file(folder, rank))
-        wanted = {shard_file(folder, rank) for rank in ranks}
-        for file in _list_ours(folder):
-            if file not in wanted:
-                file.unlink()
+        _replace(folder, ranks)
     except OSError as error:
-        what = f"--out {folder}: {error}"
-        fix = "what has arrived there is not whole: refit again"
-        raise ShardError(f"{what}; {fix}") from error
+        raise ShardError(f"--out {folder}: {error}; {fix}") from error
+    except BaseException as error:
+        error.add_note(f"--out {folder}: {fix}")
+        raise
+
+
+def _replace(folder: Path, ranks: Sequence[int]) -> None:
+    drafts = {_draft(folder, rank) for rank in ranks}
+    for file in _list_ours(folder):
+        if file not in drafts:
+            file.unlink()
+    # On disk before the first new name is.
+    sync(folder)
+    for rank in ranks:
+        os.replace(_draft(folder, rank), shard_file(folder, rank))
 
 
 def undo(folder: Path, ranks: Iterable[int]) -> None:

@@ -20,7 +20,6 @@
 from __future__ import annotations
 
 import functools
-import secrets
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -36,7 +35,8 @@ from shardmath.programs.program import Program
 from shardmath_torch import compat, dtypes
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.party import Party, is_time, word_bad_time
-from shardmath_torch.agreement.turns import in_thread, turns_of
+from shardmath_torch.agreement.transport import join
+from shardmath_torch.agreement.turns import in_thread
 from shardmath_torch.exchange.mover import Mover, describe_crossing, name_given, word_objection
 from shardmath_torch.exchange.task import Engine, Task, transport_of
 
@@ -48,9 +48,6 @@ DEFAULT_TIMEOUT_S = 60.0
 
 LONGEST_GRACE_S = 5.0
 """For finding out who failed, however long ranks wait for each other."""
-
-NONCE_BITS = 32
-"""What a ballot has room for."""
 
 SHOWN = 16
 """Ranks that an error shows."""
@@ -112,7 +109,7 @@ def compile(
     if is_time(timeout):
         settings = settings._replace(timeout=float(timeout))
         waiting = settings
-    party = _join(compat.group_of(group), waiting)
+    party = join(compat.group_of(group), waiting.patience, waiting.grace)
     return party.together(
         lambda: _compile(party.with_own_key(), plan, settings),
         lambda failure, rank: describe_crossing(plan, failure.tensor, rank),
@@ -134,14 +131,6 @@ def _read_limit(plan: Plan | Transposed | Program, given: int | None) -> int:
     return plan.max_inflight_bytes if isinstance(plan, Program) else INFLIGHT_BYTES
 
 
-def _join(group: compat.Group, settings: _Settings) -> Party:
-    """This rank in the group. Talks to nobody."""
-    wire = transport_of(group).open_wire(group, settings.patience)
-    rank = compat.my_rank()
-    ranks = compat.ranks_of(group)
-    return Party(group, rank, ranks, wire, turns_of(group), settings.patience, settings.grace)
-
-
 def _compile(party: Party, plan: Plan | Transposed | Program, settings: _Settings) -> Mover:
     """The mover, on which ranks agree by two votes or three."""
     # What fails here is an objection: the others wait for this rank's vote.
@@ -152,7 +141,8 @@ def _compile(party: Party, plan: Plan | Transposed | Program, settings: _Setting
         # Only now is all that is worded here what it should be.
         claim = f"compile({name_given(plan)}, {settings.text}){in_thread(settings.thread)}"
         peers = mine.peers
-    most_peers = _introduce(party, Ballot(claim, objection=objection, peers=peers))
+    ballots = party.vote(Ballot(claim, objection=objection, peers=peers))
+    most_peers = max(ballot.peers for ballot in ballots)
     assert mine is not None, "who objects does not get past the vote"
     # One addend after the other takes more rounds, so all ranks do it only where one has to.
     for by_addend in (False, True):
@@ -165,22 +155,6 @@ def _compile(party: Party, plan: Plan | Transposed | Program, settings: _Setting
     assert made is not None, "who objects does not get past the vote"
     part, engine = made
     return Mover(plan, party, part, engine, settings.thread)
-
-
-def _introduce(party: Party, mine: Ballot) -> int:
-    """The first vote, with what ranks tell each other of themselves; gives the most peers of any."""
-    serves_store = compat.is_served_here(compat.store_of(party.group))
-    nonce = secrets.randbits(NONCE_BITS)
-    ballots = party.vote(mine._replace(serves_store=serves_store, nonce=nonce))
-    turns = party.turns
-    # The first compile on a group has drawn the nonce of all that follow.
-    turns.nonce = turns.nonce or f"{ballots[0].nonce:x}"
-    hosts = []
-    for rank, ballot in zip(party.ranks, ballots, strict=True):
-        if ballot.serves_store:
-            hosts.append(rank)
-    turns.host = hosts[0] if hosts else None
-    return max(ballot.peers for ballot in ballots)
 
 
 def _make(

@@ -128,9 +128,8 @@ class Mover:
 
     def _move(self, call: _Call) -> None:
         """Vote, and then move."""
-        tensors, objection = self._check(call)
+        tensors, label, objection = self._check(call)
         claim = self._word_claim(call)
-        label = call.label if isinstance(call.label, str) else ""
         patience = call.timeout if is_time(call.timeout) else None
         mine = Ballot(claim, label, call.records_gradient, objection)
         self._party.vote(mine, patience)
@@ -150,8 +149,8 @@ class Mover:
             claim += ", acknowledged"
         return claim + in_thread(self._thread)
 
-    def _check(self, call: _Call) -> tuple[tuple[Tensors, Tensors], str]:
-        """The tensors by local buffer key, and what speaks against moving them.
+    def _check(self, call: _Call) -> tuple[tuple[Tensors, Tensors], str, str]:
+        """The tensors by local buffer key, the label, and what speaks against moving them.
 
         Nothing is raised: the other ranks wait for this one's vote, in which it objects.
         """
@@ -162,13 +161,10 @@ class Mover:
             if not isinstance(call.acknowledge, bool):
                 raise ExchangeError(f"acknowledge={shown(call.acknowledge)}; pass True or False")
             tensors = self._prepare(call.src, call.out)
-            if not isinstance(call.label, str):
-                raise ExchangeError(
-                    f"label={shown(call.label)} is not a text; pass one, or leave it out"
-                )
+            label = _read_label(call.label)
         except Exception as error:
-            return ({}, {}), word_objection(error)
-        return tensors, ""
+            return ({}, {}), "", word_objection(error)
+        return tensors, label, ""
 
     def _prepare(self, src: Local, out: Local) -> tuple[Tensors, Tensors]:
         """The tensors by local buffer key, checked and bound, unless these were already."""
@@ -203,6 +199,13 @@ def move_in_autograd(
 ) -> None:
     """A move in a forward or a backward; all ranks say alike whether autograd records it as one of a gradient."""
     mover._run(_Call(src, out, label=label, records_gradient=records_gradient))
+
+
+def _read_label(label: object) -> str:
+    """The label as a plain str: a subclass may say anything of itself. Raises ExchangeError for what is no text."""
+    if not isinstance(label, str):
+        raise ExchangeError(f"label={shown(label)} is not a text; pass one, or leave it out")
+    return str.__str__(label)
 
 
 def word_objection(error: Exception) -> str:

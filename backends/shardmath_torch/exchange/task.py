@@ -6,22 +6,18 @@ wire that engines stand on.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 from torch import Tensor
 
-from shardmath.base.errors import ExchangeError
 from shardmath.programs.part import Part
 from shardmath_torch import compat
+from shardmath_torch.agreement.transport import package_of
 from shardmath_torch.agreement.wire import Wire
 
 __all__ = ["Engine", "Task", "Transport", "transport_of"]
-
-TRANSPORTS = {"gloo": "shardmath_gloo", "nccl": "shardmath_nccl"}
-"""The package that serves a backend of torch.distributed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +57,4 @@ class Transport(Protocol):
 
 def transport_of(group: compat.Group) -> Transport:
     """The package that serves the group. Raises ExchangeError if none does."""
-    backend = compat.backend_of(group)
-    if backend not in TRANSPORTS:
-        known = " or ".join(TRANSPORTS)
-        raise ExchangeError(f"the group's backend is {backend!r}; init_process_group with {known}")
-    # Imported by name: transports stand above this package, and each is there only where it is used.
-    package = importlib.import_module(TRANSPORTS[backend])
-    return cast(Transport, package)
+    return cast(Transport, package_of(group))

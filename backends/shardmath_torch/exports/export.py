@@ -28,6 +28,7 @@ from shardmath.families.hf import Entry
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
+from shardmath_torch.agreement.gather import shared
 from shardmath_torch.checkpoints.checkpoint import check_ranks, on_all
 from shardmath_torch.checkpoints.loading import local_layouts
 from shardmath_torch.checkpoints.saving import Windows, to_disk, windows_of
@@ -43,7 +44,15 @@ from shardmath_torch.exports.sources import (
     list_ranks,
 )
 from shardmath_torch.files.places import CheckpointError, local_folder
-from shardmath_torch.safetensors.hf_folder import Draft, check_folder, commit, discard, locked, told
+from shardmath_torch.safetensors.hf_folder import (
+    Draft,
+    check_folder,
+    check_tied,
+    commit,
+    discard,
+    locked,
+    told,
+)
 from shardmath_torch.safetensors.hf_split import File, check_entries, file_names, size_of, split
 from shardmath_torch.safetensors.slices import Progress
 
@@ -88,13 +97,14 @@ def export(
     with weights that no export wrote, for what `save` refuses, and for what safetensors cannot say: types it has no
     name for, bytes of ranks' own, extra states of modules; ExchangeError where a rank is lost on the way.
     """
-    check = partial(check_source, source, layouts, tied, mesh)
-    on_all("export", check, group, claim=lambda _: describe_source(source))
-    given = lay_out(source, layouts, mesh, group)
-    given = given._replace(tied={**given.tied, **(tied or {})})
-    prepare = partial(_prepare, path, given, max_shard_size, group)
-    task = on_all("export", prepare, group, claim=partial(_describe_task, given))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(shared(group))
+        check = partial(check_source, source, layouts, tied, mesh)
+        on_all("export", check, group, claim=lambda _: describe_source(source))
+        given = lay_out(source, layouts, mesh, group)
+        given = given._replace(tied={**given.tied, **(tied or {})})
+        prepare = partial(_prepare, path, given, max_shard_size, group)
+        task = on_all("export", prepare, group, claim=partial(_describe_task, given))
         lock = partial(_lock, task, stack)
         on_all("lock the folder", lock, group)
         _write(task, given, group, progress)
@@ -135,6 +145,7 @@ def _entry_of(held: Windows) -> Entry:
 def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
     """Raises CheckpointError for another name of nothing, or one that is a tensor's."""
     check_entries(dict.fromkeys(tied, ((), "uint8")))
+    check_tied(tied)
     for name, kept in tied.items():
         if name in entries:
             fault = f"{name!r} is exported itself"

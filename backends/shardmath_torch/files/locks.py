@@ -2,7 +2,9 @@
 
 1. A lock is a file of its own, with nothing in it and nothing written to it; it goes when the process does, however
    that ends, and what a dead process left is taken over.
-2. A link at its name is not followed, and what is there and no lock is left alone: both are errors.
+2. A child that a process forks meanwhile has no part in its locks, so that it does not keep them when that process is
+   killed.
+3. A link at its name is not followed, and what is there and no lock is left alone: both are errors.
 """
 
 from __future__ import annotations
@@ -16,10 +18,41 @@ from pathlib import Path
 
 from shardmath_torch.files.places import CheckpointError
 
-__all__ = ["locked"]
+__all__ = ["close", "is_held", "keep", "locked"]
 
 CAUTIOUS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""No link is followed, no pipe waited for, and no child of this process keeps the lock."""
+"""No link is followed, no pipe waited for, and no program that this process starts keeps the lock."""
+
+_held: set[int] = set()
+"""Handles of this process that have a lock, or are about to."""
+
+
+def keep(handle: int) -> int:
+    """The open handle itself, which children that are forked from now on close."""
+    _held.add(handle)
+    return handle
+
+
+def is_held(handle: int) -> bool:
+    """Whether it is this process's own: not that of one that this one was forked from."""
+    return handle in _held
+
+
+def close(handle: int) -> None:
+    """Closes a handle that was kept, and so ends its lock; in a forked child it is closed already."""
+    if is_held(handle):
+        _held.discard(handle)
+        os.close(handle)
+
+
+def _close_in_child() -> None:
+    for handle in _held:
+        with contextlib.suppress(OSError):
+            os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextlib.contextmanager
@@ -28,7 +61,7 @@ def locked(file: Path, what: str) -> Iterator[None]:
 
     Raises CheckpointError where somebody has it, or it cannot be had; OSError as the system does.
     """
-    handle = _open(file)
+    handle = keep(_open(file))
     try:
         _take(file, handle, what)
         try:
@@ -36,10 +69,10 @@ def locked(file: Path, what: str) -> Iterator[None]:
         finally:
             # One that cannot be removed and stays is taken over by the next.
             with contextlib.suppress(OSError):
-                if _is_open_as(file, handle):
+                if is_held(handle) and _is_open_as(file, handle):
                     file.unlink()
     finally:
-        os.close(handle)
+        close(handle)
 
 
 def _open(file: Path) -> int:

@@ -10,7 +10,8 @@
 5. Only what an export has written is replaced: its files say so in their headers. A folder with other safetensors is
    refused, since readers would take those too, or instead.
 6. Two exports to one folder: the second is refused for as long as the first one lives.
-7. What is at the name of a draft is removed, never written to: it may be a link, to somebody's file.
+7. What is at the name of a draft is removed, never written to: it may be a link, to somebody's file. Whoever gives a
+   draft up removes its own, and not what the next export has put in its place.
 """
 
 from __future__ import annotations
@@ -37,15 +38,30 @@ from shardmath_torch.safetensors.headers import (
     make_entry,
     read_header,
 )
+from shardmath_torch.safetensors.hf_sharded import SHARDING
 from shardmath_torch.safetensors.hf_split import File, count_bytes, natural_order
 from shardmath_torch.safetensors.weights import INDEX
 
-__all__ = ["LOCK", "NAME", "Draft", "check_folder", "commit", "discard", "locked", "told"]
+__all__ = [
+    "LOCK",
+    "NAME",
+    "Draft",
+    "check_folder",
+    "check_tied",
+    "commit",
+    "discard",
+    "locked",
+    "told",
+]
 
 UNFINISHED = ".unfinished"
 LOCK = ".shardmath-export.lock"
 OURS = "shardmath_export"
 """A key of a header's metadata, by which a file is known to be an export's."""
+FORMAT = "format"
+"""A key of it that transformers asks for."""
+TAKEN = (FORMAT, OURS, SHARDING)
+"""Keys of it that mean something, and so no names."""
 NAME = re.compile(rf"model-(?:(\d+)-)?\d{{5,}}-of-\d{{5,}}\.safetensors({re.escape(UNFINISHED)})?")
 ALIGNMENT = 8
 """Bytes; tensors begin at a multiple of it, as safetensors' own writer has it."""
@@ -57,6 +73,7 @@ class Draft:
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
         self._stream = _create(self._file)
+        self._known = os.fstat(self._stream.fileno())
         try:
             self._stream.write(_make_header(tensors, tied))
         except BaseException:
@@ -78,7 +95,9 @@ class Draft:
         try:
             self._stream.close()  # which writes what is left, and may fail as what was written before
         finally:
-            self._file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(self._file.lstat(), self._known):
+                    self._file.unlink()
 
 
 def discard(drafts: Iterable[Draft]) -> None:
@@ -94,9 +113,17 @@ def _create(file: Path) -> BinaryIO:
     return file.open("xb")
 
 
+def check_tied(tied: Iterable[str]) -> None:
+    """Raises CheckpointError for another name of a tensor that a header's metadata has another use for."""
+    for name in tied:
+        if name in TAKEN:
+            what = f"{name!r} is tied, and readers of a header take it for something else"
+            raise CheckpointError(f"{what}; give it another name")
+
+
 def _make_header(tensors: File, tied: Mapping[str, str]) -> bytes:
     """The header and its length; `tied` names are said as safetensors' own `save_model` says them."""
-    entries: dict[str, object] = {RESERVED: {**tied, "format": "pt", OURS: "1"}}
+    entries: dict[str, object] = {RESERVED: {**tied, FORMAT: "pt", OURS: "1"}}
     at = 0
     for name, entry in tensors.items():
         shape, dtype = entry

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from shardmath.algebra.mesh import Mesh
 from shardmath.layouts.edits import cast
 from shardmath.layouts.layout import Layout
+from shardmath_torch.agreement.gather import shared
 from shardmath_torch.checkpoints.checkpoint import check_names, load, on_all, save
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.stored import Checkpoint
@@ -146,10 +147,11 @@ def save_state(
 
     Raises CheckpointError on every rank for what either raises on one, and where modules differ.
     """
-    model = agree_on_model(module, mesh, group)
-    gather = partial(_gather_state, model, optimizer)
-    state = on_all("describe its state", gather, group)
-    save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
+    with shared(group):
+        model = agree_on_model(module, mesh, group)
+        gather = partial(_gather_state, model, optimizer)
+        state = on_all("describe its state", gather, group)
+        save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
 
 
 # Restoring
@@ -185,20 +187,23 @@ def load_state(
     common; and for what `state_of`, `load` and `matching` do not allow. Then nothing was restored, unless a module's
     set_extra_state raised: these come first. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
-    open_it = partial(_open_state, path)
-    checkpoint = on_all("find what save_state wrote", open_it, group)
-    index = load(checkpoint, {INDEX: None}, group=group, verify=verify)[INDEX]
-    model = agree_on_model(module, mesh, group)
-    match = partial(_match_state, path, index, model, optimizer, strict)
-    unmatched, goals, jobs, free = on_all("match its state", match, group)
-    layouts = {job.here: job.layout for job in jobs}
-    names = {job.here: job.there for job in jobs}
-    found = load(checkpoint, layouts, names=names, group=group, progress=progress, verify=verify)
-    compare = partial(check_one_value, model, found, "model.")
-    on_all("compare what it has found", compare, group)
-    fill = partial(restore, jobs, goals, free, found)
-    on_all("restore its state", fill, group)
-    return unmatched
+    with shared(group):
+        open_it = partial(_open_state, path)
+        checkpoint = on_all("find what save_state wrote", open_it, group)
+        index = load(checkpoint, {INDEX: None}, group=group, verify=verify)[INDEX]
+        model = agree_on_model(module, mesh, group)
+        match = partial(_match_state, path, index, model, optimizer, strict)
+        unmatched, goals, jobs, free = on_all("match its state", match, group)
+        layouts = {job.here: job.layout for job in jobs}
+        names = {job.here: job.there for job in jobs}
+        found = load(
+            checkpoint, layouts, names=names, group=group, progress=progress, verify=verify
+        )
+        compare = partial(check_one_value, model, found, "model.")
+        on_all("compare what it has found", compare, group)
+        fill = partial(restore, jobs, goals, free, found)
+        on_all("restore its state", fill, group)
+        return unmatched
 
 
 def _open_state(path: str | os.PathLike[str]) -> Checkpoint:
@@ -258,14 +263,17 @@ def load_weights(
     CheckpointError on every rank for what is missing or has another shape, and for parameters and buffers that have a
     part of their memory in common. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
-    model = agree_on_model(module, mesh, group)
-    match = partial(_match_weights, path, model, names)
-    checkpoint, layouts, stored = on_all(
-        "match its weights", match, group, claim=lambda weights: weights.checkpoint.digest
-    )
-    found = load(checkpoint, layouts, names=stored, group=group, progress=progress, verify=verify)
-    on_all("compare what it has found", partial(check_one_value, model, found), group)
-    on_all("fill the module", partial(_fill, model, found), group)
+    with shared(group):
+        model = agree_on_model(module, mesh, group)
+        match = partial(_match_weights, path, model, names)
+        checkpoint, layouts, stored = on_all(
+            "match its weights", match, group, claim=lambda weights: weights.checkpoint.digest
+        )
+        found = load(
+            checkpoint, layouts, names=stored, group=group, progress=progress, verify=verify
+        )
+        on_all("compare what it has found", partial(check_one_value, model, found), group)
+        on_all("fill the module", partial(_fill, model, found), group)
 
 
 def _match_weights(

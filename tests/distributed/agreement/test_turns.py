@@ -179,6 +179,14 @@ def test_ranks_say_one_label(pool: Pool) -> None:
         assert "rank 3: label=" in said[2]
 
 
+def test_labels_are_compared_as_plain_texts(pool: Pool) -> None:
+    """Whatever class a text is of, and whatever that makes of it."""
+    for said in pool.run(breaks.labels_of_other_classes):
+        assert said[0] == said[2] == "", said
+        assert "ranks disagree" in said[1]
+        assert "label='other'" in said[1]
+
+
 def test_arguments_of_other_types_are_objections(pool: Pool) -> None:
     """All ranks stay in step, and move afterwards."""
     for said in pool.run(breaks.odd_arguments):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -20,9 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from shardmath import Layout, Mesh, ShardError, plan
 from shardmath.families.rules import parse
+from shardmath_torch.commands.command_line import run_command
 from shardmath_torch.commands.refit import DEMO_DST, DEMO_SRC, command
 from shardmath_torch.commands.refit_bounds import bounds
-from shardmath_torch.commands.refit_out import check_out, leave, undo
+from shardmath_torch.commands.refit_out import check_out, finish, leave, undo
 from shardmath_torch.commands.refit_report import Table, size
 from shardmath_torch.safetensors.slices import load
 from shardmath_torch.safetensors.weights import open_weights
@@ -323,6 +325,33 @@ def test_a_refit_that_fails_leaves_what_was_there(
     assert {file.name: file.read_text() for file in out.iterdir()} == {
         "rank2.safetensors": "of another"
     }
+
+
+def test_a_refit_that_is_interrupted_between_two_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are missing, none is of the refit before, and it is said."""
+    real, calls = os.replace, itertools.count()
+
+    def refit(value: float) -> int:
+        for rank in (0, 1):
+            leave(tmp_path, rank, {"w": torch.full((2,), value)})
+        return run_command("refit", lambda: finish(tmp_path, (0, 1)))
+
+    def replace(*arguments: Path) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    assert refit(1.0) == 0
+    monkeypatch.setattr(os, "replace", replace)
+    assert refit(2.0) == 130
+    said = capsys.readouterr().err
+    assert f"refit: interrupted; --out {tmp_path}: what has arrived there is not whole" in said
+    found = {file.name: load_file(file)["w"].tolist() for file in tmp_path.glob("*.safetensors")}
+    assert found == {"rank0.safetensors": [2.0, 2.0]}
+    assert refit(3.0) == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"rank0.safetensors", "rank1.safetensors"}
 
 
 def test_a_file_cut_short(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

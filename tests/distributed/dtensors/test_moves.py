@@ -8,6 +8,7 @@ import shardmath as sm
 from shardmath_torch.dtensors.moves import BYTES_PER_MOVE, BYTES_PER_PIECE, Moves, weight
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.tasks.cases import make_case
+from tests.distributed.tasks.dtensors import mesh_of_other_groups
 from tests.distributed.tasks.scenarios import begin_again, shared_staging
 
 MESH = sm.Mesh(dp=4, tp=2)
@@ -93,3 +94,14 @@ def test_groups_that_end_and_begin_again() -> None:
             assert alive <= 1, "default groups of earlier worlds"
     finally:
         pool.close()
+
+
+def test_a_mesh_that_outlives_its_groups() -> None:
+    """torch finds groups by name, and gives names out again: other ranks would be waited for."""
+    workers = Pool(4)
+    try:
+        answers = workers.attempt(mesh_of_other_groups, timeout=40.0)
+    finally:
+        workers.close()
+    assert all("make the DeviceMesh anew" in said for said in answers), answers
+    assert any("was destroyed, and another has its name" in said for said in answers), answers

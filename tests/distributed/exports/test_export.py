@@ -364,6 +364,18 @@ def test_two_exports_to_one_folder(tmp_path: Path) -> None:
     assert by_vllms_rules(tmp_path)["w"].equal(torch.ones(2))
 
 
+def test_a_draft_that_is_given_up_is_ones_own(tmp_path: Path) -> None:
+    """A rank that has outlived its export leaves the next one's drafts alone."""
+    name, tensors = "model-00001-of-00001.safetensors", {"w": ((2,), "float32")}
+    late = hf_folder.Draft(tmp_path, name, tensors, {})
+    draft = hf_folder.Draft(tmp_path, name, tensors, {})
+    draft.append(torch.ones(2))
+    draft.close()
+    hf_folder.discard([late])
+    hf_folder.commit(tmp_path, {name: tensors}, {})
+    assert by_vllms_rules(tmp_path)["w"].equal(torch.ones(2))
+
+
 def llama(**settings: Any) -> Any:
     from transformers import LlamaConfig
 
@@ -509,6 +521,14 @@ WRONG: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
         {"tied": {"w": "w"}},
         "'w' is exported itself",
     ),
+    **{
+        f"a tie called {name}": (
+            lambda: ({"w": torch.ones(2)}, {"w": sm.Layout((2,), sm.Mesh(), "n")}),
+            {"tied": {name: "w"}},
+            f"'{name}' is tied, and readers of a header take it for something else",
+        )
+        for name in ("format", "shardmath_export", "DCP_SHARDING_INFO")
+    },
     "a size": (
         lambda: ({"w": torch.ones(2)},),
         {"max_shard_size": "many"},

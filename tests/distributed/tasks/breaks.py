@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import os
 import pickle
 import signal
@@ -344,6 +345,33 @@ def labels(rank: int) -> list[Said]:
     rows = Rows(rank, 8, 64)
     move = smt.compile(rows.plan)
     given: list[Any] = ["step 1", f"step {rank}", torch.ones(2) if rank == 3 else "", "step 2"]
+    return [ends(lambda label=label: move(rows.src, out=rows.out, label=label)) for label in given]  # type: ignore[misc]
+
+
+class Named(enum.StrEnum):
+    """A text by its class, shown as something else."""
+
+    STEP = "step 1"
+
+
+class Unspeakable(str):
+    """A text that cannot be shown, nor written as bytes."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    def encode(self, *_: object, **__: object) -> bytes:
+        """Never."""
+        raise RuntimeError("no bytes")
+
+
+def labels_of_other_classes(rank: int) -> list[Said]:
+    """One text in several classes; then rank 3 alone says another, of a class that raises."""
+    rows = Rows(rank, 8, 64)
+    move = smt.compile(rows.plan, timeout=20.0)
+    kinds: tuple[type[str], ...] = (str, Named, np.str_, Unspeakable)
+    mine = kinds[rank % len(kinds)]("step 1")
+    given = [mine, Unspeakable("other") if rank == 3 else "step 1", mine]
     return [ends(lambda label=label: move(rows.src, out=rows.out, label=label)) for label in given]  # type: ignore[misc]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import (
     Partial,
@@ -708,3 +708,20 @@ def layouts_of_module(rank: int, mesh: tuple[int, ...]) -> Any:
 def plain_module(rank: int) -> Any:
     """A module that nobody divided."""
     return {name: (x.text, x.mesh.size) for name, x in smt.layout_of(torch.nn.Linear(3, 2)).items()}
+
+
+def mesh_of_other_groups(rank: int) -> str:
+    """A DeviceMesh of one axis outlives its groups; others of other ranks have their names."""
+    plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    line = plane["b"]
+    store = dist.distributed_c10d._get_default_store()
+    moved = smt.redistribute(DTensor.from_local(torch.ones(2, 4), line, [Shard(0)]), [Shard(1)])
+    assert moved.to_local().equal(torch.ones(4, 2))
+    dist.barrier()
+    dist.destroy_process_group()
+    again = dist.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=4)
+    for ranks in ([0, 2], [1, 3], [0, 3], [1, 2], [0, 1, 2]):
+        dist.new_group(ranks)
+    rows = DTensor.from_local(torch.ones(2, 4), line, [Shard(0)])
+    return str(caught(lambda: smt.redistribute(rows, [Shard(1)])))

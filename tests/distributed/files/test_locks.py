@@ -1,0 +1,72 @@
+"""Locks go with the process that has them, whatever it has forked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath_torch.files.locks import locked
+
+LAYOUTS = {"w": sm.Layout((8,), sm.Mesh(), "n")}
+
+
+def write(call: str, path: Path, **options: Any) -> None:
+    """An export or a save of ones."""
+    act = smt.export if call == "export" else smt.save
+    act(path, {"w": torch.ones(8)}, LAYOUTS, **options)
+
+
+def killed(call: str, path: Path) -> int:
+    """A process that forks another in the middle of a call, and is killed; the pid of the other."""
+    reading, writing = os.pipe()
+    writer = os.fork()
+    if not writer:
+
+        def fork(_: int) -> None:
+            child = os.fork()
+            if not child:
+                time.sleep(30.0)
+                os._exit(0)
+            os.write(writing, str(child).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        write(call, path, progress=fork)
+        os._exit(0)
+    child = int(os.read(reading, 20))
+    os.waitpid(writer, 0)
+    return child
+
+
+@pytest.mark.parametrize("call", ["export", "save"])
+def test_a_lock_goes_with_a_process_that_has_forked(tmp_path: Path, call: str) -> None:
+    """A data worker that lives on does not keep it: the next call goes through, and leaves nothing of the former."""
+    write(call, tmp_path)
+    count = len(os.listdir(tmp_path))
+    child = killed(call, tmp_path)
+    try:
+        write(call, tmp_path)
+        assert len(os.listdir(tmp_path)) == count
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_that_leaves_a_lock_takes_nothing_away(tmp_path: Path) -> None:
+    """Neither the file nor a handle that has the number of the closed one."""
+    file = tmp_path / "lock"
+    with locked(file, "test"):
+        child = os.fork()
+        if child:
+            _, status = os.waitpid(child, 0)
+            assert status == 0
+            assert file.exists()
+    if not child:
+        os._exit(0)
+    assert not file.exists()

@@ -1,0 +1,115 @@
+"""What workers do where ranks tell each other objects, and one of them leaves. No pytest here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath_gloo.wire import GlooWire
+from shardmath_torch.agreement.gather import PIECE, gather
+from shardmath_torch.checkpoints.reading import Reader
+from tests.distributed.tasks.breaks import Said, ends
+
+ROWS = sm.Layout((8, 6), sm.Mesh(tp=2), "(tp n) h")
+
+
+def objects(rank: int) -> list[bool]:
+    """Objects of many sizes, each rank's of another one."""
+    right = []
+    for size in (0, 1, 600, 1000, PIECE - 1, PIECE, 3 * PIECE + 5):
+        said = [(other, os.fsencode(str(other)) * (size + other)) for other in range(8)]
+        right.append(gather(said[rank], None) == said)
+    return right
+
+
+def odd_objects(rank: int) -> list[Said]:
+    """What cannot be pickled, what is for something else, and then what all can say."""
+    odd: Any = (lambda: None) if rank == 3 else "x"
+    what = "load" if rank < 4 else "save"
+    acts = (
+        lambda: gather(odd, None),
+        lambda: gather("x", None, what),
+        lambda: gather("x", None),
+    )
+    return [ends(act) for act in acts]
+
+
+def left(rank: int, at: int) -> list[Said]:
+    """Rank 1 is interrupted in the second gather, in its vote or in one of the pieces; then both go on."""
+    gather("x", None)
+    real = GlooWire.gather
+    calls = 0
+
+    def interrupted(*arguments: Any) -> list[bytes]:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == at:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    GlooWire.gather = interrupted  # type: ignore[method-assign]
+    return [ends(lambda: gather(b"x" * 3 * PIECE, None)) for _ in range(3)]
+
+
+def _interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def steps(rank: int, path: str, call: str) -> tuple[list[Said], float]:
+    """Rank 1 is interrupted in a step of the call; both call again, and load. Then the seconds of the first."""
+    tensors = {"w": torch.full((4, 6), 1.0)}
+    layouts = {"w": ROWS}
+    smt.save(f"{path}/saved", tensors, layouts)
+    progress: Any = _interrupt if rank == 1 else None
+    calls: dict[str, Callable[[Any], object]] = {
+        "save": lambda told: smt.save(f"{path}/other", tensors, layouts, progress=told),
+        "load": lambda told: smt.load(f"{path}/saved", layouts, progress=told),
+        "export": lambda told: smt.export(
+            f"{path}/model", {**tensors, "v": tensors["w"]}, {**layouts, "v": ROWS},
+            max_shard_size=1, progress=told,
+        ),
+    }  # fmt: skip
+    start = time.monotonic()
+    said = [ends(lambda: calls[call](progress))]
+    took = time.monotonic() - start
+    said += [ends(lambda: calls[call](None)), ends(lambda: calls["load"](None))]
+    return said, took
+
+
+def between(rank: int, path: str) -> list[Said]:
+    """Rank 1 is interrupted between two steps of a load; both load again."""
+    smt.save(path, {"w": torch.full((4, 6), 1.0)}, {"w": ROWS})
+    if rank == 1:
+        Reader.divide_checks = _interrupt  # type: ignore[method-assign]
+    return [ends(lambda: smt.load(path, {"w": ROWS})) for _ in range(2)]
+
+
+def in_torch(rank: int, path: str) -> list[Said]:
+    """Rank 1 is interrupted between two of torch's own collectives; both save again."""
+    from torch.distributed import distributed_c10d as c10d
+
+    if rank == 1:
+        c10d.gather = _interrupt
+    return [ends(lambda: smt.save(path, {"w": torch.ones(4, 6)}, {"w": ROWS})) for _ in range(2)]
+
+
+def forked(rank: int) -> Said:
+    """A forked child makes a DTensor without a DeviceMesh; then the ranks do."""
+    rows = torch.ones(4, 6)
+    said = ""
+    if rank == 0:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(writing, ends(lambda: smt.to_dtensor(rows, ROWS)).encode())
+            os._exit(0)
+        said = os.read(reading, 1000).decode()
+        os.waitpid(child, 0)
+    smt.to_dtensor(rows, ROWS)
+    return said
