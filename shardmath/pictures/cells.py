@@ -112,7 +112,8 @@ def _keep_shown(owned: Sequence[list[_Owned]], slices: int, most: int) -> list[l
     last_two = owned[-2:]
     limits = [room]
     if len(last_two) > 1:
-        limits = list(_find_limits(*map(len, last_two), room))
+        rows, columns = last_two
+        limits = list(_find_limits(len(rows), len(columns), room))
     for one, limit in zip(last_two, limits, strict=False):
         kept.append(_drop_middle(one, limit))
     return kept

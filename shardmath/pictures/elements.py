@@ -35,6 +35,7 @@ __all__ = [
     "box",
     "brief",
     "document",
+    "every",
     "in_rows",
     "ink",
     "lines",
@@ -260,6 +261,14 @@ def _half(position: int, across: bool) -> float:
     if not across:
         return 6.5
     return (len(str(position)) * LETTER + 6) / 2
+
+
+def every(ranks: int, width: float, room: float) -> int:
+    """The least power of two such that so many ranks have room."""
+    step = 1
+    while step < ranks and step * width / ranks < room:
+        step *= 2
+    return step
 
 
 # Colours

@@ -363,15 +363,14 @@ def _local_tensor(layout: Layout, rank: int) -> Drawing:
     shape = "x".join(map(str, layout.local_shape(rank)))
     head = f"rank {rank}: {shape}"
     parts = [elements.words(0, 12, head)]
-    for i, (_, held_rows) in enumerate(rows):
-        y = LINE + 4 + down.at[i]
-        for j, (_, held_columns) in enumerate(columns):
+    top = LINE + 4
+    for (_, held_rows), y, height in zip(rows, down.at, down.size, strict=True):
+        for (_, held_columns), x, width in zip(columns, across.at, across.size, strict=True):
             held = (held_rows, held_columns)
-            area = (across.at[j], y, across.size[j], down.size[i])
-            parts.append(_piece(held[-len(runs) :], area))
-    width = max(across.total, len(head) * LETTER)
-    height = LINE + 6 + down.total
-    return Drawing(width, height, tuple(parts))
+            own = held[-len(runs) :]
+            parts.append(_piece(own, (x, top + y, width, height)))
+    room = max(across.total, len(head) * LETTER)
+    return Drawing(room, top + 2 + down.total, tuple(parts))
 
 
 def _piece(held: Sequence[str], area: tuple[float, float, float, float]) -> str:
