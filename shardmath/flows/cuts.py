@@ -43,7 +43,8 @@ class Touched:
 
     def labels_of(self, i: int) -> tuple[int, ...]:
         """The labels of set i, ascending."""
-        first, stop = self.sets.first[i : i + 2]
+        first = self.sets.first[i]
+        stop = self.sets.first[i + 1]
         return tuple(self.labels[first:stop].tolist())
 
     def expand(self, sets: Ints) -> tuple[Ints, Ints]:
