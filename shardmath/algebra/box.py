@@ -132,26 +132,31 @@ def first_overlap(
 
 def _sweep(table: Ints, label: Ints) -> tuple[int, int] | None:
     """`first_overlap` of boxes as a table of shape (boxes, dimensions, 2), and all their labels."""
-    # Along the dimension with most starts a box meets few: none that begins at its end or later.
-    starts = table[:, :, 0]
-    different = [len(np.unique(starts[:, d])) for d in range(starts.shape[1])]
-    along = different.index(max(different))
-    order = np.argsort(starts[:, along], kind="stable")
+    along = _find_busiest(table)
+    order = np.argsort(table[:, along, 0], kind="stable")
     label = label[order]
-    lo = starts[order]
+    lo = table[order, :, 0]
     hi = table[order, :, 1]
+    # A box meets none that begins at its end or later.
     reach = np.searchsorted(lo[:, along], hi[:, along], "left")
-    crowded = np.flatnonzero(reach > np.arange(len(table)) + 1)
-    for i in crowded.tolist():
+    after = np.arange(1, len(table) + 1)
+    for i in np.flatnonzero(reach > after).tolist():
         later = slice(i + 1, int(reach[i]))
         shared = (lo[later] < hi[i]) & (hi[later] > lo[i])
-        meets = shared.all(axis=1) & (label[later] != label[i])
+        unlike = label[later] != label[i]
+        meets = shared.all(axis=1) & unlike
         if meets.any():
-            j = i + 1 + int(meets.argmax())
-            a = int(order[i])
-            b = int(order[j])
-            return min(a, b), max(a, b)
+            j = later.start + int(meets.argmax())
+            pair = sorted(order[[i, j]].tolist())
+            return pair[0], pair[1]
     return None
+
+
+def _find_busiest(table: Ints) -> int:
+    """The dimension along which boxes have most starts: along it a box meets few."""
+    starts = table[:, :, 0]
+    different = [len(np.unique(column)) for column in starts.T]
+    return different.index(max(different))
 
 
 def _first_unlike(label: Ints) -> tuple[int, int] | None:
@@ -170,21 +175,35 @@ def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
     """
     if not held:
         return None if boxes else ()
-    rest, active = held[1:], dict[int, Box]()
+    rest = held[1:]
     begin, end = _borders([box[0] for box in boxes])
     enter, leave = _borders(held[0])
-    inside, known = 0, False
+    active: dict[int, Box] = {}
+    inside = 0
+    known = False  # that the slab before has no gap
     for x in sorted({*begin, *end, *enter, *leave}):
         gone = [active.pop(i) for i in end.get(x, ())]
         new = {i: boxes[i][1:] for i in begin.get(x, ())}
         active |= new
         inside += len(enter.get(x, ())) - len(leave.get(x, ()))
-        if inside and not (known and _replaced(rest, gone, list(new.values()), len(active))):
-            gap = None if active and not rest else first_gap(rest, list(active.values()))
+        if inside:
+            fresh = list(new.values())
+            gap = _find_in_slab(rest, active, gone if known else None, fresh)
             if gap is not None:
                 return (x, *gap)
         known = inside > 0
     return None
+
+
+def _find_in_slab(
+    rest: Ranges, active: dict[int, Box], gone: list[Box] | None, new: list[Box]
+) -> tuple[int, ...] | None:
+    """`first_gap` of the active boxes; those `gone` and `new` differ from a slab without a gap."""
+    if gone is not None and _replaced(rest, gone, new, len(active)):
+        return None
+    if active and not rest:
+        return None
+    return first_gap(rest, list(active.values()))
 
 
 def _borders(
@@ -200,9 +219,7 @@ def _borders(
     return begin, end
 
 
-def _replaced(
-    held: Sequence[Sequence[tuple[int, int]]], gone: list[Box], new: list[Box], most: int
-) -> bool:
+def _replaced(held: Ranges, gone: list[Box], new: list[Box], most: int) -> bool:
     """Whether the new boxes have all that those that are gone had of the product.
 
     False where it takes more than `most` steps to find out: to look at all boxes takes no longer then. So disjoint
@@ -215,12 +232,16 @@ def _replaced(
     return all(first_gap(_clipped(held, box), new) is None for box in lost)
 
 
-def _clipped(held: Sequence[Sequence[tuple[int, int]]], box: Box) -> list[list[tuple[int, int]]]:
+def _clipped(held: Ranges, box: Box) -> list[list[tuple[int, int]]]:
     """What of the product is in the box."""
-    return [
-        [(max(lo, start), min(hi, stop)) for lo, hi in ranges if lo < stop and start < hi]
-        for ranges, (start, stop) in zip(held, box, strict=True)
-    ]
+    product = []
+    for ranges, (start, stop) in zip(held, box, strict=True):
+        inside = []
+        for lo, hi in ranges:
+            if lo < stop and start < hi:
+                inside.append((max(lo, start), min(hi, stop)))
+        product.append(inside)
+    return product
 
 
 PRIME = (1 << 31) - 1
@@ -240,11 +261,18 @@ def tiles(held: Ranges, boxes: Sequence[Box]) -> bool:
     False
     """
     if not held or not boxes:
-        sizes = [sum(hi - lo for lo, hi in ranges) for ranges in held]
-        return len(boxes) == math.prod(sizes)
+        return len(boxes) == _count_elements(held)
     table = np.array(boxes, np.int64).reshape(len(boxes), len(held), 2)
     seed = _seed(held, table)
-    return _weights_agree(held, table, seed + b"0") and _weights_agree(held, table, seed + b"1")
+    return all(_weights_agree(held, table, seed + turn) for turn in (b"0", b"1"))
+
+
+def _count_elements(held: Ranges) -> int:
+    """Elements of the product."""
+    count = 1
+    for ranges in held:
+        count *= sum(hi - lo for lo, hi in ranges)
+    return count
 
 
 def _seed(held: Ranges, table: Ints) -> bytes:
@@ -264,12 +292,14 @@ def _weights_agree(held: Ranges, table: Ints, seed: bytes) -> bool:
         box_ranges = table[:, d]
         own_ranges = np.array(ranges, np.int64).reshape(-1, 2)
         # Nothing begins or ends between two marks: one weight does for all positions there.
-        marks = np.unique(np.concatenate((box_ranges.ravel(), own_ranges.ravel())))
-        weight = _draw_weights(len(marks), seed + d.to_bytes(8, "little"))
+        ends = np.concatenate((box_ranges, own_ranges))
+        marks = np.unique(ends)
+        seed_here = seed + d.to_bytes(8, "little")
+        weight = _draw_weights(len(marks), seed_here)
         before = (np.cumsum(weight) - weight) % PRIME
         boxes = boxes * _weigh(box_ranges, marks, before) % PRIME
-        own = int(_weigh(own_ranges, marks, before).sum())
-        product = product * own % PRIME
+        own = _weigh(own_ranges, marks, before)
+        product = product * int(own.sum()) % PRIME
     return int(boxes.sum()) % PRIME == product
 
 
@@ -282,6 +312,7 @@ def _draw_weights(count: int, seed: bytes) -> NDArray[np.uint64]:
 
 def _weigh(ranges: Ints, marks: Ints, before: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The weight of each range, whose ends are marks; `before` has the weight before each mark."""
-    starts = before[np.searchsorted(marks, ranges[:, 0])]
-    stops = before[np.searchsorted(marks, ranges[:, 1])]
+    ends = before[np.searchsorted(marks, ranges)]
+    starts = ends[:, 0]
+    stops = ends[:, 1]
     return (stops + PRIME - starts) % PRIME  # unsigned: + PRIME keeps the difference above 0

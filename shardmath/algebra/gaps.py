@@ -43,13 +43,23 @@ def find_gap(shape: tuple[int, ...], products: tuple[Product, ...]) -> tuple[int
         return None
     if len(shape) == 1:
         return _find_on_line(shape[0], products)
-    tables = [_list_ranges(products, d) for d in range(len(shape))]
-    borders = [_find_borders(size, table) for size, table in zip(shape, tables, strict=True)]
-    cells = [len(each) for each in borders]
-    product = (len(products) + cells[0]) * math.prod(cells[1:])
-    if product + len(products) * sum(cells) <= GRID:
+    tables = []
+    borders = []
+    for d, size in enumerate(shape):
+        table = _list_ranges(products, d)
+        tables.append(table)
+        borders.append(_find_borders(size, table))
+    if _count_numbers(borders, len(products)) <= GRID:
         return _find_in_grid(borders, tables, len(products))
     return _find_in_slabs(shape, products, borders[0], tables[0])
+
+
+def _count_numbers(borders: list[Ints], products: int) -> int:
+    """How many numbers a grid of the cells takes: the factors of the product of matrices, and it."""
+    first, *others = map(len, borders)
+    rest = math.prod(others)
+    marks = products * (first + sum(others))
+    return (products + first) * rest + marks
 
 
 class _Table(NamedTuple):
@@ -64,13 +74,16 @@ def _list_ranges(products: tuple[Product, ...], dimension: int) -> _Table:
     """The ranges of one dimension of all products."""
     rows = []
     for owner, product in enumerate(products):
-        rows += [(lo, hi, owner) for lo, hi in product[dimension]]
-    return _Table(*np.array(rows, np.int64).reshape(-1, 3).T)
+        for lo, hi in product[dimension]:
+            rows.append((lo, hi, owner))
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return _Table(*table.T)
 
 
 def _find_borders(size: int, table: _Table) -> Ints:
     """Where cells begin, ascending, 0 first."""
-    found = np.unique(np.concatenate(([0], table.lo, table.hi)))
+    ends = np.concatenate(([0], table.lo, table.hi))
+    found = np.unique(ends)
     return found[found < size]
 
 
@@ -78,35 +91,43 @@ def _find_on_line(size: int, products: tuple[Product, ...]) -> tuple[int] | None
     """In one dimension: the first place up to which ranges reach, and where none begins."""
     table = _list_ranges(products, 0)
     order = np.argsort(table.lo)
-    reach = np.maximum.accumulate(np.append(0, table.hi[order]))
+    stops = np.append(0, table.hi[order])
+    reach = np.maximum.accumulate(stops)
     begin = np.append(table.lo[order], size)
-    gaps = np.flatnonzero(begin > reach)
-    return (int(reach[gaps[0]]),) if len(gaps) else None
+    gaps = reach[begin > reach]
+    return (int(gaps[0]),) if len(gaps) else None
 
 
 def _find_in_grid(borders: list[Ints], tables: list[_Table], count: int) -> tuple[int, ...] | None:
     """By how many products hold each cell: exact in float32, of which whole numbers up to 2^24
     are."""
-    first, *others = (_mark(*each, count) for each in zip(borders, tables, strict=True))
+    marks = [_mark(*each, count) for each in zip(borders, tables, strict=True)]
     # Cells of all dimensions but the first, row-major, so that one matrix product counts them all.
     rest = np.ones((count, 1), np.float32)
-    for marks in others:
-        rest = (rest[:, :, None] * marks[:, None, :]).reshape(count, -1)
-    bare = first.T @ rest == 0
+    for other in marks[1:]:
+        cells = rest[:, :, None] * other[:, None, :]
+        rest = cells.reshape(count, -1)
+    bare = marks[0].T @ rest == 0
     at = int(bare.argmax())
     if not bare.flat[at]:
         return None
     where = np.unravel_index(at, [len(each) for each in borders])
-    return tuple(int(each[i]) for each, i in zip(borders, where, strict=True))
+    found = []
+    for each, i in zip(borders, where, strict=True):
+        found.append(int(each[i]))
+    return tuple(found)
 
 
 def _mark(borders: Ints, table: _Table, count: int) -> NDArray[np.float32]:
     """1 where a product holds a cell of the dimension: (products, cells)."""
     # A range is a step up where it begins and a step down where it ends.
     steps = np.zeros((count, len(borders) + 1), np.float32)
-    np.add.at(steps, (table.owner, np.searchsorted(borders, table.lo)), 1)
-    np.add.at(steps, (table.owner, np.searchsorted(borders, table.hi)), -1)
-    return steps[:, :-1].cumsum(axis=1, dtype=np.float32)
+    up = borders.searchsorted(table.lo)
+    down = borders.searchsorted(table.hi)
+    np.add.at(steps, (table.owner, up), 1)
+    np.add.at(steps, (table.owner, down), -1)
+    inside = steps[:, :-1]
+    return inside.cumsum(axis=1, dtype=np.float32)
 
 
 def _find_in_slabs(

@@ -95,13 +95,15 @@ class Mesh:
     def _index(self, total: int) -> None:
         """Keep what is looked up often: positions by rank, the hash, and coordinates by axis."""
         positions = {rank: i for i, rank in enumerate(self.ranks)}
+        names = [name for name, _ in self.axes]
         sizes = [n for _, n in self.axes]
         steps = {}
         at = np.arange(total)
-        for (name, _), stride in zip(self.axes, strides(sizes), strict=True):
+        for name, stride in zip(names, strides(sizes), strict=True):
             steps[name] = at // stride
+        digest = hash((self.axes, self.ranks))
         object.__setattr__(self, "_positions", positions)
-        object.__setattr__(self, "_hash", hash((self.axes, self.ranks)))
+        object.__setattr__(self, "_hash", digest)
         object.__setattr__(self, "_steps", steps)
 
     def __hash__(self) -> int:
@@ -234,8 +236,8 @@ class Mesh:
             raise MeshError(f"cannot transpose {self} to {order}; name each of its axes once")
         axes = tuple((name, self.axis_size(name)) for name in order)
         index = [before.index(name) for name in order]
-        ranks = self.array().transpose(index).ravel()
-        return _make_mesh(axes, tuple(ranks.tolist()))
+        ranks = self.array().transpose(index)
+        return _make_mesh(axes, tuple(ranks.ravel().tolist()))
 
     def select(self, **coords: int) -> Mesh:
         """The sub-mesh at these coordinates: `mesh.select(pp=0)`; the axes named are gone from it.
@@ -265,14 +267,15 @@ class Mesh:
         ((0, 3), (1, 4), (2, 5))
         """
         along = _read_names(axes)
-        count = math.prod(self.axis_size(name) for name in along)
+        count = math.prod(map(self.axis_size, along))
         if len(set(along)) != len(along):
             raise MeshError(f"axes {along} repeat a name; name each axis of the groups once")
         names = list(self.shape)
         others = [name for name in names if name not in along]
         order = [names.index(name) for name in (*others, *along)]
-        ranks = self.array().transpose(order).reshape(-1, count)
-        return tuple(map(tuple, ranks.tolist()))
+        ranks = self.array().transpose(order)
+        groups = ranks.reshape(-1, count).tolist()
+        return tuple(map(tuple, groups))
 
     def relabel(self, ranks: Mapping[int, int]) -> Mesh:
         """The same mesh with every rank renamed; ranks not named keep their number.
@@ -280,7 +283,8 @@ class Mesh:
         Raises MeshError if two ranks get one name.
         """
         new = mapping(ranks, "ranks are ", "old to new ranks", MeshError)
-        return _make_mesh(self.axes, tuple(new.get(rank, rank) for rank in self.ranks))
+        renamed = [new.get(rank, rank) for rank in self.ranks]
+        return _make_mesh(self.axes, tuple(renamed))
 
 
 def _make_mesh(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:

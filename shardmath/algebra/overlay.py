@@ -27,7 +27,7 @@ import numpy as np
 
 from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.partition import Partition, partition, spans
-from shardmath.base.arrays import Ints, begins, ranges
+from shardmath.base.arrays import Ints, Offsets, begins, ranges
 from shardmath.base.memo import memo
 
 __all__ = ["Overlay", "Parts", "overlaid", "overlap_table", "overlay"]
@@ -118,11 +118,15 @@ class _Atoms(NamedTuple):
 def _cut_atoms(held: Partition) -> _Atoms:
     """The atoms of a side."""
     start, stop, local, part = spans(held.parts)
-    if (stop[:-1] <= start[1:]).all():
-        alone = tuple((number,) for number in range(len(held.parts)))
+    apart = stop[:-1] <= start[1:]
+    if apart.all():
+        numbers = range(len(held.parts))
+        alone = tuple((number,) for number in numbers)
         return _Atoms(alone, start, stop, part, local[:, None])
     cuts = np.unique(np.concatenate((start, stop)))
-    atom, span = ranges(np.searchsorted(cuts, start), np.searchsorted(cuts, stop))
+    first = cuts.searchsorted(start)
+    last = cuts.searchsorted(stop)
+    atom, span = ranges(first, last)
     part = part[span]
     local = local[span] + cuts[atom] - start[span]
     order = np.lexsort((part, atom))
@@ -132,19 +136,21 @@ def _cut_atoms(held: Partition) -> _Atoms:
 def _group_atoms(cuts: Ints, atom: Ints, part: Ints, local: Ints) -> _Atoms:
     """Number the sets of parts that hold each atom; `atom` is sorted, and `part` within it."""
     first = begins(atom)
-    count = np.diff(np.append(first, len(atom)))
-    held = [tuple(parts.tolist()) for parts in np.split(part, first[1:])]
     number: dict[tuple[int, ...], int] = {}
-    numbers = [number.setdefault(parts, len(number)) for parts in held]
+    numbers = []
+    for parts in np.split(part, first[1:]):
+        held = tuple(parts.tolist())
+        numbers.append(number.setdefault(held, len(number)))
 
     # One row an atom, as wide as the largest set; places that a smaller set does not need are -1.
-    starts = np.full((len(first), max(map(len, number))), -1, np.int64)
-    row = np.repeat(np.arange(len(first)), count)
-    column = np.arange(len(atom)) - np.repeat(first, count)
+    widest = max(map(len, number))
+    starts = np.full((len(first), widest), -1, np.int64)
+    entries = Offsets(np.append(first, len(atom)))
+    row = entries.owners()
+    column = np.arange(len(atom)) - first[row]
     starts[row, column] = local
-    begin = cuts[atom[first]]
-    end = cuts[atom[first] + 1]
-    return _Atoms(tuple(number), begin, end, np.array(numbers, np.int64), starts)
+    own = atom[first]
+    return _Atoms(tuple(number), cuts[own], cuts[own + 1], np.array(numbers, np.int64), starts)
 
 
 def overlap_table(source: Partition, target: Partition) -> Ints:

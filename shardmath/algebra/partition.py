@@ -65,9 +65,10 @@ def spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
     """All segments of all parts by global start: global start, global stop, local start, part."""
     rows = []
     for part, runs in enumerate(parts):
-        for lo, g, n in runs.segments:
-            rows.append((g, g + n, lo, part))
+        for local, start, size in runs.segments:
+            rows.append((start, start + size, local, part))
     table = np.array(rows, np.int64).reshape(-1, 4)
-    by_start = np.argsort(table[:, 0], kind="stable")
-    start, stop, local_start, number = table[by_start].T
+    order = np.argsort(table[:, 0], kind="stable")
+    columns = table[order].T
+    start, stop, local_start, number = columns
     return start, stop, local_start, number

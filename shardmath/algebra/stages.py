@@ -47,8 +47,8 @@ __all__ = [
     "stage_runs",
 ]
 
-Piece: TypeAlias = tuple[int, int]
-"""(start, length) of consecutive positions."""
+StartSize: TypeAlias = tuple[int, int]
+"""Of a piece of consecutive positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +108,20 @@ MOST_PIECES = 1 << 24
 """Of what a rank keeps, all in memory at once: some gigabytes."""
 
 
-def _keep_all(cut: Interval, pieces: list[Piece], length: int) -> list[Piece]:
+def _keep_all(cut: Interval, pieces: list[StartSize], length: int) -> list[StartSize]:
     """All parts of every piece. Raises PlacementError for more than memory holds."""
     count = sum(parts_to_visit(cut, size) for _, size in pieces)
     if count > MOST_PIECES:
         what = f"a length of {length} is cut into {count} pieces, more than {MOST_PIECES}"
         fix = "give larger blocks, or write the tensor with a dimension more: n tp for (n tp)"
         raise PlacementError(f"{what}; {fix}")
-    out: list[Piece] = []
+    out: list[StartSize] = []
     for start, size in pieces:
         out += list_parts(cut, start, size)
     return out
 
 
-def _keep_part(cut: Interval, pieces: list[Piece], i: int) -> list[Piece]:
+def _keep_part(cut: Interval, pieces: list[StartSize], i: int) -> list[StartSize]:
     """Part i of every piece."""
     if isinstance(cut, Chunks):
         return _keep_chunk(cut.parts, pieces, i)
@@ -132,7 +132,7 @@ def _keep_part(cut: Interval, pieces: list[Piece], i: int) -> list[Piece]:
     return out
 
 
-def _keep_chunk(parts: int, pieces: list[Piece], i: int) -> list[Piece]:
+def _keep_chunk(parts: int, pieces: list[StartSize], i: int) -> list[StartSize]:
     """Part i of every piece by `Chunks(parts)`, empty ones left out.
 
     Says again what `Chunks.part` does, because a call per piece takes most of the time of large
@@ -147,7 +147,7 @@ def _keep_chunk(parts: int, pieces: list[Piece], i: int) -> list[Piece]:
     return out
 
 
-def _join(pieces: list[Piece]) -> Runs:
+def _join(pieces: list[StartSize]) -> Runs:
     """Disjoint pieces one after the other."""
     if len(pieces) == 1:
         return _piece_runs(*pieces[0])

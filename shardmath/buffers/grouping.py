@@ -106,11 +106,7 @@ def full_layout(
     Raises ParamLayoutError for a parameter given twice, and what the rule raises.
     """
     _check_rule(rule, "rule")
-    experts = expert_data_parallel_world_size
-    if experts is not None and "data_parallel_world_size" not in options:
-        given = f"expert_data_parallel_world_size={experts}"
-        what = f"{given} without data_parallel_world_size"
-        raise ParamLayoutError(f"{what}; give both, to a rule that takes it")
+    of_experts = _choose_expert_options(options, expert_data_parallel_world_size)
     read_flag(grad_reduce_in_fp32, "grad_reduce_in_fp32")
     if beside is not None:
         _check_rule(beside, "beside")
@@ -118,17 +114,30 @@ def full_layout(
     listed = read_params(params)
     keys = [_make_key(param, grad_reduce_in_fp32, other is not None) for param in listed]
     number_of = _number_params(listed, keys)
-    of_experts = dict(options)
-    if experts is not None:
-        of_experts["data_parallel_world_size"] = experts
     layouts = {}
     for key, group in _group_params(listed, keys).items():
-        chosen = rule
-        if other is not None and not key.is_managed_by_layer_wise_optimizer:
-            chosen = other
-        layout = _apply_rule(chosen, group, of_experts if key.is_expert_parallel else options)
+        is_managed = key.is_managed_by_layer_wise_optimizer
+        chosen = rule if other is None or is_managed else other
+        given = of_experts if key.is_expert_parallel else options
+        layout = _apply_rule(chosen, group, given)
         layouts[key] = layout.with_indices(number_of[param.name] for param in group)
     return FullParamLayout(layouts)
+
+
+def _choose_expert_options(
+    options: Mapping[str, object], experts: int | None
+) -> Mapping[str, object]:
+    """The options of experts' buffers, whose data-parallel size is `experts` if given.
+
+    Raises ParamLayoutError where only theirs is given.
+    """
+    if experts is None:
+        return options
+    if "data_parallel_world_size" not in options:
+        given = f"expert_data_parallel_world_size={experts}"
+        what = f"{given} without data_parallel_world_size"
+        raise ParamLayoutError(f"{what}; give both, to a rule that takes it")
+    return {**options, "data_parallel_world_size": experts}
 
 
 def _check_rule(rule: object, name: str) -> None:
@@ -173,12 +182,15 @@ def _group_params(
 
 def _number_params(params: Sequence[Param], keys: Iterable[BufferKey]) -> dict[str, int]:
     """The number of each parameter, by name, among those of its logical dtype, quantised or not."""
+    names = []
     kinds = []
     for param, key in zip(params, keys, strict=True):
-        marks = key.is_expert_parallel, key.is_managed_by_layer_wise_optimizer
-        kinds.append((param.dtype, key.grad_dtype, *marks))
-    names = [param.name for param in params]
-    return dict(zip(names, number_alike(kinds), strict=True))
+        marks = (key.is_expert_parallel, key.is_managed_by_layer_wise_optimizer)
+        kind = (param.dtype, key.grad_dtype, *marks)
+        names.append(param.name)
+        kinds.append(kind)
+    numbers = number_alike(kinds)
+    return dict(zip(names, numbers, strict=True))
 
 
 def _make_key(param: Param, grad_reduce_in_fp32: bool, has_beside: bool) -> BufferKey:

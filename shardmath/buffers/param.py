@@ -159,15 +159,22 @@ class Param:
             yield "grad_dtype", dtypes.canonical(self.grad_dtype)
         if type(self.quantised) is not bool:
             yield "quantised", _read_format(self.name, self.quantised)
-        for name in ("shared_embedding", "expert_parallel", "managed"):
-            value = getattr(self, name)
-            if type(value) is bool or (name == "managed" and value is None):
-                continue
-            yield name, read_flag(value, f"{name} of parameter {self.name!r}")
+        yield from self._read_flags()
         size = self.gtp_remat_size
         if type(size) is not int or size < 1:
             what = f"gtp_remat_size of parameter {self.name!r}"
             yield "gtp_remat_size", read_positive(size, what)
+
+    def _read_flags(self) -> Iterator[tuple[str, bool]]:
+        """The same of what is True or False."""
+        flags = ["shared_embedding", "expert_parallel"]
+        if self.managed is not None:
+            flags.append("managed")
+        for name in flags:
+            value = getattr(self, name)
+            if type(value) is not bool:
+                what = f"{name} of parameter {self.name!r}"
+                yield name, read_flag(value, what)
 
     @property
     def gradient(self) -> str:

@@ -5,6 +5,7 @@ In reading order:
 - `topology`: ranks per node, link rates;
 - `network`: maximum flows, decomposed into levels;
 - `forest`: flows freed of cycles and rounded;
+- `lines`: bytes that any of their holders may send, checked and grouped;
 - `flow`: exact min-max balance over sets of holders;
 - `certificate`: how near a time is to a bound;
 - `blocks`: what has to move, as values and as arrays;

@@ -7,8 +7,7 @@ whole arrays.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -104,51 +103,58 @@ def _check(blocks: Sequence[Block]) -> None:
     """Raise PlanError for sizes that are not, and for bytes that nobody holds."""
     total = 0
     for block in blocks:
-        if as_integer(block.nbytes, "the size of a block", PlanError) < 0:
-            raise PlanError(f"a block has {block.nbytes} bytes; give zero or more")
+        nbytes = as_integer(block.nbytes, "the size of a block", PlanError)
+        if nbytes < 0:
+            raise PlanError(f"a block has {nbytes} bytes; give zero or more")
         if not block.holders:
             who = show_ranks(block.receivers)
             what = f"no rank holds the {block.nbytes} bytes that {who} must have"
             raise PlanError(f"{what}; name one")
-        total += block.nbytes
+        total += nbytes
     if total >= MOST_BYTES:
         raise PlanError(f"the blocks have {total} bytes in all; give fewer than {MOST_BYTES}")
 
 
 def _read_machine(ranks: Iterable[int], topology: Topology) -> Machine:
     """The ranks of the program in their nodes."""
-    nodes = list(topology.nodes(ranks).values())
-    size = np.array([len(node) for node in nodes], np.int64)
-    listed = np.array(list(itertools.chain.from_iterable(nodes)), np.int64)
+    listed: list[int] = []
+    sizes = []
+    for members in topology.nodes(ranks).values():
+        listed += members
+        sizes.append(len(members))
+    size = np.array(sizes, np.int64)
     node = Offsets.of_counts(size).owners()
     intra = Fraction(topology.intra_bytes_per_s)
     inter = Fraction(topology.inter_bytes_per_s)
-    return Machine(listed, node, size, intra, inter)
+    return Machine(np.array(listed, np.int64), node, size, intra, inter)
 
 
 def _read_table(blocks: Sequence[Block], machine: Machine) -> Table:
     """The blocks, their sets of ranks and their keys numbered."""
-    nbytes = np.array([block.nbytes for block in blocks], np.int64)
+    sizes = [block.nbytes for block in blocks]
+    nbytes = np.array(sizes, np.int64)
     key, group = _number_keys(blocks)
     receivers = _number_sets([block.receivers for block in blocks], machine)
     holders = _number_sets([block.holders for block in blocks], machine)
     # One number for (set, key), so that equal pairs are summed as equal numbers.
     keys = len(group)
     code, amount = sum_by_code(receivers.of * keys + key, nbytes)
-    wanted = (code // keys, code % keys, amount)
+    sets, key_of_sum = np.divmod(code, keys)
+    wanted = (sets, key_of_sum, amount)
     return Table(holders, receivers, nbytes, key, group, wanted)
 
 
 def _number_keys(blocks: Sequence[Block]) -> tuple[Ints, Ints]:
     """The number of each block's (group, addend), ascending, and the number of each key's group."""
-    given = [(block.group, block.addend) for block in blocks]
+    keys = [(block.group, block.addend) for block in blocks]
     number: dict[tuple[int, int], int] = {}
     groups: dict[int, int] = {}
-    for key in sorted(set(given)):
+    group_of_key = []
+    for key in sorted(set(keys)):
+        group, _ = key
         number[key] = len(number)
-        groups.setdefault(key[0], len(groups))
-    key_of_block = [number[key] for key in given]
-    group_of_key = [groups[group] for group, _ in number]
+        group_of_key.append(groups.setdefault(group, len(groups)))
+    key_of_block = [number[key] for key in keys]
     return np.array(key_of_block, np.int64), np.array(group_of_key, np.int64)
 
 
@@ -157,13 +163,25 @@ def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> Sets:
     # Most blocks share their tuples: those that are one object are hashed once.
     by_id = {id(ranks): ranks for ranks in given}
     number: dict[tuple[int, ...], int] = {}
-    of_id = {at: number.setdefault(ranks, len(number)) for at, ranks in by_id.items()}
-    of = [of_id[id(ranks)] for ranks in given]
-    members = list(itertools.chain.from_iterable(number))
-    positions = _find_positions(np.array(members, np.int64), machine)
-    sizes = np.array([len(ranks) for ranks in number], np.int64)
-    owner = Offsets.of_counts(sizes).owners()
-    return Sets(np.array(of, np.int64), len(number), owner, positions)
+    number_of_id = {}
+    for at, ranks in by_id.items():
+        number_of_id[at] = number.setdefault(ranks, len(number))
+    of = np.array([number_of_id[id(ranks)] for ranks in given], np.int64)
+    owner, member = _place_members(number, machine)
+    return Sets(of, len(number), owner, member)
+
+
+def _place_members(sets: Collection[tuple[int, ...]], machine: Machine) -> tuple[Ints, Ints]:
+    """(set, the position of a rank of it) for all ranks of the sets, numbered in their order."""
+    listed: list[int] = []
+    sizes = []
+    for ranks in sets:
+        listed += ranks
+        sizes.append(len(ranks))
+    counts = np.array(sizes, np.int64)
+    owner = Offsets.of_counts(counts).owners()
+    member = _find_positions(np.array(listed, np.int64), machine)
+    return owner, member
 
 
 def _find_positions(ranks: Ints, machine: Machine) -> Ints:

@@ -36,6 +36,7 @@ Witness(ranks=(2, 3), direction='in', nbytes=1000000000, bytes_per_s=10000000000
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
@@ -44,7 +45,7 @@ import numpy as np
 from shardmath.base.arrays import Ints
 from shardmath.flows.blocks import Block, Machine, Table, read, sum_by_code
 from shardmath.flows.certificate import Witness
-from shardmath.flows.cuts import Cut, find_shared, list_cuts, touch
+from shardmath.flows.cuts import Cut, Touched, find_shared, list_cuts, touch
 from shardmath.flows.flow import levels
 from shardmath.flows.topology import Topology
 
@@ -65,19 +66,27 @@ def bound(
     if not asked:
         return 0.0, None
     table, machine = read(asked, ranks, topology)
+    cuts = _gather_cuts(table, machine)
+    if not cuts:
+        return 0.0, None
+    worst = max(cuts, key=lambda cut: cut.seconds)
+    seconds = worst.seconds + Fraction(topology.latency_s)
+    return float(seconds), _name_witness(worst, machine)
+
+
+def _gather_cuts(table: Table, machine: Machine) -> list[Cut]:
+    """The worst cuts of all families that are looked at."""
     cuts: list[Cut] = []
     for label in _list_families(table, machine):
         cuts += list_cuts(table, machine, label)
     if not cuts:
-        return 0.0, None
+        return []
     for unit, link in _list_units(machine):
         found = max(cut.seconds for cut in cuts)
         crowded = _find_crowded(table, unit, link, found)
         if crowded is not None:
             cuts += list_cuts(table, machine, crowded)
-    worst = max(cuts, key=lambda cut: cut.seconds)
-    seconds = worst.seconds + Fraction(topology.latency_s)
-    return float(seconds), _name_witness(worst, machine)
+    return cuts
 
 
 def _name_witness(cut: Cut, machine: Machine) -> Witness:
@@ -96,10 +105,11 @@ def _list_families(table: Table, machine: Machine) -> Iterator[Ints]:
 
     The latter both of each node and of the program.
     """
+    count = len(machine.ranks)
     yield machine.node
-    yield np.arange(len(machine.ranks))
+    yield np.arange(count)
     for sets in (table.holders, table.receivers):
-        role = np.zeros(len(machine.ranks), np.int64)
+        role = np.zeros(count, np.int64)
         role[sets.member] = 1
         yield role
         yield machine.node * 2 + role
@@ -111,7 +121,8 @@ def _list_units(machine: Machine) -> Iterator[tuple[Ints, Fraction]]:
     link = machine.intra
     if len(machine.size) > 1:
         link += machine.inter
-    yield np.arange(len(machine.ranks)), link
+    each_rank = np.arange(len(machine.ranks))
+    yield each_rank, link
 
 
 def _find_crowded(table: Table, unit: Ints, link: Fraction, found: Fraction) -> Ints | None:
@@ -127,36 +138,48 @@ def _find_crowded(table: Table, unit: Ints, link: Fraction, found: Fraction) -> 
     lengths, holders = _gather_demands(table, unit)
     load = np.zeros(len(unit), np.int64)
     for nbytes, held in zip(lengths, holders, strict=True):
-        load[list(held)] += -(-nbytes // len(held))
+        share = -(-nbytes // len(held))
+        load[list(held)] += share
     if int(load.max()) <= found * link:
         return None
     label = np.zeros(len(unit), np.int64)
-    for i, level in enumerate(levels(lengths, holders)):
-        label[list(level.ranks)] = i + 1
+    found_levels = levels(lengths, holders)
+    for i, level in enumerate(found_levels, 1):
+        label[list(level.ranks)] = i
     return label
 
 
 def _gather_demands(table: Table, unit: Ints) -> tuple[list[int], list[tuple[int, ...]]]:
     """Bytes that some unit needs and does not hold, by the ranks of the units that hold them.
 
-    Ranks are positions, all those of a unit. Of a group only the blocks of its first addend:
-    elements count once.
+    Ranks are positions, all those of a unit.
     """
     count = int(unit.max()) + 1
     hold = touch(table.holders, unit, count)
+    rows = _find_missed(table, hold, unit, count)
+    held_by = table.holders.of[rows]
+    sets, nbytes = sum_by_code(held_by, table.nbytes[rows])
+    total: dict[tuple[int, ...], int] = defaultdict(int)
+    for i, n in zip(sets.tolist(), nbytes.tolist(), strict=True):
+        units = hold.labels_of(i)
+        total[units] += n
+    lengths = list(total.values())
+    holders = _list_members(list(total), unit, count)
+    return lengths, holders
+
+
+def _find_missed(table: Table, hold: Touched, unit: Ints, count: int) -> Ints:
+    """The blocks that some unit needs and does not hold.
+
+    Of a group only those of its first addend: elements count once.
+    """
     need = touch(table.receivers, unit, count)
     _, served = find_shared(hold, need, count)
     units_served = np.bincount(served, minlength=len(table.key))
-    missing = need.widths() > units_served
-    first_of_group = np.diff(table.group, prepend=-1).astype(bool)
-    rows = np.flatnonzero(first_of_group[table.key] & missing)
-    sets, nbytes = sum_by_code(table.holders.of[rows], table.nbytes[rows])
-    first = hold.sets.first
-    total: dict[tuple[int, ...], int] = {}
-    for i, n in zip(sets.tolist(), nbytes.tolist(), strict=True):
-        units = tuple(hold.labels[first[i] : first[i + 1]].tolist())
-        total[units] = total.get(units, 0) + n
-    return list(total.values()), _list_members(list(total), unit, count)
+    missed = need.widths() > units_served
+    first_of_group = np.diff(table.group, prepend=-1) != 0
+    counted = first_of_group[table.key]
+    return np.flatnonzero(counted & missed)
 
 
 def _list_members(groups: list[tuple[int, ...]], unit: Ints, count: int) -> list[tuple[int, ...]]:
@@ -169,5 +192,6 @@ def _list_members(groups: list[tuple[int, ...]], unit: Ints, count: int) -> list
         ranks: list[int] = []
         for u in units:
             ranks += members[u]
-        out.append(tuple(sorted(ranks)))
+        ranks.sort()
+        out.append(tuple(ranks))
     return out

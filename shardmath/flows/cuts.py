@@ -37,13 +37,21 @@ class Touched:
 
     def only(self) -> Ints:
         """The label of each block that has a single one; -1 for the others."""
-        first_label = self.labels[self.sets.first[self.of]]
-        return np.where(self.widths() == 1, first_label, -1)
+        first = self.sets.first[self.of]
+        single = self.widths() == 1
+        return np.where(single, self.labels[first], -1)
+
+    def labels_of(self, i: int) -> tuple[int, ...]:
+        """The labels of set i, ascending."""
+        first = self.sets.first[i]
+        stop = self.sets.first[i + 1]
+        return tuple(self.labels[first:stop].tolist())
 
     def expand(self, sets: Ints) -> tuple[Ints, Ints]:
         """Every label of every one of the sets, and which of them it belongs to."""
-        first = self.sets.first
-        at, owner = ranges(first[sets], first[sets + 1])
+        first = self.sets.first[sets]
+        stop = self.sets.first[sets + 1]
+        at, owner = ranges(first, stop)
         return self.labels[at], owner
 
 
@@ -58,13 +66,15 @@ def touch(sets: Sets, label: Ints, count: int) -> Touched:
 
 def find_shared(hold: Touched, need: Touched, count: int) -> tuple[Ints, Ints]:
     """(label, block) wherever some ranks of one label hold the block and some need it."""
-    few, many = hold, need
+    few = hold
+    many = need
     if many.widths().sum() < few.widths().sum():
         few, many = many, few
     label, block = few.expand(few.of)
     # One number for (set, label), so that pairs are looked up as numbers.
     there = many.sets.owners() * count + many.labels
-    both = np.isin(many.of[block] * count + label, there)
+    asked = many.of[block] * count + label
+    both = np.isin(asked, there)
     return label[both], block[both]
 
 
@@ -80,12 +90,13 @@ def _force(table: Table, label: Ints, key: Ints, nbytes: Ints, count: int) -> In
     groups = int(table.group[-1]) + 1
     code, amount = sum_by_code(label * keys + key, nbytes)
     # Keys ascend by group, so the codes of one (label, group) stand together.
-    place = code // keys * groups + table.group[code % keys]
+    of_label, of_key = np.divmod(code, keys)
+    place = of_label * groups + table.group[of_key]
     first = begins(place)
     out = np.zeros(count, np.int64)
     if len(first):
         most = np.maximum.reduceat(amount, first)
-        np.add.at(out, place[first] // groups, most)
+        np.add.at(out, of_label[first], most)
     return out
 
 
@@ -101,9 +112,11 @@ def _force_in(table: Table, hold: Touched, need: Touched, count: int) -> Ints:
     label, row = need.expand(sets)
     here, block = find_shared(hold, need, count)
     # All that X needs, less what X holds of it.
+    held = -table.nbytes[block]
+    held_key = table.key[block]
     labels = np.concatenate((label, here))
-    keys = np.concatenate((key[row], table.key[block]))
-    amounts = np.concatenate((nbytes[row], -table.nbytes[block]))
+    keys = np.concatenate((key[row], held_key))
+    amounts = np.concatenate((nbytes[row], held))
     return _force(table, labels, keys, amounts, count)
 
 
@@ -115,9 +128,13 @@ def _force_out(table: Table, hold: Touched, need: Touched, count: int) -> Ints:
     """
     home = hold.only()
     held_by_one = home >= 0
-    rows = held_by_one & (home != need.only())
+    wanted = home != need.only()
+    rows = held_by_one & wanted
     return _force(table, home[rows], table.key[rows], table.nbytes[rows], count)
 
+
+DIRECTIONS = (("in", _force_in), ("out", _force_out))
+"""What has to cross a border, by the way that it goes."""
 
 # Cuts
 
@@ -149,12 +166,15 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
     total = len(machine.ranks)
     # One number for (label, node): k counts the ranks of the node that have the label.
     code, k = np.unique(label * nodes + machine.node, return_counts=True)
-    rest = machine.size[code % nodes] - k
+    of_label, of_node = np.divmod(code, nodes)
+    rest = machine.size[of_node] - k
+    links = np.minimum(k, rest)
     intra = np.zeros(count, np.int64)
-    np.add.at(intra, code // nodes, np.minimum(k, rest))
+    np.add.at(intra, of_label, links)
     members = np.bincount(label, minlength=count)
     smaller = np.minimum(members, total - members)
-    return intra, np.minimum(smaller, total - machine.size.max())
+    outside_largest = total - machine.size.max()
+    return intra, np.minimum(smaller, outside_largest)
 
 
 def list_cuts(table: Table, machine: Machine, label: Ints) -> Iterator[Cut]:
@@ -166,10 +186,11 @@ def list_cuts(table: Table, machine: Machine, label: Ints) -> Iterator[Cut]:
     hold = touch(table.holders, label, count)
     need = touch(table.receivers, label, count)
     intra, inter = _count_links(machine, label, count)
-    for direction, force in (("in", _force_in), ("out", _force_out)):
+    for direction, force in DIRECTIONS:
         forced = force(table, hold, need, count)
         for x in _find_worst(forced, intra, inter):
-            rate = int(intra[x]) * machine.intra + int(inter[x]) * machine.inter
+            rate = int(intra[x]) * machine.intra
+            rate += int(inter[x]) * machine.inter
             nbytes = int(forced[x])
             yield Cut(nbytes / rate, label == x, direction, nbytes, rate)
 
@@ -178,8 +199,11 @@ def _find_worst(forced: Ints, intra: Ints, inter: Ints) -> list[int]:
     """Of the labels that have equal links, the one with the most forced bytes, if it has any."""
     rows = np.flatnonzero(forced)
     # Equal links stand together, most bytes first: the first of each run is the one.
-    rows = rows[np.lexsort((rows, -forced[rows], inter[rows], intra[rows]))]
+    order = np.lexsort((rows, -forced[rows], inter[rows], intra[rows]))
+    rows = rows[order]
     new = np.ones(len(rows), bool)
-    new[1:] = (np.diff(intra[rows]) != 0) | (np.diff(inter[rows]) != 0)
+    new_intra = np.diff(intra[rows]) != 0
+    new_inter = np.diff(inter[rows]) != 0
+    new[1:] = new_intra | new_inter
     worst: list[int] = rows[new].tolist()
     return worst

@@ -32,21 +32,18 @@ send, and the same decomposition balances nodes.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from fractions import Fraction
+from typing import NamedTuple
 
 from shardmath.base.errors import PlanError
-from shardmath.flows.forest import Piece, pieces
+from shardmath.flows.forest import Edge, list_edges
+from shardmath.flows.lines import Holders, group_lines, list_shared, sum_groups
 from shardmath.flows.network import Network, leaves
 
 __all__ = ["Level", "levels", "shares"]
-
-Holders: TypeAlias = tuple[int, ...]
 
 
 class Level(NamedTuple):
@@ -76,8 +73,8 @@ def shares(
     Raises PlanError: a negative length, holders that are none or not ascending, a holder without a
     node.
     """
-    groups = _group_lines(lengths, holders)
-    total = _sum_groups(groups)
+    groups = group_lines(lengths, holders)
+    total = sum_groups(groups)
     sent = _divide_by_rank(total) if nodes is None else _divide_by_node(total, nodes)
     out: list[list[int]] = [[]] * len(holders)
     for held, lines in groups.items():
@@ -92,59 +89,25 @@ def levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
     Every holder is in one level, and no two levels have the same load. Raises PlanError as `shares`
     does.
     """
-    total = _sum_groups(_group_lines(lengths, holders))
+    total = sum_groups(group_lines(lengths, holders))
     kinds = _find_kinds(total)
     network = _rank_network(total, kinds)
-    ranks_at: dict[tuple[int, int], list[int]] = defaultdict(list)
+    ranks_at: dict[Fraction, list[int]] = defaultdict(list)
     for leaf in leaves(network):
-        common = math.gcd(leaf.nbytes, leaf.weight)
-        load = (leaf.nbytes // common, leaf.weight // common)
+        load = Fraction(leaf.nbytes, leaf.weight)
+        ranks_of_level = ranks_at[load]
         for sink in leaf.sinks:
-            ranks_at[load] += kinds[sink - network.first].ranks
+            kind = _find_kind(network, kinds, sink)
+            ranks_of_level += kind.ranks
     found = []
-    for (nbytes, weight), ranks in ranks_at.items():
-        found.append(Level(nbytes * len(ranks) // weight, tuple(sorted(ranks))))
-    return sorted(found, key=functools.cmp_to_key(_compare_loads))
+    for load in sorted(ranks_at, reverse=True):
+        ranks = tuple(sorted(ranks_at[load]))
+        nbytes = int(load * len(ranks))
+        found.append(Level(nbytes, ranks))
+    return found
 
 
-def _compare_loads(a: Level, b: Level) -> int:
-    """Above 0 where the load of a rank of `a` is lower than of `b`: highest loads sort first."""
-    return b.nbytes * len(a.ranks) - a.nbytes * len(b.ranks)
-
-
-# Lines with one set of holders are one line
-
-
-def _group_lines(
-    lengths: Sequence[int], holders: Sequence[Holders]
-) -> dict[Holders, dict[int, int]]:
-    """By set of holders, in sorted order: the number and the bytes of its lines."""
-    if len(lengths) != len(holders):
-        what = f"{len(lengths)} lengths and {len(holders)} sets of holders"
-        raise PlanError(f"{what}; give one of each for every line")
-    groups: dict[Holders, dict[int, int]] = {}
-    for line, (held, length) in enumerate(zip(holders, lengths, strict=True)):
-        if length < 0:
-            raise PlanError(f"line {line} has {length} bytes; give lengths of 0 or more")
-        groups.setdefault(held, {})[line] = operator.index(length)
-    for held, lines in groups.items():
-        if not held or not all(map(operator.lt, held, held[1:])):
-            _refuse(next(iter(lines)), held)
-    return {held: groups[held] for held in sorted(groups)}
-
-
-def _sum_groups(groups: dict[Holders, dict[int, int]]) -> dict[Holders, int]:
-    """By set of holders: the bytes of all its lines."""
-    return {held: sum(lines.values()) for held, lines in groups.items()}
-
-
-def _refuse(line: int, held: Holders) -> None:
-    """Raise PlanError for holders that are none or not ascending."""
-    for a, b in itertools.pairwise(held):
-        if a >= b:
-            what = f"line {line}: holder {b} comes after {a}"
-            raise PlanError(f"{what}; give its holders as tuple(sorted(set(...)))")
-    raise PlanError(f"line {line} has no holders; leave it out, or name a rank that holds it")
+# What a set of holders sends, line by line and rank by rank
 
 
 def _deal(lines: dict[int, int], sent: list[int]) -> Iterator[tuple[int, list[int]]]:
@@ -153,7 +116,7 @@ def _deal(lines: dict[int, int], sent: list[int]) -> Iterator[tuple[int, list[in
         (line,) = lines
         yield line, sent
         return
-    order = sorted(lines, key=lambda line: -lines[line])
+    order = sorted(lines, key=lines.__getitem__, reverse=True)
     rows = [[0] * len(sent) for _ in order]
     sizes = [lines[line] for line in order]
     for i, j, nbytes in _wrap_around(sizes, sent):
@@ -161,7 +124,7 @@ def _deal(lines: dict[int, int], sent: list[int]) -> Iterator[tuple[int, list[in
     yield from zip(order, rows, strict=True)
 
 
-def _wrap_around(rows: Iterable[int], columns: Iterable[int]) -> Iterator[Piece]:
+def _wrap_around(rows: Iterable[int], columns: Iterable[int]) -> Iterator[Edge]:
     """McNaughton's wrap-around: two lists of the same sum laid along each other.
 
     Yields (row, column, bytes).
@@ -198,46 +161,59 @@ class _Kind(NamedTuple):
     ranks: list[int]
 
 
-def _list_shared(total: dict[Holders, int]) -> list[Holders]:
-    """Lines that somebody has to divide; lines are numbered by their place here."""
-    return [held for held, nbytes in total.items() if nbytes and len(held) > 1]
-
-
 def _find_kinds(total: dict[Holders, int], nodes: Mapping[int, int] | None = None) -> list[_Kind]:
     """The kinds, by lowest rank."""
-    holders = set(itertools.chain.from_iterable(total))
-    lines: dict[int, list[int]] = {rank: [] for rank in sorted(holders)}
-    for line, held in enumerate(_list_shared(total)):
-        for rank in held:
-            lines[rank].append(line)
-    kinds: dict[tuple[int, int, tuple[int, ...]], list[int]] = defaultdict(list)
-    for rank, shared in lines.items():
+    kinds: dict[tuple[int, int, tuple[int, ...]], _Kind] = {}
+    for rank, lines in _list_lines_by_rank(total).items():
         node = nodes[rank] if nodes else 0
         base = total.get((rank,), 0)
-        kinds[node, base, tuple(shared)].append(rank)
-    return [_Kind(*key, ranks) for key, ranks in kinds.items()]
+        key = (node, base, tuple(lines))
+        if key not in kinds:
+            kinds[key] = _Kind(*key, ranks=[])
+        kinds[key].ranks.append(rank)
+    return list(kinds.values())
+
+
+def _list_lines_by_rank(total: dict[Holders, int]) -> dict[int, list[int]]:
+    """The shared lines of every holder; ranks and lines ascend."""
+    holders = set(itertools.chain.from_iterable(total))
+    lines: dict[int, list[int]] = {rank: [] for rank in sorted(holders)}
+    for line, held in enumerate(list_shared(total)):
+        for rank in held:
+            lines[rank].append(line)
+    return lines
+
+
+def _find_kind(network: Network, kinds: list[_Kind], sink: int) -> _Kind:
+    """The kind that a sink of the network is."""
+    return kinds[sink - network.first]
 
 
 def _rank_network(total: dict[Holders, int], kinds: list[_Kind]) -> Network:
     """The network in which every kind takes the level for each of its ranks."""
-    nbytes = [total[held] for held in _list_shared(total)]
+    nbytes = [total[held] for held in list_shared(total)]
+    first = len(nbytes)
     reach: list[list[int]] = [[] for _ in nbytes]
     weight = {}
     base = {}
-    for sink, kind in enumerate(kinds, len(nbytes)):
+    for sink, kind in enumerate(kinds, first):
         for line in kind.lines:
             reach[line].append(sink)
-        weight[sink] = len(kind.ranks)
-        base[sink] = len(kind.ranks) * kind.base
-    return Network(len(nbytes), nbytes, reach, weight, base)
+        count = len(kind.ranks)
+        weight[sink] = count
+        base[sink] = count * kind.base
+    return Network(first, nbytes, reach, weight, base)
 
 
 def _divide_by_rank(total: dict[Holders, int]) -> dict[Holders, list[int]]:
     """By set of holders: what each holder sends of its line."""
+    out = {}
+    for held, nbytes in total.items():
+        # Of a line that nobody has to divide, the only holder sends all; or there is nothing to send.
+        nothing = [0] * (len(held) - 1)
+        out[held] = [nbytes, *nothing]
     sent = _divide_lines(total)
-    # Of a line that nobody has to divide, the only holder sends all; or there is nothing to send.
-    out = {held: [nbytes] + [0] * (len(held) - 1) for held, nbytes in total.items()}
-    for held, by_rank in zip(_list_shared(total), sent, strict=True):
+    for held, by_rank in zip(list_shared(total), sent, strict=True):
         out[held] = [by_rank.get(rank, 0) for rank in held]
     return out
 
@@ -248,15 +224,16 @@ def _divide_lines(total: dict[Holders, int]) -> list[dict[int, int]]:
     network = _rank_network(total, kinds)
     sent: list[dict[int, int]] = [{} for _ in network.nbytes]
     rows: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for line, sink, nbytes in pieces(network):
-        ranks = kinds[sink - network.first].ranks
+    for line, sink, nbytes in list_edges(network):
+        ranks = _find_kind(network, kinds, sink).ranks
         if len(ranks) == 1:
             sent[line][ranks[0]] = nbytes
         else:
             rows[sink].append((line, nbytes))
     for sink, row in rows.items():
-        ranks = kinds[sink - network.first].ranks
-        _divide_kind(sorted(row), ranks, sent)
+        row.sort()
+        ranks = _find_kind(network, kinds, sink).ranks
+        _divide_kind(row, ranks, sent)
     return sent
 
 
@@ -266,7 +243,8 @@ def _divide_kind(row: list[tuple[int, int]], ranks: list[int], sent: list[dict[i
     even = _even_parts(sum(sizes), len(ranks))
     for i, j, nbytes in _wrap_around(sizes, even):
         line, _ = row[i]
-        sent[line][ranks[j]] = nbytes
+        rank = ranks[j]
+        sent[line][rank] = nbytes
 
 
 # Nodes
@@ -277,13 +255,19 @@ def _divide_by_node(
 ) -> dict[Holders, list[int]]:
     """By set of holders: what each holder sends, nodes balanced before ranks."""
     _check_nodes(total, nodes)
-    parts = list(_divide_among_nodes(total, nodes))
-    lengths = [nbytes for _, _, nbytes in parts]
-    holders = [local for _, local, _ in parts]
+    lengths = []
+    holders = []
+    wholes = []
+    for held, local, nbytes in _divide_among_nodes(total, nodes):
+        lengths.append(nbytes)
+        holders.append(local)
+        wholes.append(held)
     sent = {held: dict.fromkeys(held, 0) for held in total}
-    for (held, local, _), row in zip(parts, shares(lengths, holders), strict=True):
-        sent[held].update(zip(local, row, strict=True))
-    return {held: list(row.values()) for held, row in sent.items()}
+    rows = shares(lengths, holders)
+    for held, local, row in zip(wholes, holders, rows, strict=True):
+        by_rank = zip(local, row, strict=True)
+        sent[held].update(by_rank)
+    return {held: list(amounts.values()) for held, amounts in sent.items()}
 
 
 def _check_nodes(total: dict[Holders, int], nodes: Mapping[int, int]) -> None:
@@ -299,22 +283,29 @@ def _divide_among_nodes(
     total: dict[Holders, int], nodes: Mapping[int, int]
 ) -> Iterator[tuple[Holders, Holders, int]]:
     """What of each line leaves from each node: its holders, those of them in the node, bytes."""
-    kinds = _find_kinds(total, nodes)
-    shared = _list_shared(total)
-    cap = _find_cap(_rank_network(total, kinds))  # which uses up its network
-    network = _node_network(_rank_network(total, kinds), kinds, cap)
-    sent: dict[tuple[int, int], int] = defaultdict(int)
-    for line, sink, nbytes in pieces(network):
-        if line < len(shared):
-            node = kinds[sink - network.first].node
-            sent[line, node] += nbytes
-    for (line, node), nbytes in sent.items():
+    shared = list_shared(total)
+    for (line, node), nbytes in _sum_by_node(total, nodes).items():
         held = shared[line]
         local = tuple(rank for rank in held if nodes[rank] == node)
         yield held, local, nbytes
     for held, nbytes in total.items():
         if len(held) == 1:
             yield held, held, nbytes
+
+
+def _sum_by_node(total: dict[Holders, int], nodes: Mapping[int, int]) -> dict[tuple[int, int], int]:
+    """By shared line and node: the bytes that leave from there."""
+    kinds = _find_kinds(total, nodes)
+    ranks = _rank_network(total, kinds)
+    lines = ranks.first
+    cap = _find_cap(_rank_network(total, kinds))  # which uses up its network
+    network = _node_network(ranks, kinds, cap)
+    sent: dict[tuple[int, int], int] = defaultdict(int)
+    for line, sink, nbytes in list_edges(network):
+        if line < lines:
+            kind = _find_kind(network, kinds, sink)
+            sent[line, kind.node] += nbytes
+    return sent
 
 
 def _find_cap(network: Network) -> int:
@@ -332,23 +323,29 @@ def _node_network(ranks: Network, kinds: list[_Kind], cap: int) -> Network:
     There is a further line of as many bytes for each kind, which may go there or to its node. Lines
     are numbered from 0, then come those further lines, then kinds as sinks, then nodes as sinks.
     """
-    lines = ranks.first
-    first = lines + len(kinds)
-    nodes = sorted({kind.node for kind in kinds})
-    sink_of = {node: sink for sink, node in enumerate(nodes, first + len(kinds))}
+    further = len(kinds)
+    first = ranks.first + further
+    sink_of = _number_nodes(kinds, first + further)
     reach = []
     for sinks in ranks.reach:
-        reach.append([sink - lines + first for sink in sinks])
+        reach.append([sink + further for sink in sinks])
     room = []
     base = {}
     base_of_node = dict.fromkeys(sink_of.values(), 0)
     for sink, kind in enumerate(kinds, first):
         count = len(kind.ranks)
         spare = count * (cap - kind.base)
+        node_sink = sink_of[kind.node]
         room.append(spare)
-        reach.append([sink, sink_of[kind.node]] if spare else [sink])
+        reach.append([sink, node_sink] if spare else [sink])
         base[sink] = -spare
-        base_of_node[sink_of[kind.node]] += count * kind.base
+        base_of_node[node_sink] += count * kind.base
     # A kind takes exactly its room, whatever the level: it has no weight.
     weight = dict.fromkeys(base, 0) | dict.fromkeys(base_of_node, 1)
     return Network(first, ranks.nbytes + room, reach, weight, base | base_of_node)
+
+
+def _number_nodes(kinds: list[_Kind], first: int) -> dict[int, int]:
+    """The sink that each node is, ascending, from `first` on."""
+    nodes = sorted({kind.node for kind in kinds})
+    return {node: sink for sink, node in enumerate(nodes, first)}

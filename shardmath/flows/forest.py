@@ -1,4 +1,4 @@
-"""Forest: the flow of a network freed of cycles and rounded, as pieces of whole bytes.
+"""Forest: the flow of a network freed of cycles and rounded, as edges of whole bytes.
 
 The flow found is freed of cycles, so that it is a forest, and rounded from the roots on: every sum
 at a line or a sink stays what it was, rounded down or up. A forest has fewer edges than lines and
@@ -6,7 +6,7 @@ sinks, so there are few pieces.
 
 >>> from shardmath.flows.network import Network
 >>> network = Network(2, [6, 4], [[2, 3], [3, 4]], {2: 1, 3: 1, 4: 1}, {2: 0, 3: 0, 4: 0})
->>> sorted(pieces(network))
+>>> sorted(list_edges(network))
 [(0, 2, 4), (0, 3, 2), (1, 3, 1), (1, 4, 3)]
 """
 
@@ -18,16 +18,16 @@ from typing import TypeAlias
 
 from shardmath.flows.network import Network, leaves, take
 
-__all__ = ["Piece", "pieces"]
+__all__ = ["Edge", "list_edges"]
 
-Piece: TypeAlias = tuple[int, int, int]
-"""Two places and the bytes that lie at both."""
+Edge: TypeAlias = tuple[int, int, int]
+"""Two nodes and the bytes between them."""
 
 Sent: TypeAlias = dict[int, dict[int, int]]
 """What each sink takes of each line: `sent[sink][line]`."""
 
 
-def pieces(network: Network) -> Iterator[Piece]:
+def list_edges(network: Network) -> Iterator[Edge]:
     """What every sink takes of every line, in bytes; the network is used up."""
     for leaf in leaves(network):
         forest = _free_of_cycles(leaf.sent)
@@ -37,7 +37,7 @@ def pieces(network: Network) -> Iterator[Piece]:
             yield line, sinks[0], network.nbytes[line]
 
 
-def _free_of_cycles(sent: Sent) -> list[Piece]:
+def _free_of_cycles(sent: Sent) -> list[Edge]:
     """The flow as a forest: (child, parent, amount) of nodes, children first. Uses `sent` up.
 
     Nodes are lines and sinks; a sink's number is higher than any line's.
@@ -47,7 +47,7 @@ def _free_of_cycles(sent: Sent) -> list[Piece]:
         for line in row:
             near[line][sink] = None
             near[sink][line] = None
-    out: list[Piece] = []
+    out: list[Edge] = []
     _peel(near, sent, out)
     arcs = {node: list(others) for node, others in near.items() if others}
     for root in arcs:
@@ -56,14 +56,15 @@ def _free_of_cycles(sent: Sent) -> list[Piece]:
     return out
 
 
-def _peel(near: dict[int, dict[int, None]], sent: Sent, out: list[Piece]) -> None:
+def _peel(near: dict[int, dict[int, None]], sent: Sent, out: list[Edge]) -> None:
     """Put what is on no cycle into the forest, from the leaves on."""
     leaf_nodes = [node for node, others in near.items() if len(others) == 1]
     for leaf in leaf_nodes:
         if near[leaf]:
             parent, _ = near[leaf].popitem()
             del near[parent][leaf]
-            out.append((leaf, parent, _pop_edge(sent, leaf, parent)))
+            amount = _pop_edge(sent, leaf, parent)
+            out.append((leaf, parent, amount))
             if len(near[parent]) == 1:
                 leaf_nodes.append(parent)  # the loop goes on to it
 
@@ -75,7 +76,7 @@ def _pop_edge(sent: Sent, a: int, b: int) -> int:
     return sent[sink].pop(line)
 
 
-def _cancel_cycles(arcs: dict[int, list[int]], sent: Sent, root: int, out: list[Piece]) -> None:
+def _cancel_cycles(arcs: dict[int, list[int]], sent: Sent, root: int, out: list[Edge]) -> None:
     """Put all that is connected to the root into the forest.
 
     Walk on until an edge closes a cycle: move an amount around it until an edge of it is empty. Or
@@ -92,7 +93,8 @@ def _cancel_cycles(arcs: dict[int, list[int]], sent: Sent, root: int, out: list[
             path.pop()
             del place[node]
             if path:
-                out.append((node, came, _pop_edge(sent, node, came)))
+                amount = _pop_edge(sent, node, came)
+                out.append((node, came, amount))
         elif onward in place:
             start = place[onward]
             cycle = path[start:]
@@ -133,14 +135,14 @@ def _cancel(sent: Sent, cycle: list[int]) -> None:
     lines = cycle[::2]
     sinks = cycle[1::2]
     after = lines[1:] + lines[:1]  # the line after each sink
-    amount = min([sent[sink][line] for line, sink in zip(after, sinks, strict=True)])
-    for line, sink, other in zip(lines, sinks, after, strict=True):
-        taken = sent[sink]
-        taken[line] += amount
-        take(taken, other, amount)
+    taken = [sent[sink] for sink in sinks]
+    amount = min([row[line] for line, row in zip(after, taken, strict=True)])
+    for before, row, line in zip(lines, taken, after, strict=True):
+        row[before] += amount
+        take(row, line, amount)
 
 
-def _round(forest: list[Piece], scale: int) -> Iterator[Piece]:
+def _round(forest: list[Edge], scale: int) -> Iterator[Edge]:
     """Every edge by `scale`, down or up, so that every sum at a line or sink is rounded too.
 
     From the roots on: what rounding has added at a node so far stays within a byte.
@@ -155,4 +157,6 @@ def _round(forest: list[Piece], scale: int) -> Iterator[Piece]:
             added[parent] += change
             added[child] += change
         if nbytes:
-            yield min(child, parent), max(child, parent), nbytes
+            line = min(child, parent)
+            sink = max(child, parent)
+            yield line, sink, nbytes

@@ -63,8 +63,9 @@ class Topology:
         given = listed(ranks, "ranks", PlanError)
         distinct = {as_integer(rank, "a rank", PlanError) for rank in given}
         for rank in sorted(distinct):
-            out.setdefault(self.node(rank), []).append(rank)
-        return {node: tuple(held) for node, held in out.items()}
+            members = out.setdefault(self.node(rank), [])
+            members.append(rank)
+        return {node: tuple(members) for node, members in out.items()}
 
 
 def checked(topology: object) -> Topology:

@@ -2,7 +2,7 @@
 
 In reading order:
 
-- `elements`: SVG as strings: colours, elements, drawings made of them, and documents;
+- `elements`: SVG as strings: colours, elements, drawings made of them, scales, and documents;
 - `text`: values as text;
 - `cells`: a layout cut into boxes that the same ranks hold;
 - `layout_drawing`: layouts as SVG;

@@ -19,14 +19,13 @@ from shardmath.buffers.param_layout import PerBufferParamLayout
 from shardmath.pictures.buffer_text import (
     Bucket,
     Span,
-    every,
     list_buckets,
     make_gap,
     read_arguments,
     shape_of,
     summarize,
 )
-from shardmath.pictures.elements import FONT, VERMILION, plain
+from shardmath.pictures.elements import FONT, VERMILION, every, plain
 from shardmath.pictures.text import count, count_more, share
 
 __all__ = ["LEFT", "RIGHT", "buffer_svg"]

@@ -46,6 +46,7 @@ from shardmath.buffers.grouping import BufferKey, FullParamLayout
 from shardmath.buffers.param import read_positive
 from shardmath.buffers.param_layout import PerBufferParamLayout
 from shardmath.buffers.shares import shard_numel
+from shardmath.pictures.elements import every
 from shardmath.pictures.text import count, count_more, nbytes, share, table
 
 __all__ = [
@@ -53,7 +54,6 @@ __all__ = [
     "Span",
     "buffer_map",
     "buffer_table",
-    "every",
     "list_buckets",
     "make_gap",
     "read_arguments",
@@ -126,12 +126,13 @@ def list_buckets(layout: PerBufferParamLayout, ranks: int, most: int) -> list[Bu
     held: list[list[Span]] = [[] for _ in borders]
     for (name, (start, end, number)), shape in zip(layout.placed, shapes, strict=True):
         if number < len(borders):
-            first = borders[number][0]
+            first, _ = borders[number]
             held[number].append(Span(start - first, end - first, name, shape))
     buckets = []
     for number, (start, end) in enumerate(borders):
-        spans = _fill_gaps(held[number], end - start)
-        buckets.append(Bucket(number, start, end - start, tuple(spans), ranks))
+        numel = end - start
+        spans = _fill_gaps(held[number], numel)
+        buckets.append(Bucket(number, start, numel, tuple(spans), ranks))
     return buckets
 
 
@@ -247,7 +248,8 @@ def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, mo
     ranks, wide, most = read_arguments(layout, shards, width, 16, most)
     lines = [*summarize(layout, ranks), KEY]
     for bucket in list_buckets(layout, ranks, most):
-        lines += ["", *_draw_bucket(bucket, wide, most)]
+        drawn = _draw_bucket(bucket, wide, most)
+        lines += ["", *drawn]
     for line in count_more(len(layout.bucket_indices), most, "bucket"):
         lines += ["", line]
     return "\n".join(lines)
@@ -255,25 +257,32 @@ def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, mo
 
 def _draw_bucket(bucket: Bucket, width: int, most: int) -> Iterator[str]:
     """The lines of a bucket: what it holds, a bar, and its largest parameters."""
-    listed = heapq.nlargest(min(most, len(LETTERS)), bucket.params, key=lambda span: span.numel)
+    room = min(most, len(LETTERS))
+    listed = heapq.nlargest(room, bucket.params, key=lambda span: span.numel)
     listed.sort(key=_PLACE)
     letters = {span.name: letter for span, letter in zip(listed, LETTERS, strict=False)}
-    padding = f"{bucket.padding:,} padding ({share(bucket.padding, bucket.numel)})"
-    where = bucket.within(Span(0, bucket.numel))
-    yield f"bucket {bucket.number:,} {where}: {count(len(bucket.params), 'parameter')}, {padding}"
+    yield _head_bucket(bucket)
     yield from _draw_bar(bucket, letters, width)
     rows = [("", "elements", "ranks", "at", "shape", "parameter")]
     for span in listed:
-        place = bucket.within(span), bucket.held_by(span), f"{bucket.at(span):,}"
+        at = f"{bucket.at(span):,}"
+        place = (bucket.within(span), bucket.held_by(span), at)
         rows.append((letters[span.name], *place, shape_of(span), _on_one_line(span.name)))
     yield from _align(rows)
     yield from count_more(len(bucket.params), len(listed), "parameter")
 
 
+def _head_bucket(bucket: Bucket) -> str:
+    """Where a bucket lies and how much it holds."""
+    where = bucket.within(Span(0, bucket.numel))
+    params = count(len(bucket.params), "parameter")
+    part = share(bucket.padding, bucket.numel)
+    return f"bucket {bucket.number:,} {where}: {params}, {bucket.padding:,} padding ({part})"
+
+
 def _on_one_line(name: str) -> str:
     """The name with blanks for what cannot be printed."""
-    signs = [sign if sign.isprintable() else " " for sign in name]
-    return "".join(signs)
+    return "".join(sign if sign.isprintable() else " " for sign in name)
 
 
 def shape_of(span: Span) -> str:
@@ -313,14 +322,6 @@ def _ticks(ranks: int, width: int) -> str:
         text = f"|{rank}" if rank else "0"
         out[at : at + len(text)] = text
     return "".join(out)[:width].ljust(width)
-
-
-def every(ranks: int, width: float, room: float) -> int:
-    """The least power of two such that so many ranks have room."""
-    step = 1
-    while step < ranks and step * width / ranks < room:
-        step *= 2
-    return step
 
 
 def _draw_cells(bucket: Bucket, letters: dict[str, str], width: int) -> str:

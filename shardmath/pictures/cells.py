@@ -28,13 +28,12 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.partition import partition, spans
 from shardmath.base.arrays import Bools, Ints, ranges
 from shardmath.layouts.layout import Layout
-from shardmath.pictures.elements import brief
+from shardmath.pictures.elements import Stretch, brief
 
 __all__ = [
     "Cells",
     "Holders",
     "Panel",
-    "Stretch",
     "cells_of",
     "idle_ranks",
     "rank_text",
@@ -42,8 +41,6 @@ __all__ = [
     "write_label",
 ]
 
-Stretch: TypeAlias = tuple[int, int]
-"""Positions start..stop-1 of a dimension."""
 Holders: TypeAlias = tuple[tuple[int, ...], ...]
 """Who holds a cell: by addend, ranks ascending; empty where nobody does."""
 
@@ -90,32 +87,36 @@ _Owned: TypeAlias = tuple[Stretch, tuple[int, ...]]
 def cells_of(layout: Layout, most: int = MOST_CELLS) -> Cells:
     """At most so many cells of the layout, in its order."""
     owned = [_cut_dimension(dim) for dim in layout.dims]
-    lead = owned[:-2]
-    count = math.prod(len(one) for one in lead)
-    room = max(most // max(min(count, MOST_PANELS), 1), 1)
-    kept = [one[:MOST_PANELS] for one in lead]
-    kept += _keep_shown(owned[-2:], room)
+    slices = math.prod(map(len, owned[:-2]))
     strips = []
-    for one, dim in zip(kept, layout.dims, strict=True):
-        strips.append(_make_strip(one, dim, layout.mesh))
+    for kept, dim in zip(_keep_shown(owned, slices, most), layout.dims, strict=True):
+        strips.append(_make_strip(kept, dim, layout.mesh))
     # A tensor of fewer than two dimensions is drawn as one row, or as one cell.
     everywhere = _Strip(((0, 1),), np.ones((1, layout.mesh.size), bool))
-    *before, rows, columns = [everywhere] * (2 - len(strips)) + strips
+    missing = [everywhere] * (2 - len(strips))
+    *before, rows, columns = missing + strips
     names = _Names(layout)
     panels = []
     leads = _list_leads(before, layout.mesh.size)
-    for lead_spans, held in itertools.islice(leads, MOST_PANELS):
+    for lead, held in itertools.islice(leads, MOST_PANELS):
         holders = names.of_panel(held, rows, columns)
-        panels.append(Panel(lead_spans, rows.spans, columns.spans, holders))
-    return Cells(tuple(panels), count)
+        panels.append(Panel(lead, rows.spans, columns.spans, holders))
+    return Cells(tuple(panels), slices)
 
 
-def _keep_shown(owned: Sequence[list[_Owned]], room: int) -> list[list[_Owned]]:
-    """Of rows and columns those that are shown, so that there are at most so many cells."""
+def _keep_shown(owned: Sequence[list[_Owned]], slices: int, most: int) -> list[list[_Owned]]:
+    """The stretches of each dimension that are shown, so that there are at most so many cells."""
+    kept = [one[:MOST_PANELS] for one in owned[:-2]]
+    panels = max(min(slices, MOST_PANELS), 1)
+    room = max(most // panels, 1)
+    last_two = owned[-2:]
     limits = [room]
-    if len(owned) > 1:
-        limits = list(_find_limits(len(owned[0]), len(owned[1]), room))
-    return [_drop_middle(one, limit) for one, limit in zip(owned, limits, strict=False)]
+    if len(last_two) > 1:
+        rows, columns = last_two
+        limits = list(_find_limits(len(rows), len(columns), room))
+    for one, limit in zip(last_two, limits, strict=False):
+        kept.append(_drop_middle(one, limit))
+    return kept
 
 
 def _make_strip(owned: Sequence[_Owned], dim: Dimension, mesh: Mesh) -> _Strip:
@@ -134,24 +135,28 @@ def _make_strip(owned: Sequence[_Owned], dim: Dimension, mesh: Mesh) -> _Strip:
 def _cut_dimension(dim: Dimension) -> list[_Owned]:
     """Where the parts of the dimension begin and end, and which of them have what is between."""
     start, stop, _, part = spans(partition(dim).parts)
-    borders = np.unique(np.concatenate((start, stop, [0, dim.size])))
+    ends = [0, dim.size]
+    borders = np.unique(np.concatenate((start, stop, ends)))
     # Segment s has the stretches first[s]..last[s]-1.
-    first, last = borders.searchsorted(start), borders.searchsorted(stop)
+    first = borders.searchsorted(start)
+    last = borders.searchsorted(stop)
     stretch, segment = ranges(first, last)
     holding: list[list[int]] = [[] for _ in borders[1:]]
-    for at, one in zip(stretch.tolist(), part[segment].tolist(), strict=True):
-        holding[at].append(one)
-    return _join_alike(borders, [tuple(sorted(parts)) for parts in holding])
+    owners = part[segment].tolist()
+    for at, owner in zip(stretch.tolist(), owners, strict=True):
+        holding[at].append(owner)
+    parts = [tuple(sorted(owners)) for owners in holding]
+    return _join_alike(borders, parts)
 
 
 def _join_alike(borders: Ints, holding: Sequence[tuple[int, ...]]) -> list[_Owned]:
     """The stretches between borders, where neighbours that are held alike are one."""
     out: list[_Owned] = []
-    for span, parts in zip(itertools.pairwise(borders.tolist()), holding, strict=True):
+    places = itertools.pairwise(borders.tolist())
+    for (start, stop), parts in zip(places, holding, strict=True):
         if out and out[-1][1] == parts:
-            out[-1] = ((out[-1][0][0], span[1]), parts)
-        else:
-            out.append((span, parts))
+            (start, _), _ = out.pop()
+        out.append(((start, stop), parts))
     return out
 
 
@@ -159,12 +164,14 @@ def _list_leads(
     strips: Sequence[_Strip], ranks: int
 ) -> Iterator[tuple[tuple[Stretch, ...], Bools]]:
     """The stretches of the leading dimensions, the last fastest, and who holds each."""
-    pairs = [list(zip(strip.spans, strip.held, strict=True)) for strip in strips]
+    pairs = [zip(strip.spans, strip.held, strict=True) for strip in strips]
     for chosen in itertools.product(*pairs):
+        lead = []
         held = np.ones(ranks, bool)
-        for _, here in chosen:
+        for span, here in chosen:
+            lead.append(span)
             held &= here
-        yield tuple(span for span, _ in chosen), held
+        yield tuple(lead), held
 
 
 def _find_limits(rows: int, columns: int, most: int) -> tuple[int, int]:
@@ -225,12 +232,14 @@ class _Names:
 
 def idle_ranks(layout: Layout) -> list[int]:
     """The ranks that hold no element, ascending."""
-    empty = np.zeros(layout.mesh.size, bool)
+    mesh = layout.mesh
+    idle = np.zeros(mesh.size, bool)
     for dim in layout.dims:
         parts = partition(dim)
-        sizes = np.array([part.size for part in parts.parts], np.int64)
-        empty |= (sizes == 0)[parts.by_rank(layout.mesh)]
-    return sorted(np.array(layout.mesh.ranks, np.int64)[empty].tolist())
+        empty = np.array([part.size == 0 for part in parts.parts], bool)
+        idle |= empty[parts.by_rank(mesh)]
+    ranks = np.array(mesh.ranks, np.int64)
+    return sorted(ranks[idle].tolist())
 
 
 def rank_text(ranks: Sequence[int], most: int = 16) -> str:

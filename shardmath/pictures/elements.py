@@ -1,4 +1,4 @@
-"""Elements: SVG as strings: colours, elements, drawings made of them, and documents.
+"""Elements: SVG as strings: colours, elements, drawings made of them, scales, and documents.
 
 1. A `Drawing` is elements in a box of pixels from (0, 0). Drawings are put beside and below each other, and become a
    `document`.
@@ -17,9 +17,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 __all__ = [
     "BLUES",
@@ -28,17 +28,23 @@ __all__ = [
     "ORANGES",
     "VERMILION",
     "Drawing",
+    "Scale",
+    "Stretch",
     "below",
     "beside",
     "box",
     "brief",
     "document",
+    "every",
+    "in_rows",
     "ink",
     "lines",
+    "list_ticks",
     "moved",
     "number",
     "palette",
     "plain",
+    "scale_stretches",
     "shade",
     "words",
 ]
@@ -128,9 +134,19 @@ def beside(drawings: Sequence[Drawing], gap: float) -> Drawing:
     return Drawing(max(x - gap, 0), height, tuple(parts))
 
 
+def in_rows(drawings: Sequence[Drawing]) -> Drawing:
+    """Three beside each other, row below row."""
+    rows = []
+    for i in range(0, len(drawings), 3):
+        row = beside(drawings[i : i + 3], 16)
+        rows.append(row)
+    return below(rows, 10)
+
+
 def below(drawings: Sequence[Drawing], gap: float) -> Drawing:
     """From top to bottom, left sides aligned."""
-    parts, y = [], 0.0
+    parts = []
+    y = 0.0
     for drawing in drawings:
         parts.append(moved(drawing, 0, y))
         y += drawing.height + gap
@@ -140,24 +156,119 @@ def below(drawings: Sequence[Drawing], gap: float) -> Drawing:
 
 def lines(texts: Iterable[str], **attributes: object) -> Drawing:
     """Lines of text."""
-    listed = [brief(text, MOST_LETTERS) for text in texts]
-    parts = [words(0, LINE * (i + 0.75), text, **attributes) for i, text in enumerate(listed)]
-    longest = max(map(len, listed), default=0)
-    return Drawing(longest * LETTER, LINE * len(listed), tuple(parts))
+    parts = []
+    longest = 0
+    for i, text in enumerate(texts):
+        shown = brief(text, MOST_LETTERS)
+        baseline = LINE * (i + 0.75)
+        parts.append(words(0, baseline, shown, **attributes))
+        longest = max(longest, len(shown))
+    return Drawing(longest * LETTER, LINE * len(parts), tuple(parts))
 
 
 def document(drawing: Drawing, title: str, about: str, *, inline: bool = False) -> str:
     """The drawing as a document that stands alone, or as an element of a page if `inline`."""
-    width, height = (number(side + 2 * MARGIN) for side in (drawing.width, drawing.height))
+    width = number(drawing.width + 2 * MARGIN)
+    height = number(drawing.height + 2 * MARGIN)
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     font = f'font-family="{FONT}" font-size="11" fill="currentColor"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {font}>']
-    parts.append(f"<title>{plain(brief(title, MOST_DESCRIBED))}</title>")
-    parts.append(f"<desc>{plain(brief(about, MOST_DESCRIBED))}</desc>")
+    short_title = plain(brief(title, MOST_DESCRIBED))
+    short_about = plain(brief(about, MOST_DESCRIBED))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {font}>',
+        f"<title>{short_title}</title>",
+        f"<desc>{short_about}</desc>",
+    ]
     if not inline:
         parts.append(f"<style>{THEMES}</style>")
     parts += [moved(drawing, MARGIN, MARGIN), "</svg>", ""]
     return "\n".join(parts)
+
+
+# Scales
+
+Stretch: TypeAlias = tuple[int, int]
+"""Positions start..stop-1 of a dimension."""
+
+ELEMENT = 28.0
+"""Pixels of an element, where there are few."""
+MOST_PIXELS = 640.0
+"""Pixels of a panel's columns or rows, where stretches that are to be seen need more."""
+SEEN = 4.0
+"""Pixels of a stretch, at least, while there is room."""
+GAP = 22.0
+"""Pixels of what is left out."""
+
+
+class Scale(NamedTuple):
+    """Where each stretch of a dimension is drawn, and how much room all of it takes."""
+
+    at: tuple[float, ...]
+    size: tuple[float, ...]
+    total: float
+
+
+def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
+    """Stretches to scale; a gap for what is left out between them."""
+    total = sum(stop - start for start, stop in spans)
+    each = min(ELEMENT, room / max(total, 1))
+    least = min(SEEN, MOST_PIXELS / max(len(spans), 1))
+    at = []
+    pixels = []
+    x = 0.0
+    before = None
+    for start, stop in spans:
+        if before not in (None, start):
+            x += GAP
+        size = max((stop - start) * each, least)
+        at.append(x)
+        pixels.append(size)
+        x += size
+        before = stop
+    return Scale(tuple(at), tuple(pixels), x)
+
+
+def list_ticks(
+    spans: Sequence[Stretch], scale: Scale, *, across: bool
+) -> Iterator[tuple[float, int]]:
+    """Borders of stretches that have room for their number: the last one always, others from the left."""
+    if not spans:
+        return
+    *inner, last = _list_borders(spans, scale)
+    last_at, last_position = last
+    stop = last_at - _half(last_position, across)
+    free = -math.inf
+    for at, position in inner:
+        half = _half(position, across)
+        if at - half >= free and at + half <= stop:
+            yield at, position
+            free = at + half
+    yield last
+
+
+def _list_borders(spans: Sequence[Stretch], scale: Scale) -> list[tuple[float, int]]:
+    """(where it is drawn, the position) of each border; where two stretches meet, the later's."""
+    borders = {}
+    for (_, stop), at, size in zip(spans, scale.at, scale.size, strict=True):
+        borders[at + size] = stop
+    for (start, _), at in zip(spans, scale.at, strict=True):
+        borders[at] = start
+    return sorted(borders.items())
+
+
+def _half(position: int, across: bool) -> float:
+    """Half of the pixels that a number takes along the dimension."""
+    if not across:
+        return 6.5
+    return (len(str(position)) * LETTER + 6) / 2
+
+
+def every(ranks: int, width: float, room: float) -> int:
+    """The least power of two such that so many ranks have room."""
+    step = 1
+    while step < ranks and step * width / ranks < room:
+        step *= 2
+    return step
 
 
 # Colours
@@ -203,17 +314,19 @@ def _blend(share: float) -> str:
     """The colour of viridis at this share of its length."""
     at = share * (len(VIRIDIS) - 1)
     left = min(int(at), len(VIRIDIS) - 2)
-    dark, light = _channels(VIRIDIS[left]), _channels(VIRIDIS[left + 1])
+    rest = at - left
+    dark = _channels(VIRIDIS[left])
+    light = _channels(VIRIDIS[left + 1])
     out = "#"
     for a, b in zip(dark, light, strict=True):
-        mixed = round(a + (b - a) * (at - left))
+        mixed = round(a + (b - a) * rest)
         out += f"{mixed:02x}"
     return out
 
 
-def _channels(colour: str) -> tuple[int, int, int]:
+def _channels(colour: str) -> bytes:
     """Red, green and blue of `#rrggbb`."""
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+    return bytes.fromhex(colour[1:])
 
 
 def _linear(channel: int) -> float:

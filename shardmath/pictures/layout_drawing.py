@@ -25,7 +25,6 @@ from shardmath.pictures.cells import (
     Cells,
     Holders,
     Panel,
-    Stretch,
     cells_of,
     idle_ranks,
     write_holders,
@@ -36,29 +35,25 @@ from shardmath.pictures.elements import (
     LINE,
     VERMILION,
     Drawing,
+    Stretch,
     below,
     beside,
     box,
     brief,
+    in_rows,
     ink,
     lines,
+    list_ticks,
     palette,
+    scale_stretches,
 )
 
 __all__ = ["colours_of", "draw_layout", "layout_svg"]
 
-ELEMENT = 28.0
-"""Pixels of an element, where there are few."""
 WIDE, HIGH = 336.0, 224.0
 """Pixels of a panel's columns and rows, where there are many elements."""
-MOST_PIXELS = 640.0
-"""Pixels of a panel's columns or rows, where stretches that are to be seen need more."""
-SEEN = 4.0
-"""Pixels of a stretch, at least, while there is room."""
 EDGED = 7.0
 """Pixels from which a box has an edge."""
-GAP = 22.0
-"""Pixels of what is left out."""
 LEFT, TOP = 48.0, 20.0
 """Pixels beside and above a panel, for the positions where stretches begin."""
 MOST_LEGEND = 8
@@ -82,8 +77,9 @@ def layout_svg(layout: Layout, *, inline: bool = False) -> str:
 def about(layout: Layout) -> str:
     """What the picture shows, for people who do not see it."""
     held = _parts_by_rank(layout)
+    described = layout.mesh.ranks[:MOST_DESCRIBED]
     texts = []
-    for i, rank in enumerate(layout.mesh.ranks[:MOST_DESCRIBED]):
+    for i, rank in enumerate(described):
         runs = " by ".join(_shortened(parts[i]) for parts in held)
         texts.append(f"rank {rank} holds {runs or 'the scalar'}")
     more = layout.mesh.size - len(texts)
@@ -97,7 +93,8 @@ def _parts_by_rank(layout: Layout) -> list[list[Runs]]:
     out = []
     for dim in layout.dims:
         parts = partition(dim)
-        out.append([parts.parts[i] for i in parts.by_rank(layout.mesh).tolist()])
+        numbers = parts.by_rank(layout.mesh).tolist()
+        out.append([parts.parts[i] for i in numbers])
     return out
 
 
@@ -109,16 +106,21 @@ def _shortened(runs: Runs) -> str:
 
 def draw_layout(layout: Layout, cells: Cells, colours: Colours, wide: float = WIDE) -> Drawing:
     """The layout with its heading, its panels of `wide` pixels, and what there is to say about them."""
-    panels = [_Panel(layout, panel, colours, wide) for panel in cells.panels]
-    drawn = [panel.draw() for panel in panels]
-    rows = [beside(drawn[i : i + 3], 16) for i in range(0, len(drawn), 3)]
+    drawn = []
     labelled: set[Holders] = set()
-    for panel in panels:
+    for cut in cells.panels:
+        panel = _Panel(layout, cut, colours, wide)
+        drawn.append(panel.draw())
         labelled |= panel.labelled
-    parts = [lines([str(layout)], font_weight="bold"), below(rows, 10)]
-    parts += _legend(layout, _distinct(cells.panels), colours, labelled)
-    parts.append(lines(_notes(layout, cells)))
-    if any(map(layout.holes, layout.mesh.ranks[:MOST_LOCAL])):
+    unnamed = [one for one in _distinct(cells.panels) if one not in labelled]
+    parts = [
+        lines([str(layout)], font_weight="bold"),
+        in_rows(drawn),
+        *_legend(layout, _distinct(cells.panels), unnamed, colours),
+        lines(_notes(layout, cells)),
+    ]
+    first_ranks = layout.mesh.ranks[:MOST_LOCAL]
+    if any(map(layout.holes, first_ranks)):
         parts.append(_local_tensors(layout))
     filled = [part for part in parts if part.height]
     return below(filled, 6)
@@ -141,29 +143,15 @@ def _distinct(panels: Iterable[Panel]) -> list[Holders]:
     return sorted(found)
 
 
-class _Scale(NamedTuple):
-    """Where each stretch of a dimension is drawn, and how much room all of it takes."""
+class _Place(NamedTuple):
+    """A cell: its row and column, and where its box is drawn."""
 
-    at: tuple[float, ...]
-    size: tuple[float, ...]
-    total: float
-
-
-def _scale(spans: Sequence[Stretch], room: float) -> _Scale:
-    """Stretches to scale; a gap for what is left out between them."""
-    sizes = [stop - start for start, stop in spans]
-    each = min(ELEMENT, room / max(sum(sizes), 1))
-    least = min(SEEN, MOST_PIXELS / max(len(spans), 1))
-    at = []
-    pixels = []
-    x = 0.0
-    for i, size in enumerate(sizes):
-        if i and spans[i - 1][1] != spans[i][0]:
-            x += GAP
-        at.append(x)
-        pixels.append(max(size * each, least))
-        x += pixels[-1]
-    return _Scale(tuple(at), tuple(pixels), x)
+    row: int
+    column: int
+    x: float
+    y: float
+    width: float
+    height: float
 
 
 class _Panel:
@@ -173,8 +161,8 @@ class _Panel:
         self.layout = layout
         self.panel = panel
         self.colours = colours
-        self.columns = _scale(panel.columns, wide)
-        self.rows = _scale(panel.rows, HIGH)
+        self.columns = scale_stretches(panel.columns, wide)
+        self.rows = scale_stretches(panel.rows, HIGH)
         self.labelled: set[Holders] = set()
 
     def draw(self) -> Drawing:
@@ -182,12 +170,18 @@ class _Panel:
         left = LEFT if self.layout.ndim > 1 else 0.0
         parts = [*self._ticks(left), *self._boxes(left)]
         if self.layout.partial:
-            area = (left, TOP, self.columns.total, self.rows.total)
-            parts += [HATCH, box(*area, fill="url(#shardmath-addends)", pointer_events="none")]
+            parts += [HATCH, self._hatch(left)]
         parts += self._labels(left)
         width = left + self.columns.total + LETTER * 3
         height = TOP + self.rows.total + 4
-        return self._under_lead(Drawing(width, height, tuple(parts)))
+        drawing = Drawing(width, height, tuple(parts))
+        return self._under_lead(drawing)
+
+    def _hatch(self, left: float) -> str:
+        """A box over the panel that says that its cells are addends."""
+        width = self.columns.total
+        height = self.rows.total
+        return box(left, TOP, width, height, fill="url(#shardmath-addends)", pointer_events="none")
 
     def _under_lead(self, drawing: Drawing) -> Drawing:
         """The drawing under the slice of the leading dimensions that it is of."""
@@ -195,63 +189,78 @@ class _Panel:
             return drawing
         slices = [f"{start}:{stop}" for start, stop in self.panel.lead]
         head = ", ".join([*slices, ":", ":"])
-        return below([lines([f"[{head}]"]), drawing], 2)
+        title = lines([f"[{head}]"])
+        return below([title, drawing], 2)
 
     def _ticks(self, left: float) -> Iterator[str]:
         """Positions at which stretches begin, and the length of the dimension."""
-        if self.layout.ndim:
-            for at, position in _shown(self.panel.columns, self.columns, across=True):
-                yield elements.words(
-                    left + at, TOP - 6, f"{position}", text_anchor="middle", opacity="0.75"
-                )
-        if self.layout.ndim > 1:
-            for at, position in _shown(self.panel.rows, self.rows, across=False):
+        ndim = self.layout.ndim
+        if ndim:
+            y = TOP - 6
+            for at, position in list_ticks(self.panel.columns, self.columns, across=True):
+                x = left + at
+                yield elements.words(x, y, f"{position}", text_anchor="middle", opacity="0.75")
+        if ndim > 1:
+            x = left - 6
+            for at, position in list_ticks(self.panel.rows, self.rows, across=False):
                 y = TOP + at + 4
-                yield elements.words(left - 6, y, f"{position}", text_anchor="end", opacity="0.75")
+                yield elements.words(x, y, f"{position}", text_anchor="end", opacity="0.75")
 
-    def _places(self) -> Iterator[tuple[int, int, float, float, float, float]]:
-        """Row, column, x, y, width and height of each cell."""
-        rows = zip(self.rows.at, self.rows.size, strict=True)
-        for i, (y, height) in enumerate(rows):
-            columns = zip(self.columns.at, self.columns.size, strict=True)
-            for j, (x, width) in enumerate(columns):
-                yield i, j, x, TOP + y, width, height
+    def _places(self) -> Iterator[_Place]:
+        """Each cell, row by row."""
+        rows = self.rows
+        columns = self.columns
+        for i, y in enumerate(rows.at):
+            height = rows.size[i]
+            for j, x in enumerate(columns.at):
+                width = columns.size[j]
+                yield _Place(i, j, x, TOP + y, width, height)
 
     def _boxes(self, left: float) -> Iterator[str]:
         """A box for each cell."""
-        for i, j, x, y, width, height in self._places():
-            holders = self.panel.holders[i][j]
-            title = f"{self._box_text(i, j)} {write_holders(holders, self.layout.op)}"
-            yield box(left + x, y, width, height, title, **self._paint(holders, width, height))
+        op = self.layout.op
+        for place in self._places():
+            holders = self._find_holders(place)
+            title = f"{self._box_text(place)} {write_holders(holders, op)}"
+            look = self._paint(holders, place)
+            yield box(left + place.x, place.y, place.width, place.height, title, **look)
 
-    def _paint(self, holders: Holders, width: float, height: float) -> dict[str, str]:
+    def _find_holders(self, place: _Place) -> Holders:
+        """Who holds a cell."""
+        return self.panel.holders[place.row][place.column]
+
+    def _paint(self, holders: Holders, place: _Place) -> dict[str, str]:
         """The attributes of a box."""
         if not holders:
             return {"fill": "none", "stroke": VERMILION, "stroke_dasharray": "3 2"}
         fill = {"fill": self.colours[holders]}
-        if min(width, height) >= EDGED:
+        if min(place.width, place.height) >= EDGED:
             fill |= {"stroke": "#fff", "stroke_width": "1"}
         return fill
 
-    def _box_text(self, i: int, j: int) -> str:
+    def _box_text(self, place: _Place) -> str:
         """The box of a cell, as a slice of the tensor."""
-        spans = (*self.panel.lead, self.panel.rows[i], self.panel.columns[j])
+        row = self.panel.rows[place.row]
+        column = self.panel.columns[place.column]
+        spans = (*self.panel.lead, row, column)
+        # A tensor of fewer than two dimensions has a row, or a cell, that is none of its own.
         own = spans[len(spans) - self.layout.ndim :]
         slices = [f"{start}:{stop}" for start, stop in own]
         return f"[{', '.join(slices)}]"
 
     def _labels(self, left: float) -> Iterator[str]:
         """The holders, in those boxes that have room for them."""
-        for i, j, x, y, width, height in self._places():
-            holders = self.panel.holders[i][j]
-            text = write_label(holders, self.layout.op, int((width - 4) / LETTER))
-            if holders and text and height >= LINE - 4:
+        middle = {"text_anchor": "middle", "pointer_events": "none"}
+        for place in self._places():
+            holders = self._find_holders(place)
+            letters = int((place.width - 4) / LETTER)
+            text = write_label(holders, self.layout.op, letters)
+            if text and place.height >= LINE - 4:
                 self.labelled.add(holders)
-                middle = {"text_anchor": "middle", "pointer_events": "none"}
+                x = left + place.x + place.width / 2
+                y = place.y + place.height / 2 + 4
                 fill = ink(self.colours[holders])
-                yield elements.words(
-                    left + x + width / 2, y + height / 2 + 4, text, fill=fill, **middle
-                )
+                yield elements.words(x, y, text, fill=fill, **middle)
 
 
 HATCH = (
@@ -261,65 +270,46 @@ HATCH = (
 )
 
 
-def _shown(spans: Sequence[Stretch], scale: _Scale, *, across: bool) -> Iterator[tuple[float, int]]:
-    """Borders of stretches that have room for their number: the last one always, others from the left."""
-    if not spans:
-        return
-    ends = zip(scale.at, scale.size, spans, strict=True)
-    borders = {at + size: stop for at, size, (_, stop) in ends}
-    borders |= {at: start for at, (start, _) in zip(scale.at, spans, strict=True)}
-    *inner, last = sorted(borders.items())
-    free = -math.inf
-    for at, position in inner:
-        half = _half(position, across)
-        if at - half >= free and at + half <= last[0] - _half(last[1], across):
-            yield at, position
-            free = at + half
-    yield last
-
-
-def _half(position: int, across: bool) -> float:
-    """Half of the pixels that a number takes along the dimension."""
-    if not across:
-        return 6.5
-    return (len(str(position)) * LETTER + 6) / 2
-
-
 def _legend(
-    layout: Layout, found: Sequence[Holders], colours: Colours, labelled: set[Holders]
+    layout: Layout, found: Sequence[Holders], unnamed: Sequence[Holders], colours: Colours
 ) -> list[Drawing]:
     """Who has which colour, of those that no box names; the first and the last of many."""
-    unnamed = [holders for holders in found if holders not in labelled]
     if not unnamed:
         return []
+    op = layout.op
     if len(unnamed) <= MOST_LEGEND:
-        return [below([_entry(one, layout.op, colours[one]) for one in unnamed], 0)]
-    ends = [_entry(one, layout.op, colours[one]) for one in (found[0], found[-1])]
+        entries = [_entry(one, op, colours[one]) for one in unnamed]
+        return [below(entries, 0)]
+    first = _entry(found[0], op, colours[found[0]])
+    last = _entry(found[-1], op, colours[found[-1]])
     count = lines([f"... {len(found):,} colours in the order of ranks ..."])
-    return [beside([ends[0], count, ends[1]], 8)]
+    return [beside([first, count, last], 8)]
 
 
 def _entry(holders: Holders, op: str | None, colour: str) -> Drawing:
     """A colour and what it stands for."""
-    text = write_holders(holders, op)
-    shown = brief(text, 60)
-    parts = (box(0, 3, 12, 12, fill=colour), elements.words(18, LINE * 0.75, shown))
-    return Drawing(18 + len(shown) * LETTER, LINE, parts)
+    text = brief(write_holders(holders, op), 60)
+    square = box(0, 3, 12, 12, fill=colour)
+    label = elements.words(18, LINE * 0.75, text)
+    width = 18 + len(text) * LETTER
+    return Drawing(width, LINE, (square, label))
 
 
 def _notes(layout: Layout, cells: Cells) -> Iterator[str]:
     """What the boxes do not say by themselves."""
-    if 0 in layout.shape:
+    empty = 0 in layout.shape
+    if empty:
         yield "no elements"
-    copies = math.prod(layout.mesh.axis_size(name) for name in layout.free_axes)
+    free = layout.free_axes
+    copies = math.prod(map(layout.mesh.axis_size, free))
     if copies > 1:
-        yield f"the same along {', '.join(layout.free_axes)}: {copies:,} ranks hold each"
+        yield f"the same along {', '.join(free)}: {copies:,} ranks hold each"
     if layout.partial:
         axes = ", ".join(name for name, _ in layout.partial)
         yield f"hatched: addends of a {layout.op} along {axes}"
-    idle = idle_ranks(layout)
-    if idle and 0 not in layout.shape:
-        yield f"{write_holders((tuple(idle),), None)}: nothing"
+    idle = tuple(idle_ranks(layout))
+    if idle and not empty:
+        yield f"{write_holders((idle,), None)}: nothing"
     if any(map(_has_unheld, cells.panels)):
         yield "dashed: nobody"
     yield from _left_out(layout, cells)
@@ -332,23 +322,30 @@ def _has_unheld(panel: Panel) -> bool:
 
 def _left_out(layout: Layout, cells: Cells) -> Iterator[str]:
     """What is not drawn."""
+    more = cells.slices - MOST_PANELS
     if cells.slices > len(cells.panels):
-        yield f"... and {plural(cells.slices - MOST_PANELS, 'more slice')}"
+        yield f"... and {plural(more, 'more slice')}"
     if not cells.panels:
         return
-    for what, spans in (("rows", cells.panels[0].rows), ("columns", cells.panels[0].columns)):
-        for before, after in itertools.pairwise(spans):
-            if before[1] != after[0]:
-                name = what if layout.ndim > 1 else "positions"
-                yield f"gap: {name} {before[1]:,} to {after[0] - 1:,} are not drawn"
+    panel = cells.panels[0]
+    across = "columns" if layout.ndim > 1 else "positions"
+    yield from _name_gaps("rows", panel.rows)
+    yield from _name_gaps(across, panel.columns)
+
+
+def _name_gaps(name: str, spans: Sequence[Stretch]) -> Iterator[str]:
+    """The positions between stretches that are drawn."""
+    for (_, stop), (start, _) in itertools.pairwise(spans):
+        if stop != start:
+            yield f"gap: {name} {stop:,} to {start - 1:,} are not drawn"
 
 
 def _local_tensors(layout: Layout) -> Drawing:
     """The local tensors of the first ranks, holes dashed."""
     shown = layout.mesh.ranks[:MOST_LOCAL]
     drawn = [_local_tensor(layout, rank) for rank in shown]
-    parts = [lines(["local tensors; dashed cells are holes, no elements of the tensor"])]
-    parts.append(beside(drawn, 20))
+    head = lines(["local tensors; dashed cells are holes, no elements of the tensor"])
+    parts = [head, beside(drawn, 20)]
     more = layout.mesh.size - len(shown)
     if more:
         parts.append(lines([f"... and {plural(more, 'more rank')}"]))
@@ -358,22 +355,22 @@ def _local_tensors(layout: Layout) -> Drawing:
 def _local_tensor(layout: Layout, rank: int) -> Drawing:
     """The last two dimensions of what a rank stores: what each box holds, and holes."""
     runs = layout.runs(rank)[-2:]
-    rows = [((0, 1), "0:1")]
-    if len(runs) > 1:
-        rows = _pieces(runs[0])
+    one_row = [((0, 1), "0:1")]
+    rows = _pieces(runs[0]) if len(runs) > 1 else one_row
     columns = _pieces(runs[-1])
-    down = _scale([span for span, _ in rows], HIGH / 2)
-    across = _scale([span for span, _ in columns], WIDE / 2)
-    parts = []
-    for i, (_, held_rows) in enumerate(rows):
-        for j, (_, held) in enumerate(columns):
-            texts = [held_rows, held][-len(runs) :]
-            y = LINE + 4 + down.at[i]
-            parts.append(_piece(texts, (across.at[j], y, across.size[j], down.size[i])))
+    down = scale_stretches([span for span, _ in rows], HIGH / 2)
+    across = scale_stretches([span for span, _ in columns], WIDE / 2)
     shape = "x".join(map(str, layout.local_shape(rank)))
     head = f"rank {rank}: {shape}"
-    width = max(across.total, len(head) * LETTER)
-    return Drawing(width, LINE + 6 + down.total, (elements.words(0, 12, head), *parts))
+    parts = [elements.words(0, 12, head)]
+    top = LINE + 4
+    for (_, held_rows), y, height in zip(rows, down.at, down.size, strict=True):
+        for (_, held_columns), x, width in zip(columns, across.at, across.size, strict=True):
+            held = (held_rows, held_columns)
+            own = held[-len(runs) :]
+            parts.append(_piece(own, (x, top + y, width, height)))
+    room = max(across.total, len(head) * LETTER)
+    return Drawing(room, top + 2 + down.total, tuple(parts))
 
 
 def _piece(held: Sequence[str], area: tuple[float, float, float, float]) -> str:

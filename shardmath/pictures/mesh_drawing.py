@@ -18,9 +18,9 @@ from shardmath.pictures.elements import (
     LETTER,
     Drawing,
     below,
-    beside,
     box,
     document,
+    in_rows,
     ink,
     lines,
     palette,
@@ -55,19 +55,19 @@ class _Look(NamedTuple):
 def mesh_svg(mesh: Mesh, *, topology: Topology | None = None, inline: bool = False) -> str:
     """The mesh as SVG: a document, or an element of a page if `inline`."""
     title = str(mesh) if mesh.size <= 16 else f"mesh of {mesh.size:,} ranks"
-    axes = [f"{name} of {n}" for name, n in mesh.axes]
-    about = f"axes {', '.join(axes) or 'none'}, last fastest; {plural(mesh.size, 'rank')}"
-    return document(_draw(mesh, topology), title, about, inline=inline)
+    axes = ", ".join(f"{name} of {n}" for name, n in mesh.axes)
+    about = f"axes {axes or 'none'}, last fastest; {plural(mesh.size, 'rank')}"
+    drawing = _draw(mesh, topology)
+    return document(drawing, title, about, inline=inline)
 
 
 def _draw(mesh: Mesh, topology: Topology | None) -> Drawing:
     """The panels under a heading."""
     look = _look(mesh, topology)
     panels = [_panel(mesh, at, look) for at in _leading(mesh)]
-    rows = [beside(panels[i : i + 3], 16) for i in range(0, len(panels), 3)]
     head = _write_coords(mesh.shape) or "one rank"
-    notes = list(_notes(mesh, len(panels), topology))
-    parts = [lines([head], font_weight="bold"), below(rows, 10), lines(notes)]
+    notes = _notes(mesh, len(panels), topology)
+    parts = [lines([head], font_weight="bold"), in_rows(panels), lines(notes)]
     filled = [part for part in parts if part.height]
     return below(filled, 6)
 
@@ -82,49 +82,59 @@ def _leading(mesh: Mesh) -> Iterator[dict[str, int]]:
 
 def _look(mesh: Mesh, topology: Topology | None) -> _Look:
     """Room for the longest number, and the colours of the nodes."""
-    digits = len(str(max(mesh.ranks)))
-    width = max(26.0, digits * LETTER + 10)
+    longest = str(max(mesh.ranks))
+    width = max(26.0, len(longest) * LETTER + 10)
     if topology is None:
         return _Look(width, {}, None)
-    nodes = sorted({topology.node(rank) for rank in mesh.ranks})
-    colours = palette(len(nodes))
-    return _Look(width, dict(zip(nodes, colours, strict=True)), topology)
+    nodes = _list_nodes(mesh, topology)
+    colours = zip(nodes, palette(len(nodes)), strict=True)
+    return _Look(width, dict(colours), topology)
+
+
+def _list_nodes(mesh: Mesh, topology: Topology) -> list[int]:
+    """The nodes that the mesh has ranks on, ascending."""
+    nodes = {topology.node(rank) for rank in mesh.ranks}
+    return sorted(nodes)
 
 
 def _notes(mesh: Mesh, panels: int, topology: Topology | None) -> Iterator[str]:
     """What colours mean, and what is not drawn."""
     if topology is not None:
-        nodes = len({topology.node(rank) for rank in mesh.ranks})
+        nodes = _list_nodes(mesh, topology)
         yield f"one colour per node: {plural(nodes, 'node')}"
-    count = math.prod(n for _, n in mesh.axes[:-2])
-    if count > panels:
-        yield f"... and {plural(count - panels, 'more panel')}"
-    if any(n > MOST_SIDE for _, n in mesh.axes[-2:]):
+    sizes = [n for _, n in mesh.axes]
+    more = math.prod(sizes[:-2]) - panels
+    if more > 0:
+        yield f"... and {plural(more, 'more panel')}"
+    if any(n > MOST_SIDE for n in sizes[-2:]):
         yield f"... of {mesh.size:,} ranks"
 
 
 def _panel(mesh: Mesh, at: dict[str, int], look: _Look) -> Drawing:
     """The ranks with these coordinates on the leading axes."""
-    names = [name for name, _ in mesh.axes[-2:]]
-    sizes = [n for _, n in mesh.axes[-2:]]
+    axes = mesh.axes[-2:]
+    names = [name for name, _ in axes]
     # One axis is one row, a mesh without axes one rank.
-    shape = [1] * (2 - len(sizes)) + sizes
-    ranks = mesh.select(**at).array().reshape(shape)
+    missing = [1] * (2 - len(axes))
+    shape = missing + [n for _, n in axes]
     rows, columns = map(_choose_coordinates, shape)
-    left = 0.0
-    if names:
-        left = (max(map(len, names)) + 2) * LETTER + 6
+    longest = max(map(len, names), default=0)
+    left = (longest + 2) * LETTER + 6 if names else 0.0
     parts = list(_names(names, rows, columns, left, look.width))
-    for i, row in enumerate(rows):
-        for j, column in enumerate(columns):
-            if row is not None and column is not None:
-                rank = int(ranks[row, column])
-                parts += _rank(mesh, rank, left + j * look.width, TOP + i * HIGH, look)
+    ranks = mesh.select(**at).array().reshape(shape)
+    for i, j in itertools.product(range(len(rows)), range(len(columns))):
+        row = rows[i]
+        column = columns[j]
+        if row is not None and column is not None:
+            x = left + j * look.width
+            y = TOP + i * HIGH
+            parts += _rank(mesh, int(ranks[row, column]), x, y, look)
     width = left + len(columns) * look.width
     panel = Drawing(width, TOP + len(rows) * HIGH, tuple(parts))
     if not at:
         return panel
-    return below([lines([_write_coords(at)]), panel], 2)
+    lead = lines([_write_coords(at)])
+    return below([lead, panel], 2)
 
 
 def _write_coords(coords: Mapping[str, int]) -> str:
@@ -141,17 +151,20 @@ def _names(
     width: float,
 ) -> Iterator[str]:
     """The names of the two axes, and coordinates above the columns and beside the rows."""
+    above = TOP - 6
     if names:
-        yield _beside(left - 6, TOP - 6, f"{names[-1]} →", "end")
+        yield _beside(left - 6, above, f"{names[-1]} →", "end")
         for j, column in enumerate(columns):
             x = left + (j + 0.5) * width
-            yield _beside(x, TOP - 6, _write_coordinate(column), "middle")
+            text = _write_coordinate(column)
+            yield _beside(x, above, text, "middle")
     if len(names) > 1:
         for i, row in enumerate(rows):
+            y = TOP + i * HIGH + HIGH / 2 + 4
             text = _write_coordinate(row)
             if row == 0:
                 text = f"{names[0]} 0"
-            yield _beside(left - 6, TOP + i * HIGH + HIGH / 2 + 4, text, "end")
+            yield _beside(left - 6, y, text, "end")
 
 
 def _write_coordinate(at: int | None) -> str:
@@ -174,9 +187,12 @@ def _choose_coordinates(size: int) -> Sequence[int | None]:
 
 def _rank(mesh: Mesh, rank: int, x: float, y: float, look: _Look) -> Iterator[str]:
     """A rank's box and number."""
-    title = f"rank {rank}: {_write_coords(mesh.coords(rank))}"
+    coords = _write_coords(mesh.coords(rank))
+    title = f"rank {rank}: {coords}"
     fill, colour = look.fill(rank)
     stroke = {"stroke": "currentColor", "stroke_opacity": "0.5"}
     yield box(x, y, look.width, HIGH, title, **fill, **stroke)
+    centre = x + look.width / 2
+    baseline = y + HIGH / 2 + 4
     middle = {"text_anchor": "middle", "pointer_events": "none"}
-    yield words(x + look.width / 2, y + HIGH / 2 + 4, str(rank), fill=colour, **middle)
+    yield words(centre, baseline, str(rank), fill=colour, **middle)

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -76,9 +75,10 @@ def plan_svg(
     moved = traffic(value, where)
     summary = _describe(moved, where)
     heat = below([_draw_heat(moved, where), lines(summary)], 4)
-    tensors = plural(value.src, "tensor")
-    title = f"plan of {tensors}, {len(value.src_ranks)} to {plural(value.dst_ranks, 'rank')}"
     drawing = beside([*_draw_sides(value, name), heat], 28)
+    tensors = plural(value.src, "tensor")
+    receivers = plural(value.dst_ranks, "rank")
+    title = f"plan of {tensors}, {len(value.src_ranks)} to {receivers}"
     return document(drawing, title, "; ".join(summary), inline=inline)
 
 
@@ -158,19 +158,26 @@ def _draw_heat(moved: Traffic, where: Topology | None) -> Drawing:
     few = max(moved.sent.shape) <= FEW
     rows = _place_groups(moved.senders, 24.0 if few else 18.0)
     columns = _place_groups(moved.receivers, 54.0 if few else 18.0)
-    names = [_group_name(group) for group in moved.senders]
-    longest = max(map(len, names), default=0)
-    left = (longest + 1) * LETTER
+    left = (_measure_names(rows) + 1) * LETTER
     top = TOP + _column_names_height(columns)
     if where is not None:
         left += NODE_NAME
         top += LINE
-    parts = [*_row_names(rows, left, top), *_column_names(columns, left, top)]
-    parts += _boxes(moved, rows, columns, left, top)
-    largest = int(moved.sent.max(initial=0))
+    parts = [
+        *_row_names(rows, left, top),
+        *_column_names(columns, left, top),
+        *_boxes(moved, rows, columns, left, top),
+    ]
     heat = Drawing(left + columns.total, top + rows.total, tuple(parts))
     head = lines(["bytes from sender (row) to receiver (column)"], font_weight="bold")
-    return below([head, heat, _draw_legend(largest, where)], 8)
+    legend = _draw_legend(moved, where)
+    return below([head, heat, legend], 8)
+
+
+def _measure_names(axis: _Axis) -> int:
+    """The letters of the longest name."""
+    names = map(_group_name, axis.groups)
+    return max(map(len, names), default=0)
 
 
 def _group_name(group: Group) -> str:
@@ -182,7 +189,7 @@ def _group_name(group: Group) -> str:
 
 def _column_names_height(columns: _Axis) -> float:
     """Names that are wider than their column stand upright."""
-    longest = max((len(_group_name(group)) for group in columns.groups), default=0)
+    longest = _measure_names(columns)
     if (longest + 1) * LETTER <= columns.each:
         return 0.0
     return (longest - 2) * LETTER
@@ -190,11 +197,13 @@ def _column_names_height(columns: _Axis) -> float:
 
 def _row_names(rows: _Axis, left: float, top: float) -> Iterator[str]:
     """The senders, and their nodes."""
-    yield words(left - 6, top - 6, "rank", text_anchor="end", opacity="0.75")
+    right = left - 6
+    yield words(right, top - 6, "rank", text_anchor="end", opacity="0.75")
     # The baseline lies a little below the middle of the row.
     middle = top + rows.each / 2 + 4
     for group, at in zip(rows.groups, rows.at, strict=True):
-        yield words(left - 6, middle + at, _group_name(group), text_anchor="end")
+        name = _group_name(group)
+        yield words(right, middle + at, name, text_anchor="end")
     for node, begin, _ in _node_spans(rows):
         yield words(0, middle + begin, f"node {node}", opacity="0.75")
 
@@ -202,14 +211,16 @@ def _row_names(rows: _Axis, left: float, top: float) -> Iterator[str]:
 def _column_names(columns: _Axis, left: float, top: float) -> Iterator[str]:
     """The receivers, upright where they are too many, and their nodes."""
     upright = _column_names_height(columns) > 0
+    y = top - 6
     for group, at in zip(columns.groups, columns.at, strict=True):
-        x = left + at + columns.each / 2
+        middle = left + at + columns.each / 2
         name = _group_name(group)
         if upright:
-            turned = f"rotate(-90 {x + 4:.6g} {top - 6:.6g})"
-            yield words(x + 4, top - 6, name, transform=turned)
+            x = middle + 4
+            turned = f"rotate(-90 {x:.6g} {y:.6g})"
+            yield words(x, y, name, transform=turned)
         else:
-            yield words(x, top - 6, name, text_anchor="middle")
+            yield words(middle, y, name, text_anchor="middle")
     for node, begin, end in _node_spans(columns):
         text = f"node {node}"
         shown = text if len(text) * LETTER <= end - begin else f"{node}"
@@ -218,11 +229,13 @@ def _column_names(columns: _Axis, left: float, top: float) -> Iterator[str]:
 
 def _node_spans(axis: _Axis) -> Iterator[tuple[int, float, float]]:
     """Each node that has rows or columns of its own, where it begins and where it ends."""
-    by_node = itertools.groupby(zip(axis.groups, axis.at, strict=True), lambda pair: pair[0].node)
-    for node, several in by_node:
-        starts = [at for _, at in several]
-        if node is not None:
-            yield node, starts[0], starts[-1] + axis.each
+    spans: dict[int, tuple[float, float]] = {}
+    for group, at in zip(axis.groups, axis.at, strict=True):
+        if group.node is not None:
+            begin, _ = spans.get(group.node, (at, at))
+            spans[group.node] = (begin, at + axis.each)
+    for node, (begin, end) in spans.items():
+        yield node, begin, end
 
 
 def _boxes(moved: Traffic, rows: _Axis, columns: _Axis, left: float, top: float) -> Iterator[str]:
@@ -234,16 +247,22 @@ def _boxes(moved: Traffic, rows: _Axis, columns: _Axis, left: float, top: float)
         sent, stays, far = (int(table[i, j]) for table in moved[2:])
         x = left + columns.at[j]
         y = top + rows.at[i]
-        names = f"{_group_name(moved.senders[i])} to {_group_name(moved.receivers[j])}"
-        title = f"{names}: {_amount(sent, stays, far)}"
+        sender = _group_name(moved.senders[i])
+        receiver = _group_name(moved.receivers[j])
+        title = f"{sender} to {receiver}: {_amount(sent, stays, far)}"
         fill = _fill(sent, stays, far, largest)
         yield box(x, y, columns.each, rows.each, title, fill=fill, **edge)
-        if has_room and sent + stays:
+        shown = sent or stays
+        if has_room and shown:
             middle = x + columns.each / 2
             baseline = y + rows.each / 2 + 4
-            text = _few_digits(sent or stays)
-            attributes = {"text_anchor": "middle", "pointer_events": "none", "fill": ink(fill)}
-            yield words(middle, baseline, text, **attributes)
+            yield _write_amount(middle, baseline, shown, fill)
+
+
+def _write_amount(x: float, y: float, amount: int, fill: str) -> str:
+    """The bytes of a pair, on its colour."""
+    text = _few_digits(amount)
+    return words(x, y, text, text_anchor="middle", pointer_events="none", fill=ink(fill))
 
 
 def _few_digits(count: int) -> str:
@@ -269,20 +288,27 @@ def _fill(sent: int, stays: int, far: int, largest: int) -> str:
     return STAYS if stays else "none"
 
 
-def _draw_legend(largest: int, where: Topology | None) -> Drawing:
+def _draw_legend(moved: Traffic, where: Topology | None) -> Drawing:
     """What the shades mean."""
-    most = f", up to {nbytes(largest)}"
-    first = [_draw_entry("stays", (STAYS,))]
+    largest = int(moved.sent.max(initial=0))
+    most = f"up to {nbytes(largest)}"
+    stays = _draw_entry("stays", (STAYS,))
     if where is None:
-        first.append(_draw_entry(f"sent{most}", BLUES))
-        return below([beside(first, 12)], 0)
-    first.append(_draw_entry(f"inside a node{most}", BLUES))
-    return below([beside(first, 12), _draw_entry(f"from node to node{most}", ORANGES)], 0)
+        sent = _draw_entry(f"sent, {most}", BLUES)
+        return below([beside([stays, sent], 12)], 0)
+    near = _draw_entry(f"inside a node, {most}", BLUES)
+    far = _draw_entry(f"from node to node, {most}", ORANGES)
+    return below([beside([stays, near], 12), far], 0)
 
 
 def _draw_entry(text: str, shades: Sequence[str]) -> Drawing:
     """Shades and what they stand for."""
-    boxes = [box(i * 12, 3, 12, 12, fill=fill) for i, fill in enumerate(shades)]
-    width = len(shades) * 12 + 6
-    label = words(width, LINE * 0.75, text)
-    return Drawing(width + len(text) * LETTER, LINE, (*boxes, label))
+    parts = []
+    x = 0
+    for fill in shades:
+        parts.append(box(x, 3, 12, 12, fill=fill))
+        x += 12
+    x += 6
+    parts.append(words(x, LINE * 0.75, text))
+    width = x + len(text) * LETTER
+    return Drawing(width, LINE, tuple(parts))

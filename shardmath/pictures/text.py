@@ -18,7 +18,7 @@ rank  dp tp  local shape  dimension 0  dimension 1
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import singledispatch
 
 import numpy as np
@@ -323,17 +323,26 @@ def grid(layout: Layout, most: int = 64) -> str:
     notes = []
     gap = _find_gap(rows)
     if gap:
-        notes.append(f"rows {rows[gap - 1] + 1} to {rows[gap] - 1} are left out")
+        notes.append(_name_gap("rows", rows, gap))
+        cells.insert(gap, ["…"] * len(columns))
     across = _find_gap(columns)
     if across:
-        notes.append(f"columns {columns[across - 1] + 1} to {columns[across] - 1} are left out")
+        notes.append(_name_gap("columns", columns, across))
         for line in cells:
             line.insert(across, "…")
-    if gap:
-        cells.insert(gap, ["…"] * len(cells[0]))
+    return "\n".join([*_align_right(cells), *notes])
+
+
+def _align_right(cells: list[list[str]]) -> Iterator[str]:
+    """The rows, all cells as wide as the widest."""
     width = max((len(x) for line in cells for x in line), default=1)
-    lines = [" ".join(x.rjust(width) for x in line) for line in cells]
-    return "\n".join(lines + notes)
+    for line in cells:
+        yield " ".join(x.rjust(width) for x in line)
+
+
+def _name_gap(what: str, positions: Ints, gap: int) -> str:
+    """Which positions are left out before the one numbered `gap`."""
+    return f"{what} {positions[gap - 1] + 1} to {positions[gap] - 1} are left out"
 
 
 MOST_SIDE = 1 << 12

@@ -67,8 +67,9 @@ def traffic(
     if isinstance(value, Program):
         return _sum_program(value, topology, most)
     if isinstance(value, Transposed):
-        back = traffic(value.forward, topology, most)
-        return Traffic(back.receivers, back.senders, back.sent.T, back.stays.T, back.far.T)
+        forward = traffic(value.forward, topology, most)
+        tables = (forward.sent.T, forward.stays.T, forward.far.T)
+        return Traffic(forward.receivers, forward.senders, *tables)
     rows = _group_ranks(value.src_ranks, topology, most)
     columns = _group_ranks(value.dst_ranks, topology, most)
     sums = _Sums(rows, columns, value.lines, topology)
@@ -79,14 +80,16 @@ def traffic(
 def _sum_program(program: Program, topology: Topology | None, most: int) -> Traffic:
     """What the streams of a program carry."""
     p = program.plan
-    of = pairs(program)
+    ranks = np.array(p.ranks, np.int64)
+    streams = pairs(program)
+    sender = ranks[streams.sender]
+    receiver = ranks[streams.receiver]
     # Ranks of the destination send too, where a program relays.
-    senders = {p.ranks[i] for i in set(of.sender.tolist())}
-    rows = _group_ranks(senders.union(p.src_ranks), topology, most)
+    senders = {*p.src_ranks, *sender.tolist()}
+    rows = _group_ranks(senders, topology, most)
     columns = _group_ranks(p.dst_ranks, topology, most)
     sums = _Sums(rows, columns, p.lines, topology)
-    ranks = np.array(p.ranks, np.int64)
-    sums.add(ranks[of.sender], ranks[of.receiver], of.nbytes)
+    sums.add(sender, receiver, streams.nbytes)
     return sums.finish()
 
 
@@ -117,21 +120,24 @@ class _Sums:
         self._add_stays()
         return Traffic(self.rows, self.columns, self.sent, self.stays, self.far)
 
-    def add(self, sender: Ints, receiver: Ints, count: Ints) -> None:
+    def add(self, sender: Ints, receiver: Ints, nbytes: Ints) -> None:
         """Bytes that go from ranks to ranks."""
-        at = self.row[sender], self.column[receiver]
-        crosses = sender // self.per_node != receiver // self.per_node
-        np.add.at(self.sent, at, count)
-        np.add.at(self.far, at, np.where(crosses, count, 0))
+        at = (self.row[sender], self.column[receiver])
+        np.add.at(self.sent, at, nbytes)
+        node = sender // self.per_node
+        crosses = receiver // self.per_node != node
+        np.add.at(self.far, at, nbytes * crosses)
 
     def add_plan(self) -> None:
         """All that a plan sends."""
-        for line, held in enumerate(self.on.holders.tolist()):
-            holders = self.on.sets[held]
-            first, stop = self.on.first[line : line + 2].tolist()
-            asking = int(self.on.count[first:stop].sum())
+        on = self.on
+        for line, held in enumerate(on.holders.tolist()):
+            holders = on.sets[held]
+            first, stop = on.first[line : line + 2].tolist()
+            asking = on.count[first:stop].sum()
             if len(holders) > 1 or asking <= MANY:
-                self.add(*_pair_line(self.on, line, range(first, stop)))
+                streams = _pair_line(on, line, range(first, stop))
+                self.add(*streams)
                 continue
             for block in range(first, stop):
                 self._add_from_one(holders[0], block)
@@ -143,13 +149,14 @@ class _Sums:
         # Ranks ascend, so those of the holder's node are side by side.
         begin, end = receivers.searchsorted([first, first + self.per_node])
         on_node = receivers[begin:end]
+        itself = on_node[on_node == holder]
         everybody = self._count_by_column(receivers)
-        near = self._count_by_column(on_node)
-        itself = self._count_by_column(on_node[on_node == holder])
+        others = everybody - self._count_by_column(itself)
+        distant = everybody - self._count_by_column(on_node)
         nbytes = int(self.on.nbytes[block])
         row = self.row[holder]
-        self.sent[row] += nbytes * (everybody - itself)
-        self.far[row] += nbytes * (everybody - near)
+        self.sent[row] += nbytes * others
+        self.far[row] += nbytes * distant
 
     def _count_by_column(self, ranks: Ints) -> Ints:
         """How many of the ranks are in each column."""
@@ -157,63 +164,91 @@ class _Sums:
 
     def _add_stays(self) -> None:
         """What ranks have and need: blocks of which they are a holder and a receiver."""
-        line = np.repeat(np.arange(len(self.on.holders)), np.diff(self.on.first))
-        for block, held in enumerate(self.on.holders[line].tolist()):
-            number = int(self.on.receivers[block])
-            if self.on.count[block] == len(self.on.sets[number]):
+        on = self.on
+        blocks_of_line = np.diff(on.first)
+        holders_of_block = np.repeat(on.holders, blocks_of_line)
+        for block, held in enumerate(holders_of_block.tolist()):
+            asking = int(on.receivers[block])
+            if on.count[block] == len(on.sets[asking]):
                 continue  # no receiver is a holder
-            receivers = self._find_members(number)
-            holders = self._find_members(held)
-            at = receivers.searchsorted(holders)
-            at = np.minimum(at, len(receivers) - 1)
-            both = holders[receivers[at] == holders]
-            pair = self.row[both], self.column[both]
-            np.add.at(self.stays, pair, self.on.nbytes[block])
+            both = self._find_common(held, asking)
+            at = (self.row[both], self.column[both])
+            np.add.at(self.stays, at, on.nbytes[block])
+
+    def _find_common(self, held: int, asking: int) -> Ints:
+        """The ranks of one set that are in another."""
+        holders = self._find_members(held)
+        receivers = self._find_members(asking)
+        at = receivers.searchsorted(holders)
+        at = np.minimum(at, len(receivers) - 1)
+        common: Ints = holders[receivers[at] == holders]
+        return common
 
     def _find_members(self, number: int) -> Ints:
         """A set of ranks as an array."""
         if number not in self.members:
-            self.members[number] = np.array(self.on.sets[number], np.int64)
+            ranks = self.on.sets[number]
+            self.members[number] = np.array(ranks, np.int64)
         return self.members[number]
 
 
 def _pair_line(on: Demands, line: int, blocks: range) -> tuple[Ints, Ints, Ints]:
     """Senders, receivers and bytes of a line, along which both have stretches one after the other."""
-    holders = np.array(on.sets[on.holders[line]], np.int64)
+    held = on.holders[line]
+    holders = np.array(on.sets[held], np.int64)
     first = int(on.cut_first[line])
     cuts = on.cuts[first : first + len(holders) + 1]
-    asking = [wire(on, line, block) for block in blocks]
-    receivers = np.array(list(itertools.chain.from_iterable(asking)), np.int64)
-    nbytes = on.nbytes[blocks.start : blocks.stop]
-    sizes = np.repeat(nbytes, list(map(len, asking)))
-    ends = np.append(0, sizes.cumsum())
+    receivers, ends = _lay_out_receivers(on, line, blocks)
     # Between two neighbouring borders of either kind there is one sender and one receiver. Of several stretches that
     # begin at one place all but the last are empty.
     borders = np.unique(np.concatenate((cuts, ends)))
-    sender = cuts.searchsorted(borders[:-1], "right") - 1
-    receiver = ends.searchsorted(borders[:-1], "right") - 1
+    starts = borders[:-1]
+    sender = cuts.searchsorted(starts, "right") - 1
+    receiver = ends.searchsorted(starts, "right") - 1
     return holders[sender], receivers[receiver], np.diff(borders)
+
+
+def _lay_out_receivers(on: Demands, line: int, blocks: range) -> tuple[Ints, Ints]:
+    """The receivers of a line, block by block, and where each one's bytes begin; at last where all end."""
+    receivers: list[int] = []
+    ends = [0]
+    for block in blocks:
+        nbytes = int(on.nbytes[block])
+        for rank in wire(on, line, block):
+            receivers.append(rank)
+            ends.append(ends[-1] + nbytes)
+    return np.array(receivers, np.int64), np.array(ends, np.int64)
 
 
 def _group_ranks(ranks: Iterable[int], where: Topology | None, most: int) -> tuple[Group, ...]:
     """The ranks, ascending, in at most so many groups."""
-    nodes = [sorted(ranks)] if where is None else list(map(list, where.nodes(ranks).values()))
-    if len(nodes) > most:
-        parts = []
-        for several in _chop(nodes, -(-len(nodes) // most)):
-            parts.append(list(itertools.chain.from_iterable(several)))
-    else:
-        size = _find_size(nodes, most)
-        parts = [part for node in nodes for part in _chop(node, size)]
+    nodes = [sorted(ranks)]
+    if where is not None:
+        nodes = [list(node) for node in where.nodes(ranks).values()]
+    divide = _join_nodes if len(nodes) > most else _chop_nodes
+    parts = divide(nodes, most)
     return tuple(_make_group(part, where) for part in parts)
 
 
-def _find_size(nodes: Sequence[Sequence[int]], most: int) -> int:
-    """The least size of groups such that the nodes, not mixed, have at most so many."""
+def _join_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
+    """Groups of as many nodes each."""
+    each = -(-len(nodes) // most)
+    groups = []
+    for several in _chop(nodes, each):
+        ranks = itertools.chain.from_iterable(several)
+        groups.append(list(ranks))
+    return groups
+
+
+def _chop_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
+    """Groups of as many ranks each, of one node, as few as it takes."""
     size = 1
     while sum(-(-len(node) // size) for node in nodes) > most:
         size += 1
-    return size
+    groups = []
+    for node in nodes:
+        groups += _chop(node, size)
+    return groups
 
 
 def _chop(values: list[_T], size: int) -> list[list[_T]]:

@@ -133,20 +133,22 @@ def rule_cases(
 
     Without `shards` there are 1 to 8, and rules that shard nothing are among those drawn.
     """
-    rules = [rule for rule in START if shards is None or rule is not data_parallel]
+    rules = list(START)
+    if shards is not None:
+        rules.remove(data_parallel)
     rule = draw(st.sampled_from(rules))
     flat = rule is flat_parameter
     empty = rule is not megatron_fsdp
     listed = draw(params(most=most, longest=longest, empty=empty, scalars=not flat, alike=flat))
-    if rule is data_parallel:
-        return RuleCase(rule, tuple(listed), options={"bucket_size": draw(_bucket_sizes)})
-    count = draw(st.integers(1, 8) if shards is None else shards)
-    options: dict[str, object] = {"data_parallel_world_size": count}
+    options: dict[str, object] = {}
     for name, values in OPTIONS[rule].items():
         options[name] = draw(values)
-    start = START[rule]
-    if options.get("use_orig_params") is False:
-        start = 1
+    if rule is data_parallel:
+        return RuleCase(rule, tuple(listed), options=options)
+    count = draw(st.integers(1, 8) if shards is None else shards)
+    options["data_parallel_world_size"] = count
+    unaligned = options.get("use_orig_params") is False
+    start = 1 if unaligned else START[rule]
     return RuleCase(rule, tuple(listed), count, start, options)
 
 
@@ -163,6 +165,7 @@ START: Mapping[Rule, int] = {
 """What the rules that are here start parameters at; FSDP1 those of bfloat16."""
 
 OPTIONS: Mapping[Rule, Mapping[str, st.SearchStrategy[object]]] = {
+    data_parallel: {"bucket_size": _bucket_sizes},
     distributed_optimizer: {
         "bucket_size": _bucket_sizes,
         "pad_for_high_nccl_busbw": st.sampled_from([False] * 7 + [True]),
@@ -189,30 +192,33 @@ def _require(holds: bool, case: RuleCase, what: str) -> None:
 def every_parameter_once(case: RuleCase) -> None:
     """Every parameter is in the buffer once, with its elements and shape, and nothing else is."""
     layout = case.layout()
-    index = layout.param_index_map
     names = sorted(name for name, _ in layout.placed)
     asked = sorted(param.name for param in case.params)
     _require(names == asked, case, f"the buffer has {names}")
-    as_placed = list(index.items()) == list(layout.placed)
+    index = layout.param_index_map
+    as_placed = tuple(index.items()) == layout.placed
     _require(as_placed, case, "param_index_map is not `placed`")
     shapes = dict(zip(index, layout.shapes, strict=False))
     for param in case.params:
         start, end, _ = index[param.name]
         what = f"{param.name!r} lies at [{start}, {end}), it has {param.numel}"
         _require(end - start == param.numel, case, what)
-        has = shapes.get(param.name, param.shape)
-        what = f"{param.name!r} has shape {has} in the layout"
-        _require(has == param.shape, case, what)
+        shape = shapes.get(param.name, param.shape)
+        what = f"{param.name!r} has shape {shape} in the layout"
+        _require(shape == param.shape, case, what)
 
 
 def apart(case: RuleCase) -> None:
     """No element of the buffer is two parameters'."""
+    layout = case.layout()
     own = []
-    for name, (start, end, _) in case.layout().placed:
+    for name, (start, end, _) in layout.placed:
         if start < end:
             own.append((start, end, name))
-    for (_, end, name), (start, _, other) in itertools.pairwise(sorted(own)):
-        _require(end <= start, case, f"{name!r} ends at {end}, {other!r} starts at {start}")
+    own.sort()
+    for (_, end, name), (start, _, other) in itertools.pairwise(own):
+        what = f"{name!r} ends at {end}, {other!r} starts at {start}"
+        _require(end <= start, case, what)
 
 
 def inside_one_bucket(case: RuleCase) -> None:
@@ -237,10 +243,12 @@ def buckets_follow_one_another(case: RuleCase) -> None:
 
 def evenly_divided(case: RuleCase) -> None:
     """Every bucket gives all shards as many elements."""
-    for number, (start, end) in enumerate(case.layout().bucket_indices):
-        even = case.shards is None or (end - start) % case.shards == 0
-        what = f"bucket {number} is [{start}, {end}), not divided by {case.shards} shards"
-        _require(even, case, what)
+    buckets = case.layout().bucket_indices
+    count = case.shards or 1
+    for number, (start, end) in enumerate(buckets):
+        rest = (end - start) % count
+        what = f"bucket {number} is [{start}, {end}), not divided by {count} shards"
+        _require(rest == 0, case, what)
 
 
 def uncut_where_said(case: RuleCase) -> None:
@@ -272,20 +280,29 @@ def starts_aligned(case: RuleCase) -> None:
 def padding_accounted(case: RuleCase) -> None:
     """The buffer is its parameters and padding; unpadded sizes lie between those of buckets."""
     layout = case.layout()
+    padding = layout.padding
     held = sum(param.numel for param in case.params)
-    counted = layout.padding >= 0 and layout.numel == held + layout.padding
-    what = f"{layout.numel} elements, {held} of parameters and {layout.padding} of padding"
-    _require(counted, case, what)
-    sizes = [end - start for start, end in layout.bucket_indices]
-    filled = [0] * len(sizes)
+    what = f"{layout.numel} elements, {held} of parameters and {padding} of padding"
+    _require(padding >= 0, case, what)
+    _require(layout.numel == held + padding, case, what)
+    count = len(layout.bucket_indices)
+    unpadded = layout.per_bucket_numel_unpadded
+    what = f"{len(unpadded)} unpadded sizes of {count} buckets"
+    _require(len(unpadded) == count, case, what)
+    for number, filled in enumerate(_fill_buckets(layout)):
+        start, end = layout.bucket_indices[number]
+        size = end - start
+        said = unpadded[number]
+        what = f"bucket {number} has {filled} of {size} elements filled, {said} unpadded"
+        _require(filled <= said <= size, case, what)
+
+
+def _fill_buckets(layout: PerBufferParamLayout) -> list[int]:
+    """How many elements of each bucket are parameters'."""
+    filled = [0] * len(layout.bucket_indices)
     for start, end, number in layout.param_index_map.values():
         filled[number] += end - start
-    unpadded = layout.per_bucket_numel_unpadded
-    what = f"{len(unpadded)} unpadded sizes of {len(sizes)} buckets"
-    _require(len(unpadded) == len(sizes), case, what)
-    for number, (own, said, size) in enumerate(zip(filled, unpadded, sizes, strict=True)):
-        what = f"bucket {number} has {own} of {size} elements filled, {said} unpadded"
-        _require(own <= said <= size, case, what)
+    return filled
 
 
 def numbered_or_not(case: RuleCase) -> None:
@@ -298,23 +315,31 @@ def numbered_or_not(case: RuleCase) -> None:
 def deterministic(case: RuleCase) -> None:
     """Asked again the rule gives an equal layout; so do copies of its parameters, pickle and repr."""
     layout = case.layout()
-    copied = pickle.loads(pickle.dumps(case.params))
-    copies = replace(case, params=copied).layout()
-    _require(layout == case.layout() == copies, case, "it gives another layout every time")
+    again = case.layout()
+    copied_params = pickle.loads(pickle.dumps(case.params))
+    of_copies = replace(case, params=copied_params).layout()
+    _require(layout == again == of_copies, case, "it gives another layout every time")
     pickled = pickle.loads(pickle.dumps(layout))
-    alike = pickled == layout and hash(pickled) == hash(layout) == hash(copies)
-    _require(alike, case, "the layout differs from its pickled copy")
-    again = eval(repr(layout), {"PerBufferParamLayout": PerBufferParamLayout})
-    _require(again == layout, case, "the layout's repr is of another one")
+    same_hash = hash(pickled) == hash(layout) == hash(of_copies)
+    what = "the layout differs from its pickled copy"
+    _require(pickled == layout, case, what)
+    _require(same_hash, case, what)
+    names = {"PerBufferParamLayout": PerBufferParamLayout}
+    evaluated = eval(repr(layout), names)
+    _require(evaluated == layout, case, "the layout's repr is of another one")
 
 
 def names_mean_nothing(case: RuleCase) -> None:
     """Renaming parameters renames them in the layout and changes nothing else."""
-    count = len(case.params)
-    names = {param.name: f"other {count - i:09}" for i, param in enumerate(case.params)}
-    renamed = tuple(replace(param, name=names[param.name]) for param in case.params)
+    names = {}
+    renamed = []
+    for number, param in enumerate(reversed(case.params), 1):
+        names[param.name] = f"other {number:09}"
+    for param in case.params:
+        name = names[param.name]
+        renamed.append(replace(param, name=name))
     layout = case.layout()
-    other = replace(case, params=renamed).layout()
+    other = replace(case, params=tuple(renamed)).layout()
     expected = tuple((names[name], at) for name, at in layout.placed)
     _require(other.placed == expected, case, "parameters of other names lie elsewhere")
     same = _without_names(other) == _without_names(layout)
@@ -363,7 +388,8 @@ def check_rule(
     AssertionError, which names the case.
     """
     given = options.get("data_parallel_world_size") if shards is None else shards
-    ranks = None if given is None else read_positive(given, "shards")
-    case = RuleCase(rule, tuple(params), ranks, read_positive(start, "start"), options)
+    count = None if given is None else read_positive(given, "shards")
+    first = read_positive(start, "start")
+    case = RuleCase(rule, tuple(params), count, first, options)
     for law in RULE_LAWS:
         law(case)

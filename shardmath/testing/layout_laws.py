@@ -41,24 +41,34 @@ def compose_is_after(f: Runs, g: Runs) -> None:
     for i in f.indices().tolist():
         inside = 0 <= i < len(g)
         expected.append(after[i] if inside else -1)
-    longer = Runs(g.segments, max(len(g), f.extent))
-    assert compose(f, longer).indices().tolist() == expected
+    length = max(len(g), f.extent)
+    longer = Runs(g.segments, length)
+    found = compose(f, longer).indices()
+    assert found.tolist() == expected
 
 
 def invert_undoes(r: Runs) -> None:
     """Inverting twice is the identity, and a Runs after its inverse leaves what it holds."""
     back = invert(r, r.extent + 1)
     assert invert(back, len(r)) == r
+    held = r.indices() >= 0
     positions = np.arange(len(r))
-    positions[r.indices() < 0] = -1
-    assert compose(r, back).indices().tolist() == positions.tolist()
+    expected = np.where(held, positions, -1)
+    found = compose(r, back).indices()
+    assert np.array_equal(found, expected)
 
 
 def runs_are_canonical(r: Runs) -> None:
     """Cutting segments apart, or giving them in another order, makes the same value."""
-    cells = [(i, g, 1) for i, g in enumerate(r.indices().tolist()) if g >= 0]
-    assert Runs(reversed(cells), len(r)) == r
-    assert hash(Runs(cells, len(r))) == hash(r)
+    index = r.indices().tolist()
+    cells = []
+    for i, g in enumerate(index):
+        if g >= 0:
+            cells.append((i, g, 1))
+    cut = Runs(cells, len(r))
+    backwards = Runs(reversed(cells), len(r))
+    assert cut == backwards == r
+    assert hash(cut) == hash(r)
 
 
 # Layouts
@@ -82,26 +92,34 @@ def parse_print(layout: Layout) -> None:
     text = layout.text
     again = Layout(layout.shape, layout.mesh, text, dtype=layout.dtype, rules=layout.rules)
     assert again is layout
-    assert pickle.loads(pickle.dumps(layout)) is layout
-    names = {kind.__name__: kind for kind in (Layout, Mesh, Runs, Table)}
-    assert eval(repr(layout), names) is layout
+    pickled = pickle.dumps(layout)
+    assert pickle.loads(pickled) is layout
+    names = {"Layout": Layout, "Mesh": Mesh, "Runs": Runs, "Table": Table}
+    evaluated = eval(repr(layout), names)
+    assert evaluated is layout
 
 
 def shape_counts_runs(layout: Layout) -> None:
     """local_shape, runs and indices say the same."""
     for rank in layout.mesh.ranks:
         held = layout.runs(rank)
-        index = layout.indices(rank)
-        assert layout.local_shape(rank) == tuple(map(len, held)) == tuple(map(len, index))
-        assert [r.indices().tolist() for r in held] == [i.tolist() for i in index]
+        indices = layout.indices(rank)
+        for r, index in zip(held, indices, strict=True):
+            assert np.array_equal(r.indices(), index)
+        sizes = tuple(map(len, indices))
+        assert sizes == tuple(map(len, held))
+        assert sizes == layout.local_shape(rank)
 
 
 def relabelling_moves_holdings(layout: Layout) -> None:
     """Renaming ranks gives the new name what the old one held."""
-    names = {rank: 1000 - 3 * rank for rank in layout.mesh.ranks}
-    renamed = relabelled(layout, names)
+    names = {}
     for rank in layout.mesh.ranks:
-        assert renamed.runs(names[rank]) == layout.runs(rank)
+        names[rank] = 1000 - 3 * rank
+    renamed = relabelled(layout, names)
+    for rank, name in names.items():
+        held = layout.runs(rank)
+        assert renamed.runs(name) == held
 
 
 def mesh_transposition_changes_nothing(layout: Layout) -> None:
@@ -113,24 +131,32 @@ def mesh_transposition_changes_nothing(layout: Layout) -> None:
 
 def transpose_mesh(layout: Layout) -> Layout:
     """The layout with the axes of its mesh in the opposite order."""
-    turned = layout.mesh.transpose(tuple(layout.mesh.shape)[::-1])
+    mesh = layout.mesh
+    backwards = tuple(reversed(mesh.shape))
+    turned = mesh.transpose(backwards)
     return Layout(layout.shape, turned, layout.text, dtype=layout.dtype, rules=layout.rules)
 
 
 def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
     """Splitting a mesh axis, or merging two that are used as one digit, changes no holding."""
+    shape = (n,)
     one = Mesh(t=outer * inner)
     two = one.split("t", x=outer, y=inner)
     merged = two.merge(("x", "y"), "t")
     for text in ("(t n)", "(2 t n)", "(n t 2)", "(t~ n)"):
-        split = Layout((n,), two, text.replace("t", "x*y"))
-        assert equivalent(Layout((n,), one, text), split)
-        assert equivalent(split, Layout((n,), merged, text))
+        text_of_two = text.replace("t", "x*y")
+        before = Layout(shape, one, text)
+        split = Layout(shape, two, text_of_two)
+        after = Layout(shape, merged, text)
+        assert equivalent(before, split)
+        assert equivalent(split, after)
 
 
 def one_piece_needs_no_border(n: int, first: int, second: int) -> None:
     """`a | b` is `a b` where a leaves one piece per rank."""
     mesh = Mesh(a=first, b=second)
-    joined = Layout((n,), mesh, "(a b n)")
-    assert Layout((n,), mesh, "(a n | b n)") is joined
-    assert Layout((n,), mesh, (Shard(0), Shard(0))) is joined
+    shape = (n,)
+    shards = (Shard(0), Shard(0))
+    joined = Layout(shape, mesh, "(a b n)")
+    assert Layout(shape, mesh, "(a n | b n)") is joined
+    assert Layout(shape, mesh, shards) is joined

@@ -21,22 +21,36 @@ Array: TypeAlias = NDArray[Any]
 
 def addends(layout: Layout, seed: int = 0) -> list[Array]:
     """A random global array for each addend of the layout; integers in floats, so that sums are exact."""
-    count = math.prod(layout.mesh.axis_size(name) for name, _ in layout.partial)
     rng = np.random.default_rng(seed)
-    return [rng.integers(-8, 9, layout.shape).astype(float) for _ in range(count)]
+    out = []
+    for _ in range(_count_addends(layout)):
+        drawn = rng.integers(-8, 9, layout.shape)
+        out.append(drawn.astype(float))
+    return out
+
+
+def _count_addends(layout: Layout) -> int:
+    """How many addends a global value has."""
+    sizes = [layout.mesh.axis_size(name) for name, _ in layout.partial]
+    return math.prod(sizes)
 
 
 def _list_addends(layout: Layout) -> list[tuple[int, int]]:
     """(rank, the addend that it holds), in mesh order."""
-    held = layout.mesh.coordinate(name for name, _ in layout.partial)
-    return list(zip(layout.mesh.ranks, held.tolist(), strict=True))
+    axes = [name for name, _ in layout.partial]
+    held = layout.mesh.coordinate(axes).tolist()
+    pairs = zip(layout.mesh.ranks, held, strict=True)
+    return list(pairs)
 
 
 def _index_both(layout: Layout, rank: int) -> tuple[Any, Any]:
     """Local and global index of the rank's own elements."""
-    index = layout.indices(rank)
-    here = [np.flatnonzero(i >= 0) for i in index]
-    there = [i[i >= 0] for i in index]
+    here = []
+    there = []
+    for index in layout.indices(rank):
+        own = index >= 0
+        here.append(np.flatnonzero(own))
+        there.append(index[own])
     return np.ix_(*here), np.ix_(*there)
 
 
@@ -53,18 +67,19 @@ def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[i
 
 def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
     """The global array that local ones stand for: addends folded in mesh order, averages divided."""
-    count = math.prod(layout.mesh.axis_size(name) for name, _ in layout.partial)
+    count = _count_addends(layout)
     found = [np.zeros(layout.shape) for _ in range(count)]
     for rank, addend in _list_addends(layout):
         here, there = _index_both(layout, rank)
-        found[addend][there] = shards[rank][here]
-    op = "sum" if layout.op == "avg" else str(layout.op)
+        local = shards[rank]
+        found[addend][there] = local[here]
+    op = layout.op or "copy"
+    averaged = op == "avg"
+    fold = FOLD["sum" if averaged else op]
     out = found[0]
     for other in found[1:]:
-        out = FOLD[op](out, other)
-    if layout.op == "avg":
-        return out / count
-    return out
+        out = fold(out, other)
+    return out / count if averaged else out
 
 
 def run(p: Plan | Transposed, shards: Mapping[int, Array]) -> dict[int, Array]:

@@ -38,11 +38,12 @@ def _require_none(found: Ints, placement: Placement, n: int, count: int, where: 
 
 def _list_positions(placement: Placement, n: int, count: int) -> Ints:
     """The positions of all parts, ascending, holes left out."""
-    held = [np.zeros(0, np.int64)]
+    indices = [np.zeros(0, np.int64)]
     for part in placement.split(n, count):
-        held.append(part.indices())
-    positions = np.concatenate(held)
-    return np.sort(positions[positions >= 0])
+        indices.append(part.indices())
+    index = np.concatenate(indices)
+    held = index[index >= 0]
+    return np.sort(held)
 
 
 def in_bounds(placement: Placement, n: int, count: int) -> None:
@@ -53,13 +54,15 @@ def in_bounds(placement: Placement, n: int, count: int) -> None:
 def disjoint(placement: Placement, n: int, count: int) -> None:
     """No position has two parts."""
     held = _list_positions(placement, n, count)
-    twice = held[1:][held[1:] == held[:-1]]
-    _require_none(twice, placement, n, count, "two parts")
+    later = held[1:]
+    repeats = later == held[:-1]
+    _require_none(later[repeats], placement, n, count, "two parts")
 
 
 def covering(placement: Placement, n: int, count: int) -> None:
     """Every position has a part."""
-    lost = np.setdiff1d(np.arange(n), _list_positions(placement, n, count))
+    held = _list_positions(placement, n, count)
+    lost = np.setdiff1d(np.arange(n), held)
     _require_none(lost, placement, n, count, "no part")
 
 
@@ -69,7 +72,8 @@ def hashable(placement: Placement, n: int, count: int) -> None:
     again = _copy(placement, n, count)
     same = again == placement and hash(again) == hash(placement)
     _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
-    alike = again.split(n, count) == placement.split(n, count)
+    parts = placement.split(n, count)
+    alike = again.split(n, count) == parts
     what = "it splits differently every time; split by n and parts alone"
     _require(alike, placement, n, count, what)
 
@@ -77,7 +81,8 @@ def hashable(placement: Placement, n: int, count: int) -> None:
 def _copy(placement: Placement, n: int, count: int) -> Placement:
     """The placement, pickled and unpickled."""
     try:
-        again: Placement = pickle.loads(pickle.dumps(placement))
+        pickled = pickle.dumps(placement)
+        again: Placement = pickle.loads(pickled)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         what = f"{placement}.split({n}, {count}): it cannot be pickled: {error}"
         raise AssertionError(f"{what}; define its class in a module") from error
@@ -86,15 +91,18 @@ def _copy(placement: Placement, n: int, count: int) -> Placement:
 
 def composes(placement: Placement, n: int, count: int) -> None:
     """A layout gives coordinate r exactly part r."""
-    layout = Layout((n,), Mesh(a=count), {"a": _put_at_zero(placement)})
-    held = tuple(layout.runs(rank)[0] for rank in range(count))
-    same = held == placement.split(n, count)
-    _require(same, placement, n, count, "a layout of it holds other positions")
+    layout = _divide(placement, n, count)
+    parts = placement.split(n, count)
+    for rank, part in enumerate(parts):
+        (held,) = layout.runs(rank)
+        _require(held == part, placement, n, count, "a layout of it holds other positions")
 
 
-def _put_at_zero(placement: Placement) -> Placement:
-    """The placement on the only dimension of a tensor."""
-    return placement if placement.dim in (0, -1) else _Moved(placement)
+def _divide(placement: Placement, n: int, count: int) -> Layout:
+    """A tensor of one dimension divided by the placement."""
+    mesh = Mesh(a=count)
+    at_zero = placement if placement.dim in (0, -1) else _Moved(placement)
+    return Layout((n,), mesh, {"a": at_zero})
 
 
 @dataclass(frozen=True)
@@ -110,17 +118,23 @@ class _Moved:
 
 def moves(placement: Placement, n: int, count: int) -> None:
     """Gathering what it divides, and dividing it again, are proved plans that lose nothing."""
-    mesh = Mesh(a=count)
-    split = Layout((n,), mesh, {"a": _put_at_zero(placement)})
-    whole = Layout((n,), mesh, "n")
-    values = [np.arange(n, dtype=float)]
-    for src, dst in ((split, whole), (whole, split)):
-        p = plan(src, dst)
-        verify(p)
-        out = run(p, distribute(src, values))
-        expected = distribute(dst, values)
-        kept = all((out[rank] == expected[rank]).all() for rank in range(count))
-        _require(kept, placement, n, count, f"moving {src.text} to {dst.text} changes values")
+    split = _divide(placement, n, count)
+    gathered = Layout((n,), split.mesh, "n")
+    _require_kept(placement, n, count, split, gathered)
+    _require_kept(placement, n, count, gathered, split)
+
+
+def _require_kept(placement: Placement, n: int, count: int, src: Layout, dst: Layout) -> None:
+    """A plan is proved, and gives every rank the positions that it is to hold."""
+    p = plan(src, dst)
+    verify(p)
+    positions = [np.arange(n, dtype=float)]
+    out = run(p, distribute(src, positions))
+    expected = distribute(dst, positions)
+    what = f"moving {src.text} to {dst.text} changes values"
+    for rank, array in expected.items():
+        kept = np.array_equal(out[rank], array)
+        _require(kept, placement, n, count, what)
 
 
 PLACEMENT_LAWS = (in_bounds, disjoint, covering, hashable, composes, moves)

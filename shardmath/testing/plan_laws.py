@@ -6,6 +6,7 @@ A law is a function with a one-line docstring that asserts; one law, one cause o
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
 import hypothesis.strategies as st
@@ -17,7 +18,7 @@ from shardmath.layouts.edits import relabelled, sliced, transposed
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_tensors
 from shardmath.plans.adjoint import adjoint
-from shardmath.plans.plan import Plan, Side, plan
+from shardmath.plans.plan import Side, plan
 from shardmath.plans.reduction import reduction
 from shardmath.proofs.simulate import simulate
 from shardmath.proofs.verify import verify
@@ -68,26 +69,28 @@ def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
     """After the move the destination holds the value that the source held, at every rank."""
     shards = distribute(src, addends(src), hole=99.0)
     out = run(plan(src, dst), shards)
-    whole = value(src, shards)
-    assert np.allclose(value(dst, out), whole)
+    moved = value(src, shards)
+    assert np.allclose(value(dst, out), moved)
     asked = reduction(src, dst)
     if asked.chosen or asked.matched:
         return  # which addend a rank then has is the plan's choice
-    expected = distribute(dst, [whole] * len(addends(dst)))
-    for rank in dst.mesh.ranks:
-        assert np.allclose(out[rank], expected[rank])
+    count = len(addends(dst))
+    expected = distribute(dst, [moved] * count)
+    _assert_close(out, expected)
 
 
 def ends_agree(src: Layout, dst: Layout) -> None:
     """Both ends of a pair list the same transfers in the same order, and a stranger none."""
     p = plan(src, dst)
-    for a, b in itertools.product(p.src_ranks, p.dst_ranks):
-        of_sender = [t for t in p.transfers(src=a) if t.dst_rank == b]
-        of_receiver = [t for t in p.transfers(dst=b) if t.src_rank == a]
-        assert of_sender == of_receiver == list(p.transfers(src=a, dst=b))
+    for sender, receiver in itertools.product(p.src_ranks, p.dst_ranks):
+        between = list(p.transfers(src=sender, dst=receiver))
+        sends = p.transfers(src=sender)
+        assert between == [t for t in sends if t.dst_rank == receiver]
+        receives = p.transfers(dst=receiver)
+        assert between == [t for t in receives if t.src_rank == sender]
     stranger = 10**6
-    assert not list(p.transfers(src=stranger))
-    assert not list(p.transfers(dst=stranger))
+    assert list(p.transfers(src=stranger)) == []
+    assert list(p.transfers(dst=stranger)) == []
 
 
 def identity_moves_nothing(layout: Layout) -> None:
@@ -99,14 +102,18 @@ def bytes_are_needed(src: Layout, dst: Layout) -> None:
     """Without Partial, every rank receives exactly what it needs and does not hold."""
     received = plan(src, dst).received_bytes()
     for rank in dst.mesh.ranks:
-        need = _list_elements(dst, rank)
-        have = _list_elements(src, rank) if rank in src.mesh else set()
-        assert received[rank] == len(need - have) * src.itemsize
+        missing = _list_elements(dst, rank)
+        if rank in src.mesh:
+            missing -= _list_elements(src, rank)
+        assert received[rank] == len(missing) * src.itemsize
 
 
 def _list_elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
     """The global indices of what a rank holds."""
-    held = [index[index >= 0].tolist() for index in layout.indices(rank)]
+    held = []
+    for index in layout.indices(rank):
+        own = index[index >= 0]
+        held.append(own.tolist())
     return set(itertools.product(*held))
 
 
@@ -116,9 +123,10 @@ def _list_elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
 def spelling_is_not_meaning(src: Layout, dst: Layout) -> None:
     """Equivalent layouts give the same digest and the same transfers."""
     p = plan(src, dst)
-    q = plan(_spell_otherwise(src), _spell_otherwise(dst))
-    assert p == q
-    assert list(p.transfers()) == list(q.transfers())
+    spelled = plan(_spell_otherwise(src), _spell_otherwise(dst))
+    transfers = list(p.transfers())
+    assert p == spelled
+    assert transfers == list(spelled.transfers())
 
 
 def _spell_otherwise(layout: Layout) -> Layout:
@@ -131,31 +139,43 @@ def round_trip(src: Layout, dst: Layout) -> None:
     shards = distribute(src, addends(src))
     there = run(plan(src, dst), shards)
     back = run(plan(dst, src), there)
-    for rank in src.mesh.ranks:
-        assert np.allclose(back[rank], shards[rank])
+    _assert_close(back, shards)
 
 
 def path_independence(a: Layout, b: Layout, c: Layout) -> None:
     """A to C to B is A to B."""
     shards = distribute(a, addends(a))
     direct = run(plan(a, b), shards)
-    around = run(plan(c, b), run(plan(a, c), shards))
+    half_way = run(plan(a, c), shards)
+    around = run(plan(c, b), half_way)
     if b.op is None:
-        for rank in b.mesh.ranks:
-            assert np.allclose(direct[rank], around[rank])
-    assert np.allclose(value(b, direct), value(b, around))
+        _assert_close(around, direct)
+    direct_value = value(b, direct)
+    assert np.allclose(direct_value, value(b, around))
+
+
+def _assert_close(found: dict[int, Array], expected: dict[int, Array]) -> None:
+    """Every rank has what is expected of it, but for rounding."""
+    for rank, array in expected.items():
+        assert np.allclose(found[rank], array)
 
 
 def relabelling_commutes(src: Layout, dst: Layout) -> None:
     """Renaming all ranks renames received bytes, and sent ones up to ties and snapping."""
-    names = {rank: 200 - rank for rank in (*src.mesh.ranks, *dst.mesh.ranks)}
-    p = plan(src, dst)
-    q = plan(relabelled(src, names), relabelled(dst, names))
     if reduction(src, dst).chosen:
         return
-    renamed = {names[rank]: nbytes for rank, nbytes in p.received_bytes().items()}
-    assert renamed == q.received_bytes()
-    assert sum(p.sent_bytes().values()) == sum(q.sent_bytes().values())
+    ranks = (*src.mesh.ranks, *dst.mesh.ranks)
+    names = {rank: 200 - rank for rank in ranks}
+    p = plan(src, dst)
+    renamed = plan(relabelled(src, names), relabelled(dst, names))
+    received = {}
+    for rank, nbytes in p.received_bytes().items():
+        name = names[rank]
+        received[name] = nbytes
+    assert renamed.received_bytes() == received
+    sent = p.sent_bytes().values()
+    sent_renamed = renamed.sent_bytes().values()
+    assert sum(sent) == sum(sent_renamed)
 
 
 # Plans of other tensors
@@ -163,23 +183,35 @@ def relabelling_commutes(src: Layout, dst: Layout) -> None:
 
 def transposing_commutes(src: Layout, dst: Layout) -> None:
     """Transposing the dimensions of both sides transposes the result."""
-    order = tuple(range(src.ndim))[::-1]
     shards = distribute(src, addends(src))
     out = run(plan(src, dst), shards)
-    turned_plan = plan(transposed(src, order), transposed(dst, order))
-    turned = run(turned_plan, {rank: x.T for rank, x in shards.items()})
-    for rank in dst.mesh.ranks:
-        assert (out[rank] == turned[rank].T).all()
+    order = tuple(reversed(range(src.ndim)))
+    turned_src = transposed(src, order)
+    turned_dst = transposed(dst, order)
+    turned = run(plan(turned_src, turned_dst), _transpose_shards(shards))
+    _assert_equal(turned, _transpose_shards(out))
+
+
+def _transpose_shards(shards: dict[int, Array]) -> dict[int, Array]:
+    """Every local array with its dimensions in the opposite order."""
+    return {rank: x.T for rank, x in shards.items()}
+
+
+def _assert_equal(found: dict[int, Array], expected: dict[int, Array]) -> None:
+    """Every rank has exactly what is expected of it."""
+    for rank, array in expected.items():
+        same = found[rank] == array
+        assert same.all()
 
 
 def casting_commutes(src: Layout, dst: Layout) -> None:
     """Without reduction, casting before the move is casting after it."""
     shards = distribute(src, addends(src))
-    after = _cast_shards(run(plan(src, dst), shards))
-    halved = plan(cast_layout(src, "int16"), cast_layout(dst, "int16"))
-    before = run(halved, _cast_shards(shards))
-    for rank in dst.mesh.ranks:
-        assert (before[rank] == after[rank]).all()
+    out = run(plan(src, dst), shards)
+    short_src = cast_layout(src, "int16")
+    short_dst = cast_layout(dst, "int16")
+    short_out = run(plan(short_src, short_dst), _cast_shards(shards))
+    _assert_equal(short_out, _cast_shards(out))
 
 
 def _cast_shards(shards: dict[int, Array]) -> dict[int, Array]:
@@ -197,44 +229,44 @@ def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
         part = np.zeros_like(addend)
         part[index] = addend[index]
         parts.append(part)
-    moved = run(plan(sliced(src, box), sliced(dst, box)), distribute(src, values))
+    p = plan(sliced(src, box), sliced(dst, box))
+    shards = distribute(src, values)
     expected = distribute(dst, parts)
-    for rank in dst.mesh.ranks:
-        assert (moved[rank] == expected[rank]).all()
+    _assert_equal(run(p, shards), expected)
 
 
 def windows_are_their_union(data: st.DataObject, src: Layout, dst: Layout) -> None:
     """A tensor held as windows moves as the tensor does, from windows and to windows."""
     values = addends(src)
-    from_windows: tuple[Side, Side] = (data.draw(tilings(src)), dst)
-    to_windows: tuple[Side, Side] = (src, data.draw(tilings(dst)))
-    for a, b in (from_windows, to_windows):
-        p = plan({"w": cast(Any, a)}, {"w": cast(Any, b)})
-        verify(p)
-        out = cast(Held, simulate(p, _distribute_windows(p, values)))
-        for rank, held in out.items():
-            expected = _expect_windows(p, rank, values)
-            assert held.keys() == expected.keys()
-            for key, array in held.items():
-                assert (array == expected[key]).all()
+    src_windows = data.draw(tilings(src))
+    dst_windows = data.draw(tilings(dst))
+    _check_windows(src_windows, dst, values)
+    _check_windows(src, dst_windows, values)
 
 
-def _distribute_windows(p: Plan, values: list[Array]) -> Held:
-    """What every rank holds of the source's windows."""
-    out: Held = {rank: {} for rank in p.src_ranks}
-    for key, layout in local_tensors("w", p.src["w"]):
-        for rank, array in distribute(layout, values).items():
-            out[rank][key] = array
-    return out
+def _check_windows(src: Side, dst: Side, values: list[Array]) -> None:
+    """A plan between the sides is proved, and gives every rank its windows of the values."""
+    p = plan({"w": cast(Any, src)}, {"w": cast(Any, dst)})
+    verify(p)
+    held = _distribute_windows(p.src_ranks, p.src["w"], values)
+    out = cast(Held, simulate(p, held))
+    expected = _distribute_windows(p.dst_ranks, p.dst["w"], values)
+    for rank, arrays in out.items():
+        asked = expected[rank]
+        assert arrays.keys() == asked.keys()
+        for key, array in arrays.items():
+            same = array == asked[key]
+            assert same.all()
 
 
-def _expect_windows(p: Plan, rank: int, values: list[Array]) -> dict[str, Array]:
-    """What a rank is to hold of the destination's windows."""
-    out = {}
-    for key, layout in local_tensors("w", p.dst["w"]):
-        if rank in layout.mesh:
-            out[key] = distribute(layout, values)[rank]
-    return out
+def _distribute_windows(
+    ranks: Iterable[int], windows: Sequence[Layout], values: list[Array]
+) -> Held:
+    """What every rank holds of the windows of a tensor."""
+    held = {}
+    for key, layout in local_tensors("w", windows):
+        held[key] = distribute(layout, values)
+    return _group_by_rank(ranks, held)
 
 
 def adjoint_is_transpose(src: Layout, dst: Layout) -> None:
@@ -249,20 +281,27 @@ def adjoint_is_transpose(src: Layout, dst: Layout) -> None:
     rng = np.random.default_rng(1)
     x = _draw_shards(src, rng)
     y = _draw_shards(dst, rng)
-    assert np.isclose(_dot(run(p, x), y), _dot(x, run(back, y)))
+    forward_dot = _dot(run(p, x), y)
+    backward_dot = _dot(x, run(back, y))
+    assert np.isclose(forward_dot, backward_dot)
 
 
 def _draw_shards(layout: Layout, rng: np.random.Generator) -> dict[int, Array]:
     """Random local arrays; integers in floats, so that sums are exact."""
     out: dict[int, Array] = {}
     for rank in layout.mesh.ranks:
-        out[rank] = rng.integers(-4, 5, layout.local_shape(rank)).astype(float)
+        drawn = rng.integers(-4, 5, layout.local_shape(rank))
+        out[rank] = drawn.astype(float)
     return out
 
 
 def _dot(a: dict[int, Array], b: dict[int, Array]) -> float:
     """The inner product over all ranks of `b`."""
-    return sum(float((a[rank] * b[rank]).sum()) for rank in b)
+    total = 0.0
+    for rank, array in b.items():
+        products = a[rank] * array
+        total += float(products.sum())
+    return total
 
 
 def trees_are_their_tensors(tree: tuple[dict[str, Layout], dict[str, Layout]]) -> None:
@@ -270,13 +309,22 @@ def trees_are_their_tensors(tree: tuple[dict[str, Layout], dict[str, Layout]]) -
     src, dst = tree
     p = plan(src, dst)
     verify(p)
-    held = {name: distribute(layout, addends(layout)) for name, layout in src.items()}
-    shards: Held = {rank: {} for rank in p.src_ranks}
-    for name, arrays in held.items():
-        for rank, array in arrays.items():
-            shards[rank][name] = array
+    held = {}
+    for name, layout in src.items():
+        held[name] = distribute(layout, addends(layout))
+    shards = _group_by_rank(p.src_ranks, held)
     out = cast(Held, simulate(p, shards))
     for name, layout in dst.items():
-        alone = run(plan(src[name], layout), held[name])
         together = {rank: out[rank][name] for rank in layout.mesh.ranks}
-        assert np.allclose(value(layout, together), value(layout, alone))
+        found = value(layout, together)
+        alone = run(plan(src[name], layout), held[name])
+        assert np.allclose(found, value(layout, alone))
+
+
+def _group_by_rank(ranks: Iterable[int], held: dict[str, dict[int, Array]]) -> Held:
+    """Local arrays given tensor by tensor, rank by rank."""
+    out: Held = {rank: {} for rank in ranks}
+    for name, shards in held.items():
+        for rank, array in shards.items():
+            out[rank][name] = array
+    return out

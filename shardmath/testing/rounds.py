@@ -15,6 +15,7 @@ both ends the same messages
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn, TypeAlias
 
@@ -63,7 +64,9 @@ def walk(rounds: Rounds) -> Walk:
     message differ in step, leg, bytes or pieces, where one of them is missing, and for a deadlock.
     """
     waits: _Waits = {}
-    for (sender, receiver), (sends, receives) in sorted(_list_ends(rounds).items()):
+    ends = _list_ends(rounds)
+    for sender, receiver in sorted(ends):
+        sends, receives = ends[sender, receiver]
         for sent, got in itertools.zip_longest(sends, receives):
             here, there = _meet(sender, receiver, sent, got)
             _add_wait(waits, (sender, here), receiver, there)
@@ -82,15 +85,18 @@ def _add_wait(waits: _Waits, wait: tuple[int, int], peer: int, at: int) -> None:
 def _measure(rounds: Rounds) -> Walk:
     """What rounds that end took."""
     steps: set[Step] = set()
-    messages = staged = 0
+    longest = 0
+    messages = 0
+    staged = 0
     for mine in rounds.values():
+        longest = max(longest, len(mine))
         for one in mine:
             steps.update(m.step for m in one.messages)
-            posted = [m.nbytes for m in (*one.sends, *one.receives)]
+            posted = (*one.sends, *one.receives)
+            nbytes = sum(m.nbytes for m in posted)
             messages = max(messages, len(posted))
-            staged = max(staged, sum(posted))
-    most = max(map(len, rounds.values()), default=0)
-    return Walk(len(steps), most, messages, staged)
+            staged = max(staged, nbytes)
+    return Walk(len(steps), longest, messages, staged)
 
 
 _Ends: TypeAlias = dict[tuple[int, int], tuple[list[_End], list[_End]]]
@@ -99,15 +105,15 @@ _Ends: TypeAlias = dict[tuple[int, int], tuple[list[_End], list[_End]]]
 
 def _list_ends(rounds: Rounds) -> _Ends:
     """Both ends of all messages that travel. Raises PlanError for one that is not what it says."""
-    out: _Ends = {}
+    out: _Ends = defaultdict(lambda: ([], []))
     for rank, mine in rounds.items():
         for at, one in enumerate(mine):
             _check_round(rank, one)
             for m in one.sends:
-                sent, _ = out.setdefault((rank, m.dst_rank), ([], []))
+                sent, _ = out[rank, m.dst_rank]
                 sent.append(_End(at, m))
             for m in one.receives:
-                _, received = out.setdefault((m.src_rank, rank), ([], []))
+                _, received = out[m.src_rank, rank]
                 received.append(_End(at, m))
     return out
 
@@ -174,15 +180,21 @@ def _run(rounds: Rounds, waits: _Waits) -> None:
     moving = list(rounds)
     while moving:
         rank = moving.pop()
-        peers = waits.get((rank, at[rank]), {})
-        ready = all(at[peer] >= n for peer, n in peers.items())
-        if ready and at[rank] < len(rounds[rank]):
+        if at[rank] < len(rounds[rank]) and _is_ready(waits, at, rank):
             at[rank] += 1
             # Whoever waits for this rank in its new round is among those that it waits for there.
-            moving += [rank, *waits.get((rank, at[rank]), {})]
+            peers = waits.get((rank, at[rank]), {})
+            moving += [rank, *peers]
     stuck = [rank for rank, mine in rounds.items() if at[rank] < len(mine)]
     if stuck:
         _raise_deadlock(rounds, waits, at, min(stuck))
+
+
+def _is_ready(waits: _Waits, at: Mapping[int, int], rank: int) -> bool:
+    """Whether every peer that the rank waits for is where it has to be."""
+    here = at[rank]
+    peers = waits.get((rank, here), {})
+    return all(at[peer] >= n for peer, n in peers.items())
 
 
 def _raise_deadlock(rounds: Rounds, waits: _Waits, at: Mapping[int, int], rank: int) -> NoReturn:
@@ -191,11 +203,14 @@ def _raise_deadlock(rounds: Rounds, waits: _Waits, at: Mapping[int, int], rank: 
     path: list[int] = []
     while rank not in path:
         path.append(rank)
-        peers = waits[rank, at[rank]]
+        here = at[rank]
+        peers = waits[rank, here]
         rank = next(peer for peer, n in peers.items() if at[peer] < n)
-    circle = [*path[path.index(rank) :], rank]
+    start = path.index(rank)
+    circle = [*path[start:], rank]
     told = []
     for a, b in itertools.pairwise(circle):
-        step = rounds[a][at[a]].step
+        here = at[a]
+        step = rounds[a][here].step
         told.append(f"rank {a} waits in step {step} for rank {b}")
     raise PlanError(f"{', '.join(told)}: nobody goes on; give all ranks one order of steps")

@@ -72,27 +72,39 @@ def lengths(most: int = 4096) -> st.SearchStrategy[int]:
 def _around_blocks(draw: Draw, most: int) -> int:
     """Some blocks and a row more or less, or any part of a block more."""
     block = draw(st.sampled_from(BLOCKS))
-    more = draw(st.sampled_from((0, 1, -1, block // 2)))
+    half = block // 2
+    rest = draw(st.sampled_from((0, 1, -1, half)))
     count = draw(st.integers(1, 8))
-    return min(most, block * count + more)
+    return min(most, block * count + rest)
 
 
 def parts(most: int = 8) -> st.SearchStrategy[int]:
     """Coordinates on an axis, mostly few."""
     if most <= 4:
         return st.integers(1, most)
-    return st.one_of(st.integers(1, 4), st.integers(1, most))
+    few = st.integers(1, 4)
+    return st.one_of(few, st.integers(1, most))
+
+
+_axis_sizes = st.sampled_from([1, 2, 2, 3, 4])
+_first_ranks = st.sampled_from([0, 0, 3, 40])
+_holes = st.integers(0, 2)
+_split_factors = st.integers(1, 4)
+_block_sizes = st.integers(1, 3)
 
 
 @st.composite
 def runs(draw: Draw, most: int = 12) -> Runs:
     """Any partial injection: segments of 0..most-1 in any order, with holes."""
-    cuts = sorted(draw(st.sets(st.integers(0, most), max_size=6)))
-    spans = draw(st.permutations(list(itertools.pairwise(cuts))))
-    kept = spans[: draw(st.integers(0, len(spans)))]
+    positions = st.integers(0, most)
+    any_cuts = st.sets(positions, max_size=6)
+    cuts = sorted(draw(any_cuts))
+    spans = list(itertools.pairwise(cuts))
+    order = draw(st.permutations(spans))
+    kept = draw(st.integers(0, len(spans)))
     ranges: list[tuple[int, int] | int] = []
-    for span in kept:
-        hole = draw(st.integers(0, 2))
+    for span in order[:kept]:
+        hole = draw(_holes)
         ranges += [hole, span]
     return from_ranges(ranges)
 
@@ -100,13 +112,17 @@ def runs(draw: Draw, most: int = 12) -> Runs:
 @st.composite
 def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
     """Up to three axes over ranks in any order, from `first` on (drawn if not given)."""
-    any_sizes = st.lists(st.sampled_from([1, 2, 2, 3, 4]), max_size=3)
-    sizes = draw(any_sizes.filter(lambda drawn: math.prod(drawn) <= most))
-    total = math.prod(sizes)
-    start = draw(st.sampled_from([0, 0, 3, 40])) if first is None else first
-    ranks = list(range(start, start + total))
-    order = draw(st.one_of(st.just(ranks), st.permutations(ranks)))
-    return Mesh(dict(zip("abc", sizes, strict=False)), ranks=order)
+    any_sizes = st.lists(_axis_sizes, max_size=3)
+    few_ranks = any_sizes.filter(lambda sizes: math.prod(sizes) <= most)
+    sizes = draw(few_ranks)
+    if first is None:
+        first = draw(_first_ranks)
+    stop = first + math.prod(sizes)
+    ascending = list(range(first, stop))
+    shuffled = st.permutations(ascending)
+    ranks = draw(st.just(ascending) | shuffled)
+    axes = dict(zip("abc", sizes, strict=False))
+    return Mesh(axes, ranks=ranks)
 
 
 @st.composite
@@ -115,37 +131,59 @@ def placements(draw: Draw, dim: int, n: int, count: int, overlap: bool = True) -
     kinds: list[Callable[[], Placement]] = [
         lambda: Shard(dim),
         lambda: Balanced(dim),
-        lambda: StridedShard(dim, draw(st.integers(1, 4))),
-        lambda: BlockCyclic(dim, draw(st.integers(1, 3))),
+        lambda: StridedShard(dim, draw(_split_factors)),
+        lambda: BlockCyclic(dim, draw(_block_sizes)),
         lambda: Ragged(dim, _draw_sizes(draw, n, count)),
-        lambda: Packed(dim, _draw_sizes(draw, n, draw(st.integers(1, 3)))),
+        lambda: _draw_packed(draw, dim, n),
     ]
     if overlap:
-        kinds.append(lambda: Table(dim, _draw_table(draw, n, count)))
+        kinds.append(lambda: _draw_table(draw, dim, n, count))
     make = draw(st.sampled_from(kinds))
     return make()
 
 
+def _draw_packed(draw: Draw, dim: int, n: int) -> Packed:
+    """One to three parts one after the other."""
+    count = draw(st.integers(1, 3))
+    sizes = _draw_sizes(draw, n, count)
+    return Packed(dim, sizes)
+
+
 def _draw_sizes(draw: Draw, n: int, count: int) -> tuple[int, ...]:
     """Sizes of `count` parts that add up to n."""
-    cuts = draw(st.lists(st.integers(0, n), min_size=count - 1, max_size=count - 1))
-    borders = [0, *sorted(cuts), n]
-    return tuple(stop - start for start, stop in itertools.pairwise(borders))
+    inner = count - 1
+    positions = st.integers(0, n)
+    cuts = draw(st.lists(positions, min_size=inner, max_size=inner))
+    sizes = []
+    start = 0
+    for stop in (*sorted(cuts), n):
+        sizes.append(stop - start)
+        start = stop
+    return tuple(sizes)
 
 
-def _draw_table(draw: Draw, n: int, count: int) -> tuple[Runs, ...]:
+def _draw_table(draw: Draw, dim: int, n: int, count: int) -> Table:
     """Parts that cover together: one holds everything, the others anything."""
-    whole = draw(st.integers(0, count - 1))
-    return tuple(identity(n) if i == whole else _draw_part(draw, n) for i in range(count))
+    full = draw(st.integers(0, count - 1))
+    parts = []
+    for i in range(count):
+        part = identity(n) if i == full else _draw_part(draw, n)
+        parts.append(part)
+    return Table(dim, tuple(parts))
 
 
 def _draw_part(draw: Draw, n: int) -> Runs:
     """Two ranges of 0..n-1 in any order, with a hole between."""
-    four = st.lists(st.integers(0, n), min_size=4, max_size=4)
+    positions = st.integers(0, n)
+    four = st.lists(positions, min_size=4, max_size=4)
     a, b, c, d = sorted(draw(four))
-    if draw(st.booleans()):
-        return from_ranges([(c, d), (a, b)])
-    return from_ranges([(a, b), draw(st.integers(0, 2)), (c, d)])
+    lower = (a, b)
+    upper = (c, d)
+    swapped = draw(st.booleans())
+    if swapped:
+        return from_ranges([upper, lower])
+    hole = draw(_holes)
+    return from_ranges([lower, hole, upper])
 
 
 @st.composite
@@ -169,7 +207,8 @@ def layouts(
     held = list(shape)
     stored = {}
     for d, n in enumerate(shape):
-        if draw(st.integers(0, 5)) == 0:
+        with_holes = draw(st.integers(0, 5)) == 0
+        if with_holes:
             stored[d] = _draw_stored(draw, n)
             held[d] = len(stored[d])
     as_tuple = draw(st.booleans())
@@ -215,14 +254,18 @@ def _draw_shard(
 def _draw_stored(draw: Draw, n: int) -> Runs:
     """Every logical position, in pieces in any order with holes between."""
     cut = draw(st.integers(0, n))
-    first, second = draw(st.permutations([(0, cut), (cut, n)]))
-    holes = st.integers(0, 2)
-    return from_ranges([draw(holes), first, draw(holes), second])
+    halves = [(0, cut), (cut, n)]
+    first, second = draw(st.permutations(halves))
+    before = draw(_holes)
+    between = draw(_holes)
+    return from_ranges([before, first, between, second])
 
 
 def shapes(most: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
     """Global shapes of none to three dimensions."""
-    return st.lists(st.integers(0, most), max_size=3).map(tuple)
+    sizes = st.integers(0, most)
+    listed = st.lists(sizes, max_size=3)
+    return listed.map(tuple)
 
 
 OPERATIONS = (None, None, None, "sum", "max", "avg")
@@ -236,12 +279,14 @@ def pairs(
     shape = draw(shapes())
     op = draw(st.sampled_from(ops))
     first = draw(meshes(first=0))
+    same = st.just(first)
     overlapping = meshes(first=first.size // 2)
     disjoint = meshes(first=first.size)
     out = []
     for _ in range(count):
-        mesh = draw(st.one_of(st.just(first), overlapping, disjoint))
-        out.append(draw(layouts(shape, mesh, op=op, overlap=overlap)))
+        mesh = draw(same | overlapping | disjoint)
+        layout = draw(layouts(shape, mesh, op=op, overlap=overlap))
+        out.append(layout)
     return tuple(out)
 
 
@@ -249,11 +294,12 @@ def pairs(
 def trees(draw: Draw) -> tuple[dict[str, Layout], dict[str, Layout]]:
     """Two mappings name -> Layout with the same names; some names share their layouts."""
     drawn = draw(st.lists(pairs(), min_size=1, max_size=3))
+    count = draw(st.integers(1, 5))
     src = {}
     dst = {}
-    for i in range(draw(st.integers(1, 5))):
-        pair = drawn[draw(st.integers(0, len(drawn) - 1))]
-        src[f"w{i}"], dst[f"w{i}"] = pair
+    for i in range(count):
+        name = f"w{i}"
+        src[name], dst[name] = draw(st.sampled_from(drawn))
     return src, dst
 
 
@@ -262,8 +308,10 @@ def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
     """A box inside the shape, empty ones included."""
     box = []
     for n in shape:
-        ends = draw(st.integers(0, n)), draw(st.integers(0, n))
-        box.append((min(ends), max(ends)))
+        positions = st.integers(0, n)
+        a = draw(positions)
+        b = draw(positions)
+        box.append((min(a, b), max(a, b)))
     return tuple(box)
 
 
@@ -273,8 +321,10 @@ def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
     sides = []
     for n in layout.shape:
         cut = draw(st.integers(0, n))
-        sides.append([(0, cut), (cut, n)])
-    return tuple(window(layout, box) for box in itertools.product(*sides))
+        halves = [(0, cut), (cut, n)]
+        sides.append(halves)
+    tiles = itertools.product(*sides)
+    return tuple(window(layout, box) for box in tiles)
 
 
 def register_strategies() -> None:
