@@ -29,6 +29,7 @@ __all__ = [
     "Group",
     "Side",
     "Windows",
+    "describe_form",
     "find_in_part",
     "group_alike",
     "join_groups",
@@ -189,13 +190,17 @@ def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -
     for layout in (*src, *dst):
         if (layout.shape, layout.dtype) == (first.shape, first.dtype):
             continue
-        here, there = (f"{x.dtype}{list(x.shape)}" for x in (first, layout))
         raise PlanError(
-            f"tensor {name!r}: {here} here, {there} there; "
+            f"tensor {name!r}: {describe_form(first)} here, {describe_form(layout)} there; "
             f"both sides and all windows hold one tensor of one shape and dtype"
         )
     if len(src) > 1:
         check_disjoint(name, src)
+
+
+def describe_form(layout: Layout) -> str:
+    """The dtype and shape of a layout's tensor."""
+    return f"{layout.dtype}{list(layout.shape)}"
 
 
 def _agree_on_reduction(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> Reduction:

@@ -26,9 +26,10 @@ import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, Offsets
 from shardmath.base.errors import PlanError
-from shardmath.plans.balance import grid, row_at, totals
+from shardmath.plans.balance import grid, totals
 from shardmath.plans.demands import Demands, wire
 from shardmath.plans.pieces import legal
+from shardmath.plans.stretches import row_at
 from shardmath.programs.loads import LEGS, messages, pairs, round_loads
 from shardmath.programs.program import Program
 from shardmath.programs.scheduling import MOST_ROUNDS, MOST_SLOTS
