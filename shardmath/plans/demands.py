@@ -257,8 +257,11 @@ def _split_pairs(
     parts: list[tuple[int, int, bool]] = []
     first = [0]
     for here, there in zip(holders.tolist(), receivers.tolist(), strict=True):
-        for holding, asking, near in _split_pair(listed[here], listed[there], node):
-            parts.append((sets.add(holding), sets.add(asking), near))
+        split = _split_pair(listed[here], listed[there], node)
+        for holding, asking, near in split:
+            sending = sets.add(holding)
+            receiving = sets.add(asking)
+            parts.append((sending, receiving, near))
         first.append(len(parts))
     table = np.array(parts, np.int64).reshape(-1, 3)
     return table, np.array(first, np.int64)
@@ -362,8 +365,8 @@ def _measure_rows(batches: Sequence[Batch], asked: _Asked) -> tuple[Ints, Ints]:
 def _count_receivers(sets: tuple[Ranks, ...], heads: _Asked) -> Ints:
     """How many receivers of each block are not holders, given a row of each block."""
     count = lengths(sets)[heads.receivers]
-    holding = [sets[number] for number in np.unique(heads.holders).tolist()]
-    sending = set().union(*holding)
+    holders = np.unique(heads.holders).tolist()
+    sending = set().union(*(sets[number] for number in holders))
     # Sets are compared one by one only where some rank of the receivers holds anything at all.
     asking: dict[int, frozenset[int]] = {}
     for number in np.unique(heads.receivers).tolist():
@@ -371,9 +374,9 @@ def _count_receivers(sets: tuple[Ranks, ...], heads: _Asked) -> Ints:
             asking[number] = frozenset(sets[number])
     some_hold = np.isin(heads.receivers, list(asking))
     for block in some_hold.nonzero()[0].tolist():
-        held = sets[int(heads.holders[block])]
-        receivers = asking[int(heads.receivers[block])]
-        local = receivers.intersection(held)
+        holding = int(heads.holders[block])
+        receiving = int(heads.receivers[block])
+        local = asking[receiving].intersection(sets[holding])
         count[block] -= len(local)
     return count
 

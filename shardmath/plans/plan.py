@@ -258,8 +258,12 @@ def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
 
 def _digest(groups: list[Group], is_tree: bool, topology: Topology | None) -> str:
     """A digest of all that the transfers depend on."""
-    names = list(itertools.chain.from_iterable(group.names for group in groups))
-    key = names_digest(names), [(len(group.names), group.key) for group in groups]
+    names: list[str] = []
+    keys = []
+    for group in groups:
+        names += group.names
+        keys.append((len(group.names), group.key))
+    key = names_digest(names), keys
     if topology is None:
         return digest((is_tree, key))
     return digest((is_tree, key, topology))
@@ -304,15 +308,16 @@ def spelled(
     for row, first, last in _find_rows(demands, stretch):
         batch = p.batches[int(demands.batch[row])]
         t = batch.template
+        itemsize = t.src.itemsize
         unit = int(demands.unit[row])
         element = int(demands.lo[row])
+        each = int(demands.each[row])
         sending = batch.dst if relayed else batch.src
         here = sending.position(stretch.sender)
         there = batch.dst.position(stretch.receiver)
-        each = int(demands.each[row])
         for i, k, a, b in _divide_by_tensor(first, last, each):
-            lo = element + a // t.src.itemsize
-            hi = element + b // t.src.itemsize
+            lo = element + a // itemsize
+            hi = element + b // itemsize
             pieces = expand(t, unit, here, there, lo, hi, relayed=relayed)
             names = batch.names[i:k]
             yield from _name_pieces(p, batch, names, stretch, pieces, relayed)
@@ -358,8 +363,11 @@ def _name_pieces(
     relayed: bool,
 ) -> list[Transfer]:
     """The pieces as transfers of each of these tensors."""
-    op_of = batch.template.reduction.op_of
-    entering = [("copy" if relayed else op_of(piece.addend), *piece) for piece in pieces]
+    rule = batch.template.reduction
+    entering = []
+    for piece in pieces:
+        op = "copy" if relayed else rule.op_of(piece.addend)
+        entering.append((op, *piece))
     ends = stretch.sender, stretch.receiver
     sources = len(p.src[names[0]])
     targets = len(p.dst[names[0]])

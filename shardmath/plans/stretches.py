@@ -139,8 +139,8 @@ def _place_of(demands: Demands, held: Ranks, block: int, rank: int) -> int:
 @memo(64)
 def _asked_by(demands: Demands, rank: int) -> tuple[tuple[int, int], ...]:
     """(line, block) of all blocks that the rank is a receiver of."""
-    has_rank = np.array([_among(ranks, rank) for ranks in demands.sets], bool)
-    is_asked = has_rank[demands.receivers]
+    among = [_among(ranks, rank) for ranks in demands.sets]
+    is_asked = np.array(among, bool)[demands.receivers]
     blocks = is_asked.nonzero()[0]
     lines = demands.first.searchsorted(blocks, "right") - 1
     pairs = zip(lines.tolist(), blocks.tolist(), strict=True)

@@ -72,7 +72,8 @@ class Members:
 
     def name(self, mesh: Mesh) -> Iterator[Ranks]:
         """The sets as the ranks that the mesh has at their positions."""
-        ranks = np.array(mesh.ranks, np.int64)[self.position].tolist()
+        of_position = np.array(mesh.ranks, np.int64)
+        ranks = of_position[self.position].tolist()
         bounds = self.first.tolist()
         for begin, end in itertools.pairwise(bounds):
             yield tuple(sorted(ranks[begin:end]))
@@ -180,10 +181,12 @@ def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Part
     through."""
     if rule.folded:
         apart = _divide_addends(rule.folded, rule.addends)
-        together = Partition((), (identity(rule.addends),), np.zeros(1, np.int64))
+        everything = identity(rule.addends)
+        together = Partition((), (everything,), np.zeros(1, np.int64))
         yield apart, together
     for here, there in rule.matched:
-        count = math.prod(map(src.mesh.axis_size, here))
+        sizes = map(src.mesh.axis_size, here)
+        count = math.prod(sizes)
         yield _divide_addends(here, count), _divide_addends(there, count)
 
 
@@ -214,7 +217,8 @@ def _multiply(overlays: Sequence[Overlay]) -> _Units:
         keys = _append_digit(keys, len(over.keys), over.pair_key)
         goals = _append_digit(goals, len(over.goals), over.pair_goal)
         size = np.multiply.outer(size, over.pair_size).ravel()
-    return _Units(keys, goals, size, _list_pairs(overlays, len(size)))
+    pairs = _list_pairs(overlays, len(size))
+    return _Units(keys, goals, size, pairs)
 
 
 def _list_pairs(overlays: Sequence[Overlay], units: int) -> Ints:

@@ -321,7 +321,9 @@ def _ask(t: Template) -> tuple[Ints, Ints]:
     asks for."""
     mesh = t.dst.mesh
     others = [axis for axis in mesh.shape if axis not in t.reduction.chosen]
-    return mesh.coordinate(others), cells_held(t.dst) * t.reduction.addends
+    group = mesh.coordinate(others)
+    asked = cells_held(t.dst) * t.reduction.addends
+    return group, asked
 
 
 def _check_count(p: Plan, batches: Sequence[Batch], arrive: Ints) -> None:
@@ -370,7 +372,8 @@ def _list_boxes(p: Plan, batches: Sequence[Batch], group: set[int]) -> dict[int,
         holding = demands.sets[holders[row]]
         asking = demands.sets[receivers[row]]
         sender = batch.src.position(holding[0])
-        for receiver in group.intersection(map(batch.dst.position, asking)):
+        there = map(batch.dst.position, asking)
+        for receiver in group.intersection(there):
             for piece in expand(batch.template, unit, sender, receiver, lo, hi):
                 box = from_slices(piece.global_slices)
                 boxes.setdefault(piece.addend, []).append(box)
