@@ -46,10 +46,10 @@ from shardmath.proofs.verify import verify
 if TYPE_CHECKING:
     from shardmath.collectives.collective import Collective, recognise
     from shardmath.flows.certificate import Certificate
-    from shardmath.plans.relabelling import Relabelling, relabel
     from shardmath.programs.certify import certify, crossing_bytes
     from shardmath.programs.program import Program
     from shardmath.programs.scheduling import schedule
+    from shardmath.relabelling.relabelling import Relabelling, relabel
 
     __version__: str
 
@@ -57,11 +57,11 @@ LATE = {
     "Certificate": "flows.certificate",
     "Collective": "collectives.collective",
     "Program": "programs.program",
-    "Relabelling": "plans.relabelling",
+    "Relabelling": "relabelling.relabelling",
     "certify": "programs.certify",
     "crossing_bytes": "programs.certify",
     "recognise": "collectives.collective",
-    "relabel": "plans.relabelling",
+    "relabel": "relabelling.relabelling",
     "schedule": "programs.scheduling",
 }
 """Where names are that are imported on use."""

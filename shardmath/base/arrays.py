@@ -6,17 +6,21 @@
 ([0, 2, 2, 5], [0, 0, 2, 2, 2])
 >>> rows.sums(np.array([1, 2, 3, 4, 5])).tolist()
 [3, 0, 12]
+>>> columns = [np.array([5, 6]), np.array([7])]
+>>> pick(columns, np.array([1, 0]), np.array([0, 1])).tolist()
+[7, 6]
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bools", "Ints", "Offsets", "begins", "distinct", "ranges"]
+__all__ = ["Bools", "Ints", "Offsets", "begins", "distinct", "lengths", "pick", "ranges"]
 
 Bools: TypeAlias = NDArray[np.bool_]
 Ints: TypeAlias = NDArray[np.int64]
@@ -54,6 +58,20 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
     which = np.empty_like(order)
     which[order] = new.cumsum() - 1
     return numbers[order[new]], which
+
+
+def lengths(values: Iterable[Sized]) -> Ints:
+    """How many items each value has."""
+    return np.fromiter(map(len, values), np.int64)
+
+
+def pick(columns: Sequence[Ints], which: Ints, place: Ints) -> Ints:
+    """Item `place[i]` of column `which[i]`, for all i."""
+    # All columns end to end: those of column k begin at first[k].
+    first = _ends(lengths(columns))
+    joined = np.concatenate([np.zeros(0, np.int64), *columns])
+    out: Ints = joined[first[which] + place]
+    return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,8 +38,8 @@ from shardmath.flows.topology import Topology
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
-from shardmath.plans.relabelling import Relabelling
 from shardmath.programs.program import Program
+from shardmath.relabelling.relabelling import Relabelling
 
 __all__ = ["Shown", "count", "count_more", "grid", "nbytes", "share", "show", "table"]
 

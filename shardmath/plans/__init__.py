@@ -6,10 +6,10 @@ In reading order:
 - `template`: all that a move depends on, but for the ranks' names;
 - `pieces`: the boxes of a unit, and where it may be cut;
 - `demands`: what is asked of whom, as integers;
-- `balance`: which holder sends what;
+- `stretches`: what goes from whom to whom, where lines are cut;
+- `balance`: where lines are cut;
 - `cover`: that everything asked for is held;
 - `groups`: the tensors that are held alike on both sides;
 - `plan`: plans and transfers;
-- `adjoint`: the transposed plan;
-- `relabelling`: which rank should take which destination coordinate.
+- `adjoint`: the transposed plan.
 """

@@ -210,16 +210,18 @@ def _make_duals(p: Plan) -> dict[str, _Dual]:
 
 def _make_dual(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> _Dual:
     """Each window by the reductions that it has a part in, which name its own mesh's axes."""
-    asks = [[reduction(a, b) for b in dst] for a in src]
-    for a, row in zip(src, asks, strict=True):
-        _check_linear(name, row)
-        _check_through(name, a, dst, row)
-    sent = tuple(map(_make_source, dst, asks[0]))
-    firsts = [row[0] for row in asks]
-    got = tuple(map(_make_destination, src, firsts))
+    firsts = []
+    for a in src:
+        rules = [reduction(a, b) for b in dst]
+        _check_linear(name, rules)
+        _check_through(name, a, dst, rules)
+        firsts.append(rules[0])
+    of_first = [reduction(src[0], b) for b in dst]
+    sent = tuple(map(_make_source, dst, of_first))
+    received = tuple(map(_make_destination, src, firsts))
     fill = identity_of("sum", src[0].dtype)
-    rule = replace(asks[0][0], fill=fill)
-    return _Dual(sent, got, rule)
+    rule = replace(firsts[0], fill=fill)
+    return _Dual(sent, received, rule)
 
 
 def _make_source(b: Layout, rule: Reduction) -> Layout:

@@ -84,11 +84,11 @@ def _union(dimension: Dimension) -> tuple[Ints, Ints]:
     start, stop, _, _ = spans(partition(dimension).parts)
     # A range begins where none before reaches, and the one before it ends there.
     reach = np.maximum.accumulate(stop)
-    first = np.ones(len(start), bool)
-    np.greater(start[1:], reach[:-1], out=first[1:])
-    last = np.ones(len(start), bool)
-    last[:-1] = first[1:]
-    return start[first], reach[last]
+    is_first = np.ones(len(start), bool)
+    is_first[1:] = start[1:] > reach[:-1]
+    is_last = np.ones(len(start), bool)
+    is_last[:-1] = is_first[1:]
+    return start[is_first], reach[is_last]
 
 
 def meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int, int]]:
@@ -97,8 +97,9 @@ def meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int,
     if len(src) == len(dst) == 1:
         return [(0, 0)]
     meet = _hulls_meet(src, dst)
-    meet[0] |= ~meet.any(axis=0)
-    return [(int(i), int(j)) for i, j in np.argwhere(meet)]
+    meets_none = ~meet.any(axis=0)
+    meet[0] |= meets_none
+    return [(i, j) for i, j in np.argwhere(meet).tolist()]
 
 
 def _hulls_meet(windows: tuple[Layout, ...], others: tuple[Layout, ...]) -> Bools:
@@ -155,7 +156,8 @@ def not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
     short = {at for at, windows in distinct.items() if not holds_all(windows)}
     if not short:
         return ()
-    return tuple(sorted(name for name, windows in side.items() if id(windows) in short))
+    names = [name for name, windows in side.items() if id(windows) in short]
+    return tuple(sorted(names))
 
 
 @memo()
@@ -169,8 +171,11 @@ def _is_all_held(dimension: Dimension) -> bool:
 
 def _multiply_unions(layout: Layout) -> Product:
     """What all ranks hold together."""
-    unions = map(_union, layout.dims)
-    return tuple(tuple(zip(start.tolist(), stop.tolist(), strict=True)) for start, stop in unions)
+    unions = []
+    for start, stop in map(_union, layout.dims):
+        ranges = zip(start.tolist(), stop.tolist(), strict=True)
+        unions.append(tuple(ranges))
+    return tuple(unions)
 
 
 def _count_held(layout: Layout) -> int:
@@ -203,8 +208,7 @@ def check_covered(batches: Sequence[Batch]) -> None:
         if len(parts) == 1 and _is_covered(t):
             continue
         given = sum(_count_given(batch.template) for batch in parts)
-        needed = cells_held(t.dst) * t.reduction.addends
-        short = np.flatnonzero(given != needed)
+        short = np.flatnonzero(given != _count_needed(t))
         if len(short):
             _raise_uncovered(parts, int(short[0]))
 
@@ -214,8 +218,12 @@ def _is_covered(t: Template) -> bool:
     """Whether every position gets all that it has cells for."""
     if all(map(_is_full, t.overlays)):
         return True
-    needed = cells_held(t.dst) * t.reduction.addends
-    return bool((_count_given(t) == needed).all())
+    return np.array_equal(_count_given(t), _count_needed(t))
+
+
+def _count_needed(t: Template) -> Ints:
+    """How many elements of all addends each position of the destination has cells for."""
+    return cells_held(t.dst) * t.reduction.addends
 
 
 @memo()

@@ -21,12 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.algebra.mesh import Mesh
-from shardmath.base.arrays import Bools, Ints, Offsets, ranges
+from shardmath.base.arrays import Bools, Ints, Offsets, lengths, ranges
 from shardmath.base.errors import PlanError
 from shardmath.flows.topology import Topology
 from shardmath.plans.pieces import stripes
-from shardmath.plans.template import Batch, Members, Ranks, Template, unit_addends
+from shardmath.plans.template import Batch, Ranks, Sets, Template, unit_addends
 
 __all__ = ["Batch", "Demands", "Ranks", "lines", "wire"]
 
@@ -91,70 +90,55 @@ class Demands:
         return self.cuts[first : first + len(self.held_by(line)) + 1]
 
 
-class _Sets:
-    """Sets of ranks by number, each once."""
-
-    def __init__(self) -> None:
-        self.number: dict[Ranks, int] = {}
-        self._known: dict[tuple[int, int], Ints] = {}
-
-    def add(self, ranks: Ranks) -> int:
-        """The number of a set."""
-        return self.number.setdefault(ranks, len(self.number))
-
-    def add_all(self, mesh: Mesh, members: Members) -> Ints:
-        """The number of each set of positions, its positions named by the mesh."""
-        key = id(mesh), id(members)
-        if key not in self._known:
-            numbers = list(map(self.add, members.name(mesh)))
-            self._known[key] = np.array(numbers, np.int64)
-        return self._known[key]
-
-    def in_order(self) -> tuple[tuple[Ranks, ...], Ints]:
-        """All sets in order, and the place of each number."""
-        listed = sorted(self.number)
-        numbers = [self.number[ranks] for ranks in listed]
-        place = np.empty(len(listed), np.int64)
-        place[numbers] = np.arange(len(listed))
-        return tuple(listed), place
-
-
 class _Asked(NamedTuple):
     """What is asked, row by row: elements lo..hi-1 of a unit, of every tensor of a batch.
 
-    `order` is the unit's place in its template, `holders` and `receivers` are sets by number, and
-    `near` is 1 where they are on one node.
+    `order` is the unit's place in its template, `addend` the addend that it is of (0 where nothing
+    is folded), `holders` and `receivers` are sets by number, and `near` is 1 where they are on one
+    node.
     """
 
     batch: Ints
     unit: Ints
     order: Ints
+    addend: Ints
     lo: Ints
     hi: Ints
     holders: Ints
     receivers: Ints
     near: Ints
 
+    def take(self, rows: Ints) -> _Asked:
+        """Some of the rows, in this order."""
+        return _Asked(*(column[rows] for column in self))
+
+    def lines(self) -> Ints:
+        """The line of each row as a number."""
+        return self.holders * 2 + self.near
+
 
 def lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
     """The lines of all batches, not cut yet."""
-    sets = _Sets()
+    sets = Sets()
     asked = _stack(_ask(batches, sets))
     if topology is not None:
         asked = _split_by_node(asked, sets, topology)
     listed, place = sets.in_order()
-    holders, receivers = place[asked.holders], place[asked.receivers]
-    return _gather(batches, listed, asked._replace(holders=holders, receivers=receivers))
+    holders = place[asked.holders]
+    receivers = place[asked.receivers]
+    renumbered = asked._replace(holders=holders, receivers=receivers)
+    return _gather(batches, listed, renumbered)
 
 
 def _stack(parts: Iterable[_Asked]) -> _Asked:
     """All rows in one table."""
     none = np.zeros(0, np.int64)
-    columns = zip(_Asked(*[none] * len(_Asked._fields)), *parts, strict=True)
+    empty = [none] * len(_Asked._fields)
+    columns = zip(empty, *parts, strict=True)
     return _Asked(*map(np.concatenate, columns))
 
 
-def _ask(batches: Sequence[Batch], sets: _Sets) -> Iterator[_Asked]:
+def _ask(batches: Sequence[Batch], sets: Sets) -> Iterator[_Asked]:
     """Who asks whom for which unit, template by template."""
     groups: dict[Template, list[int]] = {}
     for number, batch in enumerate(batches):
@@ -167,20 +151,24 @@ def _ask(batches: Sequence[Batch], sets: _Sets) -> Iterator[_Asked]:
             yield _ask_for_all(template, numbers, batches, sets)
 
 
-def _ask_for_all(t: Template, numbers: list[int], batches: Sequence[Batch], sets: _Sets) -> _Asked:
+def _ask_for_all(t: Template, numbers: list[int], batches: Sequence[Batch], sets: Sets) -> _Asked:
     """Where every destination cell receives: each batch of the template asks for all its units."""
-    holders, receivers = [], []
+    holders = []
+    receivers = []
     for number in numbers:
         batch = batches[number]
-        holders.append(sets.add_all(batch.src, t.holders)[t.unit_class])
-        receivers.append(sets.add_all(batch.dst, t.receivers)[t.unit_cell])
+        holding = sets.add_all(batch.src, t.holders)
+        asking = sets.add_all(batch.dst, t.receivers)
+        holders.append(holding[t.unit_class])
+        receivers.append(asking[t.unit_cell])
     units = len(t.unit_size)
     unit = np.tile(np.arange(units), len(numbers))
-    none = np.zeros(len(unit), np.int64)
+    none = np.zeros_like(unit)
     return _Asked(
         batch=np.array(numbers, np.int64).repeat(units),
         unit=unit,
         order=t.unit_order[unit],
+        addend=unit_addends(t)[unit],
         lo=none,
         hi=t.unit_size[unit],
         holders=np.concatenate(holders),
@@ -189,7 +177,7 @@ def _ask_for_all(t: Template, numbers: list[int], batches: Sequence[Batch], sets
     )
 
 
-def _ask_for_one_each(number: int, batch: Batch, sets: _Sets) -> _Asked:
+def _ask_for_one_each(number: int, batch: Batch, sets: Sets) -> _Asked:
     """Where one destination addend may receive: the one that most hold already, or all a stripe.
 
     Replicas of an addend have to stay equal, so what is chosen depends on the unit alone.
@@ -199,24 +187,26 @@ def _ask_for_one_each(number: int, batch: Batch, sets: _Sets) -> _Asked:
     unit, lo, hi, receivers = np.array(rows, np.int64).reshape(-1, 4).T
     holders = sets.add_all(batch.src, t.holders)
     return _Asked(
-        batch=np.full(len(rows), number),
+        batch=np.full_like(unit, number),
         unit=unit,
         order=t.unit_order[unit],
+        addend=unit_addends(t)[unit],
         lo=lo,
         hi=hi,
         holders=holders[t.unit_class[unit]],
         receivers=receivers,
-        near=np.zeros(len(rows), np.int64),
+        near=np.zeros_like(unit),
     )
 
 
-def _list_stripes(batch: Batch, sets: _Sets) -> Iterator[tuple[int, int, int, int]]:
+def _list_stripes(batch: Batch, sets: Sets) -> Iterator[tuple[int, int, int, int]]:
     """(unit, first element, last element + 1, receivers) of all that one addend each receives."""
     t = batch.template
     held = list(map(set, t.holders.name(batch.src)))
     asking = [_group_by_addend(batch, positions) for positions in t.receivers]
-    classes = zip(t.unit_class.tolist(), t.unit_cell.tolist(), strict=True)
-    for unit, (holders, cell) in enumerate(classes):
+    classes = t.unit_class.tolist()
+    cells = t.unit_cell.tolist()
+    for unit, (holders, cell) in enumerate(zip(classes, cells, strict=True)):
         by_addend = asking[cell]
         chosen = _choose_addends(by_addend, held[holders])
         parts = stripes(t, unit, len(chosen))
@@ -229,10 +219,11 @@ def _list_stripes(batch: Batch, sets: _Sets) -> Iterator[tuple[int, int, int, in
 def _group_by_addend(batch: Batch, positions: Ints) -> dict[int, Ranks]:
     """The ranks at these positions of the destination, by the addend that they hold."""
     t = batch.template
-    addends = t.dst.mesh.coordinate(t.reduction.chosen)[positions].tolist()
+    addend_of = t.dst.mesh.coordinate(t.reduction.chosen).tolist()
     groups: dict[int, list[int]] = {}
-    for position, addend in zip(positions.tolist(), addends, strict=True):
-        groups.setdefault(addend, []).append(batch.dst.ranks[position])
+    for position in positions.tolist():
+        ranks = groups.setdefault(addend_of[position], [])
+        ranks.append(batch.dst.ranks[position])
     return {addend: tuple(sorted(ranks)) for addend, ranks in groups.items()}
 
 
@@ -244,27 +235,36 @@ def _choose_addends(asking: dict[int, Ranks], held: set[int]) -> list[int]:
     return [addends[local.index(most)]] if most else addends
 
 
-def _split_by_node(asked: _Asked, sets: _Sets, topology: Topology) -> _Asked:
+def _split_by_node(asked: _Asked, sets: Sets, topology: Topology) -> _Asked:
     """The same with receivers apart whose node has a holder: those ask the holders there."""
-    listed = list(sets.number)
     # A pair of sets is one number, so that each pair is split once.
-    codes = asked.holders * len(listed) + asked.receivers
+    count = len(sets.number)
+    codes = asked.holders * count + asked.receivers
     pairs, pair = np.unique(codes, return_inverse=True)
-    parts: list[tuple[int, int, bool]] = []
-    counts = []
-    for code in pairs.tolist():
-        here, there = divmod(code, len(listed))
-        split = _split_pair(listed[here], listed[there], topology.node)
-        counts.append(len(split))
-        for holders, receivers, near in split:
-            parts.append((sets.add(holders), sets.add(receivers), near))
+    parts, first = _split_pairs(pairs // count, pairs % count, sets, topology.node)
     # Every row is there once for each part of its pair.
-    first = Offsets.of_counts(np.array(counts, np.int64)).first
     part, row = ranges(first[pair], first[pair + 1])
-    columns = np.array(parts, np.int64).reshape(-1, 3)
-    rows = _Asked(*(column[row] for column in asked))
-    split_holders, split_receivers, near_ = columns[part].T
-    return rows._replace(holders=split_holders, receivers=split_receivers, near=near_)
+    holders, receivers, near = parts[part].T
+    rows = asked.take(row)
+    return rows._replace(holders=holders, receivers=receivers, near=near)
+
+
+def _split_pairs(
+    holders: Ints, receivers: Ints, sets: Sets, node: Callable[[int], int]
+) -> tuple[Ints, Ints]:
+    """(holders, receivers, near) of all parts of these pairs of sets, and where each pair's begin."""
+    listed = list(sets.number)
+    parts: list[tuple[int, int, bool]] = []
+    first = [0]
+    for here, there in zip(holders.tolist(), receivers.tolist(), strict=True):
+        split = _split_pair(listed[here], listed[there], node)
+        for holding, asking, near in split:
+            sending = sets.add(holding)
+            receiving = sets.add(asking)
+            parts.append((sending, receiving, near))
+        first.append(len(parts))
+    table = np.array(parts, np.int64).reshape(-1, 3)
+    return table, np.array(first, np.int64)
 
 
 def _split_pair(
@@ -296,29 +296,25 @@ def _group_by_node(ranks: Ranks, node: Callable[[int], int]) -> dict[int, list[i
 def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) -> Demands:
     """Rows in their order, gathered in blocks and lines."""
     _check_total(batches, sets, asked)
-    addend = _find_addends(batches, asked)
-    order, rows = _sort(asked, addend, len(sets))
-    asked = _Asked(*(column[order] for column in asked))
+    order, rows = _sort(asked, len(sets))
+    asked = asked.take(order)
     # What the rows of a block have in common stands in the first of them.
-    head = rows.first[:-1]
-    addend = addend[order[head]]
-    receivers = asked.receivers[head]
-    line = asked.holders[head] * 2 + asked.near[head]
-    blocks = Offsets.of_sorted(line)
-    line = line[blocks.first[:-1]]
+    heads = asked.take(rows.first[:-1])
+    blocks = Offsets.of_sorted(heads.lines())
+    line_heads = heads.take(blocks.first[:-1])
     each, row_bytes = _measure_rows(batches, asked)
     nbytes = rows.sums(row_bytes)
-    count = _count_receivers(sets, asked.holders[head], receivers)
+    count = _count_receivers(sets, heads)
     none = np.zeros(0, np.int64)
     return Demands(
         sets=sets,
-        holders=line // 2,
-        near=line % 2 > 0,
+        holders=line_heads.holders,
+        near=line_heads.near > 0,
         first=blocks.first,
         cut_first=none,
         cuts=none,
-        receivers=receivers,
-        addend=addend,
+        receivers=heads.receivers,
+        addend=heads.addend,
         count=count,
         nbytes=nbytes,
         start=blocks.begin(nbytes * count),
@@ -332,13 +328,25 @@ def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) ->
     )
 
 
-def _sort(asked: _Asked, addend: Ints, sets: int) -> tuple[Ints, Offsets]:
+def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) -> None:
+    """Bytes are counted in 64 bits."""
+    per_element = [batch.template.src.itemsize * len(batch.names) for batch in batches]
+    elements = asked.hi - asked.lo
+    # In floats, which are not exact, and cannot overflow.
+    nbytes = elements * np.array(per_element, np.float64)[asked.batch]
+    total = float(nbytes @ lengths(sets)[asked.receivers])
+    if total > MOST_BYTES:
+        what = f"the plan moves about {total:.3g} bytes, more than {MOST_BYTES}"
+        raise PlanError(f"{what}; plan fewer tensors at a time")
+
+
+def _sort(asked: _Asked, sets: int) -> tuple[Ints, Offsets]:
     """The order of the rows, and which of them, in order, are one block's."""
     # A block is all rows of one line, addend and receivers. Two numbers of mixed radix sort faster
     # than six columns.
-    line = asked.holders * 2 + asked.near
-    addends = int(addend.max(initial=0)) + 1
-    block = (line * addends + addend) * sets + asked.receivers
+    addends = int(asked.addend.max(initial=0)) + 1
+    block = asked.lines() * addends + asked.addend
+    block = block * sets + asked.receivers
     orders = int(asked.order.max(initial=0)) + 1
     within = asked.batch * orders + asked.order
     order = np.lexsort((asked.lo, within, block))
@@ -347,47 +355,28 @@ def _sort(asked: _Asked, addend: Ints, sets: int) -> tuple[Ints, Offsets]:
 
 def _measure_rows(batches: Sequence[Batch], asked: _Asked) -> tuple[Ints, Ints]:
     """The bytes of each row in one tensor, and in all tensors of its batch."""
-    itemsize = [batch.template.src.itemsize for batch in batches]
-    tensors = [len(batch.names) for batch in batches]
+    itemsize = np.array([batch.template.src.itemsize for batch in batches], np.int64)
+    tensors = lengths(batch.names for batch in batches)
     elements = asked.hi - asked.lo
-    each = elements * np.array(itemsize, np.int64)[asked.batch]
-    return each, each * np.array(tensors, np.int64)[asked.batch]
+    each = elements * itemsize[asked.batch]
+    return each, each * tensors[asked.batch]
 
 
-def _find_addends(batches: Sequence[Batch], asked: _Asked) -> Ints:
-    """Of which addend each row is; 0 where nothing is folded."""
-    addend = np.zeros(len(asked.batch), np.int64)
-    for number, batch in enumerate(batches):
-        if batch.template.reduction.folded:
-            mine = asked.batch == number
-            addend[mine] = unit_addends(batch.template)[asked.unit[mine]]
-    return addend
-
-
-def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) -> None:
-    """Bytes are counted in 64 bits."""
-    per_element = [batch.template.src.itemsize * len(batch.names) for batch in batches]
-    ranks = [len(one) for one in sets]
-    elements = asked.hi - asked.lo
-    nbytes = elements * np.array(per_element, np.float64)[asked.batch]
-    total = float((nbytes * np.array(ranks, np.float64)[asked.receivers]).sum())
-    if total > MOST_BYTES:
-        what = f"the plan moves about {total:.3g} bytes, more than {MOST_BYTES}"
-        raise PlanError(f"{what}; plan fewer tensors at a time")
-
-
-def _count_receivers(sets: tuple[Ranks, ...], holders: Ints, receivers: Ints) -> Ints:
-    """How many receivers of each block are not holders."""
-    size = np.array([len(ranks) for ranks in sets], np.int64)
-    count = size[receivers]
-    sending = set().union(*(sets[i] for i in np.unique(holders).tolist()))
+def _count_receivers(sets: tuple[Ranks, ...], heads: _Asked) -> Ints:
+    """How many receivers of each block are not holders, given a row of each block."""
+    count = lengths(sets)[heads.receivers]
+    holders = np.unique(heads.holders).tolist()
+    sending = set().union(*(sets[number] for number in holders))
     # Sets are compared one by one only where some rank of the receivers holds anything at all.
-    asked = np.unique(receivers).tolist()
-    asking = {i: frozenset(sets[i]) for i in asked if not sending.isdisjoint(sets[i])}
-    some_hold = np.isin(receivers, list(asking))
+    asking: dict[int, frozenset[int]] = {}
+    for number in np.unique(heads.receivers).tolist():
+        if not sending.isdisjoint(sets[number]):
+            asking[number] = frozenset(sets[number])
+    some_hold = np.isin(heads.receivers, list(asking))
     for block in some_hold.nonzero()[0].tolist():
-        held = sets[int(holders[block])]
-        local = asking[int(receivers[block])].intersection(held)
+        holding = int(heads.holders[block])
+        receiving = int(heads.receivers[block])
+        local = asking[receiving].intersection(sets[holding])
         count[block] -= len(local)
     return count
 

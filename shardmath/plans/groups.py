@@ -29,6 +29,7 @@ __all__ = [
     "Group",
     "Side",
     "Windows",
+    "describe_form",
     "find_in_part",
     "group_alike",
     "join_groups",
@@ -70,7 +71,8 @@ def named(src: Side, dst: Side) -> tuple[Mapping[str, Windows], Mapping[str, Win
     Raises PlanError where one alone is a mapping, or names differ.
     """
     if isinstance(src, Mapping) != isinstance(dst, Mapping):
-        here, there = _describe(src), _describe(dst)
+        here = _describe(src)
+        there = _describe(dst)
         raise PlanError(
             f"the source is {here}, the destination {there}; give two layouts, or two mappings"
         )
@@ -156,7 +158,8 @@ def group_alike(
     checked: set[tuple[Layout, Layout]] = set()
     for names in _same_windows(src, dst):
         name = names[0]
-        here, there = src[name], dst[name]
+        here = src[name]
+        there = dst[name]
         rule = NOTHING
         forms = here[0].form, there[0].form
         single = len(here) == len(there) == 1
@@ -189,13 +192,17 @@ def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -
     for layout in (*src, *dst):
         if (layout.shape, layout.dtype) == (first.shape, first.dtype):
             continue
-        here, there = (f"{x.dtype}{list(x.shape)}" for x in (first, layout))
         raise PlanError(
-            f"tensor {name!r}: {here} here, {there} there; "
+            f"tensor {name!r}: {describe_form(first)} here, {describe_form(layout)} there; "
             f"both sides and all windows hold one tensor of one shape and dtype"
         )
     if len(src) > 1:
         check_disjoint(name, src)
+
+
+def describe_form(layout: Layout) -> str:
+    """The dtype and shape of a layout's tensor."""
+    return f"{layout.dtype}{list(layout.shape)}"
 
 
 def _agree_on_reduction(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> Reduction:
@@ -236,12 +243,13 @@ def _make_key(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> tuple[object,
     first = src[0]
     here = tuple(map(holdings_digest, src))
     there = tuple(map(holdings_digest, dst))
-    rules = []
+    rules: list[tuple[object, ...]] = []
     if first.partial or dst[0].partial:
         for a, b in itertools.product(src, dst):
             rule = reduction(a, b)
             rules.append(rule.by_ranks(a, b))
-    return first.shape, first.dtype, here, there, tuple(rules) if any(rules) else ()
+    asked = tuple(rules) if any(rules) else ()
+    return first.shape, first.dtype, here, there, asked
 
 
 def find_in_part(
@@ -290,7 +298,8 @@ def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
     known: dict[Identities, Template] = {}
     for group in groups:
         for i, j in meeting(group.src, group.dst):
-            a, b = group.src[i], group.dst[j]
+            a = group.src[i]
+            b = group.dst[j]
             if group.rule is NOTHING:
                 forms = id(a.form), id(b.form)
                 if forms not in known:

@@ -46,17 +46,19 @@ SMALL = 1 << 16
 """Bytes: boxes up to this size are not divided among senders."""
 
 Rows: TypeAlias = tuple[int, ...]
-"""One row of an overlay a dimension, by number."""
+"""One row of an overlay per dimension, by number."""
+
+Sizes: TypeAlias = tuple[int, ...]
+"""The length of a box in each dimension."""
 
 
 def unit_rows(t: Template) -> Ints:
     """Of each unit: elements of a row of its one box, 0 where it stays whole, -1 where there are
     several boxes."""
     largest = _find_largest(t)
-    rows = np.where(largest.boxes > 1, -1, largest.row)
     nbytes = t.unit_size * t.src.itemsize
-    small = nbytes <= SMALL
-    return np.where((rows > 0) & small, 0, rows)
+    of_one_box = np.where(nbytes <= SMALL, 0, largest.row)
+    return np.where(largest.boxes > 1, -1, of_one_box)
 
 
 def unit_grains(t: Template) -> Ints:
@@ -129,7 +131,7 @@ def _list(over: Overlay) -> _Listed:
 
 
 @memo(8192)
-def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Rows], list[int]]:
+def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
     """Box by box and row-major: its row in each dimension, its size in each, and the elements up to
     its end."""
     rows = []
@@ -160,10 +162,11 @@ def snap(t: Template, unit: int, at: int) -> int:
     begin = ends[box - 1] if box else 0
     if at == begin or box == len(ends):
         return begin
-    if (ends[box] - begin) * t.src.itemsize <= SMALL:
+    nbytes = (ends[box] - begin) * t.src.itemsize
+    if nbytes <= SMALL:
         return begin
-    row = row_size(sizes[box])
-    return begin + (at - begin) // row * row
+    inside = at - begin
+    return at - inside % row_size(sizes[box])
 
 
 def stripes(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
@@ -183,7 +186,10 @@ def legal(t: Template, unit: int, at: int) -> bool:
     begin = ends[box - 1] if box else 0
     if at == begin:
         return True
-    return box < len(ends) and (at - begin) % row_size(sizes[box]) == 0
+    if box == len(ends):
+        return False
+    inside = at - begin
+    return inside % row_size(sizes[box]) == 0
 
 
 class Piece(NamedTuple):
@@ -198,8 +204,8 @@ class Piece(NamedTuple):
     addend: int
 
 
-Columns: TypeAlias = tuple[tuple[int, int], ...]
-"""By dimension, which part of the source's key and of the destination's goal the two ends hold."""
+Columns: TypeAlias = tuple[int, ...]
+"""By dimension, which part of the source's key, or of the destination's goal, an end holds."""
 
 
 def expand(
@@ -211,18 +217,28 @@ def expand(
     lo and hi are at boxes, or at rows of one, as `snap` gives them. Where `relayed`, the sender is
     a position of the destination too, and sends what it has received.
     """
+    there = _find_columns(t, unit, receiver)
+    find_here = _find_columns if relayed else _find_source_columns
+    here = find_here(t, unit, sender)
+    return _expand(t, unit, here, there, lo, hi, relayed)
+
+
+def _find_source_columns(t: Template, unit: int, position: int) -> Columns:
+    """Which part of each of the unit's keys a position of the source holds."""
     columns = []
-    pairs = t.unit_pairs[unit].tolist()
-    for over, pair in zip(t.overlays, pairs, strict=True):
+    for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
         key = over.keys[over.pair_key[pair]]
+        columns.append(_find_column(key, over.source, position, t.src.mesh))
+    return tuple(columns)
+
+
+def _find_columns(t: Template, unit: int, position: int) -> Columns:
+    """Which part of each of the unit's goals a position of the destination holds."""
+    columns = []
+    for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
         goal = over.goals[over.pair_goal[pair]]
-        there = _find_column(goal, over.target, receiver, t.dst.mesh)
-        if relayed:
-            here = _find_column(goal, over.target, sender, t.dst.mesh)
-        else:
-            here = _find_column(key, over.source, sender, t.src.mesh)
-        columns.append((here, there))
-    return _expand(t, unit, tuple(columns), lo, hi, relayed)
+        columns.append(_find_column(goal, over.target, position, t.dst.mesh))
+    return tuple(columns)
 
 
 def _find_column(parts: tuple[int, ...], held: Partition, position: int, mesh: Mesh) -> int:
@@ -234,7 +250,7 @@ def _find_column(parts: tuple[int, ...], held: Partition, position: int, mesh: M
 
 @memo(1 << 14)
 def _expand(
-    t: Template, unit: int, columns: Columns, lo: int, hi: int, relayed: bool
+    t: Template, unit: int, here: Columns, there: Columns, lo: int, hi: int, relayed: bool
 ) -> list[Piece]:
     """The pieces between any two positions that hold these parts."""
     boxes, sizes, ends = unit_boxes(t, unit)
@@ -243,45 +259,59 @@ def _expand(
     last = bisect.bisect_left(ends, hi)
     out = []
     for box in range(first, last + 1):
-        src = []
-        dst = []
-        start = []
-        for over, row, (here, there) in zip(listed, boxes[box], columns, strict=True):
-            sending = (over.dst if relayed else over.src)[row]
-            receiving = over.dst[row]
-            src.append(sending[here])
-            dst.append(receiving[there])
-            start.append(over.start[row])
         begin = ends[box - 1] if box else 0
         a = max(lo - begin, 0)
         b = min(hi, ends[box]) - begin
-        out.append(_cut_piece(t, (src, dst, start), sizes[box], a, b))
+        starts = _find_starts(listed, boxes[box], here, there, relayed)
+        shape = _cut_box(starts, sizes[box], a, b)
+        out.append(_make_piece(t, starts, shape))
     return out
 
 
-def _cut_piece(
-    t: Template,
-    starts: tuple[list[int], list[int], list[int]],
-    sizes: tuple[int, ...],
-    lo: int,
-    hi: int,
-) -> Piece:
-    """Elements lo..hi-1, whole rows, of the box that begins at `starts` (source, destination,
-    global)."""
-    if hi - lo < math.prod(sizes):
-        # Rows lie along the first dimension that is longer than 1.
-        d = next(i for i, n in enumerate(sizes) if n > 1)
-        inner = sizes[d + 1 :]
-        row = math.prod(inner)
-        sizes = (*sizes[:d], (hi - lo) // row, *inner)
-        for start in starts:
-            start[d] += lo // row
+class _Starts(NamedTuple):
+    """Where a box begins at the source, at the destination, and in the tensor; hidden dimensions
+    first."""
+
+    src: list[int]
+    dst: list[int]
+    tensor: list[int]
+
+
+def _find_starts(
+    listed: list[_Listed], rows: Rows, here: Columns, there: Columns, relayed: bool
+) -> _Starts:
+    """Where the box of these rows begins."""
+    starts = _Starts([], [], [])
+    for over, row, sending, receiving in zip(listed, rows, here, there, strict=True):
+        source = over.dst if relayed else over.src
+        starts.src.append(source[row][sending])
+        starts.dst.append(over.dst[row][receiving])
+        starts.tensor.append(over.start[row])
+    return starts
+
+
+def _cut_box(starts: _Starts, sizes: Sizes, lo: int, hi: int) -> Sizes:
+    """The sizes of elements lo..hi-1 of a box, whole rows; `starts` becomes where they begin."""
+    if hi - lo == math.prod(sizes):
+        return sizes
+    # Rows lie along the first dimension that is longer than 1.
+    d = next(i for i, n in enumerate(sizes) if n > 1)
+    inner = sizes[d + 1 :]
+    row = math.prod(inner)
+    for start in starts:
+        start[d] += lo // row
+    rows = (hi - lo) // row
+    return (*sizes[:d], rows, *inner)
+
+
+def _make_piece(t: Template, starts: _Starts, sizes: Sizes) -> Piece:
+    """The piece that is this box."""
     hidden = t.hidden
     shape = sizes[hidden:]
-    src, dst, whole = [_slice(start[hidden:], shape) for start in starts]
+    src, dst, in_tensor = [_slice(start[hidden:], shape) for start in starts]
     nbytes = math.prod(shape) * t.src.itemsize
-    addend = starts[2][0] if t.reduction.folded else 0
-    return Piece(src, dst, whole, shape, nbytes, addend)
+    addend = starts.tensor[0] if t.reduction.folded else 0
+    return Piece(src, dst, in_tensor, shape, nbytes, addend)
 
 
 def _slice(start: list[int], shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -321,4 +351,5 @@ class Transfer(NamedTuple):
 
 
 def _show_box(slices: tuple[slice, ...]) -> str:
-    return f"[{', '.join(f'{s.start}:{s.stop}' for s in slices)}]"
+    ranges = ", ".join(f"{s.start}:{s.stop}" for s in slices)
+    return f"[{ranges}]"

@@ -38,16 +38,7 @@ from shardmath.base.public import public
 from shardmath.flows.topology import Topology, checked
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
-from shardmath.plans.balance import (
-    Stretch,
-    balanced,
-    kept,
-    received,
-    received_loads,
-    row_at,
-    sent,
-    sent_loads,
-)
+from shardmath.plans.balance import balanced
 from shardmath.plans.cover import check_covered
 from shardmath.plans.demands import Batch, Demands, lines
 from shardmath.plans.groups import (
@@ -64,6 +55,15 @@ from shardmath.plans.groups import (
 )
 from shardmath.plans.pieces import Piece, Transfer, expand
 from shardmath.plans.reduction import Reduction
+from shardmath.plans.stretches import (
+    Stretch,
+    kept,
+    received,
+    received_loads,
+    row_at,
+    sent,
+    sent_loads,
+)
 
 __all__ = [
     "Movable",
@@ -258,8 +258,12 @@ def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
 
 def _digest(groups: list[Group], is_tree: bool, topology: Topology | None) -> str:
     """A digest of all that the transfers depend on."""
-    names = list(itertools.chain.from_iterable(group.names for group in groups))
-    key = names_digest(names), [(len(group.names), group.key) for group in groups]
+    names: list[str] = []
+    keys = []
+    for group in groups:
+        names += group.names
+        keys.append((len(group.names), group.key))
+    key = names_digest(names), keys
     if topology is None:
         return digest((is_tree, key))
     return digest((is_tree, key, topology))
@@ -301,19 +305,22 @@ def spelled(
     Where `relayed`, the sender is a rank of the destination and sends what it has received, folded
     in already.
     """
-    ends = stretch.sender, stretch.receiver
     for row, first, last in _find_rows(demands, stretch):
         batch = p.batches[int(demands.batch[row])]
         t = batch.template
+        itemsize = t.src.itemsize
         unit = int(demands.unit[row])
         element = int(demands.lo[row])
-        here = (batch.dst if relayed else batch.src).position(stretch.sender)
+        each = int(demands.each[row])
+        sending = batch.dst if relayed else batch.src
+        here = sending.position(stretch.sender)
         there = batch.dst.position(stretch.receiver)
-        for i, k, a, b in _divide_by_tensor(first, last, int(demands.each[row])):
-            lo = element + a // t.src.itemsize
-            hi = element + b // t.src.itemsize
+        for i, k, a, b in _divide_by_tensor(first, last, each):
+            lo = element + a // itemsize
+            hi = element + b // itemsize
             pieces = expand(t, unit, here, there, lo, hi, relayed=relayed)
-            yield from _name_pieces(p, batch, batch.names[i:k], ends, pieces, relayed)
+            names = batch.names[i:k]
+            yield from _name_pieces(p, batch, names, stretch, pieces, relayed)
 
 
 def _find_rows(demands: Demands, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
@@ -325,7 +332,8 @@ def _find_rows(demands: Demands, stretch: Stretch) -> Iterator[tuple[int, int, i
         if start >= hi:
             return
         # A row ends where the next one begins, the last one where the block does.
-        stop = int(demands.at[row + 1]) if row + 1 < end else int(demands.nbytes[block])
+        is_last = row + 1 == end
+        stop = int(demands.nbytes[block] if is_last else demands.at[row + 1])
         yield row, max(lo - start, 0), min(hi, stop) - start
 
 
@@ -350,26 +358,25 @@ def _name_pieces(
     p: Plan,
     batch: Batch,
     names: Sequence[str],
-    ends: tuple[int, int],
+    stretch: Stretch,
     pieces: list[Piece],
     relayed: bool,
 ) -> list[Transfer]:
     """The pieces as transfers of each of these tensors."""
-    op_of = batch.template.reduction.op_of
-    boxes = [("copy" if relayed else op_of(piece.addend), piece) for piece in pieces]
+    rule = batch.template.reduction
+    entering = []
+    for piece in pieces:
+        op = "copy" if relayed else rule.op_of(piece.addend)
+        entering.append((op, *piece))
+    ends = stretch.sender, stretch.receiver
     sources = len(p.src[names[0]])
     targets = len(p.dst[names[0]])
     new = tuple.__new__  # what Transfer(...) does in the end, at half the time
-    if sources == targets == 1:
-        return [
-            new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, at, addend))
-            for name in names
-            for op, (src, dst, at, shape, nbytes, addend) in boxes
-        ]
     out = []
     for name in names:
         there = local_name(name, batch.target, targets)
         here = there if relayed else local_name(name, batch.source, sources)
-        for op, (src, dst, at, shape, nbytes, addend) in boxes:
-            out.append(Transfer(name, *ends, op, here, src, there, dst, shape, nbytes, at, addend))
+        for op, src, dst, at, shape, nbytes, addend in entering:
+            fields = (name, *ends, op, here, src, there, dst, shape, nbytes, at, addend)
+            out.append(new(Transfer, fields))
     return out

@@ -164,7 +164,11 @@ def ranks_along(mesh: Mesh, axes: Axes) -> tuple[frozenset[int], ...]:
     coordinate = mesh.coordinate(axes)
     ranks = np.array(mesh.ranks)
     count = math.prod(map(mesh.axis_size, axes))
-    return tuple(frozenset(ranks[coordinate == i].tolist()) for i in range(count))
+    groups = []
+    for i in range(count):
+        together = ranks[coordinate == i]
+        groups.append(frozenset(together.tolist()))
+    return tuple(groups)
 
 
 def check_arithmetic(op: str, dtype: str) -> None:

@@ -3,7 +3,7 @@ ranks' names.
 
 1. A template belongs to two **forms** (layouts whose ranks are their positions in the mesh) and
    what their Partial axes ask for. Tensors, and groups of ranks, that differ in nothing else share it.
-2. A **unit** is one (key, goal) pair a dimension; its boxes are the products of their rows. All
+2. A **unit** is one (key, goal) pair per dimension; its boxes are the products of their rows. All
    positions that hold a unit hold all of it, all that ask for it ask for all of it, and units are
    disjoint: a template is the Kronecker product of its dimensions, and no loop is over pairs of
    ranks.
@@ -34,12 +34,21 @@ from shardmath.algebra.mesh import Mesh, strides
 from shardmath.algebra.overlay import Overlay, Parts, overlaid, overlay
 from shardmath.algebra.partition import Partition
 from shardmath.algebra.runs import Runs, identity
-from shardmath.base.arrays import Ints, distinct, ranges
+from shardmath.base.arrays import Ints, distinct, lengths, ranges
 from shardmath.base.memo import memo
 from shardmath.layouts.layout import Layout
 from shardmath.plans.reduction import Reduction
 
-__all__ = ["Batch", "Members", "Ranks", "Template", "hidden_pairs", "template", "unit_addends"]
+__all__ = [
+    "Batch",
+    "Members",
+    "Ranks",
+    "Sets",
+    "Template",
+    "hidden_pairs",
+    "template",
+    "unit_addends",
+]
 
 
 Ranks: TypeAlias = tuple[int, ...]
@@ -63,10 +72,39 @@ class Members:
 
     def name(self, mesh: Mesh) -> Iterator[Ranks]:
         """The sets as the ranks that the mesh has at their positions."""
-        ranks = np.array(mesh.ranks, np.int64)[self.position].tolist()
+        of_position = np.array(mesh.ranks, np.int64)
+        ranks = of_position[self.position].tolist()
         bounds = self.first.tolist()
         for begin, end in itertools.pairwise(bounds):
             yield tuple(sorted(ranks[begin:end]))
+
+
+class Sets:
+    """Sets of ranks by number, each once."""
+
+    def __init__(self) -> None:
+        self.number: dict[Ranks, int] = {}
+        self._known: dict[tuple[int, int], Ints] = {}
+
+    def add(self, ranks: Ranks) -> int:
+        """The number of a set."""
+        return self.number.setdefault(ranks, len(self.number))
+
+    def add_all(self, mesh: Mesh, members: Members) -> Ints:
+        """The number of each set of positions, its positions named by the mesh."""
+        key = id(mesh), id(members)
+        if key not in self._known:
+            numbers = list(map(self.add, members.name(mesh)))
+            self._known[key] = np.array(numbers, np.int64)
+        return self._known[key]
+
+    def in_order(self) -> tuple[tuple[Ranks, ...], Ints]:
+        """All sets in order, and the place of each number."""
+        listed = sorted(self.number)
+        numbers = [self.number[ranks] for ranks in listed]
+        place = np.empty(len(listed), np.int64)
+        place[numbers] = np.arange(len(listed))
+        return tuple(listed), place
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,14 +156,11 @@ def template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 @memo()
 def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
     """The template of two forms, once for each pair."""
-    hidden = [overlay(here, there) for here, there in hidden_pairs(src, rule)]
-    seen = map(overlaid, src.dims, dst.dims)
-    overlays = (*hidden, *seen)
+    hidden = itertools.starmap(overlay, hidden_pairs(src, rule))
+    overlays = (*hidden, *map(overlaid, src.dims, dst.dims))
     units = _multiply(overlays)
     classes, unit_class = distinct(units.keys)
     cells, unit_cell = distinct(units.goals)
-    sources = tuple(over for over in overlays if _divides(over.source, over.keys))
-    targets = tuple(over for over in overlays if _divides(over.target, over.goals))
     return Template(
         src=src,
         dst=dst,
@@ -135,9 +170,9 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
         unit_pairs=units.pairs,
         unit_order=_order_units(overlays, units),
         unit_class=unit_class,
-        holders=_find_members(sources, True, src.mesh, classes.tobytes()),
+        holders=_list_members(overlays, True, src.mesh, classes),
         unit_cell=unit_cell,
-        receivers=_find_members(targets, False, dst.mesh, cells.tobytes()),
+        receivers=_list_members(overlays, False, dst.mesh, cells),
     )
 
 
@@ -145,17 +180,20 @@ def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Part
     """The dimensions whose coordinate is an addend: folded ones first, then those that pass
     through."""
     if rule.folded:
-        everything = Partition((), (identity(rule.addends),), np.zeros(1, np.int64))
-        yield _one_addend_each(rule.folded, rule.addends), everything
+        apart = _divide_addends(rule.folded, rule.addends)
+        everything = identity(rule.addends)
+        together = Partition((), (everything,), np.zeros(1, np.int64))
+        yield apart, together
     for here, there in rule.matched:
-        count = math.prod(map(src.mesh.axis_size, here))
-        yield _one_addend_each(here, count), _one_addend_each(there, count)
+        sizes = map(src.mesh.axis_size, here)
+        count = math.prod(sizes)
+        yield _divide_addends(here, count), _divide_addends(there, count)
 
 
-def _one_addend_each(axes: tuple[str, ...], count: int) -> Partition:
-    """One addend a coordinate."""
-    parts = tuple(Runs(((0, addend, 1),)) for addend in range(count))
-    return Partition(axes, parts, np.arange(count))
+def _divide_addends(axes: tuple[str, ...], count: int) -> Partition:
+    """One addend per coordinate."""
+    parts = [Runs(((0, addend, 1),)) for addend in range(count)]
+    return Partition(axes, tuple(parts), np.arange(count))
 
 
 class _Units(NamedTuple):
@@ -171,7 +209,7 @@ class _Units(NamedTuple):
 
 
 def _multiply(overlays: Sequence[Overlay]) -> _Units:
-    """All products of one pair a dimension, the last dimension fastest."""
+    """All products of one pair per dimension, the last dimension fastest."""
     keys = np.zeros(1, np.int64)
     goals = np.zeros(1, np.int64)
     size = np.ones(1, np.int64)
@@ -179,11 +217,16 @@ def _multiply(overlays: Sequence[Overlay]) -> _Units:
         keys = _append_digit(keys, len(over.keys), over.pair_key)
         goals = _append_digit(goals, len(over.goals), over.pair_goal)
         size = np.multiply.outer(size, over.pair_size).ravel()
-    counts = [len(over.pair_key) for over in overlays]
-    steps = np.array(strides(counts), np.int64)
-    unit = np.arange(len(size))
-    pairs = unit[:, None] // steps % np.array(counts, np.int64)
+    pairs = _list_pairs(overlays, len(size))
     return _Units(keys, goals, size, pairs)
+
+
+def _list_pairs(overlays: Sequence[Overlay], units: int) -> Ints:
+    """The pair of each unit in each dimension."""
+    counts = lengths(over.pair_key for over in overlays)
+    steps = np.array(strides(counts.tolist()), np.int64)
+    unit = np.arange(units)
+    return unit[:, None] // steps % counts
 
 
 def _append_digit(codes: Ints, radix: int, digits: Ints) -> Ints:
@@ -191,44 +234,72 @@ def _append_digit(codes: Ints, radix: int, digits: Ints) -> Ints:
     return np.add.outer(codes * radix, digits).ravel()
 
 
-def _divides(held: Partition, sets: Parts) -> bool:
-    """Whether a side of an overlay is not one part that everybody holds."""
-    return len(held.parts) > 1 or len(sets) > 1
+class _Side(NamedTuple):
+    """One side of an overlay: the sets of parts that its pairs name, and which part a rank holds."""
+
+    held: Partition
+    sets: Parts
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this is not one part that everybody holds."""
+        return len(self.held.parts) > 1 or len(self.sets) > 1
+
+
+def _side_of(over: Overlay, source: bool) -> _Side:
+    """The source's side, or the destination's."""
+    if source:
+        return _Side(over.source, over.keys)
+    return _Side(over.target, over.goals)
+
+
+def _list_members(overlays: Sequence[Overlay], source: bool, mesh: Mesh, wanted: Ints) -> Members:
+    """The positions of a side that hold each of the wanted (sorted) codes of units."""
+    # Templates often differ in dimensions that do not tell ranks apart, and then have one result.
+    divided = tuple(over for over in overlays if _side_of(over, source).is_divided)
+    return _find_members(divided, source, mesh, wanted.tobytes())
 
 
 @memo()
 def _find_members(
     overlays: tuple[Overlay, ...], source: bool, mesh: Mesh, wanted: bytes
 ) -> Members:
-    """The positions that hold each of the wanted (sorted) codes: one set of parts a dimension."""
+    """The positions that hold each code, of which every overlay has one digit."""
     position = np.arange(mesh.size)
     code = np.zeros(mesh.size, np.int64)
     for over in overlays:
-        held = over.source if source else over.target
-        sets = over.keys if source else over.goals
-        digit = held.by_rank(mesh)[position]
+        held, sets = _side_of(over, source)
+        part = held.by_rank(mesh)[position]
         # A part that is in several sets stands for all of them: its position has a row for each.
         if max(map(len, sets), default=1) > 1:
-            part, number = _list_sets(sets)
-            begin = part.searchsorted(digit, "left")
-            end = part.searchsorted(digit, "right")
-            row, owner = ranges(begin, end)
+            owner, digit = _spread_parts(sets, part)
             position = position[owner]
             code = code[owner]
-            digit = number[row]
+        else:
+            digit = part
         code = code * len(sets) + digit
     return _group(np.frombuffer(wanted, np.int64), code, position)
+
+
+def _spread_parts(sets: Parts, part: Ints) -> tuple[Ints, Ints]:
+    """(which of these parts, set) for all sets that each part is in."""
+    of_sets, number = _list_sets(sets)
+    begin = of_sets.searchsorted(part, "left")
+    end = of_sets.searchsorted(part, "right")
+    row, owner = ranges(begin, end)
+    return owner, number[row]
 
 
 def _group(wanted: Ints, code: Ints, position: Ints) -> Members:
     """The positions of each wanted code, ascending; codes that nobody wants are left out."""
     at = wanted.searchsorted(code)
-    used = at < len(wanted)
-    used[used] = wanted[at[used]] == code[used]
-    at = at[used]
-    position = position[used]
+    is_wanted = at < len(wanted)
+    is_wanted[is_wanted] = wanted[at[is_wanted]] == code[is_wanted]
+    at = at[is_wanted]
+    position = position[is_wanted]
     order = np.lexsort((position, at))
-    first = np.searchsorted(at[order], np.arange(len(wanted) + 1))
+    numbers = np.arange(len(wanted) + 1)
+    first = np.searchsorted(at[order], numbers)
     return _intern(first.tobytes(), position[order].tobytes())
 
 
@@ -249,19 +320,24 @@ def _list_sets(sets: Parts) -> tuple[Ints, Ints]:
 
 def _order_units(overlays: Sequence[Overlay], units: _Units) -> Ints:
     """The place of each unit by its first elements on both sides."""
-    sources, targets = [], []
+    sources = []
+    targets = []
     for over, pair in zip(overlays, units.pairs.T, strict=True):
         row = over.first[pair]
         sources.append(over.start[row])
         targets.append(over.dst[row, 0])
     # lexsort's last key counts most: the first dimension's start at the source, only then the rest.
     keys = [*sources, *targets, units.size]
-    by_first = np.lexsort(keys[::-1])
-    return np.argsort(by_first)
+    keys.reverse()
+    order = np.lexsort(keys)
+    return np.argsort(order)
 
 
 def unit_addends(t: Template) -> Ints:
-    """Of which addend each unit is, where addends are folded."""
+    """Of which addend each unit is; 0 where nothing is folded."""
+    if not t.reduction.folded:
+        return np.zeros_like(t.unit_size)
     over = t.overlays[0]
     pair = t.unit_pairs[:, 0]
-    return over.start[over.first[pair]]
+    row = over.first[pair]
+    return over.start[row]

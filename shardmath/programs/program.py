@@ -33,9 +33,10 @@ from shardmath.base.public import public
 from shardmath.collectives.collective import Collective, recognise_all
 from shardmath.flows.topology import Topology
 from shardmath.layouts.layout import Layout
-from shardmath.plans.balance import Stretch, grid, kept
+from shardmath.plans.balance import grid
 from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan, Transfer, spelled
+from shardmath.plans.stretches import Stretch, kept
 from shardmath.programs.messages import Round, Step, gather_rounds, itemsize_of, make_message
 from shardmath.programs.streams import Legs, Streams, streams
 

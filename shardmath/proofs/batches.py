@@ -48,9 +48,10 @@ def _group_batches(p: Plan) -> list[list[Batch]]:
     for name, count in times.items():
         if count > 1:
             require(False, f"tensor {name!r} moves twice")
-    if not times.keys() == p.src.keys() == p.dst.keys():
-        odd = (times.keys() ^ p.src.keys()) | (times.keys() ^ p.dst.keys())
-        require(False, f"tensor {min(odd)!r} is in no batch, or not in the plan")
+    for side in (p.src, p.dst):
+        odd = times.keys() ^ side.keys()
+        if odd:
+            require(False, f"tensor {min(odd)!r} is in no batch, or not in the plan")
     return list(groups.values())
 
 
@@ -70,8 +71,10 @@ def _find_windows(p: Plan, names: Iterable[str]) -> _Held:
 def _check_sides(p: Plan, held: Sequence[_Held]) -> None:
     """The plan knows all ranks of both sides."""
     pairs = list(itertools.chain.from_iterable(held))
-    _check_ranks("source", p.src_ranks, [src for src, _ in pairs])
-    _check_ranks("destination", p.dst_ranks, [dst for _, dst in pairs])
+    sources = [src for src, _ in pairs]
+    targets = [dst for _, dst in pairs]
+    _check_ranks("source", p.src_ranks, sources)
+    _check_ranks("destination", p.dst_ranks, targets)
 
 
 def _check_ranks(word: str, ranks: tuple[int, ...], windows: Sequence[tuple[Layout, ...]]) -> None:
@@ -92,14 +95,21 @@ def _check_group(batches: Sequence[Batch], held: _Held) -> None:
     require(len(moved) == len(batches), f"tensor {first!r} moves twice between two windows")
     counts = {(len(src), len(dst)) for src, dst in held}
     require(len(counts) == 1, f"tensors of other windows move as {first!r} does")
-    reached = {target for _, target in moved}
+    reached = {batch.target for batch in batches}
     for (src, dst), name in held.items():
         check_disjoint(name, src)
         for batch in batches:
             _check_batch(name, src, dst, batch)
-        for j, layout in enumerate(dst):
-            arrives = j in reached or not cells_held(layout).any()
-            require(arrives, f"tensor {name!r}: nothing arrives in window {j}")
+        _check_reached(name, dst, reached)
+
+
+def _check_reached(name: str, dst: Sequence[Layout], reached: set[int]) -> None:
+    """Some batch reaches every window in which something must arrive."""
+    for j, layout in enumerate(dst):
+        if j in reached:
+            continue
+        needed = cells_held(layout).any()
+        require(not needed, f"tensor {name!r}: nothing arrives in window {j}")
 
 
 def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch: Batch) -> None:
@@ -108,7 +118,8 @@ def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch:
     known = batch.source in range(len(src)) and batch.target in range(len(dst))
     moved = f"from window {batch.source} of {len(src)} to window {batch.target} of {len(dst)}"
     require(known, f"tensor {name!r} moves {moved}")
-    a, b = src[batch.source], dst[batch.target]
+    a = src[batch.source]
+    b = dst[batch.target]
     planned_a = _place_form(name, t.src, batch.src, a)
     planned_b = _place_form(name, t.dst, batch.dst, b)
     _check_form(name, a, planned_a)

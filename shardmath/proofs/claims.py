@@ -11,20 +11,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, SupportsIndex, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.box import Box, first_gap, first_overlap, from_slices, tiles
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
 from shardmath.base.errors import PlanError
-from shardmath.base.given import listed, text
-from shardmath.base.integers import as_integer
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
 from shardmath.plans.adjoint import Transposed, flip_of, swapped
 from shardmath.plans.plan import Plan, Transfer
 from shardmath.plans.reduction import Reduction, reduction
+from shardmath.proofs.shapes import read_transfers
 
 __all__ = ["check_claim"]
 
@@ -39,7 +38,7 @@ def check_claim(p: Plan | Transposed, transfers: Iterable[Transfer]) -> None:
     flip = flip_of(forward) if isinstance(p, Transposed) else None
     tensors = {name: _Tensor(forward, name) for name in forward.src}
     boxes: _Boxes = {}
-    for t in _read_all(transfers):
+    for t in read_transfers(transfers):
         tensor = _find_tensor(tensors, t)
         # An adjoint's transfer is proved as the one that it turns round; its operation is its own.
         ahead = t if flip is None else swapped(t)
@@ -61,73 +60,6 @@ def _find_tensor(tensors: Mapping[str, _Tensor], t: Transfer) -> _Tensor:
         names = ", ".join(map(repr, tensors))
         raise PlanError(f"{t}: the plan has no tensor {t.tensor!r}; its tensors are {names}")
     return tensors[t.tensor]
-
-
-# Reading what is given
-
-
-def _read_all(transfers: object) -> Iterator[Transfer]:
-    """The transfers. Raises PlanError for what is not an iterable of them."""
-    if not isinstance(transfers, Iterable):
-        raise PlanError(f"transfers={transfers!r} are none; give an iterable of shardmath.Transfer")
-    return map(_read, listed(transfers, "transfers", PlanError))
-
-
-def _read(given: object) -> Transfer:
-    """The transfer, its names, slices and numbers Python's own. Raises PlanError for what is not
-    one, or has others."""
-    t = _check_type(given)
-    sizes = listed(t.shape, "sizes", PlanError)
-    return Transfer(
-        tensor=text(t.tensor, "the tensor of a transfer", PlanError),
-        src_rank=as_integer(t.src_rank, "the src_rank of a transfer", PlanError),
-        dst_rank=as_integer(t.dst_rank, "the dst_rank of a transfer", PlanError),
-        op=text(t.op, "the op of a transfer", PlanError),
-        src_tensor=text(t.src_tensor, "the src_tensor of a transfer", PlanError),
-        src_slices=_read_slices(t.src_slices),
-        dst_tensor=text(t.dst_tensor, "the dst_tensor of a transfer", PlanError),
-        dst_slices=_read_slices(t.dst_slices),
-        shape=tuple(as_integer(n, "a size of a transfer", PlanError) for n in sizes),
-        nbytes=as_integer(t.nbytes, "the bytes of a transfer", PlanError),
-        global_slices=_read_slices(t.global_slices),
-        addend=as_integer(t.addend, "the addend of a transfer", PlanError),
-    )
-
-
-def _check_type(given: object) -> Transfer:
-    """The Transfer, if it is one of names, and of tuples of slices between integers. Raises
-    PlanError."""
-    if isinstance(given, Transfer):
-        names = given.tensor, given.op, given.src_tensor, given.dst_tensor
-        slices = given.src_slices, given.dst_slices, given.global_slices
-        if all(isinstance(name, str) for name in names) and all(map(_is_box, slices)):
-            return given
-    what = "is not a Transfer whose slices have integer starts and stops"
-    raise PlanError(f"{given!r} {what}; give shardmath.Transfer")
-
-
-def _is_box(slices: object) -> bool:
-    """Whether this is a tuple of slices between integers."""
-    return isinstance(slices, tuple) and all(map(_is_range, slices))
-
-
-def _is_range(given: object) -> bool:
-    """Whether this is a slice between integers."""
-    if not isinstance(given, slice):
-        return False
-    return isinstance(given.start, SupportsIndex) and isinstance(given.stop, SupportsIndex)
-
-
-def _read_slices(slices: tuple[slice, ...]) -> tuple[slice, ...]:
-    """The slices, between Python's integers."""
-    what = "an end of a slice of a transfer"
-    out = []
-    for given in slices:
-        start = as_integer(given.start, what, PlanError)
-        stop = as_integer(given.stop, what, PlanError)
-        step = 1 if given.step is None else as_integer(given.step, what, PlanError)
-        out.append(slice(start, stop, step))
-    return tuple(out)
 
 
 # What the layouts say
@@ -163,9 +95,17 @@ class _Addends(NamedTuple):
 def _number_addends(mesh: Mesh, rule: Reduction) -> _Addends:
     """The groups and the addends of the ranks of a mesh."""
     others = [axis for axis in mesh.shape if axis not in rule.chosen]
-    through = [axis for _, axes in rule.matched for axis in axes]
+    passing = [axis for _, axes in rule.matched for axis in axes]
     chosen = _coordinates(mesh, rule.chosen) if rule.chosen else {}
-    return _Addends(_coordinates(mesh, others), chosen, _coordinates(mesh, through))
+    return _Addends(
+        group=_coordinates(mesh, others),
+        chosen=chosen,
+        through=_coordinates(mesh, passing),
+    )
+
+
+_Choosing: TypeAlias = tuple[int, int, int]
+"""A destination window, the addend that passes through, and the one that is folded."""
 
 
 class _Tensor:
@@ -177,16 +117,16 @@ class _Tensor:
     """
 
     def __init__(self, p: Plan, name: str) -> None:
-        self.name, self.src, self.dst = name, p.src[name], p.dst[name]
-        self.itemsize = self.src[0].itemsize
-        self.windows = [_number_windows(name, side) for side in (self.src, self.dst)]
-        self.rules: dict[tuple[int, int], Reduction] = {}
-        self.ranks: list[_Addends] = []
-        for j, b in enumerate(self.dst):
-            for i, a in enumerate(self.src):
-                self.rules[i, j] = reduction(a, b)
-            self.ranks.append(_number_addends(b.mesh, self.rules[0, j]))
-        self.choices: dict[tuple[int, int, int], dict[tuple[Box, int], None]] = {}
+        src = p.src[name]
+        dst = p.dst[name]
+        self.name = name
+        self.src = src
+        self.dst = dst
+        self.itemsize = src[0].itemsize
+        self.windows = _number_windows(name, src), _number_windows(name, dst)
+        self.rules = _list_rules(src, dst)
+        self.ranks = [_number_addends(b.mesh, self.rules[0, j]) for j, b in enumerate(dst)]
+        self.choices: dict[_Choosing, dict[tuple[Box, int], None]] = {}
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
 
     def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
@@ -208,14 +148,27 @@ class _Tensor:
         choice[from_slices(t.global_slices), ranks.chosen[t.dst_rank]] = None
 
 
+def _list_rules(
+    src: tuple[Layout, ...], dst: tuple[Layout, ...]
+) -> dict[tuple[int, int], Reduction]:
+    """How each source window enters each destination window, by their numbers."""
+    rules = {}
+    for i, a in enumerate(src):
+        for j, b in enumerate(dst):
+            rules[i, j] = reduction(a, b)
+    return rules
+
+
 def _number_windows(name: str, side: tuple[Layout, ...]) -> dict[str, int]:
     """The number of each window by its local name."""
-    return {local_name(name, i, len(side)): i for i in range(len(side))}
+    count = len(side)
+    return {local_name(name, i, count): i for i in range(count)}
 
 
 def _coordinates(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
     """The coordinate of each rank on flattened axes."""
-    return dict(zip(mesh.ranks, mesh.coordinate(axes).tolist(), strict=True))
+    coordinates = mesh.coordinate(axes).tolist()
+    return dict(zip(mesh.ranks, coordinates, strict=True))
 
 
 # One transfer
@@ -232,7 +185,8 @@ def _check(tensor: _Tensor, t: Transfer) -> tuple[_Target, str]:
     rule = tensor.rules[i, j]
     addend = _find_addend(tensor.src[i], tensor.dst[j], rule, t)
     group = tensor.ranks[j].group[t.dst_rank]
-    return _Target(t.tensor, j, group, addend), rule.op_of(addend)
+    target = _Target(t.tensor, j, group, addend)
+    return target, rule.op_of(addend)
 
 
 def _check_sizes(tensor: _Tensor, t: Transfer) -> None:
@@ -270,7 +224,9 @@ def _check_end(
     if rank not in layout.mesh:
         raise PlanError(f"{t}: rank {rank} is not in the {word} {layout}")
     held = tensor.runs(side, window, rank)
-    for d, (runs, here, there) in enumerate(zip(held, slices, t.global_slices, strict=True)):
+    for d, runs in enumerate(held):
+        here = slices[d]
+        there = t.global_slices[d]
         if not _holds(runs, here, there):
             element = tuple(s.start for s in t.global_slices)
             has = f"rank {rank} of the {word} holds {runs} of dimension {d}"
@@ -332,14 +288,17 @@ def _check_complete(tensor: _Tensor, boxes: _Boxes) -> None:
         # One rank stands for its group: the first, as earlier ranks come later here.
         number = tensor.ranks[j].group
         first = {number[rank]: rank for rank in reversed(layout.mesh.ranks)}
+        addends = tensor.rules[0, j].addends
         for group, rank in first.items():
             runs = tensor.runs(1, j, rank)
-            for addend in range(tensor.rules[0, j].addends):
+            for addend in range(addends):
                 target = _Target(tensor.name, j, group, addend)
-                _check_partition(tensor, rank, runs, addend, boxes.get(target, []))
+                arrived = boxes.get(target, [])
+                _check_partition(tensor, rank, runs, addend, arrived)
     for choice in tensor.choices.values():
         made = [box for box, _ in choice]
-        _check_replicas(tensor, made, [chosen for _, chosen in choice])
+        chosen = [addend for _, addend in choice]
+        _check_replicas(tensor, made, chosen)
 
 
 def _check_replicas(tensor: _Tensor, boxes: list[Box], chosen: list[int]) -> None:
@@ -388,13 +347,17 @@ def _measure(box: Box) -> int:
 
 def _first_common(a: Box, b: Box) -> tuple[int, ...]:
     """The first element of two boxes that meet."""
-    return tuple(max(x, y) for (x, _), (y, _) in zip(a, b, strict=True))
+    element = []
+    for (begin, _), (other, _) in zip(a, b, strict=True):
+        element.append(max(begin, other))
+    return tuple(element)
 
 
 def _name_element(runs: tuple[Runs, ...], local: tuple[int, ...]) -> tuple[int, ...]:
     """The global element at a local position."""
     element = []
     for r, at in zip(runs, local, strict=True):
-        lo, g, _ = next(s for s in r.segments if s[0] <= at < s[0] + s[2])
-        element.append(g + at - lo)
+        for lo, g, n in r.segments:
+            if lo <= at < lo + n:
+                element.append(g + at - lo)
     return tuple(element)

@@ -37,14 +37,15 @@ class _Pair(NamedTuple):
 
 
 def prove_parts(parts: Sequence[Part], *, relays: bool = False) -> None:
-    """Raises PlanError unless these parts, of every rank of one plan, do together what it says.
+    """Raise PlanError unless these parts, of every rank of one plan, do together what it says.
 
     With `relays`, of a program, the pieces are not compared with the plan's transfers.
     """
     for one in parts:
         _check_steps(one)
-        for message in _messages(one):
-            _check_places(message)
+        for each in one.rounds:
+            for message in each.messages:
+                _check_places(message)
         if not one.keeps_order:
             raise PlanError(f"rank {one.rank} folds addends out of order; {FIX}, by addend")
     _check_both_ends(parts)
@@ -52,21 +53,15 @@ def prove_parts(parts: Sequence[Part], *, relays: bool = False) -> None:
         _check_pieces(parts[0].plan, parts)
 
 
-def _messages(one: Part) -> Iterator[Message]:
-    for each in one.rounds:
-        yield from each.messages
-
-
 def _check_steps(one: Part) -> None:
     """Each round has one step, and later rounds have later ones."""
     before: Step | None = None
     for each in one.rounds:
-        steps = {message.step for message in each.messages}
-        if len(steps) != 1 or (before is not None and min(steps) <= before):
-            raise PlanError(
-                f"rank {one.rank} has a round of the steps {sorted(steps)} after {before}; {FIX}"
-            )
-        before = min(steps)
+        steps = sorted({message.step for message in each.messages})
+        if len(steps) != 1 or (before is not None and steps[0] <= before):
+            what = f"rank {one.rank} has a round of the steps {steps} after {before}"
+            raise PlanError(f"{what}; {FIX}")
+        before = steps[0]
 
 
 def _check_places(message: Message) -> None:
@@ -89,50 +84,61 @@ def _check_both_ends(parts: Sequence[Part]) -> None:
     for one in parts:
         for each in one.rounds:
             for message in each.sends:
-                sent[_Pair(message.step, one.rank, message.dst_rank)].append(message)
+                pair = _Pair(message.step, one.rank, message.dst_rank)
+                sent[pair].append(message)
             for message in each.receives:
-                received[_Pair(message.step, message.src_rank, one.rank)].append(message)
+                pair = _Pair(message.step, message.src_rank, one.rank)
+                received[pair].append(message)
     for pair in sorted(sent.keys() | received.keys()):
         if sent[pair] != received[pair]:
-            what = f"in step {pair.step} rank {pair.src_rank} sends {_sizes(sent[pair])}"
-            raise PlanError(
-                f"{what} to rank {pair.dst_rank}, which receives {_sizes(received[pair])}; {FIX}"
-            )
+            sends = f"rank {pair.src_rank} sends {_show_sizes(sent[pair])}"
+            receives = f"rank {pair.dst_rank}, which receives {_show_sizes(received[pair])}"
+            raise PlanError(f"in step {pair.step} {sends} to {receives}; {FIX}")
 
 
-def _sizes(posted: Sequence[Message]) -> str:
-    return " and ".join(f"{message.nbytes} B" for message in posted) or "nothing"
+def _show_sizes(posted: Sequence[Message]) -> str:
+    """The bytes of each message."""
+    sizes = [f"{message.nbytes} B" for message in posted]
+    return " and ".join(sizes) or "nothing"
 
 
 _Key = tuple[int, int, str, str, str, int, str]
 """What the pieces of one transfer share: ranks, tensor, local names, addend, operation."""
 
 
-def _key(t: Transfer) -> _Key:
+def _make_key(t: Transfer) -> _Key:
     return t.src_rank, t.dst_rank, t.tensor, t.src_tensor, t.dst_tensor, t.addend, t.op
 
 
 def _check_pieces(plan: Plan | Transposed, parts: Sequence[Part]) -> None:
     """Every transfer is tiled by the pieces that are cut from it."""
-    whole: dict[_Key, list[Transfer]] = defaultdict(list)
+    planned: dict[_Key, list[Transfer]] = defaultdict(list)
     for t in plan.transfers():
         if t.nbytes:
-            whole[_key(t)].append(t)
-    cut: dict[_Key, list[Transfer]] = defaultdict(list)
+            planned[_make_key(t)].append(t)
+    posted: dict[_Key, list[Transfer]] = defaultdict(list)
+    for piece in _list_arriving(parts):
+        posted[_make_key(piece)].append(piece)
+    for key in sorted(planned.keys() | posted.keys()):
+        _check_cut(key, planned[key], posted[key])
+
+
+def _list_arriving(parts: Sequence[Part]) -> Iterator[Transfer]:
+    """The pieces of all that any rank receives or keeps."""
     for one in parts:
         for each in one.rounds:
             for message in each.arriving:
-                for piece in message.pieces:
-                    cut[_key(piece)].append(piece)
-    for key in sorted(whole.keys() | cut.keys()):
-        _check_cut(key, whole[key], cut[key])
+                yield from message.pieces
 
 
 def _check_cut(key: _Key, transfers: Sequence[Transfer], pieces: Sequence[Transfer]) -> None:
-    """The pieces are the transfers, cut: as boxes of the tensor, of the source and of the destination alike."""
+    """The pieces are the transfers, cut: as boxes of the tensor, of the source and of the
+    destination alike."""
     src, dst, tensor = key[:3]
     what = f"tensor {tensor!r} from rank {src} to rank {dst}"
-    if sum(t.nbytes for t in transfers) != sum(t.nbytes for t in pieces):
+    planned = sum(t.nbytes for t in transfers)
+    posted = sum(piece.nbytes for piece in pieces)
+    if planned != posted:
         raise PlanError(f"{what}: pieces have other bytes than the plan's transfers; {FIX}")
     twice = first_overlap([from_slices(piece.dst_slices) for piece in pieces])
     if twice is not None:

@@ -34,7 +34,7 @@ import numpy as np
 
 from shardmath.algebra.box import Box, first_gap, from_slices
 from shardmath.algebra.mesh import Mesh
-from shardmath.base.arrays import Bools, Ints, Offsets
+from shardmath.base.arrays import Bools, Ints, Offsets, pick
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
 from shardmath.plans.cover import cells_held
@@ -95,9 +95,11 @@ def _check_ends(p: Plan, places: _Places) -> None:
     """Every holder of a row's line has its unit, and every receiver wants it."""
     holders, receivers = _list_sets_of_rows(p.lines)
     for row in _list_distinct_rows(p, holders, source=True):
-        _check_end(p, places, row, int(holders[row]), source=True)
+        number = int(holders[row])
+        _check_end(p, places, row, number, source=True)
     for row in _list_distinct_rows(p, receivers, source=False):
-        _check_end(p, places, row, int(receivers[row]), source=False)
+        number = int(receivers[row])
+        _check_end(p, places, row, number, source=False)
 
 
 def _list_distinct_rows(p: Plan, sets: Ints, *, source: bool) -> list[int]:
@@ -106,16 +108,15 @@ def _list_distinct_rows(p: Plan, sets: Ints, *, source: bool) -> list[int]:
     of_batch = []
     for batch in p.batches:
         mesh = batch.src if source else batch.dst
-        of_batch.append(number.setdefault((batch.template, mesh), len(number)))
+        key = batch.template, mesh
+        of_batch.append(number.setdefault(key, len(number)))
     end = np.array(of_batch, np.int64)[p.lines.batch]
-    # All codes end to end: those of end i begin at first[i].
     codes = [find_end(t, source).code for t, _ in number]
-    first = np.cumsum([0, *map(len, codes)])
-    joined = np.concatenate([np.zeros(0, np.int64), *codes])
-    code = joined[first[end] + p.lines.unit]
+    code = pick(codes, end, p.lines.unit)
     # Rows that ask the same stand together in this order; the first of each are taken.
     order = np.lexsort((sets, code, end))
-    rows: list[int] = order[_find_new(sets[order], code[order], end[order])].tolist()
+    is_new = _find_new(sets[order], code[order], end[order])
+    rows: list[int] = order[is_new].tolist()
     return rows
 
 
@@ -149,16 +150,19 @@ def _batch_of(p: Plan, row: int) -> Batch:
 def _element_of(p: Plan, row: int) -> tuple[int, ...]:
     """The first element of a row."""
     t = _batch_of(p, row).template
+    unit = int(p.lines.unit[row])
     at = int(p.lines.lo[row])
-    boxes, sizes, ends = unit_boxes(t, int(p.lines.unit[row]))
+    boxes, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     before = ends[box - 1] if box else 0
+    shape = sizes[box]
     # A unit without dimensions has one element, and unravel_index refuses an empty shape.
-    inside = np.unravel_index(at - before, sizes[box]) if sizes[box] else ()
+    inside = np.unravel_index(at - before, shape) if shape else ()
     element = []
     for over, r, i in zip(t.overlays, boxes[box], inside, strict=True):
-        element.append(int(over.start[r]) + int(i))
-    return tuple(element)[t.hidden :]
+        start = int(over.start[r])
+        element.append(start + int(i))
+    return tuple(element[t.hidden :])
 
 
 # Once
@@ -181,10 +185,10 @@ def _find_groups(p: Plan, order: Ints) -> Ints:
     Two that follow each other have the same elements, or none in common, or are refused.
     """
     demands = p.lines
-    lo, hi = demands.lo[order], demands.hi[order]
+    lo = demands.lo[order]
+    hi = demands.hi[order]
     is_new = _find_new(demands.batch[order], demands.unit[order])
-    is_same = ~is_new
-    is_same[1:] &= (lo[1:] == lo[:-1]) & (hi[1:] == hi[:-1])
+    is_same = ~_find_new(demands.batch[order], demands.unit[order], lo, hi)
     meets = ~is_new
     meets[1:] &= lo[1:] < hi[:-1]
     for row in order[meets & ~is_same].tolist():
@@ -200,14 +204,17 @@ def _group_rows(p: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[Int
     can be wrong: of one row, where the destination chooses no addend.
     """
     rule = _number_choices(p)[p.lines.batch]
-    count = Offsets(np.append(first, len(order))).counts()
+    ends = np.append(first, len(order))
+    count = Offsets(ends).counts()
     for k in np.unique(count).tolist():
         # Groups of k rows each as a table, whose rows numpy can tell apart.
         begin = first[count == k]
-        groups = order[begin[:, None] + np.arange(k)]
+        places = begin[:, None] + np.arange(k)
+        groups = order[places]
         chooses = rule[groups[:, 0]] > 0
         groups = groups[chooses | (k > 1)]
-        asked = np.hstack((rule[groups[:, :1]], asking[groups]))
+        heads = groups[:, :1]
+        asked = np.hstack((rule[heads], asking[groups]))
         _, some = np.unique(asked, axis=0, return_index=True)
         yield from groups[some]
 
@@ -233,8 +240,8 @@ def _check_apart(p: Plan, places: _Places, rows: Ints, sets: list[int]) -> None:
     at = _element_of(p, row)
     what = f"tensor {batch.names[0]!r}:"
     times: Counter[int] = Counter()
-    for n in sets:
-        times.update(p.lines.sets[n])
+    for number in sets:
+        times.update(p.lines.sets[number])
     for rank, count in times.items():
         if count > 1:
             twice = f"{what} rank {rank} receives element {at} twice"
@@ -242,8 +249,9 @@ def _check_apart(p: Plan, places: _Places, rows: Ints, sets: list[int]) -> None:
     t = batch.template
     addend = t.dst.mesh.coordinate(t.reduction.chosen)
     found: set[int] = set()
-    for n in sets:
-        found.update(addend[places.of(batch.dst, n)].tolist())
+    for number in sets:
+        positions = places.of(batch.dst, number)
+        found.update(addend[positions].tolist())
     if len(found) > 1:
         a, b, *_ = sorted(found)
         where = f"addend {a} of some replicas and to addend {b} of others"
@@ -284,21 +292,27 @@ def _count_arrivals(p: Plan, places: _Places) -> Iterator[Ints]:
     # Rows by batch: those of batch b lie from bounds[b] to bounds[b + 1].
     order = np.argsort(demands.batch, kind="stable")
     numbers = np.arange(len(p.batches) + 1)
-    bounds = np.searchsorted(demands.batch[order], numbers).tolist()
-    asking = receivers[order]
-    elements = (demands.hi - demands.lo)[order]
+    bounds = np.searchsorted(demands.batch[order], numbers)
+    elements = demands.hi - demands.lo
     # Tensors of one kind are many batches that ask the same.
     known: dict[object, Ints] = {}
-    for batch, (begin, end) in zip(p.batches, itertools.pairwise(bounds), strict=True):
-        sets = asking[begin:end]
-        sizes = elements[begin:end]
+    for batch, (begin, end) in zip(p.batches, itertools.pairwise(bounds.tolist()), strict=True):
+        rows = order[begin:end]
+        sets = receivers[rows]
+        sizes = elements[rows]
         key = batch.dst, sets.tobytes(), sizes.tobytes()
         if key not in known:
-            arrive = np.zeros(batch.dst.size, np.int64)
-            for number, size in zip(sets.tolist(), sizes.tolist(), strict=True):
-                arrive[places.of(batch.dst, number)] += size
-            known[key] = arrive
+            known[key] = _add_up(batch.dst, places, sets, sizes)
         yield known[key]
+
+
+def _add_up(mesh: Mesh, places: _Places, sets: Ints, sizes: Ints) -> Ints:
+    """By position of the mesh, the total of the sizes of what goes to the sets that it is in."""
+    total = np.zeros(mesh.size, np.int64)
+    for number, size in zip(sets.tolist(), sizes.tolist(), strict=True):
+        positions = places.of(mesh, number)
+        total[positions] += size
+    return total
 
 
 @memo()
@@ -307,7 +321,9 @@ def _ask(t: Template) -> tuple[Ints, Ints]:
     asks for."""
     mesh = t.dst.mesh
     others = [axis for axis in mesh.shape if axis not in t.reduction.chosen]
-    return mesh.coordinate(others), cells_held(t.dst) * t.reduction.addends
+    group = mesh.coordinate(others)
+    asked = cells_held(t.dst) * t.reduction.addends
+    return group, asked
 
 
 def _check_count(p: Plan, batches: Sequence[Batch], arrive: Ints) -> None:
@@ -351,10 +367,14 @@ def _list_boxes(p: Plan, batches: Sequence[Batch], group: set[int]) -> dict[int,
         if id(batch) not in mine:
             continue
         unit = int(demands.unit[row])
-        lo, hi = int(demands.lo[row]), int(demands.hi[row])
-        sender = batch.src.position(demands.sets[holders[row]][0])
-        there = map(batch.dst.position, demands.sets[receivers[row]])
+        lo = int(demands.lo[row])
+        hi = int(demands.hi[row])
+        holding = demands.sets[holders[row]]
+        asking = demands.sets[receivers[row]]
+        sender = batch.src.position(holding[0])
+        there = map(batch.dst.position, asking)
         for receiver in group.intersection(there):
             for piece in expand(batch.template, unit, sender, receiver, lo, hi):
-                boxes.setdefault(piece.addend, []).append(from_slices(piece.global_slices))
+                box = from_slices(piece.global_slices)
+                boxes.setdefault(piece.addend, []).append(box)
     return boxes

@@ -19,16 +19,18 @@ their order.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Bools, Ints, Offsets
+from shardmath.base.arrays import Bools, Ints, Offsets, lengths
 from shardmath.base.errors import PlanError
-from shardmath.plans.balance import grid, row_at, totals
+from shardmath.plans.balance import grid, totals
 from shardmath.plans.demands import Demands, wire
 from shardmath.plans.pieces import legal
+from shardmath.plans.stretches import row_at
 from shardmath.programs.loads import LEGS, messages, pairs, round_loads
 from shardmath.programs.program import Program
 from shardmath.programs.scheduling import MOST_ROUNDS, MOST_SLOTS
@@ -71,8 +73,8 @@ def _prove(prog: Program) -> None:
 
 def _send_from_first(demands: Demands) -> Demands:
     """The lines all sent by their first holders: what they ask for is what has to be proved."""
-    size = np.array([len(ranks) for ranks in demands.sets], np.int64)
-    lines = Offsets.of_counts(size[demands.holders] + 1)
+    holders = lengths(demands.sets)[demands.holders]
+    lines = Offsets.of_counts(holders + 1)
     cuts = lines.spread(totals(demands))
     cuts[lines.first[:-1]] = 0
     return replace(demands, cut_first=lines.first, cuts=cuts)
@@ -124,7 +126,8 @@ class _Inbox(NamedTuple):
     def find(self, block: Ints, rank: Ints) -> tuple[Ints, Bools]:
         """Which of them these are, and whether they are any."""
         # (block, rank) as one number: requests stand in order of it.
-        most = 1 + max(int(self.rank.max(initial=0)), int(rank.max(initial=0)))
+        ranks = np.append(self.rank, rank)
+        most = 1 + int(ranks.max(initial=0))
         asked = self.block * most + self.rank
         wanted = block * most + rank
         at = np.searchsorted(asked, wanted)
@@ -137,10 +140,12 @@ def _list_inbox(prog: Program, line: int) -> _Inbox:
     """All that is asked for on a line, block by block and rank by rank."""
     demands = prog.legs.lines
     first, end = demands.first[line : line + 2].tolist()
-    asking = [(block, rank) for block in range(first, end) for rank in wire(demands, line, block)]
-    block, rank = np.array(asking, np.int64).reshape(-1, 2).T
-    ends = np.cumsum(demands.nbytes[block])
-    return _Inbox(block, rank, np.append(0, ends))
+    numbers = range(first, end)
+    asking = [wire(demands, line, number) for number in numbers]
+    ranks = list(itertools.chain.from_iterable(asking))
+    block = np.repeat(numbers, lengths(asking))
+    requests = Offsets.of_counts(demands.nbytes[block])
+    return _Inbox(block, np.array(ranks, np.int64), requests.first)
 
 
 def _refuse(prog: Program, of: Streams, wrong: Bools, what: str) -> None:
@@ -148,7 +153,9 @@ def _refuse(prog: Program, of: Streams, wrong: Bools, what: str) -> None:
     if not wrong.any():
         return
     first = np.flatnonzero(wrong)[0]
-    block, sender, receiver = int(of.block[first]), of.sender[first], of.receiver[first]
+    block = int(of.block[first])
+    sender = of.sender[first]
+    receiver = of.receiver[first]
     where = f"bytes {of.lo[first]}:{of.hi[first]} of block {block}, {_name_tensor(prog, block)}"
     _require(False, prog, f"{where}, from rank {sender} to {receiver} {what}")
 
@@ -171,9 +178,10 @@ def _check_inside(prog: Program, of: Streams) -> None:
     for at in (of.lo, of.hi):
         inner = np.flatnonzero(at < nbytes)
         place = at[inner]
+        block = of.block[inner]
         # The grid leaves small boxes whole, which is allowed and not necessary: what it moves is
         # looked at again.
-        moved = where.snapped(of.block[inner], place) != place
+        moved = where.snapped(block, place) != place
         wrong = np.zeros(len(at), bool)
         for i in inner[moved].tolist():
             wrong[i] = not _may_cut(prog, int(of.block[i]), int(at[i]))
@@ -184,11 +192,13 @@ def _may_cut(prog: Program, block: int, at: int) -> bool:
     """Whether a content may be cut at a byte, be it of a box that `schedule` leaves whole."""
     demands = prog.legs.lines
     row = row_at(demands, block, at)
-    t = prog.plan.batches[int(demands.batch[row])].template
-    inside = (at - int(demands.at[row])) % int(demands.each[row])
-    element, odd = divmod(inside, t.src.itemsize)
-    first = int(demands.lo[row])
-    return not odd and legal(t, int(demands.unit[row]), first + element)
+    batch = prog.plan.batches[int(demands.batch[row])]
+    unit = int(demands.unit[row])
+    lo = int(demands.lo[row])
+    begin = int(demands.at[row])
+    inside = (at - begin) % int(demands.each[row])
+    element, odd = divmod(inside, batch.template.src.itemsize)
+    return not odd and legal(batch.template, unit, lo + element)
 
 
 def _check_once(prog: Program, inbox: _Inbox, of: Streams, begin: Ints) -> None:
@@ -206,7 +216,8 @@ def _check_once(prog: Program, inbox: _Inbox, of: Streams, begin: Ints) -> None:
     for place in before[after > before].tolist():
         i = int(np.searchsorted(inbox.base, place, "right")) - 1
         block = int(inbox.block[i])
-        byte = f"byte {place - inbox.base[i]} of block {block}"
+        at = place - inbox.base[i]
+        byte = f"byte {at} of block {block}"
         what = f"rank {inbox.rank[i]} never receives {byte}, {_name_tensor(prog, block)}"
         _require(False, prog, what)
 
@@ -216,20 +227,28 @@ def _check_in_hand(prog: Program, line: int, inbox: _Inbox, of: Streams, begin: 
     the same place."""
     demands = prog.legs.lines
     is_relayed = of.leg != 1
-    held = np.isin(of.sender, demands.sets[demands.holders[line]])
+    held = np.isin(of.sender, demands.held_by(line))
     _refuse(prog, of, ~is_relayed & ~held, "leave a rank that does not hold them")
-    folded = is_relayed & (demands.addend[of.block] > 0)
-    _refuse(prog, of, folded, "are relayed where another addend is already")
+    is_added = demands.addend[of.block] > 0
+    _refuse(prog, of, is_relayed & is_added, "are relayed where another addend is already")
+    has_come = _have_come(inbox, of, begin)
+    what = "are relayed by a rank that does not have them yet"
+    _refuse(prog, of, is_relayed & ~has_come, what)
+
+
+def _have_come(inbox: _Inbox, of: Streams, begin: Ints) -> Bools:
+    """Whether the stream that came to the place that each one leaves is the same, of an earlier
+    leg."""
+    out = np.zeros(len(begin), bool)
     at, known = inbox.find(of.block, of.sender)
-    some = np.flatnonzero(is_relayed & known)
-    place = inbox.base[at[some]] + of.lo[some]
-    came = _find_last_at(begin, place)
-    is_earlier = of.leg[came] < of.leg[some]
+    some = np.flatnonzero(known)
+    base = inbox.base[at[some]]
+    came = _find_last_at(begin, base + of.lo[some])
+    is_same = of.leg[came] < of.leg[some]
     for column in (of.root, of.lo, of.hi):
-        is_earlier &= column[came] == column[some]
-    wrong = is_relayed.copy()
-    wrong[some[is_earlier]] = False
-    _refuse(prog, of, wrong, "are relayed by a rank that does not have them yet")
+        is_same &= column[came] == column[some]
+    out[some] = is_same
+    return out
 
 
 def _find_last_at(begin: Ints, place: Ints) -> Ints:

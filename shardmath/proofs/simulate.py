@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from shardmath.base.errors import PlanError
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_name
+from shardmath.layouts.store import local_tensors
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable, Plan, Transfer
 
@@ -99,14 +99,13 @@ _Arrays: TypeAlias = Mapping[int, Mapping[str, Array]]
 
 def _make_destination(p: Movable, held: _Arrays) -> dict[int, dict[str, Array]]:
     """The destination's arrays before anything enters."""
-    dtypes = {name: _find_dtype(p, name, held) for name in p.src}
     out: dict[int, dict[str, Array]] = {rank: {} for rank in p.dst_ranks}
     for name, windows in p.dst.items():
+        dtype = _find_dtype(p, name, held)
         fill = p.fill(name)
-        for j, layout in enumerate(windows):
-            key = local_name(name, j, len(windows))
+        for key, layout in local_tensors(name, windows):
             for rank in layout.mesh.ranks:
-                out[rank][key] = _make_array(layout, rank, dtypes[name], fill)
+                out[rank][key] = _make_array(layout, rank, dtype, fill)
     return out
 
 
@@ -118,8 +117,9 @@ def _enter(out: _Arrays, pieces: list[tuple[Transfer, _Arrays]]) -> None:
         array = source[t.src_rank][t.src_tensor]
         read.append((t, array[t.src_slices].copy()))
     for t, piece in read:
-        there = out[t.dst_rank][t.dst_tensor]
-        there[t.dst_slices] = FOLD[t.op](there[t.dst_slices], piece)
+        fold = FOLD[t.op]
+        array = out[t.dst_rank][t.dst_tensor]
+        array[t.dst_slices] = fold(array[t.dst_slices], piece)
 
 
 def _run_transfers(p: Plan | Transposed, held: _Arrays, out: _Arrays) -> None:
@@ -152,9 +152,8 @@ def _read_arrays(p: Movable, shards: Shards, rank: int) -> dict[str, Array]:
     given = cast(Mapping[str, Array], named)
     out = {}
     for name, windows in p.src.items():
-        for i, layout in enumerate(windows):
+        for key, layout in local_tensors(name, windows):
             if rank in layout.mesh:
-                key = local_name(name, i, len(windows))
                 out[key] = _read_array(given, key, rank, layout)
     return out
 
@@ -182,8 +181,7 @@ def _read_array(given: Mapping[str, Array], key: str, rank: int, layout: Layout)
 def _find_dtype(p: Movable, name: str, held: _Arrays) -> np.dtype[Any]:
     """The dtype of all arrays of a tensor. Raises PlanError for several, and for integers to be
     averaged."""
-    windows = len(p.src[name])
-    keys = {local_name(name, i, windows) for i in range(windows)}
+    keys = {key for key, _ in local_tensors(name, p.src[name])}
     # The last rank that holds an array of each dtype.
     found: dict[np.dtype[Any], int] = {}
     for rank, arrays in held.items():
@@ -215,8 +213,7 @@ def _divide(p: Movable, arrays: dict[str, Array]) -> None:
         divisor = p.divisor(name)
         if divisor == 1:
             continue
-        for j in range(len(windows)):
-            key = local_name(name, j, len(windows))
+        for key, _ in local_tensors(name, windows):
             if key in arrays:
                 total = arrays[key]
                 arrays[key] = np.asarray(total / divisor, total.dtype)

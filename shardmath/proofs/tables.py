@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardmath.base.arrays import Bools, Ints, Offsets
+from shardmath.base.arrays import Bools, Ints, Offsets, lengths, pick
 from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.pieces import legal
 from shardmath.plans.template import unit_addends
-from shardmath.programs.streams import Legs
+from shardmath.programs.streams import Bands, Legs
 from shardmath.proofs.shapes import check_integers, require
 
 __all__ = ["check_lines", "check_numbers_of_sets", "find_misfit_of_bands"]
@@ -92,9 +92,12 @@ def _check_tables(demands: Demands) -> None:
 def _are_owned(owners: Ints, first: Ints, owned: Iterable[Ints]) -> bool:
     """Whether each owner i has some of what is owned: items `first[i]..first[i+1]-1` of all
     columns."""
-    if len(first) != len(owners) + 1 or first[0] != 0 or (np.diff(first) <= 0).any():
+    if len(first) != len(owners) + 1 or first[0] != 0:
         return False
-    return {len(column) for column in owned} == {int(first[-1])}
+    counts = np.diff(first)
+    if (counts <= 0).any():
+        return False
+    return set(map(len, owned)) == {int(first[-1])}
 
 
 def check_numbers_of_sets(demands: Demands) -> None:
@@ -116,22 +119,14 @@ def _check_numbers(demands: Demands, batches: Sequence[Batch]) -> None:
         require(ascending, f"ranks {ranks[:8]} are not ascending")
     check_numbers_of_sets(demands)
     _check_known(demands.batch, len(batches))
-    units = [len(batch.template.unit_size) for batch in batches]
-    count = np.array(units, np.int64)[demands.batch]
-    known = (demands.unit >= 0) & (demands.unit < count)
+    sizes = [batch.template.unit_size for batch in batches]
+    units = lengths(sizes)[demands.batch]
+    known = (demands.unit >= 0) & (demands.unit < units)
     _require_rows(demands, batches, known, "is of an unknown unit")
-    sizes = _pick_by_unit(demands, [batch.template.unit_size for batch in batches])
-    inside = (demands.lo >= 0) & (demands.lo < demands.hi) & (demands.hi <= sizes)
+    size = pick(sizes, demands.batch, demands.unit)
+    is_range = (demands.lo >= 0) & (demands.lo < demands.hi)
+    inside = is_range & (demands.hi <= size)
     _require_rows(demands, batches, inside, "is not inside its unit")
-
-
-def _pick_by_unit(demands: Demands, columns: Sequence[Ints]) -> Ints:
-    """By row, what the column of its batch says of its unit."""
-    # All columns end to end: those of batch b begin at first[b].
-    first = np.cumsum([0, *map(len, columns)])
-    joined = np.concatenate([np.zeros(0, np.int64), *columns])
-    out: Ints = joined[first[demands.batch] + demands.unit]
-    return out
 
 
 # Rows and blocks
@@ -145,24 +140,19 @@ def _check_rows(demands: Demands, batches: Sequence[Batch]) -> None:
     _require_rows(demands, batches, at == demands.at, "does not follow the one before it")
     nbytes = demands.rows.sums(row_bytes)
     _require_blocks(demands, batches, nbytes == demands.nbytes, "is not of the bytes of its rows")
+    addends = [unit_addends(batch.template) for batch in batches]
+    of_unit = pick(addends, demands.batch, demands.unit)
     of_block = demands.rows.spread(demands.addend)
-    of_unit = _pick_by_unit(demands, list(map(_list_addends, batches)))
     _require_rows(demands, batches, of_block == of_unit, "is not of its block's addend")
 
 
 def _measure_rows(demands: Demands, batches: Sequence[Batch]) -> tuple[Ints, Ints]:
     """By row: bytes of one tensor, and of all tensors of its batch."""
     itemsize = np.array([batch.template.src.itemsize for batch in batches], np.int64)
-    tensors = np.array([len(batch.names) for batch in batches], np.int64)
+    tensors = lengths(batch.names for batch in batches)
     elements = demands.hi - demands.lo
     each = elements * itemsize[demands.batch]
     return each, each * tensors[demands.batch]
-
-
-def _list_addends(batch: Batch) -> Ints:
-    """Of which addend each unit is; 0 where nothing is folded."""
-    t = batch.template
-    return unit_addends(t) if t.reduction.folded else np.zeros_like(t.unit_size)
 
 
 def _check_blocks(demands: Demands, batches: Sequence[Batch]) -> None:
@@ -177,11 +167,12 @@ def _check_blocks(demands: Demands, batches: Sequence[Batch]) -> None:
 def _count_asking(demands: Demands) -> Ints:
     """How many receivers of each block are not holders of its line."""
     sets = list(map(frozenset, demands.sets))
-    holders = demands.blocks.spread(demands.holders)
+    holders = demands.blocks.spread(demands.holders).tolist()
+    receivers = demands.receivers.tolist()
     counts = []
-    for holding, receiving in zip(holders.tolist(), demands.receivers.tolist(), strict=True):
-        own = sets[receiving] & sets[holding]
-        counts.append(len(sets[receiving]) - len(own))
+    for holding, receiving in zip(holders, receivers, strict=True):
+        asking = sets[receiving] - sets[holding]
+        counts.append(len(asking))
     return np.array(counts, np.int64)
 
 
@@ -192,19 +183,25 @@ def _check_cuts(demands: Demands, length: Ints) -> None:
     """Every holder has a share, and the shares are the line."""
     cuts = demands.cuts
     lines = Offsets(demands.cut_first)
-    size = np.array([len(ranks) for ranks in demands.sets], np.int64)
-    shared = lines.counts() == size[demands.holders] + 1
+    holders = lengths(demands.sets)[demands.holders]
+    shared = lines.counts() == holders + 1
     _require_lines(demands, shared, "is not cut among them")
     begin = cuts[lines.first[:-1]]
     end = cuts[lines.first[1:] - 1]
     complete = (begin == 0) & (end == length)
     _require_lines(demands, complete, "is not cut from its first byte to its last")
+    _require_lines(demands, ~_go_back(lines, cuts), "has cuts that go back")
+
+
+def _go_back(lines: Offsets, cuts: Ints) -> Bools:
+    """Of each line, whether a cut is less than the one before it."""
     line = lines.owners()
-    # A cut that is less than the one before it, of the same line.
-    goes_back = (np.diff(cuts) < 0) & (np.diff(line) == 0)
-    forward = np.ones(len(lines), bool)
-    forward[line[1:][goes_back]] = False
-    _require_lines(demands, forward, "has cuts that go back")
+    same_line = line[1:] == line[:-1]
+    less = cuts[1:] < cuts[:-1]
+    back = line[1:][same_line & less]
+    out = np.zeros(len(lines), bool)
+    out[back] = True
+    return out
 
 
 def _check_stripes(demands: Demands, batches: Sequence[Batch]) -> None:
@@ -220,19 +217,24 @@ def _check_inner_cuts(demands: Demands, batches: Sequence[Batch], length: Ints) 
     """Cuts inside lines are where units may be cut."""
     line = Offsets(demands.cut_first).owners()
     inner = (demands.cuts > 0) & (demands.cuts < length[line])
-    line = line[inner]
-    at = demands.cuts[inner]
+    row, place = _find_places(demands, length, line[inner], demands.cuts[inner])
+    places = zip(row.tolist(), place.tolist(), strict=True)
+    for one, byte in dict.fromkeys(places):
+        _check_place(demands, batches, one, byte)
+
+
+def _find_places(demands: Demands, length: Ints, line: Ints, at: Ints) -> tuple[Ints, Ints]:
+    """The rows that bytes `at` of lines are in, and which bytes of their units these are."""
     # A cut lies in a block, there in one of its copies, and in that in a row, and in one of its
     # tensors.
     block, inside = _find(demands.start, demands.blocks, length, line, at)
     content = inside % demands.nbytes[block]
     row, inside = _find(demands.at, demands.rows, demands.nbytes, block, content)
-    elements = demands.hi[row] - demands.lo[row]
-    itemsize = demands.each[row] // elements
-    place = demands.lo[row] * itemsize + inside % demands.each[row]
-    places = dict.fromkeys(zip(row.tolist(), place.tolist(), strict=True))
-    for one, byte in places:
-        _check_place(demands, batches, one, byte)
+    lo = demands.lo[row]
+    each = demands.each[row]
+    itemsize = each // (demands.hi[row] - lo)
+    place = lo * itemsize + inside % each
+    return row, place
 
 
 def _find(start: Ints, things: Offsets, length: Ints, owner: Ints, at: Ints) -> tuple[Ints, Ints]:
@@ -267,16 +269,24 @@ def find_misfit_of_bands(legs: Legs) -> str:
     So what a proof takes is in proportion to the tables' lengths, whatever stands in them. Raises
     PlanError where lines and cuts do not fit each other.
     """
-    demands, bands = legs.lines, legs.bands
+    demands = legs.lines
+    bands = legs.bands
     _check_tables(replace(demands, cut_first=bands.cut_first, cuts=bands.cuts))
-    columns = bands.at, bands.begin, bands.count, bands.place, bands.span
-    fits = _are_owned(demands.receivers, bands.first, columns)
-    if not fits or {len(bands.classes), len(bands.start)} != {len(demands.receivers)}:
+    if not _fit_blocks(bands, demands.receivers):
         return "tables of bands are not of one length"
     classes = Offsets(bands.first).spread(bands.classes)
     begins = (bands.begin >= 0) & (bands.begin < classes)
     counts = (bands.count > 0) & (bands.count <= classes)
     places = (bands.place >= 0) & (bands.place < bands.span)
-    if (begins & counts & places).all():
+    known = begins & counts & places
+    if known.all():
         return ""
     return "bands are of unknown classes of nodes, or have entries outside them"
+
+
+def _fit_blocks(bands: Bands, blocks: Ints) -> bool:
+    """Whether every block has classes and a start, and entries, which are columns of one length."""
+    entries = bands.at, bands.begin, bands.count, bands.place, bands.span
+    if not _are_owned(blocks, bands.first, entries):
+        return False
+    return len(bands.classes) == len(bands.start) == len(blocks)

@@ -42,8 +42,9 @@ def check_template(t: Template, known: set[int]) -> None:
     expected = _list_partitions(t)
     count = len(t.overlays)
     require(count == len(expected), f"{what} has {count} dimensions, not {len(expected)}")
-    for d, (over, (source, target)) in enumerate(zip(t.overlays, expected, strict=True)):
+    for d, over in enumerate(t.overlays):
         where = f"{what}: dimension {d - t.hidden}"
+        source, target = expected[d]
         same = _is_same(over.source, source) and _is_same(over.target, target)
         require(same, f"{where} is divided in another way")
         if id(over) not in known:
@@ -76,22 +77,33 @@ def _check_pairs(over: Overlay, what: str) -> None:
     sizes = Offsets(over.first).sums(over.size)
     same = np.array_equal(sizes, over.pair_size)
     require(same, f"{what} has pairs of other sizes than their rows")
-    for sets, number in ((over.keys, over.pair_key), (over.goals, over.pair_goal)):
-        known = (number >= 0) & (number < len(sets))
-        require(known.all(), f"{what} has pairs of unknown keys or goals")
+    known_keys = _are_known(over.pair_key, len(over.keys))
+    known_goals = _are_known(over.pair_goal, len(over.goals))
+    require(known_keys and known_goals, f"{what} has pairs of unknown keys or goals")
+
+
+def _are_known(numbers: Ints, count: int) -> bool:
+    """Whether all numbers are of `count` things."""
+    known = (numbers >= 0) & (numbers < count)
+    return bool(known.all())
 
 
 def _fits(over: Overlay) -> bool:
     """Whether pairs and rows are columns of one length each, and none is empty."""
     pairs = len(over.pair_key)
     rows = len(over.start)
-    if (len(over.pair_goal), len(over.pair_size)) != (pairs, pairs):
+    of_pairs = over.pair_goal, over.pair_size
+    of_rows = over.size, over.src, over.dst
+    if any(len(column) != pairs for column in of_pairs):
         return False
-    if (len(over.size), len(over.src), len(over.dst)) != (rows, rows, rows):
+    if any(len(column) != rows for column in of_rows):
         return False
-    if len(over.first) != pairs + 1 or (over.first[0], over.first[-1]) != (0, rows):
+    if len(over.first) != pairs + 1:
         return False
-    return bool((np.diff(over.first) > 0).all() and (over.size > 0).all())
+    if over.first[0] != 0 or over.first[-1] != rows:
+        return False
+    counts = np.diff(over.first)
+    return bool((counts > 0).all() and (over.size > 0).all())
 
 
 def _check_rows(over: Overlay, what: str) -> None:
@@ -104,7 +116,8 @@ def _check_rows(over: Overlay, what: str) -> None:
     order = np.argsort(over.start)
     start = over.start[order]
     end = start + over.size[order]
-    require((end[:-1] <= start[1:]).all(), f"{what} has rows with positions in common")
+    is_apart = end[:-1] <= start[1:]
+    require(is_apart.all(), f"{what} has rows with positions in common")
 
 
 def _check_side(
@@ -123,16 +136,19 @@ def _check_side(
         part = members[number, m]
         rows = np.flatnonzero(part >= 0)
         start = over.start[rows]
-        inside = _are_inside(segments, part[rows], at[rows, m], start, over.size[rows])
+        size = over.size[rows]
+        inside = _are_inside(segments, part[rows], at[rows, m], start, size)
         for row in rows[~inside].tolist():
             require(False, f"{what}: position {over.start[row]} is not where row {row} says")
 
 
 def _list_segments(held: Partition) -> Ints:
     """(part, local start, start, size) of all that parts hold, by part and local start."""
-    parts = enumerate(held.parts)
-    segments = [(part, lo, g, n) for part, runs in parts for lo, g, n in runs.segments]
-    return np.array(segments, np.int64).reshape(-1, 4)
+    segments = []
+    for part, runs in enumerate(held.parts):
+        segments += [(part, *segment) for segment in runs.segments]
+    table = np.array(segments, np.int64)
+    return table.reshape(-1, 4)
 
 
 def _are_inside(segments: Ints, part: Ints, local: Ints, start: Ints, size: Ints) -> Bools:
@@ -142,12 +158,15 @@ def _are_inside(segments: Ints, part: Ints, local: Ints, start: Ints, size: Ints
     owner, lo, g, n = segments.T
     # Places in the order of all values, so that (part, place) is one small number to search for.
     values = np.unique(np.concatenate((lo, local)))
-    code = owner * len(values) + np.searchsorted(values, lo)
-    wanted = part * len(values) + np.searchsorted(values, local)
+    place = np.searchsorted(values, lo)
+    code = owner * len(values) + place
+    place = np.searchsorted(values, local)
+    wanted = part * len(values) + place
     found = np.searchsorted(code, wanted, "right") - 1
+    is_known = (found >= 0) & (owner[found] == part)
     offset = local - lo[found]
-    is_inside = (found >= 0) & (owner[found] == part) & (offset + size <= n[found])
-    out: Bools = is_inside & (g[found] + offset == start)
+    fits = offset + size <= n[found]
+    out: Bools = is_known & fits & (g[found] + offset == start)
     return out
 
 
@@ -161,13 +180,13 @@ def _check_units(t: Template, what: str) -> None:
     code = np.zeros(count, np.int64)
     for pair, over in zip(t.unit_pairs.T, t.overlays, strict=True):
         pairs = len(over.pair_size)
-        known = (pair >= 0) & (pair < pairs)
-        require(known.all(), f"{what} has units of unknown rows")
+        require(_are_known(pair, pairs), f"{what} has units of unknown rows")
         size = size * over.pair_size[pair]
         code = code * pairs + pair
     same = np.array_equal(size, t.unit_size)
     require(same, f"{what} has units of other sizes than their rows")
-    require(len(np.unique(code)) == count, f"{what} has one unit twice")
+    distinct = np.unique(code)
+    require(len(distinct) == count, f"{what} has one unit twice")
 
 
 # Ends
@@ -215,6 +234,7 @@ def find_end(t: Template, source: bool) -> End:
             sets, partition, of_pair = over.goals, over.target, over.pair_goal
         all_sets.append(sets)
         held.append(partition.by_rank(mesh))
-        number[:, d] = of_pair[t.unit_pairs[:, d]]
+        pair = t.unit_pairs[:, d]
+        number[:, d] = of_pair[pair]
         code = code * len(sets) + number[:, d]
     return End(all_sets, held, number, code)

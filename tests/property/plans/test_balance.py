@@ -17,20 +17,22 @@ from shardmath import Layout, Mesh, Plan, Table, Topology, plan, testing, verify
 from shardmath.algebra.runs import from_ranges
 from shardmath.plans.balance import (
     Cutter,
-    Stretch,
     balanced,
     grid,
+    totals,
+    uncut,
+)
+from shardmath.plans.demands import Batch, Demands, lines, wire
+from shardmath.plans.pieces import SMALL, snap
+from shardmath.plans.stretches import (
+    Stretch,
     kept,
     received,
     received_loads,
     row_at,
     sent,
     sent_loads,
-    totals,
-    uncut,
 )
-from shardmath.plans.demands import Batch, Demands, lines, wire
-from shardmath.plans.pieces import SMALL, snap
 from shardmath.testing import plan_laws as laws
 from tests.property.drawn.plans import FORWARD
 

@@ -3,9 +3,7 @@
 1. A destination names coordinates by ranks. Which rank has which coordinate is often free; `relabel`
    chooses a permutation of all ranks of the destination, one for all tensors, that maximises the
    bytes that need not move, of those that rule 4 allows: where nothing is Partial, of all.
-2. What source rank s and destination coordinate r have in common is a product over dimensions of how
-   many positions their parts share, from one small table a dimension; windows and tensors add up. No
-   loop is over rank pairs.
+2. What source rank s and destination coordinate r have in common is counted by `common`.
 3. The best permutation is a linear assignment, solved by scipy in floats; totals are exact integers.
    It is never worse than the ranks as they are, which are kept where nothing is saved; of equal
    permutations one that keeps more ranks is preferred. Ties beyond that are scipy's, so ranks that
@@ -30,29 +28,24 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, cast, overload
+from typing import TypeAlias, cast, overload
 
 import numpy as np
 
-from shardmath.algebra.overlay import overlap_table
-from shardmath.algebra.partition import partition
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.layouts.edits import relabelled
 from shardmath.layouts.layout import Layout
-from shardmath.plans.groups import Side, Windows, named
-from shardmath.plans.reduction import reduction
+from shardmath.plans.groups import Side, Windows, describe_form, named
+from shardmath.plans.reduction import Reduction, reduction
+from shardmath.relabelling.common import Pair, count_common
 
 __all__ = ["Relabelling", "relabel"]
-
-Pair: TypeAlias = tuple[Layout, Layout]
-"""A source and a destination window of one tensor."""
 
 MOST_BYTES = 1 << 62
 """Of all tensors; sums of what they have in common stay exact in 64 bits."""
@@ -111,8 +104,8 @@ class Relabelling:
 
 def _rename(name: str, held: Windows, ranks: Mapping[int, int]) -> Windows:
     """One tensor's windows under the new names."""
-    windows = tuple(relabelled(layout, ranks) for layout in _list_windows(name, held))
-    return windows if isinstance(held, tuple) else windows[0]
+    windows = [relabelled(layout, ranks) for layout in _list_windows(name, held)]
+    return tuple(windows) if isinstance(held, tuple) else windows[0]
 
 
 def relabel(src: Side, dst: Side) -> Relabelling:
@@ -126,11 +119,11 @@ def relabel(src: Side, dst: Side) -> Relabelling:
     """
     pairs = _count_pairs(src, dst)
     ranks = _list_ranks(pairs)
-    common = np.zeros((len(ranks), len(ranks)), np.int64)
-    for shared in _compare(pairs, ranks):
-        _add(common, shared)
+    free = {pair: count for pair, count in pairs.items() if not _is_pinned(*pair)}
+    common = count_common(free, ranks)
+    allowed = _find_allowed(pairs, ranks)
     stay = np.arange(len(ranks))
-    new = _assign(common, _find_allowed(pairs, ranks))
+    new = _assign(common, allowed)
     before = _count_kept(common, stay)
     after = _count_kept(common, new)
     if after <= before:
@@ -178,157 +171,28 @@ def _count_pairs(src: Side, dst: Side) -> Counter[Pair]:
 def _check_alike(name: str, a: Layout, b: Layout) -> None:
     """Both windows hold one tensor."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
-        here, there = (f"{x.dtype}{list(x.shape)}" for x in (a, b))
         raise PlanError(
-            f"tensor {name!r}: {here} here, {there} there; "
+            f"tensor {name!r}: {describe_form(a)} here, {describe_form(b)} there; "
             f"both sides hold one tensor of one shape and dtype"
         )
-
-
-class _Classes(NamedTuple):
-    """Ranks of a layout: their places among the destination's ranks, their classes, and the parts of
-    each class.
-
-    A class is a part of every dimension. Classes are numbered by their first ranks, which says
-    nothing of parts.
-    """
-
-    place: Ints
-    number: Ints
-    parts: Ints
-
-
-class _Shared(NamedTuple):
-    """Source ranks, destination ranks and the bytes that their classes have in common: (source
-    classes, destination classes)."""
-
-    rows: _Classes
-    columns: _Classes
-    table: Ints
-
-    @property
-    def key(self) -> tuple[bytes, ...]:
-        """Ranks and their classes, as something that can be looked up."""
-        columns = *self.rows[:2], *self.columns[:2]
-        return tuple(column.tobytes() for column in columns)
-
-
-def _compare(pairs: Counter[Pair], ranks: Ints) -> Iterable[_Shared]:
-    """What the windows of each pair have in common; pairs of equal classes are added up."""
-    layouts = set(itertools.chain.from_iterable(pairs))
-    place = _place_ranks(layouts, ranks)
-    classes = {layout: _classify(layout, place) for layout in layouts}
-    out: dict[tuple[bytes, ...], _Shared] = {}
-    for (a, b), count in pairs.items():
-        rows = classes[a]
-        columns = classes[b]
-        if not len(rows.place) or _is_pinned(a, b):
-            continue
-        elements = _count_common(a, b, rows.parts, columns.parts)
-        nbytes = elements * (count * a.itemsize)
-        shared = _widen(_Shared(rows, columns, nbytes))
-        key = shared.key
-        if key in out:
-            nbytes = shared.table + out[key].table
-            shared = shared._replace(table=nbytes)
-        out[key] = shared
-    return out.values()
-
-
-def _place_ranks(layouts: Iterable[Layout], ranks: Ints) -> Ints:
-    """The place of each rank of the layouts among these, -1 for others."""
-    last = max((max(layout.mesh.ranks) for layout in layouts), default=0)
-    place = np.full(1 + last, -1)
-    place[ranks] = np.arange(len(ranks))
-    return place
-
-
-def _widen(shared: _Shared) -> _Shared:
-    """The same with a class a rank on the side of more classes: more tables are of the same classes,
-    and none larger than all ranks by the fewer classes."""
-    rows, columns, table = shared
-    if table.shape[0] < table.shape[1]:
-        table = table.take(columns.number, axis=1)
-        return _Shared(rows, _set_apart(columns), table)
-    table = table.take(rows.number, axis=0)
-    return _Shared(_set_apart(rows), columns, table)
-
-
-def _set_apart(classes: _Classes) -> _Classes:
-    """Every rank in a class of its own."""
-    return classes._replace(number=np.arange(len(classes.place)))
-
-
-def _add(common: Ints, shared: _Shared) -> None:
-    """Add what classes have in common to what ranks have."""
-    rows, columns, table = shared
-    block = table.take(rows.number, axis=0)
-    block = block.take(columns.number, axis=1)
-    row_span = _span(rows.place)
-    column_span = _span(columns.place)
-    into = common[row_span, column_span]
-    # Ranks that lie together are a view, five times as fast.
-    if block.shape == into.shape:
-        into += block
-    else:
-        common[np.ix_(rows.place, columns.place)] += block
-
-
-def _span(place: Ints) -> slice:
-    """From the first of ascending places to the last."""
-    return slice(int(place[0]), int(place[-1]) + 1)
-
-
-def _classify(layout: Layout, place: Ints) -> _Classes:
-    """The layout's ranks that the destination has; `place` is the place of each, -1 for others."""
-    ranks = np.array(layout.mesh.ranks, np.int64)
-    at = place[ranks]
-    absent = int((at < 0).sum())
-    order = np.argsort(at)[absent:]
-    shape = len(order), layout.ndim
-    parts = np.zeros(shape, np.int64)
-    # A number of mixed radix, of which each dimension has one digit, tells classes apart.
-    code = np.zeros(len(order), np.int64)
-    for d, dim in enumerate(layout.dims):
-        divided = partition(dim)
-        if len(divided.parts) > 1:
-            part = divided.by_rank(layout.mesh)[order]
-            parts[:, d] = part
-            code = code * len(divided.parts) + part
-    _, first, number = np.unique(code, return_index=True, return_inverse=True)
-
-    by_first = np.argsort(first)
-    renumbered = np.argsort(by_first)[number]
-    return _Classes(at[order], renumbered, parts[first[by_first]])
-
-
-def _count_common(a: Layout, b: Layout, rows: Ints, columns: Ints) -> Ints:
-    """Elements that classes of `a` and classes of `b`, given by their parts, have in common."""
-    count = np.ones((len(rows), len(columns)), np.int64)
-    for d in range(a.ndim):
-        here = partition(a.dims[d])
-        there = partition(b.dims[d])
-        row = rows[:, d, None]
-        column = columns[:, d]
-        count *= overlap_table(here, there)[row, column]
-    return count
 
 
 def _find_allowed(pairs: Iterable[Pair], ranks: Ints) -> Bools | None:
     """Which new name (row) each old one (column) may get; None for any. No rank leaves a group of
     `_find_bound`."""
-    groups: dict[bytes, Ints] = {}
+    groupings: dict[bytes, Ints] = {}
     for a, b in pairs:
         axes = _find_bound(a, b)
-        if axes:
-            group = np.full(len(ranks), -1)
-            place = np.searchsorted(ranks, np.array(b.mesh.ranks))
-            group[place] = b.mesh.coordinate(axes)
-            groups[group.tobytes()] = group
-    if not groups:
+        if not axes:
+            continue
+        group = np.full(len(ranks), -1)
+        place = np.searchsorted(ranks, b.mesh.ranks)
+        group[place] = b.mesh.coordinate(axes)
+        groupings[group.tobytes()] = group
+    if not groupings:
         return None
     # Ranks that are in the same group of every grouping get one number.
-    together = np.stack(list(groups.values()))
+    together = np.stack(list(groupings.values()))
     _, number = np.unique(together, axis=1, return_inverse=True)
     number = number.reshape(-1)
     return np.equal.outer(number, number)
@@ -339,7 +203,12 @@ def _find_bound(a: Layout, b: Layout) -> tuple[str, ...]:
     where pinned."""
     if _is_pinned(a, b):
         return tuple(b.mesh.shape)
-    return tuple(name for _, axes in reduction(a, b).matched for name in axes)
+    return _find_passing(reduction(a, b))
+
+
+def _find_passing(rule: Reduction) -> tuple[str, ...]:
+    """The destination's axes along which addends pass through."""
+    return tuple(name for _, axes in rule.matched for name in axes)
 
 
 def _is_pinned(a: Layout, b: Layout) -> bool:
@@ -348,10 +217,8 @@ def _is_pinned(a: Layout, b: Layout) -> bool:
     rule = reduction(a, b)
     if not (rule.folded or rule.matched or rule.chosen):
         return False
-    through: set[str] = set()
-    for _, axes in rule.matched:
-        through.update(axes)
-    left = [name for name, _ in b.partial if name not in through]
+    passing = _find_passing(rule)
+    left = [name for name, _ in b.partial if name not in passing]
     return any(b.mesh.axis_size(name) > 1 for name in left)
 
 
@@ -364,15 +231,18 @@ def _assign(common: Ints, allowed: Bools | None) -> Ints:
     count = len(common)
     stay = np.arange(count)
     free = common if allowed is None else np.where(allowed, common, 0)
-    if not count or _count_kept(common, stay) == sum(free.max(axis=0).tolist()):
+    most = free.max(axis=0, initial=0)
+    if _count_kept(common, stay) == sum(most.tolist()):
         return stay
-    unit = int(np.gcd.reduce(np.unique(common)))
+    unit = np.gcd.reduce(np.unique(common))
+    units = (common // unit).astype(np.float64)
     # Of equal permutations the one that keeps more ranks, which weigh less than a unit together.
-    weight = (common // unit).astype(np.float64) * (count + 1)
+    weight = units * (count + 1)
     weight[stay, stay] += 1
     if allowed is not None:
         weight[~allowed] = -np.inf
-    new, old = _load_solver()(weight, maximize=True)
+    solve = _load_solver()
+    new, old = solve(weight, maximize=True)
     return new[np.argsort(old)]
 
 
@@ -393,4 +263,5 @@ def _load_solver() -> _Solver:
 
 def _count_kept(common: Ints, new: Ints) -> int:
     """Bytes in place where old place i becomes new[i]; an exact sum."""
-    return sum(common[new, np.arange(len(new))].tolist())
+    old = np.arange(len(new))
+    return sum(common[new, old].tolist())

@@ -18,7 +18,7 @@ from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import from_ranges
 from shardmath.layouts.edits import relabelled, window
 from shardmath.plans.plan import Side
-from shardmath.plans.relabelling import Relabelling, relabel
+from shardmath.relabelling.relabelling import Relabelling, relabel
 
 
 def small_meshes(most: int = 5) -> st.SearchStrategy[Mesh]:
