@@ -25,7 +25,7 @@ from shardmath.flows.topology import Topology
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.demands import Demands, wire
 from shardmath.plans.plan import Plan
-from shardmath.programs.loads import pairs
+from shardmath.programs.loads import sum_pairs
 from shardmath.programs.program import Program
 
 __all__ = ["Group", "Traffic", "traffic"]
@@ -79,7 +79,7 @@ def traffic(
 def _sum_program(program: Program, topology: Topology | None, most: int) -> Traffic:
     """What the streams of a program carry."""
     p = program.plan
-    of = pairs(program)
+    of = sum_pairs(program)
     # Ranks of the destination send too, where a program relays.
     senders = {p.ranks[i] for i in set(of.sender.tolist())}
     rows = _group_ranks(senders.union(p.src_ranks), topology, most)
