@@ -48,32 +48,30 @@ def compare_ranks(src: Layout, dst: Layout) -> Move:
     """What ranks of each class hold before and after."""
     parts_before, by_rank_before = _list_parts(src)
     parts_after, by_rank_after = _list_parts(dst)
-    ranks = {*src.mesh.ranks, *dst.mesh.ranks}
     # Classes are numbered as they come.
     classes: dict[tuple[Members | None, Members | None], int] = {}
     number: dict[int, int] = {}
-    for rank in sorted(ranks):
+    for rank in sorted({*src.mesh.ranks, *dst.mesh.ranks}):
         held = by_rank_before.get(rank), by_rank_after.get(rank)
         number[rank] = classes.setdefault(held, len(classes))
     befores = [before for before, _ in classes]
     afters = [after for _, after in classes]
-    return Move(
-        before=_make_side(parts_before, befores),
-        after=_make_side(parts_after, afters),
-        number=number,
-    )
+    before = _make_side(parts_before, befores)
+    after = _make_side(parts_after, afters)
+    return Move(before, after, number)
 
 
 def _list_parts(layout: Layout) -> tuple[_Parts, dict[int, Members]]:
     """The parts of each dimension, and the number of the one that each rank holds."""
     mesh = layout.mesh
     partitions = [partition(dim) for dim in layout.dims]
+    parts = [each.parts for each in partitions]
     columns = [each.by_rank(mesh) for each in partitions]
     # Without dimensions there are no columns, and still one row per rank.
-    table = np.array(columns, np.int64).reshape(-1, mesh.size)
-    rows = map(tuple, table.T.tolist())
-    by_rank = dict(zip(mesh.ranks, rows, strict=True))
-    parts = [each.parts for each in partitions]
+    table = np.array(columns, np.int64)
+    rows = table.reshape(-1, mesh.size).T.tolist()
+    numbers = map(tuple, rows)
+    by_rank = dict(zip(mesh.ranks, numbers, strict=True))
     return parts, by_rank
 
 

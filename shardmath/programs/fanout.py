@@ -68,13 +68,11 @@ def _choose_shed(on: Demands, groups: list[list[int]]) -> dict[int, int]:
     The target is what no rank can go below: what the fullest rank takes in, or what the fullest
     holder sends if each byte leaves its holders once.
     """
-    # Addends after the first are folded where they come, and cannot be relayed.
-    is_far = on.blocks.spread(~on.near)
-    is_far &= on.addend == 0
+    is_far = _find_far(on)
     counts = list(map(len, groups))
     copies = np.array(counts, np.int64) * is_far
-    sent = on.blocks.sums(on.nbytes * copies).tolist()
     is_sent = copies > 0
+    sent = on.blocks.sums(on.nbytes * copies).tolist()
     once = on.blocks.sums(on.nbytes * is_sent).tolist()
     held = [on.held_by(line) for line in range(len(sent))]
     least_sent = find_least_sent(once, held)
@@ -82,6 +80,14 @@ def _choose_shed(on: Demands, groups: list[list[int]]) -> dict[int, int]:
     target = max(least_sent, most_taken_in)
     by_line = shed_to_target(sent, once, held, target)
     return _divide_among_blocks(on, copies.tolist(), by_line)
+
+
+def _find_far(on: Demands) -> Bools:
+    """The blocks whose copies may be relayed from node to node."""
+    is_far = on.blocks.spread(~on.near)
+    # Addends after the first are folded where they come, and cannot be relayed.
+    is_first: Bools = on.addend == 0
+    return is_far & is_first
 
 
 def _divide_among_blocks(on: Demands, copies: list[int], by_line: list[int]) -> dict[int, int]:

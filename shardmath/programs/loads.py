@@ -92,9 +92,10 @@ def _sum_line(
 ) -> tuple[Ints, Ints]:
     """The pairs of a line, coded as places of a table of this shape, and the bytes of each."""
     of = streams(prog.legs, line)
-    sender, receiver = _find_places(ranks, of)
     phase = prog.legs.lines.addend[of.block]
-    where = phase, of.leg - 1, sender, receiver
+    leg = of.leg - 1
+    sender, receiver = _find_places(ranks, of)
+    where = phase, leg, sender, receiver
     code = np.ravel_multi_index(where, shape)
     nbytes = of.hi - of.lo
     return _sum_by_code(code, nbytes)
@@ -180,24 +181,31 @@ def _add_line(
 ) -> None:
     """Add what goes in the slots of a line, at both ends; `loads` is flat."""
     of = streams(prog.legs, line)
+    cut = slices(prog, line, of)
+    nbytes = cut.hi - cut.lo
+    # Slices differ from their stream in the slot alone: streams are coded as if in slot 0, slices
+    # are that many slots further. There are many more slices than streams.
+    size_of_slot = math.prod(shape[2:])
+    ahead = cut.slot * size_of_slot
+    for code in _code_ends(prog, of, ranks, shape):
+        place = code[cut.stream] + ahead
+        np.add.at(loads, place, nbytes)
+
+
+def _code_ends(
+    prog: Program, of: Streams, ranks: Ints, shape: tuple[int, int, int, int, int]
+) -> tuple[Ints, Ints]:
+    """Where streams are in a table of this shape, as if in slot 0: as sent, and as received."""
     sender, receiver = _find_places(ranks, of)
     phase = prog.legs.lines.addend[of.block]
     places = sender + receiver
     turn = turn_of(places, of.leg, len(ranks)) % prog.turns
-    out_link = 2 * _is_far(prog, of.sender, of.receiver)
-    # Slices differ from their stream in the slot alone: streams are coded as if in slot 0, slices
-    # are that many slots further. There are many more slices than streams.
     slot = np.zeros_like(turn)
+    out_link = 2 * _is_far(prog, of.sender, of.receiver)
+    in_link = out_link + 1
     sent = phase, slot, turn, sender, out_link
-    received = phase, slot, turn, receiver, out_link + 1
-    cut = slices(prog, line, of)
-    nbytes = cut.hi - cut.lo
-    size_of_slot = math.prod(shape[2:])
-    ahead = cut.slot * size_of_slot
-    for end in (sent, received):
-        code = np.ravel_multi_index(end, shape)
-        place = code[cut.stream] + ahead
-        np.add.at(loads, place, nbytes)
+    received = phase, slot, turn, receiver, in_link
+    return np.ravel_multi_index(sent, shape), np.ravel_multi_index(received, shape)
 
 
 def seconds(where: Topology, loads: Loads) -> float:

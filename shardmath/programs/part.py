@@ -170,15 +170,18 @@ class Outline:
             messages = cut_transfers(self.pieces, pace)
             rounds = gather_rounds(messages, self.rank)
         plan = plan_of(self.given)
+        sources = stored_on(plan.src, self.rank)
         destinations = stored_on(plan.dst, self.rank)
+        fills = _list_fills(plan, self.rank, destinations)
+        divisions = _list_divisions(plan, self.rank, destinations)
         return Part(
             plan=plan,
             rank=self.rank,
-            sources=stored_on(plan.src, self.rank),
+            sources=sources,
             destinations=destinations,
             rounds=rounds,
-            fills=tuple(_list_fills(plan, self.rank, destinations)),
-            divisions=tuple(_list_divisions(plan, self.rank, destinations)),
+            fills=tuple(fills),
+            divisions=tuple(divisions),
             operations=self.operations,
             keeps_order=keeps_fold_order(rounds),
         )

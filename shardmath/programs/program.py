@@ -222,18 +222,25 @@ def _list_stretches(prog: Program, rank: int) -> Iterator[tuple[Step, int, Stret
 
 def _list_slices(prog: Program, line: int, of: Streams) -> Iterator[tuple[Step, int, Stretch]]:
     """(step, leg, stretch) of all slices of streams of a line, in order."""
-    cut = slices(prog, line, of)
+    rows = _tabulate_slices(prog, line, of)
+    for phase, turn, leg, block, sender, receiver, slot, lo, hi in rows:
+        step = phase, slot, turn
+        stretch = Stretch(block, sender, receiver, lo, hi)
+        yield step, leg, stretch
+
+
+def _tabulate_slices(prog: Program, line: int, of: Streams) -> list[list[int]]:
+    """Of each slice of streams of a line: phase, turn, leg, block, sender, receiver, slot, lo,
+    hi."""
     phase = prog.legs.lines.addend[of.block]
     turn = _find_turns(prog, of)
     by_stream = np.array([phase, turn, of.leg, of.block, of.sender, of.receiver])
+    cut = slices(prog, line, of)
     by_slice = by_stream[:, cut.stream]
     columns = np.vstack((by_slice, cut.slot, cut.lo, cut.hi))
     # Python's integers are quicker to walk than arrays.
-    rows = zip(*columns.tolist(), strict=True)
-    for addend, turn_, leg, block, sender, receiver, slot, lo, hi in rows:
-        step = addend, slot, turn_
-        stretch = Stretch(block, sender, receiver, lo, hi)
-        yield step, leg, stretch
+    rows: list[list[int]] = columns.T.tolist()
+    return rows
 
 
 def _find_turns(prog: Program, of: Streams) -> Ints:

@@ -265,8 +265,7 @@ def _leave_holders(legs: Legs, line: int, entries: _Entries) -> _Roots:
     to = _pick_straight(legs, entries)
     holders = legs.lines.held_by(line)
     held = np.array(holders, np.int64)
-    first, end = legs.bands.cut_first[line : line + 2].tolist()
-    cuts = legs.bands.cuts[first:end]
+    cuts = _find_cuts(legs.bands, line)
     holder, item, lo, hi = _cut_items(to, cuts, len(held))
     begin = to.begin[item]
     entry = to.entry[item]
@@ -280,7 +279,14 @@ def _leave_holders(legs: Legs, line: int, entries: _Entries) -> _Roots:
         root=np.arange(len(item)),
     )
     number = np.append(entries.number, len(entries.rank))
-    return _Roots(found, np.searchsorted(entry, number))
+    first = np.searchsorted(entry, number)
+    return _Roots(found, first)
+
+
+def _find_cuts(bands: Bands, line: int) -> Ints:
+    """Where the first leg of a line is cut, ends included."""
+    first, end = bands.cut_first[line : line + 2].tolist()
+    return bands.cuts[first:end]
 
 
 def _cut_items(to: Straight, cuts: Ints, holders: int) -> tuple[Ints, Ints, Ints, Ints]:
