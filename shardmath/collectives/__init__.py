@@ -3,5 +3,6 @@
 In reading order:
 
 - `kinds`: which operations groups of ranks fit;
+- `moves`: what ranks hold before and after, by class;
 - `collective`: the operation that moves one layout to another.
 """

@@ -32,28 +32,24 @@ None
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import numpy as np
-
 from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs, concat
-from shardmath.algebra.spans import NOTHING, inside, merge, spans_of
+from shardmath.algebra.spans import NOTHING, inside, merge
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
-from shardmath.collectives.kinds import COPIES, FITS, Buffer, Kind, Members, Side
+from shardmath.collectives.kinds import COPIES, FITS, Buffer, Kind, Members
+from shardmath.collectives.moves import Groups, Move, compare_ranks
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan
-from shardmath.plans.reduction import reduction
+from shardmath.plans.reduction import Reduction, reduction
 
 __all__ = ["Collective", "Kind", "recognise", "recognise_all"]
 
 Axes: TypeAlias = tuple[str, ...]
-Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @public
@@ -104,41 +100,31 @@ class Collective:
         return f" over {'*'.join(self.axes)}: {groups}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Move:
-    """A source and a destination. Ranks of one class have the same before, and the same after.
-
-    `number` is the class of each rank.
-    """
-
-    before: Side
-    after: Side
-    number: Mapping[int, int]
-
-    def members(self, groups: Groups) -> dict[tuple[int, ...], Members]:
-        """The classes of each group's ranks."""
-        return {group: tuple(self.number[rank] for rank in group) for group in groups}
-
-
 def recognise_all(p: Plan) -> dict[str, Collective]:
     """The tensors of a plan whose move is one textbook operation within groups of ranks, by name.
 
     Only tensors of one window on either side are, with the same ranks on both sides.
     """
     known: dict[tuple[Layout, Layout], Collective | None] = {}
-    out: dict[str, Collective] = {}
+    collectives: dict[str, Collective] = {}
     for name, windows in p.src.items():
-        src, dst = windows[0], p.dst[name][0]
         if len(windows) > 1 or len(p.dst[name]) > 1:
             continue
-        if set(src.mesh.ranks) != set(dst.mesh.ranks):
+        src = windows[0]
+        dst = p.dst[name][0]
+        if not _has_same_ranks(src, dst):
             continue
         if (src, dst) not in known:
             known[src, dst] = recognise(src, dst)
         found = known[src, dst]
         if found is not None:
-            out[name] = found
-    return out
+            collectives[name] = found
+    return collectives
+
+
+def _has_same_ranks(src: Layout, dst: Layout) -> bool:
+    """Whether both sides have the same ranks."""
+    return set(src.mesh.ranks) == set(dst.mesh.ranks)
 
 
 def recognise(src: Layout, dst: Layout) -> Collective | None:
@@ -151,19 +137,28 @@ def recognise(src: Layout, dst: Layout) -> Collective | None:
     rule = reduction(src, dst)
     if rule.chosen:
         return None
-    move = _compare_ranks(src, dst)
+    move = compare_ranks(src, dst)
     if _stays(move, rule.folded):
         alone = tuple((rank,) for rank in sorted(dst.mesh.ranks))
-        return _describe(Collective("local", src.mesh, groups=alone), move, {})
-    if rule.folded:
-        if set(src.mesh.ranks) != set(dst.mesh.ranks):
-            return None
-        kind: Kind = "all_reduce" if move.before.held == move.after.held else "reduce_scatter"
-        return _fit(kind, src.mesh, rule.folded, move, src.op)
-    through = [name for axes, _ in rule.matched for name in axes]
+        local = Collective("local", src.mesh, groups=alone)
+        return _describe(local, move, {})
+    if not rule.folded:
+        addend = _find_addends(src, rule)
+        return _find_copy(src.mesh, dst.mesh, move, addend)
+    if not _has_same_ranks(src, dst):
+        return None
+    stays_in_place = move.before.held == move.after.held
+    kind: Kind = "all_reduce" if stays_in_place else "reduce_scatter"
+    return _fit(kind, src.mesh, rule.folded, move, src.op)
+
+
+def _find_addends(src: Layout, rule: Reduction) -> dict[int, int]:
+    """The addend that each rank of the source holds, of those that pass through."""
+    through: list[str] = []
+    for axes, _ in rule.matched:
+        through += axes
     addends = src.mesh.coordinate(through).tolist()
-    addend = dict(zip(src.mesh.ranks, addends, strict=True))
-    return _find_copy(src.mesh, dst.mesh, move, addend)
+    return dict(zip(src.mesh.ranks, addends, strict=True))
 
 
 def _check(src: Layout, dst: Layout) -> None:
@@ -171,28 +166,34 @@ def _check(src: Layout, dst: Layout) -> None:
     for layout in (src, dst):
         if not isinstance(layout, Layout):
             raise PlanError(f"{layout!r} is not a Layout; recognise compares two layouts")
-    if (src.shape, src.dtype) != (dst.shape, dst.dtype):
-        here, there = (f"{x.dtype}{list(x.shape)}" for x in (src, dst))
-        what = "both sides hold one tensor of one shape and dtype"
-        raise PlanError(f"{here} here, {there} there; {what}")
+    if (src.shape, src.dtype) == (dst.shape, dst.dtype):
+        return
+    here = f"{src.dtype}{list(src.shape)}"
+    there = f"{dst.dtype}{list(dst.shape)}"
+    what = "both sides hold one tensor of one shape and dtype"
+    raise PlanError(f"{here} here, {there} there; {what}")
 
 
-def _stays(move: _Move, folded: tuple[str, ...]) -> bool:
+def _stays(move: Move, folded: tuple[str, ...]) -> bool:
     """Whether every rank has what it needs."""
+    before = move.before.held
+    after = move.after.held
     if folded:
-        return set(move.after.held) == {NOTHING}
-    return all(map(inside, move.after.held, move.before.held))
+        return set(after) == {NOTHING}
+    return all(map(inside, after, before))
 
 
-def _find_copy(
-    here: Mesh, there: Mesh, move: _Move, addend: Mapping[int, int]
-) -> Collective | None:
+def _find_copy(here: Mesh, there: Mesh, move: Move, addend: Mapping[int, int]) -> Collective | None:
     """The collective that copies: smallest groups first, of those that keep addends apart."""
-    same = set(here.ranks) == set(there.ranks)
-    if not set(here.ranks) <= set(there.ranks):
+    sources = set(here.ranks)
+    destinations = set(there.ranks)
+    if not sources <= destinations:
         return None
-    meshes = dict.fromkeys((here, there)) if same else [there]
-    kinds = COPIES if same else ("broadcast",)
+    meshes = [there]
+    kinds: tuple[Kind, ...] = ("broadcast",)
+    if sources == destinations:
+        meshes = list(dict.fromkeys((here, there)))
+        kinds = COPIES
     for mesh, axes in _list_groupings(meshes):
         if _mixes_addends(_groups(mesh, axes), addend):
             continue
@@ -205,25 +206,31 @@ def _find_copy(
 
 def _mixes_addends(groups: Groups, addend: Mapping[int, int]) -> bool:
     """Whether some group has ranks of two addends; a rank without one counts as of addend 0."""
-    return any(len({addend.get(rank, 0) for rank in group}) > 1 for group in groups)
+    for group in groups:
+        addends = {addend.get(rank, 0) for rank in group}
+        if len(addends) > 1:
+            return True
+    return False
 
 
 def _fit(
-    kind: Kind, mesh: Mesh, axes: Axes, move: _Move, op: str | None = None
+    kind: Kind, mesh: Mesh, axes: Axes, move: Move, op: str | None = None
 ) -> Collective | None:
     """The collective if these groups fit, with its axes in a contiguous order if there is one."""
     first = None
     for order in itertools.permutations(axes):
         groups = _groups(mesh, order)
-        distinct = dict.fromkeys(move.members(groups).values())
-        found = FITS[kind](move.before, move.after, distinct)
-        if found is None:
+        members = move.members(groups)
+        distinct = dict.fromkeys(members.values())
+        fit = FITS[kind](move.before, move.after, distinct)
+        if fit is None:
             return None
-        dims, places = found
-        out = _describe(Collective(kind, mesh, order, groups, dims, op), move, places)
-        if out.contiguous:
-            return out
-        first = first or out
+        dims, places = fit
+        collective = Collective(kind, mesh, order, groups, dims, op)
+        found = _describe(collective, move, places)
+        if found.contiguous:
+            return found
+        first = first or found
     return first
 
 
@@ -235,16 +242,18 @@ def _list_groupings(meshes: Iterable[Mesh]) -> list[tuple[Mesh, Axes]]:
     found: list[tuple[Mesh, Axes]] = []
     for mesh in meshes:
         axes = [name for name, n in mesh.axes if n > 1]
-        for k in range(1, len(axes) + 1):
-            found += [(mesh, some) for some in itertools.combinations(axes, k)]
+        for count in range(1, len(axes) + 1):
+            for some in itertools.combinations(axes, count):
+                found.append((mesh, some))
     return sorted(found, key=_order_of_grouping)
 
 
 def _order_of_grouping(grouping: tuple[Mesh, Axes]) -> tuple[int, list[list[int]]]:
     """The size of the groups, and the groups whatever the order of their ranks."""
     mesh, axes = grouping
-    size = math.prod(map(mesh.axis_size, axes))
-    return size, sorted(map(sorted, _groups(mesh, axes)))
+    groups = _groups(mesh, axes)
+    size = len(groups[0])
+    return size, sorted(map(sorted, groups))
 
 
 def _groups(mesh: Mesh, axes: Axes) -> Groups:
@@ -253,75 +262,39 @@ def _groups(mesh: Mesh, axes: Axes) -> Groups:
     return tuple(sorted(mesh.groups(axes)))
 
 
-# What ranks hold
-
-_Parts: TypeAlias = list[tuple[Runs, ...]]
-"""The distinct parts of each dimension of a layout."""
-
-
-def _compare_ranks(src: Layout, dst: Layout) -> _Move:
-    """What ranks of each class hold before and after."""
-    parts_before, by_rank_before = _list_parts(src)
-    parts_after, by_rank_after = _list_parts(dst)
-    ranks = sorted({*src.mesh.ranks, *dst.mesh.ranks})
-    held = {rank: (by_rank_before.get(rank), by_rank_after.get(rank)) for rank in ranks}
-    classes = list(dict.fromkeys(held.values()))
-    number = {pair: i for i, pair in enumerate(classes)}
-    return _Move(
-        _make_side(parts_before, [before for before, _ in classes]),
-        _make_side(parts_after, [after for _, after in classes]),
-        {rank: number[pair] for rank, pair in held.items()},
-    )
-
-
-def _list_parts(layout: Layout) -> tuple[_Parts, dict[int, Members]]:
-    """The parts of each dimension, and the number of the one that each rank holds."""
-    parts = [partition(dim) for dim in layout.dims]
-    columns = np.array([part.by_rank(layout.mesh) for part in parts], np.int64)
-    # Without dimensions there are no columns, and still one row per rank.
-    rows = columns.reshape(-1, layout.mesh.size).T.tolist()
-    by_rank = dict(zip(layout.mesh.ranks, map(tuple, rows), strict=True))
-    return [part.parts for part in parts], by_rank
-
-
-def _make_side(parts: _Parts, classes: Iterable[Members | None]) -> Side:
-    """What each class holds, given by the number of its part of each dimension.
-
-    None stands for ranks outside the mesh.
-    """
-    spans = [[spans_of(runs) for runs in each] for each in parts]
-    side = Side([], [])
-    for numbers in classes:
-        if numbers is None:
-            side.held.append(NOTHING)
-            side.buffers.append(None)
-            continue
-        box = tuple(each[i] for each, i in zip(spans, numbers, strict=True))
-        side.held.append(box if all(box) else NOTHING)
-        side.buffers.append(tuple(each[i] for each, i in zip(parts, numbers, strict=True)))
-    return side
-
-
 # Buffers
 
 
-def _describe(found: Collective, move: _Move, places: Mapping[Members, Members]) -> Collective:
+def _describe(found: Collective, move: Move, places: Mapping[Members, Members]) -> Collective:
     """The collective with its senders, and whether its buffers are even and contiguous."""
-    gathered, scattered = _split_dims(found)
     members = move.members(found.groups)
+    senders = []
+    if places:
+        for group in found.groups:
+            here = places[members[group]]
+            senders.append(tuple(group[place] for place in here))
+    gathered, scattered = _split_dims(found)
     even = contiguous = True
-    for group in dict.fromkeys(members.values()):
-        senders = places.get(group, range(len(group)))
-        have = [move.before.buffers[group[i]] for i in senders]
-        want = [move.after.buffers[member] for member in group]
+    for classes in dict.fromkeys(members.values()):
+        have, want = _list_buffers(move, classes, places)
         even = even and _have_one_shape(have) and _have_one_shape(want)
+        # Joined only as long as it matters: this takes the time.
         if contiguous:
             sent = _join(have, gathered)
-            contiguous = sent == _join(want, scattered) != []
-    by_rank: Groups = ()
-    if places:
-        by_rank = tuple(_pick_senders(group, places[members[group]]) for group in found.groups)
-    return replace(found, senders=by_rank, contiguous=contiguous, even=even)
+            contiguous = bool(sent) and sent == _join(want, scattered)
+    return replace(found, senders=tuple(senders), contiguous=contiguous, even=even)
+
+
+def _list_buffers(
+    move: Move, group: Members, places: Mapping[Members, Members]
+) -> tuple[list[Buffer | None], list[Buffer | None]]:
+    """What is sent to each member of a group, and what each wants, as buffers."""
+    senders = places.get(group, range(len(group)))
+    have = []
+    for place in senders:
+        have.append(move.before.buffers[group[place]])
+    want = [move.after.buffers[member] for member in group]
+    return have, want
 
 
 def _split_dims(found: Collective) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -335,14 +308,12 @@ def _split_dims(found: Collective) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (), ()
 
 
-def _pick_senders(group: tuple[int, ...], places: Members) -> tuple[int, ...]:
-    """The ranks at these places of a group."""
-    return tuple(group[i] for i in places)
-
-
 def _have_one_shape(buffers: list[Buffer | None]) -> bool:
     """Whether all of these have one shape, or none is there."""
-    shapes = {None if buffer is None else tuple(map(len, buffer)) for buffer in buffers}
+    shapes: set[tuple[int, ...] | None] = set()
+    for buffer in buffers:
+        shape = None if buffer is None else tuple(map(len, buffer))
+        shapes.add(shape)
     return len(shapes) == 1
 
 
@@ -354,18 +325,21 @@ def _join(buffers: list[Buffer | None], dims: tuple[int, ...]) -> list[Buffer]:
     known = [buffer for buffer in buffers if buffer is not None and _is_dense(buffer)]
     if len(known) < len(buffers):
         return []
-    for d in dims:
-        if not _can_join(known, d):
+    for dim in dims:
+        if not _can_join(known, dim):
             return []
-        whole = concat([buffer[d] for buffer in known])
-        known = [(*buffer[:d], whole, *buffer[d + 1 :]) for buffer in known]
+        joined = concat([buffer[dim] for buffer in known])
+        known = [(*buffer[:dim], joined, *buffer[dim + 1 :]) for buffer in known]
     return known
 
 
-def _can_join(buffers: list[Buffer], d: int) -> bool:
-    """Whether buffers are alike but along dimension d, and share no position there."""
-    others = {(buffer[:d], buffer[d + 1 :]) for buffer in buffers}
-    return len(others) <= 1 and _are_apart([buffer[d] for buffer in buffers])
+def _can_join(buffers: list[Buffer], dim: int) -> bool:
+    """Whether buffers are alike but along a dimension, and share no position there."""
+    others = {(buffer[:dim], buffer[dim + 1 :]) for buffer in buffers}
+    if len(others) > 1:
+        return False
+    along = [buffer[dim] for buffer in buffers]
+    return _are_apart(along)
 
 
 def _is_dense(buffer: Buffer) -> bool:
@@ -375,4 +349,8 @@ def _is_dense(buffer: Buffer) -> bool:
 
 def _are_apart(parts: list[Runs]) -> bool:
     """Whether no two of them hold one position."""
-    return merge((g, g + n) for part in parts for _, g, n in part.segments) is not None
+    spans = []
+    for part in parts:
+        for _, start, size in part.segments:
+            spans.append((start, start + size))
+    return merge(spans) is not None

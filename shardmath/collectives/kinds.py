@@ -71,7 +71,8 @@ def _permute(before: Side, after: Side, groups: Iterable[Members]) -> Found | No
     """Every member gets what one member held; whoever holds it already keeps it."""
     senders: dict[Members, Members] = {}
     for group in groups:
-        have, want = before.boxes(group), after.boxes(group)
+        have = before.boxes(group)
+        want = after.boxes(group)
         if Counter(have) != Counter(want):
             return None
         senders[group] = _match(have, want)
@@ -80,14 +81,16 @@ def _permute(before: Side, after: Side, groups: Iterable[Members]) -> Found | No
 
 def _match(have: list[Holding], want: list[Holding]) -> tuple[int, ...]:
     """The place from which each member gets what it wants: its own if it can be."""
+    pairs = list(zip(have, want, strict=True))
     # Where each holding is that its holder does not keep.
     free: dict[Holding, list[int]] = {}
-    for i, (held, wanted) in enumerate(zip(have, want, strict=True)):
+    for place, (held, wanted) in enumerate(pairs):
         if held != wanted:
-            free.setdefault(held, []).append(i)
+            free.setdefault(held, []).append(place)
     senders = []
-    for i, (held, wanted) in enumerate(zip(have, want, strict=True)):
-        senders.append(i if held == wanted else free[wanted].pop(0))
+    for place, (held, wanted) in enumerate(pairs):
+        sender = place if held == wanted else free[wanted].pop(0)
+        senders.append(sender)
     return tuple(senders)
 
 
@@ -96,10 +99,12 @@ def _all_gather(before: Side, after: Side, groups: Iterable[Members]) -> Found |
     dims: set[int] = set()
     for group in groups:
         have = before.boxes(group)
-        whole = tile(have)
-        if whole is None or set(after.boxes(group)) != {whole}:
+        shared = tile(have)
+        if shared is None:
             return None
-        dims |= divided(have, whole)
+        if set(after.boxes(group)) != {shared}:
+            return None
+        dims |= divided(have, shared)
     return tuple(sorted(dims)), {}
 
 
@@ -108,21 +113,26 @@ def _all_to_all(before: Side, after: Side, groups: Iterable[Members]) -> Found |
     gathered: set[int] = set()
     scattered: set[int] = set()
     for group in groups:
-        have, want = before.boxes(group), after.boxes(group)
-        whole = tile(have)
-        if whole is None or tile(want) != whole:
+        have = before.boxes(group)
+        want = after.boxes(group)
+        shared = tile(have)
+        if shared is None or tile(want) != shared:
             return None
-        gathered |= divided(have, whole)
-        scattered |= divided(want, whole)
-    if len(gathered) != 1 or len(scattered) != 1 or gathered == scattered:
+        gathered |= divided(have, shared)
+        scattered |= divided(want, shared)
+    if len(gathered) != 1 or len(scattered) != 1:
+        return None
+    if gathered == scattered:
         return None
     return (*gathered, *scattered), {}
 
 
 def _all_reduce(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
     """Members hold addends of a box, everybody gets their reduction."""
-    fits = all(before.boxes(group) == after.boxes(group) for group in groups)
-    return ((), {}) if fits else None
+    for group in groups:
+        if before.boxes(group) != after.boxes(group):
+            return None
+    return (), {}
 
 
 def _reduce_scatter(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
@@ -131,7 +141,10 @@ def _reduce_scatter(before: Side, after: Side, groups: Iterable[Members]) -> Fou
     That is the transpose of an all_gather.
     """
     found = _all_gather(after, before, groups)
-    return found if found and found[0] else None
+    if found is None:
+        return None
+    dims, _ = found
+    return found if dims else None
 
 
 FITS: dict[Kind, Callable[[Side, Side, Iterable[Members]], Found | None]] = {

@@ -25,7 +25,7 @@ from shardmath.flows.topology import Topology
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.demands import Demands, wire
 from shardmath.plans.plan import Plan
-from shardmath.programs.loads import pairs
+from shardmath.programs.loads import sum_pairs
 from shardmath.programs.program import Program
 
 __all__ = ["Group", "Traffic", "traffic"]
@@ -81,7 +81,7 @@ def _sum_program(program: Program, topology: Topology | None, most: int) -> Traf
     """What the streams of a program carry."""
     p = program.plan
     ranks = np.array(p.ranks, np.int64)
-    streams = pairs(program)
+    streams = sum_pairs(program)
     sender = ranks[streams.sender]
     receiver = ranks[streams.receiver]
     # Ranks of the destination send too, where a program relays.

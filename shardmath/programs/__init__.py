@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `legs`: how contents are cut, and who shares what enters;
 - `streams`: what goes from rank to rank, straight or relayed;
 - `messages`: messages and rounds, what ranks post;
 - `program`: a plan as rounds of messages, with what is relayed;

@@ -31,7 +31,7 @@ from shardmath.plans.adjoint import Transposed
 from shardmath.plans.cover import meeting
 from shardmath.plans.demands import Demands, lines
 from shardmath.plans.plan import Plan
-from shardmath.programs.loads import pairs, round_loads, seconds
+from shardmath.programs.loads import round_loads, seconds, sum_pairs
 from shardmath.programs.program import Program
 from shardmath.programs.scheduling import as_planned
 
@@ -43,11 +43,12 @@ def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certifica
     forces the bound.
 
     A program runs on its own topology, a plan on the one given (default: the plan's own, or 8 ranks
-    a node). Raises PlanError for anything else than what `plan` and `schedule` return, and for a
+    per node). Raises PlanError for anything else than what `plan` and `schedule` return, and for a
     program with another topology.
     """
     prog = _find_running(p, topology)
-    time = seconds(prog.topology, round_loads(prog))
+    loads = round_loads(prog)
+    time = seconds(prog.topology, loads)
     least = bound(blocks(prog.plan), prog.ranks, prog.topology)
     return certificate(least, time)
 
@@ -59,8 +60,10 @@ def crossing_bytes(p: Plan | Transposed | Program, *, topology: Topology | None 
     """
     if isinstance(p, Transposed):
         p = p.forward
-    of = pairs(_find_running(p, topology))
-    return int(of.nbytes[of.far].sum())
+    prog = _find_running(p, topology)
+    pairs = sum_pairs(prog)
+    crossing = pairs.nbytes[pairs.far]
+    return int(crossing.sum())
 
 
 def _find_running(p: object, topology: Topology | None) -> Program:
@@ -81,27 +84,35 @@ def blocks(p: Plan) -> Iterator[Block]:
     # The bound counts what must move, and not whom a topology has the plan ask for it: near and
     # far lines would part one set of receivers in two.
     on = p.lines if p.topology is None else lines(p.batches)
-    is_folded = [bool(batch.template.reduction.folded) for batch in p.batches]
+    folded = _find_folded(p, on).tolist()
+    addend = on.addend.tolist()
     nbytes = _count_bytes(p, on).tolist()
-    for line in range(len(on.holders)):
+    owners = on.blocks.owners().tolist()
+    for block, line in enumerate(owners):
+        if not nbytes[block]:
+            continue
         held = on.held_by(line)
-        first, end = on.first[line : line + 2].tolist()
-        for block in range(first, end):
-            if not nbytes[block]:
-                continue
-            batches = on.batch[on.row_first[block] : on.row_first[block + 1]]
-            folded = any(is_folded[i] for i in batches)
-            addend = int(on.addend[block])
-            yield Block(held, on.asked_by(block), nbytes[block], addend, int(folded))
+        asked = on.asked_by(block)
+        yield Block(held, asked, nbytes[block], addend[block], folded[block])
+
+
+def _find_folded(p: Plan, on: Demands) -> Ints:
+    """1 for each block with a batch that is folded, 0 for others."""
+    is_folded = [bool(batch.template.reduction.folded) for batch in p.batches]
+    by_batch = np.array(is_folded, np.int64)
+    count = on.rows.sums(by_batch[on.batch])
+    return np.minimum(count, 1)
 
 
 def _count_bytes(p: Plan, on: Demands) -> Ints:
     """The bytes of each block of the lines, without those of batches that are not counted."""
     tensors = []
     for number, batch in enumerate(p.batches):
-        tensors.append(len(batch.names) if _is_counted(p, number) else 0)
+        count = len(batch.names) if _is_counted(p, number) else 0
+        tensors.append(count)
     counted = np.array(tensors, np.int64)
-    return on.rows.sums(on.each * counted[on.batch])
+    nbytes = on.each * counted[on.batch]
+    return on.rows.sums(nbytes)
 
 
 def _is_counted(p: Plan, number: int) -> bool:

@@ -2,8 +2,8 @@
 
 1. By node: each byte enters a node once, at one replica of it, a stripe each, and is spread there.
 2. Relays: where what holders send is the bottleneck, nodes of the destination relay a share to
-   other nodes. The target is a load that no rank can go below. Only lines whose holders would send
-   more **shed** copies, as many as bring their holders down to it, evenly over the line's blocks.
+   other nodes. Only lines whose holders would send more than they must **shed** copies, evenly over
+   the line's blocks (`shardmath.flows.shedding` says how much).
 3. All is decided by integers that every rank finds alike; the first leg's lines are cut by `flow`.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -19,13 +20,14 @@ from typing import NamedTuple
 import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, Offsets
-from shardmath.flows.flow import Level, levels
+from shardmath.flows.shedding import find_least_sent, shed_to_target
 from shardmath.plans.balance import grid, shared
-from shardmath.plans.demands import Demands, Ranks
+from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan
-from shardmath.programs.streams import Bands, Legs, nodes, straight
+from shardmath.programs.legs import Bands, Legs, nodes
+from shardmath.programs.streams import straight
 
-__all__ = ["find_legs", "legs_as_cut"]
+__all__ = ["find_legs"]
 
 
 def find_legs(
@@ -36,57 +38,28 @@ def find_legs(
     Yields nothing if `relays` would shed nothing: the legs would equal those without relays.
     """
     none = np.zeros(0, np.int64)
-    bare = Legs(on, Bands(*[none] * 10), per_node if by_node else 1)
-    groups = []
-    for line, block in _list_blocks(on):
-        groups.append([len(ranks) for ranks in nodes(bare, line, block)])
+    no_bands = Bands(*[none] * 10)
+    sharing = per_node if by_node else 1
+    bare = Legs(on, no_bands, sharing)
+    groups = _count_by_node(bare)
     shed = _choose_shed(on, groups) if relays else {}
     if relays and not shed:
         return
-    plots = [_Plot(1, [_Part(0, 0, 1)])] * len(groups)
-    for block, nbytes in shed.items():
-        copies = len(groups[block])
-        size = int(on.nbytes[block])
-        plots[block] = _plot(size, copies, copies * size - nbytes)
+    plots = _plot_blocks(on, groups, shed)
     legs = replace(bare, bands=_make_bands(p, bare, groups, plots))
     yield _cut_first_leg(p, legs, groups)
 
 
-def legs_as_cut(on: Demands) -> Legs:
-    """The legs of lines that are cut already: everything straight, from the holders of the cuts."""
-    count = len(on.nbytes)
-    zero, one = np.zeros(count, np.int64), np.ones(count, np.int64)
-    bands = Bands(
-        first=np.arange(count + 1),
-        classes=one,
-        at=zero,
-        begin=zero,
-        count=one,
-        place=zero,
-        span=on.nbytes,
-        start=on.start,
-        cut_first=on.cut_first,
-        cuts=on.cuts,
-    )
-    return Legs(on, bands, 1)
-
-
-def _list_blocks(on: Demands) -> Iterator[tuple[int, int]]:
-    """(line, block) of all blocks."""
-    owners = on.blocks.owners().tolist()
+def _count_by_node(legs: Legs) -> list[list[int]]:
+    """For each block, how many of its receivers are in each of their nodes."""
+    owners = legs.lines.blocks.owners().tolist()
+    groups = []
     for block, line in enumerate(owners):
-        yield line, block
+        groups.append([len(ranks) for ranks in nodes(legs, line, block)])
+    return groups
 
 
 # How much is relayed between nodes
-
-CORRECTIONS = 6
-"""How often at most the shares of lines are corrected to meet the target, each time by a max flow.
-
-A correction takes load off the fullest holders, and the next flow may find others that are then the
-fullest. Of 1,500 networks drawn at random none took more than three. A target that is missed costs
-time, and nothing else.
-"""
 
 
 def _choose_shed(on: Demands, groups: list[list[int]]) -> dict[int, int]:
@@ -95,102 +68,89 @@ def _choose_shed(on: Demands, groups: list[list[int]]) -> dict[int, int]:
     The target is what no rank can go below: what the fullest rank takes in, or what the fullest
     holder sends if each byte leaves its holders once.
     """
-    is_far = on.blocks.spread(~on.near) & (on.addend == 0)
-    copies = np.array(list(map(len, groups)), np.int64) * is_far
-    once = on.blocks.sums(on.nbytes * (copies > 0)).tolist()
+    is_far = _find_far(on)
+    counts = list(map(len, groups))
+    copies = np.array(counts, np.int64) * is_far
+    is_sent = copies > 0
     sent = on.blocks.sums(on.nbytes * copies).tolist()
-    held = [on.sets[i] for i in on.holders.tolist()]
-    target = max(_least_sent(once, held), _most_taken_in(on, groups, is_far))
-    wanted = _shed_to_target(sent, once, held, target)
+    once = on.blocks.sums(on.nbytes * is_sent).tolist()
+    held = [on.held_by(line) for line in range(len(sent))]
+    least_sent = find_least_sent(once, held)
+    most_taken_in = _find_most_taken_in(on, groups, is_far)
+    target = max(least_sent, most_taken_in)
+    by_line = shed_to_target(sent, once, held, target)
+    return _divide_among_blocks(on, copies.tolist(), by_line)
 
-    nodes_of_block = copies.tolist()
+
+def _find_far(on: Demands) -> Bools:
+    """The blocks whose copies may be relayed from node to node."""
+    is_far = on.blocks.spread(~on.near)
+    # Addends after the first are folded where they come, and cannot be relayed.
+    is_first: Bools = on.addend == 0
+    return is_far & is_first
+
+
+def _divide_among_blocks(on: Demands, copies: list[int], by_line: list[int]) -> dict[int, int]:
+    """For each block that sheds some, its part of what its line is to shed."""
+    sizes = on.nbytes.tolist()
     shed: dict[int, int] = {}
-    for line, nbytes in enumerate(wanted):
-        if nbytes:
-            first, end = on.first[line : line + 2].tolist()
-            sizes = {b: int(on.nbytes[b]) for b in range(first, end) if nodes_of_block[b] > 1}
-            shed |= _spread(sizes, nodes_of_block, nbytes)
+    for line, nbytes in enumerate(by_line):
+        if not nbytes:
+            continue
+        first, end = on.first[line : line + 2].tolist()
+        can_shed = {}
+        for block in range(first, end):
+            if copies[block] > 1:
+                can_shed[block] = sizes[block]
+        shed |= _spread(can_shed, copies, nbytes)
     return shed
 
 
-def _least_sent(once: list[int], held: list[Ranks]) -> int:
-    """The least that the fullest holder sends if lines of these lengths leave their holders
-    once."""
-    found = levels(once, held)
-    if not found:
-        return 0
-    fullest = found[0]
-    return -(-fullest.nbytes // len(fullest.ranks))
-
-
-def _most_taken_in(on: Demands, groups: list[list[int]], is_far: Bools) -> int:
+def _find_most_taken_in(on: Demands, groups: list[list[int]], is_far: Bools) -> int:
     """The most bytes that a rank takes in from other nodes, each node taking every byte once.
 
     Receivers of far lines have no holder on their node, so all of them are on the wire.
     """
-    total: dict[int, int] = {}
-    sizes: dict[int, list[int]] = {}
-    for b in np.flatnonzero(is_far).tolist():
-        receivers = int(on.receivers[b])
-        total[receivers] = total.get(receivers, 0) + int(on.nbytes[b])
-        sizes[receivers] = groups[b]
-    load: dict[int, Fraction] = {}
-    for receivers, nbytes in total.items():
-        # Receivers are ascending, so those of one node follow each other; each takes in a stripe.
-        shares = [Fraction(nbytes, q) for q in sizes[receivers] for _ in range(q)]
+    wanted: Counter[int] = Counter()
+    nodes: dict[int, list[int]] = {}
+    for block in np.flatnonzero(is_far).tolist():
+        receivers = int(on.receivers[block])
+        wanted[receivers] += int(on.nbytes[block])
+        nodes[receivers] = groups[block]
+    # Exact, so that the target is the same in whatever order shares are summed.
+    load: defaultdict[int, Fraction] = defaultdict(Fraction)
+    for receivers, nbytes in wanted.items():
+        shares = _share_in_nodes(nbytes, nodes[receivers])
         for rank, share in zip(on.sets[receivers], shares, strict=True):
-            load[rank] = load.get(rank, Fraction(0)) + share
-    return math.ceil(max(load.values(), default=Fraction(0)))
+            load[rank] += share
+    fullest = max(load.values(), default=0)
+    return math.ceil(fullest)
 
 
-def _shed_to_target(
-    copies: list[int], once: list[int], held: list[Ranks], target: int
-) -> list[int]:
-    """How much each line sheds so that no holder sends more than the target, or little more.
+def _share_in_nodes(nbytes: int, sizes: list[int]) -> list[Fraction]:
+    """What each rank takes in, a stripe each, in nodes of so many ranks.
 
-    Line i sends `copies[i]` bytes and cannot go below `once[i]`.
+    Receivers are ascending, so those of one node follow each other.
     """
-    left = list(copies)
-    for _ in range(CORRECTIONS):
-        found = levels(left, held)
-        high = [level for level in found if level.nbytes > target * len(level.ranks)]
-        if not high:
-            break
-        for level, lines in zip(high, _group_by_level(high, held), strict=True):
-            _shed_evenly(left, once, lines, target * len(level.ranks))
-    return [a - b for a, b in zip(copies, left, strict=True)]
-
-
-def _group_by_level(high: list[Level], held: list[Ranks]) -> list[list[int]]:
-    """The lines of each of these levels: those that none of the levels below could take load of."""
-    number = {rank: n for n, level in enumerate(high) for rank in level.ranks}
-    lines: list[list[int]] = [[] for _ in high]
-    for i, ranks in enumerate(held):
-        lowest = max(number.get(rank, len(high)) for rank in ranks)
-        if lowest < len(high):
-            lines[lowest].append(i)
-    return lines
-
-
-def _shed_evenly(left: list[int], once: list[int], lines: list[int], room: int) -> None:
-    """Shorten the lines together to `room` bytes, in proportion to what each can shed."""
-    least = sum(once[i] for i in lines)
-    over = sum(left[i] for i in lines) - least
-    if over <= 0:
-        return
-    keep = min(max(room - least, 0), over)
-    for i in lines:
-        left[i] = once[i] + (left[i] - once[i]) * keep // over
+    shares = []
+    for size in sizes:
+        stripe = Fraction(nbytes, size)
+        shares += [stripe] * size
+    return shares
 
 
 def _spread(sizes: dict[int, int], copies: list[int], nbytes: int) -> dict[int, int]:
     """The bytes shed of each block: evenly over large ones, or over all if those do not suffice."""
-    large = {b: size for b, size in sizes.items() if 16 * size >= max(sizes.values())}
-    for some in (large, sizes):
-        room = {b: (copies[b] - 1) * size for b, size in some.items()}
+    largest = max(sizes.values())
+    large = [block for block, size in sizes.items() if 16 * size >= largest]
+    for blocks in (large, sizes):
+        room = {}
+        for block in blocks:
+            relayed = copies[block] - 1
+            room[block] = relayed * sizes[block]
         total = sum(room.values())
         if total >= nbytes:
-            return {b: free * nbytes // total for b, free in room.items()}
+            return {block: free * nbytes // total for block, free in room.items()}
     return room
 
 
@@ -213,6 +173,18 @@ class _Plot(NamedTuple):
     parts: list[_Part]
 
 
+def _plot_blocks(on: Demands, groups: list[list[int]], shed: dict[int, int]) -> list[_Plot]:
+    """How the nodes of each block relay its content; those of most relay nothing."""
+    all_straight = _Plot(1, [_Part(0, 0, 1)])
+    plots = [all_straight] * len(groups)
+    for block, nbytes in shed.items():
+        copies = len(groups[block])
+        size = int(on.nbytes[block])
+        straight_bytes = copies * size - nbytes
+        plots[block] = _plot(size, copies, straight_bytes)
+    return plots
+
+
 def _plot(size: int, nodes: int, straight: int) -> _Plot:
     """Parts in which `straight` bytes of all copies of a content go straight.
 
@@ -220,12 +192,13 @@ def _plot(size: int, nodes: int, straight: int) -> _Plot:
     more can be served straight: in a class with a node less than others one node would relay twice
     as much. Chunk c of the content goes straight to d classes of nodes, or d + 1, from class c on.
     """
-    options = (c for c in range(2, nodes + 1) if nodes % c == 0)
     copies = nodes * size
+    options = (c for c in range(2, nodes + 1) if nodes % c == 0)
     classes = next(c for c in options if c * straight >= copies)
     # To serve a class straight takes `copies` / classes bytes, so `straight` bytes are enough for
     # d classes, and for one more of what is left of each chunk after its first `fewer` bytes.
-    d = min(classes * straight // copies, classes - 1)
+    d = classes * straight // copies
+    d = min(d, classes - 1)
     missing = (d + 1) * copies - straight * classes
     fewer = missing // (classes * nodes)
     parts = []
@@ -245,18 +218,15 @@ def _plot(size: int, nodes: int, straight: int) -> _Plot:
 
 def _make_bands(p: Plan, legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> Bands:
     """Bands of all blocks: a new one where a part of the plot begins or a stripe does."""
-    rows: list[tuple[int, int, int, int, int, int]] = []
-    for b, (sizes, plot) in enumerate(zip(groups, plots, strict=True)):
-        nbytes = int(legs.lines.nbytes[b])
-        for band in _list_stripes(nbytes, set(sizes) or {1}, plot.parts):
-            rows.append((b, *band))
-    block, wanted, begin, count, place, span = np.array(rows, np.int64).reshape(-1, 6).T
+    rows = list(_list_bands(legs, groups, plots))
+    table = np.array(rows, np.int64)
+    block, wanted, begin, count, place, span = table.reshape(-1, 6).T
+    classes = [plot.classes for plot in plots]
     where = grid(legs.lines, p.batches)
-    blocks = np.arange(len(groups) + 1)
     none = np.zeros(0, np.int64)
     return Bands(
-        first=np.searchsorted(block, blocks),
-        classes=np.array([plot.classes for plot in plots], np.int64),
+        first=np.searchsorted(block, np.arange(len(groups) + 1)),
+        classes=np.array(classes, np.int64),
         at=where.snapped(block, wanted),
         begin=begin,
         count=count,
@@ -268,6 +238,17 @@ def _make_bands(p: Plan, legs: Legs, groups: list[list[int]], plots: Sequence[_P
     )
 
 
+def _list_bands(
+    legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """(block, byte, first class, classes, place, span) of each band, not yet snapped."""
+    sizes = legs.lines.nbytes.tolist()
+    for block, plot in enumerate(plots):
+        replicas = set(groups[block]) or {1}
+        for stripe in _list_stripes(sizes[block], replicas, plot.parts):
+            yield block, *stripe
+
+
 def _list_stripes(
     size: int, replicas: set[int], parts: list[_Part]
 ) -> Iterator[tuple[int, int, int, int, int]]:
@@ -275,15 +256,23 @@ def _list_stripes(
 
     A band is: byte, first class, classes, place, span.
     """
-    ends = [part.at for part in parts[1:]] + [size]
+    ends = [part.at for part in parts[1:]]
+    ends.append(size)
     for (at, begin, classes), end in zip(parts, ends, strict=True):
         span = end - at
-        # A node of q replicas has stripes from the ceilings of j * span / q on. Bands
-        # begin at the stripes of nodes of every size, so that every stripe is whole bands.
-        places = {-(-j * span // q) for q in replicas for j in range(q)}
-        for place in sorted(places):
-            if place < span:
-                yield at + place, begin, classes, place, span
+        for place in _list_borders(span, replicas):
+            yield at + place, begin, classes, place, span
+
+
+def _list_borders(span: int, replicas: set[int]) -> list[int]:
+    """Where stripes of so many bytes begin, in nodes of any of these sizes, ascending."""
+    # Bands begin at the stripes of nodes of every size, so that every stripe is whole bands.
+    places = set()
+    for count in replicas:
+        for j in range(count):
+            rounded_up = -(-j * span // count)
+            places.add(rounded_up)
+    return sorted(place for place in places if place < span)
 
 
 # The first leg among holders
@@ -291,17 +280,21 @@ def _list_stripes(
 
 def _cut_first_leg(p: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
     """The same with the first leg's lines cut among their holders."""
-    on, bands = legs.lines, legs.bands
-    block = Offsets(bands.first).owners()
-    copies = _count_straight_nodes(bands, block, groups)
+    lines = legs.lines
+    by_block = Offsets(legs.bands.first)
+    owners = by_block.owners()
+    copies = _count_straight_nodes(legs.bands, owners, groups)
     # Bands laid end to end, each as often as it goes straight: where blocks and lines begin there.
-    sent = Offsets(bands.first).sums(_measure_bands(on, bands) * copies)
-    length = on.blocks.sums(sent)
-    cut_first, cuts = shared(on, length.tolist())
-    start = on.blocks.begin(sent)
-    cut = replace(legs, bands=replace(bands, start=start, cut_first=cut_first, cuts=cuts))
+    sizes = _measure_bands(lines, legs.bands)
+    sent = by_block.sums(sizes * copies)
+    length = lines.blocks.sums(sent)
+    start = lines.blocks.begin(sent)
+    cut_first, cuts = shared(lines, length.tolist())
+    bands = replace(legs.bands, start=start, cut_first=cut_first, cuts=cuts)
+    cut = replace(legs, bands=bands)
     snapped = _snap_cuts(p, cut)
-    return replace(cut, bands=replace(cut.bands, cuts=snapped))
+    bands = replace(bands, cuts=snapped)
+    return replace(legs, bands=bands)
 
 
 def _measure_bands(on: Demands, bands: Bands) -> Ints:
@@ -314,25 +307,30 @@ def _measure_bands(on: Demands, bands: Bands) -> Ints:
 
 def _count_straight_nodes(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
     """To how many nodes each band goes straight."""
-    nodes = np.array([len(sizes) for sizes in groups], np.int64)[block]
+    by_block = np.array(list(map(len, groups)), np.int64)
+    nodes = by_block[block]
     classes = bands.classes[block]
-    out = np.zeros(len(block), np.int64)
-    for i in range(int(bands.count.max(initial=0))):
+    counts = np.zeros(len(block), np.int64)
+    most = int(bands.count.max(initial=0))
+    for i in range(most):
         # Of the nodes, every `classes`-th from node number `kind` on is in that class.
         kind = (bands.begin + i) % classes
         in_class = (nodes - kind + classes - 1) // classes
-        out += np.where(i < bands.count, in_class, 0)
-    return out
+        is_served = i < bands.count
+        counts += np.where(is_served, in_class, 0)
+    return counts
 
 
 def _snap_cuts(p: Plan, legs: Legs) -> Ints:
     """The cuts at the last places not after them where contents may be cut."""
     bands = legs.bands
     cuts = bands.cuts.copy()
-    for line, (a, b) in enumerate(itertools.pairwise(bands.cut_first.tolist())):
-        is_cut = b - a > 2 and cuts[b - 1]
+    borders = itertools.pairwise(bands.cut_first.tolist())
+    for line, (first, end) in enumerate(borders):
+        last = end - 1
+        is_cut = end - first > 2 and cuts[last]
         if is_cut:
-            inner = slice(a + 1, b - 1)
+            inner = slice(first + 1, last)
             cuts[inner] = _snap_cuts_of_line(p, legs, line, cuts[inner])
     return cuts
 
@@ -341,10 +339,16 @@ def _snap_cuts_of_line(p: Plan, legs: Legs, line: int, cuts: Ints) -> Ints:
     """The cuts inside one line, snapped."""
     to = straight(legs, line)
     item = np.searchsorted(to.place, cuts, "right") - 1
-    block, place, begin, size = (x[item] for x in (to.block, to.place, to.begin, to.size))
+    block = to.block[item]
+    place = to.place[item]
+    begin = to.begin[item]
+    size = to.size[item]
     # A cut at the very end of the line is after the last byte of its item, and stays there.
+    is_end = cuts >= place + size
     inside = np.minimum(cuts - place, size - 1)
     content = begin + inside
-    snapped = grid(legs.lines, p.batches).snapped(block, content)
-    is_end = cuts >= place + size
-    return np.where(is_end, cuts, place + np.maximum(snapped - begin, 0))
+    where = grid(legs.lines, p.batches)
+    snapped = where.snapped(block, content)
+    # A row may begin before the item does.
+    into_item = np.maximum(snapped - begin, 0)
+    return np.where(is_end, cuts, place + into_item)

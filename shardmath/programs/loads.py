@@ -20,10 +20,20 @@ from numpy.typing import NDArray
 
 from shardmath.base.arrays import Bools, Ints, Offsets
 from shardmath.flows.topology import Topology
+from shardmath.programs.legs import Streams
 from shardmath.programs.program import Program, slices, turn_of
-from shardmath.programs.streams import Streams, streams
+from shardmath.programs.streams import streams
 
-__all__ = ["LEGS", "Loads", "Pairs", "leg_loads", "messages", "pairs", "round_loads", "seconds"]
+__all__ = [
+    "LEGS",
+    "Loads",
+    "Pairs",
+    "count_messages",
+    "leg_loads",
+    "round_loads",
+    "seconds",
+    "sum_pairs",
+]
 
 LEGS = 3
 """Straight, to other nodes, inside nodes."""
@@ -49,22 +59,32 @@ class Pairs(NamedTuple):
     nbytes: Ints
 
 
-def pairs(prog: Program) -> Pairs:
+def sum_pairs(prog: Program) -> Pairs:
     """What goes from rank to rank: each pair once per phase and leg."""
     ranks = np.array(prog.ranks, np.int64)
-    shape = _count_phases(prog), LEGS, len(ranks), len(ranks)
+    count = len(ranks)
+    phases = _count_phases(prog)
+    shape = phases, LEGS, count, count
+    code, nbytes = _sum_lines(prog, ranks, shape)
+    phase, leg, sender, receiver = np.unravel_index(code, shape)
+    senders = ranks[sender]
+    receivers = ranks[receiver]
+    far = _is_far(prog, senders, receivers)
+    return Pairs(phase, leg, sender, receiver, far, nbytes)
+
+
+def _sum_lines(prog: Program, ranks: Ints, shape: tuple[int, int, int, int]) -> tuple[Ints, Ints]:
+    """The pairs of all lines, coded as places of a table of this shape, and the bytes of each."""
+    none = np.zeros(0, np.int64)
+    codes = [none]
+    sizes = [none]
     # Each line is summed by itself first, so that what is kept grows with pairs and not with
     # streams.
-    none = np.zeros(0, np.int64)
-    codes, sizes = [none], [none]
     for line in range(len(prog.legs.lines.holders)):
         code, nbytes = _sum_line(prog, line, ranks, shape)
         codes.append(code)
         sizes.append(nbytes)
-    code, nbytes = _sum_by_code(np.concatenate(codes), np.concatenate(sizes))
-    phase, leg, sender, receiver = np.unravel_index(code, shape)
-    far = _is_far(prog, ranks[sender], ranks[receiver])
-    return Pairs(phase, leg, sender, receiver, far, nbytes)
+    return _sum_by_code(np.concatenate(codes), np.concatenate(sizes))
 
 
 def _sum_line(
@@ -72,10 +92,13 @@ def _sum_line(
 ) -> tuple[Ints, Ints]:
     """The pairs of a line, coded as places of a table of this shape, and the bytes of each."""
     of = streams(prog.legs, line)
-    sender, receiver = _find_places(ranks, of)
     phase = prog.legs.lines.addend[of.block]
-    code = np.ravel_multi_index((phase, of.leg - 1, sender, receiver), shape)
-    return _sum_by_code(code, of.hi - of.lo)
+    leg = of.leg - 1
+    sender, receiver = _find_places(ranks, of)
+    where = phase, leg, sender, receiver
+    code = np.ravel_multi_index(where, shape)
+    nbytes = of.hi - of.lo
+    return _sum_by_code(code, nbytes)
 
 
 def _count_phases(prog: Program) -> int:
@@ -86,7 +109,9 @@ def _count_phases(prog: Program) -> int:
 
 def _find_places(ranks: Ints, of: Streams) -> tuple[Ints, Ints]:
     """The places of senders and receivers among all ranks."""
-    return np.searchsorted(ranks, of.sender), np.searchsorted(ranks, of.receiver)
+    sender = np.searchsorted(ranks, of.sender)
+    receiver = np.searchsorted(ranks, of.receiver)
+    return sender, receiver
 
 
 def _is_far(prog: Program, sender: Ints, receiver: Ints) -> Bools:
@@ -101,66 +126,86 @@ def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
     order = np.argsort(code, kind="stable")
     code = code[order]
     alike = Offsets.of_sorted(code)
-    return code[alike.first[:-1]], alike.sums(nbytes[order])
+    first = alike.first[:-1]
+    return code[first], alike.sums(nbytes[order])
 
 
 def leg_loads(prog: Program, of: Pairs) -> Loads:
     """Bytes by phase, leg, rank and link, all slots together."""
     shape = _count_phases(prog), LEGS, len(prog.ranks), LINKS
-    out = np.zeros(shape, np.int64)
-    link = 2 * of.far
-    np.add.at(out, (of.phase, of.leg, of.sender, link), of.nbytes)
-    np.add.at(out, (of.phase, of.leg, of.receiver, link + 1), of.nbytes)
-    return out
+    loads = np.zeros(shape, np.int64)
+    out_link = 2 * of.far
+    in_link = out_link + 1
+    sent = of.phase, of.leg, of.sender, out_link
+    received = of.phase, of.leg, of.receiver, in_link
+    np.add.at(loads, sent, of.nbytes)
+    np.add.at(loads, received, of.nbytes)
+    return loads
 
 
-def messages(of: Pairs, turns: int, ranks: int) -> Ints:
+def count_messages(of: Pairs, turns: int, ranks: int) -> Ints:
     """By turn and rank, the most messages that a round may have.
 
     There is one for each leg and peer, each way, whatever the phase.
     """
-    code = (of.leg * ranks + of.sender) * ranks + of.receiver
-    _, some = np.unique(code, return_index=True)
+    by_leg = of.leg * ranks
+    by_sender = (by_leg + of.sender) * ranks
+    _, some = np.unique(by_sender + of.receiver, return_index=True)
     sender = of.sender[some]
     receiver = of.receiver[some]
     leg = of.leg[some] + 1
-    turn = turn_of(sender + receiver, leg, ranks) % turns
-    out = np.zeros((turns, ranks), np.int64)
-    np.add.at(out, (turn, sender), 1)
-    np.add.at(out, (turn, receiver), 1)
-    return out
+    places = sender + receiver
+    turn = turn_of(places, leg, ranks) % turns
+    counts = np.zeros((turns, ranks), np.int64)
+    np.add.at(counts, (turn, sender), 1)
+    np.add.at(counts, (turn, receiver), 1)
+    return counts
 
 
 def round_loads(prog: Program) -> Loads:
     """Bytes by phase, slot, turn, rank and link, exactly."""
     ranks = np.array(prog.ranks, np.int64)
+    phases = _count_phases(prog)
+    # The last slot's slices are relayed in the slots after it.
     slots = prog.slots + LEGS - 1
-    shape = _count_phases(prog), slots, prog.turns, len(ranks), LINKS
-    out = np.zeros(math.prod(shape), np.int64)
-    for line in range(len(prog.legs.lines.holders)):
-        _add_line(out, shape, prog, line, ranks)
-    return out.reshape(shape)
+    shape = phases, slots, prog.turns, len(ranks), LINKS
+    loads = np.zeros(math.prod(shape), np.int64)
+    lines = len(prog.legs.lines.holders)
+    for line in range(lines):
+        _add_line(loads, shape, prog, line, ranks)
+    return loads.reshape(shape)
 
 
 def _add_line(
-    out: Ints, shape: tuple[int, int, int, int, int], prog: Program, line: int, ranks: Ints
+    loads: Ints, shape: tuple[int, int, int, int, int], prog: Program, line: int, ranks: Ints
 ) -> None:
-    """Add what goes in the slots of a line, at both ends; `out` is flat."""
+    """Add what goes in the slots of a line, at both ends; `loads` is flat."""
     of = streams(prog.legs, line)
-    sender, receiver = _find_places(ranks, of)
-    turn = turn_of(sender + receiver, of.leg, len(ranks)) % prog.turns
-    phase = prog.legs.lines.addend[of.block]
-    link = 2 * _is_far(prog, of.sender, of.receiver)
     cut = slices(prog, line, of)
     nbytes = cut.hi - cut.lo
     # Slices differ from their stream in the slot alone: streams are coded as if in slot 0, slices
     # are that many slots further. There are many more slices than streams.
-    ahead = cut.slot * math.prod(shape[2:])
+    size_of_slot = math.prod(shape[2:])
+    ahead = cut.slot * size_of_slot
+    for code in _code_ends(prog, of, ranks, shape):
+        place = code[cut.stream] + ahead
+        np.add.at(loads, place, nbytes)
+
+
+def _code_ends(
+    prog: Program, of: Streams, ranks: Ints, shape: tuple[int, int, int, int, int]
+) -> tuple[Ints, Ints]:
+    """Where streams are in a table of this shape, as if in slot 0: as sent, and as received."""
+    sender, receiver = _find_places(ranks, of)
+    phase = prog.legs.lines.addend[of.block]
+    places = sender + receiver
+    turn = turn_of(places, of.leg, len(ranks)) % prog.turns
     slot = np.zeros_like(turn)
-    for place, link_there in ((sender, link), (receiver, link + 1)):
-        where = phase, slot, turn, place, link_there
-        code = np.ravel_multi_index(where, shape)
-        np.add.at(out, code[cut.stream] + ahead, nbytes)
+    out_link = 2 * _is_far(prog, of.sender, of.receiver)
+    in_link = out_link + 1
+    sent = phase, slot, turn, sender, out_link
+    received = phase, slot, turn, receiver, in_link
+    return np.ravel_multi_index(sent, shape), np.ravel_multi_index(received, shape)
 
 
 def seconds(where: Topology, loads: Loads) -> float:
@@ -168,8 +213,10 @@ def seconds(where: Topology, loads: Loads) -> float:
 
     `loads` are bytes by (..., rank, link).
     """
-    near, far = where.intra_bytes_per_s, where.inter_bytes_per_s
+    near = where.intra_bytes_per_s
+    far = where.inter_bytes_per_s
     rate = np.array([near, near, far, far])
-    each = (loads / rate).max(axis=(-2, -1), initial=0.0)
-    latency = where.latency_s * np.count_nonzero(each)
-    return float(each.sum() + latency)
+    by_link = loads / rate
+    by_round = by_link.max(axis=(-2, -1), initial=0.0)
+    latency = where.latency_s * np.count_nonzero(by_round)
+    return float(by_round.sum() + latency)

@@ -148,13 +148,17 @@ def gather_rounds(given: Iterable[Message], rank: int) -> tuple[Round, ...]:
     steps: dict[Step, list[Message]] = {}
     for m in given:
         if rank in (m.src_rank, m.dst_rank):
-            steps.setdefault(m.step, []).append(m)
-    return tuple(_make_round(steps[step], rank) for step in sorted(steps))
+            posted = steps.setdefault(m.step, [])
+            posted.append(m)
+    in_order = sorted(steps)
+    return tuple(_make_round(steps[step], rank) for step in in_order)
 
 
 def _make_round(posted: list[Message], rank: int) -> Round:
     """The round of a rank that posts these messages."""
-    sends, receives, keeps = [], [], []
+    sends = []
+    receives = []
+    keeps = []
     for m in posted:
         if m.src_rank == m.dst_rank:
             keeps.append(m)
@@ -171,7 +175,8 @@ def _make_round(posted: list[Message], rank: int) -> Round:
 
 def staging_bytes(one: Round) -> int:
     """Bytes that stage all messages of the round that travel."""
-    return sum(aligned(m.nbytes) for m in (*one.sends, *one.receives))
+    travelling = (*one.sends, *one.receives)
+    return sum(aligned(m.nbytes) for m in travelling)
 
 
 # The order of addends
@@ -194,16 +199,21 @@ def keeps_fold_order(rounds: Iterable[Round]) -> bool:
             for piece in m.pieces:
                 by_addend = brought.setdefault(piece.dst_tensor, {})
                 boxes = by_addend.setdefault(piece.addend, [])
-                boxes.append((m.step, from_slices(piece.dst_slices)))
-    return all(_are_apart(x) or _are_alike(x) for x in brought.values())
+                box = from_slices(piece.dst_slices)
+                boxes.append((m.step, box))
+    tensors = brought.values()
+    return all(_are_apart(tensor) or _are_alike(tensor) for tensor in tensors)
 
 
 def _are_apart(by_addend: _ByAddend) -> bool:
     """Whether addends come one after the other, in steps that meet in one at most."""
-    steps = []
-    for addend in sorted(by_addend):
-        steps.append([step for step, _ in by_addend[addend]])
-    return all(max(a) <= min(b) for a, b in itertools.pairwise(steps))
+    in_order = [by_addend[addend] for addend in sorted(by_addend)]
+    for boxes, later in itertools.pairwise(in_order):
+        last = max(step for step, _ in boxes)
+        first = min(step for step, _ in later)
+        if last > first:
+            return False
+    return True
 
 
 def _are_alike(by_addend: _ByAddend) -> bool:

@@ -49,10 +49,15 @@ class Pace(NamedTuple):
 
 def most_peers(transfers: Iterable[Transfer]) -> int:
     """The larger of how many ranks these transfers of one rank go to, and come from."""
-    pairs = {(t.src_rank, t.dst_rank) for t in transfers if t.src_rank != t.dst_rank}
-    out_of = Counter(src for src, _ in pairs)
-    into = Counter(dst for _, dst in pairs)
-    return max([*out_of.values(), *into.values()], default=0)
+    pairs = {(t.src_rank, t.dst_rank) for t in transfers}
+    out_of: Counter[int] = Counter()
+    into: Counter[int] = Counter()
+    for src, dst in pairs:
+        if src != dst:
+            out_of[src] += 1
+            into[dst] += 1
+    counts = [*out_of.values(), *into.values()]
+    return max(counts, default=0)
 
 
 def set_pace(
@@ -85,15 +90,18 @@ def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
     Any union of whole streams may be given; the messages of a stream depend on that stream alone.
     """
     place = {rank: i for i, rank in enumerate(pace.ranks)}
-    out: list[Message] = []
-    for (phase, src, dst), stream in _group_by_stream(transfers, pace).items():
+    streams = _group_by_stream(transfers, pace)
+    messages: list[Message] = []
+    for (phase, src, dst), stream in streams.items():
         distance = (place[dst] - place[src]) % len(place)
         turn = distance // pace.peers_at_once
-        for slot, pieces in enumerate(_cut(stream, pace.message_bytes)):
+        cut = _cut(stream, pace.message_bytes)
+        for slot, pieces in enumerate(cut):
             step = phase, slot, turn
-            out.append(make_message(step, src, dst, 1, pieces))
-    out.sort(key=lambda m: m[:3])
-    return out
+            message = make_message(step, src, dst, 1, pieces)
+            messages.append(message)
+    messages.sort(key=lambda m: m[:3])
+    return messages
 
 
 _Stream = tuple[int, int, int]
@@ -139,30 +147,43 @@ def _split(t: Transfer, room: int, *, within_rows: bool) -> tuple[Transfer | Non
     """
     if t.nbytes <= room:
         return t, []
-    if room <= 0:
-        return None, [t]
-    dim = next((d for d, n in enumerate(t.shape) if n != 1), None)
-    if dim is None:
+    dim = _find_rows(t)
+    if room <= 0 or dim is None:
         return None, [t]
     n = t.shape[dim]
-    rows = room // (t.nbytes // n)
+    nbytes_of_row = t.nbytes // n
+    rows = room // nbytes_of_row
     if rows:
-        return _narrow(t, dim, 0, rows), [_narrow(t, dim, rows, n)]
+        head = _narrow(t, dim, 0, rows)
+        tail = _narrow(t, dim, rows, n)
+        return head, [tail]
     if not within_rows:
         return None, [t]
-    head, tail = _split(_narrow(t, dim, 0, 1), room, within_rows=True)
-    return head, [*tail, _narrow(t, dim, 1, n)]
+    row = _narrow(t, dim, 0, 1)
+    others = _narrow(t, dim, 1, n)
+    first, rest = _split(row, room, within_rows=True)
+    return first, [*rest, others]
+
+
+def _find_rows(t: Transfer) -> int | None:
+    """The outermost dimension longer than 1, None if there is not any."""
+    for dim, n in enumerate(t.shape):
+        if n != 1:
+            return dim
+    return None
 
 
 def _narrow(t: Transfer, dim: int, lo: int, hi: int) -> Transfer:
     """The rows lo..hi-1 of the transfer along `dim`."""
-    nbytes_of_row = t.nbytes // t.shape[dim]
     count = hi - lo
+    nbytes_of_row = t.nbytes // t.shape[dim]
+    shape = list(t.shape)
+    shape[dim] = count
     return t._replace(
         src_slices=_narrow_slices(t.src_slices, dim, lo, hi),
         dst_slices=_narrow_slices(t.dst_slices, dim, lo, hi),
         global_slices=_narrow_slices(t.global_slices, dim, lo, hi),
-        shape=(*t.shape[:dim], count, *t.shape[dim + 1 :]),
+        shape=tuple(shape),
         nbytes=nbytes_of_row * count,
     )
 

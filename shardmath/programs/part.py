@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,18 +106,19 @@ def own_boxes(runs: tuple[Runs, ...]) -> tuple[Slices, ...]:
     >>> own_boxes((Runs(((0, 0, 2), (2, 9, 1)), 4),))
     ((slice(0, 3, None),),)
     """
-    return tuple(itertools.product(*map(_joined_slices, runs)))
+    slices = map(_join_slices, runs)
+    return tuple(itertools.product(*slices))
 
 
-def _joined_slices(runs: Runs) -> list[slice]:
+def _join_slices(runs: Runs) -> list[slice]:
     """Local positions that segments cover, joined where they touch."""
-    out: list[slice] = []
+    joined: list[slice] = []
     for start, _, size in runs.segments:
-        if out and out[-1].stop == start:
-            out[-1] = slice(out[-1].start, start + size)
-        else:
-            out.append(slice(start, start + size))
-    return out
+        end = start + size
+        if joined and joined[-1].stop == start:
+            start = joined.pop().start
+        joined.append(slice(start, end))
+    return joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,12 @@ class Outline:
     def operations(self) -> frozenset[tuple[str, str]]:
         """The pairs (tensor, operation) that the rank computes: folds, "fill" and "divide"."""
         plan = self.given
-        stored = {tensor for tensor, _ in stored_on(plan.dst, self.rank).values()}
-        found = {(tensor, "fill") for tensor in stored if plan.fill(tensor) is not None}
-        found |= {(tensor, "divide") for tensor in stored if plan.divisor(tensor) != 1}
+        found = set()
+        for tensor, _ in stored_on(plan.dst, self.rank).values():
+            if plan.fill(tensor) is not None:
+                found.add((tensor, "fill"))
+            if plan.divisor(tensor) != 1:
+                found.add((tensor, "divide"))
         for t in self.pieces:
             if t.dst_rank == self.rank and t.op != "copy":
                 found.add((t.tensor, t.op))
@@ -163,17 +167,21 @@ class Outline:
                 max_inflight_bytes=max_inflight_bytes,
                 by_addend=by_addend,
             )
-            rounds = gather_rounds(cut_transfers(self.pieces, pace), self.rank)
+            messages = cut_transfers(self.pieces, pace)
+            rounds = gather_rounds(messages, self.rank)
         plan = plan_of(self.given)
+        sources = stored_on(plan.src, self.rank)
         destinations = stored_on(plan.dst, self.rank)
+        fills = _list_fills(plan, self.rank, destinations)
+        divisions = _list_divisions(plan, self.rank, destinations)
         return Part(
             plan=plan,
             rank=self.rank,
-            sources=stored_on(plan.src, self.rank),
+            sources=sources,
             destinations=destinations,
             rounds=rounds,
-            fills=tuple(_list_fills(plan, self.rank, destinations)),
-            divisions=tuple(_list_divisions(plan, self.rank, destinations)),
+            fills=tuple(fills),
+            divisions=tuple(divisions),
             operations=self.operations,
             keeps_order=keeps_fold_order(rounds),
         )
@@ -183,13 +191,21 @@ def outline(given: Plan | Transposed | Program, rank: int) -> Outline:
     """What the rank does of the plan or program, but for its pace."""
     if isinstance(given, Program):
         rounds = given.for_rank(rank)
-        messages = itertools.chain.from_iterable(one.messages for one in rounds)
-        pieces = itertools.chain.from_iterable(m.pieces for m in messages)
-        return Outline(given, rank, tuple(pieces), rounds=rounds)
+        pieces = tuple(_list_pieces(rounds))
+        return Outline(given, rank, pieces, rounds=rounds)
     # What stays on the rank is on either of its lists, and is taken from the first.
-    received = (t for t in given.transfers(dst=rank) if t.src_rank != rank)
-    transfers = (*given.transfers(src=rank), *received)
-    return Outline(given, rank, transfers, most_peers(transfers))
+    transfers = list(given.transfers(src=rank))
+    for t in given.transfers(dst=rank):
+        if t.src_rank != rank:
+            transfers.append(t)
+    return Outline(given, rank, tuple(transfers), most_peers(transfers))
+
+
+def _list_pieces(rounds: Iterable[Round]) -> Iterator[Transfer]:
+    """All that is in these rounds."""
+    for one in rounds:
+        for m in one.messages:
+            yield from m.pieces
 
 
 def parts(
@@ -214,12 +230,14 @@ def _list_fills(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Itera
     for key, (tensor, layout) in stored.items():
         value = plan.fill(tensor)
         if value is not None:
-            yield CellWork(key, own_boxes(layout.runs(rank)), value)
+            boxes = own_boxes(layout.runs(rank))
+            yield CellWork(key, boxes, value)
 
 
 def _list_divisions(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
     """Averages are sums until all has arrived, and then divided."""
     for key, (tensor, layout) in stored.items():
-        by = plan.divisor(tensor)
-        if by != 1:
-            yield CellWork(key, own_boxes(layout.runs(rank)), by)
+        divisor = plan.divisor(tensor)
+        if divisor != 1:
+            boxes = own_boxes(layout.runs(rank))
+            yield CellWork(key, boxes, divisor)

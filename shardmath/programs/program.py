@@ -17,10 +17,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -37,8 +36,9 @@ from shardmath.plans.balance import grid
 from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan, Transfer, spelled
 from shardmath.plans.stretches import Stretch, kept
+from shardmath.programs.legs import Legs, Streams
 from shardmath.programs.messages import Round, Step, gather_rounds, itemsize_of, make_message
-from shardmath.programs.streams import Legs, Streams, streams
+from shardmath.programs.streams import streams
 
 __all__ = ["Program", "Slices", "slices", "turn_of"]
 
@@ -128,19 +128,27 @@ class Program:
     def for_rank(self, rank: int) -> tuple[Round, ...]:
         """The rank's rounds, in order; none for a stranger."""
         rank = as_integer(rank, "a rank", PlanError)
-        pieces: dict[_End, list[Transfer]] = {}
-        for step, leg, stretch in _list_stretches(self, rank):
-            key = step, stretch.sender, stretch.receiver, leg
-            some = spelled(self.plan, self.legs.lines, stretch, relayed=leg > 1)
-            pieces.setdefault(key, []).extend(some)
+        pieces = _gather_pieces(self, rank)
         messages = []
         for key in sorted(pieces):
-            messages.append(make_message(*key, _put_large_first(pieces[key])))
+            ordered = _put_large_first(pieces[key])
+            messages.append(make_message(*key, ordered))
         return gather_rounds(messages, rank)
 
 
 _End: TypeAlias = tuple[Step, int, int, int]
 """One message of a rank: its step, sender, receiver and leg."""
+
+
+def _gather_pieces(prog: Program, rank: int) -> dict[_End, list[Transfer]]:
+    """The pieces of each message of a rank."""
+    lines = prog.legs.lines
+    pieces: dict[_End, list[Transfer]] = {}
+    for step, leg, stretch in _list_stretches(prog, rank):
+        end = step, stretch.sender, stretch.receiver, leg
+        message = pieces.setdefault(end, [])
+        message += spelled(prog.plan, lines, stretch, relayed=leg > 1)
+    return pieces
 
 
 def _put_large_first(pieces: list[Transfer]) -> list[Transfer]:
@@ -165,15 +173,18 @@ class Slices(NamedTuple):
 def slices(prog: Program, line: int, of: Streams) -> Slices:
     """All slices of streams of a line that are not empty."""
     borders = _find_borders(prog, of)
-    # Streams of one root take the slots in one order, each leg one slot later.
-    first_slot = (of.root + line)[:, None]
-    turned = (np.arange(prog.slots) + first_slot) % prog.slots
-    slot = turned + of.leg[:, None] - 1
     size = np.diff(borders, axis=1)
     stream, at = size.nonzero()
-    lo = borders[stream, at]
-    hi = borders[stream, at + 1]
-    return Slices(stream, slot[stream, at], lo, hi)
+    # Streams of one root take the slots in one order, each leg one slot later.
+    first_slot = of.root + line
+    turned = (np.arange(prog.slots) + first_slot[:, None]) % prog.slots
+    slot = turned + of.leg[:, None] - 1
+    return Slices(
+        stream=stream,
+        slot=slot[stream, at],
+        lo=borders[stream, at],
+        hi=borders[stream, at + 1],
+    )
 
 
 def _find_borders(prog: Program, of: Streams) -> Ints:
@@ -185,9 +196,10 @@ def _find_borders(prog: Program, of: Streams) -> Ints:
     hi = of.hi[:, None]
     inner = np.arange(1, prog.slots)
     even = lo + (hi - lo) * inner // prog.slots
-    block = of.block.repeat(len(inner))
     where = grid(prog.legs.lines, prog.plan.batches)
-    snapped = where.snapped(block, even.ravel()).reshape(even.shape)
+    block = of.block.repeat(len(inner))
+    snapped = where.snapped(block, even.ravel())
+    snapped = snapped.reshape(even.shape)
     # A row may begin before its stream does: the first slices are then empty.
     snapped = np.maximum(snapped, lo)
     return np.hstack((lo, snapped, hi))
@@ -199,32 +211,47 @@ def _list_stretches(prog: Program, rank: int) -> Iterator[tuple[Step, int, Stret
     for stretch in kept(on, rank):
         # What stays on the rank takes no room, so neither slots nor turns divide it.
         phase = int(on.addend[stretch.block])
-        yield (phase, 0, 0), 1, stretch
+        step = phase, 0, 0
+        yield step, 1, stretch
     for line in _find_lines(on, rank):
         every = streams(prog.legs, line)
-        mine = (every.sender == rank) | (every.receiver == rank)
+        mine = every.sender == rank
+        mine |= every.receiver == rank
         some = Streams(*(column[mine] for column in every))
         yield from _list_slices(prog, line, some)
 
 
 def _list_slices(prog: Program, line: int, of: Streams) -> Iterator[tuple[Step, int, Stretch]]:
     """(step, leg, stretch) of all slices of streams of a line, in order."""
-    ranks = np.array(prog.ranks, np.int64)
-    places = np.searchsorted(ranks, of.sender) + np.searchsorted(ranks, of.receiver)
-    turn = turn_of(places, of.leg, len(ranks)) % prog.turns
+    rows = _tabulate_slices(prog, line, of)
+    for phase, turn, leg, block, sender, receiver, slot, lo, hi in rows:
+        step = phase, slot, turn
+        stretch = Stretch(block, sender, receiver, lo, hi)
+        yield step, leg, stretch
+
+
+def _tabulate_slices(prog: Program, line: int, of: Streams) -> list[list[int]]:
+    """Of each slice of streams of a line: phase, turn, leg, block, sender, receiver, slot, lo,
+    hi."""
     phase = prog.legs.lines.addend[of.block]
+    turn = _find_turns(prog, of)
+    by_stream = np.array([phase, turn, of.leg, of.block, of.sender, of.receiver])
     cut = slices(prog, line, of)
-    stream = cut.stream
-    steps = _zip_columns(phase[stream], cut.slot, turn[stream])
-    legs = of.leg[stream].tolist()
-    ends = of.block[stream], of.sender[stream], of.receiver[stream]
-    stretches = itertools.starmap(Stretch, _zip_columns(*ends, cut.lo, cut.hi))
-    yield from zip(steps, legs, stretches, strict=True)
+    by_slice = by_stream[:, cut.stream]
+    columns = np.vstack((by_slice, cut.slot, cut.lo, cut.hi))
+    # Python's integers are quicker to walk than arrays.
+    rows: list[list[int]] = columns.T.tolist()
+    return rows
 
 
-def _zip_columns(*columns: Ints) -> Iterator[Any]:
-    """The rows of columns, as Python's integers: these are quicker to walk than arrays."""
-    return zip(*(column.tolist() for column in columns), strict=True)
+def _find_turns(prog: Program, of: Streams) -> Ints:
+    """The turn in which each stream goes."""
+    ranks = np.array(prog.ranks, np.int64)
+    sender = np.searchsorted(ranks, of.sender)
+    receiver = np.searchsorted(ranks, of.receiver)
+    places = sender + receiver
+    turn = turn_of(places, of.leg, len(ranks))
+    return turn % prog.turns
 
 
 Places = TypeVar("Places", int, Ints)
@@ -241,9 +268,10 @@ def turn_of(places: Places, leg: Places, ranks: int) -> Places:
 
 def _find_lines(on: Demands, rank: int) -> list[int]:
     """The lines that the rank holds or asks of."""
-    mine = [i for i, ranks in enumerate(on.sets) if rank in ranks]
-    holding = np.isin(on.holders, mine).nonzero()[0]
-    blocks = np.isin(on.receivers, mine).nonzero()[0]
-    asking = np.searchsorted(on.first, blocks, "right") - 1
+    mine = [number for number, ranks in enumerate(on.sets) if rank in ranks]
+    is_held = np.isin(on.holders, mine)
+    is_asked = np.isin(on.receivers, mine)
+    holding = np.flatnonzero(is_held)
+    asking = on.blocks.owners()[is_asked]
     found: list[int] = np.union1d(holding, asking).tolist()
     return found

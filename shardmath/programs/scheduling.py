@@ -28,8 +28,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias
 
-import numpy as np
-
+from shardmath.base.arrays import Ints
 from shardmath.base.digest import digest
 from shardmath.base.errors import PlanError
 from shardmath.base.given import known, shown
@@ -38,19 +37,20 @@ from shardmath.flows.topology import Topology, checked
 from shardmath.plans.balance import uncut
 from shardmath.plans.demands import Demands, lines
 from shardmath.plans.plan import Plan
-from shardmath.programs.fanout import find_legs, legs_as_cut
+from shardmath.programs.fanout import find_legs
+from shardmath.programs.legs import Legs, legs_as_cut
 from shardmath.programs.loads import (
     LEGS,
     Loads,
     Pairs,
+    count_messages,
     leg_loads,
-    messages,
-    pairs,
     round_loads,
     seconds,
+    sum_pairs,
 )
 from shardmath.programs.program import Program
-from shardmath.programs.streams import Legs, streams
+from shardmath.programs.streams import streams
 
 __all__ = ["Fanout", "MOST_ROUNDS", "MOST_SLOTS", "as_planned", "schedule"]
 
@@ -91,7 +91,7 @@ def schedule(
     max_ops_per_group: int = 2048,
     fanout: Fanout = "auto",
 ) -> Program:
-    """The program that carries out a plan on a topology (default: the plan's own, or 8 ranks a
+    """The program that carries out a plan on a topology (default: the plan's own, or 8 ranks per
     node).
 
     It is the program that runs when it is compiled; a plan that is compiled itself runs as
@@ -112,13 +112,14 @@ def schedule(
     _check_pieces(p, on, room)
     options = []
     for legs in _list_legs(p, on, where, way):
-        options.append(Program(p, where, legs, 1, 1, room, most, ""))
-    prog = _find_fastest(options)
-    return replace(prog, digest=_digest(prog))
+        prog = Program(p, where, legs, 1, 1, room, most, "")
+        options.append(prog)
+    fastest = _find_fastest(options)
+    return replace(fastest, digest=_digest(fastest))
 
 
 def _check_plan(p: Plan, fix: str) -> None:
-    """Raise PlanError unless this is a plan: an adjoint is none."""
+    """Raise PlanError unless this is a plan: an adjoint is not one."""
     if not isinstance(p, Plan):
         raise PlanError(f"{p!r} is not a plan of two sides' layouts; {fix}")
 
@@ -138,25 +139,28 @@ def _choose_topology(p: Plan, topology: Topology | None) -> Topology:
 
 def _list_legs(p: Plan, on: Demands, where: Topology, fanout: str) -> Iterator[Legs]:
     """The legs to choose from."""
+    per_node = where.ranks_per_node
     for by_node, relays in WAYS[fanout]:
         if fanout == "none" and where == p.topology:
             yield legs_as_cut(p.lines)
         else:
-            yield from find_legs(p, on, where.ranks_per_node, by_node=by_node, relays=relays)
+            yield from find_legs(p, on, per_node, by_node=by_node, relays=relays)
 
 
 def as_planned(p: Plan, topology: Topology | None = None) -> Program:
     """What a plan does when it is compiled itself.
 
     That is each of its transfers, from its own sender, in one round per addend. The topology
-    (default: the plan's own, or 8 ranks a node) says where the ranks are and changes no transfer.
+    (default: the plan's own, or 8 ranks per node) says where the ranks are and changes no transfer.
     Raises PlanError for an adjoint.
     """
     _check_plan(p, "give what plan(src, dst) returns")
     where = _choose_topology(p, topology)
-    prog = Program(p, where, legs_as_cut(p.lines), 1, 1, 1, 1, "")
+    legs = legs_as_cut(p.lines)
+    prog = Program(p, where, legs, 1, 1, 1, 1, "")
     # Its limits are what it takes: whoever compiles a plan sets them later, by a pace.
-    counts = messages(pairs(prog), 1, len(prog.ranks))
+    pairs = sum_pairs(prog)
+    counts = count_messages(pairs, 1, len(prog.ranks))
     most = int(counts.max(initial=1))
     _, under_way = _measure(prog)
     room = max(under_way, 1)
@@ -166,14 +170,15 @@ def as_planned(p: Plan, topology: Topology | None = None) -> Program:
 
 def _check_pieces(p: Plan, on: Demands, room: int) -> None:
     """Raise PlanError where something that is not cut has no room in a round."""
-    is_sent = np.repeat(on.count > 0, np.diff(on.row_first))
-    size = uncut(on, p.batches) * is_sent
-    if size.max(initial=0) <= room:
+    is_sent = on.rows.spread(on.count > 0)
+    sizes = uncut(on, p.batches) * is_sent
+    size = sizes.max(initial=0)
+    if size <= room:
         return
-    row = int(size.argmax())
-    name = p.batches[int(on.batch[row])].names[0]
-    what = f"a row or small box of {size[row]} bytes of tensor {name!r} is not cut"
-    raise PlanError(f"max_inflight_bytes={room}: {what}; pass {size[row]} or more")
+    row = sizes.argmax()
+    batch = p.batches[int(on.batch[row])]
+    what = f"a row or small box of {size} bytes of tensor {batch.names[0]!r} is not cut"
+    raise PlanError(f"max_inflight_bytes={room}: {what}; pass {size} or more")
 
 
 class _Way(NamedTuple):
@@ -183,10 +188,15 @@ class _Way(NamedTuple):
     pairs: Pairs
     loads: Loads
 
+    @property
+    def by_rank(self) -> Ints:
+        """Bytes by phase and rank: all legs and both ways."""
+        total: Ints = self.loads.sum(axis=(1, 3))
+        return total
+
 
 def _find_fastest(options: Iterable[Program]) -> Program:
-    """Of the programs that can keep their limits the one, divided into rounds, that takes the least
-    time.
+    """The fastest, divided into rounds, of the programs that can keep their limits.
 
     The likeliest come first; those that would not be faster with all legs in one round need not be
     divided.
@@ -211,9 +221,10 @@ def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Way]]:
     """The ways with their best numbers of slots, the one that should be fastest first."""
     estimated: list[tuple[float, int, _Way]] = []
     for prog in options:
-        of = pairs(prog)
-        way = _Way(prog, of, leg_loads(prog, of))
-        estimated.append((*_choose_slots(way), way))
+        pairs = sum_pairs(prog)
+        loads = leg_loads(prog, pairs)
+        time, slots = _choose_slots(prog.topology, loads)
+        estimated.append((time, slots, _Way(prog, pairs, loads)))
     estimated.sort(key=itemgetter(0))
     return [(slots, way) for _, slots, way in estimated]
 
@@ -239,11 +250,14 @@ def _digest(prog: Program) -> str:
 # Rounds
 
 
-def _choose_slots(way: _Way) -> tuple[float, int]:
+def _choose_slots(where: Topology, loads: Loads) -> tuple[float, int]:
     """The least time of the legs and in how many slots, pieces being as small as one likes."""
-    relays = way.loads[:, 1:].any()
-    counts = SLOTS if relays else (1,)
-    return min((_estimate(way.prog.topology, way.loads, slots), slots) for slots in counts)
+    relays = loads[:, 1:].any()
+    options = []
+    for slots in SLOTS if relays else (1,):
+        time = _estimate(where, loads, slots)
+        options.append((time, slots))
+    return min(options)
 
 
 def _estimate(where: Topology, loads: Loads, slots: int) -> float:
@@ -263,26 +277,30 @@ def _divide(way: _Way, slots: int) -> tuple[float, Program]:
     more turns.
     """
     prog = replace(way.prog, turns=_choose_turns(way))
-    room, most = prog.max_inflight_bytes, _count_most_slots(prog)
-    _check_bytes(way._replace(prog=prog), most)
+    room = prog.max_inflight_bytes
+    most = _count_most_slots(prog)
+    way = way._replace(prog=prog)
+    _check_bytes(way, most)
     # Even slices of what the fullest rank has under way, all legs and both ways, need at least so
     # many slots.
-    fullest = int(way.loads.sum(axis=(1, 3)).max(initial=0))
-    slots = min(max(-(-fullest // room), slots), most)
-    best: tuple[int, Program] | None = None
-    while best is None or slots <= GROWTH * best[1].slots:
-        sized = replace(prog, slots=slots)
+    fullest = int(way.by_rank.max(initial=0))
+    least = -(-fullest // room)
+    sized = replace(prog, slots=min(max(least, slots), most))
+    best = sized
+    best_under_way = None
+    while sized.slots <= GROWTH * best.slots:
         time, under_way = _measure(sized)
         if under_way <= room:
             return time, sized
-        improved = best is None or under_way < best[0]
-        if best is None or improved:
-            best = under_way, sized
-        if slots == most:
+        improved = best_under_way is None or under_way < best_under_way
+        if improved:
+            best = sized
+            best_under_way = under_way
+        if sized.slots == most:
             break
-        slots = min(_grow(slots, under_way, room, improved=improved), most)
-    _, sized = best
-    return _add_turns(sized, way.pairs)
+        grown = _grow(sized.slots, under_way, room, improved=improved)
+        sized = replace(prog, slots=min(grown, most))
+    return _add_turns(best, way.pairs)
 
 
 def _grow(slots: int, under_way: int, room: int, *, improved: bool) -> int:
@@ -301,14 +319,16 @@ def _measure(prog: Program) -> tuple[float, int]:
     """The time of its rounds, and the most bytes that a rank has under way in one."""
     loads = round_loads(prog)
     by_rank = loads.sum(axis=-1)
-    return seconds(prog.topology, loads), int(by_rank.max(initial=0))
+    most = int(by_rank.max(initial=0))
+    return seconds(prog.topology, loads), most
 
 
 def _choose_turns(way: _Way) -> int:
     """The fewest turns in which no rank has more messages than allowed."""
-    limit, ranks = way.prog.max_ops_per_group, len(way.prog.ranks)
+    limit = way.prog.max_ops_per_group
+    ranks = len(way.prog.ranks)
     for turns in _list_turns(way.prog, way.pairs):
-        counts = messages(way.pairs, turns, ranks)
+        counts = count_messages(way.pairs, turns, ranks)
         count = int(counts.max(initial=0))
         if count <= limit:
             return turns
@@ -323,32 +343,38 @@ def _list_turns(prog: Program, of: Pairs) -> list[int]:
     """
     ranks = max(len(prog.ranks), 1)
     legs = int(of.leg.max(initial=0)) + 1
+    enough = 4 * legs * ranks - 1
     fitting = MOST_ROUNDS // (prog.slots * ranks)
-    most = max(min(4 * legs * ranks - 1, fitting), prog.turns)
-    doublings = (most // prog.turns).bit_length()
-    return [prog.turns << i for i in range(doublings)]
+    most = min(enough, fitting)
+    turns = [prog.turns]
+    while 2 * turns[-1] <= most:
+        turns.append(2 * turns[-1])
+    return turns
 
 
 def _count_most_slots(prog: Program) -> int:
     """The most slots that are tried, for memory's sake."""
     count = 0
     for line in range(len(prog.legs.lines.holders)):
-        count += len(streams(prog.legs, line).block)
+        of = streams(prog.legs, line)
+        count += len(of.block)
     ranks = max(len(prog.ranks), 1)
     by_slices = MOST_SLICES // max(count, 1)
     by_rounds = MOST_ROUNDS // (prog.turns * ranks)
-    return max(min(by_slices, by_rounds, MOST_SLOTS), SLOTS[-1])
+    most = min(by_slices, by_rounds, MOST_SLOTS)
+    return max(most, SLOTS[-1])
 
 
 def _check_bytes(way: _Way, slots: int) -> None:
-    """Raise PlanError where so many slots and any turns leave more under way than allowed, however
-    even they are."""
+    """Raise PlanError where so many slots leave too much under way, whatever the turns."""
     turns = _list_turns(way.prog, way.pairs)[-1]
     rounds = (slots + LEGS - 1) * turns
-    by_pair = int(way.pairs.nbytes.max(initial=0))
-    by_rank = int(way.loads.sum(axis=(1, 3)).max(initial=0))
     # All slices of a pair are in one turn; a rank's are in as many as there are.
-    least = max(-(-by_pair // slots), -(-by_rank // rounds))
+    pair = int(way.pairs.nbytes.max(initial=0))
+    rank = int(way.by_rank.max(initial=0))
+    least_of_pair = -(-pair // slots)
+    least_of_rank = -(-rank // rounds)
+    least = max(least_of_pair, least_of_rank)
     room = way.prog.max_inflight_bytes
     if least > room:
         what = f"{slots} slots and {turns} turns leave {least} bytes under way at some rank in some round"
@@ -356,8 +382,7 @@ def _check_bytes(way: _Way, slots: int) -> None:
 
 
 def _add_turns(prog: Program, of: Pairs) -> tuple[float, Program]:
-    """The program with the fewest turns in which no rank has more under way than allowed, and its
-    time."""
+    """The program with the fewest turns that leave no rank too much under way, and its time."""
     options = [replace(prog, turns=turns) for turns in _list_turns(prog, of)]
     room = prog.max_inflight_bytes
     _, least = _measure(options[-1])

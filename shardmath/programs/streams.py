@@ -1,11 +1,9 @@
-"""Streams: what goes from rank to rank, straight from holders and relayed by those that received
-it.
+"""Streams: all that goes from rank to rank in the legs of a line.
 
-1. The content of a block is cut into **bands**. A band goes straight from the holders to some of
-   the nodes, to one **entry** rank in each. The entries of the other nodes get it from those
-   entries. The rest of each node gets it from the entry of that node.
-2. The first leg is cut among the holders as lines are. What goes from one rank to another is a
-   **stream**. A stream is relayed as it came, so both ends of every leg cut it alike.
+1. A band goes straight from the holders to some of the nodes, to one **entry** rank in each. The
+   entries of the other nodes get it from those entries. The rest of each node gets it from the
+   entry of that node.
+2. A stream is relayed as it came, so both ends of every leg cut it alike.
 3. Leg 1 leaves the holders. Legs 2 and 3 are relayed: to other nodes, then inside a node. Where a
    node was served straight, what is relayed inside it is already leg 2.
 """
@@ -13,82 +11,16 @@ it.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from shardmath.base.arrays import Ints, Offsets, ranges
 from shardmath.base.memo import memo
-from shardmath.plans.demands import Demands, Ranks, wire
+from shardmath.plans.demands import Ranks, wire
+from shardmath.programs.legs import Bands, Legs, Streams, nodes
 
-__all__ = ["Bands", "Legs", "Straight", "Streams", "nodes", "nodes_of", "straight", "streams"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Bands:
-    """How the content of each block is cut, and the first leg among senders.
-
-    Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes,
-    node i into class i modulo that. Band i begins at byte `at[i]` of the content and goes straight
-    to the `count[i]` classes from `begin[i]` on; in a node of q ranks its entry is the one at
-    `place[i] * q // span[i]`. On the line of the first leg block b begins at byte `start[b]`, and
-    holder h of line l sends from `cuts[cut_first[l] + h]` to the next cut.
-    """
-
-    first: Ints
-    classes: Ints
-    at: Ints
-    begin: Ints
-    count: Ints
-    place: Ints
-    span: Ints
-    start: Ints
-    cut_first: Ints
-    cuts: Ints
-
-
-class Streams(NamedTuple):
-    """What goes from rank to rank in one leg: bytes lo..hi-1 of the content of a block.
-
-    Streams with one `root` are one stream of the first leg and what is relayed of it.
-    """
-
-    block: Ints
-    leg: Ints
-    sender: Ints
-    receiver: Ints
-    lo: Ints
-    hi: Ints
-    root: Ints
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Legs:
-    """Who sends what to whom, and what is relayed: lines of a plan and their bands.
-
-    Groups of `sharing` ranks share what enters them: nodes, or 1 where every rank is served by
-    itself.
-    """
-
-    lines: Demands
-    bands: Bands
-    sharing: int
-    _streams: dict[int, Streams] = field(default_factory=dict, init=False, repr=False)
-
-
-@memo()
-def nodes_of(ranks: Ranks, per_node: int) -> tuple[Ranks, ...]:
-    """The ranks by node of `per_node` ranks, in order."""
-    by_node = itertools.groupby(ranks, lambda rank: rank // per_node)
-    return tuple(tuple(group) for _, group in by_node)
-
-
-def nodes(legs: Legs, line: int, block: int) -> tuple[Ranks, ...]:
-    """The receivers of a block by what shares what enters: nodes, or every rank by itself."""
-    # A later addend is folded on top of the first, and cannot be relayed from there.
-    alone = legs.lines.near[line] or legs.lines.addend[block]
-    return nodes_of(wire(legs.lines, line, block), 1 if alone else legs.sharing)
+__all__ = ["Straight", "straight", "streams"]
 
 
 class _Entries(NamedTuple):
@@ -105,6 +37,11 @@ class _Entries(NamedTuple):
     origin: Ints
     others: list[Ranks]
 
+    @property
+    def number(self) -> Ints:
+        """The number of each entry."""
+        return np.arange(len(self.rank))
+
 
 def _list_entries(legs: Legs, line: int) -> _Entries:
     """All entries of a line, block by block and node by node."""
@@ -117,23 +54,31 @@ def _list_entries(legs: Legs, line: int) -> _Entries:
     for block in range(first, end):
         groups = nodes(legs, line, block)
         if groups:
-            parts.append(_list_entries_of_block(legs, block, groups, before))
-            before += len(parts[-1].rank)
+            part = _list_entries_of_block(legs, block, groups, before)
+            before += len(part.rank)
+            parts.append(part)
+    return _join_entries(parts)
 
-    columns = list(zip(*parts, strict=True))
-    block_, rank, lo, hi, origin = map(np.concatenate, columns[:-1])
-    others = list(itertools.chain.from_iterable(columns[-1]))
-    return _Entries(block_, rank, lo, hi, origin, others)
+
+def _join_entries(parts: list[_Entries]) -> _Entries:
+    """These entries one after the other."""
+    *columns, others = zip(*parts, strict=True)
+    block, rank, lo, hi, origin = map(np.concatenate, columns)
+    joined = list(itertools.chain.from_iterable(others))
+    return _Entries(block, rank, lo, hi, origin, joined)
 
 
 def _is_straight(legs: Legs, first: int, end: int) -> bool:
     """Whether blocks first..end-1 go whole from the holders to every rank that asks for them."""
     bands = legs.bands
     begin = bands.first[first : end + 1]
-    if legs.sharing > 1 or (np.diff(begin) != 1).any():
+    counts = np.diff(begin)
+    if legs.sharing > 1 or np.any(counts != 1):
         return False
-    several = (bands.classes[first:end] != 1) | (bands.place[begin[:-1]] != 0)
-    return not several.any()
+    place = bands.place[begin[:-1]]
+    classes = bands.classes[first:end]
+    has_relays = np.any(classes != 1)
+    return not has_relays and not place.any()
 
 
 def _list_receivers(legs: Legs, line: int, first: int, end: int) -> _Entries:
@@ -142,16 +87,18 @@ def _list_receivers(legs: Legs, line: int, first: int, end: int) -> _Entries:
     Where many lines have many blocks, looking at each block takes seconds.
     """
     receivers = [wire(legs.lines, line, block) for block in range(first, end)]
-    counts = np.array(list(map(len, receivers)), np.int64)
+    counts = list(map(len, receivers))
     block = np.arange(first, end).repeat(counts)
-    rank = np.array(list(itertools.chain.from_iterable(receivers)), np.int64)
+    ranks = list(itertools.chain.from_iterable(receivers))
+    count = len(ranks)
+    band = legs.bands.first[block]
     return _Entries(
         block=block,
-        rank=rank,
-        lo=legs.bands.at[legs.bands.first[block]],
+        rank=np.array(ranks, np.int64),
+        lo=legs.bands.at[band],
         hi=legs.lines.nbytes[block],
-        origin=np.arange(len(rank)),
-        others=[()] * len(rank),
+        origin=np.arange(count),
+        others=[()] * count,
     )
 
 
@@ -159,15 +106,16 @@ def _list_entries_of_block(
     legs: Legs, block: int, groups: tuple[Ranks, ...], before: int
 ) -> _Entries:
     """The entries of a block, node by node; `before` entries of the line stand before them."""
-    a, b = legs.bands.first[block : block + 2].tolist()
-    count = len(groups)
-    lo = legs.bands.at[a:b]
+    bands = legs.bands
+    first, end = bands.first[block : block + 2].tolist()
+    lo = bands.at[first:end]
     hi = np.append(lo[1:], legs.lines.nbytes[block])
+    count = len(groups)
     if count > 1:
         lo = np.tile(lo, count)
         hi = np.tile(hi, count)
-    rank = _pick_entries(legs.bands, a, b, groups)
-    origin = _find_origins(legs.bands, block, count)
+    rank = _pick_entries(bands, first, end, groups)
+    origin = _find_origins(bands, block, count)
     return _Entries(
         block=np.full(rank.size, block),
         rank=rank,
@@ -178,27 +126,32 @@ def _list_entries_of_block(
     )
 
 
-def _pick_entries(bands: Bands, a: int, b: int, groups: tuple[Ranks, ...]) -> Ints:
-    """The entry rank of the bands a..b-1 in each node, node by node."""
-    sizes = np.array(list(map(len, groups)), np.int64)
-    replicas = sizes[:, None]
-    inside = bands.place[a:b] * replicas // bands.span[a:b]
-    # Ranks of all nodes end to end: node i has those from first[i] on.
-    ranks = np.array(list(itertools.chain.from_iterable(groups)), np.int64)
-    first = np.cumsum(replicas, axis=0) - replicas
-    entry: Ints = ranks[first + inside]
+def _pick_entries(bands: Bands, first: int, end: int, groups: tuple[Ranks, ...]) -> Ints:
+    """The entry rank of the bands first..end-1 in each node, node by node."""
+    sizes = list(map(len, groups))
+    replicas = np.array(sizes, np.int64)[:, None]
+    place = bands.place[first:end]
+    span = bands.span[first:end]
+    inside = place * replicas // span
+    # Ranks of all nodes end to end: node i has those from start[i] on.
+    in_order = list(itertools.chain.from_iterable(groups))
+    ranks = np.array(in_order, np.int64)
+    start = np.cumsum(replicas, axis=0) - replicas
+    entry: Ints = ranks[start + inside]
     return entry.ravel()
 
 
 def _find_origins(bands: Bands, block: int, nodes: int) -> Ints:
     """By node and band, the number of the entry through which the band comes."""
-    a, b = bands.first[block : block + 2].tolist()
-    width = b - a
+    first, end = bands.first[block : block + 2].tolist()
+    width = end - first
     number = np.arange(nodes * width).reshape(nodes, width)
     classes = int(bands.classes[block])
     if classes == 1:
         return number
-    node = _find_relays(bands.begin[a:b], bands.count[a:b], classes, nodes)
+    begin = bands.begin[first:end]
+    count = bands.count[first:end]
+    node = _find_relays(begin, count, classes, nodes)
     origin: Ints = number[node, np.arange(width)]
     return origin
 
@@ -226,11 +179,10 @@ def _list_others(groups: tuple[Ranks, ...], entries: list[int]) -> list[Ranks]:
     bands = len(entries) // len(groups)
     others: list[Ranks] = []
     for i, group in enumerate(groups):
-        if len(group) == 1:
-            others += [()] * bands
-            continue
-        for entry in entries[i * bands : (i + 1) * bands]:
-            others.append(tuple(rank for rank in group if rank != entry))
+        first = i * bands
+        for entry in entries[first : first + bands]:
+            rest = tuple(rank for rank in group if rank != entry)
+            others.append(rest)
     return others
 
 
@@ -250,22 +202,20 @@ class Straight(NamedTuple):
 
 def straight(legs: Legs, line: int) -> Straight:
     """What goes straight from the holders of a line, as it lies on the line."""
-    return _pick_straight(legs, _list_entries(legs, line))
+    entries = _list_entries(legs, line)
+    return _pick_straight(legs, entries)
 
 
 def _pick_straight(legs: Legs, entries: _Entries) -> Straight:
     """Of the entries of a line, those that are served straight from the holders."""
-    some = np.flatnonzero(entries.origin == np.arange(len(entries.origin)))
-    block = entries.block[some]
-    begin = entries.lo[some]
-    size = entries.hi[some] - begin
-    place = _lay_by_group(block, size) + legs.bands.start[block]
-    return Straight(some, block, place, begin, size)
-
-
-def _lay_by_group(group: Ints, size: Ints) -> Ints:
-    """Where each item begins among those of its group, groups standing together."""
-    return Offsets.of_sorted(group).begin(size)
+    entry = np.flatnonzero(entries.origin == entries.number)
+    block = entries.block[entry]
+    begin = entries.lo[entry]
+    size = entries.hi[entry] - begin
+    # Items of one block stand together.
+    in_block = Offsets.of_sorted(block).begin(size)
+    place = legs.bands.start[block] + in_block
+    return Straight(entry, block, place, begin, size)
 
 
 MOST_KEPT = 1 << 20
@@ -290,15 +240,12 @@ def streams(legs: Legs, line: int) -> Streams:
 
 
 class _Roots(NamedTuple):
-    """The streams of the first leg, in order of `entry`, where they go.
+    """The streams of the first leg, entry by entry of where they go.
 
-    Entry e of the line receives the streams `first[e]..first[e+1]-1`.
+    Entry e of the line receives those from `first[e]` to `first[e + 1] - 1`.
     """
 
-    entry: Ints
-    sender: Ints
-    lo: Ints
-    hi: Ints
+    streams: Streams
     first: Ints
 
 
@@ -306,80 +253,87 @@ class _Roots(NamedTuple):
 def _find_streams(legs: Legs, line: int) -> Streams:
     """The three legs: straight, to other nodes, inside nodes."""
     entries = _list_entries(legs, line)
-    roots = _cut_among_holders(legs, line, entries)
-    found = (
-        _leave_holders(entries, roots),
-        _relay_to_nodes(entries, roots),
-        _relay_inside_nodes(entries, roots),
-    )
-    return Streams(*map(np.concatenate, zip(*found, strict=True)))
+    roots = _leave_holders(legs, line, entries)
+    to_nodes = _relay_to_nodes(entries, roots)
+    inside_nodes = _relay_inside_nodes(entries, roots)
+    columns = zip(roots.streams, to_nodes, inside_nodes, strict=True)
+    return Streams(*map(np.concatenate, columns))
 
 
-def _cut_among_holders(legs: Legs, line: int, entries: _Entries) -> _Roots:
+def _leave_holders(legs: Legs, line: int, entries: _Entries) -> _Roots:
     """What each holder of a line sends, by its cuts."""
     to = _pick_straight(legs, entries)
-    held = np.array(legs.lines.held_by(line), np.int64)
-    a, b = legs.bands.cut_first[line : line + 2].tolist()
-    cuts = legs.bands.cuts[a:b]
-    holder, item = _find_holders(to, cuts, len(held))
-    place = to.place[item]
-    lo = np.maximum(cuts[holder] - place, 0)
-    hi = np.minimum(cuts[holder + 1] - place, to.size[item])
-    # Some among the holders have no share.
-    sends = lo < hi
-    holder, item = holder[sends], item[sends]
+    holders = legs.lines.held_by(line)
+    held = np.array(holders, np.int64)
+    cuts = _find_cuts(legs.bands, line)
+    holder, item, lo, hi = _cut_items(to, cuts, len(held))
     begin = to.begin[item]
     entry = to.entry[item]
-    numbers = np.arange(len(entries.rank) + 1)
-    return _Roots(
-        entry=entry,
+    found = Streams(
+        block=to.block[item],
+        leg=np.ones_like(item),
         sender=held[holder],
-        lo=begin + lo[sends],
-        hi=begin + hi[sends],
-        first=np.searchsorted(entry, numbers),
+        receiver=entries.rank[entry],
+        lo=begin + lo,
+        hi=begin + hi,
+        root=np.arange(len(item)),
     )
+    number = np.append(entries.number, len(entries.rank))
+    first = np.searchsorted(entry, number)
+    return _Roots(found, first)
+
+
+def _find_cuts(bands: Bands, line: int) -> Ints:
+    """Where the first leg of a line is cut, ends included."""
+    first, end = bands.cut_first[line : line + 2].tolist()
+    return bands.cuts[first:end]
+
+
+def _cut_items(to: Straight, cuts: Ints, holders: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Holders, the items that each has a share of, and bytes lo..hi-1 of them that are its share."""
+    holder, item = _find_holders(to, cuts, holders)
+    place = to.place[item]
+    begin = cuts[holder] - place
+    end = cuts[holder + 1] - place
+    lo = np.maximum(begin, 0)
+    hi = np.minimum(end, to.size[item])
+    # Some among the holders have no share.
+    some = np.flatnonzero(lo < hi)
+    return holder[some], item[some], lo[some], hi[some]
 
 
 def _find_holders(to: Straight, cuts: Ints, holders: int) -> tuple[Ints, Ints]:
     """Which holder serves which item: all from that of its first byte to that of its last."""
+    end = to.place + to.size
     first = np.searchsorted(cuts, to.place, "right") - 1
-    last = np.searchsorted(cuts, to.place + to.size, "left")
+    last = np.searchsorted(cuts, end, "left")
     # Only in a wrong table are there bytes beyond the cuts: nobody sends them, and its proof
     # refuses it.
-    last = np.minimum(last, min(holders, len(cuts) - 1))
-    return ranges(np.maximum(first, 0), last)
-
-
-def _leave_holders(entries: _Entries, roots: _Roots) -> Streams:
-    """The streams that leave the holders."""
-    count = len(roots.entry)
-    return Streams(
-        block=entries.block[roots.entry],
-        leg=np.ones(count, np.int64),
-        sender=roots.sender,
-        receiver=entries.rank[roots.entry],
-        lo=roots.lo,
-        hi=roots.hi,
-        root=np.arange(count),
-    )
+    most = min(holders, len(cuts) - 1)
+    return ranges(np.maximum(first, 0), np.minimum(last, most))
 
 
 def _relay_to_nodes(entries: _Entries, roots: _Roots) -> Streams:
     """The streams of entries that have another origin, from that origin."""
-    own = np.arange(len(entries.origin))
-    entry = np.flatnonzero(entries.origin != own)
+    entry = np.flatnonzero(entries.origin != entries.number)
     origin = entries.origin[entry]
-    sender, receiver = entries.rank[origin], entries.rank[entry]
-    return _relay(entries, roots, entry, sender, receiver, np.full_like(entry, 2))
+    sender = entries.rank[origin]
+    receiver = entries.rank[entry]
+    leg = np.full_like(entry, 2)
+    return _relay(entries, roots, entry, sender, receiver, leg)
 
 
 def _relay_inside_nodes(entries: _Entries, roots: _Roots) -> Streams:
     """The streams from each entry to all other ranks of its node."""
-    own = np.arange(len(entries.origin))
-    entry = np.repeat(own, [len(others) for others in entries.others])
-    receiver = np.array(list(itertools.chain.from_iterable(entries.others)), np.int64)
-    leg = np.where(entries.origin[entry] == entry, 2, 3)
-    return _relay(entries, roots, entry, entries.rank[entry], receiver, leg)
+    counts = list(map(len, entries.others))
+    entry = entries.number.repeat(counts)
+    others = itertools.chain.from_iterable(entries.others)
+    receiver = np.array(list(others), np.int64)
+    sender = entries.rank[entry]
+    origin = entries.origin[entry]
+    # One leg later where the entry had it from another node.
+    leg = np.where(origin == entry, 2, 3)
+    return _relay(entries, roots, entry, sender, receiver, leg)
 
 
 def _relay(
@@ -389,11 +343,11 @@ def _relay(
     origin = entries.origin[entry]
     root, which = ranges(roots.first[origin], roots.first[origin + 1])
     return Streams(
-        block=entries.block[entry[which]],
+        block=roots.streams.block[root],
         leg=leg[which],
         sender=sender[which],
         receiver=receiver[which],
-        lo=roots.lo[root],
-        hi=roots.hi[root],
+        lo=roots.streams.lo[root],
+        hi=roots.streams.hi[root],
         root=root,
     )

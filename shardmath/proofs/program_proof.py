@@ -31,10 +31,11 @@ from shardmath.plans.balance import grid, totals
 from shardmath.plans.demands import Demands, wire
 from shardmath.plans.pieces import legal
 from shardmath.plans.stretches import row_at
-from shardmath.programs.loads import LEGS, messages, pairs, round_loads
+from shardmath.programs.legs import Streams
+from shardmath.programs.loads import LEGS, count_messages, round_loads, sum_pairs
 from shardmath.programs.program import Program
 from shardmath.programs.scheduling import MOST_ROUNDS, MOST_SLOTS
-from shardmath.programs.streams import Streams, streams
+from shardmath.programs.streams import streams
 from shardmath.proofs.plan_proof import prove
 from shardmath.proofs.shapes import check_program_shapes
 from shardmath.proofs.tables import check_numbers_of_sets, find_misfit_of_bands
@@ -265,7 +266,8 @@ def _check_limits(prog: Program) -> None:
     by_rank = loads.sum(axis=-1)
     most_bytes = int(by_rank.max(initial=0))
     _check_limit(prog, most_bytes, prog.max_inflight_bytes, "bytes")
-    counts = messages(pairs(prog), prog.turns, len(prog.ranks))
+    pairs = sum_pairs(prog)
+    counts = count_messages(pairs, prog.turns, len(prog.ranks))
     most_messages = int(counts.max(initial=0))
     _check_limit(prog, most_messages, prog.max_ops_per_group, "messages")
 

@@ -25,8 +25,8 @@ from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.plan import Plan, Transfer
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.template import Template
+from shardmath.programs.legs import Bands, Legs
 from shardmath.programs.program import Program
-from shardmath.programs.streams import Bands, Legs
 
 __all__ = [
     "check_integers",

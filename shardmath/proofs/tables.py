@@ -19,7 +19,7 @@ from shardmath.base.arrays import Bools, Ints, Offsets, lengths, pick
 from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.pieces import legal
 from shardmath.plans.template import unit_addends
-from shardmath.programs.streams import Bands, Legs
+from shardmath.programs.legs import Bands, Legs
 from shardmath.proofs.shapes import check_integers, require
 
 __all__ = ["check_lines", "check_numbers_of_sets", "find_misfit_of_bands"]

@@ -35,8 +35,7 @@ from shardmath import (
 )
 from shardmath.programs import scheduling
 from shardmath.programs import streams as module
-from shardmath.programs.loads import leg_loads, pairs, round_loads, seconds
-from shardmath.programs.loads import messages as counts
+from shardmath.programs.loads import count_messages, leg_loads, round_loads, seconds, sum_pairs
 from shardmath.programs.scheduling import as_planned
 from tests.property.drawn.programs import (
     FANOUTS,
@@ -432,7 +431,7 @@ def brute_loads(prog: Program) -> tuple[dict[Any, list[int]], dict[Any, int]]:
 
 def loads_are_those_of_messages(prog: Program) -> None:
     """By phase, slot, turn, rank and link; and no round has more messages than is counted."""
-    exact, counted = round_loads(prog), counts(pairs(prog), prog.turns, len(prog.ranks))
+    exact, counted = round_loads(prog), count_messages(sum_pairs(prog), prog.turns, len(prog.ranks))
     loads, peers = brute_loads(prog)
     assert {tuple(at[:4]): exact[tuple(at[:4])].tolist() for at in np.argwhere(exact).tolist()} == {
         (*step, rank): links for (step, rank), links in loads.items()
@@ -442,7 +441,7 @@ def loads_are_those_of_messages(prog: Program) -> None:
 
 def legs_are_those_of_messages(prog: Program) -> None:
     """By phase, leg, rank and link."""
-    exact = leg_loads(prog, pairs(prog))
+    exact = leg_loads(prog, sum_pairs(prog))
     found = np.zeros_like(exact)
     n = prog.topology.ranks_per_node
     for rank, (phase, _, _), m in messages(all_rounds(prog), "sends", "receives"):
@@ -495,7 +494,7 @@ def test_seconds_by_hand() -> None:
 def test_one_round_by_hand() -> None:
     """Rank 0 sends 32 bytes to its own node and 64 to another, in one round."""
     prog = of((4,), (Mesh(), "n"), (Mesh(x=3, ranks=(1, 2, 3)), "n"), 2, "none")
-    exact, counted = round_loads(prog), counts(pairs(prog), prog.turns, len(prog.ranks))
+    exact, counted = round_loads(prog), count_messages(sum_pairs(prog), prog.turns, len(prog.ranks))
     assert exact.sum(axis=(0, 1, 2)).tolist() == [
         [32, 0, 64, 0],
         [0, 32, 0, 0],

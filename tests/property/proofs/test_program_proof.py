@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Program, plan, schedule, verify
 from shardmath.plans.demands import Demands
-from shardmath.programs.streams import Bands, streams
+from shardmath.programs.legs import Bands
+from shardmath.programs.streams import streams
 from tests.property.drawn.programs import (
     PROGRAMS,
     carried_out,
