@@ -20,8 +20,8 @@ from shardmath.base.errors import ShardError
 from shardmath.families.rules import parse_mesh
 from shardmath.layouts.layout import Layout
 from shardmath.pictures.text import show
-from shardmath.plans.cover import first_unheld
 from shardmath.plans.plan import Plan, plan
+from shardmath.plans.uncovered import first_unheld
 from shardmath.proofs.verify import verify
 
 __all__ = ["main"]

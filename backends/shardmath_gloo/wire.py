@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmath_torch.agreement import beside
+from shardmath_torch.agreement import threads
 from shardmath_torch.agreement.wire import PeerFailure, Pending, check_is_torchs
 from shardmath_torch.compat import Group
 
@@ -76,7 +76,7 @@ def _wait_beside(pending: _Pending) -> None:
             # Raised below, where somebody can take it.
             failed.append(error)
 
-    beside.start(wait).join()
+    threads.start(wait).join()
     if failed:
         raise failed[0]
 

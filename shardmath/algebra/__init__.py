@@ -10,6 +10,5 @@ In reading order:
 - `stages`: sequences of cuts, and who keeps the parts;
 - `dimension`: every way of dividing a dimension is stages of digits;
 - `partition`: the distinct parts of a dimension;
-- `overlay`: two partitions of a dimension laid over each other;
-- `spans`: sets of positions as ranges, and boxes of them.
+- `overlay`: two partitions of a dimension laid over each other.
 """

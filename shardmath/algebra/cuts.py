@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from shardmath.algebra.runs import Runs
+from shardmath.base.arguments import as_integer
 from shardmath.base.errors import PlacementError, ShardError
-from shardmath.base.given import plural
-from shardmath.base.integers import as_integer
 from shardmath.base.memo import memo
+from shardmath.base.text import plural
 
 __all__ = [
     "Balanced",

@@ -25,11 +25,11 @@ from keyword import iskeyword
 import numpy as np
 from numpy.typing import NDArray
 
+from shardmath.base.arguments import as_integer, listed, mapping, text
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import MeshError
-from shardmath.base.given import listed, mapping, plural, shown, text
-from shardmath.base.integers import as_integer
 from shardmath.base.public import public
+from shardmath.base.text import plural, shown
 
 __all__ = ["Mesh", "strides"]
 

@@ -29,9 +29,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shardmath.base.arguments import as_integer, instance, listed
 from shardmath.base.errors import RunsError
-from shardmath.base.given import instance, listed
-from shardmath.base.integers import as_integer
 from shardmath.base.public import public
 
 __all__ = [

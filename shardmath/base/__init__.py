@@ -4,8 +4,8 @@ In reading order:
 
 - `public`: classes by the name that users know;
 - `errors`: every error that is raised on purpose;
-- `integers`: integers as people pass them;
-- `given`: values as callers pass them, made Python's own;
+- `text`: values as people read them, and sizes as people write them;
+- `arguments`: values as callers pass them, made Python's own;
 - `memo`: results of pure functions, kept while there is room;
 - `digest`: fingerprints of values;
 - `dtypes`: names of element types and their sizes;

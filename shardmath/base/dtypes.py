@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from shardmath.base.errors import LayoutError
-from shardmath.base.given import shown
+from shardmath.base.text import shown
 
 __all__ = ["ITEMSIZE", "canonical", "is_bool", "is_integer", "itemsize"]
 

@@ -5,8 +5,9 @@ In reading order:
 - `param`: parameters as the rules see them, and padding;
 - `param_layout`: where parameters lie in a buffer, as values with the fields of Megatron-Core's;
 - `draft`: a buffer while a rule lays it out;
-- `ddp`: the rules of its DistributedOptimizer, of plain DDP, and NVFP4's packed map; `layer_wise`: that of Muon;
-- `flat`: those of PyTorch's FSDP1, DeepSpeed's ZeRO, and Megatron-FSDP;
+- `megatron_ddp`: the rules of its DistributedOptimizer, of plain DDP, and NVFP4's packed map;
+- `layer_wise`: that of Muon;
+- `fsdp_zero`: those of PyTorch's FSDP1, DeepSpeed's ZeRO, and Megatron-FSDP;
 - `grouping`: which parameters share a buffer, and the buffers of a model;
 - `shares`: what each rank has of a buffer, and of each parameter in it;
 - `windows`: what ranks have of a parameter, in its own shape;
@@ -26,15 +27,15 @@ own needs no more than that, and `shardmath.testing.check_rule` checks it.
 24992
 """
 
-from shardmath.buffers.ddp import (
+from shardmath.buffers.fsdp_zero import flat_parameter, megatron_fsdp, zero
+from shardmath.buffers.grouping import BufferKey, FullParamLayout, full_layout
+from shardmath.buffers.layer_wise import layer_wise
+from shardmath.buffers.megatron_ddp import (
     data_parallel,
     default_bucket_size,
     distributed_optimizer,
     nvfp4_packed,
 )
-from shardmath.buffers.flat import flat_parameter, megatron_fsdp, zero
-from shardmath.buffers.grouping import BufferKey, FullParamLayout, full_layout
-from shardmath.buffers.layer_wise import layer_wise
 from shardmath.buffers.param import (
     Param,
     bucket_end_divisor,

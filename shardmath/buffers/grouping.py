@@ -19,11 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardmath.base import dtypes
+from shardmath.base.arguments import instance, mapping
 from shardmath.base.errors import ParamLayoutError
-from shardmath.base.given import instance, mapping
 from shardmath.base.memo import memo
-from shardmath.buffers.ddp import distributed_optimizer
 from shardmath.buffers.layer_wise import layer_wise
+from shardmath.buffers.megatron_ddp import distributed_optimizer
 from shardmath.buffers.param import Param, number_alike, read_flag, read_params
 from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
 

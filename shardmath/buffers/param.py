@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardmath.base import dtypes
+from shardmath.base.arguments import as_integer, known, listed, text
 from shardmath.base.errors import ParamLayoutError
-from shardmath.base.given import known, listed, shown, text
-from shardmath.base.integers import as_integer
+from shardmath.base.text import shown
 
 __all__ = [
     "START",

@@ -23,10 +23,10 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
+from shardmath.base.arguments import as_integer, listed
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import ParamLayoutError
-from shardmath.base.given import listed, plural, shown
-from shardmath.base.integers import as_integer
+from shardmath.base.text import plural, shown
 from shardmath.buffers.param import read_name, read_positive
 
 __all__ = ["PerBufferParamLayout", "Placed", "Rule", "check_even"]

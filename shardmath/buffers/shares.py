@@ -4,7 +4,7 @@
 2. A parameter that lies across borders between shards is cut there. Parameters that lie alike are cut alike, and share
    one tuple of cuts.
 
->>> from shardmath.buffers.ddp import distributed_optimizer
+>>> from shardmath.buffers.megatron_ddp import distributed_optimizer
 >>> from shardmath.buffers.param import Param
 >>> buffer = distributed_optimizer([Param("w", (20, 10))], data_parallel_world_size=2)
 >>> shard_ranges(buffer, 2, 1), dict(list_shares(buffer, 2, {}))["w"].cuts
@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.mesh import Mesh
+from shardmath.base.arguments import as_integer, listed
 from shardmath.base.errors import ParamLayoutError
-from shardmath.base.given import listed
-from shardmath.base.integers import as_integer
 from shardmath.buffers.param import read_positive
 from shardmath.buffers.param_layout import PerBufferParamLayout, check_even
 

@@ -7,7 +7,7 @@
    are of what each rank has of it.
 4. Parameters that are cut alike have the same layouts, so that a plan is made once for all of them.
 
->>> from shardmath.buffers.ddp import distributed_optimizer
+>>> from shardmath.buffers.megatron_ddp import distributed_optimizer
 >>> buffer = distributed_optimizer([Param("w", (4, 5)), Param("b", (108,))], data_parallel_world_size=2)
 >>> buffer.bucket_indices, state_layouts(buffer, Mesh(dp=2))["b"].text
 (((0, 256),), '(dp[108 0] n)')
@@ -26,9 +26,9 @@ from typing import Literal, TypeAlias, overload
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs, identity
+from shardmath.base.arguments import as_integer, instance, known, listed, mapping
 from shardmath.base.errors import ParamLayoutError
-from shardmath.base.given import instance, known, listed, mapping, shown
-from shardmath.base.integers import as_integer
+from shardmath.base.text import shown
 from shardmath.buffers.param import Param, read_params
 from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
 from shardmath.buffers.shares import (

@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `spans`: sets of positions as ranges, and boxes of them;
 - `kinds`: which operations groups of ranks fit;
 - `moves`: what ranks hold before and after, by class;
 - `collective`: the operation that moves one layout to another.

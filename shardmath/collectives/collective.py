@@ -38,11 +38,11 @@ from typing import TypeAlias
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs, concat
-from shardmath.algebra.spans import NOTHING, inside, merge
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.collectives.kinds import COPIES, FITS, Buffer, Kind, Members
 from shardmath.collectives.moves import Groups, Move, compare_ranks
+from shardmath.collectives.spans import NOTHING, inside, merge
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan
 from shardmath.plans.reduction import Reduction, reduction

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from shardmath.algebra.runs import Runs
-from shardmath.algebra.spans import NOTHING, Holding, divided, tile
+from shardmath.collectives.spans import NOTHING, Holding, divided, tile
 
 __all__ = ["COPIES", "FITS", "Buffer", "Found", "Kind", "Members", "Side"]
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs
-from shardmath.algebra.spans import NOTHING, Holding, spans_of
 from shardmath.collectives.kinds import Buffer, Members, Side
+from shardmath.collectives.spans import NOTHING, Holding, spans_of
 from shardmath.layouts.layout import Layout
 
 __all__ = ["Groups", "Move", "compare_ranks"]

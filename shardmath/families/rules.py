@@ -32,10 +32,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shardmath.algebra.mesh import Mesh
+from shardmath.base.arguments import as_integer, instance, listed, mapping
+from shardmath.base.arguments import text as plain
 from shardmath.base.errors import MeshError, NotationError, ShardError
-from shardmath.base.given import instance, listed, mapping, plural
-from shardmath.base.given import text as plain
-from shardmath.base.integers import as_integer
+from shardmath.base.text import plural
 from shardmath.families.hf import Entry, Shapes
 from shardmath.families.styles import KINDS, kind
 from shardmath.layouts.layout import Layout

@@ -10,6 +10,6 @@ In reading order:
 - `shedding`: how much of each line others have to relay;
 - `certificate`: how near a time is to a bound;
 - `blocks`: what has to move, as values and as arrays;
-- `cuts`: what must cross the border of a set of ranks, and how fast;
+- `borders`: what must cross the border of a set of ranks, and how fast;
 - `bound`: bounds that no schedule beats.
 """

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardmath.base.arguments import as_integer
 from shardmath.base.arrays import Ints, Offsets
 from shardmath.base.errors import PlanError
-from shardmath.base.integers import as_integer
 from shardmath.flows.certificate import show_ranks
 from shardmath.flows.topology import Topology
 

@@ -44,8 +44,8 @@ import numpy as np
 
 from shardmath.base.arrays import Ints
 from shardmath.flows.blocks import Block, Machine, Table, read, sum_by_code
+from shardmath.flows.borders import Cut, Touched, find_shared, list_cuts, touch
 from shardmath.flows.certificate import Witness
-from shardmath.flows.cuts import Cut, Touched, find_shared, list_cuts, touch
 from shardmath.flows.flow import levels
 from shardmath.flows.topology import Topology
 

@@ -18,9 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import SupportsFloat
 
+from shardmath.base.arguments import as_integer, listed
 from shardmath.base.errors import PlanError
-from shardmath.base.given import listed
-from shardmath.base.integers import as_integer
 from shardmath.base.public import public
 
 __all__ = ["H100", "H200", "Topology", "checked"]

@@ -17,9 +17,8 @@ from shardmath.algebra.box import Box, shape
 from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.runs import Runs, identity, restrict
 from shardmath.base import dtypes
+from shardmath.base.arguments import as_integer, instance, listed
 from shardmath.base.errors import LayoutError
-from shardmath.base.given import instance, listed
-from shardmath.base.integers import as_integer
 from shardmath.layouts.layout import Layout, intern
 
 __all__ = ["cast", "relabelled", "repartialed", "sliced", "transposed", "window"]

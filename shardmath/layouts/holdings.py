@@ -23,9 +23,9 @@ from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs
+from shardmath.base.arguments import instance
 from shardmath.base.digest import digest
 from shardmath.base.errors import LayoutError
-from shardmath.base.given import instance
 from shardmath.base.memo import memo
 from shardmath.layouts.layout import Layout
 

@@ -34,12 +34,12 @@ from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
 from shardmath.base import dtypes
+from shardmath.base.arguments import as_integer, known, listed
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import LayoutError, MeshError
-from shardmath.base.given import known, listed, shown
-from shardmath.base.integers import as_integer
 from shardmath.base.memo import memo
 from shardmath.base.public import public
+from shardmath.base.text import shown
 from shardmath.layouts.notation import Partials
 from shardmath.layouts.placement import Placement
 from shardmath.layouts.reader import Rules

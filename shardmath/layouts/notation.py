@@ -33,7 +33,7 @@ from typing import TypeAlias
 from shardmath.algebra.dimension import Dimension, Field
 from shardmath.algebra.runs import Runs, from_ranges, identity
 from shardmath.base.errors import NotationError, ShardError
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath.layouts.placement import OPS
 from shardmath.layouts.reader import Axes, Reader, Rules, Token, listed
 from shardmath.layouts.words import Word, make_field

@@ -26,10 +26,10 @@ from shardmath.algebra.cuts import Balanced as BalancedCut
 from shardmath.algebra.cuts import Chunks, FixedBlock, Sizes, Splits, UserCut
 from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.algebra.stages import Digit, Stage
+from shardmath.base.arguments import as_integer, known, listed
 from shardmath.base.errors import PlacementError
-from shardmath.base.given import known, listed, plural, shown
-from shardmath.base.integers import as_integer
 from shardmath.base.public import public
+from shardmath.base.text import plural, shown
 
 __all__ = [
     "OPS",

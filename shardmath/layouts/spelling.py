@@ -24,10 +24,10 @@ from shardmath.algebra.dimension import Dimension, divided
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
 from shardmath.algebra.stages import Digit, Stage
+from shardmath.base.arguments import as_integer, mapping, text
 from shardmath.base.errors import LayoutError, PlacementError
-from shardmath.base.given import mapping, plural, shown, text
-from shardmath.base.integers import as_integer
 from shardmath.base.memo import memo
+from shardmath.base.text import plural, shown
 from shardmath.layouts.notation import Partials, padded, parse
 from shardmath.layouts.placement import (
     Partial,

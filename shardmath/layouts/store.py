@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from shardmath.algebra.box import Box, flat_boxes, volume
 from shardmath.algebra.mesh import Mesh, strides
 from shardmath.algebra.runs import from_ranges
+from shardmath.base.arguments import as_integer, instance, listed, mapping, text
 from shardmath.base.errors import StoreError
-from shardmath.base.given import instance, listed, mapping, shown, text
-from shardmath.base.integers import as_integer
+from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout
 
 __all__ = [

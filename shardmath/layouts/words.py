@@ -20,7 +20,7 @@ from typing import NamedTuple
 from shardmath.algebra.cuts import Balanced, Chunks, Cut, FixedBlock, Sizes, UserCut
 from shardmath.algebra.dimension import Field, divided, lengths_at
 from shardmath.algebra.stages import Digit, Stage
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath.layouts.reader import Reader, listed
 
 __all__ = ["Word", "make_field"]

@@ -11,7 +11,7 @@ from html import escape
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import ShardError
-from shardmath.base.given import shown
+from shardmath.base.text import shown
 from shardmath.flows.topology import Topology, checked
 from shardmath.layouts.layout import Layout
 from shardmath.pictures.layout_drawing import layout_svg

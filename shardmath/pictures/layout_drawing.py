@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath.layouts.layout import Layout
 from shardmath.pictures import elements
 from shardmath.pictures.cells import (

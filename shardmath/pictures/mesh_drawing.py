@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardmath.algebra.mesh import Mesh
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath.flows.topology import Topology
 from shardmath.pictures.elements import (
     LETTER,

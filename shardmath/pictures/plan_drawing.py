@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardmath.base.errors import PlanError
-from shardmath.base.given import plural, shown
+from shardmath.base.text import plural, shown
 from shardmath.flows.topology import Topology, checked
 from shardmath.layouts.layout import Layout
 from shardmath.pictures.cells import Cells, cells_of

@@ -27,11 +27,11 @@ from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs
+from shardmath.base.arguments import as_integer
 from shardmath.base.arrays import Ints
 from shardmath.base.drawn import html
 from shardmath.base.errors import LayoutError, PlanError
-from shardmath.base.given import plural, shown
-from shardmath.base.integers import as_integer
+from shardmath.base.text import plural, shown
 from shardmath.collectives.collective import Collective
 from shardmath.flows.certificate import Certificate
 from shardmath.flows.topology import Topology

@@ -30,9 +30,9 @@ from shardmath.flows.topology import Topology
 from shardmath.layouts.edits import repartialed
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
-from shardmath.plans.cover import not_whole
 from shardmath.plans.plan import Plan, Transfer, describe, rule_of
 from shardmath.plans.reduction import Reduction, check_arithmetic, identity_of, reduction
+from shardmath.plans.uncovered import not_whole
 
 __all__ = ["Flip", "Transposed", "adjoint", "flip_of", "swapped"]
 

@@ -14,15 +14,15 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from shardmath.base.arguments import text
 from shardmath.base.errors import PlanError
-from shardmath.base.given import text
 from shardmath.layouts.holdings import holdings_digest
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_tensors
-from shardmath.plans.cover import check_disjoint, first_unheld, holds_all, meeting
 from shardmath.plans.demands import Batch
 from shardmath.plans.reduction import Reduction, reduction
 from shardmath.plans.template import Template, template
+from shardmath.plans.uncovered import check_disjoint, first_unheld, holds_all, meeting
 
 __all__ = [
     "NOTHING",

@@ -29,17 +29,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardmath.base.arguments import as_integer
 from shardmath.base.digest import digest, names_digest
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
-from shardmath.base.given import plural, shown
-from shardmath.base.integers import as_integer
 from shardmath.base.public import public
+from shardmath.base.text import plural, shown
 from shardmath.flows.topology import Topology, checked
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
 from shardmath.plans.balance import balanced
-from shardmath.plans.cover import check_covered
 from shardmath.plans.demands import Batch, Demands, lines
 from shardmath.plans.groups import (
     NOTHING,
@@ -64,6 +63,7 @@ from shardmath.plans.stretches import (
     sent,
     sent_loads,
 )
+from shardmath.plans.uncovered import check_covered
 
 __all__ = [
     "Movable",

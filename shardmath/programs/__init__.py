@@ -6,7 +6,7 @@ In reading order:
 - `streams`: what goes from rank to rank, straight or relayed;
 - `messages`: messages and rounds, what ranks post;
 - `program`: a plan as rounds of messages, with what is relayed;
-- `pace`: a plan as rounds of messages, with nothing relayed;
+- `cutting`: a plan as rounds of messages, with nothing relayed;
 - `part`: all that one rank does;
 - `fanout`: who relays what;
 - `loads`: bytes by rank and link, and how long they take;

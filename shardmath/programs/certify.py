@@ -28,9 +28,9 @@ from shardmath.flows.bound import bound
 from shardmath.flows.certificate import Certificate, certificate
 from shardmath.flows.topology import Topology, checked
 from shardmath.plans.adjoint import Transposed
-from shardmath.plans.cover import meeting
 from shardmath.plans.demands import Demands, lines
 from shardmath.plans.plan import Plan
+from shardmath.plans.uncovered import meeting
 from shardmath.programs.loads import round_loads, seconds, sum_pairs
 from shardmath.programs.program import Program
 from shardmath.programs.scheduling import as_planned

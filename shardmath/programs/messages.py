@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.box import Box, from_slices
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath.plans.plan import Transfer
 
 __all__ = [

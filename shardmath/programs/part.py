@@ -26,8 +26,8 @@ from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import local_name
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable, Plan, Transfer
+from shardmath.programs.cutting import cut_transfers, most_peers, set_pace
 from shardmath.programs.messages import Round, gather_rounds, keeps_fold_order
-from shardmath.programs.pace import cut_transfers, most_peers, set_pace
 from shardmath.programs.program import Program
 
 __all__ = [

@@ -23,12 +23,12 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
+from shardmath.base.arguments import as_integer
 from shardmath.base.arrays import Ints
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
-from shardmath.base.given import plural
-from shardmath.base.integers import as_integer
 from shardmath.base.public import public
+from shardmath.base.text import plural
 from shardmath.collectives.collective import Collective, recognise_all
 from shardmath.flows.topology import Topology
 from shardmath.layouts.layout import Layout

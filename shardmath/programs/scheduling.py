@@ -28,11 +28,11 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias
 
+from shardmath.base.arguments import as_integer, known
 from shardmath.base.arrays import Ints
 from shardmath.base.digest import digest
 from shardmath.base.errors import PlanError
-from shardmath.base.given import known, shown
-from shardmath.base.integers import as_integer
+from shardmath.base.text import shown
 from shardmath.flows.topology import Topology, checked
 from shardmath.plans.balance import uncut
 from shardmath.plans.demands import Demands, lines

@@ -18,10 +18,10 @@ from shardmath.base.errors import PlanError
 from shardmath.layouts.edits import relabelled
 from shardmath.layouts.holdings import equivalent
 from shardmath.layouts.layout import Layout
-from shardmath.plans.cover import cells_held, check_disjoint
 from shardmath.plans.demands import Batch
 from shardmath.plans.plan import Plan
 from shardmath.plans.reduction import reduction
+from shardmath.plans.uncovered import cells_held, check_disjoint
 from shardmath.proofs.shapes import require
 
 __all__ = ["check_batches"]

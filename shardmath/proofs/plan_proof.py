@@ -37,11 +37,11 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.base.arrays import Bools, Ints, Offsets, pick
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
-from shardmath.plans.cover import cells_held
 from shardmath.plans.demands import Batch, Demands, Ranks
 from shardmath.plans.pieces import expand, unit_boxes
 from shardmath.plans.plan import Plan
 from shardmath.plans.template import Template
+from shardmath.plans.uncovered import cells_held
 from shardmath.proofs.batches import check_batches
 from shardmath.proofs.shapes import check_plan_shapes, require
 from shardmath.proofs.tables import check_lines

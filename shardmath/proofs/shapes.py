@@ -17,9 +17,8 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.overlay import Overlay
 from shardmath.algebra.partition import Partition
 from shardmath.algebra.runs import Runs
+from shardmath.base.arguments import as_integer, listed, text
 from shardmath.base.errors import PlanError
-from shardmath.base.given import listed, text
-from shardmath.base.integers import as_integer
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.plan import Plan, Transfer

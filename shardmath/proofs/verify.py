@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from shardmath.base.errors import PlanError
-from shardmath.base.given import shown
+from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed, adjoint
-from shardmath.plans.cover import not_whole
 from shardmath.plans.plan import Movable, Plan, Transfer
 from shardmath.plans.reduction import Reduction, reduction
+from shardmath.plans.uncovered import not_whole
 from shardmath.proofs.claims import check_claim
 from shardmath.proofs.simulate import as_program
 

@@ -3,7 +3,7 @@
 In reading order:
 
 - `wire`: what a transport gives: bytes and votes;
-- `beside`: threads in torch that nobody waits for without an end;
+- `threads`: threads in torch that nobody waits for without an end;
 - `failure`: who failed first;
 - `turns`: what ranks do together, one thing after another;
 - `agree`: every rank says what it is about to do;

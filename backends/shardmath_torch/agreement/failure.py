@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from shardmath_torch.agreement import beside
+from shardmath_torch.agreement import threads
 from shardmath_torch.compat import Store
 
 __all__ = ["UNTOLD", "FailureDetector", "Report", "find_first_failed"]
@@ -89,7 +89,7 @@ class FailureDetector:
     def report(self, mine: Report, let_go: Callable[[], None]) -> threading.Thread:
         """Report and let go, and wait no longer than that takes. Gives the thread that asks the others."""
         reported = threading.Event()
-        asking = beside.start(lambda: self._ask(mine, reported))
+        asking = threads.start(lambda: self._ask(mine, reported))
         # Others notice that connections end, and then look for a report: it has to be there first.
         reported.wait(self.grace / 4)
         let_go()
@@ -136,7 +136,7 @@ class FailureDetector:
         # Early on, who has not reported yet may only be slow.
         settled = start + self.grace / 4
         until = start + self.grace * 0.8
-        while time.monotonic() < until and not beside.leaving.is_set():
+        while time.monotonic() < until and not threads.leaving.is_set():
             self._read_reports(store)
             self.answered = True
             if time.monotonic() >= settled and self._has_enough():

@@ -2,7 +2,7 @@
 
 In reading order:
 
-- `claims`: which saves are going on, and what dead ones left;
+- `commits`: which saves are going on, and what dead ones left;
 - `stored`: a checkpoint as a value;
 - `index`: our index as JSON;
 - `opening`: checkpoints as they are found;

@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardmath.algebra.mesh import Mesh
+from shardmath.base.arguments import mapping
 from shardmath.base.errors import ExchangeError, ShardError
-from shardmath.base.given import mapping, plural, shown
+from shardmath.base.text import plural, shown
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import TOLD, gather, shared, word_lost

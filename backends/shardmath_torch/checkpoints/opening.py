@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardmath.base.errors import ShardError
-from shardmath_torch.checkpoints.claims import FILE, INDEX, METADATA, OURS
+from shardmath_torch.checkpoints.commits import FILE, INDEX, METADATA, OURS
 from shardmath_torch.checkpoints.index import (
     as_blobs,
     as_count,

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from shardmath.algebra.mesh import Mesh
+from shardmath.base.arguments import mapping
 from shardmath.base.digest import digest
-from shardmath.base.given import mapping
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat

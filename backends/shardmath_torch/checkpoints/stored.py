@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.box import Box, first_gap, first_overlap, tiles
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath.families.hf import Shapes
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError, Place, check_length, sizes_of

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.futures import Future
 
 from shardmath_torch import compat
-from shardmath_torch.checkpoints.claims import (
+from shardmath_torch.checkpoints.commits import (
     DATA,
     INDEX,
     METADATA,

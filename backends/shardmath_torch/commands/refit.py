@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import shardmath as sm
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath.families.rules import Side, parse
 from shardmath_torch.commands.command_line import make_parser, read_count, run_command
 from shardmath_torch.commands.processes import run

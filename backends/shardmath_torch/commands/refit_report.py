@@ -23,7 +23,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 import shardmath as sm
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath.families.rules import Rule, Side
 from shardmath_torch.commands.processes import Progress
 from shardmath_torch.commands.refit_bounds import Bounds

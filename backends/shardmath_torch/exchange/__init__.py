@@ -5,7 +5,7 @@ In reading order:
 - `cells`: local tensors before and after pieces arrive;
 - `endpoints`: where the pieces of messages lie in memory;
 - `memory`: the memory behind a tensor;
-- `apart`: whether tensors share memory;
+- `overlaps`: whether tensors share memory;
 - `local`: a rank's tensors, checked against the plan;
 - `staging`: memory for messages on their way;
 - `task`: what an engine is told;

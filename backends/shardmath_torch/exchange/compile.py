@@ -26,10 +26,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from shardmath.base.errors import ExchangeError
-from shardmath.base.given import shown
+from shardmath.base.text import shown
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
-from shardmath.programs.pace import set_pace
+from shardmath.programs.cutting import set_pace
 from shardmath.programs.part import INFLIGHT_BYTES, Outline, Part, outline, plan_of
 from shardmath.programs.program import Program
 from shardmath_torch import compat, dtypes

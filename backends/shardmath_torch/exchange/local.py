@@ -22,13 +22,13 @@ from shardmath.base.errors import ExchangeError
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Movable
 from shardmath.programs.part import own_boxes, stored_on
-from shardmath_torch.exchange.apart import (
+from shardmath_torch.exchange.memory import missing_memory, plain, stored_bytes
+from shardmath_torch.exchange.overlaps import (
     find_meeting,
     find_meeting_sides,
     overlaps_itself,
     shares_memory,
 )
-from shardmath_torch.exchange.memory import missing_memory, plain, stored_bytes
 
 __all__ = ["Local", "Tensors", "Wanted", "by_key", "check", "fits", "signature", "wanted"]
 

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple, NoReturn, TypeAlias
 from torch import Tensor
 
 from shardmath.base.errors import ExchangeError, ShardError
-from shardmath.base.given import plural, shown
 from shardmath.base.public import public
+from shardmath.base.text import plural, shown
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.part import Part

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardmath.algebra.mesh import Mesh
+from shardmath.base.arguments import mapping
 from shardmath.base.digest import digest
-from shardmath.base.given import mapping, plural, shown
+from shardmath.base.text import plural, shown
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.checkpoints.checkpoint import check_layouts, on_all

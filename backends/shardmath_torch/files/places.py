@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
 
 from shardmath.base.errors import ShardError
-from shardmath.base.given import shown
 from shardmath.base.public import public
+from shardmath.base.text import shown
 
 __all__ = [
     "CheckpointError",

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shardmath import Layout
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath_torch.dtypes import dtype_of, flat
 from shardmath_torch.safetensors.headers import WeightsError, damaged
 from shardmath_torch.safetensors.weights import Weights

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath.families.hf import Shapes
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import Place, place

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardmath.base.dtypes import ITEMSIZE
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath_torch.dtensors.dtensor import local_of
-from shardmath_torch.exchange.apart import overlaps_itself
-from shardmath_torch.exchange.apart import shares_memory as share_cells
 from shardmath_torch.exchange.memory import missing_memory, plain, reach
+from shardmath_torch.exchange.overlaps import overlaps_itself
+from shardmath_torch.exchange.overlaps import shares_memory as share_cells
 from shardmath_torch.files.places import CheckpointError
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
-from shardmath.base.given import plural
+from shardmath.base.text import plural
 from shardmath.layouts.layout import Layout
 from shardmath_torch.checkpoints.checkpoint import on_all
 from shardmath_torch.compat import Group, rank_or_0, ranks_of

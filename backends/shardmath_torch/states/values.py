@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardmath.base.dtypes import ITEMSIZE
-from shardmath.base.given import shown
+from shardmath.base.text import shown
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.exchange.memory import missing_memory, plain
 from shardmath_torch.files.places import CheckpointError

@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.checkpoints import checkpoint, reading, verifying, writing
-from shardmath_torch.checkpoints.claims import claim, find_counting, make_count, withdraw
+from shardmath_torch.checkpoints.commits import claim, find_counting, make_count, withdraw
 from shardmath_torch.files import checksums
 from shardmath_torch.files.places import CheckpointError, Remote, place
 from tests.distributed.pool import Pool

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from shardmath import LayoutError, Mesh, ParamLayoutError, buffers, testing
 from shardmath.buffers import BufferKey, FullParamLayout, Param, PerBufferParamLayout
-from shardmath.buffers.flat import _Leftmost
+from shardmath.buffers.fsdp_zero import _Leftmost
 from shardmath.testing.buffers import RULE_LAWS, RuleCase
 
 VECTORS = Path(__file__).parents[2] / "vectors"

@@ -33,7 +33,7 @@ from shardmath import (
 from shardmath.buffers import SHARD, Param, PerBufferParamLayout
 from shardmath.layouts.edits import window
 from shardmath.layouts.store import Store, check, local_tensors, locals_of, views
-from shardmath.plans.cover import check_disjoint
+from shardmath.plans.uncovered import check_disjoint
 from shardmath.testing.buffers import RuleCase
 
 NOBODY = -1.0

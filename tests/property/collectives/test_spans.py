@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath.algebra.runs import Runs
-from shardmath.algebra.spans import NOTHING, Holding, Spans, divided, inside, merge, spans_of, tile
+from shardmath.collectives.spans import (
+    NOTHING,
+    Holding,
+    Spans,
+    divided,
+    inside,
+    merge,
+    spans_of,
+    tile,
+)
 
 RANGES = st.lists(
     st.tuples(st.integers(0, 9), st.integers(1, 4)).map(lambda x: (x[0], x[0] + x[1])), max_size=4

@@ -13,13 +13,13 @@ import pytest
 
 import shardmath as sm
 from shardmath.plans.plan import Transfer
+from shardmath.programs.cutting import Pace, cut_transfers, most_peers, set_pace
 from shardmath.programs.messages import (
     Message,
     gather_rounds,
     keeps_fold_order,
     staging_bytes,
 )
-from shardmath.programs.pace import Pace, cut_transfers, most_peers, set_pace
 from shardmath.testing.rounds import walk
 from tests.distributed.tasks import cases
 

@@ -15,9 +15,9 @@ import pytest
 import shardmath as sm
 from shardmath import buffers
 from shardmath.algebra import cuts, runs
+from shardmath.base.arguments import as_integer, instance, known, listed, mapping, text
 from shardmath.base.errors import LayoutError, MeshError, PlanError, ShardError
-from shardmath.base.given import instance, known, listed, mapping, plural, shown, text
-from shardmath.base.integers import as_integer
+from shardmath.base.text import plural, shown
 from shardmath.families import rules
 from shardmath.layouts import edits, store
 from shardmath.pictures.text import show

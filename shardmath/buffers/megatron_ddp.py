@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from shardmath.base.arguments import as_integer, instance
 from shardmath.base.errors import ParamLayoutError
-from shardmath.base.given import instance, plural
-from shardmath.base.integers import as_integer
+from shardmath.base.text import plural
 from shardmath.buffers.draft import Draft
 from shardmath.buffers.param import (
     START,

@@ -28,7 +28,7 @@ from shardmath import (
 from shardmath.algebra import gaps
 from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.layouts.edits import window
-from shardmath.plans.cover import cells_held, check_disjoint, first_unheld, holds_all, meeting
+from shardmath.plans.uncovered import cells_held, check_disjoint, first_unheld, holds_all, meeting
 
 MESH = Mesh(dp=2, tp=2)
 WHOLE = Layout((6, 4), MESH, "(tp n) h")

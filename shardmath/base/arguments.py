@@ -1,7 +1,8 @@
-"""Given: values as callers pass them, made Python's own where a value of ours is made.
+"""Arguments: values as callers pass them, made Python's own where a value of ours is made.
 
 1. What is kept is plain: `str` and not a subclass of it, tuples and not lists, so that equal values
-   print, pickle and digest alike, and nobody can change them afterwards. Integers are `whole`'s.
+   print, pickle and digest alike, and nobody can change them afterwards. numpy's integers become Python's:
+   theirs overflow in products that a layout's sizes take part in, and print differently.
 2. A type is looked at before a value is compared or iterated over: comparing an array, or an object
    with an `==` of its own, answers anything or raises.
 
@@ -9,6 +10,11 @@
 ((1, 2), 'dp')
 >>> known("max", ("min", "max"))
 'max'
+>>> as_integer(3, "the size of axis 'tp'", ValueError)
+3
+>>> as_integer(2.5, "the size of axis 'tp'", ValueError)
+Traceback (most recent call last):
+ValueError: the size of axis 'tp' is 2.5; give an integer
 >>> listed("12", "sizes", ValueError)
 Traceback (most recent call last):
 ValueError: sizes are '12'; give a tuple
@@ -16,27 +22,18 @@ ValueError: sizes are '12'; give a tuple
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
-from typing import Any, TypeVar
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsIndex, TypeVar, cast
 
-__all__ = ["instance", "known", "listed", "mapping", "plural", "shown", "text"]
+from shardmath.base.text import shown
+
+__all__ = ["as_integer", "instance", "known", "listed", "mapping", "text"]
 
 T = TypeVar("T")
 
-MOST_SHOWN = 200
-"""Characters of a value that a message shows."""
-
-
-def shown(value: object) -> str:
-    """The value's repr, or the beginning of a long one; the type of what cannot be printed.
-
-    An integer of 5,000 digits cannot.
-    """
-    try:
-        out = repr(value)
-    except Exception:
-        return f"<{type(value).__name__} that cannot be printed>"
-    return out if len(out) <= MOST_SHOWN else f"{out[:MOST_SHOWN]}..."
+MOST = 1 << 256
+"""Beyond anything that is counted here, and short enough to be printed."""
 
 
 def text(value: object, what: str, error: type[ValueError]) -> str:
@@ -89,13 +86,19 @@ def instance(value: object, kind: type[T], fix: str, error: type[ValueError]) ->
     raise error(f"{shown(value)} is not a {kind.__name__}; {fix}")
 
 
-def plural(items: int | Sized, what: str, many: str = "") -> str:
-    """How many there are, as people say it.
-
-    >>> plural(1, "tensor"), plural([3, 4], "bucket"), plural(0, "box", "boxes")
-    ('1 tensor', '2 buckets', '0 boxes')
-    """
-    count = items if isinstance(items, int) else len(items)
-    if count == 1:
-        return f"{count} {what}"
-    return f"{count} {many or what + 's'}"
+def as_integer(value: object, what: str, error: type[ValueError]) -> int:
+    """`value` as an int. Raises `error`, which says `what` it is, for floats, text, bools, ..."""
+    if type(value) is int and -MOST <= value <= MOST:
+        return value
+    if type(value) is not bool:
+        try:
+            index = operator.index(cast(SupportsIndex, value))
+            number = int(index)  # index() keeps subclasses, such as IntEnum
+        except TypeError:
+            pass
+        else:
+            if -MOST <= number <= MOST:
+                return number
+            size = number.bit_length()
+            raise error(f"{what} is an integer of {size} bits; give one of 64 bits at most")
+    raise error(f"{what} is {value!r}; give an integer")

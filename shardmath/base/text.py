@@ -1,0 +1,123 @@
+"""Text: values as people read them, and sizes as people write them.
+
+>>> show_bytes(23_800_000), show_share(1, 8), show_ranks([0, 1, 2, 5])
+('23.80 MB', '12.50 %', 'ranks 0-2, 5')
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence, Sized
+
+__all__ = [
+    "make_table",
+    "plural",
+    "read_bytes",
+    "show_bytes",
+    "show_ranks",
+    "show_share",
+    "shown",
+]
+
+MOST_SHOWN = 200
+"""Characters of a value that a message shows."""
+
+UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+"""As the SI has them; KiB to TiB are read, and never shown."""
+
+SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,12})?)\s*(?:([KMGT])(I?))?B?\s*")
+POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def shown(value: object) -> str:
+    """The value's repr, or the beginning of a long one; the type of what cannot be printed.
+
+    An integer of 5,000 digits cannot.
+    """
+    try:
+        out = repr(value)
+    except Exception:
+        return f"<{type(value).__name__} that cannot be printed>"
+    return out if len(out) <= MOST_SHOWN else f"{out[:MOST_SHOWN]}..."
+
+
+def plural(items: int | Sized, what: str, many: str = "") -> str:
+    """How many there are, as people say it.
+
+    >>> plural(1, "tensor"), plural([3, 4], "bucket"), plural(0, "box", "boxes")
+    ('1 tensor', '2 buckets', '0 boxes')
+    """
+    count = items if isinstance(items, int) else len(items)
+    if count == 1:
+        return f"{count} {what}"
+    return f"{count} {many or what + 's'}"
+
+
+def show_bytes(n: float) -> str:
+    """A number of bytes.
+
+    >>> show_bytes(512), show_bytes(2_700_000_000_000)
+    ('512 B', '2.70 TB')
+    """
+    for unit, size in reversed(UNITS.items()):
+        if n >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{int(n)} B"
+
+
+def read_bytes(text: str) -> int | None:
+    """The bytes of "5GB", "1.5 kb", "64MiB" or "4096"; None for what is not a size.
+
+    >>> read_bytes("5GB"), read_bytes("1.5 kb"), read_bytes("1KiB"), read_bytes("many")
+    (5000000000, 1500, 1024, None)
+    """
+    found = SIZE.fullmatch(text.upper())
+    if found is None:
+        return None
+    number, prefix, binary = found.groups()
+    base = 1024 if binary else 1000
+    factor = base ** POWERS[prefix] if prefix else 1
+    # An integer stays exact; a float has 53 bits.
+    return int(float(number) * factor) if "." in number else int(number) * factor
+
+
+def show_share(part: int, whole: int) -> str:
+    """A part of all; what is there is never called nothing.
+
+    >>> show_share(0, 8), show_share(1, 10**6), show_share(0, 0)
+    ('0.00 %', '<0.01 %', '0.00 %')
+    """
+    percent = 100 * part / whole if whole else 0.0
+    return "<0.01 %" if 0 < percent < 0.005 else f"{percent:.2f} %"
+
+
+def show_ranks(ranks: Iterable[int]) -> str:
+    """Ranks by number, neighbours together.
+
+    >>> show_ranks([3]), show_ranks([5, 4, 7])
+    ('rank 3', 'ranks 4-5, 7')
+    """
+    spans: list[list[int]] = []
+    count = 0
+    for rank in sorted(ranks):
+        count += 1
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
+    return f"rank{'s' if count > 1 else ''} {', '.join(texts)}"
+
+
+def make_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Aligned columns under their heads."""
+    cells = [list(head)]
+    for row in rows:
+        cells.append([str(x) for x in row])
+    columns = zip(*cells, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for texts in cells:
+        aligned = [x.rjust(width) for x, width in zip(texts, widths, strict=True)]
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
