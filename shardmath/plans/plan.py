@@ -372,6 +372,13 @@ def _name_pieces(
     sources = len(p.src[names[0]])
     targets = len(p.dst[names[0]])
     new = tuple.__new__  # what Transfer(...) does in the end, at half the time
+    # Most tensors are one window on both sides, and have no local names to make.
+    if sources == targets == 1:
+        return [
+            new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, at, addend))
+            for name in names
+            for op, src, dst, at, shape, nbytes, addend in entering
+        ]
     out = []
     for name in names:
         there = local_name(name, batch.target, targets)
