@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from shardmath.base.text import show_share
 from shardmath.buffers.param_layout import PerBufferParamLayout
 from shardmath.pictures.buffer_text import (
     Bucket,
@@ -26,7 +27,7 @@ from shardmath.pictures.buffer_text import (
     summarize,
 )
 from shardmath.pictures.elements import FONT, VERMILION, every, plain
-from shardmath.pictures.text import count, count_more, share
+from shardmath.pictures.text import count, count_more
 
 __all__ = ["LEFT", "RIGHT", "buffer_svg"]
 
@@ -172,7 +173,7 @@ def _row(bucket: Bucket, y: int, room: int) -> Iterator[str]:
     for span, x, wide, (fill, _) in _boxes(bucket, room):
         yield _rect(x, y, wide, ROW, fill, _tooltip(bucket, span))
     right = LEFT + room + 10
-    padding = share(bucket.padding, bucket.numel)
+    padding = show_share(bucket.padding, bucket.numel)
     yield _text(right, y + 13, f"{bucket.numel:,}")
     yield _text(right, y + 26, f"{padding} padding")
 

@@ -42,12 +42,13 @@ import numpy as np
 from shardmath.base import dtypes
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import ParamLayoutError
+from shardmath.base.text import make_table, show_bytes, show_share
 from shardmath.buffers.grouping import BufferKey, FullParamLayout
 from shardmath.buffers.param import read_positive
 from shardmath.buffers.param_layout import PerBufferParamLayout
 from shardmath.buffers.shares import shard_numel
 from shardmath.pictures.elements import every
-from shardmath.pictures.text import count, count_more, nbytes, share, table
+from shardmath.pictures.text import count, count_more
 
 __all__ = [
     "Bucket",
@@ -196,7 +197,7 @@ def summarize(layout: PerBufferParamLayout, ranks: int) -> list[str]:
     by_bucket, by_rank = _count_padding(layout, ranks)
     params = count(len(layout.placed), "parameter")
     buckets = count(len(by_bucket), "bucket")
-    part = share(layout.padding, layout.numel)
+    part = show_share(layout.padding, layout.numel)
     padding = f"{layout.padding:,} of them padding ({part})"
     lines = [f"{params} in {buckets}: {count(layout.numel, 'element')}, {padding}"]
     lines.append(_compare_ranks(layout, by_rank))
@@ -204,7 +205,7 @@ def summarize(layout: PerBufferParamLayout, ranks: int) -> list[str]:
         sizes = [end - start for start, end in layout.bucket_indices]
         parts = [own / size if size else 0.0 for own, size in zip(by_bucket, sizes, strict=True)]
         worst = parts.index(max(parts))
-        found = share(by_bucket[worst], sizes[worst])
+        found = show_share(by_bucket[worst], sizes[worst])
         lines.append(f"bucket with the largest share of padding: {worst:,}, {found}")
     return lines
 
@@ -276,7 +277,7 @@ def _head_bucket(bucket: Bucket) -> str:
     """Where a bucket lies and how much it holds."""
     where = bucket.within(Span(0, bucket.numel))
     params = count(len(bucket.params), "parameter")
-    part = share(bucket.padding, bucket.numel)
+    part = show_share(bucket.padding, bucket.numel)
     return f"bucket {bucket.number:,} {where}: {params}, {bucket.padding:,} padding ({part})"
 
 
@@ -358,7 +359,7 @@ def buffer_table(layouts: FullParamLayout) -> str:
     if len(rows) > 1:
         every = list(layouts.values())
         rows.append(["all", "", "", "", *_count(every), _count_bytes(layouts.entries)])
-    return table(HEAD, rows)
+    return make_table(HEAD, rows)
 
 
 HEAD = (
@@ -389,7 +390,7 @@ def _count(layouts: Sequence[PerBufferParamLayout]) -> list[str]:
     buckets = sum(len(one.bucket_indices) for one in layouts)
     numel = sum(one.numel for one in layouts)
     padding = sum(one.padding for one in layouts)
-    return [f"{params:,}", f"{buckets:,}", f"{numel:,}", f"{padding:,}", share(padding, numel)]
+    return [f"{params:,}", f"{buckets:,}", f"{numel:,}", f"{padding:,}", show_share(padding, numel)]
 
 
 def _count_bytes(entries: Iterable[tuple[BufferKey, PerBufferParamLayout]]) -> str:
@@ -397,4 +398,4 @@ def _count_bytes(entries: Iterable[tuple[BufferKey, PerBufferParamLayout]]) -> s
     total = 0
     for key, layout in entries:
         total += layout.numel * dtypes.itemsize(key.grad_dtype)
-    return nbytes(total)
+    return show_bytes(total)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardmath.base.errors import PlanError
-from shardmath.base.text import plural, shown
+from shardmath.base.text import plural, show_bytes, shown
 from shardmath.flows.topology import Topology, checked
 from shardmath.layouts.layout import Layout
 from shardmath.pictures.cells import Cells, cells_of
@@ -35,7 +35,6 @@ from shardmath.pictures.elements import (
     words,
 )
 from shardmath.pictures.layout_drawing import Colours, colours_of, draw_layout
-from shardmath.pictures.text import nbytes
 from shardmath.pictures.traffic import Group, Traffic, traffic
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable, Plan
@@ -124,9 +123,9 @@ def _draw_side(
 def _describe(moved: Traffic, where: Topology | None) -> list[str]:
     """The sums of the heat map."""
     sent, stays, far = (int(table.sum()) for table in moved[2:])
-    texts = [f"{nbytes(sent)} between ranks, {nbytes(stays)} stays where it is"]
+    texts = [f"{show_bytes(sent)} between ranks, {show_bytes(stays)} stays where it is"]
     if where is not None:
-        texts.append(f"{nbytes(far)} of {nbytes(sent)} crosses from node to node")
+        texts.append(f"{show_bytes(far)} of {show_bytes(sent)} crosses from node to node")
     return texts
 
 
@@ -267,8 +266,8 @@ def _write_amount(x: float, y: float, amount: int, fill: str) -> str:
 
 def _few_digits(count: int) -> str:
     """A number of bytes that fits into a box."""
-    digits, unit = nbytes(count).split()
-    return f"{float(digits):.3g} {unit}" if float(digits) < 999.5 else nbytes(count)
+    digits, unit = show_bytes(count).split()
+    return f"{float(digits):.3g} {unit}" if float(digits) < 999.5 else show_bytes(count)
 
 
 def _amount(sent: int, stays: int, far: int) -> str:
@@ -291,7 +290,7 @@ def _fill(sent: int, stays: int, far: int, largest: int) -> str:
 def _draw_legend(moved: Traffic, where: Topology | None) -> Drawing:
     """What the shades mean."""
     largest = int(moved.sent.max(initial=0))
-    most = f"up to {nbytes(largest)}"
+    most = f"up to {show_bytes(largest)}"
     stays = _draw_entry("stays", (STAYS,))
     if where is None:
         sent = _draw_entry(f"sent, {most}", BLUES)

@@ -18,7 +18,7 @@ rank  dp tp  local shape  dimension 0  dimension 1
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import singledispatch
 
 import numpy as np
@@ -31,7 +31,7 @@ from shardmath.base.arguments import as_integer
 from shardmath.base.arrays import Ints
 from shardmath.base.drawn import html
 from shardmath.base.errors import LayoutError, PlanError
-from shardmath.base.text import plural, shown
+from shardmath.base.text import make_table, plural, show_bytes, shown
 from shardmath.collectives.collective import Collective
 from shardmath.flows.certificate import Certificate
 from shardmath.flows.topology import Topology
@@ -41,43 +41,7 @@ from shardmath.plans.plan import Plan
 from shardmath.programs.program import Program
 from shardmath.relabelling.relabelling import Relabelling
 
-__all__ = ["Shown", "count", "count_more", "grid", "nbytes", "share", "show", "table"]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Aligned columns under their heads."""
-    cells = [list(head)]
-    for row in rows:
-        cells.append([str(x) for x in row])
-    columns = zip(*cells, strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for texts in cells:
-        aligned = [x.rjust(width) for x, width in zip(texts, widths, strict=True)]
-        lines.append("  ".join(aligned).rstrip())
-    return "\n".join(lines)
-
-
-def nbytes(n: float) -> str:
-    """A number of bytes as people read it.
-
-    >>> nbytes(512), nbytes(23_800_000)
-    ('512 B', '23.80 MB')
-    """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{int(n)} B"
-
-
-def share(part: int, whole: int) -> str:
-    """A part as people read it; what is there is never called nothing.
-
-    >>> share(1, 8), share(0, 8), share(1, 10**6), share(0, 0)
-    ('12.50 %', '0.00 %', '<0.01 %', '0.00 %')
-    """
-    percent = 100 * part / whole if whole else 0.0
-    return "<0.01 %" if 0 < percent < 0.005 else f"{percent:.2f} %"
+__all__ = ["Shown", "count", "count_more", "grid", "show"]
 
 
 def count(number: int, what: str) -> str:
@@ -151,7 +115,7 @@ def _more(number: int, most: int, what: str) -> str:
 def _(mesh: Mesh, most: int) -> str:
     axes = " ".join(f"{name}={n}" for name, n in mesh.axes) or "one rank"
     rows = [[rank, *mesh.coords(rank).values()] for rank in mesh.ranks[:most]]
-    return f"{axes}\n{table(['rank', *mesh.shape], rows)}{_more(mesh.size, most, 'rank')}"
+    return f"{axes}\n{make_table(['rank', *mesh.shape], rows)}{_more(mesh.size, most, 'rank')}"
 
 
 @_text.register
@@ -168,7 +132,7 @@ def _(layout: Layout, most: int) -> str:
         del head[1]
         for row in rows:
             del row[1]
-    return f"{layout}\n{table(head, rows)}{_more(layout.mesh.size, most, 'rank')}"
+    return f"{layout}\n{make_table(head, rows)}{_more(layout.mesh.size, most, 'rank')}"
 
 
 def _write_coords(mesh: Mesh, rank: int) -> str:
@@ -181,13 +145,13 @@ def _write_coords(mesh: Mesh, rank: int) -> str:
 @_text.register
 def _(p: Plan | Transposed, most: int) -> str:
     sent, received = p.sent_bytes(), p.received_bytes()
-    rows = [[rank, nbytes(sent[rank]), nbytes(received[rank])] for rank in p.ranks[:most]]
-    loads = table(["rank", "sends", "receives"], rows)
+    rows = [[rank, show_bytes(sent[rank]), show_bytes(received[rank])] for rank in p.ranks[:most]]
+    loads = make_table(["rank", "sends", "receives"], rows)
     tensors = plural(p.src, "tensor")
     if p.in_part:
         tensors += f", {len(p.in_part)} of which the destination holds in part"
     between = f"{len(p.src_ranks)} and {len(p.dst_ranks)} ranks"
-    total = f"{nbytes(sum(sent.values()))} between {between}, {tensors}"
+    total = f"{show_bytes(sum(sent.values()))} between {between}, {tensors}"
     return f"{total}\n{loads}{_more(len(p.ranks), most, 'rank')}\n{_transfers(p, most)}"
 
 
@@ -205,11 +169,11 @@ def _transfers(p: Plan | Transposed, most: int) -> str:
 @_text.register
 def _(program: Program, most: int) -> str:
     rounds = f"{plural(program.slots, 'slot')} of {plural(program.turns, 'turn')}"
-    room = f"at most {nbytes(program.max_inflight_bytes)} under way per rank"
+    room = f"at most {show_bytes(program.max_inflight_bytes)} under way per rank"
     between = f"{len(program.plan.src_ranks)} and {len(program.plan.dst_ranks)} ranks"
     head = f"{plural(program.plan.src, 'tensor')} between {between}: {rounds}, {room}"
     rows = [_program_row(program, rank) for rank in program.ranks[:most]]
-    loads = table(["rank", "rounds", "messages", "sends", "receives"], rows)
+    loads = make_table(["rank", "rounds", "messages", "sends", "receives"], rows)
     operations = sorted({str(one) for one in program.collectives.values()})
     found = "".join(f"\nas one operation: {one}" for one in operations[:most])
     return f"{head}\n{loads}{_more(len(program.ranks), most, 'rank')}{found}"
@@ -223,14 +187,14 @@ def _program_row(program: Program, rank: int) -> list[object]:
         count += len(one.messages)
         sent += sum(message.nbytes for message in one.sends)
         received += sum(message.nbytes for message in one.receives)
-    return [rank, len(rounds), count, nbytes(sent), nbytes(received)]
+    return [rank, len(rounds), count, show_bytes(sent), show_bytes(received)]
 
 
 @_text.register
 def _(topology: Topology, most: int) -> str:
     node = f"nodes of {plural(topology.ranks_per_node, 'rank')}"
-    inside = f"{nbytes(topology.intra_bytes_per_s)}/s inside a node"
-    between = f"{nbytes(topology.inter_bytes_per_s)}/s to other nodes"
+    inside = f"{show_bytes(topology.intra_bytes_per_s)}/s inside a node"
+    between = f"{show_bytes(topology.inter_bytes_per_s)}/s to other nodes"
     latency = f"{_seconds(topology.latency_s)} per message"
     return f"{node}; per rank and direction {inside}, {between}; {latency}"
 
@@ -253,7 +217,7 @@ def _(certificate: Certificate, most: int) -> str:
         ranks = ", ".join(map(str, witness.ranks[:most]))
         if len(witness.ranks) > most:
             ranks += ", ..."
-        rows.append([way, f"{nbytes(witness.nbytes)} at {nbytes(witness.bytes_per_s)}/s"])
+        rows.append([way, f"{show_bytes(witness.nbytes)} at {show_bytes(witness.bytes_per_s)}/s"])
         rows.append(["ranks", ranks])
     width = max(len(str(name)) for name, _ in rows)
     listed = "\n".join(f"{str(name).rjust(width)}  {what}" for name, what in rows)
@@ -265,14 +229,14 @@ def _(runs: Runs, most: int) -> str:
     holes = len(runs) - runs.size
     head = f"{plural(runs.size, 'position')} of a dimension, {plural(holes, 'hole')}"
     rows = [[f"{lo}:{lo + n}", f"{g}:{g + n}"] for lo, g, n in runs.segments[:most]]
-    listed = table(["local", "global"], rows)
+    listed = make_table(["local", "global"], rows)
     return f"{head}\n{listed}{_more(len(runs.segments), most, 'range')}"
 
 
 @_text.register
 def _(relabelling: Relabelling, most: int) -> str:
     changed = [pair for pair in relabelling.pairs if pair[0] != pair[1]]
-    listed = table(["rank", "becomes"], changed[:most])
+    listed = make_table(["rank", "becomes"], changed[:most])
     return f"{relabelling}\n{listed}{_more(len(changed), most, 'rank')}"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shardmath import buffers
-from shardmath.pictures.text import share
+from shardmath.base.text import show_share
 from shardmath_torch.models.configs import (
     DEEPSEEK_V3,
     NEMOTRON_NANO,
@@ -69,7 +69,7 @@ def laid_out(params: tuple[buffers.Param, ...], name: str, ranks: int) -> buffer
 
 def padding(layouts: buffers.FullParamLayout) -> str:
     """The share of all buffers that is padding."""
-    return share(
+    return show_share(
         sum(one.padding for one in layouts.values()), sum(one.numel for one in layouts.values())
     )
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shardmath.pictures.text import table
+from shardmath.base.text import make_table
 
 
 class Row(NamedTuple):
@@ -118,7 +118,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     rows, notes = config.stash[ROWS], config.stash[NOTES]
     if rows:
         terminalreporter.section("figures, each beside its peer")
-        terminalreporter.write_line(table(HEAD, map(cells, rows)))
+        terminalreporter.write_line(make_table(HEAD, map(cells, rows)))
     for heading, lines in notes.items():
         terminalreporter.section(heading)
         terminalreporter.write_line("\n".join(lines))

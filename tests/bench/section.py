@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from shardmath.pictures.text import table
+from shardmath.base.text import make_table
 
 
 def arguments(description: str, **numbers: int) -> argparse.Namespace:
@@ -34,7 +34,7 @@ def slowest(ranks: Iterable[Sequence[float]]) -> float:
 
 def show(page: Path | None, title: str, about: str, head: list[str], rows: list[list[str]]) -> None:
     """Prints the table, and puts it into the page."""
-    print(f"{title}: {about}\n{table(head, rows)}")
+    print(f"{title}: {about}\n{make_table(head, rows)}")
     if page is not None:
         lines = [f"| {' | '.join(row)} |" for row in rows]
         text = "\n".join(

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from shardmath.base.text import show_ranks
 from shardmath_torch.agreement.turns import Refused
 from shardmath_torch.agreement.wire import Wire
 
@@ -154,7 +155,7 @@ def vote(
 def _word_objections(objections: Mapping[int, str]) -> str:
     """One line for each different objection, naming the ranks that have it."""
     by_text = _group_ranks(objections)
-    lines = [f"{_name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+    lines = [f"{show_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
     shown = lines[:SHOWN]
     if len(lines) > SHOWN:
         shown.append(f"and {len(lines) - SHOWN} more objections")
@@ -165,7 +166,7 @@ def _word_disagreement(intents: Mapping[int, str]) -> str:
     """What ranks intend, one line each, beginning with what most of them do."""
     by_text = _group_ranks(intents)
     by_number = sorted(by_text.items(), key=lambda item: (-len(item[1]), item[1]))
-    lines = [f"{_name_ranks(ranks)}: {text}" for text, ranks in by_number[:SHOWN]]
+    lines = [f"{show_ranks(ranks)}: {text}" for text, ranks in by_number[:SHOWN]]
     calls = "make the same calls in the same order, with the same plan and settings, on every rank"
     fix = f"nothing was moved; {calls}"
     if any(" in thread " in text for text in by_text):
@@ -180,19 +181,3 @@ def _group_ranks(texts: Mapping[int, str]) -> dict[str, list[int]]:
     for rank, text in texts.items():
         by_text.setdefault(text, []).append(rank)
     return by_text
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`.
-
-    >>> _name_ranks([0, 1, 2, 5])
-    'ranks 0-2, 5'
-    """
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"

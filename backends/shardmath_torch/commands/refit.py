@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import shardmath as sm
-from shardmath.base.text import plural
+from shardmath.base.text import plural, read_bytes, show_bytes
 from shardmath.families.rules import Side, parse
 from shardmath_torch.commands.command_line import make_parser, read_count, run_command
 from shardmath_torch.commands.processes import run
@@ -33,7 +33,6 @@ from shardmath_torch.commands.refit_report import (
     Screen,
     layouts_table,
     screen,
-    size,
     times_table,
     traffic_table,
 )
@@ -51,16 +50,6 @@ MOST_RANKS = 64
 """More processes than that on one machine are a typing mistake."""
 MOST_SECONDS = 10.0**6
 """Eleven days. torch's timeouts are timedeltas, which end before 10^14 seconds."""
-UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +109,11 @@ def _read_seconds(text: str) -> float:
 
 def _read_bytes(text: str) -> int:
     """A size such as 64MB, in bytes."""
-    found = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text)
-    number = int(found[1]) if found else 0
-    unit = UNITS.get(found[2].upper()) if found else None
-    if unit is None or not number:
+    found = read_bytes(text)
+    if not found:
         fix = "write bytes, or a unit: 64MB, 1GiB"
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; {fix}")
-    return number * unit
+    return found
 
 
 def _refit(options: argparse.Namespace, model: Path, show: Screen, out: Path | None) -> Result:
@@ -226,7 +213,7 @@ def _compare_busiest(sent: dict[int, int], bound: Bounds) -> str:
     why = f"ranks {forced_by} alone hold what forces it"
     if len(bound.forced_by) == 1:
         why = f"rank {forced_by} alone holds what forces it"
-    loads = f"busiest sender {size(ours)}, lower bound {size(bound.busiest)}"
+    loads = f"busiest sender {show_bytes(ours)}, lower bound {show_bytes(bound.busiest)}"
     return f"{loads} (ratio {ratio:.4f}): {why}"
 
 

@@ -23,7 +23,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 import shardmath as sm
-from shardmath.base.text import plural
+from shardmath.base.text import plural, show_bytes
 from shardmath.families.rules import Rule, Side
 from shardmath_torch.commands.processes import Progress
 from shardmath_torch.commands.refit_bounds import Bounds
@@ -36,7 +36,6 @@ __all__ = [
     "Table",
     "layouts_table",
     "screen",
-    "size",
     "times_table",
     "traffic_table",
 ]
@@ -174,7 +173,7 @@ def _summarise(progress: Mapping[int, Progress]) -> str:
     if phase in ("load", "check"):
         done = sum(at.done for at in there)
         total = sum(at.total for at in there)
-        return f"{text}: {size(done)} of {size(total)}"
+        return f"{text}: {show_bytes(done)} of {show_bytes(total)}"
     if phase == "move":
         step = min(at.done for at in there) + 1
         return f"{text}: step {step:.0f} of {there[0].total:.0f}"
@@ -189,14 +188,6 @@ def _count_phases(progress: Mapping[int, Progress]) -> float:
         if at.total:
             behind += at.done / at.total
     return min(behind / len(progress), len(PHASES) - 1)
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: `12.3 MB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def layouts_table(weights: Weights, src: Side, dst: Side) -> Table:
@@ -235,7 +226,7 @@ def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str
     return (
         " / ".join(dict.fromkeys(patterns)),
         str(len(names)),
-        size(sum(sizes.values())),
+        show_bytes(sum(sizes.values())),
         *texts,
         f"{largest} {entry.dtype}{list(entry.shape)}",
     )
@@ -244,9 +235,9 @@ def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str
 def traffic_table(plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]) -> Table:
     """Bytes that each rank loaded, sent and received, each beside what no direct plan can go below."""
     counts = _count_traffic(plan, bound, outcomes)
-    rows = [(str(rank), *map(size, row)) for rank, row in counts.items()]
+    rows = [(str(rank), *map(show_bytes, row)) for rank, row in counts.items()]
     totals = map(sum, zip(*counts.values(), strict=True))
-    rows.append(("all", *map(size, totals)))
+    rows.append(("all", *map(show_bytes, totals)))
     title = "Bytes of one move, each beside its lower bound"
     return Table(title, TRAFFIC, tuple(rows))
 
@@ -311,5 +302,5 @@ def _write_times(nbytes: int, steps: Sequence[float]) -> tuple[str, str, str]:
     """The first and the best time, and the throughput of the best."""
     first = steps[0]
     best = min(steps)
-    throughput = size(nbytes / best)
+    throughput = show_bytes(nbytes / best)
     return f"{first * 1e3:.1f} ms", f"{best * 1e3:.1f} ms", f"{throughput}/s"

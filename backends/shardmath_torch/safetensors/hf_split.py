@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from shardmath.base.dtypes import itemsize
+from shardmath.base.text import read_bytes
 from shardmath.families.hf import Entry
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
@@ -36,8 +37,6 @@ __all__ = [
 File: TypeAlias = dict[str, Entry]
 """The tensors of a file, in the order in which they lie there."""
 
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-SIZE = re.compile(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*([KMGT]B)\s*")
 NUMBER = re.compile(r"([0-9]+)")
 
 
@@ -47,8 +46,7 @@ def size_of(size: int | str) -> int:
     >>> size_of("5GB"), size_of("1.5 kb")
     (5000000000, 1500)
     """
-    found = SIZE.fullmatch(str(size).upper())
-    nbytes = int(float(found[1]) * UNITS[found[2]]) if found else size
+    nbytes = read_bytes(size) if isinstance(size, str) else size
     if type(nbytes) is not int or nbytes < 1:
         what = f"max_shard_size is {shown(size)}"
         raise CheckpointError(f"{what}; give a number of bytes, or text such as '500MB' or '5GB'")

@@ -25,7 +25,7 @@ from shardmath_torch.commands.command_line import run_command
 from shardmath_torch.commands.refit import DEMO_DST, DEMO_SRC, command
 from shardmath_torch.commands.refit_bounds import bounds
 from shardmath_torch.commands.refit_out import check_out, finish, leave, undo
-from shardmath_torch.commands.refit_report import Table, size
+from shardmath_torch.commands.refit_report import Table
 from shardmath_torch.safetensors.slices import load
 from shardmath_torch.safetensors.weights import open_weights
 
@@ -533,10 +533,3 @@ def test_bound_of_nothing() -> None:
 def test_tables_align() -> None:
     table = Table("Title", ("name", "n"), (("a", "5"), ("bcd", "12")))
     assert str(table) == "Title\n  name   n\n  ----  --\n  a      5\n  bcd   12"
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e9, "2.50 GB")]
-)
-def test_sizes(nbytes: float, text: str) -> None:
-    assert size(nbytes) == text

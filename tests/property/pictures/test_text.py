@@ -23,15 +23,16 @@ from shardmath import (
     schedule,
     testing,
 )
-from shardmath.pictures.text import LEGEND, grid, nbytes, show, table
+from shardmath.base.text import make_table, show_bytes
+from shardmath.pictures.text import LEGEND, grid, show
 
 
 def test_table() -> None:
     assert (
-        table(["a", "long"], [[1, "x"], ["wide one", 22]])
+        make_table(["a", "long"], [[1, "x"], ["wide one", 22]])
         == "       a  long\n       1     x\nwide one    22"
     )
-    assert table(["a"], []) == "a"
+    assert make_table(["a"], []) == "a"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_table() -> None:
     ],
 )
 def test_nbytes(n: float, text: str) -> None:
-    assert nbytes(n) == text
+    assert show_bytes(n) == text
 
 
 def test_a_layout() -> None:

@@ -1,0 +1,51 @@
+"""Texts for people: sizes that are read back as they were, ranks that lose nobody, shares that are never called nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmath.base.text import plural, read_bytes, show_bytes, show_ranks, show_share
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e9, "2.50 GB")]
+)
+def test_sizes(nbytes: float, text: str) -> None:
+    assert show_bytes(nbytes) == text
+
+
+@given(st.integers(0, 10**15))
+def test_sizes_are_read_back(nbytes: int) -> None:
+    """To the three digits or more that are shown; and exactly as numbers."""
+    assert read_bytes(str(nbytes)) == nbytes
+    read = read_bytes(show_bytes(nbytes))
+    assert read is not None and abs(read - nbytes) <= nbytes / 200
+
+
+@pytest.mark.parametrize(
+    "text", ["", "B", "MB", "-1", "1e3", "5 QB", "1.MB", "0x10", "\u00b2", "1" * 19]
+)
+def test_what_is_not_a_size(text: str) -> None:
+    assert read_bytes(text) is None
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_ranks_are_all_named(ranks: set[int]) -> None:
+    """Read back from the text, and one word for one rank."""
+    word, _, listed = show_ranks(ranks).partition(" ")
+    found: set[int] = set()
+    for span in listed.split(", "):
+        first, _, last = span.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    assert found == ranks and word == ("rank" if len(ranks) == 1 else "ranks")
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9))
+def test_shares(part: int, whole: int) -> None:
+    assert (show_share(part, whole) == "0.00 %") == (part == 0 or whole == 0)
+
+
+def test_counts() -> None:
+    assert (plural(1, "rank"), plural([], "rank")) == ("1 rank", "0 ranks")
