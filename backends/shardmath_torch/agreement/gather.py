@@ -77,8 +77,7 @@ def _gather(party: Party, mine: _T, what: str) -> list[_T]:
         # The others wait for this rank's vote.
         objection = f"what it says cannot be pickled: {type(error).__name__}: {error}"
     told = LENGTH.pack(len(said)) + said
-    # With a patience of its own, a wait can be interrupted: others may take long to come.
-    ballots = party.vote(Ballot(what, objection=objection, said=told), party.patience)
+    ballots = party.vote(Ballot(what, objection=objection, said=told))
     sizes: list[int] = []
     texts: list[bytes] = []
     for ballot in ballots:
@@ -96,7 +95,7 @@ def _gather_pieces(party: Party, said: bytes, sizes: list[int]) -> list[bytes]:
     for start in range(0, most, PIECE):
         stop = min(start + PIECE, most)
         piece = said[start:stop].ljust(stop - start, b"\0")
-        pieces = party.gather(piece, party.patience)
+        pieces = party.gather(piece)
         for text, piece in zip(texts, pieces, strict=True):
             text += piece
     return [bytes(text[:size]) for text, size in zip(texts, sizes, strict=True)]

@@ -95,10 +95,10 @@ class Party:
                 hosts.append(rank)
         self.turns.host = hosts[0] if hosts else None
 
-    def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
+    def gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, all of one size: a vote that nobody can object to. Raises PeerFailure."""
         self.wire.begin(self.turns.next())
-        records = self.wire.gather(record, patience)
+        records = self.wire.gather(record)
         self.turns.agreed()
         return records
 
