@@ -1,4 +1,4 @@
-"""Texts for people: sizes that are read back as they were, ranks that lose nobody, shares that are never called nothing."""
+"""Texts for people: sizes that are read back, ranks that lose nobody, shares that are never called nothing."""
 
 from __future__ import annotations
 
