@@ -50,6 +50,7 @@ def test_goes_on(pool: Pool, wanted: list[float]) -> None:
     check(pool.run(work.chained, work.STAGES, timeout=120), work.STAGES, expected(pool, wanted))
 
 
+@pytest.mark.slow
 def test_by_checkpoints(pool: Pool, wanted: list[float], tmp_path: Path) -> None:
     """The same, saved and loaded at each stage."""
     check(

@@ -82,7 +82,14 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def deep(pairs: list[tuple[str, str]]) -> list[Any]:
+    """Every other pair, and the rest for `make test-all`."""
+    return [
+        p if i % 2 == 0 else pytest.param(*p, marks=pytest.mark.slow) for i, p in enumerate(pairs)
+    ]
+
+
+@pytest.mark.parametrize(("src", "dst"), deep(PAIRS))
 def test_goes_on(pool: Pool, runs: Runs, tmp_path_factory: Any, src: str, dst: str) -> None:
     """The losses of a run without a break; what was saved is there bit by bit, and stays as close as the losses."""
     path, first = uninterrupted(pool, runs, tmp_path_factory, MESHES[src])
