@@ -90,18 +90,22 @@ def _cut_flat(dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
     row = math.prod(dims[1:])
     first = lo // row
     last = (hi - 1) // row
+    start = lo - first * row
+    end = hi - last * row
     if first == last:
-        return _cut_row(first, dims, lo - first * row, hi - first * row)
+        return _cut_row(first, dims, start, end)
     head: list[Box] = []
     tail: list[Box] = []
-    if lo % row:
-        head = _cut_row(first, dims, lo - first * row, row)
+    if start > 0:
+        head = _cut_row(first, dims, start, row)
         first += 1
-    if hi % row:
-        tail = _cut_row(last, dims, 0, hi - last * row)
+    if end < row:
+        tail = _cut_row(last, dims, 0, end)
         last -= 1
     if first <= last:
-        head.append(((first, last + 1), *full(dims[1:])))
+        rows = first, last + 1
+        inner = full(dims[1:])
+        head.append((rows, *inner))
     return head + tail
 
 
@@ -141,15 +145,25 @@ def _sweep(table: Ints, label: Ints) -> tuple[int, int] | None:
     reach = np.searchsorted(lo[:, along], hi[:, along], "left")
     after = np.arange(1, len(table) + 1)
     for i in np.flatnonzero(reach > after).tolist():
-        later = slice(i + 1, int(reach[i]))
-        shared = (lo[later] < hi[i]) & (hi[later] > lo[i])
-        unlike = label[later] != label[i]
-        meets = shared.all(axis=1) & unlike
-        if meets.any():
-            j = later.start + int(meets.argmax())
-            pair = sorted(order[[i, j]].tolist())
-            return pair[0], pair[1]
+        stop = int(reach[i])
+        j = _find_meeting(lo, hi, label, i, stop)
+        if j is not None:
+            one, other = sorted(order[[i, j]].tolist())
+            return one, other
     return None
+
+
+def _find_meeting(lo: Ints, hi: Ints, label: Ints, i: int, stop: int) -> int | None:
+    """The first box after box i, and before `stop`, of another label that shares an element."""
+    later = slice(i + 1, stop)
+    begin_before = lo[later] < hi[i]
+    end_after = hi[later] > lo[i]
+    shared = begin_before & end_after
+    unlike = label[later] != label[i]
+    meets = shared.all(axis=1) & unlike
+    if not meets.any():
+        return None
+    return i + 1 + int(meets.argmax())
 
 
 def _find_busiest(table: Ints) -> int:
@@ -176,19 +190,24 @@ def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
     if not held:
         return None if boxes else ()
     rest = held[1:]
-    begin, end = _borders([box[0] for box in boxes])
+    outer = [box[0] for box in boxes]
+    begin, end = _borders(outer)
     enter, leave = _borders(held[0])
     active: dict[int, Box] = {}
     inside = 0
     known = False  # that the slab before has no gap
     for x in sorted({*begin, *end, *enter, *leave}):
-        gone = [active.pop(i) for i in end.get(x, ())]
-        new = {i: boxes[i][1:] for i in begin.get(x, ())}
+        ending = end.get(x, ())
+        beginning = begin.get(x, ())
+        gone = [active.pop(i) for i in ending]
+        new = {i: boxes[i][1:] for i in beginning}
         active |= new
-        inside += len(enter.get(x, ())) - len(leave.get(x, ()))
+        inside += len(enter.get(x, ()))
+        inside -= len(leave.get(x, ()))
         if inside:
+            differ = gone if known else None
             fresh = list(new.values())
-            gap = _find_in_slab(rest, active, gone if known else None, fresh)
+            gap = _find_in_slab(rest, active, differ, fresh)
             if gap is not None:
                 return (x, *gap)
         known = inside > 0
@@ -262,9 +281,11 @@ def tiles(held: Ranges, boxes: Sequence[Box]) -> bool:
     """
     if not held or not boxes:
         return len(boxes) == _count_elements(held)
-    table = np.array(boxes, np.int64).reshape(len(boxes), len(held), 2)
+    ends = len(boxes), len(held), 2
+    table = np.array(boxes, np.int64).reshape(ends)
     seed = _seed(held, table)
-    return all(_weights_agree(held, table, seed + turn) for turn in (b"0", b"1"))
+    seeds = seed + b"0", seed + b"1"
+    return all(_weights_agree(held, table, each) for each in seeds)
 
 
 def _count_elements(held: Ranges) -> int:
@@ -296,11 +317,15 @@ def _weights_agree(held: Ranges, table: Ints, seed: bytes) -> bool:
         marks = np.unique(ends)
         seed_here = seed + d.to_bytes(8, "little")
         weight = _draw_weights(len(marks), seed_here)
-        before = (np.cumsum(weight) - weight) % PRIME
-        boxes = boxes * _weigh(box_ranges, marks, before) % PRIME
+        up_to = np.cumsum(weight)
+        before = (up_to - weight) % PRIME
+        boxes *= _weigh(box_ranges, marks, before)
+        boxes %= PRIME
         own = _weigh(own_ranges, marks, before)
-        product = product * int(own.sum()) % PRIME
-    return int(boxes.sum()) % PRIME == product
+        product *= int(own.sum())
+        product %= PRIME
+    total = int(boxes.sum()) % PRIME
+    return total == product
 
 
 def _draw_weights(count: int, seed: bytes) -> NDArray[np.uint64]:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath.base.arrays import Ints
+from shardmath.base.arrays import Bools, Ints
 
 __all__ = ["GRID", "Product", "Ranges", "find_gap"]
 
@@ -69,6 +69,11 @@ class _Table(NamedTuple):
     hi: Ints
     owner: Ints
 
+    def holds(self, position: int) -> Bools:
+        """Of each range whether it has the position."""
+        has_begun = self.lo <= position
+        return has_begun & (position < self.hi)
+
 
 def _list_ranges(products: tuple[Product, ...], dimension: int) -> _Table:
     """The ranges of one dimension of all products."""
@@ -95,37 +100,52 @@ def _find_on_line(size: int, products: tuple[Product, ...]) -> tuple[int] | None
     reach = np.maximum.accumulate(stops)
     begin = np.append(table.lo[order], size)
     gaps = reach[begin > reach]
-    return (int(gaps[0]),) if len(gaps) else None
+    if not len(gaps):
+        return None
+    return (int(gaps[0]),)
 
 
 def _find_in_grid(borders: list[Ints], tables: list[_Table], count: int) -> tuple[int, ...] | None:
-    """By how many products hold each cell: exact in float32, of which whole numbers up to 2^24
-    are."""
-    marks = [_mark(*each, count) for each in zip(borders, tables, strict=True)]
-    # Cells of all dimensions but the first, row-major, so that one matrix product counts them all.
-    rest = np.ones((count, 1), np.float32)
-    for other in marks[1:]:
-        cells = rest[:, :, None] * other[:, None, :]
-        rest = cells.reshape(count, -1)
-    bare = marks[0].T @ rest == 0
+    """By how many products hold each cell: exact in float32, as integers up to 2^24 are."""
+    marks = []
+    for own, table in zip(borders, tables, strict=True):
+        marks.append(_mark(own, table, count))
+    # Cells of all dimensions but the first as one, so that one matrix product counts them all.
+    first, *others = marks
+    rest = _mark_cells(others, count)
+    counts = first.T @ rest
+    bare = counts == 0
     at = int(bare.argmax())
     if not bare.flat[at]:
         return None
-    where = np.unravel_index(at, [len(each) for each in borders])
+    sizes = list(map(len, borders))
+    where = np.unravel_index(at, sizes)
     found = []
-    for each, i in zip(borders, where, strict=True):
-        found.append(int(each[i]))
+    for own, i in zip(borders, where, strict=True):
+        found.append(int(own[i]))
     return tuple(found)
+
+
+def _mark_cells(marks: list[NDArray[np.float32]], count: int) -> NDArray[np.float32]:
+    """1 where a product holds a cell of all these dimensions: (products, cells), row-major."""
+    held = np.ones((count, 1), np.float32)
+    for other in marks:
+        cells = held[:, :, None] * other[:, None, :]
+        held = cells.reshape(count, -1)
+    return held
 
 
 def _mark(borders: Ints, table: _Table, count: int) -> NDArray[np.float32]:
     """1 where a product holds a cell of the dimension: (products, cells)."""
     # A range is a step up where it begins and a step down where it ends.
-    steps = np.zeros((count, len(borders) + 1), np.float32)
-    up = borders.searchsorted(table.lo)
-    down = borders.searchsorted(table.hi)
-    np.add.at(steps, (table.owner, up), 1)
-    np.add.at(steps, (table.owner, down), -1)
+    shape = count, len(borders) + 1
+    steps = np.zeros(shape, np.float32)
+    begin = borders.searchsorted(table.lo)
+    end = borders.searchsorted(table.hi)
+    up = table.owner, begin
+    down = table.owner, end
+    np.add.at(steps, up, 1)
+    np.add.at(steps, down, -1)
     inside = steps[:, :-1]
     return inside.cumsum(axis=1, dtype=np.float32)
 
@@ -133,21 +153,22 @@ def _mark(borders: Ints, table: _Table, count: int) -> NDArray[np.float32]:
 def _find_in_slabs(
     shape: tuple[int, ...], products: tuple[Product, ...], borders: Ints, table: _Table
 ) -> tuple[int, ...] | None:
-    """By the products that hold each border of the first dimension; the same ones are looked at
-    once."""
+    """By the products that hold each border of the first dimension; equal ones are looked at once."""
     number: dict[Product, int] = {}
     numbers = [number.setdefault(product[1:], len(number)) for product in products]
     rest = np.array(numbers, np.int64)
+    rest_of_range = rest[table.owner]
     distinct = tuple(number)
     full: set[bytes] = set()
     for start in borders.tolist():
+        is_held = table.holds(start)
         having = np.zeros(len(distinct), bool)
-        here = (table.lo <= start) & (start < table.hi)
-        having[rest[table.owner[here]]] = True
+        having[rest_of_range[is_held]] = True
         key = np.packbits(having).tobytes()
         if key in full:
             continue
-        some = tuple(distinct[i] for i in np.flatnonzero(having).tolist())
+        chosen = np.flatnonzero(having).tolist()
+        some = tuple(distinct[i] for i in chosen)
         gap = find_gap(shape[1:], some)
         if gap is not None:
             return (start, *gap)

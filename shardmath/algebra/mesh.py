@@ -95,11 +95,11 @@ class Mesh:
     def _index(self, total: int) -> None:
         """Keep what is looked up often: positions by rank, the hash, and coordinates by axis."""
         positions = {rank: i for i, rank in enumerate(self.ranks)}
-        names = [name for name, _ in self.axes]
         sizes = [n for _, n in self.axes]
-        steps = {}
         at = np.arange(total)
-        for name, stride in zip(names, strides(sizes), strict=True):
+        steps = {}
+        for axis, stride in zip(self.axes, strides(sizes), strict=True):
+            name, _ = axis
             steps[name] = at // stride
         digest = hash((self.axes, self.ranks))
         object.__setattr__(self, "_positions", positions)
@@ -232,12 +232,13 @@ class Mesh:
         """
         order = _read_names(names)
         before = list(self.shape)
-        if len(order) != len(before) or set(order) != set(before):
+        if sorted(order) != sorted(before):
             raise MeshError(f"cannot transpose {self} to {order}; name each of its axes once")
-        axes = tuple((name, self.axis_size(name)) for name in order)
         index = [before.index(name) for name in order]
-        ranks = self.array().transpose(index)
-        return _make_mesh(axes, tuple(ranks.ravel().tolist()))
+        axes = tuple(self.axes[i] for i in index)
+        array = self.array().transpose(index)
+        ranks = array.ravel().tolist()
+        return _make_mesh(axes, tuple(ranks))
 
     def select(self, **coords: int) -> Mesh:
         """The sub-mesh at these coordinates: `mesh.select(pp=0)`; the axes named are gone from it.
@@ -252,8 +253,9 @@ class Mesh:
                 raise MeshError(f"{what}; use 0..{n - 1}")
         index = tuple(coords.get(name, slice(None)) for name in self.shape)
         axes = tuple(axis for axis in self.axes if axis[0] not in coords)
-        ranks = self.array()[index].ravel()
-        return _make_mesh(axes, tuple(ranks.tolist()))
+        array = self.array()[index]
+        ranks = array.ravel().tolist()
+        return _make_mesh(axes, tuple(ranks))
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The ranks along some axes: one tuple of ranks per group, whose coordinates differ on these axes only.
@@ -272,7 +274,7 @@ class Mesh:
             raise MeshError(f"axes {along} repeat a name; name each axis of the groups once")
         names = list(self.shape)
         others = [name for name in names if name not in along]
-        order = [names.index(name) for name in (*others, *along)]
+        order = [names.index(name) for name in others + list(along)]
         ranks = self.array().transpose(order)
         groups = ranks.reshape(-1, count).tolist()
         return tuple(map(tuple, groups))

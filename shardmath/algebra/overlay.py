@@ -70,15 +70,12 @@ def overlay(source: Partition, target: Partition) -> Overlay:
     """What of each source key each destination goal has."""
     here = _cut_atoms(source)
     there = _cut_atoms(target)
-
-    # Atoms of a side are disjoint and ascend: those that meet an atom of the other lie together.
-    begin = here.stop.searchsorted(there.start, "right")
-    end = here.start.searchsorted(there.stop, "left")
-    a, b = ranges(begin, end)
+    a, b = _pair_meeting(here, there)
     start = np.maximum(here.start[a], there.start[b])
-    size = np.minimum(here.stop[a], there.stop[b]) - start
-    src = here.local[a] + (start - here.start[a])[:, None]
-    dst = there.local[b] + (start - there.start[b])[:, None]
+    stop = np.minimum(here.stop[a], there.stop[b])
+    size = stop - start
+    src = _locate(here, a, start)
+    dst = _locate(there, b, start)
 
     # A pair is one number; within a pair, rows stand as the destination holds them.
     radix = len(there.sets) + 1
@@ -88,6 +85,7 @@ def overlay(source: Partition, target: Partition) -> Overlay:
     size = size[order]
     first = begins(pair)
     pair_key, pair_goal = np.divmod(pair[first], radix)
+    pair_size = np.add.reduceat(size, first) if len(first) else size
     return Overlay(
         source=source,
         target=target,
@@ -95,7 +93,7 @@ def overlay(source: Partition, target: Partition) -> Overlay:
         goals=there.sets,
         pair_key=pair_key,
         pair_goal=pair_goal,
-        pair_size=np.add.reduceat(size, first) if len(first) else size,
+        pair_size=pair_size,
         first=np.append(first, len(pair)),
         start=start[order],
         size=size,
@@ -115,6 +113,20 @@ class _Atoms(NamedTuple):
     local: Ints
 
 
+def _pair_meeting(here: _Atoms, there: _Atoms) -> tuple[Ints, Ints]:
+    """The numbers of an atom of each side, for all that share a position."""
+    # Atoms of a side are disjoint and ascend: those that meet an atom of the other lie together.
+    begin = here.stop.searchsorted(there.start, "right")
+    end = here.start.searchsorted(there.stop, "left")
+    return ranges(begin, end)
+
+
+def _locate(atoms: _Atoms, number: Ints, start: Ints) -> Ints:
+    """Where the parts that hold these atoms have the given positions of them."""
+    inside = start - atoms.start[number]
+    return atoms.local[number] + inside[:, None]
+
+
 def _cut_atoms(held: Partition) -> _Atoms:
     """The atoms of a side."""
     start, stop, local, part = spans(held.parts)
@@ -123,14 +135,27 @@ def _cut_atoms(held: Partition) -> _Atoms:
         numbers = range(len(held.parts))
         alone = tuple((number,) for number in numbers)
         return _Atoms(alone, start, stop, part, local[:, None])
-    cuts = np.unique(np.concatenate((start, stop)))
-    first = cuts.searchsorted(start)
-    last = cuts.searchsorted(stop)
-    atom, span = ranges(first, last)
+    return _cut_at_borders(start, stop, local, part)
+
+
+def _cut_at_borders(start: Ints, stop: Ints, local: Ints, part: Ints) -> _Atoms:
+    """The atoms of spans that overlap."""
+    borders = np.concatenate((start, stop))
+    cuts = np.unique(borders)
+    atom, span = _list_atoms(cuts, start, stop)
+    inside = cuts[atom] - start[span]
+    local = local[span] + inside
     part = part[span]
-    local = local[span] + cuts[atom] - start[span]
+    # Atom by atom, so that the parts of each are one slice.
     order = np.lexsort((part, atom))
     return _group_atoms(cuts, atom[order], part[order], local[order])
+
+
+def _list_atoms(cuts: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """The atoms of each span, whose borders are among the cuts: their numbers and the span's."""
+    first = cuts.searchsorted(start)
+    last = cuts.searchsorted(stop)
+    return ranges(first, last)
 
 
 def _group_atoms(cuts: Ints, atom: Ints, part: Ints, local: Ints) -> _Atoms:
@@ -141,43 +166,56 @@ def _group_atoms(cuts: Ints, atom: Ints, part: Ints, local: Ints) -> _Atoms:
     for parts in np.split(part, first[1:]):
         held = tuple(parts.tolist())
         numbers.append(number.setdefault(held, len(number)))
-
-    # One row an atom, as wide as the largest set; places that a smaller set does not need are -1.
-    widest = max(map(len, number))
-    starts = np.full((len(first), widest), -1, np.int64)
-    entries = Offsets(np.append(first, len(atom)))
-    row = entries.owners()
-    column = np.arange(len(atom)) - first[row]
-    starts[row, column] = local
+    sets = tuple(number)
+    widest = max(map(len, sets))
+    starts = _tabulate_starts(first, local, widest)
     own = atom[first]
-    return _Atoms(tuple(number), cuts[own], cuts[own + 1], np.array(numbers, np.int64), starts)
+    number_of_atom = np.array(numbers, np.int64)
+    return _Atoms(sets, cuts[own], cuts[own + 1], number_of_atom, starts)
+
+
+def _tabulate_starts(first: Ints, local: Ints, widest: int) -> Ints:
+    """One row per atom, as wide as the largest set; places that a smaller set does not need are -1."""
+    shape = len(first), widest
+    starts = np.full(shape, -1, np.int64)
+    count = len(local)
+    entries = Offsets(np.append(first, count))
+    row = entries.owners()
+    column = np.arange(count) - first[row]
+    starts[row, column] = local
+    return starts
 
 
 def overlap_table(source: Partition, target: Partition) -> Ints:
-    """How many positions each source part and each destination part share: int64 (source parts,
-    destination parts)."""
+    """How many positions two parts share: int64 of shape (source parts, destination parts)."""
     if len(source.parts) == 1 and source.parts == target.parts:
         return np.array([[source.parts[0].size]], np.int64)
     start, stop, _, source_part = spans(source.parts)
     begin, end, _, target_part = spans(target.parts)
 
     # Cut by both sides' borders, every span is a range of atoms.
-    cuts = np.unique(np.concatenate((start, stop, begin, end)))
-    atom, span = ranges(cuts.searchsorted(start), cuts.searchsorted(stop))
-    other, its = ranges(cuts.searchsorted(begin), cuts.searchsorted(end))
-
-    # Of each atom of the target, the source's entries of the same atom lie together.
-    order = np.argsort(atom, kind="stable")
-    atom = atom[order]
-    span = span[order]
-    first = atom.searchsorted(other, "left")
-    last = atom.searchsorted(other, "right")
-    at, of = ranges(first, last)
-    rows = source_part[span[at]]
-    columns = target_part[its[of]]
-    size = np.diff(cuts)[atom[at]]
+    borders = np.concatenate((start, stop, begin, end))
+    cuts = np.unique(borders)
+    source_atom, source_span = _list_atoms(cuts, start, stop)
+    target_atom, target_span = _list_atoms(cuts, begin, end)
+    at, of = _pair_equal(source_atom, target_atom)
+    rows = source_part[source_span[at]]
+    columns = target_part[target_span[of]]
+    sizes = np.diff(cuts)
+    shared = sizes[source_atom[at]]
 
     shape = len(source.parts), len(target.parts)
     table = np.zeros(shape, np.int64)
-    np.add.at(table, (rows, columns), size)
+    np.add.at(table, (rows, columns), shared)
     return table
+
+
+def _pair_equal(values: Ints, others: Ints) -> tuple[Ints, Ints]:
+    """The indices, into both, of all pairs of equal values."""
+    # In order, the values that equal another lie together.
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    first = ordered.searchsorted(others, "left")
+    last = ordered.searchsorted(others, "right")
+    at, of = ranges(first, last)
+    return order[at], of

@@ -66,9 +66,9 @@ def spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
     rows = []
     for part, runs in enumerate(parts):
         for local, start, size in runs.segments:
-            rows.append((start, start + size, local, part))
+            stop = start + size
+            rows.append((start, stop, local, part))
     table = np.array(rows, np.int64).reshape(-1, 4)
     order = np.argsort(table[:, 0], kind="stable")
-    columns = table[order].T
-    start, stop, local_start, number = columns
-    return start, stop, local_start, number
+    starts, stops, local_starts, numbers = table[order].T
+    return starts, stops, local_starts, numbers

@@ -297,7 +297,9 @@ def compose(f: Runs, g: Runs) -> Runs:
             left = max(start, mid)
             right = min(start + k, mid + n)
             if left < right:
-                out.append((lo + left - mid, g_start + left - start, right - left))
+                local = lo + left - mid
+                position = g_start + left - start
+                out.append((local, position, right - left))
     return Runs.canonical(_merge(out), f.length)
 
 

@@ -203,11 +203,14 @@ def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
 
 def stage_cells(stage: Stage, length: int) -> list[Runs]:
     """What every coordinate of the stage's axes keeps of 0..length-1, row-major in the axes."""
-    if len(stage) == 1 and stage[0].axes:
-        cut = stage[0].cut
-        if isinstance(cut, Chunks | Balanced | Sizes):
-            return _single_digit_cells(cut, length, math.prod(stage[0].sizes))
-    points = list_coordinates(stage_axes(stage))
+    if len(stage) == 1:
+        digit = stage[0]
+        cut = digit.cut
+        if digit.axes and isinstance(cut, Chunks | Balanced | Sizes):
+            count = math.prod(digit.sizes)
+            return _single_digit_cells(cut, length, count)
+    axes = stage_axes(stage)
+    points = list_coordinates(axes)
     return [stage_runs(stage, length, coords) for coords in points]
 
 
@@ -284,7 +287,12 @@ def _part_sizes(digit: Digit, size: int) -> set[int]:
     kept = math.prod(digit.sizes) if digit.axes else count
     # Sizes never grow from part to part. Chunks and FixedBlock have one shorter part, the last that is
     # not empty; Balanced ends with its shorter ones. So these few parts have all the sizes.
-    longest = max(1, cut.part(size, 0)[1])
-    last_not_empty = -(-size // longest) - 1
-    some = {0, min(kept, count) - 1, last_not_empty, kept - 1}
-    return {cut.part(size, i)[1] for i in some if 0 <= i < kept}
+    _, longest = cut.part(size, 0)
+    last_not_empty = (size - 1) // max(1, longest)
+    last_given = min(kept, count) - 1
+    found = set()
+    for i in {0, last_given, last_not_empty, kept - 1}:
+        if 0 <= i < kept:
+            _, n = cut.part(size, i)
+            found.add(n)
+    return found

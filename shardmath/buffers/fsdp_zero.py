@@ -143,7 +143,9 @@ def _lay_chunks(
     first = draft.first
     for param, start in chunks.starts:
         draft.place(param.name, first + start, param.numel)
-    size = chunks.end if ranks is None else round_up(chunks.end, ranks * factor)
+    size = chunks.end
+    if ranks is not None:
+        size = round_up(size, ranks * factor)
     draft.close(first + size, unpadded=chunks.end)
 
 
@@ -191,7 +193,8 @@ class _Chunks:
         self._small = [param for param in params if param.numel < factor]
         self._large = [param for param in params if param.numel >= factor]
         self._paired: set[int] = set()
-        self._pieces = _Leftmost([param.numel for param in self._small])
+        small_sizes = [param.numel for param in self._small]
+        self._pieces = _Leftmost(small_sizes)
         # What has no odd end counts as a full chunk, which fits beside no other end.
         odds = [param.numel % factor or factor for param in self._large]
         self._odds = _Leftmost(odds)
@@ -253,10 +256,12 @@ class _Leftmost:
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.count = len(numbers)
-        self.size = 1 << max(self.count - 1, 0).bit_length()
-        self.tree = [self.GONE] * (2 * self.size)
-        self.tree[self.size : self.size + self.count] = numbers
-        for node in range(self.size - 1, 0, -1):
+        last = max(self.count - 1, 0)
+        self.size = 1 << last.bit_length()
+        padding = [self.GONE] * (self.size - self.count)
+        inner = [self.GONE] * self.size
+        self.tree = [*inner, *numbers, *padding]
+        for node in reversed(range(1, self.size)):
             self._update(node)
 
     def _update(self, node: int) -> None:

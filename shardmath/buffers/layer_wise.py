@@ -142,8 +142,11 @@ def _assign(bucket: Sequence[Param], work: list[int]) -> tuple[list[list[Param]]
     ordered = sorted(bucket, key=_estimate_cost, reverse=True)
     sizes = [param.numel for param in ordered]
     # To each parameter the smallest of it and all that follow.
-    smallest = list(itertools.accumulate(reversed(sizes), min))[::-1]
-    shards = _Shards(work, math.floor(sum(sizes) / len(work) * SPARE))
+    backwards = itertools.accumulate(reversed(sizes), min)
+    smallest = reversed(list(backwards))
+    even = sum(sizes) / len(work)
+    most = math.floor(even * SPARE)
+    shards = _Shards(work, most)
     for param, least in zip(ordered, smallest, strict=True):
         shards.add(param, least)
     return shards.homes, max(shards.held)
@@ -185,10 +188,13 @@ class _Shards:
             # It has no room from now on, so that its entry does not matter.
             shard = self._find_emptiest()
         for entry in without_room:
-            if round_up(self.held[entry[1]], START) + least <= self.most:
+            _, other = entry
+            start = round_up(self.held[other], START)
+            if start + least <= self.most:
                 heapq.heappush(self._idlest, entry)
         self.homes[shard].append(param)
-        self.held[shard] = round_up(self.held[shard], START) + param.numel
+        start = round_up(self.held[shard], START)
+        self.held[shard] = start + param.numel
         self.work[shard] += cost
 
     def _take_without_room(self, room: int) -> list[_Entry]:

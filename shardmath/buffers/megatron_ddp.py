@@ -172,11 +172,11 @@ def _check_ranks(layout: PerBufferParamLayout, ranks: int) -> None:
 def _check_same(params: Sequence[Param], layout: PerBufferParamLayout) -> None:
     """The layout has these parameters, and buckets in the order of the walk."""
     there = {(name, end - start) for name, (start, end, _) in layout.placed}
-    differ = sorted(there ^ {(param.name, param.numel) for param in params})
+    given = {(param.name, param.numel) for param in params}
+    differ = sorted(there ^ given)
     if differ:
-        raise ParamLayoutError(
-            f"parameters and layout differ in {differ[:8]}; give the layout of these parameters"
-        )
+        what = f"parameters and layout differ in {differ[:8]}"
+        raise ParamLayoutError(f"{what}; give the layout of these parameters")
     buckets = [layout.param_index_map[param.name][2] for param in reversed(params)]
     in_order = list(dict.fromkeys(buckets))
     if in_order != sorted(in_order) or len(in_order) != len(layout.bucket_indices):

@@ -145,10 +145,12 @@ class Param:
         if type(self.name) is not str:
             object.__setattr__(self, "name", read_name(self.name))
         if not _is_shape(self.shape):
-            object.__setattr__(self, "shape", _read_shape(self.name, self.shape))
+            shape = _read_shape(self.name, self.shape)
+            object.__setattr__(self, "shape", shape)
         for name, value in self._read_fields():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "numel", math.prod(self.shape))
+        numel = math.prod(self.shape)
+        object.__setattr__(self, "numel", numel)
 
     def _read_fields(self) -> Iterator[tuple[str, object]]:
         """Canonical values of the other fields, of those that are not canonical already."""

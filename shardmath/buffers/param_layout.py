@@ -287,17 +287,19 @@ def _check_inside(layout: PerBufferParamLayout, at: Ints) -> None:
     is_known = (number >= 0) & (number < count)
     # One more bucket, in which nothing can lie, stands for those that do not exist.
     buckets = np.array([*layout.bucket_indices, (0, -1)], np.int64)
-    first, stop = buckets[np.where(is_known, number, count)].T
-    outside = np.flatnonzero((start < first) | (end < start) | (stop < end))
-    if not len(outside):
+    bucket = np.where(is_known, number, count)
+    first, stop = buckets[bucket].T
+    is_outside = (start < first) | (end < start) | (stop < end)
+    if not is_outside.any():
         return
-    name, (begin, finish, own) = layout.placed[int(outside[0])]
+    outside = int(is_outside.argmax())
+    name, (begin, finish, own) = layout.placed[outside]
     has = "none such"
     if 0 <= own < count:
-        has = "[{}, {})".format(*layout.bucket_indices[own])
-    raise ParamLayoutError(
-        f"parameter {name!r} lies at [{begin}, {finish}) of bucket {own}, which is {has}"
-    )
+        low, high = layout.bucket_indices[own]
+        has = f"[{low}, {high})"
+    what = f"parameter {name!r} lies at [{begin}, {finish}) of bucket {own}"
+    raise ParamLayoutError(f"{what}, which is {has}")
 
 
 def _check_filled(layout: PerBufferParamLayout, at: Ints) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias, overload
 
@@ -115,11 +115,7 @@ def state_layouts(
             )
         return _make_flat(buffer_layout, mesh, axes, shards, dtype)
     check_shards(buffer_layout, shards)
-    if len(buffer_layout.shapes) != len(buffer_layout.placed):
-        what = "the buffer's layout has no shapes"
-        fix = "make it with PerBufferParamLayout(..., shapes=), or use shape='flat'"
-        raise ParamLayoutError(f"{what}; {fix}")
-    shapes = dict(zip(buffer_layout.param_index_map, buffer_layout.shapes, strict=True))
+    shapes = _read_shapes(buffer_layout)
     # Parameters of one shape share the Runs, by which tensors of equal windows are found.
     entire = {sizes: tuple(map(identity, sizes)) for sizes in set(buffer_layout.shapes)}
     held = {}
@@ -127,7 +123,17 @@ def state_layouts(
     for name, shares in list_shares(buffer_layout, shards, cuts):
         runs = entire[shapes[name]]
         held[name] = [GroupShares(group, runs, shares) for group in groups]
-    return make_windows(shapes, held, dtype, _read_ranks(ranks), buffer)
+    wanted = _read_ranks(ranks)
+    return make_windows(shapes, held, dtype, wanted, buffer)
+
+
+def _read_shapes(buffer: PerBufferParamLayout) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter. Raises ParamLayoutError for a buffer that does not have them."""
+    if len(buffer.shapes) != len(buffer.placed):
+        what = "the buffer's layout has no shapes"
+        fix = "make it with PerBufferParamLayout(..., shapes=), or use shape='flat'"
+        raise ParamLayoutError(f"{what}; {fix}")
+    return dict(zip(buffer.param_index_map, buffer.shapes, strict=True))
 
 
 def _make_flat(
@@ -137,14 +143,17 @@ def _make_flat(
     made: dict[int, Layout] = {}
     layouts: dict[str, Layout] = {}
     interned: Cuts = {}
-    for name, (cuts, _, _) in list_shares(buffer, shards, interned):
-        if id(cuts) not in made:
+    for name, shares in list_shares(buffer, shards, interned):
+        cuts = shares.cuts
+        key = id(cuts)
+        if key not in made:
             sizes = [0] * shards
             for cut in cuts:
                 sizes[cut.shard] = cut.hi - cut.lo
-            spec = {axes: Ragged(0, tuple(sizes))} if axes else {}
-            made[id(cuts)] = Layout((sum(sizes),), mesh, spec, dtype=dtype)
-        layouts[name] = made[id(cuts)]
+            ragged = Ragged(0, tuple(sizes))
+            spec = {axes: ragged} if axes else {}
+            made[key] = Layout((sum(sizes),), mesh, spec, dtype=dtype)
+        layouts[name] = made[key]
     return layouts
 
 
@@ -209,18 +218,22 @@ def model_parallel_state(
     held: dict[str, list[GroupShares]] = {param.name: [] for param in listed}
     laid: dict[_Sizes, list[tuple[str, Shares]]] = {}
     interned: Cuts = {}
-    for group in mesh.groups(axes_of(mesh, axis)):
+    groups = mesh.groups(axes_of(mesh, axis))
+    for group in groups:
         parts = _find_parts(listed, layouts, group)
         sizes = {name: tuple(map(len, runs)) for name, runs in parts.items()}
         key = tuple(sizes.items())
         if key not in laid:
-            local = list(_make_local(listed, sizes))
-            made = rule(local, data_parallel_world_size=len(group), **options)
-            laid[key] = list(list_shares(made, len(group), interned))
+            local = _make_local(listed, sizes)
+            count = len(group)
+            made = rule(local, data_parallel_world_size=count, **options)
+            laid[key] = list(list_shares(made, count, interned))
         for name, shares in laid[key]:
-            held[name].append(GroupShares(group, parts[name], shares))
+            own = GroupShares(group, parts[name], shares)
+            held[name].append(own)
     shapes = {param.name: param.shape for param in listed}
-    return make_windows(shapes, held, dtype, _read_ranks(ranks), buffer)
+    wanted = _read_ranks(ranks)
+    return make_windows(shapes, held, dtype, wanted, buffer)
 
 
 _Sizes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -235,11 +248,14 @@ def _read_ranks(ranks: Iterable[int] | None) -> set[int] | None:
     return {as_integer(rank, "a rank", ParamLayoutError) for rank in given}
 
 
-def _make_local(params: Iterable[Param], sizes: Mapping[str, tuple[int, ...]]) -> Iterator[Param]:
+def _make_local(params: Iterable[Param], sizes: Mapping[str, tuple[int, ...]]) -> list[Param]:
     """The parameters of which a group has a part, in its sizes."""
+    local = []
     for param in params:
-        if param.name in sizes:
-            yield replace(param, shape=sizes[param.name])
+        shape = sizes.get(param.name)
+        if shape is not None:
+            local.append(replace(param, shape=shape))
+    return local
 
 
 def _check_parameters(params: Sequence[Param], layouts: Mapping[str, Layout]) -> None:

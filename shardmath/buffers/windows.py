@@ -86,11 +86,18 @@ def make_windows(
             made[key] = divided, holders
         windows[name], holders = made[key]
         count = len(windows[name])
-        for window, number, cut, rank, within in holders:
-            start = groups[number].shares.place(cut) + within
-            views[local_name(name, window, count), rank] = View(buffer, start)
+        for holder in holders:
+            local = local_name(name, holder.window, count)
+            start = _find_start(groups, holder)
+            views[local, holder.rank] = View(buffer, start)
     _check_names(windows)
     return windows, Store(views)
+
+
+def _find_start(groups: Sequence[GroupShares], holder: WindowHolder) -> int:
+    """Where the window begins in the flat array of a rank that holds it."""
+    shares = groups[holder.group].shares
+    return shares.place(holder.cut) + holder.within
 
 
 def _check_names(windows: Windows) -> None:
@@ -99,9 +106,8 @@ def _check_names(windows: Windows) -> None:
         owner, bracket, _ = name.rpartition("[")
         count = len(windows.get(owner, ())) if bracket else 0
         if count > 1 and name in {local_name(owner, i, count) for i in range(count)}:
-            raise ParamLayoutError(
-                f"parameter {name!r} has the name of a window of parameter {owner!r}; rename one"
-            )
+            what = f"parameter {name!r} has the name of a window of parameter {owner!r}"
+            raise ParamLayoutError(f"{what}; rename one")
 
 
 def _divide(
@@ -117,11 +123,10 @@ def _divide(
         sizes = tuple(map(len, runs))
         for lo, hi, having in _cut_pieces(cuts):
             ranks = [groups[number].group[cut.shard] for number, cut in having]
-            mesh = Mesh(ranks=ranks) if len(ranks) == 1 else Mesh(replica=len(ranks), ranks=ranks)
+            mesh = _make_replicas(ranks)
             at = lo
             for box in flat_boxes(sizes, lo, hi):
-                for (number, cut), rank in zip(having, ranks, strict=True):
-                    holders.append(WindowHolder(len(windows), number, cut, rank, at - cut.lo))
+                holders += _list_holders(len(windows), having, ranks, at)
                 stored = _select_box(runs, box)
                 windows.append(Layout(shape, mesh, {}, dtype=dtype, stored=stored))
                 at += volume(box)
@@ -130,12 +135,31 @@ def _divide(
     return tuple(windows), holders
 
 
+def _list_holders(
+    window: int, cuts: Sequence[_GroupCut], ranks: Sequence[int], at: int
+) -> Iterator[WindowHolder]:
+    """The ranks that hold a window which begins at element `at` of what their groups have."""
+    for (number, cut), rank in zip(cuts, ranks, strict=True):
+        within = at - cut.lo
+        yield WindowHolder(window, number, cut, rank, within)
+
+
+def _make_replicas(ranks: list[int]) -> Mesh:
+    """The mesh of ranks that all have the same."""
+    if len(ranks) == 1:
+        return Mesh(ranks=ranks)
+    return Mesh(replica=len(ranks), ranks=ranks)
+
+
 def _make_empty(shape: tuple[int, ...], first: GroupShares, dtype: object) -> _Divided:
     """The window of a tensor without elements, which the first rank holds."""
     rank = first.group[0]
+    mesh = _make_replicas([rank])
     stored = dict(enumerate(first.runs))
-    window = Layout(shape, Mesh(ranks=[rank]), {}, dtype=dtype, stored=stored)
-    return (window,), [WindowHolder(0, 0, Cut(0, 0, 0), rank, 0)]
+    window = Layout(shape, mesh, {}, dtype=dtype, stored=stored)
+    nothing = Cut(0, 0, 0)
+    holder = WindowHolder(0, 0, nothing, rank, 0)
+    return (window,), [holder]
 
 
 def _select_box(runs: Sequence[Runs], box: Box) -> dict[int, Runs]:
@@ -158,12 +182,13 @@ def _group_cuts(groups: Sequence[GroupShares]) -> dict[tuple[Runs, ...], list[_G
 
 def _cut_pieces(cuts: Sequence[_GroupCut]) -> Iterator[tuple[int, int, list[_GroupCut]]]:
     """The pieces lo..hi-1 between all borders of the cuts, and the cuts that have each."""
-    borders: set[int] = set()
+    found: set[int] = set()
     for _, cut in cuts:
-        borders |= {cut.lo, cut.hi}
+        found |= {cut.lo, cut.hi}
+    borders = sorted(found)
     coming = sorted(cuts, key=lambda pair: pair[1].lo, reverse=True)
     here: list[_GroupCut] = []
-    for lo, hi in itertools.pairwise(sorted(borders)):
+    for lo, hi in itertools.pairwise(borders):
         here = [pair for pair in here if pair[1].hi > lo]
         while coming and coming[-1][1].lo <= lo:
             here.append(coming.pop())

@@ -134,11 +134,14 @@ def _read_table(blocks: Sequence[Block], machine: Machine) -> Table:
     sizes = [block.nbytes for block in blocks]
     nbytes = np.array(sizes, np.int64)
     key, group = _number_keys(blocks)
-    receivers = _number_sets([block.receivers for block in blocks], machine)
-    holders = _number_sets([block.holders for block in blocks], machine)
+    wanted_by = [block.receivers for block in blocks]
+    held_by = [block.holders for block in blocks]
+    receivers = _number_sets(wanted_by, machine)
+    holders = _number_sets(held_by, machine)
     # One number for (set, key), so that equal pairs are summed as equal numbers.
     keys = len(group)
-    code, amount = sum_by_code(receivers.of * keys + key, nbytes)
+    pairs = receivers.of * keys + key
+    code, amount = sum_by_code(pairs, nbytes)
     sets, key_of_sum = np.divmod(code, keys)
     wanted = (sets, key_of_sum, amount)
     return Table(holders, receivers, nbytes, key, group, wanted)
@@ -148,12 +151,13 @@ def _number_keys(blocks: Sequence[Block]) -> tuple[Ints, Ints]:
     """The number of each block's (group, addend), ascending, and the number of each key's group."""
     keys = [(block.group, block.addend) for block in blocks]
     number: dict[tuple[int, int], int] = {}
-    groups: dict[int, int] = {}
+    number_of_group: dict[int, int] = {}
     group_of_key = []
     for key in sorted(set(keys)):
-        group, _ = key
         number[key] = len(number)
-        group_of_key.append(groups.setdefault(group, len(groups)))
+        group, _ = key
+        own = number_of_group.setdefault(group, len(number_of_group))
+        group_of_key.append(own)
     key_of_block = [number[key] for key in keys]
     return np.array(key_of_block, np.int64), np.array(group_of_key, np.int64)
 
@@ -164,9 +168,10 @@ def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> Sets:
     by_id = {id(ranks): ranks for ranks in given}
     number: dict[tuple[int, ...], int] = {}
     number_of_id = {}
-    for at, ranks in by_id.items():
-        number_of_id[at] = number.setdefault(ranks, len(number))
-    of = np.array([number_of_id[id(ranks)] for ranks in given], np.int64)
+    for key, ranks in by_id.items():
+        number_of_id[key] = number.setdefault(ranks, len(number))
+    numbers = [number_of_id[id(ranks)] for ranks in given]
+    of = np.array(numbers, np.int64)
     owner, member = _place_members(number, machine)
     return Sets(of, len(number), owner, member)
 

@@ -58,10 +58,12 @@ class Touched:
 def touch(sets: Sets, label: Ints, count: int) -> Touched:
     """The labels, below `count`, that the ranks of each set have."""
     # One number for (set, label): sorted, they are the labels set by set.
-    code = np.unique(sets.owner * count + label[sets.member])
+    pairs = sets.owner * count + label[sets.member]
+    code = np.unique(pairs)
     borders = np.arange(sets.count + 1) * count
     first = np.searchsorted(code, borders)
-    return Touched(sets.of, Offsets(first), code % count)
+    labels = code % count
+    return Touched(sets.of, Offsets(first), labels)
 
 
 def find_shared(hold: Touched, need: Touched, count: int) -> tuple[Ints, Ints]:
@@ -165,7 +167,8 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
     nodes = len(machine.size)
     total = len(machine.ranks)
     # One number for (label, node): k counts the ranks of the node that have the label.
-    code, k = np.unique(label * nodes + machine.node, return_counts=True)
+    pairs = label * nodes + machine.node
+    code, k = np.unique(pairs, return_counts=True)
     of_label, of_node = np.divmod(code, nodes)
     rest = machine.size[of_node] - k
     links = np.minimum(k, rest)
@@ -192,7 +195,9 @@ def list_cuts(table: Table, machine: Machine, label: Ints) -> Iterator[Cut]:
             rate = int(intra[x]) * machine.intra
             rate += int(inter[x]) * machine.inter
             nbytes = int(forced[x])
-            yield Cut(nbytes / rate, label == x, direction, nbytes, rate)
+            seconds = nbytes / rate
+            inside = label == x
+            yield Cut(seconds, inside, direction, nbytes, rate)
 
 
 def _find_worst(forced: Ints, intra: Ints, inter: Ints) -> list[int]:
@@ -201,9 +206,9 @@ def _find_worst(forced: Ints, intra: Ints, inter: Ints) -> list[int]:
     # Equal links stand together, most bytes first: the first of each run is the one.
     order = np.lexsort((rows, -forced[rows], inter[rows], intra[rows]))
     rows = rows[order]
-    new = np.ones(len(rows), bool)
+    is_first = np.ones(len(rows), bool)
     new_intra = np.diff(intra[rows]) != 0
     new_inter = np.diff(inter[rows]) != 0
-    new[1:] = new_intra | new_inter
-    worst: list[int] = rows[new].tolist()
+    is_first[1:] = new_intra | new_inter
+    worst: list[int] = rows[is_first].tolist()
     return worst

@@ -159,8 +159,9 @@ def _gather_demands(table: Table, unit: Ints) -> tuple[list[int], list[tuple[int
     rows = _find_missed(table, hold, unit, count)
     held_by = table.holders.of[rows]
     sets, nbytes = sum_by_code(held_by, table.nbytes[rows])
+    by_set = zip(sets.tolist(), nbytes.tolist(), strict=True)
     total: dict[tuple[int, ...], int] = defaultdict(int)
-    for i, n in zip(sets.tolist(), nbytes.tolist(), strict=True):
+    for i, n in by_set:
         units = hold.labels_of(i)
         total[units] += n
     lengths = list(total.values())
@@ -177,8 +178,9 @@ def _find_missed(table: Table, hold: Touched, unit: Ints, count: int) -> Ints:
     _, served = find_shared(hold, need, count)
     units_served = np.bincount(served, minlength=len(table.key))
     missed = need.widths() > units_served
-    first_of_group = np.diff(table.group, prepend=-1) != 0
-    counted = first_of_group[table.key]
+    step = np.diff(table.group, prepend=-1)
+    is_first = step != 0
+    counted = is_first[table.key]
     return np.flatnonzero(counted & missed)
 
 

@@ -167,10 +167,12 @@ def _find_kinds(total: dict[Holders, int], nodes: Mapping[int, int] | None = Non
     for rank, lines in _list_lines_by_rank(total).items():
         node = nodes[rank] if nodes else 0
         base = total.get((rank,), 0)
-        key = (node, base, tuple(lines))
-        if key not in kinds:
-            kinds[key] = _Kind(*key, ranks=[])
-        kinds[key].ranks.append(rank)
+        key = node, base, tuple(lines)
+        kind = kinds.get(key)
+        if kind is None:
+            kind = _Kind(*key, ranks=[])
+            kinds[key] = kind
+        kind.ranks.append(rank)
     return list(kinds.values())
 
 
@@ -225,15 +227,16 @@ def _divide_lines(total: dict[Holders, int]) -> list[dict[int, int]]:
     sent: list[dict[int, int]] = [{} for _ in network.nbytes]
     rows: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for line, sink, nbytes in list_edges(network):
-        ranks = _find_kind(network, kinds, sink).ranks
-        if len(ranks) == 1:
-            sent[line][ranks[0]] = nbytes
+        kind = _find_kind(network, kinds, sink)
+        if len(kind.ranks) == 1:
+            (rank,) = kind.ranks
+            sent[line][rank] = nbytes
         else:
             rows[sink].append((line, nbytes))
     for sink, row in rows.items():
         row.sort()
-        ranks = _find_kind(network, kinds, sink).ranks
-        _divide_kind(row, ranks, sent)
+        kind = _find_kind(network, kinds, sink)
+        _divide_kind(row, kind.ranks, sent)
     return sent
 
 
@@ -267,7 +270,10 @@ def _divide_by_node(
     for held, local, row in zip(wholes, holders, rows, strict=True):
         by_rank = zip(local, row, strict=True)
         sent[held].update(by_rank)
-    return {held: list(amounts.values()) for held, amounts in sent.items()}
+    amounts = {}
+    for held, by_holder in sent.items():
+        amounts[held] = list(by_holder.values())
+    return amounts
 
 
 def _check_nodes(total: dict[Holders, int], nodes: Mapping[int, int]) -> None:

@@ -130,13 +130,15 @@ def _step(arcs: list[int], sent: Sent, node: int, came: int) -> int | None:
 
 def _cancel(sent: Sent, cycle: list[int]) -> None:
     """Move the least amount of every other edge of the cycle to the edges between."""
-    if cycle[0] > cycle[1]:  # begin with a line
-        cycle = cycle[1:] + cycle[:1]
+    first, second = cycle[:2]
+    if first > second:  # begin with a line
+        cycle = [*cycle[1:], first]
     lines = cycle[::2]
     sinks = cycle[1::2]
     after = lines[1:] + lines[:1]  # the line after each sink
     taken = [sent[sink] for sink in sinks]
-    amount = min([row[line] for line, row in zip(after, taken, strict=True)])
+    given = [row[line] for line, row in zip(after, taken, strict=True)]
+    amount = min(given)
     for before, row, line in zip(lines, taken, after, strict=True):
         row[before] += amount
         take(row, line, amount)

@@ -32,14 +32,16 @@ def group_lines(
         what = f"{len(lengths)} lengths and {len(holders)} sets of holders"
         raise PlanError(f"{what}; give one of each for every line")
     groups: dict[Holders, dict[int, int]] = {}
-    for line, (held, length) in enumerate(zip(holders, lengths, strict=True)):
+    pairs = zip(holders, lengths, strict=True)
+    for line, (held, length) in enumerate(pairs):
         if length < 0:
             raise PlanError(f"line {line} has {length} bytes; give lengths of 0 or more")
         lines = groups.setdefault(held, {})
         lines[line] = operator.index(length)
     for held, lines in groups.items():
         if not _is_ascending(held):
-            _refuse(next(iter(lines)), held)
+            first = next(iter(lines))
+            _refuse(first, held)
     return {held: groups[held] for held in sorted(groups)}
 
 

@@ -324,7 +324,7 @@ def _find_path(
 
 def _list_ahead(network: Network, flow: _Flow, layers: dict[int, int], node: int) -> list[int]:
     """The nodes of the next layer that a node leads to: a line's sinks, or what a sink took of."""
-    row: Iterable[int] = flow.sent[node] if node >= network.first else network.reach[node]
+    row: Iterable[int] = network.reach[node] if node < network.first else flow.sent[node]
     next_layer = layers[node] + 1
     return [other for other in row if layers.get(other) == next_layer]
 
@@ -335,15 +335,17 @@ def _push(flow: _Flow, path: list[int]) -> None:
     Every sink takes more of the line before it, and but for the last less of the line after it.
     """
     lines = path[::2]
-    taken = [flow.sent[sink] for sink in path[1::2]]
-    first = lines[0]
-    last = path[-1]
-    back = list(zip(lines[1:], taken, strict=False))
+    sinks = path[1::2]
+    first, *later = lines
+    last = sinks[-1]
+    taken = [flow.sent[sink] for sink in sinks]
+    back = list(zip(later, taken, strict=False))
     amount = min(flow.left[first], flow.spare[last])
     for line, row in back:
         amount = min(amount, row[line])
     for line, row in zip(lines, taken, strict=True):
-        row[line] = row.get(line, 0) + amount
+        before = row.get(line, 0)
+        row[line] = before + amount
     for line, row in back:
         take(row, line, amount)
     take(flow.left, first, amount)

@@ -49,7 +49,8 @@ def shed_to_target(
         for level, lines in zip(high, grouped, strict=True):
             room = target * len(level.ranks)
             _shed_evenly(left, once, lines, room)
-    return [before - after for before, after in zip(copies, left, strict=True)]
+    pairs = zip(copies, left, strict=True)
+    return [before - after for before, after in pairs]
 
 
 def _group_by_level(high: list[Level], held: list[tuple[int, ...]]) -> list[list[int]]:

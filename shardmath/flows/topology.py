@@ -58,13 +58,14 @@ class Topology:
 
     def nodes(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """The distinct ranks by node, both ascending; nodes without any are left out."""
-        out: dict[int, list[int]] = {}
         given = listed(ranks, "ranks", PlanError)
         distinct = {as_integer(rank, "a rank", PlanError) for rank in given}
+        by_node: dict[int, list[int]] = {}
         for rank in sorted(distinct):
-            members = out.setdefault(self.node(rank), [])
+            node = self.node(rank)
+            members = by_node.setdefault(node, [])
             members.append(rank)
-        return {node: tuple(members) for node, members in out.items()}
+        return {node: tuple(members) for node, members in by_node.items()}
 
 
 def checked(topology: object) -> Topology:

@@ -93,14 +93,16 @@ def blocks(p: Plan) -> Iterator[Block]:
             continue
         held = on.held_by(line)
         asked = on.asked_by(block)
-        yield Block(held, asked, nbytes[block], addend[block], folded[block])
+        amount = nbytes[block]
+        yield Block(held, asked, amount, addend[block], folded[block])
 
 
 def _find_folded(p: Plan, on: Demands) -> Ints:
     """1 for each block with a batch that is folded, 0 for others."""
     is_folded = [bool(batch.template.reduction.folded) for batch in p.batches]
     by_batch = np.array(is_folded, np.int64)
-    count = on.rows.sums(by_batch[on.batch])
+    by_row = by_batch[on.batch]
+    count = on.rows.sums(by_row)
     return np.minimum(count, 1)
 
 

@@ -90,10 +90,12 @@ def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
     Any union of whole streams may be given; the messages of a stream depend on that stream alone.
     """
     place = {rank: i for i, rank in enumerate(pace.ranks)}
+    count = len(place)
     streams = _group_by_stream(transfers, pace)
     messages: list[Message] = []
     for (phase, src, dst), stream in streams.items():
-        distance = (place[dst] - place[src]) % len(place)
+        ahead = place[dst] - place[src]
+        distance = ahead % count
         turn = distance // pace.peers_at_once
         cut = _cut(stream, pace.message_bytes)
         for slot, pieces in enumerate(cut):

@@ -72,8 +72,10 @@ def _choose_shed(on: Demands, groups: list[list[int]]) -> dict[int, int]:
     counts = list(map(len, groups))
     copies = np.array(counts, np.int64) * is_far
     is_sent = copies > 0
-    sent = on.blocks.sums(on.nbytes * copies).tolist()
-    once = on.blocks.sums(on.nbytes * is_sent).tolist()
+    sent_bytes = on.nbytes * copies
+    once_bytes = on.nbytes * is_sent
+    sent = on.blocks.sums(sent_bytes).tolist()
+    once = on.blocks.sums(once_bytes).tolist()
     held = [on.held_by(line) for line in range(len(sent))]
     least_sent = find_least_sent(once, held)
     most_taken_in = _find_most_taken_in(on, groups, is_far)
@@ -113,15 +115,17 @@ def _find_most_taken_in(on: Demands, groups: list[list[int]], is_far: Bools) -> 
     """
     wanted: Counter[int] = Counter()
     nodes: dict[int, list[int]] = {}
-    for block in np.flatnonzero(is_far).tolist():
+    far_blocks = np.flatnonzero(is_far).tolist()
+    for block in far_blocks:
         receivers = int(on.receivers[block])
         wanted[receivers] += int(on.nbytes[block])
         nodes[receivers] = groups[block]
     # Exact, so that the target is the same in whatever order shares are summed.
     load: defaultdict[int, Fraction] = defaultdict(Fraction)
     for receivers, nbytes in wanted.items():
+        ranks = on.sets[receivers]
         shares = _share_in_nodes(nbytes, nodes[receivers])
-        for rank, share in zip(on.sets[receivers], shares, strict=True):
+        for rank, share in zip(ranks, shares, strict=True):
             load[rank] += share
     fullest = max(load.values(), default=0)
     return math.ceil(fullest)
@@ -286,7 +290,8 @@ def _cut_first_leg(p: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
     copies = _count_straight_nodes(legs.bands, owners, groups)
     # Bands laid end to end, each as often as it goes straight: where blocks and lines begin there.
     sizes = _measure_bands(lines, legs.bands)
-    sent = by_block.sums(sizes * copies)
+    straight = sizes * copies
+    sent = by_block.sums(straight)
     length = lines.blocks.sums(sent)
     start = lines.blocks.begin(sent)
     cut_first, cuts = shared(lines, length.tolist())

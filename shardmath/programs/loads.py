@@ -148,9 +148,10 @@ def count_messages(of: Pairs, turns: int, ranks: int) -> Ints:
 
     There is one for each leg and peer, each way, whatever the phase.
     """
-    by_leg = of.leg * ranks
-    by_sender = (by_leg + of.sender) * ranks
-    _, some = np.unique(by_sender + of.receiver, return_index=True)
+    # One number for (leg, sender, receiver).
+    from_sender = of.leg * ranks + of.sender
+    code = from_sender * ranks + of.receiver
+    _, some = np.unique(code, return_index=True)
     sender = of.sender[some]
     receiver = of.receiver[some]
     leg = of.leg[some] + 1
@@ -199,13 +200,16 @@ def _code_ends(
     sender, receiver = _find_places(ranks, of)
     phase = prog.legs.lines.addend[of.block]
     places = sender + receiver
-    turn = turn_of(places, of.leg, len(ranks)) % prog.turns
+    free_turn = turn_of(places, of.leg, len(ranks))
+    turn = free_turn % prog.turns
     slot = np.zeros_like(turn)
     out_link = 2 * _is_far(prog, of.sender, of.receiver)
     in_link = out_link + 1
     sent = phase, slot, turn, sender, out_link
     received = phase, slot, turn, receiver, in_link
-    return np.ravel_multi_index(sent, shape), np.ravel_multi_index(received, shape)
+    sent_code = np.ravel_multi_index(sent, shape)
+    received_code = np.ravel_multi_index(received, shape)
+    return sent_code, received_code
 
 
 def seconds(where: Topology, loads: Loads) -> float:

@@ -140,7 +140,8 @@ class Outline:
         """The pairs (tensor, operation) that the rank computes: folds, "fill" and "divide"."""
         plan = self.given
         found = set()
-        for tensor, _ in stored_on(plan.dst, self.rank).values():
+        held = stored_on(plan.dst, self.rank)
+        for tensor, _ in held.values():
             if plan.fill(tensor) is not None:
                 found.add((tensor, "fill"))
             if plan.divisor(tensor) != 1:

@@ -195,7 +195,8 @@ def _find_borders(prog: Program, of: Streams) -> Ints:
     lo = of.lo[:, None]
     hi = of.hi[:, None]
     inner = np.arange(1, prog.slots)
-    even = lo + (hi - lo) * inner // prog.slots
+    length = hi - lo
+    even = lo + length * inner // prog.slots
     where = grid(prog.legs.lines, prog.plan.batches)
     block = of.block.repeat(len(inner))
     snapped = where.snapped(block, even.ravel())
@@ -239,8 +240,9 @@ def _tabulate_slices(prog: Program, line: int, of: Streams) -> list[list[int]]:
     cut = slices(prog, line, of)
     by_slice = by_stream[:, cut.stream]
     columns = np.vstack((by_slice, cut.slot, cut.lo, cut.hi))
+    table = columns.T
     # Python's integers are quicker to walk than arrays.
-    rows: list[list[int]] = columns.T.tolist()
+    rows: list[list[int]] = table.tolist()
     return rows
 
 
@@ -271,7 +273,8 @@ def _find_lines(on: Demands, rank: int) -> list[int]:
     mine = [number for number, ranks in enumerate(on.sets) if rank in ranks]
     is_held = np.isin(on.holders, mine)
     is_asked = np.isin(on.receivers, mine)
+    line_of_block = on.blocks.owners()
     holding = np.flatnonzero(is_held)
-    asking = on.blocks.owners()[is_asked]
+    asking = line_of_block[is_asked]
     found: list[int] = np.union1d(holding, asking).tolist()
     return found

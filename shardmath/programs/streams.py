@@ -327,8 +327,8 @@ def _relay_inside_nodes(entries: _Entries, roots: _Roots) -> Streams:
     """The streams from each entry to all other ranks of its node."""
     counts = list(map(len, entries.others))
     entry = entries.number.repeat(counts)
-    others = itertools.chain.from_iterable(entries.others)
-    receiver = np.array(list(others), np.int64)
+    others = list(itertools.chain.from_iterable(entries.others))
+    receiver = np.array(others, np.int64)
     sender = entries.rank[entry]
     origin = entries.origin[entry]
     # One leg later where the entry had it from another node.

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import mapping
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.text import plural, shown
@@ -45,7 +44,7 @@ from shardmath_torch.checkpoints.saving import (
     check_paths,
     windows_of,
 )
-from shardmath_torch.checkpoints.stored import Checkpoint
+from shardmath_torch.checkpoints.stored import Checkpoint, layout_of_bytes
 from shardmath_torch.checkpoints.writing import Writer
 from shardmath_torch.compat import Group
 from shardmath_torch.files.places import CheckpointError
@@ -226,19 +225,9 @@ def _find_wanted(
         stored[name] = names.get(name, name)
         if held is None:
             stored[name] = checkpoint.find_blob(stored[name], rank)
-            held = _layout_of_bytes(checkpoint, stored[name], rank)
+            held = layout_of_bytes(checkpoint, stored[name], rank)
         wanted[name] = held
     return wanted, stored
-
-
-def _layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
-    """The layout of bytes that are one rank's. Raises CheckpointError for what is stored as a tensor."""
-    tensor = checkpoint[name]
-    if (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
-        found = f"{tensor.dtype}{list(tensor.shape)}"
-        raise CheckpointError(f"{name!r} is a tensor, {found}, not bytes; give it a layout")
-    mesh = Mesh(ranks=[rank])
-    return Layout(tensor.shape, mesh, (), dtype=tensor.dtype)
 
 
 def _fill(job: _LoadJob, device: torch.device | str) -> dict[str, Tensor]:

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.box import Box, first_gap, first_overlap, tiles
+from shardmath.algebra.mesh import Mesh
 from shardmath.base.text import plural
 from shardmath.families.hf import Shapes
+from shardmath.layouts.layout import Layout
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError, Place, check_length, sizes_of
 from shardmath_torch.safetensors.strided import Strided, described
 
-__all__ = ["Blobs", "Checkpoint", "StoredBox", "StoredTensor"]
+__all__ = ["Blobs", "Checkpoint", "StoredBox", "StoredTensor", "layout_of_bytes"]
 
 Blobs: TypeAlias = Mapping[str, Mapping[int, str]]
 """What ranks saved as bytes of their own: of each name, the stored name by rank."""
@@ -179,6 +181,16 @@ class Checkpoint:
                 _check_archive(name, self[name], box, strided)
                 held[box] = strided
         return held
+
+
+def layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
+    """The layout of bytes that are one rank's. Raises CheckpointError for what is stored as a tensor."""
+    tensor = checkpoint[name]
+    if (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
+        found = f"{tensor.dtype}{list(tensor.shape)}"
+        raise CheckpointError(f"{name!r} is a tensor, {found}, not bytes; give it a layout")
+    mesh = Mesh(ranks=[rank])
+    return Layout(tensor.shape, mesh, (), dtype=tensor.dtype)
 
 
 def _check_archive(name: str, tensor: StoredTensor, box: StoredBox, found: Strided) -> None:
