@@ -4,12 +4,12 @@ In reading order:
 
 - `elements`: SVG as strings: colours, elements, drawings made of them, scales, and documents;
 - `text`: values as text;
-- `cells`: a layout cut into boxes that the same ranks hold;
+- `cells`: a layout cut into boxes that the same ranks hold, a local tensor into pieces;
 - `layout_drawing`: layouts as SVG;
 - `mesh_drawing`: meshes as SVG;
 - `traffic`: who sends how many bytes to whom;
 - `plan_drawing`: plans and programs as SVG;
-- `drawing`: any value as a picture, for files and for notebooks;
+- `drawing`: any value as a picture, for files and for notebooks; a layout as a grid of ranks;
 - `buffer_text`: flat buffers as text;
 - `buffer_drawing`: flat buffers as SVG.
 
@@ -18,7 +18,7 @@ In reading order:
 
 from shardmath.pictures.buffer_drawing import buffer_svg
 from shardmath.pictures.buffer_text import buffer_map
-from shardmath.pictures.drawing import svg
-from shardmath.pictures.text import grid, show
+from shardmath.pictures.drawing import grid, svg
+from shardmath.pictures.text import show
 
 __all__ = ["buffer_map", "buffer_svg", "grid", "show", "svg"]

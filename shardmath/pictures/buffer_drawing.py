@@ -76,20 +76,29 @@ def buffer_svg(
     """
     ranks, wide, most = read_arguments(layout, shards, width, 480, most)
     room = wide - LEFT - RIGHT
-    rows = list(enumerate(list_buckets(layout, ranks, most)))
-    bottom = TOP + PITCH * len(rows)
-    body = [HATCH, *_heading(layout, ranks, title, every(ranks, room, APART))]
+    buckets = list_buckets(layout, ranks, most)
+    bottom = TOP + PITCH * len(buckets)
+    step = every(ranks, room, APART)
+    body = [HATCH, *_heading(layout, ranks, title, step)]
     body += _rank_numbers(ranks, room)
-    for row, bucket in rows:
-        body += _row(bucket, TOP + PITCH * row, room)
-    if rows:
-        body += _borders(ranks, room, TOP - 4, bottom - PITCH + ROW + 4)
-    # Names are drawn last, above the borders of all rows.
-    for row, bucket in rows:
-        body += _labels(bucket, TOP + PITCH * row, room)
+    body += _rows(buckets, ranks, room, bottom)
     more = count_more(len(layout.bucket_indices), most, "bucket")
     body += [_text(LEFT, bottom + 8, line) for line in more]
-    return _document(wide, bottom + 22 * len(more), body, plain(title))
+    height = bottom + 22 * len(more)
+    return _document(wide, height, body, plain(title))
+
+
+def _rows(buckets: Sequence[Bucket], ranks: int, room: int, bottom: int) -> Iterator[str]:
+    """A row per bucket, and the borders between ranks."""
+    if not buckets:
+        return
+    tops = range(TOP, bottom, PITCH)
+    for bucket, y in zip(buckets, tops, strict=True):
+        yield from _row(bucket, y, room)
+    yield from _borders(ranks, room, TOP - 4, tops[-1] + ROW + 4)
+    # Names are drawn last, above the borders of all rows.
+    for bucket, y in zip(buckets, tops, strict=True):
+        yield from _labels(bucket, y, room)
 
 
 def _document(width: int, height: int, body: Iterable[str], title: str) -> str:
@@ -109,7 +118,8 @@ def _text(x: float, y: float, text: str, **attributes: object) -> str:
 def _heading(layout: PerBufferParamLayout, ranks: int, title: str, step: int) -> Iterator[str]:
     """The title, the numbers of the buffer, and what colours mean."""
     yield _text(8, 18, title, font_size=14, font_weight="bold")
-    for number, line in enumerate(summarize(layout, ranks)[:2]):
+    summary = summarize(layout, ranks)
+    for number, line in enumerate(summary[:2]):
         yield _text(8, 36 + 15 * number, line, font_size=11)
     x = 8.0
     for fill, what in LEGEND:
@@ -119,7 +129,8 @@ def _heading(layout: PerBufferParamLayout, ranks: int, title: str, step: int) ->
         if what:
             x += len(what) * LETTER + 18
     yield _line(f"M{x:.6g} 62v14", 1.2)
-    yield _text(x + 8, 73, "border between ranks" if step == 1 else f"border, every {step} ranks")
+    border = "border between ranks" if step == 1 else f"border, every {step} ranks"
+    yield _text(x + 8, 73, border)
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
@@ -142,13 +153,15 @@ def _line(path: str, thick: float) -> str:
 
 def _rank_numbers(ranks: int, room: int) -> Iterator[str]:
     """The numbers of the ranks, or of some; each in the middle of its room where all are there."""
-    step = every(ranks, room, 8 + LETTER * len(str(ranks)))
+    digits = len(str(ranks))
+    step = every(ranks, room, 8 + LETTER * digits)
     middle = 0.5 if step == 1 else 0
     anchor = "middle" if step == 1 else "start"
-    yield _text(8, TOP - 8, "rank")
+    y = TOP - 8
+    yield _text(8, y, "rank")
     for rank in range(0, ranks, step):
         x = LEFT + (rank + middle) * room / ranks
-        yield _text(x, TOP - 8, str(rank), text_anchor=anchor)
+        yield _text(x, y, str(rank), text_anchor=anchor)
 
 
 def _count_groups(ranks: int, room: int) -> int:
@@ -171,7 +184,8 @@ def _row(bucket: Bucket, y: int, room: int) -> Iterator[str]:
     """The boxes of a bucket, between its number and its sizes."""
     yield _text(8, y + 19, f"bucket {bucket.number:,}", font_size=11)
     for span, x, wide, (fill, _) in _boxes(bucket, room):
-        yield _rect(x, y, wide, ROW, fill, _tooltip(bucket, span))
+        title = _tooltip(bucket, span)
+        yield _rect(x, y, wide, ROW, fill, title)
     right = LEFT + room + 10
     padding = show_share(bucket.padding, bucket.numel)
     yield _text(right, y + 13, f"{bucket.numel:,}")
@@ -198,14 +212,17 @@ def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[Span, float, float, tupl
         return
     turn = 0
     scale = room / bucket.numel
-    for span in _list_drawn(bucket, scale, _count_groups(bucket.ranks, room)):
+    groups = _count_groups(bucket.ranks, room)
+    for span in _list_drawn(bucket, scale, groups):
         paint = HATCHED
         if span.several == 1:
             paint = BLUES[turn % 2]
             turn += 1
         elif span.several:
             paint = SEVERAL
-        yield span, LEFT + span.start * scale, max(span.numel * scale, 0.75), paint
+        x = LEFT + span.start * scale
+        wide = max(span.numel * scale, 0.75)
+        yield span, x, wide, paint
 
 
 def _list_drawn(bucket: Bucket, scale: float, groups: int) -> Iterator[Span]:
@@ -227,7 +244,9 @@ def _list_drawn(bucket: Bucket, scale: float, groups: int) -> Iterator[Span]:
 
 def _is_beyond(bucket: Bucket, first: Span, span: Span, groups: int) -> bool:
     """Whether a border between groups of ranks lies between the beginnings of the two."""
-    return first.start * groups // bucket.numel != span.start * groups // bucket.numel
+    group = first.start * groups // bucket.numel
+    other = span.start * groups // bucket.numel
+    return group != other
 
 
 def _merge(run: Sequence[Span]) -> Span:

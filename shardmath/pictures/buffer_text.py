@@ -39,22 +39,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base import dtypes
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import ParamLayoutError
-from shardmath.base.text import make_table, show_bytes, show_share
-from shardmath.buffers.grouping import BufferKey, FullParamLayout
+from shardmath.base.text import show_share
 from shardmath.buffers.param import read_positive
 from shardmath.buffers.param_layout import PerBufferParamLayout
 from shardmath.buffers.shares import shard_numel
 from shardmath.pictures.elements import every
-from shardmath.pictures.text import count, count_more
+from shardmath.pictures.text import align, count, count_more, replace_unprintable
 
 __all__ = [
     "Bucket",
     "Span",
     "buffer_map",
-    "buffer_table",
     "list_buckets",
     "make_gap",
     "read_arguments",
@@ -123,18 +120,29 @@ class Bucket(NamedTuple):
 def list_buckets(layout: PerBufferParamLayout, ranks: int, most: int) -> list[Bucket]:
     """The first `most` buckets."""
     borders = layout.bucket_indices[:most]
-    shapes = layout.shapes or [None] * len(layout.placed)
-    held: list[list[Span]] = [[] for _ in borders]
-    for (name, (start, end, number)), shape in zip(layout.placed, shapes, strict=True):
-        if number < len(borders):
-            first, _ = borders[number]
-            held[number].append(Span(start - first, end - first, name, shape))
+    held = _list_params(layout, borders)
     buckets = []
     for number, (start, end) in enumerate(borders):
         numel = end - start
-        spans = _fill_gaps(held[number], numel)
-        buckets.append(Bucket(number, start, numel, tuple(spans), ranks))
+        spans = tuple(_fill_gaps(held[number], numel))
+        bucket = Bucket(number, start, numel, spans, ranks)
+        buckets.append(bucket)
     return buckets
+
+
+def _list_params(
+    layout: PerBufferParamLayout, borders: Sequence[tuple[int, int]]
+) -> list[list[Span]]:
+    """The parameters of each of these buckets, the first of the buffer."""
+    held: list[list[Span]] = [[] for _ in borders]
+    shapes = layout.shapes or [None] * len(layout.placed)
+    for (name, where), shape in zip(layout.placed, shapes, strict=True):
+        start, end, number = where
+        if number < len(borders):
+            first, _ = borders[number]
+            span = Span(start - first, end - first, name, shape)
+            held[number].append(span)
+    return held
 
 
 def _fill_gaps(spans: Iterable[Span], numel: int) -> Iterator[Span]:
@@ -163,14 +171,16 @@ def make_gap(start: int, end: int) -> Span:
 
 def _filled_below(layout: PerBufferParamLayout) -> Callable[[Ints], Ints]:
     """The function from positions to how many elements of parameters lie below each."""
-    filled = sorted((start, end) for _, (start, end, _) in layout.placed if end > start)
+    filled = [(start, end) for _, (start, end, _) in layout.placed if end > start]
+    filled.sort()
     starts, ends = np.array(filled or [(0, 0)], np.int64).T
     sizes = ends - starts
     before = sizes.cumsum() - sizes
 
     def below(at: Ints) -> Ints:
         # The last parameter that starts at or before a position, or the first.
-        last = np.maximum(np.searchsorted(starts, at, side="right") - 1, 0)
+        started = np.searchsorted(starts, at, side="right")
+        last = np.maximum(started - 1, 0)
         within = np.clip(at - starts[last], 0, sizes[last])
         found: Ints = before[last] + within
         return found
@@ -197,17 +207,24 @@ def summarize(layout: PerBufferParamLayout, ranks: int) -> list[str]:
     by_bucket, by_rank = _count_padding(layout, ranks)
     params = count(len(layout.placed), "parameter")
     buckets = count(len(by_bucket), "bucket")
+    numel = count(layout.numel, "element")
     part = show_share(layout.padding, layout.numel)
     padding = f"{layout.padding:,} of them padding ({part})"
-    lines = [f"{params} in {buckets}: {count(layout.numel, 'element')}, {padding}"]
+    lines = [f"{params} in {buckets}: {numel}, {padding}"]
     lines.append(_compare_ranks(layout, by_rank))
     if len(by_bucket) > 1 and layout.padding:
-        sizes = [end - start for start, end in layout.bucket_indices]
-        parts = [own / size if size else 0.0 for own, size in zip(by_bucket, sizes, strict=True)]
-        worst = parts.index(max(parts))
-        found = show_share(by_bucket[worst], sizes[worst])
-        lines.append(f"bucket with the largest share of padding: {worst:,}, {found}")
+        lines.append(_name_worst(layout, by_bucket))
     return lines
+
+
+def _name_worst(layout: PerBufferParamLayout, padding: Sequence[int]) -> str:
+    """Which bucket has the largest share of padding, given how much each has."""
+    sizes = [end - start for start, end in layout.bucket_indices]
+    parts = [own / size if size else 0.0 for own, size in zip(padding, sizes, strict=True)]
+    largest = max(parts)
+    worst = parts.index(largest)
+    part = show_share(padding[worst], sizes[worst])
+    return f"bucket with the largest share of padding: {worst:,}, {part}"
 
 
 def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
@@ -220,7 +237,8 @@ def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
         return f"1 rank has {each}"
     if by_rank[least] == by_rank[most]:
         return f"{ranks:,} ranks have {each} each, {by_rank[least]:,} of them padding"
-    lowest, highest = f"{by_rank[least]:,} on rank {least}", f"{by_rank[most]:,} on rank {most}"
+    lowest = f"{by_rank[least]:,} on rank {least}"
+    highest = f"{by_rank[most]:,} on rank {most}"
     return f"{ranks:,} ranks have {each} each; least padding: {lowest}, most: {highest}"
 
 
@@ -261,15 +279,17 @@ def _draw_bucket(bucket: Bucket, width: int, most: int) -> Iterator[str]:
     room = min(most, len(LETTERS))
     listed = heapq.nlargest(room, bucket.params, key=lambda span: span.numel)
     listed.sort(key=_PLACE)
-    letters = {span.name: letter for span, letter in zip(listed, LETTERS, strict=False)}
+    names = [span.name for span in listed]
+    letters = dict(zip(names, LETTERS, strict=False))
     yield _head_bucket(bucket)
     yield from _draw_bar(bucket, letters, width)
     rows = [("", "elements", "ranks", "at", "shape", "parameter")]
     for span in listed:
         at = f"{bucket.at(span):,}"
         place = (bucket.within(span), bucket.held_by(span), at)
-        rows.append((letters[span.name], *place, shape_of(span), _on_one_line(span.name)))
-    yield from _align(rows)
+        name = replace_unprintable(span.name)
+        rows.append((letters[span.name], *place, shape_of(span), name))
+    yield from align(rows)
     yield from count_more(len(bucket.params), len(listed), "parameter")
 
 
@@ -281,23 +301,9 @@ def _head_bucket(bucket: Bucket) -> str:
     return f"bucket {bucket.number:,} {where}: {params}, {bucket.padding:,} padding ({part})"
 
 
-def _on_one_line(name: str) -> str:
-    """The name with blanks for what cannot be printed."""
-    return "".join(sign if sign.isprintable() else " " for sign in name)
-
-
 def shape_of(span: Span) -> str:
     """The shape of the span's parameter as people read it."""
     return "?" if span.shape is None else str(span.shape)
-
-
-def _align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns that begin one below the other."""
-    columns = zip(*rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  ".join(cells).rstrip()
 
 
 def _draw_bar(bucket: Bucket, letters: dict[str, str], width: int) -> tuple[str, str]:
@@ -309,8 +315,10 @@ def _draw_bar(bucket: Bucket, letters: dict[str, str], width: int) -> tuple[str,
     else:
         cells = _draw_cells(bucket, letters, each * bucket.ranks)
         starts = range(0, len(cells), each)
-        bar = "|".join(cells[i : i + each] for i in starts)
-        ruler = "|".join(str(rank).ljust(each) for rank in range(bucket.ranks))
+        parts = [cells[i : i + each] for i in starts]
+        numbers = [str(rank).ljust(each) for rank in range(bucket.ranks)]
+        bar = "|".join(parts)
+        ruler = "|".join(numbers)
     return f"     |{ruler}|", f"     |{bar}|"
 
 
@@ -322,80 +330,37 @@ def _ticks(ranks: int, width: int) -> str:
         at = rank * width // ranks
         text = f"|{rank}" if rank else "0"
         out[at : at + len(text)] = text
-    return "".join(out)[:width].ljust(width)
+    # The last number may go beyond the end.
+    return "".join(out[:width])
 
 
 def _draw_cells(bucket: Bucket, letters: dict[str, str], width: int) -> str:
     """What has most of each of `width` equal parts of the bucket."""
     found: list[Counter[str]] = [Counter() for _ in range(width)]
-    numel = bucket.numel
     for number, span in enumerate(bucket.spans):
-        if not span.numel:
-            continue
-        sign = PADDING if span.padding else letters.get(span.name, OTHERS[number % 2])
-        # In units of which a cell has `numel` and an element `width`, all borders are integers.
-        lo = span.start * width
-        hi = span.end * width
-        for cell in range(lo // numel, -(-hi // numel)):
-            begin = max(lo, cell * numel)
-            end = min(hi, (cell + 1) * numel)
-            found[cell][sign] += end - begin
-    signs = [cell.most_common(1)[0][0] if cell else PADDING for cell in found]
-    return "".join(signs)
+        other = OTHERS[number % 2]
+        sign = PADDING if span.padding else letters.get(span.name, other)
+        for cell, amount in _spread(span, bucket.numel, width):
+            found[cell][sign] += amount
+    return "".join(map(_pick_sign, found))
 
 
-def buffer_table(layouts: FullParamLayout) -> str:
-    """The buffers of a model, a line each: which parameters share it, how many, elements, padding, gradients' bytes.
-
-    Raises ParamLayoutError for what is not a FullParamLayout.
-    """
-    if not isinstance(layouts, FullParamLayout):
-        raise ParamLayoutError(
-            f"{type(layouts).__name__} is not the buffers of a model; give what full_layout returns"
-        )
-    rows = []
-    for key, layout in layouts.entries:
-        rows.append([*_describe(key), *_count([layout]), _count_bytes([(key, layout)])])
-    if len(rows) > 1:
-        every = list(layouts.values())
-        rows.append(["all", "", "", "", *_count(every), _count_bytes(layouts.entries)])
-    return make_table(HEAD, rows)
+def _spread(span: Span, numel: int, width: int) -> Iterator[tuple[int, int]]:
+    """How much of it lies in which of `width` equal parts of a bucket of so many elements."""
+    if not span.numel:
+        return
+    # In units of which a cell has `numel` and an element `width`, all borders are integers.
+    lo = span.start * width
+    hi = span.end * width
+    for cell in range(lo // numel, -(-hi // numel)):
+        start = cell * numel
+        begin = max(lo, start)
+        end = min(hi, start + numel)
+        yield cell, end - begin
 
 
-HEAD = (
-    "dtype",
-    "gradients",
-    "expert",
-    "managed",
-    "parameters",
-    "buckets",
-    "elements",
-    "padding",
-    "share",
-    "bytes",
-)
-"""Of the columns of a table."""
-
-
-def _describe(key: BufferKey) -> list[str]:
-    """The first columns: what the parameters of a buffer have in common."""
-    expert = "yes" if key.is_expert_parallel else "no"
-    managed = "yes" if key.is_managed_by_layer_wise_optimizer else "no"
-    return [key.param_dtype, key.grad_dtype, expert, managed]
-
-
-def _count(layouts: Sequence[PerBufferParamLayout]) -> list[str]:
-    """The columns of numbers, of several buffers together."""
-    params = sum(len(one.placed) for one in layouts)
-    buckets = sum(len(one.bucket_indices) for one in layouts)
-    numel = sum(one.numel for one in layouts)
-    padding = sum(one.padding for one in layouts)
-    return [f"{params:,}", f"{buckets:,}", f"{numel:,}", f"{padding:,}", show_share(padding, numel)]
-
-
-def _count_bytes(entries: Iterable[tuple[BufferKey, PerBufferParamLayout]]) -> str:
-    """The bytes of the gradients."""
-    total = 0
-    for key, layout in entries:
-        total += layout.numel * dtypes.itemsize(key.grad_dtype)
-    return show_bytes(total)
+def _pick_sign(cell: Counter[str]) -> str:
+    """What a part of a bucket has most of."""
+    if not cell:
+        return PADDING
+    return max(cell, key=cell.__getitem__)

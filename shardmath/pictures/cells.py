@@ -26,6 +26,7 @@ import numpy as np
 from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.partition import partition, spans
+from shardmath.algebra.runs import Runs
 from shardmath.base.arrays import Bools, Ints, ranges
 from shardmath.layouts.layout import Layout
 from shardmath.pictures.elements import Stretch, brief
@@ -36,6 +37,7 @@ __all__ = [
     "Panel",
     "cells_of",
     "idle_ranks",
+    "list_pieces",
     "rank_text",
     "write_holders",
     "write_label",
@@ -44,6 +46,8 @@ __all__ = [
 Holders: TypeAlias = tuple[tuple[int, ...], ...]
 """Who holds a cell: by addend, ranks ascending; empty where nobody does."""
 
+MOST_PIECES = 12
+"""Segments of a dimension of a local tensor that are drawn."""
 MOST_CELLS = 600
 MOST_PANELS = 6
 MOST_TITLE = 160
@@ -88,40 +92,53 @@ def cells_of(layout: Layout, most: int = MOST_CELLS) -> Cells:
     """At most so many cells of the layout, in its order."""
     owned = [_cut_dimension(dim) for dim in layout.dims]
     slices = math.prod(map(len, owned[:-2]))
-    strips = []
-    for kept, dim in zip(_keep_shown(owned, slices, most), layout.dims, strict=True):
-        strips.append(_make_strip(kept, dim, layout.mesh))
-    # A tensor of fewer than two dimensions is drawn as one row, or as one cell.
-    everywhere = _Strip(((0, 1),), np.ones((1, layout.mesh.size), bool))
-    missing = [everywhere] * (2 - len(strips))
-    *before, rows, columns = missing + strips
+    shown = _keep_shown(owned, slices, most)
+    *before, rows, columns = _make_strips(layout, shown)
     names = _Names(layout)
     panels = []
     leads = _list_leads(before, layout.mesh.size)
     for lead, held in itertools.islice(leads, MOST_PANELS):
         holders = names.of_panel(held, rows, columns)
-        panels.append(Panel(lead, rows.spans, columns.spans, holders))
+        panel = Panel(lead, rows.spans, columns.spans, holders)
+        panels.append(panel)
     return Cells(tuple(panels), slices)
+
+
+def _make_strips(layout: Layout, shown: Sequence[list[_Owned]]) -> list[_Strip]:
+    """A strip for each dimension; a tensor of fewer than two is drawn as one row, or as one cell."""
+    mesh = layout.mesh
+    strips = []
+    for owned, dim in zip(shown, layout.dims, strict=True):
+        strip = _make_strip(owned, dim, mesh)
+        strips.append(strip)
+    position = (0, 1)
+    everybody = np.ones((1, mesh.size), bool)
+    everywhere = _Strip((position,), everybody)
+    missing = [everywhere] * (2 - len(strips))
+    return missing + strips
 
 
 def _keep_shown(owned: Sequence[list[_Owned]], slices: int, most: int) -> list[list[_Owned]]:
     """The stretches of each dimension that are shown, so that there are at most so many cells."""
     kept = [one[:MOST_PANELS] for one in owned[:-2]]
-    panels = max(min(slices, MOST_PANELS), 1)
+    drawn = min(slices, MOST_PANELS)
+    panels = max(drawn, 1)
     room = max(most // panels, 1)
     last_two = owned[-2:]
     limits = [room]
     if len(last_two) > 1:
-        rows, columns = last_two
-        limits = list(_find_limits(len(rows), len(columns), room))
+        rows, columns = map(len, last_two)
+        limits = list(_find_limits(rows, columns, room))
     for one, limit in zip(last_two, limits, strict=False):
-        kept.append(_drop_middle(one, limit))
+        shown = _drop_middle(one, limit)
+        kept.append(shown)
     return kept
 
 
 def _make_strip(owned: Sequence[_Owned], dim: Dimension, mesh: Mesh) -> _Strip:
     """The stretches, and who holds each."""
-    by_rank = partition(dim).by_rank(mesh)
+    divided = partition(dim)
+    by_rank = divided.by_rank(mesh)
     known: dict[tuple[int, ...], Bools] = {}
     held = []
     for _, parts in owned:
@@ -129,23 +146,28 @@ def _make_strip(owned: Sequence[_Owned], dim: Dimension, mesh: Mesh) -> _Strip:
             known[parts] = np.isin(by_rank, parts)
         held.append(known[parts])
     stretches = tuple(stretch for stretch, _ in owned)
-    return _Strip(stretches, np.array(held, bool).reshape(-1, mesh.size))
+    # An empty dimension has no stretches.
+    table = np.array(held, bool).reshape(-1, mesh.size)
+    return _Strip(stretches, table)
 
 
 def _cut_dimension(dim: Dimension) -> list[_Owned]:
     """Where the parts of the dimension begin and end, and which of them have what is between."""
-    start, stop, _, part = spans(partition(dim).parts)
+    divided = partition(dim)
+    start, stop, _, part = spans(divided.parts)
     ends = [0, dim.size]
-    borders = np.unique(np.concatenate((start, stop, ends)))
+    every_border = np.concatenate((start, stop, ends))
+    borders = np.unique(every_border)
     # Segment s has the stretches first[s]..last[s]-1.
     first = borders.searchsorted(start)
     last = borders.searchsorted(stop)
     stretch, segment = ranges(first, last)
     holding: list[list[int]] = [[] for _ in borders[1:]]
+    places = stretch.tolist()
     owners = part[segment].tolist()
-    for at, owner in zip(stretch.tolist(), owners, strict=True):
+    for at, owner in zip(places, owners, strict=True):
         holding[at].append(owner)
-    parts = [tuple(sorted(owners)) for owners in holding]
+    parts = [tuple(sorted(found)) for found in holding]
     return _join_alike(borders, parts)
 
 
@@ -154,9 +176,13 @@ def _join_alike(borders: Ints, holding: Sequence[tuple[int, ...]]) -> list[_Owne
     out: list[_Owned] = []
     places = itertools.pairwise(borders.tolist())
     for (start, stop), parts in zip(places, holding, strict=True):
-        if out and out[-1][1] == parts:
-            (start, _), _ = out.pop()
-        out.append(((start, stop), parts))
+        if out:
+            before, same = out[-1]
+            if same == parts:
+                start, _ = before
+                out.pop()
+        stretch = (start, stop)
+        out.append((stretch, parts))
     return out
 
 
@@ -199,7 +225,8 @@ class _Names:
 
     def __init__(self, layout: Layout) -> None:
         self.ranks = np.array(layout.mesh.ranks, np.int64)
-        self.addend = layout.mesh.coordinate(name for name, _ in layout.partial)
+        summed = [name for name, _ in layout.partial]
+        self.addend = layout.mesh.coordinate(summed)
         self.known: dict[bytes, Holders] = {}
 
     def of_panel(
@@ -208,7 +235,8 @@ class _Names:
         """Who holds each cell of a panel, of which these positions hold some."""
         panel = []
         for here in rows.held:
-            cells = [self.of_cell(held & here & there) for there in columns.held]
+            row = held & here
+            cells = [self.of_cell(row & there) for there in columns.held]
             panel.append(tuple(cells))
         return tuple(panel)
 
@@ -235,11 +263,33 @@ def idle_ranks(layout: Layout) -> list[int]:
     mesh = layout.mesh
     idle = np.zeros(mesh.size, bool)
     for dim in layout.dims:
-        parts = partition(dim)
-        empty = np.array([part.size == 0 for part in parts.parts], bool)
-        idle |= empty[parts.by_rank(mesh)]
+        divided = partition(dim)
+        is_empty = [part.size == 0 for part in divided.parts]
+        empty = np.array(is_empty, bool)
+        by_rank = divided.by_rank(mesh)
+        idle |= empty[by_rank]
     ranks = np.array(mesh.ranks, np.int64)
-    return sorted(ranks[idle].tolist())
+    found = ranks[idle]
+    return sorted(found.tolist())
+
+
+def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
+    """The local stretches of a dimension, holes too, and the global positions of each; the first of many."""
+    pieces = []
+    texts = []
+    at = 0
+    for local, start, size in runs.segments[:MOST_PIECES]:
+        if local > at:
+            pieces.append((at, local))
+            texts.append("")
+        at = local + size
+        pieces.append((local, at))
+        texts.append(f"{start}:{start + size}")
+    length = len(runs)
+    if at < length and len(runs.segments) <= MOST_PIECES:
+        pieces.append((at, length))
+        texts.append("")
+    return pieces, texts
 
 
 def rank_text(ranks: Sequence[int], most: int = 16) -> str:

@@ -82,7 +82,8 @@ class Drawing(NamedTuple):
 
 def plain(text: str) -> str:
     """Text that XML may hold."""
-    return escape("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text))
+    held = [c if c.isprintable() or c == "\n" else "\ufffd" for c in text]
+    return escape("".join(held))
 
 
 def brief(text: str, most: int) -> str:
@@ -98,7 +99,8 @@ def number(value: float) -> str:
 def words(x: float, y: float, text: str, **attributes: object) -> str:
     """Text whose baseline begins at (x, y); `_` in the names of attributes stands for `-`."""
     place = f'x="{number(x)}" y="{number(y)}"'
-    return f"<text {place}{_written(attributes)}>{plain(brief(text, MOST_LETTERS))}</text>"
+    shown = brief(text, MOST_LETTERS)
+    return f"<text {place}{_written(attributes)}>{plain(shown)}</text>"
 
 
 def box(
@@ -109,7 +111,8 @@ def box(
     head = f"<rect {place}{_written(attributes)}"
     if not title:
         return f"{head}/>"
-    return f"{head}><title>{plain(brief(title, MOST_TITLE))}</title></rect>"
+    shown = brief(title, MOST_TITLE)
+    return f"{head}><title>{plain(shown)}</title></rect>"
 
 
 def _written(attributes: Mapping[str, object]) -> str:
@@ -126,12 +129,15 @@ def moved(drawing: Drawing, x: float, y: float) -> str:
 
 def beside(drawings: Sequence[Drawing], gap: float) -> Drawing:
     """From left to right, tops aligned."""
-    parts, x = [], 0.0
+    parts = []
+    x = 0.0
     for drawing in drawings:
-        parts.append(moved(drawing, x, 0))
+        part = moved(drawing, x, 0)
+        parts.append(part)
         x += drawing.width + gap
-    height = max((drawing.height for drawing in drawings), default=0)
-    return Drawing(max(x - gap, 0), height, tuple(parts))
+    width = max(x - gap, 0)
+    heights = [drawing.height for drawing in drawings]
+    return Drawing(width, max(heights, default=0), tuple(parts))
 
 
 def in_rows(drawings: Sequence[Drawing]) -> Drawing:
@@ -148,10 +154,12 @@ def below(drawings: Sequence[Drawing], gap: float) -> Drawing:
     parts = []
     y = 0.0
     for drawing in drawings:
-        parts.append(moved(drawing, 0, y))
+        part = moved(drawing, 0, y)
+        parts.append(part)
         y += drawing.height + gap
-    width = max((drawing.width for drawing in drawings), default=0)
-    return Drawing(width, max(y - gap, 0), tuple(parts))
+    height = max(y - gap, 0)
+    widths = [drawing.width for drawing in drawings]
+    return Drawing(max(widths, default=0), height, tuple(parts))
 
 
 def lines(texts: Iterable[str], **attributes: object) -> Drawing:
@@ -250,7 +258,8 @@ def _list_borders(spans: Sequence[Stretch], scale: Scale) -> list[tuple[float, i
     """(where it is drawn, the position) of each border; where two stretches meet, the later's."""
     borders = {}
     for (_, stop), at, size in zip(spans, scale.at, scale.size, strict=True):
-        borders[at + size] = stop
+        end = at + size
+        borders[end] = stop
     for (start, _), at in zip(spans, scale.at, strict=True):
         borders[at] = start
     return sorted(borders.items())
@@ -346,5 +355,7 @@ def ink(fill: str) -> str:
 def shade(share: float, *, crossing: bool = False) -> str:
     """The shade of an amount that is this share, above 0 and at most 1, of the largest."""
     shades = ORANGES if crossing else BLUES
+    last = len(shades) - 1
     number = math.ceil(share * len(shades)) - 1
-    return shades[min(max(number, 0), len(shades) - 1)]
+    within = min(max(number, 0), last)
+    return shades[within]

@@ -27,6 +27,7 @@ from shardmath.pictures.cells import (
     Panel,
     cells_of,
     idle_ranks,
+    list_pieces,
     write_holders,
     write_label,
 )
@@ -61,8 +62,6 @@ MOST_DESCRIBED = 16
 """Ranks in the description for people who do not see the picture."""
 MOST_LOCAL = 4
 """Ranks whose local tensors are drawn."""
-MOST_PIECES = 12
-"""Segments of a dimension of a local tensor that are drawn."""
 
 Colours = Mapping[Holders, str]
 
@@ -70,7 +69,8 @@ Colours = Mapping[Holders, str]
 def layout_svg(layout: Layout, *, inline: bool = False) -> str:
     """The layout as SVG: a document, or an element of a page if `inline`."""
     cells = cells_of(layout)
-    drawing = draw_layout(layout, cells, colours_of([cells]))
+    colours = colours_of([cells])
+    drawing = draw_layout(layout, cells, colours)
     return elements.document(drawing, str(layout), about(layout), inline=inline)
 
 
@@ -112,13 +112,12 @@ def draw_layout(layout: Layout, cells: Cells, colours: Colours, wide: float = WI
         panel = _Panel(layout, cut, colours, wide)
         drawn.append(panel.draw())
         labelled |= panel.labelled
-    unnamed = [one for one in _distinct(cells.panels) if one not in labelled]
-    parts = [
-        lines([str(layout)], font_weight="bold"),
-        in_rows(drawn),
-        *_legend(layout, _distinct(cells.panels), unnamed, colours),
-        lines(_notes(layout, cells)),
-    ]
+    found = _distinct(cells.panels)
+    unnamed = [one for one in found if one not in labelled]
+    head = lines([str(layout)], font_weight="bold")
+    legend = _legend(layout, found, unnamed, colours)
+    notes = lines(_notes(layout, cells))
+    parts = [head, in_rows(drawn), *legend, notes]
     first_ranks = layout.mesh.ranks[:MOST_LOCAL]
     if any(map(layout.holes, first_ranks)):
         parts.append(_local_tensors(layout))
@@ -130,7 +129,8 @@ def colours_of(several: Iterable[Cells]) -> Colours:
     """A colour for each set of holders, in the order of their first ranks."""
     panels = [panel for cells in several for panel in cells.panels]
     found = _distinct(panels)
-    return dict(zip(found, palette(len(found)), strict=True))
+    colours = palette(len(found))
+    return dict(zip(found, colours, strict=True))
 
 
 def _distinct(panels: Iterable[Panel]) -> list[Holders]:
@@ -199,12 +199,12 @@ class _Panel:
             y = TOP - 6
             for at, position in list_ticks(self.panel.columns, self.columns, across=True):
                 x = left + at
-                yield elements.words(x, y, f"{position}", text_anchor="middle", opacity="0.75")
+                yield _number(x, y, position, "middle")
         if ndim > 1:
             x = left - 6
             for at, position in list_ticks(self.panel.rows, self.rows, across=False):
                 y = TOP + at + 4
-                yield elements.words(x, y, f"{position}", text_anchor="end", opacity="0.75")
+                yield _number(x, y, position, "end")
 
     def _places(self) -> Iterator[_Place]:
         """Each cell, row by row."""
@@ -255,12 +255,18 @@ class _Panel:
             holders = self._find_holders(place)
             letters = int((place.width - 4) / LETTER)
             text = write_label(holders, self.layout.op, letters)
-            if text and place.height >= LINE - 4:
-                self.labelled.add(holders)
-                x = left + place.x + place.width / 2
-                y = place.y + place.height / 2 + 4
-                fill = ink(self.colours[holders])
-                yield elements.words(x, y, text, fill=fill, **middle)
+            if not text or place.height < LINE - 4:
+                continue
+            self.labelled.add(holders)
+            x = left + place.x + place.width / 2
+            y = place.y + place.height / 2 + 4
+            fill = ink(self.colours[holders])
+            yield elements.words(x, y, text, fill=fill, **middle)
+
+
+def _number(x: float, y: float, position: int, anchor: str) -> str:
+    """A position beside a panel."""
+    return elements.words(x, y, f"{position}", text_anchor=anchor, opacity="0.75")
 
 
 HATCH = (
@@ -280,15 +286,16 @@ def _legend(
     if len(unnamed) <= MOST_LEGEND:
         entries = [_entry(one, op, colours[one]) for one in unnamed]
         return [below(entries, 0)]
-    first = _entry(found[0], op, colours[found[0]])
-    last = _entry(found[-1], op, colours[found[-1]])
+    ends = (found[0], found[-1])
+    first, last = [_entry(one, op, colours[one]) for one in ends]
     count = lines([f"... {len(found):,} colours in the order of ranks ..."])
     return [beside([first, count, last], 8)]
 
 
 def _entry(holders: Holders, op: str | None, colour: str) -> Drawing:
     """A colour and what it stands for."""
-    text = brief(write_holders(holders, op), 60)
+    named = write_holders(holders, op)
+    text = brief(named, 60)
     square = box(0, 3, 12, 12, fill=colour)
     label = elements.words(18, LINE * 0.75, text)
     width = 18 + len(text) * LETTER
@@ -355,22 +362,24 @@ def _local_tensors(layout: Layout) -> Drawing:
 def _local_tensor(layout: Layout, rank: int) -> Drawing:
     """The last two dimensions of what a rank stores: what each box holds, and holes."""
     runs = layout.runs(rank)[-2:]
-    one_row = [((0, 1), "0:1")]
-    rows = _pieces(runs[0]) if len(runs) > 1 else one_row
-    columns = _pieces(runs[-1])
-    down = scale_stretches([span for span, _ in rows], HIGH / 2)
-    across = scale_stretches([span for span, _ in columns], WIDE / 2)
+    row_spans, row_texts = [(0, 1)], ["0:1"]
+    if len(runs) > 1:
+        row_spans, row_texts = list_pieces(runs[0])
+    spans, texts = list_pieces(runs[-1])
+    down = scale_stretches(row_spans, HIGH / 2)
+    across = scale_stretches(spans, WIDE / 2)
     shape = "x".join(map(str, layout.local_shape(rank)))
     head = f"rank {rank}: {shape}"
     parts = [elements.words(0, 12, head)]
     top = LINE + 4
-    for (_, held_rows), y, height in zip(rows, down.at, down.size, strict=True):
-        for (_, held_columns), x, width in zip(columns, across.at, across.size, strict=True):
-            held = (held_rows, held_columns)
-            own = held[-len(runs) :]
-            parts.append(_piece(own, (x, top + y, width, height)))
+    for rows, y, height in zip(row_texts, down.at, down.size, strict=True):
+        for columns, x, width in zip(texts, across.at, across.size, strict=True):
+            held = (rows, columns) if len(runs) > 1 else (columns,)
+            area = (x, top + y, width, height)
+            parts.append(_piece(held, area))
     room = max(across.total, len(head) * LETTER)
-    return Drawing(room, top + 2 + down.total, tuple(parts))
+    bottom = top + 2 + down.total
+    return Drawing(room, bottom, tuple(parts))
 
 
 def _piece(held: Sequence[str], area: tuple[float, float, float, float]) -> str:
@@ -379,17 +388,3 @@ def _piece(held: Sequence[str], area: tuple[float, float, float, float]) -> str:
         title = f"[{', '.join(held)}]"
         return box(*area, title, fill="currentColor", fill_opacity="0.25", stroke="currentColor")
     return box(*area, "hole", fill="none", stroke=VERMILION, stroke_dasharray="3 2")
-
-
-def _pieces(runs: Runs) -> list[tuple[Stretch, str]]:
-    """The local stretches of a dimension, holes too, and the global positions that each has; the first of many."""
-    out: list[tuple[Stretch, str]] = []
-    at = 0
-    for local, start, size in runs.segments[:MOST_PIECES]:
-        if local > at:
-            out.append(((at, local), ""))
-        at = local + size
-        out.append(((local, at), f"{start}:{start + size}"))
-    if at < len(runs) and len(runs.segments) <= MOST_PIECES:
-        out.append(((at, len(runs)), ""))
-    return out

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardmath.algebra.mesh import Mesh
+from shardmath.base.arrays import Ints
 from shardmath.base.text import plural
 from shardmath.flows.topology import Topology
 from shardmath.pictures.elements import (
@@ -67,7 +68,8 @@ def _draw(mesh: Mesh, topology: Topology | None) -> Drawing:
     panels = [_panel(mesh, at, look) for at in _leading(mesh)]
     head = _write_coords(mesh.shape) or "one rank"
     notes = _notes(mesh, len(panels), topology)
-    parts = [lines([head], font_weight="bold"), in_rows(panels), lines(notes)]
+    heading = lines([head], font_weight="bold")
+    parts = [heading, in_rows(panels), lines(notes)]
     filled = [part for part in parts if part.height]
     return below(filled, 6)
 
@@ -75,7 +77,8 @@ def _draw(mesh: Mesh, topology: Topology | None) -> Drawing:
 def _leading(mesh: Mesh) -> Iterator[dict[str, int]]:
     """The first coordinates on all axes but the last two."""
     lead = dict(mesh.axes[:-2])
-    points = itertools.product(*map(range, lead.values()))
+    coordinates = map(range, lead.values())
+    points = itertools.product(*coordinates)
     for point in itertools.islice(points, MOST_PANELS):
         yield dict(zip(lead, point, strict=True))
 
@@ -83,12 +86,14 @@ def _leading(mesh: Mesh) -> Iterator[dict[str, int]]:
 def _look(mesh: Mesh, topology: Topology | None) -> _Look:
     """Room for the longest number, and the colours of the nodes."""
     longest = str(max(mesh.ranks))
-    width = max(26.0, len(longest) * LETTER + 10)
+    needed = len(longest) * LETTER + 10
+    width = max(26.0, needed)
     if topology is None:
         return _Look(width, {}, None)
     nodes = _list_nodes(mesh, topology)
-    colours = zip(nodes, palette(len(nodes)), strict=True)
-    return _Look(width, dict(colours), topology)
+    found = palette(len(nodes))
+    colours = dict(zip(nodes, found, strict=True))
+    return _Look(width, colours, topology)
 
 
 def _list_nodes(mesh: Mesh, topology: Topology) -> list[int]:
@@ -103,7 +108,8 @@ def _notes(mesh: Mesh, panels: int, topology: Topology | None) -> Iterator[str]:
         nodes = _list_nodes(mesh, topology)
         yield f"one colour per node: {plural(nodes, 'node')}"
     sizes = [n for _, n in mesh.axes]
-    more = math.prod(sizes[:-2]) - panels
+    slices = math.prod(sizes[:-2])
+    more = slices - panels
     if more > 0:
         yield f"... and {plural(more, 'more panel')}"
     if any(n > MOST_SIDE for n in sizes[-2:]):
@@ -114,27 +120,44 @@ def _panel(mesh: Mesh, at: dict[str, int], look: _Look) -> Drawing:
     """The ranks with these coordinates on the leading axes."""
     axes = mesh.axes[-2:]
     names = [name for name, _ in axes]
+    sizes = [n for _, n in axes]
     # One axis is one row, a mesh without axes one rank.
     missing = [1] * (2 - len(axes))
-    shape = missing + [n for _, n in axes]
+    shape = missing + sizes
     rows, columns = map(_choose_coordinates, shape)
-    longest = max(map(len, names), default=0)
-    left = (longest + 2) * LETTER + 6 if names else 0.0
+    left = _measure_names(names)
     parts = list(_names(names, rows, columns, left, look.width))
-    ranks = mesh.select(**at).array().reshape(shape)
-    for i, j in itertools.product(range(len(rows)), range(len(columns))):
-        row = rows[i]
-        column = columns[j]
-        if row is not None and column is not None:
-            x = left + j * look.width
-            y = TOP + i * HIGH
-            parts += _rank(mesh, int(ranks[row, column]), x, y, look)
+    selected = mesh.select(**at)
+    ranks = selected.array().reshape(shape)
+    for i, j, rank in _place_ranks(ranks, rows, columns):
+        x = left + j * look.width
+        y = TOP + i * HIGH
+        parts += _rank(mesh, rank, x, y, look)
     width = left + len(columns) * look.width
-    panel = Drawing(width, TOP + len(rows) * HIGH, tuple(parts))
+    height = TOP + len(rows) * HIGH
+    panel = Drawing(width, height, tuple(parts))
     if not at:
         return panel
     lead = lines([_write_coords(at)])
     return below([lead, panel], 2)
+
+
+def _place_ranks(
+    ranks: Ints, rows: Sequence[int | None], columns: Sequence[int | None]
+) -> Iterator[tuple[int, int, int]]:
+    """Row, column and number of each rank that is drawn."""
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            if row is not None and column is not None:
+                yield i, j, int(ranks[row, column])
+
+
+def _measure_names(names: Sequence[str]) -> float:
+    """The pixels beside the ranks, for the names of their axes."""
+    if not names:
+        return 0.0
+    longest = max(map(len, names))
+    return (longest + 2) * LETTER + 6
 
 
 def _write_coords(coords: Mapping[str, int]) -> str:
@@ -160,7 +183,8 @@ def _names(
             yield _beside(x, above, text, "middle")
     if len(names) > 1:
         for i, row in enumerate(rows):
-            y = TOP + i * HIGH + HIGH / 2 + 4
+            top = TOP + i * HIGH
+            y = top + HIGH / 2 + 4
             text = _write_coordinate(row)
             if row == 0:
                 text = f"{names[0]} 0"
@@ -187,8 +211,8 @@ def _choose_coordinates(size: int) -> Sequence[int | None]:
 
 def _rank(mesh: Mesh, rank: int, x: float, y: float, look: _Look) -> Iterator[str]:
     """A rank's box and number."""
-    coords = _write_coords(mesh.coords(rank))
-    title = f"rank {rank}: {coords}"
+    coords = mesh.coords(rank)
+    title = f"rank {rank}: {_write_coords(coords)}"
     fill, colour = look.fill(rank)
     stroke = {"stroke": "currentColor", "stroke_opacity": "0.5"}
     yield box(x, y, look.width, HIGH, title, **fill, **stroke)

@@ -73,11 +73,14 @@ def plan_svg(
     name = _choose_tensor(value, tensor)
     moved = traffic(value, where)
     summary = _describe(moved, where)
-    heat = below([_draw_heat(moved, where), lines(summary)], 4)
-    drawing = beside([*_draw_sides(value, name), heat], 28)
+    heat = _draw_heat(moved, where)
+    explained = below([heat, lines(summary)], 4)
+    sides = _draw_sides(value, name)
+    drawing = beside([*sides, explained], 28)
     tensors = plural(value.src, "tensor")
+    senders = len(value.src_ranks)
     receivers = plural(value.dst_ranks, "rank")
-    title = f"plan of {tensors}, {len(value.src_ranks)} to {receivers}"
+    title = f"plan of {tensors}, {senders} to {receivers}"
     return document(drawing, title, "; ".join(summary), inline=inline)
 
 
@@ -86,7 +89,8 @@ def _choose_tensor(p: Movable, tensor: str | None) -> str:
     if tensor is None:
         return next(iter(p.src), "")
     if tensor not in p.src:
-        names = ", ".join(map(repr, list(p.src)[:8]))
+        first = list(p.src)[:8]
+        names = ", ".join(map(repr, first))
         raise PlanError(f"the plan has no tensor {shown(tensor)}; it has {names}")
     return tensor
 
@@ -113,7 +117,8 @@ def _draw_side(
     """The first windows of a tensor, under each other."""
     parts = [lines([head], font_weight="bold")]
     for layout in windows[:MOST_WINDOWS]:
-        parts.append(draw_layout(layout, cells[layout], colours, SIDE))
+        window = draw_layout(layout, cells[layout], colours, SIDE)
+        parts.append(window)
     more = len(windows) - MOST_WINDOWS
     if more > 0:
         parts.append(lines([f"... and {plural(more, 'more window')}"]))
@@ -155,8 +160,9 @@ def _place_groups(groups: tuple[Group, ...], each: float) -> _Axis:
 def _draw_heat(moved: Traffic, where: Topology | None) -> Drawing:
     """Who sends how much to whom."""
     few = max(moved.sent.shape) <= FEW
-    rows = _place_groups(moved.senders, 24.0 if few else 18.0)
-    columns = _place_groups(moved.receivers, 54.0 if few else 18.0)
+    high, wide = (24.0, 54.0) if few else (18.0, 18.0)
+    rows = _place_groups(moved.senders, high)
+    columns = _place_groups(moved.receivers, wide)
     left = (_measure_names(rows) + 1) * LETTER
     top = TOP + _column_names_height(columns)
     if where is not None:
@@ -167,7 +173,9 @@ def _draw_heat(moved: Traffic, where: Topology | None) -> Drawing:
         *_column_names(columns, left, top),
         *_boxes(moved, rows, columns, left, top),
     ]
-    heat = Drawing(left + columns.total, top + rows.total, tuple(parts))
+    width = left + columns.total
+    height = top + rows.total
+    heat = Drawing(width, height, tuple(parts))
     head = lines(["bytes from sender (row) to receiver (column)"], font_weight="bold")
     legend = _draw_legend(moved, where)
     return below([head, heat, legend], 8)
@@ -181,9 +189,9 @@ def _measure_names(axis: _Axis) -> int:
 
 def _group_name(group: Group) -> str:
     """The ranks of a row or a column."""
-    if len(group.ranks) == 1:
-        return str(group.ranks[0])
-    return f"{group.ranks[0]}-{group.ranks[-1]}"
+    first = group.ranks[0]
+    last = group.ranks[-1]
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _column_names_height(columns: _Axis) -> float:
@@ -222,17 +230,21 @@ def _column_names(columns: _Axis, left: float, top: float) -> Iterator[str]:
             yield words(middle, y, name, text_anchor="middle")
     for node, begin, end in _node_spans(columns):
         text = f"node {node}"
-        shown = text if len(text) * LETTER <= end - begin else f"{node}"
-        yield words(left + begin, 12, shown, opacity="0.75")
+        if len(text) * LETTER > end - begin:
+            text = f"{node}"
+        yield words(left + begin, 12, text, opacity="0.75")
 
 
 def _node_spans(axis: _Axis) -> Iterator[tuple[int, float, float]]:
     """Each node that has rows or columns of its own, where it begins and where it ends."""
     spans: dict[int, tuple[float, float]] = {}
     for group, at in zip(axis.groups, axis.at, strict=True):
-        if group.node is not None:
-            begin, _ = spans.get(group.node, (at, at))
-            spans[group.node] = (begin, at + axis.each)
+        node = group.node
+        if node is None:
+            continue
+        end = at + axis.each
+        begin, _ = spans.get(node, (at, end))
+        spans[node] = (begin, end)
     for node, (begin, end) in spans.items():
         yield node, begin, end
 
@@ -241,21 +253,30 @@ def _boxes(moved: Traffic, rows: _Axis, columns: _Axis, left: float, top: float)
     """A box for each pair of groups; one without bytes is only an edge."""
     largest = int(moved.sent.max(initial=0))
     edge = {"stroke": "currentColor", "stroke_opacity": "0.3"}
+    senders = list(map(_group_name, moved.senders))
+    receivers = list(map(_group_name, moved.receivers))
     has_room = columns.each > 3 * LINE
     for i, j in np.ndindex(moved.sent.shape):
-        sent, stays, far = (int(table[i, j]) for table in moved[2:])
+        sent, stays, far = _read_pair(moved, i, j)
+        amount = _amount(sent, stays, far)
+        title = f"{senders[i]} to {receivers[j]}: {amount}"
+        fill = _fill(sent, stays, far, largest)
         x = left + columns.at[j]
         y = top + rows.at[i]
-        sender = _group_name(moved.senders[i])
-        receiver = _group_name(moved.receivers[j])
-        title = f"{sender} to {receiver}: {_amount(sent, stays, far)}"
-        fill = _fill(sent, stays, far, largest)
         yield box(x, y, columns.each, rows.each, title, fill=fill, **edge)
         shown = sent or stays
         if has_room and shown:
             middle = x + columns.each / 2
             baseline = y + rows.each / 2 + 4
             yield _write_amount(middle, baseline, shown, fill)
+
+
+def _read_pair(moved: Traffic, row: int, column: int) -> tuple[int, int, int]:
+    """The bytes of a pair of groups: sent, what stays, and what of the sent goes to another node."""
+    sent = moved.sent[row, column]
+    stays = moved.stays[row, column]
+    far = moved.far[row, column]
+    return int(sent), int(stays), int(far)
 
 
 def _write_amount(x: float, y: float, amount: int, fill: str) -> str:
@@ -266,8 +287,10 @@ def _write_amount(x: float, y: float, amount: int, fill: str) -> str:
 
 def _few_digits(count: int) -> str:
     """A number of bytes that fits into a box."""
-    digits, unit = show_bytes(count).split()
-    return f"{float(digits):.3g} {unit}" if float(digits) < 999.5 else show_bytes(count)
+    text = show_bytes(count)
+    digits, unit = text.split()
+    number = float(digits)
+    return f"{number:.3g} {unit}" if number < 999.5 else text
 
 
 def _amount(sent: int, stays: int, far: int) -> str:
@@ -283,7 +306,9 @@ def _amount(sent: int, stays: int, far: int) -> str:
 def _fill(sent: int, stays: int, far: int, largest: int) -> str:
     """The colour of a pair: that of most of its bytes."""
     if sent:
-        return shade(sent / largest, crossing=2 * far > sent)
+        share = sent / largest
+        mostly_far = 2 * far > sent
+        return shade(share, crossing=mostly_far)
     return STAYS if stays else "none"
 
 
@@ -294,10 +319,12 @@ def _draw_legend(moved: Traffic, where: Topology | None) -> Drawing:
     stays = _draw_entry("stays", (STAYS,))
     if where is None:
         sent = _draw_entry(f"sent, {most}", BLUES)
-        return below([beside([stays, sent], 12)], 0)
+        row = beside([stays, sent], 12)
+        return below([row], 0)
     near = _draw_entry(f"inside a node, {most}", BLUES)
     far = _draw_entry(f"from node to node, {most}", ORANGES)
-    return below([beside([stays, near], 12), far], 0)
+    row = beside([stays, near], 12)
+    return below([row, far], 0)
 
 
 def _draw_entry(text: str, shades: Sequence[str]) -> Drawing:
@@ -305,9 +332,11 @@ def _draw_entry(text: str, shades: Sequence[str]) -> Drawing:
     parts = []
     x = 0
     for fill in shades:
-        parts.append(box(x, 3, 12, 12, fill=fill))
+        square = box(x, 3, 12, 12, fill=fill)
+        parts.append(square)
         x += 12
     x += 6
-    parts.append(words(x, LINE * 0.75, text))
+    label = words(x, LINE * 0.75, text)
+    parts.append(label)
     width = x + len(text) * LETTER
     return Drawing(width, LINE, tuple(parts))

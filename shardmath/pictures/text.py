@@ -18,20 +18,18 @@ rank  dp tp  local shape  dimension 0  dimension 1
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import singledispatch
 
-import numpy as np
-
-from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs
+from shardmath.base import dtypes
 from shardmath.base.arguments import as_integer
-from shardmath.base.arrays import Ints
 from shardmath.base.drawn import html
-from shardmath.base.errors import LayoutError, PlanError
-from shardmath.base.text import make_table, plural, show_bytes, shown
+from shardmath.base.errors import ParamLayoutError, PlanError
+from shardmath.base.text import make_table, plural, show_bytes, show_share, shown
+from shardmath.buffers.grouping import BufferKey, FullParamLayout
+from shardmath.buffers.param_layout import PerBufferParamLayout
 from shardmath.collectives.collective import Collective
 from shardmath.flows.certificate import Certificate
 from shardmath.flows.topology import Topology
@@ -41,7 +39,7 @@ from shardmath.plans.plan import Plan
 from shardmath.programs.program import Program
 from shardmath.relabelling.relabelling import Relabelling
 
-__all__ = ["Shown", "count", "count_more", "grid", "show"]
+__all__ = ["Shown", "align", "buffer_table", "count", "count_more", "replace_unprintable", "show"]
 
 
 def count(number: int, what: str) -> str:
@@ -60,6 +58,26 @@ def count_more(number: int, most: int, what: str) -> list[str]:
         return []
     more = count(number - most, f"more {what}")
     return [f"... and {more}"]
+
+
+def align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines in which columns begin one below the other.
+
+    >>> list(align([("a", "of"), ("three", "w")]))
+    ['a      of', 'three  w']
+    """
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        line = "  ".join(cells)
+        yield line.rstrip()
+
+
+def replace_unprintable(name: str) -> str:
+    """The name on one line, with blanks for what cannot be printed."""
+    signs = [sign if sign.isprintable() else " " for sign in name]
+    return "".join(signs)
 
 
 LEGEND = "sender -> receiver operation [box of the tensor] of [box at the sender] to [box at the receiver], bytes"
@@ -113,9 +131,15 @@ def _more(number: int, most: int, what: str) -> str:
 
 @_text.register
 def _(mesh: Mesh, most: int) -> str:
-    axes = " ".join(f"{name}={n}" for name, n in mesh.axes) or "one rank"
-    rows = [[rank, *mesh.coords(rank).values()] for rank in mesh.ranks[:most]]
-    return f"{axes}\n{make_table(['rank', *mesh.shape], rows)}{_more(mesh.size, most, 'rank')}"
+    sizes = [f"{name}={n}" for name, n in mesh.axes]
+    axes = " ".join(sizes) or "one rank"
+    rows = []
+    for rank in mesh.ranks[:most]:
+        coords = mesh.coords(rank)
+        rows.append([rank, *coords.values()])
+    listed = make_table(["rank", *mesh.shape], rows)
+    more = _more(mesh.size, most, "rank")
+    return f"{axes}\n{listed}{more}"
 
 
 @_text.register
@@ -126,13 +150,16 @@ def _(layout: Layout, most: int) -> str:
     rows: list[list[object]] = []
     for rank in layout.mesh.ranks[:most]:
         coords = _write_coords(layout.mesh, rank)
-        rows.append([rank, coords, layout.local_shape(rank), *layout.runs(rank)])
+        shape = layout.local_shape(rank)
+        rows.append([rank, coords, shape, *layout.runs(rank)])
     if not axes:
         # A mesh of one rank has no coordinates to show.
         del head[1]
         for row in rows:
             del row[1]
-    return f"{layout}\n{make_table(head, rows)}{_more(layout.mesh.size, most, 'rank')}"
+    listed = make_table(head, rows)
+    more = _more(layout.mesh.size, most, "rank")
+    return f"{layout}\n{listed}{more}"
 
 
 def _write_coords(mesh: Mesh, rank: int) -> str:
@@ -144,15 +171,21 @@ def _write_coords(mesh: Mesh, rank: int) -> str:
 
 @_text.register
 def _(p: Plan | Transposed, most: int) -> str:
-    sent, received = p.sent_bytes(), p.received_bytes()
-    rows = [[rank, show_bytes(sent[rank]), show_bytes(received[rank])] for rank in p.ranks[:most]]
+    sent = p.sent_bytes()
+    received = p.received_bytes()
+    rows = []
+    for rank in p.ranks[:most]:
+        row = [rank, show_bytes(sent[rank]), show_bytes(received[rank])]
+        rows.append(row)
     loads = make_table(["rank", "sends", "receives"], rows)
     tensors = plural(p.src, "tensor")
     if p.in_part:
         tensors += f", {len(p.in_part)} of which the destination holds in part"
     between = f"{len(p.src_ranks)} and {len(p.dst_ranks)} ranks"
-    total = f"{show_bytes(sum(sent.values()))} between {between}, {tensors}"
-    return f"{total}\n{loads}{_more(len(p.ranks), most, 'rank')}\n{_transfers(p, most)}"
+    total = sum(sent.values())
+    head = f"{show_bytes(total)} between {between}, {tensors}"
+    more = _more(len(p.ranks), most, "rank")
+    return f"{head}\n{loads}{more}\n{_transfers(p, most)}"
 
 
 def _transfers(p: Plan | Transposed, most: int) -> str:
@@ -168,15 +201,18 @@ def _transfers(p: Plan | Transposed, most: int) -> str:
 
 @_text.register
 def _(program: Program, most: int) -> str:
+    p = program.plan
+    tensors = plural(p.src, "tensor")
+    between = f"{len(p.src_ranks)} and {len(p.dst_ranks)} ranks"
     rounds = f"{plural(program.slots, 'slot')} of {plural(program.turns, 'turn')}"
     room = f"at most {show_bytes(program.max_inflight_bytes)} under way per rank"
-    between = f"{len(program.plan.src_ranks)} and {len(program.plan.dst_ranks)} ranks"
-    head = f"{plural(program.plan.src, 'tensor')} between {between}: {rounds}, {room}"
+    head = f"{tensors} between {between}: {rounds}, {room}"
     rows = [_program_row(program, rank) for rank in program.ranks[:most]]
     loads = make_table(["rank", "rounds", "messages", "sends", "receives"], rows)
-    operations = sorted({str(one) for one in program.collectives.values()})
-    found = "".join(f"\nas one operation: {one}" for one in operations[:most])
-    return f"{head}\n{loads}{_more(len(program.ranks), most, 'rank')}{found}"
+    more = _more(len(program.ranks), most, "rank")
+    operations = {str(one) for one in program.collectives.values()}
+    found = [f"\nas one operation: {one}" for one in sorted(operations)[:most]]
+    return f"{head}\n{loads}{more}{''.join(found)}"
 
 
 def _program_row(program: Program, rank: int) -> list[object]:
@@ -209,42 +245,50 @@ def _seconds(s: float) -> str:
 @_text.register
 def _(certificate: Certificate, most: int) -> str:
     witness = certificate.witness
-    rows: list[list[object]] = [["plan", _seconds(certificate.plan_s)]]
+    rows = [["plan", _seconds(certificate.plan_s)]]
     rows.append(["bound", _seconds(certificate.bound_s)])
     rows.append(["ratio", f"{certificate.ratio:.4g}"])
     if witness is not None:
         way = "must take in" if witness.direction == "in" else "must give out"
+        rate = f"{show_bytes(witness.bytes_per_s)}/s"
+        rows.append([way, f"{show_bytes(witness.nbytes)} at {rate}"])
         ranks = ", ".join(map(str, witness.ranks[:most]))
         if len(witness.ranks) > most:
             ranks += ", ..."
-        rows.append([way, f"{show_bytes(witness.nbytes)} at {show_bytes(witness.bytes_per_s)}/s"])
         rows.append(["ranks", ranks])
-    width = max(len(str(name)) for name, _ in rows)
-    listed = "\n".join(f"{str(name).rjust(width)}  {what}" for name, what in rows)
-    return f"{certificate}\n{listed}"
+    width = max(len(name) for name, _ in rows)
+    texts = [f"{name.rjust(width)}  {what}" for name, what in rows]
+    return "\n".join([str(certificate), *texts])
 
 
 @_text.register
 def _(runs: Runs, most: int) -> str:
     holes = len(runs) - runs.size
     head = f"{plural(runs.size, 'position')} of a dimension, {plural(holes, 'hole')}"
-    rows = [[f"{lo}:{lo + n}", f"{g}:{g + n}"] for lo, g, n in runs.segments[:most]]
+    rows = []
+    for local, start, n in runs.segments[:most]:
+        row = [f"{local}:{local + n}", f"{start}:{start + n}"]
+        rows.append(row)
     listed = make_table(["local", "global"], rows)
-    return f"{head}\n{listed}{_more(len(runs.segments), most, 'range')}"
+    more = _more(len(runs.segments), most, "range")
+    return f"{head}\n{listed}{more}"
 
 
 @_text.register
 def _(relabelling: Relabelling, most: int) -> str:
-    changed = [pair for pair in relabelling.pairs if pair[0] != pair[1]]
+    changed = [(old, new) for old, new in relabelling.pairs if old != new]
     listed = make_table(["rank", "becomes"], changed[:most])
-    return f"{relabelling}\n{listed}{_more(len(changed), most, 'rank')}"
+    more = _more(len(changed), most, "rank")
+    return f"{relabelling}\n{listed}{more}"
 
 
 @_text.register
 def _(collective: Collective, most: int) -> str:
-    listed = [f"group of ranks {_members(group)}" for group in collective.groups[:most]]
-    more = _more(len(collective.groups), most, "group")
-    return "\n".join([str(collective), *listed]) + more
+    groups = collective.groups
+    texts = [f"group of ranks {_members(group)}" for group in groups[:most]]
+    listed = "\n".join([str(collective), *texts])
+    more = _more(len(groups), most, "group")
+    return f"{listed}{more}"
 
 
 def _members(ranks: Sequence[int]) -> str:
@@ -259,103 +303,65 @@ MOST_MEMBERS = 16
 """Ranks of a group that are listed."""
 
 
-def grid(layout: Layout, most: int = 64) -> str:
-    """Which ranks hold each element of a 1-d or 2-d tensor, as a grid; `.` where nobody does, `+` where more than one.
+def buffer_table(layouts: FullParamLayout) -> str:
+    """The buffers of a model, a line each: which parameters share it, how many, elements, padding, gradients' bytes.
 
-    Of more than `most` rows or columns the middle ones are left out, and a line says so. Raises LayoutError for more
-    dimensions.
-
-    >>> from shardmath.algebra.mesh import Mesh
-    >>> print(grid(Layout((3, 4), Mesh(tp=2), "n (2 tp h)")))
-    0 1 0 1
-    0 1 0 1
-    0 1 0 1
-    >>> print(grid(Layout((100,), Mesh(tp=2), "(tp n)"), most=4))
-    0 0 … 1 1
-    columns 2 to 97 are left out
+    Raises ParamLayoutError for what is not a FullParamLayout.
     """
-    if layout.ndim not in (1, 2):
-        raise LayoutError(f"{layout} has {layout.ndim} dimensions; grid() draws 1 or 2")
-    room = as_integer(most, "most", LayoutError)
-    if not 2 <= room <= MOST_SIDE:
-        raise LayoutError(f"most={room}; draw at least 2 and at most {MOST_SIDE} rows and columns")
-    rows = np.zeros(1, np.int64)
-    if layout.ndim == 2:
-        rows = _choose_positions(layout.shape[0], room)
-    columns = _choose_positions(layout.shape[-1], room)
-    cells = _name_cells(layout, rows, columns)
-    notes = []
-    gap = _find_gap(rows)
-    if gap:
-        notes.append(_name_gap("rows", rows, gap))
-        cells.insert(gap, ["…"] * len(columns))
-    across = _find_gap(columns)
-    if across:
-        notes.append(_name_gap("columns", columns, across))
-        for line in cells:
-            line.insert(across, "…")
-    return "\n".join([*_align_right(cells), *notes])
+    if not isinstance(layouts, FullParamLayout):
+        raise ParamLayoutError(
+            f"{type(layouts).__name__} is not the buffers of a model; give what full_layout returns"
+        )
+    rows = []
+    for key, layout in layouts.entries:
+        nbytes = _count_bytes([(key, layout)])
+        row = [*_describe(key), *_count([layout]), nbytes]
+        rows.append(row)
+    if len(rows) > 1:
+        several = list(layouts.values())
+        nbytes = _count_bytes(layouts.entries)
+        row = ["all", "", "", "", *_count(several), nbytes]
+        rows.append(row)
+    return make_table(HEAD, rows)
 
 
-def _align_right(cells: list[list[str]]) -> Iterator[str]:
-    """The rows, all cells as wide as the widest."""
-    width = max((len(x) for line in cells for x in line), default=1)
-    for line in cells:
-        yield " ".join(x.rjust(width) for x in line)
+HEAD = (
+    "dtype",
+    "gradients",
+    "expert",
+    "managed",
+    "parameters",
+    "buckets",
+    "elements",
+    "padding",
+    "share",
+    "bytes",
+)
+"""Of the columns of a table."""
 
 
-def _name_gap(what: str, positions: Ints, gap: int) -> str:
-    """Which positions are left out before the one numbered `gap`."""
-    return f"{what} {positions[gap - 1] + 1} to {positions[gap] - 1} are left out"
+def _describe(key: BufferKey) -> list[str]:
+    """The first columns: what the parameters of a buffer have in common."""
+    expert = "yes" if key.is_expert_parallel else "no"
+    managed = "yes" if key.is_managed_by_layer_wise_optimizer else "no"
+    return [key.param_dtype, key.grad_dtype, expert, managed]
 
 
-MOST_SIDE = 1 << 12
-"""Rows and columns of a grid."""
+def _count(layouts: Sequence[PerBufferParamLayout]) -> list[str]:
+    """The columns of numbers, of several buffers together."""
+    params = sum(len(one.placed) for one in layouts)
+    buckets = sum(len(one.bucket_indices) for one in layouts)
+    numel = sum(one.numel for one in layouts)
+    padding = sum(one.padding for one in layouts)
+    texts = [f"{amount:,}" for amount in (params, buckets, numel, padding)]
+    share = show_share(padding, numel)
+    return [*texts, share]
 
 
-def _choose_positions(size: int, most: int) -> Ints:
-    """The positions of a dimension that are drawn: at most so many, the first and the last."""
-    if size <= most:
-        return np.arange(size)
-    tail = most // 2
-    return np.concatenate((np.arange(most - tail), np.arange(size - tail, size)))
-
-
-def _find_gap(positions: Ints) -> int:
-    """Before which of the positions something is left out; 0 for nothing."""
-    steps = np.diff(positions)
-    if not (steps > 1).any():
-        return 0
-    return int(steps.argmax()) + 1
-
-
-def _name_cells(layout: Layout, rows: Ints, columns: Ints) -> list[list[str]]:
-    """The rank that holds each element at these rows and columns, `.` for nobody, `+` for several."""
-    ranks = np.array(layout.mesh.ranks, np.int64)
-    across = _mark_held(layout.dims[-1], layout.mesh, columns)
-    down = np.ones((1, len(ranks)), np.int64)
-    if layout.ndim == 2:
-        down = _mark_held(layout.dims[0], layout.mesh, rows)
-    # A sum over ranks of (holds the row) * (holds the column) counts the holders; where there is
-    # one, the sum weighted by rank is that rank.
-    holders = down @ across.T
-    weighted = (down * ranks) @ across.T
-    cells = weighted.astype(str)
-    cells[holders == 0] = "."
-    cells[holders > 1] = "+"
-    lines: list[list[str]] = cells.tolist()
-    return lines
-
-
-def _mark_held(dim: Dimension, mesh: Mesh, positions: Ints) -> Ints:
-    """Whether each rank holds each of the positions: 0 or 1, of shape (positions, ranks)."""
-    parts = partition(dim)
-    held = np.zeros((len(positions), len(parts.parts)), np.int64)
-    for i, part in enumerate(parts.parts):
-        segments = np.array(part.segments, np.int64).reshape(-1, 3)
-        _, start, size = segments[segments[:, 1].argsort()].T
-        stop = start + size
-        # The last segment that begins at or before a position is the one that may have it.
-        at = start.searchsorted(positions, "right") - 1
-        held[:, i] = (at >= 0) & (positions < np.append(stop, 0)[at])
-    return held[:, parts.by_rank(mesh)]
+def _count_bytes(entries: Iterable[tuple[BufferKey, PerBufferParamLayout]]) -> str:
+    """The bytes of the gradients."""
+    total = 0
+    for key, layout in entries:
+        itemsize = dtypes.itemsize(key.grad_dtype)
+        total += layout.numel * itemsize
+    return show_bytes(total)

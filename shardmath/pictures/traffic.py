@@ -68,8 +68,9 @@ def traffic(
         return _sum_program(value, topology, most)
     if isinstance(value, Transposed):
         forward = traffic(value.forward, topology, most)
-        tables = (forward.sent.T, forward.stays.T, forward.far.T)
-        return Traffic(forward.receivers, forward.senders, *tables)
+        senders, receivers, *tables = forward
+        turned = [table.T for table in tables]
+        return Traffic(receivers, senders, *turned)
     rows = _group_ranks(value.src_ranks, topology, most)
     columns = _group_ranks(value.dst_ranks, topology, most)
     sums = _Sums(rows, columns, value.lines, topology)
@@ -125,8 +126,9 @@ class _Sums:
         at = (self.row[sender], self.column[receiver])
         np.add.at(self.sent, at, nbytes)
         node = sender // self.per_node
-        crosses = receiver // self.per_node != node
-        np.add.at(self.far, at, nbytes * crosses)
+        other = receiver // self.per_node
+        distant = nbytes * (other != node)
+        np.add.at(self.far, at, distant)
 
     def add_plan(self) -> None:
         """All that a plan sends."""
@@ -135,19 +137,24 @@ class _Sums:
             holders = on.sets[held]
             first, stop = on.first[line : line + 2].tolist()
             asking = on.count[first:stop].sum()
+            blocks = range(first, stop)
             if len(holders) > 1 or asking <= MANY:
-                streams = _pair_line(on, line, range(first, stop))
+                streams = _pair_line(on, line, blocks)
                 self.add(*streams)
                 continue
-            for block in range(first, stop):
-                self._add_from_one(holders[0], block)
+            holder = holders[0]
+            for block in blocks:
+                self._add_from_one(holder, block)
 
     def _add_from_one(self, holder: int, block: int) -> None:
         """A block that one rank sends to all receivers, who may be many, as may be such blocks."""
-        receivers = self._find_members(int(self.on.receivers[block]))
-        first = holder // self.per_node * self.per_node
+        asking = int(self.on.receivers[block])
+        receivers = self._find_members(asking)
+        node = holder // self.per_node
+        first = node * self.per_node
+        stop = first + self.per_node
         # Ranks ascend, so those of the holder's node are side by side.
-        begin, end = receivers.searchsorted([first, first + self.per_node])
+        begin, end = receivers.searchsorted([first, stop])
         on_node = receivers[begin:end]
         itself = on_node[on_node == holder]
         everybody = self._count_by_column(receivers)
@@ -169,7 +176,8 @@ class _Sums:
         holders_of_block = np.repeat(on.holders, blocks_of_line)
         for block, held in enumerate(holders_of_block.tolist()):
             asking = int(on.receivers[block])
-            if on.count[block] == len(on.sets[asking]):
+            receivers = on.sets[asking]
+            if on.count[block] == len(receivers):
                 continue  # no receiver is a holder
             both = self._find_common(held, asking)
             at = (self.row[both], self.column[both])
@@ -179,9 +187,10 @@ class _Sums:
         """The ranks of one set that are in another."""
         holders = self._find_members(held)
         receivers = self._find_members(asking)
+        last = len(receivers) - 1
         at = receivers.searchsorted(holders)
-        at = np.minimum(at, len(receivers) - 1)
-        common: Ints = holders[receivers[at] == holders]
+        found = receivers[np.minimum(at, last)]
+        common: Ints = holders[found == holders]
         return common
 
     def _find_members(self, number: int) -> Ints:
@@ -197,26 +206,31 @@ def _pair_line(on: Demands, line: int, blocks: range) -> tuple[Ints, Ints, Ints]
     held = on.holders[line]
     holders = np.array(on.sets[held], np.int64)
     first = int(on.cut_first[line])
-    cuts = on.cuts[first : first + len(holders) + 1]
+    last = first + len(holders)
+    cuts = on.cuts[first : last + 1]
     receivers, ends = _lay_out_receivers(on, line, blocks)
     # Between two neighbouring borders of either kind there is one sender and one receiver. Of several stretches that
     # begin at one place all but the last are empty.
-    borders = np.unique(np.concatenate((cuts, ends)))
+    every_border = np.concatenate((cuts, ends))
+    borders = np.unique(every_border)
     starts = borders[:-1]
     sender = cuts.searchsorted(starts, "right") - 1
     receiver = ends.searchsorted(starts, "right") - 1
-    return holders[sender], receivers[receiver], np.diff(borders)
+    nbytes = np.diff(borders)
+    return holders[sender], receivers[receiver], nbytes
 
 
 def _lay_out_receivers(on: Demands, line: int, blocks: range) -> tuple[Ints, Ints]:
     """The receivers of a line, block by block, and where each one's bytes begin; at last where all end."""
     receivers: list[int] = []
-    ends = [0]
+    end = 0
+    ends = [end]
     for block in blocks:
         nbytes = int(on.nbytes[block])
         for rank in wire(on, line, block):
+            end += nbytes
             receivers.append(rank)
-            ends.append(ends[-1] + nbytes)
+            ends.append(end)
     return np.array(receivers, np.int64), np.array(ends, np.int64)
 
 
@@ -224,7 +238,8 @@ def _group_ranks(ranks: Iterable[int], where: Topology | None, most: int) -> tup
     """The ranks, ascending, in at most so many groups."""
     nodes = [sorted(ranks)]
     if where is not None:
-        nodes = [list(node) for node in where.nodes(ranks).values()]
+        by_node = where.nodes(ranks)
+        nodes = [list(members) for members in by_node.values()]
     divide = _join_nodes if len(nodes) > most else _chop_nodes
     parts = divide(nodes, most)
     return tuple(_make_group(part, where) for part in parts)
@@ -243,7 +258,7 @@ def _join_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
 def _chop_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
     """Groups of as many ranks each, of one node, as few as it takes."""
     size = 1
-    while sum(-(-len(node) // size) for node in nodes) > most:
+    while _count_parts(nodes, size) > most:
         size += 1
     groups = []
     for node in nodes:
@@ -251,9 +266,16 @@ def _chop_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
     return groups
 
 
+def _count_parts(nodes: list[list[int]], size: int) -> int:
+    """How many groups of so many ranks each, of one node, there are."""
+    counts = [-(-len(node) // size) for node in nodes]
+    return sum(counts)
+
+
 def _chop(values: list[_T], size: int) -> list[list[_T]]:
     """The values in lists of this size, the last one shorter."""
-    return [values[i : i + size] for i in range(0, len(values), size)]
+    starts = range(0, len(values), size)
+    return [values[i : i + size] for i in starts]
 
 
 def _make_group(ranks: Sequence[int], where: Topology | None) -> Group:
@@ -267,8 +289,10 @@ def _make_group(ranks: Sequence[int], where: Topology | None) -> Group:
 
 def _number_groups(groups: Sequence[Group]) -> Ints:
     """The number of each rank's group, by rank."""
-    most = max((group.ranks[-1] for group in groups), default=-1)
-    numbers = np.zeros(most + 1, np.int64)
+    last_ranks = [group.ranks[-1] for group in groups]
+    largest = max(last_ranks, default=-1)
+    numbers = np.zeros(largest + 1, np.int64)
     for i, group in enumerate(groups):
-        numbers[list(group.ranks)] = i
+        ranks = list(group.ranks)
+        numbers[ranks] = i
     return numbers

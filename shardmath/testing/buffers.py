@@ -134,22 +134,25 @@ def rule_cases(
     Without `shards` there are 1 to 8, and rules that shard nothing are among those drawn.
     """
     rules = list(START)
-    if shards is not None:
+    if shards is None:
+        shards = st.integers(1, 8)
+    else:
         rules.remove(data_parallel)
     rule = draw(st.sampled_from(rules))
     flat = rule is flat_parameter
     empty = rule is not megatron_fsdp
-    listed = draw(params(most=most, longest=longest, empty=empty, scalars=not flat, alike=flat))
+    taken = params(most=most, longest=longest, empty=empty, scalars=not flat, alike=flat)
+    listed = tuple(draw(taken))
     options: dict[str, object] = {}
     for name, values in OPTIONS[rule].items():
         options[name] = draw(values)
     if rule is data_parallel:
-        return RuleCase(rule, tuple(listed), options=options)
-    count = draw(st.integers(1, 8) if shards is None else shards)
+        return RuleCase(rule, listed, options=options)
+    count = draw(shards)
     options["data_parallel_world_size"] = count
     unaligned = options.get("use_orig_params") is False
     start = 1 if unaligned else START[rule]
-    return RuleCase(rule, tuple(listed), count, start, options)
+    return RuleCase(rule, listed, count, start, options)
 
 
 _bucket_sizes = st.sampled_from([None, 1, 100, 1000, 5000])
@@ -331,10 +334,11 @@ def deterministic(case: RuleCase) -> None:
 
 def names_mean_nothing(case: RuleCase) -> None:
     """Renaming parameters renames them in the layout and changes nothing else."""
+    backwards = reversed(case.params)
     names = {}
-    renamed = []
-    for number, param in enumerate(reversed(case.params), 1):
+    for number, param in enumerate(backwards, 1):
         names[param.name] = f"other {number:09}"
+    renamed = []
     for param in case.params:
         name = names[param.name]
         renamed.append(replace(param, name=name))

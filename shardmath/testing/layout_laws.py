@@ -36,14 +36,16 @@ __all__ = [
 
 def compose_is_after(f: Runs, g: Runs) -> None:
     """compose(f, g) at i is g at f(i), a hole where either has one."""
+    before = f.indices()
     after = g.indices().tolist()
     expected = []
-    for i in f.indices().tolist():
+    for i in before.tolist():
         inside = 0 <= i < len(g)
         expected.append(after[i] if inside else -1)
     length = max(len(g), f.extent)
     longer = Runs(g.segments, length)
-    found = compose(f, longer).indices()
+    composed = compose(f, longer)
+    found = composed.indices()
     assert found.tolist() == expected
 
 
@@ -54,7 +56,8 @@ def invert_undoes(r: Runs) -> None:
     held = r.indices() >= 0
     positions = np.arange(len(r))
     expected = np.where(held, positions, -1)
-    found = compose(r, back).indices()
+    composed = compose(r, back)
+    found = composed.indices()
     assert np.array_equal(found, expected)
 
 
@@ -105,7 +108,8 @@ def shape_counts_runs(layout: Layout) -> None:
         held = layout.runs(rank)
         indices = layout.indices(rank)
         for r, index in zip(held, indices, strict=True):
-            assert np.array_equal(r.indices(), index)
+            found = r.indices()
+            assert np.array_equal(found, index)
         sizes = tuple(map(len, indices))
         assert sizes == tuple(map(len, held))
         assert sizes == layout.local_shape(rank)
@@ -126,7 +130,8 @@ def mesh_transposition_changes_nothing(layout: Layout) -> None:
     """Transposing the mesh changes no holding."""
     again = transpose_mesh(layout)
     for rank in layout.mesh.ranks:
-        assert again.runs(rank) == layout.runs(rank)
+        held = layout.runs(rank)
+        assert again.runs(rank) == held
 
 
 def transpose_mesh(layout: Layout) -> Layout:

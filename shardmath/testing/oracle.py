@@ -22,8 +22,9 @@ Array: TypeAlias = NDArray[Any]
 def addends(layout: Layout, seed: int = 0) -> list[Array]:
     """A random global array for each addend of the layout; integers in floats, so that sums are exact."""
     rng = np.random.default_rng(seed)
+    count = _count_addends(layout)
     out = []
-    for _ in range(_count_addends(layout)):
+    for _ in range(count):
         drawn = rng.integers(-8, 9, layout.shape)
         out.append(drawn.astype(float))
     return out
@@ -75,7 +76,8 @@ def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
         found[addend][there] = local[here]
     op = layout.op or "copy"
     averaged = op == "avg"
-    fold = FOLD["sum" if averaged else op]
+    operation = "sum" if averaged else op
+    fold = FOLD[operation]
     out = found[0]
     for other in found[1:]:
         out = fold(out, other)

@@ -101,8 +101,10 @@ def composes(placement: Placement, n: int, count: int) -> None:
 def _divide(placement: Placement, n: int, count: int) -> Layout:
     """A tensor of one dimension divided by the placement."""
     mesh = Mesh(a=count)
+    shape = (n,)
     at_zero = placement if placement.dim in (0, -1) else _Moved(placement)
-    return Layout((n,), mesh, {"a": at_zero})
+    spec = {"a": at_zero}
+    return Layout(shape, mesh, spec)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ A law is a function with a one-line docstring that asserts; one law, one cause o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 import hypothesis.strategies as st
 import numpy as np
@@ -44,6 +44,8 @@ __all__ = [
     "windows_are_their_union",
 ]
 
+_Key = TypeVar("_Key")
+
 Held: TypeAlias = dict[int, dict[str, Array]]
 """Rank -> local name -> local array."""
 
@@ -67,7 +69,8 @@ def plan_is_proved(src: Layout, dst: Layout) -> None:
 
 def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
     """After the move the destination holds the value that the source held, at every rank."""
-    shards = distribute(src, addends(src), hole=99.0)
+    values = addends(src)
+    shards = distribute(src, values, hole=99.0)
     out = run(plan(src, dst), shards)
     moved = value(src, shards)
     assert np.allclose(value(dst, out), moved)
@@ -85,22 +88,29 @@ def ends_agree(src: Layout, dst: Layout) -> None:
     for sender, receiver in itertools.product(p.src_ranks, p.dst_ranks):
         between = list(p.transfers(src=sender, dst=receiver))
         sends = p.transfers(src=sender)
-        assert between == [t for t in sends if t.dst_rank == receiver]
+        sent = [t for t in sends if t.dst_rank == receiver]
+        assert between == sent
         receives = p.transfers(dst=receiver)
-        assert between == [t for t in receives if t.src_rank == sender]
+        received = [t for t in receives if t.src_rank == sender]
+        assert between == received
     stranger = 10**6
-    assert list(p.transfers(src=stranger)) == []
-    assert list(p.transfers(dst=stranger)) == []
+    sends = p.transfers(src=stranger)
+    assert not list(sends)
+    receives = p.transfers(dst=stranger)
+    assert not list(receives)
 
 
 def identity_moves_nothing(layout: Layout) -> None:
     """A plan from a layout to itself sends nothing."""
-    assert not any(plan(layout, layout).sent_bytes().values())
+    p = plan(layout, layout)
+    sent = p.sent_bytes()
+    assert not any(sent.values())
 
 
 def bytes_are_needed(src: Layout, dst: Layout) -> None:
     """Without Partial, every rank receives exactly what it needs and does not hold."""
-    received = plan(src, dst).received_bytes()
+    p = plan(src, dst)
+    received = p.received_bytes()
     for rank in dst.mesh.ranks:
         missing = _list_elements(dst, rank)
         if rank in src.mesh:
@@ -151,7 +161,8 @@ def path_independence(a: Layout, b: Layout, c: Layout) -> None:
     if b.op is None:
         _assert_close(around, direct)
     direct_value = value(b, direct)
-    assert np.allclose(direct_value, value(b, around))
+    around_value = value(b, around)
+    assert np.allclose(direct_value, around_value)
 
 
 def _assert_close(found: dict[int, Array], expected: dict[int, Array]) -> None:
@@ -167,7 +178,9 @@ def relabelling_commutes(src: Layout, dst: Layout) -> None:
     ranks = (*src.mesh.ranks, *dst.mesh.ranks)
     names = {rank: 200 - rank for rank in ranks}
     p = plan(src, dst)
-    renamed = plan(relabelled(src, names), relabelled(dst, names))
+    renamed_src = relabelled(src, names)
+    renamed_dst = relabelled(dst, names)
+    renamed = plan(renamed_src, renamed_dst)
     received = {}
     for rank, nbytes in p.received_bytes().items():
         name = names[rank]
@@ -188,8 +201,10 @@ def transposing_commutes(src: Layout, dst: Layout) -> None:
     order = tuple(reversed(range(src.ndim)))
     turned_src = transposed(src, order)
     turned_dst = transposed(dst, order)
-    turned = run(plan(turned_src, turned_dst), _transpose_shards(shards))
-    _assert_equal(turned, _transpose_shards(out))
+    turned_plan = plan(turned_src, turned_dst)
+    turned = run(turned_plan, _transpose_shards(shards))
+    expected = _transpose_shards(out)
+    _assert_equal(turned, expected)
 
 
 def _transpose_shards(shards: dict[int, Array]) -> dict[int, Array]:
@@ -197,10 +212,10 @@ def _transpose_shards(shards: dict[int, Array]) -> dict[int, Array]:
     return {rank: x.T for rank, x in shards.items()}
 
 
-def _assert_equal(found: dict[int, Array], expected: dict[int, Array]) -> None:
-    """Every rank has exactly what is expected of it."""
-    for rank, array in expected.items():
-        same = found[rank] == array
+def _assert_equal(found: Mapping[_Key, Array], expected: Mapping[_Key, Array]) -> None:
+    """Every rank, or name, has exactly what is expected of it."""
+    for key, array in expected.items():
+        same = found[key] == array
         assert same.all()
 
 
@@ -210,8 +225,10 @@ def casting_commutes(src: Layout, dst: Layout) -> None:
     out = run(plan(src, dst), shards)
     short_src = cast_layout(src, "int16")
     short_dst = cast_layout(dst, "int16")
-    short_out = run(plan(short_src, short_dst), _cast_shards(shards))
-    _assert_equal(short_out, _cast_shards(out))
+    short_plan = plan(short_src, short_dst)
+    short_out = run(short_plan, _cast_shards(shards))
+    expected = _cast_shards(out)
+    _assert_equal(short_out, expected)
 
 
 def _cast_shards(shards: dict[int, Array]) -> dict[int, Array]:
@@ -231,8 +248,9 @@ def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
         parts.append(part)
     p = plan(sliced(src, box), sliced(dst, box))
     shards = distribute(src, values)
+    out = run(p, shards)
     expected = distribute(dst, parts)
-    _assert_equal(run(p, shards), expected)
+    _assert_equal(out, expected)
 
 
 def windows_are_their_union(data: st.DataObject, src: Layout, dst: Layout) -> None:
@@ -254,9 +272,7 @@ def _check_windows(src: Side, dst: Side, values: list[Array]) -> None:
     for rank, arrays in out.items():
         asked = expected[rank]
         assert arrays.keys() == asked.keys()
-        for key, array in arrays.items():
-            same = array == asked[key]
-            assert same.all()
+        _assert_equal(arrays, asked)
 
 
 def _distribute_windows(
@@ -311,14 +327,17 @@ def trees_are_their_tensors(tree: tuple[dict[str, Layout], dict[str, Layout]]) -
     verify(p)
     held = {}
     for name, layout in src.items():
-        held[name] = distribute(layout, addends(layout))
+        values = addends(layout)
+        held[name] = distribute(layout, values)
     shards = _group_by_rank(p.src_ranks, held)
     out = cast(Held, simulate(p, shards))
     for name, layout in dst.items():
         together = {rank: out[rank][name] for rank in layout.mesh.ranks}
         found = value(layout, together)
-        alone = run(plan(src[name], layout), held[name])
-        assert np.allclose(found, value(layout, alone))
+        own = plan(src[name], layout)
+        alone = run(own, held[name])
+        expected = value(layout, alone)
+        assert np.allclose(found, expected)
 
 
 def _group_by_rank(ranks: Iterable[int], held: dict[str, dict[int, Array]]) -> Held:

@@ -73,9 +73,11 @@ def _around_blocks(draw: Draw, most: int) -> int:
     """Some blocks and a row more or less, or any part of a block more."""
     block = draw(st.sampled_from(BLOCKS))
     half = block // 2
-    rest = draw(st.sampled_from((0, 1, -1, half)))
+    rests = st.sampled_from((0, 1, -1, half))
+    rest = draw(rests)
     count = draw(st.integers(1, 8))
-    return min(most, block * count + rest)
+    n = block * count + rest
+    return min(most, n)
 
 
 def parts(most: int = 8) -> st.SearchStrategy[int]:
@@ -89,6 +91,7 @@ def parts(most: int = 8) -> st.SearchStrategy[int]:
 _axis_sizes = st.sampled_from([1, 2, 2, 3, 4])
 _first_ranks = st.sampled_from([0, 0, 3, 40])
 _holes = st.integers(0, 2)
+_one_in_six = st.integers(0, 5).map(lambda drawn: drawn == 0)
 _split_factors = st.integers(1, 4)
 _block_sizes = st.integers(1, 3)
 
@@ -101,7 +104,8 @@ def runs(draw: Draw, most: int = 12) -> Runs:
     cuts = sorted(draw(any_cuts))
     spans = list(itertools.pairwise(cuts))
     order = draw(st.permutations(spans))
-    kept = draw(st.integers(0, len(spans)))
+    counts = st.integers(0, len(spans))
+    kept = draw(counts)
     ranges: list[tuple[int, int] | int] = []
     for span in order[:kept]:
         hole = draw(_holes)
@@ -207,10 +211,11 @@ def layouts(
     held = list(shape)
     stored = {}
     for d, n in enumerate(shape):
-        with_holes = draw(st.integers(0, 5)) == 0
+        with_holes = draw(_one_in_six)
         if with_holes:
-            stored[d] = _draw_stored(draw, n)
-            held[d] = len(stored[d])
+            positions = _draw_stored(draw, n)
+            stored[d] = positions
+            held[d] = len(positions)
     as_tuple = draw(st.booleans())
     axes = mesh.axes if as_tuple else draw(st.permutations(mesh.axes))
     spec = _draw_spec(draw, axes, held, op, overlap)
@@ -243,11 +248,13 @@ def _draw_shard(
     draw: Draw, held: list[int], count: int, used: set[int], overlap: bool
 ) -> Placement:
     """A placement of any dimension; `used` ones, which others divide already, only by Shard."""
-    d = draw(st.integers(0, len(held) - 1))
+    last = len(held) - 1
+    d = draw(st.integers(0, last))
     if d in used:
         return Shard(d)
     used.add(d)
-    placement: Placement = draw(placements(d, held[d], count, overlap))
+    any_kind = placements(d, held[d], count, overlap)
+    placement: Placement = draw(any_kind)
     return placement
 
 

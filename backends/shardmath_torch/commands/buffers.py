@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmath import ShardError, buffers
 from shardmath.pictures.buffer_drawing import buffer_svg
-from shardmath.pictures.buffer_text import buffer_map, buffer_table
+from shardmath.pictures.buffer_text import buffer_map
+from shardmath.pictures.text import buffer_table
 from shardmath_torch.commands.command_line import make_parser, read_count, run_command
 from shardmath_torch.models.configs import MODELS
 from shardmath_torch.models.shapes import parameters

@@ -13,7 +13,8 @@ import pytest
 import transformers
 
 from shardmath import ShardError, buffers
-from shardmath.pictures.buffer_text import buffer_map, buffer_table
+from shardmath.pictures.buffer_text import buffer_map
+from shardmath.pictures.text import buffer_table
 from shardmath_torch.commands.buffers import RULES, command
 from shardmath_torch.models.configs import (
     DEEPSEEK_V3,

@@ -24,7 +24,8 @@ from shardmath import (
     testing,
 )
 from shardmath.base.text import make_table, show_bytes
-from shardmath.pictures.text import LEGEND, grid, show
+from shardmath.pictures.drawing import grid
+from shardmath.pictures.text import LEGEND, show
 
 
 def test_table() -> None:
