@@ -46,7 +46,10 @@ def size_of(size: int | str) -> int:
     >>> size_of("5GB"), size_of("1.5 kb")
     (5000000000, 1500)
     """
-    nbytes = read_bytes(size) if isinstance(size, str) else size
+    nbytes: object = size
+    if isinstance(size, str):
+        # "5" without a unit is five of what? A number of bytes is given as an int.
+        nbytes = None if size.strip().isdecimal() else read_bytes(size)
     if type(nbytes) is not int or nbytes < 1:
         what = f"max_shard_size is {shown(size)}"
         raise CheckpointError(f"{what}; give a number of bytes, or text such as '500MB' or '5GB'")

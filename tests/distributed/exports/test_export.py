@@ -440,18 +440,18 @@ def test_modules_under_fsdp2(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_sizes() -> None:
-    assert [size_of(one) for one in (1, "5GB", "500 mb", "1.5KB")] == [
+    assert [size_of(one) for one in (1, "5GB", "500 mb", "1.5KB", "5GiB")] == [
         1,
         5 * 10**9,
         5 * 10**8,
         1500,
+        5 * 2**30,
     ]
     for wrong in (
         0,
         -1,
         True,
         "5",
-        "5GiB",
         "",
         "GB",
         "infGB",
