@@ -171,12 +171,14 @@ def adjoint(p: Plan | Transposed) -> Plan | Transposed:
     if not isinstance(p, Plan):
         raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) returns")
     duals = _make_duals(p)
+    src = {name: dual.src for name, dual in duals.items()}
     dst = {name: dual.dst for name, dual in duals.items()}
+    rules = {name: dual.rule for name, dual in duals.items()}
     return Transposed(
         forward=p,
-        src={name: dual.src for name, dual in duals.items()},
+        src=src,
         dst=dst,
-        rules={name: dual.rule for name, dual in duals.items()},
+        rules=rules,
         flip=flip_of(p),
         in_part=not_whole(dst),
         digest=digest(("adjoint", p.digest)),
@@ -227,7 +229,8 @@ def _make_dual(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> _
 def _make_source(b: Layout, rule: Reduction) -> Layout:
     """A window of the destination as one that contributes: what all receive are addends."""
     passing = _find_passing(rule, 1)
-    return repartialed(b, passing.union(everybody(b, rule)))
+    added = everybody(b, rule)
+    return repartialed(b, passing.union(added))
 
 
 def _make_destination(a: Layout, rule: Reduction) -> Layout:
@@ -282,8 +285,10 @@ def flip_of(p: Plan) -> Flip:
         key = id(windows), id(rule)
         if key not in known:
             known[key] = _list_entries(windows, rule)
+        count = len(windows)
         for window, entry in enumerate(known[key]):
-            entries[local_name(name, window, len(windows))] = entry
+            local = local_name(name, window, count)
+            entries[local] = entry
     return Flip(entries)
 
 
@@ -292,19 +297,23 @@ def _list_entries(windows: tuple[Layout, ...], rule: Reduction) -> list[Entry]:
     where they are added up."""
     adds = len(windows) > 1 or _is_replicated(windows[0], rule)
     if not adds:
-        return [("copy", dict.fromkeys(sorted(windows[0].mesh.ranks), 0))]
+        ranks = sorted(windows[0].mesh.ranks)
+        place = dict.fromkeys(ranks, 0)
+        return [("copy", place)]
     check_arithmetic("sum", windows[0].dtype)
     entries: list[Entry] = []
     count = 0
     for layout in windows:
         ranks = sorted(layout.mesh.ranks)
-        entries.append(("sum", {rank: count + i for i, rank in enumerate(ranks)}))
+        place = {rank: i for i, rank in enumerate(ranks, count)}
+        entries.append(("sum", place))
         count += len(ranks)
     return entries
 
 
 def _is_replicated(layout: Layout, rule: Reduction) -> bool:
     """Whether several destination cells may hold one element."""
-    if any(layout.mesh.axis_size(axis) > 1 for axis in everybody(layout, rule)):
+    axes = everybody(layout, rule)
+    if any(layout.mesh.axis_size(axis) > 1 for axis in axes):
         return True
     return any(map(overlapping, layout.dims))

@@ -47,13 +47,14 @@ def balanced(
     length = totals(demands)
     nodes = _find_nodes(demands, topology) if topology else None
     first, cuts = shared(demands, length.tolist(), nodes)
-    lines = Offsets(first).owners()
+    line = Offsets(first).owners()
     # The first and the last cut of a line are its ends, which stay.
     is_inner = np.ones(len(cuts), bool)
     is_inner[first[:-1]] = False
     is_inner[first[1:] - 1] = False
     inner = cuts[is_inner]
-    cuts[is_inner] = _snap_cuts(demands, batches, length, lines[is_inner], inner)
+    line = line[is_inner]
+    cuts[is_inner] = _snap_cuts(demands, batches, length, line, inner)
     return replace(demands, cut_first=first, cuts=cuts)
 
 
@@ -77,14 +78,17 @@ def shared(
     and all cuts."""
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
-    if max(map(len, held), default=1) > 1:
+    most = max(map(len, held), default=1)
+    if most > 1:
         near = np.flatnonzero(demands.near)
         far = np.flatnonzero(~demands.near)
         _cut_among_holders(cuts, far.tolist(), held, nodes)
         _cut_among_holders(cuts, near.tolist(), held, None)
-    lines = Offsets.of_counts(lengths(cuts))
+    counts = lengths(cuts)
+    lines = Offsets.of_counts(counts)
     places = list(itertools.chain.from_iterable(cuts))
-    return lines.first, np.array(places, np.int64)
+    table = np.array(places, np.int64)
+    return lines.first, table
 
 
 def _cut_among_holders(
@@ -114,8 +118,10 @@ def _snap_cuts(
     inside = at - demands.start[block]
     is_end = at == length[line]
     between = is_end | (inside == 0)
-    content = np.where(between, 0, inside % demands.nbytes[block])
-    snapped = grid(demands, batches).snapped(block, content)
+    nbytes = demands.nbytes[block]
+    content = np.where(between, 0, inside % nbytes)
+    places = grid(demands, batches)
+    snapped = places.snapped(block, content)
     out: Ints = np.where(between, at, at - content + snapped)
     return out
 
@@ -144,11 +150,13 @@ class Cutter:
         inside = (at - begin) % int(demands.each[row])
         if not inside:
             return at
-        template = self.batches[int(demands.batch[row])].template
+        batch = self.batches[int(demands.batch[row])]
+        template = batch.template
         itemsize = template.src.itemsize
+        unit = int(demands.unit[row])
         lo = int(demands.lo[row])
         element = lo + inside // itemsize
-        place = snap(template, int(demands.unit[row]), element)
+        place = snap(template, unit, element)
         # A stripe may begin inside a box, before which no cut of the unit is a cut of the row.
         before = max(place - lo, 0)
         return at - inside + before * itemsize
@@ -173,13 +181,16 @@ class Grid:
     def snapped(self, block: Ints, at: Ints) -> Ints:
         """The last places not after bytes `at` of the contents of blocks."""
         row, inside = self._find_rows(block, at)
-        box_row = self.rows[row]
-        snapped = at - inside + self._snap_in_box(row, inside)
+        begin = at - inside
+        snapped = begin + self._snap_in_box(row, inside)
 
-        cutter = Cutter(self.demands, self.batches)
+        box_row = self.rows[row]
         several = (box_row < 0) & (inside > 0)
-        for i in several.nonzero()[0].tolist():
-            snapped[i] = cutter.of_block(int(block[i]), int(at[i]))
+        cutter = Cutter(self.demands, self.batches)
+        for i in np.flatnonzero(several).tolist():
+            of_block = int(block[i])
+            place = int(at[i])
+            snapped[i] = cutter.of_block(of_block, place)
         return snapped
 
     def _find_rows(self, block: Ints, at: Ints) -> tuple[Ints, Ints]:
@@ -209,12 +220,14 @@ def grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
     """The grid of all blocks of these lines."""
     blocks = Offsets.of_counts(demands.nbytes)
     base = blocks.first
-    itemsize = np.array([batch.template.src.itemsize for batch in batches], np.int64)
+    begin = demands.rows.spread(base[:-1])
+    itemsizes = [batch.template.src.itemsize for batch in batches]
+    itemsize = np.array(itemsizes, np.int64)
     return Grid(
         demands=demands,
         batches=batches,
         base=base,
-        begin=demands.rows.spread(base[:-1]) + demands.at,
+        begin=begin + demands.at,
         item=itemsize[demands.batch],
         rows=_look_up_units(demands, batches, unit_rows),
     )
@@ -227,9 +240,11 @@ def _look_up_units(
     templates = [batch.template for batch in batches]
     distinct = list(dict.fromkeys(templates))
     number = {template: i for i, template in enumerate(distinct)}
-    of_batch = np.array([number[template] for template in templates], np.int64)
+    numbers = [number[template] for template in templates]
+    of_batch = np.array(numbers, np.int64)
+    of_row = of_batch[demands.batch]
     columns = list(map(of_units, distinct))
-    return pick(columns, of_batch[demands.batch], demands.unit)
+    return pick(columns, of_row, demands.unit)
 
 
 def uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:

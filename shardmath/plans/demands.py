@@ -206,8 +206,9 @@ def _list_stripes(batch: Batch, sets: Sets) -> Iterator[tuple[int, int, int, int
     asking = [_group_by_addend(batch, positions) for positions in t.receivers]
     classes = t.unit_class.tolist()
     cells = t.unit_cell.tolist()
-    for unit, (holders, cell) in enumerate(zip(classes, cells, strict=True)):
+    for unit, cell in enumerate(cells):
         by_addend = asking[cell]
+        holders = classes[unit]
         chosen = _choose_addends(by_addend, held[holders])
         parts = stripes(t, unit, len(chosen))
         for (lo, hi), addend in zip(parts, chosen, strict=True):
@@ -222,8 +223,9 @@ def _group_by_addend(batch: Batch, positions: Ints) -> dict[int, Ranks]:
     addend_of = t.dst.mesh.coordinate(t.reduction.chosen).tolist()
     groups: dict[int, list[int]] = {}
     for position in positions.tolist():
-        ranks = groups.setdefault(addend_of[position], [])
-        ranks.append(batch.dst.ranks[position])
+        addend = addend_of[position]
+        rank = batch.dst.ranks[position]
+        groups.setdefault(addend, []).append(rank)
     return {addend: tuple(sorted(ranks)) for addend, ranks in groups.items()}
 
 
@@ -263,8 +265,9 @@ def _split_pairs(
             receiving = sets.add(asking)
             parts.append((sending, receiving, near))
         first.append(len(parts))
-    table = np.array(parts, np.int64).reshape(-1, 3)
-    return table, np.array(first, np.int64)
+    table = np.array(parts, np.int64)
+    begin = np.array(first, np.int64)
+    return table.reshape(-1, 3), begin
 
 
 def _split_pair(
@@ -333,7 +336,8 @@ def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Aske
     per_element = [batch.template.src.itemsize * len(batch.names) for batch in batches]
     elements = asked.hi - asked.lo
     # In floats, which are not exact, and cannot overflow.
-    nbytes = elements * np.array(per_element, np.float64)[asked.batch]
+    of_batch = np.array(per_element, np.float64)
+    nbytes = elements * of_batch[asked.batch]
     total = float(nbytes @ lengths(sets)[asked.receivers])
     if total > MOST_BYTES:
         what = f"the plan moves about {total:.3g} bytes, more than {MOST_BYTES}"
@@ -366,17 +370,19 @@ def _count_receivers(sets: tuple[Ranks, ...], heads: _Asked) -> Ints:
     """How many receivers of each block are not holders, given a row of each block."""
     count = lengths(sets)[heads.receivers]
     holders = np.unique(heads.holders).tolist()
-    sending = set().union(*(sets[number] for number in holders))
+    sending: set[int] = set()
+    for number in holders:
+        sending.update(sets[number])
     # Sets are compared one by one only where some rank of the receivers holds anything at all.
     asking: dict[int, frozenset[int]] = {}
     for number in np.unique(heads.receivers).tolist():
         if not sending.isdisjoint(sets[number]):
             asking[number] = frozenset(sets[number])
     some_hold = np.isin(heads.receivers, list(asking))
-    for block in some_hold.nonzero()[0].tolist():
-        holding = int(heads.holders[block])
-        receiving = int(heads.receivers[block])
-        local = asking[receiving].intersection(sets[holding])
+    for block in np.flatnonzero(some_hold).tolist():
+        holding = sets[heads.holders[block]]
+        receiving = asking[int(heads.receivers[block])]
+        local = receiving.intersection(holding)
         count[block] -= len(local)
     return count
 
@@ -386,4 +392,6 @@ def wire(demands: Demands, line: int, block: int) -> Ranks:
     asking = demands.asked_by(block)
     if demands.count[block] == len(asking):
         return asking
-    return tuple(sorted(set(asking).difference(demands.held_by(line))))
+    held = demands.held_by(line)
+    others = set(asking).difference(held)
+    return tuple(sorted(others))

@@ -100,13 +100,15 @@ def _check_names(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> None
     """Both sides have the same names."""
     if src.keys() == dst.keys():
         return
+    alone = {
+        "the source": src.keys() - dst.keys(),
+        "the destination": dst.keys() - src.keys(),
+    }
     only = []
-    for side, names in (
-        ("the source", src.keys() - dst.keys()),
-        ("the destination", dst.keys() - src.keys()),
-    ):
+    for side, names in alone.items():
         if names:
-            only.append(f"{side} alone has {sorted(names)[:8]}")
+            some = sorted(names)[:8]
+            only.append(f"{side} alone has {some}")
     raise PlanError(f"names differ: {'; '.join(only)}; give both sides the same names")
 
 
@@ -117,12 +119,14 @@ def list_windows(names: list[str], side: Mapping[str, Windows]) -> dict[str, tup
     """
     held = list(map(side.__getitem__, names))
     known: dict[int, tuple[Layout, ...]] = {}
-    for one in {id(one): one for one in held}.values():
-        known[id(one)] = _as_windows(names, held, one)
+    distinct = {id(one): one for one in held}
+    for at, one in distinct.items():
+        known[at] = _as_windows(names, held, one)
     # Tens of thousands of tensors go through here, so by map and not one by one.
     windows = map(known.__getitem__, map(id, held))
     out = dict(zip(names, windows, strict=True))
-    if any(len(one) > 1 for one in known.values()):
+    most = max(map(len, known.values()), default=0)
+    if most > 1:
         _check_local_names(out)
     return out
 
@@ -168,7 +172,9 @@ def group_alike(
             rule = _agree_on_reduction(name, here, there)
             if single and rule is NOTHING:
                 checked.add(forms)
-        groups.append(Group(_make_key(here, there), tuple(names), here, there, rule))
+        key = _make_key(here, there)
+        group = Group(key, tuple(names), here, there, rule)
+        groups.append(group)
     return groups
 
 
@@ -210,11 +216,14 @@ def _agree_on_reduction(name: str, src: tuple[Layout, ...], dst: tuple[Layout, .
     if not _any_partial(src, dst):
         return NOTHING
     first = reduction(src[0], dst[0])
+    folding = _folding(first)
     for b in dst:
-        there = _ask_of_destination(reduction(src[0], b))
+        expected = reduction(src[0], b)
+        there = _ask_of_destination(expected)
         for a in src:
             rule = reduction(a, b)
-            if _ask_of_destination(rule) == there and _folding(rule) == _folding(first):
+            same_there = _ask_of_destination(rule) == there
+            if same_there and _folding(rule) == folding:
                 continue
             raise PlanError(
                 f"tensor {name!r}: windows {a} and {src[0]} to {b} and {dst[0]} are Partial "
@@ -278,9 +287,11 @@ def join_groups(groups: Iterable[Group]) -> list[Group]:
     """Groups that differ in how their layouts are spelled are one, in order of their first names."""
     by_key: dict[tuple[object, ...], list[Group]] = {}
     for group in groups:
-        by_key.setdefault(group.key, []).append(group)
-    joined = [_join(alike) for alike in by_key.values()]
-    return sorted(joined, key=lambda group: group.names[0])
+        alike = by_key.setdefault(group.key, [])
+        alike.append(group)
+    joined = list(map(_join, by_key.values()))
+    joined.sort(key=lambda group: group.names[0])
+    return joined
 
 
 def _join(alike: list[Group]) -> Group:
@@ -307,5 +318,6 @@ def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
                 t = known[forms]
             else:
                 t = template(a, b, reduction(a, b))
-            batches.append(Batch(t, group.names, a.mesh, b.mesh, i, j))
+            batch = Batch(t, group.names, a.mesh, b.mesh, i, j)
+            batches.append(batch)
     return tuple(batches)

@@ -226,7 +226,8 @@ def expand(
 def _find_source_columns(t: Template, unit: int, position: int) -> Columns:
     """Which part of each of the unit's keys a position of the source holds."""
     columns = []
-    for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
+    pairs = t.unit_pairs[unit].tolist()
+    for over, pair in zip(t.overlays, pairs, strict=True):
         key = over.keys[over.pair_key[pair]]
         columns.append(_find_column(key, over.source, position, t.src.mesh))
     return tuple(columns)
@@ -235,7 +236,8 @@ def _find_source_columns(t: Template, unit: int, position: int) -> Columns:
 def _find_columns(t: Template, unit: int, position: int) -> Columns:
     """Which part of each of the unit's goals a position of the destination holds."""
     columns = []
-    for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
+    pairs = t.unit_pairs[unit].tolist()
+    for over, pair in zip(t.overlays, pairs, strict=True):
         goal = over.goals[over.pair_goal[pair]]
         columns.append(_find_column(goal, over.target, position, t.dst.mesh))
     return tuple(columns)
@@ -245,7 +247,8 @@ def _find_column(parts: tuple[int, ...], held: Partition, position: int, mesh: M
     """Which part of a key or goal the position holds."""
     if len(parts) == 1:
         return 0
-    return parts.index(int(held.by_rank(mesh)[position]))
+    part_of = held.by_rank(mesh)
+    return parts.index(int(part_of[position]))
 
 
 @memo(1 << 14)
@@ -260,11 +263,14 @@ def _expand(
     out = []
     for box in range(first, last + 1):
         begin = ends[box - 1] if box else 0
+        end = min(hi, ends[box])
         a = max(lo - begin, 0)
-        b = min(hi, ends[box]) - begin
-        starts = _find_starts(listed, boxes[box], here, there, relayed)
+        b = end - begin
+        rows = boxes[box]
+        starts = _find_starts(listed, rows, here, there, relayed)
         shape = _cut_box(starts, sizes[box], a, b)
-        out.append(_make_piece(t, starts, shape))
+        piece = _make_piece(t, starts, shape)
+        out.append(piece)
     return out
 
 

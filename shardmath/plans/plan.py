@@ -271,15 +271,19 @@ def _digest(groups: list[Group], is_tree: bool, topology: Topology | None) -> st
 
 def _list_ranks(sides: Iterable[tuple[Layout, ...]]) -> tuple[int, ...]:
     """The ranks of all meshes, ascending."""
-    meshes = {layout.mesh for windows in sides for layout in windows}
-    return tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
+    layouts = itertools.chain.from_iterable(sides)
+    meshes = {layout.mesh for layout in layouts}
+    ranks = {rank for mesh in meshes for rank in mesh.ranks}
+    return tuple(sorted(ranks))
 
 
 def _list_transfers(p: Plan, src: int | None, dst: int | None) -> Iterator[Transfer]:
     """The transfers of one sender, else of one receiver, else of every sender in turn."""
     if src is not None:
         out = _list_sent(p, src)
-        return out if dst is None else (t for t in out if t.dst_rank == dst)
+        if dst is None:
+            return out
+        return (t for t in out if t.dst_rank == dst)
     if dst is not None:
         return _list_received(p, dst)
     return itertools.chain.from_iterable(_list_sent(p, rank) for rank in p.src_ranks)
@@ -287,13 +291,17 @@ def _list_transfers(p: Plan, src: int | None, dst: int | None) -> Iterator[Trans
 
 def _list_sent(p: Plan, rank: int) -> Iterator[Transfer]:
     """What the rank keeps, then what it sends to others."""
-    for stretch in itertools.chain(kept(p.lines, rank), sent(p.lines, rank)):
+    own = kept(p.lines, rank)
+    others = sent(p.lines, rank)
+    for stretch in itertools.chain(own, others):
         yield from spelled(p, p.lines, stretch)
 
 
 def _list_received(p: Plan, rank: int) -> Iterator[Transfer]:
     """What the rank keeps, then what it receives from others."""
-    for stretch in itertools.chain(kept(p.lines, rank), received(p.lines, rank)):
+    own = kept(p.lines, rank)
+    others = received(p.lines, rank)
+    for stretch in itertools.chain(own, others):
         yield from spelled(p, p.lines, stretch)
 
 

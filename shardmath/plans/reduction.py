@@ -74,14 +74,16 @@ class Reduction:
         matched = []
         for axes, _ in self.matched:
             groups = ranks_along(src.mesh, axes)
-            matched.append(tuple(map(sorted, groups)))
+            ascending = tuple(map(sorted, groups))
+            matched.append(ascending)
         return self.op, self.addends, folded, chosen, repr(sorted(matched))
 
 
 def _list_coordinates(mesh: Mesh, axes: Axes) -> tuple[tuple[int, int], ...]:
     """(rank, coordinate along the flattened axes), by rank."""
     coordinates = mesh.coordinate(axes).tolist()
-    return tuple(sorted(zip(mesh.ranks, coordinates, strict=True)))
+    pairs = zip(mesh.ranks, coordinates, strict=True)
+    return tuple(sorted(pairs))
 
 
 def reduction(src: Layout, dst: Layout) -> Reduction:
@@ -148,12 +150,15 @@ def _match(src: Layout, dst: Layout) -> tuple[Matched, ...]:
     there = _addend_axes(dst)
     if src.op != dst.op or not here or not there:
         return ()
-    if ranks_along(src.mesh, here) == ranks_along(dst.mesh, there):
+    ranks_here = ranks_along(src.mesh, here)
+    ranks_there = ranks_along(dst.mesh, there)
+    if ranks_here == ranks_there:
         return ((here, there),)
     by_ranks = {ranks_along(dst.mesh, (name,)): name for name in there}
     pairs = []
     for name in here:
-        other = by_ranks.get(ranks_along(src.mesh, (name,)))
+        ranks = ranks_along(src.mesh, (name,))
+        other = by_ranks.get(ranks)
         if other is not None:
             pairs.append(((name,), (other,)))
     return tuple(pairs)

@@ -107,8 +107,10 @@ def received(demands: Demands, rank: int) -> Iterator[Stretch]:
             continue
         nbytes = int(demands.nbytes[block])
         start = int(demands.start[block])
-        begin = start + _place_of(demands, held, block, rank) * nbytes
-        for sender, lo, hi in _find_senders(demands, line, begin, begin + nbytes):
+        place = _place_of(demands, held, block, rank)
+        begin = start + place * nbytes
+        end = begin + nbytes
+        for sender, lo, hi in _find_senders(demands, line, begin, end):
             yield Stretch(block, sender, rank, lo - begin, hi - begin)
 
 
@@ -140,8 +142,9 @@ def _place_of(demands: Demands, held: Ranks, block: int, rank: int) -> int:
 def _asked_by(demands: Demands, rank: int) -> tuple[tuple[int, int], ...]:
     """(line, block) of all blocks that the rank is a receiver of."""
     among = [_among(ranks, rank) for ranks in demands.sets]
-    is_asked = np.array(among, bool)[demands.receivers]
-    blocks = is_asked.nonzero()[0]
+    of_set = np.array(among, bool)
+    is_asked = of_set[demands.receivers]
+    blocks = np.flatnonzero(is_asked)
     lines = demands.first.searchsorted(blocks, "right") - 1
     pairs = zip(lines.tolist(), blocks.tolist(), strict=True)
     return tuple(pairs)
@@ -153,7 +156,8 @@ def _find_senders(demands: Demands, line: int, lo: int, hi: int) -> Iterator[tup
     cuts = demands.cuts_of(line)
     first = int(cuts.searchsorted(lo, "right")) - 1
     end = int(cuts.searchsorted(hi, "left"))
-    ends = itertools.pairwise(cuts[first : end + 1].tolist())
+    places = cuts[first : end + 1].tolist()
+    ends = itertools.pairwise(places)
     for holder, (begin, stop) in zip(held[first:end], ends, strict=True):
         a = max(lo, begin)
         b = min(hi, stop)
@@ -167,8 +171,10 @@ def sent_loads(demands: Demands) -> dict[int, int]:
     first = demands.cut_first.tolist()
     out: dict[int, int] = {}
     for line in range(len(demands.holders)):
-        for place, rank in enumerate(demands.held_by(line), first[line]):
-            out[rank] = out.get(rank, 0) + shares[place]
+        held = demands.held_by(line)
+        for place, rank in enumerate(held, first[line]):
+            before = out.get(rank, 0)
+            out[rank] = before + shares[place]
     return out
 
 
@@ -192,9 +198,10 @@ def _find_local(demands: Demands) -> Iterator[tuple[int, int]]:
     lines = demands.blocks.owners()
     asking = lengths(demands.sets)[demands.receivers]
     some_local = demands.count < asking
-    for block in some_local.nonzero()[0].tolist():
+    for block in np.flatnonzero(some_local).tolist():
         nbytes = int(demands.nbytes[block])
         holders = demands.held_by(lines[block])
         receivers = set(demands.asked_by(block))
-        for rank in sorted(receivers.intersection(holders)):
+        both = receivers.intersection(holders)
+        for rank in sorted(both):
             yield rank, nbytes

@@ -182,18 +182,25 @@ def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Part
     if rule.folded:
         apart = _divide_addends(rule.folded, rule.addends)
         everything = identity(rule.addends)
-        together = Partition((), (everything,), np.zeros(1, np.int64))
+        cell = np.zeros(1, np.int64)
+        together = Partition((), (everything,), cell)
         yield apart, together
     for here, there in rule.matched:
         sizes = map(src.mesh.axis_size, here)
         count = math.prod(sizes)
-        yield _divide_addends(here, count), _divide_addends(there, count)
+        source = _divide_addends(here, count)
+        target = _divide_addends(there, count)
+        yield source, target
 
 
 def _divide_addends(axes: tuple[str, ...], count: int) -> Partition:
     """One addend per coordinate."""
-    parts = [Runs(((0, addend, 1),)) for addend in range(count)]
-    return Partition(axes, tuple(parts), np.arange(count))
+    parts = []
+    for addend in range(count):
+        segment = 0, addend, 1
+        parts.append(Runs((segment,)))
+    cell = np.arange(count)
+    return Partition(axes, tuple(parts), cell)
 
 
 class _Units(NamedTuple):
@@ -216,7 +223,8 @@ def _multiply(overlays: Sequence[Overlay]) -> _Units:
     for over in overlays:
         keys = _append_digit(keys, len(over.keys), over.pair_key)
         goals = _append_digit(goals, len(over.goals), over.pair_goal)
-        size = np.multiply.outer(size, over.pair_size).ravel()
+        sizes = np.multiply.outer(size, over.pair_size)
+        size = sizes.ravel()
     pairs = _list_pairs(overlays, len(size))
     return _Units(keys, goals, size, pairs)
 
@@ -224,7 +232,8 @@ def _multiply(overlays: Sequence[Overlay]) -> _Units:
 def _list_pairs(overlays: Sequence[Overlay], units: int) -> Ints:
     """The pair of each unit in each dimension."""
     counts = lengths(over.pair_key for over in overlays)
-    steps = np.array(strides(counts.tolist()), np.int64)
+    sizes = counts.tolist()
+    steps = np.array(strides(sizes), np.int64)
     unit = np.arange(units)
     return unit[:, None] // steps % counts
 
@@ -269,7 +278,8 @@ def _find_members(
     code = np.zeros(mesh.size, np.int64)
     for over in overlays:
         held, sets = _side_of(over, source)
-        part = held.by_rank(mesh)[position]
+        part_of = held.by_rank(mesh)
+        part = part_of[position]
         # A part that is in several sets stands for all of them: its position has a row for each.
         if max(map(len, sets), default=1) > 1:
             owner, digit = _spread_parts(sets, part)
@@ -298,9 +308,11 @@ def _group(wanted: Ints, code: Ints, position: Ints) -> Members:
     at = at[is_wanted]
     position = position[is_wanted]
     order = np.lexsort((position, at))
+    at = at[order]
+    position = position[order]
     numbers = np.arange(len(wanted) + 1)
-    first = np.searchsorted(at[order], numbers)
-    return _intern(first.tobytes(), position[order].tobytes())
+    first = np.searchsorted(at, numbers)
+    return _intern(first.tobytes(), position.tobytes())
 
 
 @memo()
@@ -314,7 +326,9 @@ def _list_sets(sets: Parts) -> tuple[Ints, Ints]:
     pairs = []
     for number, parts in enumerate(sets):
         pairs += [(part, number) for part in parts]
-    part, number_of = np.array(sorted(pairs), np.int64).reshape(-1, 2).T
+    pairs.sort()
+    table = np.array(pairs, np.int64)
+    part, number_of = table.reshape(-1, 2).T
     return part, number_of
 
 

@@ -81,7 +81,8 @@ def _find_common_position(a: Dimension, b: Dimension) -> int | None:
 @memo()
 def _union(dimension: Dimension) -> tuple[Ints, Ints]:
     """Starts and stops of the disjoint ranges that anybody holds, ascending."""
-    start, stop, _, _ = spans(partition(dimension).parts)
+    divided = partition(dimension)
+    start, stop, _, _ = spans(divided.parts)
     # A range begins where none before reaches, and the one before it ends there.
     reach = np.maximum.accumulate(stop)
     is_first = np.ones(len(start), bool)
@@ -144,7 +145,8 @@ def holds_all(windows: tuple[Layout, ...]) -> bool:
     if missing == 0 and not _meet_earlier(windows).any():
         return True
     # Windows that hold the same are looked at once, which may leave ones that are apart.
-    distinct = tuple({_multiply_unions(layout): layout for layout in windows}.values())
+    by_unions = {_multiply_unions(layout): layout for layout in windows}
+    distinct = tuple(by_unions.values())
     if len(distinct) < len(windows):
         return holds_all(distinct)
     return first_unheld(windows) is None
@@ -153,7 +155,10 @@ def holds_all(windows: tuple[Layout, ...]) -> bool:
 def not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
     """The tensors, ascending, of which no rank of a side holds some element."""
     distinct = {id(windows): windows for windows in side.values()}
-    short = {at for at, windows in distinct.items() if not holds_all(windows)}
+    short = set()
+    for at, windows in distinct.items():
+        if not holds_all(windows):
+            short.add(at)
     if not short:
         return ()
     names = [name for name, windows in side.items() if id(windows) in short]
@@ -202,13 +207,15 @@ def check_covered(batches: Sequence[Batch]) -> None:
     cells."""
     windows: dict[tuple[str, int], list[Batch]] = {}
     for batch in batches:
-        windows.setdefault((batch.names[0], batch.target), []).append(batch)
+        key = batch.names[0], batch.target
+        windows.setdefault(key, []).append(batch)
     for parts in windows.values():
         t = parts[0].template
         if len(parts) == 1 and _is_covered(t):
             continue
         given = sum(_count_given(batch.template) for batch in parts)
-        short = np.flatnonzero(given != _count_needed(t))
+        needed = _count_needed(t)
+        short = np.flatnonzero(given != needed)
         if len(short):
             _raise_uncovered(parts, int(short[0]))
 
@@ -292,9 +299,11 @@ def _list_boxes(t: Template, position: int) -> list[Box]:
     receivers = [set(positions.tolist()) for positions in t.receivers]
     boxes = []
     for unit, size in enumerate(t.unit_size.tolist()):
-        if position not in receivers[t.unit_cell[unit]]:
+        cell = t.unit_cell[unit]
+        if position not in receivers[cell]:
             continue
-        sender = holders[t.unit_class[unit]][0]
+        sending = holders[t.unit_class[unit]]
+        sender = sending[0]
         pieces = expand(t, unit, sender, position, 0, size)
         boxes += [from_slices(piece.global_slices) for piece in pieces]
     return boxes

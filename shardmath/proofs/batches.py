@@ -92,9 +92,11 @@ def _check_group(batches: Sequence[Batch], held: _Held) -> None:
     """Batches move each pair of windows once, of all their tensors, and none is left out."""
     first = batches[0].names[0]
     moved = {(batch.source, batch.target) for batch in batches}
-    require(len(moved) == len(batches), f"tensor {first!r} moves twice between two windows")
+    distinct = len(moved) == len(batches)
+    require(distinct, f"tensor {first!r} moves twice between two windows")
     counts = {(len(src), len(dst)) for src, dst in held}
-    require(len(counts) == 1, f"tensors of other windows move as {first!r} does")
+    alike = len(counts) == 1
+    require(alike, f"tensors of other windows move as {first!r} does")
     reached = {batch.target for batch in batches}
     for (src, dst), name in held.items():
         check_disjoint(name, src)
@@ -115,18 +117,21 @@ def _check_reached(name: str, dst: Sequence[Layout], reached: set[int]) -> None:
 def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch: Batch) -> None:
     """The tensor lies as the batch's template says, on the batch's ranks, and is reduced so."""
     t = batch.template
-    known = batch.source in range(len(src)) and batch.target in range(len(dst))
-    moved = f"from window {batch.source} of {len(src)} to window {batch.target} of {len(dst)}"
+    i = batch.source
+    j = batch.target
+    known = i in range(len(src)) and j in range(len(dst))
+    moved = f"from window {i} of {len(src)} to window {j} of {len(dst)}"
     require(known, f"tensor {name!r} moves {moved}")
-    a = src[batch.source]
-    b = dst[batch.target]
+    a = src[i]
+    b = dst[j]
     planned_a = _place_form(name, t.src, batch.src, a)
     planned_b = _place_form(name, t.dst, batch.dst, b)
     _check_form(name, a, planned_a)
     _check_form(name, b, planned_b)
     rule = reduction(planned_a, planned_b)
     asked = reduction(a, b)
-    same = rule.by_ranks(planned_a, planned_b) == asked.by_ranks(a, b)
+    planned_ranks = rule.by_ranks(planned_a, planned_b)
+    same = planned_ranks == asked.by_ranks(a, b)
     if not same or repr(rule) != repr(t.reduction):
         raise PlanError(f"tensor {name!r} is reduced by {t.reduction}; its layouts ask for {asked}")
 

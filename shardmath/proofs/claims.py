@@ -123,9 +123,14 @@ class _Tensor:
         self.src = src
         self.dst = dst
         self.itemsize = src[0].itemsize
-        self.windows = _number_windows(name, src), _number_windows(name, dst)
+        here = _number_windows(name, src)
+        there = _number_windows(name, dst)
+        self.windows = here, there
         self.rules = _list_rules(src, dst)
-        self.ranks = [_number_addends(b.mesh, self.rules[0, j]) for j, b in enumerate(dst)]
+        self.ranks: list[_Addends] = []
+        for j, b in enumerate(dst):
+            rule = self.rules[0, j]
+            self.ranks.append(_number_addends(b.mesh, rule))
         self.choices: dict[_Choosing, dict[tuple[Box, int], None]] = {}
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
 
@@ -145,7 +150,9 @@ class _Tensor:
         key = target.window, ranks.through[t.dst_rank], target.addend
         # A dict as an ordered set: replicas mostly repeat each other.
         choice = self.choices.setdefault(key, {})
-        choice[from_slices(t.global_slices), ranks.chosen[t.dst_rank]] = None
+        box = from_slices(t.global_slices)
+        addend = ranks.chosen[t.dst_rank]
+        choice[box, addend] = None
 
 
 def _list_rules(
@@ -182,11 +189,15 @@ def _check(tensor: _Tensor, t: Transfer) -> tuple[_Target, str]:
     _check_sizes(tensor, t)
     i = _check_end(tensor, 0, t.src_tensor, t.src_rank, t.src_slices, t)
     j = _check_end(tensor, 1, t.dst_tensor, t.dst_rank, t.dst_slices, t)
+    src = tensor.src[i]
+    dst = tensor.dst[j]
     rule = tensor.rules[i, j]
-    addend = _find_addend(tensor.src[i], tensor.dst[j], rule, t)
-    group = tensor.ranks[j].group[t.dst_rank]
+    addend = _find_addend(src, dst, rule, t)
+    groups = tensor.ranks[j].group
+    group = groups[t.dst_rank]
     target = _Target(t.tensor, j, group, addend)
-    return target, rule.op_of(addend)
+    op = rule.op_of(addend)
+    return target, op
 
 
 def _check_sizes(tensor: _Tensor, t: Transfer) -> None:
@@ -284,21 +295,28 @@ def _check_entry(t: Transfer, expected: tuple[str, int]) -> None:
 
 def _check_complete(tensor: _Tensor, boxes: _Boxes) -> None:
     """Each replica receives each addend of each element once, and all choose the same receivers."""
-    for j, layout in enumerate(tensor.dst):
-        # One rank stands for its group: the first, as earlier ranks come later here.
-        number = tensor.ranks[j].group
-        first = {number[rank]: rank for rank in reversed(layout.mesh.ranks)}
-        addends = tensor.rules[0, j].addends
-        for group, rank in first.items():
-            runs = tensor.runs(1, j, rank)
-            for addend in range(addends):
-                target = _Target(tensor.name, j, group, addend)
-                arrived = boxes.get(target, [])
-                _check_partition(tensor, rank, runs, addend, arrived)
+    for window in range(len(tensor.dst)):
+        _check_window(tensor, window, boxes)
     for choice in tensor.choices.values():
         made = [box for box, _ in choice]
         chosen = [addend for _, addend in choice]
         _check_replicas(tensor, made, chosen)
+
+
+def _check_window(tensor: _Tensor, window: int, boxes: _Boxes) -> None:
+    """Each replica of a window receives each addend of each element once."""
+    # One rank stands for its group: the first, as earlier ranks come later here.
+    number = tensor.ranks[window].group
+    layout = tensor.dst[window]
+    ranks = layout.mesh.ranks
+    first = {number[rank]: rank for rank in reversed(ranks)}
+    addends = tensor.rules[0, window].addends
+    for group, rank in first.items():
+        runs = tensor.runs(1, window, rank)
+        for addend in range(addends):
+            target = _Target(tensor.name, window, group, addend)
+            arrived = boxes.get(target, [])
+            _check_partition(tensor, rank, runs, addend, arrived)
 
 
 def _check_replicas(tensor: _Tensor, boxes: list[Box], chosen: list[int]) -> None:
@@ -317,7 +335,9 @@ def _check_partition(
     tensor: _Tensor, rank: int, runs: tuple[Runs, ...], addend: int, boxes: list[Box]
 ) -> None:
     """The boxes are all that the rank holds, each element once."""
-    held = [[(lo, lo + n) for lo, _, n in r.segments] for r in runs]
+    held = []
+    for r in runs:
+        held.append([(lo, lo + n) for lo, _, n in r.segments])
     if len(boxes) > MANY and tiles(held, boxes):
         return
     what = _name_receiver(tensor, rank, addend)
@@ -325,13 +345,16 @@ def _check_partition(
     pair = first_overlap(boxes)
     if pair is not None:
         i, j = pair
-        element = _name_element(runs, _first_common(boxes[i], boxes[j]))
+        local = _first_common(boxes[i], boxes[j])
+        element = _name_element(runs, local)
         raise PlanError(f"{what} receives element {element} twice; {once}")
     # Boxes that do not meet are all of it if their volume is.
     volume = sum(map(_measure, boxes))
-    if volume != math.prod(r.size for r in runs):
+    expected = math.prod(r.size for r in runs)
+    if volume != expected:
         gap = first_gap(held, boxes) or ()
-        raise PlanError(f"{what} never receives element {_name_element(runs, gap)}; {once}")
+        element = _name_element(runs, gap)
+        raise PlanError(f"{what} never receives element {element}; {once}")
 
 
 def _name_receiver(tensor: _Tensor, rank: int, addend: int) -> str:

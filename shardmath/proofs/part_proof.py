@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardmath.algebra.box import first_gap, first_overlap, from_slices
@@ -57,7 +57,8 @@ def _check_steps(one: Part) -> None:
     """Each round has one step, and later rounds have later ones."""
     before: Step | None = None
     for each in one.rounds:
-        steps = sorted({message.step for message in each.messages})
+        distinct = {message.step for message in each.messages}
+        steps = sorted(distinct)
         if len(steps) != 1 or (before is not None and steps[0] <= before):
             what = f"rank {one.rank} has a round of the steps {steps} after {before}"
             raise PlanError(f"{what}; {FIX}")
@@ -89,10 +90,13 @@ def _check_both_ends(parts: Sequence[Part]) -> None:
             for message in each.receives:
                 pair = _Pair(message.step, message.src_rank, one.rank)
                 received[pair].append(message)
-    for pair in sorted(sent.keys() | received.keys()):
-        if sent[pair] != received[pair]:
-            sends = f"rank {pair.src_rank} sends {_show_sizes(sent[pair])}"
-            receives = f"rank {pair.dst_rank}, which receives {_show_sizes(received[pair])}"
+    pairs = sent.keys() | received.keys()
+    for pair in sorted(pairs):
+        sending = sent[pair]
+        receiving = received[pair]
+        if sending != receiving:
+            sends = f"rank {pair.src_rank} sends {_show_sizes(sending)}"
+            receives = f"rank {pair.dst_rank}, which receives {_show_sizes(receiving)}"
             raise PlanError(f"in step {pair.step} {sends} to {receives}; {FIX}")
 
 
@@ -112,15 +116,20 @@ def _make_key(t: Transfer) -> _Key:
 
 def _check_pieces(plan: Plan | Transposed, parts: Sequence[Part]) -> None:
     """Every transfer is tiled by the pieces that are cut from it."""
-    planned: dict[_Key, list[Transfer]] = defaultdict(list)
-    for t in plan.transfers():
-        if t.nbytes:
-            planned[_make_key(t)].append(t)
-    posted: dict[_Key, list[Transfer]] = defaultdict(list)
-    for piece in _list_arriving(parts):
-        posted[_make_key(piece)].append(piece)
-    for key in sorted(planned.keys() | posted.keys()):
+    planned = _group_by_key(t for t in plan.transfers() if t.nbytes)
+    posted = _group_by_key(_list_arriving(parts))
+    keys = planned.keys() | posted.keys()
+    for key in sorted(keys):
         _check_cut(key, planned[key], posted[key])
+
+
+def _group_by_key(transfers: Iterable[Transfer]) -> defaultdict[_Key, list[Transfer]]:
+    """The transfers of each key, in their order."""
+    groups: defaultdict[_Key, list[Transfer]] = defaultdict(list)
+    for t in transfers:
+        key = _make_key(t)
+        groups[key].append(t)
+    return groups
 
 
 def _list_arriving(parts: Sequence[Part]) -> Iterator[Transfer]:
@@ -140,7 +149,8 @@ def _check_cut(key: _Key, transfers: Sequence[Transfer], pieces: Sequence[Transf
     posted = sum(piece.nbytes for piece in pieces)
     if planned != posted:
         raise PlanError(f"{what}: pieces have other bytes than the plan's transfers; {FIX}")
-    twice = first_overlap([from_slices(piece.dst_slices) for piece in pieces])
+    boxes = [from_slices(piece.dst_slices) for piece in pieces]
+    twice = first_overlap(boxes)
     if twice is not None:
         raise PlanError(f"{what}: two pieces bring one cell; {FIX}")
     for t in transfers:

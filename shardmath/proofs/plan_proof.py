@@ -105,12 +105,13 @@ def _check_ends(p: Plan, places: _Places) -> None:
 def _list_distinct_rows(p: Plan, sets: Ints, *, source: bool) -> list[int]:
     """One row of all that ask the same: whether a set of ranks of a mesh has a unit's parts."""
     number: dict[tuple[Template, Mesh], int] = {}
-    of_batch = []
+    numbers = []
     for batch in p.batches:
         mesh = batch.src if source else batch.dst
         key = batch.template, mesh
-        of_batch.append(number.setdefault(key, len(number)))
-    end = np.array(of_batch, np.int64)[p.lines.batch]
+        numbers.append(number.setdefault(key, len(number)))
+    of_batch = np.array(numbers, np.int64)
+    end = of_batch[p.lines.batch]
     codes = [find_end(t, source).code for t, _ in number]
     code = pick(codes, end, p.lines.unit)
     # Rows that ask the same stand together in this order; the first of each are taken.
@@ -133,12 +134,16 @@ def _check_end(p: Plan, places: _Places, row: int, number: int, *, source: bool)
     batch = _batch_of(p, row)
     mesh = batch.src if source else batch.dst
     end = find_end(batch.template, source)
-    has = end.has(int(p.lines.unit[row]), places.of(mesh, number))
+    unit = int(p.lines.unit[row])
+    positions = places.of(mesh, number)
+    has = end.has(unit, positions)
     if has.all():
         return
-    rank = p.lines.sets[number][int(np.argmin(has))]
+    ranks = p.lines.sets[number]
+    rank = ranks[int(np.argmin(has))]
+    element = _element_of(p, row)
     does, where = ("send", "source") if source else ("receive", "destination")
-    what = f"tensor {batch.names[0]!r}: rank {rank} is to {does} element {_element_of(p, row)}"
+    what = f"tensor {batch.names[0]!r}: rank {rank} is to {does} element {element}"
     require(False, f"{what}, which it does not hold at the {where}")
 
 
@@ -154,12 +159,13 @@ def _element_of(p: Plan, row: int) -> tuple[int, ...]:
     at = int(p.lines.lo[row])
     boxes, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
-    before = ends[box - 1] if box else 0
+    rows = boxes[box]
     shape = sizes[box]
+    before = ends[box - 1] if box else 0
     # A unit without dimensions has one element, and unravel_index refuses an empty shape.
     inside = np.unravel_index(at - before, shape) if shape else ()
     element = []
-    for over, r, i in zip(t.overlays, boxes[box], inside, strict=True):
+    for over, r, i in zip(t.overlays, rows, inside, strict=True):
         start = int(over.start[r])
         element.append(start + int(i))
     return tuple(element[t.hidden :])
@@ -187,8 +193,10 @@ def _find_groups(p: Plan, order: Ints) -> Ints:
     demands = p.lines
     lo = demands.lo[order]
     hi = demands.hi[order]
-    is_new = _find_new(demands.batch[order], demands.unit[order])
-    is_same = ~_find_new(demands.batch[order], demands.unit[order], lo, hi)
+    batch = demands.batch[order]
+    unit = demands.unit[order]
+    is_new = _find_new(batch, unit)
+    is_same = ~_find_new(batch, unit, lo, hi)
     meets = ~is_new
     meets[1:] &= lo[1:] < hi[:-1]
     for row in order[meets & ~is_same].tolist():
@@ -264,7 +272,8 @@ def _check_apart(p: Plan, places: _Places, rows: Ints, sets: list[int]) -> None:
 def _check_complete(p: Plan, groups: Sequence[Sequence[Batch]], places: _Places) -> None:
     """As many elements arrive everywhere, of every tensor and addend, as there are cells."""
     arrivals = _count_arrivals(p, places)
-    arrive = dict(zip(map(id, p.batches), arrivals, strict=True))
+    ids = map(id, p.batches)
+    arrive = dict(zip(ids, arrivals, strict=True))
     for group in groups:
         windows: dict[int, list[Batch]] = {}
         for batch in group:
@@ -287,23 +296,27 @@ def _check_ranks(batches: Sequence[Batch]) -> None:
 
 def _count_arrivals(p: Plan, places: _Places) -> Iterator[Ints]:
     """By batch, how many elements each position of its destination gets."""
-    demands = p.lines
-    _, receivers = _list_sets_of_rows(demands)
-    # Rows by batch: those of batch b lie from bounds[b] to bounds[b + 1].
-    order = np.argsort(demands.batch, kind="stable")
-    numbers = np.arange(len(p.batches) + 1)
-    bounds = np.searchsorted(demands.batch[order], numbers)
-    elements = demands.hi - demands.lo
+    _, receivers = _list_sets_of_rows(p.lines)
+    elements = p.lines.hi - p.lines.lo
     # Tensors of one kind are many batches that ask the same.
     known: dict[object, Ints] = {}
-    for batch, (begin, end) in zip(p.batches, itertools.pairwise(bounds.tolist()), strict=True):
-        rows = order[begin:end]
+    for batch, rows in zip(p.batches, _list_rows(p), strict=True):
         sets = receivers[rows]
         sizes = elements[rows]
         key = batch.dst, sets.tobytes(), sizes.tobytes()
         if key not in known:
             known[key] = _add_up(batch.dst, places, sets, sizes)
         yield known[key]
+
+
+def _list_rows(p: Plan) -> Iterator[Ints]:
+    """By batch, its rows."""
+    of_row = p.lines.batch
+    order = np.argsort(of_row, kind="stable")
+    numbers = np.arange(len(p.batches) + 1)
+    bounds = np.searchsorted(of_row[order], numbers)
+    for begin, end in itertools.pairwise(bounds.tolist()):
+        yield order[begin:end]
 
 
 def _add_up(mesh: Mesh, places: _Places, sets: Ints, sizes: Ints) -> Ints:
@@ -344,7 +357,9 @@ def _raise_missing(p: Plan, batches: Sequence[Batch], group: set[int], position:
     first = batches[0]
     t = first.template
     boxes = _list_boxes(p, batches, group)
-    held = [[(g, g + n) for _, g, n in runs.segments] for runs in t.dst.runs(position)]
+    held = []
+    for runs in t.dst.runs(position):
+        held.append([(g, g + n) for _, g, n in runs.segments])
     addends = t.reduction.addends
     for addend in range(addends):
         gap = first_gap(held, boxes.get(addend, []))
@@ -374,7 +389,9 @@ def _list_boxes(p: Plan, batches: Sequence[Batch], group: set[int]) -> dict[int,
         sender = batch.src.position(holding[0])
         there = map(batch.dst.position, asking)
         for receiver in group.intersection(there):
-            for piece in expand(batch.template, unit, sender, receiver, lo, hi):
+            pieces = expand(batch.template, unit, sender, receiver, lo, hi)
+            for piece in pieces:
                 box = from_slices(piece.global_slices)
-                boxes.setdefault(piece.addend, []).append(box)
+                of_addend = boxes.setdefault(piece.addend, [])
+                of_addend.append(box)
     return boxes

@@ -144,9 +144,12 @@ def _list_inbox(prog: Program, line: int) -> _Inbox:
     numbers = range(first, end)
     asking = [wire(demands, line, number) for number in numbers]
     ranks = list(itertools.chain.from_iterable(asking))
-    block = np.repeat(numbers, lengths(asking))
-    requests = Offsets.of_counts(demands.nbytes[block])
-    return _Inbox(block, np.array(ranks, np.int64), requests.first)
+    rank = np.array(ranks, np.int64)
+    counts = lengths(asking)
+    block = np.repeat(numbers, counts)
+    nbytes = demands.nbytes[block]
+    requests = Offsets.of_counts(nbytes)
+    return _Inbox(block, rank, requests.first)
 
 
 def _refuse(prog: Program, of: Streams, wrong: Bools, what: str) -> None:
@@ -157,7 +160,8 @@ def _refuse(prog: Program, of: Streams, wrong: Bools, what: str) -> None:
     block = int(of.block[first])
     sender = of.sender[first]
     receiver = of.receiver[first]
-    where = f"bytes {of.lo[first]}:{of.hi[first]} of block {block}, {_name_tensor(prog, block)}"
+    name = _name_tensor(prog, block)
+    where = f"bytes {of.lo[first]}:{of.hi[first]} of block {block}, {name}"
     _require(False, prog, f"{where}, from rank {sender} to {receiver} {what}")
 
 
@@ -173,20 +177,27 @@ def _check_inside(prog: Program, of: Streams) -> None:
     """Streams are some bytes of their blocks, from one place where pieces may be cut to another."""
     demands = prog.legs.lines
     nbytes = demands.nbytes[of.block]
-    outside = (of.lo < 0) | (of.lo >= of.hi) | (of.hi > nbytes)
+    is_empty = of.lo >= of.hi
+    outside = (of.lo < 0) | is_empty | (of.hi > nbytes)
     _refuse(prog, of, outside, "are no bytes of it")
-    where = grid(demands, prog.plan.batches)
     for at in (of.lo, of.hi):
         inner = np.flatnonzero(at < nbytes)
-        place = at[inner]
-        block = of.block[inner]
-        # The grid leaves small boxes whole, which is allowed and not necessary: what it moves is
-        # looked at again.
-        moved = where.snapped(block, place) != place
-        wrong = np.zeros(len(at), bool)
-        for i in inner[moved].tolist():
-            wrong[i] = not _may_cut(prog, int(of.block[i]), int(at[i]))
+        wrong = _find_bad_cuts(prog, of.block, at, inner)
         _refuse(prog, of, wrong, "begin or end inside a row")
+
+
+def _find_bad_cuts(prog: Program, block: Ints, at: Ints, some: Ints) -> Bools:
+    """Whether bytes `at` of contents, of which some are looked at, are where none may be cut."""
+    wrong = np.zeros(len(at), bool)
+    place = at[some]
+    # The grid leaves small boxes whole, which is allowed and not necessary: what it moves is
+    # looked at again.
+    where = grid(prog.legs.lines, prog.plan.batches)
+    snapped = where.snapped(block[some], place)
+    moved = some[snapped != place]
+    for i in moved.tolist():
+        wrong[i] = not _may_cut(prog, int(block[i]), int(at[i]))
+    return wrong
 
 
 def _may_cut(prog: Program, block: int, at: int) -> bool:
@@ -194,12 +205,16 @@ def _may_cut(prog: Program, block: int, at: int) -> bool:
     demands = prog.legs.lines
     row = row_at(demands, block, at)
     batch = prog.plan.batches[int(demands.batch[row])]
+    t = batch.template
     unit = int(demands.unit[row])
     lo = int(demands.lo[row])
     begin = int(demands.at[row])
-    inside = (at - begin) % int(demands.each[row])
-    element, odd = divmod(inside, batch.template.src.itemsize)
-    return not odd and legal(batch.template, unit, lo + element)
+    each = int(demands.each[row])
+    inside = (at - begin) % each
+    element, odd = divmod(inside, t.src.itemsize)
+    if odd:
+        return False
+    return legal(t, unit, lo + element)
 
 
 def _check_once(prog: Program, inbox: _Inbox, of: Streams, begin: Ints) -> None:
@@ -209,18 +224,26 @@ def _check_once(prog: Program, inbox: _Inbox, of: Streams, begin: Ints) -> None:
     begins = begin[order]
     ends = begins + size[order]
     before = np.append(0, ends)
+    is_early = begins < before[:-1]
     twice = np.zeros(len(order), bool)
-    twice[order] = begins < before[:-1]
+    twice[order] = is_early
     _refuse(prog, of, twice, "come twice")
     # What follows each end is the next begin, and the place where all ends after the last one.
     after = np.append(begins, inbox.base[-1])
-    for place in before[after > before].tolist():
-        i = int(np.searchsorted(inbox.base, place, "right")) - 1
-        block = int(inbox.block[i])
-        at = place - inbox.base[i]
-        byte = f"byte {at} of block {block}"
-        what = f"rank {inbox.rank[i]} never receives {byte}, {_name_tensor(prog, block)}"
-        _require(False, prog, what)
+    gaps = before[after > before]
+    for place in gaps.tolist():
+        _refuse_gap(prog, inbox, place)
+
+
+def _refuse_gap(prog: Program, inbox: _Inbox, place: int) -> None:
+    """Raise PlanError for a place to which nothing comes."""
+    i = int(np.searchsorted(inbox.base, place, "right")) - 1
+    block = int(inbox.block[i])
+    rank = inbox.rank[i]
+    at = place - inbox.base[i]
+    name = _name_tensor(prog, block)
+    what = f"rank {rank} never receives byte {at} of block {block}, {name}"
+    _require(False, prog, what)
 
 
 def _check_in_hand(prog: Program, line: int, inbox: _Inbox, of: Streams, begin: Ints) -> None:
@@ -243,8 +266,9 @@ def _have_come(inbox: _Inbox, of: Streams, begin: Ints) -> Bools:
     out = np.zeros(len(begin), bool)
     at, known = inbox.find(of.block, of.sender)
     some = np.flatnonzero(known)
-    base = inbox.base[at[some]]
-    came = _find_last_at(begin, base + of.lo[some])
+    requests = at[some]
+    place = inbox.base[requests] + of.lo[some]
+    came = _find_last_at(begin, place)
     is_same = of.leg[came] < of.leg[some]
     for column in (of.root, of.lo, of.hi):
         is_same &= column[came] == column[some]
@@ -267,7 +291,8 @@ def _check_limits(prog: Program) -> None:
     most_bytes = int(by_rank.max(initial=0))
     _check_limit(prog, most_bytes, prog.max_inflight_bytes, "bytes")
     pairs = sum_pairs(prog)
-    counts = count_messages(pairs, prog.turns, len(prog.ranks))
+    ranks = len(prog.ranks)
+    counts = count_messages(pairs, prog.turns, ranks)
     most_messages = int(counts.max(initial=0))
     _check_limit(prog, most_messages, prog.max_ops_per_group, "messages")
 

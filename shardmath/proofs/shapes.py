@@ -172,19 +172,27 @@ def _read(given: object) -> Transfer:
     t = _check_transfer(given)
     sizes = listed(t.shape, "sizes", PlanError)
     return Transfer(
-        tensor=text(t.tensor, "the tensor of a transfer", PlanError),
-        src_rank=as_integer(t.src_rank, "the src_rank of a transfer", PlanError),
-        dst_rank=as_integer(t.dst_rank, "the dst_rank of a transfer", PlanError),
-        op=text(t.op, "the op of a transfer", PlanError),
-        src_tensor=text(t.src_tensor, "the src_tensor of a transfer", PlanError),
+        tensor=_read_name(t.tensor, "tensor"),
+        src_rank=_read_integer(t.src_rank, "the src_rank"),
+        dst_rank=_read_integer(t.dst_rank, "the dst_rank"),
+        op=_read_name(t.op, "op"),
+        src_tensor=_read_name(t.src_tensor, "src_tensor"),
         src_slices=_read_slices(t.src_slices),
-        dst_tensor=text(t.dst_tensor, "the dst_tensor of a transfer", PlanError),
+        dst_tensor=_read_name(t.dst_tensor, "dst_tensor"),
         dst_slices=_read_slices(t.dst_slices),
-        shape=tuple(as_integer(n, "a size of a transfer", PlanError) for n in sizes),
-        nbytes=as_integer(t.nbytes, "the bytes of a transfer", PlanError),
+        shape=tuple(_read_integer(n, "a size") for n in sizes),
+        nbytes=_read_integer(t.nbytes, "the bytes"),
         global_slices=_read_slices(t.global_slices),
-        addend=as_integer(t.addend, "the addend of a transfer", PlanError),
+        addend=_read_integer(t.addend, "the addend"),
     )
+
+
+def _read_name(given: object, what: str) -> str:
+    return text(given, f"the {what} of a transfer", PlanError)
+
+
+def _read_integer(given: object, what: str) -> int:
+    return as_integer(given, f"{what} of a transfer", PlanError)
 
 
 def _check_transfer(given: object) -> Transfer:

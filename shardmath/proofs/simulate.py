@@ -103,9 +103,11 @@ def _make_destination(p: Movable, held: _Arrays) -> dict[int, dict[str, Array]]:
     for name, windows in p.dst.items():
         dtype = _find_dtype(p, name, held)
         fill = p.fill(name)
-        for key, layout in local_tensors(name, windows):
+        tensors = local_tensors(name, windows)
+        for key, layout in tensors:
             for rank in layout.mesh.ranks:
-                out[rank][key] = _make_array(layout, rank, dtype, fill)
+                array = _make_array(layout, rank, dtype, fill)
+                out[rank][key] = array
     return out
 
 
@@ -119,7 +121,8 @@ def _enter(out: _Arrays, pieces: list[tuple[Transfer, _Arrays]]) -> None:
     for t, piece in read:
         fold = FOLD[t.op]
         array = out[t.dst_rank][t.dst_tensor]
-        array[t.dst_slices] = fold(array[t.dst_slices], piece)
+        before = array[t.dst_slices]
+        array[t.dst_slices] = fold(before, piece)
 
 
 def _run_transfers(p: Plan | Transposed, held: _Arrays, out: _Arrays) -> None:
@@ -133,7 +136,8 @@ def _run_rounds(prog: Program, held: _Arrays, out: _Arrays) -> None:
     """All rounds of all ranks, step by step; what is relayed is read where it has arrived."""
     steps: dict[tuple[int, int, int], list[tuple[Transfer, _Arrays]]] = {}
     for rank in out:
-        for one in prog.for_rank(rank):
+        rounds = prog.for_rank(rank)
+        for one in rounds:
             pieces = steps.setdefault(one.step, [])
             for m in one.arriving:
                 source = out if m.relayed else held

@@ -119,13 +119,20 @@ def _check_numbers(demands: Demands, batches: Sequence[Batch]) -> None:
         require(ascending, f"ranks {ranks[:8]} are not ascending")
     check_numbers_of_sets(demands)
     _check_known(demands.batch, len(batches))
+    _check_units(demands, batches)
+
+
+def _check_units(demands: Demands, batches: Sequence[Batch]) -> None:
+    """Rows are of units that there are, and inside them."""
+    unit = demands.unit
     sizes = [batch.template.unit_size for batch in batches]
-    units = lengths(sizes)[demands.batch]
-    known = (demands.unit >= 0) & (demands.unit < units)
+    counts = lengths(sizes)
+    known = (unit >= 0) & (unit < counts[demands.batch])
     _require_rows(demands, batches, known, "is of an unknown unit")
-    size = pick(sizes, demands.batch, demands.unit)
-    is_range = (demands.lo >= 0) & (demands.lo < demands.hi)
-    inside = is_range & (demands.hi <= size)
+    size = pick(sizes, demands.batch, unit)
+    lo = demands.lo
+    hi = demands.hi
+    inside = (lo >= 0) & (lo < hi) & (hi <= size)
     _require_rows(demands, batches, inside, "is not inside its unit")
 
 
@@ -135,31 +142,36 @@ def _check_numbers(demands: Demands, batches: Sequence[Batch]) -> None:
 def _check_rows(demands: Demands, batches: Sequence[Batch]) -> None:
     """Rows have the bytes of their elements, end to end in their blocks, whose addends they are."""
     each, row_bytes = _measure_rows(demands, batches)
-    _require_rows(demands, batches, each == demands.each, "is not of the bytes of its elements")
-    at = demands.rows.begin(row_bytes)
-    _require_rows(demands, batches, at == demands.at, "does not follow the one before it")
-    nbytes = demands.rows.sums(row_bytes)
-    _require_blocks(demands, batches, nbytes == demands.nbytes, "is not of the bytes of its rows")
+    same = each == demands.each
+    _require_rows(demands, batches, same, "is not of the bytes of its elements")
+    rows = demands.rows
+    same = rows.begin(row_bytes) == demands.at
+    _require_rows(demands, batches, same, "does not follow the one before it")
+    same = rows.sums(row_bytes) == demands.nbytes
+    _require_blocks(demands, batches, same, "is not of the bytes of its rows")
     addends = [unit_addends(batch.template) for batch in batches]
     of_unit = pick(addends, demands.batch, demands.unit)
-    of_block = demands.rows.spread(demands.addend)
-    _require_rows(demands, batches, of_block == of_unit, "is not of its block's addend")
+    same = rows.spread(demands.addend) == of_unit
+    _require_rows(demands, batches, same, "is not of its block's addend")
 
 
 def _measure_rows(demands: Demands, batches: Sequence[Batch]) -> tuple[Ints, Ints]:
     """By row: bytes of one tensor, and of all tensors of its batch."""
-    itemsize = np.array([batch.template.src.itemsize for batch in batches], np.int64)
+    itemsizes = [batch.template.src.itemsize for batch in batches]
+    itemsize = np.array(itemsizes, np.int64)
     tensors = lengths(batch.names for batch in batches)
     elements = demands.hi - demands.lo
     each = elements * itemsize[demands.batch]
-    return each, each * tensors[demands.batch]
+    row_bytes = each * tensors[demands.batch]
+    return each, row_bytes
 
 
 def _check_blocks(demands: Demands, batches: Sequence[Batch]) -> None:
     """Blocks count who asks for them, and lie end to end in their lines."""
     count = _count_asking(demands)
     _require_blocks(demands, batches, count == demands.count, "counts other receivers")
-    start = demands.blocks.begin(demands.nbytes * demands.count)
+    total = demands.nbytes * demands.count
+    start = demands.blocks.begin(total)
     same = start == demands.start
     _require_blocks(demands, batches, same, "does not follow the one before it")
 
@@ -167,10 +179,11 @@ def _check_blocks(demands: Demands, batches: Sequence[Batch]) -> None:
 def _count_asking(demands: Demands) -> Ints:
     """How many receivers of each block are not holders of its line."""
     sets = list(map(frozenset, demands.sets))
-    holders = demands.blocks.spread(demands.holders).tolist()
-    receivers = demands.receivers.tolist()
+    holders = demands.blocks.spread(demands.holders)
+    receivers = demands.receivers
+    pairs = zip(holders.tolist(), receivers.tolist(), strict=True)
     counts = []
-    for holding, receiving in zip(holders, receivers, strict=True):
+    for holding, receiving in pairs:
         asking = sets[receiving] - sets[holding]
         counts.append(len(asking))
     return np.array(counts, np.int64)
@@ -184,21 +197,24 @@ def _check_cuts(demands: Demands, length: Ints) -> None:
     cuts = demands.cuts
     lines = Offsets(demands.cut_first)
     holders = lengths(demands.sets)[demands.holders]
-    shared = lines.counts() == holders + 1
+    expected = holders + 1
+    shared = lines.counts() == expected
     _require_lines(demands, shared, "is not cut among them")
     begin = cuts[lines.first[:-1]]
     end = cuts[lines.first[1:] - 1]
     complete = (begin == 0) & (end == length)
     _require_lines(demands, complete, "is not cut from its first byte to its last")
-    _require_lines(demands, ~_go_back(lines, cuts), "has cuts that go back")
+    ascends = ~_go_back(lines, cuts)
+    _require_lines(demands, ascends, "has cuts that go back")
 
 
 def _go_back(lines: Offsets, cuts: Ints) -> Bools:
     """Of each line, whether a cut is less than the one before it."""
     line = lines.owners()
-    same_line = line[1:] == line[:-1]
+    later = line[1:]
+    same_line = later == line[:-1]
     less = cuts[1:] < cuts[:-1]
-    back = line[1:][same_line & less]
+    back = later[same_line & less]
     out = np.zeros(len(lines), bool)
     out[back] = True
     return out
@@ -209,15 +225,20 @@ def _check_stripes(demands: Demands, batches: Sequence[Batch]) -> None:
     begin."""
     for row in np.flatnonzero(demands.lo).tolist():
         batch = batches[int(demands.batch[row])]
-        place = int(demands.lo[row]) * batch.template.src.itemsize
+        itemsize = batch.template.src.itemsize
+        place = int(demands.lo[row]) * itemsize
         _check_place(demands, batches, row, place)
 
 
 def _check_inner_cuts(demands: Demands, batches: Sequence[Batch], length: Ints) -> None:
     """Cuts inside lines are where units may be cut."""
-    line = Offsets(demands.cut_first).owners()
-    inner = (demands.cuts > 0) & (demands.cuts < length[line])
-    row, place = _find_places(demands, length, line[inner], demands.cuts[inner])
+    cuts = demands.cuts
+    lines = Offsets(demands.cut_first)
+    line = lines.owners()
+    is_inner = (cuts > 0) & (cuts < length[line])
+    line = line[is_inner]
+    inner = cuts[is_inner]
+    row, place = _find_places(demands, length, line, inner)
     places = zip(row.tolist(), place.tolist(), strict=True)
     for one, byte in dict.fromkeys(places):
         _check_place(demands, batches, one, byte)
@@ -231,8 +252,9 @@ def _find_places(demands: Demands, length: Ints, line: Ints, at: Ints) -> tuple[
     content = inside % demands.nbytes[block]
     row, inside = _find(demands.at, demands.rows, demands.nbytes, block, content)
     lo = demands.lo[row]
+    elements = demands.hi[row] - lo
     each = demands.each[row]
-    itemsize = each // (demands.hi[row] - lo)
+    itemsize = each // elements
     place = lo * itemsize + inside % each
     return row, place
 
@@ -245,13 +267,15 @@ def _find(start: Ints, things: Offsets, length: Ints, owner: Ints, at: Ints) -> 
     # All owners end to end, so that one search serves all.
     begin = np.cumsum(length) - length
     starts = things.spread(begin) + start
-    found = np.searchsorted(starts, begin[owner] + at, "right") - 1
+    place = begin[owner] + at
+    found = np.searchsorted(starts, place, "right") - 1
     return found, at - start[found]
 
 
 def _check_place(demands: Demands, batches: Sequence[Batch], row: int, place: int) -> None:
     """Byte `place` of a row's unit is at the border of a box, or of a row of one."""
-    t = batches[int(demands.batch[row])].template
+    batch = batches[int(demands.batch[row])]
+    t = batch.template
     unit = int(demands.unit[row])
     element, odd = divmod(place, t.src.itemsize)
     if odd or not legal(t, unit, element):

@@ -41,7 +41,8 @@ def check_template(t: Template, known: set[int]) -> None:
     what = f"{t.src} to {t.dst}"
     expected = _list_partitions(t)
     count = len(t.overlays)
-    require(count == len(expected), f"{what} has {count} dimensions, not {len(expected)}")
+    complete = count == len(expected)
+    require(complete, f"{what} has {count} dimensions, not {len(expected)}")
     for d, over in enumerate(t.overlays):
         where = f"{what}: dimension {d - t.hidden}"
         source, target = expected[d]
@@ -59,7 +60,9 @@ def _list_partitions(t: Template) -> list[tuple[Partition, Partition]]:
     first."""
     pairs = list(hidden_pairs(t.src, t.reduction))
     for a, b in zip(t.src.dims, t.dst.dims, strict=True):
-        pairs.append((partition(a), partition(b)))
+        source = partition(a)
+        target = partition(b)
+        pairs.append((source, target))
     return pairs
 
 
@@ -79,7 +82,8 @@ def _check_pairs(over: Overlay, what: str) -> None:
     require(same, f"{what} has pairs of other sizes than their rows")
     known_keys = _are_known(over.pair_key, len(over.keys))
     known_goals = _are_known(over.pair_goal, len(over.goals))
-    require(known_keys and known_goals, f"{what} has pairs of unknown keys or goals")
+    known = known_keys and known_goals
+    require(known, f"{what} has pairs of unknown keys or goals")
 
 
 def _are_known(numbers: Ints, count: int) -> bool:
@@ -103,7 +107,9 @@ def _fits(over: Overlay) -> bool:
     if over.first[0] != 0 or over.first[-1] != rows:
         return False
     counts = np.diff(over.first)
-    return bool((counts > 0).all() and (over.size > 0).all())
+    no_pair_is_empty = (counts > 0).all()
+    no_row_is_empty = (over.size > 0).all()
+    return bool(no_pair_is_empty and no_row_is_empty)
 
 
 def _check_rows(over: Overlay, what: str) -> None:
@@ -115,8 +121,10 @@ def _check_rows(over: Overlay, what: str) -> None:
     _check_side(over, over.goals, goal, over.target, over.dst, what)
     order = np.argsort(over.start)
     start = over.start[order]
-    end = start + over.size[order]
-    is_apart = end[:-1] <= start[1:]
+    size = over.size[order]
+    end = start + size
+    later = start[1:]
+    is_apart = end[:-1] <= later
     require(is_apart.all(), f"{what} has rows with positions in common")
 
 
@@ -126,20 +134,30 @@ def _check_side(
     """Every part of a row's set, given by its number, holds the row, from the local place on that
     the row gives for the part."""
     widest = max(map(len, sets), default=0)
-    require(widest <= at.shape[1], f"{what} has keys or goals of more parts than its rows")
-    # Sets as a table, -1 where a set has no further part.
-    members = np.full((len(sets), widest), -1, np.int64)
-    for k, parts in enumerate(sets):
-        members[k, : len(parts)] = parts
+    fits = widest <= at.shape[1]
+    require(fits, f"{what} has keys or goals of more parts than its rows")
+    members = _tabulate(sets, widest)
     segments = _list_segments(held)
     for m in range(widest):
         part = members[number, m]
         rows = np.flatnonzero(part >= 0)
         start = over.start[rows]
         size = over.size[rows]
-        inside = _are_inside(segments, part[rows], at[rows, m], start, size)
-        for row in rows[~inside].tolist():
+        local = at[rows, m]
+        inside = _are_inside(segments, part[rows], local, start, size)
+        outside = rows[~inside]
+        for row in outside.tolist():
             require(False, f"{what}: position {over.start[row]} is not where row {row} says")
+
+
+def _tabulate(sets: Parts, widest: int) -> Ints:
+    """Sets as a table, -1 where a set has no further part."""
+    shape = len(sets), widest
+    members = np.full(shape, -1, np.int64)
+    for k, parts in enumerate(sets):
+        count = len(parts)
+        members[k, :count] = parts
+    return members
 
 
 def _list_segments(held: Partition) -> Ints:
@@ -157,16 +175,19 @@ def _are_inside(segments: Ints, part: Ints, local: Ints, start: Ints, size: Ints
         return np.zeros(len(part), bool)
     owner, lo, g, n = segments.T
     # Places in the order of all values, so that (part, place) is one small number to search for.
-    values = np.unique(np.concatenate((lo, local)))
+    both = np.concatenate((lo, local))
+    values = np.unique(both)
+    count = len(values)
     place = np.searchsorted(values, lo)
-    code = owner * len(values) + place
+    code = owner * count + place
     place = np.searchsorted(values, local)
-    wanted = part * len(values) + place
+    wanted = part * count + place
     found = np.searchsorted(code, wanted, "right") - 1
     is_known = (found >= 0) & (owner[found] == part)
     offset = local - lo[found]
     fits = offset + size <= n[found]
-    out: Bools = is_known & fits & (g[found] + offset == start)
+    same = g[found] + offset == start
+    out: Bools = is_known & fits & same
     return out
 
 
@@ -180,13 +201,15 @@ def _check_units(t: Template, what: str) -> None:
     code = np.zeros(count, np.int64)
     for pair, over in zip(t.unit_pairs.T, t.overlays, strict=True):
         pairs = len(over.pair_size)
-        require(_are_known(pair, pairs), f"{what} has units of unknown rows")
+        known = _are_known(pair, pairs)
+        require(known, f"{what} has units of unknown rows")
         size = size * over.pair_size[pair]
         code = code * pairs + pair
     same = np.array_equal(size, t.unit_size)
     require(same, f"{what} has units of other sizes than their rows")
     distinct = np.unique(code)
-    require(len(distinct) == count, f"{what} has one unit twice")
+    once = len(distinct) == count
+    require(once, f"{what} has one unit twice")
 
 
 # Ends
@@ -228,13 +251,13 @@ def find_end(t: Template, source: bool) -> End:
     all_sets = []
     held = []
     for d, over in enumerate(t.overlays):
-        if source:
-            sets, partition, of_pair = over.keys, over.source, over.pair_key
-        else:
-            sets, partition, of_pair = over.goals, over.target, over.pair_goal
+        divided = over.source if source else over.target
+        sets = over.keys if source else over.goals
+        of_pair = over.pair_key if source else over.pair_goal
         all_sets.append(sets)
-        held.append(partition.by_rank(mesh))
+        held.append(divided.by_rank(mesh))
         pair = t.unit_pairs[:, d]
-        number[:, d] = of_pair[pair]
-        code = code * len(sets) + number[:, d]
+        digit = of_pair[pair]
+        number[:, d] = digit
+        code = code * len(sets) + digit
     return End(all_sets, held, number, code)

@@ -102,10 +102,13 @@ def _check_rules(p: Plan) -> None:
     """What is filled in, and divided by, is what the layouts ask for."""
     asked: dict[tuple[Layout, Layout], Reduction] = {}
     for name, windows in p.src.items():
-        pair = windows[0], p.dst[name][0]
+        src = windows[0]
+        dst = p.dst[name][0]
+        pair = src, dst
         if pair not in asked:
-            asked[pair] = reduction(*pair)
-        _check_rule(name, p.rules[name], asked[pair])
+            asked[pair] = reduction(src, dst)
+        given = p.rules[name]
+        _check_rule(name, given, asked[pair])
 
 
 def _check_rule(name: str, given: Reduction | None, expected: Reduction) -> None:

@@ -83,13 +83,15 @@ def _compare(pairs: Mapping[Pair, int], ranks: Ints) -> Iterable[_Shared]:
         if not len(rows.place):
             continue
         elements = _count_elements(a, b, rows.parts, columns.parts)
-        nbytes = elements * (count * a.itemsize)
-        shared = _widen(_Shared(rows, columns, nbytes))
-        before = out.get(shared.key)
+        each = count * a.itemsize
+        table = elements * each
+        shared = _widen(_Shared(rows, columns, table))
+        key = shared.key
+        before = out.get(key)
         if before is not None:
             together = before.table + shared.table
             shared = shared._replace(table=together)
-        out[shared.key] = shared
+        out[key] = shared
     return out.values()
 
 
@@ -109,9 +111,11 @@ def _widen(shared: _Shared) -> _Shared:
     rows, columns, table = shared
     if table.shape[0] < table.shape[1]:
         table = table.take(columns.number, axis=1)
-        return _Shared(rows, _set_apart(columns), table)
+        apart = _set_apart(columns)
+        return _Shared(rows, apart, table)
     table = table.take(rows.number, axis=0)
-    return _Shared(_set_apart(rows), columns, table)
+    apart = _set_apart(rows)
+    return _Shared(apart, columns, table)
 
 
 def _set_apart(classes: _Classes) -> _Classes:
@@ -143,13 +147,11 @@ def _classify(layout: Layout, place: Ints) -> _Classes:
     """The layout's ranks that the destination has; `place` is the place of each, -1 for others."""
     ranks = np.array(layout.mesh.ranks, np.int64)
     at = place[ranks]
-    absent = int((at < 0).sum())
+    is_absent = at < 0
+    absent = int(is_absent.sum())
     order = np.argsort(at)[absent:]
     parts = _list_parts(layout, order)
-    # A number of mixed radix, of which each dimension has one digit, tells classes apart.
-    code = np.zeros(len(order), np.int64)
-    for dim, digit in zip(layout.dims, parts.T, strict=True):
-        code = code * len(partition(dim).parts) + digit
+    code = _encode_parts(layout, parts)
     _, first, number = np.unique(code, return_index=True, return_inverse=True)
 
     by_first = np.argsort(first)
@@ -168,6 +170,15 @@ def _list_parts(layout: Layout, order: Ints) -> Ints:
             part = divided.by_rank(layout.mesh)
             parts[:, d] = part[order]
     return parts
+
+
+def _encode_parts(layout: Layout, parts: Ints) -> Ints:
+    """One number for all parts of a position, of mixed radix: each dimension has one digit."""
+    code = np.zeros(len(parts), np.int64)
+    for dim, digit in zip(layout.dims, parts.T, strict=True):
+        radix = len(partition(dim).parts)
+        code = code * radix + digit
+    return code
 
 
 def _count_elements(a: Layout, b: Layout, rows: Ints, columns: Ints) -> Ints:

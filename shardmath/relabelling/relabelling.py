@@ -28,6 +28,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -104,8 +105,11 @@ class Relabelling:
 
 def _rename(name: str, held: Windows, ranks: Mapping[int, int]) -> Windows:
     """One tensor's windows under the new names."""
-    windows = [relabelled(layout, ranks) for layout in _list_windows(name, held)]
-    return tuple(windows) if isinstance(held, tuple) else windows[0]
+    before = _list_windows(name, held)
+    windows = [relabelled(layout, ranks) for layout in before]
+    if isinstance(held, tuple):
+        return tuple(windows)
+    return windows[0]
 
 
 def relabel(src: Side, dst: Side) -> Relabelling:
@@ -119,7 +123,10 @@ def relabel(src: Side, dst: Side) -> Relabelling:
     """
     pairs = _count_pairs(src, dst)
     ranks = _list_ranks(pairs)
-    free = {pair: count for pair, count in pairs.items() if not _is_pinned(*pair)}
+    free = {}
+    for pair, count in pairs.items():
+        if not _is_pinned(*pair):
+            free[pair] = count
     common = count_common(free, ranks)
     allowed = _find_allowed(pairs, ranks)
     stay = np.arange(len(ranks))
@@ -155,11 +162,12 @@ def _count_pairs(src: Side, dst: Side) -> Counter[Pair]:
     pairs: Counter[Pair] = Counter()
     total = 0
     for name, held in here.items():
-        for a in _list_windows(name, held):
-            for b in _list_windows(name, there[name]):
-                _check_alike(name, a, b)
-                pairs[a, b] += 1
-                total += math.prod(a.shape) * a.itemsize
+        sources = _list_windows(name, held)
+        targets = _list_windows(name, there[name])
+        for a, b in itertools.product(sources, targets):
+            _check_alike(name, a, b)
+            pairs[a, b] += 1
+            total += math.prod(a.shape) * a.itemsize
     if total > MOST_BYTES:
         raise PlanError(
             f"the tensors have {total} bytes, which is more than {MOST_BYTES}; "
@@ -188,11 +196,13 @@ def _find_allowed(pairs: Iterable[Pair], ranks: Ints) -> Bools | None:
         group = np.full(len(ranks), -1)
         place = np.searchsorted(ranks, b.mesh.ranks)
         group[place] = b.mesh.coordinate(axes)
-        groupings[group.tobytes()] = group
+        key = group.tobytes()
+        groupings[key] = group
     if not groupings:
         return None
     # Ranks that are in the same group of every grouping get one number.
-    together = np.stack(list(groupings.values()))
+    distinct = list(groupings.values())
+    together = np.stack(distinct)
     _, number = np.unique(together, axis=1, return_inverse=True)
     number = number.reshape(-1)
     return np.equal.outer(number, number)
@@ -232,9 +242,11 @@ def _assign(common: Ints, allowed: Bools | None) -> Ints:
     stay = np.arange(count)
     free = common if allowed is None else np.where(allowed, common, 0)
     most = free.max(axis=0, initial=0)
-    if _count_kept(common, stay) == sum(most.tolist()):
+    bound = sum(most.tolist())
+    if _count_kept(common, stay) == bound:
         return stay
-    unit = np.gcd.reduce(np.unique(common))
+    sizes = np.unique(common)
+    unit = np.gcd.reduce(sizes)
     units = (common // unit).astype(np.float64)
     # Of equal permutations the one that keeps more ranks, which weigh less than a unit together.
     weight = units * (count + 1)
@@ -264,4 +276,5 @@ def _load_solver() -> _Solver:
 def _count_kept(common: Ints, new: Ints) -> int:
     """Bytes in place where old place i becomes new[i]; an exact sum."""
     old = np.arange(len(new))
-    return sum(common[new, old].tolist())
+    kept = common[new, old]
+    return sum(kept.tolist())
