@@ -199,6 +199,11 @@ def _find_listened_port(fd: int) -> int | None:
     return port
 
 
+def packs_saved_tensors() -> bool:
+    """Whether something, as activation checkpointing, packs what autograd saves here (torch 2.13)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def is_registered(group: Group) -> bool:
     """Whether torch still knows the group: not after `destroy_process_group`."""
     return group in c10d._world.pg_map

@@ -166,7 +166,9 @@ class Moves:
         thread = in_thread(None)
         counts = self._counts.get(thread, _Counts()).advance(kept.copies)
         self._counts[thread] = counts
-        return counts.name + thread
+        # Moves of two groups have the same numbers, and gradients of both may meet in one of them.
+        group = "" if self._group is None else f" of group {self._group.group_name}"
+        return counts.name + group + thread
 
     def _keep(self, key: _Key, made: _Kept) -> None:
         self._kept[key] = made

@@ -240,7 +240,10 @@ class _Moved(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # zeros of a DTensor would have its global shape
         # Activation checkpointing makes forwards again where something saved is asked for: so that all
         # ranks make this one again, which all of them take part in, all have saved something.
-        ctx.save_for_backward(local.new_empty(0))
+        # Without it nothing is saved, so that a graph may be gone through twice.
+        ctx.is_made_again = compat.packs_saved_tensors()
+        if ctx.is_made_again:
+            ctx.save_for_backward(local.new_empty(0))
         form = route.target
         if form.placements is None:
             return moved
@@ -248,7 +251,8 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor, None]:
-        _ = ctx.saved_tensors
+        if ctx.is_made_again:
+            _ = ctx.saved_tensors
         route: _Route = ctx.route
         given = _make_zeros(route.dst, ctx.device) if gradient is None else gradient
         here = _agree_on(_layout_of_gradient(given, route), route)
@@ -259,7 +263,11 @@ class _Moved(torch.autograd.Function):
         # records it where this rank's gradient depends on something, so all ranks say whether it does.
         again = torch.is_grad_enabled()
         said = Said(f"the gradient of {ctx.name}", again and given.requires_grad)
-        back = _Route(here, there, _form_of(given), form, route.grad, said, voted=again)
+        shape = _form_of(given)
+        if shape.mesh is None:
+            # A plain gradient, too, goes among the ranks of the mesh that was given.
+            shape = shape._replace(mesh=route.target.mesh)
+        back = _Route(here, there, shape, form, route.grad, said, voted=again)
         moved: Tensor = _Moved.apply(given, back)  # type: ignore[no-untyped-call]
         if form.placements is None and compat.my_rank() not in there.mesh:
             # Autograd wants the shape that was passed for nothing; the sum, 0, stays part of the graph.
