@@ -88,16 +88,24 @@ class Draft:
     def close(self) -> None:
         """All of it is on disk."""
         synced(self._stream)
+        self._known = os.fstat(self._stream.fileno())
         self._stream.close()
 
     def discard(self) -> None:
         """None of it is there; after `close`, too."""
         try:
-            self._stream.close()  # which writes what is left, and may fail as what was written before
-        finally:
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(self._file.lstat(), self._known):
+                if self._is_own(self._file.lstat()):
                     self._file.unlink()
+        finally:
+            self._stream.close()  # which writes what is left, and may fail as what was written before
+
+    def _is_own(self, found: os.stat_result) -> bool:
+        """Whether this is the file that the draft has made."""
+        if not os.path.samestat(found, self._known):
+            return False
+        # The number of a file that is closed and gone is given to the next one; its last change is not.
+        return not self._stream.closed or found.st_mtime_ns == self._known.st_mtime_ns
 
 
 def discard(drafts: Iterable[Draft]) -> None:
