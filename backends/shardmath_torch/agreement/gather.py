@@ -77,7 +77,8 @@ def _gather(party: Party, mine: _T, what: str) -> list[_T]:
         # The others wait for this rank's vote.
         objection = f"what it says cannot be pickled: {type(error).__name__}: {error}"
     told = LENGTH.pack(len(said)) + said
-    ballots = party.vote(Ballot(what, objection=objection, said=told))
+    # With a time of its own a wait hears Ctrl-C: here a rank may wait for one that is late.
+    ballots = party.vote(Ballot(what, objection=objection, said=told), party.patience)
     sizes: list[int] = []
     texts: list[bytes] = []
     for ballot in ballots:

@@ -16,22 +16,20 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardmath.base.arguments import mapping
-from shardmath.base.errors import ExchangeError, ShardError
-from shardmath.base.text import plural, shown
+from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
-from shardmath_torch.agreement.gather import TOLD, gather, shared, word_lost
+from shardmath_torch.agreement.gather import TOLD, shared, word_lost
 from shardmath_torch.checkpoints.loading import LoadPlanner, local_layouts
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.reading import Reader
@@ -48,9 +46,18 @@ from shardmath_torch.checkpoints.stored import Checkpoint, layout_of_bytes
 from shardmath_torch.checkpoints.writing import Writer
 from shardmath_torch.compat import Group
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.files.steps import (
+    gather_all,
+    is_alone,
+    on_all,
+    share_of,
+    show_error,
+    step_failed,
+    step_lost,
+)
 from shardmath_torch.safetensors.slices import Progress, room
 
-__all__ = ["check_layouts", "check_names", "check_ranks", "load", "on_all", "save"]
+__all__ = ["check_layouts", "check_names", "check_ranks", "load", "save"]
 
 _T = TypeVar("_T")
 
@@ -86,7 +93,7 @@ def save(
         except BaseException:
             job.writer.abandon()
             raise
-        share = _share_of(group)
+        share = share_of(group)
         on_all("remove what was saved before", lambda: job.writer.clear(share), group)
 
 
@@ -125,17 +132,17 @@ def _write(job: _SaveJob, group: Group | None) -> None:
                 job.tensors, storage_writer=job.writer, planner=job.planner, process_group=group
             )
         except CheckpointException as error:
-            number, _ = _share_of(group)
+            number, _ = share_of(group)
             here = error.failures.get(number)
             if here is not None and not isinstance(here[0], Exception):
                 here[0].add_note(TOLD)  # Ctrl-C, which torch has caught to tell the others
                 raise here[0] from None
-            failures = {rank: _show(failure[0]) for rank, failure in error.failures.items()}
-            raise _failed("save", failures, group) from error
+            failures = {rank: show_error(failure[0]) for rank, failure in error.failures.items()}
+            raise step_failed("save", failures, group) from error
         except Exception as error:  # torch raises errors of all kinds where bytes do not come
-            if _is_alone():
+            if is_alone():
                 raise
-            raise _lost("save", word_lost(error, group, "save")) from error
+            raise step_lost("save", word_lost(error, group, "save")) from error
 
 
 def load(
@@ -171,8 +178,8 @@ def load(
         job = on_all("load", prepare, group, claim=lambda job: f"{job.digest}, verify={verify}")
         touched = job.reader.touched
         if touched is not None:
-            number, count = _share_of(group)
-            said = _gather("load", touched, count, group)
+            number, count = share_of(group)
+            said = gather_all("load", touched, count, group)
             job.reader.divide_checks(said, number)
         return on_all("load", lambda: _fill(job, device), group)
 
@@ -204,7 +211,7 @@ def _prepare_load(
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     wanted, stored = _find_wanted(checkpoint, layouts, names or {}, rank)
     planner = LoadPlanner(wanted, names=stored)
-    share = _share_of(group)
+    share = share_of(group)
     reader = Reader(
         checkpoint, names=stored.values(), share=share, progress=progress, verify=verify
     )
@@ -234,104 +241,6 @@ def _fill(job: _LoadJob, device: torch.device | str) -> dict[str, Tensor]:
     """Reads the data."""
     job.reader.read_data(job.plan, job.planner).wait()
     return {key: tensor.to(device) for key, tensor in job.tensors.items()}
-
-
-# Ranks together
-
-
-def _is_alone() -> bool:
-    """Whether there are no processes to do this with."""
-    return not dist.is_available() or not dist.is_initialized()
-
-
-def _share_of(group: Group | None) -> tuple[int, int]:
-    """This rank's number in the group, and how many there are. Raises ExchangeError for a rank outside."""
-    if _is_alone():
-        return 0, 1
-    found = compat.group_of(group)
-    return dist.get_rank(found), dist.get_world_size(found)
-
-
-class _Report(NamedTuple):
-    """What a rank tells the others: what went wrong, if anything did, and what it claims."""
-
-    failure: str | None
-    claim: str
-
-
-def on_all(
-    step: str,
-    act: Callable[[], _T],
-    group: Group | None,
-    *,
-    claim: Callable[[_T], str] | None = None,
-) -> _T:
-    """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
-    what ranks claim is not the same; a rank that is interrupted in it goes on with that."""
-    _, count = _share_of(group)
-    done: list[_T] = []
-    raised: BaseException | None = None
-    report = _Report(None, "")
-    try:
-        done.append(act())
-        if claim is not None:
-            report = _Report(None, claim(done[0]))
-    except BaseException as error:
-        # raised only after all have heard of it: a rank that does not report is a deadlock
-        raised = error
-        report = _Report(_show(error), "")
-    reports: list[_Report] = _gather(step, report, count, group)
-    if raised is not None and not isinstance(raised, Exception):
-        raised.add_note(TOLD)
-        raise raised
-    failures = {i: each.failure for i, each in enumerate(reports) if each.failure is not None}
-    if failures:
-        raise _failed(step, failures, group) from raised
-    _check_claims(step, [each.claim for each in reports], group)
-    return done[0]
-
-
-def _check_claims(step: str, claims: Sequence[str], group: Group | None) -> None:
-    """Raises CheckpointError for the first rank that claims something else than the first rank of the group."""
-    for i, claim in enumerate(claims):
-        if claim != claims[0]:
-            what = f"it is {claim!r} here and {claims[0]!r} on the first rank of the group"
-            fix = "call it with the same on all ranks, and not while it is saved"
-            raise _failed(step, {i: f"{what}; {fix}"}, group)
-
-
-def _gather(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """What each rank says, in order. Raises CheckpointError where one is gone, or does something else."""
-    if _is_alone():
-        return [mine] * count
-    try:
-        return gather(mine, group, step)
-    except ExchangeError as error:
-        raise _lost(step, error) from error
-
-
-def _show(error: BaseException) -> str:
-    """An error's text; of those that are not ours, which may say little, the kind too."""
-    if isinstance(error, ShardError):
-        return str(error)
-    if not isinstance(error, Exception):
-        return f"interrupted by {type(error).__name__}"
-    return f"{type(error).__name__}: {error}"
-
-
-def _lost(step: str, error: ExchangeError) -> CheckpointError:
-    """The error where ranks no longer hear of each other, or do not do the same."""
-    return CheckpointError(f"ranks could not {step} together: {error}")
-
-
-def _failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:
-    """The error of the first rank that has one, ranks of the group as global ones."""
-    first = min(failures)
-    rank = first if group is None else dist.get_global_rank(group, first)
-    others = ""
-    if len(failures) > 1:
-        others = f" (and {plural(len(failures) - 1, 'other')})"
-    return CheckpointError(f"rank {rank}{others} could not {step}: {failures[first]}")
 
 
 # What is given
@@ -380,7 +289,7 @@ def _check_device(device: torch.device | str) -> None:
 
 def check_ranks(layouts: Layouts, group: Group | None) -> None:
     """Raises CheckpointError unless every rank that holds something is here to save it."""
-    here = {0} if _is_alone() else set(compat.ranks_of(compat.group_of(group)))
+    here = {0} if is_alone() else set(compat.ranks_of(compat.group_of(group)))
     for name, held in layouts.items():
         if held is None:
             continue

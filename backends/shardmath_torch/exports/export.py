@@ -29,7 +29,7 @@ from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import shared
-from shardmath_torch.checkpoints.checkpoint import check_ranks, on_all
+from shardmath_torch.checkpoints.checkpoint import check_ranks
 from shardmath_torch.checkpoints.loading import local_layouts
 from shardmath_torch.checkpoints.saving import Windows, to_disk, windows_of
 from shardmath_torch.compat import Group
@@ -44,6 +44,7 @@ from shardmath_torch.exports.sources import (
     list_ranks,
 )
 from shardmath_torch.files.places import CheckpointError, local_folder
+from shardmath_torch.files.steps import on_all
 from shardmath_torch.safetensors.hf_folder import (
     Draft,
     check_folder,

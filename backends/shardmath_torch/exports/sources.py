@@ -22,11 +22,12 @@ from shardmath.base.digest import digest
 from shardmath.base.text import plural, shown
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
-from shardmath_torch.checkpoints.checkpoint import check_layouts, on_all
+from shardmath_torch.checkpoints.checkpoint import check_layouts
 from shardmath_torch.checkpoints.saving import Windows, windows_of
 from shardmath_torch.compat import Group
 from shardmath_torch.dtensors.dtensor import from_dtensors, local_of
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.files.steps import on_all
 from shardmath_torch.states.memory import check_shaped
 from shardmath_torch.states.modules import Model, describe, model_of
 

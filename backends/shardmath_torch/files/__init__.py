@@ -3,6 +3,7 @@
 In reading order:
 
 - `places`: folders and URLs;
+- `steps`: of a call that all ranks make;
 - `locks`: one writer at a time;
 - `checksums`: checksums of stored boxes;
 - `json_text`: JSON of strangers;

@@ -22,11 +22,11 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
 from shardmath.base.text import plural
 from shardmath.layouts.layout import Layout
-from shardmath_torch.checkpoints.checkpoint import on_all
 from shardmath_torch.compat import Group, rank_or_0, ranks_of
 from shardmath_torch.dtensors.modules import layout_of
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.files.steps import on_all
 from shardmath_torch.states.extras import Extra, pack_extra
 from shardmath_torch.states.memory import (
     Spot,

@@ -28,11 +28,12 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.layouts.edits import cast
 from shardmath.layouts.layout import Layout
 from shardmath_torch.agreement.gather import shared
-from shardmath_torch.checkpoints.checkpoint import check_names, load, on_all, save
+from shardmath_torch.checkpoints.checkpoint import check_names, load, save
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.stored import Checkpoint
 from shardmath_torch.compat import Group
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.files.steps import on_all
 from shardmath_torch.safetensors.slices import Progress
 from shardmath_torch.states.index import INDEX, Index, read_index, write_index
 from shardmath_torch.states.matching import (

@@ -43,6 +43,27 @@ def test_a_gather_that_is_left_breaks_the_group(at: int) -> None:
     assert all("this group is broken: rank 1" in said for said in mine[1:] + others[1:])
 
 
+def test_a_wait_for_a_late_rank_can_be_interrupted() -> None:
+    """At once, and the rank that comes later is told."""
+    (mine, took), (others, _) = pair(gathers.waiting)
+    assert mine == "KeyboardInterrupt: " and took < 3.0
+    assert "left in the middle by KeyboardInterrupt" in others
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("Ctrl-C", "KeyboardInterrupt, CheckpointError"), ("error", "CheckpointError, ValueError")],
+)
+def test_what_a_rank_ends_by_where_the_others_are_gone(kind: str, said: str) -> None:
+    """An interrupt is never swallowed, and an error is never lost."""
+    workers = Pool(2)
+    try:
+        found = workers.attempt(gathers.lost, kind, ranks=[0], timeout=40.0)
+    finally:
+        workers.close()
+    assert found == [said]
+
+
 @pytest.mark.parametrize("call", ["save", "load", "export"])
 def test_an_interrupt_in_a_step_is_told_at_once(tmp_path: Path, call: str) -> None:
     """It is an error on the others and itself on its rank; the group goes on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import shardmath_torch as smt
 from shardmath_gloo.wire import GlooWire
 from shardmath_torch.agreement.gather import PIECE, gather
 from shardmath_torch.checkpoints.reading import Reader
+from shardmath_torch.files.steps import on_all
 from tests.distributed.tasks.breaks import Said, ends
 
 ROWS = sm.Layout((8, 6), sm.Mesh(tp=2), "(tp n) h")
@@ -55,6 +57,35 @@ def left(rank: int, at: int) -> list[Said]:
 
     GlooWire.gather = interrupted  # type: ignore[method-assign]
     return [ends(lambda: gather(b"x" * 3 * PIECE, None)) for _ in range(3)]
+
+
+def waiting(rank: int) -> tuple[Said, float]:
+    """Rank 0 is stopped by Ctrl-C while it waits for a rank that comes much later; rank 1 comes then."""
+    gather("x", None)
+    if rank == 1:
+        time.sleep(4.0)
+        return ends(lambda: gather("x", None)), 0.0
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    start = time.monotonic()
+    return ends(lambda: gather("x", None)), time.monotonic() - start
+
+
+def lost(rank: int, kind: str) -> Said:
+    """Rank 1 ends; then rank 0's step is left by an interrupt, or by an error."""
+    gather("x", None)
+    if rank == 1:
+        os._exit(1)
+    time.sleep(0.5)
+
+    def act() -> None:
+        raise KeyboardInterrupt if kind == "Ctrl-C" else ValueError("its own")
+
+    try:
+        on_all("act", act, None)
+    except BaseException as error:
+        return f"{type(error).__name__}, {type(error.__cause__).__name__}"
+    return ""
 
 
 def _interrupt(*_: object, **__: object) -> None:

@@ -1,0 +1,129 @@
+"""Steps of a call that all ranks make, as a load: each is done on every rank, or is an error on every rank.
+
+1. A rank does its part of a step, and then tells the others how it went; nobody goes on before all have told.
+2. What goes wrong on one rank is a CheckpointError on all, naming it. An interrupt is that for the others, and itself
+   on its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from shardmath.base.errors import ExchangeError, ShardError
+from shardmath.base.text import plural
+from shardmath_torch import compat
+from shardmath_torch.agreement.gather import TOLD, gather
+from shardmath_torch.compat import Group
+from shardmath_torch.files.places import CheckpointError
+
+__all__ = ["gather_all", "is_alone", "on_all", "share_of", "show_error", "step_failed", "step_lost"]
+
+_T = TypeVar("_T")
+
+
+def is_alone() -> bool:
+    """Whether there are no processes to do this with."""
+    return not dist.is_available() or not dist.is_initialized()
+
+
+def share_of(group: Group | None) -> tuple[int, int]:
+    """This rank's number in the group, and how many there are. Raises ExchangeError for a rank outside."""
+    if is_alone():
+        return 0, 1
+    found = compat.group_of(group)
+    return dist.get_rank(found), dist.get_world_size(found)
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others: what went wrong, if anything did, and what it claims."""
+
+    failure: str | None
+    claim: str
+
+
+def on_all(
+    step: str,
+    act: Callable[[], _T],
+    group: Group | None,
+    *,
+    claim: Callable[[_T], str] | None = None,
+) -> _T:
+    """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
+    what ranks claim is not the same; a rank that is interrupted in it goes on with that."""
+    _, count = share_of(group)
+    done: list[_T] = []
+    raised: BaseException | None = None
+    report = _Report(None, "")
+    try:
+        done.append(act())
+        if claim is not None:
+            report = _Report(None, claim(done[0]))
+    except BaseException as error:
+        # raised only after all have heard of it: a rank that does not report is a deadlock
+        raised = error
+        report = _Report(show_error(error), "")
+    try:
+        reports: list[_Report] = gather_all(step, report, count, group)
+    except CheckpointError as lost:
+        _end_alone(lost, raised)
+    if raised is not None and not isinstance(raised, Exception):
+        raised.add_note(TOLD)
+        raise raised
+    failures = {i: each.failure for i, each in enumerate(reports) if each.failure is not None}
+    if failures:
+        raise step_failed(step, failures, group) from raised
+    _check_claims(step, [each.claim for each in reports], group)
+    return done[0]
+
+
+def _end_alone(lost: CheckpointError, raised: BaseException | None) -> NoReturn:
+    """Ends the step of a rank that lost the others: by its interrupt, if it has one, and with nothing lost."""
+    if raised is None or isinstance(raised, Exception):
+        raise lost from raised or lost.__cause__
+    raise raised from lost
+
+
+def _check_claims(step: str, claims: Sequence[str], group: Group | None) -> None:
+    """Raises CheckpointError for the first rank that claims something else than the first rank of the group."""
+    for i, claim in enumerate(claims):
+        if claim != claims[0]:
+            what = f"it is {claim!r} here and {claims[0]!r} on the first rank of the group"
+            fix = "call it with the same on all ranks, and not while it is saved"
+            raise step_failed(step, {i: f"{what}; {fix}"}, group)
+
+
+def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
+    """What each rank says, in order. Raises CheckpointError where one is gone, or does something else."""
+    if is_alone():
+        return [mine] * count
+    try:
+        return gather(mine, group, step)
+    except ExchangeError as error:
+        raise step_lost(step, error) from error
+
+
+def show_error(error: BaseException) -> str:
+    """An error's text; of those that are not ours, which may say little, the kind too."""
+    if isinstance(error, ShardError):
+        return str(error)
+    if not isinstance(error, Exception):
+        return f"interrupted by {type(error).__name__}"
+    return f"{type(error).__name__}: {error}"
+
+
+def step_lost(step: str, error: ExchangeError) -> CheckpointError:
+    """The error where ranks no longer hear of each other, or do not do the same."""
+    return CheckpointError(f"ranks could not {step} together: {error}")
+
+
+def step_failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:
+    """The error of the first rank that has one, ranks of the group as global ones."""
+    first = min(failures)
+    rank = first if group is None else dist.get_global_rank(group, first)
+    others = ""
+    if len(failures) > 1:
+        others = f" (and {plural(len(failures) - 1, 'other')})"
+    return CheckpointError(f"rank {rank}{others} could not {step}: {failures[first]}")
