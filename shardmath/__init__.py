@@ -22,9 +22,6 @@ from shardmath.base.errors import (
     StoreError,
 )
 from shardmath.base.memo import clear_caches
-from shardmath.flows.topology import Topology
-from shardmath.layouts.edits import window
-from shardmath.layouts.holdings import equivalent
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import (
     Balanced,
@@ -38,17 +35,20 @@ from shardmath.layouts.placement import (
     StridedShard,
     Table,
 )
-from shardmath.plans.adjoint import Transposed, adjoint
-from shardmath.plans.plan import Plan, Transfer, plan
-from shardmath.proofs.simulate import simulate
-from shardmath.proofs.verify import verify
 
 if TYPE_CHECKING:
     from shardmath.collectives.collective import Collective, recognise
     from shardmath.flows.certificate import Certificate
+    from shardmath.flows.topology import Topology
+    from shardmath.layouts.edits import window
+    from shardmath.layouts.holdings import equivalent
+    from shardmath.plans.adjoint import Transposed, adjoint
+    from shardmath.plans.plan import Plan, Transfer, plan
     from shardmath.programs.certify import certify, crossing_bytes
     from shardmath.programs.program import Program
     from shardmath.programs.scheduling import schedule
+    from shardmath.proofs.simulate import simulate
+    from shardmath.proofs.verify import verify
     from shardmath.relabelling.relabelling import Relabelling, relabel
 
     __version__: str
@@ -56,13 +56,23 @@ if TYPE_CHECKING:
 LATE = {
     "Certificate": "flows.certificate",
     "Collective": "collectives.collective",
+    "Plan": "plans.plan",
     "Program": "programs.program",
     "Relabelling": "relabelling.relabelling",
+    "Topology": "flows.topology",
+    "Transfer": "plans.plan",
+    "Transposed": "plans.adjoint",
+    "adjoint": "plans.adjoint",
     "certify": "programs.certify",
     "crossing_bytes": "programs.certify",
+    "equivalent": "layouts.holdings",
+    "plan": "plans.plan",
     "recognise": "collectives.collective",
     "relabel": "relabelling.relabelling",
     "schedule": "programs.scheduling",
+    "simulate": "proofs.simulate",
+    "verify": "proofs.verify",
+    "window": "layouts.edits",
 }
 """Where names are that are imported on use."""
 
@@ -77,13 +87,22 @@ FACES = {
 
 
 def __getattr__(name: str) -> object:
+    """What is imported on its first use. Raises AttributeError for what is not here."""
     if name in LATE:
-        return getattr(import_module(f"shardmath.{LATE[name]}"), name)
-    if name in FACES:
-        return import_module(f"shardmath.{FACES[name]}")
-    if name == "__version__":
-        return _version()
-    raise AttributeError(f"module 'shardmath' has no attribute {name!r}")
+        value = getattr(import_module(f"shardmath.{LATE[name]}"), name)
+    elif name in FACES:
+        value = import_module(f"shardmath.{FACES[name]}")
+    elif name == "__version__":
+        value = _version()
+    else:
+        raise AttributeError(f"module 'shardmath' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """What there is, imported or not."""
+    return sorted({*globals(), *__all__, *FACES, "__version__"})
 
 
 def _version() -> str:

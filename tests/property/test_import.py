@@ -54,3 +54,18 @@ def test_public_names_are_there() -> None:
 
     assert all(hasattr(shardmath, name) for name in shardmath.__all__)
     assert len(set(shardmath.__all__)) == len(shardmath.__all__)
+
+
+LISTED = """
+import sys
+import shardmath
+assert not [name for name in sys.modules if name.startswith("shardmath.plans")]
+listed = dir(shardmath)
+assert {"plan", "verify", "store", "__version__"} <= set(listed)
+assert set(shardmath.__all__) <= set(listed)
+"""
+
+
+def test_what_is_imported_on_use_is_listed_before() -> None:
+    """So that names complete in a notebook."""
+    subprocess.run([sys.executable, "-c", LISTED], check=True)
