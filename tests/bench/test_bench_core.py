@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -203,3 +204,40 @@ def test_import(record: Callable[..., None], tmp_path: Path) -> None:
     numpy, ours = zip(*import_times(tmp_path, 15), strict=True)
     assert statistics.median(ours) > 0
     record("import shardmath, after numpy", ours, 30e-3, "import numpy", numpy)
+
+
+STREAM = """
+import gc
+import shardmath as sm
+mesh = sm.Mesh(tp=4)
+
+def pages():
+    gc.collect()
+    with open("/proc/self/statm") as text:
+        return int(text.read().split()[1])
+
+def move(n):
+    plan = sm.plan(sm.Layout((n, 8), mesh, "(tp n) h"), sm.Layout((n, 8), mesh, "n (tp h)"))
+    return len(list(plan.transfers()))
+
+for n in range(1000, 2000):
+    move(n)
+before = pages()
+for n in range(2000, 22_000):
+    move(n)
+print(pages() - before)
+"""
+"""Pages that the process has more after 20,000 plans, none like another, each listed and dropped."""
+
+
+def test_memory_of_a_stream_of_plans(note: Callable[..., None]) -> None:
+    """A service that plans for ever does not grow for ever."""
+    told = subprocess.run(
+        [sys.executable, "-c", STREAM], capture_output=True, text=True, check=True
+    )
+    grown = int(told.stdout) * resource.getpagesize() / 2**20
+    note(
+        "memory",
+        f"20,000 plans, none like another, each listed and dropped, leave the process {grown:.0f} MiB larger.",
+    )
+    assert grown < 100
