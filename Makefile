@@ -11,6 +11,9 @@ PYTEST := $(BIN)/python -m pytest
 # Tests that start processes stay on one worker (tests/conftest.py), the others run beside them.
 SPREAD := -n auto --maxprocesses 4 --dist loadscope
 
+# Tests start hundreds of processes, each of which would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE =
+
 DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 INPUTS := pyproject.toml constraints.txt

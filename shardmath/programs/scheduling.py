@@ -263,10 +263,13 @@ def _choose_slots(where: Topology, loads: Loads) -> tuple[float, int]:
 def _estimate(where: Topology, loads: Loads, slots: int) -> float:
     """The time of the legs in so many slots, each leg one slot behind the one before."""
     total = 0.0
-    for slot in range(slots + LEGS - 1):
-        active = [leg for leg in range(LEGS) if 0 <= slot - leg < slots]
-        load = loads[:, active].sum(axis=1)
-        total += seconds(where, load / slots)
+    few = min(slots, LEGS)
+    for slot in range(few + LEGS - 1):
+        legs = [leg for leg in range(LEGS) if 0 <= slot - leg < few]
+        # Slots beyond the few are in the middle, where all legs are under way: they take the same time.
+        count = 1 + slots - few if len(legs) == LEGS else 1
+        load = loads[:, legs].sum(axis=1)
+        total += count * seconds(where, load / slots)
     return total
 
 
