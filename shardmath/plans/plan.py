@@ -14,6 +14,7 @@
    (`adjoint`), or a program of it.
 
 >>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.layout import Layout
 >>> mesh = Mesh(tp=2)
 >>> p = plan(Layout((4, 2), mesh, "(tp n) h"), Layout((4, 2), mesh, "n (tp h)"))
 >>> for t in p.transfers(src=0):
@@ -36,15 +37,13 @@ from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.base.text import plural, shown
 from shardmath.flows.topology import Topology, checked
-from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_name
+from shardmath.layouts.holdings import Windows
 from shardmath.plans.balance import balanced
 from shardmath.plans.demands import Batch, Demands, lines
 from shardmath.plans.groups import (
     NOTHING,
     Group,
     Side,
-    Windows,
     find_in_part,
     group_alike,
     join_groups,
@@ -70,9 +69,7 @@ __all__ = [
     "Plan",
     "Side",
     "Transfer",
-    "Windows",
     "describe",
-    "local_name",
     "named",
     "plan",
     "rule_of",
@@ -89,9 +86,9 @@ class Movable(Protocol):
     """
 
     @property
-    def src(self) -> Mapping[str, tuple[Layout, ...]]: ...
+    def src(self) -> Mapping[str, Windows]: ...
     @property
-    def dst(self) -> Mapping[str, tuple[Layout, ...]]: ...
+    def dst(self) -> Mapping[str, Windows]: ...
     @property
     def is_tree(self) -> bool: ...
     @property
@@ -136,8 +133,8 @@ class Plan:
     destination holds some element.
     """
 
-    src: Mapping[str, tuple[Layout, ...]]
-    dst: Mapping[str, tuple[Layout, ...]]
+    src: Mapping[str, Windows]
+    dst: Mapping[str, Windows]
     rules: Mapping[str, Reduction]
     batches: tuple[Batch, ...]
     lines: Demands
@@ -269,7 +266,7 @@ def _digest(groups: list[Group], is_tree: bool, topology: Topology | None) -> st
     return digest((is_tree, key, topology))
 
 
-def _list_ranks(sides: Iterable[tuple[Layout, ...]]) -> tuple[int, ...]:
+def _list_ranks(sides: Iterable[Windows]) -> tuple[int, ...]:
     """The ranks of all meshes, ascending."""
     layouts = itertools.chain.from_iterable(sides)
     meshes = {layout.mesh for layout in layouts}
@@ -377,11 +374,11 @@ def _name_pieces(
         op = "copy" if relayed else rule.op_of(piece.addend)
         entering.append((op, *piece))
     ends = stretch.sender, stretch.receiver
-    sources = len(p.src[names[0]])
-    targets = len(p.dst[names[0]])
+    sources = p.src[names[0]]
+    targets = p.dst[names[0]]
     new = tuple.__new__  # what Transfer(...) does in the end, at half the time
     # Most tensors are one window on both sides, and have no local names to make.
-    if sources == targets == 1:
+    if len(sources) == len(targets) == 1:
         return [
             new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, at, addend))
             for name in names
@@ -389,8 +386,8 @@ def _name_pieces(
         ]
     out = []
     for name in names:
-        there = local_name(name, batch.target, targets)
-        here = there if relayed else local_name(name, batch.source, sources)
+        there = targets.local_name(name, batch.target)
+        here = there if relayed else sources.local_name(name, batch.source)
         for op, src, dst, at, shape, nbytes, addend in entering:
             fields = (name, *ends, op, here, src, there, dst, shape, nbytes, at, addend)
             out.append(new(Transfer, fields))

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardmath.algebra.runs import Runs
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_name
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable, Plan, Transfer
 from shardmath.programs.cutting import cut_transfers, most_peers, set_pace
@@ -89,14 +89,12 @@ def plan_of(given: Plan | Transposed | Program) -> Plan | Transposed:
     return given.plan if isinstance(given, Program) else given
 
 
-def stored_on(side: Mapping[str, tuple[Layout, ...]], rank: int) -> dict[str, Stored]:
+def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, Stored]:
     """What the rank stores of this side of a plan, by local name."""
     found: dict[str, Stored] = {}
     for tensor, windows in side.items():
-        for number, layout in enumerate(windows):
-            if rank in layout.mesh:
-                key = local_name(tensor, number, len(windows))
-                found[key] = Stored(tensor, layout)
+        for local, layout in windows.locals(tensor, rank):
+            found[local] = Stored(tensor, layout)
     return found
 
 

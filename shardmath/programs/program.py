@@ -31,7 +31,7 @@ from shardmath.base.public import public
 from shardmath.base.text import plural
 from shardmath.collectives.collective import Collective, recognise_all
 from shardmath.flows.topology import Topology
-from shardmath.layouts.layout import Layout
+from shardmath.layouts.holdings import Windows
 from shardmath.plans.balance import grid
 from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan, Transfer, spelled
@@ -78,12 +78,12 @@ class Program:
         return html(self)
 
     @property
-    def src(self) -> Mapping[str, tuple[Layout, ...]]:
+    def src(self) -> Mapping[str, Windows]:
         """Each tensor's windows at the source, by name."""
         return self.plan.src
 
     @property
-    def dst(self) -> Mapping[str, tuple[Layout, ...]]:
+    def dst(self) -> Mapping[str, Windows]:
         """Each tensor's windows at the destination, by name."""
         return self.plan.dst
 

@@ -18,8 +18,8 @@ from shardmath.algebra.box import Box, first_gap, first_overlap, from_slices, ti
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
 from shardmath.base.errors import PlanError
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_name
 from shardmath.plans.adjoint import Transposed, flip_of, swapped
 from shardmath.plans.plan import Plan, Transfer
 from shardmath.plans.reduction import Reduction, reduction
@@ -155,9 +155,7 @@ class _Tensor:
         choice[box, addend] = None
 
 
-def _list_rules(
-    src: tuple[Layout, ...], dst: tuple[Layout, ...]
-) -> dict[tuple[int, int], Reduction]:
+def _list_rules(src: Windows, dst: Windows) -> dict[tuple[int, int], Reduction]:
     """How each source window enters each destination window, by their numbers."""
     rules = {}
     for i, a in enumerate(src):
@@ -166,10 +164,9 @@ def _list_rules(
     return rules
 
 
-def _number_windows(name: str, side: tuple[Layout, ...]) -> dict[str, int]:
+def _number_windows(name: str, side: Windows) -> dict[str, int]:
     """The number of each window by its local name."""
-    count = len(side)
-    return {local_name(name, i, count): i for i in range(count)}
+    return {local: i for i, local in enumerate(side.local_names(name))}
 
 
 def _coordinates(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:

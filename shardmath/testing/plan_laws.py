@@ -6,7 +6,7 @@ A law is a function with a one-line docstring that asserts; one law, one cause o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar, cast
 
 import hypothesis.strategies as st
@@ -15,8 +15,8 @@ import numpy as np
 from shardmath.base.errors import PlanError
 from shardmath.layouts.edits import cast as cast_layout
 from shardmath.layouts.edits import relabelled, sliced, transposed
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_tensors
 from shardmath.plans.adjoint import adjoint
 from shardmath.plans.plan import Side, plan
 from shardmath.plans.reduction import reduction
@@ -275,12 +275,10 @@ def _check_windows(src: Side, dst: Side, values: list[Array]) -> None:
         _assert_equal(arrays, asked)
 
 
-def _distribute_windows(
-    ranks: Iterable[int], windows: Sequence[Layout], values: list[Array]
-) -> Held:
+def _distribute_windows(ranks: Iterable[int], windows: Windows, values: list[Array]) -> Held:
     """What every rank holds of the windows of a tensor."""
     held = {}
-    for key, layout in local_tensors("w", windows):
+    for key, layout in windows.locals("w"):
         held[key] = distribute(layout, values)
     return _group_by_rank(ranks, held)
 
