@@ -1,7 +1,7 @@
 """Blocks: what has to move between ranks, as values and as arrays.
 
 A **block** is bytes of distinct elements that exactly these ranks hold before the move and these
-need after it. `read` numbers ranks, nodes, sets of ranks and addends, so that bounds are found with
+need after it. `read_blocks` numbers ranks, nodes, sets of ranks and addends, so that bounds are found with
 whole arrays.
 """
 
@@ -20,7 +20,7 @@ from shardmath.base.errors import PlanError
 from shardmath.flows.certificate import show_ranks
 from shardmath.flows.topology import Topology
 
-__all__ = ["Block", "Machine", "Sets", "Table", "read", "sum_by_code"]
+__all__ = ["Block", "Machine", "Sets", "Table", "read_blocks", "sum_by_code"]
 
 MOST_BYTES = 1 << 62
 """More bytes than any program moves; sums and differences of them stay exact in 64 bits."""
@@ -86,7 +86,7 @@ class Table:
     wanted: tuple[Ints, Ints, Ints]
 
 
-def read(
+def read_blocks(
     blocks: Sequence[Block], ranks: Iterable[int], topology: Topology
 ) -> tuple[Table, Machine]:
     """The blocks and the machine as arrays; every block has bytes and receivers.

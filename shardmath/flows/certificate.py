@@ -1,7 +1,7 @@
 """Certificate: how near a time is to a bound that no schedule beats, and the ranks that show why.
 
 >>> witness = Witness(ranks=(2, 3), direction="in", nbytes=10**9, bytes_per_s=1e11)
->>> print(certificate((0.01, witness), 0.0125))
+>>> print(make_certificate((0.01, witness), 0.0125))
 12.5 ms, 1.25 times the bound of 10 ms: 2 ranks (2, 3) must take in 1 GB at 100 GB/s
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 
-__all__ = ["Certificate", "Witness", "certificate", "show_ranks"]
+__all__ = ["Certificate", "Witness", "make_certificate", "show_ranks"]
 
 
 class Witness(NamedTuple):
@@ -36,7 +36,7 @@ class Certificate:
     """How near a plan of `plan_s` seconds is to `bound_s`, which `witness` shows none to beat.
 
     `ratio` is `plan_s / bound_s`, 1.0 where nothing has to move and nothing does. Made by
-    `certificate`.
+    `make_certificate`.
     """
 
     bound_s: float
@@ -55,8 +55,8 @@ class Certificate:
         return f"{plan}, {bound}: {show_ranks(w.ranks)} must {verb} {_show_si(w.nbytes)}B at {rate}"
 
 
-def certificate(bound: tuple[float, Witness | None], plan_s: float) -> Certificate:
-    """The certificate of a plan that takes `plan_s` seconds, given what `bound` returned for it.
+def make_certificate(bound: tuple[float, Witness | None], plan_s: float) -> Certificate:
+    """The certificate of a plan that takes `plan_s` seconds, given what `find_bound` returned for it.
 
     Raises PlanError if `plan_s` is not a time, or less than the bound by more than rounding.
     """

@@ -31,13 +31,13 @@ from shardmath.layouts.edits import repartialed
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, Transfer, describe, rule_of
-from shardmath.plans.reduction import Reduction, check_arithmetic, identity_of, reduction
-from shardmath.plans.uncovered import not_whole
+from shardmath.plans.reduction import Reduction, check_arithmetic, find_reduction, identity_of
+from shardmath.plans.uncovered import find_not_whole
 
-__all__ = ["Flip", "Transposed", "adjoint", "flip_of", "swapped"]
+__all__ = ["Flip", "Transposed", "adjoint", "flip_of", "swap_ends"]
 
 
-def swapped(t: Transfer) -> Transfer:
+def swap_ends(t: Transfer) -> Transfer:
     """The transfer with its ends swapped; operation and addend as they were."""
     return t._replace(
         src_rank=t.dst_rank,
@@ -68,7 +68,7 @@ class Flip:
     def __call__(self, t: Transfer) -> Transfer:
         """The adjoint's transfer for one of the plan's."""
         op, addend = self.entry(t.dst_tensor, t.dst_rank)
-        return swapped(t)._replace(op=op, addend=addend)
+        return swap_ends(t)._replace(op=op, addend=addend)
 
 
 @public
@@ -180,7 +180,7 @@ def adjoint(p: Plan | Transposed) -> Plan | Transposed:
         dst=dst,
         rules=rules,
         flip=flip_of(p),
-        in_part=not_whole(dst),
+        in_part=find_not_whole(dst),
         digest=digest(("adjoint", p.digest)),
     )
 
@@ -214,11 +214,11 @@ def _make_dual(name: str, src: Windows, dst: Windows) -> _Dual:
     """Each window by the reductions that it has a part in, which name its own mesh's axes."""
     firsts = []
     for a in src:
-        rules = [reduction(a, b) for b in dst]
+        rules = [find_reduction(a, b) for b in dst]
         _check_linear(name, rules)
         _check_through(name, a, dst, rules)
         firsts.append(rules[0])
-    of_first = [reduction(src[0], b) for b in dst]
+    of_first = [find_reduction(src[0], b) for b in dst]
     sent = Windows(map(_make_source, dst, of_first))
     received = Windows(map(_make_destination, src, firsts))
     fill = identity_of("sum", src[0].dtype)

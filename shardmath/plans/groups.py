@@ -19,9 +19,9 @@ from shardmath.base.errors import PlanError
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, holdings_digest, read_windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
-from shardmath.plans.reduction import Reduction, reduction
-from shardmath.plans.template import Template, template
-from shardmath.plans.uncovered import check_disjoint, first_unheld, holds_all, meeting
+from shardmath.plans.reduction import Reduction, find_reduction
+from shardmath.plans.template import Template, make_template
+from shardmath.plans.uncovered import check_disjoint, find_meeting, first_unheld, holds_all
 
 __all__ = [
     "NOTHING",
@@ -33,7 +33,7 @@ __all__ = [
     "join_groups",
     "list_windows",
     "make_batches",
-    "named",
+    "pair_by_name",
 ]
 
 Side: TypeAlias = (
@@ -64,7 +64,7 @@ class Group(NamedTuple):
     rule: Reduction
 
 
-def named(
+def pair_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
     """Both sides by name, "" for what has none.
@@ -196,13 +196,13 @@ def _agree_on_reduction(name: str, src: Windows, dst: Windows) -> Reduction:
     """What the Partial axes of a tensor's windows ask for, in which all windows have to agree."""
     if not _any_partial(src, dst):
         return NOTHING
-    first = reduction(src[0], dst[0])
+    first = find_reduction(src[0], dst[0])
     folding = _folding(first)
     for b in dst:
-        expected = reduction(src[0], b)
+        expected = find_reduction(src[0], b)
         there = _ask_of_destination(expected)
         for a in src:
-            rule = reduction(a, b)
+            rule = find_reduction(a, b)
             same_there = _ask_of_destination(rule) == there
             if same_there and _folding(rule) == folding:
                 continue
@@ -236,7 +236,7 @@ def _make_key(src: Windows, dst: Windows) -> tuple[object, ...]:
     rules: list[tuple[object, ...]] = []
     if first.partial or dst[0].partial:
         for a, b in itertools.product(src, dst):
-            rule = reduction(a, b)
+            rule = find_reduction(a, b)
             rules.append(rule.by_ranks(a, b))
     asked = tuple(rules) if any(rules) else ()
     return first.shape, first.dtype, here, there, asked
@@ -289,16 +289,16 @@ def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
     # Templates where nothing is Partial, which a look-up by identity finds quicker.
     known: dict[Identities, Template] = {}
     for group in groups:
-        for i, j in meeting(group.src, group.dst):
+        for i, j in find_meeting(group.src, group.dst):
             a = group.src[i]
             b = group.dst[j]
             if group.rule is NOTHING:
                 forms = id(a.form), id(b.form)
                 if forms not in known:
-                    known[forms] = template(a, b, NOTHING)
+                    known[forms] = make_template(a, b, NOTHING)
                 t = known[forms]
             else:
-                t = template(a, b, reduction(a, b))
+                t = make_template(a, b, find_reduction(a, b))
             batch = Batch(t, group.names, a.mesh, b.mesh, i, j)
             batches.append(batch)
     return tuple(batches)

@@ -38,8 +38,8 @@ from shardmath.base.public import public
 from shardmath.base.text import plural, shown
 from shardmath.flows.topology import Topology, checked
 from shardmath.layouts.holdings import Windows
-from shardmath.plans.balance import balanced
-from shardmath.plans.demands import Batch, Demands, lines
+from shardmath.plans.balance import balance
+from shardmath.plans.demands import Batch, Demands, gather_lines
 from shardmath.plans.groups import (
     NOTHING,
     Group,
@@ -49,18 +49,18 @@ from shardmath.plans.groups import (
     join_groups,
     list_windows,
     make_batches,
-    named,
+    pair_by_name,
 )
 from shardmath.plans.pieces import Piece, Transfer, expand
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.stretches import (
     Stretch,
-    kept,
-    received,
-    received_loads,
+    list_kept,
+    list_received,
+    list_sent,
     row_at,
-    sent,
-    sent_loads,
+    sum_received,
+    sum_sent,
 )
 from shardmath.plans.uncovered import check_covered
 
@@ -70,10 +70,10 @@ __all__ = [
     "Side",
     "Transfer",
     "describe",
-    "named",
+    "pair_by_name",
     "plan",
     "rule_of",
-    "spelled",
+    "spell_transfers",
 ]
 
 
@@ -190,11 +190,11 @@ class Plan:
 
     def sent_bytes(self) -> dict[int, int]:
         """Bytes that each rank of either side sends to other ranks."""
-        return dict.fromkeys(self.ranks, 0) | sent_loads(self.lines)
+        return dict.fromkeys(self.ranks, 0) | sum_sent(self.lines)
 
     def received_bytes(self) -> dict[int, int]:
         """Bytes that each rank of either side receives from other ranks."""
-        return dict.fromkeys(self.ranks, 0) | received_loads(self.lines)
+        return dict.fromkeys(self.ranks, 0) | sum_received(self.lines)
 
 
 def _as_rank(rank: int | None) -> int | None:
@@ -219,7 +219,7 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
             f"window={window!r}; "
             f"give True where the destination may hold less than the tensors, or False"
         )
-    here, there = named(src, dst)
+    here, there = pair_by_name(src, dst)
     names = sorted(here)
     source = list_windows(names, here)
     target = list_windows(names, there)
@@ -234,7 +234,7 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
         dst=target,
         rules=_list_rules(names, alike),
         batches=batches,
-        lines=balanced(lines(batches, topology), batches, topology),
+        lines=balance(gather_lines(batches, topology), batches, topology),
         digest=_digest(groups, is_tree, topology),
         is_tree=is_tree,
         src_ranks=_list_ranks(group.src for group in groups),
@@ -288,21 +288,21 @@ def _list_transfers(p: Plan, src: int | None, dst: int | None) -> Iterator[Trans
 
 def _list_sent(p: Plan, rank: int) -> Iterator[Transfer]:
     """What the rank keeps, then what it sends to others."""
-    own = kept(p.lines, rank)
-    others = sent(p.lines, rank)
+    own = list_kept(p.lines, rank)
+    others = list_sent(p.lines, rank)
     for stretch in itertools.chain(own, others):
-        yield from spelled(p, p.lines, stretch)
+        yield from spell_transfers(p, p.lines, stretch)
 
 
 def _list_received(p: Plan, rank: int) -> Iterator[Transfer]:
     """What the rank keeps, then what it receives from others."""
-    own = kept(p.lines, rank)
-    others = received(p.lines, rank)
+    own = list_kept(p.lines, rank)
+    others = list_received(p.lines, rank)
     for stretch in itertools.chain(own, others):
-        yield from spelled(p, p.lines, stretch)
+        yield from spell_transfers(p, p.lines, stretch)
 
 
-def spelled(
+def spell_transfers(
     p: Plan, demands: Demands, stretch: Stretch, *, relayed: bool = False
 ) -> Iterator[Transfer]:
     """The transfers of a stretch of the plan's lines, tensor by tensor.

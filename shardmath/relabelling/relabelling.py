@@ -43,8 +43,8 @@ from shardmath.base.public import public
 from shardmath.layouts.edits import relabelled
 from shardmath.layouts.holdings import LayoutOrWindows, windows_of
 from shardmath.layouts.layout import Layout
-from shardmath.plans.groups import Side, describe_form, named
-from shardmath.plans.reduction import Reduction, reduction
+from shardmath.plans.groups import Side, describe_form, pair_by_name
+from shardmath.plans.reduction import Reduction, find_reduction
 from shardmath.relabelling.common import Pair, count_common
 
 __all__ = ["Relabelling", "relabel"]
@@ -151,7 +151,7 @@ def _list_ranks(pairs: Iterable[Pair]) -> Ints:
 
 def _count_pairs(src: Side, dst: Side) -> Counter[Pair]:
     """How many tensors have each pair of a source and a destination window."""
-    here, there = named(src, dst)
+    here, there = pair_by_name(src, dst)
     pairs: Counter[Pair] = Counter()
     total = 0
     for name, held in here.items():
@@ -206,7 +206,7 @@ def _find_bound(a: Layout, b: Layout) -> tuple[str, ...]:
     where pinned."""
     if _is_pinned(a, b):
         return tuple(b.mesh.shape)
-    return _find_passing(reduction(a, b))
+    return _find_passing(find_reduction(a, b))
 
 
 def _find_passing(rule: Reduction) -> tuple[str, ...]:
@@ -217,7 +217,7 @@ def _find_passing(rule: Reduction) -> tuple[str, ...]:
 def _is_pinned(a: Layout, b: Layout) -> bool:
     """Whether what a rank receives depends on the names of others: a reduction is left to be chosen,
     or could match."""
-    rule = reduction(a, b)
+    rule = find_reduction(a, b)
     if not (rule.folded or rule.matched or rule.chosen):
         return False
     passing = _find_passing(rule)

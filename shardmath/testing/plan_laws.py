@@ -19,7 +19,7 @@ from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import adjoint
 from shardmath.plans.plan import Side, plan
-from shardmath.plans.reduction import reduction
+from shardmath.plans.reduction import find_reduction
 from shardmath.proofs.simulate import simulate
 from shardmath.proofs.verify import verify
 from shardmath.testing.layout_laws import transpose_mesh
@@ -74,7 +74,7 @@ def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
     out = run(plan(src, dst), shards)
     moved = value(src, shards)
     assert np.allclose(value(dst, out), moved)
-    asked = reduction(src, dst)
+    asked = find_reduction(src, dst)
     if asked.chosen or asked.matched:
         return  # which addend a rank then has is the plan's choice
     count = len(addends(dst))
@@ -173,7 +173,7 @@ def _assert_close(found: dict[int, Array], expected: dict[int, Array]) -> None:
 
 def relabelling_commutes(src: Layout, dst: Layout) -> None:
     """Renaming all ranks renames received bytes, and sent ones up to ties and snapping."""
-    if reduction(src, dst).chosen:
+    if find_reduction(src, dst).chosen:
         return
     ranks = (*src.mesh.ranks, *dst.mesh.ranks)
     names = {rank: 200 - rank for rank in ranks}

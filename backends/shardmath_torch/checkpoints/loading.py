@@ -25,7 +25,7 @@ from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.safetensors.slices import Slices, boxes, room
+from shardmath_torch.safetensors.slices import Slices, list_boxes, make_room
 
 __all__ = ["LoadPlanner", "local_layouts"]
 
@@ -74,7 +74,7 @@ class LoadPlanner(theirs.LoadPlanner):
     def make_room(self) -> dict[str, Tensor]:
         """Zeros for all that this rank loads, by local buffer key."""
         held = local_layouts(self._windows, self._rank)
-        return {key: room(layout, self._rank) for _, key, layout in held}
+        return {key: make_room(layout, self._rank) for _, key, layout in held}
 
     def set_up_planner(
         self,
@@ -167,7 +167,7 @@ def _make_table(name: str, stored: TensorStorageMetadata) -> _Table:
 
 def _list_reads(key: str, layout: Layout, rank: int, table: _Table) -> Iterator[ReadItem]:
     """What of the stored boxes the rank holds under the layout."""
-    for local, held in boxes(layout, rank):
+    for local, held in list_boxes(layout, rank):
         for origin, into, within, lengths in _meet(local, held, table):
             yield ReadItem(
                 LoadItemType.TENSOR,

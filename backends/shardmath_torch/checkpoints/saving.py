@@ -41,7 +41,7 @@ from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.exchange.local import by_key, fits, wanted
 from shardmath_torch.exchange.memory import missing_memory, plain
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.safetensors.archive import unused
+from shardmath_torch.safetensors.archive import find_unused
 
 __all__ = [
     "Bytes",
@@ -285,7 +285,7 @@ def _name_bytes(said: Iterable[_Said], names: Iterable[str]) -> _StoredNames:
             if key not in by_content:
                 # what the first rank has is stored under the name itself
                 is_first = name not in stored
-                chosen = name if is_first else unused(f"{name}@{each.rank}", taken)
+                chosen = name if is_first else find_unused(f"{name}@{each.rank}", taken)
                 taken.add(chosen)
                 by_content[key] = chosen
             stored.setdefault(name, {})[each.rank] = by_content[key]

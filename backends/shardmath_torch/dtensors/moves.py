@@ -34,7 +34,7 @@ from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.local import by_key, fits, wanted
 from shardmath_torch.exchange.mover import Mover, move_in_autograd
 
-__all__ = ["SILENT", "Move", "Moves", "Said", "Used", "move_between", "weight"]
+__all__ = ["SILENT", "Move", "Moves", "Said", "Used", "move_between", "weigh_plan"]
 
 MOST_BYTES = 64 << 20
 """About what the moves of a group may take on a rank, apart from staging."""
@@ -139,7 +139,7 @@ class Moves:
     def _make(self, key: _Key) -> _Kept:
         """The move and its weight, weighed before ranks have agreed, so that all keep it who have."""
         moved = plan(key.src, key.dst)
-        nbytes = weight(moved)
+        nbytes = weigh_plan(moved)
         copies = _stays(moved) and not key.voted
         if copies:
             return _Kept(_copy(moved), nbytes, copies)
@@ -178,7 +178,7 @@ class Moves:
             self._nbytes -= oldest.nbytes
 
 
-def weight(moved: Plan) -> int:
+def weigh_plan(moved: Plan) -> int:
     """About the bytes that a move of this plan takes on the rank with most pieces; the same on all ranks."""
     on = moved.lines
     block = np.arange(len(on.nbytes)).repeat(np.diff(on.row_first))  # of each row

@@ -34,7 +34,7 @@ from shardmath_torch.safetensors.headers import NAMES, PREFIX, RESERVED, make_en
 from shardmath_torch.safetensors.hf_sharded import SAVED, SHARDING
 from shardmath_torch.safetensors.slices import Progress
 
-__all__ = ["ALIGNMENT", "Written", "memory_of", "unused", "write"]
+__all__ = ["ALIGNMENT", "Written", "find_unused", "memory_of", "write"]
 
 ALIGNMENT = 64
 """Bytes; torch.save aligns the data in an archive to as many."""
@@ -139,7 +139,7 @@ def _make_header(tensors: Named, archives: Mapping[str, Written], end: int) -> b
     """The header and its length: each tensor, and what lies before, between and behind them as tensors of bytes."""
     keys = _choose_keys(tensors)
     taken = {RESERVED, *tensors, *keys.values()}
-    frames = [unused(f"frame/{i}", taken) for i in range(len(tensors) + 1)]
+    frames = [find_unused(f"frame/{i}", taken) for i in range(len(tensors) + 1)]
     entries: dict[str, object] = {}
     at = 0
     for frame, (name, (_, tensor)) in zip(frames[:-1], tensors.items(), strict=True):
@@ -187,15 +187,15 @@ def _choose_keys(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         # Half a surrogate pair, which a Python text may hold, is not text in JSON.
         text = name.encode("utf-8", "backslashreplace").decode()
-        keys[name] = name if text == name != RESERVED else unused(text, taken)
+        keys[name] = name if text == name != RESERVED else find_unused(text, taken)
         taken.add(keys[name])
     return keys
 
 
-def unused(name: str, taken: Container[str]) -> str:
+def find_unused(name: str, taken: Container[str]) -> str:
     """The name, or one like it that is not taken.
 
-    >>> unused("w", {"v"}), unused("w", {"w", "w_"})
+    >>> find_unused("w", {"v"}), find_unused("w", {"w", "w_"})
     ('w', 'w__')
     """
     while name in taken:

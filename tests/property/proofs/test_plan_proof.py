@@ -22,10 +22,10 @@ from shardmath import Layout, Mesh, Plan, PlanError, Runs, adjoint, plan, testin
 from shardmath.flows.topology import Topology
 from shardmath.layouts.edits import relabelled, window
 from shardmath.layouts.holdings import Windows
-from shardmath.plans.balance import balanced
-from shardmath.plans.demands import Batch, lines
+from shardmath.plans.balance import balance
+from shardmath.plans.demands import Batch, gather_lines
 from shardmath.plans.reduction import Reduction
-from shardmath.plans.template import Template, template
+from shardmath.plans.template import Template, make_template
 from tests.property.drawn.edits import (
     ANY,
     FIVE,
@@ -664,13 +664,13 @@ def test_source_windows_hold_different_elements(fails: Callable[..., None]) -> N
     """Two windows of the first half: as many elements as the whole has."""
     half, whole = window(lay(LINE, "n h"), ((0, 3), (0, 4))), lay(FAR, "n h")
     batches = tuple(
-        Batch(template(half, whole, Reduction()), ("w",), LINE, FAR, i, 0) for i in (0, 1)
+        Batch(make_template(half, whole, Reduction()), ("w",), LINE, FAR, i, 0) for i in (0, 1)
     )
     twice = dataclasses.replace(
         SPLIT,
         src={"w": Windows((half, half))},
         batches=batches,
-        lines=balanced(lines(batches), batches),
+        lines=balance(gather_lines(batches), batches),
     )
     assert not right(twice, list(twice.transfers()))
     fix = "use shardmath.window to keep them apart"
