@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
+from shardmath.base.text import count_ranks
 
-__all__ = ["Certificate", "Witness", "make_certificate", "show_ranks"]
+__all__ = ["Certificate", "Witness", "make_certificate"]
 
 
 class Witness(NamedTuple):
@@ -52,7 +53,9 @@ class Certificate:
         bound = f"{self.ratio:.4g} times the bound of {_show_si(self.bound_s)}s"
         verb = "take in" if w.direction == "in" else "give out"
         rate = f"{_show_si(w.bytes_per_s)}B/s"
-        return f"{plan}, {bound}: {show_ranks(w.ranks)} must {verb} {_show_si(w.nbytes)}B at {rate}"
+        return (
+            f"{plan}, {bound}: {count_ranks(w.ranks)} must {verb} {_show_si(w.nbytes)}B at {rate}"
+        )
 
 
 def make_certificate(bound: tuple[float, Witness | None], plan_s: float) -> Certificate:
@@ -85,15 +88,3 @@ def _show_si(value: float) -> str:
     if not value:
         return "0 "
     return f"{value / 1e-6:.4g} u"
-
-
-def show_ranks(ranks: tuple[int, ...]) -> str:
-    """The ranks as a message names them, at most eight of them one by one."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) <= 8:
-        listed = ", ".join(map(str, ranks))
-    else:
-        first = ", ".join(map(str, ranks[:3]))
-        listed = f"{first}, ..., {ranks[-1]}"
-    return f"{len(ranks)} ranks ({listed})"
