@@ -142,13 +142,21 @@ def _make_header(tensors: Named, archives: Mapping[str, Written], end: int) -> b
     frames = [find_unused(f"frame/{i}", taken) for i in range(len(tensors) + 1)]
     entries: dict[str, object] = {}
     at = 0
-    for frame, (name, (_, tensor)) in zip(frames[:-1], tensors.items(), strict=True):
+    for frame, name in zip(frames[:-1], tensors, strict=True):
+        _, tensor = tensors[name]
         start = archives[name].start
         stop = start + tensor.nbytes
         entries[frame] = _make_bytes_entry(at, start)
         entries[keys[name]] = _make_tensor_entry(tensor, start, stop)
         at = stop
     entries[frames[-1]] = _make_bytes_entry(at, end)
+    return _encode_header(tensors, keys, frames, entries)
+
+
+def _encode_header(
+    tensors: Named, keys: Mapping[str, str], frames: Sequence[str], entries: Mapping[str, object]
+) -> bytes:
+    """The entries and their metadata as safetensors has them: the length first, then JSON, padded."""
     metadata = {SHARDING: json.dumps(_make_offsets(tensors, keys, frames))}
     text = json.dumps({RESERVED: metadata, **entries}).encode()
     length = _align(PREFIX + len(text)) - PREFIX
