@@ -3,6 +3,7 @@ pytest-xdist has to leave together.
 """
 
 import os
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-TOGETHER = ("tests/distributed/", "tests/readme/", "tests/gpu/", "notebooks/")
+TOGETHER = ("tests/distributed/*/", "tests/readme/", "tests/gpu/", "notebooks/")
 """What runs on one worker, in order: what shares a pool of processes, a folder, or a kernel."""
 
 
@@ -41,6 +42,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Spread(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((part for part in TOGETHER if nodeid.startswith(part)), nodeid)
+            for part in TOGETHER:
+                shared = "/".join(nodeid.split("/")[: part.count("/")]) + "/"
+                if fnmatch(shared, part):
+                    return shared
+            return nodeid
 
     return Spread(config, log)

@@ -29,7 +29,7 @@ from shardmath.base.arguments import as_integer, listed, mapping, text
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import MeshError
 from shardmath.base.public import public
-from shardmath.base.text import plural, shown
+from shardmath.base.text import plural, shorten_ranks, shown
 
 __all__ = ["Mesh", "strides"]
 
@@ -154,7 +154,7 @@ class Mesh:
         at = self._positions.get(number)
         if at is None:
             what = f"rank {rank} is not in {self}"
-            raise MeshError(f"{what}; its ranks are {_shorten(self.ranks)}")
+            raise MeshError(f"{what}; its ranks are {shorten_ranks(self.ranks)}")
         return at
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -340,11 +340,3 @@ def _check_ranks(ranks: tuple[int, ...], total: int, axes: Mapping[str, int]) ->
         raise MeshError(f"{what}; ranks are below {MOST_RANKS}")
     if min(ranks) < 0:
         raise MeshError(f"rank {min(ranks)} of the mesh {mesh} is negative; number ranks from 0")
-
-
-def _shorten(ranks: tuple[int, ...]) -> str:
-    """The ranks, or the first of many and how many there are."""
-    if len(ranks) <= 16:
-        return ", ".join(map(str, ranks))
-    first = ", ".join(map(str, ranks[:8]))
-    return f"{first}, ... ({len(ranks)} in all)"

@@ -9,7 +9,7 @@
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh
 >>> halves, thirds = (Layout((6,), Mesh(tp=k), "(tp n)").dims[0] for k in (2, 3))
->>> over = overlaid(halves, thirds)
+>>> over = overlay_dimensions(halves, thirds)
 >>> for row in zip(over.start, over.size, over.src[:, 0], over.dst[:, 0]):
 ...     print(*row)
 0 2 0 0
@@ -26,11 +26,11 @@ from typing import NamedTuple
 import numpy as np
 
 from shardmath.algebra.dimension import Dimension
-from shardmath.algebra.partition import Partition, partition, spans
+from shardmath.algebra.partition import Partition, list_spans, partition
 from shardmath.base.arrays import Ints, Offsets, begins, ranges
 from shardmath.base.memo import memo
 
-__all__ = ["Overlay", "Parts", "overlaid", "overlap_table", "overlay"]
+__all__ = ["Overlay", "Parts", "overlap_table", "overlay", "overlay_dimensions"]
 
 Parts = tuple[tuple[int, ...], ...]
 """Sets of parts, by number."""
@@ -61,7 +61,7 @@ class Overlay:
 
 
 @memo()
-def overlaid(source: Dimension, target: Dimension) -> Overlay:
+def overlay_dimensions(source: Dimension, target: Dimension) -> Overlay:
     """The overlay of two layouts of one dimension."""
     return overlay(partition(source), partition(target))
 
@@ -129,7 +129,7 @@ def _locate(atoms: _Atoms, number: Ints, start: Ints) -> Ints:
 
 def _cut_atoms(held: Partition) -> _Atoms:
     """The atoms of a side."""
-    start, stop, local, part = spans(held.parts)
+    start, stop, local, part = list_spans(held.parts)
     apart = stop[:-1] <= start[1:]
     if apart.all():
         numbers = range(len(held.parts))
@@ -190,8 +190,8 @@ def overlap_table(source: Partition, target: Partition) -> Ints:
     """How many positions two parts share: int64 of shape (source parts, destination parts)."""
     if len(source.parts) == 1 and source.parts == target.parts:
         return np.array([[source.parts[0].size]], np.int64)
-    start, stop, _, source_part = spans(source.parts)
-    begin, end, _, target_part = spans(target.parts)
+    start, stop, _, source_part = list_spans(source.parts)
+    begin, end, _, target_part = list_spans(target.parts)
 
     # Cut by both sides' borders, every span is a range of atoms.
     borders = np.concatenate((start, stop, begin, end))

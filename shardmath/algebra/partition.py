@@ -24,7 +24,7 @@ from shardmath.algebra.runs import Runs
 from shardmath.base.arrays import Ints
 from shardmath.base.memo import memo
 
-__all__ = ["Partition", "overlapping", "partition", "spans"]
+__all__ = ["Partition", "list_spans", "overlapping", "partition"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,12 +56,12 @@ def partition(dimension: Dimension) -> Partition:
 
 def overlapping(dimension: Dimension) -> bool:
     """Whether two cells of the dimension hold one position."""
-    start, stop, _, _ = spans(cells(dimension))
+    start, stop, _, _ = list_spans(cells(dimension))
     meets_next = stop[:-1] > start[1:]
     return bool(meets_next.any())
 
 
-def spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
+def list_spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
     """All segments of all parts by global start: global start, global stop, local start, part."""
     rows = []
     for part, runs in enumerate(parts):

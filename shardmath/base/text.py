@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterable, Sequence, Sized
 
 __all__ = [
+    "count_ranks",
     "make_table",
     "plural",
     "read_bytes",
+    "shorten_ranks",
     "show_bytes",
     "show_ranks",
     "show_share",
@@ -107,6 +109,34 @@ def show_ranks(ranks: Iterable[int]) -> str:
             spans.append([rank, rank])
     texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
     return f"rank{'s' if count > 1 else ''} {', '.join(texts)}"
+
+
+def shorten_ranks(ranks: Sequence[int]) -> str:
+    """The ranks in their order, or the first of many and how many there are.
+
+    >>> shorten_ranks([3, 1]), shorten_ranks(range(100))
+    ('3, 1', '0, 1, 2, 3, 4, 5, 6, 7, ... (100 in all)')
+    """
+    if len(ranks) <= 16:
+        return ", ".join(map(str, ranks))
+    first = ", ".join(map(str, ranks[:8]))
+    return f"{first}, ... ({len(ranks)} in all)"
+
+
+def count_ranks(ranks: Sequence[int]) -> str:
+    """How many ranks there are and which, at most eight of them one by one.
+
+    >>> count_ranks([3]), count_ranks([2, 3]), count_ranks(range(10))
+    ('rank 3', '2 ranks (2, 3)', '10 ranks (0, 1, 2, ..., 9)')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= 8:
+        listed = ", ".join(map(str, ranks))
+    else:
+        first = ", ".join(map(str, ranks[:3]))
+        listed = f"{first}, ..., {ranks[-1]}"
+    return f"{len(ranks)} ranks ({listed})"
 
 
 def make_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -40,7 +40,8 @@ from shardmath.buffers.shares import (
     check_shards,
     list_shares,
 )
-from shardmath.buffers.windows import GroupShares, Windows, make_windows
+from shardmath.buffers.windows import GroupShares, make_windows
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import Ragged
 from shardmath.layouts.store import Store, View
@@ -73,7 +74,7 @@ def state_layouts(
     dtype: object = ...,
     ranks: Iterable[int] | None = ...,
     buffer: str = ...,
-) -> tuple[Windows, Store]: ...
+) -> tuple[dict[str, Windows], Store]: ...
 
 
 def state_layouts(
@@ -85,7 +86,7 @@ def state_layouts(
     dtype: object = "float32",
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
-) -> dict[str, Layout] | tuple[Windows, Store]:
+) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
     """How ranks hold what an optimizer keeps of each parameter, in the order of the buffer's map.
 
     With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` says where it lies. With
@@ -203,7 +204,7 @@ def model_parallel_state(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
     **options: object,
-) -> tuple[Windows, Store]:
+) -> tuple[dict[str, Windows], Store]:
     """How ranks hold the optimizer state of parameters that are themselves divided: windows, and where they lie.
 
     `params` in forward order have their global shapes; `layouts` say, by name, which ranks of `mesh` have what of each,

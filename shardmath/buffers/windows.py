@@ -27,13 +27,11 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs, compose, from_ranges
 from shardmath.base.errors import ParamLayoutError
 from shardmath.buffers.shares import Cut, Shares
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import Store, View, local_name
+from shardmath.layouts.store import Store, View
 
-__all__ = ["GroupShares", "Windows", "make_windows"]
-
-Windows: TypeAlias = dict[str, tuple[Layout, ...]]
-"""Name -> the layouts of its windows."""
+__all__ = ["GroupShares", "make_windows"]
 
 
 class GroupShares(NamedTuple):
@@ -54,7 +52,7 @@ class WindowHolder(NamedTuple):
     within: int
 
 
-_Divided: TypeAlias = tuple[tuple[Layout, ...], list[WindowHolder]]
+_Divided: TypeAlias = tuple[Windows, list[WindowHolder]]
 """The windows of a tensor, and who holds each."""
 
 _GroupCut: TypeAlias = tuple[int, Cut]
@@ -67,13 +65,13 @@ def make_windows(
     dtype: object,
     ranks: Container[int] | None,
     buffer: str,
-) -> tuple[Windows, Store]:
+) -> tuple[dict[str, Windows], Store]:
     """The windows of each tensor, and where they lie in the arrays of these ranks, or of all.
 
     Raises ParamLayoutError for a tensor that nobody holds, and where a window has the name of a tensor.
     """
     made: dict[object, _Divided] = {}
-    windows: Windows = {}
+    windows: dict[str, Windows] = {}
     views: dict[tuple[str, int], View] = {}
     for name, groups in held.items():
         # Runs and cuts are interned by the caller, and `held` keeps them: their ids are short keys.
@@ -84,10 +82,10 @@ def make_windows(
             if ranks is not None:
                 holders = [holder for holder in holders if holder.rank in ranks]
             made[key] = divided, holders
-        windows[name], holders = made[key]
-        count = len(windows[name])
+        divided, holders = made[key]
+        windows[name] = divided
         for holder in holders:
-            local = local_name(name, holder.window, count)
+            local = divided.local_name(name, holder.window)
             start = _find_start(groups, holder)
             views[local, holder.rank] = View(buffer, start)
     _check_names(windows)
@@ -100,12 +98,11 @@ def _find_start(groups: Sequence[GroupShares], holder: WindowHolder) -> int:
     return shares.place(holder.cut) + holder.within
 
 
-def _check_names(windows: Windows) -> None:
+def _check_names(windows: Mapping[str, Windows]) -> None:
     """A window's name is not that of a parameter."""
     for name in windows:
         owner, bracket, _ = name.rpartition("[")
-        count = len(windows.get(owner, ())) if bracket else 0
-        if count > 1 and name in {local_name(owner, i, count) for i in range(count)}:
+        if bracket and name in windows.get(owner, Windows()).local_names(owner):
             what = f"parameter {name!r} has the name of a window of parameter {owner!r}"
             raise ParamLayoutError(f"{what}; rename one")
 
@@ -132,7 +129,7 @@ def _divide(
                 at += volume(box)
     if not windows:
         return _make_empty(shape, groups[0], dtype)
-    return tuple(windows), holders
+    return Windows(windows), holders
 
 
 def _list_holders(
@@ -159,7 +156,7 @@ def _make_empty(shape: tuple[int, ...], first: GroupShares, dtype: object) -> _D
     window = Layout(shape, mesh, {}, dtype=dtype, stored=stored)
     nothing = Cut(0, 0, 0)
     holder = WindowHolder(0, 0, nothing, rank, 0)
-    return (window,), [holder]
+    return Windows([window]), [holder]
 
 
 def _select_box(runs: Sequence[Runs], box: Box) -> dict[int, Runs]:

@@ -42,10 +42,10 @@ from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.collectives.kinds import COPIES, FITS, Buffer, Kind, Members
 from shardmath.collectives.moves import Groups, Move, compare_ranks
-from shardmath.collectives.spans import NOTHING, inside, merge
+from shardmath.collectives.spans import NOTHING, is_inside, merge
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan
-from shardmath.plans.reduction import Reduction, reduction
+from shardmath.plans.reduction import Reduction, find_reduction
 
 __all__ = ["Collective", "Kind", "recognise", "recognise_all"]
 
@@ -134,7 +134,7 @@ def recognise(src: Layout, dst: Layout) -> Collective | None:
     PlanError for two tensors of different shape or dtype, and for reductions that do not exist.
     """
     _check(src, dst)
-    rule = reduction(src, dst)
+    rule = find_reduction(src, dst)
     if rule.chosen:
         return None
     move = compare_ranks(src, dst)
@@ -180,7 +180,7 @@ def _stays(move: Move, folded: tuple[str, ...]) -> bool:
     after = move.after.held
     if folded:
         return set(after) == {NOTHING}
-    return all(map(inside, after, before))
+    return all(map(is_inside, after, before))
 
 
 def _find_copy(here: Mesh, there: Mesh, move: Move, addend: Mapping[int, int]) -> Collective | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from shardmath.algebra.runs import Runs
-from shardmath.collectives.spans import NOTHING, Holding, divided, tile
+from shardmath.collectives.spans import NOTHING, Holding, find_divided, tile
 
 __all__ = ["COPIES", "FITS", "Buffer", "Found", "Kind", "Members", "Side"]
 
@@ -104,7 +104,7 @@ def _all_gather(before: Side, after: Side, groups: Iterable[Members]) -> Found |
             return None
         if set(after.boxes(group)) != {shared}:
             return None
-        dims |= divided(have, shared)
+        dims |= find_divided(have, shared)
     return tuple(sorted(dims)), {}
 
 
@@ -118,8 +118,8 @@ def _all_to_all(before: Side, after: Side, groups: Iterable[Members]) -> Found |
         shared = tile(have)
         if shared is None or tile(want) != shared:
             return None
-        gathered |= divided(have, shared)
-        scattered |= divided(want, shared)
+        gathered |= find_divided(have, shared)
+        scattered |= find_divided(want, shared)
     if len(gathered) != 1 or len(scattered) != 1:
         return None
     if gathered == scattered:

@@ -11,7 +11,7 @@ None
 >>> left, right = (((0, 2),), ((0, 1),)), (((0, 2),), ((1, 4),))
 >>> tile([left, right])
 (((0, 2),), ((0, 4),))
->>> divided([left, right], tile([left, right]))
+>>> find_divided([left, right], tile([left, right]))
 {1}
 """
 
@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from shardmath.algebra.runs import Runs
 
-__all__ = ["NOTHING", "Holding", "Spans", "divided", "inside", "merge", "spans_of", "tile"]
+__all__ = ["NOTHING", "Holding", "Spans", "find_divided", "is_inside", "merge", "spans_of", "tile"]
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """A set of positions: disjoint ranges (start, stop), ascending, no two of which touch."""
@@ -53,7 +53,7 @@ def merge(ranges: Iterable[tuple[int, int]]) -> Spans | None:
     return tuple(out)
 
 
-def inside(box: Holding, other: Holding) -> bool:
+def is_inside(box: Holding, other: Holding) -> bool:
     """Whether all of one box is in another."""
     if box in (NOTHING, other):
         return True
@@ -94,7 +94,7 @@ def _measure(box: Holding) -> int:
     return math.prod(sum(stop - start for start, stop in spans) for spans in box)
 
 
-def divided(boxes: list[Holding], whole: Holding) -> set[int]:
+def find_divided(boxes: list[Holding], whole: Holding) -> set[int]:
     """The dimensions in which some box is not the whole."""
     dims: set[int] = set()
     for box in boxes:

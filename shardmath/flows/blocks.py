@@ -1,7 +1,7 @@
 """Blocks: what has to move between ranks, as values and as arrays.
 
 A **block** is bytes of distinct elements that exactly these ranks hold before the move and these
-need after it. `read` numbers ranks, nodes, sets of ranks and addends, so that bounds are found with
+need after it. `read_blocks` numbers ranks, nodes, sets of ranks and addends, so that bounds are found with
 whole arrays.
 """
 
@@ -17,10 +17,10 @@ import numpy as np
 from shardmath.base.arguments import as_integer
 from shardmath.base.arrays import Ints, Offsets
 from shardmath.base.errors import PlanError
-from shardmath.flows.certificate import show_ranks
+from shardmath.base.text import count_ranks
 from shardmath.flows.topology import Topology
 
-__all__ = ["Block", "Machine", "Sets", "Table", "read", "sum_by_code"]
+__all__ = ["Block", "Machine", "Sets", "Table", "read_blocks", "sum_by_code"]
 
 MOST_BYTES = 1 << 62
 """More bytes than any program moves; sums and differences of them stay exact in 64 bits."""
@@ -86,7 +86,7 @@ class Table:
     wanted: tuple[Ints, Ints, Ints]
 
 
-def read(
+def read_blocks(
     blocks: Sequence[Block], ranks: Iterable[int], topology: Topology
 ) -> tuple[Table, Machine]:
     """The blocks and the machine as arrays; every block has bytes and receivers.
@@ -107,7 +107,7 @@ def _check(blocks: Sequence[Block]) -> None:
         if nbytes < 0:
             raise PlanError(f"a block has {nbytes} bytes; give zero or more")
         if not block.holders:
-            who = show_ranks(block.receivers)
+            who = count_ranks(block.receivers)
             what = f"no rank holds the {block.nbytes} bytes that {who} must have"
             raise PlanError(f"{what}; name one")
         total += nbytes
@@ -195,7 +195,7 @@ def _find_positions(ranks: Ints, machine: Machine) -> Ints:
     found = position < len(machine.ranks)
     found[found] = machine.ranks[position[found]] == ranks[found]
     if not found.all():
-        program = show_ranks(tuple(machine.ranks.tolist()))
+        program = count_ranks(tuple(machine.ranks.tolist()))
         what = f"rank {ranks[~found][0]} is in a block and not in the program of {program}"
         raise PlanError(f"{what}; add it to the ranks")
     return position

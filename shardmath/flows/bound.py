@@ -22,15 +22,15 @@
 Two nodes of two ranks; rank 0 holds what both ranks of the other node need, and so 1 GB leaves it,
 not 2:
 
->>> from shardmath.flows.certificate import certificate
+>>> from shardmath.flows.certificate import make_certificate
 >>> from shardmath.flows.topology import Topology
 >>> two = Topology(
 ...     ranks_per_node=2, intra_bytes_per_s=450e9, inter_bytes_per_s=50e9, latency_s=1e-5
 ... )
->>> seconds, witness = bound([Block((0,), (2, 3), 10**9)], range(4), two)
+>>> seconds, witness = find_bound([Block((0,), (2, 3), 10**9)], range(4), two)
 >>> witness
 Witness(ranks=(2, 3), direction='in', nbytes=1000000000, bytes_per_s=100000000000.0)
->>> print(certificate((seconds, witness), 0.0125))
+>>> print(make_certificate((seconds, witness), 0.0125))
 12.5 ms, 1.249 times the bound of 10.01 ms: 2 ranks (2, 3) must take in 1 GB at 100 GB/s
 """
 
@@ -43,16 +43,16 @@ from fractions import Fraction
 import numpy as np
 
 from shardmath.base.arrays import Ints
-from shardmath.flows.blocks import Block, Machine, Table, read, sum_by_code
+from shardmath.flows.blocks import Block, Machine, Table, read_blocks, sum_by_code
 from shardmath.flows.borders import Cut, Touched, find_shared, list_cuts, touch
 from shardmath.flows.certificate import Witness
-from shardmath.flows.flow import levels
+from shardmath.flows.flow import find_levels
 from shardmath.flows.topology import Topology
 
-__all__ = ["bound"]
+__all__ = ["find_bound"]
 
 
-def bound(
+def find_bound(
     blocks: Iterable[Block], ranks: Iterable[int], topology: Topology
 ) -> tuple[float, Witness | None]:
     """Seconds that no schedule among `ranks` beats, and what shows it; (0.0, None) without moves.
@@ -65,7 +65,7 @@ def bound(
     asked = [block for block in blocks if block.nbytes and block.receivers]
     if not asked:
         return 0.0, None
-    table, machine = read(asked, ranks, topology)
+    table, machine = read_blocks(asked, ranks, topology)
     cuts = _gather_cuts(table, machine)
     if not cuts:
         return 0.0, None
@@ -143,7 +143,7 @@ def _find_crowded(table: Table, unit: Ints, link: Fraction, found: Fraction) -> 
     if int(load.max()) <= found * link:
         return None
     label = np.zeros(len(unit), np.int64)
-    found_levels = levels(lengths, holders)
+    found_levels = find_levels(lengths, holders)
     for i, level in enumerate(found_levels, 1):
         label[list(level.ranks)] = i
     return label

@@ -1,7 +1,7 @@
 """Certificate: how near a time is to a bound that no schedule beats, and the ranks that show why.
 
 >>> witness = Witness(ranks=(2, 3), direction="in", nbytes=10**9, bytes_per_s=1e11)
->>> print(certificate((0.01, witness), 0.0125))
+>>> print(make_certificate((0.01, witness), 0.0125))
 12.5 ms, 1.25 times the bound of 10 ms: 2 ranks (2, 3) must take in 1 GB at 100 GB/s
 """
 
@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
+from shardmath.base.text import count_ranks
 
-__all__ = ["Certificate", "Witness", "certificate", "show_ranks"]
+__all__ = ["Certificate", "Witness", "make_certificate"]
 
 
 class Witness(NamedTuple):
@@ -36,7 +37,7 @@ class Certificate:
     """How near a plan of `plan_s` seconds is to `bound_s`, which `witness` shows none to beat.
 
     `ratio` is `plan_s / bound_s`, 1.0 where nothing has to move and nothing does. Made by
-    `certificate`.
+    `make_certificate`.
     """
 
     bound_s: float
@@ -52,11 +53,13 @@ class Certificate:
         bound = f"{self.ratio:.4g} times the bound of {_show_si(self.bound_s)}s"
         verb = "take in" if w.direction == "in" else "give out"
         rate = f"{_show_si(w.bytes_per_s)}B/s"
-        return f"{plan}, {bound}: {show_ranks(w.ranks)} must {verb} {_show_si(w.nbytes)}B at {rate}"
+        return (
+            f"{plan}, {bound}: {count_ranks(w.ranks)} must {verb} {_show_si(w.nbytes)}B at {rate}"
+        )
 
 
-def certificate(bound: tuple[float, Witness | None], plan_s: float) -> Certificate:
-    """The certificate of a plan that takes `plan_s` seconds, given what `bound` returned for it.
+def make_certificate(bound: tuple[float, Witness | None], plan_s: float) -> Certificate:
+    """The certificate of a plan that takes `plan_s` seconds, given what `find_bound` returned for it.
 
     Raises PlanError if `plan_s` is not a time, or less than the bound by more than rounding.
     """
@@ -85,15 +88,3 @@ def _show_si(value: float) -> str:
     if not value:
         return "0 "
     return f"{value / 1e-6:.4g} u"
-
-
-def show_ranks(ranks: tuple[int, ...]) -> str:
-    """The ranks as a message names them, at most eight of them one by one."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) <= 8:
-        listed = ", ".join(map(str, ranks))
-    else:
-        first = ", ".join(map(str, ranks[:3]))
-        listed = f"{first}, ..., {ranks[-1]}"
-    return f"{len(ranks)} ranks ({listed})"

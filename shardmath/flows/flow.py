@@ -5,7 +5,7 @@
 2. Loads are lexicographically optimal: the largest is as small as any choice can make it, then the
    next, and so on. Over the reals these loads are unique; here each is rounded down or up, and no
    integers are better.
-3. `levels` says what forces them: without the ranks of the levels above, and the lines that only
+3. `find_levels` says what forces them: without the ranks of the levels above, and the lines that only
    those hold, the ranks of a level hold as many bytes that nobody else holds as they carry. The
    first level is the witness of the optimum: max over sets S of ranks of the bytes that are held
    only in S, divided by |S|.
@@ -24,7 +24,7 @@ send, and the same decomposition balances nodes.
 
 >>> shares([6, 4], [(0, 1), (1, 2)])
 [[4, 2], [1, 3]]
->>> levels([60, 2, 3], [(0, 1), (1, 2), (2, 3)])
+>>> find_levels([60, 2, 3], [(0, 1), (1, 2), (2, 3)])
 [Level(nbytes=60, ranks=(0, 1)), Level(nbytes=5, ranks=(2, 3))]
 >>> shares([60, 2, 3], [(0, 1), (1, 2), (2, 3)])
 [[30, 30], [0, 2], [1, 2]]
@@ -41,9 +41,9 @@ from typing import NamedTuple
 from shardmath.base.errors import PlanError
 from shardmath.flows.forest import Edge, list_edges
 from shardmath.flows.lines import Holders, group_lines, list_shared, sum_groups
-from shardmath.flows.network import Network, leaves
+from shardmath.flows.network import Network, list_leaves
 
-__all__ = ["Level", "levels", "shares"]
+__all__ = ["Level", "find_levels", "shares"]
 
 
 class Level(NamedTuple):
@@ -59,7 +59,7 @@ def shares(
     """For each line the bytes that each of its holders sends, in the order of the holders.
 
     `lengths` are bytes, 0 or more; `holders` are one or more distinct ranks, ascending. A rank's
-    load is its load in `levels`, rounded down or up, and no integer loads, sorted from the largest,
+    load is its load in `find_levels`, rounded down or up, and no integer loads, sorted from the largest,
     are lexicographically less.
 
     With `nodes` (rank -> node):
@@ -83,7 +83,7 @@ def shares(
     return out
 
 
-def levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
+def find_levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
     """What forces the loads, highest load per rank first.
 
     Every holder is in one level, and no two levels have the same load. Raises PlanError as `shares`
@@ -93,7 +93,7 @@ def levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
     kinds = _find_kinds(total)
     network = _rank_network(total, kinds)
     ranks_at: dict[Fraction, list[int]] = defaultdict(list)
-    for leaf in leaves(network):
+    for leaf in list_leaves(network):
         load = Fraction(leaf.nbytes, leaf.weight)
         ranks_of_level = ranks_at[load]
         for sink in leaf.sinks:
@@ -317,7 +317,7 @@ def _sum_by_node(total: dict[Holders, int], nodes: Mapping[int, int]) -> dict[tu
 def _find_cap(network: Network) -> int:
     """The highest level, rounded up; uses the network up."""
     cap = 0
-    for leaf in leaves(network, top=True):
+    for leaf in list_leaves(network, top=True):
         load = -(-leaf.nbytes // leaf.weight)
         cap = max(cap, load)
     return cap

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from shardmath.flows.network import Network, leaves, take
+from shardmath.flows.network import Network, list_leaves, take
 
 __all__ = ["Edge", "list_edges"]
 
@@ -29,7 +29,7 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 def list_edges(network: Network) -> Iterator[Edge]:
     """What every sink takes of every line, in bytes; the network is used up."""
-    for leaf in leaves(network):
+    for leaf in list_leaves(network):
         forest = _free_of_cycles(leaf.sent)
         yield from _round(forest, leaf.weight or 1)
     for line, sinks in enumerate(network.reach):

@@ -10,7 +10,7 @@ not fit: it answers 0 for a single arc of capacity 2**40 (scipy 1.17).
    float.
 
 >>> network = Network(2, [6, 4], [[2, 3], [3, 4]], {2: 1, 3: 1, 4: 1}, {2: 0, 3: 0, 4: 0})
->>> [(leaf.nbytes, leaf.weight, leaf.sinks) for leaf in leaves(network)]
+>>> [(leaf.nbytes, leaf.weight, leaf.sinks) for leaf in list_leaves(network)]
 [(10, 3, [2, 3, 4])]
 """
 
@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-__all__ = ["Leaf", "Network", "Part", "leaves", "take"]
+__all__ = ["Leaf", "Network", "Part", "list_leaves", "take"]
 
 SPREAD = 7919
 """A prime, so that its multiples are anywhere in a list."""
@@ -63,7 +63,7 @@ class Leaf(NamedTuple):
     sent: dict[int, dict[int, int]]
 
 
-def leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
+def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
     """The decomposition; with `top`, only of parts that may have the highest level.
 
     Uses the network up.

@@ -9,7 +9,7 @@ to its bytes once; what is taken off it, the line **sheds**.
 
 from __future__ import annotations
 
-from shardmath.flows.flow import Level, levels
+from shardmath.flows.flow import Level, find_levels
 
 __all__ = ["find_least_sent", "shed_to_target"]
 
@@ -25,7 +25,7 @@ time, and nothing else.
 def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
     """The least that the fullest holder sends if lines of these lengths leave their holders
     once."""
-    found = levels(once, held)
+    found = find_levels(once, held)
     if not found:
         return 0
     fullest = found[0]
@@ -41,7 +41,7 @@ def shed_to_target(
     """
     left = list(copies)
     for _ in range(CORRECTIONS):
-        found = levels(left, held)
+        found = find_levels(left, held)
         high = [level for level in found if level.nbytes > target * len(level.ranks)]
         if not high:
             break

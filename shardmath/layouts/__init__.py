@@ -9,7 +9,7 @@ In reading order:
 - `unparse`: dimensions to text;
 - `spelling`: the three ways to say how a tensor is divided;
 - `layout`: who holds what;
-- `holdings`: what ranks hold, however it was spelled;
+- `holdings`: what ranks hold, in one form however callers spelled it;
 - `edits`: layouts made from another one;
 - `store`: which buffer, and which view of it.
 """

@@ -1,4 +1,4 @@
-"""Holdings: what each rank holds, spelled in one way however the layout was.
+"""Holdings: what ranks hold, in one form however callers spelled it.
 
 1. Layouts are **equivalent** if every rank holds the same elements in the same order, and, where Partial
    axes wait, the same addend. An axis of size 1, and a Partial over one rank, say nothing.
@@ -6,15 +6,27 @@
    Parts are numbered by the lowest rank that holds them, so that mesh order does not matter.
 3. A digest is kept in its parts (of a dimension, of positions, of ranks), since the tensors of a model
    share them.
+4. Callers give a Layout, or a tuple of Layouts of one shape where a tensor is held in several pieces. Where
+   that comes in, `windows_of` or `read_windows` makes it `Windows`, and nothing beyond asks which of the two
+   it was.
+5. A tensor held under one layout has one local tensor, which has the tensor's name. Of several windows,
+   that of window i is `name[i]`.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> one = Layout((8, 4), Mesh(dp=2, tp=2), "(dp tp n) h")
 >>> equivalent(one, Layout((8, 4), Mesh(dp=4), "(dp n) h"))
 True
+>>> windows_of(one, "w", ValueError).local_names("w")
+['w']
+>>> left, right = (Layout((4,), Mesh(ranks=[r]), f"(n)=<{2 * r}:{2 * r + 2}>") for r in (0, 1))
+>>> windows = windows_of((left, right), "w", ValueError)
+>>> windows.local_names("w"), [name for name, _ in windows.locals("w", rank=1)]
+(['w[0]', 'w[1]'], ['w[1]'])
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -27,9 +39,17 @@ from shardmath.base.arguments import instance
 from shardmath.base.digest import digest
 from shardmath.base.errors import LayoutError
 from shardmath.base.memo import memo
+from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout
 
-__all__ = ["equivalent", "holdings_digest"]
+__all__ = [
+    "LayoutOrWindows",
+    "Windows",
+    "equivalent",
+    "holdings_digest",
+    "read_windows",
+    "windows_of",
+]
 
 _Order: TypeAlias = tuple[int, ...] | None
 """An order of positions; None for as they are."""
@@ -124,3 +144,57 @@ def _digest_ranks(mesh: Mesh) -> tuple[_Order, str]:
     """The order of positions by ascending rank, None if they are so, and a digest of the ranks."""
     order, ascending = _sort_ranks(mesh)
     return order, digest(ascending)
+
+
+# How a side holds one tensor
+
+
+LayoutOrWindows: TypeAlias = Layout | tuple[Layout, ...]
+"""How callers say that a side holds one tensor: a layout, or several windows of one shape."""
+
+
+class Windows(tuple[Layout, ...]):
+    """The layouts of a tensor's windows; one for a tensor held under one layout."""
+
+    __slots__ = ()
+
+    def local_name(self, name: str, window: int) -> str:
+        """The local tensor of a window of the tensor `name`."""
+        return name if len(self) == 1 else f"{name}[{window}]"
+
+    def local_names(self, name: str) -> list[str]:
+        """The local tensor of every window of the tensor `name`, in order."""
+        return [self.local_name(name, window) for window in range(len(self))]
+
+    def locals(self, name: str, rank: int | None = None) -> Iterator[tuple[str, Layout]]:
+        """(local tensor, layout) of every window of the tensor `name`, or of those that have the rank."""
+        for local, layout in zip(self.local_names(name), self, strict=True):
+            if rank is None or rank in layout.mesh:
+                yield local, layout
+
+
+def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
+    """What a caller gave as the layout of the tensor `name`. Raises `error` for anything else."""
+    windows = held if isinstance(held, tuple) else (held,)
+    if not windows or not all(isinstance(layout, Layout) for layout in windows):
+        raise error(f"tensor {name!r} is {shown(held)}; give a Layout or a tuple of Layouts")
+    return windows if isinstance(windows, Windows) else Windows(windows)
+
+
+def read_windows(
+    side: Mapping[str, object], error: type[ValueError], names: Iterable[str] | None = None
+) -> dict[str, Windows]:
+    """The windows of these tensors in their order, or of all; tensors given the same object share them.
+
+    Raises `error` for what is neither a Layout nor a tuple of them.
+    """
+    order = list(side if names is None else names)
+    held = list(map(side.__getitem__, order))
+    known: dict[int, Windows] = {}
+    # Tens of thousands of tensors go through here, so each object is read once, and the rest is map.
+    # Reversed, so that an object is kept with the first of its names.
+    first = dict(zip(map(id, reversed(held)), reversed(order), strict=True))
+    for at, name in first.items():
+        known[at] = windows_of(side[name], name, error)
+    windows = map(known.__getitem__, map(id, held))
+    return dict(zip(order, windows, strict=True))

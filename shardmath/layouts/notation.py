@@ -38,7 +38,7 @@ from shardmath.layouts.placement import OPS
 from shardmath.layouts.reader import Axes, Reader, Rules, Token, listed
 from shardmath.layouts.words import Word, make_field
 
-__all__ = ["Partials", "Rules", "padded", "parse"]
+__all__ = ["Partials", "Rules", "pad", "parse"]
 
 Partials: TypeAlias = tuple[tuple[str, str], ...]
 """(mesh axis, operation), in mesh order."""
@@ -282,7 +282,7 @@ def _read_stored(read: Reader, n: int) -> Runs | None:
     start = read.here.at
     try:
         if read.accept("="):
-            return padded(n, read.integer())
+            return pad(n, read.integer())
         if read.accept("=<"):
             stored = from_ranges(_read_ranges(read))
             if stored.extent > n:
@@ -297,7 +297,7 @@ def _read_stored(read: Reader, n: int) -> Runs | None:
     return None
 
 
-def padded(n: int, size: int) -> Runs:
+def pad(n: int, size: int) -> Runs:
     """n logical positions stored at the front of `size`. Raises ShardError if they do not fit."""
     if size < n:
         raise ShardError(

@@ -3,7 +3,7 @@
 Only what the grammar of `notation` needs: look at the next token, take it, or raise an error with a
 caret under it.
 
->>> [token.text for token in tokens("(tp n)=<0:4 -2>")]
+>>> [token.text for token in list_tokens("(tp n)=<0:4 -2>")]
 ['(', 'tp', 'n', ')', '=<', '0', ':', '4', '-', '2', '>', '']
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 from shardmath.base.errors import NotationError
 from shardmath.layouts.placement import Placement
 
-__all__ = ["Axes", "Reader", "Rules", "Token", "listed", "tokens"]
+__all__ = ["Axes", "Reader", "Rules", "Token", "list_tokens", "listed"]
 
 Rules: TypeAlias = Mapping[str, Placement]
 """Placements by the name that text calls them by."""
@@ -39,7 +39,7 @@ class Token(NamedTuple):
     at: int
 
 
-def tokens(text: str) -> Iterator[Token]:
+def list_tokens(text: str) -> Iterator[Token]:
     """The tokens of the text, and one of kind "end".
 
     Raises NotationError at a character that no token has.
@@ -66,7 +66,7 @@ class Reader:
         self.shape = shape
         self.axes = axes
         self.rules = rules
-        self.tokens = list(tokens(text))
+        self.tokens = list(list_tokens(text))
         self.next = 0
         self.names: dict[str, int] = {}  # free name -> its dimension
         self.used: dict[str, int] = {}  # mesh axis -> where it was used

@@ -28,7 +28,7 @@ from shardmath.base.arguments import as_integer, mapping, text
 from shardmath.base.errors import LayoutError, PlacementError
 from shardmath.base.memo import memo
 from shardmath.base.text import plural, shown
-from shardmath.layouts.notation import Partials, padded, parse
+from shardmath.layouts.notation import Partials, pad, parse
 from shardmath.layouts.placement import (
     Partial,
     Placement,
@@ -248,7 +248,7 @@ def _read_stored(stored: Stored, shape: tuple[int, ...]) -> list[Runs | None]:
             kept[d] = value
         else:
             size = as_integer(value, f"the stored size of dimension {d}", LayoutError)
-            kept[d] = padded(shape[d], size)
+            kept[d] = pad(shape[d], size)
     return kept
 
 

@@ -33,6 +33,7 @@ from shardmath.algebra.runs import from_ranges
 from shardmath.base.arguments import as_integer, instance, listed, mapping, text
 from shardmath.base.errors import StoreError
 from shardmath.base.text import shown
+from shardmath.layouts.holdings import LayoutOrWindows, Windows, windows_of
 from shardmath.layouts.layout import Layout
 
 __all__ = [
@@ -55,14 +56,11 @@ def local_name(name: str, window: int, count: int) -> str:
 
 def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, Layout]]:
     """(local tensor, layout) of every window of a tensor."""
-    for i, layout in enumerate(windows):
-        yield local_name(name, i, len(windows)), layout
+    return Windows(windows).locals(name)
 
 
 Held: TypeAlias = (
-    Mapping[str, Layout]
-    | Mapping[str, tuple[Layout, ...]]
-    | Mapping[str, Layout | tuple[Layout, ...]]
+    Mapping[str, Layout] | Mapping[str, tuple[Layout, ...]] | Mapping[str, LayoutOrWindows]
 )
 """How tensors are held, by name: each under a layout, or as windows."""
 
@@ -75,14 +73,11 @@ def locals_of(layouts: Held, rank: int) -> Iterator[tuple[str, Layout]]:
     number = as_integer(rank, "the rank", StoreError)
     held = mapping(layouts, "layouts are ", "name to Layout", StoreError)
     for name, one in held.items():
-        windows = one if isinstance(one, tuple) else (one,)
-        for layout in windows:
-            fix = f"give a Layout of {shown(name)}, or a tuple of its windows"
-            instance(layout, Layout, fix, StoreError)
         tensor = text(name, "the name of a tensor", StoreError)
-        for local, layout in local_tensors(tensor, windows):
-            if number in layout.mesh:
-                yield local, layout
+        if one == ():
+            continue  # what `flat_windows` gives for a tensor of which no rank holds anything
+        windows = windows_of(one, tensor, StoreError)
+        yield from windows.locals(tensor, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +292,7 @@ def flat_windows(
     element 0 is the rank's element lo. Raises PlanError for a range outside the tensor, StoreError for what
     is not a range.
     """
-    windows: list[Layout] = []
+    layouts: list[Layout] = []
     places: list[tuple[int, int]] = []  # the rank of each window, and its offset
     sizes = Layout(shape, Mesh(), "...", dtype=dtype).shape
     name = text(name, "the name of a tensor", StoreError)
@@ -306,15 +301,15 @@ def flat_windows(
         lo, hi = _read_range(rank, span)
         offset = 0
         for box in flat_boxes(sizes, lo, hi):
-            windows.append(_hold_box(sizes, rank, box, dtype))
+            layouts.append(_hold_box(sizes, rank, box, dtype))
             places.append((rank, offset))
             offset += volume(box)
     home = name if buffer is None else buffer
+    windows = Windows(layouts)
     views = {}
-    for i, (rank, offset) in enumerate(places):
-        local = local_name(name, i, len(windows))
+    for local, (rank, offset) in zip(windows.local_names(name), places, strict=True):
         views[local, rank] = View(home, offset)
-    return tuple(windows), Store(views)
+    return windows, Store(views)
 
 
 def _read_range(rank: object, span: object) -> tuple[int, ...]:

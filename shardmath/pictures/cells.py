@@ -25,7 +25,7 @@ import numpy as np
 
 from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.partition import partition, spans
+from shardmath.algebra.partition import list_spans, partition
 from shardmath.algebra.runs import Runs
 from shardmath.base.arrays import Bools, Ints, ranges
 from shardmath.layouts.layout import Layout
@@ -154,7 +154,7 @@ def _make_strip(owned: Sequence[_Owned], dim: Dimension, mesh: Mesh) -> _Strip:
 def _cut_dimension(dim: Dimension) -> list[_Owned]:
     """Where the parts of the dimension begin and end, and which of them have what is between."""
     divided = partition(dim)
-    start, stop, _, part = spans(divided.parts)
+    start, stop, _, part = list_spans(divided.parts)
     ends = [0, dim.size]
     every_border = np.concatenate((start, stop, ends))
     borders = np.unique(every_border)

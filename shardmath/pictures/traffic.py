@@ -23,7 +23,7 @@ import numpy as np
 from shardmath.base.arrays import Ints
 from shardmath.flows.topology import Topology
 from shardmath.plans.adjoint import Transposed
-from shardmath.plans.demands import Demands, wire
+from shardmath.plans.demands import Demands, list_receivers
 from shardmath.plans.plan import Plan
 from shardmath.programs.loads import sum_pairs
 from shardmath.programs.program import Program
@@ -227,7 +227,7 @@ def _lay_out_receivers(on: Demands, line: int, blocks: range) -> tuple[Ints, Int
     ends = [end]
     for block in blocks:
         nbytes = int(on.nbytes[block])
-        for rank in wire(on, line, block):
+        for rank in list_receivers(on, line, block):
             end += nbytes
             receivers.append(rank)
             ends.append(end)

@@ -28,16 +28,16 @@ from shardmath.base.operations import OPERATIONS
 from shardmath.base.public import public
 from shardmath.flows.topology import Topology
 from shardmath.layouts.edits import repartialed
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_name
 from shardmath.plans.plan import Plan, Transfer, describe, rule_of
-from shardmath.plans.reduction import Reduction, check_arithmetic, identity_of, reduction
-from shardmath.plans.uncovered import not_whole
+from shardmath.plans.reduction import Reduction, check_arithmetic, find_reduction, identity_of
+from shardmath.plans.uncovered import find_not_whole
 
-__all__ = ["Flip", "Transposed", "adjoint", "flip_of", "swapped"]
+__all__ = ["Flip", "Transposed", "adjoint", "flip_of", "swap_ends"]
 
 
-def swapped(t: Transfer) -> Transfer:
+def swap_ends(t: Transfer) -> Transfer:
     """The transfer with its ends swapped; operation and addend as they were."""
     return t._replace(
         src_rank=t.dst_rank,
@@ -68,7 +68,7 @@ class Flip:
     def __call__(self, t: Transfer) -> Transfer:
         """The adjoint's transfer for one of the plan's."""
         op, addend = self.entry(t.dst_tensor, t.dst_rank)
-        return swapped(t)._replace(op=op, addend=addend)
+        return swap_ends(t)._replace(op=op, addend=addend)
 
 
 @public
@@ -81,8 +81,8 @@ class Transposed:
     """
 
     forward: Plan
-    src: Mapping[str, tuple[Layout, ...]]
-    dst: Mapping[str, tuple[Layout, ...]]
+    src: Mapping[str, Windows]
+    dst: Mapping[str, Windows]
     rules: Mapping[str, Reduction]
     flip: Flip
     in_part: tuple[str, ...]
@@ -180,7 +180,7 @@ def adjoint(p: Plan | Transposed) -> Plan | Transposed:
         dst=dst,
         rules=rules,
         flip=flip_of(p),
-        in_part=not_whole(dst),
+        in_part=find_not_whole(dst),
         digest=digest(("adjoint", p.digest)),
     )
 
@@ -192,8 +192,8 @@ _Identities: TypeAlias = tuple[int, int]
 class _Dual(NamedTuple):
     """What a tensor's sides become, and what is filled in and divided by."""
 
-    src: tuple[Layout, ...]
-    dst: tuple[Layout, ...]
+    src: Windows
+    dst: Windows
     rule: Reduction
 
 
@@ -210,17 +210,17 @@ def _make_duals(p: Plan) -> dict[str, _Dual]:
     return duals
 
 
-def _make_dual(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> _Dual:
+def _make_dual(name: str, src: Windows, dst: Windows) -> _Dual:
     """Each window by the reductions that it has a part in, which name its own mesh's axes."""
     firsts = []
     for a in src:
-        rules = [reduction(a, b) for b in dst]
+        rules = [find_reduction(a, b) for b in dst]
         _check_linear(name, rules)
         _check_through(name, a, dst, rules)
         firsts.append(rules[0])
-    of_first = [reduction(src[0], b) for b in dst]
-    sent = tuple(map(_make_source, dst, of_first))
-    received = tuple(map(_make_destination, src, firsts))
+    of_first = [find_reduction(src[0], b) for b in dst]
+    sent = Windows(map(_make_source, dst, of_first))
+    received = Windows(map(_make_destination, src, firsts))
     fill = identity_of("sum", src[0].dtype)
     rule = replace(firsts[0], fill=fill)
     return _Dual(sent, received, rule)
@@ -285,14 +285,12 @@ def flip_of(p: Plan) -> Flip:
         key = id(windows), id(rule)
         if key not in known:
             known[key] = _list_entries(windows, rule)
-        count = len(windows)
-        for window, entry in enumerate(known[key]):
-            local = local_name(name, window, count)
-            entries[local] = entry
+        names = windows.local_names(name)
+        entries |= zip(names, known[key], strict=True)
     return Flip(entries)
 
 
-def _list_entries(windows: tuple[Layout, ...], rule: Reduction) -> list[Entry]:
+def _list_entries(windows: Windows, rule: Reduction) -> list[Entry]:
     """The operation and the places of each window's ranks: their numbers in all windows together
     where they are added up."""
     adds = len(windows) > 1 or _is_replicated(windows[0], rule)

@@ -27,26 +27,26 @@ from shardmath.plans.template import Template
 __all__ = [
     "Cutter",
     "Grid",
-    "balanced",
-    "grid",
-    "shared",
-    "totals",
-    "uncut",
+    "balance",
+    "make_grid",
+    "measure_lines",
+    "measure_uncut",
+    "share_lines",
 ]
 
 
-def totals(demands: Demands) -> Ints:
+def measure_lines(demands: Demands) -> Ints:
     """The length of each line in bytes."""
     return demands.blocks.sums(demands.nbytes * demands.count)
 
 
-def balanced(
+def balance(
     demands: Demands, batches: tuple[Batch, ...], topology: Topology | None = None
 ) -> Demands:
     """The lines cut so that the largest load is minimal."""
-    length = totals(demands)
+    length = measure_lines(demands)
     nodes = _find_nodes(demands, topology) if topology else None
-    first, cuts = shared(demands, length.tolist(), nodes)
+    first, cuts = share_lines(demands, length.tolist(), nodes)
     line = Offsets(first).owners()
     # The first and the last cut of a line are its ends, which stay.
     is_inner = np.ones(len(cuts), bool)
@@ -71,7 +71,7 @@ def _list_holders(demands: Demands) -> list[Ranks]:
     return [demands.sets[number] for number in demands.holders.tolist()]
 
 
-def shared(
+def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
     """Where the lines, of these lengths, are cut among their holders: the first cut of each line,
@@ -120,7 +120,7 @@ def _snap_cuts(
     between = is_end | (inside == 0)
     nbytes = demands.nbytes[block]
     content = np.where(between, 0, inside % nbytes)
-    places = grid(demands, batches)
+    places = make_grid(demands, batches)
     snapped = places.snapped(block, content)
     out: Ints = np.where(between, at, at - content + snapped)
     return out
@@ -216,7 +216,7 @@ class Grid:
 
 
 @memo(8)
-def grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
+def make_grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
     """The grid of all blocks of these lines."""
     blocks = Offsets.of_counts(demands.nbytes)
     base = blocks.first
@@ -247,7 +247,7 @@ def _look_up_units(
     return pick(columns, of_row, demands.unit)
 
 
-def uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
+def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
     """Of each row of the lines, the bytes of its largest box, or row of one, that is never cut.
 
     0 where that is not known, as the row is a stripe of a unit.

@@ -24,10 +24,10 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints, Offsets, lengths, ranges
 from shardmath.base.errors import PlanError
 from shardmath.flows.topology import Topology
-from shardmath.plans.pieces import stripes
+from shardmath.plans.pieces import stripe_unit
 from shardmath.plans.template import Batch, Ranks, Sets, Template, unit_addends
 
-__all__ = ["Batch", "Demands", "Ranks", "lines", "wire"]
+__all__ = ["Batch", "Demands", "Ranks", "gather_lines", "list_receivers"]
 
 MOST_BYTES = 1 << 61
 """That all ranks together ask for; sums and differences stay exact in 64 bits."""
@@ -117,7 +117,7 @@ class _Asked(NamedTuple):
         return self.holders * 2 + self.near
 
 
-def lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
+def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
     """The lines of all batches, not cut yet."""
     sets = Sets()
     asked = _stack(_ask(batches, sets))
@@ -210,7 +210,7 @@ def _list_stripes(batch: Batch, sets: Sets) -> Iterator[tuple[int, int, int, int
         by_addend = asking[cell]
         holders = classes[unit]
         chosen = _choose_addends(by_addend, held[holders])
-        parts = stripes(t, unit, len(chosen))
+        parts = stripe_unit(t, unit, len(chosen))
         for (lo, hi), addend in zip(parts, chosen, strict=True):
             receivers = sets.add(by_addend[addend])
             if lo < hi:
@@ -387,7 +387,7 @@ def _count_receivers(sets: tuple[Ranks, ...], heads: _Asked) -> Ints:
     return count
 
 
-def wire(demands: Demands, line: int, block: int) -> Ranks:
+def list_receivers(demands: Demands, line: int, block: int) -> Ranks:
     """The receivers of a block that do not hold it themselves."""
     asking = demands.asked_by(block)
     if demands.count[block] == len(asking):

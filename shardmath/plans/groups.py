@@ -16,32 +16,31 @@ from typing import NamedTuple, TypeAlias
 
 from shardmath.base.arguments import text
 from shardmath.base.errors import PlanError
-from shardmath.layouts.holdings import holdings_digest
+from shardmath.layouts.holdings import LayoutOrWindows, Windows, holdings_digest, read_windows
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_tensors
 from shardmath.plans.demands import Batch
-from shardmath.plans.reduction import Reduction, reduction
-from shardmath.plans.template import Template, template
-from shardmath.plans.uncovered import check_disjoint, first_unheld, holds_all, meeting
+from shardmath.plans.reduction import Reduction, find_reduction
+from shardmath.plans.template import Template, make_template
+from shardmath.plans.uncovered import check_disjoint, find_meeting, first_unheld, holds_all
 
 __all__ = [
     "NOTHING",
     "Group",
     "Side",
-    "Windows",
     "describe_form",
     "find_in_part",
     "group_alike",
     "join_groups",
     "list_windows",
     "make_batches",
-    "named",
+    "pair_by_name",
 ]
 
-Windows: TypeAlias = Layout | tuple[Layout, ...]
-"""How a side holds one tensor: a layout, or several windows of one shape."""
 Side: TypeAlias = (
-    Windows | Mapping[str, Layout] | Mapping[str, tuple[Layout, ...]] | Mapping[str, Windows]
+    LayoutOrWindows
+    | Mapping[str, Layout]
+    | Mapping[str, tuple[Layout, ...]]
+    | Mapping[str, LayoutOrWindows]
 )
 
 NOTHING = Reduction()
@@ -60,12 +59,14 @@ class Group(NamedTuple):
 
     key: tuple[object, ...]
     names: tuple[str, ...]
-    src: tuple[Layout, ...]
-    dst: tuple[Layout, ...]
+    src: Windows
+    dst: Windows
     rule: Reduction
 
 
-def named(src: Side, dst: Side) -> tuple[Mapping[str, Windows], Mapping[str, Windows]]:
+def pair_by_name(
+    src: Side, dst: Side
+) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
     """Both sides by name, "" for what has none.
 
     Raises PlanError where one alone is a mapping, or names differ.
@@ -85,9 +86,9 @@ def _describe(side: Side) -> str:
     return "a mapping" if isinstance(side, Mapping) else f"{side!r}"
 
 
-def _key_by_name(side: Side) -> Mapping[str, Windows]:
+def _key_by_name(side: Side) -> Mapping[str, LayoutOrWindows]:
     """The side as a mapping whose names are plain str."""
-    out: Mapping[str, Windows] = side if isinstance(side, Mapping) else {"": side}
+    out: Mapping[str, LayoutOrWindows] = side if isinstance(side, Mapping) else {"": side}
     if set(map(type, out)) <= {str}:
         return out
     for name in out:
@@ -96,7 +97,7 @@ def _key_by_name(side: Side) -> Mapping[str, Windows]:
     return {text(name, "a tensor's name", PlanError): held for name, held in out.items()}
 
 
-def _check_names(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> None:
+def _check_names(src: Mapping[str, LayoutOrWindows], dst: Mapping[str, LayoutOrWindows]) -> None:
     """Both sides have the same names."""
     if src.keys() == dst.keys():
         return
@@ -112,40 +113,24 @@ def _check_names(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> None
     raise PlanError(f"names differ: {'; '.join(only)}; give both sides the same names")
 
 
-def list_windows(names: list[str], side: Mapping[str, Windows]) -> dict[str, tuple[Layout, ...]]:
-    """Each tensor's windows, in the order of the names; tensors held alike have the same tuple.
+def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> dict[str, Windows]:
+    """Each tensor's windows, in the order of the names; tensors held alike share them.
 
     Raises PlanError for what is not windows, and for a window with the name of a tensor.
     """
-    held = list(map(side.__getitem__, names))
-    known: dict[int, tuple[Layout, ...]] = {}
-    distinct = {id(one): one for one in held}
-    for at, one in distinct.items():
-        known[at] = _as_windows(names, held, one)
-    # Tens of thousands of tensors go through here, so by map and not one by one.
-    windows = map(known.__getitem__, map(id, held))
-    out = dict(zip(names, windows, strict=True))
-    most = max(map(len, known.values()), default=0)
+    out = read_windows(side, PlanError, names)
+    most = max(map(len, out.values()), default=0)
     if most > 1:
         _check_local_names(out)
     return out
 
 
-def _as_windows(names: list[str], sides: list[Windows], held: object) -> tuple[Layout, ...]:
-    """One tensor's windows as a tuple."""
-    out = held if isinstance(held, tuple) else (held,)
-    if not out or not all(isinstance(layout, Layout) for layout in out):
-        which = next(i for i, one in enumerate(sides) if one is held)
-        raise PlanError(f"tensor {names[which]!r} is {held!r}; give a Layout or a tuple of Layouts")
-    return out
-
-
-def _check_local_names(side: Mapping[str, tuple[Layout, ...]]) -> None:
+def _check_local_names(side: Mapping[str, Windows]) -> None:
     """No window has the name of a tensor."""
     for name, windows in side.items():
         if len(windows) == 1:
             continue
-        for local, _ in local_tensors(name, windows):
+        for local in windows.local_names(name):
             if local in side:
                 raise PlanError(
                     f"window {local!r} of tensor {name!r} has the name of another tensor; "
@@ -153,9 +138,7 @@ def _check_local_names(side: Mapping[str, tuple[Layout, ...]]) -> None:
                 )
 
 
-def group_alike(
-    src: Mapping[str, tuple[Layout, ...]], dst: Mapping[str, tuple[Layout, ...]]
-) -> list[Group]:
+def group_alike(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[Group]:
     """All tensors by their windows themselves, in order of their first names."""
     groups = []
     # Forms of which a tensor was found in order: what is checked does not depend on ranks' names.
@@ -178,9 +161,7 @@ def group_alike(
     return groups
 
 
-def _same_windows(
-    src: Mapping[str, tuple[Layout, ...]], dst: Mapping[str, tuple[Layout, ...]]
-) -> Iterable[list[str]]:
+def _same_windows(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> Iterable[list[str]]:
     """The names that have the same tuples of windows on both sides."""
     same: dict[Identities, list[str]] = {}
     ids = zip(map(id, src.values()), map(id, dst.values()), strict=True)
@@ -192,7 +173,7 @@ def _same_windows(
     return same.values()
 
 
-def _check_tensor(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> None:
+def _check_tensor(name: str, src: Windows, dst: Windows) -> None:
     """All windows of both sides hold one tensor, and those of the source hold nothing twice."""
     first = src[0]
     for layout in (*src, *dst):
@@ -211,17 +192,17 @@ def describe_form(layout: Layout) -> str:
     return f"{layout.dtype}{list(layout.shape)}"
 
 
-def _agree_on_reduction(name: str, src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> Reduction:
+def _agree_on_reduction(name: str, src: Windows, dst: Windows) -> Reduction:
     """What the Partial axes of a tensor's windows ask for, in which all windows have to agree."""
     if not _any_partial(src, dst):
         return NOTHING
-    first = reduction(src[0], dst[0])
+    first = find_reduction(src[0], dst[0])
     folding = _folding(first)
     for b in dst:
-        expected = reduction(src[0], b)
+        expected = find_reduction(src[0], b)
         there = _ask_of_destination(expected)
         for a in src:
-            rule = reduction(a, b)
+            rule = find_reduction(a, b)
             same_there = _ask_of_destination(rule) == there
             if same_there and _folding(rule) == folding:
                 continue
@@ -246,7 +227,7 @@ def _folding(rule: Reduction) -> tuple[object, ...]:
     return rule.op, rule.addends, rule.fill
 
 
-def _make_key(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> tuple[object, ...]:
+def _make_key(src: Windows, dst: Windows) -> tuple[object, ...]:
     """All that the transfers of a tensor depend on, but for its name; the same for every spelling of
     its layouts."""
     first = src[0]
@@ -255,14 +236,14 @@ def _make_key(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> tuple[object,
     rules: list[tuple[object, ...]] = []
     if first.partial or dst[0].partial:
         for a, b in itertools.product(src, dst):
-            rule = reduction(a, b)
+            rule = find_reduction(a, b)
             rules.append(rule.by_ranks(a, b))
     asked = tuple(rules) if any(rules) else ()
     return first.shape, first.dtype, here, there, asked
 
 
 def find_in_part(
-    groups: Iterable[Group], given: Mapping[str, Windows], window: bool
+    groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
 ) -> tuple[str, ...]:
     """The tensors, ascending, that the destination does not hold whole.
 
@@ -308,16 +289,16 @@ def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
     # Templates where nothing is Partial, which a look-up by identity finds quicker.
     known: dict[Identities, Template] = {}
     for group in groups:
-        for i, j in meeting(group.src, group.dst):
+        for i, j in find_meeting(group.src, group.dst):
             a = group.src[i]
             b = group.dst[j]
             if group.rule is NOTHING:
                 forms = id(a.form), id(b.form)
                 if forms not in known:
-                    known[forms] = template(a, b, NOTHING)
+                    known[forms] = make_template(a, b, NOTHING)
                 t = known[forms]
             else:
-                t = template(a, b, reduction(a, b))
+                t = make_template(a, b, find_reduction(a, b))
             batch = Batch(t, group.names, a.mesh, b.mesh, i, j)
             batches.append(batch)
     return tuple(batches)

@@ -31,9 +31,9 @@ __all__ = [
     "Piece",
     "Transfer",
     "expand",
-    "legal",
+    "is_legal_cut",
     "snap",
-    "stripes",
+    "stripe_unit",
     "unit_boxes",
     "unit_grains",
     "unit_rows",
@@ -169,7 +169,7 @@ def snap(t: Template, unit: int, at: int) -> int:
     return at - inside % row_size(sizes[box])
 
 
-def stripes(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
+def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
     """The unit in `count` even ranges of elements, snapped."""
     size = int(t.unit_size[unit])
     places = []
@@ -179,7 +179,7 @@ def stripes(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
     return itertools.pairwise([*places, size])
 
 
-def legal(t: Template, unit: int, at: int) -> bool:
+def is_legal_cut(t: Template, unit: int, at: int) -> bool:
     """Whether the unit may be cut at an element: at a box, or at a row of one."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)

@@ -14,6 +14,7 @@
    (`adjoint`), or a program of it.
 
 >>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.layout import Layout
 >>> mesh = Mesh(tp=2)
 >>> p = plan(Layout((4, 2), mesh, "(tp n) h"), Layout((4, 2), mesh, "n (tp h)"))
 >>> for t in p.transfers(src=0):
@@ -36,32 +37,30 @@ from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.base.text import plural, shown
 from shardmath.flows.topology import Topology, checked
-from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_name
-from shardmath.plans.balance import balanced
-from shardmath.plans.demands import Batch, Demands, lines
+from shardmath.layouts.holdings import Windows
+from shardmath.plans.balance import balance
+from shardmath.plans.demands import Batch, Demands, gather_lines
 from shardmath.plans.groups import (
     NOTHING,
     Group,
     Side,
-    Windows,
     find_in_part,
     group_alike,
     join_groups,
     list_windows,
     make_batches,
-    named,
+    pair_by_name,
 )
 from shardmath.plans.pieces import Piece, Transfer, expand
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.stretches import (
     Stretch,
-    kept,
-    received,
-    received_loads,
+    list_kept,
+    list_received,
+    list_sent,
     row_at,
-    sent,
-    sent_loads,
+    sum_received,
+    sum_sent,
 )
 from shardmath.plans.uncovered import check_covered
 
@@ -70,13 +69,11 @@ __all__ = [
     "Plan",
     "Side",
     "Transfer",
-    "Windows",
     "describe",
-    "local_name",
-    "named",
+    "pair_by_name",
     "plan",
     "rule_of",
-    "spelled",
+    "spell_transfers",
 ]
 
 
@@ -89,9 +86,9 @@ class Movable(Protocol):
     """
 
     @property
-    def src(self) -> Mapping[str, tuple[Layout, ...]]: ...
+    def src(self) -> Mapping[str, Windows]: ...
     @property
-    def dst(self) -> Mapping[str, tuple[Layout, ...]]: ...
+    def dst(self) -> Mapping[str, Windows]: ...
     @property
     def is_tree(self) -> bool: ...
     @property
@@ -136,8 +133,8 @@ class Plan:
     destination holds some element.
     """
 
-    src: Mapping[str, tuple[Layout, ...]]
-    dst: Mapping[str, tuple[Layout, ...]]
+    src: Mapping[str, Windows]
+    dst: Mapping[str, Windows]
     rules: Mapping[str, Reduction]
     batches: tuple[Batch, ...]
     lines: Demands
@@ -193,11 +190,11 @@ class Plan:
 
     def sent_bytes(self) -> dict[int, int]:
         """Bytes that each rank of either side sends to other ranks."""
-        return dict.fromkeys(self.ranks, 0) | sent_loads(self.lines)
+        return dict.fromkeys(self.ranks, 0) | sum_sent(self.lines)
 
     def received_bytes(self) -> dict[int, int]:
         """Bytes that each rank of either side receives from other ranks."""
-        return dict.fromkeys(self.ranks, 0) | received_loads(self.lines)
+        return dict.fromkeys(self.ranks, 0) | sum_received(self.lines)
 
 
 def _as_rank(rank: int | None) -> int | None:
@@ -222,7 +219,7 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
             f"window={window!r}; "
             f"give True where the destination may hold less than the tensors, or False"
         )
-    here, there = named(src, dst)
+    here, there = pair_by_name(src, dst)
     names = sorted(here)
     source = list_windows(names, here)
     target = list_windows(names, there)
@@ -237,7 +234,7 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
         dst=target,
         rules=_list_rules(names, alike),
         batches=batches,
-        lines=balanced(lines(batches, topology), batches, topology),
+        lines=balance(gather_lines(batches, topology), batches, topology),
         digest=_digest(groups, is_tree, topology),
         is_tree=is_tree,
         src_ranks=_list_ranks(group.src for group in groups),
@@ -269,7 +266,7 @@ def _digest(groups: list[Group], is_tree: bool, topology: Topology | None) -> st
     return digest((is_tree, key, topology))
 
 
-def _list_ranks(sides: Iterable[tuple[Layout, ...]]) -> tuple[int, ...]:
+def _list_ranks(sides: Iterable[Windows]) -> tuple[int, ...]:
     """The ranks of all meshes, ascending."""
     layouts = itertools.chain.from_iterable(sides)
     meshes = {layout.mesh for layout in layouts}
@@ -291,21 +288,21 @@ def _list_transfers(p: Plan, src: int | None, dst: int | None) -> Iterator[Trans
 
 def _list_sent(p: Plan, rank: int) -> Iterator[Transfer]:
     """What the rank keeps, then what it sends to others."""
-    own = kept(p.lines, rank)
-    others = sent(p.lines, rank)
+    own = list_kept(p.lines, rank)
+    others = list_sent(p.lines, rank)
     for stretch in itertools.chain(own, others):
-        yield from spelled(p, p.lines, stretch)
+        yield from spell_transfers(p, p.lines, stretch)
 
 
 def _list_received(p: Plan, rank: int) -> Iterator[Transfer]:
     """What the rank keeps, then what it receives from others."""
-    own = kept(p.lines, rank)
-    others = received(p.lines, rank)
+    own = list_kept(p.lines, rank)
+    others = list_received(p.lines, rank)
     for stretch in itertools.chain(own, others):
-        yield from spelled(p, p.lines, stretch)
+        yield from spell_transfers(p, p.lines, stretch)
 
 
-def spelled(
+def spell_transfers(
     p: Plan, demands: Demands, stretch: Stretch, *, relayed: bool = False
 ) -> Iterator[Transfer]:
     """The transfers of a stretch of the plan's lines, tensor by tensor.
@@ -377,11 +374,11 @@ def _name_pieces(
         op = "copy" if relayed else rule.op_of(piece.addend)
         entering.append((op, *piece))
     ends = stretch.sender, stretch.receiver
-    sources = len(p.src[names[0]])
-    targets = len(p.dst[names[0]])
+    sources = p.src[names[0]]
+    targets = p.dst[names[0]]
     new = tuple.__new__  # what Transfer(...) does in the end, at half the time
     # Most tensors are one window on both sides, and have no local names to make.
-    if sources == targets == 1:
+    if len(sources) == len(targets) == 1:
         return [
             new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, at, addend))
             for name in names
@@ -389,8 +386,8 @@ def _name_pieces(
         ]
     out = []
     for name in names:
-        there = local_name(name, batch.target, targets)
-        here = there if relayed else local_name(name, batch.source, sources)
+        there = targets.local_name(name, batch.target)
+        here = there if relayed else sources.local_name(name, batch.source)
         for op, src, dst, at, shape, nbytes, addend in entering:
             fields = (name, *ends, op, here, src, there, dst, shape, nbytes, at, addend)
             out.append(new(Transfer, fields))

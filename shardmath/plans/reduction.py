@@ -14,7 +14,7 @@ reductions: *each destination replica receives each source addend of each elemen
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> mesh = Mesh(dp=2, tp=2)
->>> reduction(Layout((4,), mesh, "n {sum: dp}"), Layout((4,), mesh, "(dp n)")).folded
+>>> find_reduction(Layout((4,), mesh, "n {sum: dp}"), Layout((4,), mesh, "(dp n)")).folded
 ('dp',)
 """
 
@@ -31,7 +31,7 @@ from shardmath.base.errors import PlanError
 from shardmath.base.operations import OPERATIONS
 from shardmath.layouts.layout import Layout
 
-__all__ = ["Reduction", "check_arithmetic", "identity_of", "ranks_along", "reduction"]
+__all__ = ["Reduction", "check_arithmetic", "find_reduction", "identity_of", "ranks_along"]
 
 Axes: TypeAlias = tuple[str, ...]
 """Axes of one mesh, flattened where they are one coordinate."""
@@ -86,7 +86,7 @@ def _list_coordinates(mesh: Mesh, axes: Axes) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(pairs))
 
 
-def reduction(src: Layout, dst: Layout) -> Reduction:
+def find_reduction(src: Layout, dst: Layout) -> Reduction:
     """What the Partial axes of both sides mean for moving `src` to `dst`.
 
     Raises PlanError for two different operations, and for arithmetic that the dtype does not have.

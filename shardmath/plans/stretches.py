@@ -16,17 +16,17 @@ import numpy as np
 
 from shardmath.base.arrays import Ints, lengths
 from shardmath.base.memo import memo
-from shardmath.plans.demands import Demands, Ranks, wire
+from shardmath.plans.demands import Demands, Ranks, list_receivers
 
 __all__ = [
     "Stretch",
     "block_at",
-    "kept",
-    "received",
-    "received_loads",
+    "list_kept",
+    "list_received",
+    "list_sent",
     "row_at",
-    "sent",
-    "sent_loads",
+    "sum_received",
+    "sum_sent",
 ]
 
 
@@ -56,7 +56,7 @@ def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> in
     return int(first + before) - 1
 
 
-def sent(demands: Demands, rank: int) -> Iterator[Stretch]:
+def list_sent(demands: Demands, rank: int) -> Iterator[Stretch]:
     """All that the rank sends to others."""
     for line, lo, hi in _find_shares(demands, rank):
         first = block_at(demands, line, lo)
@@ -89,7 +89,7 @@ def _send_of_block(
     hi = min(hi - start, each * int(demands.count[block]))
     if lo >= hi:
         return
-    asking = wire(demands, line, block)
+    asking = list_receivers(demands, line, block)
     first = lo // each
     last = (hi - 1) // each
     for receiver in range(first, last + 1):
@@ -99,7 +99,7 @@ def _send_of_block(
         yield Stretch(block, rank, asking[receiver], a, b)
 
 
-def received(demands: Demands, rank: int) -> Iterator[Stretch]:
+def list_received(demands: Demands, rank: int) -> Iterator[Stretch]:
     """All that the rank receives from others."""
     for line, block in _asked_by(demands, rank):
         held = demands.held_by(line)
@@ -114,7 +114,7 @@ def received(demands: Demands, rank: int) -> Iterator[Stretch]:
             yield Stretch(block, sender, rank, lo - begin, hi - begin)
 
 
-def kept(demands: Demands, rank: int) -> Iterator[Stretch]:
+def list_kept(demands: Demands, rank: int) -> Iterator[Stretch]:
     """All that stays on the rank: whole blocks."""
     for line, block in _asked_by(demands, rank):
         if _among(demands.held_by(line), rank):
@@ -165,7 +165,7 @@ def _find_senders(demands: Demands, line: int, lo: int, hi: int) -> Iterator[tup
             yield holder, a, b
 
 
-def sent_loads(demands: Demands) -> dict[int, int]:
+def sum_sent(demands: Demands) -> dict[int, int]:
     """Bytes that each holder sends to others."""
     shares = np.diff(demands.cuts).tolist()
     first = demands.cut_first.tolist()
@@ -178,7 +178,7 @@ def sent_loads(demands: Demands) -> dict[int, int]:
     return out
 
 
-def received_loads(demands: Demands) -> dict[int, int]:
+def sum_received(demands: Demands) -> dict[int, int]:
     """Bytes that each receiver gets from others."""
     asked = np.zeros(len(demands.sets), np.int64)
     np.add.at(asked, demands.receivers, demands.nbytes)

@@ -15,7 +15,7 @@ ranks' names.
 >>> from shardmath.algebra.mesh import Mesh
 >>> src = Layout((6,), Mesh(tp=2), "(tp n)")
 >>> dst = Layout((6,), Mesh(dp=2, tp=3), "(tp n)")
->>> t = template(src, dst, Reduction())
+>>> t = make_template(src, dst, Reduction())
 >>> t.unit_size.tolist(), [h.tolist() for h in t.holders], [r.tolist() for r in t.receivers]
 ([2, 1, 1, 2], [[0], [1]], [[0, 3], [1, 4], [2, 5]])
 """
@@ -31,7 +31,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from shardmath.algebra.mesh import Mesh, strides
-from shardmath.algebra.overlay import Overlay, Parts, overlaid, overlay
+from shardmath.algebra.overlay import Overlay, Parts, overlay, overlay_dimensions
 from shardmath.algebra.partition import Partition
 from shardmath.algebra.runs import Runs, identity
 from shardmath.base.arrays import Ints, distinct, lengths, ranges
@@ -46,7 +46,7 @@ __all__ = [
     "Sets",
     "Template",
     "hidden_pairs",
-    "template",
+    "make_template",
     "unit_addends",
 ]
 
@@ -148,7 +148,7 @@ class Batch:
     target: int = 0
 
 
-def template(src: Layout, dst: Layout, rule: Reduction) -> Template:
+def make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
     """The template of two layouts of one shape."""
     return _make_template(src.form, dst.form, rule)
 
@@ -157,7 +157,7 @@ def template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
     """The template of two forms, once for each pair."""
     hidden = itertools.starmap(overlay, hidden_pairs(src, rule))
-    overlays = (*hidden, *map(overlaid, src.dims, dst.dims))
+    overlays = (*hidden, *map(overlay_dimensions, src.dims, dst.dims))
     units = _multiply(overlays)
     classes, unit_class = distinct(units.keys)
     cells, unit_cell = distinct(units.goals)

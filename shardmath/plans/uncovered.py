@@ -21,7 +21,7 @@ from shardmath.algebra.box import Box, first_gap, from_slices
 from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.gaps import Product, find_gap
 from shardmath.algebra.overlay import Overlay
-from shardmath.algebra.partition import partition, spans
+from shardmath.algebra.partition import list_spans, partition
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
@@ -31,13 +31,13 @@ from shardmath.plans.pieces import expand
 from shardmath.plans.template import Template
 
 __all__ = [
-    "cells_held",
     "check_covered",
     "check_disjoint",
+    "count_cells",
+    "find_meeting",
+    "find_not_whole",
     "first_unheld",
     "holds_all",
-    "meeting",
-    "not_whole",
 ]
 
 
@@ -82,7 +82,7 @@ def _find_common_position(a: Dimension, b: Dimension) -> int | None:
 def _union(dimension: Dimension) -> tuple[Ints, Ints]:
     """Starts and stops of the disjoint ranges that anybody holds, ascending."""
     divided = partition(dimension)
-    start, stop, _, _ = spans(divided.parts)
+    start, stop, _, _ = list_spans(divided.parts)
     # A range begins where none before reaches, and the one before it ends there.
     reach = np.maximum.accumulate(stop)
     is_first = np.ones(len(start), bool)
@@ -92,7 +92,7 @@ def _union(dimension: Dimension) -> tuple[Ints, Ints]:
     return start[is_first], reach[is_last]
 
 
-def meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int, int]]:
+def find_meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int, int]]:
     """The pairs (source window, destination window) whose hulls meet; at least one for each
     destination window."""
     if len(src) == len(dst) == 1:
@@ -152,7 +152,7 @@ def holds_all(windows: tuple[Layout, ...]) -> bool:
     return first_unheld(windows) is None
 
 
-def not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
+def find_not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
     """The tensors, ascending, of which no rank of a side holds some element."""
     distinct = {id(windows): windows for windows in side.values()}
     short = set()
@@ -230,7 +230,7 @@ def _is_covered(t: Template) -> bool:
 
 def _count_needed(t: Template) -> Ints:
     """How many elements of all addends each position of the destination has cells for."""
-    return cells_held(t.dst) * t.reduction.addends
+    return count_cells(t.dst) * t.reduction.addends
 
 
 @memo()
@@ -262,7 +262,7 @@ def _count_given(t: Template) -> Ints:
     return given
 
 
-def cells_held(layout: Layout) -> Ints:
+def count_cells(layout: Layout) -> Ints:
     """How many of its local cells are the tensor's, by position in the mesh."""
     held = np.ones(layout.mesh.size, np.int64)
     for dim in layout.dims:

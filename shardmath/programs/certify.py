@@ -24,18 +24,18 @@ import numpy as np
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
 from shardmath.flows.blocks import Block
-from shardmath.flows.bound import bound
-from shardmath.flows.certificate import Certificate, certificate
+from shardmath.flows.bound import find_bound
+from shardmath.flows.certificate import Certificate, make_certificate
 from shardmath.flows.topology import Topology, checked
 from shardmath.plans.adjoint import Transposed
-from shardmath.plans.demands import Demands, lines
+from shardmath.plans.demands import Demands, gather_lines
 from shardmath.plans.plan import Plan
-from shardmath.plans.uncovered import meeting
-from shardmath.programs.loads import round_loads, seconds, sum_pairs
+from shardmath.plans.uncovered import find_meeting
+from shardmath.programs.loads import estimate_seconds, sum_pairs, sum_round_loads
 from shardmath.programs.program import Program
 from shardmath.programs.scheduling import as_planned
 
-__all__ = ["blocks", "certify", "crossing_bytes"]
+__all__ = ["certify", "crossing_bytes", "list_blocks"]
 
 
 def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certificate:
@@ -47,10 +47,10 @@ def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certifica
     program with another topology.
     """
     prog = _find_running(p, topology)
-    loads = round_loads(prog)
-    time = seconds(prog.topology, loads)
-    least = bound(blocks(prog.plan), prog.ranks, prog.topology)
-    return certificate(least, time)
+    loads = sum_round_loads(prog)
+    time = estimate_seconds(prog.topology, loads)
+    least = find_bound(list_blocks(prog.plan), prog.ranks, prog.topology)
+    return make_certificate(least, time)
 
 
 def crossing_bytes(p: Plan | Transposed | Program, *, topology: Topology | None = None) -> int:
@@ -79,11 +79,11 @@ def _find_running(p: object, topology: Topology | None) -> Program:
     return p
 
 
-def blocks(p: Plan) -> Iterator[Block]:
+def list_blocks(p: Plan) -> Iterator[Block]:
     """What must be where, as the bound takes it: distinct elements, whoever sends them."""
     # The bound counts what must move, and not whom a topology has the plan ask for it: near and
     # far lines would part one set of receivers in two.
-    on = p.lines if p.topology is None else lines(p.batches)
+    on = p.lines if p.topology is None else gather_lines(p.batches)
     folded = _find_folded(p, on).tolist()
     addend = on.addend.tolist()
     nbytes = _count_bytes(p, on).tolist()
@@ -128,5 +128,5 @@ def _is_counted(p: Plan, number: int) -> bool:
     if batch.target == 0:
         return True
     windows = p.dst[batch.names[0]]
-    common = meeting(windows, windows)
+    common = find_meeting(windows, windows)
     return all((i, batch.target) not in common for i in range(batch.target))

@@ -27,7 +27,7 @@ from shardmath.plans.plan import Transfer
 from shardmath.programs.messages import (
     ALIGNMENT,
     Message,
-    aligned,
+    align,
     itemsize_of,
     make_message,
 )
@@ -127,7 +127,7 @@ def _cut(stream: list[Transfer], limit: int) -> Iterator[list[Transfer]]:
     left = stream[::-1]  # a stack: the next transfer is the last
     while left:
         t = left.pop()
-        start = aligned(end, itemsize_of(t))
+        start = align(end, itemsize_of(t))
         # A row is cut only where even an empty message has no room for it.
         head, tail = _split(t, limit - start, within_rows=not pieces)
         left.extend(reversed(tail))

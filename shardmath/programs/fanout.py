@@ -21,11 +21,11 @@ import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, Offsets
 from shardmath.flows.shedding import find_least_sent, shed_to_target
-from shardmath.plans.balance import grid, shared
+from shardmath.plans.balance import make_grid, share_lines
 from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan
-from shardmath.programs.legs import Bands, Legs, nodes
-from shardmath.programs.streams import straight
+from shardmath.programs.legs import Bands, Legs, group_receivers
+from shardmath.programs.streams import list_straight
 
 __all__ = ["find_legs"]
 
@@ -55,7 +55,7 @@ def _count_by_node(legs: Legs) -> list[list[int]]:
     owners = legs.lines.blocks.owners().tolist()
     groups = []
     for block, line in enumerate(owners):
-        groups.append([len(ranks) for ranks in nodes(legs, line, block)])
+        groups.append([len(ranks) for ranks in group_receivers(legs, line, block)])
     return groups
 
 
@@ -226,7 +226,7 @@ def _make_bands(p: Plan, legs: Legs, groups: list[list[int]], plots: Sequence[_P
     table = np.array(rows, np.int64)
     block, wanted, begin, count, place, span = table.reshape(-1, 6).T
     classes = [plot.classes for plot in plots]
-    where = grid(legs.lines, p.batches)
+    where = make_grid(legs.lines, p.batches)
     none = np.zeros(0, np.int64)
     return Bands(
         first=np.searchsorted(block, np.arange(len(groups) + 1)),
@@ -294,7 +294,7 @@ def _cut_first_leg(p: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
     sent = by_block.sums(straight)
     length = lines.blocks.sums(sent)
     start = lines.blocks.begin(sent)
-    cut_first, cuts = shared(lines, length.tolist())
+    cut_first, cuts = share_lines(lines, length.tolist())
     bands = replace(legs.bands, start=start, cut_first=cut_first, cuts=cuts)
     cut = replace(legs, bands=bands)
     snapped = _snap_cuts(p, cut)
@@ -342,7 +342,7 @@ def _snap_cuts(p: Plan, legs: Legs) -> Ints:
 
 def _snap_cuts_of_line(p: Plan, legs: Legs, line: int, cuts: Ints) -> Ints:
     """The cuts inside one line, snapped."""
-    to = straight(legs, line)
+    to = list_straight(legs, line)
     item = np.searchsorted(to.place, cuts, "right") - 1
     block = to.block[item]
     place = to.place[item]
@@ -352,7 +352,7 @@ def _snap_cuts_of_line(p: Plan, legs: Legs, line: int, cuts: Ints) -> Ints:
     is_end = cuts >= place + size
     inside = np.minimum(cuts - place, size - 1)
     content = begin + inside
-    where = grid(legs.lines, p.batches)
+    where = make_grid(legs.lines, p.batches)
     snapped = where.snapped(block, content)
     # A row may begin before the item does.
     into_item = np.maximum(snapped - begin, 0)

@@ -16,9 +16,9 @@ import numpy as np
 
 from shardmath.base.arrays import Ints
 from shardmath.base.memo import memo
-from shardmath.plans.demands import Demands, Ranks, wire
+from shardmath.plans.demands import Demands, Ranks, list_receivers
 
-__all__ = ["Bands", "Legs", "Streams", "legs_as_cut", "nodes"]
+__all__ = ["Bands", "Legs", "Streams", "group_receivers", "legs_as_cut"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,9 +80,9 @@ def nodes_of(ranks: Ranks, per_node: int) -> tuple[Ranks, ...]:
     return tuple(tuple(group) for _, group in by_node)
 
 
-def nodes(legs: Legs, line: int, block: int) -> tuple[Ranks, ...]:
+def group_receivers(legs: Legs, line: int, block: int) -> tuple[Ranks, ...]:
     """The receivers of a block by what shares what enters: nodes, or every rank by itself."""
-    receivers = wire(legs.lines, line, block)
+    receivers = list_receivers(legs.lines, line, block)
     # A later addend is folded on top of the first, and cannot be relayed from there.
     alone = legs.lines.near[line] or legs.lines.addend[block]
     sharing = 1 if alone else legs.sharing

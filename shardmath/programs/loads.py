@@ -2,11 +2,11 @@
 
 1. A rank has four links: out and in on its node, out and in to other nodes.
 2. A round is as long as its fullest link takes, and one latency; rounds follow each other.
-3. `round_loads` counts slice by slice what `for_rank` lists; `leg_loads` all slots together.
+3. `sum_round_loads` counts slice by slice what `for_rank` lists; `sum_leg_loads` all slots together.
 
 >>> from shardmath.flows.topology import Topology
 >>> slow = Topology(intra_bytes_per_s=10, inter_bytes_per_s=1, latency_s=1)
->>> seconds(slow, np.array([[0, 20, 0, 0], [0, 0, 5, 0]]))
+>>> estimate_seconds(slow, np.array([[0, 20, 0, 0], [0, 0, 5, 0]]))
 6.0
 """
 
@@ -21,18 +21,19 @@ from numpy.typing import NDArray
 from shardmath.base.arrays import Bools, Ints, Offsets
 from shardmath.flows.topology import Topology
 from shardmath.programs.legs import Streams
-from shardmath.programs.program import Program, slices, turn_of
-from shardmath.programs.streams import streams
+from shardmath.programs.program import Program, list_slices, turn_of
+from shardmath.programs.streams import list_streams
 
 __all__ = [
     "LEGS",
     "Loads",
     "Pairs",
     "count_messages",
-    "leg_loads",
-    "round_loads",
-    "seconds",
+    "estimate_seconds",
+    "estimate_slots",
+    "sum_leg_loads",
     "sum_pairs",
+    "sum_round_loads",
 ]
 
 LEGS = 3
@@ -91,7 +92,7 @@ def _sum_line(
     prog: Program, line: int, ranks: Ints, shape: tuple[int, int, int, int]
 ) -> tuple[Ints, Ints]:
     """The pairs of a line, coded as places of a table of this shape, and the bytes of each."""
-    of = streams(prog.legs, line)
+    of = list_streams(prog.legs, line)
     phase = prog.legs.lines.addend[of.block]
     leg = of.leg - 1
     sender, receiver = _find_places(ranks, of)
@@ -130,7 +131,7 @@ def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
     return code[first], alike.sums(nbytes[order])
 
 
-def leg_loads(prog: Program, of: Pairs) -> Loads:
+def sum_leg_loads(prog: Program, of: Pairs) -> Loads:
     """Bytes by phase, leg, rank and link, all slots together."""
     shape = _count_phases(prog), LEGS, len(prog.ranks), LINKS
     loads = np.zeros(shape, np.int64)
@@ -163,7 +164,7 @@ def count_messages(of: Pairs, turns: int, ranks: int) -> Ints:
     return counts
 
 
-def round_loads(prog: Program) -> Loads:
+def sum_round_loads(prog: Program) -> Loads:
     """Bytes by phase, slot, turn, rank and link, exactly."""
     ranks = np.array(prog.ranks, np.int64)
     phases = _count_phases(prog)
@@ -181,8 +182,8 @@ def _add_line(
     loads: Ints, shape: tuple[int, int, int, int, int], prog: Program, line: int, ranks: Ints
 ) -> None:
     """Add what goes in the slots of a line, at both ends; `loads` is flat."""
-    of = streams(prog.legs, line)
-    cut = slices(prog, line, of)
+    of = list_streams(prog.legs, line)
+    cut = list_slices(prog, line, of)
     nbytes = cut.hi - cut.lo
     # Slices differ from their stream in the slot alone: streams are coded as if in slot 0, slices
     # are that many slots further. There are many more slices than streams.
@@ -212,7 +213,7 @@ def _code_ends(
     return sent_code, received_code
 
 
-def seconds(where: Topology, loads: Loads) -> float:
+def estimate_seconds(where: Topology, loads: Loads) -> float:
     """The time of rounds one after the other, each its fullest link's time and one latency.
 
     `loads` are bytes by (..., rank, link).
@@ -224,3 +225,16 @@ def seconds(where: Topology, loads: Loads) -> float:
     by_round = by_link.max(axis=(-2, -1), initial=0.0)
     latency = where.latency_s * np.count_nonzero(by_round)
     return float(by_round.sum() + latency)
+
+
+def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:
+    """The time of the legs in so many slots, each leg one slot behind the one before."""
+    total = 0.0
+    few = min(slots, LEGS)
+    for slot in range(few + LEGS - 1):
+        legs = [leg for leg in range(LEGS) if 0 <= slot - leg < few]
+        # Slots beyond the few are in the middle, where all legs are under way: they take the same time.
+        count = 1 + slots - few if len(legs) == LEGS else 1
+        load = loads[:, legs].sum(axis=1)
+        total += count * estimate_seconds(where, load / slots)
+    return total

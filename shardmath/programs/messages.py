@@ -31,7 +31,7 @@ __all__ = [
     "Message",
     "Round",
     "Step",
-    "aligned",
+    "align",
     "gather_rounds",
     "itemsize_of",
     "keeps_fold_order",
@@ -116,7 +116,7 @@ class Round(NamedTuple):
         return "\n  ".join(lines)
 
 
-def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+def align(nbytes: int, to: int = ALIGNMENT) -> int:
     """`nbytes` rounded up to a multiple of `to`."""
     return -(-nbytes // to) * to
 
@@ -133,7 +133,7 @@ def make_message(
     starts = []
     end = 0
     for piece in pieces:
-        start = aligned(end, itemsize_of(piece))
+        start = align(end, itemsize_of(piece))
         starts.append(start)
         end = start + piece.nbytes
     return Message(step, src_rank, dst_rank, leg, tuple(pieces), tuple(starts), end)
@@ -176,7 +176,7 @@ def _make_round(posted: list[Message], rank: int) -> Round:
 def staging_bytes(one: Round) -> int:
     """Bytes that stage all messages of the round that travel."""
     travelling = (*one.sends, *one.receives)
-    return sum(aligned(m.nbytes) for m in travelling)
+    return sum(align(m.nbytes) for m in travelling)
 
 
 # The order of addends

@@ -3,13 +3,13 @@
 1. A part is made of the plan alone, without processes. What ranks have to agree on first is two
    things about all of them: the most peers that any has, and whether some rank's addends would come
    out of order unless one goes after the other.
-2. `parts` makes those of all ranks, and so does what the ranks' votes do.
+2. `make_parts` makes those of all ranks, and so does what the ranks' votes do.
 3. Cells of a local tensor that are not the tensor's own (padding, or another tensor's share of a
    fused buffer) are in no box.
 
 >>> from shardmath import Layout, Mesh, plan
 >>> mesh = Mesh(tp=2)
->>> first, second = parts(plan(Layout((4,), mesh, "(tp n)"), Layout((4,), mesh, "n")))
+>>> first, second = make_parts(plan(Layout((4,), mesh, "(tp n)"), Layout((4,), mesh, "n")))
 >>> [len(one.sends) for one in first.rounds], first.rounds[0].sends[0].nbytes
 ([1], 8)
 """
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardmath.algebra.runs import Runs
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_name
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable, Plan, Transfer
 from shardmath.programs.cutting import cut_transfers, most_peers, set_pace
@@ -36,9 +36,9 @@ __all__ = [
     "Outline",
     "Part",
     "Stored",
-    "outline",
+    "make_parts",
+    "outline_part",
     "own_boxes",
-    "parts",
     "plan_of",
     "stored_on",
 ]
@@ -89,14 +89,12 @@ def plan_of(given: Plan | Transposed | Program) -> Plan | Transposed:
     return given.plan if isinstance(given, Program) else given
 
 
-def stored_on(side: Mapping[str, tuple[Layout, ...]], rank: int) -> dict[str, Stored]:
+def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, Stored]:
     """What the rank stores of this side of a plan, by local name."""
     found: dict[str, Stored] = {}
     for tensor, windows in side.items():
-        for number, layout in enumerate(windows):
-            if rank in layout.mesh:
-                key = local_name(tensor, number, len(windows))
-                found[key] = Stored(tensor, layout)
+        for local, layout in windows.locals(tensor, rank):
+            found[local] = Stored(tensor, layout)
     return found
 
 
@@ -188,7 +186,7 @@ class Outline:
         )
 
 
-def outline(given: Plan | Transposed | Program, rank: int) -> Outline:
+def outline_part(given: Plan | Transposed | Program, rank: int) -> Outline:
     """What the rank does of the plan or program, but for its pace."""
     if isinstance(given, Program):
         rounds = given.for_rank(rank)
@@ -209,11 +207,11 @@ def _list_pieces(rounds: Iterable[Round]) -> Iterator[Transfer]:
             yield from m.pieces
 
 
-def parts(
+def make_parts(
     given: Plan | Transposed | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES
 ) -> tuple[Part, ...]:
     """The parts of all ranks, as they would agree on them."""
-    outlines = [outline(given, rank) for rank in given.ranks]
+    outlines = [outline_part(given, rank) for rank in given.ranks]
     peers = max((one.peers for one in outlines), default=0)
     # One addend after the other takes more rounds, so only where their order asks for it.
     for by_addend in (False, True):

@@ -4,7 +4,7 @@
    first **leg** every node gets each byte once, its replicas holding stripes, or only some of the
    nodes do. In later legs ranks of the destination relay what they have received to other nodes,
    and then inside their own.
-2. What goes from one rank to another is a **stream** (`streams`). One that is relayed is relayed as
+2. What goes from one rank to another is a **stream** (`list_streams`). One that is relayed is relayed as
    it came.
 3. Streams are cut into `slots` **slices**. A slice is relayed one slot later for every leg, so no
    rank sends what it does not have. Streams begin at different slots in turn, so that small ones,
@@ -31,16 +31,16 @@ from shardmath.base.public import public
 from shardmath.base.text import plural
 from shardmath.collectives.collective import Collective, recognise_all
 from shardmath.flows.topology import Topology
-from shardmath.layouts.layout import Layout
-from shardmath.plans.balance import grid
+from shardmath.layouts.holdings import Windows
+from shardmath.plans.balance import make_grid
 from shardmath.plans.demands import Demands
-from shardmath.plans.plan import Plan, Transfer, spelled
-from shardmath.plans.stretches import Stretch, kept
+from shardmath.plans.plan import Plan, Transfer, spell_transfers
+from shardmath.plans.stretches import Stretch, list_kept
 from shardmath.programs.legs import Legs, Streams
 from shardmath.programs.messages import Round, Step, gather_rounds, itemsize_of, make_message
-from shardmath.programs.streams import streams
+from shardmath.programs.streams import list_streams
 
-__all__ = ["Program", "Slices", "slices", "turn_of"]
+__all__ = ["Program", "Slices", "list_slices", "turn_of"]
 
 
 @public
@@ -78,12 +78,12 @@ class Program:
         return html(self)
 
     @property
-    def src(self) -> Mapping[str, tuple[Layout, ...]]:
+    def src(self) -> Mapping[str, Windows]:
         """Each tensor's windows at the source, by name."""
         return self.plan.src
 
     @property
-    def dst(self) -> Mapping[str, tuple[Layout, ...]]:
+    def dst(self) -> Mapping[str, Windows]:
         """Each tensor's windows at the destination, by name."""
         return self.plan.dst
 
@@ -147,7 +147,7 @@ def _gather_pieces(prog: Program, rank: int) -> dict[_End, list[Transfer]]:
     for step, leg, stretch in _list_stretches(prog, rank):
         end = step, stretch.sender, stretch.receiver, leg
         message = pieces.setdefault(end, [])
-        message += spelled(prog.plan, lines, stretch, relayed=leg > 1)
+        message += spell_transfers(prog.plan, lines, stretch, relayed=leg > 1)
     return pieces
 
 
@@ -170,7 +170,7 @@ class Slices(NamedTuple):
     hi: Ints
 
 
-def slices(prog: Program, line: int, of: Streams) -> Slices:
+def list_slices(prog: Program, line: int, of: Streams) -> Slices:
     """All slices of streams of a line that are not empty."""
     borders = _find_borders(prog, of)
     size = np.diff(borders, axis=1)
@@ -197,7 +197,7 @@ def _find_borders(prog: Program, of: Streams) -> Ints:
     inner = np.arange(1, prog.slots)
     length = hi - lo
     even = lo + length * inner // prog.slots
-    where = grid(prog.legs.lines, prog.plan.batches)
+    where = make_grid(prog.legs.lines, prog.plan.batches)
     block = of.block.repeat(len(inner))
     snapped = where.snapped(block, even.ravel())
     snapped = snapped.reshape(even.shape)
@@ -209,13 +209,13 @@ def _find_borders(prog: Program, of: Streams) -> Ints:
 def _list_stretches(prog: Program, rank: int) -> Iterator[tuple[Step, int, Stretch]]:
     """(step, leg, stretch) of all that the rank keeps, sends and receives, in order."""
     on = prog.legs.lines
-    for stretch in kept(on, rank):
+    for stretch in list_kept(on, rank):
         # What stays on the rank takes no room, so neither slots nor turns divide it.
         phase = int(on.addend[stretch.block])
         step = phase, 0, 0
         yield step, 1, stretch
     for line in _find_lines(on, rank):
-        every = streams(prog.legs, line)
+        every = list_streams(prog.legs, line)
         mine = every.sender == rank
         mine |= every.receiver == rank
         some = Streams(*(column[mine] for column in every))
@@ -237,7 +237,7 @@ def _tabulate_slices(prog: Program, line: int, of: Streams) -> list[list[int]]:
     phase = prog.legs.lines.addend[of.block]
     turn = _find_turns(prog, of)
     by_stream = np.array([phase, turn, of.leg, of.block, of.sender, of.receiver])
-    cut = slices(prog, line, of)
+    cut = list_slices(prog, line, of)
     by_slice = by_stream[:, cut.stream]
     columns = np.vstack((by_slice, cut.slot, cut.lo, cut.hi))
     table = columns.T

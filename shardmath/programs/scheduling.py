@@ -34,8 +34,8 @@ from shardmath.base.digest import digest
 from shardmath.base.errors import PlanError
 from shardmath.base.text import shown
 from shardmath.flows.topology import Topology, checked
-from shardmath.plans.balance import uncut
-from shardmath.plans.demands import Demands, lines
+from shardmath.plans.balance import measure_uncut
+from shardmath.plans.demands import Demands, gather_lines
 from shardmath.plans.plan import Plan
 from shardmath.programs.fanout import find_legs
 from shardmath.programs.legs import Legs, legs_as_cut
@@ -44,15 +44,16 @@ from shardmath.programs.loads import (
     Loads,
     Pairs,
     count_messages,
-    leg_loads,
-    round_loads,
-    seconds,
+    estimate_seconds,
+    estimate_slots,
+    sum_leg_loads,
     sum_pairs,
+    sum_round_loads,
 )
 from shardmath.programs.program import Program
-from shardmath.programs.streams import streams
+from shardmath.programs.streams import list_streams
 
-__all__ = ["Fanout", "MOST_ROUNDS", "MOST_SLOTS", "as_planned", "schedule"]
+__all__ = ["MOST_ROUNDS", "MOST_SLOTS", "Fanout", "as_planned", "schedule"]
 
 Fanout: TypeAlias = Literal["auto", "none", "node"]
 
@@ -108,7 +109,7 @@ def schedule(
     _check_positive("max_inflight_bytes", room)
     _check_positive("max_ops_per_group", most)
     where = _choose_topology(p, topology)
-    on = lines(p.batches, where)
+    on = gather_lines(p.batches, where)
     _check_pieces(p, on, room)
     options = []
     for legs in _list_legs(p, on, where, way):
@@ -171,7 +172,7 @@ def as_planned(p: Plan, topology: Topology | None = None) -> Program:
 def _check_pieces(p: Plan, on: Demands, room: int) -> None:
     """Raise PlanError where something that is not cut has no room in a round."""
     is_sent = on.rows.spread(on.count > 0)
-    sizes = uncut(on, p.batches) * is_sent
+    sizes = measure_uncut(on, p.batches) * is_sent
     size = sizes.max(initial=0)
     if size <= room:
         return
@@ -204,7 +205,7 @@ def _find_fastest(options: Iterable[Program]) -> Program:
     found: list[tuple[float, Program]] = []
     failed: list[PlanError] = []
     for slots, way in _order_by_estimate(options):
-        least = seconds(way.prog.topology, way.loads.sum(axis=1))
+        least = estimate_seconds(way.prog.topology, way.loads.sum(axis=1))
         if any(time <= least for time, _ in found):
             continue
         try:
@@ -222,7 +223,7 @@ def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Way]]:
     estimated: list[tuple[float, int, _Way]] = []
     for prog in options:
         pairs = sum_pairs(prog)
-        loads = leg_loads(prog, pairs)
+        loads = sum_leg_loads(prog, pairs)
         time, slots = _choose_slots(prog.topology, loads)
         estimated.append((time, slots, _Way(prog, pairs, loads)))
     estimated.sort(key=itemgetter(0))
@@ -255,22 +256,9 @@ def _choose_slots(where: Topology, loads: Loads) -> tuple[float, int]:
     relays = loads[:, 1:].any()
     options = []
     for slots in SLOTS if relays else (1,):
-        time = _estimate(where, loads, slots)
+        time = estimate_slots(where, loads, slots)
         options.append((time, slots))
     return min(options)
-
-
-def _estimate(where: Topology, loads: Loads, slots: int) -> float:
-    """The time of the legs in so many slots, each leg one slot behind the one before."""
-    total = 0.0
-    few = min(slots, LEGS)
-    for slot in range(few + LEGS - 1):
-        legs = [leg for leg in range(LEGS) if 0 <= slot - leg < few]
-        # Slots beyond the few are in the middle, where all legs are under way: they take the same time.
-        count = 1 + slots - few if len(legs) == LEGS else 1
-        load = loads[:, legs].sum(axis=1)
-        total += count * seconds(where, load / slots)
-    return total
 
 
 def _divide(way: _Way, slots: int) -> tuple[float, Program]:
@@ -320,10 +308,10 @@ def _grow(slots: int, under_way: int, room: int, *, improved: bool) -> int:
 
 def _measure(prog: Program) -> tuple[float, int]:
     """The time of its rounds, and the most bytes that a rank has under way in one."""
-    loads = round_loads(prog)
+    loads = sum_round_loads(prog)
     by_rank = loads.sum(axis=-1)
     most = int(by_rank.max(initial=0))
-    return seconds(prog.topology, loads), most
+    return estimate_seconds(prog.topology, loads), most
 
 
 def _choose_turns(way: _Way) -> int:
@@ -359,7 +347,7 @@ def _count_most_slots(prog: Program) -> int:
     """The most slots that are tried, for memory's sake."""
     count = 0
     for line in range(len(prog.legs.lines.holders)):
-        of = streams(prog.legs, line)
+        of = list_streams(prog.legs, line)
         count += len(of.block)
     ranks = max(len(prog.ranks), 1)
     by_slices = MOST_SLICES // max(count, 1)

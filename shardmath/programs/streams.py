@@ -17,10 +17,10 @@ import numpy as np
 
 from shardmath.base.arrays import Ints, Offsets, ranges
 from shardmath.base.memo import memo
-from shardmath.plans.demands import Ranks, wire
-from shardmath.programs.legs import Bands, Legs, Streams, nodes
+from shardmath.plans.demands import Ranks, list_receivers
+from shardmath.programs.legs import Bands, Legs, Streams, group_receivers
 
-__all__ = ["Straight", "straight", "streams"]
+__all__ = ["Straight", "list_straight", "list_streams"]
 
 
 class _Entries(NamedTuple):
@@ -52,7 +52,7 @@ def _list_entries(legs: Legs, line: int) -> _Entries:
     parts = [_Entries(none, none, none, none, none, [])]
     before = 0
     for block in range(first, end):
-        groups = nodes(legs, line, block)
+        groups = group_receivers(legs, line, block)
         if groups:
             part = _list_entries_of_block(legs, block, groups, before)
             before += len(part.rank)
@@ -86,7 +86,7 @@ def _list_receivers(legs: Legs, line: int, first: int, end: int) -> _Entries:
 
     Where many lines have many blocks, looking at each block takes seconds.
     """
-    receivers = [wire(legs.lines, line, block) for block in range(first, end)]
+    receivers = [list_receivers(legs.lines, line, block) for block in range(first, end)]
     counts = list(map(len, receivers))
     block = np.arange(first, end).repeat(counts)
     ranks = list(itertools.chain.from_iterable(receivers))
@@ -200,7 +200,7 @@ class Straight(NamedTuple):
     size: Ints
 
 
-def straight(legs: Legs, line: int) -> Straight:
+def list_straight(legs: Legs, line: int) -> Straight:
     """What goes straight from the holders of a line, as it lies on the line."""
     entries = _list_entries(legs, line)
     return _pick_straight(legs, entries)
@@ -222,7 +222,7 @@ MOST_KEPT = 1 << 20
 """Streams that are kept with the legs of a program, 56 bytes each."""
 
 
-def streams(legs: Legs, line: int) -> Streams:
+def list_streams(legs: Legs, line: int) -> Streams:
     """All streams of a line: the first leg, and what is relayed of it.
 
     Counting loads and proving a program walk through all lines several times. Where lines are many,

@@ -20,8 +20,8 @@ from shardmath.layouts.holdings import equivalent
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
 from shardmath.plans.plan import Plan
-from shardmath.plans.reduction import reduction
-from shardmath.plans.uncovered import cells_held, check_disjoint
+from shardmath.plans.reduction import find_reduction
+from shardmath.plans.uncovered import check_disjoint, count_cells
 from shardmath.proofs.shapes import require
 
 __all__ = ["check_batches"]
@@ -110,7 +110,7 @@ def _check_reached(name: str, dst: Sequence[Layout], reached: set[int]) -> None:
     for j, layout in enumerate(dst):
         if j in reached:
             continue
-        needed = cells_held(layout).any()
+        needed = count_cells(layout).any()
         require(not needed, f"tensor {name!r}: nothing arrives in window {j}")
 
 
@@ -128,8 +128,8 @@ def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch:
     planned_b = _place_form(name, t.dst, batch.dst, b)
     _check_form(name, a, planned_a)
     _check_form(name, b, planned_b)
-    rule = reduction(planned_a, planned_b)
-    asked = reduction(a, b)
+    rule = find_reduction(planned_a, planned_b)
+    asked = find_reduction(a, b)
     planned_ranks = rule.by_ranks(planned_a, planned_b)
     same = planned_ranks == asked.by_ranks(a, b)
     if not same or repr(rule) != repr(t.reduction):

@@ -18,11 +18,11 @@ from shardmath.algebra.box import Box, first_gap, first_overlap, from_slices, ti
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
 from shardmath.base.errors import PlanError
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_name
-from shardmath.plans.adjoint import Transposed, flip_of, swapped
+from shardmath.plans.adjoint import Transposed, flip_of, swap_ends
 from shardmath.plans.plan import Plan, Transfer
-from shardmath.plans.reduction import Reduction, reduction
+from shardmath.plans.reduction import Reduction, find_reduction
 from shardmath.proofs.shapes import read_transfers
 
 __all__ = ["check_claim"]
@@ -41,7 +41,7 @@ def check_claim(p: Plan | Transposed, transfers: Iterable[Transfer]) -> None:
     for t in read_transfers(transfers):
         tensor = _find_tensor(tensors, t)
         # An adjoint's transfer is proved as the one that it turns round; its operation is its own.
-        ahead = t if flip is None else swapped(t)
+        ahead = t if flip is None else swap_ends(t)
         target, op = _check(tensor, ahead)
         entry = op, target.addend
         if flip is not None:
@@ -155,21 +155,18 @@ class _Tensor:
         choice[box, addend] = None
 
 
-def _list_rules(
-    src: tuple[Layout, ...], dst: tuple[Layout, ...]
-) -> dict[tuple[int, int], Reduction]:
+def _list_rules(src: Windows, dst: Windows) -> dict[tuple[int, int], Reduction]:
     """How each source window enters each destination window, by their numbers."""
     rules = {}
     for i, a in enumerate(src):
         for j, b in enumerate(dst):
-            rules[i, j] = reduction(a, b)
+            rules[i, j] = find_reduction(a, b)
     return rules
 
 
-def _number_windows(name: str, side: tuple[Layout, ...]) -> dict[str, int]:
+def _number_windows(name: str, side: Windows) -> dict[str, int]:
     """The number of each window by its local name."""
-    count = len(side)
-    return {local_name(name, i, count): i for i in range(count)}
+    return {local: i for i, local in enumerate(side.local_names(name))}
 
 
 def _coordinates(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:

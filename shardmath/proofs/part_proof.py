@@ -20,7 +20,7 @@ from shardmath.algebra.box import first_gap, first_overlap, from_slices
 from shardmath.base.errors import PlanError
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan, Transfer
-from shardmath.programs.messages import Message, Step, aligned
+from shardmath.programs.messages import Message, Step, align
 from shardmath.programs.part import Part
 
 __all__ = ["prove_parts"]
@@ -70,7 +70,7 @@ def _check_places(message: Message) -> None:
     end = 0
     for piece, start in zip(message.pieces, message.starts, strict=True):
         itemsize = piece.nbytes // math.prod(piece.shape)
-        if start != aligned(end, itemsize):
+        if start != align(end, itemsize):
             what = f"rank {message.src_rank} sends {piece} at byte {start} of its message"
             raise PlanError(f"{what}, and the piece before ends at {end}; {FIX}")
         end = start + piece.nbytes

@@ -41,7 +41,7 @@ from shardmath.plans.demands import Batch, Demands, Ranks
 from shardmath.plans.pieces import expand, unit_boxes
 from shardmath.plans.plan import Plan
 from shardmath.plans.template import Template
-from shardmath.plans.uncovered import cells_held
+from shardmath.plans.uncovered import count_cells
 from shardmath.proofs.batches import check_batches
 from shardmath.proofs.shapes import check_plan_shapes, require
 from shardmath.proofs.tables import check_lines
@@ -335,7 +335,7 @@ def _ask(t: Template) -> tuple[Ints, Ints]:
     mesh = t.dst.mesh
     others = [axis for axis in mesh.shape if axis not in t.reduction.chosen]
     group = mesh.coordinate(others)
-    asked = cells_held(t.dst) * t.reduction.addends
+    asked = count_cells(t.dst) * t.reduction.addends
     return group, asked
 
 

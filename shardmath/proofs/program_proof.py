@@ -27,15 +27,15 @@ import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, Offsets, lengths
 from shardmath.base.errors import PlanError
-from shardmath.plans.balance import grid, totals
-from shardmath.plans.demands import Demands, wire
-from shardmath.plans.pieces import legal
+from shardmath.plans.balance import make_grid, measure_lines
+from shardmath.plans.demands import Demands, list_receivers
+from shardmath.plans.pieces import is_legal_cut
 from shardmath.plans.stretches import row_at
 from shardmath.programs.legs import Streams
-from shardmath.programs.loads import LEGS, count_messages, round_loads, sum_pairs
+from shardmath.programs.loads import LEGS, count_messages, sum_pairs, sum_round_loads
 from shardmath.programs.program import Program
 from shardmath.programs.scheduling import MOST_ROUNDS, MOST_SLOTS
-from shardmath.programs.streams import streams
+from shardmath.programs.streams import list_streams
 from shardmath.proofs.plan_proof import prove
 from shardmath.proofs.shapes import check_program_shapes
 from shardmath.proofs.tables import check_numbers_of_sets, find_misfit_of_bands
@@ -61,7 +61,7 @@ def _prove(prog: Program) -> None:
     check_numbers_of_sets(demands)
     prove(replace(prog.plan, lines=_send_from_first(demands)))
     for line in range(len(demands.holders)):
-        of = streams(prog.legs, line)
+        of = list_streams(prog.legs, line)
         inbox = _list_inbox(prog, line)
         _check_inside(prog, of)
         at, known = inbox.find(of.block, of.receiver)
@@ -76,7 +76,7 @@ def _send_from_first(demands: Demands) -> Demands:
     """The lines all sent by their first holders: what they ask for is what has to be proved."""
     holders = lengths(demands.sets)[demands.holders]
     lines = Offsets.of_counts(holders + 1)
-    cuts = lines.spread(totals(demands))
+    cuts = lines.spread(measure_lines(demands))
     cuts[lines.first[:-1]] = 0
     return replace(demands, cut_first=lines.first, cuts=cuts)
 
@@ -142,7 +142,7 @@ def _list_inbox(prog: Program, line: int) -> _Inbox:
     demands = prog.legs.lines
     first, end = demands.first[line : line + 2].tolist()
     numbers = range(first, end)
-    asking = [wire(demands, line, number) for number in numbers]
+    asking = [list_receivers(demands, line, number) for number in numbers]
     ranks = list(itertools.chain.from_iterable(asking))
     rank = np.array(ranks, np.int64)
     counts = lengths(asking)
@@ -192,7 +192,7 @@ def _find_bad_cuts(prog: Program, block: Ints, at: Ints, some: Ints) -> Bools:
     place = at[some]
     # The grid leaves small boxes whole, which is allowed and not necessary: what it moves is
     # looked at again.
-    where = grid(prog.legs.lines, prog.plan.batches)
+    where = make_grid(prog.legs.lines, prog.plan.batches)
     snapped = where.snapped(block[some], place)
     moved = some[snapped != place]
     for i in moved.tolist():
@@ -214,7 +214,7 @@ def _may_cut(prog: Program, block: int, at: int) -> bool:
     element, odd = divmod(inside, t.src.itemsize)
     if odd:
         return False
-    return legal(t, unit, lo + element)
+    return is_legal_cut(t, unit, lo + element)
 
 
 def _check_once(prog: Program, inbox: _Inbox, of: Streams, begin: Ints) -> None:
@@ -286,7 +286,7 @@ def _find_last_at(begin: Ints, place: Ints) -> Ints:
 
 def _check_limits(prog: Program) -> None:
     """No rank has more bytes or messages under way in a round than allowed."""
-    loads = round_loads(prog)
+    loads = sum_round_loads(prog)
     by_rank = loads.sum(axis=-1)
     most_bytes = int(by_rank.max(initial=0))
     _check_limit(prog, most_bytes, prog.max_inflight_bytes, "bytes")

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from shardmath.base.errors import PlanError
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_tensors
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable, Plan, Transfer
 
@@ -103,8 +102,7 @@ def _make_destination(p: Movable, held: _Arrays) -> dict[int, dict[str, Array]]:
     for name, windows in p.dst.items():
         dtype = _find_dtype(p, name, held)
         fill = p.fill(name)
-        tensors = local_tensors(name, windows)
-        for key, layout in tensors:
+        for key, layout in windows.locals(name):
             for rank in layout.mesh.ranks:
                 array = _make_array(layout, rank, dtype, fill)
                 out[rank][key] = array
@@ -156,9 +154,8 @@ def _read_arrays(p: Movable, shards: Shards, rank: int) -> dict[str, Array]:
     given = cast(Mapping[str, Array], named)
     out = {}
     for name, windows in p.src.items():
-        for key, layout in local_tensors(name, windows):
-            if rank in layout.mesh:
-                out[key] = _read_array(given, key, rank, layout)
+        for key, layout in windows.locals(name, rank):
+            out[key] = _read_array(given, key, rank, layout)
     return out
 
 
@@ -185,7 +182,7 @@ def _read_array(given: Mapping[str, Array], key: str, rank: int, layout: Layout)
 def _find_dtype(p: Movable, name: str, held: _Arrays) -> np.dtype[Any]:
     """The dtype of all arrays of a tensor. Raises PlanError for several, and for integers to be
     averaged."""
-    keys = {key for key, _ in local_tensors(name, p.src[name])}
+    keys = set(p.src[name].local_names(name))
     # The last rank that holds an array of each dtype.
     found: dict[np.dtype[Any], int] = {}
     for rank, arrays in held.items():
@@ -217,7 +214,7 @@ def _divide(p: Movable, arrays: dict[str, Array]) -> None:
         divisor = p.divisor(name)
         if divisor == 1:
             continue
-        for key, _ in local_tensors(name, windows):
+        for key in windows.local_names(name):
             if key in arrays:
                 total = arrays[key]
                 arrays[key] = np.asarray(total / divisor, total.dtype)

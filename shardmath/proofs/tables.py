@@ -17,7 +17,7 @@ import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, Offsets, lengths, pick
 from shardmath.plans.demands import Batch, Demands
-from shardmath.plans.pieces import legal
+from shardmath.plans.pieces import is_legal_cut
 from shardmath.plans.template import unit_addends
 from shardmath.programs.legs import Bands, Legs
 from shardmath.proofs.shapes import check_integers, require
@@ -278,7 +278,7 @@ def _check_place(demands: Demands, batches: Sequence[Batch], row: int, place: in
     t = batch.template
     unit = int(demands.unit[row])
     element, odd = divmod(place, t.src.itemsize)
-    if odd or not legal(t, unit, element):
+    if odd or not is_legal_cut(t, unit, element):
         name = _name_row(demands, batches, row)
         require(False, f"tensor {name!r}: byte {place} of unit {unit} is a cut inside a row")
 

@@ -19,8 +19,8 @@ from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed, adjoint
 from shardmath.plans.plan import Movable, Plan, Transfer
-from shardmath.plans.reduction import Reduction, reduction
-from shardmath.plans.uncovered import not_whole
+from shardmath.plans.reduction import Reduction, find_reduction
+from shardmath.plans.uncovered import find_not_whole
 from shardmath.proofs.claims import check_claim
 from shardmath.proofs.simulate import as_program
 
@@ -51,7 +51,7 @@ def verify(p: Plan | Transposed | Program, *, transfers: Iterable[Transfer] | No
 
 def _check_in_part(p: Movable) -> None:
     """The plan says of exactly those tensors that the destination holds them in part."""
-    short = not_whole(p.dst)
+    short = find_not_whole(p.dst)
     given: object = p.in_part
     if not isinstance(given, tuple) or not all(isinstance(name, str) for name in given):
         raise PlanError(f"in_part={shown(given)} is not a tuple of names; make the plan anew")
@@ -109,7 +109,7 @@ def _check_rules(p: Plan) -> None:
         dst = p.dst[name][0]
         pair = src, dst
         if pair not in asked:
-            asked[pair] = reduction(src, dst)
+            asked[pair] = find_reduction(src, dst)
         given = p.rules[name]
         both = id(given), id(asked[pair])
         if both not in compared:

@@ -41,9 +41,10 @@ from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.layouts.edits import relabelled
+from shardmath.layouts.holdings import LayoutOrWindows, windows_of
 from shardmath.layouts.layout import Layout
-from shardmath.plans.groups import Side, Windows, describe_form, named
-from shardmath.plans.reduction import Reduction, reduction
+from shardmath.plans.groups import Side, describe_form, pair_by_name
+from shardmath.plans.reduction import Reduction, find_reduction
 from shardmath.relabelling.common import Pair, count_common
 
 __all__ = ["Relabelling", "relabel"]
@@ -91,7 +92,7 @@ class Relabelling:
     @overload
     def apply(self, dst: Mapping[str, tuple[Layout, ...]]) -> dict[str, tuple[Layout, ...]]: ...
     @overload
-    def apply(self, dst: Mapping[str, Windows]) -> dict[str, Windows]: ...
+    def apply(self, dst: Mapping[str, LayoutOrWindows]) -> dict[str, LayoutOrWindows]: ...
     def apply(self, dst: Side) -> Side:
         """The destination under the new names: a Layout, windows, or a mapping of either.
 
@@ -103,9 +104,9 @@ class Relabelling:
         return _rename("", dst, ranks)
 
 
-def _rename(name: str, held: Windows, ranks: Mapping[int, int]) -> Windows:
+def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> LayoutOrWindows:
     """One tensor's windows under the new names."""
-    before = _list_windows(name, held)
+    before = windows_of(held, name, PlanError)
     windows = [relabelled(layout, ranks) for layout in before]
     if isinstance(held, tuple):
         return tuple(windows)
@@ -148,22 +149,14 @@ def _list_ranks(pairs: Iterable[Pair]) -> Ints:
     return np.array(sorted(ranks), np.int64)
 
 
-def _list_windows(name: str, held: object) -> tuple[Layout, ...]:
-    """One tensor's windows as a tuple."""
-    windows = held if isinstance(held, tuple) else (held,)
-    if not windows or not all(isinstance(layout, Layout) for layout in windows):
-        raise PlanError(f"tensor {name!r} is {held!r}; give a Layout or a tuple of Layouts")
-    return windows
-
-
 def _count_pairs(src: Side, dst: Side) -> Counter[Pair]:
     """How many tensors have each pair of a source and a destination window."""
-    here, there = named(src, dst)
+    here, there = pair_by_name(src, dst)
     pairs: Counter[Pair] = Counter()
     total = 0
     for name, held in here.items():
-        sources = _list_windows(name, held)
-        targets = _list_windows(name, there[name])
+        sources = windows_of(held, name, PlanError)
+        targets = windows_of(there[name], name, PlanError)
         for a, b in itertools.product(sources, targets):
             _check_alike(name, a, b)
             pairs[a, b] += 1
@@ -213,7 +206,7 @@ def _find_bound(a: Layout, b: Layout) -> tuple[str, ...]:
     where pinned."""
     if _is_pinned(a, b):
         return tuple(b.mesh.shape)
-    return _find_passing(reduction(a, b))
+    return _find_passing(find_reduction(a, b))
 
 
 def _find_passing(rule: Reduction) -> tuple[str, ...]:
@@ -224,7 +217,7 @@ def _find_passing(rule: Reduction) -> tuple[str, ...]:
 def _is_pinned(a: Layout, b: Layout) -> bool:
     """Whether what a rank receives depends on the names of others: a reduction is left to be chosen,
     or could match."""
-    rule = reduction(a, b)
+    rule = find_reduction(a, b)
     if not (rule.folded or rule.matched or rule.chosen):
         return False
     passing = _find_passing(rule)

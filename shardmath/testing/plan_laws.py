@@ -6,7 +6,7 @@ A law is a function with a one-line docstring that asserts; one law, one cause o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar, cast
 
 import hypothesis.strategies as st
@@ -15,11 +15,11 @@ import numpy as np
 from shardmath.base.errors import PlanError
 from shardmath.layouts.edits import cast as cast_layout
 from shardmath.layouts.edits import relabelled, sliced, transposed
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_tensors
 from shardmath.plans.adjoint import adjoint
 from shardmath.plans.plan import Side, plan
-from shardmath.plans.reduction import reduction
+from shardmath.plans.reduction import find_reduction
 from shardmath.proofs.simulate import simulate
 from shardmath.proofs.verify import verify
 from shardmath.testing.layout_laws import transpose_mesh
@@ -74,7 +74,7 @@ def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
     out = run(plan(src, dst), shards)
     moved = value(src, shards)
     assert np.allclose(value(dst, out), moved)
-    asked = reduction(src, dst)
+    asked = find_reduction(src, dst)
     if asked.chosen or asked.matched:
         return  # which addend a rank then has is the plan's choice
     count = len(addends(dst))
@@ -173,7 +173,7 @@ def _assert_close(found: dict[int, Array], expected: dict[int, Array]) -> None:
 
 def relabelling_commutes(src: Layout, dst: Layout) -> None:
     """Renaming all ranks renames received bytes, and sent ones up to ties and snapping."""
-    if reduction(src, dst).chosen:
+    if find_reduction(src, dst).chosen:
         return
     ranks = (*src.mesh.ranks, *dst.mesh.ranks)
     names = {rank: 200 - rank for rank in ranks}
@@ -275,12 +275,10 @@ def _check_windows(src: Side, dst: Side, values: list[Array]) -> None:
         _assert_equal(arrays, asked)
 
 
-def _distribute_windows(
-    ranks: Iterable[int], windows: Sequence[Layout], values: list[Array]
-) -> Held:
+def _distribute_windows(ranks: Iterable[int], windows: Windows, values: list[Array]) -> Held:
     """What every rank holds of the windows of a tensor."""
     held = {}
-    for key, layout in local_tensors("w", windows):
+    for key, layout in windows.locals("w"):
         held[key] = distribute(layout, values)
     return _group_by_rank(ranks, held)
 

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from shardmath.base.arguments import mapping
+from shardmath.base.arguments import mapping, text
 from shardmath.base.text import shown
-from shardmath.layouts.layout import Layout
+from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import TOLD, shared, word_lost
-from shardmath_torch.checkpoints.loading import LoadPlanner, local_layouts
+from shardmath_torch.checkpoints.loading import LoadPlanner
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.reading import Reader
 from shardmath_torch.checkpoints.saving import (
@@ -38,9 +38,7 @@ from shardmath_torch.checkpoints.saving import (
     Layouts,
     Paths,
     SavePlanner,
-    Windows,
     check_paths,
-    windows_of,
 )
 from shardmath_torch.checkpoints.stored import Checkpoint, layout_of_bytes
 from shardmath_torch.checkpoints.writing import Writer
@@ -55,7 +53,7 @@ from shardmath_torch.files.steps import (
     step_failed,
     step_lost,
 )
-from shardmath_torch.safetensors.slices import Progress, room
+from shardmath_torch.safetensors.slices import Progress
 
 __all__ = ["check_layouts", "check_names", "check_ranks", "load", "save"]
 
@@ -114,8 +112,8 @@ def _prepare_save(
     progress: Progress | None,
 ) -> _SaveJob:
     """Checks what is given, and does nothing yet."""
-    check_layouts(layouts)
-    check_ranks(layouts, group)
+    windows = check_layouts(layouts)
+    check_ranks(windows, group)
     check_paths({} if paths is None else paths, layouts)
     mapping(tensors, "the tensors are ", "names to tensors", CheckpointError)
     planner = SavePlanner(layouts, paths=paths)
@@ -216,7 +214,7 @@ def _prepare_load(
         checkpoint, names=stored.values(), share=share, progress=progress, verify=verify
     )
     metadata = reader.read_metadata()
-    tensors = {key: room(layout, rank) for _, key, layout in local_layouts(wanted, rank)}
+    tensors = planner.make_room()
     planner.set_up_planner(tensors, metadata)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     return _LoadJob(reader, planner, plan, tensors, checkpoint.digest)
@@ -224,9 +222,9 @@ def _prepare_load(
 
 def _find_wanted(
     checkpoint: Checkpoint, layouts: Layouts, names: Mapping[str, str], rank: int
-) -> tuple[dict[str, Windows], dict[str, str]]:
+) -> tuple[dict[str, LayoutOrWindows], dict[str, str]]:
     """The layouts of all that is wanted, bytes of ranks among it, and under which names it is stored."""
-    wanted: dict[str, Windows] = {}
+    wanted: dict[str, LayoutOrWindows] = {}
     stored: dict[str, str] = {}
     for name, held in layouts.items():
         stored[name] = names.get(name, name)
@@ -246,22 +244,18 @@ def _fill(job: _LoadJob, device: torch.device | str) -> dict[str, Tensor]:
 # What is given
 
 
-def check_layouts(layouts: object) -> None:
-    """Raises CheckpointError for what is not a mapping from names to layouts, tuples of them, or None."""
-    if not isinstance(layouts, Mapping):
-        what = f"layouts is a {type(layouts).__name__}"
-        raise CheckpointError(f"{what}; give a mapping from names to layouts")
-    for name, held in layouts.items():
-        if not isinstance(name, str) or not _is_held(held):
-            what = f"{name!r} has the layout {held!r}"
-            raise CheckpointError(f"{what}; names are text, layouts a Layout, some, or None")
+def check_layouts(layouts: object) -> dict[str, Windows]:
+    """The windows of each tensor, without bytes of ranks' own.
 
-
-def _is_held(held: object) -> bool:
-    """Whether it is a Layout, a tuple of some, or None."""
-    if not isinstance(held, tuple):
-        return held is None or isinstance(held, Layout)
-    return held != () and all(isinstance(layout, Layout) for layout in held)
+    Raises CheckpointError for what is not a mapping from names to Layouts, tuples of them, or None.
+    """
+    given = mapping(layouts, "layouts is ", "names to layouts", CheckpointError)
+    held = {}
+    for name, one in given.items():
+        text(name, "a tensor's name", CheckpointError)
+        if one is not None:
+            held[name] = one
+    return read_windows(held, CheckpointError)
 
 
 WANTED = "wanted names to stored ones"
@@ -287,13 +281,11 @@ def _check_device(device: torch.device | str) -> None:
         raise CheckpointError(f"{what}; give one that torch has here, such as 'cpu'") from error
 
 
-def check_ranks(layouts: Layouts, group: Group | None) -> None:
+def check_ranks(side: Mapping[str, Windows], group: Group | None) -> None:
     """Raises CheckpointError unless every rank that holds something is here to save it."""
     here = {0} if is_alone() else set(compat.ranks_of(compat.group_of(group)))
-    for name, held in layouts.items():
-        if held is None:
-            continue
-        for layout in windows_of(held):
+    for name, windows in side.items():
+        for layout in windows:
             outside = sorted(set(layout.mesh.ranks) - here)
             if outside:
                 what = f"tensor {name!r} is on ranks {outside[:8]} too, the group has {sorted(here)[:8]}"

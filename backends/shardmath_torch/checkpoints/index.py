@@ -24,9 +24,9 @@ from typing import Any
 from shardmath.base.dtypes import ITEMSIZE
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
 from shardmath_torch.files import checksums
-from shardmath_torch.files.json_text import MOST, MOST_DIMENSIONS, elements, read_json, shown
+from shardmath_torch.files.json_text import MOST, MOST_DIMENSIONS, count_elements, read_json, shown
 from shardmath_torch.files.places import CheckpointError, Place
-from shardmath_torch.files.sealed import signed
+from shardmath_torch.files.sealed import sign
 
 __all__ = [
     "as_blobs",
@@ -59,7 +59,7 @@ def to_json(checkpoint: Checkpoint, save: str) -> str:
         "blobs": checkpoint.blobs,
     }
     text = json.dumps(index, separators=(",", ":"))
-    return signed(text)
+    return sign(text)
 
 
 def read_index(file: Place, text: bytes) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
     extents = as_counts(sizes)
     if len(begins) != ndim or len(extents) != ndim:
         raise ValueError(f"a box {begins} {extents} in {ndim} dimensions")
-    length = elements(extents) * itemsize
-    digits = checksums.count(length) * checksums.DIGITS
+    length = count_elements(extents) * itemsize
+    digits = checksums.count_checksums(length) * checksums.DIGITS
     if type(sums) is not str or len(sums) != digits:
         raise ValueError(f"{length} bytes do not have the checksums {shown(sums)}")
     return StoredBox(begins, extents, files[as_count(file)], as_count(start), length, sums=sums)

@@ -20,31 +20,28 @@ from torch.distributed.checkpoint import planner as theirs
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.store import local_tensors
 from shardmath_torch import compat
-from shardmath_torch.checkpoints.saving import Windows, windows_of
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.safetensors.slices import Slices, boxes
+from shardmath_torch.safetensors.slices import Slices, list_boxes, make_room
 
-__all__ = ["LoadPlanner", "check_keys", "local_layouts"]
+__all__ = ["LoadPlanner", "local_layouts"]
 
 
-def local_layouts(layouts: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
+def local_layouts(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
     """(name, local buffer key, layout) of all that the rank holds."""
-    for name, held in layouts.items():
-        windows = windows_of(held)
-        for key, layout in local_tensors(name, windows):
-            if rank in layout.mesh:
-                yield name, key, layout
+    for name, windows in side.items():
+        for key, layout in windows.locals(name, rank):
+            yield name, key, layout
 
 
-def check_keys(layouts: Mapping[str, Windows]) -> None:
+def _check_keys(side: Mapping[str, Windows]) -> None:
     """Raises CheckpointError where a window of one tensor is called like another tensor."""
     first: dict[str, str] = {}
-    for name, held in layouts.items():
-        for key, _ in local_tensors(name, windows_of(held)):
+    for name, windows in side.items():
+        for key in windows.local_names(name):
             other = first.setdefault(key, name)
             if other != name:
                 what = f"the local tensor {key!r} is of tensor {other!r} and of {name!r}"
@@ -62,17 +59,22 @@ class LoadPlanner(theirs.LoadPlanner):
 
     def __init__(
         self,
-        layouts: Mapping[str, Windows],
+        layouts: Mapping[str, LayoutOrWindows],
         *,
         names: Mapping[str, str] | None = None,
         rank: int | None = None,
     ) -> None:
-        check_keys(layouts)
-        self._layouts = layouts
+        self._windows = read_windows(layouts, CheckpointError)
+        _check_keys(self._windows)
         self._names = names or {}
         self._rank = compat.rank_or_0() if rank is None else rank
         self._tensors: dict[str, Tensor] = {}
         self._metadata: Mapping[str, object] = {}
+
+    def make_room(self) -> dict[str, Tensor]:
+        """Zeros for all that this rank loads, by local buffer key."""
+        held = local_layouts(self._windows, self._rank)
+        return {key: make_room(layout, self._rank) for _, key, layout in held}
 
     def set_up_planner(
         self,
@@ -89,7 +91,7 @@ class LoadPlanner(theirs.LoadPlanner):
         """The stored boxes that have anything of this rank's, and what of them."""
         items: list[ReadItem] = []
         tables: dict[str, _Table] = {}
-        for name, key, layout in local_layouts(self._layouts, self._rank):
+        for name, key, layout in local_layouts(self._windows, self._rank):
             stored_name = self._names.get(name, name)
             stored = self._find_stored(stored_name)
             _check_alike(name, layout, stored)
@@ -165,7 +167,7 @@ def _make_table(name: str, stored: TensorStorageMetadata) -> _Table:
 
 def _list_reads(key: str, layout: Layout, rank: int, table: _Table) -> Iterator[ReadItem]:
     """What of the stored boxes the rank holds under the layout."""
-    for local, held in boxes(layout, rank):
+    for local, held in list_boxes(layout, rank):
         for origin, into, within, lengths in _meet(local, held, table):
             yield ReadItem(
                 LoadItemType.TENSOR,

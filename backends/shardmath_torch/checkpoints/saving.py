@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import mapping
 from shardmath.base.digest import digest
+from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
@@ -40,38 +41,27 @@ from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.exchange.local import by_key, fits, wanted
 from shardmath_torch.exchange.memory import missing_memory, plain
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.safetensors.archive import unused
+from shardmath_torch.safetensors.archive import find_unused
 
 __all__ = [
     "Bytes",
     "Layouts",
     "Paths",
     "SavePlanner",
-    "Windows",
     "as_tensor",
     "check_paths",
     "to_disk",
-    "windows_of",
 ]
 
 Bytes: TypeAlias = Tensor | bytes | bytearray | io.BytesIO
 """What a rank saves as its own: bytes, or a tensor of uint8."""
-Windows: TypeAlias = Layout | tuple[Layout, ...]
-"""What everybody holds of a tensor: under one layout, or as several windows."""
-Layouts: TypeAlias = Mapping[str, Layout | tuple[Layout, ...] | None]
+Layouts: TypeAlias = Mapping[str, LayoutOrWindows | None]
 """What everybody holds of each tensor; None for bytes that each rank has of its own."""
 Paths: TypeAlias = Mapping[str, tuple[str, ...]]
 """Where torch's own tools put tensors in a nested state dict: the keys that lead to each, by name."""
 
 _StoredNames: TypeAlias = dict[str, dict[int, str]]
 """The stored name of every rank's bytes, by name and rank."""
-
-
-def windows_of(held: Windows) -> tuple[Layout, ...]:
-    """The layouts of a tensor's windows; one where it is held under one."""
-    if isinstance(held, tuple):
-        return held
-    return (held,)
 
 
 class SavePlanner(theirs.SavePlanner):
@@ -84,7 +74,8 @@ class SavePlanner(theirs.SavePlanner):
     def __init__(
         self, layouts: Layouts, *, rank: int | None = None, paths: Paths | None = None
     ) -> None:
-        self._layouts = {name: held for name, held in layouts.items() if held is not None}
+        held = {name: one for name, one in layouts.items() if one is not None}
+        self._windows = read_windows(held, CheckpointError)
         self._names = frozenset(layouts)
         self._paths = paths or {}
         self._rank = compat.rank_or_0() if rank is None else rank
@@ -103,8 +94,8 @@ class SavePlanner(theirs.SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """The boxes that this rank writes, and what it tells the others: what it saves, and which bytes it has."""
-        moved = to_disk(self._layouts)
-        own = self._names - set(self._layouts)
+        moved = to_disk(self._windows)
+        own = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
         self._blobs = {}
         for name, data in self._given.items():
@@ -182,21 +173,21 @@ class SavePlanner(theirs.SavePlanner):
         return self._sources[write_item.index]
 
 
-def to_disk(layouts: Mapping[str, Windows]) -> Plan:
+def to_disk(side: Mapping[str, Windows]) -> Plan:
     """The plan that takes all of every tensor to one more rank, the disk."""
     ranks = [0]
-    for name, held in layouts.items():
-        for layout in windows_of(held):
+    for name, windows in side.items():
+        for layout in windows:
             if layout.partial:
                 what = f"tensor {name!r} is Partial in {layout}, a checkpoint holds whole values"
                 raise CheckpointError(f"{what}; move it to a layout without Partial first")
             ranks.append(max(layout.mesh.ranks))
     disk = Mesh(ranks=[1 + max(ranks)])
     stored: dict[str, Layout] = {}
-    for name, held in layouts.items():
-        first = windows_of(held)[0]
+    for name, windows in side.items():
+        first = windows[0]
         stored[name] = Layout(first.shape, disk, (), dtype=first.dtype)
-    return plan(layouts, stored)
+    return plan(side, stored)
 
 
 def _describe_box(
@@ -294,7 +285,7 @@ def _name_bytes(said: Iterable[_Said], names: Iterable[str]) -> _StoredNames:
             if key not in by_content:
                 # what the first rank has is stored under the name itself
                 is_first = name not in stored
-                chosen = name if is_first else unused(f"{name}@{each.rank}", taken)
+                chosen = name if is_first else find_unused(f"{name}@{each.rank}", taken)
                 taken.add(chosen)
                 by_content[key] = chosen
             stored.setdefault(name, {})[each.rank] = by_content[key]

@@ -21,7 +21,7 @@ from shardmath.families.hf import Shapes
 from shardmath.layouts.layout import Layout
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError, Place, check_length, sizes_of
-from shardmath_torch.safetensors.strided import Strided, described
+from shardmath_torch.safetensors.strided import Strided, describe_archives
 
 __all__ = ["Blobs", "Checkpoint", "StoredBox", "StoredTensor", "layout_of_bytes"]
 
@@ -176,7 +176,7 @@ class Checkpoint:
         held: dict[StoredBox, Strided] = {}
         for file, here in by_file.items():
             places = [(box.start, box.length) for _, box in here]
-            found = described(file, places)
+            found = describe_archives(file, places)
             for (name, box), strided in zip(here, found, strict=True):
                 _check_archive(name, self[name], box, strided)
                 held[box] = strided

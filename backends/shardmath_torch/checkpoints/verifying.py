@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox
-from shardmath_torch.files.checksums import CHUNK, count, same
+from shardmath_torch.files.checksums import CHUNK, count_checksums, is_same
 from shardmath_torch.files.places import CheckpointError, Place
 
 __all__ = [
@@ -46,7 +46,7 @@ class Chunks:
             for box in tensor.pieces:
                 if box.sums:
                     self._first[box.file, box.start] = self.total
-                    self.total += count(box.length)
+                    self.total += count_checksums(box.length)
 
     def mark_touched(self, reads: Iterable[tuple[StoredBox, int, int]]) -> Marks:
         """Which chunks have any of what is read: bytes from begin to end of a box's."""
@@ -55,7 +55,7 @@ class Chunks:
             first = self._first.get((box.file, box.start))
             if first is not None and begin < end:
                 low = first + begin // CHUNK
-                high = first + count(end)
+                high = first + count_checksums(end)
                 marks[low:high] = True
         return marks
 
@@ -64,7 +64,7 @@ class Chunks:
         first = self._first.get((box.file, box.start))
         if first is None:
             return []
-        end = first + count(box.length)
+        end = first + count_checksums(box.length)
         (numbers,) = marks[first:end].nonzero()
         return [int(number) for number in numbers]
 
@@ -120,7 +120,7 @@ def read_chunk(stream: io.FileIO, box: StoredBox, number: int, room: bytearray) 
 
 def check_chunk(box: StoredBox, number: int, data: memoryview) -> None:
     """Raises CheckpointError unless the chunk is what was written."""
-    if same(data, number, box.sums):
+    if is_same(data, number, box.sums):
         return
     start, _ = chunk_ends(box, number)
     ends = f"bytes {start} to {start + len(data)}"

@@ -59,7 +59,7 @@ from shardmath_torch.files.places import (
 )
 from shardmath_torch.files.sealed import DIGITS, Sealed, seal, unseal
 from shardmath_torch.safetensors import archive
-from shardmath_torch.safetensors.archive import unused
+from shardmath_torch.safetensors.archive import find_unused
 from shardmath_torch.safetensors.slices import Progress
 
 __all__ = ["MOST_FILES", "Writer"]
@@ -284,7 +284,7 @@ def _divide_into_files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]
         at = seen[name]
         seen[name] += 1
         if at >= MOST_FILES:
-            name = unused(f"{name}#{at - MOST_FILES + 1}", taken)
+            name = find_unused(f"{name}#{at - MOST_FILES + 1}", taken)
             taken.add(name)
             at = MOST_FILES - 1
         while at >= len(files):

@@ -26,13 +26,13 @@ from shardmath.base.text import plural, read_bytes, show_bytes
 from shardmath.families.rules import Side, parse
 from shardmath_torch.commands.command_line import make_parser, read_count, run_command
 from shardmath_torch.commands.processes import run
-from shardmath_torch.commands.refit_bounds import Bounds, bounds
+from shardmath_torch.commands.refit_bounds import Bounds, find_bounds
 from shardmath_torch.commands.refit_out import check_out, finish, reserved, undo
 from shardmath_torch.commands.refit_rank import Job, Outcome, refit_rank
 from shardmath_torch.commands.refit_report import (
     Screen,
+    choose_screen,
     layouts_table,
-    screen,
     times_table,
     traffic_table,
 )
@@ -67,11 +67,11 @@ def command(argv: Sequence[str]) -> int:
     parser = _make_parser()
     options = parser.parse_args(argv)
     if options.demo:
-        return run_command("refit", lambda: _show_demo(options, screen()))
+        return run_command("refit", lambda: _show_demo(options, choose_screen()))
     if not (options.model and options.src and options.dst):
         parser.error("give MODEL_DIR, --src and --dst, or --demo")
     model = Path(options.model)
-    return run_command("refit", lambda: _refit(options, model, screen(), options.out))
+    return run_command("refit", lambda: _refit(options, model, choose_screen(), options.out))
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -137,7 +137,7 @@ def _move(job: Job, show: Screen) -> Result:
     plan = _plan(src, dst, show)
     job = replace(job, digest=plan.digest)
     outcomes = _run(job, world, plan.dst_ranks, show)
-    result = Result(job, plan, bounds(src, dst), outcomes)
+    result = Result(job, plan, find_bounds(src, dst), outcomes)
     _show_result(result, show)
     return result
 

@@ -22,9 +22,9 @@ from typing import TypeAlias
 from shardmath import Layout
 from shardmath.algebra.runs import Runs, compose, invert
 from shardmath.base.memo import memo
-from shardmath.flows.flow import levels
+from shardmath.flows.flow import find_levels
 
-__all__ = ["Bounds", "bounds"]
+__all__ = ["Bounds", "find_bounds"]
 
 Held: TypeAlias = tuple[Runs, ...]
 Layouts: TypeAlias = Mapping[str, Layout]
@@ -41,13 +41,13 @@ class Bounds:
     forced_by: frozenset[int]
 
 
-def bounds(src: Layouts, dst: Layouts) -> Bounds:
+def find_bounds(src: Layouts, dst: Layouts) -> Bounds:
     """The bounds of moving every tensor from its layout in `src` to its layout in `dst`, none of them Partial."""
     received, demand = _sum_demands(src, dst)
     senders = _list_ranks(src)
     ranks = sorted({*senders, *_list_ranks(dst)})
     demand[senders] += 0  # so that every sender is in a level
-    highest = levels(list(demand.values()), list(demand))[0]
+    highest = find_levels(list(demand.values()), list(demand))[0]
     return Bounds(
         received={rank: received[rank] for rank in ranks},
         sent={rank: demand[rank,] for rank in ranks},

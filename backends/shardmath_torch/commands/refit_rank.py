@@ -29,7 +29,7 @@ from shardmath_torch.commands.processes import Report
 from shardmath_torch.commands.refit_out import leave
 from shardmath_torch.dtypes import flat
 from shardmath_torch.exchange.compile import compile
-from shardmath_torch.safetensors.slices import Progress, check, load, zeros
+from shardmath_torch.safetensors.slices import Progress, check, load, make_zeros
 from shardmath_torch.safetensors.weights import Weights
 
 __all__ = ["Job", "Outcome", "refit_rank"]
@@ -98,7 +98,7 @@ def _make_destination(job: Job, layouts: Layouts, rank: int) -> dict[str, torch.
     """Tensors for what arrives at the rank, if it is on that side."""
     if rank not in job.dst.mesh:
         return None
-    return {name: zeros(layout, rank) for name, layout in layouts.items()}
+    return {name: make_zeros(layout, rank) for name, layout in layouts.items()}
 
 
 def _check_proved(plan: sm.Plan, job: Job, rank: int) -> None:

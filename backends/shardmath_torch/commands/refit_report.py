@@ -34,8 +34,8 @@ __all__ = [
     "PHASES",
     "Screen",
     "Table",
+    "choose_screen",
     "layouts_table",
-    "screen",
     "times_table",
     "traffic_table",
 ]
@@ -96,7 +96,7 @@ class Screen(Protocol):
         """While inside, shows every rank's progress."""
 
 
-def screen() -> Screen:
+def choose_screen() -> Screen:
     """rich on a terminal, plain elsewhere."""
     return _TerminalScreen() if sys.stdout.isatty() else _PlainScreen()
 

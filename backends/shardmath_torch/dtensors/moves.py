@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardmath.base.arrays import Ints
 from shardmath.base.errors import ExchangeError
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
@@ -34,7 +35,7 @@ from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.local import by_key, fits, wanted
 from shardmath_torch.exchange.mover import Mover, move_in_autograd
 
-__all__ = ["SILENT", "Move", "Moves", "Said", "Used", "move_between", "weight"]
+__all__ = ["SILENT", "Move", "Moves", "Said", "Used", "move_between", "weigh_plan"]
 
 MOST_BYTES = 64 << 20
 """About what the moves of a group may take on a rank, apart from staging."""
@@ -139,7 +140,7 @@ class Moves:
     def _make(self, key: _Key) -> _Kept:
         """The move and its weight, weighed before ranks have agreed, so that all keep it who have."""
         moved = plan(key.src, key.dst)
-        nbytes = weight(moved)
+        nbytes = weigh_plan(moved)
         copies = _stays(moved) and not key.voted
         if copies:
             return _Kept(_copy(moved), nbytes, copies)
@@ -178,26 +179,31 @@ class Moves:
             self._nbytes -= oldest.nbytes
 
 
-def weight(moved: Plan) -> int:
+def weigh_plan(moved: Plan) -> int:
     """About the bytes that a move of this plan takes on the rank with most pieces; the same on all ranks."""
-    on = moved.lines
-    block = np.arange(len(on.nbytes)).repeat(np.diff(on.row_first))  # of each row
-    line = np.arange(len(on.holders)).repeat(np.diff(on.first))[block]
-    receivers, holders = on.receivers[block], on.holders[line]
+    sets = moved.lines.sets
+    receivers, holders = _sets_of_rows(moved)
     boxes = _count_boxes(moved)
-    sizes = np.array([len(ranks) for ranks in on.sets], np.int64)
+    sizes = np.array([len(ranks) for ranks in sets], np.int64)
     leaving = boxes * sizes[receivers]  # a holder sends each box to each of the receivers
-    pieces: dict[int, int] = {}
-    for number, ranks in enumerate(on.sets):
+    pieces: Counter[int] = Counter()
+    for number, ranks in enumerate(sets):
         received = int(boxes[receivers == number].sum())
         # What a set holds is sent by its ranks in equal shares.
         sent = int(leaving[holders == number].sum()) // max(1, len(ranks))
-        for rank in ranks:
-            pieces[rank] = pieces.get(rank, 0) + received + sent
+        pieces.update(dict.fromkeys(ranks, received + sent))
     return BYTES_PER_MOVE + BYTES_PER_PIECE * max(pieces.values(), default=0)
 
 
-def _count_boxes(moved: Plan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _sets_of_rows(moved: Plan) -> tuple[Ints, Ints]:
+    """Of each row of the plan's lines, the numbers of the sets of its receivers and of its holders."""
+    on = moved.lines
+    block = np.arange(len(on.nbytes)).repeat(np.diff(on.row_first))
+    line_of_block = np.arange(len(on.holders)).repeat(np.diff(on.first))
+    return on.receivers[block], on.holders[line_of_block[block]]
+
+
+def _count_boxes(moved: Plan) -> Ints:
     """Of each row of the plan's lines, how many boxes its unit has: the product over dimensions."""
     on = moved.lines
     counts = np.ones(len(on.unit), np.int64)

@@ -263,11 +263,11 @@ class _Moved(torch.autograd.Function):
         # records it where this rank's gradient depends on something, so all ranks say whether it does.
         again = torch.is_grad_enabled()
         said = Said(f"the gradient of {ctx.name}", again and given.requires_grad)
-        shape = _form_of(given)
-        if shape.mesh is None:
+        given_form = _form_of(given)
+        if given_form.mesh is None:
             # A plain gradient, too, goes among the ranks of the mesh that was given.
-            shape = shape._replace(mesh=route.target.mesh)
-        back = _Route(here, there, shape, form, route.grad, said, voted=again)
+            given_form = given_form._replace(mesh=route.target.mesh)
+        back = _Route(here, there, given_form, form, route.grad, said, voted=again)
         moved: Tensor = _Moved.apply(given, back)  # type: ignore[no-untyped-call]
         if form.placements is None and compat.my_rank() not in there.mesh:
             # Autograd wants the shape that was passed for nothing; the sum, 0, stays part of the graph.

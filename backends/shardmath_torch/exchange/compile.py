@@ -30,7 +30,7 @@ from shardmath.base.text import shown
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.cutting import set_pace
-from shardmath.programs.part import INFLIGHT_BYTES, Outline, Part, outline, plan_of
+from shardmath.programs.part import INFLIGHT_BYTES, Outline, Part, outline_part, plan_of
 from shardmath.programs.program import Program
 from shardmath_torch import compat, dtypes
 from shardmath_torch.agreement.agree import Ballot
@@ -185,7 +185,7 @@ def _check_and_outline(
     _check_settings(plan, settings)
     _check_engine(party, settings)
     _check_ranks(party, plan)
-    mine = outline(plan, party.rank)
+    mine = outline_part(plan, party.rank)
     _check_arithmetic(mine)
     if not isinstance(plan, Program):
         # A limit without room is found here, in every rank's own words.

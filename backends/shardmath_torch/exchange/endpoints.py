@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shardmath.algebra.mesh import strides as row_major
-from shardmath.programs.messages import Message, Round, aligned
+from shardmath.programs.messages import Message, Round, align
 
 __all__ = [
     "BoundRound",
@@ -138,7 +138,7 @@ def _bind_round(one: Round, src: Strides, dst: Strides) -> BoundRound:
         # What is relayed has been received before, hence lies in a destination.
         strides = dst if message.relayed else src
         sends.append(_bind_to_source(message, strides))
-    sends = _lay_in_staging(sends, aligned(used))
+    sends = _lay_in_staging(sends, align(used))
     keeps = []
     for message in one.keeps:
         pair = _bind_to_source(message, src), _bind_to_destination(message, dst)
@@ -157,7 +157,7 @@ def _lay_in_staging(endpoints: Iterable[Endpoint], start: int) -> list[Endpoint]
     for endpoint in endpoints:
         laid.append(endpoint._replace(start=start))
         if not endpoint.contiguous:
-            start += aligned(endpoint.message.nbytes)
+            start += align(endpoint.message.nbytes)
     return laid
 
 

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
 from shardmath.families.hf import Entry
+from shardmath.layouts.holdings import LayoutOrWindows, Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import shared
 from shardmath_torch.checkpoints.checkpoint import check_ranks
 from shardmath_torch.checkpoints.loading import local_layouts
-from shardmath_torch.checkpoints.saving import Windows, to_disk, windows_of
+from shardmath_torch.checkpoints.saving import to_disk
 from shardmath_torch.compat import Group
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.exchange.compile import compile
@@ -76,7 +77,7 @@ class _Task(NamedTuple):
 def export(
     path: str | os.PathLike[str],
     source: nn.Module | Mapping[str, Tensor],
-    layouts: Mapping[str, Layout | tuple[Layout, ...] | None] | None = None,
+    layouts: Mapping[str, LayoutOrWindows | None] | None = None,
     *,
     tied: Mapping[str, str] | None = None,
     max_shard_size: int | str = "5GB",
@@ -127,7 +128,7 @@ def _prepare(
     rank = compat.rank_or_0()
     source, _ = wanted(to_disk(given.layouts), rank)
     fits(source, by_key(source, given.tensors))
-    entries = {name: _entry_of(held) for name, held in given.layouts.items()}
+    entries = {name: _entry_of(windows) for name, windows in given.layouts.items()}
     check_entries(entries)
     _check_tied(given.tied, entries)
     files = split(entries, size_of(limit))
@@ -138,8 +139,8 @@ def _prepare(
     return _Task(folder, dict(zip(names, files, strict=True)), ranks, rank == ranks[0])
 
 
-def _entry_of(held: Windows) -> Entry:
-    first = windows_of(held)[0]
+def _entry_of(windows: Windows) -> Entry:
+    first = windows[0]
     return first.shape, first.dtype
 
 

@@ -20,10 +20,10 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import mapping
 from shardmath.base.digest import digest
 from shardmath.base.text import plural, shown
+from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.checkpoints.checkpoint import check_layouts
-from shardmath_torch.checkpoints.saving import Windows, windows_of
 from shardmath_torch.compat import Group
 from shardmath_torch.dtensors.dtensor import from_dtensors, local_of
 from shardmath_torch.files.places import CheckpointError
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 def check_source(
     tensors: object,
-    layouts: Mapping[str, Windows | None] | None,
+    layouts: Mapping[str, LayoutOrWindows | None] | None,
     tied: object,
     mesh: object,
 ) -> None:
@@ -81,7 +81,7 @@ def _check_tied_names(tied: object) -> None:
             raise CheckpointError(f"{what}; give a mapping from {TIED}")
 
 
-def _check_layouts(layouts: Mapping[str, Windows | None]) -> None:
+def _check_layouts(layouts: Mapping[str, LayoutOrWindows | None]) -> None:
     """Raises CheckpointError for what is not layouts, and for bytes."""
     check_layouts(layouts)
     for name, held in layouts.items():
@@ -105,7 +105,7 @@ def describe_source(source: nn.Module | Mapping[str, Tensor]) -> str:
 
 def lay_out(
     source: nn.Module | Mapping[str, Tensor],
-    layouts: Mapping[str, Windows | None] | None,
+    layouts: Mapping[str, LayoutOrWindows | None] | None,
     mesh: Mesh | None,
     group: Group | None,
 ) -> Source:
@@ -116,7 +116,7 @@ def lay_out(
         act = partial(_lay_out_dtensors, source, mesh, group)
         return on_all("lay out its tensors", act, group)
     held = {name: one for name, one in layouts.items() if one is not None}
-    return Source(source, held, {})
+    return Source(source, read_windows(held, CheckpointError), {})
 
 
 def _lay_out_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Source:
@@ -140,7 +140,7 @@ def _take_model(model: Model) -> Source:
         tied |= dict.fromkeys(names[1:], first)
     tensors = {name: slot.local for name, slot in model.slots.items()}
     layouts = {name: slot.layout for name, slot in model.slots.items()}
-    return Source(tensors, layouts, tied)
+    return Source(tensors, read_windows(layouts, CheckpointError), tied)
 
 
 def _lay_out_dtensors(
@@ -148,8 +148,7 @@ def _lay_out_dtensors(
 ) -> Source:
     """Of DTensors, and of plain tensors, which are the same on all ranks of the mesh."""
     divided = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
-    layouts: dict[str, Windows] = {}
-    layouts |= from_dtensors(divided)
+    layouts = dict(from_dtensors(divided))
     plain_on = mesh or _find_mesh(layouts, group)
     local: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -159,12 +158,12 @@ def _lay_out_dtensors(
         local[name] = tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
         layouts[name] = Layout(tuple(tensor.shape), plain_on, {}, dtype=dtype)
-    return Source(local, layouts, {})
+    return Source(local, read_windows(layouts, CheckpointError), {})
 
 
-def _find_mesh(layouts: Mapping[str, Windows], group: Group | None) -> Mesh:
+def _find_mesh(layouts: Mapping[str, Layout], group: Group | None) -> Mesh:
     """The largest mesh of the layouts; where there are none, one of all ranks."""
-    meshes = [windows_of(held)[0].mesh for held in layouts.values()]
+    meshes = [layout.mesh for layout in layouts.values()]
     if meshes:
         return max(meshes, key=lambda mesh: mesh.size)
     ranks = list_ranks(group)

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from xxhash import xxh3_64
 
-__all__ = ["CHUNK", "DIGITS", "count", "same", "write"]
+__all__ = ["CHUNK", "DIGITS", "count_checksums", "is_same", "write"]
 
 CHUNK = 4 << 20
 """Bytes that have one checksum."""
@@ -20,10 +20,10 @@ DIGITS = 16
 """Of a checksum, as text."""
 
 
-def count(nbytes: int) -> int:
+def count_checksums(nbytes: int) -> int:
     """How many checksums so many bytes have.
 
-    >>> count(0), count(1), count(CHUNK), count(CHUNK + 1)
+    >>> count_checksums(0), count_checksums(1), count_checksums(CHUNK), count_checksums(CHUNK + 1)
     (0, 1, 1, 2)
     """
     return -(-nbytes // CHUNK)
@@ -48,7 +48,7 @@ def _sum(chunk: memoryview) -> str:
     return xxh3_64(chunk).hexdigest()
 
 
-def same(chunk: memoryview, number: int, sums: str) -> bool:
+def is_same(chunk: memoryview, number: int, sums: str) -> bool:
     """Whether these are the bytes of the chunk of that number."""
     at = number * DIGITS
     return _sum(chunk) == sums[at : at + DIGITS]

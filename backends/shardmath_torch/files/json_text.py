@@ -13,7 +13,7 @@ import math
 import reprlib
 from collections.abc import Sequence
 
-__all__ = ["MOST", "MOST_DIMENSIONS", "elements", "read_json", "shown"]
+__all__ = ["MOST", "MOST_DIMENSIONS", "count_elements", "read_json", "shown"]
 
 MOST_DIMENSIONS = 64
 """Of a tensor, numpy's limit."""
@@ -57,10 +57,10 @@ def _read_finite(text: str) -> float:
     return number
 
 
-def elements(shape: Sequence[int]) -> int:
+def count_elements(shape: Sequence[int]) -> int:
     """How many elements a shape has. Raises ValueError for more than MOST, and more than MOST_DIMENSIONS dimensions.
 
-    >>> elements((3, 4)), elements((1 << 62, 1 << 62, 0))
+    >>> count_elements((3, 4)), count_elements((1 << 62, 1 << 62, 0))
     (12, 0)
     """
     if len(shape) > MOST_DIMENSIONS:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from shardmath_torch.files.places import CheckpointError
 
-__all__ = ["SEAL", "Sealed", "holds", "save_of", "seal", "signed", "unseal"]
+__all__ = ["SEAL", "Sealed", "holds", "save_of", "seal", "sign", "unseal"]
 
 BEGIN, END = b"\0shardmath index\0", b"\0shardmath sealed\0"
 DIGITS = 12
@@ -97,10 +97,10 @@ def save_of(tail: bytes) -> str | None:
     return tail[at : at + DIGITS].decode("ascii", "replace")
 
 
-def signed(text: str) -> str:
+def sign(text: str) -> str:
     """A JSON object in text, with a checksum of all before as its last member.
 
-    >>> holds(signed('{"a":1}')), holds(signed('{"a":1}').replace("1", "3"))
+    >>> holds(sign('{"a":1}')), holds(sign('{"a":1}').replace("1", "3"))
     (True, False)
     """
     return _end_with_sum(text.removesuffix("}") + _SIGNED)

@@ -34,7 +34,7 @@ from shardmath_torch.safetensors.headers import NAMES, PREFIX, RESERVED, make_en
 from shardmath_torch.safetensors.hf_sharded import SAVED, SHARDING
 from shardmath_torch.safetensors.slices import Progress
 
-__all__ = ["ALIGNMENT", "Written", "memory_of", "unused", "write"]
+__all__ = ["ALIGNMENT", "Written", "find_unused", "memory_of", "write"]
 
 ALIGNMENT = 64
 """Bytes; torch.save aligns the data in an archive to as many."""
@@ -139,16 +139,24 @@ def _make_header(tensors: Named, archives: Mapping[str, Written], end: int) -> b
     """The header and its length: each tensor, and what lies before, between and behind them as tensors of bytes."""
     keys = _choose_keys(tensors)
     taken = {RESERVED, *tensors, *keys.values()}
-    frames = [unused(f"frame/{i}", taken) for i in range(len(tensors) + 1)]
+    frames = [find_unused(f"frame/{i}", taken) for i in range(len(tensors) + 1)]
     entries: dict[str, object] = {}
     at = 0
-    for frame, (name, (_, tensor)) in zip(frames[:-1], tensors.items(), strict=True):
+    for frame, name in zip(frames[:-1], tensors, strict=True):
+        _, tensor = tensors[name]
         start = archives[name].start
         stop = start + tensor.nbytes
         entries[frame] = _make_bytes_entry(at, start)
         entries[keys[name]] = _make_tensor_entry(tensor, start, stop)
         at = stop
     entries[frames[-1]] = _make_bytes_entry(at, end)
+    return _encode_header(tensors, keys, frames, entries)
+
+
+def _encode_header(
+    tensors: Named, keys: Mapping[str, str], frames: Sequence[str], entries: Mapping[str, object]
+) -> bytes:
+    """The entries and their metadata as safetensors has them: the length first, then JSON, padded."""
     metadata = {SHARDING: json.dumps(_make_offsets(tensors, keys, frames))}
     text = json.dumps({RESERVED: metadata, **entries}).encode()
     length = _align(PREFIX + len(text)) - PREFIX
@@ -187,15 +195,15 @@ def _choose_keys(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         # Half a surrogate pair, which a Python text may hold, is not text in JSON.
         text = name.encode("utf-8", "backslashreplace").decode()
-        keys[name] = name if text == name != RESERVED else unused(text, taken)
+        keys[name] = name if text == name != RESERVED else find_unused(text, taken)
         taken.add(keys[name])
     return keys
 
 
-def unused(name: str, taken: Container[str]) -> str:
+def find_unused(name: str, taken: Container[str]) -> str:
     """The name, or one like it that is not taken.
 
-    >>> unused("w", {"v"}), unused("w", {"w", "w_"})
+    >>> find_unused("w", {"v"}), find_unused("w", {"w", "w_"})
     ('w', 'w__')
     """
     while name in taken:

@@ -20,14 +20,14 @@ from typing import TypeGuard
 
 from shardmath import ShardError
 from shardmath.base.dtypes import itemsize
-from shardmath_torch.files.json_text import MOST, elements, read_json, shown
+from shardmath_torch.files.json_text import MOST, count_elements, read_json, shown
 from shardmath_torch.files.places import Place, length_of, opened
 
 __all__ = [
     "DTYPES",
     "NAMES",
-    "RESERVED",
     "PREFIX",
+    "RESERVED",
     "HeaderEntry",
     "WeightsError",
     "damaged",
@@ -178,7 +178,7 @@ def _read_entry(file: Place, name: str, value: object, data: int) -> HeaderEntry
     begin, end = offsets
     entry = HeaderEntry(file, name, tuple(shape), DTYPES[dtype], data + begin)
     try:
-        nbytes = elements(shape) * itemsize(entry.dtype)
+        nbytes = count_elements(shape) * itemsize(entry.dtype)
     except ValueError as error:
         raise damaged(file, f"the shape of {shown(name)}, {error}") from error
     if end - begin != nbytes:

@@ -26,12 +26,12 @@ __all__ = [
     "Progress",
     "Slices",
     "assemble",
-    "boxes",
     "check",
     "fits",
+    "list_boxes",
     "load",
-    "room",
-    "zeros",
+    "make_room",
+    "make_zeros",
 ]
 
 Slices: TypeAlias = tuple[slice, ...]
@@ -39,7 +39,7 @@ Progress: TypeAlias = Callable[[int], None]
 """Called with the bytes just done."""
 
 
-def boxes(layout: Layout, rank: int) -> Iterator[tuple[Slices, Slices]]:
+def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Slices, Slices]]:
     """What `rank` holds as boxes: where each lies in the local tensor, and where in the global one."""
     by_dim = [runs.segments for runs in layout.runs(rank)]
     # One at a time: `layout.boxes` makes all of them at once, and a strided layout may have millions.
@@ -102,22 +102,22 @@ def load(
     """
     out = {}
     for name, layout, stored in _open_tensors(weights, layouts):
-        out[name] = room(layout, rank)
-        for local, glob in boxes(layout, rank):
+        out[name] = make_room(layout, rank)
+        for local, glob in list_boxes(layout, rank):
             out[name][local] = stored[glob]
         if progress:
             progress(out[name].nbytes)
     return {name: out[name] for name in layouts}
 
 
-def room(layout: Layout, rank: int) -> torch.Tensor:
+def make_room(layout: Layout, rank: int) -> torch.Tensor:
     """A local tensor of `rank` to be filled: what will not be, holes, is zero."""
     if layout.holes(rank):
-        return zeros(layout, rank)
+        return make_zeros(layout, rank)
     return torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype))
 
 
-def zeros(layout: Layout, rank: int) -> torch.Tensor:
+def make_zeros(layout: Layout, rank: int) -> torch.Tensor:
     """A local tensor of `rank` of zero bytes."""
     shape = layout.local_shape(rank)
     # Bytes, since not every type has the number 0: float8_e8m0fnu has none.
@@ -140,7 +140,7 @@ def check(
     total = 0
     for name, layout, stored in _open_tensors(weights, layouts):
         done = 0
-        for local, glob in boxes(layout, rank):
+        for local, glob in list_boxes(layout, rank):
             done += _compare(name, rank, glob, tensors[name][local], stored[glob])
         if progress:
             progress(done)
@@ -174,6 +174,6 @@ def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor
     """The global tensor from the local tensors of all ranks of its layout, by rank."""
     out = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
     for rank in layout.mesh.ranks:
-        for local, glob in boxes(layout, rank):
+        for local, glob in list_boxes(layout, rank):
             out[glob] = shards[rank][local]
     return out

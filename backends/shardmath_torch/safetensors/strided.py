@@ -22,7 +22,7 @@ from torch import Tensor
 from shardmath_torch import compat
 from shardmath_torch.files.places import CheckpointError, Place, opened
 
-__all__ = ["Strided", "described"]
+__all__ = ["Strided", "describe_archives"]
 
 LITTLE = b"little"
 """The record `byteorder` of an archive."""
@@ -57,7 +57,7 @@ class Strided(NamedTuple):
         return last + 1
 
 
-def described(file: Place, archives: Iterable[tuple[int, int]]) -> list[Strided]:
+def describe_archives(file: Place, archives: Iterable[tuple[int, int]]) -> list[Strided]:
     """The tensors in archives (offset, length) of torch.save.
 
     Raises CheckpointError where an archive is not a single plain tensor within its bytes, and where archives overlap.

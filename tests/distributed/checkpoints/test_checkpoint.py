@@ -848,7 +848,7 @@ NOTHING: dict[str, tuple[Any, str]] = {
     ),
     "a window": (
         lambda path, layouts: smt.load(path, {"w": (None,)}),  # type: ignore[dict-item]
-        r"'w' has the layout \(None,\); names are text, layouts a Layout, some, or None",
+        r"tensor 'w' is \(None,\); give a Layout or a tuple of Layouts",
     ),
     "device": (
         lambda path, layouts: smt.load(path, layouts, device="nowhere"),

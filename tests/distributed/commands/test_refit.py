@@ -23,7 +23,7 @@ from shardmath import Layout, Mesh, ShardError, plan
 from shardmath.families.rules import parse
 from shardmath_torch.commands.command_line import run_command
 from shardmath_torch.commands.refit import DEMO_DST, DEMO_SRC, command
-from shardmath_torch.commands.refit_bounds import bounds
+from shardmath_torch.commands.refit_bounds import find_bounds
 from shardmath_torch.commands.refit_out import check_out, finish, leave, undo
 from shardmath_torch.commands.refit_report import Table
 from shardmath_torch.safetensors.slices import load
@@ -486,7 +486,7 @@ sides = st.tuples(
 def test_bounds_hold_for_every_plan(a: tuple, b: tuple, shape: tuple[int, int]) -> None:  # type: ignore[type-arg]
     """Received bytes are the bound; sent bytes are never below theirs, for a rank and for the busiest."""
     src, dst = ({"w": layout(side, shape)} for side in (a, b))
-    made, bound = plan(src, dst), bounds(src, dst)
+    made, bound = plan(src, dst), find_bounds(src, dst)
     sent = made.sent_bytes()
     assert bound.received == made.received_bytes()
     assert all(sent[rank] >= bound.sent[rank] for rank in sent)
@@ -503,7 +503,7 @@ def test_bound_of_replicas() -> None:
     """Ranks 0 and 1 alone hold rows 0:4, which two receivers want: each sends at least one receiver's worth."""
     src = {"w": Layout((8,), Mesh(dp=2, tp=2, ranks=(0, 2, 1, 3)), "(tp n)")}
     dst = {"w": Layout((8,), Mesh(tp=2, ranks=(4, 5)), "n")}
-    bound = bounds(src, dst)
+    bound = find_bounds(src, dst)
     assert bound.received == {0: 0, 1: 0, 2: 0, 3: 0, 4: 32, 5: 32}
     assert bound.sent == dict.fromkeys(range(6), 0)
     assert (bound.busiest, bound.forced_by) == (16, frozenset({0, 1, 2, 3}))
@@ -515,7 +515,7 @@ def test_bound_of_pairs() -> None:
     for name, ranks in (("a", (0, 1)), ("b", (1, 2)), ("c", (0, 2))):
         src[name] = Layout((3,), Mesh(dp=2, ranks=ranks), "n")
     dst = {name: Layout((3,), Mesh(dp=1, ranks=(3,)), "n") for name in src}
-    bound = bounds(src, dst)
+    bound = find_bounds(src, dst)
     assert (bound.busiest, bound.forced_by) == (12, frozenset({0, 1, 2}))
     assert max(plan(src, dst).sent_bytes().values()) == 12
 
@@ -523,7 +523,7 @@ def test_bound_of_pairs() -> None:
 def test_bound_of_nothing() -> None:
     """Where every rank has what it needs, nobody is forced to send."""
     held = {"w": Layout((8,), Mesh(tp=2), "(tp n)")}
-    bound = bounds(held, held)
+    bound = find_bounds(held, held)
     assert (bound.busiest, bound.sent, bound.received) == (0, {0: 0, 1: 0}, {0: 0, 1: 0})
 
 

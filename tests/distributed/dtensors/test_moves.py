@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shardmath as sm
-from shardmath_torch.dtensors.moves import BYTES_PER_MOVE, BYTES_PER_PIECE, Moves, weight
+from shardmath_torch.dtensors.moves import BYTES_PER_MOVE, BYTES_PER_PIECE, Moves, weigh_plan
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.tasks.cases import make_case
 from tests.distributed.tasks.dtensors import mesh_of_other_groups
@@ -32,7 +32,7 @@ def _most_pieces(plan: sm.Plan) -> int:
 def test_weight_counts_the_pieces_of_the_busiest_rank(src: str, dst: str) -> None:
     """Without listing them: a rank that could send and need not is counted as if all who hold it sent alike."""
     plan = sm.plan(sm.Layout((24, 16), MESH, src), sm.Layout((24, 16), MESH, dst))
-    counted = (weight(plan) - BYTES_PER_MOVE) // BYTES_PER_PIECE
+    counted = (weigh_plan(plan) - BYTES_PER_MOVE) // BYTES_PER_PIECE
     assert _most_pieces(plan) / 2 <= counted <= 2 * _most_pieces(plan) + 2
 
 
@@ -56,8 +56,8 @@ def test_the_oldest_moves_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
         tuple(sm.Layout((8 * n, 8), MESH, text) for text in ("(tp n) h", "n (tp h)"))
         for n in range(1, 8)
     ]
-    assert len({weight(sm.plan(*pair)) for pair in pairs}) == 1
-    moves = Moves(None, most=4 * weight(sm.plan(*pairs[0])))
+    assert len({weigh_plan(sm.plan(*pair)) for pair in pairs}) == 1
+    moves = Moves(None, most=4 * weigh_plan(sm.plan(*pairs[0])))
     first = [moves.between(*pair) for pair in pairs[:4]]
     assert [moves.between(*pair) for pair in pairs[:4]] == first
     moves.between(*pairs[0])(None, out=None)

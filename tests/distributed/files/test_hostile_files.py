@@ -30,7 +30,7 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.compat import StorageInfo
 from shardmath_torch.files.json_text import read_json, shown
-from shardmath_torch.files.sealed import BEGIN, END, signed, unseal
+from shardmath_torch.files.sealed import BEGIN, END, sign, unseal
 from shardmath_torch.files.unpickled import read_metadata
 from shardmath_torch.safetensors.weights import open_weights
 
@@ -256,7 +256,7 @@ def test_an_index_of_many_files(tmp_path: Path) -> None:
         "tensors": {f"t{i}": ["float32", [0], [[0, 0, [0], [0], ""]]] for i in range(25_000)},
         "blobs": {},
     }
-    (tmp_path / "shardmath.json").write_text(signed(json.dumps(index)))
+    (tmp_path / "shardmath.json").write_text(sign(json.dumps(index)))
     begun = time.process_time()
     assert len(smt.open_checkpoint(tmp_path)) == 25_000
     assert time.process_time() - begun < 6
@@ -334,7 +334,7 @@ def test_a_box_that_is_missing_among_many(tmp_path: Path) -> None:
     pieces = [[0, i, [i], [1], "0" * 16] for i in range(n - 1)]
     index = {"shardmath": 2, "save": "0" * 12, "files": [["x", n]], "blobs": {}}
     index["tensors"] = {"w": ["uint8", [n], pieces]}
-    (tmp_path / "shardmath.json").write_text(signed(json.dumps(index)))
+    (tmp_path / "shardmath.json").write_text(sign(json.dumps(index)))
     (tmp_path / "x").write_bytes(bytes(n))
     begun = time.process_time()
     fails(tmp_path, f"has no box with element ({n - 1},)")
@@ -356,7 +356,7 @@ def test_a_shape_of_many_dimensions(tmp_path: Path, name: str) -> None:
     else:
         index = {"shardmath": 2, "save": "0" * 12, "files": [], "blobs": {}}
         index["tensors"] = {"w": ["float32", shape, []]}
-        (tmp_path / name).write_text(signed(json.dumps(index)))
+        (tmp_path / name).write_text(sign(json.dumps(index)))
     fails(tmp_path, "64")
 
 

@@ -429,7 +429,7 @@ EXPORTS: dict[str, tuple[dict[str, Any], str]] = {
     "a mesh": ({"mesh": "x"}, "mesh is 'x'; give a shardmath.Mesh"),
     "ties": ({"tied": 5}, "tied is 5; give a mapping from names"),
     "a tie": ({"tied": {"v": 5}}, "tied has 'v': 5, and names are text"),
-    "layouts": ({"layouts": 5}, "layouts is a int"),
+    "layouts": ({"layouts": 5}, "layouts is 5; give a mapping from names to layouts"),
     "a nested tensor": ({"tensor": "nested"}, "'w' is a nested tensor"),
     "a DTensor": ({"tensor": "divided"}, "call it with the same on all ranks"),
 }

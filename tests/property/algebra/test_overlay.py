@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, testing
-from shardmath.algebra.overlay import Overlay, overlaid, overlay
+from shardmath.algebra.overlay import Overlay, overlay, overlay_dimensions
 from shardmath.algebra.partition import Partition, partition
 from shardmath.algebra.runs import Runs, from_ranges, identity
 from shardmath.base.arrays import ranges
@@ -166,7 +166,9 @@ def test_nothing_in_common() -> None:
 
 def test_overlays_of_dimensions_are_made_once() -> None:
     a, b = Layout((6, 6), Mesh(tp=2), "(tp n) m"), Layout((6, 6), Mesh(tp=3), "(tp n) m")
-    over = overlaid(a.dims[0], b.dims[0])
-    assert over is overlaid(Layout((6,), Mesh(tp=2, ranks=(8, 9)), "(tp n)").dims[0], b.dims[0])
+    over = overlay_dimensions(a.dims[0], b.dims[0])
+    assert over is overlay_dimensions(
+        Layout((6,), Mesh(tp=2, ranks=(8, 9)), "(tp n)").dims[0], b.dims[0]
+    )
     assert over.source is partition(a.dims[0]) and over.target is partition(b.dims[0])
-    assert overlaid(b.dims[0], a.dims[0]) is not over
+    assert overlay_dimensions(b.dims[0], a.dims[0]) is not over

@@ -7,7 +7,7 @@ import pytest
 
 from shardmath import Layout, Mesh, Runs
 from shardmath.algebra.cuts import UserCut
-from shardmath.algebra.partition import overlapping, partition, spans
+from shardmath.algebra.partition import list_spans, overlapping, partition
 from shardmath.algebra.runs import concat, from_ranges
 from shardmath.algebra.stages import Digit
 from tests.property.drawn.digits import Says, field
@@ -26,21 +26,21 @@ def test_equal_parts_are_one() -> None:
 
 def test_spans_are_sorted_by_global_start() -> None:
     parts = (from_ranges([(4, 6), 1, (0, 1)]), from_ranges([(1, 4)]), Runs())
-    g, stop, lo, part = spans(parts)
+    g, stop, lo, part = list_spans(parts)
     assert (g.tolist(), stop.tolist(), lo.tolist(), part.tolist()) == (
         [0, 1, 4],
         [1, 4, 6],
         [3, 0, 0],
         [0, 1, 0],
     )
-    assert [x.tolist() for x in spans(())] == [[], [], [], []]
-    nested = spans((from_ranges([(1, 2)]), from_ranges([(0, 4)])))
+    assert [x.tolist() for x in list_spans(())] == [[], [], [], []]
+    nested = list_spans((from_ranges([(1, 2)]), from_ranges([(0, 4)])))
     assert [x.tolist() for x in nested] == [[0, 1], [4, 2], [0, 0], [1, 0]]
 
 
 def test_spans_that_begin_alike_are_in_the_order_of_their_parts() -> None:
     """More than the 16 that any sort keeps in order."""
-    _, _, _, part = spans([from_ranges([(i % 3, i % 3 + 1)]) for i in range(999)])
+    _, _, _, part = list_spans([from_ranges([(i % 3, i % 3 + 1)]) for i in range(999)])
     assert part.tolist() == [*range(0, 999, 3), *range(1, 999, 3), *range(2, 999, 3)]
 
 

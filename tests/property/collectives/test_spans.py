@@ -13,8 +13,8 @@ from shardmath.collectives.spans import (
     NOTHING,
     Holding,
     Spans,
-    divided,
-    inside,
+    find_divided,
+    is_inside,
     merge,
     spans_of,
     tile,
@@ -64,7 +64,7 @@ def test_spans_of_runs_are_global() -> None:
 
 @given(BOXES, BOXES)
 def test_inside_is_a_subset(a: Holding, b: Holding) -> None:
-    assert inside(a, b) == (elements(a) <= elements(b))
+    assert is_inside(a, b) == (elements(a) <= elements(b))
 
 
 @given(SOME, SOME, st.data())
@@ -77,7 +77,7 @@ def test_cells_of_a_grid_tile_it(rows: set[int], columns: set[int], data: st.Dat
     assert tile([*cells, *some[:1]]) == (None if some else NOTHING)
     if len(some) == 4:
         assert tile(some[:3]) is None
-    assert divided(cells, box(rows, columns)) == {
+    assert find_divided(cells, box(rows, columns)) == {
         d for d in range(2) for cell in some if cell[d] != box(rows, columns)[d]
     }
 

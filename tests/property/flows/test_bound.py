@@ -18,8 +18,8 @@ from scipy.sparse.csgraph import maximum_flow
 
 from shardmath import Layout, PlanError, plan, testing
 from shardmath.flows.blocks import Block
-from shardmath.flows.bound import bound
-from shardmath.flows.certificate import Certificate, Witness, certificate
+from shardmath.flows.bound import find_bound
+from shardmath.flows.certificate import Certificate, Witness, make_certificate
 from shardmath.flows.topology import H100, Topology
 
 Program = tuple[list[Block], list[int], Topology]
@@ -113,7 +113,7 @@ def worst_cut(program: Program) -> float:
 @example(([Block((), (), 5), Block((), (1,), 0)], [0, 1], machine(1)))
 def test_witness_is_a_cut_by_definition(program: Program) -> None:
     blocks, who, topology = program
-    seconds, witness = bound(blocks, who, topology)
+    seconds, witness = find_bound(blocks, who, topology)
     assert (seconds == 0) == (witness is None) == all(must_enter([r], blocks) == 0 for r in who)
     if witness is None:
         return
@@ -131,7 +131,7 @@ def test_witness_is_a_cut_by_definition(program: Program) -> None:
 @given(programs(ranks=5, nbytes=4))
 def test_no_cut_is_missed_that_is_a_rank_or_a_node(program: Program) -> None:
     blocks, who, topology = program
-    seconds = bound(blocks, who, topology)[0] - topology.latency_s
+    seconds = find_bound(blocks, who, topology)[0] - topology.latency_s
     for x in [[r] for r in who] + [
         [r for r in who if topology.node(r) == topology.node(s)] for s in who
     ]:
@@ -149,7 +149,7 @@ def test_few_cuts_are_missed_at_all() -> None:
         sets = [tuple(rng.sample(who, rng.randint(1, min(len(who), 3)))) for _ in range(12)]
         blocks = [Block(*rng.sample(sets, 2), rng.randint(1, 9)) for _ in range(rng.randint(1, 6))]
         topology = machine(rng.choice([1, 2, 3, 4, 8]), rng.choice([1.0, 2.0, 9.0]))
-        missed += bound(blocks, who, topology)[0] < worst_cut((blocks, who, topology)) - 1e-9
+        missed += find_bound(blocks, who, topology)[0] < worst_cut((blocks, who, topology)) - 1e-9
     assert missed <= 3
 
 
@@ -241,14 +241,15 @@ def small(rng: random.Random) -> Program:
 @given(st.randoms(use_true_random=False))
 def test_no_schedule_is_faster(rng: random.Random) -> None:
     program = small(rng)
-    assert bound(*program)[0] <= fewest_steps(program)
+    assert find_bound(*program)[0] <= fewest_steps(program)
 
 
 def test_schedules_often_reach_the_bound() -> None:
     """Chunks cannot be halved, and a relay waits for a whole one: not always, but often, and mostly within a step."""
     rng = random.Random(1)
     found = [
-        (bound(*program)[0], fewest_steps(program)) for program in (small(rng) for _ in range(150))
+        (find_bound(*program)[0], fewest_steps(program))
+        for program in (small(rng) for _ in range(150))
     ]
     moving = [(seconds, steps) for seconds, steps in found if steps]
     exact = sum(seconds == steps for seconds, steps in moving)
@@ -277,7 +278,7 @@ def direct(program: Program, rng: random.Random) -> float:
 
 @given(programs(), st.randoms(use_true_random=False))
 def test_no_direct_plan_is_faster(program: Program, rng: random.Random) -> None:
-    seconds = bound(*program)[0]
+    seconds = find_bound(*program)[0]
     assert seconds <= direct(program, rng) * (1 + 1e-12)
 
 
@@ -309,7 +310,9 @@ def test_no_plan_between_layouts_is_faster(pair: tuple[Layout, Layout], per_node
             near = topology.node(t.src_rank) == topology.node(t.dst_rank)
             load.update({(t.src_rank, "out", near): t.nbytes, (t.dst_rank, "in", near): t.nbytes})
     slowest = max((n / (4.0 if near else 1.0) for (_, _, near), n in load.items()), default=0.0)
-    seconds, witness = bound(blocks_of(*pair), {*pair[0].mesh.ranks, *pair[1].mesh.ranks}, topology)
+    seconds, witness = find_bound(
+        blocks_of(*pair), {*pair[0].mesh.ranks, *pair[1].mesh.ranks}, topology
+    )
     assert seconds <= slowest and (witness is None) == (not load)
 
 
@@ -334,7 +337,7 @@ def test_spelling_does_not_matter(program: Program, rng: random.Random) -> None:
 
     again = [*map(respelled, blocks), Block((), (), 7), Block((), (who[0],), 0)]
     rng.shuffle(again)
-    assert bound(iter(again), iter([*reversed(who), who[0]]), topology) == bound(
+    assert find_bound(iter(again), iter([*reversed(who), who[0]]), topology) == find_bound(
         blocks, who, topology
     )
 
@@ -342,8 +345,8 @@ def test_spelling_does_not_matter(program: Program, rng: random.Random) -> None:
 @given(programs(), st.integers(1, 1 << 40))
 def test_bytes_scale(program: Program, scale: int) -> None:
     blocks, who, topology = program
-    seconds, witness = bound(blocks, who, topology)
-    many, more = bound([b._replace(nbytes=b.nbytes * scale) for b in blocks], who, topology)
+    seconds, witness = find_bound(blocks, who, topology)
+    many, more = find_bound([b._replace(nbytes=b.nbytes * scale) for b in blocks], who, topology)
     assert (witness is None) == (more is None)
     if witness and more:
         assert more == witness._replace(nbytes=witness.nbytes * scale)
@@ -358,14 +361,14 @@ def test_dividing_a_block_changes_nothing(program: Program) -> None:
     halves = [
         b._replace(nbytes=n) for b in blocks for n in (b.nbytes // 3, b.nbytes - b.nbytes // 3)
     ]
-    assert bound(halves, who, topology) == bound(blocks, who, topology)
+    assert find_bound(halves, who, topology) == find_bound(blocks, who, topology)
 
 
 @given(programs(), st.integers(1, 5))
 def test_names_of_groups_and_addends_do_not_matter(program: Program, by: int) -> None:
     blocks, who, topology = program
     renamed = [b._replace(addend=-b.addend * by, group=-b.group * by) for b in blocks]
-    assert math.isclose(bound(renamed, who, topology)[0], bound(blocks, who, topology)[0])
+    assert math.isclose(find_bound(renamed, who, topology)[0], find_bound(blocks, who, topology)[0])
 
 
 # Closed forms
@@ -379,7 +382,7 @@ def seconds_of(nbytes: int, bytes_per_s: float) -> float:
 def test_broadcast_counts_its_bytes_once(nodes: int) -> None:
     """However many nodes want them, the source's node sends one copy, over all its NICs."""
     n, ranks = 8 * 10**9, range(8 * (nodes + 1))
-    seconds, witness = bound([Block(tuple(range(8)), tuple(ranks[8:]), n)], ranks, H100)
+    seconds, witness = find_bound([Block(tuple(range(8)), tuple(ranks[8:]), n)], ranks, H100)
     assert seconds == seconds_of(n, 400e9)
     assert witness == Witness(tuple(range(8, 16)), "in", n, 400e9)
 
@@ -387,12 +390,12 @@ def test_broadcast_counts_its_bytes_once(nodes: int) -> None:
 def test_broadcast_from_one_rank() -> None:
     """With its node it has eight NICs to go through, alone one: ranks that take no part lend nothing."""
     n, far = 10**9, tuple(range(8, 24))
-    assert bound([Block((3,), far, n)], range(24), H100)[0] == seconds_of(n, 400e9)
-    assert bound([Block((3,), far, n)], [3, *far], H100) == (
+    assert find_bound([Block((3,), far, n)], range(24), H100)[0] == seconds_of(n, 400e9)
+    assert find_bound([Block((3,), far, n)], [3, *far], H100) == (
         seconds_of(n, 50e9),
         Witness((3,), "out", n, 50e9),
     )
-    three = bound([Block((3,), far, n)], [3, 4, 0, *far], H100)
+    three = find_bound([Block((3,), far, n)], [3, 4, 0, *far], H100)
     assert three == (seconds_of(n, 150e9), Witness((0, 3, 4), "out", n, 150e9))
 
 
@@ -400,13 +403,16 @@ def test_a_rank_has_both_its_links() -> None:
     """Half of what rank 0 needs is beside it; but that half may come by way of the other node too."""
     n = 10**9
     blocks = [Block((1,), (0,), n), Block((8,), (0,), n)]
-    assert bound(blocks, range(16), H100) == (
+    assert find_bound(blocks, range(16), H100) == (
         seconds_of(2 * n, 500e9),
         Witness((0,), "in", 2 * n, 500e9),
     )
-    assert bound(blocks, [0, 1, 8], H100) == (seconds_of(n, 50e9), Witness((8,), "out", n, 50e9))
+    assert find_bound(blocks, [0, 1, 8], H100) == (
+        seconds_of(n, 50e9),
+        Witness((8,), "out", n, 50e9),
+    )
     out = [Block((0,), (1,), n), Block((0,), (8,), n)]
-    assert bound(out, range(16), H100) == (
+    assert find_bound(out, range(16), H100) == (
         seconds_of(2 * n, 500e9),
         Witness((0,), "out", 2 * n, 500e9),
     )
@@ -414,11 +420,11 @@ def test_a_rank_has_both_its_links() -> None:
 
 def test_one_node_has_no_use_for_its_nics() -> None:
     n = 9 * 10**9
-    assert bound([Block((0,), (1, 2, 3), n)], range(4), H100) == (
+    assert find_bound([Block((0,), (1, 2, 3), n)], range(4), H100) == (
         seconds_of(n, 450e9),
         Witness((1,), "in", n, 450e9),
     )
-    alone = bound([Block((0,), (1, 2, 3), n)], range(9), H100)
+    alone = find_bound([Block((0,), (1, 2, 3), n)], range(9), H100)
     assert alone == (seconds_of(n, 500e9), Witness((1,), "in", n, 500e9))
 
 
@@ -433,7 +439,9 @@ def test_holders_that_share_are_crowded_together() -> None:
     blocks = [Block(held, x, n - 1) for held in pairs for x in far]
     blocks += [Block((a + 1, b + 1), x, 1) for a, b in pairs for x in far]
     blocks += [Block((6, 7), x, n // 2) for x in far]
-    seconds, witness = bound([*blocks, Block((0, 2, 4, 6), (1,), 1000 * n)], range(32), topology)
+    seconds, witness = find_bound(
+        [*blocks, Block((0, 2, 4, 6), (1,), 1000 * n)], range(32), topology
+    )
     assert witness == Witness(tuple(range(6)), "out", 36 * n, 6.0)
     assert seconds == 6.0 * n
 
@@ -443,7 +451,7 @@ def test_ranks_that_share_are_crowded_together() -> None:
     topology, n = machine(8, 3.0, 1.0), 10**6
     blocks = [Block(held, (x,), n) for held in [(0, 1), (1, 2), (2, 0)] for x in range(4, 8)]
     blocks += [Block((3,), (x,), n // 2) for x in range(4, 8)]
-    seconds, witness = bound(blocks, range(8), topology)
+    seconds, witness = find_bound(blocks, range(8), topology)
     assert witness == Witness((0, 1, 2), "out", 12 * n, 9.0)
     assert seconds == float(Fraction(12 * n, 9))
 
@@ -454,7 +462,7 @@ def test_part_of_a_node_takes_in() -> None:
     blocks = [Block((0, 1), (r,), 3 * n) for r in need] + [
         Block(tuple(range(8, 24)), (r,), n) for r in need
     ]
-    witness = bound(blocks, range(24), machine(8, 450.0, 50.0))[1]
+    witness = find_bound(blocks, range(24), machine(8, 450.0, 50.0))[1]
     assert witness == Witness(tuple(need), "in", 24 * n, 1200.0)
 
 
@@ -463,7 +471,7 @@ def test_part_of_a_node_gives_out() -> None:
     blocks = [Block((r,), (r % 2,), 3 * n) for r in hold] + [
         Block((r,), tuple(range(8, 24)), n) for r in hold
     ]
-    witness = bound(blocks, range(24), machine(8, 450.0, 50.0))[1]
+    witness = find_bound(blocks, range(24), machine(8, 450.0, 50.0))[1]
     assert witness == Witness(tuple(hold), "out", 24 * n, 1200.0)
 
 
@@ -473,7 +481,7 @@ def test_more_than_half_of_the_ranks_give_out() -> None:
     blocks = [Block((r,), (r % 2,), 3 * n) for r in hold] + [
         Block((r,), (8, 9), n // 10) for r in hold
     ]
-    witness = bound([*blocks, Block((8,), (9,), 1)], range(10), machine(8, 450.0, 50.0))[1]
+    witness = find_bound([*blocks, Block((8,), (9,), 1)], range(10), machine(8, 450.0, 50.0))[1]
     assert witness == Witness((0, 1, 8, 9), "in", 186 * n // 10, 1000.0)
 
 
@@ -483,7 +491,7 @@ def test_a_node_among_nodes_that_all_hold_and_need(source: int) -> None:
     topology, (a, b) = machine(2, 9.0, 1.0), [r for r in (0, 2, 4) if r != source]
     heavy = [Block((source,), (a,), 10, 1), Block((source + 1,), (b,), 10, 1)]
     light = [Block((r,), ((r + 2) % 6,), 1, addend) for r in range(6) for addend in (0, 1)]
-    assert bound(heavy + light, range(6), topology) == (
+    assert find_bound(heavy + light, range(6), topology) == (
         11.0,
         Witness((source, source + 1), "out", 22, 2.0),
     )
@@ -494,7 +502,10 @@ def test_a_rank_among_ranks_that_all_hold_and_need(source: int) -> None:
     others = [r for r in range(4) if r != source]
     heavy = [Block((source,), (r,), 10, 1) for r in others]
     light = [Block((r,), (source,), 1, addend) for r in others for addend in (0, 1)]
-    assert bound(heavy + light, range(4), machine(4)) == (30.0, Witness((source,), "out", 30, 1.0))
+    assert find_bound(heavy + light, range(4), machine(4)) == (
+        30.0,
+        Witness((source,), "out", 30, 1.0),
+    )
 
 
 def test_deepseek_v3() -> None:
@@ -502,7 +513,7 @@ def test_deepseek_v3() -> None:
     blocks = deepseek()
     assert len({b.holders for b in blocks}) == 272 and len({b.receivers for b in blocks}) == 33
     assert sum(b.nbytes for b in blocks) == 1342_100_000_000
-    seconds, witness = bound(blocks, range(512), H100)
+    seconds, witness = find_bound(blocks, range(512), H100)
     assert witness == Witness(tuple(range(256, 264)), "in", 337_100_000_000, 400e9)
     assert seconds == seconds_of(337_100_000_000, 400e9) and round(seconds, 3) == 0.843
 
@@ -528,7 +539,7 @@ def test_qwen3_235b() -> None:
     stages = [tuple(range(16 * s, 16 * s + 16)) for s in range(8)]
     parts = [tuple(range(128 + t, 256, 8)) for t in range(8)]
     blocks = [Block(h, v, 470_200_000_000 // 64) for h in stages for v in parts]
-    assert bound(blocks, range(256), H100) == (
+    assert find_bound(blocks, range(256), H100) == (
         seconds_of(470_200_000_000, 400e9),
         Witness(tuple(range(128, 136)), "in", 470_200_000_000, 400e9),
     )
@@ -544,27 +555,27 @@ def addends(ranks: Sequence[int], need: Sequence[int], n: int, group: int = 0) -
 def test_one_combined_addend_is_enough() -> None:
     """An all-reduce of eight ranks: seven addends are missing everywhere, one sum of them makes up for it."""
     n = 10**9
-    assert bound(addends(range(8), range(8), n), range(8), H100)[0] == seconds_of(n, 450e9)
-    assert bound(addends(range(8), [8], n), range(9), H100) == (
+    assert find_bound(addends(range(8), range(8), n), range(8), H100)[0] == seconds_of(n, 450e9)
+    assert find_bound(addends(range(8), [8], n), range(9), H100) == (
         seconds_of(n, 50e9),
         Witness((8,), "in", n, 50e9),
     )
-    far = bound(addends(range(16), range(16), n), range(16), H100)
+    far = find_bound(addends(range(16), range(16), n), range(16), H100)
     assert far == (seconds_of(n, 400e9), Witness(tuple(range(8)), "in", n, 400e9))
 
 
 def test_groups_are_different_elements() -> None:
     n = 10**9
     both = addends(range(8), range(8), n) + addends(range(8), range(8), 2 * n, group=1)
-    assert bound(both, range(8), H100)[0] == seconds_of(3 * n, 450e9)
+    assert find_bound(both, range(8), H100)[0] == seconds_of(3 * n, 450e9)
     plain = [*addends(range(4), [4], n), Block((0,), (4,), n // 2, group=9)]
-    assert bound(plain, range(5), H100)[0] == seconds_of(n + n // 2, 450e9)
+    assert find_bound(plain, range(5), H100)[0] == seconds_of(n + n // 2, 450e9)
 
 
 def test_the_addend_that_misses_most_counts() -> None:
     """Addend 0 misses one of two elements at rank 2, addend 1 both."""
     blocks = [Block((0,), (2,), 5, 0), Block((0, 2), (2,), 7, 0), Block((1,), (2,), 12, 1)]
-    assert bound(blocks, range(3), machine(4)) == (12.0, Witness((2,), "in", 12, 1.0))
+    assert find_bound(blocks, range(3), machine(4)) == (12.0, Witness((2,), "in", 12, 1.0))
 
 
 # Values and errors
@@ -578,26 +589,26 @@ def test_nothing_has_to_move() -> None:
         [Block((0,), (1,), 0)],
         [Block((), (), 3)],
     ):
-        assert bound(blocks, [0, 1], H100) == (0.0, None)
-    assert certificate((0.0, None), 0.0) == Certificate(0.0, 0.0, 1.0, None)
-    assert str(certificate((0.0, None), 0.0)) == "0 s; nothing has to move"
-    assert certificate((0.0, None), 2.0).ratio == math.inf
+        assert find_bound(blocks, [0, 1], H100) == (0.0, None)
+    assert make_certificate((0.0, None), 0.0) == Certificate(0.0, 0.0, 1.0, None)
+    assert str(make_certificate((0.0, None), 0.0)) == "0 s; nothing has to move"
+    assert make_certificate((0.0, None), 2.0).ratio == math.inf
 
 
 def test_latency_comes_on_top() -> None:
-    assert bound([Block((0,), (1,), 1)], [0, 1], machine(1, 1.0, 1.0, 0.25))[0] == 1.25
+    assert find_bound([Block((0,), (1,), 1)], [0, 1], machine(1, 1.0, 1.0, 0.25))[0] == 1.25
 
 
 def test_certificate() -> None:
-    found = bound(deepseek(), range(512), H100)
-    near = certificate(found, 0.8524)
+    found = find_bound(deepseek(), range(512), H100)
+    near = make_certificate(found, 0.8524)
     assert near == Certificate(found[0], 0.8524, 0.8524 / found[0], found[1])
     assert str(near) == (
         "852.4 ms, 1.011 times the bound of 842.8 ms: 8 ranks (256, 257, 258, 259, 260, 261, 262, 263) "
         "must take in 337.1 GB at 400 GB/s"
     )
-    assert certificate(found, found[0]).ratio == 1.0
-    assert certificate(found, found[0] * (1 - 1e-12)).ratio == 1.0
+    assert make_certificate(found, found[0]).ratio == 1.0
+    assert make_certificate(found, found[0] * (1 - 1e-12)).ratio == 1.0
 
 
 @pytest.mark.parametrize(
@@ -625,17 +636,17 @@ def test_certificate() -> None:
     ],
 )
 def test_errors(fails, block: Block, message: str) -> None:
-    fails(lambda: bound([Block((0,), (3,), 1), block], [3, 0], H100), PlanError, message)
+    fails(lambda: find_bound([Block((0,), (3,), 1), block], [3, 0], H100), PlanError, message)
 
 
 def test_ranks_are_integers(fails) -> None:
     one = [Block((0,), (3,), 1)]
-    fails(lambda: bound(one, [0, 3.0], H100), PlanError, "a rank is 3.0; give an integer")  # type: ignore[list-item]
+    fails(lambda: find_bound(one, [0, 3.0], H100), PlanError, "a rank is 3.0; give an integer")  # type: ignore[list-item]
 
 
 def test_most_bytes() -> None:
     n = (1 << 62) - 1
-    assert bound([Block((0,), (3,), n)], [3, 0], machine(1)) == (
+    assert find_bound([Block((0,), (3,), n)], [3, 0], machine(1)) == (
         float(n),
         Witness((3,), "in", n, 1.0),
     )

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from shardmath import PlanError
-from shardmath.flows.certificate import Witness, certificate
+from shardmath.flows.certificate import Witness, make_certificate
 
 
 @pytest.mark.parametrize(
@@ -31,18 +31,18 @@ from shardmath.flows.certificate import Witness, certificate
     ],
 )
 def test_certificate_as_text(witness: Witness, plan_s: float, text: str) -> None:
-    assert str(certificate((witness.nbytes / witness.bytes_per_s, witness), plan_s)) == text
+    assert str(make_certificate((witness.nbytes / witness.bytes_per_s, witness), plan_s)) == text
 
 
 def test_certificate_errors(fails) -> None:
     for time in (-1.0, math.inf, math.nan):
         fails(
-            lambda time=time: certificate((1.0, None), time),
+            lambda time=time: make_certificate((1.0, None), time),
             PlanError,
             f"a plan of {time!r} seconds; give a finite time that is not negative",
         )
     fails(
-        lambda: certificate((2.0, Witness((1,), "in", 2, 1.0)), 1.0),
+        lambda: make_certificate((2.0, Witness((1,), "in", 2, 1.0)), 1.0),
         PlanError,
         "no schedule is faster than its bound: 1 s, 0.5 times the bound of 2 s: rank 1 must take in 2 B at 1 B/s; "
         "time all of the plan on the same topology",

@@ -18,7 +18,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from shardmath.base.errors import PlanError
-from shardmath.flows.flow import Level, levels, shares
+from shardmath.flows.flow import Level, find_levels, shares
 
 Holders: TypeAlias = tuple[int, ...]
 Instance: TypeAlias = tuple[list[int], list[Holders]]
@@ -78,7 +78,7 @@ def check_optimal(lengths: Sequence[int], holders: Sequence[Holders]) -> list[li
     Whatever is chosen, the ranks of the first levels carry at least what these levels have between them; so no vector
     of loads is lexicographically less.
     """
-    rows, found = shares(lengths, holders), levels(lengths, holders)
+    rows, found = shares(lengths, holders), find_levels(lengths, holders)
     check_divided(rows, lengths, holders)
     means = [Fraction(level.nbytes, len(level.ranks)) for level in found]
     assert all(a > b for a, b in itertools.pairwise(means))
@@ -193,7 +193,7 @@ def test_the_largest_load_is_the_linear_programs_rounded_up(it: Instance) -> Non
     load = loads(shares(*it), it[1])
     best = least(*it, {rank: rank for rank in load})
     assert max(load.values()) == math.ceil(best - 1e-6)
-    first = levels(*it)[0]
+    first = find_levels(*it)[0]
     assert first.nbytes / len(first.ranks) == pytest.approx(best)
 
 
@@ -213,7 +213,7 @@ def test_the_first_level_is_the_densest_set_of_ranks(it: Instance) -> None:
     }
     top = max(density.values())
     union = {rank for chosen, found in density.items() if found == top for rank in chosen}
-    assert levels(lengths, holders)[0] == Level(int(top * len(union)), tuple(sorted(union)))
+    assert find_levels(lengths, holders)[0] == Level(int(top * len(union)), tuple(sorted(union)))
 
 
 @given(st.data(), instances(longest=2**40), st.booleans())
@@ -227,7 +227,7 @@ def test_the_order_of_the_lines_means_nothing(
     nodes = {rank: rank % 3 for held in holders for rank in held} if with_nodes else None
     here = zip(lengths, holders, shares(*it, nodes), strict=True)
     assert sorted(here) == sorted(zip(*moved, shares(*moved, nodes), strict=True))
-    assert levels(*it) == levels(*moved)
+    assert find_levels(*it) == find_levels(*moved)
 
 
 @given(st.randoms(use_true_random=False), instances(longest=2**40))
@@ -244,9 +244,9 @@ def test_other_names_of_ranks_change_loads_by_rounding_alone(
     assert falling(before) == falling(after)
     renamed = [
         Level(level.nbytes, tuple(sorted(name[rank] for rank in level.ranks)))
-        for level in levels(*it)
+        for level in find_levels(*it)
     ]
-    assert levels(lengths, named) == renamed
+    assert find_levels(lengths, named) == renamed
 
 
 @given(instances(longest=2**40), st.integers(1, 9))
@@ -260,15 +260,15 @@ def test_a_line_in_parts_is_the_line(it: Instance, count: int) -> None:
     rows = shares(parts, held)
     check_divided(rows, parts, held)
     assert loads(rows, held) == loads(shares(*it), holders)
-    assert levels(parts, held) == levels(*it)
+    assert find_levels(parts, held) == find_levels(*it)
 
 
 @given(instances(longest=2**40), st.integers(2, 2**30))
 def test_levels_scale(it: Instance, factor: int) -> None:
     """Lines that are so many times longer have levels so many times higher."""
     lengths, holders = it
-    scaled = levels([n * factor for n in lengths], holders)
-    assert scaled == [Level(level.nbytes * factor, level.ranks) for level in levels(*it)]
+    scaled = find_levels([n * factor for n in lengths], holders)
+    assert scaled == [Level(level.nbytes * factor, level.ranks) for level in find_levels(*it)]
 
 
 @given(instances(longest=2**40), instances(longest=2**40))
@@ -402,14 +402,17 @@ def test_small_shares(lengths: list[int], holders: list[Holders], rows: list[lis
 def test_integers_of_numpy_become_integers() -> None:
     rows = shares(np.array([2**62, 2**62]), [(0, 1), (1, 2)])
     check_divided(rows, [2**62, 2**62], [(0, 1), (1, 2)])
-    assert levels(np.array([2**62, 2**62]), [(0, 1), (1, 2)]) == [Level(2**63, (0, 1, 2))]
+    assert find_levels(np.array([2**62, 2**62]), [(0, 1), (1, 2)]) == [Level(2**63, (0, 1, 2))]
 
 
 def test_large_integers_are_exact() -> None:
     """One byte in 2**60 decides a level."""
     big = 2**60
-    assert levels([big, big + 1], [(0, 1), (2, 3)]) == [Level(big + 1, (2, 3)), Level(big, (0, 1))]
-    assert levels([big, big, big], [(0, 1), (1, 2), (2, 3)]) == [Level(3 * big, (0, 1, 2, 3))]
+    assert find_levels([big, big + 1], [(0, 1), (2, 3)]) == [
+        Level(big + 1, (2, 3)),
+        Level(big, (0, 1)),
+    ]
+    assert find_levels([big, big, big], [(0, 1), (1, 2), (2, 3)]) == [Level(3 * big, (0, 1, 2, 3))]
     assert (
         loads(shares([big + 1] * 3, [(0, 1), (1, 2), (2, 3)]), [(0, 1), (1, 2), (2, 3)]).total()
         == 3 * big + 3
@@ -482,11 +485,11 @@ def test_chains_of_as_many_levels_as_lines(count: int) -> None:
     chain = [(i, i + 1) for i in range(count)]
     lengths = [4**i for i in range(count)]
     check_optimal(lengths, chain)
-    assert len(levels(lengths, chain)) == count
+    assert len(find_levels(lengths, chain)) == count
     nested = [tuple(range(i + 1)) for i in range(count)]
     lengths = [3 ** (count - i) for i in range(count)]
     check_optimal(lengths, nested)
-    assert [level.ranks for level in levels(lengths, nested)] == [(i,) for i in range(count)]
+    assert [level.ranks for level in find_levels(lengths, nested)] == [(i,) for i in range(count)]
     check_optimal([(i * 37) % 101 for i in range(count)], chain)
     check_optimal([2**i for i in range(count)], nested)
     rows = shares(lengths, nested, {rank: rank // 8 for rank in range(count)})
@@ -545,7 +548,7 @@ def test_messages(
 ) -> None:
     fails(lambda: shares(lengths, holders, nodes), PlanError, message)
     if nodes is None:
-        fails(lambda: levels(lengths, holders), PlanError, message)
+        fails(lambda: find_levels(lengths, holders), PlanError, message)
 
 
 def test_bytes_are_integers() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, NotationError, Runs, Shard
 from shardmath.algebra.runs import from_ranges, identity
-from shardmath.layouts.notation import padded
+from shardmath.layouts.notation import pad
 
 MESH = Mesh(a=2, b=3)
 SIZES = {"a": 2, "b": 3}
@@ -182,9 +182,9 @@ def test_same_axis_may_divide_several_fields_of_one_dimension_in_different_ways(
 
 
 def test_padded() -> None:
-    assert padded(3, 3) == identity(3)
-    assert padded(3, 5) == from_ranges([(0, 3), 2])
-    assert padded(0, 0) == Runs()
+    assert pad(3, 3) == identity(3)
+    assert pad(3, 5) == from_ranges([(0, 3), 2])
+    assert pad(0, 0) == Runs()
 
 
 DEEP = Mesh(dp=2, tp=2)

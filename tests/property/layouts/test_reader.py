@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardmath.layouts.reader import Reader, listed, tokens
+from shardmath.layouts.reader import Reader, list_tokens, listed
 
 
 def test_tokens_know_their_place() -> None:
-    found = list(tokens(" (tp*dp~ [3 40]n)=<0:4 -2> ... {sum: pp} "))
+    found = list(list_tokens(" (tp*dp~ [3 40]n)=<0:4 -2> ... {sum: pp} "))
     assert [t.text for t in found] == [
         *("(", "tp", "*", "dp", "~", "[", "3", "40", "]", "n", ")"),
         *("=<", "0", ":", "4", "-", "2", ">", "...", "{", "sum", ":", "pp", "}", ""),

@@ -22,7 +22,7 @@ from shardmath import (
     verify,
 )
 from shardmath.layouts.edits import window
-from shardmath.plans.adjoint import everybody, swapped
+from shardmath.plans.adjoint import everybody, swap_ends
 
 TP, FAR = Mesh(tp=2), Mesh(dp=2, tp=2, ranks=range(4, 8))
 
@@ -64,7 +64,7 @@ def test_ends_are_swapped() -> None:
     p = adjoint(forward)
     assert p.src_ranks == (4, 5, 6, 7) and p.dst_ranks == (0, 1)
     assert p.sent_bytes() == forward.received_bytes() and p.received_bytes() == forward.sent_bytes()
-    there = sorted(map(str, map(swapped, forward.transfers())))
+    there = sorted(map(str, map(swap_ends, forward.transfers())))
     assert sorted(str(t._replace(op="copy")) for t in p.transfers()) == there
     assert sorted((t.addend, t.src_rank) for t in p.transfers(dst=0)) == [
         (i, 4 + i) for i in range(4)
@@ -94,8 +94,8 @@ def test_swapped_is_its_own_inverse() -> None:
     (t, *_) = plan(
         {"w": Layout((4, 6), TP, "(tp n) h")}, {"w": Layout((4, 6), FAR, "n (tp h)")}
     ).transfers()
-    assert swapped(swapped(t)) == t and swapped(t) != t
-    assert (swapped(t).src_rank, swapped(t).dst_slices) == (t.dst_rank, t.src_slices)
+    assert swap_ends(swap_ends(t)) == t and swap_ends(t) != t
+    assert (swap_ends(t).src_rank, swap_ends(t).dst_slices) == (t.dst_rank, t.src_slices)
 
 
 def test_copies_stay_copies_where_nothing_is_replicated() -> None:

@@ -17,21 +17,21 @@ from shardmath import Layout, Mesh, Plan, Table, Topology, plan, testing, verify
 from shardmath.algebra.runs import from_ranges
 from shardmath.plans.balance import (
     Cutter,
-    balanced,
-    grid,
-    totals,
-    uncut,
+    balance,
+    make_grid,
+    measure_lines,
+    measure_uncut,
 )
-from shardmath.plans.demands import Batch, Demands, lines, wire
+from shardmath.plans.demands import Batch, Demands, gather_lines, list_receivers
 from shardmath.plans.pieces import SMALL, snap
 from shardmath.plans.stretches import (
     Stretch,
-    kept,
-    received,
-    received_loads,
+    list_kept,
+    list_received,
+    list_sent,
     row_at,
-    sent,
-    sent_loads,
+    sum_received,
+    sum_sent,
 )
 from shardmath.testing import plan_laws as laws
 from tests.property.drawn.plans import FORWARD
@@ -108,7 +108,7 @@ def content_places(on: Demands, batches: tuple[Batch, ...], block: int) -> list[
 
 def line_places(on: Demands, batches: tuple[Batch, ...], line: int) -> list[int]:
     """Where a line may be cut: where a receiver's content may be, and at its ends."""
-    out = {0, int(totals(on)[line])}
+    out = {0, int(measure_lines(on)[line])}
     for block in blocks_of(on, line):
         begin, each, places = (
             int(on.start[block]),
@@ -133,9 +133,9 @@ def test_cuts_are_the_last_places_before_the_shares(
     p: Plan, small: int, data: st.DataObject
 ) -> None:
     with mock.patch("shardmath.plans.pieces.SMALL", small):
-        on, shares = lines(p.batches, p.topology), Drawn(data)
+        on, shares = gather_lines(p.batches, p.topology), Drawn(data)
         with mock.patch("shardmath.plans.balance.shares", shares):
-            cut = balanced(on, p.batches, p.topology)
+            cut = balance(on, p.batches, p.topology)
         asked = given_to(on, shares)
         for line in range(len(on.holders)):
             places = line_places(on, p.batches, line)
@@ -157,7 +157,7 @@ def kinds(on: Demands) -> list[list[int]]:
 
 def given_to(on: Demands, shares: Drawn) -> dict[int, list[int]]:
     """Where each line is cut, if its holders have a choice."""
-    out = {line: [0, int(length)] for line, length in enumerate(totals(on))}
+    out = {line: [0, int(length)] for line, length in enumerate(measure_lines(on))}
     if shares.given:
         out |= {
             i: cuts
@@ -170,16 +170,16 @@ def given_to(on: Demands, shares: Drawn) -> dict[int, list[int]]:
 @given(plans(), st.data())
 def test_shares_are_asked_for_once(p: Plan, data: st.DataObject) -> None:
     """All far lines together, with the node of every holder; near ones together, without nodes; none without need."""
-    on, shares = lines(p.batches, p.topology), Drawn(data)
+    on, shares = gather_lines(p.batches, p.topology), Drawn(data)
     with mock.patch("shardmath.plans.balance.shares", shares):
-        balanced(on, p.batches, p.topology)
+        balance(on, p.batches, p.topology)
     held = [held_by(on, line) for line in range(len(on.holders))]
     nodes = (
         {rank: p.topology.node(rank) for ranks in held for rank in ranks} if p.topology else None
     )
     expected = [
         (
-            [int(totals(on)[i]) for i in some],
+            [int(measure_lines(on)[i]) for i in some],
             [held[i] for i in some],
             None if on.near[some[0]] else nodes,
         )
@@ -192,8 +192,8 @@ def test_shares_are_asked_for_once(p: Plan, data: st.DataObject) -> None:
 def test_contents_are_cut_at_the_last_place(p: Plan, small: int, data: st.DataObject) -> None:
     on = p.lines
     with mock.patch("shardmath.plans.pieces.SMALL", small):
-        grid.cache_clear()
-        cutter, together = Cutter(on, p.batches), grid(on, p.batches)
+        make_grid.cache_clear()
+        cutter, together = Cutter(on, p.batches), make_grid(on, p.batches)
         for block in range(len(on.receivers)):
             places = content_places(on, p.batches, block)
             some = data.draw(st.lists(st.integers(0, int(on.nbytes[block]) - 1), max_size=20))
@@ -212,7 +212,9 @@ def test_lines_are_cut_at_the_last_place(p: Plan, small: int, data: st.DataObjec
         cutter = Cutter(on, p.batches)
         for line in range(len(on.holders)):
             places = line_places(on, p.batches, line)
-            for at in data.draw(st.lists(st.integers(0, int(totals(on)[line])), max_size=20)):
+            for at in data.draw(
+                st.lists(st.integers(0, int(measure_lines(on)[line])), max_size=20)
+            ):
                 assert cutter.of_line(line, at) == last(places, at)
 
 
@@ -221,7 +223,7 @@ def test_what_no_cut_divides(p: Plan, small: int) -> None:
     """Of each row of the lines: the longest way from one place where its content may be cut to the next."""
     on = p.lines
     with mock.patch("shardmath.plans.pieces.SMALL", small):
-        found = uncut(on, p.batches).tolist()
+        found = measure_uncut(on, p.batches).tolist()
         for block in range(len(on.receivers)):
             places = np.array([*content_places(on, p.batches, block), int(on.nbytes[block])])
             for row in rows_of(on, block):
@@ -289,7 +291,7 @@ def stretches(on: Demands) -> list[Stretch]:
         shares = list(zip(held_by(on, line), itertools.pairwise(cuts_of(on, line)), strict=True))
         for block in blocks_of(on, line):
             each = int(on.nbytes[block])
-            for j, receiver in enumerate(wire(on, line, block)):
+            for j, receiver in enumerate(list_receivers(on, line, block)):
                 begin = int(on.start[block]) + j * each
                 ends = [(h, max(a - begin, 0), min(b - begin, each)) for h, (a, b) in shares]
                 out += [Stretch(block, h, receiver, lo, hi) for h, lo, hi in ends if lo < hi]
@@ -313,14 +315,14 @@ def check_stretches(p: Plan) -> None:
     """Every rank's own lists are its part of all of them; both ends of a pair have them in one order."""
     on, there, here = p.lines, stretches(p.lines), local(p.lines)
     for rank in (*p.ranks, 10**6):
-        assert list(kept(on, rank)) == [x for x in here if x.receiver == rank]
-        assert list(received(on, rank)) == [x for x in there if x.receiver == rank]
-        assert sorted(sent(on, rank)) == sorted(x for x in there if x.sender == rank)
+        assert list(list_kept(on, rank)) == [x for x in here if x.receiver == rank]
+        assert list(list_received(on, rank)) == [x for x in there if x.receiver == rank]
+        assert sorted(list_sent(on, rank)) == sorted(x for x in there if x.sender == rank)
         for other in p.ranks:
-            ours = [x for x in sent(on, rank) if x.receiver == other]
-            assert ours == [x for x in received(on, other) if x.sender == rank]
+            ours = [x for x in list_sent(on, rank) if x.receiver == other]
+            assert ours == [x for x in list_received(on, other) if x.sender == rank]
     asked = [on.count[block] * on.nbytes[block] for block in range(len(on.receivers))]
-    assert sum(x.hi - x.lo for x in there) == sum(asked) == totals(on).sum()
+    assert sum(x.hi - x.lo for x in there) == sum(asked) == measure_lines(on).sum()
 
 
 @given(plans(), st.sampled_from([0, 16, SMALL]))
@@ -340,7 +342,7 @@ def test_wherever_lines_are_cut(p: Plan, data: st.DataObject) -> None:
     shares = Drawn(data)
     on = p.lines
     cuts = [
-        shares.cuts(int(totals(on)[line]), len(held_by(on, line)))
+        shares.cuts(int(measure_lines(on)[line]), len(held_by(on, line)))
         for line in range(len(on.holders))
     ]
     check_stretches(
@@ -358,8 +360,8 @@ def test_stretches_of_two_receivers() -> None:
         Stretch(0, 1, 9, 0, 100 * row),
         Stretch(0, 2, 9, 100 * row, 300 * row),
     ]
-    assert list(sent(p.lines, 1)) == stretches(p.lines)[1:3]
-    assert list(received(p.lines, 9)) == stretches(p.lines)[2:]
+    assert list(list_sent(p.lines, 1)) == stretches(p.lines)[1:3]
+    assert list(list_received(p.lines, 9)) == stretches(p.lines)[2:]
 
 
 # Loads
@@ -373,10 +375,10 @@ def test_loads_are_what_goes_from_rank_to_rank(p: Plan, small: int) -> None:
     for x in stretches(p.lines):
         out[x.sender] += x.hi - x.lo
         into[x.receiver] += x.hi - x.lo
-    assert Counter(sent_loads(p.lines)) == out and Counter(received_loads(p.lines)) == into
+    assert Counter(sum_sent(p.lines)) == out and Counter(sum_received(p.lines)) == into
     assert all(
         type(x) is int
-        for loads in (sent_loads(p.lines), received_loads(p.lines))
+        for loads in (sum_sent(p.lines), sum_received(p.lines))
         for x in loads.items()
         for x in x
     )
@@ -480,12 +482,12 @@ def test_nothing_is_asked_for_nothing() -> None:
     p = plan(large(PAIR, "n h", 0), large(FAR, "n h {sum: b}", 0))
     assert list(p.transfers()) == [] and len(p.lines.batch) == 0
     assert (p.lines.cut_first.tolist(), len(p.lines.cuts)) == ([0], 0)
-    assert sent_loads(p.lines) == received_loads(p.lines) == {} and len(totals(p.lines)) == 0
+    assert sum_sent(p.lines) == sum_received(p.lines) == {} and len(measure_lines(p.lines)) == 0
 
 
 def test_a_line_on_which_nothing_is_sent() -> None:
     """All receivers are holders: a line of no bytes, cut into nothing."""
     p = plan(large(PAIR, "n h"), large(PAIR, "n h"))
     assert cuts_of(p.lines, 0) == [0, 0, 0] and stretches(p.lines) == []
-    assert sent_loads(p.lines) == received_loads(p.lines) == {0: 0, 1: 0}
+    assert sum_sent(p.lines) == sum_received(p.lines) == {0: 0, 1: 0}
     check_stretches(p)

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, Topology, plan, testing
-from shardmath.plans.demands import Batch, Demands, lines, wire
+from shardmath.plans.demands import Batch, Demands, gather_lines, list_receivers
 from shardmath.plans.pieces import SMALL, snap
 from shardmath.plans.template import unit_addends
 from tests.property.drawn.plans import FORWARD
@@ -161,7 +161,7 @@ def columns_of(on: Demands) -> dict[str, list[Any]]:
 
 
 def check_lines(p: Plan) -> None:
-    on = lines(p.batches, p.topology)
+    on = gather_lines(p.batches, p.topology)
     assert columns_of(on) == laid_out(p.batches, asked(p.batches, p.topology))
     assert list(on.sets) == sorted(set(on.sets)) and all(
         ranks == tuple(sorted(set(ranks))) for ranks in on.sets
@@ -346,7 +346,7 @@ def test_receivers_that_hold_it_are_not_on_the_line() -> None:
         (1, 2, 5),
         [2],
     )
-    assert wire(on, 0, 0) == (2, 5)
+    assert list_receivers(on, 0, 0) == (2, 5)
     (only,) = plan(large(PAIR, "n h"), large(PAIR, "n h")).lines.count.tolist()
     assert only == 0
 
@@ -359,7 +359,9 @@ def test_the_wire_is_all_who_do_not_hold_it(
     for line in range(len(on.holders)):
         for block in range(int(on.first[line]), int(on.first[line + 1])):
             held, ranks = on.sets[on.holders[line]], on.sets[on.receivers[block]]
-            assert wire(on, line, block) == tuple(rank for rank in ranks if rank not in held)
+            assert list_receivers(on, line, block) == tuple(
+                rank for rank in ranks if rank not in held
+            )
 
 
 def test_no_rows() -> None:

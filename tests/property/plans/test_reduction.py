@@ -13,16 +13,18 @@ from shardmath.layouts.placement import OPS
 from shardmath.plans.reduction import (
     Reduction,
     check_arithmetic,
+    find_reduction,
     identity_of,
     ranks_along,
-    reduction,
 )
 
 MESH = Mesh(dp=2, tp=3)
 
 
 def asked(src: str, dst: str, dtype: str = "float32", there: Mesh = MESH) -> Reduction:
-    return reduction(Layout((6,), MESH, src, dtype=dtype), Layout((6,), there, dst, dtype=dtype))
+    return find_reduction(
+        Layout((6,), MESH, src, dtype=dtype), Layout((6,), there, dst, dtype=dtype)
+    )
 
 
 def test_no_partial_is_no_reduction() -> None:
@@ -110,17 +112,17 @@ def test_to_avg_max_and_min_all_receive(op: str) -> None:
 
 def test_axes_of_size_1_hold_one_addend() -> None:
     mesh = Mesh(dp=2, one=1)
-    found = reduction(Layout((6,), mesh, "n {sum: one}"), Layout((6,), mesh, "n {max: one}"))
+    found = find_reduction(Layout((6,), mesh, "n {sum: one}"), Layout((6,), mesh, "n {max: one}"))
     assert (found.matched, found.folded, found.chosen, found.addends) == ((), (), (), 1)
-    found = reduction(Layout((6,), mesh, "n {sum: one dp}"), Layout((6,), mesh, "n"))
+    found = find_reduction(Layout((6,), mesh, "n {sum: one dp}"), Layout((6,), mesh, "n"))
     assert (found.folded, found.addends) == (("dp",), 2)
 
 
 def test_different_operations_where_one_side_has_nothing_left() -> None:
     mesh = Mesh(dp=2, one=1)
-    found = reduction(Layout((6,), mesh, "n {sum: dp}"), Layout((6,), mesh, "n {max: one}"))
+    found = find_reduction(Layout((6,), mesh, "n {sum: dp}"), Layout((6,), mesh, "n {max: one}"))
     assert (found.op, found.folded, found.chosen) == ("sum", ("dp",), ())
-    found = reduction(Layout((6,), mesh, "n {max: one}"), Layout((6,), mesh, "n {sum: dp}"))
+    found = find_reduction(Layout((6,), mesh, "n {max: one}"), Layout((6,), mesh, "n {sum: dp}"))
     assert (found.op, found.folded, found.chosen) == ("sum", (), ("dp",))
 
 
@@ -128,11 +130,11 @@ def test_by_ranks_does_not_depend_on_spelling() -> None:
     flat, deep = Mesh(t=6), Mesh(dp=2, tp=3)
     one = (Layout((6,), flat, "n {sum: t}"), Layout((6,), flat, "n"))
     two = (Layout((6,), deep, "n {sum: dp tp}"), Layout((6,), deep, "n"))
-    assert reduction(*one).by_ranks(*one) == reduction(*two).by_ranks(*two)
+    assert find_reduction(*one).by_ranks(*one) == find_reduction(*two).by_ranks(*two)
     three = (Layout((6,), deep, "n {sum: tp}"), Layout((6,), deep, "n"))
-    assert reduction(*two).by_ranks(*two) != reduction(*three).by_ranks(*three)
+    assert find_reduction(*two).by_ranks(*two) != find_reduction(*three).by_ranks(*three)
     plain = (Layout((6,), flat, "(t n)"), Layout((6,), flat, "n"))
-    assert reduction(*plain).by_ranks(*plain) == ()
+    assert find_reduction(*plain).by_ranks(*plain) == ()
 
 
 def test_ranks_along() -> None:
@@ -204,7 +206,7 @@ def test_by_ranks_says_all() -> None:
     sides = Layout((6,), MESH, "n {sum: dp tp}"), Layout((6,), MESH, "n {sum: tp}")
     folded = tuple((rank, rank // 3) for rank in range(6))
     chosen = tuple((rank, 0) for rank in range(6))
-    assert reduction(*sides).by_ranks(*sides) == (
+    assert find_reduction(*sides).by_ranks(*sides) == (
         "sum",
         2,
         folded,
@@ -212,4 +214,4 @@ def test_by_ranks_says_all() -> None:
         "[([0, 3], [1, 4], [2, 5])]",
     )
     sides = Layout((6,), MESH, "n {sum: dp}"), Layout((6,), Mesh(x=2, ranks=(8, 7)), "n {sum: x}")
-    assert reduction(*sides).by_ranks(*sides) == ("sum", 2, folded, ((7, 1), (8, 0)), "[]")
+    assert find_reduction(*sides).by_ranks(*sides) == ("sum", 2, folded, ((7, 1), (8, 0)), "[]")

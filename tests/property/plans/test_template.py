@@ -17,20 +17,20 @@ from shardmath.plans.pieces import (
     SMALL,
     Piece,
     expand,
-    legal,
+    is_legal_cut,
     snap,
     unit_boxes,
     unit_grains,
     unit_rows,
 )
-from shardmath.plans.reduction import reduction
-from shardmath.plans.template import Template, hidden_pairs, template, unit_addends
+from shardmath.plans.reduction import find_reduction
+from shardmath.plans.template import Template, hidden_pairs, make_template, unit_addends
 
 MESH = Mesh(dp=2, tp=2)
 
 
 def of(src: Layout, dst: Layout) -> Template:
-    return template(src, dst, reduction(src, dst))
+    return make_template(src, dst, find_reduction(src, dst))
 
 
 def holders(t: Template) -> list[list[int]]:
@@ -141,7 +141,7 @@ def test_hidden_dimensions_are_addends() -> None:
     folded, matched = hidden_pairs(src, t.reduction)
     assert (folded[0].axes, len(folded[0].parts), folded[1].parts) == (("dp",), 2, (identity(2),))
     assert [x.axes for x in matched] == [("tp",), ("tp",)] and matched[0].parts == matched[1].parts
-    assert list(hidden_pairs(src, reduction(Layout((4,), MESH, "n"), src))) == []
+    assert list(hidden_pairs(src, find_reduction(Layout((4,), MESH, "n"), src))) == []
 
 
 @given(testing.pairs(ops=("sum", "max", "avg")))
@@ -159,7 +159,7 @@ def test_scalars_are_one_unit() -> None:
     assert (t.unit_size.tolist(), units(t)) == ([1], [(0, [0, 1, 2, 3], [0])])
     assert unit_boxes(t, 0) == ([()], [()], [1])
     assert expand(t, 0, 2, 0, 0, 1) == [Piece((), (), (), (), 4, 0)]
-    assert [legal(t, 0, at) for at in (0, 1)] == [True, True] and [
+    assert [is_legal_cut(t, 0, at) for at in (0, 1)] == [True, True] and [
         snap(t, 0, at) for at in (0, 1)
     ] == [0, 1]
 
@@ -211,7 +211,7 @@ def test_parts_of_a_unit_are_the_unit(pair: tuple[Layout, ...], data: st.DataObj
     t = of(*pair)
     for unit, here, there in units(t):
         size = int(t.unit_size[unit])
-        cuts = [at for at in range(size + 1) if legal(t, unit, at)]
+        cuts = [at for at in range(size + 1) if is_legal_cut(t, unit, at)]
         at = data.draw(st.sampled_from(cuts))
         ends = data.draw(st.sampled_from(here)), data.draw(st.sampled_from(there))
         parts = [expand(t, unit, *ends, lo, hi) for lo, hi in ((0, at), (at, size)) if lo < hi]
@@ -315,7 +315,7 @@ def legal_cuts(t: Template, unit: int, small: int) -> list[int]:
 def test_boxes_of_64_kib_stay_whole(rows: int, cut: int) -> None:
     t = of(large(Mesh(a=2), "n h", rows), large(Mesh(ranks=[9]), "n h", rows))
     assert SMALL == 65536 and snap(t, 0, 64 * 64 + 1) == cut
-    assert legal(t, 0, 64 * 64) and not legal(t, 0, 64 * 64 + 1)
+    assert is_legal_cut(t, 0, 64 * 64) and not is_legal_cut(t, 0, 64 * 64 + 1)
 
 
 @given(testing.pairs(), st.sampled_from([0, 16, 64, SMALL]))
@@ -326,7 +326,7 @@ def test_snap_is_the_last_place(pair: tuple[Layout, ...], small: int) -> None:
             cuts, rows = legal_cuts(t, unit, small), legal_cuts(t, unit, 0)
             for at in range(int(t.unit_size[unit]) + 1):
                 assert snap(t, unit, at) == max(x for x in cuts if x <= at)
-                assert legal(t, unit, at) == (at in rows)
+                assert is_legal_cut(t, unit, at) == (at in rows)
 
 
 @given(testing.pairs(), st.sampled_from([0, 16, 64, SMALL]))
@@ -371,4 +371,4 @@ def test_rows_are_of_the_first_long_dimension() -> None:
     src, dst = (Layout((1, 100, 7, 100), Mesh(ranks=[r]), "...", dtype="float64") for r in (0, 1))
     t = of(src, dst)
     assert [snap(t, 0, x) for x in (0, 699, 700, 701, 1400, 70000)] == [0, 0, 700, 700, 1400, 70000]
-    assert not legal(t, 0, 70001) and not legal(t, 0, 100)
+    assert not is_legal_cut(t, 0, 70001) and not is_legal_cut(t, 0, 100)

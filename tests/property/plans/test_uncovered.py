@@ -28,7 +28,13 @@ from shardmath import (
 from shardmath.algebra import gaps
 from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.layouts.edits import window
-from shardmath.plans.uncovered import cells_held, check_disjoint, first_unheld, holds_all, meeting
+from shardmath.plans.uncovered import (
+    check_disjoint,
+    count_cells,
+    find_meeting,
+    first_unheld,
+    holds_all,
+)
 
 MESH = Mesh(dp=2, tp=2)
 WHOLE = Layout((6, 4), MESH, "(tp n) h")
@@ -145,7 +151,7 @@ def test_cells_are_what_ranks_hold(layout: Layout) -> None:
     expected = [
         math.prod(int((i >= 0).sum()) for i in layout.indices(rank)) for rank in layout.mesh.ranks
     ]
-    assert cells_held(layout).tolist() == expected
+    assert count_cells(layout).tolist() == expected
 
 
 @given(testing.layouts(), testing.meshes(), st.data())
@@ -159,7 +165,7 @@ def test_windows_meet_where_their_hulls_do(layout: Layout, mesh: Mesh, data: st.
         )
         for x in (layout, other)
     )
-    met = meeting(src, dst)
+    met = find_meeting(src, dst)
     assert len(set(met)) == len(met) and {j for _, j in met} == set(range(len(dst)))
     held = [
         [{x for r in w.mesh.ranks for x in _elements(w, r)} for w in side] for side in (src, dst)
@@ -188,10 +194,10 @@ def test_windows_that_only_touch_do_not_meet() -> None:
     row = Layout((6,), Mesh(), "n")
     src = tuple(window(row, ((lo, lo + 2),)) for lo in (0, 2, 4))
     dst = tuple(window(row, ((lo, lo + 3),)) for lo in (0, 3))
-    assert meeting(src, dst) == [(0, 0), (1, 0), (1, 1), (2, 1)]
-    assert meeting(src[:1], dst[1:]) == [(0, 0)]
+    assert find_meeting(src, dst) == [(0, 0), (1, 0), (1, 1), (2, 1)]
+    assert find_meeting(src[:1], dst[1:]) == [(0, 0)]
     empty = window(row, ((2, 2),))
-    assert meeting(src, (empty, dst[1])) == [(0, 0), (1, 1), (2, 1)]
+    assert find_meeting(src, (empty, dst[1])) == [(0, 0), (1, 1), (2, 1)]
 
 
 def test_a_scalar_needs_a_holder() -> None:

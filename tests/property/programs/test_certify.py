@@ -26,9 +26,9 @@ from shardmath import (
     plan,
     schedule,
 )
-from shardmath.flows.bound import bound
+from shardmath.flows.bound import find_bound
 from shardmath.layouts.edits import window
-from shardmath.programs.certify import blocks
+from shardmath.programs.certify import list_blocks
 from shardmath.programs.scheduling import as_planned
 from tests.property.drawn.plans import chosen_axes, folded_axes, passing, place
 from tests.property.drawn.programs import (
@@ -100,7 +100,7 @@ def _elements(p: Plan, name: str) -> Iterator[tuple[set[int], set[int], int, int
 
 def found_blocks(p: Plan) -> Counter[Key]:
     out: Counter[Key] = Counter()
-    for block in blocks(p):
+    for block in list_blocks(p):
         out[block.holders, block.receivers, block.addend, block.group] += block.nbytes
     return out
 
@@ -149,7 +149,9 @@ def bound_is_below(prog: Program) -> None:
     """No program is faster than its bound, and its witness shows why."""
     found = certify(prog)
     assert 0 <= found.bound_s <= found.plan_s * (1 + 1e-9) and found.ratio >= 1
-    assert (found.bound_s, found.witness) == bound(blocks(prog.plan), prog.ranks, prog.topology)
+    assert (found.bound_s, found.witness) == find_bound(
+        list_blocks(prog.plan), prog.ranks, prog.topology
+    )
     if found.witness:
         assert found.bound_s == pytest.approx(
             found.witness.nbytes / found.witness.bytes_per_s + prog.topology.latency_s, rel=1e-9

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shardmath as sm
 from shardmath.layouts.store import local_name
 from shardmath.programs.messages import Message, Step
-from shardmath.programs.part import Part, outline, own_boxes, parts
+from shardmath.programs.part import Part, make_parts, outline_part, own_boxes
 from shardmath.proofs.simulate import FOLD
 from tests.property.drawn.programs import Arrays, plans, programs, results, shards_of
 
@@ -68,7 +68,7 @@ def walk(made: Sequence[Part], src: Arrays) -> Arrays:
 def walked(given: sm.Plan | sm.Program, limit: int = 1 << 30) -> dict[tuple[int, str], Any]:
     """Bit for bit what the parts bring."""
     plan = given.plan if isinstance(given, sm.Program) else given
-    made = parts(given, max_inflight_bytes=limit)
+    made = make_parts(given, max_inflight_bytes=limit)
     out = walk(made, shards_of(plan)) if made else {}
     return {
         (rank, key): (array.shape, array.dtype, array.tobytes())
@@ -90,7 +90,7 @@ def test_parts_of_a_program_do_what_it_means(program: sm.Program) -> None:
 @given(plans())
 def test_an_outline_knows_what_the_part_computes(plan: sm.Plan) -> None:
     """Before ranks have agreed on anything."""
-    for one in parts(plan):
+    for one in make_parts(plan):
         brought = {
             (t.tensor, t.op)
             for each in one.rounds
@@ -100,14 +100,14 @@ def test_an_outline_knows_what_the_part_computes(plan: sm.Plan) -> None:
         }
         begun = {(one.destinations[work.key].tensor, "fill") for work in one.fills}
         ended = {(one.destinations[work.key].tensor, "divide") for work in one.divisions}
-        assert one.operations == outline(plan, one.rank).operations == brought | begun | ended
+        assert one.operations == outline_part(plan, one.rank).operations == brought | begun | ended
 
 
 def test_a_limit_without_room() -> None:
     mesh = sm.Mesh(tp=2)
     plan = sm.plan(sm.Layout((4,), mesh, "(tp n)"), sm.Layout((4,), mesh, "n"))
     with pytest.raises(sm.ExchangeError, match="max_inflight_bytes=8 has no room"):
-        parts(plan, max_inflight_bytes=8)
+        make_parts(plan, max_inflight_bytes=8)
 
 
 def test_holes_are_in_no_box() -> None:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, Program, Topology, Transfer, plan, schedule
 from shardmath.algebra.box import row_size
-from shardmath.plans.balance import grid
-from shardmath.plans.demands import lines, wire
+from shardmath.plans.balance import make_grid
+from shardmath.plans.demands import gather_lines, list_receivers
 from shardmath.plans.pieces import unit_boxes
 from shardmath.programs.messages import Message, Round
-from shardmath.programs.program import slices
-from shardmath.programs.streams import streams
+from shardmath.programs.program import list_slices
+from shardmath.programs.streams import list_streams
 from tests.property.drawn.programs import (
     PROGRAMS,
     all_rounds,
@@ -95,10 +95,10 @@ def messages_are_their_pieces(prog: Program) -> None:
 def slices_follow_each_other(prog: Program) -> None:
     """A stream is its slices, at most one a slot; those of one root are cut alike, each leg a slot later."""
     for line in range(len(prog.legs.lines.holders)):
-        of = streams(prog.legs, line)
+        of = list_streams(prog.legs, line)
         cut: dict[int, list[tuple[int, int, int]]] = {i: [] for i in range(len(of.lo))}
         for i, slot, lo, hi in zip(
-            *(column.tolist() for column in slices(prog, line, of)), strict=True
+            *(column.tolist() for column in list_slices(prog, line, of)), strict=True
         ):
             cut[i].append((slot - int(of.leg[i]) + 1, lo, hi))
         for i, mine in cut.items():
@@ -113,13 +113,15 @@ def slices_follow_each_other(prog: Program) -> None:
             assert mine == cut[int(of.root[i])]
             places = np.array([lo for _, lo, _ in mine])
             block = np.full(len(places), of.block[i])
-            assert (grid(prog.legs.lines, prog.plan.batches).snapped(block, places) == places).all()
+            assert (
+                make_grid(prog.legs.lines, prog.plan.batches).snapped(block, places) == places
+            ).all()
 
 
 def streams_of_a_root_are_alike(prog: Program) -> None:
     """What is relayed of a stream is the same bytes of the same block, in a later leg."""
     for line in range(len(prog.legs.lines.holders)):
-        of = streams(prog.legs, line)
+        of = list_streams(prog.legs, line)
         first = of.leg == 1
         assert (of.root[first] == np.flatnonzero(first)).all() and set(of.leg.tolist()) <= {1, 2, 3}
         for column in (of.block, of.lo, of.hi):
@@ -273,7 +275,7 @@ def test_what_is_relayed_is_read_from_the_destination() -> None:
 
 def places(p: Plan, topology: Topology, small: int) -> Iterator[tuple[int, int, list[int]]]:
     """(block, its bytes, where it may be cut) by looking at every box of every row."""
-    on = lines(p.batches, topology)
+    on = gather_lines(p.batches, topology)
     for block in range(len(on.nbytes)):
         found: list[int] = []
         for row in range(on.row_first[block], on.row_first[block + 1]):
@@ -301,12 +303,12 @@ def test_snapped_is_the_last_place_not_after(pair, topology: Topology, small: in
     """Everywhere in every block, many places at once."""
     with mock.patch("shardmath.plans.pieces.SMALL", small):
         p = plan(*pair)
-        on = lines(p.batches, topology)
+        on = gather_lines(p.batches, topology)
         for block, size, legal in places(p, topology, small):
             at = np.arange(size if size < 500 else 0)
             expected = np.array(legal, np.int64)[np.searchsorted(legal, at, "right") - 1]
             assert legal == sorted(set(legal))
-            assert (grid(on, p.batches).snapped(np.full(len(at), block), at) == expected).all()
+            assert (make_grid(on, p.batches).snapped(np.full(len(at), block), at) == expected).all()
 
 
 # What goes on the wire
@@ -317,11 +319,11 @@ def test_who_asks_is_served(prog: Program) -> None:
     """Streams go to the ranks that ask for their blocks, and from ranks that hold them or have asked."""
     on = prog.legs.lines
     for line in range(len(on.holders)):
-        of = streams(prog.legs, line)
+        of = list_streams(prog.legs, line)
         for block, leg, sender, receiver in zip(
             *(x.tolist() for x in (of.block, of.leg, of.sender, of.receiver)), strict=True
         ):
-            asking = wire(on, line, block)
+            asking = list_receivers(on, line, block)
             assert receiver in asking and sender in (
                 on.sets[on.holders[line]] if leg == 1 else asking
             )

@@ -35,7 +35,13 @@ from shardmath import (
 )
 from shardmath.programs import scheduling
 from shardmath.programs import streams as module
-from shardmath.programs.loads import count_messages, leg_loads, round_loads, seconds, sum_pairs
+from shardmath.programs.loads import (
+    count_messages,
+    estimate_seconds,
+    sum_leg_loads,
+    sum_pairs,
+    sum_round_loads,
+)
 from shardmath.programs.scheduling import as_planned
 from tests.property.drawn.programs import (
     FANOUTS,
@@ -431,7 +437,10 @@ def brute_loads(prog: Program) -> tuple[dict[Any, list[int]], dict[Any, int]]:
 
 def loads_are_those_of_messages(prog: Program) -> None:
     """By phase, slot, turn, rank and link; and no round has more messages than is counted."""
-    exact, counted = round_loads(prog), count_messages(sum_pairs(prog), prog.turns, len(prog.ranks))
+    exact, counted = (
+        sum_round_loads(prog),
+        count_messages(sum_pairs(prog), prog.turns, len(prog.ranks)),
+    )
     loads, peers = brute_loads(prog)
     assert {tuple(at[:4]): exact[tuple(at[:4])].tolist() for at in np.argwhere(exact).tolist()} == {
         (*step, rank): links for (step, rank), links in loads.items()
@@ -441,7 +450,7 @@ def loads_are_those_of_messages(prog: Program) -> None:
 
 def legs_are_those_of_messages(prog: Program) -> None:
     """By phase, leg, rank and link."""
-    exact = leg_loads(prog, sum_pairs(prog))
+    exact = sum_leg_loads(prog, sum_pairs(prog))
     found = np.zeros_like(exact)
     n = prog.topology.ranks_per_node
     for rank, (phase, _, _), m in messages(all_rounds(prog), "sends", "receives"):
@@ -459,8 +468,8 @@ def time_is_that_of_rounds(prog: Program) -> None:
             fullest[step], *(x / rate for x, rate in zip(links, rates, strict=True))
         )
     total = sum(fullest.values()) + where.latency_s * len(fullest)
-    assert math.isclose(seconds(where, round_loads(prog)), total, rel_tol=1e-9)
-    assert certify(prog).plan_s == seconds(where, round_loads(prog))
+    assert math.isclose(estimate_seconds(where, sum_round_loads(prog)), total, rel_tol=1e-9)
+    assert certify(prog).plan_s == estimate_seconds(where, sum_round_loads(prog))
 
 
 LAWS = (loads_are_those_of_messages, legs_are_those_of_messages, time_is_that_of_rounds)
@@ -487,14 +496,17 @@ def test_seconds_by_hand() -> None:
             [[[0, 0, 5, 0], [0, 0, 0, 0]]],
         ]
     )
-    assert seconds(where, loads) == (5 + 1) + (0.5 + 1)
-    assert seconds(where, np.zeros((1, 1, 0, 4))) == 0.0
+    assert estimate_seconds(where, loads) == (5 + 1) + (0.5 + 1)
+    assert estimate_seconds(where, np.zeros((1, 1, 0, 4))) == 0.0
 
 
 def test_one_round_by_hand() -> None:
     """Rank 0 sends 32 bytes to its own node and 64 to another, in one round."""
     prog = of((4,), (Mesh(), "n"), (Mesh(x=3, ranks=(1, 2, 3)), "n"), 2, "none")
-    exact, counted = round_loads(prog), count_messages(sum_pairs(prog), prog.turns, len(prog.ranks))
+    exact, counted = (
+        sum_round_loads(prog),
+        count_messages(sum_pairs(prog), prog.turns, len(prog.ranks)),
+    )
     assert exact.sum(axis=(0, 1, 2)).tolist() == [
         [32, 0, 64, 0],
         [0, 32, 0, 0],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardmath as sm
 from shardmath.programs.messages import Message, Round
-from shardmath.programs.part import Part, parts
+from shardmath.programs.part import Part, make_parts
 from shardmath.proofs.part_proof import prove_parts
 from tests.property.drawn.programs import plans, programs
 
@@ -20,19 +20,19 @@ LIMITS = (64, 1000, 1 << 30)
 
 @given(plans(), st.sampled_from(LIMITS))
 def test_parts_of_plans_are_right(plan: sm.Plan, limit: int) -> None:
-    prove_parts(parts(plan, max_inflight_bytes=limit))
+    prove_parts(make_parts(plan, max_inflight_bytes=limit))
 
 
 @given(programs())
 def test_parts_of_programs_are_right(program: sm.Program) -> None:
-    prove_parts(parts(program), relays=True)
+    prove_parts(make_parts(program), relays=True)
 
 
 def example() -> tuple[Part, ...]:
     """Rows to columns between two ranks, in several rounds."""
     mesh, shape = sm.Mesh(tp=2), (8, 6)
     a, b = sm.Layout(shape, mesh, "(tp n) h"), sm.Layout(shape, mesh, "n (tp h)")
-    return parts(sm.plan(a, b), max_inflight_bytes=64)
+    return make_parts(sm.plan(a, b), max_inflight_bytes=64)
 
 
 def changed(one: Part, change: Callable[[Message], Message]) -> Part:

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from shardmath import Layout, Mesh, Plan, PlanError, Runs, adjoint, plan, testing, verify
 from shardmath.flows.topology import Topology
 from shardmath.layouts.edits import relabelled, window
-from shardmath.plans.balance import balanced
-from shardmath.plans.demands import Batch, lines
+from shardmath.layouts.holdings import Windows
+from shardmath.plans.balance import balance
+from shardmath.plans.demands import Batch, gather_lines
 from shardmath.plans.reduction import Reduction
-from shardmath.plans.template import Template, template
+from shardmath.plans.template import Template, make_template
 from tests.property.drawn.edits import (
     ANY,
     FIVE,
@@ -385,16 +386,15 @@ TARGETS += (
     "n h {sum: x y}",
     "(x n) h {max: y}",
 )
+Held = tuple[Layout, ...]
 
-Windows = tuple[Layout, ...]
 
-
-def random_end(rng: random.Random, texts: tuple[str, ...], mesh: Mesh) -> Windows:
+def random_end(rng: random.Random, texts: tuple[str, ...], mesh: Mesh) -> Held:
     layout = Layout((4, 2), mesh, rng.choice(texts))
     return halves(layout, 2) if rng.random() < 0.2 else (layout,)
 
 
-def random_ends(rng: random.Random) -> dict[str, list[Windows]]:
+def random_ends(rng: random.Random) -> dict[str, list[Held]]:
     """How two tensors are held at both ends."""
     there = rng.choice((THERE, Mesh(x=2, y=2)))
     return {
@@ -402,7 +402,7 @@ def random_ends(rng: random.Random) -> dict[str, list[Windows]]:
     }
 
 
-def a_step_away(rng: random.Random, ends: dict[str, list[Windows]]) -> dict[str, list[Windows]]:
+def a_step_away(rng: random.Random, ends: dict[str, list[Held]]) -> dict[str, list[Held]]:
     """The same but for one end of one tensor."""
     new, name, side = (
         {n: list(pair) for n, pair in ends.items()},
@@ -421,7 +421,7 @@ def a_step_away(rng: random.Random, ends: dict[str, list[Windows]]) -> dict[str,
     return new
 
 
-def planned(ends: dict[str, list[Windows]]) -> Plan | None:
+def planned(ends: dict[str, list[Held]]) -> Plan | None:
     try:
         return plan(*({name: pair[side] for name, pair in ends.items()} for side in (0, 1)))
     except PlanError:
@@ -664,10 +664,13 @@ def test_source_windows_hold_different_elements(fails: Callable[..., None]) -> N
     """Two windows of the first half: as many elements as the whole has."""
     half, whole = window(lay(LINE, "n h"), ((0, 3), (0, 4))), lay(FAR, "n h")
     batches = tuple(
-        Batch(template(half, whole, Reduction()), ("w",), LINE, FAR, i, 0) for i in (0, 1)
+        Batch(make_template(half, whole, Reduction()), ("w",), LINE, FAR, i, 0) for i in (0, 1)
     )
     twice = dataclasses.replace(
-        SPLIT, src={"w": (half, half)}, batches=batches, lines=balanced(lines(batches), batches)
+        SPLIT,
+        src={"w": Windows((half, half))},
+        batches=batches,
+        lines=balance(gather_lines(batches), batches),
     )
     assert not right(twice, list(twice.transfers()))
     fix = "use shardmath.window to keep them apart"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from shardmath import Layout, Mesh, PlanError, Program, plan, schedule, verify
 from shardmath.plans.demands import Demands
 from shardmath.programs.legs import Bands
-from shardmath.programs.streams import streams
+from shardmath.programs.streams import list_streams
 from tests.property.drawn.programs import (
     PROGRAMS,
     carried_out,
@@ -357,7 +357,7 @@ LATE = "are relayed by a rank that does not have them yet"
 def test_streams(column: str, numbers: tuple[int, ...], message: str | None, fails) -> None:
     """Two streams of the first leg and what is relayed of them, with another column."""
     prog = passing_on()
-    made = streams(prog.legs, 0)
+    made = list_streams(prog.legs, 0)
     rows = (
         made.sender.tolist(),
         made.receiver.tolist(),
@@ -372,7 +372,7 @@ def test_streams(column: str, numbers: tuple[int, ...], message: str | None, fai
         (3, 2, 32, 64, 1),
     ]
     other = made._replace(**{column: np.array(numbers)})
-    with mock.patch("shardmath.proofs.program_proof.streams", return_value=other):
+    with mock.patch("shardmath.proofs.program_proof.list_streams", return_value=other):
         if message is None:
             verify(prog)
         else:
@@ -382,11 +382,11 @@ def test_streams(column: str, numbers: tuple[int, ...], message: str | None, fai
 def test_what_is_relayed_comes_as_a_whole(fails) -> None:
     """In two, or a part of it, it would be cut elsewhere than it was when it came."""
     prog = passing_on()
-    made = streams(prog.legs, 0)
+    made = list_streams(prog.legs, 0)
     columns = {name: np.insert(column, 3, column[2]) for name, column in made._asdict().items()}
     columns["hi"][2] = columns["lo"][3] = 16
     with mock.patch(
-        "shardmath.proofs.program_proof.streams", return_value=made._replace(**columns)
+        "shardmath.proofs.program_proof.list_streams", return_value=made._replace(**columns)
     ):
         fails(
             lambda: verify(prog),
@@ -398,11 +398,11 @@ def test_what_is_relayed_comes_as_a_whole(fails) -> None:
 def test_a_part_is_not_relayed_by_itself(fails) -> None:
     """The first half of a stream comes from the holder instead."""
     prog = passing_on()
-    made = streams(prog.legs, 0)
+    made = list_streams(prog.legs, 0)
     columns = {name: np.insert(column, 2, column[0]) for name, column in made._asdict().items()}
     columns["receiver"][2], columns["hi"][2], columns["lo"][3] = 3, 16, 16
     with mock.patch(
-        "shardmath.proofs.program_proof.streams", return_value=made._replace(**columns)
+        "shardmath.proofs.program_proof.list_streams", return_value=made._replace(**columns)
     ):
         fails(
             lambda: verify(prog),
@@ -425,7 +425,7 @@ def test_sums_are_not_relayed(fails) -> None:
         for line in range(len(prog.legs.lines.holders))
         if prog.legs.lines.sets[prog.legs.lines.holders[line]] == (1,)
     )
-    made = streams(prog.legs, second)
+    made = list_streams(prog.legs, second)
     assert (
         made.receiver.tolist(),
         made.leg.tolist(),
@@ -439,8 +439,8 @@ def test_sums_are_not_relayed(fails) -> None:
     block = int(made.block[0])
     where = f"bytes 0:32 of block {block}, tensor '', from rank 2 to 3"
     with mock.patch(
-        "shardmath.proofs.program_proof.streams",
-        side_effect=lambda legs, n: wrong if n == second else streams(legs, n),
+        "shardmath.proofs.program_proof.list_streams",
+        side_effect=lambda legs, n: wrong if n == second else list_streams(legs, n),
     ):
         what = "are relayed where another addend is already"
         fails(lambda: verify(prog), PlanError, f"{prog!r}: {where} {what}; schedule it anew")

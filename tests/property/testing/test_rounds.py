@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardmath import Plan, PlanError, Program
 from shardmath.plans.plan import Transfer
 from shardmath.programs.messages import Message, Round, make_message
-from shardmath.programs.part import parts
+from shardmath.programs.part import make_parts
 from shardmath.testing.rounds import Rounds, Walk, walk
 from tests.property.drawn.programs import (
     PROGRAMS,
@@ -53,7 +53,7 @@ def test_ranks_of_random_programs_walk_their_rounds(prog: Program) -> None:
 @given(plans(), st.sampled_from([64, 1000, 1 << 30]))
 def test_ranks_of_plans_walk_their_rounds(p: Plan, limit: int) -> None:
     """A plan is a program that relays nothing."""
-    rounds = {one.rank: one.rounds for one in parts(p, max_inflight_bytes=limit)}
+    rounds = {one.rank: one.rounds for one in make_parts(p, max_inflight_bytes=limit)}
     found = walk(rounds)
     assert found == figures(rounds) and found.staged <= limit
     assert all(m.leg == 1 for mine in rounds.values() for one in mine for m in one.messages)
