@@ -39,8 +39,10 @@ __all__ = [
     "is_served_here",
     "local_of",
     "my_rank",
+    "packs_saved_tensors",
     "rank_or_0",
     "ranks_of",
+    "shape_of_scalar",
     "spec_of",
     "storage_start",
     "store_of",
@@ -250,11 +252,19 @@ def in_backward() -> bool:
 
 
 def hold_nothing(tensor: DTensor) -> None:
-    """Gives a DTensor of another rank's mesh an empty local tensor of as many dimensions as it has.
+    """Gives a DTensor of another rank's mesh an empty local tensor of as many dimensions as it has: of none, a zero.
 
     torch's own has one dimension, and its `to_local` cannot take gradients of that (torch 2.13).
     """
-    tensor._local_tensor = tensor._local_tensor.new_empty((0,) * tensor.ndim)
+    tensor._local_tensor = tensor._local_tensor.new_zeros((0,) * tensor.ndim)
+
+
+def shape_of_scalar(local: Tensor) -> Tensor:
+    """In place of an empty tensor on a rank that is not on a scalar's mesh: one of its shape, as part of the graph.
+
+    `DTensor.from_local` takes `shape=()` for none given, and that of the local tensor instead (torch 2.13).
+    """
+    return local.sum() if local.requires_grad else local.new_zeros(())
 
 
 def local_of(tensor: DTensor) -> Tensor:

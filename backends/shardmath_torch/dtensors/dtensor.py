@@ -290,6 +290,9 @@ def to_dtensor(
     if mesh.array().tolist() != layout.mesh.array().tolist():
         raise LayoutError(f"the layout is on {layout.mesh}, device_mesh= is {mesh}; pass one mesh")
     _check_local(local, layout)
+    is_outside = compat.my_rank() not in layout.mesh
+    if is_outside and not layout.shape:
+        local = compat.shape_of_scalar(local)
     made = DTensor.from_local(
         local,
         device_mesh,
@@ -298,7 +301,7 @@ def to_dtensor(
         shape=torch.Size(layout.shape),
         stride=strides(layout.shape),
     )
-    if compat.my_rank() not in layout.mesh:
+    if is_outside:
         compat.hold_nothing(made)
     return made
 

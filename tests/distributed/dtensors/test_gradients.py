@@ -1,4 +1,4 @@
-"""Gradients of moves: of two groups at once, beside a rank that does something else, and through one graph twice."""
+"""Gradients of moves: of two groups at once, beside a rank that is idle, through one graph twice, and of scalars."""
 
 from __future__ import annotations
 
@@ -49,3 +49,16 @@ def test_a_graph_is_gone_through_twice_as_torchs_own(some: Any, retain: bool) ->
     """Whatever torch says of it."""
     ours = some(2, work.twice, True, retain)
     assert ours == some(2, work.twice, False, retain)
+
+
+def test_a_scalar_outside_its_mesh(some: Any) -> None:
+    """Is a scalar there, too, and zero: no tensor without dimensions is empty."""
+    first, second = some(2, work.scalar_there_and_back)
+    assert first == ([()] * 3, [3.0, 0.0, 3.0], 5.0)
+    assert second == ([()] * 3, [0.0, 3.0, 0.0], [])
+
+
+def test_ranks_that_take_a_tensor_for_another(some: Any) -> None:
+    """Nobody waits for a rank that would have nothing to do."""
+    for said in some(2, work.scalar_of_another_shape):
+        assert "ranks disagree" in str(said), said

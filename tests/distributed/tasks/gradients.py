@@ -71,3 +71,24 @@ def twice(rank: int, ours: bool, retain: bool) -> Any:
     except RuntimeError as error:
         return str(error)
     return w.grad.to_local().tolist()
+
+
+def scalar_there_and_back(rank: int) -> Any:
+    """A scalar of rank 0 to rank 1, and back; its shape and values on the way, and its gradient."""
+    here, there = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])
+    given = (torch.tensor(3.0) if rank == 0 else torch.empty(0)).requires_grad_()
+    x = smt.to_dtensor(given, sm.Layout((), sm.Mesh(dim0=1, ranks=[0]), {}), device_mesh=here)
+    moved = smt.redistribute(x, [Replicate()], device_mesh=there)
+    back = smt.redistribute(moved, [Replicate()], device_mesh=here)
+    (back.to_local().sum() * 5).backward()
+    shapes = [tuple(one.shape) for one in (x, moved, back)]
+    held = [one.to_local().tolist() for one in (x, moved, back)]
+    return shapes, held, given.grad.tolist()
+
+
+def scalar_of_another_shape(rank: int) -> Any:
+    """torch takes the shape of what rank 1 passes for nothing for that of the scalar."""
+    here, there = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])
+    given = torch.tensor(3.0) if rank == 0 else torch.empty(0)
+    x = DTensor.from_local(given, here, [Replicate()], shape=torch.Size(()), stride=())
+    return caught(lambda: smt.redistribute(x, [Replicate()], device_mesh=there))
