@@ -109,7 +109,7 @@ def _gather_shapes(tensors: Mapping[str, DTensor]) -> dict[str, dict[int, Shape]
         by_mesh.setdefault(tensor.device_mesh, {})[name] = tuple(local_of(tensor).shape)
     shapes: dict[str, dict[int, Shape]] = {name: {} for name in tensors}
     for mesh, mine in by_mesh.items():
-        for rank, theirs in _gather_along(mine, mesh.get_all_groups()).items():
+        for rank, theirs in _gather_along(mine, compat.groups_of_axes(mesh)).items():
             for name in mine:
                 shapes[name][rank] = theirs[name]
     return shapes
@@ -166,7 +166,7 @@ def _find_groups(
         return [group_for(everyone, meshes)]
     if compat.my_rank() not in on_mesh:
         return []
-    return tensor.device_mesh.get_all_groups()
+    return compat.groups_of_axes(tensor.device_mesh)
 
 
 def readings(tensor: DTensor) -> dict[Reading, Layout | ShardError]:
