@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmath_torch.agreement import threads
-from shardmath_torch.agreement.wire import PeerFailure, Pending, check_is_torchs
+from shardmath_torch.agreement.wire import PeerFailure, Pending, check_is_torchs, says_ended
 from shardmath_torch.compat import Group
 
 __all__ = ["GlooWire"]
@@ -100,8 +100,7 @@ def _explain(error: RuntimeError) -> str:
     text = str(error)
     if "imed out" in text:
         return "it did not answer in time"
-    ended = any(word in text for word in ("losed", "reset by peer", "roken pipe"))
-    return "its connection closed" if ended else text
+    return "its connection closed" if says_ended(text) else text
 
 
 def _make_byte() -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Literal, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -33,14 +34,17 @@ __all__ = [
     "check_not_forked",
     "group_of",
     "group_of_mesh",
+    "groups_of_axes",
     "hold_nothing",
     "in_backward",
     "is_registered",
     "is_served_here",
     "local_of",
     "my_rank",
+    "packs_saved_tensors",
     "rank_or_0",
     "ranks_of",
+    "shape_of_scalar",
     "spec_of",
     "storage_start",
     "store_of",
@@ -111,26 +115,48 @@ def group_of_mesh(mesh: DeviceMesh) -> Group | None:
     flattened: all ranks make the groups of all such parts together.
     """
     if mesh.ndim == 1:
-        try:
-            found = mesh.get_group()
-        except (RuntimeError, ValueError) as error:
-            what = f"the process group of {mesh} is gone ({error})"
-            raise ExchangeError(f"{what}; make the DeviceMesh anew") from error
-        return _check_ranks(found, mesh)
+        return groups_of_axes(mesh)[0]
     root = mesh._get_root_mesh()
     # Flattening is collective, so all ranks have to be in the root.
     if root is mesh or root.size() != dist.get_world_size() or not mesh.mesh_dim_names:
         return None
     name = "_".join(mesh.mesh_dim_names)
-    return _check_ranks(mesh._flatten(f"shardmath_{name}").get_group(), mesh)
+    with _saying_gone(mesh):
+        found = mesh._flatten(f"shardmath_{name}").get_group()
+    return _check_ranks(found, mesh, mesh.mesh)
 
 
-def _check_ranks(group: Group, mesh: DeviceMesh) -> Group:
-    """The group itself. Raises ExchangeError for one that has other ranks than the mesh.
+def groups_of_axes(mesh: DeviceMesh) -> list[Group]:
+    """The group of each of the mesh's axes that this rank is in. Raises ExchangeError where they are gone."""
+    with _saying_gone(mesh):
+        found = mesh.get_all_groups()
+    place = mesh.get_coordinate()
+    if place is None:
+        return found
+    groups = []
+    for axis, group in enumerate(found):
+        along: list[int | slice] = list(place)
+        along[axis] = slice(None)
+        groups.append(_check_ranks(group, mesh, mesh.mesh[tuple(along)]))
+    return groups
 
-    A mesh finds its group by name, and after `destroy_process_group` torch gives names out again.
+
+@contextmanager
+def _saying_gone(mesh: DeviceMesh) -> Iterator[None]:
+    """ExchangeErrors in place of torch's for groups that it no longer knows."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        what = f"the process group of {mesh} is gone ({error})"
+        raise ExchangeError(f"{what}; make the DeviceMesh anew") from error
+
+
+def _check_ranks(group: Group, mesh: DeviceMesh, ranks_there: Tensor) -> Group:
+    """The group itself. Raises ExchangeError for one that has other ranks than the mesh has there.
+
+    A mesh finds its groups by name, and after `destroy_process_group` torch gives names out again.
     """
-    ranks = sorted(mesh.mesh.flatten().tolist())
+    ranks = sorted(ranks_there.flatten().tolist())
     if sorted(ranks_of(group)) != ranks:
         what = f"the process group of {mesh} was destroyed, and another has its name"
         raise ExchangeError(f"{what}; make the DeviceMesh anew")
@@ -250,11 +276,19 @@ def in_backward() -> bool:
 
 
 def hold_nothing(tensor: DTensor) -> None:
-    """Gives a DTensor of another rank's mesh an empty local tensor of as many dimensions as it has.
+    """Gives a DTensor of another rank's mesh an empty local tensor of as many dimensions as it has: of none, a zero.
 
     torch's own has one dimension, and its `to_local` cannot take gradients of that (torch 2.13).
     """
-    tensor._local_tensor = tensor._local_tensor.new_empty((0,) * tensor.ndim)
+    tensor._local_tensor = tensor._local_tensor.new_zeros((0,) * tensor.ndim)
+
+
+def shape_of_scalar(local: Tensor) -> Tensor:
+    """In place of an empty tensor on a rank that is not on a scalar's mesh: one of its shape, as part of the graph.
+
+    `DTensor.from_local` takes `shape=()` for none given, and that of the local tensor instead (torch 2.13).
+    """
+    return local.sum() if local.requires_grad else local.new_zeros(())
 
 
 def local_of(tensor: DTensor) -> Tensor:

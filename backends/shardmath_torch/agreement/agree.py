@@ -171,7 +171,8 @@ def _word_disagreement(intents: Mapping[int, str]) -> str:
     fix = f"nothing was moved; {calls}"
     if any(" in thread " in text for text in by_text):
         alone = "give each thread a group of its own"
-        fix += f'; {alone}, or, where threads of other names belong together, thread="..."'
+        alike = "or, where threads belong together, one name on all ranks, as by thread= of compile"
+        fix += f"; {alone}, {alike}"
     return "\n".join(["ranks disagree on what to do", *lines, fix])
 
 

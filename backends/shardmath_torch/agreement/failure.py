@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from shardmath_torch.agreement import threads
+from shardmath_torch.agreement.wire import says_ended
 from shardmath_torch.compat import Store
 
 __all__ = ["UNTOLD", "FailureDetector", "Report", "find_first_failed"]
@@ -119,7 +120,7 @@ class FailureDetector:
             if self.store is not None:
                 self.store.set(self._key_of(self.rank, "failed"), json.dumps(asdict(mine)))
                 reported.set()
-                self._collect(self.store)
+                self._collect(self.store, mine)
                 self._wait_for_readers(self.store)
         except RuntimeError:
             # The store's host is gone; `answered` tells whether it ever spoke.
@@ -130,11 +131,13 @@ class FailureDetector:
         """Where the store has what a rank says."""
         return f"shardmath/{self.key}/{what}/{rank}"
 
-    def _collect(self, store: Store) -> None:
+    def _collect(self, store: Store, mine: Report) -> None:
         """Read reports until all that can be expected are there."""
         start = time.monotonic()
-        # Early on, who has not reported yet may only be slow.
-        settled = start + self.grace / 4
+        # Early on, who has not reported yet may only be slow. But whoever lets go has reported before:
+        # the only other rank, whose connection has ended, is not going to.
+        is_gone = len(self.ranks) == 2 and says_ended(mine.cause)
+        settled = start if is_gone else start + self.grace / 4
         until = start + self.grace * 0.8
         while time.monotonic() < until and not threads.leaving.is_set():
             self._read_reports(store)
@@ -152,10 +155,11 @@ class FailureDetector:
                 self.reports[rank] = Report(**json.loads(store.get(key)))
 
     def _has_enough(self) -> bool:
-        """Whether all have reported but those who are blamed, at least one."""
+        """Whether all have reported but those who are blamed, at least one; of two ranks, the other one is."""
         silent = {rank for rank in self.ranks if rank not in self.reports}
         blamed = {report.blames for report in self.reports.values()}
-        return bool(silent) and silent <= blamed
+        is_clear = len(self.ranks) == 2 or silent <= blamed
+        return bool(silent) and is_clear
 
     def _wait_for_readers(self, store: Store) -> None:
         """As the store's host, stay until all who reported have read the others' reports."""

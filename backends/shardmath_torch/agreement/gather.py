@@ -4,8 +4,10 @@
    what is said where that is short; of longer things, pieces follow, each counted as a vote.
 2. So bytes of one gather are never taken for another's, and whoever is interrupted in one breaks the
    group, of which the others hear at once.
-3. `shared` does the same for a call of several steps that is left between two of them.
-4. A backend without a transport of ours gathers as torch does, without all that.
+3. What a rank says names its thread, so that two threads' gathers are never taken for each other's.
+4. `shared` does the same for a call of several steps that is left between two of them. One thread
+   of a rank at a time is in such a call.
+5. A backend without a transport of ours gathers as torch does, without all that.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.party import Describe, Party
 from shardmath_torch.agreement.transport import TRANSPORTS, join
+from shardmath_torch.agreement.turns import check_thread, in_thread, turns_of
 from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.compat import Group
 
@@ -71,14 +74,19 @@ def _gather(party: Party, mine: _T, what: str) -> list[_T]:
     """Vote, and then tell what the ballots have no room for."""
     said = b""
     objection = ""
+    # What fails here is an objection: the others wait for this rank's vote.
     try:
+        check_thread(party.turns, None)
         said = pickle.dumps(mine)
+    except ExchangeError as error:
+        objection = str(error)
     except Exception as error:
-        # The others wait for this rank's vote.
         objection = f"what it says cannot be pickled: {type(error).__name__}: {error}"
     told = LENGTH.pack(len(said)) + said
     # With a time of its own a wait hears Ctrl-C: here a rank may wait for one that is late.
-    ballots = party.vote(Ballot(what, objection=objection, said=told), party.patience)
+    ballots = party.vote(
+        Ballot(what + in_thread(None), objection=objection, said=told), party.patience
+    )
     sizes: list[int] = []
     texts: list[bytes] = []
     for ballot in ballots:
@@ -126,12 +134,25 @@ def _gather_by_torch(mine: _T, group: Group, what: str) -> list[_T]:
 
 @contextmanager
 def shared(group: Group | None) -> Iterator[None]:
-    """A call of several steps. Left after the first by what the others have not heard of, it breaks the group.
+    """A call of several steps, one thread's at a time.
 
-    They have heard of our errors, and of what has the note TOLD.
+    Left after the first step by what the others have not heard of, it breaks the group. They have
+    heard of our errors, and of what has the note TOLD. Raises ExchangeError where another thread is
+    in such a call as long as the group's own time limit.
     """
-    is_alone = not dist.is_available() or not dist.is_initialized()
-    party = None if is_alone else _join(compat.group_of(group))
+    if not dist.is_available() or not dist.is_initialized():
+        yield
+        return
+    found = compat.group_of(group)
+    party = _join(found)
+    patience = float("inf") if party is None else party.patience
+    with turns_of(found).call(patience), _leaving(party):
+        yield
+
+
+@contextmanager
+def _leaving(party: Party | None) -> Iterator[None]:
+    """Break the group where the call is left by what the others have not heard of."""
     begun = 0 if party is None else party.turns.votes
     try:
         yield

@@ -3,7 +3,8 @@
 1. A turn is a vote and what was agreed on in it. Votes of a group are counted, alike on all its
    ranks; the count marks every message, so that bytes of one are never taken for another's.
 2. One thread of a rank at a time has the turn, since only order says which calls of two ranks
-   belong together.
+   belong together. So it is with calls of several steps (`Turns.call`), some of which are torch's
+   own and have no turn: those of two threads do not come between each other.
 3. A turn ends well, or by a refusal that all ranks know of (`Refused`). Left in any other way, as
    by Ctrl-C or an exception in a signal handler, it may leave messages on their way: the group is
    broken from then on, and says so.
@@ -59,6 +60,48 @@ def _nobody() -> None:
     return None
 
 
+class _Seat:
+    """What one thread at a time has, and the others wait for; `had` says in words what it had."""
+
+    def __init__(self, had: str) -> None:
+        self._had = had
+        self._lock = threading.Lock()
+        self._held: Callable[[], _Turn | None] = _nobody
+
+    def is_mine(self) -> bool:
+        """Whether the calling thread has it."""
+        held = self._held()
+        return held is not None and held.thread is threading.current_thread()
+
+    def take(self, turn: _Turn, patience: float) -> None:
+        """Wait until it is this one's. Raises ExchangeError where another keeps it."""
+        until = time.monotonic() + patience
+        while (holder := self._claim(turn)) is not None:
+            left = until - time.monotonic()
+            if left <= 0:
+                held = f"{holder.thread.name} has {self._had} of this process group"
+                fix = "give each thread a group of its own, dist.new_group()"
+                raise ExchangeError(f"{held} for {patience:.1f} s; {fix}")
+            # Looking again needs no lock of Event or Condition, which an exception may leave held.
+            time.sleep(min(left, LOOK_AGAIN_S))
+
+    def _claim(self, turn: _Turn) -> _Turn | None:
+        """Who has it, if another has; else it is now this one."""
+        # Python runs no signal handler between taking a lock by `with` and its body; it may between
+        # any other two steps, so holding it is one assignment, of what dies with the call.
+        with self._lock:
+            holder = self._held()
+            if holder is None:
+                self._held = weakref.ref(turn)
+            return holder
+
+    def give_back(self, turn: _Turn) -> None:
+        """Free it, if this one has it."""
+        with self._lock:
+            if self._held() is turn:
+                self._held = _nobody
+
+
 class Turns:
     """The turns of one group on this rank.
 
@@ -74,8 +117,8 @@ class Turns:
         self.votes = 0
         self.host: int | None = UNTOLD
         self.nonce = ""
-        self._lock = threading.Lock()
-        self._held: Callable[[], _Turn | None] = _nobody
+        self._turn = _Seat("had the turn")
+        self._call = _Seat("been in a call of several steps")
         self._names: dict[str, weakref.ref[threading.Thread]] = {}
 
     def next(self) -> int:
@@ -115,9 +158,9 @@ class Turns:
         it. `let_go` is called if the turn before was left in the middle and nobody could.
         """
         turn = _Turn(threading.current_thread())
-        self._refuse_nested(turn.thread)
+        self._refuse_nested()
         try:
-            self._take(turn, patience)
+            self._turn.take(turn, patience)
             self._check_not_broken(what, let_go)
             yield
             self.protocol.note(Event.FINISH)
@@ -125,43 +168,30 @@ class Turns:
             self.protocol.note(Event.REFUSE)
             raise
         finally:
-            self._give_back(turn)
+            self._turn.give_back(turn)
 
-    def _refuse_nested(self, here: threading.Thread) -> None:
+    @contextmanager
+    def call(self, patience: float) -> Iterator[None]:
+        """A call of several steps is this thread's, and so are such calls inside of it.
+
+        Waits for other threads' at most `patience` seconds. Raises ExchangeError where it cannot be had.
+        """
+        if self._call.is_mine():
+            yield
+            return
+        turn = _Turn(threading.current_thread())
+        try:
+            self._call.take(turn, patience)
+            yield
+        finally:
+            self._call.give_back(turn)
+
+    def _refuse_nested(self) -> None:
         """Raise ExchangeError where the thread has the turn already: it would wait for itself."""
-        held = self._held()
-        if held is not None and held.thread is here:
+        if self._turn.is_mine():
             what = "this thread is in the middle of a move or a compile, and calls another one"
             fix = "call it after the first has ended"
             raise ExchangeError(f"{what}, as a signal handler may; {fix}")
-
-    def _take(self, turn: _Turn, patience: float) -> None:
-        """Wait until the turn is this one's. Raises ExchangeError where another keeps it."""
-        until = time.monotonic() + patience
-        while (holder := self._claim(turn)) is not None:
-            left = until - time.monotonic()
-            if left <= 0:
-                held = f"{holder.thread.name} has had the turn of this process group"
-                fix = "give each thread a group of its own, dist.new_group()"
-                raise ExchangeError(f"{held} for {patience:.1f} s; {fix}")
-            # Looking again needs no lock of Event or Condition, which an exception may leave held.
-            time.sleep(min(left, LOOK_AGAIN_S))
-
-    def _claim(self, turn: _Turn) -> _Turn | None:
-        """Who has the turn, if another has; else it is now this one."""
-        # Python runs no signal handler between taking a lock by `with` and its body; it may between
-        # any other two steps, so holding the turn is one assignment, of what dies with the call.
-        with self._lock:
-            holder = self._held()
-            if holder is None:
-                self._held = weakref.ref(turn)
-            return holder
-
-    def _give_back(self, turn: _Turn) -> None:
-        """Free the turn, if this one has it."""
-        with self._lock:
-            if self._held() is turn:
-                self._held = _nobody
 
     def _check_not_broken(self, what: str, let_go: Callable[[], None]) -> None:
         """Raise ExchangeError where the group is broken, and `what` with it."""

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["PeerFailure", "Pending", "Wire", "check_is_torchs"]
+__all__ = ["PeerFailure", "Pending", "Wire", "check_is_torchs", "says_ended"]
 
 TORCH = os.path.dirname(torch.__file__)
 
@@ -46,6 +46,15 @@ def check_is_torchs(error: BaseException, file: str) -> None:
     # Torch's C++ has no frames of its own: what it raises is raised in the file that called it.
     if raised_in != file and not raised_in.startswith(TORCH):
         raise error
+
+
+def says_ended(text: str) -> bool:
+    """Whether an error's text says that a connection has ended, as gloo, NCCL and the system word it.
+
+    >>> says_ended("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31337")
+    True
+    """
+    return any(word in text for word in ("losed", "reset by peer", "roken pipe"))
 
 
 class Pending(Protocol):

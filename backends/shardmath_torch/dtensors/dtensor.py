@@ -109,7 +109,7 @@ def _gather_shapes(tensors: Mapping[str, DTensor]) -> dict[str, dict[int, Shape]
         by_mesh.setdefault(tensor.device_mesh, {})[name] = tuple(local_of(tensor).shape)
     shapes: dict[str, dict[int, Shape]] = {name: {} for name in tensors}
     for mesh, mine in by_mesh.items():
-        for rank, theirs in _gather_along(mine, mesh.get_all_groups()).items():
+        for rank, theirs in _gather_along(mine, compat.groups_of_axes(mesh)).items():
             for name in mine:
                 shapes[name][rank] = theirs[name]
     return shapes
@@ -166,7 +166,7 @@ def _find_groups(
         return [group_for(everyone, meshes)]
     if compat.my_rank() not in on_mesh:
         return []
-    return tensor.device_mesh.get_all_groups()
+    return compat.groups_of_axes(tensor.device_mesh)
 
 
 def readings(tensor: DTensor) -> dict[Reading, Layout | ShardError]:
@@ -290,6 +290,9 @@ def to_dtensor(
     if mesh.array().tolist() != layout.mesh.array().tolist():
         raise LayoutError(f"the layout is on {layout.mesh}, device_mesh= is {mesh}; pass one mesh")
     _check_local(local, layout)
+    is_outside = compat.my_rank() not in layout.mesh
+    if is_outside and not layout.shape:
+        local = compat.shape_of_scalar(local)
     made = DTensor.from_local(
         local,
         device_mesh,
@@ -298,7 +301,7 @@ def to_dtensor(
         shape=torch.Size(layout.shape),
         stride=strides(layout.shape),
     )
-    if compat.my_rank() not in layout.mesh:
+    if is_outside:
         compat.hold_nothing(made)
     return made
 

@@ -5,7 +5,7 @@
    alone.
 2. Moves, as groups, last as long as the default process group under which they were made.
 3. A plan under which every rank keeps what it has is a copy here, about which nobody is asked,
-   unless ranks have something to agree on besides (`voted`).
+   unless ranks have something to agree on besides (`voted`), or some are on one of the meshes alone.
 4. A move has a name that is the same on all ranks that made the same moves: what its gradient
    belongs to. Moves that ranks agree on are counted, and copies since the last of them, so that
    ranks which copied more often are in step again after the next move. Each thread has counts of
@@ -248,10 +248,14 @@ def move_between(
 ) -> Used | None:
     """The move among the ranks of both layouts; None on a rank that has no part in it.
 
-    With `voted`, on all ranks alike, they vote even where each only copies. Collective over them,
-    and the first time among such ranks as `group_for` is, to which `meshes` go.
+    With `voted`, on all ranks alike, they vote even where each only copies; so they do where some
+    are on one mesh alone. Collective over them, and the first time among such ranks as `group_for`
+    is, to which `meshes` go.
     """
-    ranks = {*src.mesh.ranks, *dst.mesh.ranks}
+    senders, receivers = set(src.mesh.ranks), set(dst.mesh.ranks)
+    ranks = senders | receivers
+    # A rank outside a mesh is told by nothing but its DTensor what the tensor is, which may be another.
+    voted = voted or senders != receivers
     group = group_for(ranks, meshes)
     if compat.my_rank() not in ranks:
         return None

@@ -66,10 +66,11 @@ def redistribute(
     otherwise the local tensor.
 
     A rank that is not on the source's mesh passes an empty tensor, one that is not on the target's
-    gets one, and takes part in the backward: `moved.to_local().sum().backward()` does, or that of
-    any other function of it. All ranks differentiate the same moves. Where gradients are
-    differentiated in turn (`create_graph=True`), use one function on all ranks: if the gradient
-    depends on something on some of them alone, they disagree, which is an ExchangeError.
+    gets one (as a DTensor of a scalar, a zero), and takes part in the backward:
+    `moved.to_local().sum().backward()` does, or that of any other function of it. All ranks
+    differentiate the same moves. Where gradients are differentiated in turn (`create_graph=True`),
+    use one function on all ranks: if the gradient depends on something on some of them alone, they
+    disagree, which is an ExchangeError.
 
     Collective over the ranks of both meshes. The first time among ranks that are neither all nor
     those of one of the DeviceMeshes, it is over the default group, since a process group or a

@@ -94,10 +94,20 @@ def describe_source(source: nn.Module | Mapping[str, Tensor]) -> str:
     """What has to be the same on all ranks before they ask each other where DTensors lie."""
     if isinstance(source, nn.Module):
         return "a module"
-    divided = {n: str(t.placements) for n, t in source.items() if isinstance(t, DTensor)}
+    divided = {}
+    for name, tensor in source.items():
+        if isinstance(tensor, DTensor):
+            divided[name] = _describe_dtensor(tensor)
     kind = f"tensors, {plural(divided, 'DTensor')} among them"
     fingerprint = digest(sorted(divided.items()))
     return f"{kind}, {fingerprint[:12]}"
+
+
+def _describe_dtensor(tensor: DTensor) -> tuple[str, ...]:
+    """What all ranks have to say alike of it; of its mesh the axes alone, since each may have a part of its own."""
+    mesh = tensor.device_mesh
+    axes = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
+    return str(tensor.dtype), str(tuple(tensor.shape)), str(tensor.placements), str(axes)
 
 
 # Layouts

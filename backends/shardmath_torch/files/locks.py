@@ -41,6 +41,9 @@ def is_held(handle: int) -> bool:
 def close(handle: int) -> None:
     """Closes a handle that was kept, and so ends its lock; in a forked child it is closed already."""
     if is_held(handle):
+        # First of all: a child forked from here on may have the open file, which must not keep the lock.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
         _held.discard(handle)
         os.close(handle)
 

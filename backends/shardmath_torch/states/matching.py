@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -180,12 +181,21 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def fit_option(what: str, held: object, value: object) -> object:
-    """The value, as a tensor of the same kind where the optimizer has one.
+    """The value, as a tensor of the same kind where the optimizer has one, in tuples and lists too.
 
     Raises CheckpointError where that would change it; float32 takes a number as `torch.tensor` makes one of it.
     """
-    if not isinstance(held, Tensor) or not isinstance(value, int | float | Tensor):
-        return value
+    if isinstance(held, tuple | list) and isinstance(value, tuple | list):
+        if len(held) != len(value):
+            return value
+        return type(value)(map(partial(fit_option, what), held, value))
+    if isinstance(held, Tensor) and isinstance(value, int | float | Tensor):
+        return _fit_tensor(what, held, value)
+    return value
+
+
+def _fit_tensor(what: str, held: Tensor, value: int | float | Tensor) -> Tensor:
+    """The value as a tensor of the kind of the one that is there. Raises CheckpointError where that would change it."""
     given = _as_tensor(value)
     if given is None:
         raise _refuse(what, held, value)

@@ -26,6 +26,7 @@ from shardmath_torch.states.memory import check_shaped, local_part
 from shardmath_torch.states.modules import Model, Slot
 
 __all__ = [
+    "UNVALUED",
     "OptimizerState",
     "Optimizers",
     "ParameterGroup",

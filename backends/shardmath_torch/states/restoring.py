@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from shardmath_torch.states.memory import (
     spots_of,
 )
 from shardmath_torch.states.modules import Model
-from shardmath_torch.states.optimizers import lay_out_state
+from shardmath_torch.states.optimizers import UNVALUED, lay_out_state
 
 __all__ = ["Free", "Job", "find_free", "list_module_jobs", "list_state_jobs", "restore"]
 
@@ -83,11 +83,24 @@ def _list_states(goals: Iterable[Goal]) -> list[Tensor]:
 
 
 def _list_options(goals: Iterable[Goal]) -> list[Tensor]:
-    """The tensors that groups have as options."""
+    """The tensors that groups have as options, in tuples and lists too."""
     found = []
     for goal in goals:
-        found += _keep_tensors(goal.group.options.values())
+        for key, value in goal.group.options.items():
+            if key not in UNVALUED:
+                found += [held for held, _ in _pair_tensors(value, None)]
     return found
+
+
+def _pair_tensors(held: object, value: object) -> Iterator[tuple[Tensor, object]]:
+    """Each tensor of an option, in tuples and lists too, and what the value has in its place, None for nothing."""
+    if isinstance(held, Tensor):
+        yield held, value
+    elif isinstance(held, tuple | list):
+        has_place = isinstance(value, tuple | list) and len(value) == len(held)
+        values = value if has_place else [None] * len(held)
+        for one, other in zip(held, cast(Sequence[object], values), strict=True):
+            yield from _pair_tensors(one, other)
 
 
 def _keep_tensors(values: Iterable[object]) -> list[Tensor]:
@@ -208,20 +221,30 @@ def _set_options(goals: Sequence[Goal], free: Free) -> None:
     for goal in goals:
         options = goal.group.options
         for key, value in goal.options.items():
-            held = options.get(key)
-            if isinstance(value, Tensor) and _takes_values(held, filled):
-                local_part(key, held).copy_(value)
-            else:
-                options[key] = value
+            options[key] = _fill_option(options.get(key), value, filled)
+
+
+def _fill_option(held: object, value: object, filled: frozenset[Spot]) -> object:
+    """The value; in place of its tensors, in tuples and lists too, those that are there and take it."""
+    if isinstance(value, Tensor) and _takes_values(held, filled):
+        local_part("an option", held).copy_(value)
+        return held
+    if not isinstance(held, tuple | list) or not isinstance(value, tuple | list):
+        return value
+    if len(held) != len(value):
+        return value
+    fill = partial(_fill_option, filled=filled)
+    return type(value)(map(fill, held, value))
 
 
 def _find_agreed(goals: Sequence[Goal]) -> set[Spot | None]:
     """The spots of options that are to have one value, in however many groups."""
     wanted: dict[Spot | None, list[object]] = {}
     for goal in goals:
-        for key, held in goal.group.options.items():
-            if isinstance(held, Tensor):
-                value = goal.options.get(key, held)
+        for key, option in goal.group.options.items():
+            if key in UNVALUED:
+                continue
+            for held, value in _pair_tensors(option, goal.options.get(key, option)):
                 wanted.setdefault(spot_of(held), []).append(value)
     return {spot for spot, values in wanted.items() if _is_one_value(values)}
 
@@ -252,10 +275,19 @@ def _keep_defaults(goals: Sequence[Goal], filled: Sequence[Tensor]) -> None:
     optimizers = {id(goal.group.optimizer): goal.group.optimizer for goal in goals}
     for optimizer in optimizers.values():
         defaults = optimizer.defaults
-        touched = spots | find_crowded([*_keep_tensors(defaults.values()), *filled])
+        own = [held for value in defaults.values() for held, _ in _pair_tensors(value, None)]
+        touched = spots | find_crowded([*own, *filled])
         for key, value in defaults.items():
-            if isinstance(value, Tensor) and spot_of(value) in touched:
-                defaults[key] = value.clone()
+            defaults[key] = _clone_touched(value, touched)
+
+
+def _clone_touched(value: object, touched: set[Spot]) -> object:
+    """The value, with tensors of its own in place of those that are touched."""
+    if isinstance(value, Tensor):
+        return value.clone() if spot_of(value) in touched else value
+    if isinstance(value, tuple | list):
+        return type(value)(_clone_touched(one, touched) for one in value)
+    return value
 
 
 def _finish_state(goal: Goal) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch.distributed as dist
 
 import shardmath as sm
+from shardmath_torch.agreement.failure import FailureDetector, Report
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import make_case
 from tests.distributed.tasks.scenarios import dies
@@ -54,3 +58,27 @@ def test_the_survivors_name_the_rank_that_failed_first(
             assert took < TIMEOUT_S + 2.0
     finally:
         workers.close()
+
+
+@pytest.mark.parametrize("blames", [None, 1])
+@pytest.mark.parametrize(
+    ("cause", "seconds"), [("Connection closed by peer", 0.0), ("it did not answer in time", 0.5)]
+)
+def test_of_two_ranks_only_the_other_can_have_failed(
+    blames: int | None, cause: str, seconds: float
+) -> None:
+    """At once where it has let go, before which it would have reported; else it may only be slow, for a while."""
+    detector = FailureDetector(dist.HashStore(), None, "key", 0, (0, 1), grace=2.0)
+    start = time.monotonic()
+    first, report = detector.detect(Report(blames, None, cause), lambda: None)
+    took = time.monotonic() - start
+    assert (first, report.cause) == (1, cause)
+    assert seconds <= took < seconds + 0.4
+
+
+def test_of_more_ranks_any_that_is_silent_may_have_failed() -> None:
+    """Who saw only that something broke waits for what the others say."""
+    detector = FailureDetector(dist.HashStore(), None, "key", 0, (0, 1, 2), grace=2.0)
+    start = time.monotonic()
+    detector.detect(Report(None, None, "Connection closed by peer"), lambda: None)
+    assert time.monotonic() - start > 1.4

@@ -95,6 +95,16 @@ def test_an_interrupt_in_torchs_own_collectives_breaks_the_group(tmp_path: Path)
     )
 
 
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("kind", ["gather", "steps", "save"])
+def test_threads_never_take_each_others_words(tmp_path: Path, kind: str, alike: bool) -> None:
+    """Of the same order on all ranks: right; else an error, also where each call has several steps."""
+    for said in pair(gathers.threads, kind, alike, str(tmp_path)):
+        assert said.keys() == {"A", "B"}
+        for end in said.values():
+            assert end is True or (not alike and "ranks disagree" in end), said
+
+
 def test_a_forked_child_makes_no_device_mesh() -> None:
     """It is refused at once, and takes nothing from its parent's connections."""
     said, _ = pair(gathers.forked)

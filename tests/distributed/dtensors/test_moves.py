@@ -8,7 +8,7 @@ import shardmath as sm
 from shardmath_torch.dtensors.moves import BYTES_PER_MOVE, BYTES_PER_PIECE, Moves, weigh_plan
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.tasks.cases import make_case
-from tests.distributed.tasks.dtensors import mesh_of_other_groups
+from tests.distributed.tasks.dtensors import axes_of_other_groups, mesh_of_other_groups
 from tests.distributed.tasks.scenarios import begin_again, shared_staging
 
 MESH = sm.Mesh(dp=4, tp=2)
@@ -105,3 +105,13 @@ def test_a_mesh_that_outlives_its_groups() -> None:
         workers.close()
     assert all("make the DeviceMesh anew" in said for said in answers), answers
     assert any("was destroyed, and another has its name" in said for said in answers), answers
+
+
+def test_axes_that_outlive_their_groups() -> None:
+    """Other ranks are not asked in their place."""
+    workers = Pool(4)
+    try:
+        answers = workers.attempt(axes_of_other_groups, timeout=20.0)
+    finally:
+        workers.close()
+    assert all("make the DeviceMesh anew" in str(said) for said in answers), answers

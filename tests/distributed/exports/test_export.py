@@ -599,3 +599,12 @@ def test_headers_are_aligned(tmp_path: Path) -> None:
     assert length % 8 == 0 and sum(told) == 3 + 12 + 2
     starts = {name: header[name]["data_offsets"][0] for name in "abc"}
     assert starts == {"b": 0, "c": 12, "a": 14} and re.fullmatch(hf_folder.NAME, file.name)
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype"])
+def test_ranks_that_export_other_tensors_under_one_name(
+    pool: Pool, tmp_path: Path, what: str
+) -> None:
+    """Are told so before they ask each other where these lie."""
+    for _, said in pool.run(work.differing_dtensors, str(tmp_path / "out"), what):
+        assert "rank 3 could not export: it is 'tensors, 1 DTensor among them" in said

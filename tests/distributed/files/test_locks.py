@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ import torch
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.files.locks import locked
+from shardmath_torch.files.locks import close, keep, locked
 
 LAYOUTS = {"w": sm.Layout((8,), sm.Mesh(), "n")}
 
@@ -70,3 +71,17 @@ def test_a_forked_child_that_leaves_a_lock_takes_nothing_away(tmp_path: Path) ->
     if not child:
         os._exit(0)
     assert not file.exists()
+
+
+def test_a_lock_ends_with_its_process_s_part(tmp_path: Path) -> None:
+    """A child that was forked just as it ended may still have the open file."""
+    file = tmp_path / "lock"
+    handle = keep(os.open(file, os.O_RDWR | os.O_CREAT))
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    childs = os.dup(handle)
+    try:
+        close(handle)
+        with locked(file, "write"):
+            pass
+    finally:
+        os.close(childs)

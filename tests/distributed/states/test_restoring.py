@@ -314,3 +314,21 @@ def test_defaults_in_a_rate_stay(tmp_path: Path) -> None:
     training.load_state(tmp_path, module, optimizer)
     assert optimizer.param_groups[0]["rates"] is rates and rates.tolist() == [0.5, 0.25]
     assert float(optimizer.defaults["rate"]) == 0.0
+
+
+def test_options_in_options_keep_their_memory(tmp_path: Path) -> None:
+    """Tensors in a tuple, as those that stand alone; defaults stay as they are."""
+
+    def made(*betas: float) -> tuple[nn.Module, optim.Optimizer]:
+        module = small()
+        tensors = tuple(torch.tensor(one) for one in betas)
+        return module, optim.Adam(module.parameters(), lr=0.1, betas=tensors, capturable=True)
+
+    training.save_state(tmp_path, *made(0.5, 0.75))
+    module, optimizer = made(0.25, 0.125)
+    held = optimizer.param_groups[0]["betas"]
+    training.load_state(tmp_path, module, optimizer)
+    found = optimizer.param_groups[0]["betas"]
+    assert [one is other for one, other in zip(found, held, strict=True)] == [True, True]
+    assert [one.item() for one in found] == [0.5, 0.75]
+    assert [one.item() for one in optimizer.defaults["betas"]] == [0.25, 0.125]

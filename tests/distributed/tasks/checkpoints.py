@@ -213,6 +213,16 @@ def exported_dtensors(
     smt.export(path, {**states, **parts}, max_shard_size=2000, tied=tied)
 
 
+def differing_dtensors(rank: int, path: str, what: str) -> Any:
+    """A DTensor of one name and the same placements, which is another tensor on rank 3."""
+    shape = (16, 2) if what == "shape" and rank == 3 else (8, 2)
+    dtype = torch.float64 if what == "dtype" and rank == 3 else torch.float32
+    whole = torch.ones(shape, dtype=dtype)
+    line = device_mesh(range(8), (8,))
+    given = distribute_tensor(whole, line, [Shard(0)], src_data_rank=None)
+    return caught(lambda: smt.export(path, {"w": given}))
+
+
 def exported_by_fsdp2(rank: int, path: str) -> Any:
     """A module under FSDP2, with a weight that has two names, and a buffer."""
     from torch.distributed.fsdp import fully_shard

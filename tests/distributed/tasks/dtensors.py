@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch import compat
 from shardmath_torch.dtensors.dtensor import local_of
 from tests.distributed.tasks.scenarios import resized
 
@@ -710,17 +711,31 @@ def plain_module(rank: int) -> Any:
     return {name: (x.text, x.mesh.size) for name, x in smt.layout_of(torch.nn.Linear(3, 2)).items()}
 
 
-def mesh_of_other_groups(rank: int) -> str:
-    """A DeviceMesh of one axis outlives its groups; others of other ranks have their names."""
-    plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    line = plane["b"]
+def _begin_again(rank: int) -> None:
+    """Other groups in place of all that there were."""
     store = dist.distributed_c10d._get_default_store()
-    moved = smt.redistribute(DTensor.from_local(torch.ones(2, 4), line, [Shard(0)]), [Shard(1)])
-    assert moved.to_local().equal(torch.ones(4, 2))
     dist.barrier()
     dist.destroy_process_group()
     again = dist.PrefixStore("again", store)
     dist.init_process_group("gloo", store=again, rank=rank, world_size=4)
+
+
+def axes_of_other_groups(rank: int) -> str:
+    """A DeviceMesh of two axes outlives its groups; others of other ranks have their names."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("b", "c"))
+    assert len(compat.groups_of_axes(mesh)) == 2
+    _begin_again(rank)
+    DeviceMesh("cpu", torch.tensor([[0, 3], [1, 2]]))
+    return str(caught(lambda: compat.groups_of_axes(mesh)))
+
+
+def mesh_of_other_groups(rank: int) -> str:
+    """A DeviceMesh of one axis outlives its groups; others of other ranks have their names."""
+    plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    line = plane["b"]
+    moved = smt.redistribute(DTensor.from_local(torch.ones(2, 4), line, [Shard(0)]), [Shard(1)])
+    assert moved.to_local().equal(torch.ones(4, 2))
+    _begin_again(rank)
     for ranks in ([0, 2], [1, 3], [0, 3], [1, 2], [0, 1, 2]):
         dist.new_group(ranks)
     rows = DTensor.from_local(torch.ones(2, 4), line, [Shard(0)])

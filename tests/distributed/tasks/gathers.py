@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_gloo.wire import GlooWire
-from shardmath_torch.agreement.gather import PIECE, gather
+from shardmath_torch.agreement.gather import PIECE, gather, shared
 from shardmath_torch.checkpoints.reading import Reader
 from shardmath_torch.files.steps import on_all
 from tests.distributed.tasks.breaks import Said, ends
@@ -144,3 +145,46 @@ def forked(rank: int) -> Said:
         os.waitpid(child, 0)
     smt.to_dtensor(rows, ROWS)
     return said
+
+
+def threads(rank: int, kind: str, alike: bool, path: str) -> dict[str, Any]:
+    """Threads A and B do the same thing one after the other; on rank 1 B comes first, unless `alike`."""
+    gather("x", None)
+    ends_of: dict[str, Any] = {}
+    acts = {"gather": _gather_name, "steps": _gather_in_steps, "save": _save_name}
+
+    def run() -> None:
+        name = threading.current_thread().name
+        try:
+            ends_of[name] = acts[kind](name, path, rank)
+        except sm.ShardError as error:
+            ends_of[name] = str(error)
+
+    names = ["A", "B"] if alike or rank == 0 else ["B", "A"]
+    started = [threading.Thread(target=run, name=name) for name in names]
+    for thread in started:
+        thread.start()
+        time.sleep(0.2)
+    for thread in started:
+        thread.join()
+    return ends_of
+
+
+def _gather_name(name: str, path: str, rank: int) -> bool:
+    """Whether all ranks say the same name."""
+    return gather(name, None) == [name, name]
+
+
+def _gather_in_steps(name: str, path: str, rank: int) -> bool:
+    """The same at each of two steps, the second of which is late on rank 1."""
+    with shared(None):
+        first = _gather_name(name, path, rank)
+        time.sleep(0.5 * rank)
+        return first and _gather_name(name, path, rank)
+
+
+def _save_name(name: str, path: str, rank: int) -> bool:
+    """Whether what was saved is what is loaded then, by the same thread."""
+    rows = torch.full((4, 6), float(ord(name)))
+    smt.save(f"{path}/{name}", {name: rows}, {name: ROWS})
+    return bool(smt.load(f"{path}/{name}", {name: ROWS})[name].equal(rows))
