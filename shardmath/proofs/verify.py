@@ -101,9 +101,9 @@ def _check_transposed(p: Transposed) -> None:
 def _check_rules(p: Plan) -> None:
     """What is filled in, and divided by, is what the layouts ask for."""
     asked: dict[tuple[Layout, Layout], Reduction] = {}
-    # Tensors share their rules: one comparison of two objects is enough, and `asked` and the plan
-    # keep both alive, so that their ids are theirs alone.
-    compared: set[tuple[int, int]] = set()
+    # Tensors share their rules: one comparison of two objects is enough. Both are kept alive here, so
+    # that their ids are theirs alone.
+    compared: dict[tuple[int, int], Reduction] = {}
     for name, windows in p.src.items():
         src = windows[0]
         dst = p.dst[name][0]
@@ -114,7 +114,7 @@ def _check_rules(p: Plan) -> None:
         both = id(given), id(asked[pair])
         if both not in compared:
             _check_rule(name, given, asked[pair])
-            compared.add(both)
+            compared[both] = given
 
 
 def _check_rule(name: str, given: Reduction | None, expected: Reduction) -> None:

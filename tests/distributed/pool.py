@@ -56,11 +56,12 @@ def _work(rank: int, size: int, port: int, host: int | None, channel: Connection
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, is_master=rank == host, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    channel.send("ready")
+    channel.send(("ready", 1))
     while True:
         try:
             task, args = pickle.loads(channel.recv_bytes())
@@ -70,7 +71,7 @@ def _work(rank: int, size: int, port: int, host: int | None, channel: Connection
             result = task(rank, *args)
         except Exception as error:
             result = Failure(type(error).__name__, str(error), traceback.format_exc())
-        channel.send(result)
+        channel.send((result, len(distributed_c10d._world.pg_map)))
 
 
 class Pool:
@@ -80,6 +81,7 @@ class Pool:
         import torch.distributed as dist
 
         self.broken = False
+        self.groups = 1
         self.size, self._store, port = size, None, free_port()
         if host is None:
             self._store = dist.TCPStore(
@@ -138,9 +140,11 @@ class Pool:
         try:
             if not channel.poll(max(0.0, deadline - time.monotonic())):
                 return Lost("no answer in time")
-            return channel.recv()
+            answer, groups = channel.recv()
         except (EOFError, ConnectionResetError):
             return Lost("the process is gone")
+        self.groups = max(self.groups, groups)
+        return answer
 
     def close(self) -> None:
         """Ends all workers; none is left behind."""

@@ -51,8 +51,12 @@ def on_all(
     *,
     claim: Callable[[_T], str] | None = None,
 ) -> _T:
-    """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
-    what ranks claim is not the same; a rank that is interrupted in it goes on with that."""
+    """What `act` returns. Raises CheckpointError on every rank where it raises on one, or where what ranks claim is not
+    the same; a rank that is interrupted in it goes on with that.
+
+    Where `act` asks other ranks, it does so by gathers: a rank that failed before it asked votes on this step then,
+    while the others vote on what they ask, and all hear that they disagree.
+    """
     _, count = share_of(group)
     done: list[_T] = []
     raised: BaseException | None = None
