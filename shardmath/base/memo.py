@@ -107,11 +107,10 @@ def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
 
 
 def clear_caches() -> None:
-    """Forget all results that are kept to save time: of this process, in the core and its backends.
+    """Empty the caches of this process, those of the core and of its backends.
 
-    Values that nobody else holds end with them. Nothing has to be cleared for results to be right,
-    and what ranks made together (process groups, compiled moves) is not forgotten, since one rank
-    alone cannot.
+    They only save time: results are the same without them. Process groups and compiled moves, which
+    ranks made together, are kept, since one rank alone cannot drop them.
     """
     for account in _accounts:
         account.empty()

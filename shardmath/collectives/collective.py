@@ -40,6 +40,7 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs, concat
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
+from shardmath.base.text import plural
 from shardmath.collectives.kinds import COPIES, FITS, Buffer, Kind, Members
 from shardmath.collectives.moves import Groups, Move, compare_ranks
 from shardmath.collectives.spans import NOTHING, is_inside, merge
@@ -96,7 +97,7 @@ class Collective:
         """What is said of groups, "" for no axes."""
         if not self.axes:
             return ""
-        groups = f"{len(self.groups)} groups of {len(self.groups[0])}"
+        groups = f"{plural(self.groups, 'group')} of {len(self.groups[0])}"
         return f" over {'*'.join(self.axes)}: {groups}"
 
 

@@ -34,10 +34,11 @@ class Witness(NamedTuple):
 @public
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """How near a plan of `plan_s` seconds is to `bound_s`, which `witness` shows none to beat.
+    """How close a plan is to the fastest one that can exist. Made by `make_certificate`.
 
-    `ratio` is `plan_s / bound_s`, 1.0 where nothing has to move and nothing does. Made by
-    `make_certificate`.
+    `plan_s` is the plan's time in seconds, `bound_s` a time that no plan can beat, and `witness`
+    names the ranks and links that prove it. `ratio` is `plan_s / bound_s`; it is 1.0 where nothing
+    has to move.
     """
 
     bound_s: float

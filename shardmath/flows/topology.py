@@ -28,9 +28,9 @@ __all__ = ["H100", "H200", "Topology", "checked"]
 @public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Nodes of `ranks_per_node` ranks, rates in bytes per second, and seconds per message.
+    """A cluster: nodes of `ranks_per_node` ranks, link rates in bytes per second, seconds per message.
 
-    The rates are those of the links; what software attains of them is somebody else's factor.
+    The rates are those of the hardware. Software reaches less; measure how much on your cluster.
     Raises PlanError unless all are from 1e-18 to 1e18; `latency_s` may be 0.
     """
 

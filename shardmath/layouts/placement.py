@@ -55,7 +55,7 @@ OPS = ("sum", "avg", "product", "max", "min")
 
 @public
 class Placement(Splits, Protocol):
-    """What a user's placement has: the tensor dimension and how a length is split."""
+    """The protocol of a placement: which tensor dimension it divides, and how it splits a length."""
 
     @property
     def dim(self) -> int:
@@ -70,15 +70,16 @@ class Placement(Splits, Protocol):
 @public
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every coordinate of the axis holds the same."""
+    """All ranks along the mesh axis hold the same elements."""
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every coordinate of the axis holds one addend; the value is their reduction by `op`.
+    """Each rank along the mesh axis holds one addend; the tensor's value is their reduction by `op`.
 
-    The reduction is in mesh order. Raises PlacementError for an unknown one.
+    `op` is "sum", "avg", "max", "min" or "product". Addends are reduced in the order of the mesh.
+    Raises PlacementError for any other `op`.
     """
 
     op: str = "sum"
@@ -119,7 +120,10 @@ def _deal(pieces: list[_Ranges]) -> tuple[Runs, ...]:
 @public
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Ceil-chunks, as torch.chunk and DTensor: trailing parts short or empty."""
+    """Dimension `dim` in chunks of ceil(n / parts) elements, as torch.chunk and DTensor's Shard.
+
+    Where `parts` does not divide the length, the last parts are shorter, or empty.
+    """
 
     dim: int
 
@@ -138,7 +142,7 @@ class Shard:
 @public
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """Parts whose sizes differ by at most one, larger first, as numpy.array_split."""
+    """Dimension `dim` in parts whose sizes differ by at most one, larger ones first, as numpy.array_split."""
 
     dim: int
 
@@ -159,7 +163,10 @@ class Balanced:
 @public
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """Ceil-chunk into `split_factor` pieces and each piece into the parts: DTensor's `_StridedShard`."""
+    """DTensor's `_StridedShard`: dimension `dim` is cut into `split_factor` pieces, and each piece is sharded.
+
+    Both cuts are those of Shard. Each rank holds its part of every piece.
+    """
 
     dim: int
     split_factor: int
@@ -188,7 +195,10 @@ class StridedShard:
 @public
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Components of given sizes one after the other, each chunked: gate/up, QKV, Mamba's in_proj."""
+    """Dimension `dim` holds components of `sizes` elements, one after the other; each is sharded as by Shard.
+
+    So are fused weights stored: gate and up projections, QKV, Mamba's in_proj.
+    """
 
     dim: int
     sizes: tuple[int, ...]
@@ -214,7 +224,10 @@ class Packed:
 @public
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Consecutive parts of given sizes, one per coordinate: veScale's RaggedShard, flat optimizer shards."""
+    """Dimension `dim` in consecutive parts of `sizes` elements, one per rank along the mesh axis.
+
+    So do veScale's RaggedShard and shards of flat optimizer buffers.
+    """
 
     dim: int
     sizes: tuple[int, ...]
@@ -245,7 +258,10 @@ class Ragged:
 @public
 @dataclass(frozen=True, slots=True)
 class BlockCyclic:
-    """Blocks dealt round robin, as ScaLAPACK; block 1 is round-robin experts."""
+    """Dimension `dim` in blocks of `block` elements, dealt round robin to the ranks, as in ScaLAPACK.
+
+    With `block=1`, experts are placed round robin.
+    """
 
     dim: int
     block: int = 1
@@ -276,7 +292,10 @@ class BlockCyclic:
 @public
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Part i is the given Runs; parts may overlap: slices of layouts, expert maps with duplicates."""
+    """Dimension `dim` as listed: the rank at coordinate i of the mesh axis holds `parts[i]`.
+
+    Parts may overlap, as in expert maps with duplicates and in slices of other layouts.
+    """
 
     dim: int
     parts: tuple[Runs, ...]

@@ -19,7 +19,7 @@ from shardmath.algebra.runs import Runs
 from shardmath.base.arguments import as_integer
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import LayoutError, ShardError
-from shardmath.base.text import shown
+from shardmath.base.text import plural, shown
 from shardmath.flows.topology import Topology, checked
 from shardmath.layouts.layout import Layout
 from shardmath.pictures.layout_drawing import layout_svg
@@ -80,7 +80,7 @@ def grid(layout: Layout, most: int = 64) -> str:
     columns 2 to 97 are left out
     """
     if layout.ndim not in (1, 2):
-        raise LayoutError(f"{layout} has {layout.ndim} dimensions; grid() draws 1 or 2")
+        raise LayoutError(f"{layout} has {plural(layout.ndim, 'dimension')}; grid() draws 1 or 2")
     room = as_integer(most, "most", LayoutError)
     if not 2 <= room <= MOST_SIDE:
         raise LayoutError(f"most={room}; draw at least 2 and at most {MOST_SIDE} rows and columns")

@@ -126,11 +126,12 @@ def rule_of(rules: Mapping[str, Reduction], name: str) -> Reduction:
 @public
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Plan:
-    """What `plan` returns. Equal plans do the same for the same names.
+    """All transfers between two layouts, or two sets of them; made by `plan`.
 
-    `src` and `dst` are each tensor's windows, by name ("" for two Layouts), names ascending; `rules`
-    what their Partial axes ask for; `in_part` the tensors, ascending, of which no rank of the
-    destination holds some element.
+    `src` and `dst` map each tensor's name to its windows, in ascending order of names; a plan of two
+    Layouts has the one name "". `rules` says how each tensor's Partial axes are reduced. `in_part`
+    lists the tensors of which some element is held by no rank of the destination. Two plans are
+    equal if they move the same elements of tensors of the same names.
     """
 
     src: Mapping[str, Windows]

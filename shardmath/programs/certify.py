@@ -54,9 +54,10 @@ def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certifica
 
 
 def crossing_bytes(p: Plan | Transposed | Program, *, topology: Topology | None = None) -> int:
-    """How many bytes go from one node to another when `p` is compiled, each as often as it crosses.
+    """How many bytes cross from one node to another when the plan or program `p` runs.
 
-    `p` and `topology` are what `certify` takes; an adjoint crosses as its plan does, the other way.
+    A byte that crosses twice counts twice. `p` and `topology` are as in `certify`. An adjoint has as
+    many as its plan, in the other direction.
     """
     if isinstance(p, Transposed):
         p = p.forward

@@ -46,7 +46,13 @@ __all__ = ["Program", "Slices", "list_slices", "turn_of"]
 @public
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Program:
-    """What `schedule` returns. Equal programs do the same for the same names."""
+    """A plan divided into rounds of messages, some of them relayed; made by `schedule`.
+
+    Each rank-to-rank stream is cut into `slots` slices, so that a relay forwards one slice while it
+    receives the next; the peers of a rank take `turns` turns. No rank has more than
+    `max_inflight_bytes` bytes, or `max_ops_per_group` messages, under way in a round. Two programs
+    are equal if they send the same messages in the same rounds.
+    """
 
     plan: Plan
     topology: Topology

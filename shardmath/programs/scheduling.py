@@ -32,7 +32,7 @@ from shardmath.base.arguments import as_integer, known
 from shardmath.base.arrays import Ints
 from shardmath.base.digest import digest
 from shardmath.base.errors import PlanError
-from shardmath.base.text import shown
+from shardmath.base.text import plural, shown
 from shardmath.flows.topology import Topology, checked
 from shardmath.plans.balance import measure_uncut
 from shardmath.plans.demands import Demands, gather_lines
@@ -323,7 +323,7 @@ def _choose_turns(way: _Way) -> int:
         count = int(counts.max(initial=0))
         if count <= limit:
             return turns
-    what = f"found no rounds in which no rank has more than {count - 1} messages"
+    what = f"found no rounds in which no rank has more than {plural(count - 1, 'message')}"
     raise PlanError(f"max_ops_per_group={limit}: {what}; pass {count} or more")
 
 

@@ -19,6 +19,7 @@ from shardmath.algebra.partition import Partition
 from shardmath.algebra.runs import Runs
 from shardmath.base.arguments import as_integer, listed, text
 from shardmath.base.errors import PlanError
+from shardmath.base.text import plural
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.plan import Plan, Transfer
@@ -116,7 +117,10 @@ def _check_columns(table: Bands | Demands | Overlay | Partition | Template) -> N
         column = getattr(table, field.name)
         _check_type(column, np.ndarray, name)
         dimensions = 2 if name in MATRICES else 1
-        require(column.ndim == dimensions, f"{name} has {column.ndim} dimensions, not {dimensions}")
+        require(
+            column.ndim == dimensions,
+            f"{name} has {plural(column.ndim, 'dimension')}, not {dimensions}",
+        )
 
 
 def _check_lines(demands: Demands) -> None:

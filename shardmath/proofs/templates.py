@@ -9,8 +9,8 @@
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.plans.reduction import Reduction
->>> from shardmath.plans.template import template
->>> t = template(Layout((4,), Mesh(), "n"), Layout((4,), Mesh(), "n"), Reduction())
+>>> from shardmath.plans.template import make_template
+>>> t = make_template(Layout((4,), Mesh(), "n"), Layout((4,), Mesh(), "n"), Reduction())
 >>> from dataclasses import replace
 >>> check_template(replace(t, unit_size=t.unit_size + 1), set())
 Traceback (most recent call last):
@@ -28,6 +28,7 @@ from shardmath.algebra.overlay import Overlay, Parts
 from shardmath.algebra.partition import Partition, partition
 from shardmath.base.arrays import Bools, Ints, Offsets
 from shardmath.base.memo import memo
+from shardmath.base.text import plural
 from shardmath.plans.template import Template, hidden_pairs
 from shardmath.proofs.shapes import check_integers, require
 
@@ -42,7 +43,7 @@ def check_template(t: Template, known: set[int]) -> None:
     expected = _list_partitions(t)
     count = len(t.overlays)
     complete = count == len(expected)
-    require(complete, f"{what} has {count} dimensions, not {len(expected)}")
+    require(complete, f"{what} has {plural(count, 'dimension')}, not {len(expected)}")
     for d, over in enumerate(t.overlays):
         where = f"{what}: dimension {d - t.hidden}"
         source, target = expected[d]

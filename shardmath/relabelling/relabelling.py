@@ -114,12 +114,11 @@ def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> Layou
 
 
 def relabel(src: Side, dst: Side) -> Relabelling:
-    """The permutation of the destination's ranks under which `plan(src, dst)` has the fewest bytes
-    to move.
+    """The renaming of the destination's ranks under which `plan(src, dst)` moves the fewest bytes.
 
-    Where the destination is Partial: of the permutations that leave its addends where they are (rule
-    4). `saving` is exact in either case. `src` and `dst` are what `plan` takes. Takes 16 bytes for
-    each pair of destination ranks. Raises PlanError where names, shapes or dtypes differ, where
+    `src` and `dst` are as in `plan`. Where the destination is Partial, only renamings that leave its
+    addends in place are considered (rule 4). `saving`, in bytes, is exact. The search takes 16 bytes
+    of memory per pair of destination ranks. Raises PlanError where names, shapes or dtypes differ, where
     reductions do, and where scipy is needed and not installed.
     """
     pairs = _count_pairs(src, dst)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import MeshError
 from shardmath_torch import compat
-from shardmath_torch.agreement.gather import gather
+from shardmath_torch.agreement.gather import gather, shared
 
 __all__ = ["World", "device_mesh_of", "group_for", "mesh_of", "world"]
 
@@ -83,9 +83,11 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
         what = f"{mesh} has ranks {outside[:8]}, the default group has ranks 0..{size - 1}"
         raise MeshError(f"{what}; use ranks of the group")
     made = world().meshes
+    # No other thread makes groups in between: ranks have to make them in one order.
     if (mesh, device_type) not in made:
-        for each in _gather_requests((mesh, device_type), made):
-            made[each] = _make_device_mesh(*each)
+        with shared(None):
+            for each in _gather_requests((mesh, device_type), made):
+                made[each] = _make_device_mesh(*each)
     return made[mesh, device_type]
 
 
@@ -126,8 +128,9 @@ def group_for(
             return found
     made = world().groups
     if among not in made:
-        for each in _gather_requests(among, made):
-            made[each] = _make_group(each)
+        with shared(None):
+            for each in _gather_requests(among, made):
+                made[each] = _make_group(each)
     return made[among]
 
 

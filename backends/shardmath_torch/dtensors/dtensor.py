@@ -57,12 +57,12 @@ _T = TypeVar("_T")
 
 
 def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
-    """What each rank of the mesh really holds of the DTensor.
+    """The layout of a DTensor: which elements each rank of its mesh really holds.
 
     Collective over the ranks of its mesh where its placements have two readings that differ at its
     sizes, unless `reading` ("placement" or "order") is given. Raises LayoutError where the local
     shape, here or on another rank, is not the layout's, or fits both readings; PlacementError for
-    placements that stand for nothing of ours.
+    placements that have no counterpart in shardmath.
     """
     if not isinstance(tensor, DTensor):
         raise LayoutError(
@@ -276,10 +276,10 @@ def to_dtensor(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """This rank's part of a tensor as a DTensor of that layout; `local` is part of the graph.
+    """A DTensor of that layout, made of this rank's `local` tensor, through which gradients flow.
 
-    Without a `device_mesh` one is made of the layout's mesh, which is collective over the default
-    group the first time; without `placements` those of `placements_of`. Raises LayoutError for a
+    Without `device_mesh`, one is made from the layout's mesh; the first time, that is collective over
+    the default group. Without `placements`, they are those of `placements_of`. Raises LayoutError for a
     local shape or dtype that is not the layout's, or for another mesh; PlacementError where no
     placements of DTensor stand for the layout, saying why.
     """

@@ -31,8 +31,8 @@ __all__ = ["layout_of"]
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
     """The layout of every parameter, by the names of `named_parameters`, shared ones under each of their names.
 
-    As they lie now: after a forward FSDP2 may still hold what it has gathered, until
-    `module.reshard()`.
+    These are the layouts of this moment: after a forward, FSDP2 may still hold gathered parameters,
+    until `module.reshard()`.
 
     Parameters that are not DTensors are replicated over `mesh`, by default the largest of the
     DTensors', or all ranks of the default group. Collective over the ranks of the DTensors' meshes

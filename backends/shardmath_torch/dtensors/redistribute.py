@@ -58,16 +58,18 @@ def redistribute(
     reading: Reading | None = None,
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
-    """The same tensor under the target: a Layout; or text of one, or DTensor placements, on `device_mesh` (default: the
-    tensor's own).
+    """The same tensor, moved to the layout `target`; gradients flow back the same way.
 
-    `layout` says what a plain local tensor is part of; of a DTensor it is found out, where
-    `reading` may help. Returns a DTensor if placements of DTensor can stand for the target,
-    otherwise the local tensor.
+    `target` is a Layout, the text of one, or DTensor placements; text and placements are on
+    `device_mesh` (default: the tensor's own). `tensor` is a DTensor, whose layout is found out
+    (`reading` helps where it has two), or this rank's local tensor of the Layout `layout`. Returns a
+    DTensor if DTensor has placements for the target, otherwise the local tensor. `grad` says what a
+    replicated input's gradient is: "replicate", the same on all ranks, or "partial", an addend of it
+    on each.
 
-    A rank that is not on the source's mesh passes an empty tensor, one that is not on the target's
-    gets one (as a DTensor of a scalar, a zero), and takes part in the backward:
-    `moved.to_local().sum().backward()` does, or that of any other function of it. All ranks
+    A rank outside the source's mesh passes an empty tensor. A rank outside the target's mesh gets an
+    empty tensor (for a scalar, a DTensor that holds a zero), and takes part in the backward:
+    `moved.to_local().sum().backward()` does, or the backward of any other function of it. All ranks
     differentiate the same moves. Where gradients are differentiated in turn (`create_graph=True`),
     use one function on all ranks: if the gradient depends on something on some of them alone, they
     disagree, which is an ExchangeError.

@@ -27,7 +27,8 @@ __all__ = ["amax"]
 def amax(module: nn.Module) -> dict[str, Tensor]:
     """The largest absolute value of each parameter that `set_device_mesh` has placed, by name: float32, no dimensions.
 
-    Of whole parameters, shared ones under each of their names. Collective over the ranks of
+    It is that of the whole parameter, not of this rank's shard; shared ones are listed under each
+    of their names. Collective over the ranks of
     weight_mesh: one all-reduce for all parameters, along each of its axes. Empty shards count as 0;
     NaN anywhere makes NaN. Raises LayoutError where weight_mesh lacks ranks that hold other parts
     of a parameter, and for parameters on the meta device.

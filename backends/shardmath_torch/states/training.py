@@ -80,12 +80,12 @@ def state_of(
     mesh: Mesh | None = None,
     group: Group | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Layout | None]]:
-    """This rank's tensors, and the layouts of all ranks, by flat name: what `save` takes.
+    """The training state as `save` takes it: this rank's tensors, and the layouts of all ranks, by flat name.
 
-    What is not a DTensor is the same on `mesh`: by default the largest of the DTensors', or the ranks of the group. It
-    has to be given where DTensors of some ranks are on other meshes than those of others, as under tensor parallelism
-    with DistributedDataParallel. Parameters that FSDP2 has gathered are given back to it first. Collective where
-    `layout_of` is.
+    Tensors that are not DTensors are taken to be the same on all ranks of `mesh`, by default the largest mesh of the
+    DTensors, or the ranks of the group. Give `mesh` where some ranks have DTensors on other meshes than other ranks, as
+    under tensor parallelism with DistributedDataParallel. Parameters that FSDP2 has gathered are resharded first.
+    Collective where `layout_of` is.
 
     Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
     say, an optimizer's parameter that is not the module's or in two groups, and a module on the meta device;

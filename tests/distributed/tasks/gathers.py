@@ -164,9 +164,13 @@ def threads(rank: int, kind: str, alike: bool, path: str) -> dict[str, Any]:
     started = [threading.Thread(target=run, name=name) for name in names]
     for thread in started:
         thread.start()
-        time.sleep(0.2)
+        time.sleep(0.5)
     for thread in started:
         thread.join()
+    if kind == "save":
+        for name in sorted(ends_of):
+            if ends_of[name] is True:
+                ends_of[name] = _has_saved(name, path)
     return ends_of
 
 
@@ -183,8 +187,16 @@ def _gather_in_steps(name: str, path: str, rank: int) -> bool:
         return first and _gather_name(name, path, rank)
 
 
+def _make_rows(name: str) -> torch.Tensor:
+    return torch.full((4, 6), float(ord(name)))
+
+
 def _save_name(name: str, path: str, rank: int) -> bool:
-    """Whether what was saved is what is loaded then, by the same thread."""
-    rows = torch.full((4, 6), float(ord(name)))
-    smt.save(f"{path}/{name}", {name: rows}, {name: ROWS})
-    return bool(smt.load(f"{path}/{name}", {name: ROWS})[name].equal(rows))
+    smt.save(f"{path}/{name}", {name: _make_rows(name)}, {name: ROWS})
+    return True
+
+
+def _has_saved(name: str, path: str) -> bool:
+    """Whether what the thread saved is what all ranks now load."""
+    loaded = smt.load(f"{path}/{name}", {name: ROWS})
+    return loaded[name].equal(_make_rows(name))

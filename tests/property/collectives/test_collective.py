@@ -413,11 +413,11 @@ def of(src: str, dst: str, mesh: Mesh = GRID, shape: tuple[int, ...] = (12, 6)) 
         ("n (a h)", "n h", "all_gather of dimension 1 over a: 3 groups of 2, contiguous"),
         ("(a b n) h", "(a n) h", "all_gather of dimension 0 over b: 2 groups of 3, contiguous"),
         ("(a b n) h", "(2 b n) h", "all_gather of dimension 0 over a: 3 groups of 2, contiguous"),
-        ("(a b n) h", "n h", "all_gather of dimension 0 over a*b: 1 groups of 6, contiguous"),
-        ("(b a n) h", "n h", "all_gather of dimension 0 over b*a: 1 groups of 6, contiguous"),
+        ("(a b n) h", "n h", "all_gather of dimension 0 over a*b: 1 group of 6, contiguous"),
+        ("(b a n) h", "n h", "all_gather of dimension 0 over b*a: 1 group of 6, contiguous"),
         ("(2 a n) h", "n h", "all_gather of dimension 0 over a: 3 groups of 2"),
         ("(n a 1) h", "n h", "all_gather of dimension 0 over a: 3 groups of 2"),
-        ("(a n) (b h)", "n h", "all_gather of dimension 0, 1 over a*b: 1 groups of 6"),
+        ("(a n) (b h)", "n h", "all_gather of dimension 0, 1 over a*b: 1 group of 6"),
         ("(a n)=14 h", "n h", "all_gather of dimension 0 over a: 3 groups of 2"),
         (
             "(a n) h",
@@ -443,12 +443,12 @@ def of(src: str, dst: str, mesh: Mesh = GRID, shape: tuple[int, ...] = (12, 6)) 
         (
             "n h {sum: a b}",
             "(b a n) h",
-            "sum reduce_scatter of dimension 0 over b*a: 1 groups of 6, contiguous",
+            "sum reduce_scatter of dimension 0 over b*a: 1 group of 6, contiguous",
         ),
         (
             "n h {sum: a b}",
             "(a n) (b h)",
-            "sum reduce_scatter of dimension 0, 1 over a*b: 1 groups of 6",
+            "sum reduce_scatter of dimension 0, 1 over a*b: 1 group of 6",
         ),
         (
             "(b n) h {sum: a}",
@@ -458,7 +458,7 @@ def of(src: str, dst: str, mesh: Mesh = GRID, shape: tuple[int, ...] = (12, 6)) 
         ("n h", "(a n) h", "local"),
         ("n h", "n h", "local, contiguous"),
         ("n h", "(1: n + 11: n) h", "local, contiguous"),
-        ("(a b n) h", "(b a n) h", "permute over a*b: 1 groups of 6, contiguous"),
+        ("(a b n) h", "(b a n) h", "permute over a*b: 1 group of 6, contiguous"),
         ("(a[12 0] n) h", "n h", "broadcast over a: 3 groups of 2, contiguous"),
         ("(a b n) h", "(b n) h", "None"),
         ("(a n) (b h)", "(b n) (a h)", "None"),
@@ -559,11 +559,9 @@ def test_replicas_are_no_shares() -> None:
 def test_scalars_and_nothing() -> None:
     mesh = Mesh(a=2)
     assert of("", "", mesh, ()) == "local, contiguous"
-    assert of("{sum: a}", "", mesh, ()) == "sum all_reduce over a: 1 groups of 2, contiguous"
+    assert of("{sum: a}", "", mesh, ()) == "sum all_reduce over a: 1 group of 2, contiguous"
     one = Layout((), Mesh(), "")
-    assert (
-        str(recognise(one, Layout((), mesh, ""))) == "broadcast over a: 1 groups of 2, contiguous"
-    )
+    assert str(recognise(one, Layout((), mesh, ""))) == "broadcast over a: 1 group of 2, contiguous"
     assert of("(a n) h", "n h", mesh, (0, 3)) == "local, contiguous"
     assert recognise(Layout((0,), mesh, "n {sum: a}"), Layout((0,), mesh, "n")).kind == "local"
 
@@ -575,8 +573,7 @@ def test_ranks_that_hold_nothing_take_part() -> None:
         == "all_gather of dimension 0 over a: 3 groups of 2, contiguous"
     )
     assert (
-        of("(a n) (b h)", "n h", shape=(8, 1))
-        == "all_gather of dimension 0 over a*b: 1 groups of 6"
+        of("(a n) (b h)", "n h", shape=(8, 1)) == "all_gather of dimension 0 over a*b: 1 group of 6"
     )
     assert of("n (b h) {sum: a}", "(a n) (b h)", shape=(8, 1)).endswith("contiguous")
     for pair in (("(a n) (b h)", "n h"), ("(a n) (b h)", "n (b h)")):

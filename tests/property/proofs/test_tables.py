@@ -204,7 +204,7 @@ OVER = HIDDEN = "batches.0.template.overlays.0."
 @pytest.mark.parametrize(
     ("p", "path", "change", "message"),
     [
-        (SPLIT, "batches.0.template.overlays", lambda x: x[:1], f"{FORMS} has 1 dimensions, not 2"),
+        (SPLIT, "batches.0.template.overlays", lambda x: x[:1], f"{FORMS} has 1 dimension, not 2"),
         (
             SPLIT,
             "batches.0.template.overlays",
