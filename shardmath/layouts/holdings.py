@@ -178,7 +178,7 @@ def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
     windows = held if isinstance(held, tuple) else (held,)
     if not windows or not all(isinstance(layout, Layout) for layout in windows):
         raise error(f"tensor {name!r} is {shown(held)}; give a Layout or a tuple of Layouts")
-    return windows if isinstance(windows, Windows) else Windows(windows)
+    return windows if type(windows) is Windows else Windows(windows)
 
 
 def read_windows(

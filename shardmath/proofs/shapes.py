@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from types import UnionType
 from typing import SupportsIndex
 
 import numpy as np
@@ -20,7 +21,10 @@ from shardmath.algebra.runs import Runs
 from shardmath.base.arguments import as_integer, listed, text
 from shardmath.base.errors import PlanError
 from shardmath.base.text import plural
+from shardmath.flows.topology import Topology
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
+from shardmath.plans.adjoint import Transposed
 from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.plan import Plan, Transfer
 from shardmath.plans.reduction import Reduction
@@ -32,6 +36,7 @@ __all__ = [
     "check_integers",
     "check_plan_shapes",
     "check_program_shapes",
+    "check_sides",
     "read_transfers",
     "require",
 ]
@@ -48,6 +53,46 @@ def require(holds: object, what: str) -> None:
     """Raise PlanError, which says `what` is wrong, unless it holds."""
     if not holds:
         raise PlanError(f"{what}; make the plan anew")
+
+
+def check_sides(p: Plan | Transposed) -> None:
+    """Raise PlanError unless all that is said of tensors is said of the same ones, and of its kind."""
+    if isinstance(p, Transposed):
+        _check_type(p.forward, Plan, "what is transposed")
+        check_sides(p.forward)
+    _check_type(p, Plan | Transposed, "the plan of the program")
+    _check_windows(p.src, "the source")
+    _check_windows(p.dst, "the destination")
+    _check_values(p.rules, Reduction, "the rules of the plan")
+    names = list(p.src)
+    same = names == list(p.dst) and names == list(p.rules)
+    require(same, "the source, the destination and the rules of the plan have other names")
+    _check_type(p.is_tree, bool, "is_tree")
+    require(p.is_tree or names == [""], "a plan of two layouts has tensors by name")
+    _check_type(p.topology, Topology | None, "the topology of the plan")
+    _check_type(p.digest, str, "the digest of the plan")
+
+
+def _check_windows(side: object, what: str) -> None:
+    """Every tensor of the side has windows, which are layouts."""
+    _check_values(side, Windows, f"{what} of the plan")
+    assert isinstance(side, dict)
+    # Tens of thousands of tensors share their windows.
+    distinct = {id(windows): windows for windows in side.values()}
+    for windows in distinct.values():
+        require(windows, f"a tensor has no window at {what}")
+        _check_items(windows, Layout, f"the windows of {what}")
+
+
+def _check_values(by_name: object, kind: type, what: str) -> None:
+    """The values are of the class itself, by names, in a dict: another mapping may change its mind."""
+    _check_type(by_name, dict, what)
+    assert isinstance(by_name, dict)
+    for name in {type(name): name for name in by_name}.values():
+        _check_type(name, str, f"a name of {what}")
+    for value in {type(value): value for value in by_name.values()}.values():
+        is_other = type(value) is not kind
+        require(not is_other, f"{what} has a {type(value).__name__}, not a {kind.__name__}")
 
 
 def check_plan_shapes(p: Plan) -> None:
@@ -94,10 +139,11 @@ def check_integers(table: Overlay | Template | Demands) -> None:
         require(column.dtype == expected, f"{name} is not of 64-bit integers")
 
 
-def _check_type(value: object, kind: type, what: str) -> None:
+def _check_type(value: object, kind: type | UnionType, what: str) -> None:
     """The value is of the class."""
     if not isinstance(value, kind):
-        require(False, f"{what}: a {type(value).__name__}, not a {kind.__name__}")
+        name = kind.__name__ if isinstance(kind, type) else str(kind)
+        require(False, f"{what}: a {type(value).__name__}, not a {name}")
 
 
 def _check_items(values: object, kind: type, what: str) -> None:

@@ -22,6 +22,7 @@ from shardmath.plans.plan import Movable, Plan, Transfer
 from shardmath.plans.reduction import Reduction, find_reduction
 from shardmath.plans.uncovered import find_not_whole
 from shardmath.proofs.claims import check_claim
+from shardmath.proofs.shapes import check_sides
 from shardmath.proofs.simulate import as_program
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def verify(p: Plan | Transposed | Program, *, transfers: Iterable[Transfer] | No
     if not isinstance(p, Plan | Transposed):
         p = as_program(p)
     promised = p if isinstance(p, Plan | Transposed) else p.plan
+    check_sides(promised)
     _check_in_part(promised)
     if transfers is None:
         _prove(p)
@@ -84,8 +86,6 @@ def _prove(p: Plan | Transposed | Program) -> None:
 def _check_transposed(p: Transposed) -> None:
     """All that it says is what its plan becomes, and what that fills in, and divides by, is what its
     own layouts ask for."""
-    if not isinstance(p.forward, Plan):
-        raise PlanError(f"forward={shown(p.forward)} is not a Plan; transpose one by adjoint(plan)")
     _check_rules(p.forward)
     expected = adjoint(p.forward)
     for name, rule in expected.rules.items():
