@@ -29,7 +29,7 @@ from shardmath_torch.agreement.turns import check_thread, in_thread, turns_of
 from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.compat import Group
 
-__all__ = ["TOLD", "gather", "shared", "word_lost"]
+__all__ = ["TOLD", "gather", "mark_told", "shared", "step", "word_lost"]
 
 GRACE_S = 5.0
 """For finding out who failed."""
@@ -137,7 +137,7 @@ def shared(group: Group | None) -> Iterator[None]:
     """A call of several steps, one thread's at a time.
 
     Left after the first step by what the others have not heard of, it breaks the group. They have
-    heard of our errors, and of what has the note TOLD. Raises ExchangeError where another thread is
+    heard of our errors, and of what was marked by `mark_told`. Raises ExchangeError where another thread is
     in such a call as long as the group's own time limit.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -159,10 +159,28 @@ def _leaving(party: Party | None) -> Iterator[None]:
     except ShardError:
         raise
     except BaseException as error:
-        is_told = TOLD in getattr(error, "__notes__", ())
+        is_told = party is not None and party.turns.told is error
         if party is not None and not is_told and _is_counted_on(party, begun):
             party.leave(error)
         raise
+
+
+def mark_told(error: BaseException, group: Group | None) -> None:
+    """All ranks have heard of what this one goes on with, in this call: raised again in another, it is news."""
+    if TOLD not in getattr(error, "__notes__", ()):
+        error.add_note(TOLD)
+    if dist.is_available() and dist.is_initialized():
+        turns_of(compat.group_of(group)).told = error
+
+
+@contextmanager
+def step(group: Group | None) -> Iterator[None]:
+    """What this rank does by itself in a call of several steps. Raises ExchangeError inside of another."""
+    if not dist.is_available() or not dist.is_initialized():
+        yield
+        return
+    with turns_of(compat.group_of(group)).step():
+        yield
 
 
 def _is_counted_on(party: Party, begun: int) -> bool:

@@ -105,6 +105,9 @@ class _Seat:
 class Turns:
     """The turns of one group on this rank.
 
+    `told` is the exception that this rank goes on with and of which all ranks have heard, in the
+    call of several steps that is under way.
+
     `broken` says why there are no more, "" while there are. `host` is the rank that serves the
     group's store, None if it is none of the group, UNTOLD until ranks have voted on it; `nonce` is
     drawn by the first rank and told in the first vote, so that what an earlier group has left in
@@ -119,6 +122,8 @@ class Turns:
         self.nonce = ""
         self._turn = _Seat("had the turn")
         self._call = _Seat("been in a call of several steps")
+        self._step = _Seat("been in a step")
+        self.told: BaseException | None = None
         self._names: dict[str, weakref.ref[threading.Thread]] = {}
 
     def next(self) -> int:
@@ -176,15 +181,32 @@ class Turns:
 
         Waits for other threads' at most `patience` seconds. Raises ExchangeError where it cannot be had.
         """
+        self._refuse_in_step()
         if self._call.is_mine():
             yield
             return
         turn = _Turn(threading.current_thread())
         try:
             self._call.take(turn, patience)
+            self.told = None
             yield
         finally:
+            self.told = None
             self._call.give_back(turn)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What this thread now does by itself, while the other ranks wait to hear how it ends: it takes no turn.
+
+        Raises ExchangeError where it is in one already.
+        """
+        self._refuse_in_step()
+        turn = _Turn(threading.current_thread())
+        try:
+            self._step.take(turn, float("inf"))
+            yield
+        finally:
+            self._step.give_back(turn)
 
     def _refuse_nested(self) -> None:
         """Raise ExchangeError where the thread has the turn already: it would wait for itself."""
@@ -192,6 +214,16 @@ class Turns:
             what = "this thread is in the middle of a move or a compile, and calls another one"
             fix = "call it after the first has ended"
             raise ExchangeError(f"{what}, as a signal handler may; {fix}")
+        self._refuse_in_step()
+
+    def _refuse_in_step(self) -> None:
+        """Raise ExchangeError where the other ranks wait to hear how this thread's step ends."""
+        if self._step.is_mine():
+            what = (
+                "this thread is in the middle of a save, load or export, and calls something else"
+            )
+            fix = "call it after the first has ended, or on a group of its own"
+            raise ExchangeError(f"{what} of its process group, as a progress callback may; {fix}")
 
     def _check_not_broken(self, what: str, let_go: Callable[[], None]) -> None:
         """Raise ExchangeError where the group is broken, and `what` with it."""
@@ -224,11 +256,11 @@ def in_thread(given: str | None) -> str:
     if given is None and _is_thread_of_autograd():
         return " in a thread of autograd"
     name = _name_thread() if given is None else given
-    if len(name) > LONGEST:
+    if name is not None and len(name) > LONGEST:
         # Long names that differ beyond what is shown are different names.
         checksum = zlib.crc32(name.encode(errors="backslashreplace"))
         name = f"{name[:LONGEST]}... {checksum:08x}"
-    return f" in thread {name!r}" if name else ""
+    return "" if name is None else f" in thread {name!r}"
 
 
 def check_thread(turns: Turns, given: str | None) -> None:
@@ -236,14 +268,14 @@ def check_thread(turns: Turns, given: str | None) -> None:
     if given is None and _is_thread_of_autograd():
         return
     name = _name_thread() if given is None else given
-    if name:
+    if name is not None:
         turns.check_name(name)
 
 
-def _name_thread() -> str:
-    """The calling thread's name; "" for the main one, which needs none."""
+def _name_thread() -> str | None:
+    """The calling thread's name; None for the main one, which needs none. Another's may be empty."""
     here = threading.current_thread()
-    return "" if here is threading.main_thread() else here.name
+    return None if here is threading.main_thread() else here.name
 
 
 def _is_thread_of_autograd() -> bool:

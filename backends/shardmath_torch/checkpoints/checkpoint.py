@@ -29,7 +29,8 @@ from shardmath.base.arguments import mapping, text
 from shardmath.base.text import shown
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath_torch import compat
-from shardmath_torch.agreement.gather import TOLD, shared, word_lost
+from shardmath_torch.agreement.gather import mark_told, shared, word_lost
+from shardmath_torch.agreement.gather import step as in_step
 from shardmath_torch.checkpoints.loading import LoadPlanner
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.reading import Reader
@@ -126,14 +127,15 @@ def _write(job: _SaveJob, group: Group | None) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
         try:
-            dcp_save(
-                job.tensors, storage_writer=job.writer, planner=job.planner, process_group=group
-            )
+            with in_step(group):
+                dcp_save(
+                    job.tensors, storage_writer=job.writer, planner=job.planner, process_group=group
+                )
         except CheckpointException as error:
             number, _ = share_of(group)
             here = error.failures.get(number)
             if here is not None and not isinstance(here[0], Exception):
-                here[0].add_note(TOLD)  # Ctrl-C, which torch has caught to tell the others
+                mark_told(here[0], group)  # Ctrl-C, which torch has caught to tell the others
                 raise here[0] from None
             failures = {rank: show_error(failure[0]) for rank, failure in error.failures.items()}
             raise step_failed("save", failures, group) from error

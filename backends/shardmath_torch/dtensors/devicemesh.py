@@ -86,7 +86,7 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
     # No other thread makes groups in between: ranks have to make them in one order.
     if (mesh, device_type) not in made:
         with shared(None):
-            for each in _gather_requests((mesh, device_type), made):
+            for each in _gather_requests((mesh, device_type), made, "make a DeviceMesh"):
                 made[each] = _make_device_mesh(*each)
     return made[mesh, device_type]
 
@@ -97,9 +97,9 @@ def _make_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(mesh.shape))
 
 
-def _gather_requests(mine: _T, made: Container[_T]) -> list[_T]:
+def _gather_requests(mine: _T, made: Container[_T], what: str) -> list[_T]:
     """What ranks ask for that is not made yet, each thing once and in one order."""
-    requests = set(gather(mine, None))
+    requests = set(gather(mine, None, what))
     return sorted((one for one in requests if one not in made), key=repr)
 
 
@@ -129,7 +129,7 @@ def group_for(
     made = world().groups
     if among not in made:
         with shared(None):
-            for each in _gather_requests(among, made):
+            for each in _gather_requests(among, made, "make a process group"):
                 made[each] = _make_group(each)
     return made[among]
 

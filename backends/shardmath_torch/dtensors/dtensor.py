@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from shardmath_torch.dtensors.placements import (
 )
 
 __all__ = [
+    "Ask",
     "from_dtensor",
     "from_dtensors",
     "layout_among",
@@ -71,8 +72,12 @@ def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
     return layout_among(tensor, mesh_of(tensor.device_mesh).ranks, reading=reading)
 
 
-def from_dtensors(tensors: Mapping[str, DTensor]) -> dict[str, Layout]:
-    """The same of many, by name, asking all ranks of a mesh once.
+Ask: TypeAlias = Callable[[Mapping[str, DTensor]], dict[str, dict[int, Shape]]]
+"""Gives the local shapes on all ranks of each tensor's mesh, by name and rank."""
+
+
+def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dict[str, Layout]:
+    """The same of many, by name, asking all ranks of a mesh once; unless `ask` knows already.
 
     Raises what `from_dtensor` does, naming the tensor; only when everybody was asked, so that
     nobody waits.
@@ -82,7 +87,7 @@ def from_dtensors(tensors: Mapping[str, DTensor]) -> dict[str, Layout]:
         with _naming(name):
             candidates[name] = _list_candidates(tensor)
     unsure = {name: tensors[name] for name, found in candidates.items() if len(found) > 1}
-    shapes = _gather_shapes(unsure)
+    shapes = (ask or _gather_shapes)(unsure)
     layouts = {}
     for name, tensor in tensors.items():
         with _naming(name):
@@ -258,11 +263,14 @@ def _find_misfit(layout: Layout, shapes: Mapping[int, Shape]) -> int | None:
     return None
 
 
+ASKED = "find out how a DTensor lies"
+
+
 def _gather_along(mine: _T, groups: Sequence[dist.ProcessGroup | None]) -> dict[int, _T]:
     """What every rank gives, gathered in one group after the other: those of a mesh's axes reach all of its ranks."""
     found = [(compat.my_rank(), mine)]
     for group in groups:
-        found = list(itertools.chain.from_iterable(gather(found, group)))
+        found = list(itertools.chain.from_iterable(gather(found, group, ASKED)))
     return dict(found)
 
 

@@ -22,10 +22,10 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import LayoutError
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
-from shardmath_torch.dtensors.dtensor import from_dtensors
+from shardmath_torch.dtensors.dtensor import Ask, from_dtensors
 from shardmath_torch.dtensors.placed import check_held, layout_where, placed_in
 
-__all__ = ["layout_of"]
+__all__ = ["lay_out", "layout_of"]
 
 
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
@@ -39,12 +39,19 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
     where placements have two readings that differ. Raises LayoutError for a parameter whose local
     shape fits no reading, naming it.
     """
+    return lay_out(module, mesh)
+
+
+def lay_out(
+    module: nn.Module, mesh: Mesh | None = None, ask: Ask | None = None
+) -> dict[str, Layout]:
+    """The same; where `ask` knows how DTensors lie, nobody else is asked."""
     if not isinstance(module, nn.Module):
         raise LayoutError(f"{type(module).__name__} is not a torch.nn.Module; give a module")
     parameters = dict(module.named_parameters(remove_duplicate=False))
     placed = _find_placed(module, parameters)
     others = {n: p for n, p in parameters.items() if isinstance(p, DTensor) and n not in placed}
-    divided = from_dtensors(others) | placed
+    divided = from_dtensors(others, ask) | placed
     for name, layout in placed.items():
         check_held(name, parameters[name], layout)
     if mesh is None:

@@ -320,7 +320,9 @@ def _agree_on(mine: Layout | None, route: _Route) -> Layout:
     if everyone == receivers and mine is not None:
         return mine
     group = group_for(everyone, route.meshes)
-    return next(layout for layout in gather(mine, group) if layout is not None)
+    return next(
+        layout for layout in gather(mine, group, "redistribute a tensor") if layout is not None
+    )
 
 
 def _dualise(layout: Layout, gradient: Layout, grad: str) -> Layout:

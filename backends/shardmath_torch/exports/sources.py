@@ -25,11 +25,12 @@ from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.checkpoints.checkpoint import check_layouts
 from shardmath_torch.compat import Group
-from shardmath_torch.dtensors.dtensor import from_dtensors, local_of
+from shardmath_torch.dtensors.dtensor import Ask, from_dtensors, local_of
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
+from shardmath_torch.states.asking import ask_group
 from shardmath_torch.states.memory import check_shaped
-from shardmath_torch.states.modules import Model, describe, model_of
+from shardmath_torch.states.modules import Model, agree_on_model
 
 __all__ = ["Source", "check_source", "describe_source", "lay_out", "list_ranks"]
 
@@ -123,7 +124,8 @@ def lay_out(
     if isinstance(source, nn.Module):
         return _lay_out_module(source, mesh, group)
     if layouts is None:
-        act = partial(_lay_out_dtensors, source, mesh, group)
+        ask = ask_group(source, group)
+        act = partial(_lay_out_dtensors, source, mesh, group, ask)
         return on_all("lay out its tensors", act, group)
     held = {name: one for name, one in layouts.items() if one is not None}
     return Source(source, read_windows(held, CheckpointError), {})
@@ -131,10 +133,7 @@ def lay_out(
 
 def _lay_out_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Source:
     """Of a module, about which ranks talk only when all have described the same."""
-    described = on_all(
-        "describe its module", lambda: describe(module), group, claim=lambda d: d.claim
-    )
-    model = on_all("lay out its module", lambda: model_of(described, mesh=mesh, group=group), group)
+    model = agree_on_model(module, mesh, group)
     return on_all("export its module", partial(_take_model, model), group)
 
 
@@ -154,11 +153,11 @@ def _take_model(model: Model) -> Source:
 
 
 def _lay_out_dtensors(
-    tensors: Mapping[str, Tensor], mesh: Mesh | None, group: Group | None
+    tensors: Mapping[str, Tensor], mesh: Mesh | None, group: Group | None, ask: Ask | None
 ) -> Source:
     """Of DTensors, and of plain tensors, which are the same on all ranks of the mesh."""
     divided = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
-    layouts = dict(from_dtensors(divided))
+    layouts = dict(from_dtensors(divided, ask))
     plain_on = mesh or _find_mesh(layouts, group)
     local: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.text import plural
 from shardmath_torch import compat
-from shardmath_torch.agreement.gather import TOLD, gather
+from shardmath_torch.agreement.gather import gather, mark_told
+from shardmath_torch.agreement.gather import step as in_step
 from shardmath_torch.compat import Group
 from shardmath_torch.files.places import CheckpointError
 
@@ -51,18 +52,15 @@ def on_all(
     *,
     claim: Callable[[_T], str] | None = None,
 ) -> _T:
-    """What `act` returns. Raises CheckpointError on every rank where it raises on one, or where what ranks claim is not
-    the same; a rank that is interrupted in it goes on with that.
-
-    Where `act` asks other ranks, it does so by gathers: a rank that failed before it asked votes on this step then,
-    while the others vote on what they ask, and all hear that they disagree.
-    """
+    """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
+    what ranks claim is not the same; a rank that is interrupted in it goes on with that."""
     _, count = share_of(group)
     done: list[_T] = []
     raised: BaseException | None = None
     report = _Report(None, "")
     try:
-        done.append(act())
+        with in_step(group):
+            done.append(act())
         if claim is not None:
             report = _Report(None, claim(done[0]))
     except BaseException as error:
@@ -74,7 +72,7 @@ def on_all(
     except CheckpointError as lost:
         _end_alone(lost, raised)
     if raised is not None and not isinstance(raised, Exception):
-        raised.add_note(TOLD)
+        mark_told(raised, group)
         raise raised
     failures = {i: each.failure for i, each in enumerate(reports) if each.failure is not None}
     if failures:

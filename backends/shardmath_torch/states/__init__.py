@@ -5,6 +5,7 @@ In reading order:
 - `values`: options and values as JSON;
 - `memory`: where a tensor lies, and which tensors meet;
 - `extras`: extra states of modules, as bytes;
+- `asking`: how DTensors lie, asked of a whole group;
 - `modules`: what a module holds;
 - `index`: the JSON that `save_state` writes;
 - `optimizers`: what optimizers hold;

@@ -23,10 +23,12 @@ from shardmath.base.digest import digest
 from shardmath.base.text import plural
 from shardmath.layouts.layout import Layout
 from shardmath_torch.compat import Group, rank_or_0, ranks_of
-from shardmath_torch.dtensors.modules import layout_of
+from shardmath_torch.dtensors.dtensor import Ask
+from shardmath_torch.dtensors.modules import lay_out
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
+from shardmath_torch.states.asking import ask_group, rename
 from shardmath_torch.states.extras import Extra, pack_extra
 from shardmath_torch.states.memory import (
     Spot,
@@ -176,13 +178,20 @@ def agree_on_model(module: nn.Module, mesh: Mesh | None, group: Group | None) ->
     described = on_all(
         "describe its module", lambda: describe(module), group, claim=lambda found: found.claim
     )
-    return on_all("lay out its module", lambda: model_of(described, mesh=mesh, group=group), group)
+    ask = ask_group(described.parameters | described.buffers, group)
+    return on_all(
+        "lay out its module", lambda: model_of(described, mesh=mesh, group=group, ask=ask), group
+    )
 
 
 def model_of(
-    described: Description, *, mesh: Mesh | None = None, group: Group | None = None
+    described: Description,
+    *,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+    ask: Ask | None = None,
 ) -> Model:
-    """Its parameters, persistent buffers and extra states. Collective where `layout_of` is.
+    """Its parameters, persistent buffers and extra states. Collective where `layout_of` is, unless `ask` knows.
 
     What is plain is replicated on `mesh`, by default the largest of the DTensors', or the ranks of the group.
 
@@ -190,9 +199,9 @@ def model_of(
     """
     module, parameters, buffers, extra, names, first = described
     mesh = mesh or _mesh_of_group(module, group)
-    laid_out = layout_of(module, mesh=mesh)
+    laid_out = lay_out(module, mesh, rename(ask, _strip_wrappers))
     layouts = {_strip_wrappers(name): layout for name, layout in laid_out.items()}
-    layouts |= _lay_out_buffers(buffers, layouts.values(), mesh)
+    layouts |= _lay_out_buffers(buffers, layouts.values(), mesh, ask)
     tensors = parameters | buffers
     _check_on_mesh(tensors, layouts)
     slots = {}
@@ -211,7 +220,7 @@ def _mesh_of_group(module: nn.Module, group: Group | None) -> Mesh | None:
 
 
 def _lay_out_buffers(
-    buffers: dict[str, Tensor], others: Iterable[Layout], mesh: Mesh | None
+    buffers: dict[str, Tensor], others: Iterable[Layout], mesh: Mesh | None, ask: Ask | None
 ) -> dict[str, Layout]:
     """As if they were parameters, on the mesh of those."""
     meshes = (layout.mesh for layout in others)
@@ -220,7 +229,8 @@ def _lay_out_buffers(
     for buffer in buffers.values():
         parameter = nn.Parameter(buffer.detach(), requires_grad=False)
         listed.append(parameter)
-    layouts = layout_of(listed, mesh=mesh)
+    own_names = list(buffers)
+    layouts = lay_out(listed, mesh, rename(ask, lambda place: own_names[int(place)]))
     return dict(zip(buffers, layouts.values(), strict=True))
 
 
