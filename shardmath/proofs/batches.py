@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import PlanError
+from shardmath.base.text import plural
 from shardmath.layouts.edits import relabelled
 from shardmath.layouts.holdings import equivalent
 from shardmath.layouts.layout import Layout
@@ -84,8 +85,8 @@ def _check_ranks(word: str, ranks: tuple[int, ...], windows: Sequence[tuple[Layo
     distinct = {rank for mesh in meshes for rank in mesh.ranks}
     known = tuple(sorted(distinct))
     if ranks != known:
-        given = f"{len(ranks)} ranks {ranks[:8]}"
-        require(False, f"{given} are not those of the {word}, {len(known)} ranks {known[:8]}")
+        given = f"{plural(ranks, 'rank')} {ranks[:8]}"
+        require(False, f"{given} are not those of the {word}, {plural(known, 'rank')} {known[:8]}")
 
 
 def _check_group(batches: Sequence[Batch], held: _Held) -> None:

@@ -20,7 +20,7 @@ from shardmath.algebra.partition import Partition
 from shardmath.algebra.runs import Runs
 from shardmath.base.arguments import as_integer, listed, text
 from shardmath.base.errors import PlanError
-from shardmath.base.text import plural
+from shardmath.base.text import plural, shown
 from shardmath.flows.topology import Topology
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
@@ -58,7 +58,9 @@ def require(holds: object, what: str) -> None:
 def check_sides(p: Plan | Transposed) -> None:
     """Raise PlanError unless all that is said of tensors is said of the same ones, and of its kind."""
     if isinstance(p, Transposed):
-        _check_type(p.forward, Plan, "what is transposed")
+        if not isinstance(p.forward, Plan):
+            what = f"forward={shown(p.forward)} is not a Plan"
+            raise PlanError(f"{what}; transpose one by adjoint(plan)")
         check_sides(p.forward)
     _check_type(p, Plan | Transposed, "the plan of the program")
     _check_windows(p.src, "the source")
@@ -66,7 +68,9 @@ def check_sides(p: Plan | Transposed) -> None:
     _check_values(p.rules, Reduction, "the rules of the plan")
     names = list(p.src)
     same = names == list(p.dst) and names == list(p.rules)
-    require(same, "the source, the destination and the rules of the plan have other names")
+    require(
+        same, "the source, the destination and the rules of the plan are of tensors of other names"
+    )
     _check_type(p.is_tree, bool, "is_tree")
     require(p.is_tree or names == [""], "a plan of two layouts has tensors by name")
     _check_type(p.topology, Topology | None, "the topology of the plan")

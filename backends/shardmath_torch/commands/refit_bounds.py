@@ -5,7 +5,7 @@
    holds.
 3. A set of ranks sends at least what only its members hold; so its busiest member sends at least
    that divided by the size of the set. `busiest` is the highest of these over all sets
-   (`flows.flow.levels`): some choice of senders reaches it.
+   (`flows.flow.find_levels`): some choice of senders reaches it.
 
 Nothing here looks at a plan: only at layouts, whose ranks' pieces are products of runs, identical
 or disjoint. Copies that receivers relay to each other could go below 2 and 3, never below 1.
