@@ -58,10 +58,11 @@ def require(holds: object, what: str) -> None:
 def check_sides(p: Plan | Transposed) -> None:
     """Raise PlanError unless all that is said of tensors is said of the same ones, and of its kind."""
     if isinstance(p, Transposed):
-        if not isinstance(p.forward, Plan):
-            what = f"forward={shown(p.forward)} is not a Plan"
+        forward: object = p.forward
+        if not isinstance(forward, Plan):
+            what = f"forward={shown(forward)} is not a Plan"
             raise PlanError(f"{what}; transpose one by adjoint(plan)")
-        check_sides(p.forward)
+        check_sides(forward)
     _check_type(p, Plan | Transposed, "the plan of the program")
     _check_windows(p.src, "the source")
     _check_windows(p.dst, "the destination")
