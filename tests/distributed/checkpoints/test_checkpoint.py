@@ -860,6 +860,19 @@ def test_windows_called_like_another_tensor(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("given", [b"own", torch.zeros(2, dtype=torch.uint8), torch.zeros(2)])
+def test_windows_called_like_bytes(tmp_path: Path, given: Any) -> None:
+    """Refused by save as by load, before anything is written, whichever of the two is given."""
+    line = sm.Layout((4,), sm.Mesh(), "n")
+    windows = (window(line, ((0, 2),)), window(line, ((2, 4),)))
+    tensors = {"w[0]": given, "w[1]": torch.zeros(2)}
+    said = r"'w\[0\]' is of tensor 'w' and of 'w\[0\]', one of them in windows; save one under"
+    for layouts in ({"w": windows, "w[0]": None}, {"w[0]": None, "w": windows}):
+        with pytest.raises(CheckpointError, match=said):
+            smt.save(tmp_path / "none", tensors, layouts)
+    assert not (tmp_path / "none").exists()
+
+
 NOTHING: dict[str, tuple[Any, str]] = {
     "path": (lambda path, layouts: smt.save(5, {}, layouts), "the path is 5; give text"),
     "load": (lambda path, layouts: smt.load(5, layouts), "the path is 5; give text"),
