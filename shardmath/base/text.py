@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence, Sized
 __all__ = [
     "count_ranks",
     "make_table",
+    "message_of",
     "plural",
     "read_bytes",
     "shorten_ranks",
@@ -41,6 +42,18 @@ def shown(value: object) -> str:
     except Exception:
         return f"<{type(value).__name__} that cannot be printed>"
     return out if len(out) <= MOST_SHOWN else f"{out[:MOST_SHOWN]}..."
+
+
+def message_of(error: BaseException) -> str:
+    """What an error says; that it cannot be printed where its own `__str__` raises.
+
+    >>> message_of(ValueError("too long"))
+    'too long'
+    """
+    try:
+        return str(error)
+    except Exception:
+        return "what it says cannot be printed"
 
 
 def plural(items: int | Sized, what: str, many: str = "") -> str:

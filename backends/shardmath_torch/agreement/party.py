@@ -16,6 +16,7 @@ from typing import TypeAlias, TypeGuard, TypeVar
 import numpy as np
 
 from shardmath.base.errors import ExchangeError
+from shardmath.base.text import message_of
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot, vote
 from shardmath_torch.agreement.failure import UNTOLD, FailureDetector, Report
@@ -199,5 +200,5 @@ class Party:
 
 def _word_error(error: BaseException) -> str:
     """The error's kind and text, if it has one."""
-    text = str(error)
+    text = message_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -17,7 +17,7 @@ import functools
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -122,27 +122,72 @@ def _prepare_save(
     return _SaveJob(dict(tensors), planner, writer)
 
 
+class _Told(CheckpointError):
+    """What torch is told of an error, and tells the other ranks."""
+
+
+class _Teller:
+    """A planner or writer as torch calls it: what it raises is kept in `raised`, and told in words.
+
+    torch pickles what is raised, and an exception that does not survive that would break the group.
+    """
+
+    def __init__(self, ours: SavePlanner | Writer, raised: list[BaseException]) -> None:
+        self._ours = ours
+        self._raised = raised
+
+    def __getattr__(self, name: str) -> Any:
+        act = getattr(self._ours, name)
+
+        # torch looks at what the methods take
+        @functools.wraps(act)
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return act(*args, **kwargs)
+            except _Told:  # the planner's, which the writer has asked
+                raise
+            except BaseException as error:
+                self._raised.append(error)
+                raise _Told(show_error(error)) from None
+
+        return tell
+
+
 def _write(job: _SaveJob, group: Group | None) -> None:
     """Has torch go through the steps of a save. Raises CheckpointError, and KeyboardInterrupt where it was pressed."""
+    raised: list[BaseException] = []
+    writer: Any = _Teller(job.writer, raised)
+    planner: Any = _Teller(job.planner, raised)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
         try:
             with in_step(group):
-                dcp_save(
-                    job.tensors, storage_writer=job.writer, planner=job.planner, process_group=group
-                )
+                dcp_save(job.tensors, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
-            number, _ = share_of(group)
-            here = error.failures.get(number)
-            if here is not None and not isinstance(here[0], Exception):
-                mark_told(here[0], group)  # Ctrl-C, which torch has caught to tell the others
-                raise here[0] from None
-            failures = {rank: show_error(failure[0]) for rank, failure in error.failures.items()}
-            raise step_failed("save", failures, group) from error
+            _end_told(error, raised, group)
         except Exception as error:  # torch raises errors of all kinds where bytes do not come
             if is_alone():
                 raise
-            raise step_lost("save", word_lost(error, group, "save")) from error
+            lost = step_lost("save", word_lost(error, group, "save"))
+            if raised and not isinstance(raised[-1], Exception):
+                raise raised[-1] from lost
+            raise lost from (raised[-1] if raised else error)
+
+
+def _end_told(
+    told: CheckpointException, raised: list[BaseException], group: Group | None
+) -> NoReturn:
+    """Ends the save where all ranks have heard why: by this rank's interrupt, if it has one."""
+    number, _ = share_of(group)
+    if number in told.failures:
+        own, _ = told.failures[number]
+        if not isinstance(own, _Told):  # between two calls of ours, as Ctrl-C may be
+            raised.append(own)
+    if raised and not isinstance(raised[-1], Exception):
+        mark_told(raised[-1], group)
+        raise raised[-1] from None
+    failures = {rank: show_error(failure[0]) for rank, failure in told.failures.items()}
+    raise step_failed("save", failures, group) from (raised[-1] if raised else told)
 
 
 def load(

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
+from shardmath_torch.checkpoints.saving import check_apart
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.safetensors.slices import Slices, list_boxes, make_room
@@ -35,18 +36,6 @@ def local_layouts(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str,
     for name, windows in side.items():
         for key, layout in windows.locals(name, rank):
             yield name, key, layout
-
-
-def _check_keys(side: Mapping[str, Windows]) -> None:
-    """Raises CheckpointError where a window of one tensor is called like another tensor."""
-    first: dict[str, str] = {}
-    for name, windows in side.items():
-        for key in windows.local_names(name):
-            other = first.setdefault(key, name)
-            if other != name:
-                what = f"the local tensor {key!r} is of tensor {other!r} and of {name!r}"
-                fix = "load one under another name, with names={wanted: stored}, or in another call"
-                raise CheckpointError(f"{what}, one of them in windows; {fix}")
 
 
 class LoadPlanner(theirs.LoadPlanner):
@@ -65,7 +54,8 @@ class LoadPlanner(theirs.LoadPlanner):
         rank: int | None = None,
     ) -> None:
         self._windows = read_windows(layouts, CheckpointError)
-        _check_keys(self._windows)
+        keys = {name: windows.local_names(name) for name, windows in self._windows.items()}
+        check_apart(keys, "load one under another name, with names={wanted: stored}")
         self._names = names or {}
         self._rank = compat.rank_or_0() if rank is None else rank
         self._tensors: dict[str, Tensor] = {}

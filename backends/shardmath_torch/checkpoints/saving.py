@@ -49,6 +49,7 @@ __all__ = [
     "Paths",
     "SavePlanner",
     "as_tensor",
+    "check_apart",
     "check_paths",
     "to_disk",
 ]
@@ -64,6 +65,23 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 """The stored name of every rank's bytes, by name and rank."""
 
 
+def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
+    """Raises CheckpointError where a window of one tensor is called like another tensor; local buffer keys by name."""
+    first: dict[str, str] = {}
+    for name, of_name in keys.items():
+        for key in of_name:
+            other = first.setdefault(key, name)
+            if other != name:
+                what = f"the local tensor {key!r} is of tensor {other!r} and of {name!r}"
+                raise CheckpointError(f"{what}, one of them in windows; {fix}, or in another call")
+
+
+def _check_bytes_apart(side: Mapping[str, Windows], own: Iterable[str]) -> None:
+    """Raises CheckpointError where a window is called like bytes of ranks' own."""
+    keys = {name: windows.local_names(name) for name, windows in side.items() if len(windows) > 1}
+    check_apart({**keys, **{name: [name] for name in own}}, "save one under another name")
+
+
 class SavePlanner(theirs.SavePlanner):
     """Which boxes this rank writes of tensors under these layouts. For torch.distributed.checkpoint.save.
 
@@ -76,6 +94,7 @@ class SavePlanner(theirs.SavePlanner):
     ) -> None:
         held = {name: one for name, one in layouts.items() if one is not None}
         self._windows = read_windows(held, CheckpointError)
+        _check_bytes_apart(self._windows, [name for name in layouts if name not in held])
         self._names = frozenset(layouts)
         self._paths = paths or {}
         self._rank = compat.rank_or_0() if rank is None else rank

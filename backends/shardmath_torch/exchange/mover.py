@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.public import public
-from shardmath.base.text import plural, shown
+from shardmath.base.text import message_of, plural, shown
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.part import Part
@@ -185,7 +185,7 @@ class Mover:
         except PeerFailure:
             raise
         except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
+            cause = f"{type(error).__name__}: {message_of(error)}"
             raise PeerFailure(self._party.rank, cause) from error
 
 
@@ -211,8 +211,8 @@ def _read_label(label: object) -> str:
 def word_objection(error: Exception) -> str:
     """What a rank says of its error to the others: that of ours as it is, another by its kind."""
     if isinstance(error, ShardError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+        return message_of(error)
+    return f"{type(error).__name__}: {message_of(error)}"
 
 
 def name_given(given: Plan | Transposed | Program) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch.distributed as dist
 
 from shardmath.base.errors import ExchangeError, ShardError
-from shardmath.base.text import plural
+from shardmath.base.text import message_of, plural
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import gather, mark_told
 from shardmath_torch.agreement.gather import step as in_step
@@ -110,10 +110,10 @@ def gather_all(step: str, mine: object, count: int, group: Group | None) -> list
 def show_error(error: BaseException) -> str:
     """An error's text; of those that are not ours, which may say little, the kind too."""
     if isinstance(error, ShardError):
-        return str(error)
+        return message_of(error)
     if not isinstance(error, Exception):
         return f"interrupted by {type(error).__name__}"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {message_of(error)}"
 
 
 def step_lost(step: str, error: ExchangeError) -> CheckpointError:

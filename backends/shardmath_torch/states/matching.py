@@ -30,7 +30,7 @@ from shardmath_torch.states.index import Entry, Index, Value
 from shardmath_torch.states.memory import can_fill
 from shardmath_torch.states.modules import Model
 from shardmath_torch.states.optimizers import ParameterGroup
-from shardmath_torch.states.values import code_value
+from shardmath_torch.states.values import code_value, rebuild
 
 __all__ = [
     "Goal",
@@ -181,14 +181,17 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def fit_option(what: str, held: object, value: object) -> object:
-    """The value, as a tensor of the same kind where the optimizer has one, in tuples and lists too.
+    """The value, as a tensor of the same kind where the optimizer has one, in tuples and lists too. A tuple is named
+    as the one that is there.
 
     Raises CheckpointError where that would change it; float32 takes a number as `torch.tensor` makes one of it.
     """
     if isinstance(held, tuple | list) and isinstance(value, tuple | list):
         if len(held) != len(value):
             return value
-        return type(value)(map(partial(fit_option, what), held, value))
+        fitted = map(partial(fit_option, what), held, value)
+        is_named = isinstance(value, tuple) and isinstance(held, tuple) and hasattr(held, "_make")
+        return rebuild(held if is_named else value, fitted)
     if isinstance(held, Tensor) and isinstance(value, int | float | Tensor):
         return _fit_tensor(what, held, value)
     return value

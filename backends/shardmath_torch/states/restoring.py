@@ -6,6 +6,7 @@
 2. State that the optimizer has not yet is made like its parameter: no step is taken, and no gradient
    needed. State that the checkpoint has not is dropped, as by `Optimizer.load_state_dict`.
 3. What later groups of an optimizer begin with, its defaults, stays as it is.
+4. What may fail of options is done before anything is restored (`plan_options`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -35,8 +36,18 @@ from shardmath_torch.states.memory import (
 )
 from shardmath_torch.states.modules import Model
 from shardmath_torch.states.optimizers import UNVALUED, lay_out_state
+from shardmath_torch.states.values import rebuild
 
-__all__ = ["Free", "Job", "find_free", "list_module_jobs", "list_state_jobs", "restore"]
+__all__ = [
+    "Free",
+    "Job",
+    "OptionsPlan",
+    "find_free",
+    "list_module_jobs",
+    "list_state_jobs",
+    "plan_options",
+    "restore",
+]
 
 
 class Job(NamedTuple):
@@ -197,44 +208,46 @@ def _make_state(parameter: Tensor, entry: Like | Own, device: torch.device) -> T
     return torch.zeros(entry.shape, dtype=dtype, device=device)
 
 
-# Restoring
+# Options
 
 
-def restore(
-    jobs: Sequence[Job], goals: Sequence[Goal], free: Free, found: Mapping[str, Tensor]
-) -> None:
-    """Put what was found where it belongs, extra states first: a module may raise."""
-    with torch.no_grad():
-        for job in sorted(jobs, key=lambda job: job.layout is not None):
-            if job.here in found:  # not so for a DTensor of other ranks' mesh
-                job.put(found[job.here])
-        _set_options(goals, free)
-        for goal in goals:
-            _finish_state(goal)
+class OptionsPlan(NamedTuple):
+    """What groups and defaults are to have.
+
+    `values` are (options or defaults, key, value), `copies` tensors that keep their memory, and what goes there.
+    """
+
+    values: list[tuple[dict[str, Any], str, object]]
+    copies: list[tuple[Tensor, Tensor]]
 
 
-def _set_options(goals: Sequence[Goal], free: Free) -> None:
+def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
     """Options that are tensors keep their memory, unless groups share it and are to have several values."""
     filled = free.options & _find_agreed(goals)
     kept = [held for held in _list_options(goals) if spot_of(held) in filled]
-    _keep_defaults(goals, kept)
+    with torch.no_grad():
+        plan = OptionsPlan(_keep_defaults(goals, kept), [])
     for goal in goals:
         options = goal.group.options
         for key, value in goal.options.items():
-            options[key] = _fill_option(options.get(key), value, filled)
+            placed = _place_option(options.get(key), value, filled, plan.copies)
+            plan.values.append((options, key, placed))
+    return plan
 
 
-def _fill_option(held: object, value: object, filled: frozenset[Spot]) -> object:
+def _place_option(
+    held: object, value: object, filled: frozenset[Spot], copies: list[tuple[Tensor, Tensor]]
+) -> object:
     """The value; in place of its tensors, in tuples and lists too, those that are there and take it."""
     if isinstance(value, Tensor) and _takes_values(held, filled):
-        local_part("an option", held).copy_(value)
+        copies.append((local_part("an option", held), value))
         return held
     if not isinstance(held, tuple | list) or not isinstance(value, tuple | list):
         return value
     if len(held) != len(value):
         return value
-    fill = partial(_fill_option, filled=filled)
-    return type(value)(map(fill, held, value))
+    place = partial(_place_option, filled=filled, copies=copies)
+    return rebuild(value, map(place, held, value))
 
 
 def _find_agreed(goals: Sequence[Goal]) -> set[Spot | None]:
@@ -269,8 +282,11 @@ def _takes_values(held: object, filled: frozenset[Spot]) -> TypeGuard[Tensor]:
     return _keeps_memory(held, filled)
 
 
-def _keep_defaults(goals: Sequence[Goal], filled: Sequence[Tensor]) -> None:
-    """Copy what an optimizer's defaults have of memory that is filled."""
+def _keep_defaults(
+    goals: Sequence[Goal], filled: Sequence[Tensor]
+) -> list[tuple[dict[str, Any], str, object]]:
+    """The defaults of optimizers, with copies of what they have of memory that is filled."""
+    kept: list[tuple[dict[str, Any], str, object]] = []
     spots = set(spots_of(filled))
     optimizers = {id(goal.group.optimizer): goal.group.optimizer for goal in goals}
     for optimizer in optimizers.values():
@@ -278,7 +294,8 @@ def _keep_defaults(goals: Sequence[Goal], filled: Sequence[Tensor]) -> None:
         own = [held for value in defaults.values() for held, _ in _pair_tensors(value, None)]
         touched = spots | find_crowded([*own, *filled])
         for key, value in defaults.items():
-            defaults[key] = _clone_touched(value, touched)
+            kept.append((defaults, key, _clone_touched(value, touched)))
+    return kept
 
 
 def _clone_touched(value: object, touched: set[Spot]) -> object:
@@ -286,8 +303,29 @@ def _clone_touched(value: object, touched: set[Spot]) -> object:
     if isinstance(value, Tensor):
         return value.clone() if spot_of(value) in touched else value
     if isinstance(value, tuple | list):
-        return type(value)(_clone_touched(one, touched) for one in value)
+        cloned = [_clone_touched(one, touched) for one in value]
+        is_same = all(one is other for one, other in zip(cloned, value, strict=True))
+        return value if is_same else rebuild(value, cloned)
     return value
+
+
+# Restoring
+
+
+def restore(
+    jobs: Sequence[Job], goals: Sequence[Goal], options: OptionsPlan, found: Mapping[str, Tensor]
+) -> None:
+    """Put what was found where it belongs, extra states first: a module may raise."""
+    with torch.no_grad():
+        for job in sorted(jobs, key=lambda job: job.layout is not None):
+            if job.here in found:  # not so for a DTensor of other ranks' mesh
+                job.put(found[job.here])
+        for held, value in options.copies:
+            held.copy_(value)
+        for of, key, placed in options.values:
+            of[key] = placed
+        for goal in goals:
+            _finish_state(goal)
 
 
 def _finish_state(goal: Goal) -> None:

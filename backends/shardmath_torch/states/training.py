@@ -59,11 +59,12 @@ from shardmath_torch.states.optimizers import (
     find_groups,
 )
 from shardmath_torch.states.restoring import (
-    Free,
     Job,
+    OptionsPlan,
     find_free,
     list_module_jobs,
     list_state_jobs,
+    plan_options,
     restore,
 )
 
@@ -164,7 +165,7 @@ class _Matched(NamedTuple):
     unmatched: Unmatched
     goals: list[Goal]
     jobs: list[Job]
-    free: Free
+    options: OptionsPlan
 
 
 def load_state(
@@ -194,7 +195,7 @@ def load_state(
         index = load(checkpoint, {INDEX: None}, group=group, verify=verify)[INDEX]
         model = agree_on_model(module, mesh, group)
         match = partial(_match_state, path, index, model, optimizer, strict)
-        unmatched, goals, jobs, free = on_all("match its state", match, group)
+        unmatched, goals, jobs, options = on_all("match its state", match, group)
         layouts = {job.here: job.layout for job in jobs}
         names = {job.here: job.there for job in jobs}
         found = load(
@@ -202,7 +203,7 @@ def load_state(
         )
         compare = partial(check_one_value, model, found, "model.")
         on_all("compare what it has found", compare, group)
-        fill = partial(restore, jobs, goals, free, found)
+        fill = partial(restore, jobs, goals, options, found)
         on_all("restore its state", fill, group)
         return unmatched
 
@@ -233,7 +234,7 @@ def _match_state(
         *list_module_jobs(model, saved, stored),
         *list_state_jobs(goals, model, stored, free),
     ]
-    return _Matched(unmatched, goals, jobs, free)
+    return _Matched(unmatched, goals, jobs, plan_options(goals, free))
 
 
 # Weights

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.exchange.memory import missing_memory, plain
 from shardmath_torch.files.places import CheckpointError
 
-__all__ = ["code_value", "decode_value"]
+__all__ = ["code_value", "decode_value", "rebuild"]
 
 MOST_DEPTH = 64
 """Values inside of values; Python's JSON ends in a RecursionError at some hundreds."""
@@ -131,3 +132,14 @@ def _decode_tensor(dtype: str, items: object, shape: list[Any] | None = None) ->
         return tensor if shape is None else tensor.reshape(shape)
     except (TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{shown(items)} are not elements of {dtype}: {error}") from error
+
+
+def rebuild(
+    like: tuple[object, ...] | list[object], items: Iterable[object]
+) -> tuple[object, ...] | list[object]:
+    """Another tuple or list of that kind. Whatever its class raises where it takes no items so."""
+    kind: Any = type(like)
+    # the class of a namedtuple takes its items one by one
+    make = getattr(kind, "_make", kind)
+    rebuilt: tuple[object, ...] | list[object] = make(list(items))
+    return rebuilt

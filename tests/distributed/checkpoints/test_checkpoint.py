@@ -390,6 +390,36 @@ def test_a_rank_that_ends_in_the_middle(tmp_path: Path) -> None:
     assert found["w"].equal(work.elements((9, 2), "float32"))
 
 
+ODD_ERRORS: list[tuple[str, int, str, str]] = [
+    ("save", 0, "two", "Two: the disk is tired"),
+    ("save", 3, "two", "Two: the disk is tired"),
+    ("save", 0, "locked", "Locked: locked"),
+    ("save", 3, "silent", "Silent: what it says cannot be printed"),
+    ("save", 3, "stopped", "interrupted by Stopped"),
+    ("create_local_plan", 3, "two", "Two: the disk is tired"),
+    ("create_global_plan", 0, "locked", "Locked: locked"),
+    ("resolve_data", 3, "stopped", "interrupted by Stopped"),
+    ("load", 3, "silent", "Silent: what it says cannot be printed"),
+]
+
+
+@pytest.mark.parametrize(("where", "at", "kind", "said"), ODD_ERRORS)
+def test_errors_that_do_not_survive_the_way_to_other_ranks(
+    pool: Pool, tmp_path: Path, where: str, at: int, kind: str, said: str
+) -> None:
+    """They are told in words, and kept by their rank; the group goes on."""
+    layouts = {"w": sm.Layout((8, 2), DP, "(dp tp n) h")}
+    pool.run(work.saved, str(tmp_path), layouts)
+    ended = pool.run(work.odd_error, str(tmp_path), layouts, where, at, kind)
+    step = "load" if where == "load" else "save"
+    told = f"rank {at} could not {step}: {said}"
+    for rank, (text, is_cause, then) in enumerate(ended):
+        is_own = rank == at
+        assert text == ("Stopped" if is_own and kind == "stopped" else told)
+        assert is_cause == is_own
+        assert then == []
+
+
 def test_a_group_of_some_ranks(pool: Pool, tmp_path: Path) -> None:
     ranks = (6, 1, 3)
     layouts = {
@@ -828,6 +858,19 @@ def test_windows_called_like_another_tensor(tmp_path: Path) -> None:
         "w[1]": [0.0, 0.0, 2.0, 3.0],
         "v": [7.0, 8.0],
     }
+
+
+@pytest.mark.parametrize("given", [b"own", torch.zeros(2, dtype=torch.uint8), torch.zeros(2)])
+def test_windows_called_like_bytes(tmp_path: Path, given: Any) -> None:
+    """Refused by save as by load, before anything is written, whichever of the two is given."""
+    line = sm.Layout((4,), sm.Mesh(), "n")
+    windows = (window(line, ((0, 2),)), window(line, ((2, 4),)))
+    tensors = {"w[0]": given, "w[1]": torch.zeros(2)}
+    said = r"'w\[0\]' is of tensor 'w' and of 'w\[0\]', one of them in windows; save one under"
+    for layouts in ({"w": windows, "w[0]": None}, {"w[0]": None, "w": windows}):
+        with pytest.raises(CheckpointError, match=said):
+            smt.save(tmp_path / "none", tensors, layouts)
+    assert not (tmp_path / "none").exists()
 
 
 NOTHING: dict[str, tuple[Any, str]] = {

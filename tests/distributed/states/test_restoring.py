@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.states import training
 from tests.distributed.tasks.states import STRANGE, same, small, stepped, train, values
 
@@ -332,3 +333,62 @@ def test_options_in_options_keep_their_memory(tmp_path: Path) -> None:
     assert [one is other for one, other in zip(found, held, strict=True)] == [True, True]
     assert [one.item() for one in found] == [0.5, 0.75]
     assert [one.item() for one in optimizer.defaults["betas"]] == [0.25, 0.125]
+
+
+class Betas(NamedTuple):
+    first: Any
+    second: float
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple that takes its items one by one, and so is not made anew as tuples are."""
+
+    def __new__(cls, first: Any, second: float) -> Pair:
+        return super().__new__(cls, (first, second))
+
+
+def with_option(value: object) -> tuple[nn.Sequential, optim.Optimizer]:
+    """A module and an optimizer of torch, whose groups and defaults have one more option."""
+    module = nn.Sequential(nn.Linear(5, 3))
+    optimizer = optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer.defaults["betas"] = value
+    optimizer.param_groups[0]["betas"] = value
+    return module, optimizer
+
+
+def tensor(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("saved", [float, tensor])
+@pytest.mark.parametrize("here", [float, tensor])
+def test_options_that_are_named_tuples(
+    tmp_path: Path, saved: Callable[[float], Any], here: Callable[[float], Any]
+) -> None:
+    """Stay named; what is a tensor here keeps its memory, and the defaults their values."""
+    held = here(0.25)
+    module, optimizer = with_option(Betas(saved(0.5), 0.75))
+    train(module, optimizer, range(1))
+    training.save_state(tmp_path, module, optimizer)
+    other, restored = with_option(Betas(held, 0.125))
+    training.load_state(tmp_path, other, restored)
+    assert other[0].weight.equal(module[0].weight) and len(restored.state) == len(optimizer.state)
+    found = restored.param_groups[0]["betas"]
+    assert type(found) is Betas and (float(found.first), found.second) == (0.5, 0.75)
+    assert (found.first is held) == isinstance(held, Tensor)
+    default = restored.defaults["betas"]
+    assert type(default) is Betas and (float(default.first), default.second) == (0.25, 0.125)
+
+
+def test_an_option_that_cannot_be_restored(tmp_path: Path) -> None:
+    """Is found before anything is."""
+    module, optimizer = with_option((tensor(0.5), 0.75))
+    train(module, optimizer, range(1))
+    training.save_state(tmp_path, module, optimizer)
+    other, restored = with_option(Pair(tensor(0.25), 0.125))
+    before = other[0].weight.clone()
+    with pytest.raises(CheckpointError, match=r"could not match its state: TypeError: Pair\.__new"):
+        training.load_state(tmp_path, other, restored)
+    assert other[0].weight.equal(before) and not restored.state
+    kept = restored.param_groups[0]["betas"]
+    assert type(kept) is Pair and (float(kept[0]), kept[1]) == (0.25, 0.125)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -381,6 +382,84 @@ def lost(rank: int, path: str, layouts: dict[str, Any]) -> Any:
     if rank == 1:
         archive.write = lambda *args, **kwargs: os._exit(7)
     return caught(lambda: saved(rank, path, layouts))
+
+
+class Two(Exception):
+    """Is pickled, and not unpickled: made of two arguments, and has one."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what} {why}")
+
+
+class Locked(Exception):
+    """Is not pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("locked")
+        self.lock = threading.Lock()
+
+
+class Silent(Exception):
+    """Says nothing of itself."""
+
+    def __str__(self) -> str:
+        raise self
+
+
+class Stopped(BaseException):
+    """An interrupt that is neither."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+ODD_ERRORS: dict[str, BaseException] = {
+    "two": Two("the disk", "is tired"),
+    "locked": Locked(),
+    "silent": Silent(),
+    "stopped": Stopped("", ""),
+}
+
+
+def odd_error(
+    rank: int, path: str, layouts: dict[str, Any], where: str, at: int, kind: str
+) -> tuple[str, bool, Any]:
+    """Saves, or loads, but rank `at` raises an error: in `progress` there, or in a method of the planner.
+
+    How that ends, and whether the error is it or its cause; then how a save and a load end without.
+    """
+    error = ODD_ERRORS[kind]
+
+    def fail(*_: object) -> Any:
+        if rank == at:
+            raise error
+
+    in_progress = where in ("save", "load")
+    progress = fail if in_progress else None
+    real = vars(SavePlanner).get(where)
+    if rank == at and not in_progress:
+        setattr(SavePlanner, where, fail)
+    said, found = "", None
+    try:
+        if where == "load":
+            smt.load(path, layouts, progress=progress)
+        else:
+            smt.save(path, keyed(layouts, rank), layouts, progress=progress)
+    except sm.ShardError as ended:
+        said, found = str(ended), ended.__cause__
+    except BaseException as ended:
+        said, found = type(ended).__name__, ended
+    finally:
+        if rank == at and not in_progress:
+            setattr(SavePlanner, where, real)
+    return said, found is error, caught(lambda: again(rank, path, layouts))
+
+
+def again(rank: int, path: str, layouts: dict[str, Any]) -> list[str]:
+    """Saves and loads."""
+    saved(rank, path, layouts)
+    return loaded(rank, path, layouts)
 
 
 def among_some(rank: int, path: str, ranks: tuple[int, ...], layouts: dict[str, Any]) -> Any:

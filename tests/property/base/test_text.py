@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath.base.text import plural, read_bytes, show_bytes, show_ranks, show_share
+from shardmath.base.text import (
+    message_of,
+    plural,
+    read_bytes,
+    show_bytes,
+    show_ranks,
+    show_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +56,13 @@ def test_shares(part: int, whole: int) -> None:
 
 def test_counts() -> None:
     assert (plural(1, "rank"), plural([], "rank")) == ("1 rank", "0 ranks")
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise self
+
+
+def test_an_error_that_cannot_be_printed() -> None:
+    """Nobody who words an error for others is stopped by it."""
+    assert message_of(Silent()) == "what it says cannot be printed"
