@@ -150,16 +150,21 @@ class Cutter:
         inside = (at - begin) % int(demands.each[row])
         if not inside:
             return at
+        return at - inside + self.of_row(row, inside)
+
+    def of_row(self, row: int, at: int) -> int:
+        """The last place not after byte `at` of one tensor of the row."""
+        demands = self.demands
         batch = self.batches[int(demands.batch[row])]
         template = batch.template
         itemsize = template.src.itemsize
         unit = int(demands.unit[row])
         lo = int(demands.lo[row])
-        element = lo + inside // itemsize
+        element = lo + at // itemsize
         place = snap(template, unit, element)
         # A stripe may begin inside a box, before which no cut of the unit is a cut of the row.
         before = max(place - lo, 0)
-        return at - inside + before * itemsize
+        return before * itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,9 +193,9 @@ class Grid:
         several = (box_row < 0) & (inside > 0)
         cutter = Cutter(self.demands, self.batches)
         for i in np.flatnonzero(several).tolist():
-            of_block = int(block[i])
-            place = int(at[i])
-            snapped[i] = cutter.of_block(of_block, place)
+            of_row = int(row[i])
+            place = int(inside[i])
+            snapped[i] = begin[i] + cutter.of_row(of_row, place)
         return snapped
 
     def _find_rows(self, block: Ints, at: Ints) -> tuple[Ints, Ints]:
