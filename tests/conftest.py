@@ -35,6 +35,13 @@ TOGETHER = ("tests/distributed/*/", "tests/readme/", "tests/gpu/", "notebooks/")
 """What runs on one worker, in order: what shares a pool of processes, a folder, or a kernel."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A cell may import all of torch, which takes long beside tests that have eight processes each."""
+    for item in items:
+        if item.nodeid.startswith("notebooks/"):
+            item.add_marker(pytest.mark.timeout(600))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Spreads tests one by one, but for those of TOGETHER."""

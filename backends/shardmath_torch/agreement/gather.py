@@ -32,7 +32,7 @@ from shardmath_torch.compat import Group
 __all__ = ["TOLD", "gather", "mark_told", "shared", "step", "word_lost"]
 
 GRACE_S = 5.0
-"""For finding out who failed."""
+"""At most, for finding out who failed: of the group's time limit, a fifth and a little, for telling the caller."""
 
 LENGTH = struct.Struct("<Q")
 """Before what is said: its length, since a ballot may have no room for all of it."""
@@ -63,7 +63,9 @@ def _join(group: Group) -> Party | None:
     """This rank in the group; None where no transport of ours serves it."""
     if compat.backend_of(group) not in TRANSPORTS:
         return None
-    return join(group, compat.time_limit_of(group), GRACE_S)
+    limit = compat.time_limit_of(group)
+    grace = min(GRACE_S, limit / 5)
+    return join(group, limit - 1.2 * grace, grace)
 
 
 def _describe(what: str) -> Describe:

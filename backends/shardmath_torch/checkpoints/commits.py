@@ -44,6 +44,7 @@ __all__ = [
     "claim",
     "find_counting",
     "make_count",
+    "name_draft",
     "remove_leftovers",
     "withdraw",
 ]
@@ -147,7 +148,8 @@ def make_count(held: Claim, text: bytes) -> None:
 def _taken_for_dead(draft: Place) -> CheckpointError:
     """The error of a save whose draft is gone."""
     what = (
-        f"{draft} is gone: another save, which its lock did not reach, has taken this one for dead"
+        f"{draft} is gone: another rank has given this save up, "
+        "or another save, which its lock did not reach, has taken it for dead"
     )
     state = "this save does not count, what others saved there is as it was"
     fix = "save again, and from one machine at a time"

@@ -41,6 +41,7 @@ from shardmath_torch.checkpoints.commits import (
     claim,
     find_counting,
     make_count,
+    name_draft,
     remove_leftovers,
     withdraw,
 )
@@ -79,6 +80,7 @@ class Writer(storage.StorageWriter):
         self._progress = progress
         self._claim: Claim | None = None
         self._drafts: list[Place] = []
+        self._save = ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another folder, if given."""
@@ -117,6 +119,7 @@ class Writer(storage.StorageWriter):
     ) -> Future[list[storage.WriteResult]]:
         """Writes this rank's files, all of them unfinished."""
         results: list[storage.WriteResult] = []
+        self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
         for i, items in enumerate(_divide_into_files(plan.items)):
             number = f"-{i}" if i else ""
             name = f"{plan.storage_data}{number}{DATA}"
@@ -151,9 +154,14 @@ class Writer(storage.StorageWriter):
     def abandon(self) -> None:
         """Removes what a save that failed has written, unless it counts. For every rank.
 
-        A rank removes its own drafts: without them the save can no longer count, whatever the others do. The files of
-        all ranks are removed by the one that knows whether it counts, which is the one that would make it so.
+        A rank removes its own drafts, and that of `.metadata`: without them the save can no longer count, whatever the
+        others do, and however late. The files of all ranks are removed by the one that knows whether it counts, which
+        is the one that would make it so.
         """
+        if self._save:
+            with contextlib.suppress(OSError):
+                (self._folder / name_draft(self._save)).unlink(missing_ok=True)
+        self._save = ""
         for draft in self._drafts:
             if draft.name.endswith(UNFINISHED):
                 with contextlib.suppress(OSError):

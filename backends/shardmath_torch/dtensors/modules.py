@@ -25,7 +25,7 @@ from shardmath_torch import compat
 from shardmath_torch.dtensors.dtensor import Ask, from_dtensors
 from shardmath_torch.dtensors.placed import check_held, layout_where, placed_in
 
-__all__ = ["lay_out", "layout_of"]
+__all__ = ["lay_out", "layout_of", "lift"]
 
 
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
@@ -59,7 +59,7 @@ def lay_out(
     layouts = {}
     for name, parameter in parameters.items():
         if name in divided:
-            layouts[name] = _lift(divided[name], mesh)
+            layouts[name] = lift(divided[name], mesh)
         else:
             dtype = str(parameter.dtype).removeprefix("torch.")
             layouts[name] = Layout(tuple(parameter.shape), mesh, {}, dtype=dtype)
@@ -87,7 +87,7 @@ def _mesh_of_world() -> Mesh:
     return Mesh(world=dist.get_world_size() if dist.is_initialized() else 1)
 
 
-def _lift(layout: Layout, mesh: Mesh) -> Layout:
+def lift(layout: Layout, mesh: Mesh) -> Layout:
     """The same on all of `mesh`, if the layout is on the part of it that has this rank; else as it is."""
     own = layout.mesh
     rank = compat.my_rank()

@@ -26,6 +26,7 @@ from shardmath_torch import compat
 from shardmath_torch.checkpoints.checkpoint import check_layouts
 from shardmath_torch.compat import Group
 from shardmath_torch.dtensors.dtensor import Ask, from_dtensors, local_of
+from shardmath_torch.dtensors.modules import lift
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
 from shardmath_torch.states.asking import ask_group
@@ -159,6 +160,8 @@ def _lay_out_dtensors(
     divided = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
     layouts = dict(from_dtensors(divided, ask))
     plain_on = mesh or _find_mesh(layouts, group)
+    # As a module's are: one of a part of the mesh is on all of it, the same on each part.
+    layouts = {name: lift(layout, plain_on) for name, layout in layouts.items()}
     local: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):

@@ -82,9 +82,9 @@ class Description(NamedTuple):
         for name, tensor in (self.parameters | self.buffers).items():
             tensors[name] = str(tensor.dtype), tuple(tensor.shape)
         divided = []
-        for name, parameter in self.parameters.items():
-            if isinstance(parameter, DTensor):
-                divided.append((name, str(parameter.placements)))
+        for name, tensor in (self.parameters | self.buffers).items():
+            if isinstance(tensor, DTensor):
+                divided.append((name, str(tensor.placements)))
         said = digest((tensors, divided, sorted(self.extra)))
         return f"a module of {plural(self.names, 'name')}, {said[:12]}"
 

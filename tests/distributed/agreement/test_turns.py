@@ -305,4 +305,5 @@ def test_long_names_of_threads_stay_apart() -> None:
     one, two = in_thread("x" * 400 + "1"), in_thread("x" * 400 + "2")
     assert one != two
     assert len(one) < 100
-    assert in_thread("") == ""
+    assert in_thread("") == " in thread ''"
+    assert in_thread(None) == ""

@@ -253,6 +253,29 @@ def test_a_save_that_another_took_for_dead_never_counts(
         assert len(work.files(str(tmp_path))) == 3
 
 
+@pytest.mark.parametrize("step", ["_describe", "to_json", "make_count"])
+def test_a_save_that_another_rank_gave_up_never_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """However long the rank that would make it count takes: others may have saved since."""
+    smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
+    real = getattr(writing, step)
+
+    def late(*args: Any) -> Any:
+        draft = next(tmp_path.glob("shardmath-*.metadata.unfinished"))
+        other = writing.Writer(tmp_path)
+        other._save = draft.name.removeprefix("shardmath-")[:12]
+        other.abandon()
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, step, late)
+        with pytest.raises(CheckpointError, match="another rank has given this save up"):
+            smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
+    assert smt.load(tmp_path, {"v": LINE})["v"].equal(torch.zeros(6))
+    assert len(work.files(str(tmp_path))) == 3
+
+
 def test_a_draft_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
     """Neither is one that another has put in its place."""
     smt.save(tmp_path, {"v": torch.zeros(6)}, {"v": LINE})
@@ -263,7 +286,7 @@ def test_a_draft_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
         if instead:
             held.draft.write_bytes(b"")
         with pytest.raises(
-            CheckpointError, match="has taken this one for dead; this save does not count"
+            CheckpointError, match="has taken it for dead; this save does not count"
         ):
             make_count(held, b"text")
         withdraw(held)

@@ -67,3 +67,10 @@ def test_an_interrupt_where_ranks_ask_how_dtensors_lie(tmp_path: Path, where: st
             assert said[2] == ""
         else:
             assert "left in the middle by KeyboardInterrupt" in said[1]
+
+
+def test_a_buffer_that_is_divided_on_one_rank_alone(tmp_path: Path) -> None:
+    """Is found before anybody asks how it lies."""
+    for said in run(2, steps.buffer_on_one_rank, str(tmp_path)):
+        assert "could not describe its module" in said[0]
+        assert said[1] == ""

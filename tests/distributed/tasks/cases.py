@@ -20,13 +20,14 @@ from tests.distributed.tasks.scenarios import Bytes, Case
 Arrays = dict[int, dict[str, np.ndarray[Any, np.dtype[Any]]]]
 _T = TypeVar("_T")
 
-STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 3
+STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 5
 """One of so many cases is moved where cases differ in little. Eight processes take 50 ms of two cores for a move."""
 
 
 def thinned(items: Sequence[_T], turn: int = 0) -> Sequence[_T]:
-    """One of every STEP items; those of `turn` 0, 1, 2 are others, and together all."""
-    return items[turn % STEP :: STEP]
+    """One of every STEP items, at least one; those of another `turn` are others, and STEP turns have all."""
+    step = min(STEP, max(len(items), 1))
+    return items[turn % step :: step]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -126,3 +126,33 @@ def asking(rank: int, path: str, where: str) -> tuple[list[Said], float]:
     said.append(ends(lambda: smt.export(f"{path}/b", {"w": made})))
     took = time.monotonic() - start
     return [*said, ends(lambda: smt.export(f"{path}/c", {"w": made}))], took
+
+
+def parts_of_a_mesh(rank: int, path: str) -> list[bool]:
+    """DTensors on both axes of a mesh and on one, beside a plain tensor; whether all is read back."""
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = {name: torch.arange(24.0).reshape(6, 4) + i for i, name in enumerate("xyzp")}
+    given = {
+        "x": distribute_tensor(whole["x"], device_mesh["tp"], [Shard(0)]),
+        "y": distribute_tensor(whole["y"], device_mesh, [Shard(0), Shard(1)]),
+        "z": distribute_tensor(whole["z"], device_mesh["dp"], [Replicate()]),
+        "p": whole["p"],
+    }
+    smt.export(path, given)
+    found = smt.load(path, {name: sm.Layout((6, 4), sm.Mesh(world=4), "n h") for name in whole})
+    return [found[name].equal(whole[name]) for name in whole]
+
+
+def buffer_on_one_rank(rank: int, path: str) -> list[Said]:
+    """On rank 0 alone a buffer is a DTensor; then on all."""
+    device_mesh = init_device_mesh("cpu", (2,))
+    module = torch.nn.Linear(4, 2)
+    said = []
+    for ranks in ((0,), (0, 1)):
+        buffer = torch.ones(4)
+        if rank in ranks:
+            # Where only one rank makes it, nobody may be asked.
+            buffer = DTensor.from_local(torch.ones(2), device_mesh, [Shard(0)], run_check=False)
+        module.register_buffer("b", buffer)
+        said.append(ends(lambda: smt.save_state(path, module)))
+    return said
