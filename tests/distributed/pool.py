@@ -154,3 +154,19 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join()
+
+
+def alone(
+    size: int,
+    task: Callable[..., Any],
+    *args: Any,
+    host: int | None = None,
+    gone: Sequence[int] = (),
+) -> list[Any]:
+    """What workers of their own return, by rank; those who are `gone` are not waited for."""
+    workers = Pool(size, host)
+    try:
+        ranks = [rank for rank in range(size) if rank not in gone]
+        return workers.attempt(task, *args, ranks=ranks, timeout=60.0)
+    finally:
+        workers.close()

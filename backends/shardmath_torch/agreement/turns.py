@@ -188,10 +188,13 @@ class Turns:
         turn = _Turn(threading.current_thread())
         try:
             self._call.take(turn, patience)
+            # Not where it could not be had: what has been told is then of another thread's call.
             self.told = None
-            yield
+            try:
+                yield
+            finally:
+                self.told = None
         finally:
-            self.told = None
             self._call.give_back(turn)
 
     @contextmanager

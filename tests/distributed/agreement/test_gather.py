@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, alone
 from tests.distributed.tasks import gathers
-
-
-def pair(task: object, *args: object) -> list[Any]:
-    """What two workers of their own return."""
-    workers = Pool(2)
-    try:
-        return workers.attempt(task, *args, timeout=40.0)
-    finally:
-        workers.close()
 
 
 def test_objects_of_any_size(pool: Pool) -> None:
@@ -36,7 +26,7 @@ def test_what_cannot_be_said(pool: Pool) -> None:
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_gather_that_is_left_breaks_the_group(at: int) -> None:
     """Whatever was on its way: no later gather takes it for its own, and none ends the process."""
-    others, mine = pair(gathers.left, at)
+    others, mine = alone(2, gathers.left, at)
     assert mine[0] == "KeyboardInterrupt: "
     assert "rank 1 failed while ranks were to make this call" in others[0]
     assert "left in the middle by KeyboardInterrupt" in others[0]
@@ -45,7 +35,7 @@ def test_a_gather_that_is_left_breaks_the_group(at: int) -> None:
 
 def test_a_wait_for_a_late_rank_can_be_interrupted() -> None:
     """At once, and the rank that comes later is told."""
-    (mine, took), (others, _) = pair(gathers.waiting)
+    (mine, took), (others, _) = alone(2, gathers.waiting)
     assert mine == "KeyboardInterrupt: " and took < 3.0
     assert "left in the middle by KeyboardInterrupt" in others
 
@@ -67,7 +57,7 @@ def test_what_a_rank_ends_by_where_the_others_are_gone(kind: str, said: str) -> 
 @pytest.mark.parametrize("call", ["save", "load", "export"])
 def test_an_interrupt_in_a_step_is_told_at_once(tmp_path: Path, call: str) -> None:
     """It is an error on the others and itself on its rank; the group goes on."""
-    (others, waited), (mine, _) = pair(gathers.steps, str(tmp_path), call)
+    (others, waited), (mine, _) = alone(2, gathers.steps, str(tmp_path), call)
     assert mine == ["KeyboardInterrupt: ", "", ""]
     assert "rank 1 could not" in others[0]
     assert "KeyboardInterrupt" in others[0]
@@ -77,7 +67,7 @@ def test_an_interrupt_in_a_step_is_told_at_once(tmp_path: Path, call: str) -> No
 
 def test_an_interrupt_between_two_steps_breaks_the_group(tmp_path: Path) -> None:
     """The others would wait for the next step."""
-    others, mine = pair(gathers.between, str(tmp_path))
+    others, mine = alone(2, gathers.between, str(tmp_path))
     assert mine[0] == "KeyboardInterrupt: "
     assert "rank 1 failed while ranks were to load: it was left in the middle" in others[0]
     assert all(
@@ -87,7 +77,7 @@ def test_an_interrupt_between_two_steps_breaks_the_group(tmp_path: Path) -> None
 
 def test_an_interrupt_in_torchs_own_collectives_breaks_the_group(tmp_path: Path) -> None:
     """Which have no tags: a later one would take the bytes of this."""
-    others, mine = pair(gathers.in_torch, str(tmp_path))
+    others, mine = alone(2, gathers.in_torch, str(tmp_path))
     assert mine[0] == "KeyboardInterrupt: "
     assert "rank 1 failed while ranks were to save: it was left in the middle" in others[0]
     assert all(
@@ -99,7 +89,7 @@ def test_an_interrupt_in_torchs_own_collectives_breaks_the_group(tmp_path: Path)
 @pytest.mark.parametrize("kind", ["gather", "steps", "save"])
 def test_threads_never_take_each_others_words(tmp_path: Path, kind: str, alike: bool) -> None:
     """Of the same order on all ranks: right; else an error, also where each call has several steps."""
-    for said in pair(gathers.threads, kind, alike, str(tmp_path)):
+    for said in alone(2, gathers.threads, kind, alike, str(tmp_path)):
         assert said.keys() == {"A", "B"}
         for end in said.values():
             assert end is True or (not alike and "ranks disagree" in end), said
@@ -107,5 +97,5 @@ def test_threads_never_take_each_others_words(tmp_path: Path, kind: str, alike: 
 
 def test_a_forked_child_makes_no_device_mesh() -> None:
     """It is refused at once, and takes nothing from its parent's connections."""
-    said, _ = pair(gathers.forked)
+    said, _ = alone(2, gathers.forked)
     assert said.startswith("this process was forked from the one whose process group this is")

@@ -10,20 +10,8 @@ import pytest
 
 import shardmath as sm
 from shardmath_torch.agreement.turns import Refused, Turns, in_thread
-from tests.distributed.pool import Lost, Pool
+from tests.distributed.pool import Lost, Pool, alone
 from tests.distributed.tasks import breaks
-
-
-def alone(
-    size: int, task: object, *args: object, host: int | None = None, gone: tuple[int, ...] = ()
-) -> list:
-    """What workers of their own return, by rank; those who are `gone` are not waited for."""
-    workers = Pool(size, host)
-    try:
-        ranks = [rank for rank in range(size) if rank not in gone]
-        return workers.attempt(task, *args, ranks=ranks, timeout=40.0)
-    finally:
-        workers.close()
 
 
 @pytest.mark.parametrize(
@@ -307,3 +295,25 @@ def test_long_names_of_threads_stay_apart() -> None:
     assert len(one) < 100
     assert in_thread("") == " in thread ''"
     assert in_thread(None) == ""
+
+
+def test_a_call_that_waits_in_vain_leaves_what_another_has_told() -> None:
+    """Or that other thread would break the group over what all ranks have heard."""
+    turns = Turns()
+    said = []
+
+    def wait_in_vain() -> None:
+        with (
+            pytest.raises(sm.ShardError, match="has been in a call of several steps"),
+            turns.call(0.01),
+        ):
+            said.append("not reached")
+        said.append("in vain")
+
+    with turns.call(1.0):
+        turns.told = KeyboardInterrupt()
+        thread = threading.Thread(target=wait_in_vain)
+        thread.start()
+        thread.join()
+        assert said == ["in vain"] and turns.told is not None
+    assert turns.told is None

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.distributed.pool import Pool
+from tests.distributed.pool import alone
 from tests.distributed.tasks import steps
 
 
-def run(size: int, task: object, *args: object) -> list[Any]:
-    """What so many workers of their own return."""
-    workers = Pool(size)
-    try:
-        return workers.attempt(task, *args, timeout=60.0)
-    finally:
-        workers.close()
-
-
 def test_a_thread_without_a_name_is_not_the_main_thread() -> None:
-    for said in run(2, steps.nameless):
+    for said in alone(2, steps.nameless):
         assert all("ranks disagree" in each for each in said), said
 
 
 def test_another_question_is_never_answered() -> None:
     """Nor waited for: what a rank asks for differs from what others do."""
-    for said in run(3, steps.questions):
+    for said in alone(3, steps.questions):
         assert all("ranks disagree" in each for each in said), said
 
 
 @pytest.mark.parametrize("outer", ["save", "load"])
 def test_a_callback_that_swallows_its_refusal(tmp_path: Path, outer: str) -> None:
     """What it called was refused at once, and nobody has noticed."""
-    mine, others = run(2, steps.nested, str(tmp_path), outer, True)
+    mine, others = alone(2, steps.nested, str(tmp_path), outer, True)
     assert all("in the middle of a save, load or export" in said for said in mine[:2])
     assert mine[2:] == others == ["", ""]
 
@@ -42,13 +32,13 @@ def test_a_callback_that_swallows_its_refusal(tmp_path: Path, outer: str) -> Non
 @pytest.mark.parametrize("outer", ["save", "load"])
 def test_a_callback_that_is_refused(tmp_path: Path, outer: str) -> None:
     """Its error is that of the step on all ranks, and the group goes on."""
-    for said in run(2, steps.nested, str(tmp_path), outer, False):
+    for said in alone(2, steps.nested, str(tmp_path), outer, False):
         assert f"rank 0 could not {outer}: this thread is in the middle of" in said[0]
         assert said[1] == ""
 
 
 def test_one_exception_is_told_anew_in_each_call(tmp_path: Path) -> None:
-    (mine, _), (others, took) = run(2, steps.told_twice, str(tmp_path / "saved"))
+    (mine, _), (others, took) = alone(2, steps.told_twice, str(tmp_path / "saved"))
     assert "KeyboardInterrupt: the same one" in mine[0] and mine[1].startswith("KeyboardInterrupt")
     assert "rank 0 could not load: interrupted by KeyboardInterrupt" in others[0]
     assert "left in the middle by KeyboardInterrupt" in others[1]
@@ -58,7 +48,7 @@ def test_one_exception_is_told_anew_in_each_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["ask_group", "from_dtensors"])
 def test_an_interrupt_where_ranks_ask_how_dtensors_lie(tmp_path: Path, where: str) -> None:
     """Between steps it breaks the group, in a step it does not; all hear of it at once."""
-    mine, *others = run(4, steps.asking, str(tmp_path), where)
+    mine, *others = alone(4, steps.asking, str(tmp_path), where)
     assert mine[0][:2] == ["", "KeyboardInterrupt: "]
     for said, took in others:
         assert said[0] == "" and took < 12.0
@@ -71,6 +61,6 @@ def test_an_interrupt_where_ranks_ask_how_dtensors_lie(tmp_path: Path, where: st
 
 def test_a_buffer_that_is_divided_on_one_rank_alone(tmp_path: Path) -> None:
     """Is found before anybody asks how it lies."""
-    for said in run(2, steps.buffer_on_one_rank, str(tmp_path)):
+    for said in alone(2, steps.buffer_on_one_rank, str(tmp_path)):
         assert "could not describe its module" in said[0]
         assert said[1] == ""
