@@ -102,7 +102,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """What there is, imported or not."""
-    return sorted({*globals(), *__all__, *FACES, "__version__"})
+    return sorted({*__all__, *FACES, "__version__"})
 
 
 def _version() -> str:
