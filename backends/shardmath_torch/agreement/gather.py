@@ -29,7 +29,7 @@ from shardmath_torch.agreement.turns import check_thread, in_thread, turns_of
 from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.compat import Group
 
-__all__ = ["TOLD", "gather", "mark_told", "shared", "step", "word_lost"]
+__all__ = ["TOLD", "gather", "in_step", "mark_told", "shared", "word_lost"]
 
 GRACE_S = 5.0
 """At most, for finding out who failed: of the group's time limit, a fifth and a little, for telling the caller."""
@@ -176,7 +176,7 @@ def mark_told(error: BaseException, group: Group | None) -> None:
 
 
 @contextmanager
-def step(group: Group | None) -> Iterator[None]:
+def in_step(group: Group | None) -> Iterator[None]:
     """What this rank does by itself in a call of several steps. Raises ExchangeError inside of another."""
     if not dist.is_available() or not dist.is_initialized():
         yield

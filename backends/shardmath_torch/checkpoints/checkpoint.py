@@ -29,8 +29,7 @@ from shardmath.base.arguments import mapping, text
 from shardmath.base.text import shown
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath_torch import compat
-from shardmath_torch.agreement.gather import mark_told, shared, word_lost
-from shardmath_torch.agreement.gather import step as in_step
+from shardmath_torch.agreement.gather import in_step, mark_told, shared, word_lost
 from shardmath_torch.checkpoints.loading import LoadPlanner
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.reading import Reader

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.text import message_of, plural
 from shardmath_torch import compat
-from shardmath_torch.agreement.gather import gather, mark_told
-from shardmath_torch.agreement.gather import step as in_step
+from shardmath_torch.agreement.gather import gather, in_step, mark_told
 from shardmath_torch.compat import Group
 from shardmath_torch.files.places import CheckpointError
 
