@@ -437,7 +437,9 @@ def checkpointed(rank: int) -> Any:
     return tensor.grad.tolist()
 
 
-class _NoGradient(torch.autograd.Function):
+class NoGradient(torch.autograd.Function):
+    """Its backward gives none."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor * 1
@@ -451,7 +453,7 @@ def no_gradient(rank: int) -> Any:
     """What comes after a move gives no gradient: it is zero."""
     mesh = device_mesh(range(2), (2,))
     tensor = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)]).requires_grad_()
-    _NoGradient.apply(_local(smt.redistribute(tensor, [Shard(1)]))).sum().backward()
+    NoGradient.apply(_local(smt.redistribute(tensor, [Shard(1)]))).sum().backward()
     return tensor.grad.to_local().tolist()
 
 

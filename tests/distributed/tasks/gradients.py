@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardmath as sm
 import shardmath_torch as smt
-from tests.distributed.tasks.dtensors import caught
+from tests.distributed.tasks.dtensors import NoGradient, caught
 
 
 def of_two_groups(rank: int, share: bool) -> Any:
@@ -34,16 +34,6 @@ def of_two_groups(rank: int, share: bool) -> Any:
     return [caught(act) for act in (acts if rank == 0 else acts[::-1])]
 
 
-class _NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:
-        return None
-
-
 def beside_an_idle_rank(rank: int, kind: str) -> Any:
     """Plain rows to rows of given sizes, or to nothing that gives a gradient, on a mesh that rank 2 is not in."""
     device_mesh = DeviceMesh("cpu", [0, 1])
@@ -55,7 +45,7 @@ def beside_an_idle_rank(rank: int, kind: str) -> Any:
     x = torch.ones(2, 3, requires_grad=True)
     moved = smt.redistribute(x, dst, layout=src, device_mesh=device_mesh)
     local = moved.to_local() if isinstance(moved, DTensor) else moved
-    loss = _NoGradient.apply(local) if kind == "none" else local * (rank + 1)
+    loss = NoGradient.apply(local) if kind == "none" else local * (rank + 1)
     loss.sum().backward()
     return x.grad.tolist()
 
