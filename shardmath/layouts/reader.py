@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from shardmath.base.errors import NotationError
+from shardmath.base.memo import memo
 from shardmath.layouts.placement import Placement
 
-__all__ = ["Axes", "Reader", "Rules", "Token", "list_tokens", "listed"]
+__all__ = ["MARKS", "Axes", "Cursor", "Reader", "Rules", "Token", "list_tokens", "listed"]
 
 Rules: TypeAlias = Mapping[str, Placement]
 """Placements by the name that text calls them by."""
@@ -26,9 +27,8 @@ Axes: TypeAlias = Mapping[str, int]
 DIGITS = 18
 """At most in an integer; more would not fit 64 bits."""
 
-TOKEN = re.compile(
-    r"\s*(?:(?P<word>[^\W\d]\w*)|(?P<int>[0-9]+)|(?P<mark>\.\.\.|=<|[()\[\]{}<>+:|=~*@\-]))"
-)
+MARKS = "( ) [ ] { } < > + : | = =< ~ * @ - ..."
+"""Those of a layout."""
 
 
 class Token(NamedTuple):
@@ -39,18 +39,29 @@ class Token(NamedTuple):
     at: int
 
 
-def list_tokens(text: str) -> Iterator[Token]:
+@memo(16)
+def _make_pattern(marks: str) -> re.Pattern[str]:
+    """What a token with these marks looks like; the longest mark that fits is meant."""
+    longest_first = sorted(marks.split(), key=len, reverse=True)
+    mark = "|".join(map(re.escape, longest_first))
+    return re.compile(rf"\s*(?:(?P<word>[^\W\d]\w*)|(?P<int>[0-9]+)|(?P<mark>{mark}))")
+
+
+def list_tokens(text: str, marks: str = MARKS) -> Iterator[Token]:
     """The tokens of the text, and one of kind "end".
 
     Raises NotationError at a character that no token has.
     """
+    pattern = _make_pattern(marks)
     at, end = 0, len(text.rstrip())
     while at < end:
-        match = TOKEN.match(text, at)
+        match = pattern.match(text, at)
         if match is None:
-            while text[at].isspace():  # TOKEN skips blanks; the caret stands under what is wrong
+            while text[
+                at
+            ].isspace():  # the pattern skips blanks; the caret stands under what is wrong
                 at += 1
-            fix = "use names, integers and ( ) [ ] { } < > + : | = ~ * @ - ..."
+            fix = f"use names, integers and {marks}"
             raise NotationError(f"unexpected character {text[at]!r}", text, at, fix)
         kind = match.lastgroup or ""
         yield Token(kind, match[kind], match.start(kind))
@@ -58,18 +69,13 @@ def list_tokens(text: str) -> Iterator[Token]:
     yield Token("end", "", len(text))
 
 
-class Reader:
-    """The tokens of one text and what its names mean."""
+class Cursor:
+    """The tokens of one text, and which is next."""
 
-    def __init__(self, text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> None:
+    def __init__(self, text: str, marks: str = MARKS) -> None:
         self.text = text
-        self.shape = shape
-        self.axes = axes
-        self.rules = rules
-        self.tokens = list(list_tokens(text))
+        self.tokens = list(list_tokens(text, marks))
         self.next = 0
-        self.names: dict[str, int] = {}  # free name -> its dimension
-        self.used: dict[str, int] = {}  # mesh axis -> where it was used
 
     def fail(self, what: str, at: int, fix: str) -> NoReturn:
         """Raise NotationError for `what` is wrong at a place."""
@@ -116,6 +122,18 @@ class Reader:
         if self.here.kind != "word":
             self._refuse(what, f"write {what}")
         return self.take()
+
+
+class Reader(Cursor):
+    """The tokens of a layout's text and what its names mean."""
+
+    def __init__(self, text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> None:
+        super().__init__(text)
+        self.shape = shape
+        self.axes = axes
+        self.rules = rules
+        self.names: dict[str, int] = {}  # free name -> its dimension
+        self.used: dict[str, int] = {}  # mesh axis -> where it was used
 
     def axis(self) -> Token:
         """Take the name of a mesh axis, or fail."""

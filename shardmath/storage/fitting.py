@@ -1,0 +1,162 @@
+"""Fitting: what each coordinate holds of one dimension, as the dimension that people would write.
+
+1. Parts are tried, in this order: undivided, chunks over the axes in any order, balanced, consecutive parts of
+   given sizes, round robin. What none of them says is a Table.
+2. What a rank holds is **trimmed** first: positions at equal distances, with none of the tensor's before, between
+   or behind them, are a view with an offset and a step, and no holes.
+
+>>> from shardmath.algebra.runs import from_ranges
+>>> trim(from_ranges([3, (4, 5), 1, (5, 6), 1, (6, 7), 1]))
+(Trim(offset=3, step=2, length=3), Runs(((0, 4, 3),), 3))
+>>> dimension = fit(8, {"dp": 1, "tp": 2}, [from_ranges([(0, 4)]), from_ranges([(4, 8)])])
+>>> dimension.axes
+{'tp': 2}
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from shardmath.algebra.dimension import Dimension, Field, cells, divided
+from shardmath.algebra.runs import Runs
+from shardmath.base.errors import PlacementError
+from shardmath.layouts.placement import (
+    Balanced,
+    BlockCyclic,
+    Placement,
+    Ragged,
+    Shard,
+    Table,
+    stage_of,
+)
+
+__all__ = ["Trim", "fit", "trim"]
+
+MOST_AXES = 4
+"""Whose orders are all tried."""
+
+
+class Trim(NamedTuple):
+    """Where a view lies in one dimension of a stored tensor."""
+
+    offset: int
+    step: int
+    length: int
+
+    @property
+    def span(self) -> slice:
+        """The slice that takes it."""
+        return slice(self.offset, self.offset + self.length * self.step, self.step)
+
+
+def trim(runs: Runs) -> tuple[Trim, Runs]:
+    """The view that holds all that the runs hold, and what lies where in it."""
+    segments = runs.segments
+    if not segments:
+        return Trim(0, 1, 0), Runs((), 0)
+    first, last = segments[0], segments[-1]
+    offset = first[0]
+    # Rows of two components in turn are one strided view of each, not a run a row.
+    step = _find_step(runs)
+    if step > 1:
+        dense = [(i, g, 1) for i, (_, g, _) in enumerate(segments)]
+        return Trim(offset, step, len(dense)), Runs(dense)
+    length = last[0] + last[2] - offset
+    moved = [(lo - offset, g, n) for lo, g, n in segments]
+    return Trim(offset, 1, length), Runs(moved, length)
+
+
+def _find_step(runs: Runs) -> int:
+    """The distance of single positions that are equally far from each other; 1 for anything else."""
+    segments = runs.segments
+    if len(segments) < 2 or any(n != 1 for _, _, n in segments):
+        return 1
+    steps = {b[0] - a[0] for a, b in itertools.pairwise(segments)}
+    return steps.pop() if len(steps) == 1 else 1
+
+
+def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
+    """The dimension of n positions of which each coordinate of the axes, last fastest, holds these Runs."""
+    used, parts = _drop_axes(dict(axes), list(held))
+    if not used:
+        (runs,) = parts
+        return Dimension(n, (Field(len(runs)),), runs)
+    for dimension in _list_candidates(n, used, parts):
+        found = (
+            list(cells(dimension))
+            if list(dimension.axes) == list(used)
+            else _reorder(dimension, used)
+        )
+        if found == parts:
+            return dimension
+    return _make(n, Table(0, tuple(parts)), used)
+
+
+def _drop_axes(axes: dict[str, int], held: list[Runs]) -> tuple[dict[str, int], list[Runs]]:
+    """The axes along which anything differs, and what their coordinates hold."""
+    for name in list(axes):
+        first = _select_first(axes, name, held)
+        repeated = _repeat(axes, name, first)
+        if repeated == held:
+            held = first
+            del axes[name]
+    return axes, held
+
+
+def _select_first(axes: Mapping[str, int], name: str, held: list[Runs]) -> list[Runs]:
+    """What coordinate 0 of the axis holds, at every coordinate of the others."""
+    inner = _count_inside(axes, name)
+    starts = range(0, len(held), axes[name] * inner)
+    return [held[start + i] for start in starts for i in range(inner)]
+
+
+def _repeat(axes: Mapping[str, int], name: str, first: list[Runs]) -> list[Runs]:
+    """The same at every coordinate of the axis."""
+    inner = _count_inside(axes, name)
+    repeated: list[Runs] = []
+    for start in range(0, len(first), inner):
+        repeated += first[start : start + inner] * axes[name]
+    return repeated
+
+
+def _count_inside(axes: Mapping[str, int], name: str) -> int:
+    """Coordinates of all axes that are faster than this one."""
+    names = list(axes)
+    faster = names[names.index(name) + 1 :]
+    return math.prod(axes[axis] for axis in faster)
+
+
+def _list_candidates(n: int, axes: dict[str, int], parts: list[Runs]) -> Iterator[Dimension]:
+    """Dimensions that people would write, each on all these axes."""
+    # Where axes do not divide evenly, the order in which they cut shows: (tp dp n) is not (dp tp n).
+    if len(axes) <= MOST_AXES:
+        for order in itertools.permutations(axes):
+            stages = [stage_of(Shard(0), (axis,), (axes[axis],)) for axis in order]
+            yield Dimension(n, (divided(n, stages),))
+    sizes = tuple(runs.size for runs in parts)
+    placements: list[Placement] = [Balanced(0), BlockCyclic(0)]
+    if sum(sizes) == n:
+        placements.insert(1, Ragged(0, sizes))
+    for placement in placements:
+        yield _make(n, placement, axes)
+
+
+def _make(n: int, placement: Placement, axes: Mapping[str, int]) -> Dimension:
+    """The dimension that the placement divides over the axes, flattened."""
+    stage = stage_of(placement, tuple(axes), tuple(axes.values()))
+    return Dimension(n, (divided(n, [stage]),))
+
+
+def _reorder(dimension: Dimension, axes: Mapping[str, int]) -> list[Runs]:
+    """What each coordinate of these axes holds, last fastest."""
+    found = []
+    for at in itertools.product(*map(range, axes.values())):
+        coords = dict(zip(axes, at, strict=True))
+        try:
+            found.append(dimension.runs(coords))
+        except PlacementError:
+            return []
+    return found

@@ -1,0 +1,262 @@
+"""Laying: where each component of one stored tensor lies, dimension by dimension, at every coordinate.
+
+1. A dimension of the stored tensor is a **stack** (of tensors numbered by an index) or shows one dimension of its
+   components. A row's words are given to the components' dimensions in the order in which they are stored.
+2. A shape is laid out once for each row and mesh axes; layers and experts of equal shapes share it.
+
+>>> from shardmath.storage import rows
+>>> (row,) = rows.parse("qkv = [q k v] : (tp q + tp k + tp v) h")
+>>> laid = lay(row, {"q": (8, 4), "k": (2, 4), "v": (2, 4)}, Frame({"tp": 2}, {}, {}), {})
+>>> laid.shape({"tp": 0}), laid.cut("k", {"tp": 0})
+((6, 4), (slice(4, 5, 1), slice(0, 4, 1)))
+>>> [str(dimension.runs({"tp": 1})) for dimension in laid.dims["k"]]
+['[1:2]', '[0:4]']
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardmath.algebra.dimension import Dimension
+from shardmath.algebra.runs import Runs, restrict
+from shardmath.base.errors import StoreError
+from shardmath.storage.cutting import Frame, axes_of, lay_out
+from shardmath.storage.fitting import Trim, fit, trim
+from shardmath.storage.rows import Row
+from shardmath.storage.structure import Group, Structure, list_words
+
+__all__ = ["Laid", "Stack", "lay", "order_of", "stack_names"]
+
+Shape: TypeAlias = tuple[int, ...]
+Coords: TypeAlias = Mapping[str, int]
+_At: TypeAlias = tuple[int, ...]
+"""A coordinate on each of some axes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Which numbers of an index lie at each coordinate of some mesh axes, in local order."""
+
+    axes: tuple[str, ...]
+    held: Mapping[_At, Runs]
+
+    def at(self, coords: Coords) -> Runs:
+        """Local to global numbers."""
+        return self.held[tuple(coords[axis] for axis in self.axes)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """One stored dimension that shows a dimension of the components: its parts at each coordinate."""
+
+    axes: tuple[str, ...]
+    lengths: Mapping[_At, int]
+    trims: Mapping[str, Mapping[_At, Trim]]
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A stored tensor: its dimensions in stored order, and the components' in their own."""
+
+    order: tuple[int, ...]
+    stored: tuple[Stack | _Shown, ...]
+    dims: Mapping[str, tuple[Dimension, ...]]
+
+    def shape(self, coords: Coords) -> Shape:
+        """Of the stored tensor at these coordinates."""
+        sizes = []
+        for stored in self.stored:
+            if isinstance(stored, Stack):
+                sizes.append(len(stored.at(coords)))
+            else:
+                sizes.append(stored.lengths[tuple(coords[axis] for axis in stored.axes)])
+        return tuple(sizes)
+
+    def cut(
+        self, component: str, coords: Coords, numbers: Mapping[str, int] | None = None
+    ) -> tuple[int | slice, ...]:
+        """What takes the component out of the stored tensor; `numbers` say which of a stack."""
+        out: list[int | slice] = []
+        stacked = iter((numbers or {}).values())
+        for stored in self.stored:
+            if isinstance(stored, Stack):
+                out.append(next(stacked))
+            else:
+                at = tuple(coords[axis] for axis in stored.axes)
+                out.append(stored.trims[component][at].span)
+        return tuple(out)
+
+
+def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
+    """Which dimension of a component each stored one shows."""
+    order = list(range(ndim))
+    if transpose == ".T":
+        order.reverse()
+    elif transpose == ".mT":
+        order[-2:] = reversed(order[-2:])
+    return tuple(order)
+
+
+def stack_names(row: Row) -> dict[int, str]:
+    """The stored dimensions that are stacks, and the index of each."""
+    stacked = {index.name for index in row.logical.indices}
+    found = {}
+    for i, dim in enumerate(row.dims or ()):
+        words = _single_words(dim)
+        names = [word for word in words if word in stacked]
+        if names:
+            found[i] = names[0]
+    return found
+
+
+def _single_words(dim: Structure) -> tuple[object, ...]:
+    """The words of a dimension that is one term; none for others."""
+    if isinstance(dim, str):
+        return (dim,)
+    if len(dim.stages) != 1 or len(dim.stages[0]) != 1:
+        return ()
+    (term,) = dim.stages[0]
+    return tuple(word.name for word in term.words)
+
+
+def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stacks: Mapping[str, Stack]) -> Laid:
+    """The stored tensor of these components; `stacks` say what lies where of its indices.
+
+    Raises StoreError where the words do not fit the shapes, LayoutError for what does not divide.
+    """
+    ndim = _count_dims(shapes)
+    order = order_of(row.transpose, ndim)
+    shown = iter(order)
+    stored: list[Stack | _Shown] = []
+    by_dim: dict[int, Mapping[str, Dimension]] = {}
+    placed: set[str] = set()
+    for word, index in _give_words(row, ndim):
+        if index is not None:
+            stored.append(stacks[index])
+            continue
+        d = next(shown)
+        lengths = {name: shape[d] for name, shape in shapes.items()}
+        part, by_dim[d], named = _show(word, lengths, frame)
+        placed |= named
+        stored.append(part)
+    _check_placed(row, shapes, placed)
+    dims = {}
+    for name in shapes:
+        dims[name] = tuple(by_dim[d][name] for d in range(ndim))
+    return Laid(order, tuple(stored), dims)
+
+
+def _count_dims(shapes: Mapping[str, Shape]) -> int:
+    """How many dimensions the components have. Raises StoreError where they differ."""
+    ndims = {len(shape) for shape in shapes.values()}
+    if len(ndims) != 1:
+        raise StoreError(f"components {dict(shapes)} differ in dimensions; store them apart")
+    return ndims.pop()
+
+
+def _check_placed(row: Row, shapes: Mapping[str, Shape], placed: set[str]) -> None:
+    """Raise StoreError for one of several components that no dimension names."""
+    for name in shapes:
+        if len(shapes) > 1 and name not in placed:
+            raise StoreError(f"component {name!r} is in no dimension; write it in '{row}'")
+
+
+def _give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
+    """A word for every stored dimension, and the index where it is a stack."""
+    if row.dims is None:
+        return [("...", None)] * ndim
+    stacks = stack_names(row)
+    shown = [dim for i, dim in enumerate(row.dims) if i not in stacks]
+    given = iter(_expand(shown, ndim, row))
+    words: list[tuple[Structure, str | None]] = []
+    for i, dim in enumerate(row.dims):
+        if i in stacks:
+            words.append((dim, stacks[i]))
+        else:
+            count = ndim - len(shown) + 1 if dim == "..." else 1
+            # A tensor of fewer dimensions takes the first words, and leaves the last.
+            words += [(word, None) for word in itertools.islice(given, max(count, 0))]
+    return words
+
+
+def _expand(shown: list[Structure], ndim: int, row: Row) -> list[Structure]:
+    """One word for each of so many dimensions."""
+    words = list(shown)
+    if "..." in words:
+        at = words.index("...")
+        words[at : at + 1] = ["..."] * max(ndim - len(shown) + 1, 0)
+    if len(words) < ndim:
+        raise StoreError(f"'{row}' has {len(words)} dimensions, its tensor {ndim}; add '...'")
+    return words[:ndim]
+
+
+def _show(
+    word: Structure, lengths: Mapping[str, int], frame: Frame
+) -> tuple[_Shown, dict[str, Dimension], set[str]]:
+    """One dimension: where each component lies in it, its dimension in a layout, and who is named in it."""
+    if isinstance(word, str):
+        return (*_show_whole(lengths), set())
+    words = {part.name for part in list_words((word,))}
+    named = words.intersection(lengths)
+    # Components that a dimension does not name, such as h of q, k and v, all lie in it in the same way.
+    own = dataclasses.replace(frame, lengths=lengths if named else _only(lengths))
+    axes = axes_of(word, own)
+    sizes = {axis: frame.axes[axis] for axis in axes}
+    held = _cut_everywhere(word, own, sizes)
+    total = {at: len(runs) for at, runs in held.items()}
+    trims, fitted = _fit_each(own.lengths, held, sizes)
+    if not named:
+        trims = dict.fromkeys(lengths, trims[""])
+        fitted = dict.fromkeys(lengths, fitted[""])
+    return _Shown(axes, total, trims), fitted, {str(name) for name in named}
+
+
+def _cut_everywhere(word: Group, frame: Frame, sizes: Mapping[str, int]) -> dict[_At, Runs]:
+    """What every coordinate of these axes stores."""
+    held = {}
+    for at in itertools.product(*map(range, sizes.values())):
+        coords = dict(zip(sizes, at, strict=True))
+        held[at] = lay_out(word, frame, coords)
+    return held
+
+
+def _fit_each(
+    spans: Mapping[str, int], held: Mapping[_At, Runs], sizes: Mapping[str, int]
+) -> tuple[dict[str, dict[_At, Trim]], dict[str, Dimension]]:
+    """The view of each component at every coordinate, and its dimension in a layout."""
+    trims = {}
+    fitted = {}
+    start = 0
+    for name, n in spans.items():
+        trimmed = [trim(_extract(runs, start, start + n)) for runs in held.values()]
+        views = [view for view, _ in trimmed]
+        trims[name] = dict(zip(held, views, strict=True))
+        fitted[name] = fit(n, sizes, [runs for _, runs in trimmed])
+        start += n
+    return trims, fitted
+
+
+def _only(lengths: Mapping[str, int]) -> dict[str, int]:
+    """The one length that all components have, for a dimension that names none of them."""
+    if len(set(lengths.values())) != 1:
+        raise StoreError(f"components have {dict(lengths)} positions; name them in the dimension")
+    return {"": next(iter(lengths.values()))}
+
+
+def _show_whole(lengths: Mapping[str, int]) -> tuple[_Shown, dict[str, Dimension]]:
+    """A dimension that every rank has whole."""
+    ((_, n),) = _only(lengths).items()
+    whole = Runs(((0, 0, n),) if n else (), n)
+    view: dict[_At, Trim] = {(): Trim(0, 1, n)}
+    trims = dict.fromkeys(lengths, view)
+    return _Shown((), {(): n}, trims), dict.fromkeys(lengths, fit(n, {}, [whole]))
+
+
+def _extract(runs: Runs, start: int, stop: int) -> Runs:
+    """What is stored of one component, counted from its own beginning."""
+    kept = restrict(runs, start, stop)
+    return Runs([(lo, g - start, n) for lo, g, n in kept.segments], len(kept))

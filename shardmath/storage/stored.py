@@ -1,0 +1,75 @@
+"""Stored: how one side stores its tensors, as rows, meshes and numbers.
+
+1. A side has one or more **meshes** over the same ranks; a row lies on the first one that has all axes it names.
+2. A **declared index**, such as the layer, says for each of its numbers at which coordinates it is, in which
+   chunk (virtual stage) of the model there, and which number it has in that chunk. An index that is not declared is
+   everywhere, under its own number.
+
+>>> print(Stored(rows.parse("qkv.* = [q k v].* : (tp q hd + tp k hd + tp v hd) h"), (Mesh(tp=2),), numbers={"hd": 64}))
+# Mesh(tp=2)
+# hd=64
+qkv.* = [q k v].* : (tp q hd + tp k hd + tp v hd) h
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.errors import StoreError
+from shardmath.storage import rows
+from shardmath.storage.rows import Row
+
+__all__ = ["Shapes", "Slot", "Spot", "Stored"]
+
+Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
+"""Global shape and dtype of each logical tensor, by name."""
+
+
+class Spot(NamedTuple):
+    """Where one number of a declared index is: coordinates, chunk, and its number there."""
+
+    coords: Mapping[str, int]
+    chunk: int
+    number: int
+
+
+class Slot(NamedTuple):
+    """Where a local tensor lies: `native[cut]`, its dimensions then put in `order`; `function` makes it."""
+
+    chunk: int
+    native: str
+    cut: tuple[int | slice, ...]
+    order: tuple[int, ...]
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a side stores its tensors (see the module).
+
+    With `exact`, what axes cut they must divide; else parts are ceil-chunks. Raises StoreError for meshes over
+    different ranks, and for none.
+    """
+
+    rows: tuple[Row, ...]
+    meshes: tuple[Mesh, ...]
+    indices: Mapping[str, tuple[Spot, ...]] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.meshes or len({frozenset(mesh.ranks) for mesh in self.meshes}) != 1:
+            raise StoreError(f"meshes {list(self.meshes)} do not have the same ranks; give some")
+
+    def __str__(self) -> str:
+        meshes = "\n".join(f"# {mesh!r}" for mesh in self.meshes)
+        numbers = " ".join(f"{name}={n}" for name, n in self.numbers.items())
+        return f"{meshes}\n# {numbers or 'no numbers'}\n{rows.show(self.rows)}"
+
+    def extended(self, text: str, **numbers: int) -> Stored:
+        """With these rows before its own, and these numbers."""
+        more = rows.parse(text) + self.rows
+        return Stored(more, self.meshes, self.indices, {**self.numbers, **numbers}, self.exact)

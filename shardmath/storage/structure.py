@@ -1,0 +1,160 @@
+"""Structure: how components lie along one dimension of a stored tensor, as written.
+
+1. A word is a **component** (`q`), a mesh axis (`tp`) or a number of the side (`groups`, or 2). Which it is, is
+   looked up when the structure is laid out; the one word of a term that is neither axis nor number is its component.
+2. Left of a component, most significant first, each word cuts it: an axis keeps the part of its own coordinate,
+   a number goes through its parts in order. Before a group the cut is made in *each* component of the group:
+   `tp (gate + up)` is the rank's part of gate, then its part of up.
+3. `+` puts terms one after the other; `|` takes what there is so far as one sequence and cuts it anew.
+4. Right of a component a number is its **grain**: cuts fall between blocks of so many. An axis there deals the
+   blocks round robin.
+5. `n=vocab` is stored as so many, padding at the end. `tp/rep`: `rep` neighbours along tp keep the same part.
+   `ep~`: sizes may differ by one, larger ones first.
+
+>>> print(parse("(groups (q + k)|tp  n=vocab)"))
+(groups (q + k) | tp n=vocab)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardmath.base.errors import NotationError
+from shardmath.layouts.reader import Cursor
+
+__all__ = ["Group", "Number", "Structure", "Term", "Word", "list_words", "parse", "read_dims"]
+
+MARKS = "( ) + | = ~ / ..."
+
+Number: TypeAlias = int | str
+"""An integer, or the name of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A component, an axis or a number, with its marks: `tp/rep`, `ep~`, `n=vocab`."""
+
+    name: Number
+    over: Number | None = None
+    balanced: bool = False
+    stored: Number | None = None
+
+    def __str__(self) -> str:
+        over = "" if self.over is None else f"/{self.over}"
+        stored = "" if self.stored is None else f"={self.stored}"
+        return f"{self.name}{over}{'~' * self.balanced}{stored}"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Words around a component, or before a group."""
+
+    words: tuple[Word, ...]
+    group: tuple[Term, ...] = ()
+
+    def __str__(self) -> str:
+        words = [str(word) for word in self.words]
+        if self.group:
+            words.append(f"({_join(self.group)})")
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A dimension in parentheses: stages, each a sequence of terms."""
+
+    stages: tuple[tuple[Term, ...], ...]
+
+    def __str__(self) -> str:
+        return f"({' | '.join(map(_join, self.stages))})"
+
+
+Structure: TypeAlias = Group | str
+"""A dimension: a group, a free name that is not divided, or `...`."""
+
+
+def _join(terms: Iterable[Term]) -> str:
+    return " + ".join(map(str, terms))
+
+
+def list_words(dims: Iterable[Structure]) -> Iterator[Word]:
+    """Every word of the groups among these dimensions."""
+    groups = [dim for dim in dims if isinstance(dim, Group)]
+    terms = [term for group in groups for stage in group.stages for term in stage]
+    while terms:
+        term = terms.pop()
+        terms += term.group
+        yield from term.words
+
+
+def parse(text: str) -> Group:
+    """One dimension. Raises NotationError with a caret."""
+    dims = read_dims(text)
+    if len(dims) != 1 or not isinstance(dims[0], Group):
+        raise NotationError("not one group", text, 0, "write (tp n)")
+    return dims[0]
+
+
+def read_dims(text: str) -> tuple[Structure, ...]:
+    """The dimensions of a structure. Raises NotationError with a caret."""
+    read = Cursor(text, MARKS)
+    dims: list[Structure] = []
+    while read.here.kind != "end":
+        if read.accept("("):
+            dims.append(_read_group(read))
+        elif read.accept("..."):
+            dims.append("...")
+        else:
+            dims.append(read.word("a dimension: a name, ... or a group").text)
+    return tuple(dims)
+
+
+def _read_group(read: Cursor) -> Group:
+    """Stages up to the closing parenthesis."""
+    stages = [_read_terms(read)]
+    while read.accept("|"):
+        stages.append(_read_terms(read))
+    read.expect(")", "close the group")
+    return Group(tuple(stages))
+
+
+def _read_terms(read: Cursor) -> tuple[Term, ...]:
+    """Terms with + between them."""
+    terms = [_read_term(read)]
+    while read.accept("+"):
+        terms.append(_read_term(read))
+    return tuple(terms)
+
+
+def _read_term(read: Cursor) -> Term:
+    """Words, and a group behind them if there is one."""
+    start = read.here.at
+    words = []
+    while read.here.kind in ("word", "int"):
+        words.append(_read_word(read))
+    # Words before a group cut each of its components; '|' would cut them as one, so it is not inside.
+    if read.accept("("):
+        group = _read_terms(read)
+        read.expect(")", "close the group; '|' stands in the outermost one")
+        return Term(tuple(words), group)
+    if not words:
+        read.fail("nothing to lay out", start, "write a component, such as n")
+    return Term(tuple(words))
+
+
+def _read_word(read: Cursor) -> Word:
+    """A word with its marks."""
+    name = _read_number(read)
+    over = _read_number(read) if read.accept("/") else None
+    balanced = read.accept("~")
+    stored = _read_number(read) if read.accept("=") else None
+    return Word(name, over, balanced, stored)
+
+
+def _read_number(read: Cursor) -> Number:
+    """An integer, or a name."""
+    if read.here.kind == "int":
+        return read.integer()
+    return read.word("a name or a number").text
