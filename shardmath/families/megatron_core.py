@@ -172,6 +172,7 @@ def _count_evenly(config: Config, pp: int, vpp: int) -> list[int]:
         stages[0] = first
     if last is not None:
         stages[-1] = last
+    # Chunk 0 of every stage comes before chunk 1 of any, as the schedule interleaves them.
     counts = [count // vpp for _ in range(vpp) for count in stages]
     counts[0] -= ends[0]
     counts[-1] -= ends[1]

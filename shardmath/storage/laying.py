@@ -207,6 +207,7 @@ def _show(
     axes = axes_of(word, own)
     sizes = {axis: frame.axes[axis] for axis in axes}
     held = _cut_everywhere(word, own, sizes)
+    # Of the stored tensor itself: padding and holes are cells too.
     total = {at: len(runs) for at, runs in held.items()}
     trims, fitted = _fit_each(own.lengths, held, sizes)
     if not named:

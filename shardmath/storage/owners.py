@@ -178,6 +178,7 @@ class Owners:
     def _make_mesh(self, where: Coords, holders: list[_Holders]) -> Mesh:
         """The sub-mesh at these coordinates, and at one choice of holders of each number."""
         parts = []
+        # Redundant experts: the copies of one number are as many sub-meshes of one shape.
         for chosen in itertools.product(*holders):
             at = dict(where)
             for holder in chosen:
