@@ -4,6 +4,7 @@
    does not fit, in one message.
 2. Plans speak of logical tensors: each has one layout. Names that ranks store are made when a rank asks.
 
+>>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.storage import rows
 >>> side = Stored(rows.parse('''
 ... qkv.* = [q k v].* : (tp q + tp k + tp v) h
@@ -18,49 +19,68 @@ float32[4, 4] (tp n) h on dp=2 tp=2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout, intern
 from shardmath.storage.cutting import Frame
-from shardmath.storage.laying import Laid, lay, stack_names
-from shardmath.storage.names import STARS, Index, split
+from shardmath.storage.laying import Laid, lay
+from shardmath.storage.names import STARS, split
 from shardmath.storage.owners import Owner, Owners, pile
 from shardmath.storage.rows import Row
 from shardmath.storage.stored import Shapes, Slot, Stored
 
-__all__ = ["Bound", "bind"]
+__all__ = ["Bound", "Vocabulary", "bind"]
 
 _Numbers: TypeAlias = tuple[int, ...]
 _Shape: TypeAlias = tuple[int, ...]
-_Named: TypeAlias = Mapping[_Numbers, str]
-"""The tensors of one template, by their numbers."""
 
 SHOWN = 5
 """Tensors without a row that a message names."""
 
 
-class _Instance(NamedTuple):
-    """One stored tensor, or one number of a stack."""
+class Vocabulary:
+    """Logical tensors by the template of their names; two sides that share one read the names once."""
 
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self.templates: dict[str, dict[_Numbers, str]] = {}
+        for name in shapes:
+            template, numbers = split(name)
+            self.templates.setdefault(template, {})[numbers] = name
+
+    def find(self, template: str, stacked: int | None) -> dict[_Numbers, dict[int, str]]:
+        """The names of a template, by all numbers but the stacked one, then by that."""
+        found: dict[_Numbers, dict[int, str]] = {}
+        for numbers, name in self.templates.get(template, {}).items():
+            if stacked is None:
+                found[numbers] = {0: name}
+            else:
+                others = numbers[:stacked] + numbers[stacked + 1 :]
+                found.setdefault(others, {})[numbers[stacked]] = name
+        return found
+
+
+class _Block(NamedTuple):
+    """A stored tensor: its components' names and layouts, one list per component, by number of the stack."""
+
+    names: tuple[list[str], ...]
+    layouts: tuple[tuple[Layout, ...], ...]
     laid: Laid
     owner: Owner
-    layouts: tuple[Layout, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What one row stores with one star: its components, their names, and its instances by number."""
+    """What one row stores with one star."""
 
     row: Row
     star: str
     components: tuple[str, ...]
-    names: tuple[_Named, ...]
-    instances: Mapping[_Numbers, _Instance]
+    blocks: tuple[_Block, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,94 +105,81 @@ class Bound:
         for mesh in self.stored.meshes:
             coords = {**mesh.coords(rank), **coords}
         for held in self.held:
-            in_dims = stack_names(held.row).values()
-            for numbers, one in held.instances.items():
-                if rank in one.owner.mesh:
-                    found = _Stored(held, one, coords, in_dims)
-                    yield from found.list_slots(numbers)
+            for block in held.blocks:
+                numbers = [
+                    (local, number)
+                    for local, number in _list_numbers(block, coords)
+                    if rank in block.owner.meshes[number]
+                ]
+                if numbers:
+                    yield from _list_slots(held, block, coords, numbers)
 
 
-class _Stored:
-    """One stored tensor of a rank at these coordinates."""
-
-    def __init__(
-        self, held: _Held, one: _Instance, coords: Mapping[str, int], in_dims: Iterable[str]
-    ) -> None:
-        self.held = held
-        self.one = one
-        self.coords = coords
-        local = dict(one.owner.local)
-        for index, (number, stack) in one.owner.stacks.items():
-            local[index] = _find_position(stack.at(coords), number)
-        self.stacked = {index: local[index] for index in in_dims}
-        self.native = self._fill(local)
-
-    def _fill(self, local: Mapping[str, int]) -> str:
-        """The native name; an index that is spread in it has its local number."""
-        numbers = dict(local)
-        row = self.held.row
-        for spread in row.native.indices:
-            numbers[spread.name] = local[_find_index(spread, local)]
-        return row.native.fill(numbers, star=self.held.star)
-
-    def list_slots(self, numbers: _Numbers) -> Iterator[tuple[str, Slot, _Shape]]:
-        """(logical name, slot, shape of the stored tensor) of each component."""
-        laid = self.one.laid
-        held = self.held
-        chunk = self.one.owner.chunk
-        shape = laid.shape(self.coords)
-        for component, names in zip(held.components, held.names, strict=True):
-            cut = laid.cut(component, self.coords, self.stacked)
-            slot = Slot(chunk, self.native, cut, laid.order, held.row.function)
-            yield names[numbers], slot, shape
+def _list_numbers(block: _Block, coords: Mapping[str, int]) -> list[tuple[int, int]]:
+    """(local number, number) of all that is stacked at these coordinates."""
+    stack = block.owner.stack
+    if stack is None:
+        return [(0, 0)]
+    numbers = stack.at(coords).indices().tolist()
+    return [(local, number) for local, number in enumerate(numbers) if number >= 0]
 
 
-def _find_index(spread: Index, local: Mapping[str, int]) -> str:
-    """Which word is the index; the others are axes and numbers."""
-    return next(word.rstrip("~") for word in spread.words if word.rstrip("~") in local)
+def _list_slots(
+    held: _Held, block: _Block, coords: Mapping[str, int], numbers: list[tuple[int, int]]
+) -> Iterator[tuple[str, Slot, _Shape]]:
+    """(logical name, slot, shape of the stored tensor) of each component, for these numbers."""
+    laid = block.laid
+    shape = laid.shape(coords)
+    natives = _fill(held, block.owner, [local for local, _ in numbers])
+    for component, names in zip(held.components, block.names, strict=True):
+        cuts = laid.cuts(component, coords, [local for local, _ in numbers])
+        for (_, number), native, cut in zip(numbers, natives, cuts, strict=True):
+            slot = Slot(block.owner.chunk, native, cut, laid.order, held.row.function)
+            yield names[number], slot, shape
 
 
-def _find_position(runs: Runs, number: int) -> int:
-    """The local number of a global one that the runs hold."""
-    for lo, g, n in runs.segments:
-        if g <= number < g + n:
-            return lo + number - g
-    raise StoreError(f"number {number} is not in {runs}")
+def _fill(held: _Held, owner: Owner, local: Sequence[int]) -> list[str]:
+    """The native names; an index that is spread in them has these local numbers."""
+    numbers = dict(owner.local)
+    native = held.row.native
+    if owner.stack is None or held.row.spread is None:
+        return [native.fill(numbers, star=held.star)] * len(local)
+    names = []
+    for number in local:
+        numbers[owner.stack.index] = number
+        numbers[held.row.spread.name] = number
+        names.append(native.fill(numbers, star=held.star))
+    return names
 
 
-def bind(stored: Stored, shapes: Shapes) -> Bound:
+def bind(stored: Stored, tensors: Shapes | Vocabulary) -> Bound:
     """Which of these tensors lies where.
 
     Raises StoreError with all that does not fit.
     """
-    return _Binder(stored, shapes).bind()
+    vocabulary = tensors if isinstance(tensors, Vocabulary) else Vocabulary(tensors)
+    return _Binder(stored, vocabulary).bind()
 
 
 class _Binder:
     """Gives tensors to rows, once."""
 
-    def __init__(self, stored: Stored, shapes: Shapes) -> None:
+    def __init__(self, stored: Stored, vocabulary: Vocabulary) -> None:
         self.stored = stored
-        self.shapes = shapes
-        self.templates: dict[str, dict[_Numbers, str]] = {}
-        for name in shapes:
-            template, numbers = split(name)
-            self.templates.setdefault(template, {})[numbers] = name
+        self.vocabulary = vocabulary
+        self.shapes = vocabulary.shapes
         self.layouts: dict[str, Layout] = {}
 
     def bind(self) -> Bound:
         """All rows, and an error for all that does not fit."""
-        held = []
-        faults = []
+        held: list[_Held] = []
+        faults: list[str] = []
         for row in self.stored.rows:
             for star in STARS if row.logical.starred else ("",):
                 try:
-                    found = self._hold(row, star)
+                    held += self._hold(row, star)
                 except ShardError as error:
                     faults.append(f"{error}\nin the row {row}")
-                    continue
-                if found is not None:
-                    held.append(found)
         self._check(faults)
         return Bound(self.stored, self.layouts, tuple(held))
 
@@ -185,45 +192,52 @@ class _Binder:
         if faults:
             raise StoreError("\n".join(faults))
 
-    def _hold(self, row: Row, star: str) -> _Held | None:
-        """What the row stores with this star; None for nothing."""
+    def _hold(self, row: Row, star: str) -> Iterator[_Held]:
+        """What the row stores with this star, if it is anything."""
         words = row.logical.components or ("",)
-        names = []
-        for word in words:
-            template = row.logical.template(word, star)
-            names.append(self.templates.get(template, {}))
-        taken = list(self._list_taken(row, names))
-        if not taken:
-            return None
-        instances = _Maker(self.stored, self.shapes, row, words, names).make(taken)
-        for numbers, one in list(instances.items()):
-            own = [of[numbers] for of in names]
-            if not self._note(row, own, one):
-                del instances[numbers]
-        return _Held(row, star, words, tuple(names), instances)
+        templates = [row.logical.template(word, star) for word in words]
+        if not set(templates) <= self.vocabulary.templates.keys():
+            return
+        maker = _Maker(self.stored, self.shapes, row, words)
+        stacked = maker.owners.place_stacked()
+        found = [self.vocabulary.find(template, stacked) for template in templates]
+        blocks = []
+        for numbers in self._list_taken(row, found, stacked):
+            block = maker.make(numbers, [of[numbers] for of in found])
+            if self._note(row, block):
+                blocks.append(block)
+        if blocks:
+            yield _Held(row, star, words, tuple(blocks))
 
-    def _list_taken(self, row: Row, names: Sequence[_Named]) -> Iterator[_Numbers]:
+    def _list_taken(
+        self, row: Row, found: Sequence[Mapping[_Numbers, Mapping[int, str]]], stacked: int | None
+    ) -> Iterator[_Numbers]:
         """The numbers for which all components are there, and no row before has taken them."""
-        first, *rest = names
-        for numbers, name in first.items():
-            taken = name in self.layouts
-            complete = all(numbers in other for other in rest)
-            if complete and taken == row.also and self._applies(row, numbers):
+        first, *rest = found
+        for numbers, names in first.items():
+            taken = next(iter(names.values())) in self.layouts
+            complete = all(other.get(numbers, {}).keys() == names.keys() for other in rest)
+            if complete and taken == row.also and self._applies(row, numbers, stacked):
                 yield numbers
 
-    def _applies(self, row: Row, numbers: _Numbers) -> bool:
+    def _applies(self, row: Row, numbers: _Numbers, stacked: int | None) -> bool:
         """Whether the row's conditions hold."""
-        indices = (index.name for index in row.logical.indices)
+        indices = [index.name for index in row.logical.indices]
+        if stacked is not None:
+            del indices[stacked]
         by_index = dict(zip(indices, numbers, strict=True))
-        needed = row.needs is None or row.needs.fill(by_index) in self.shapes
-        return needed and (row.lacks is None or row.lacks.fill(by_index) not in self.shapes)
+        if row.needs is not None and row.needs.fill(by_index) not in self.shapes:
+            return False
+        return row.lacks is None or row.lacks.fill(by_index) not in self.shapes
 
-    def _note(self, row: Row, names: list[str], one: _Instance) -> bool:
+    def _note(self, row: Row, block: _Block) -> bool:
         """Keep the layouts; False for a copy where the tensor is already."""
-        for name, layout in zip(names, one.layouts, strict=True):
-            if not row.also:
-                self.layouts[name] = layout
-                continue
+        names = itertools.chain(*block.names)
+        layouts = itertools.chain(*block.layouts)
+        if not row.also:
+            self.layouts.update(zip(names, layouts, strict=True))
+            return True
+        for name, layout in zip(names, layouts, strict=True):
             # Where one stage is first and last, the copy is the tensor itself.
             before = self.layouts[name]
             if not set(before.mesh.ranks).isdisjoint(layout.mesh.ranks):
@@ -233,84 +247,71 @@ class _Binder:
 
 
 class _Maker:
-    """Makes the instances of one row: layers and experts that are alike share what is laid out."""
+    """Makes the stored tensors of one row: layers and experts that are alike share what is laid out."""
 
     def __init__(
-        self,
-        stored: Stored,
-        shapes: Shapes,
-        row: Row,
-        components: tuple[str, ...],
-        names: Sequence[_Named],
+        self, stored: Stored, shapes: Shapes, row: Row, components: tuple[str, ...]
     ) -> None:
         self.stored = stored
         self.shapes = shapes
         self.row = row
         self.components = components
-        self.names = names
         self.owners = Owners(stored, row)
         self.laid: dict[object, Laid] = {}
-        self.made: dict[object, tuple[Layout, ...]] = {}
+        self.made: dict[object, tuple[tuple[Layout, ...], ...]] = {}
 
-    def make(self, taken: list[_Numbers]) -> dict[_Numbers, _Instance]:
-        """The instances by their numbers."""
-        counts = self._count(taken)
-        indices = self.owners.indices
-        made = {}
-        for numbers in taken:
-            own = {}
-            for i, index in enumerate(indices):
-                if index in self.owners.stacked:
-                    own[index] = counts[index, numbers[:i] + numbers[i + 1 :]]
-            owner = self.owners.find(numbers, own)
-            made[numbers] = self._make_one(numbers, owner)
-        return made
+    def make(self, numbers: _Numbers, names: Sequence[Mapping[int, str]]) -> _Block:
+        """The stored tensor of these numbers; `names` are its components' by number of the stack.
 
-    def _count(self, taken: list[_Numbers]) -> dict[tuple[str, _Numbers], int]:
-        """How many numbers each stacked index has, for each choice of the other numbers."""
-        seen: dict[tuple[str, _Numbers], set[int]] = {}
-        for i, index in enumerate(self.owners.indices):
-            if index in self.owners.stacked:
-                for numbers in taken:
-                    others = numbers[:i] + numbers[i + 1 :]
-                    seen.setdefault((index, others), set()).add(numbers[i])
-        for (index, _), found in seen.items():
-            absent = set(range(max(found) + 1)) - found
-            if absent:
-                raise StoreError(
-                    f"number {min(absent)} of index {index!r} is missing, {max(found)} is there; "
-                    f"give all of a stack"
-                )
-        return {key: len(found) for key, found in seen.items()}
-
-    def _make_one(self, numbers: _Numbers, owner: Owner) -> _Instance:
-        """The instance of these numbers."""
-        names = [of[numbers] for of in self.names]
-        entries = [self.shapes[name] for name in names]
-        laid = self._lay(tuple(shape for shape, _ in entries), owner)
-        key = id(laid), owner.mesh, tuple(dtype for _, dtype in entries)
-        if key not in self.made:
-            self.made[key] = self._make_layouts(entries, laid, owner.mesh)
-        return _Instance(laid, owner, self.made[key])
-
-    def _lay(self, shapes: tuple[_Shape, ...], owner: Owner) -> Laid:
-        stacks = {name: stack for name, (_, stack) in owner.stacks.items()}
-        # Stacks are kept by `owners`, so that their identities stay theirs.
-        key = shapes, *map(id, stacks.values())
+        Raises StoreError where numbers of a stack are missing, or differ in shape or dtype.
+        """
+        ordered = tuple(self._order(of) for of in names)
+        owner = self.owners.find(numbers, len(ordered[0]))
+        entries = tuple(self.shapes[of[0]] for of in ordered)
+        key = entries, len(ordered[0])
         if key not in self.laid:
-            axes = self.owners.mesh.shape
-            frame = Frame(axes, self.stored.numbers, {}, self.stored.exact)
-            by_word = dict(zip(self.components, shapes, strict=True))
-            self.laid[key] = lay(self.row, by_word, frame, stacks)
-        return self.laid[key]
+            self.laid[key] = self._lay(entries, owner)
+        laid = self.laid[key]
+        # Layers of one stage have their owners' meshes, and so their layouts, as one tuple.
+        shared = key, id(owner.meshes)
+        if shared not in self.made:
+            self.made[shared] = self._make_layouts(entries, laid, owner)
+        return _Block(ordered, self.made[shared], laid, owner)
+
+    def _order(self, names: Mapping[int, str]) -> list[str]:
+        """The names by number. Raises StoreError where one is missing, or differs from the others."""
+        absent = set(range(len(names))).difference(names)
+        if absent:
+            raise StoreError(
+                f"number {min(absent)} of index {self.owners.stacked!r} is missing, and "
+                f"{max(names)} is there; give all of a stack"
+            )
+        ordered = [names[number] for number in range(len(names))]
+        first = self.shapes[ordered[0]]
+        for name in ordered:
+            if self.shapes[name] != first:
+                raise StoreError(
+                    f"{ordered[0]!r} is {first} and {name!r} is {self.shapes[name]}; "
+                    f"tensors of one index have one shape and dtype"
+                )
+        return ordered
+
+    def _lay(self, entries: tuple[tuple[_Shape, str], ...], owner: Owner) -> Laid:
+        axes = self.owners.mesh.shape
+        frame = Frame(axes, self.stored.numbers, {}, self.stored.exact)
+        shapes = [shape for shape, _ in entries]
+        by_word = dict(zip(self.components, shapes, strict=True))
+        return lay(self.row, by_word, frame, owner.stack)
 
     def _make_layouts(
-        self, entries: list[tuple[_Shape, str]], laid: Laid, mesh: Mesh
-    ) -> tuple[Layout, ...]:
-        """A layout per component."""
+        self, entries: tuple[tuple[_Shape, str], ...], laid: Laid, owner: Owner
+    ) -> tuple[tuple[Layout, ...], ...]:
+        """The layouts of each component, by number."""
         layouts = []
         for word, (shape, dtype) in zip(self.components, entries, strict=True):
-            layouts.append(intern(shape, dtype, mesh, laid.dims[word], ()))
+            dims = laid.dims[word]
+            by_mesh = {mesh: intern(shape, dtype, mesh, dims, ()) for mesh in set(owner.meshes)}
+            layouts.append(tuple(by_mesh[mesh] for mesh in owner.meshes))
         return tuple(layouts)
 
 

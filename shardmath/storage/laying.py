@@ -6,9 +6,9 @@
 
 >>> from shardmath.storage import rows
 >>> (row,) = rows.parse("qkv = [q k v] : (tp q + tp k + tp v) h")
->>> laid = lay(row, {"q": (8, 4), "k": (2, 4), "v": (2, 4)}, Frame({"tp": 2}, {}, {}), {})
->>> laid.shape({"tp": 0}), laid.cut("k", {"tp": 0})
-((6, 4), (slice(4, 5, 1), slice(0, 4, 1)))
+>>> laid = lay(row, {"q": (8, 4), "k": (2, 4), "v": (2, 4)}, Frame({"tp": 2}, {}, {}))
+>>> laid.shape({"tp": 0}), laid.cuts("k", {"tp": 0})
+((6, 4), [(slice(4, 5, 1), slice(0, 4, 1))])
 >>> [str(dimension.runs({"tp": 1})) for dimension in laid.dims["k"]]
 ['[1:2]', '[0:4]']
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -39,14 +39,25 @@ _At: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Which numbers of an index lie at each coordinate of some mesh axes, in local order."""
+    """Which of `count` numbers of an index lie at each coordinate of some mesh axes, in local order."""
 
+    index: str
+    count: int
     axes: tuple[str, ...]
     held: Mapping[_At, Runs]
 
     def at(self, coords: Coords) -> Runs:
         """Local to global numbers."""
         return self.held[tuple(coords[axis] for axis in self.axes)]
+
+    def list_holders(self) -> list[tuple[_At, ...]]:
+        """The coordinates that have each number."""
+        found: list[list[_At]] = [[] for _ in range(self.count)]
+        for at, runs in self.held.items():
+            for number in runs.indices().tolist():
+                if number >= 0:
+                    found[number].append(at)
+        return list(map(tuple, found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +87,23 @@ class Laid:
                 sizes.append(stored.lengths[tuple(coords[axis] for axis in stored.axes)])
         return tuple(sizes)
 
-    def cut(
-        self, component: str, coords: Coords, numbers: Mapping[str, int] | None = None
-    ) -> tuple[int | slice, ...]:
-        """What takes the component out of the stored tensor; `numbers` say which of a stack."""
-        out: list[int | slice] = []
-        stacked = iter((numbers or {}).values())
-        for stored in self.stored:
+    def cuts(
+        self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
+    ) -> list[tuple[int | slice, ...]]:
+        """What takes the component out of the stored tensor, for each of these local numbers of a stack."""
+        spans = []
+        stacked = None
+        for i, stored in enumerate(self.stored):
             if isinstance(stored, Stack):
-                out.append(next(stacked))
+                stacked = i
+                spans.append(slice(0))
             else:
                 at = tuple(coords[axis] for axis in stored.axes)
-                out.append(stored.trims[component][at].span)
-        return tuple(out)
+                spans.append(stored.trims[component][at].span)
+        if stacked is None:
+            return [tuple(spans) for _ in numbers]
+        before, behind = spans[:stacked], spans[stacked + 1 :]
+        return [(*before, number, *behind) for number in numbers]
 
 
 def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
@@ -123,8 +138,8 @@ def _single_words(dim: Structure) -> tuple[object, ...]:
     return tuple(word.name for word in term.words)
 
 
-def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stacks: Mapping[str, Stack]) -> Laid:
-    """The stored tensor of these components; `stacks` say what lies where of its indices.
+def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None = None) -> Laid:
+    """The stored tensor of these components; the stack says what lies where of its index.
 
     Raises StoreError where the words do not fit the shapes, LayoutError for what does not divide.
     """
@@ -135,8 +150,8 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stacks: Mapping[str
     by_dim: dict[int, Mapping[str, Dimension]] = {}
     placed: set[str] = set()
     for word, index in _give_words(row, ndim):
-        if index is not None:
-            stored.append(stacks[index])
+        if index is not None and stack is not None:
+            stored.append(stack)
             continue
         d = next(shown)
         lengths = {name: shape[d] for name, shape in shapes.items()}

@@ -32,7 +32,7 @@ PART = re.compile(
     r"\[(?P<choice>[^\]]*)\]|\{(?P<index>[^}]*)\}|(?P<star>\*)|(?P<plain>[^\[\]{}*]+)"
 )
 # Between dots alone: the 1 of conv1d and w1 is part of a word.
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ class Name:
 
 def split(name: str) -> tuple[str, tuple[int, ...]]:
     """A tensor's name as a template with {} for each number between dots, and the numbers."""
-    numbers = tuple(map(int, NUMBER.findall(name)))
-    return NUMBER.sub("{}", name) if numbers else name, numbers
+    words = NUMBER.split(name)
+    return "{}".join(words[::2]), tuple(map(int, words[1::2]))
 
 
 def join(prefix: Name, name: Name) -> Name:

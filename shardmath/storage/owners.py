@@ -2,15 +2,14 @@
 
 1. A declared index has a spot for each number: coordinates, chunk and local number.
 2. A **stacked** index is a dimension of the stored tensor, or spread in its name as {ep e}: a structure says what
-   each coordinate has.
-3. The owners of one instance are a sub-mesh. Where several coordinates have a number, and others have not, they
+   each coordinate has. A row has one at most.
+3. The owners of one number of a stack are a sub-mesh. Where several coordinates have it, and others have not, they
    lie along an axis `copy` of their own.
 
 >>> side = Stored(rows.parse("w{ep e} = {e}.w : h"), (Mesh(dp=2, ep=2),))
->>> owners = Owners(side, side.rows[0])
->>> owner = owners.find((3,), {"e": 4})
->>> owner.mesh, [str(stack.at({"ep": 1})) for _, stack in owner.stacks.values()]
-(Mesh(dp=2, ranks=[1, 3]), ['[2:4]'])
+>>> owner = Owners(side, side.rows[0]).find((), count=4)
+>>> owner.meshes[3], str(owner.stack.at({"ep": 1}))
+(Mesh(dp=2, ranks=[1, 3]), '[2:4]')
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs
 from shardmath.base.errors import StoreError
 from shardmath.storage import rows
 from shardmath.storage.cutting import Frame, axes_of, lay_out
@@ -32,21 +30,17 @@ from shardmath.storage.structure import Group, Term, Word, list_words
 
 __all__ = ["Owner", "Owners", "pile"]
 
-Coords: TypeAlias = Mapping[str, int]
-_Holders: TypeAlias = tuple[tuple[tuple[str, int], ...], ...]
-
 
 class Owner(NamedTuple):
-    """Who has one instance of a row.
+    """Who has a stored tensor, or a stack.
 
-    `local` has the local numbers of indices that are not stacked; `stacks` the global ones of those that are, with
-    who has which.
+    `meshes` has one mesh per number of the stack, or one; `local` the local numbers of the other indices.
     """
 
-    mesh: Mesh
+    meshes: tuple[Mesh, ...]
     chunk: int
     local: Mapping[str, int]
-    stacks: Mapping[str, tuple[int, Stack]]
+    stack: Stack | None
 
 
 @dataclass
@@ -55,7 +49,6 @@ class _Found:
 
     where: dict[str, int]
     local: dict[str, int]
-    stacks: dict[str, tuple[int, Stack]]
     chunk: int = 0
 
 
@@ -67,16 +60,23 @@ class Owners:
         self.row = row
         self.indices = [index.name for index in row.logical.indices]
         self.in_dims = stack_names(row)
-        self.stacked = {*self.in_dims.values(), *self._list_spread()}
+        self.stacked = self._find_stacked()
         self.mesh = self._choose_mesh()
-        self.stacks: dict[tuple[str, int], Stack] = {}
-        self.meshes: dict[object, Mesh] = {}
+        self.stacks: dict[int, Stack] = {}
+        self.meshes: dict[object, tuple[Mesh, ...]] = {}
 
-    def _list_spread(self) -> Iterator[str]:
-        """The indices that the native name spreads over axes."""
+    def _find_stacked(self) -> str | None:
+        """The index that is a dimension, or spread in the native name. Raises StoreError for two."""
         spread = self.row.spread
-        if spread is not None:
-            yield from (name for name in self.indices if name in spread.words)
+        words = spread.words if spread else ()
+        found = [name for name in self.indices if name in words or name in self.in_dims.values()]
+        if len(found) > 1:
+            raise StoreError(f"indices {' and '.join(found)} are both stacked; declare one of them")
+        return found[0] if found else None
+
+    def place_stacked(self) -> int | None:
+        """Which of the row's indices is stacked, counted from 0; None where none is."""
+        return None if self.stacked is None else self.indices.index(self.stacked)
 
     def _choose_mesh(self) -> Mesh:
         """The first mesh that has all axes that the row names."""
@@ -96,23 +96,25 @@ class Owners:
         if self.row.place:
             yield self.row.place.axis
 
-    def find(self, numbers: Sequence[int], counts: Mapping[str, int]) -> Owner:
-        """Who has the instance of these numbers; `counts` say how many a stacked index has.
+    def find(self, numbers: Sequence[int], count: int) -> Owner:
+        """Who has what these numbers of the indices that are not stacked say, in a stack of so many.
 
         Raises StoreError for a number that no spot is declared for, and for one that nobody has.
         """
-        found = _Found({}, {}, {})
-        for index, number in zip(self.indices, numbers, strict=True):
-            if index in self.stacked:
-                found.stacks[index] = number, self._find_stack(index, counts[index])
-            elif index in self.stored.indices:
+        found = _Found({}, {})
+        others = [index for index in self.indices if index != self.stacked]
+        for index, number in zip(others, numbers, strict=True):
+            if index in self.stored.indices:
                 self._go_to_spot(index, number, found)
             else:
                 found.local[index] = number
         if self.row.place:
             self._go_to(self.row.place, found)
-        mesh = self._select(found)
-        return Owner(mesh, found.chunk, found.local, found.stacks)
+        stack = self._find_stack(count) if self.stacked else None
+        key = (*found.where.items(), count)
+        if key not in self.meshes:
+            self.meshes[key] = tuple(self._list_meshes(found.where, stack))
+        return Owner(self.meshes[key], found.chunk, found.local, stack)
 
     def _go_to_spot(self, index: str, number: int, found: _Found) -> None:
         """Note where this number of a declared index is."""
@@ -135,14 +137,14 @@ class Owners:
             spots = itertools.chain.from_iterable(self.stored.indices.values())
             found.chunk = max((spot.chunk for spot in spots), default=0)
 
-    def _find_stack(self, index: str, count: int) -> Stack:
-        """Who has which numbers of a stacked index."""
-        key = index, count
-        if key not in self.stacks:
-            self.stacks[key] = self._make_stack(index, count)
-        return self.stacks[key]
+    def _find_stack(self, count: int) -> Stack:
+        """Who has which of so many numbers."""
+        if count not in self.stacks:
+            self.stacks[count] = self._make_stack(count)
+        return self.stacks[count]
 
-    def _make_stack(self, index: str, count: int) -> Stack:
+    def _make_stack(self, count: int) -> Stack:
+        index = self.stacked or ""
         group = self._find_group(index)
         frame = Frame(self.mesh.shape, self.stored.numbers, {index: count}, self.stored.exact)
         axes = axes_of(group, frame)
@@ -151,7 +153,7 @@ class Owners:
         for at in itertools.product(*map(range, sizes)):
             coords = dict(zip(axes, at, strict=True))
             held[at] = lay_out(group, frame, coords)
-        return Stack(axes, held)
+        return Stack(index, count, axes, held)
 
     def _find_group(self, index: str) -> Group:
         """The structure of the index: its dimension, or its words in the native name."""
@@ -163,48 +165,38 @@ class Owners:
         words = spread.words if spread else (index,)
         return Group(((Term(_read_words(words)),),))
 
-    def _select(self, found: _Found) -> Mesh:
-        """The ranks that have the instance."""
-        holders = []
-        for number, stack in found.stacks.values():
-            own = _list_holders(stack, number)
-            if len(own) < len(stack.held):
-                holders.append(own)
-        key = (*found.where.items(), *holders)
-        if key not in self.meshes:
-            self.meshes[key] = self._make_mesh(found.where, holders)
-        return self.meshes[key]
+    def _list_meshes(self, where: Mapping[str, int], stack: Stack | None) -> Iterator[Mesh]:
+        """The ranks that have each number of the stack, or the stored tensor."""
+        whole = self.mesh.select(**where)
+        if stack is None:
+            yield whole
+            return
+        known: dict[object, Mesh] = {}
+        for number, holders in enumerate(stack.list_holders()):
+            if not holders:
+                raise StoreError(f"no rank has number {number} of '{self.row}'; store every number")
+            if len(holders) == len(stack.held):
+                yield whole
+                continue
+            if holders not in known:
+                known[holders] = self._make_mesh(where, stack, holders)
+            yield known[holders]
 
-    def _make_mesh(self, where: Coords, holders: list[_Holders]) -> Mesh:
-        """The sub-mesh at these coordinates, and at one choice of holders of each number."""
+    def _make_mesh(
+        self, where: Mapping[str, int], stack: Stack, holders: tuple[tuple[int, ...], ...]
+    ) -> Mesh:
+        """The sub-mesh at these coordinates, and at those of the holders of one number."""
         parts = []
+        for holder in holders:
+            at = dict(zip(stack.axes, holder, strict=True))
+            parts.append(self.mesh.select(**where, **at))
         # Redundant experts: the copies of one number are as many sub-meshes of one shape.
-        for chosen in itertools.product(*holders):
-            at = dict(where)
-            for holder in chosen:
-                at.update(holder)
-            parts.append(self.mesh.select(**at))
-        if not parts:
-            raise StoreError(f"'{self.row}' has a number that no rank has; store every number")
         return parts[0] if len(parts) == 1 else pile(parts)
 
 
 def _read_words(words: Sequence[str]) -> tuple[Word, ...]:
     """The words of an index in a name."""
     return tuple(Word(word.rstrip("~"), balanced=word.endswith("~")) for word in words)
-
-
-def _list_holders(stack: Stack, number: int) -> _Holders:
-    """The coordinates that have the number."""
-    found = []
-    for at, runs in stack.held.items():
-        if _holds(runs, number):
-            found.append(tuple(zip(stack.axes, at, strict=True)))
-    return tuple(found)
-
-
-def _holds(runs: Runs, number: int) -> bool:
-    return any(g <= number < g + n for _, g, n in runs.segments)
 
 
 def pile(meshes: Sequence[Mesh]) -> Mesh:
