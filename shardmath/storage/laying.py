@@ -121,21 +121,10 @@ def stack_names(row: Row) -> dict[int, str]:
     stacked = {index.name for index in row.logical.indices}
     found = {}
     for i, dim in enumerate(row.dims or ()):
-        words = _single_words(dim)
-        names = [word for word in words if word in stacked]
-        if names:
-            found[i] = names[0]
+        words = {dim} if isinstance(dim, str) else {word.name for word in list_words((dim,))}
+        for name in stacked.intersection(map(str, words)):
+            found[i] = name
     return found
-
-
-def _single_words(dim: Structure) -> tuple[object, ...]:
-    """The words of a dimension that is one term; none for others."""
-    if isinstance(dim, str):
-        return (dim,)
-    if len(dim.stages) != 1 or len(dim.stages[0]) != 1:
-        return ()
-    (term,) = dim.stages[0]
-    return tuple(word.name for word in term.words)
 
 
 def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None = None) -> Laid:

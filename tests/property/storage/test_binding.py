@@ -1,0 +1,209 @@
+"""Binding: rows take tensors, ranks store them, and what does not fit is said in one message."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardmath import Mesh, ShardError, StoreError, plan, simulate, verify
+from shardmath.storage import rows
+from shardmath.storage.binding import Bound, Vocabulary, bind
+from shardmath.storage.filling import fill, gather, view_of
+from shardmath.storage.stored import Shapes, Spot, Stored
+
+SHAPES: Shapes = {
+    **{f"layers.{layer}.{c}.weight": ((8, 6), "int64") for layer in range(4) for c in "qkv"},
+    **{f"layers.{layer}.{c}.bias": ((8,), "int64") for layer in range(4) for c in "qkv"},
+    **{
+        f"layers.{layer}.experts.{e}.{c}.weight": ((4, 6), "int64")
+        for layer in range(1, 4)
+        for e in range(6)
+        for c in ("gate", "up")
+    },
+    "embed.weight": ((10, 6), "int64"),
+}
+
+TRAINER = """
+embed.weight @pp=0            = embed.weight : (tp n=vocab) h
+also head.weight @pp=-1       = embed.weight : (tp n=vocab) h
+[decoder.{l}. = layers.{l}.]
+qkv.*                         = [q k v].*    : (2 (q + k + v) | tp n) h
+local.{ep e}.fc1.*            = experts.{e}.[gate up].* : (etp (gate + up)) h
+"""
+
+ENGINE = """
+embed.weight                  = embed.weight : (tp n=vocab) h
+[layers.{l}. = layers.{l}.]
+qkv_proj.*                    = [q k v].*    : (tp q 2 + tp/rep k 2 + tp/rep v 2) h
+w13                           = experts.{e}.[gate up].weight.T : (ep~ e) h (2 (gate + up))
+"""
+
+
+def trainer() -> Stored:
+    """Two stages of two chunks, of which each has a layer."""
+    layers = tuple(Spot({"pp": layer % 2}, layer // 2, 0) for layer in range(4))
+    meshes = Mesh(pp=2, dp=2, tp=2), Mesh(pp=2, ep=2, etp=2)
+    return Stored(rows.parse(TRAINER), meshes, {"l": layers}, {"vocab": 12})
+
+
+def engine() -> Stored:
+    meshes = Mesh(dp=1, tp=4, ranks=range(8, 12)), Mesh(ep=4, ranks=range(8, 12))
+    return Stored(rows.parse(ENGINE), meshes, numbers={"vocab": 16, "rep": 2})
+
+
+def draw() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(5)
+    return {name: random.integers(1, 1 << 40, shape) for name, (shape, _) in SHAPES.items()}
+
+
+@pytest.mark.parametrize("side", [trainer(), engine()])
+def test_what_ranks_store_is_what_there_was(side: Stored) -> None:
+    bound = bind(side, SHAPES)
+    arrays = draw()
+    ranks = side.meshes[0].ranks
+    stored = {rank: fill(bound, arrays, rank) for rank in ranks}
+    back = gather(bound, stored, ranks)
+    assert back.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(back[name], array)
+
+
+def stack(arrays: dict[str, np.ndarray], layer: int, experts: range) -> np.ndarray:
+    """w13 of an engine rank, by hand: gate and up columns in halves."""
+    made = []
+    for e in experts:
+        gate, up = (arrays[f"layers.{layer}.experts.{e}.{c}.weight"].T for c in ("gate", "up"))
+        made.append(np.concatenate([gate[:, :2], up[:, :2], gate[:, 2:], up[:, 2:]], axis=1))
+    return np.stack(made)
+
+
+def test_an_engine_rank_by_hand() -> None:
+    arrays = draw()
+    stored = fill(bind(engine(), SHAPES), arrays, rank=9)
+    q, k, v = (arrays[f"layers.0.{c}.weight"] for c in "qkv")
+    np.testing.assert_array_equal(
+        stored[0, "layers.0.qkv_proj.weight"], np.concatenate([q[2:4], k[:4], v[:4]])
+    )
+    np.testing.assert_array_equal(stored[0, "layers.2.w13"], stack(arrays, 2, range(2, 4)))
+    assert (0, "layers.0.w13") not in stored
+
+
+def test_a_trainer_rank_by_hand() -> None:
+    arrays = draw()
+    stored = fill(bind(trainer(), SHAPES), arrays, rank=7)  # stage 1: layers 1 and 3
+    q, k, v = (np.split(arrays[f"layers.3.{c}.weight"], 2) for c in "qkv")
+    whole = np.concatenate([q[0], k[0], v[0], q[1], k[1], v[1]])
+    np.testing.assert_array_equal(stored[1, "decoder.0.qkv.weight"], np.split(whole, 2)[1])
+    gate, up = (arrays[f"layers.1.experts.4.{c}.weight"] for c in ("gate", "up"))
+    np.testing.assert_array_equal(
+        stored[0, "decoder.0.local.1.fc1.weight"], np.concatenate([gate[2:], up[2:]])
+    )
+    np.testing.assert_array_equal(
+        stored[1, "head.weight"], np.concatenate([arrays["embed.weight"][6:], np.zeros((2, 6))])
+    )
+    assert {native for _, native in stored} == {
+        "head.weight",
+        "decoder.0.qkv.weight",
+        "decoder.0.qkv.bias",
+        *(f"decoder.0.local.{e}.fc1.weight" for e in range(3)),
+    }
+
+
+def test_both_sides_are_planned_and_proved() -> None:
+    vocabulary = Vocabulary(SHAPES)
+    src, dst = bind(trainer(), vocabulary), bind(engine(), vocabulary)
+    moved = plan(src.layouts, dst.layouts)
+    verify(moved)
+    arrays = draw()
+    given = {rank: local_arrays(src, arrays, rank) for rank in range(8)}
+    moved_to = simulate(moved, given)
+    for rank in range(8, 12):
+        wanted = local_arrays(dst, arrays, rank)
+        assert wanted.keys() == moved_to[rank].keys()
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(moved_to[rank][name], array)
+
+
+def local_arrays(bound: Bound, arrays: dict[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
+    """What a plan moves: views of what the rank stores, with 0 in cells of other tensors."""
+    local = {}
+    for name, slot in bound.slots(rank).items():
+        only = fill_one(bound, {name: arrays[name]}, rank, name)
+        local[name] = view_of(only, slot)
+    return local
+
+
+def fill_one(bound: Bound, arrays: dict[str, np.ndarray], rank: int, name: str) -> np.ndarray:
+    """The stored tensor that this one is in, with nothing of the others."""
+    others = {other: np.zeros(shape, np.int64) for other, (shape, _) in SHAPES.items()}
+    slot = bound.slots(rank)[name]
+    return fill(bound, others | arrays, rank)[slot.chunk, slot.native]
+
+
+def test_a_tied_tensor_is_one_layout_with_copies() -> None:
+    bound = bind(trainer(), SHAPES)
+    assert bound.layouts["embed.weight"].mesh == Mesh(copy=2, dp=2, tp=2)
+    one_stage = Stored(rows.parse("a @pp=0 = w\nalso b @pp=-1 = w"), (Mesh(pp=1, tp=2),))
+    assert bind(one_stage, {"w": ((2,), "int8")}).natives(0) == {(0, "a"): (2,)}
+
+
+def test_experts_that_several_ranks_have() -> None:
+    side = Stored(rows.parse("w13 = {e}.w : (ep e 1 | n) h"), (Mesh(ep=2),))
+    bound = bind(side, {f"{e}.w": ((2,), "int8") for e in range(4)})
+    assert bound.layouts["3.w"].mesh.ranks == (1,)
+    assert bound.natives(1) == {(0, "w13"): (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "message"),
+    [
+        ("a = b", {"c": (2,), "d": (2,)}, "no row stores c, d; add rows for them"),
+        (
+            "a = [b c] : (tp (b + c))",
+            {"b": (3,), "c": (4,)},
+            "'tp' has 2 parts, and 'b' 3 to divide; choose sizes that divide, or write 'tp~'\n"
+            "in the row a = [b c] : (tp (b + c))",
+        ),
+        (
+            "a = [b c] : (tp b)",
+            {"b": (2,), "c": (2,)},
+            "component 'c' is in no dimension; write it in 'a = [b c] : (tp b)'\n"
+            "in the row a = [b c] : (tp b)",
+        ),
+        (
+            "a = b : (tp n)",
+            {"b": (2, 2)},
+            "'a = b : (tp n)' has 1 dimensions, its tensor 2; add '...'\nin the row a = b : (tp n)",
+        ),
+        (
+            "a = {e}.b : e n",
+            {"0.b": (2,), "2.b": (2,)},
+            "number 1 of index 'e' is missing, and 2 is there; give all of a stack\n"
+            "in the row a = {e}.b : e n",
+        ),
+        (
+            "a = {e}.b : e n",
+            {"0.b": (2,), "1.b": (3,)},
+            "'0.b' is ((2,), 'int8') and '1.b' is ((3,), 'int8'); "
+            "tensors of one index have one shape and dtype\nin the row a = {e}.b : e n",
+        ),
+    ],
+)
+def test_what_does_not_fit(text: str, shapes: dict[str, tuple[int, ...]], message: str) -> None:
+    side = Stored(rows.parse(text), (Mesh(tp=2),))
+    with pytest.raises(ShardError) as caught:
+        bind(side, {name: (shape, "int8") for name, shape in shapes.items()})
+    assert str(caught.value) == message
+    assert isinstance(caught.value, StoreError)
+
+
+def test_all_faults_are_in_one_message() -> None:
+    side = Stored(rows.parse("a = b : (tp n)\nc = d : (tp n)"), (Mesh(tp=2),))
+    with pytest.raises(StoreError) as caught:
+        bind(side, {"b": ((3,), "int8"), "d": ((5,), "int8")})
+    assert str(caught.value).count("in the row") == 2
+
+
+def test_meshes_have_the_same_ranks() -> None:
+    with pytest.raises(StoreError, match="do not have the same ranks"):
+        Stored((), (Mesh(tp=2), Mesh(ep=4)))

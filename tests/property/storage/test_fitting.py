@@ -1,0 +1,66 @@
+"""Fitting: what is held is named, and the name says what is held."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmath import Layout, Mesh, Runs, from_ranges
+from shardmath.algebra.dimension import Dimension
+from shardmath.layouts.layout import intern
+from shardmath.storage.fitting import fit, trim
+from shardmath.testing.strategies import layouts
+
+
+def hold(layout: Layout, d: int) -> list[Runs]:
+    """What each coordinate of the mesh holds of one dimension."""
+    return [layout.runs(rank)[d] for rank in layout.mesh.ranks]
+
+
+def write(dimension: Dimension, mesh: Mesh) -> str:
+    return intern((dimension.size,), "float32", mesh, (dimension,), ()).text
+
+
+@given(layouts())
+def test_what_is_fitted_holds_the_same(layout: Layout) -> None:
+    axes = layout.mesh.shape
+    for d, n in enumerate(layout.shape):
+        held = hold(layout, d)
+        fitted = fit(n, axes, held)
+        grid = itertools.product(*map(range, axes.values()))
+        coords = [dict(zip(axes, at, strict=True)) for at in grid]
+        assert [fitted.runs(at) for at in coords] == held
+
+
+@pytest.mark.parametrize(
+    "text", ["(tp n)", "(dp n)", "(tp dp n)", "(dp tp n)", "(dp~ n)", "n", "(dp[1 4 2 2] n)"]
+)
+def test_people_would_write_it_so(text: str) -> None:
+    mesh = Mesh(dp=4, tp=2)
+    layout = Layout((9,), mesh, text)
+    assert write(fit(9, mesh.shape, hold(layout, 0)), mesh) == text
+
+
+def test_what_nobody_would_write_is_a_table() -> None:
+    parts = [from_ranges([(0, 2), (5, 6)]), from_ranges([(2, 5)])]
+    fitted = fit(6, {"tp": 2}, parts)
+    assert [fitted.runs({"tp": at}) for at in range(2)] == parts
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=5), st.integers(0, 3))
+def test_a_view_has_all_that_is_held(pieces: list[tuple[int, int]], tail: int) -> None:
+    ranges: list[tuple[int, int] | int] = []
+    at = 0
+    for hole, n in pieces:
+        ranges += [hole, (at, at + n)]
+        at += n
+    runs = from_ranges([*ranges, tail])
+    view, trimmed = trim(runs)
+    assert list(runs.indices()[view.span]) == list(trimmed.indices())
+    assert trimmed.size == runs.size
+    if trimmed.size:
+        assert trimmed.indices()[0] >= 0
+        assert trimmed.indices()[-1] >= 0

@@ -1,0 +1,68 @@
+"""Rows: tables are read, printed and read back, and carets stand under what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shardmath import NotationError
+from shardmath.families.megatron_rows import EXPERTS, SPECS, table
+from shardmath.storage import rows
+
+
+@pytest.mark.parametrize(("spec", "experts"), list(itertools.product(SPECS, EXPERTS)))
+def test_tables_are_printed_and_read_back(spec: str, experts: str) -> None:
+    read = rows.parse(table(spec, experts))
+    assert rows.parse(rows.show(read)) == read
+
+
+def test_every_part_of_a_row() -> None:
+    text = "also a.{l}.w @pp=-1 = neg_exp(b.{l}.w).mT ? /c.{l}.w ! /d.w : (tp n=vocab | dp n) ... h"
+    (row,) = rows.parse(text)
+    assert row.also
+    assert row.function == "neg_exp"
+    assert row.place == rows.Place("pp", -1)
+    assert (
+        str(row)
+        == "also a.{l}.w @pp=-1 = neg_exp(b.{l}.w).mT ? /c.{l}.w ! /d.w : (tp n=vocab | dp n) ... h"
+    )
+
+
+def test_heads_that_follow_each_other_share_rows() -> None:
+    read = rows.parse(
+        """
+        [a. = x.]
+        [b. = y.] @pp=-1
+        w = v ? u   # a condition is below the head too
+        [ = ]
+        t = s
+        """
+    )
+    assert [str(row) for row in read] == [
+        "a.w = x.v ? /x.u",
+        "b.w @pp=-1 = y.v ? /y.u",
+        "t = s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "what"),
+    [
+        ("a.w", 3, "expected '=', found 'the end'"),
+        ("a.w = ", 5, "expected the logical name"),
+        ("a.w = b.w (tp n)", 10, "expected ':', found '(tp n)'"),
+        ("a.w = b.w : (tp", 15, "expected ')', found 'the end'"),
+        ("a.w = b.w : (tp ? n)", 16, "unexpected character '?'"),
+        ("a.w = b.w : (| n)", 13, "nothing to lay out"),
+        ("a.* = b.w", 0, "a star in one name only"),
+        ("[a b].w = c.w", 0, "a choice in the name that ranks store"),
+        ("a.{l}.w = b.w", 2, "index {l} is not in the logical name b.w"),
+        ("[a. = b.] @pp=0 w", 16, "a head ends here"),
+        ("a.w = f(b.w : h", 12, "expected ')', found ': h'"),
+    ],
+)
+def test_carets(text: str, position: int, what: str) -> None:
+    with pytest.raises(NotationError) as caught:
+        rows.parse(text)
+    assert (caught.value.what, caught.value.position) == (what, position)
