@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from shardmath.programs.scheduling import schedule
     from shardmath.proofs.simulate import simulate
     from shardmath.proofs.verify import verify
+    from shardmath.refits.refit import Refit, refit
     from shardmath.relabelling.relabelling import Relabelling, relabel
 
     __version__: str
@@ -58,6 +59,7 @@ LATE = {
     "Collective": "collectives.collective",
     "Plan": "plans.plan",
     "Program": "programs.program",
+    "Refit": "refits.refit",
     "Relabelling": "relabelling.relabelling",
     "Topology": "flows.topology",
     "Transfer": "plans.plan",
@@ -68,6 +70,7 @@ LATE = {
     "equivalent": "layouts.holdings",
     "plan": "plans.plan",
     "recognise": "collectives.collective",
+    "refit": "refits.refit",
     "relabel": "relabelling.relabelling",
     "schedule": "programs.scheduling",
     "simulate": "proofs.simulate",
@@ -81,6 +84,7 @@ FACES = {
     "families": "families",
     "pictures": "pictures",
     "rules": "families.rules",
+    "storage": "storage",
     "store": "layouts.store",
 }
 """Modules that people use by name, and where they are."""
@@ -135,6 +139,7 @@ __all__ = [
     "PlanError",
     "Program",
     "Ragged",
+    "Refit",
     "Relabelling",
     "Replicate",
     "Runs",
@@ -155,6 +160,7 @@ __all__ = [
     "from_ranges",
     "plan",
     "recognise",
+    "refit",
     "relabel",
     "schedule",
     "simulate",

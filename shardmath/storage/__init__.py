@@ -13,3 +13,22 @@ In reading order:
 - `binding`: which row stores which tensor, and where each rank has it;
 - `filling`: stored tensors from logical arrays, and back, cell by cell.
 """
+
+from shardmath.storage.binding import Bound, Vocabulary, bind
+from shardmath.storage.filling import fill, gather
+from shardmath.storage.rows import Row, parse, show
+from shardmath.storage.stored import Slot, Spot, Stored
+
+__all__ = [
+    "Bound",
+    "Row",
+    "Slot",
+    "Spot",
+    "Stored",
+    "Vocabulary",
+    "bind",
+    "fill",
+    "gather",
+    "parse",
+    "show",
+]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
 from shardmath.base.errors import ShardError, StoreError
@@ -99,12 +100,24 @@ class Bound:
         """The shape of each tensor that the rank stores, by chunk and name."""
         return {(slot.chunk, slot.native): shape for _, slot, shape in self._visit(rank)}
 
-    def _visit(self, rank: int) -> Iterator[tuple[str, Slot, _Shape]]:
-        """(logical name, slot, shape of the stored tensor) of all that the rank holds."""
+    def row_of(self, native: tuple[int, str], rank: int) -> Row:
+        """The row by which the rank stores this tensor. Raises StoreError where it does not."""
+        for held in self.held:
+            for _, slot, _ in self._visit(rank, (held,)):
+                if (slot.chunk, slot.native) == native:
+                    return held.row
+        raise StoreError(
+            f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; see its natives"
+        )
+
+    def _visit(
+        self, rank: int, rows: Sequence[_Held] | None = None
+    ) -> Iterator[tuple[str, Slot, _Shape]]:
+        """(logical name, slot, shape of the stored tensor) of all that the rank holds, by these rows."""
         coords: dict[str, int] = {}
         for mesh in self.stored.meshes:
             coords = {**mesh.coords(rank), **coords}
-        for held in self.held:
+        for held in self.held if rows is None else rows:
             for block in held.blocks:
                 numbers = [
                     (local, number)
@@ -152,21 +165,22 @@ def _fill(held: _Held, owner: Owner, local: Sequence[int]) -> list[str]:
     return names
 
 
-def bind(stored: Stored, tensors: Shapes | Vocabulary) -> Bound:
-    """Which of these tensors lies where.
+def bind(stored: Stored, tensors: Shapes | Vocabulary, unused: Sequence[str] = ()) -> Bound:
+    """Which of these tensors lies where. No row has to store what fits a glob of `unused`.
 
     Raises StoreError with all that does not fit.
     """
     vocabulary = tensors if isinstance(tensors, Vocabulary) else Vocabulary(tensors)
-    return _Binder(stored, vocabulary).bind()
+    return _Binder(stored, vocabulary, unused).bind()
 
 
 class _Binder:
     """Gives tensors to rows, once."""
 
-    def __init__(self, stored: Stored, vocabulary: Vocabulary) -> None:
+    def __init__(self, stored: Stored, vocabulary: Vocabulary, unused: Sequence[str]) -> None:
         self.stored = stored
         self.vocabulary = vocabulary
+        self.unused = unused
         self.shapes = vocabulary.shapes
         self.layouts: dict[str, Layout] = {}
 
@@ -186,6 +200,8 @@ class _Binder:
     def _check(self, faults: list[str]) -> None:
         """Raise StoreError with all that does not fit."""
         missing = [name for name in self.shapes if name not in self.layouts]
+        for pattern in self.unused:
+            missing = [name for name in missing if not fnmatchcase(name, pattern)]
         if missing and not faults:
             more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
             faults.append(f"no row stores {', '.join(missing[:SHOWN])}{more}; add rows for them")

@@ -1,0 +1,7 @@
+"""Refits: a trainer's stored weights into engines that store them otherwise.
+
+In reading order:
+
+- `coverage`: a rank's own list of tensors against what rows say that it stores;
+- `refit`: the plan between a trainer and its engines, and where each rank has what moves.
+"""

@@ -1,0 +1,176 @@
+"""Refit: the plan between a trainer and its engines, and where each rank has what moves.
+
+1. A trainer and an engine say how they store their tensors (`shardmath.storage`); both are bound to the same
+   logical tensors, and a plan moves from one to the other like any other plan.
+2. What does not fit is one error, of both sides.
+3. Several engines are one plan: each tensor is held in a window per engine, whose local name is `name[i]`.
+
+>>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.storage import rows
+>>> trainer = Stored(rows.parse("qkv.* = [q k v].* : (2 (q + k + v) | tp n) h"), (Mesh(tp=2),))
+>>> engine = Stored(rows.parse("qkv.* = [q k v].* : (tp (q + k + v)) h"), (Mesh(tp=4, ranks=range(2, 6)),))
+>>> shapes = {f"{name}.weight": ((8, 4), "bfloat16") for name in "qkv"}
+>>> moved = refit(trainer, engine, shapes)
+>>> print(moved.explain("qkv.weight", rank=3))
+qkv.weight (6, 4) on rank 3, from the row
+    qkv.* = [q k v].* : (tp (q + k + v)) h
+[0:2, 0:4] bfloat16[8, 4] (tp n) h on tp=4: q.weight
+[2:4, 0:4] bfloat16[8, 4] (tp n) h on tp=4: k.weight
+[4:6, 0:4] bfloat16[8, 4] (tp n) h on tp=4: v.weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardmath.base.errors import PlanError, StoreError
+from shardmath.base.public import public
+from shardmath.layouts.layout import Layout
+from shardmath.plans.plan import Plan, plan
+from shardmath.refits.coverage import Native, find_faults, show_native
+from shardmath.storage.binding import Bound, Vocabulary, bind
+from shardmath.storage.stored import Shapes, Slot, Stored
+
+__all__ = ["Refit", "refit"]
+
+ENGINE = "engine"
+"""What an engine is called that is the only one."""
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Refit:
+    """A plan from a trainer to its engines, by name, and how each side stores what it moves."""
+
+    plan: Plan
+    trainer: Bound
+    engines: Mapping[str, Bound]
+
+    def slots(self, rank: int, engine: str | None = None) -> dict[str, Slot]:
+        """Where the rank has each local tensor of the plan: of an engine, or of the trainer if none is named.
+
+        The names are the plan's. Raises PlanError for an engine that there is not.
+        """
+        if engine is None:
+            held = self.trainer.slots(rank)
+            return {name: slot for name, slot in held.items() if name in self.plan.src}
+        found = self._find(engine).slots(rank)
+        if len(self.engines) == 1:
+            return found
+        window = list(self.engines).index(engine)
+        return {f"{name}[{window}]": slot for name, slot in found.items()}
+
+    def check(
+        self,
+        rank: int,
+        has: Mapping[Native, Sequence[int]],
+        engine: str | None = None,
+        own: Sequence[str] = (),
+    ) -> None:
+        """Raise StoreError with all that differs between what the rank has, and what its side says it stores.
+
+        `has` are the shapes of all its parameters and persistent buffers by (chunk, name); `own` globs of those that
+        are no tensors of the trainer's.
+        """
+        side = self.trainer if engine is None else self._find(engine)
+        shapes = {native: tuple(shape) for native, shape in has.items()}
+        faults = find_faults(side.natives(rank), shapes, own)
+        if faults:
+            raise StoreError(f"rank {rank}:\n" + "\n".join(faults))
+
+    def explain(self, native: str, rank: int, engine: str | None = None) -> str:
+        """The row behind a stored tensor of a rank, and which logical tensors lie where in it.
+
+        Raises StoreError for a tensor that the rank does not store.
+        """
+        name = engine or _guess_side(self, rank)
+        side = self._find(name) if name else self.trainer
+        lines = []
+        for stored, shape in side.natives(rank).items():
+            if stored[1] == native:
+                row = side.row_of(stored, rank)
+                lines.append(f"{show_native(stored)[1:-1]} {shape} on rank {rank}, from the row")
+                lines.append(f"    {row}")
+                lines += _list_parts(side, stored, rank)
+        if not lines:
+            raise StoreError(f"rank {rank} stores no {native!r}; ask for one of its natives")
+        return "\n".join(lines)
+
+    def _find(self, engine: str) -> Bound:
+        if engine not in self.engines:
+            raise PlanError(f"no engine {engine!r}; engines are {', '.join(self.engines)}")
+        return self.engines[engine]
+
+
+def _guess_side(moved: Refit, rank: int) -> str | None:
+    """The engine that the rank is of; None for the trainer."""
+    for name, bound in moved.engines.items():
+        if rank in bound.stored.meshes[0]:
+            return name
+    return None
+
+
+def _list_parts(side: Bound, native: Native, rank: int) -> list[str]:
+    """A line for each logical tensor in the stored one."""
+    lines = []
+    for name, slot in side.slots(rank).items():
+        if (slot.chunk, slot.native) == native:
+            cut = ", ".join(_show_cut(part) for part in slot.cut)
+            lines.append(f"[{cut}] {side.layouts[name]}: {name}")
+    return lines
+
+
+def _show_cut(part: int | slice) -> str:
+    if isinstance(part, int):
+        return str(part)
+    step = f":{part.step}" if part.step != 1 else ""
+    return f"{part.start}:{part.stop}{step}"
+
+
+def refit(
+    trainer: Stored,
+    engines: Stored | Mapping[str, Stored],
+    shapes: Shapes,
+    *,
+    unused: Sequence[str] = (),
+) -> Refit:
+    """The plan from a trainer to an engine, or to several by name, that store these logical tensors.
+
+    `unused` are globs of tensors that no engine needs. Raises StoreError with all that does not fit on any side,
+    PlanError where the trainer holds what an engine needs nowhere.
+    """
+    vocabulary = Vocabulary(shapes)
+    named = {ENGINE: engines} if isinstance(engines, Stored) else dict(engines)
+    if not named:
+        raise PlanError("no engine; give one Stored, or several by name")
+    sides = {"trainer": trainer, **named}
+    bound: dict[str, Bound] = {}
+    faults = []
+    for name, side in sides.items():
+        try:
+            bound[name] = bind(side, vocabulary, unused=() if name == "trainer" else unused)
+        except StoreError as error:
+            faults.append(f"{name}: {error}")
+    if faults:
+        raise StoreError("\n".join(faults))
+    source = bound.pop("trainer")
+    moved = plan(*_pair(source, bound))
+    return Refit(moved, source, bound)
+
+
+def _pair(
+    trainer: Bound, engines: Mapping[str, Bound]
+) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
+    """Both sides of the plan."""
+    first, *rest = engines.values()
+    needed = {name: trainer.layouts[name] for name in first.layouts}
+    if not rest:
+        return needed, dict(first.layouts)
+    windows: dict[str, tuple[Layout, ...]] = {}
+    # Equal tuples are one object, so that the plan reads each pair of layouts once.
+    known: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
+    for name in needed:
+        held = tuple(engine.layouts[name] for engine in engines.values())
+        windows[name] = known.setdefault(held, held)
+    return needed, windows

@@ -1,0 +1,186 @@
+"""Refits: what the trainer stores arrives as the engine stores it, and what does not fit is one error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import shardmath as sm
+from shardmath.families.megatron_core import megatron
+from shardmath.families.megatron_shapes import logical_shapes
+from shardmath.refits.coverage import count_cells
+from shardmath.storage import Stored, fill, parse
+from shardmath.storage.binding import Bound
+from shardmath.storage.filling import view_of
+
+CONFIG = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 16,
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 4,
+    "moe_layer_freq": [0, 1],
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+}
+
+ENGINE = """
+model.embed_tokens.weight     = model.embed_tokens.weight     : (tp n=vocab) h
+lm_head.weight                = lm_head.weight                : (tp n=vocab) h
+model.norm.*                  = model.norm.*
+[model.layers.{l}. = model.layers.{l}.]
+input_layernorm.*             = input_layernorm.*
+post_attention_layernorm.*    = post_attention_layernorm.*
+self_attn.qkv_proj.*          = self_attn.[q k v]_proj.*      : (tp q hd + tp/rep k hd + tp/rep v hd) h
+self_attn.o_proj.*            = self_attn.o_proj.*            : h (tp n hd)
+mlp.gate_up_proj.*            = mlp.[gate up]_proj.*          : (tp (gate + up)) h
+mlp.down_proj.*               = mlp.down_proj.*               : h (tp n)
+mlp.gate.*                    = mlp.gate.*
+mlp.experts.w13_weight        = mlp.experts.{e}.[gate up]_proj.weight : e (tp (gate + up)) h
+mlp.experts.w2_weight         = mlp.experts.{e}.down_proj.weight : e h (tp n)
+"""
+
+Array = NDArray[np.int64]
+
+
+def shapes(**more: object) -> dict[str, tuple[tuple[int, ...], str]]:
+    return dict(logical_shapes(CONFIG | more, vocab=10, dtype="int64"))
+
+
+def trainer(ranks: range = range(4), **more: object) -> Stored:
+    return megatron(CONFIG | more, ranks=ranks, tp=2, pp=2, ep=1, etp=2, vocab=10, vocab_multiple=1)
+
+
+def engine(ranks: range = range(4, 8), **numbers: int) -> Stored:
+    own = {"hd": 2, "rep": 2, "vocab": 12} | numbers
+    return Stored(parse(ENGINE), (sm.Mesh(tp=len(ranks), ranks=ranks),), numbers=own)
+
+
+def draw(of: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Array]:
+    random = np.random.default_rng(7)
+    return {name: random.integers(1, 1 << 40, shape) for name, (shape, _) in of.items()}
+
+
+def take(bound: Bound, stored: Mapping[tuple[int, str], Array], rank: int) -> dict[str, Array]:
+    slots = bound.slots(rank)
+    return {name: view_of(stored[slot.chunk, slot.native], slot) for name, slot in slots.items()}
+
+
+def carry(moved: sm.Refit, arrays: dict[str, Array]) -> dict[int, dict[str, Array]]:
+    """What the plan gives every engine rank of what trainer ranks store."""
+    given = {
+        rank: take(moved.trainer, fill(moved.trainer, arrays, rank), rank)
+        for rank in moved.plan.src_ranks
+    }
+    return sm.simulate(moved.plan, given)  # type: ignore[return-value]
+
+
+def check_arrived(moved: sm.Refit, arrays: dict[str, Array], name: str) -> None:
+    """Everything that the engine's ranks hold has arrived; cells of other tensors are theirs."""
+    arrived = carry(moved, arrays)
+    bound = moved.engines[name]
+    for rank in bound.stored.meshes[0].ranks:
+        wanted = take(bound, fill(bound, arrays, rank), rank)
+        slots = moved.slots(rank, name)
+        for local, (tensor, array) in zip(slots, wanted.items(), strict=True):
+            held = np.ix_(*(own >= 0 for own in bound.layouts[tensor].indices(rank)))
+            np.testing.assert_array_equal(arrived[rank][local][held], array[held])
+
+
+def test_what_is_stored_arrives() -> None:
+    moved = sm.refit(trainer(), engine(), shapes())
+    sm.verify(moved.plan)
+    check_arrived(moved, draw(shapes()), "engine")
+
+
+def test_the_way_back() -> None:
+    moved = sm.refit(engine(), trainer(), shapes())
+    check_arrived(moved, draw(shapes()), "engine")
+
+
+@pytest.mark.parametrize("ranks", [range(4), range(2, 6), range(4, 8)])
+def test_colocated_overlapping_and_disjoint_ranks(ranks: range) -> None:
+    check_arrived(sm.refit(trainer(), engine(ranks), shapes()), draw(shapes()), "engine")
+
+
+def test_several_engines_are_one_plan() -> None:
+    engines = {"prefill": engine(range(4, 6), rep=1), "decode": engine(range(6, 10))}
+    moved = sm.refit(trainer(), engines, shapes())
+    sm.verify(moved.plan)
+    for name in engines:
+        check_arrived(moved, draw(shapes()), name)
+    assert "model.norm.weight[1]" in moved.slots(7, "decode")
+
+
+def test_all_that_does_not_fit_is_one_error() -> None:
+    with pytest.raises(sm.StoreError) as caught:
+        sm.refit(trainer(), engine(hd=3, vocab=9), shapes())
+    message = str(caught.value)
+    assert message.startswith("engine: 'n=vocab': 10 positions do not fit 9")
+    for part in ("model.embed_tokens", "lm_head", "blocks of 3"):
+        assert part in message
+
+
+def test_heads_that_are_cut() -> None:
+    """Without `hd` four ranks would divide 12 rows of three heads, and nobody would notice."""
+    side = Stored(parse("q = q : (tp n hd)"), (sm.Mesh(tp=4),), numbers={"hd": 4})
+    with pytest.raises(sm.StoreError, match="'tp' has 4 parts, and 'n' 3 to divide"):
+        sm.refit(side, side, {"q": ((12,), "int8")})
+
+
+def test_tensors_that_no_engine_needs() -> None:
+    with_mtp = shapes(mtp_num_layers=1)
+    side = trainer(mtp_num_layers=1)
+    with pytest.raises(sm.StoreError, match="engine: no row stores mtp"):
+        sm.refit(side, engine(), with_mtp)
+    moved = sm.refit(side, engine(), with_mtp, unused=["mtp.*"])
+    assert not any(name.startswith("mtp") for name in moved.plan.src)
+    check_arrived(moved, draw(with_mtp), "engine")
+
+
+def test_the_destination_s_own_list_is_counted() -> None:
+    moved = sm.refit(trainer(), engine(), shapes())
+    has = dict(moved.engines["engine"].natives(5))
+    has[0, "model.layers.0.self_attn.k_scale"] = (1,)
+    moved.check(5, has, "engine", own=["*.k_scale"])
+    has[0, "model.norm.weight"] = (9,)
+    del has[0, "lm_head.weight"]
+    with pytest.raises(sm.StoreError) as caught:
+        moved.check(5, has, "engine")
+    assert str(caught.value) == (
+        "rank 5:\n"
+        "'lm_head.weight' (3, 8) is stored, and the rank has no such tensor\n"
+        "'model.norm.weight' is stored as (8,), the rank has (9,)\n"
+        "'model.layers.0.self_attn.k_scale' is in no row; add one, or name it in own="
+    )
+
+
+def test_cells_are_held_or_padding() -> None:
+    bound = sm.refit(trainer(), engine(), shapes()).engines["engine"]
+    padding = [stored - held for stored, held in (count_cells(bound, rank) for rank in range(4, 8))]
+    assert padding == [0, 0, 0, 2 * 2 * 8]  # two rows of each vocabulary on the last rank
+
+
+def test_a_user_s_own_fused_projection_is_one_row() -> None:
+    own = engine().extended(
+        "model.layers.{l}.self_attn.Wqkv.weight = "
+        "model.layers.{l}.self_attn.[q k v]_proj.weight : (q + k + v | tp n) h"
+    )
+    moved = sm.refit(trainer(), own, shapes())
+    check_arrived(moved, draw(shapes()), "engine")
+    row = "= model.layers.{l}.self_attn.[q k v]_proj.weight : (q + k + v | tp n) h"
+    assert row in moved.explain("model.layers.1.self_attn.Wqkv.weight", rank=6)
+
+
+def test_what_is_explained_is_stored() -> None:
+    moved = sm.refit(trainer(), engine(), shapes())
+    text = moved.explain("decoder.layers.0.self_attention.linear_qkv.weight", rank=1)
+    assert "(groups (q + k + v) | tp n) h" in text
+    with pytest.raises(sm.StoreError, match="rank 4 stores no 'decoder"):
+        moved.explain("decoder.final_layernorm.weight", rank=4)
