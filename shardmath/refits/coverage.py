@@ -58,6 +58,7 @@ def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[
 
 def _differ(shape: Sequence[int], has: Sequence[int]) -> bool:
     """Whether the shapes differ but for dimensions of 1, which a view adds or takes away."""
+    # A convolution's (C, 1, k) is (C, k) in some versions of an engine: the same cells in the same order.
     return [n for n in shape if n != 1] != [n for n in has if n != 1]
 
 

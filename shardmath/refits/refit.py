@@ -147,6 +147,7 @@ def refit(
     sides = {"trainer": trainer, **named}
     bound: dict[str, Bound] = {}
     faults = []
+    # Both sides are bound before anything is raised, so that one message has the faults of all.
     for name, side in sides.items():
         try:
             bound[name] = bind(side, vocabulary, unused=() if name == "trainer" else unused)
@@ -164,6 +165,7 @@ def _pair(
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
     """Both sides of the plan."""
     first, *rest = engines.values()
+    # What no engine needs stays where it is: the trainer's other tensors are in no plan.
     needed = {name: trainer.layouts[name] for name in first.layouts}
     if not rest:
         return needed, dict(first.layouts)

@@ -114,6 +114,7 @@ class Bound:
         self, rank: int, rows: Sequence[_Held] | None = None
     ) -> Iterator[tuple[str, Slot, _Shape]]:
         """(logical name, slot, shape of the stored tensor) of all that the rank holds, by these rows."""
+        # Axes of one name mean the same on all meshes of a side, so that coordinates can be one mapping.
         coords: dict[str, int] = {}
         for mesh in self.stored.meshes:
             coords = {**mesh.coords(rank), **coords}

@@ -99,6 +99,7 @@ def _drop_axes(axes: dict[str, int], held: list[Runs]) -> tuple[dict[str, int], 
     """The axes along which anything differs, and what their coordinates hold."""
     for name in list(axes):
         first = _select_first(axes, name, held)
+        # An axis along which all hold the same divides nothing: it replicates.
         repeated = _repeat(axes, name, first)
         if repeated == held:
             held = first
