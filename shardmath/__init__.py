@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from shardmath.proofs.verify import verify
     from shardmath.refits.refit import Refit, refit
     from shardmath.relabelling.relabelling import Relabelling, relabel
+    from shardmath.storage.fitting import from_holdings
 
     __version__: str
 
@@ -68,6 +69,7 @@ LATE = {
     "certify": "programs.certify",
     "crossing_bytes": "programs.certify",
     "equivalent": "layouts.holdings",
+    "from_holdings": "storage.fitting",
     "plan": "plans.plan",
     "recognise": "collectives.collective",
     "refit": "refits.refit",
@@ -157,6 +159,7 @@ __all__ = [
     "clear_caches",
     "crossing_bytes",
     "equivalent",
+    "from_holdings",
     "from_ranges",
     "plan",
     "recognise",

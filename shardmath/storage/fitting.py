@@ -5,24 +5,35 @@
 2. What a rank holds is **trimmed** first: positions at equal distances, with none of the tensor's before, between
    or behind them, are a view with an offset and a step, and no holes.
 
+3. `from_holdings` finds the mesh too: parts that are held in every combination, equally often, are one layout;
+   else windows, each of which is.
+
 >>> from shardmath.algebra.runs import from_ranges
 >>> trim(from_ranges([3, (4, 5), 1, (5, 6), 1, (6, 7), 1]))
 (Trim(offset=3, step=2, length=3), Runs(((0, 4, 3),), 3))
 >>> dimension = fit(8, {"dp": 1, "tp": 2}, [from_ranges([(0, 4)]), from_ranges([(4, 8)])])
 >>> dimension.axes
 {'tp': 2}
+>>> held = {rank: (from_ranges([(2 * at, 2 * at + 2)]),) for at, rank in enumerate((7, 5, 6))}
+>>> print(from_holdings((6,), held), from_holdings((6,), held).mesh.ranks)
+float32[6] (d0 n) on d0=3 (7, 5, 6)
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.dimension import Dimension, Field, cells, divided
+from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
-from shardmath.base.errors import PlacementError
+from shardmath.base import dtypes
+from shardmath.base.arguments import as_integer, listed
+from shardmath.base.errors import LayoutError, PlacementError
+from shardmath.layouts.layout import Layout, intern
 from shardmath.layouts.placement import (
     Balanced,
     BlockCyclic,
@@ -33,7 +44,7 @@ from shardmath.layouts.placement import (
     stage_of,
 )
 
-__all__ = ["Trim", "fit", "trim"]
+__all__ = ["Trim", "fit", "from_holdings", "trim"]
 
 MOST_AXES = 4
 """Whose orders are all tried."""
@@ -161,3 +172,103 @@ def _reorder(dimension: Dimension, axes: Mapping[str, int]) -> list[Runs]:
         except PlacementError:
             return []
     return found
+
+
+# The inverse of `Layout.runs`
+
+Parts: TypeAlias = tuple[Runs, ...]
+"""What a rank holds: one Runs per dimension."""
+
+
+def from_holdings(
+    shape: Sequence[int], held: Mapping[int, Sequence[Runs]], *, dtype: str = "float32"
+) -> Layout | tuple[Layout, ...]:
+    """The layout under which every rank holds these Runs, one per dimension; windows where no layout is.
+
+    The law: `equivalent(from_holdings(x.shape, {rank: x.runs(rank) for rank in x.mesh.ranks}), x)` for a layout x
+    without Partial. Raises LayoutError for no ranks, another number of dimensions, and what is not inside the shape.
+    """
+    sizes = tuple(as_integer(n, "a size", LayoutError) for n in listed(shape, "sizes", LayoutError))
+    if not held:
+        raise LayoutError("no rank holds anything; give {rank: one Runs per dimension}")
+    parts = {rank: _check_parts(sizes, rank, runs) for rank, runs in held.items()}
+    windows = _find_windows(sizes, parts, dtype)
+    return windows[0] if len(windows) == 1 else tuple(windows)
+
+
+def _check_parts(sizes: tuple[int, ...], rank: int, runs: Sequence[Runs]) -> Parts:
+    """What the rank holds. Raises LayoutError unless it is inside the shape."""
+    parts = tuple(runs)
+    if len(parts) != len(sizes):
+        raise LayoutError(
+            f"rank {rank} holds {len(parts)} dimensions, shape {sizes} has {len(sizes)}; "
+            f"give one Runs per dimension"
+        )
+    for own, n in zip(parts, sizes, strict=True):
+        if own.extent > n:
+            raise LayoutError(f"rank {rank} holds {own} of a dimension of {n}; stay inside")
+    return parts
+
+
+def _find_windows(sizes: tuple[int, ...], held: dict[int, Parts], dtype: str) -> list[Layout]:
+    """Layouts that together say what is held: one, or those of the dimension that needs fewest."""
+    whole = _find_layout(sizes, held, dtype)
+    if whole is not None:
+        return [whole]
+    best: list[Layout] = []
+    for d in range(len(sizes)):
+        groups: dict[Runs, dict[int, Parts]] = {}
+        for rank, parts in held.items():
+            groups.setdefault(parts[d], {})[rank] = parts
+        if len(groups) > 1:
+            found = [w for group in groups.values() for w in _find_windows(sizes, group, dtype)]
+            best = found if not best or len(found) < len(best) else best
+    return best
+
+
+def _find_layout(sizes: tuple[int, ...], held: dict[int, Parts], dtype: str) -> Layout | None:
+    """The one layout of what is held; None where parts are not held in every combination alike."""
+    counts = Counter(held.values())
+    axes: dict[str, int] = {}
+    shown: list[list[Runs]] = []
+    for d in range(len(sizes)):
+        parts = _repeat_parts(Counter(parts[d] for parts in held.values()))
+        axes[f"d{d}"] = len(parts)
+        shown.append(parts)
+    copies, rest = divmod(len(held), math.prod(axes.values()))
+    combinations = list(itertools.product(*shown))
+    if rest or Counter(combinations * copies) != counts:
+        return None
+    axes["copy"] = copies
+    mesh = Mesh(
+        {axis: n for axis, n in axes.items() if n > 1}, ranks=_order(combinations, held, copies)
+    )
+    dims = []
+    for d, n in enumerate(sizes):
+        dims.append(fit(n, {f"d{d}": axes[f"d{d}"]}, shown[d]))
+    return intern(sizes, dtypes.canonical(dtype), mesh, tuple(dims), ())
+
+
+def _repeat_parts(counts: Counter[Runs]) -> list[Runs]:
+    """The parts of a dimension by their first position; one that is held twice as often stands twice."""
+    often = math.gcd(*counts.values())
+    order = sorted(counts, key=_first_position)
+    return [part for part in order for _ in range(counts[part] // often)]
+
+
+def _first_position(runs: Runs) -> tuple[float, tuple[object, ...]]:
+    """Where the part begins; parts of nothing are last, as the last of ceil-chunks are."""
+    first = min((g for _, g, _ in runs.segments), default=math.inf)
+    return first, runs.segments
+
+
+def _order(combinations: list[Parts], held: Mapping[int, Parts], copies: int) -> list[int]:
+    """The ranks in the order of the mesh: combination by combination, and copies of each."""
+    waiting: dict[Parts, list[int]] = {}
+    for rank, parts in held.items():
+        waiting.setdefault(parts, []).append(rank)
+    ranks = []
+    for parts in combinations:
+        ranks += waiting[parts][:copies]
+        del waiting[parts][:copies]
+    return ranks

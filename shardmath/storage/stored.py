@@ -63,6 +63,7 @@ class Stored:
     def __post_init__(self) -> None:
         if not self.meshes or len({frozenset(mesh.ranks) for mesh in self.meshes}) != 1:
             raise StoreError(f"meshes {list(self.meshes)} do not have the same ranks; give some")
+        _check_axes(self.meshes)
 
     def __str__(self) -> str:
         meshes = "\n".join(f"# {mesh!r}" for mesh in self.meshes)
@@ -73,3 +74,18 @@ class Stored:
         """With these rows before its own, and these numbers."""
         more = rows.parse(text) + self.rows
         return Stored(more, self.meshes, self.indices, {**self.numbers, **numbers}, self.exact)
+
+
+def _check_axes(meshes: tuple[Mesh, ...]) -> None:
+    """Raise StoreError where an axis of two meshes puts a rank at two coordinates."""
+    found: dict[tuple[str, int], int] = {}
+    for mesh in meshes:
+        for axis in mesh.shape:
+            at = mesh.coordinate([axis]).tolist()
+            for rank, coordinate in zip(mesh.ranks, at, strict=True):
+                before = found.setdefault((axis, rank), coordinate)
+                if before != coordinate:
+                    raise StoreError(
+                        f"rank {rank} is at {axis}={before} of one mesh and at {axis}={coordinate} "
+                        f"of another; give other ranks, or the axis another name"
+                    )

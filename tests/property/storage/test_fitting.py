@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, Runs, from_ranges
+from shardmath import (
+    Layout,
+    LayoutError,
+    Mesh,
+    Runs,
+    equivalent,
+    from_holdings,
+    from_ranges,
+)
 from shardmath.algebra.dimension import Dimension
 from shardmath.layouts.layout import intern
 from shardmath.storage.fitting import fit, trim
@@ -64,3 +72,40 @@ def test_a_view_has_all_that_is_held(pieces: list[tuple[int, int]], tail: int) -
     if trimmed.size:
         assert trimmed.indices()[0] >= 0
         assert trimmed.indices()[-1] >= 0
+
+
+@given(layouts())
+def test_from_holdings_is_the_inverse_of_runs(layout: Layout) -> None:
+    held = {rank: layout.runs(rank) for rank in layout.mesh.ranks}
+    found = from_holdings(layout.shape, held, dtype=layout.dtype)
+    assert isinstance(found, Layout)
+    assert equivalent(found, layout)
+
+
+parts = st.lists(st.integers(0, 6), min_size=2, max_size=2).map(sorted)
+
+
+@given(st.dictionaries(st.integers(0, 20), st.tuples(parts, parts), min_size=1, max_size=6))
+def test_whatever_ranks_hold_is_found(boxes: dict[int, tuple[list[int], list[int]]]) -> None:
+    held = {}
+    for rank, box in boxes.items():
+        held[rank] = tuple(from_ranges([(lo, hi)]) for lo, hi in box)
+    found = from_holdings((6, 6), held)
+    windows = (found,) if isinstance(found, Layout) else found
+    back = {rank: layout.runs(rank) for layout in windows for rank in layout.mesh.ranks}
+    assert back == held
+
+
+def test_from_holdings_prints_as_people_write() -> None:
+    layout = Layout((8, 6), Mesh(dp=2, tp=4), "(tp n) h")
+    held = {rank: layout.runs(rank) for rank in layout.mesh.ranks}
+    assert str(from_holdings((8, 6), held)) == "float32[8, 6] (d0 n) h on d0=4 copy=2"
+
+
+def test_what_is_not_held_of_a_tensor() -> None:
+    with pytest.raises(LayoutError, match="no rank holds anything"):
+        from_holdings((4,), {})
+    with pytest.raises(LayoutError, match="rank 3 holds 2 dimensions"):
+        from_holdings((4,), {3: (from_ranges([(0, 1)]),) * 2})
+    with pytest.raises(LayoutError, match=r"rank 3 holds \[0:5\] of a dimension of 4"):
+        from_holdings((4,), {3: (from_ranges([(0, 5)]),)})
