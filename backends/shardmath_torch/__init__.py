@@ -3,6 +3,9 @@
 move = compile(plan)                        # collective; every rank of the group, once
 move(src_tensors, out=dst_tensors)          # collective; many times, in the same order on every rank
 
+refit = Refit(planned)                      # collective; a trainer's and an engine's own tensors, by their names
+refit.prepare(src=..., dst=...)             # once; then refit() after every step
+
 layout = from_dtensor(dtensor)              # what every rank really holds
 other = redistribute(dtensor, target)       # any mesh to any mesh, differentiable
 
@@ -25,12 +28,14 @@ from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.mover import Mover
 from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.refits.refit import Refit
 from shardmath_torch.states.training import load_state, load_weights, save_state, state_of
 
 __all__ = [
     "CheckpointError",
     "Fused",
     "Mover",
+    "Refit",
     "amax",
     "compile",
     "export",

@@ -32,7 +32,14 @@ from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signat
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Engine
 
-__all__ = ["Mover", "describe_crossing", "move_in_autograd", "name_given", "word_objection"]
+__all__ = [
+    "Mover",
+    "describe_crossing",
+    "move_in_autograd",
+    "move_unless",
+    "name_given",
+    "word_objection",
+]
 
 DIGEST_SHOWN = 24
 """Hexadecimal digits of a digest that a claim has: 96 bits, by which plans are told apart."""
@@ -47,6 +54,7 @@ class _Call(NamedTuple):
     acknowledge: bool = False
     label: str = ""
     records_gradient: bool = False
+    objection: str = ""
 
 
 @public
@@ -155,6 +163,8 @@ class Mover:
         Nothing is raised: the other ranks wait for this one's vote, in which it objects.
         """
         try:
+            if call.objection:
+                raise ExchangeError(call.objection)
             check_thread(self._party.turns, self._thread)
             if not (call.timeout is None or is_time(call.timeout)):
                 raise ExchangeError(word_bad_time(call.timeout))
@@ -187,6 +197,20 @@ class Mover:
         except Exception as error:
             cause = f"{type(error).__name__}: {message_of(error)}"
             raise PeerFailure(self._party.rank, cause) from error
+
+
+def move_unless(
+    mover: Mover,
+    objection: str,
+    src: Local,
+    *,
+    out: Local,
+    timeout: float | None,
+    acknowledge: bool,
+    label: str,
+) -> None:
+    """A move against which the caller knows something to say, or "" for nothing: an error on all ranks."""
+    mover._run(_Call(src, out, timeout, acknowledge, label, objection=objection))
 
 
 def move_in_autograd(

@@ -1,0 +1,176 @@
+"""Refit: a trainer's and an engine's stored tensors bound once, and moved as often as wanted.
+
+refit = smt.Refit(sm.refit(trainer, engine, shapes))            # collective, once
+refit.prepare(src=dict(model.named_parameters()))               # on a trainer rank; collective
+refit.prepare(dst=dict(model.named_parameters()))               # on an engine rank
+refit()                                                         # collective, after every step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from shardmath.base.errors import ExchangeError, ShardError
+from shardmath.base.public import public
+from shardmath.refits.refit import Refit as Planned
+from shardmath.storage.binding import Bound
+from shardmath_torch import compat
+from shardmath_torch.agreement.agree import Ballot
+from shardmath_torch.agreement.transport import join
+from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, compile
+from shardmath_torch.exchange.mover import move_unless, word_objection
+from shardmath_torch.refits.views import Function, Given, Natives, Views, bind_views, name_natives
+
+__all__ = ["Refit"]
+
+SHOWN = 24
+"""Hexadecimal digits of a digest that a claim has."""
+
+
+@public
+class Refit:
+    """A planned refit made ready on this rank: `prepare` binds its tensors, a call moves them.
+
+    `timeout` is in seconds. Raises ExchangeError on every rank where ranks plan differently.
+    """
+
+    def __init__(
+        self,
+        planned: Planned,
+        *,
+        group: compat.Group | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        max_inflight_bytes: int | None = None,
+    ) -> None:
+        if not isinstance(planned, Planned):
+            raise ExchangeError(f"{type(planned).__name__} is no refit; give what sm.refit gives")
+        self.planned = planned
+        self._mover = compile(
+            planned.plan, group=group, timeout=timeout, max_inflight_bytes=max_inflight_bytes
+        )
+        self._party = join(compat.group_of(group), timeout, timeout)
+        self._src = Views({}, [])
+        self._dst = Views({}, [])
+        self._at: dict[str, tuple[Tensor, int]] | None = None
+
+    def prepare(
+        self,
+        src: Given | None = None,
+        dst: Given | Mapping[str, Given] | None = None,
+        *,
+        own: Sequence[str] = (),
+        functions: Mapping[str, Function] | None = None,
+    ) -> None:
+        """Bind this rank's tensors by their own names: all its parameters and persistent buffers. Collective.
+
+        `src` is a trainer rank's, `dst` an engine rank's, by engine where there are several; a mapping per chunk where
+        a rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are those that
+        rows name. Raises ExchangeError on all ranks, with all that does not fit on one.
+        """
+        objection = ""
+        self._at = None
+        try:
+            self._bind(src, dst, own, functions or {})
+        except ShardError as error:
+            objection = word_objection(error)
+        claim = f"prepare refit {self.planned.plan.digest[:SHOWN]}"
+        ballot = Ballot(claim, objection=objection)
+        self._party.together(lambda: self._party.vote(ballot), lambda failure, rank: "")
+
+    def _bind(
+        self,
+        src: Given | None,
+        dst: Given | Mapping[str, Given] | None,
+        own: Sequence[str],
+        functions: Mapping[str, Function],
+    ) -> None:
+        here = name_natives(src)
+        self._src = self._bind_side(here, None, own, functions)
+        tensors: dict[str, Tensor] = {}
+        computed = []
+        watched = dict(_watch("source", here))
+        for engine, given in self._name_engines(dst).items():
+            natives = name_natives(given)
+            views = self._bind_side(natives, engine, own, functions)
+            tensors |= views.tensors
+            computed += views.computed
+            watched |= _watch(engine, natives)
+        self._dst = Views(tensors, computed)
+        self._at = watched
+
+    def _name_engines(self, dst: Given | Mapping[str, Given] | None) -> dict[str, Given | None]:
+        """What was given for every engine that this rank is of."""
+        engines = self.planned.engines
+        mine = [
+            name for name, bound in engines.items() if self._party.rank in bound.stored.meshes[0]
+        ]
+        if len(engines) == 1:
+            return dict.fromkeys(mine, dst)  # type: ignore[arg-type]
+        given: Mapping[str, object] = dst if isinstance(dst, Mapping) else {}
+        if set(given) != set(mine):
+            raise ExchangeError(
+                f"rank {self._party.rank} is of {', '.join(mine) or 'no engine'}, and was given "
+                f"{', '.join(map(str, given)) or 'none'}; pass dst={{engine: tensors}} for each of them"
+            )
+        return dict(given)  # type: ignore[arg-type]
+
+    def _bind_side(
+        self,
+        natives: Natives,
+        engine: str | None,
+        own: Sequence[str],
+        functions: Mapping[str, Function],
+    ) -> Views:
+        """The views of the trainer's tensors, or of an engine's."""
+        planned = self.planned
+        rank = self._party.rank
+        bound = planned.trainer if engine is None else planned.engines[engine]
+        if rank not in bound.stored.meshes[0]:
+            if natives:
+                raise ExchangeError(f"rank {rank} is no trainer, and was given src; pass None")
+            return Views({}, [])
+        slots = planned.slots(rank, engine)
+        dtypes = {name: bound.layouts[_drop_window(name, bound)].dtype for name in slots}
+        return bind_views(bound, slots, dtypes, natives, rank, own, functions)
+
+    def __call__(
+        self, *, timeout: float | None = None, acknowledge: bool = False, label: str = ""
+    ) -> None:
+        """Move what was bound, as a mover does, and compute what functions store. Collective.
+
+        Raises ExchangeError, on all ranks, where one has not prepared, or its tensors have moved in memory.
+        """
+        move_unless(
+            self._mover,
+            self._object(),
+            self._src.tensors or None,
+            out=self._dst.tensors or None,
+            timeout=timeout,
+            acknowledge=acknowledge,
+            label=label,
+        )
+        for one in self._dst.computed:
+            one.stored.copy_(one.function(one.received))
+
+    def _object(self) -> str:
+        """What speaks against a move: tensors that are not bound, or no longer where they were; "" for nothing."""
+        if self._at is None:
+            return "this rank has not prepared the refit; call prepare() on all ranks"
+        for name, (tensor, address) in self._at.items():
+            if tensor.data_ptr() != address:
+                return (
+                    f"{name} has moved in memory since prepare(); call prepare() again on all ranks"
+                )
+        return ""
+
+
+def _watch(side: str, natives: Natives) -> dict[str, tuple[Tensor, int]]:
+    """Where the tensors are in memory, by what they are called."""
+    return {f"{side} {name}": (tensor, tensor.data_ptr()) for (_, name), tensor in natives.items()}
+
+
+def _drop_window(local: str, bound: Bound) -> str:
+    """The logical tensor of a local one: a window's has its number behind."""
+    return local if local in bound.layouts else local.rpartition("[")[0]

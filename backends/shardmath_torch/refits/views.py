@@ -1,0 +1,137 @@
+"""Views: what a rank stores, seen as the local tensors of a plan.
+
+1. A module's tensors come by name: a mapping, or one per chunk where a rank has several virtual stages.
+2. All that does not fit is in one message: tensors that are missing, misshapen, of another dtype, or in no row.
+3. What a function makes has no view: the tensor is received beside, and the function writes what is stored.
+
+>>> stored = {(0, "qk"): torch.zeros(2, 3)}
+>>> make_view(stored, Slot(0, "qk", (slice(1, 2, 1), slice(0, 3, 1)), (1, 0), "")).shape
+torch.Size([3, 1])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmath.base import dtypes
+from shardmath.base.errors import ExchangeError, StoreError
+from shardmath.refits.coverage import Native, find_faults, show_native
+from shardmath.storage.binding import Bound
+from shardmath.storage.stored import Slot
+from shardmath_torch.dtypes import dtype_of
+
+__all__ = [
+    "FUNCTIONS",
+    "Computed",
+    "Function",
+    "Given",
+    "Natives",
+    "Views",
+    "bind_views",
+    "make_view",
+    "name_natives",
+]
+
+Natives: TypeAlias = dict[Native, Tensor]
+Given: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+"""A rank's tensors by their own names, or a mapping per chunk."""
+Function: TypeAlias = Callable[[Tensor], Tensor]
+
+FUNCTIONS: dict[str, Function] = {"neg_exp": lambda tensor: -torch.exp(tensor.float())}
+"""Functions that rows of the families name."""
+
+
+class Computed(NamedTuple):
+    """What is stored of a tensor that arrives beside it."""
+
+    received: Tensor
+    stored: Tensor
+    function: Function
+
+
+class Views(NamedTuple):
+    """The local tensors of one side, and those of them that a function stores."""
+
+    tensors: dict[str, Tensor]
+    computed: list[Computed]
+
+
+def name_natives(given: Given | None) -> Natives:
+    """The tensors by (chunk, name). Raises ExchangeError for what is no mapping of tensors."""
+    chunks = [given] if isinstance(given, Mapping) else list(given or ())
+    natives = {}
+    for chunk, named in enumerate(chunks):
+        if not isinstance(named, Mapping):
+            raise ExchangeError(
+                f"chunk {chunk} is {type(named).__name__}; pass a mapping from name to tensor, "
+                f"or one per virtual stage"
+            )
+        for name, tensor in named.items():
+            if not isinstance(tensor, Tensor):
+                raise ExchangeError(f"{name!r} is {type(tensor).__name__}; pass tensors")
+            natives[chunk, name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return natives
+
+
+def bind_views(
+    bound: Bound,
+    slots: Mapping[str, Slot],
+    of_dtype: Mapping[str, str],
+    natives: Natives,
+    rank: int,
+    own: Sequence[str],
+    functions: Mapping[str, Function],
+) -> Views:
+    """A view for every slot; `of_dtype` has the dtype that is moved of each.
+
+    Raises StoreError with all that does not fit.
+    """
+    stored = bound.natives(rank)
+    shapes = {native: tuple(tensor.shape) for native, tensor in natives.items()}
+    faults = find_faults(stored, shapes, own)
+    if faults:
+        raise StoreError(f"rank {rank}:\n" + "\n".join(faults))
+    # A view, so that an engine's (C, 1, k) is written where rows speak of (C, k).
+    reshaped = {native: natives[native].detach().view(shape) for native, shape in stored.items()}
+    tensors = {}
+    computed = []
+    for name, slot in slots.items():
+        view = make_view(reshaped, slot)
+        if not slot.function:
+            _check_dtype(view, of_dtype[name], slot)
+            tensors[name] = view
+            continue
+        beside = torch.empty(view.shape, dtype=dtype_of(of_dtype[name]), device=view.device)
+        tensors[name] = beside
+        computed.append(Computed(beside, view, _find_function(slot, functions)))
+    return Views(tensors, computed)
+
+
+def make_view(stored: Mapping[Native, Tensor], slot: Slot) -> Tensor:
+    """The part of a stored tensor that is one logical tensor's, in the logical order of dimensions."""
+    view = stored[slot.chunk, slot.native][slot.cut]
+    back = sorted(range(len(slot.order)), key=slot.order.__getitem__)
+    return view.permute(back)
+
+
+def _check_dtype(view: Tensor, wanted: str, slot: Slot) -> None:
+    found = dtypes.canonical(view.dtype)
+    if found != wanted:
+        raise StoreError(
+            f"{show_native((slot.chunk, slot.native))} is {found}, the refit moves {wanted}; "
+            f"nothing is cast on the way: plan in {found}, or pass cast tensors"
+        )
+
+
+def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
+    known = {**FUNCTIONS, **functions}
+    if slot.function not in known:
+        raise StoreError(
+            f"{slot.native!r} is stored as {slot.function}(...); pass functions={{{slot.function!r}: ...}}"
+        )
+    return known[slot.function]

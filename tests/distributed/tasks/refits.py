@@ -1,0 +1,175 @@
+"""Refits on workers: what ranks store is made from logical arrays, and compared after the move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath.families.megatron_core import megatron
+from shardmath.families.megatron_shapes import logical_shapes
+from shardmath.storage import Bound, Stored, fill, parse
+
+CONFIG = {
+    "num_layers": 4,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 16,
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 4,
+    "moe_layer_freq": [0, 1, 0, 1],
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+}
+
+ENGINE = """
+model.embed_tokens.weight     = model.embed_tokens.weight     : (tp n=vocab) h
+lm_head.weight                = lm_head.weight                : (tp n=vocab) h
+model.norm.*                  = model.norm.*
+[model.layers.{l}. = model.layers.{l}.]
+input_layernorm.*             = input_layernorm.*
+post_attention_layernorm.*    = post_attention_layernorm.*
+self_attn.qkv_proj.*          = self_attn.[q k v]_proj.*      : (tp q hd + tp/rep k hd + tp/rep v hd) h
+self_attn.o_proj.*            = neg_exp(self_attn.o_proj.*)   : h (tp n hd)
+mlp.gate_up_proj.*            = mlp.[gate up]_proj.*          : (tp half (gate + up)) h
+mlp.down_proj.*               = mlp.down_proj.*               : h (tp n)
+mlp.gate.*                    = mlp.gate.*
+mlp.experts.w13_weight        = mlp.experts.{e}.[gate up]_proj.weight.T : e h (tp (gate + up))
+mlp.experts.w2_weight         = mlp.experts.{e}.down_proj.weight : e h (tp n)
+"""
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def shapes() -> dict[str, tuple[tuple[int, ...], str]]:
+    return dict(logical_shapes(CONFIG, vocab=10))
+
+
+def trainer(ranks: range) -> Stored:
+    return megatron(CONFIG, ranks=ranks, tp=2, pp=2, vpp=2, ep=2, etp=1, vocab=10, vocab_multiple=1)
+
+
+def engine(ranks: range) -> Stored:
+    tp = len(ranks)
+    numbers = {"hd": 2, "rep": max(1, tp // 2), "vocab": 12, "half": 16 // tp}
+    return Stored(parse(ENGINE), (sm.Mesh(tp=tp, ranks=ranks),), numbers=numbers)
+
+
+def draw(seed: int) -> Arrays:
+    random = np.random.default_rng(seed)
+    made = {}
+    for name, (shape, _) in shapes().items():
+        made[name] = random.standard_normal(shape).astype(np.float32)
+    return made
+
+
+def make(
+    bound: Bound, arrays: Arrays, rank: int, functions: bool = False
+) -> list[dict[str, Tensor]]:
+    """What the rank stores, by chunk; what a function stores has been through it."""
+    if functions:
+        changed = {n: -np.exp(a) if ".o_proj." in n else a for n, a in arrays.items()}
+    chunks: list[dict[str, Tensor]] = [{}, {}]
+    for (chunk, name), array in fill(bound, changed if functions else arrays, rank).items():
+        chunks[chunk][name] = torch.from_numpy(array)
+    return chunks
+
+
+def move(rank: int, ranks: range, steps: int) -> Any:
+    """Refit after each of some steps; whether all that the engine stores is right each time."""
+    planned = sm.refit(trainer(range(4)), engine(ranks), shapes())
+    refit = smt.Refit(planned, timeout=30.0)
+    src = make(planned.trainer, draw(0), rank) if rank < 4 else None
+    dst = None
+    if rank in ranks:
+        (dst, _) = make(planned.engines["engine"], {n: a * 0 for n, a in draw(0).items()}, rank)
+        dst["kv_scale"] = torch.ones(1)
+    refit.prepare(src, dst, own=["kv_scale"])
+    right = []
+    for step in range(steps):
+        arrays = draw(step)
+        if src is not None:
+            _overwrite(src, make(planned.trainer, arrays, rank))
+        refit(acknowledge=True)
+        if dst is not None:
+            (wanted, _) = make(planned.engines["engine"], arrays, rank, functions=True)
+            right.append(_compare(dst, wanted))
+    return right
+
+
+def _overwrite(own: list[dict[str, Tensor]], new: list[dict[str, Tensor]]) -> None:
+    """As an optimizer does: in place."""
+    for here, there in zip(own, new, strict=True):
+        for name, tensor in there.items():
+            here[name].copy_(tensor)
+
+
+def _compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """The stored tensors that differ; a function is as exact as torch and numpy agree."""
+    wrong = []
+    for name, tensor in wanted.items():
+        close = torch.allclose if ".o_proj." in name else torch.equal
+        if not close(found[name], tensor):
+            wrong.append(name)
+    return wrong
+
+
+def refuse(rank: int, fault: str) -> Any:
+    """What each rank is told where rank 5's tensors do not fit, or have moved."""
+    planned = sm.refit(trainer(range(4)), engine(range(4, 8)), shapes())
+    refit = smt.Refit(planned, timeout=30.0)
+    side = planned.trainer if rank < 4 else planned.engines["engine"]
+    chunks = make(side, draw(0), rank)
+    mine = chunks[0]
+    if rank == 5 and fault == "missing":
+        del mine["lm_head.weight"]
+    if rank == 5 and fault == "in no row":
+        mine["extra"] = torch.ones(1)
+    if rank == 5 and fault == "dtype":
+        mine["lm_head.weight"] = mine["lm_head.weight"].double()
+    try:
+        refit.prepare(*((chunks, None) if rank < 4 else (None, mine)))
+        if rank == 5 and fault == "moved":
+            mine["lm_head.weight"].set_(torch.ones(3, 8))
+        refit()
+    except sm.ExchangeError as error:
+        return str(error)
+    return None
+
+
+def forget(rank: int) -> Any:
+    """Whoever has not prepared is named on all ranks."""
+    planned = sm.refit(trainer(range(4)), engine(range(4, 8)), shapes())
+    refit = smt.Refit(planned, timeout=30.0)
+    try:
+        refit()
+    except sm.ExchangeError as error:
+        return str(error)
+    return None
+
+
+def move_to_two(rank: int) -> Any:
+    """Two engines that share rank 6, each with tensors of its own."""
+    engines = {"prefill": engine(range(4, 7 + 1)), "decode": engine(range(6, 8))}
+    planned = sm.refit(trainer(range(4)), engines, shapes())
+    refit = smt.Refit(planned, timeout=30.0)
+    src = make(planned.trainer, draw(3), rank) if rank < 4 else None
+    dst = {}
+    for name, bound in planned.engines.items():
+        if rank in bound.stored.meshes[0]:
+            (dst[name], _) = make(bound, {n: a * 0 for n, a in draw(3).items()}, rank)
+    refit.prepare(src, dst)
+    refit()
+    wrong = []
+    for name, natives in dst.items():
+        (wanted, _) = make(planned.engines[name], draw(3), rank, functions=True)
+        wrong += _compare(natives, wanted)
+    return len(dst), wrong
