@@ -62,7 +62,8 @@ def find_bound(
     message beside them. Raises PlanError for a block with a rank not among `ranks`, with receivers
     and no holder, or of a negative size.
     """
-    asked = [block for block in blocks if block.nbytes and block.receivers]
+    # Bytes that stay where they are cross no cut; the families of who holds and needs anything are those of the others.
+    asked = [b for b in blocks if b.nbytes and not set(b.receivers) <= set(b.holders)]
     if not asked:
         return 0.0, None
     table, machine = read_blocks(asked, ranks, topology)

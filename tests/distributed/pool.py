@@ -24,8 +24,10 @@ PRELOADED = [
     "torch.distributed.distributed_c10d",
     "shardmath_torch",
     "shardmath_gloo",
+    "torch._dynamo",
 ]
-"""Imported once, in the process that all workers are forked from."""
+"""Imported once, in the process that all workers are forked from. torch imports the last by itself, for a second
+in each worker, when it first has a DTensor or an optimizer."""
 
 
 @dataclass(frozen=True)

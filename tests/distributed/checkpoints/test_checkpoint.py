@@ -29,6 +29,7 @@ from shardmath_torch.files.sealed import BEGIN
 from shardmath_torch.safetensors import archive
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import checkpoints as work
+from tests.distributed.tasks.cases import thinned
 
 DP, HSDP, ODD = (
     sm.Mesh(dp=4, tp=2),
@@ -63,7 +64,7 @@ def test_every_layout_to_every_layout(pool: Pool, tmp_path: Path) -> None:
     """Saved under each, loaded under each; the elements are where they belong, and holes are zero."""
     path = str(tmp_path / "all")
     pool.run(work.saved, path, LAYOUTS)
-    names = names_of(LAYOUTS)
+    names = dict(thinned([*names_of(LAYOUTS).items()]))
     assert (
         pool.run(work.loaded, path, {name: LAYOUTS[name.split(" -> ")[1]] for name in names}, names)
         == [[]] * 8

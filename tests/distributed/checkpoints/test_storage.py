@@ -19,8 +19,11 @@ from shardmath_torch.checkpoints import checkpoint, reading, verifying, writing
 from shardmath_torch.checkpoints.commits import claim, find_counting, make_count, withdraw
 from shardmath_torch.files import checksums
 from shardmath_torch.files.places import CheckpointError, Remote, place
+from tests.distributed import pool as workers
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import checkpoints as work
+
+workers.PRELOADED.append("s3fs")
 
 DP = sm.Mesh(dp=4, tp=2)
 LINE = sm.Layout((6,), sm.Mesh(), {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from shardmath_torch.dtensors.scales import _view_as_words
 from shardmath_torch.dtensors.styles import STYLES, StyleName, check_styles, match_parameters
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import tensor_parallel as work
+from tests.distributed.tasks.cases import thinned
 
 SHAPES = [(4, 2), (2, 4), (2, 2, 2)]
 """Sizes of (dp, tp), or (dp_replicate, dp_shard, tp)."""
@@ -26,12 +28,17 @@ SIZES: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "empty shards": (4, 2, (4, 8)),
 }
 
+HOW = ("whole", "local", "meta")
+"""What a rank has of each parameter when styles are set: all, its part, or no memory."""
+
+DEGREES = [((4, 2), (2, 4)), ((2, 4), (2, 2, 2)), ((2, 2, 2), (2, 4))]
+
 # What lies where
 
 
-@pytest.mark.parametrize("how", ["whole", "local", "meta"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "sizes", "how"), thinned([*itertools.product(SHAPES, SIZES, HOW)])
+)
 def test_layouts_are_what_ranks_hold(
     pool: Pool, shape: tuple[int, ...], sizes: str, how: str
 ) -> None:
@@ -66,14 +73,14 @@ def test_the_texts_of_layouts(pool: Pool) -> None:
         }
 
 
-@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
-    ("source", "target"), [((4, 2), (2, 4)), ((2, 4), (2, 2, 2)), ((2, 2, 2), (2, 4))]
+    ("degrees", "sizes"), thinned([*itertools.product(DEGREES, SIZES)], turn=1)
 )
 def test_another_degree_scrambles_no_components(
-    pool: Pool, source: tuple[int, ...], target: tuple[int, ...], sizes: str
+    pool: Pool, degrees: tuple[tuple[int, ...], tuple[int, ...]], sizes: str
 ) -> None:
     """Planned by the layouts of both modules and moved; as by hand on the other side."""
+    source, target = degrees
     for wrong, redistributed in pool.run(work.changed_degree, source, target, SIZES[sizes]):
         assert not wrong and redistributed
 
@@ -112,9 +119,10 @@ def test_torch_refuses_to_save_components(
 
 
 TRAINED = [
-    *((shape, True, shape == (2, 4)) for shape in SHAPES),
+    ((2, 4), True, True),
     ((4, 2), False, True),
     ((2, 4), False, False),
+    *(pytest.param(shape, True, False, marks=pytest.mark.slow) for shape in ((4, 2), (2, 2, 2))),
 ]
 """Shape, whether fully_shard follows, and whether a part is computed again in the backward."""
 

@@ -45,9 +45,14 @@ def check(
                 assert not some
 
 
-def test_goes_on(pool: Pool, wanted: list[float]) -> None:
+@pytest.mark.parametrize(
+    "stages",
+    [work.STAGES[:4], pytest.param(work.STAGES, marks=pytest.mark.slow)],
+    ids=["there", "and back"],
+)
+def test_goes_on(pool: Pool, wanted: list[float], stages: tuple[work.Stage, ...]) -> None:
     """DP8 -> DP4 -> TP2 x DP4 -> FSDP2 and back, by another rule at each stage."""
-    check(pool.run(work.chained, work.STAGES, timeout=120), work.STAGES, expected(pool, wanted))
+    check(pool.run(work.chained, stages, timeout=120), stages, expected(pool, wanted))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ every transfer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -33,12 +34,14 @@ def expected_op(p: Plan, name: str, addend: int) -> str:
     return {"avg": "sum"}.get(str(src.op), str(src.op))
 
 
+@functools.cache
 def along(mesh: Mesh, axis: str) -> list[set[int]]:
     return [
         {r for r in mesh.ranks if mesh.coords(r)[axis] == i} for i in range(mesh.axis_size(axis))
     ]
 
 
+@functools.cache
 def passing(src: Layout, dst: Layout) -> dict[str, str]:
     """Partial axes with the same operation and ranks on both sides."""
     names = [
@@ -50,6 +53,7 @@ def passing(src: Layout, dst: Layout) -> dict[str, str]:
     return {a: b for a, b in names if along(src.mesh, a) == along(dst.mesh, b)}
 
 
+@functools.cache
 def folded_axes(src: Layout, dst: Layout) -> list[str]:
     return [a for a, _ in src.partial if a not in passing(src, dst) and src.mesh.axis_size(a) > 1]
 

@@ -319,7 +319,12 @@ def test_no_plan_between_layouts_is_faster(pair: tuple[Layout, Layout], per_node
 # What must not matter
 
 
+STAYING = [Block((0,), (9,), 1), Block((10,), (8,), 1), Block((8, 10), (10,), 1)]
+"""What rank 10 has already hid the worst cut, into ranks 8 and 9."""
+
+
 @given(programs(), st.randoms(use_true_random=False))
+@example((STAYING, [0, 8, 1, 9, 10], machine(4)), random.Random(0))
 def test_spelling_does_not_matter(program: Program, rng: random.Random) -> None:
     """Order, repetition, receivers that hold already, and blocks that ask for nothing."""
     blocks, who, topology = program

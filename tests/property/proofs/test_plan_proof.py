@@ -224,15 +224,19 @@ def other_tuple(rng: random.Random, value: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def test_a_thousand_mutated_tables() -> None:
-    """All wrong ones are refused; of those that are still right some are, which cannot be read off the tables alone."""
+@pytest.mark.parametrize("most", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_mutated_tables(most: int) -> None:
+    """All wrong ones are refused; of those that are still right some are, which cannot be read off the tables alone.
+
+    Whether every table was once the wrong one shows in a thousand of them.
+    """
     rng = random.Random(2)
     before = {name: executed(p) for name, p in FORWARD.items()}
     places = {name: list(leaves(p)) for name, p in FORWARD.items()}
     wrong: Counter[str] = Counter()
     kept: Counter[str] = Counter()
     careful: Counter[str] = Counter()
-    while wrong.total() < 1000:
+    while wrong.total() < most:
         name = rng.choice(list(FORWARD))
         table, value, rebuild = rng.choice(places[name])
         new = other(rng, value)
@@ -244,23 +248,18 @@ def test_a_thousand_mutated_tables() -> None:
         assert good or no, (name, table, value, new)
         if done != before[name]:
             (wrong if not good else careful if no else kept)[table] += 1
-    assert len(wrong) > 35 and min(wrong[f"Demands.{x}"] for x in READ) > 5, wrong
-    assert (
-        min(
-            wrong[f"Overlay.{x}"] for x in ("keys", "goals", "start", "size", "src", "dst", "first")
-        )
-        > 5
-    ), wrong
-    assert (
-        set(kept) <= {"Demands.cuts", "Demands.receivers", "Demands.sets", "Batch.names"}
-        and kept.total() > 2
-    ), kept
-    assert careful.total() < 15, careful
+    assert set(kept) <= {"Demands.cuts", "Demands.receivers", "Demands.sets", "Batch.names"}, kept
+    assert careful.total() < most / 50, careful
+    if most == 1000:
+        assert len(wrong) > 35 and min(wrong[f"Demands.{x}"] for x in READ) > 5, wrong
+        assert min(wrong[f"Overlay.{x}"] for x in PAIRED) > 5, wrong
+        assert kept.total() > 2, kept
 
 
 READ = ("sets", "holders", "first", "cut_first", "cuts", "receivers", "count", "nbytes", "start")
 READ += ("row_first", "batch", "unit", "lo", "at", "each")
 """What `transfers` reads of lines."""
+PAIRED = ("keys", "goals", "start", "size", "src", "dst", "first")
 
 
 @pytest.mark.parametrize(
@@ -334,12 +333,13 @@ def other_of(rng: random.Random, p: Plan, row: Row, kind: str) -> Any:
     return rng.randrange(int(most))
 
 
-def test_lines_of_other_rows() -> None:
+@pytest.mark.parametrize("most", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_lines_of_other_rows(most: int) -> None:
     rng = random.Random(3)
     names = [name for name, p in FORWARD.items() if len(p.lines.batch)]
     rows = {name: rows_of(FORWARD[name]) for name in names}
     wrong = kept = careful = 0
-    while wrong < 500:
+    while wrong < most:
         name = rng.choice(names)
         p, new = FORWARD[name], rows[name]
         for _ in range(rng.choice((0, 1, 1, 2, 3))):
@@ -364,7 +364,7 @@ def test_lines_of_other_rows() -> None:
         assert good or no, (name, new)
         assert not (no and new == rows[name] and fair), name
         wrong, kept, careful = wrong + (not good), kept + (good and not no), careful + (good and no)
-    assert kept > 200 and careful < 40
+    assert kept > 0.4 * most and careful < 0.08 * most
 
 
 # Tables of other plans
@@ -428,11 +428,12 @@ def planned(ends: dict[str, list[Held]]) -> Plan | None:
         return None
 
 
-def test_tables_of_other_plans() -> None:
+@pytest.mark.parametrize("most", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_tables_of_other_plans(most: int) -> None:
     """Tables of one plan under the layouts of another that differ in one thing, or in none."""
     rng = random.Random(4)
     wrong = kept = careful = 0
-    while wrong < 500:
+    while wrong < most:
         ends = random_ends(rng)
         p, q = planned(ends), planned(a_step_away(rng, ends))
         if p and q:
@@ -447,7 +448,7 @@ def test_tables_of_other_plans() -> None:
                 kept + (good and not no),
                 careful + (good and no),
             )
-    assert kept > 50 and careful < 100
+    assert kept > 0.1 * most and careful < 0.2 * most
 
 
 # What is said

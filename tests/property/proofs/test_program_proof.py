@@ -194,8 +194,12 @@ def mutants(seed: int) -> Iterator[tuple[str, str, Program]]:
             yield name, table, rebuild(new)
 
 
-def test_hundreds_of_mutated_programs() -> None:
-    """All wrong ones are refused; of those that are still right some are, which cannot be read off the tables alone."""
+@pytest.mark.parametrize("most", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_mutated_programs(most: int) -> None:
+    """All wrong ones are refused; of those that are still right some are, which cannot be read off the tables alone.
+
+    Whether every table was once the wrong one, or one that does not matter, shows in hundreds of them.
+    """
     wrong: Counter[str] = Counter()
     kept: Counter[str] = Counter()
     for name, table, prog in mutants(1):
@@ -203,18 +207,14 @@ def test_hundreds_of_mutated_programs() -> None:
         assert good or no, (name, table)
         if not good or not no:
             (kept if good else wrong)[table] += 1
-        if wrong.total() >= 500 and len(wrong) == len(TOLD):
+        if wrong.total() >= most and (most < 500 or len(wrong) == len(TOLD)):
             break
-    assert kept.total() >= 200
-    assert {
-        "slots",
-        "turns",
-        "sharing",
-        "Bands.cuts",
-        "Bands.at",
-        "Bands.place",
-        "Demands.near",
-    } <= set(kept), kept
+    assert kept.total() >= 0.4 * most
+    assert most < 500 or set(kept) >= FREE, kept
+
+
+FREE = {"slots", "turns", "sharing", "Bands.cuts", "Bands.at", "Bands.place", "Demands.near"}
+"""Of which some values say the same, or something that is as right."""
 
 
 @given(programs(), st.data())

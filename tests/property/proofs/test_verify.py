@@ -211,11 +211,12 @@ def raises_plan_error(make: Callable[[], object]) -> bool:
     return False
 
 
-def test_a_thousand_mutated_transfers() -> None:
+@pytest.mark.parametrize("most", [400, pytest.param(1000, marks=pytest.mark.slow)])
+def test_mutated_transfers(most: int) -> None:
     rng = random.Random(0)
     wrong: Counter[str] = Counter()
     kept: Counter[str] = Counter()
-    while wrong.total() < 1000:
+    while wrong.total() < most:
         p, kind = FORWARD[rng.choice(list(FORWARD))], rng.choice(list(MUTATIONS))
         transfers = list(p.transfers())
         if not transfers:
@@ -229,7 +230,7 @@ def test_a_thousand_mutated_transfers() -> None:
         (kept if good else wrong)[kind] += 1
     assert len(wrong) == len(MUTATIONS) - 1
     assert set(kept) <= {"split rightly", "source rank", "destination rank"}
-    assert kept["split rightly"] > 20 and kept["source rank"] > 0
+    assert kept["split rightly"] > most / 50 and kept["source rank"] > 0
 
 
 def test_adjoints_refuse_all_that_their_plans_refuse() -> None:
