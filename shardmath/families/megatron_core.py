@@ -24,11 +24,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import MeshError, StoreError
 from shardmath.families.megatron_rows import table
-from shardmath.families.megatron_shapes import Config
+from shardmath.families.megatron_shapes import Config, logical_shapes
 from shardmath.storage import rows
 from shardmath.storage.stored import Spot, Stored
 
-__all__ = ["megatron", "pad_vocab"]
+__all__ = ["logical_shapes", "megatron", "pad_vocab"]
 
 ORDER = "tp-cp-ep-dp-pp"
 REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)

@@ -115,7 +115,8 @@ def _list_parts(side: Bound, native: Native, rank: int) -> list[str]:
     """A line for each logical tensor in the stored one."""
     lines = []
     for name, slot in side.slots(rank).items():
-        if (slot.chunk, slot.native) == native:
+        # A rank may hold nothing of a component, as of K and V where raw rows are cut above the number of groups.
+        if (slot.chunk, slot.native) == native and 0 not in side.layouts[name].local_shape(rank):
             cut = ", ".join(_show_cut(part) for part in slot.cut)
             lines.append(f"[{cut}] {side.layouts[name]}: {name}")
     return lines

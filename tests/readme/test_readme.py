@@ -60,6 +60,7 @@ DEEP = re.compile(r"\b(?:from|import) (shardmath(?:_torch)?\.[\w.]+)")
 PUBLIC = {
     "shardmath.families",
     "shardmath.families.megatron",
+    "shardmath.families.megatron_core",
     "shardmath.families.vllm",
     "shardmath.pictures",
     "shardmath.testing",
