@@ -15,8 +15,8 @@ from torch import Tensor
 from shardmath.plans.plan import Transfer
 from shardmath.programs.part import stored_on
 from shardmath_torch import dtypes
-from shardmath_torch.exchange import cells
 from shardmath_torch.exchange.task import Task
+from shardmath_torch.exchange.views import divide, fill
 
 __all__ = ["Broadcast"]
 
@@ -51,7 +51,9 @@ class Broadcast:
         """None is kept."""
         return 0
 
-    def prepare(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+    def prepare(
+        self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
+    ) -> None:
         """Nothing to prepare."""
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
@@ -59,14 +61,14 @@ class Broadcast:
         # In inference mode inference tensors, too, may be written.
         with torch.inference_mode():
             for work in self._part.fills:
-                cells.fill(work, dst)
+                fill(work, dst)
             for turn in self._turns:
                 source = self._broadcast(turn, src)
                 for transfer in self._mine.get(turn, ()):
                     destination = dst[transfer.dst_tensor].detach()
                     _apply(transfer, source, destination)
             for work in self._part.divisions:
-                cells.divide(work, dst)
+                divide(work, dst)
 
     def _broadcast(self, turn: _Turn, src: Mapping[str, Tensor]) -> Tensor:
         """All of that rank's source tensor."""

@@ -2,12 +2,12 @@
 
 In reading order:
 
-- `cells`: local tensors before and after pieces arrive;
 - `endpoints`: where the pieces of messages lie in memory;
 - `memory`: the memory behind a tensor;
 - `overlaps`: whether tensors share memory;
 - `local`: a rank's tensors, checked against the plan;
 - `staging`: memory for messages on their way;
+- `views`: tensors and staging as copies from views to views;
 - `task`: what an engine is told;
 - `engine`: rounds of messages over any wire;
 - `mover`: a plan made ready;

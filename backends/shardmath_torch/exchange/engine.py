@@ -9,28 +9,24 @@ in one may be relayed in the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from shardmath.algebra.mesh import strides as row_major
-from shardmath.plans.plan import Transfer
 from shardmath.programs.messages import Message
 from shardmath_torch import dtypes
 from shardmath_torch.agreement.wire import PeerFailure, Pending
-from shardmath_torch.exchange import cells
 from shardmath_torch.exchange.endpoints import (
     BoundRound,
     Endpoint,
-    StridedView,
     bind,
     count_staging_bytes,
-    select,
 )
 from shardmath_torch.exchange.staging import Fence, staging_of
 from shardmath_torch.exchange.task import Task
+from shardmath_torch.exchange.views import Fold, Views, divide, fill
 
 __all__ = ["Exchange"]
 
@@ -49,14 +45,21 @@ class Exchange:
         self._rounds: tuple[BoundRound, ...] = ()
         self._staging = staging_of(task.group, torch.device("cpu"))
         self._needed = 0
+        self._held: tuple[Tensors, Tensors] | None = None
+        self._views: Views | None = None
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of the group's staging that a move takes."""
         return self._needed
 
-    def prepare(self, src: Tensors, dst: Tensors) -> None:
-        """Find where all messages lie in these tensors, and make staging for those that need it."""
+    def prepare(self, src: Tensors, dst: Tensors, held: bool = False) -> None:
+        """Find where all messages lie in these tensors, and make staging for those that need it.
+
+        Of `held` tensors views are kept from move to move.
+        """
+        self._held = (src, dst) if held else None
+        self._views = None
         src_strides = {key: tensor.stride() for key, tensor in src.items()}
         dst_strides = {key: tensor.stride() for key, tensor in dst.items()}
         device = _find_device(src, dst)
@@ -75,26 +78,35 @@ class Exchange:
         part = self._task.part
         # In inference mode inference tensors, too, may be written.
         with torch.inference_mode(), self._staging.lend(self._needed, self._fence) as block:
-            buffers = _Buffers(src, dst, block)
+            views = self._find_views(src, dst, block)
             for work in part.fills:
-                cells.fill(work, dst)
+                fill(work, dst)
             for one in self._rounds:
-                self._run_round(one, buffers)
+                self._run_round(one, views)
             for work in part.divisions:
-                cells.divide(work, dst)
+                divide(work, dst)
 
-    def _run_round(self, one: BoundRound, buffers: _Buffers) -> None:
+    def _find_views(self, src: Tensors, dst: Tensors, block: Tensor) -> Views:
+        """The tensors and staging of a move; those of the move before where both are the same."""
+        held = self._held is not None and src is self._held[0] and dst is self._held[1]
+        if not held:
+            return Views(src, dst, block)
+        if self._views is None or self._views.block is not block:
+            self._views = Views(src, dst, block, held=True)
+        return self._views
+
+    def _run_round(self, one: BoundRound, views: Views) -> None:
         """Move the messages of one round, all of them before the next round begins."""
         # All is posted before anything is waited for: a rank that waited first could wait for ever.
-        arriving = [self._receive(endpoint, buffers) for endpoint in one.receives]
-        leaving = [self._send(endpoint, buffers) for endpoint in one.sends]
+        arriving = [self._receive(endpoint, views) for endpoint in one.receives]
+        leaving = [self._send(endpoint, views) for endpoint in one.sends]
         self._task.wire.start()
-        folds: list[_Fold] = []
+        folds: list[Fold] = []
         for source, target in one.keeps:
-            folds += buffers.keep(source, target)
+            folds += views.keep(source, target)
         for endpoint, pending in arriving:
             _wait(pending, endpoint.message)
-            folds += buffers.unpack(endpoint)
+            folds += views.unpack(endpoint)
         # What has not left must not change: a relayed message may be sent from a destination.
         for endpoint, pending in leaving:
             _wait(pending, endpoint.message)
@@ -102,20 +114,19 @@ class Exchange:
         for fold in sorted(folds, key=lambda fold: fold.addend):
             dtypes.fold(fold.op, fold.into, fold.piece)
 
-    def _receive(self, endpoint: Endpoint, buffers: _Buffers) -> _OnItsWay:
+    def _receive(self, endpoint: Endpoint, views: Views) -> _OnItsWay:
         """Post the receive of the message."""
         message = endpoint.message
-        memory = buffers.find_bytes(endpoint, buffers.dst)
+        memory = views.find_bytes(endpoint, arriving=True)
         with _Blame(message):
             pending = self._task.wire.receive(memory, message.src_rank)
         return endpoint, pending
 
-    def _send(self, endpoint: Endpoint, buffers: _Buffers) -> _OnItsWay:
+    def _send(self, endpoint: Endpoint, views: Views) -> _OnItsWay:
         """Pack the message, and post the send of it."""
         message = endpoint.message
-        tensors = buffers.read_from(message)
-        buffers.pack(endpoint, tensors)
-        memory = buffers.find_bytes(endpoint, tensors)
+        views.pack(endpoint)
+        memory = views.find_bytes(endpoint, arriving=False)
         with _Blame(message):
             pending = self._task.wire.send(memory, message.dst_rank)
         return endpoint, pending
@@ -149,90 +160,3 @@ class _Blame:
     def __exit__(self, kind: object, failure: object, trace: object) -> None:
         if isinstance(failure, PeerFailure):
             failure.tensor = self._message.pieces[0].tensor
-
-
-class _Fold(NamedTuple):
-    """A piece that has come, and what it is to be folded into."""
-
-    addend: int
-    op: str
-    into: Tensor
-    piece: Tensor
-
-
-class _Buffers:
-    """One move's tensors and staging, as they are and as words."""
-
-    def __init__(self, src: Tensors, dst: Tensors, block: Tensor) -> None:
-        # Folds compute in the elements' own type; all else moves words.
-        self._typed_src = {key: tensor.detach() for key, tensor in src.items()}
-        self._typed_dst = {key: tensor.detach() for key, tensor in dst.items()}
-        self.src = {key: dtypes.words(tensor) for key, tensor in src.items()}
-        self.dst = {key: dtypes.words(tensor) for key, tensor in dst.items()}
-        self._block = block
-        self._typed_blocks: dict[torch.dtype, Tensor] = {}
-
-    def read_from(self, message: Message) -> Tensors:
-        """The tensors from which the message is sent."""
-        return self.dst if message.relayed else self.src
-
-    def find_bytes(self, endpoint: Endpoint, tensors: Tensors) -> Tensor:
-        """The message's bytes: in the tensor where they are contiguous there, otherwise in staging."""
-        if endpoint.contiguous:
-            return select(tensors, endpoint.contiguous).view(torch.uint8)
-        end = endpoint.start + endpoint.message.nbytes
-        return self._block[endpoint.start : end]
-
-    def pack(self, endpoint: Endpoint, tensors: Tensors) -> None:
-        """Copy the pieces into staging, unless they are sent in place."""
-        if endpoint.contiguous:
-            return
-        for view, piece, start in _list_staged(endpoint):
-            words = select(tensors, view)
-            self._find_staged(words.dtype, piece, start).copy_(words)
-
-    def unpack(self, endpoint: Endpoint) -> list[_Fold]:
-        """Copy the pieces out of staging, unless they came in place; give what is to be folded."""
-        folds: list[_Fold] = []
-        if endpoint.contiguous:
-            return folds
-        for view, piece, start in _list_staged(endpoint):
-            if piece.op == "copy":
-                words = select(self.dst, view)
-                words.copy_(self._find_staged(words.dtype, piece, start))
-            else:
-                into = select(self._typed_dst, view)
-                arrived = self._find_staged(into.dtype, piece, start)
-                folds.append(_Fold(piece.addend, piece.op, into, arrived))
-        return folds
-
-    def keep(self, source: Endpoint, target: Endpoint) -> list[_Fold]:
-        """Copy the rank's own pieces; give what is to be folded."""
-        folds = []
-        ends = zip(source.views, target.views, source.message.pieces, strict=True)
-        for here, there, piece in ends:
-            if piece.op == "copy":
-                select(self.dst, there).copy_(select(self.src, here))
-            else:
-                into = select(self._typed_dst, there)
-                kept = select(self._typed_src, here)
-                folds.append(_Fold(piece.addend, piece.op, into, kept))
-        return folds
-
-    def _find_staged(self, dtype: torch.dtype, piece: Transfer, start: int) -> Tensor:
-        """The piece inside staging, from byte `start` on."""
-        size = dtype.itemsize
-        block = self._typed_blocks.get(dtype)
-        if block is None:
-            # Only full elements are viewed as another type: bytes beyond the last are left out.
-            fitting = self._block.nbytes - self._block.nbytes % size
-            block = self._block[:fitting].view(dtype)
-            self._typed_blocks[dtype] = block
-        return torch.as_strided(block, piece.shape, row_major(piece.shape), start // size)
-
-
-def _list_staged(endpoint: Endpoint) -> Iterator[tuple[StridedView, Transfer, int]]:
-    """Each piece's view, itself, and the byte of staging where it begins."""
-    message = endpoint.message
-    starts = (endpoint.start + start for start in message.starts)
-    return zip(endpoint.views, message.pieces, starts, strict=True)

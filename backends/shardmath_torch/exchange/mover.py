@@ -35,8 +35,8 @@ from shardmath_torch.exchange.task import Engine
 __all__ = [
     "Mover",
     "describe_crossing",
+    "move_held",
     "move_in_autograd",
-    "move_unless",
     "name_given",
     "word_objection",
 ]
@@ -55,6 +55,19 @@ class _Call(NamedTuple):
     label: str = ""
     records_gradient: bool = False
     objection: str = ""
+    held: bool = False
+
+
+class _Held(NamedTuple):
+    """Mappings that a caller holds on to, and what was bound of them."""
+
+    src: Local
+    out: Local
+    tensors: tuple[Tensors, Tensors]
+
+    def is_of(self, call: _Call) -> bool:
+        """Whether the call is given the same mappings."""
+        return call.src is self.src and call.out is self.out
 
 
 @public
@@ -84,6 +97,7 @@ class Mover:
         self._wanted = wanted(self.plan, party.rank)
         self._moves = 0
         self._checked: object = None
+        self._held: _Held | None = None
 
     def __repr__(self) -> str:
         broken = self._party.turns.broken
@@ -170,22 +184,25 @@ class Mover:
                 raise ExchangeError(word_bad_time(call.timeout))
             if not isinstance(call.acknowledge, bool):
                 raise ExchangeError(f"acknowledge={shown(call.acknowledge)}; pass True or False")
-            tensors = self._prepare(call.src, call.out)
+            tensors = self._prepare(call)
             label = _read_label(call.label)
         except Exception as error:
             return ({}, {}), "", word_objection(error)
         return tensors, label, ""
 
-    def _prepare(self, src: Local, out: Local) -> tuple[Tensors, Tensors]:
+    def _prepare(self, call: _Call) -> tuple[Tensors, Tensors]:
         """The tensors by local buffer key, checked and bound, unless these were already."""
-        tensors = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
+        if call.held and self._held is not None and self._held.is_of(call):
+            return self._held.tensors
+        tensors = by_key(self._wanted[0], call.src), by_key(self._wanted[1], call.out)
         signed = signature(tensors)
-        if signed != self._checked:
+        if signed != self._checked or call.held or self._held is not None:
             # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
-            self._checked = None
+            self._checked = self._held = None
             check(self._wanted, tensors, self._party.wire.device_type)
-            self._engine.prepare(*tensors)
+            self._engine.prepare(*tensors, held=call.held)
             self._checked = signed
+            self._held = _Held(call.src, call.out, tensors) if call.held else None
         return tensors
 
     def _guard(self, act: Callable[[], None]) -> None:
@@ -199,18 +216,21 @@ class Mover:
             raise PeerFailure(self._party.rank, cause) from error
 
 
-def move_unless(
+def move_held(
     mover: Mover,
-    objection: str,
     src: Local,
     *,
     out: Local,
+    objection: str,
     timeout: float | None,
     acknowledge: bool,
     label: str,
 ) -> None:
-    """A move against which the caller knows something to say, or "" for nothing: an error on all ranks."""
-    mover._run(_Call(src, out, timeout, acknowledge, label, objection=objection))
+    """A move of tensors that the caller holds and answers for: the same mappings mean the same memory.
+
+    What speaks against the move, if anything does, is an error on all ranks.
+    """
+    mover._run(_Call(src, out, timeout, acknowledge, label, objection=objection, held=True))
 
 
 def move_in_autograd(

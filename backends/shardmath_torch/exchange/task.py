@@ -36,8 +36,13 @@ class Engine(Protocol):
     def staging_bytes(self) -> int:
         """Bytes of staging memory held between moves."""
 
-    def prepare(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-        """Makes room for moving tensors that lie in memory like these. No communication."""
+    def prepare(
+        self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
+    ) -> None:
+        """Makes room for moving tensors that lie in memory like these. No communication.
+
+        `held` ones, passed as the same mappings, stay where they are from move to move.
+        """
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
         """Moves tensors that lie like those prepared for. Raises PeerFailure."""

@@ -20,7 +20,7 @@ from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.transport import join
 from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, compile
-from shardmath_torch.exchange.mover import move_unless, word_objection
+from shardmath_torch.exchange.mover import move_held, word_objection
 from shardmath_torch.refits.views import Function, Given, Natives, Views, bind_views, name_natives
 
 __all__ = ["Refit"]
@@ -142,11 +142,11 @@ class Refit:
 
         Raises ExchangeError, on all ranks, where one has not prepared, or its tensors have moved in memory.
         """
-        move_unless(
+        move_held(
             self._mover,
-            self._object(),
             self._src.tensors or None,
             out=self._dst.tensors or None,
+            objection=self._object(),
             timeout=timeout,
             acknowledge=acknowledge,
             label=label,
