@@ -49,19 +49,27 @@ class Vocabulary:
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.templates: dict[str, dict[_Numbers, str]] = {}
+        self._found: dict[tuple[str, int | None], dict[_Numbers, dict[int, str]]] = {}
         for name in shapes:
             template, numbers = split(name)
             self.templates.setdefault(template, {})[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> dict[_Numbers, dict[int, str]]:
         """The names of a template, by all numbers but the stacked one, then by that."""
+        # Both sides ask for nearly all templates in the same way.
+        key = template, stacked
+        if key not in self._found:
+            self._found[key] = self._group(template, stacked)
+        return self._found[key]
+
+    def _group(self, template: str, stacked: int | None) -> dict[_Numbers, dict[int, str]]:
+        names = self.templates.get(template, {})
+        if stacked is None:
+            return {numbers: {0: name} for numbers, name in names.items()}
         found: dict[_Numbers, dict[int, str]] = {}
-        for numbers, name in self.templates.get(template, {}).items():
-            if stacked is None:
-                found[numbers] = {0: name}
-            else:
-                others = numbers[:stacked] + numbers[stacked + 1 :]
-                found.setdefault(others, {})[numbers[stacked]] = name
+        for numbers, name in names.items():
+            others = numbers[:stacked] + numbers[stacked + 1 :]
+            found.setdefault(others, {})[numbers[stacked]] = name
         return found
 
 
