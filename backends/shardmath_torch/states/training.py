@@ -89,8 +89,8 @@ def state_of(
     Collective where `layout_of` is.
 
     Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
-    say, an optimizer's parameter that is not the module's or in two groups, and a module on the meta device;
-    LayoutError as `layout_of`.
+    say, an optimizer's parameter that is not the module's or in two groups, an optimizer's state that is not a
+    parameter's, and a module on the meta device; LayoutError as `layout_of`.
     """
     model = model_of(describe(module), mesh=mesh, group=group)
     state = _gather_state(model, optimizer)
