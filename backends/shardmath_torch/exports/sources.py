@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import mapping
-from shardmath.base.digest import digest
-from shardmath.base.text import plural, shown
+from shardmath.base.text import shown
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
@@ -92,24 +91,25 @@ def _check_layouts(layouts: Mapping[str, LayoutOrWindows | None]) -> None:
             raise CheckpointError(f"{what}; leave it out")
 
 
-def describe_source(source: nn.Module | Mapping[str, Tensor]) -> str:
+def describe_source(
+    source: nn.Module | Mapping[str, Tensor],
+    layouts: Mapping[str, LayoutOrWindows | None] | None,
+) -> dict[str, str]:
     """What has to be the same on all ranks before they ask each other where DTensors lie."""
     if isinstance(source, nn.Module):
-        return "a module"
-    divided = {}
+        return {"the source": "a module"}
+    said = {"the source": "tensors" if layouts is None else "tensors with layouts"}
     for name, tensor in source.items():
         if isinstance(tensor, DTensor):
-            divided[name] = _describe_dtensor(tensor)
-    kind = f"tensors, {plural(divided, 'DTensor')} among them"
-    fingerprint = digest(sorted(divided.items()))
-    return f"{kind}, {fingerprint[:12]}"
+            said[repr(name)] = f"a DTensor of {_describe_dtensor(tensor)}"
+    return said
 
 
-def _describe_dtensor(tensor: DTensor) -> tuple[str, ...]:
+def _describe_dtensor(tensor: DTensor) -> str:
     """What all ranks have to say alike of it; of its mesh the axes alone, since each may have a part of its own."""
     mesh = tensor.device_mesh
-    axes = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
-    return str(tensor.dtype), str(tuple(tensor.shape)), str(tensor.placements), str(axes)
+    form = f"{tensor.dtype}{list(tensor.shape)} {tensor.placements}"
+    return f"{form} on axes {mesh.mesh_dim_names} of {tuple(mesh.mesh.shape)}"
 
 
 # Layouts

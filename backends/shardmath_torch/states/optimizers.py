@@ -35,6 +35,7 @@ __all__ = [
     "describe_optimizers",
     "find_groups",
     "lay_out_state",
+    "name_trained",
 ]
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
@@ -64,6 +65,11 @@ class OptimizerState(NamedTuple):
     slots: dict[tuple[str, str], Slot]
     groups: tuple[Group, ...] | None
     entries: dict[str, dict[str, Entry]]
+
+    @property
+    def trained(self) -> tuple[str, ...] | None:
+        """The names of the groups' parameters; None without an optimizer."""
+        return None if self.groups is None else name_trained(self.groups)
 
 
 # Groups
@@ -113,6 +119,11 @@ def _name_of(model: Model, parameter: Tensor) -> str:
             f"{what}; make the optimizer last, after fully_shard, of module.parameters()"
         )
     return model.parameters[id(parameter)]
+
+
+def name_trained(groups: Iterable[Group | ParameterGroup]) -> tuple[str, ...]:
+    """The names of all parameters of the groups."""
+    return tuple(name for group in groups for name in group.parameters)
 
 
 # State

@@ -206,6 +206,32 @@ def test_a_mesh_that_lacks_a_rank(pool: Pool, tmp_path: Path, step: str) -> None
         assert "rank 1 has 'weight' in its module, and is not on the mesh" in said
 
 
+ASKED_OTHERWISE = {
+    "no optimizer": "match its state: the optimizer is None here and given on the first",
+    "other parameters": "match its state: the optimizer of 'a' is given here and nothing on",
+    "other optimizers": "match its state: the optimizer is None here and given on the first",
+    "other names": "match its weights: the source of 'x' is 'b' here and 'a' on the first rank",
+    "other names of what is plain": "match its weights: the source of 'x' is 'b' here and 'a' on",
+    "other order of names": "describe its module: the first name of 'y' is 'y' here and 'x' on",
+    "tied": "describe its module: the first name of 'x' is 'x' here and nothing on",
+    "saved without an optimizer": "describe its state: the optimizer is None here and given on",
+    "saved with other parameters": "describe its state: the optimizer of 'a' is given here and",
+    "exported tied": "describe its module: the first name of 'x' is 'x' here and nothing on",
+    "exported with layouts": "export: the source is tensors with layouts here and tensors on the",
+    "exported under other names": "export: the tensor of the name 'y' is 'x' here and nothing on",
+}
+
+
+def test_ranks_that_ask_for_different_things(pool: Pool, tmp_path: Path) -> None:
+    """Each would get what it asked for, and the state would be of two runs: an error on all that says what differs."""
+    for found in pool.run(work.asked_otherwise, str(tmp_path)):
+        assert not found.pop("restored") and found.keys() == ASKED_OTHERWISE.keys()
+        for name, said in ASKED_OTHERWISE.items():
+            kind, text = found[name]
+            assert kind == "CheckpointError" and f"rank 1 could not {said}" in text, (name, text)
+            assert "of the group; " in text
+
+
 def test_weights_of_another_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """Other names, another type, a parameter with two names, FSDP2 in uneven rows."""
     import torch
