@@ -148,7 +148,9 @@ def _take_model(model: Model) -> Source:
     tied: dict[str, str] = {}
     for first, names in model.names.items():
         tied |= dict.fromkeys(names[1:], first)
-    tensors = {name: slot.local for name, slot in model.slots.items()}
+    rank = compat.rank_or_0()
+    # Of a DTensor of other ranks' mesh a rank has an empty tensor, which is not a part of it.
+    tensors = {n: slot.local for n, slot in model.slots.items() if rank in slot.layout.mesh}
     layouts = {name: slot.layout for name, slot in model.slots.items()}
     return Source(tensors, read_windows(layouts, CheckpointError), tied)
 
@@ -163,10 +165,16 @@ def _lay_out_dtensors(
     # As a module's are: one of a part of the mesh is on all of it, the same on each part.
     layouts = {name: lift(layout, plain_on) for name, layout in layouts.items()}
     local: dict[str, Tensor] = {}
+    rank = compat.rank_or_0()
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            local[name] = local_of(tensor)
+            if rank in layouts[name].mesh:  # else it is of other ranks' mesh, and empty here
+                local[name] = local_of(tensor)
             continue
+        if rank not in plain_on:
+            what = f"rank {rank} has {name!r}, and is not on the mesh {plain_on}"
+            fix = "give mesh= of all ranks that have it, or a group of those on the mesh"
+            raise CheckpointError(f"{what}; {fix}")
         local[name] = tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
         layouts[name] = Layout(tuple(tensor.shape), plain_on, {}, dtype=dtype)

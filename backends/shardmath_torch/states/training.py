@@ -1,13 +1,14 @@
 """Training: all that a module and its optimizer need to go on, saved, and restored under any parallelism.
 
 1. `state_of` gives this rank's tensors, which are the storage itself, and everybody's layouts, by flat name. A layout
-   of None is for bytes. All ranks have the same names and layouts.
+   of None is for bytes. All ranks have the same layouts.
 
        model.<name>               a parameter, a persistent buffer, or a module's extra state (bytes)
        optim.state.<name>.<key>   a tensor of the optimizer's state
        training                   JSON (bytes): options of parameter groups, values that are not tensors, all names
 
-2. Layouts are those of `layout_of`, also where a rank's part is empty; `modules` and `optimizers` have the rules.
+2. Layouts are those of `layout_of`, also where a rank's part is empty; `modules` and `optimizers` have the rules. Of a
+   DTensor whose mesh a rank is not on, it has the layout and no tensor.
 3. Names meet as `matching` says, and `restoring` writes into the memory that is there.
 4. Bytes are each rank's own: a rank that the checkpoint does not know gets those of the lowest that it knows.
 5. Not saved: random states, schedules (but the learning rates are), positions in data. Of DistributedDataParallel, give
@@ -32,7 +33,7 @@ from shardmath_torch.agreement.gather import shared
 from shardmath_torch.checkpoints.checkpoint import check_names, load, save
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.stored import Checkpoint
-from shardmath_torch.compat import Group
+from shardmath_torch.compat import Group, rank_or_0
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
 from shardmath_torch.safetensors.slices import Progress
@@ -109,9 +110,13 @@ class _State(NamedTuple):
     paths: dict[str, tuple[str, ...]]
 
     def add(self, path: tuple[str, ...], tensor: Tensor, layout: Layout | None) -> None:
-        """One more tensor, or bytes, by the keys that lead to it."""
+        """One more tensor, or bytes, by the keys that lead to it.
+
+        Of a DTensor of other ranks' mesh this rank has nothing, if an empty tensor in its place.
+        """
         name = ".".join(path)
-        self.tensors[name] = tensor
+        if layout is None or rank_or_0() in layout.mesh:
+            self.tensors[name] = tensor
         self.layouts[name] = layout
         self.paths[name] = path
 

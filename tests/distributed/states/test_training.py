@@ -232,6 +232,26 @@ def test_ranks_that_ask_for_different_things(pool: Pool, tmp_path: Path) -> None
             assert "of the group; " in text
 
 
+def test_dtensors_of_other_ranks(pool: Pool, tmp_path: Path) -> None:
+    """Where a rank is not on a DTensor's mesh, it has an empty tensor in its place, and nothing to save."""
+    from safetensors.torch import load_file
+
+    for rank, (found, lost) in enumerate(pool.run(work.on_two_meshes, str(tmp_path))):
+        few = [[2.5, 2.5]] * 2 if rank < 4 else []
+        every = [[2.5, 2.5]]
+        assert found[:4] == [few, every, few, every]
+        moments = [[[1.0, 1.0]] * 2] if rank < 4 else []
+        assert found[4:] == [*moments, [[1.0, 1.0]]]
+        assert lost[0] == "CheckpointError", lost
+        assert "rank 4 (and 3 others) could not lay out its tensors: rank 4 has 'w'" in lost[1]
+        assert "give mesh= of all ranks that have it" in lost[1]
+    for kind in ("module", "tensors"):
+        (file,) = (tmp_path / kind).glob("*.safetensors")
+        assert {name: t.tolist() for name, t in load_file(file).items()} == {
+            name: [[2.5, 2.5]] * 8 for name in ("few", "all")
+        }
+
+
 def test_weights_of_another_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """Other names, another type, a parameter with two names, FSDP2 in uneven rows."""
     import torch

@@ -463,6 +463,37 @@ def asked_otherwise(rank: int, path: str) -> dict[str, Any]:
     return found
 
 
+def on_two_meshes(rank: int, path: str) -> Any:
+    """A DTensor of the first four ranks beside one of all, saved and exported in each way, and restored."""
+    few, all_ranks = device_mesh(range(4), (4,)), device_mesh(range(8), (8,))
+
+    def made(value: float) -> nn.Module:
+        module = Named("few", "all")
+        for name, mesh in (("few", few), ("all", all_ranks)):
+            whole = torch.full((8, 2), value)
+            part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(part))
+        return module
+
+    def sgd(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+
+    module, into, filled = made(3.0), made(0.0), made(0.0)
+    optimizer, other = sgd(module), sgd(into)
+    for weight in module.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    smt.save_state(f"{path}/state", module, optimizer)
+    smt.load_state(f"{path}/state", into, other)
+    smt.export(f"{path}/module", module)
+    smt.export(f"{path}/tensors", dict(module.named_parameters()))
+    smt.load_weights(f"{path}/module", filled)
+    moments = [state["momentum_buffer"] for state in other.state.values()]
+    found = [*into.parameters(), *filled.parameters(), *moments]
+    lost = caught(lambda: smt.export(f"{path}/new", {"w": torch.ones(2)}, mesh=sm.Mesh(world=4)))
+    return [local_of(one).tolist() for one in found], lost
+
+
 def on_some_of_the_ranks(rank: int, path: str, step: str) -> Any:
     """Saves or fills a plain module, said to be on rank 0 alone."""
     module = nn.Linear(2, 2)
