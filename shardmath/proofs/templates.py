@@ -233,16 +233,25 @@ class End(NamedTuple):
         """Whether position `at[i]`, -1 for none, has the part of `units[i]` in every dimension."""
         out: Bools = at >= 0
         for d, (sets, held) in enumerate(zip(self.sets, self.held, strict=True)):
-            members = np.fromiter(itertools.chain.from_iterable(sets), np.int64)
-            owners = Offsets.of_counts(lengths(sets)).owners()
-            # (set, part) as one number; of parts that nobody holds the numbers would be another's.
-            count = 1 + held.max(initial=-1)
-            is_held = (members >= 0) & (members < count)
-            code = owners[is_held] * count + members[is_held]
+            number = self.number[units, d]
             part = held[at]
-            wanted = self.number[units, d] * count + part
-            out &= (part >= 0) & np.isin(wanted, code)
+            out &= _are_members(sets, number, part)
         return out
+
+
+def _are_members(sets: Parts, number: Ints, part: Ints) -> Bools:
+    """Whether each part is one of the set of its number."""
+    # Most sets are of one part, and comparing is far quicker than isin.
+    if all(len(parts) == 1 for parts in sets):
+        only = np.array([parts[0] for parts in sets], np.int64)
+        return np.equal(part, only[number])
+    members = np.fromiter(itertools.chain.from_iterable(sets), np.int64)
+    owners = Offsets.of_counts(lengths(sets)).owners()
+    # (set, part) as one number; of parts that are not asked for the numbers would be another set's.
+    count = 1 + part.max(initial=-1)
+    is_asked = (members >= 0) & (members < count)
+    code = owners[is_asked] * count + members[is_asked]
+    return (part >= 0) & np.isin(number * count + part, code)
 
 
 @memo()
