@@ -146,7 +146,10 @@ class Mesh:
         return len(self.ranks)
 
     def __contains__(self, rank: object) -> bool:
-        return rank in self._positions
+        try:
+            return rank in self._positions
+        except Exception:  # of what cannot be looked up, as a list or an array without dimensions
+            return as_integer(rank, "rank", MeshError) in self._positions
 
     def position(self, rank: int) -> int:
         """Row-major position of `rank`. Raises MeshError if it is not in the mesh."""

@@ -27,7 +27,7 @@ from shardmath.buffers.megatron_ddp import distributed_optimizer
 from shardmath.buffers.param import Param, number_alike, read_flag, read_params
 from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
 
-__all__ = ["BufferKey", "FullParamLayout", "full_layout"]
+__all__ = ["BufferKey", "FullParamLayout", "apply_rule", "check_rule", "full_layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,11 @@ def full_layout(
 
     Raises ParamLayoutError for a parameter given twice, and what the rule raises.
     """
-    _check_rule(rule, "rule")
+    check_rule(rule, "rule")
     of_experts = _choose_expert_options(options, expert_data_parallel_world_size)
     read_flag(grad_reduce_in_fp32, "grad_reduce_in_fp32")
     if beside is not None:
-        _check_rule(beside, "beside")
+        check_rule(beside, "beside")
     other = beside or _find_beside(rule)
     listed = read_params(params)
     keys = [_make_key(param, grad_reduce_in_fp32, other is not None) for param in listed]
@@ -119,7 +119,7 @@ def full_layout(
         is_managed = key.is_managed_by_layer_wise_optimizer
         chosen = rule if other is None or is_managed else other
         given = of_experts if key.is_expert_parallel else options
-        layout = _apply_rule(chosen, group, given)
+        layout = apply_rule(chosen, group, given)
         layouts[key] = layout.with_indices(number_of[param.name] for param in group)
     return FullParamLayout(layouts)
 
@@ -140,7 +140,7 @@ def _choose_expert_options(
     return {**options, "data_parallel_world_size": experts}
 
 
-def _check_rule(rule: object, name: str) -> None:
+def check_rule(rule: object, name: str) -> None:
     """Raise ParamLayoutError for what cannot be called."""
     if not callable(rule):
         raise ParamLayoutError(
@@ -155,7 +155,7 @@ def _find_beside(rule: Rule) -> Rule | None:
     return _BESIDE.get(rule)
 
 
-def _apply_rule(
+def apply_rule(
     rule: Rule, params: list[Param], options: Mapping[str, object]
 ) -> PerBufferParamLayout:
     """What the rule says of the parameters. Raises ParamLayoutError for options that it does not take."""

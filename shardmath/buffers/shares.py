@@ -66,7 +66,8 @@ def shard_ranges(
 
 def shard_numel(buffer_layout: PerBufferParamLayout, shards: int) -> int:
     """Elements of a rank's flat array. Raises ParamLayoutError where a bucket is not divided evenly."""
-    return buffer_layout.numel // check_shards(buffer_layout, shards)
+    count = check_shards(buffer_layout, shards)
+    return buffer_layout.numel // count
 
 
 def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None) -> int:

@@ -29,6 +29,7 @@ from shardmath.algebra.runs import Runs, identity
 from shardmath.base.arguments import as_integer, instance, known, listed, mapping
 from shardmath.base.errors import ParamLayoutError
 from shardmath.base.text import shown
+from shardmath.buffers.grouping import apply_rule, check_rule
 from shardmath.buffers.param import Param, read_params
 from shardmath.buffers.param_layout import PerBufferParamLayout, Rule
 from shardmath.buffers.shares import (
@@ -212,22 +213,27 @@ def model_parallel_state(
     for what the group has, with `options` and the group's size as `data_parallel_world_size`. With `ranks`, the Store
     has views of these ranks only; `buffer` names the array.
 
-    Raises ParamLayoutError where ranks along `axis` have different parts of a parameter, or a layout is missing.
+    Raises ParamLayoutError where ranks along `axis` have different parts of a parameter, a layout is missing, or the
+    rule does not take the options.
     """
+    if "data_parallel_world_size" in options:
+        what = "data_parallel_world_size is the size of each group along the axis"
+        raise ParamLayoutError(f"{what}; leave it out")
     listed = read_params(params)
     _check_parameters(listed, layouts)
     held: dict[str, list[GroupShares]] = {param.name: [] for param in listed}
     laid: dict[_Sizes, list[tuple[str, Shares]]] = {}
     interned: Cuts = {}
-    groups = mesh.groups(axes_of(mesh, axis))
-    for group in groups:
+    axes = axes_of(mesh, axis)
+    check_rule(rule, "rule")
+    for group in mesh.groups(axes):
         parts = _find_parts(listed, layouts, group)
         sizes = {name: tuple(map(len, runs)) for name, runs in parts.items()}
         key = tuple(sizes.items())
         if key not in laid:
             local = _make_local(listed, sizes)
             count = len(group)
-            made = rule(local, data_parallel_world_size=count, **options)
+            made = apply_rule(rule, local, {**options, "data_parallel_world_size": count})
             laid[key] = list(list_shares(made, count, interned))
         for name, shares in laid[key]:
             own = GroupShares(group, parts[name], shares)

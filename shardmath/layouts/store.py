@@ -50,13 +50,24 @@ __all__ = [
 
 
 def local_name(name: str, window: int, count: int) -> str:
-    """The key of a local tensor: the name, or name[i] where a side holds it as several windows."""
-    return name if count == 1 else f"{name}[{window}]"
+    """The key of a local tensor: the name, or name[i] where a side holds it as several windows.
+
+    Raises StoreError for what is not a name, or not an integer.
+    """
+    tensor = text(name, "the name of a tensor", StoreError)
+    number = as_integer(window, "the number of a window", StoreError)
+    several = as_integer(count, "the number of windows", StoreError) != 1
+    return f"{tensor}[{number}]" if several else tensor
 
 
 def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, Layout]]:
-    """(local tensor, layout) of every window of a tensor."""
-    return Windows(windows).locals(name)
+    """(local tensor, layout) of every window of a tensor.
+
+    Raises StoreError for what is not a name, and for what is not Layouts.
+    """
+    tensor = text(name, "the name of a tensor", StoreError)
+    given = listed(windows, f"the windows of tensor {tensor!r}", StoreError)
+    return (windows_of(given, tensor, StoreError) if given else Windows()).locals(tensor)
 
 
 Held: TypeAlias = (

@@ -16,7 +16,7 @@ from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.partition import partition
 from shardmath.algebra.runs import Runs
-from shardmath.base.arguments import as_integer
+from shardmath.base.arguments import as_integer, instance
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import LayoutError, ShardError
 from shardmath.base.text import plural, shown
@@ -68,7 +68,7 @@ def grid(layout: Layout, most: int = 64) -> str:
     """Which ranks hold each element of a 1-d or 2-d tensor, as a grid; `.` where nobody does, `+` where more than one.
 
     Of more than `most` rows or columns the middle ones are left out, and a line says so. Raises LayoutError for more
-    dimensions.
+    dimensions, and for what is not a layout.
 
     >>> from shardmath.algebra.mesh import Mesh
     >>> print(grid(Layout((3, 4), Mesh(tp=2), "n (2 tp h)")))
@@ -79,6 +79,7 @@ def grid(layout: Layout, most: int = 64) -> str:
     0 0 … 1 1
     columns 2 to 97 are left out
     """
+    instance(layout, Layout, "grid() draws a layout; of a plan draw one of its sides", LayoutError)
     if layout.ndim not in (1, 2):
         raise LayoutError(f"{layout} has {plural(layout.ndim, 'dimension')}; grid() draws 1 or 2")
     room = as_integer(most, "most", LayoutError)

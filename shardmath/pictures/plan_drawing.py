@@ -88,7 +88,7 @@ def _choose_tensor(p: Movable, tensor: str | None) -> str:
     """The tensor whose layouts are drawn."""
     if tensor is None:
         return next(iter(p.src), "")
-    if tensor not in p.src:
+    if not isinstance(tensor, str) or tensor not in p.src:
         first = list(p.src)[:8]
         names = ", ".join(map(repr, first))
         raise PlanError(f"the plan has no tensor {shown(tensor)}; it has {names}")

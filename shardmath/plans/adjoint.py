@@ -34,7 +34,7 @@ from shardmath.plans.plan import Plan, Transfer, describe, rule_of
 from shardmath.plans.reduction import Reduction, check_arithmetic, find_reduction, identity_of
 from shardmath.plans.uncovered import find_not_whole
 
-__all__ = ["Flip", "Transposed", "adjoint", "flip_of", "swap_ends"]
+__all__ = ["Flip", "Transposed", "adjoint", "flip_digest", "flip_of", "swap_ends"]
 
 
 def swap_ends(t: Transfer) -> Transfer:
@@ -181,8 +181,13 @@ def adjoint(p: Plan | Transposed) -> Plan | Transposed:
         rules=rules,
         flip=flip_of(p),
         in_part=find_not_whole(dst),
-        digest=digest(("adjoint", p.digest)),
+        digest=flip_digest(p.digest),
     )
+
+
+def flip_digest(forward: str) -> str:
+    """The digest of the adjoint of a plan of that digest."""
+    return digest(("adjoint", forward))
 
 
 _Identities: TypeAlias = tuple[int, int]

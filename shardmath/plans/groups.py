@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from shardmath.base.arguments import text
+from shardmath.base.digest import digest, names_digest
 from shardmath.base.errors import PlanError
+from shardmath.flows.topology import Topology
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, holdings_digest, read_windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
@@ -28,6 +30,7 @@ __all__ = [
     "Group",
     "Side",
     "describe_form",
+    "digest_groups",
     "find_in_part",
     "group_alike",
     "join_groups",
@@ -240,6 +243,19 @@ def _make_key(src: Windows, dst: Windows) -> tuple[object, ...]:
             rules.append(rule.by_ranks(a, b))
     asked = tuple(rules) if any(rules) else ()
     return first.shape, first.dtype, here, there, asked
+
+
+def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | None) -> str:
+    """A digest of all that the transfers depend on."""
+    names: list[str] = []
+    keys = []
+    for group in groups:
+        names += group.names
+        keys.append((len(group.names), group.key))
+    key = names_digest(names), keys
+    if topology is None:
+        return digest((is_tree, key))
+    return digest((is_tree, key, topology))
 
 
 def find_in_part(

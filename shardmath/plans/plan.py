@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardmath.base.arguments import as_integer
-from shardmath.base.digest import digest, names_digest
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
@@ -44,6 +43,7 @@ from shardmath.plans.groups import (
     NOTHING,
     Group,
     Side,
+    digest_groups,
     find_in_part,
     group_alike,
     join_groups,
@@ -70,6 +70,7 @@ __all__ = [
     "Side",
     "Transfer",
     "describe",
+    "digest_of",
     "pair_by_name",
     "plan",
     "rule_of",
@@ -236,7 +237,7 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
         rules=_list_rules(names, alike),
         batches=batches,
         lines=balance(gather_lines(batches, topology), batches, topology),
-        digest=_digest(groups, is_tree, topology),
+        digest=digest_groups(groups, is_tree, topology),
         is_tree=is_tree,
         src_ranks=_list_ranks(group.src for group in groups),
         dst_ranks=_list_ranks(group.dst for group in groups),
@@ -254,17 +255,10 @@ def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
     return rules
 
 
-def _digest(groups: list[Group], is_tree: bool, topology: Topology | None) -> str:
-    """A digest of all that the transfers depend on."""
-    names: list[str] = []
-    keys = []
-    for group in groups:
-        names += group.names
-        keys.append((len(group.names), group.key))
-    key = names_digest(names), keys
-    if topology is None:
-        return digest((is_tree, key))
-    return digest((is_tree, key, topology))
+def digest_of(p: Plan) -> str:
+    """The digest of a plan between these layouts, made anew."""
+    alike = group_alike(p.src, p.dst)
+    return digest_groups(join_groups(alike), p.is_tree, p.topology)
 
 
 def _list_ranks(sides: Iterable[Windows]) -> tuple[int, ...]:

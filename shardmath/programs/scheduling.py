@@ -53,7 +53,7 @@ from shardmath.programs.loads import (
 from shardmath.programs.program import Program
 from shardmath.programs.streams import list_streams
 
-__all__ = ["MOST_ROUNDS", "MOST_SLOTS", "Fanout", "as_planned", "schedule"]
+__all__ = ["MOST_ROUNDS", "MOST_SLOTS", "Fanout", "as_planned", "digest_program", "schedule"]
 
 Fanout: TypeAlias = Literal["auto", "none", "node"]
 
@@ -116,7 +116,7 @@ def schedule(
         prog = Program(p, where, legs, 1, 1, room, most, "")
         options.append(prog)
     fastest = _find_fastest(options)
-    return replace(fastest, digest=_digest(fastest))
+    return replace(fastest, digest=digest_program(fastest))
 
 
 def _check_plan(p: Plan, fix: str) -> None:
@@ -166,7 +166,7 @@ def as_planned(p: Plan, topology: Topology | None = None) -> Program:
     _, under_way = _measure(prog)
     room = max(under_way, 1)
     prog = replace(prog, max_inflight_bytes=room, max_ops_per_group=most)
-    return replace(prog, digest=_digest(prog))
+    return replace(prog, digest=digest_program(prog))
 
 
 def _check_pieces(p: Plan, on: Demands, room: int) -> None:
@@ -230,8 +230,8 @@ def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Way]]:
     return [(slots, way) for _, slots, way in estimated]
 
 
-def _digest(prog: Program) -> str:
-    """Of the plan, the topology, the legs and the rounds."""
+def digest_program(prog: Program) -> str:
+    """The digest of the plan, the topology, the legs and the rounds."""
     bands = prog.legs.bands
     columns = [
         bands.first,

@@ -34,17 +34,17 @@ import numpy as np
 
 from shardmath.algebra.box import Box, first_gap, from_slices
 from shardmath.algebra.mesh import Mesh
-from shardmath.base.arrays import Bools, Ints, Offsets, pick
+from shardmath.base.arrays import Bools, Ints, Offsets, begins, distinct, pick
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
-from shardmath.plans.demands import Batch, Demands, Ranks
+from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.pieces import expand, unit_boxes
 from shardmath.plans.plan import Plan
 from shardmath.plans.template import Template
 from shardmath.plans.uncovered import count_cells
 from shardmath.proofs.batches import check_batches
 from shardmath.proofs.shapes import check_plan_shapes, require
-from shardmath.proofs.tables import check_lines
+from shardmath.proofs.tables import Places, check_lines
 from shardmath.proofs.templates import check_template, find_end
 
 __all__ = ["prove"]
@@ -59,7 +59,7 @@ def prove(p: Plan) -> None:
     for t in templates.values():
         check_template(t, proved)
     check_lines(p.lines, p.batches)
-    places = _Places(p.lines.sets)
+    places = Places(p.lines.sets)
     _check_ends(p, places)
     _check_once(p, places)
     _check_complete(p, groups, places)
@@ -68,42 +68,26 @@ def prove(p: Plan) -> None:
 # Ends
 
 
-class _Places:
-    """The positions of sets of ranks in meshes, each found once; -1 for strangers."""
-
-    def __init__(self, sets: Sequence[Ranks]) -> None:
-        self._sets = sets
-        self._known: dict[tuple[Mesh, int], Ints] = {}
-
-    def of(self, mesh: Mesh, number: int) -> Ints:
-        """The positions of a set's ranks in the mesh."""
-        key = mesh, number
-        if key not in self._known:
-            ranks = self._sets[number]
-            at = [mesh.position(rank) if rank in mesh else -1 for rank in ranks]
-            self._known[key] = np.array(at, np.int64)
-        return self._known[key]
-
-
 def _list_sets_of_rows(demands: Demands) -> tuple[Ints, Ints]:
     """By row, the numbers of the sets of its holders and of its receivers."""
     holders = demands.blocks.spread(demands.holders)
     return demands.rows.spread(holders), demands.rows.spread(demands.receivers)
 
 
-def _check_ends(p: Plan, places: _Places) -> None:
+def _check_ends(p: Plan, places: Places) -> None:
     """Every holder of a row's line has its unit, and every receiver wants it."""
     holders, receivers = _list_sets_of_rows(p.lines)
-    for row in _list_distinct_rows(p, holders, source=True):
-        number = int(holders[row])
-        _check_end(p, places, row, number, source=True)
-    for row in _list_distinct_rows(p, receivers, source=False):
-        number = int(receivers[row])
-        _check_end(p, places, row, number, source=False)
+    for rows in _list_distinct_rows(p, holders, source=True):
+        _check_end(p, places, rows, holders[rows], source=True)
+    for rows in _list_distinct_rows(p, receivers, source=False):
+        _check_end(p, places, rows, receivers[rows], source=False)
 
 
-def _list_distinct_rows(p: Plan, sets: Ints, *, source: bool) -> list[int]:
-    """One row of all that ask the same: whether a set of ranks of a mesh has a unit's parts."""
+def _list_distinct_rows(p: Plan, sets: Ints, *, source: bool) -> list[Ints]:
+    """One row of all that ask the same: whether a set of ranks of a mesh has a unit's parts.
+
+    Those of one template and mesh stand together.
+    """
     number: dict[tuple[Template, Mesh], int] = {}
     numbers = []
     for batch in p.batches:
@@ -117,8 +101,8 @@ def _list_distinct_rows(p: Plan, sets: Ints, *, source: bool) -> list[int]:
     # Rows that ask the same stand together in this order; the first of each are taken.
     order = np.lexsort((sets, code, end))
     is_new = _find_new(sets[order], code[order], end[order])
-    rows: list[int] = order[is_new].tolist()
-    return rows
+    rows = order[is_new]
+    return np.split(rows, begins(end[rows])[1:]) if len(rows) else []
 
 
 def _find_new(*columns: Ints) -> Bools:
@@ -129,22 +113,30 @@ def _find_new(*columns: Ints) -> Bools:
     return is_new
 
 
-def _check_end(p: Plan, places: _Places, row: int, number: int, *, source: bool) -> None:
-    """A set of ranks has the unit of a row."""
-    batch = _batch_of(p, row)
+def _check_end(p: Plan, places: Places, rows: Ints, sets: Ints, *, source: bool) -> None:
+    """The sets of ranks have the units of their rows, all of one template and mesh."""
+    batch = _batch_of(p, int(rows[0]))
     mesh = batch.src if source else batch.dst
+    positions, owner = places.within(mesh).of(sets)
     end = find_end(batch.template, source)
-    unit = int(p.lines.unit[row])
-    positions = places.of(mesh, number)
-    has = end.has(unit, positions)
+    has = end.has(p.lines.unit[rows[owner]], positions)
     if has.all():
         return
-    ranks = p.lines.sets[number]
-    rank = ranks[int(np.argmin(has))]
-    element = _element_of(p, row)
+    _raise_stranger(p, rows, sets, owner, int(np.argmin(has)), source)
+
+
+def _raise_stranger(
+    p: Plan, rows: Ints, sets: Ints, owner: Ints, first: int, source: bool
+) -> NoReturn:
+    """Raise PlanError for the first rank that has not what its row says, in the order of the sets."""
+    at = int(owner[first])
+    ranks = p.lines.sets[int(sets[at])]
+    rank = ranks[first - int(np.searchsorted(owner, at))]
+    row = int(rows[at])
+    name = _batch_of(p, row).names[0]
     does, where = ("send", "source") if source else ("receive", "destination")
-    what = f"tensor {batch.names[0]!r}: rank {rank} is to {does} element {element}"
-    require(False, f"{what}, which it does not hold at the {where}")
+    what = f"tensor {name!r}: rank {rank} is to {does} element {_element_of(p, row)}"
+    raise PlanError(f"{what}, which it does not hold at the {where}; make the plan anew")
 
 
 def _batch_of(p: Plan, row: int) -> Batch:
@@ -174,7 +166,7 @@ def _element_of(p: Plan, row: int) -> tuple[int, ...]:
 # Once
 
 
-def _check_once(p: Plan, places: _Places) -> None:
+def _check_once(p: Plan, places: Places) -> None:
     """No receiver has elements from two rows, and all receivers of an element are of one addend."""
     demands = p.lines
     _, asking = _list_sets_of_rows(demands)
@@ -238,7 +230,7 @@ def _number_choices(p: Plan) -> Ints:
     return out
 
 
-def _check_apart(p: Plan, places: _Places, rows: Ints, sets: list[int]) -> None:
+def _check_apart(p: Plan, places: Places, rows: Ints, sets: list[int]) -> None:
     """Sets that receive the same elements are disjoint.
 
     Where any one addend may receive, they are of one.
@@ -256,10 +248,8 @@ def _check_apart(p: Plan, places: _Places, rows: Ints, sets: list[int]) -> None:
             raise PlanError(f"{twice}; it is to be received exactly once")
     t = batch.template
     addend = t.dst.mesh.coordinate(t.reduction.chosen)
-    found: set[int] = set()
-    for number in sets:
-        positions = places.of(batch.dst, number)
-        found.update(addend[positions].tolist())
+    positions, _ = places.within(batch.dst).of(np.array(sets, np.int64))
+    found = set(addend[positions].tolist())
     if len(found) > 1:
         a, b, *_ = sorted(found)
         where = f"addend {a} of some replicas and to addend {b} of others"
@@ -269,7 +259,7 @@ def _check_apart(p: Plan, places: _Places, rows: Ints, sets: list[int]) -> None:
 # Counting
 
 
-def _check_complete(p: Plan, groups: Sequence[Sequence[Batch]], places: _Places) -> None:
+def _check_complete(p: Plan, groups: Sequence[Sequence[Batch]], places: Places) -> None:
     """As many elements arrive everywhere, of every tensor and addend, as there are cells."""
     arrivals = _count_arrivals(p, places)
     ids = map(id, p.batches)
@@ -294,7 +284,7 @@ def _check_ranks(batches: Sequence[Batch]) -> None:
     require(same, f"tensor {name!r} arrives in one window in several orders of ranks")
 
 
-def _count_arrivals(p: Plan, places: _Places) -> Iterator[Ints]:
+def _count_arrivals(p: Plan, places: Places) -> Iterator[Ints]:
     """By batch, how many elements each position of its destination gets."""
     _, receivers = _list_sets_of_rows(p.lines)
     elements = p.lines.hi - p.lines.lo
@@ -319,12 +309,14 @@ def _list_rows(p: Plan) -> Iterator[Ints]:
         yield order[begin:end]
 
 
-def _add_up(mesh: Mesh, places: _Places, sets: Ints, sizes: Ints) -> Ints:
+def _add_up(mesh: Mesh, places: Places, sets: Ints, sizes: Ints) -> Ints:
     """By position of the mesh, the total of the sizes of what goes to the sets that it is in."""
+    numbers, which = distinct(sets)
+    of_set = np.zeros(len(numbers), np.int64)
+    np.add.at(of_set, which, sizes)
+    positions, owner = places.within(mesh).of(numbers)
     total = np.zeros(mesh.size, np.int64)
-    for number, size in zip(sets.tolist(), sizes.tolist(), strict=True):
-        positions = places.of(mesh, number)
-        total[positions] += size
+    np.add.at(total, positions, of_set[owner])
     return total
 
 

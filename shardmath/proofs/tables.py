@@ -4,7 +4,8 @@ transfers from them.
 **Lines** are blocks laid end to end, blocks are rows laid end to end, and lines are cut from the
 first byte to the last, where pieces may be cut.
 
-What they say of tensors and ranks is for `plan_proof`.
+What they say of tensors and ranks is for `plan_proof`, which asks `Places` where in a mesh a set of
+ranks is.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Bools, Ints, Offsets, lengths, pick
-from shardmath.plans.demands import Batch, Demands
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.arrays import Bools, Ints, Offsets, lengths, pick, ranges
+from shardmath.plans.demands import Batch, Demands, Ranks
 from shardmath.plans.pieces import is_legal_cut
 from shardmath.plans.template import unit_addends
 from shardmath.programs.legs import Bands, Legs
 from shardmath.proofs.shapes import check_integers, require
 
-__all__ = ["check_lines", "check_numbers_of_sets", "find_misfit_of_bands"]
+__all__ = ["Members", "Places", "check_lines", "check_numbers_of_sets", "find_misfit_of_bands"]
 
 
 def check_lines(demands: Demands, batches: Sequence[Batch]) -> None:
@@ -314,3 +317,55 @@ def _fit_blocks(bands: Bands, blocks: Ints) -> bool:
     if not _are_owned(blocks, bands.first, entries):
         return False
     return len(bands.classes) == len(bands.start) == len(blocks)
+
+
+# Where sets of ranks are
+
+
+class Members(NamedTuple):
+    """The positions of sets of ranks in one mesh, set by set; -1 for strangers."""
+
+    of_set: Offsets
+    positions: Ints
+
+    def of(self, numbers: Ints) -> tuple[Ints, Ints]:
+        """The positions of the ranks of sets, one set after the other, and which of the sets each is of."""
+        first = self.of_set.first
+        at, owner = ranges(first[numbers], first[numbers + 1])
+        return self.positions[at], owner
+
+
+class Places:
+    """The positions of sets of ranks in meshes, found once for all sets of a mesh.
+
+    >>> places = Places([(3, 4), (5,)])
+    >>> positions, which = places.within(Mesh(tp=2, ranks=[5, 4])).of(np.array([0, 1]))
+    >>> positions.tolist(), which.tolist()
+    ([-1, 1, 0], [0, 0, 1])
+    """
+
+    def __init__(self, sets: Sequence[Ranks]) -> None:
+        self._of_set = Offsets.of_counts(lengths(sets))
+        # By a dict, as ranks that someone wrote into a table may be of any size.
+        number: dict[int, int] = {}
+        which = [number.setdefault(rank, len(number)) for ranks in sets for rank in ranks]
+        self._ranks = tuple(number)
+        self._which = np.array(which, np.int64)
+        self._known: dict[Mesh, Members] = {}
+        # Meshes that are equal are many objects, which are quicker to look up than to compare. The
+        # plan keeps them alive, so that their ids are theirs alone.
+        self._by_id: dict[int, Members] = {}
+
+    def within(self, mesh: Mesh) -> Members:
+        """All sets in the mesh."""
+        found = self._by_id.get(id(mesh))
+        if found is None:
+            if mesh not in self._known:
+                self._known[mesh] = self._find(mesh)
+            found = self._by_id[id(mesh)] = self._known[mesh]
+        return found
+
+    def _find(self, mesh: Mesh) -> Members:
+        at = [mesh.position(rank) if rank in mesh else -1 for rank in self._ranks]
+        positions = np.array(at, np.int64)
+        return Members(self._of_set, positions[self._which])

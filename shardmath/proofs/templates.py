@@ -20,13 +20,14 @@ rows; make the plan anew
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
 
 from shardmath.algebra.overlay import Overlay, Parts
 from shardmath.algebra.partition import Partition, partition
-from shardmath.base.arrays import Bools, Ints, Offsets
+from shardmath.base.arrays import Bools, Ints, Offsets, lengths
 from shardmath.base.memo import memo
 from shardmath.base.text import plural
 from shardmath.plans.template import Template, hidden_pairs
@@ -228,18 +229,29 @@ class End(NamedTuple):
     number: Ints
     code: Ints
 
-    def has(self, unit: int, at: Ints) -> Bools:
-        """Whether positions have the unit's part in every dimension."""
-        out = at >= 0
-        numbers = self.number[unit].tolist()
-        for sets, held, number in zip(self.sets, self.held, numbers, strict=True):
-            parts = sets[number]
-            # Most sets are of one part, and comparing is far quicker than isin.
-            if len(parts) == 1:
-                out &= held[at] == parts[0]
-            else:
-                out &= np.isin(held[at], parts)
+    def has(self, units: Ints, at: Ints) -> Bools:
+        """Whether position `at[i]`, -1 for none, has the part of `units[i]` in every dimension."""
+        out: Bools = at >= 0
+        for d, (sets, held) in enumerate(zip(self.sets, self.held, strict=True)):
+            number = self.number[units, d]
+            part = held[at]
+            out &= _are_members(sets, number, part)
         return out
+
+
+def _are_members(sets: Parts, number: Ints, part: Ints) -> Bools:
+    """Whether each part is one of the set of its number."""
+    # Most sets are of one part, and comparing is far quicker than isin.
+    if all(len(parts) == 1 for parts in sets):
+        only = np.array([parts[0] for parts in sets], np.int64)
+        return np.equal(part, only[number])
+    members = np.fromiter(itertools.chain.from_iterable(sets), np.int64)
+    owners = Offsets.of_counts(lengths(sets)).owners()
+    # (set, part) as one number; of parts that are not asked for the numbers would be another set's.
+    count = 1 + part.max(initial=-1)
+    is_asked = (members >= 0) & (members < count)
+    code = owners[is_asked] * count + members[is_asked]
+    return (part >= 0) & np.isin(number * count + part, code)
 
 
 @memo()

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from shardmath.base.errors import PlanError
 from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout
-from shardmath.plans.adjoint import Transposed, adjoint
-from shardmath.plans.plan import Movable, Plan, Transfer
+from shardmath.plans.adjoint import Transposed, adjoint, flip_digest
+from shardmath.plans.plan import Movable, Plan, Transfer, digest_of
 from shardmath.plans.reduction import Reduction, find_reduction
 from shardmath.plans.uncovered import find_not_whole
 from shardmath.proofs.claims import check_claim
@@ -36,9 +36,9 @@ def verify(p: Plan | Transposed | Program, *, transfers: Iterable[Transfer] | No
     layouts ask for.
 
     Proved is that each element that the destination holds arrives there exactly once, and that all
-    elements of every tensor but those of `Plan.in_part` are held there. Without `transfers` the
-    plan's own tables are proved, and what it fills in and divides by. With them the error names the
-    first offending element.
+    elements of every tensor but those of `Plan.in_part` are held there; and that the digest, by which
+    ranks tell plans apart, is that of the layouts. Without `transfers` the plan's own tables are
+    proved, and what it fills in and divides by. With them the error names the first offending element.
     """
     if not isinstance(p, Plan | Transposed):
         p = as_program(p)
@@ -49,6 +49,7 @@ def verify(p: Plan | Transposed | Program, *, transfers: Iterable[Transfer] | No
         _prove(p)
     else:
         check_claim(promised, transfers)
+    _check_digest(p)
 
 
 def _check_in_part(p: Movable) -> None:
@@ -96,6 +97,23 @@ def _check_transposed(p: Transposed) -> None:
     if (p.src, p.dst) != (expected.src, expected.dst):
         what = f"{p!r} is not between the layouts that those of {p.forward!r} become"
         raise PlanError(f"{what}; transpose the plan anew")
+
+
+def _check_digest(p: Plan | Transposed | Program) -> None:
+    """Raise PlanError unless the digest is that of what is proved, and so is that of its plan."""
+    if isinstance(p, Plan):
+        found = digest_of(p)
+    elif isinstance(p, Transposed):
+        _check_digest(p.forward)
+        found = flip_digest(p.forward.digest)
+    else:
+        from shardmath.programs.scheduling import digest_program
+
+        _check_digest(p.plan)
+        found = digest_program(p)
+    if p.digest != found:
+        what = f"{p!r} has the digest {p.digest!r}, and what it does the digest {found!r}"
+        raise PlanError(f"{what}; make it anew")
 
 
 def _check_rules(p: Plan) -> None:

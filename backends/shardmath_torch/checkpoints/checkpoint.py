@@ -219,7 +219,7 @@ def load(
         _prepare_load, path, layouts, names, group, device, progress, verify
     )
     with shared(group):
-        job = on_all("load", prepare, group, claim=lambda job: f"{job.digest}, verify={verify}")
+        job = on_all("load", prepare, group, claim=functools.partial(_describe_load, verify))
         touched = job.reader.touched
         if touched is not None:
             number, count = share_of(group)
@@ -264,6 +264,11 @@ def _prepare_load(
     planner.set_up_planner(tensors, metadata)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     return _LoadJob(reader, planner, plan, tensors, checkpoint.digest)
+
+
+def _describe_load(verify: bool, job: _LoadJob) -> dict[str, str]:
+    """What has to be the same on all ranks; they may want other tensors."""
+    return {"the checkpoint": job.digest, "verify": str(verify)}
 
 
 def _find_wanted(
@@ -335,4 +340,4 @@ def check_ranks(side: Mapping[str, Windows], group: Group | None) -> None:
             outside = sorted(set(layout.mesh.ranks) - here)
             if outside:
                 what = f"tensor {name!r} is on ranks {outside[:8]} too, the group has {sorted(here)[:8]}"
-                raise CheckpointError(f"{what}; save with a group of all ranks that hold it")
+                raise CheckpointError(f"{what}; give a group of all ranks that hold it")

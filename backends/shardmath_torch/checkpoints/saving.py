@@ -290,7 +290,11 @@ def _check_agreed(said: Sequence[_Said]) -> None:
     if other is not None:
         what = f"ranks {first.rank} and {other.rank} save different tensors or layouts"
         digests = f"{first.digest[:12]} and {other.digest[:12]}"
-        raise CheckpointError(f"{what}, {digests}; pass everybody's layouts, the same on all ranks")
+        fix = (
+            "pass everybody's layouts, the same on all ranks; "
+            "give mesh= where a module's DTensors are on other meshes than other ranks'"
+        )
+        raise CheckpointError(f"{what}, {digests}; {fix}")
 
 
 def _name_bytes(said: Iterable[_Said], names: Iterable[str]) -> _StoredNames:

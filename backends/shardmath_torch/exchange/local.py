@@ -106,7 +106,7 @@ def _check_names(want: Wanted, given: Tensors) -> None:
         label = _label(want.side, key)
         if not want.tensors:
             what = f"{label} is given, but this rank is not on the {want.side} side"
-            raise ExchangeError(f"{what}; pass None")
+            raise ExchangeError(f"{what}; {'pass None' if want.single else 'leave it out'}")
         what = f"{label} is not one that this rank stores"
         raise ExchangeError(f"{what}; pass {_list_names(want.tensors)}")
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
 from shardmath.families.hf import Entry
-from shardmath.layouts.holdings import LayoutOrWindows, Windows
+from shardmath.layouts.holdings import LayoutOrWindows, Windows, holdings_digest
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
@@ -62,6 +62,11 @@ __all__ = ["BATCH", "export"]
 
 BATCH = 256 << 20
 """Bytes of whole tensors that a rank holds to write them."""
+
+ALIKE = (
+    "call it with the same on all ranks, and with mesh= where DTensors are on other meshes than "
+    "other ranks'"
+)
 
 
 class _Task(NamedTuple):
@@ -102,11 +107,11 @@ def export(
     with contextlib.ExitStack() as stack:
         stack.enter_context(shared(group))
         check = partial(check_source, source, layouts, tied, mesh)
-        on_all("export", check, group, claim=lambda _: describe_source(source))
+        on_all("export", check, group, claim=lambda _: describe_source(source, layouts))
         given = lay_out(source, layouts, mesh, group)
         given = given._replace(tied={**given.tied, **(tied or {})})
         prepare = partial(_prepare, path, given, max_shard_size, group)
-        task = on_all("export", prepare, group, claim=partial(_describe_task, given))
+        task = on_all("export", prepare, group, claim=partial(_describe_task, given), fix=ALIKE)
         lock = partial(_lock, task, stack)
         on_all("lock the folder", lock, group)
         _write(task, given, group, progress)
@@ -159,13 +164,19 @@ def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
         raise CheckpointError(f"{what}; tie a new name to a tensor that is")
 
 
-def _describe_task(given: Source, task: _Task) -> str:
+def _describe_task(given: Source, task: _Task) -> dict[str, str]:
     """What ranks must have in common."""
-    moved = to_disk(given.layouts)
-    tied = sorted(given.tied.items())
-    files = [list(tensors) for tensors in task.files.values()]
-    fingerprint = digest((moved.digest, tied, files))
-    return f"{task.folder}, {len(files)} files of tensors and layouts {fingerprint[:12]}"
+    said = {"the folder": repr(str(task.folder))}
+    for file, tensors in task.files.items():
+        for name, (shape, dtype) in tensors.items():
+            said[repr(name)] = f"{dtype}{list(shape)} in {file}"
+    for name, kept in given.tied.items():
+        said[f"the tensor of the name {name!r}"] = repr(kept)
+    for name, windows in given.layouts.items():
+        # Equal layouts may be spelled in several ways.
+        held = digest([holdings_digest(layout) for layout in windows])
+        said[f"what ranks hold of {name!r}"] = held[:12]
+    return said
 
 
 # Files

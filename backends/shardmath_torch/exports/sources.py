@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import mapping
-from shardmath.base.digest import digest
-from shardmath.base.text import plural, shown
+from shardmath.base.text import shown
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
@@ -92,24 +91,25 @@ def _check_layouts(layouts: Mapping[str, LayoutOrWindows | None]) -> None:
             raise CheckpointError(f"{what}; leave it out")
 
 
-def describe_source(source: nn.Module | Mapping[str, Tensor]) -> str:
+def describe_source(
+    source: nn.Module | Mapping[str, Tensor],
+    layouts: Mapping[str, LayoutOrWindows | None] | None,
+) -> dict[str, str]:
     """What has to be the same on all ranks before they ask each other where DTensors lie."""
     if isinstance(source, nn.Module):
-        return "a module"
-    divided = {}
+        return {"the source": "a module"}
+    said = {"the source": "tensors" if layouts is None else "tensors with layouts"}
     for name, tensor in source.items():
         if isinstance(tensor, DTensor):
-            divided[name] = _describe_dtensor(tensor)
-    kind = f"tensors, {plural(divided, 'DTensor')} among them"
-    fingerprint = digest(sorted(divided.items()))
-    return f"{kind}, {fingerprint[:12]}"
+            said[repr(name)] = f"a DTensor of {_describe_dtensor(tensor)}"
+    return said
 
 
-def _describe_dtensor(tensor: DTensor) -> tuple[str, ...]:
+def _describe_dtensor(tensor: DTensor) -> str:
     """What all ranks have to say alike of it; of its mesh the axes alone, since each may have a part of its own."""
     mesh = tensor.device_mesh
-    axes = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
-    return str(tensor.dtype), str(tuple(tensor.shape)), str(tensor.placements), str(axes)
+    form = f"{tensor.dtype}{list(tensor.shape)} {tensor.placements}"
+    return f"{form} on axes {mesh.mesh_dim_names} of {tuple(mesh.mesh.shape)}"
 
 
 # Layouts
@@ -148,7 +148,9 @@ def _take_model(model: Model) -> Source:
     tied: dict[str, str] = {}
     for first, names in model.names.items():
         tied |= dict.fromkeys(names[1:], first)
-    tensors = {name: slot.local for name, slot in model.slots.items()}
+    rank = compat.rank_or_0()
+    # Of a DTensor of other ranks' mesh a rank has an empty tensor, which is not a part of it.
+    tensors = {n: slot.local for n, slot in model.slots.items() if rank in slot.layout.mesh}
     layouts = {name: slot.layout for name, slot in model.slots.items()}
     return Source(tensors, read_windows(layouts, CheckpointError), tied)
 
@@ -163,10 +165,16 @@ def _lay_out_dtensors(
     # As a module's are: one of a part of the mesh is on all of it, the same on each part.
     layouts = {name: lift(layout, plain_on) for name, layout in layouts.items()}
     local: dict[str, Tensor] = {}
+    rank = compat.rank_or_0()
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            local[name] = local_of(tensor)
+            if rank in layouts[name].mesh:  # else it is of other ranks' mesh, and empty here
+                local[name] = local_of(tensor)
             continue
+        if rank not in plain_on:
+            what = f"rank {rank} has {name!r}, and is not on the mesh {plain_on}"
+            fix = "give mesh= of all ranks that have it, or a group of those on the mesh"
+            raise CheckpointError(f"{what}; {fix}")
         local[name] = tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
         layouts[name] = Layout(tuple(tensor.shape), plain_on, {}, dtype=dtype)

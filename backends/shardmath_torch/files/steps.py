@@ -3,15 +3,17 @@
 1. A rank does its part of a step, and then tells the others how it went; nobody goes on before all have told.
 2. What goes wrong on one rank is a CheckpointError on all, naming it. An interrupt is that for the others, and itself
    on its rank.
+3. So is a step that ranks were asked to do otherwise: what has to be the same they claim, and compare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
+from shardmath.base.digest import digest
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.text import message_of, plural
 from shardmath_torch import compat
@@ -19,9 +21,22 @@ from shardmath_torch.agreement.gather import gather, in_step, mark_told
 from shardmath_torch.compat import Group
 from shardmath_torch.files.places import CheckpointError
 
-__all__ = ["gather_all", "is_alone", "on_all", "share_of", "show_error", "step_failed", "step_lost"]
+__all__ = [
+    "Claim",
+    "gather_all",
+    "is_alone",
+    "on_all",
+    "share_of",
+    "show_error",
+    "step_failed",
+    "step_lost",
+]
 
 _T = TypeVar("_T")
+
+Claim: TypeAlias = str | Mapping[str, str]
+"""What has to be the same on all ranks: a text, or texts by what they are of, of which an error shows the first that
+differs."""
 
 
 def is_alone() -> bool:
@@ -37,6 +52,9 @@ def share_of(group: Group | None) -> tuple[int, int]:
     return dist.get_rank(found), dist.get_world_size(found)
 
 
+SAME = "call it with the same on all ranks, and not while it is saved"
+
+
 class _Report(NamedTuple):
     """What a rank tells the others: what went wrong, if anything did, and what it claims."""
 
@@ -49,19 +67,22 @@ def on_all(
     act: Callable[[], _T],
     group: Group | None,
     *,
-    claim: Callable[[_T], str] | None = None,
+    claim: Callable[[_T], Claim] | None = None,
+    fix: str = SAME,
 ) -> _T:
     """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
-    what ranks claim is not the same; a rank that is interrupted in it goes on with that."""
+    what ranks claim is not the same, with the `fix`; a rank that is interrupted in it goes on with that."""
     _, count = share_of(group)
     done: list[_T] = []
     raised: BaseException | None = None
     report = _Report(None, "")
+    said: Claim = ""
     try:
         with in_step(group):
             done.append(act())
         if claim is not None:
-            report = _Report(None, claim(done[0]))
+            said = claim(done[0])
+            report = _Report(None, _shorten(said))
     except BaseException as error:
         # raised only after all have heard of it: a rank that does not report is a deadlock
         raised = error
@@ -73,11 +94,22 @@ def on_all(
     if raised is not None and not isinstance(raised, Exception):
         mark_told(raised, group)
         raise raised
+    _check_failures(step, reports, group, raised)
+    claims = [each.claim for each in reports]
+    differs = _compare_claims(step, said, claims, group)
+    if differs is not None:
+        odd, what = differs
+        raise step_failed(step, {odd: f"{what}; {fix}"}, group)
+    return done[0]
+
+
+def _check_failures(
+    step: str, reports: Sequence[_Report], group: Group | None, raised: BaseException | None
+) -> None:
+    """Raises CheckpointError where a rank failed, from what this one `raised`, if anything."""
     failures = {i: each.failure for i, each in enumerate(reports) if each.failure is not None}
     if failures:
         raise step_failed(step, failures, group) from raised
-    _check_claims(step, [each.claim for each in reports], group)
-    return done[0]
 
 
 def _end_alone(lost: CheckpointError, raised: BaseException | None) -> NoReturn:
@@ -87,13 +119,31 @@ def _end_alone(lost: CheckpointError, raised: BaseException | None) -> NoReturn:
     raise raised from lost
 
 
-def _check_claims(step: str, claims: Sequence[str], group: Group | None) -> None:
-    """Raises CheckpointError for the first rank that claims something else than the first rank of the group."""
-    for i, claim in enumerate(claims):
-        if claim != claims[0]:
-            what = f"it is {claim!r} here and {claims[0]!r} on the first rank of the group"
-            fix = "call it with the same on all ranks, and not while it is saved"
-            raise step_failed(step, {i: f"{what}; {fix}"}, group)
+def _shorten(claim: Claim) -> str:
+    """What ranks tell each other of a claim."""
+    return claim if isinstance(claim, str) else digest(sorted(claim.items()))
+
+
+def _compare_claims(
+    step: str, said: Claim, claims: Sequence[str], group: Group | None
+) -> tuple[int, str] | None:
+    """The first rank that claims something else than the first rank of the group, and what; None for none."""
+    odd = next((i for i, claim in enumerate(claims) if claim != claims[0]), None)
+    if odd is None:
+        return None
+    what, here, there = "it", repr(claims[odd]), repr(claims[0])
+    if not isinstance(said, str):
+        number, count = share_of(group)
+        of_two = dict(said) if number in (0, odd) else {}
+        told = gather_all(step, of_two, count, group)
+        what, here, there = _find_difference(told[odd], told[0])
+    return odd, f"{what} is {here} here and {there} on the first rank of the group"
+
+
+def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str, str]:
+    """The first of what differs, and what it is on both sides."""
+    what = next(one for one in (*here, *there) if here.get(one) != there.get(one))
+    return what, here.get(what, "nothing"), there.get(what, "nothing")
 
 
 def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:

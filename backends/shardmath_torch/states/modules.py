@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
-from shardmath.base.text import plural
 from shardmath.layouts.layout import Layout
 from shardmath_torch.compat import Group, rank_or_0, ranks_of
 from shardmath_torch.dtensors.dtensor import Ask
@@ -76,17 +75,19 @@ class Description(NamedTuple):
     first: dict[int, str]
 
     @property
-    def claim(self) -> str:
+    def claim(self) -> dict[str, str]:
         """What has to be the same on all ranks."""
-        tensors = {}
-        for name, tensor in (self.parameters | self.buffers).items():
-            tensors[name] = str(tensor.dtype), tuple(tensor.shape)
-        divided = []
-        for name, tensor in (self.parameters | self.buffers).items():
-            if isinstance(tensor, DTensor):
-                divided.append((name, str(tensor.placements)))
-        said = digest((tensors, divided, sorted(self.extra)))
-        return f"a module of {plural(self.names, 'name')}, {said[:12]}"
+        tensors = self.parameters | self.buffers
+        said = {}
+        for name, tensor in tensors.items():
+            divided = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
+            said[repr(name)] = f"{tensor.dtype}{list(tensor.shape)}{divided}"
+        said |= {repr(name): "an extra state" for name in self.extra}
+        for names in self.names.values():
+            if len(names) > 1:
+                said |= {f"the first name of {name!r}": repr(names[0]) for name in names}
+        said["the order of its tensors"] = digest(list(tensors))[:12]
+        return said
 
 
 class Model(NamedTuple):

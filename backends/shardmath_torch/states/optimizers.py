@@ -6,6 +6,8 @@
 2. What an optimizer has besides tensors is a value (`values`), and so are tensors among the options
    of a group, such as a learning rate.
 3. A parameter has one optimizer and one group: of two states, which one it is to have is not known.
+4. State is a parameter's. What an optimizer keeps under other keys, or for a tensor that is in none of its groups, has
+   no name in a checkpoint: that is an error.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ __all__ = [
     "describe_optimizers",
     "find_groups",
     "lay_out_state",
+    "name_trained",
 ]
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
@@ -63,6 +66,11 @@ class OptimizerState(NamedTuple):
     groups: tuple[Group, ...] | None
     entries: dict[str, dict[str, Entry]]
 
+    @property
+    def trained(self) -> tuple[str, ...] | None:
+        """The names of the groups' parameters; None without an optimizer."""
+        return None if self.groups is None else name_trained(self.groups)
+
 
 # Groups
 
@@ -70,8 +78,8 @@ class OptimizerState(NamedTuple):
 def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
     """All groups of all optimizers.
 
-    Raises CheckpointError for a value that is not an optimizer, for a parameter that is not the module's, and for one
-    that is in two groups.
+    Raises CheckpointError for a value that is not an optimizer, for a parameter that is not the module's, for one that
+    is in two groups, and for state that is not a parameter's.
     """
     groups = []
     found: set[str] = set()
@@ -84,6 +92,7 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
                 raise CheckpointError(f"{what}; give each parameter to one optimizer, in one group")
             found |= parameters.keys()
             groups.append(ParameterGroup(each, options, parameters))
+        _check_state(model, each)
     return groups
 
 
@@ -112,7 +121,38 @@ def _name_of(model: Model, parameter: Tensor) -> str:
     return model.parameters[id(parameter)]
 
 
+def name_trained(groups: Iterable[Group | ParameterGroup]) -> tuple[str, ...]:
+    """The names of all parameters of the groups."""
+    return tuple(name for group in groups for name in group.parameters)
+
+
 # State
+
+
+def _check_state(model: Model, optimizer: Optimizer) -> None:
+    """Raise CheckpointError unless all that the optimizer holds is values by key for a parameter of its groups."""
+    grouped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for key, held in optimizer.state.items():
+        # Whoever looks a key up in the state, and it is not there, leaves an empty dict.
+        if isinstance(held, Mapping) and not held:
+            continue
+        if id(key) not in grouped:
+            raise CheckpointError(_word_stray(model, key))
+        if not isinstance(held, Mapping):
+            what = f"the optimizer's state of {_name_of(model, key)!r} is {shown(held)}"
+            raise CheckpointError(f"{what}; give a dict of values by text")
+
+
+def _word_stray(model: Model, key: object) -> str:
+    """What is wrong with state under a key that is not a parameter of the optimizer's groups."""
+    if not isinstance(key, Tensor):
+        what = f"the optimizer's state has the key {shown(key)}, which is not a parameter of its groups"
+        fix = "keep it in a parameter's state, or as an option of a group in param_groups"
+        return f"{what}; {fix}"
+    name = model.parameters.get(id(key))
+    of = f"of shape {tuple(key.shape)}" if name is None else repr(name)
+    what = f"the optimizer has state of a tensor {of} that is in none of its groups"
+    return f"{what}; delete it from optimizer.state, or put the parameter into a group"
 
 
 def describe_optimizers(model: Model, optimizer: Optimizers) -> OptimizerState:

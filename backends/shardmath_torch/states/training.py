@@ -1,13 +1,14 @@
 """Training: all that a module and its optimizer need to go on, saved, and restored under any parallelism.
 
 1. `state_of` gives this rank's tensors, which are the storage itself, and everybody's layouts, by flat name. A layout
-   of None is for bytes. All ranks have the same names and layouts.
+   of None is for bytes. All ranks have the same layouts.
 
        model.<name>               a parameter, a persistent buffer, or a module's extra state (bytes)
        optim.state.<name>.<key>   a tensor of the optimizer's state
        training                   JSON (bytes): options of parameter groups, values that are not tensors, all names
 
-2. Layouts are those of `layout_of`, also where a rank's part is empty; `modules` and `optimizers` have the rules.
+2. Layouts are those of `layout_of`, also where a rank's part is empty; `modules` and `optimizers` have the rules. Of a
+   DTensor whose mesh a rank is not on, it has the layout and no tensor.
 3. Names meet as `matching` says, and `restoring` writes into the memory that is there.
 4. Bytes are each rank's own: a rank that the checkpoint does not know gets those of the lowest that it knows.
 5. Not saved: random states, schedules (but the learning rates are), positions in data. Of DistributedDataParallel, give
@@ -17,7 +18,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -27,11 +28,12 @@ from torch import Tensor, nn
 from shardmath.algebra.mesh import Mesh
 from shardmath.layouts.edits import cast
 from shardmath.layouts.layout import Layout
+from shardmath.plans.groups import describe_form
 from shardmath_torch.agreement.gather import shared
 from shardmath_torch.checkpoints.checkpoint import check_names, load, save
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.stored import Checkpoint
-from shardmath_torch.compat import Group
+from shardmath_torch.compat import Group, rank_or_0
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
 from shardmath_torch.safetensors.slices import Progress
@@ -57,6 +59,7 @@ from shardmath_torch.states.optimizers import (
     OptimizerState,
     describe_optimizers,
     find_groups,
+    name_trained,
 )
 from shardmath_torch.states.restoring import (
     Job,
@@ -89,8 +92,8 @@ def state_of(
     Collective where `layout_of` is.
 
     Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
-    say, an optimizer's parameter that is not the module's or in two groups, and a module on the meta device;
-    LayoutError as `layout_of`.
+    say, an optimizer's parameter that is not the module's or in two groups, an optimizer's state that is not a
+    parameter's, and a module on the meta device; LayoutError as `layout_of`.
     """
     model = model_of(describe(module), mesh=mesh, group=group)
     state = _gather_state(model, optimizer)
@@ -98,16 +101,22 @@ def state_of(
 
 
 class _State(NamedTuple):
-    """What is saved: this rank's tensors, everybody's layouts, and where torch's own tools nest each; by flat name."""
+    """What is saved: this rank's tensors, everybody's layouts, and where torch's own tools nest each; by flat name. And
+    the names of parameters that optimizers have, None without an optimizer."""
 
+    trained: tuple[str, ...] | None
     tensors: dict[str, Tensor]
     layouts: dict[str, Layout | None]
     paths: dict[str, tuple[str, ...]]
 
     def add(self, path: tuple[str, ...], tensor: Tensor, layout: Layout | None) -> None:
-        """One more tensor, or bytes, by the keys that lead to it."""
+        """One more tensor, or bytes, by the keys that lead to it.
+
+        Of a DTensor of other ranks' mesh this rank has nothing, if an empty tensor in its place.
+        """
         name = ".".join(path)
-        self.tensors[name] = tensor
+        if layout is None or rank_or_0() in layout.mesh:
+            self.tensors[name] = tensor
         self.layouts[name] = layout
         self.paths[name] = path
 
@@ -115,7 +124,7 @@ class _State(NamedTuple):
 def _gather_state(model: Model, optimizer: Optimizers) -> _State:
     """All that is saved of the module and its optimizers."""
     held = describe_optimizers(model, optimizer)
-    state = _State({}, {}, {})
+    state = _State(held.trained, {}, {}, {})
     for name, slot in model.slots.items():
         state.add(("model", name), *slot)
     for (name, key), slot in held.slots.items():
@@ -152,8 +161,24 @@ def save_state(
     with shared(group):
         model = agree_on_model(module, mesh, group)
         gather = partial(_gather_state, model, optimizer)
-        state = on_all("describe its state", gather, group)
+        state = on_all("describe its state", gather, group, claim=_describe_state)
         save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
+
+
+def _describe_state(state: _State) -> dict[str, str]:
+    """What has to be the same on all ranks, as `save` sees too; and whose options are saved, as each rank's own."""
+    said = _describe_trained(state.trained)
+    for name, layout in state.layouts.items():
+        said[repr(name)] = "bytes" if layout is None else describe_form(layout)
+    return said
+
+
+def _describe_trained(trained: Iterable[str] | None) -> dict[str, str]:
+    """Which parameters have options, for the comparison of ranks."""
+    if trained is None:
+        return {"the optimizer": "None"}
+    of_each = {f"the optimizer of {name!r}": "given" for name in trained}
+    return {"the optimizer": "given", **of_each}
 
 
 # Restoring
@@ -166,6 +191,8 @@ class _Matched(NamedTuple):
     goals: list[Goal]
     jobs: list[Job]
     options: OptionsPlan
+    trained: tuple[str, ...] | None
+    """The names of parameters that optimizers have here, None without an optimizer."""
 
 
 def load_state(
@@ -195,7 +222,8 @@ def load_state(
         index = load(checkpoint, {INDEX: None}, group=group, verify=verify)[INDEX]
         model = agree_on_model(module, mesh, group)
         match = partial(_match_state, path, index, model, optimizer, strict)
-        unmatched, goals, jobs, options = on_all("match its state", match, group)
+        matched = on_all("match its state", match, group, claim=_describe_match)
+        unmatched, goals, jobs, options, _ = matched
         layouts = {job.here: job.layout for job in jobs}
         names = {job.here: job.there for job in jobs}
         found = load(
@@ -234,7 +262,20 @@ def _match_state(
         *list_module_jobs(model, saved, stored),
         *list_state_jobs(goals, model, stored, free),
     ]
-    return _Matched(unmatched, goals, jobs, plan_options(goals, free))
+    trained = None if optimizer is None else name_trained(groups)
+    return _Matched(unmatched, goals, jobs, plan_options(goals, free), trained)
+
+
+def _describe_match(matched: _Matched) -> dict[str, str]:
+    """What has to be the same on all ranks: what goes where, wherever it lies."""
+    said = _describe_trained(matched.trained)
+    for job in matched.jobs:
+        said[f"the source of {job.here!r}"] = repr(job.there)
+    for name in matched.unmatched.missing:
+        said[f"the place of {name!r} in the checkpoint"] = "nowhere"
+    for name in matched.unmatched.unexpected:
+        said[f"the place of {name!r} in what is restored"] = "nowhere"
+    return said
 
 
 # Weights
@@ -262,14 +303,15 @@ def load_weights(
 
     `names` says, as {name in the module: stored name}, what is stored under another name. A parameter with several
     names is found under any of them. Values are cast to the module's types. Collective over the group; raises
-    CheckpointError on every rank for what is missing or has another shape, and for parameters and buffers that have a
-    part of their memory in common. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
+    CheckpointError on every rank for what is missing or has another shape, where `names` are not the same on all ranks,
+    and for parameters and buffers that have a part of their memory in common. `mesh` is as in `state_of`, `progress`
+    and `verify` as in `load`.
     """
     with shared(group):
         model = agree_on_model(module, mesh, group)
         match = partial(_match_weights, path, model, names)
         checkpoint, layouts, stored = on_all(
-            "match its weights", match, group, claim=lambda weights: weights.checkpoint.digest
+            "match its weights", match, group, claim=_describe_weights
         )
         found = load(
             checkpoint, layouts, names=stored, group=group, progress=progress, verify=verify
@@ -291,6 +333,14 @@ def _match_weights(
         stored[name] = _find_weight(checkpoint, model.names[name], names or {})
         layouts[name] = cast(slot.layout, checkpoint[stored[name]].dtype)
     return _Weights(checkpoint, layouts, stored)
+
+
+def _describe_weights(weights: _Weights) -> dict[str, str]:
+    """What has to be the same on all ranks: the checkpoint, and what goes where."""
+    said = {"the checkpoint": weights.checkpoint.digest}
+    for name, stored in weights.stored.items():
+        said[f"the source of {name!r}"] = repr(stored)
+    return said
 
 
 def _find_weight(found: Checkpoint, names: list[str], renamed: Mapping[str, str]) -> str:

@@ -124,3 +124,72 @@ def test_a_parameter_of_two_groups() -> None:
     optimizer.param_groups[1]["params"].append(module.weight)
     with pytest.raises(CheckpointError, match="'weight' is in two parameter groups"):
         training.state_of(module, optimizer)
+
+
+def _count(optimizer: optim.Optimizer, module: nn.Module) -> None:
+    optimizer.state["global"] = 3  # type: ignore[index]
+
+
+def _keep_for_stranger(optimizer: optim.Optimizer, module: nn.Module) -> None:
+    optimizer.state[torch.zeros(7)] = {"momentum_buffer": torch.ones(7)}
+
+
+def _take_out(optimizer: optim.Optimizer, module: nn.Module) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+def _hold_number(optimizer: optim.Optimizer, module: nn.Module) -> None:
+    optimizer.state[module.weight] = 5  # type: ignore[assignment]
+
+
+STRAYS: dict[str, tuple[Callable[[optim.Optimizer, nn.Module], None], str]] = {
+    "text": (
+        _count,
+        "has the key 'global', which is not a parameter of its groups; keep it in a "
+        "parameter's state, or as an option of a group",
+    ),
+    "stranger": (
+        _keep_for_stranger,
+        r"has state of a tensor of shape \(7,\) that is in none of its groups; delete it from",
+    ),
+    "out of its group": (
+        _take_out,
+        "has state of a tensor 'bias' that is in none of its groups; delete it from",
+    ),
+    "number": (
+        _hold_number,
+        "the optimizer's state of 'weight' is 5; give a dict of values by text",
+    ),
+}
+
+
+@pytest.mark.parametrize("step", ["state_of", "save_state", "load_state"])
+@pytest.mark.parametrize("stray", STRAYS)
+def test_state_that_is_not_a_parameters(tmp_path: Path, step: str, stray: str) -> None:
+    """It would be lost in a save, and stay as it was in a load. Nothing is written or restored."""
+    module = nn.Linear(2, 2)
+    optimizer = optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = tmp_path / "saved"
+    training.save_state(saved, module, optimizer)
+    spoil, said = STRAYS[stray]
+    spoil(optimizer, module)
+    calls: dict[str, Callable[[], object]] = {
+        "state_of": lambda: training.state_of(module, optimizer),
+        "save_state": lambda: training.save_state(tmp_path / "new", module, optimizer),
+        "load_state": lambda: training.load_state(saved, module, optimizer, strict=False),
+    }
+    nn.init.zeros_(module.weight)
+    with pytest.raises(CheckpointError, match=said):
+        calls[step]()
+    assert not (tmp_path / "new").exists() and not module.weight.any()
+
+
+def test_empty_state_of_other_keys(tmp_path: Path) -> None:
+    """The state is a defaultdict: to look for a key leaves an empty dict under it."""
+    module = nn.Linear(2, 2)
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    assert optimizer.state["global"] == {}  # type: ignore[index]
+    training.save_state(tmp_path, module, optimizer)
+    training.load_state(tmp_path, module, optimizer)

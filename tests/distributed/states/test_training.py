@@ -213,6 +213,52 @@ def test_a_mesh_that_lacks_a_rank(pool: Pool, tmp_path: Path, step: str) -> None
         assert "rank 1 has 'weight' in its module, and is not on the mesh" in said
 
 
+ASKED_OTHERWISE = {
+    "no optimizer": "match its state: the optimizer is None here and given on the first",
+    "other parameters": "match its state: the optimizer of 'a' is given here and nothing on",
+    "other optimizers": "match its state: the optimizer is None here and given on the first",
+    "other names": "match its weights: the source of 'x' is 'b' here and 'a' on the first rank",
+    "other names of what is plain": "match its weights: the source of 'x' is 'b' here and 'a' on",
+    "other order of names": "describe its module: the first name of 'y' is 'y' here and 'x' on",
+    "tied": "describe its module: the first name of 'x' is 'x' here and nothing on",
+    "saved without an optimizer": "describe its state: the optimizer is None here and given on",
+    "saved with other parameters": "describe its state: the optimizer of 'a' is given here and",
+    "exported tied": "describe its module: the first name of 'x' is 'x' here and nothing on",
+    "exported with layouts": "export: the source is tensors with layouts here and tensors on the",
+    "exported under other names": "export: the tensor of the name 'y' is 'x' here and nothing on",
+}
+
+
+def test_ranks_that_ask_for_different_things(pool: Pool, tmp_path: Path) -> None:
+    """Each would get what it asked for, and the state would be of two runs: an error on all that says what differs."""
+    for found in pool.run(work.asked_otherwise, str(tmp_path)):
+        assert not found.pop("restored") and found.keys() == ASKED_OTHERWISE.keys()
+        for name, said in ASKED_OTHERWISE.items():
+            kind, text = found[name]
+            assert kind == "CheckpointError" and f"rank 1 could not {said}" in text, (name, text)
+            assert "of the group; " in text
+
+
+def test_dtensors_of_other_ranks(pool: Pool, tmp_path: Path) -> None:
+    """Where a rank is not on a DTensor's mesh, it has an empty tensor in its place, and nothing to save."""
+    from safetensors.torch import load_file
+
+    for rank, (found, lost) in enumerate(pool.run(work.on_two_meshes, str(tmp_path))):
+        few = [[2.5, 2.5]] * 2 if rank < 4 else []
+        every = [[2.5, 2.5]]
+        assert found[:4] == [few, every, few, every]
+        moments = [[[1.0, 1.0]] * 2] if rank < 4 else []
+        assert found[4:] == [*moments, [[1.0, 1.0]]]
+        assert lost[0] == "CheckpointError", lost
+        assert "rank 4 (and 3 others) could not lay out its tensors: rank 4 has 'w'" in lost[1]
+        assert "give mesh= of all ranks that have it" in lost[1]
+    for kind in ("module", "tensors"):
+        (file,) = (tmp_path / kind).glob("*.safetensors")
+        assert {name: t.tolist() for name, t in load_file(file).items()} == {
+            name: [[2.5, 2.5]] * 8 for name in ("few", "all")
+        }
+
+
 def test_weights_of_another_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """Other names, another type, a parameter with two names, FSDP2 in uneven rows."""
     import torch

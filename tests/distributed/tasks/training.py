@@ -387,6 +387,113 @@ def wrong_on_one(rank: int, path: str, what: str) -> Any:
     return caught(lambda: smt.load_state(path, nn.Linear(2, 2) if odd else good))
 
 
+class Named(nn.Module):
+    """Weights of one shape, of the names given; `one` says that they are one parameter."""
+
+    def __init__(self, *names: str, one: bool = False) -> None:
+        super().__init__()
+        weights = [nn.Parameter(torch.zeros(8, 2)) for _ in names]
+        for name, weight in zip(names, weights, strict=True):
+            self.register_parameter(name, weights[0] if one else weight)
+
+
+def asked_otherwise(rank: int, path: str) -> dict[str, Any]:
+    """What becomes of calls in which rank 1 asks for something else, by name; and what was restored after all."""
+    from torch.distributed.fsdp import fully_shard
+
+    odd = rank == 1
+    mesh = device_mesh(range(8), (8,))
+
+    def divided(*names: str, one: bool = False) -> nn.Module:
+        module = Named(*names, one=one)
+        fully_shard(module, mesh=mesh)
+        return module
+
+    def sgd(module: nn.Module, *names: str, steps: int = 0) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD([getattr(module, n) for n in names], lr=0.5, momentum=0.5)
+        for _ in range(steps):
+            for name in names:
+                weight = getattr(module, name)
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return optimizer
+
+    made = divided("a", "b")
+    moved = sgd(made, "a", "b", steps=1)
+    state, weights = f"{path}/state", f"{path}/weights"
+    smt.save_state(state, made, moved)
+    smt.export(weights, {"a": torch.ones(8, 2), "b": torch.ones(8, 2) * 2})
+
+    fresh = divided("a", "b")
+    both = sgd(fresh, "a", "b")
+    one_of_two = sgd(fresh, "a" if odd else "b")
+    free, plain = divided("x", "y"), Named("x")
+    tied = divided(*(("y", "x") if odd else ("x", "y")), one=True)
+    half = divided("x", "y", one=odd)
+    names = {"x": "b" if odd else "a", "y": "b"}
+    new = f"{path}/new"
+    calls = {
+        "no optimizer": lambda: smt.load_state(state, fresh, None if odd else both),
+        "other parameters": lambda: smt.load_state(state, fresh, one_of_two, strict=False),
+        "other optimizers": lambda: smt.load_state(state, fresh, None if odd else [], strict=False),
+        "other names": lambda: smt.load_weights(weights, free, names=names),
+        "other names of what is plain": lambda: smt.load_weights(
+            weights, plain, names={"x": names["x"]}
+        ),
+        "other order of names": lambda: smt.load_weights(weights, tied, names={"x": "a", "y": "b"}),
+        "tied": lambda: smt.load_weights(weights, half, names={"x": "a", "y": "b"}),
+        "saved without an optimizer": lambda: smt.save_state(new, made, None if odd else moved),
+        "saved with other parameters": lambda: smt.save_state(
+            new, made, sgd(made, "a" if odd else "b")
+        ),
+        "exported tied": lambda: smt.export(new, half),
+        "exported with layouts": lambda: smt.export(
+            new,
+            {"x": torch.ones(8, 2)},
+            {"x": sm.Layout((8, 2), sm.Mesh(world=8), {})} if odd else None,
+        ),
+        "exported under other names": lambda: smt.export(
+            new, {"x": torch.ones(8, 2)}, tied={"y" if odd else "z": "x"}
+        ),
+    }
+    found: dict[str, Any] = {name: caught(call) for name, call in calls.items()}
+    restored = [*fresh.parameters(), *free.parameters(), *plain.parameters(), *tied.parameters()]
+    touched = any(bool(getattr(one, "_local_tensor", one).any()) for one in restored)
+    found["restored"] = touched or bool(both.state) or bool(one_of_two.state)
+    return found
+
+
+def on_two_meshes(rank: int, path: str) -> Any:
+    """A DTensor of the first four ranks beside one of all, saved and exported in each way, and restored."""
+    few, all_ranks = device_mesh(range(4), (4,)), device_mesh(range(8), (8,))
+
+    def made(value: float) -> nn.Module:
+        module = Named("few", "all")
+        for name, mesh in (("few", few), ("all", all_ranks)):
+            whole = torch.full((8, 2), value)
+            part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(part))
+        return module
+
+    def sgd(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+
+    module, into, filled = made(3.0), made(0.0), made(0.0)
+    optimizer, other = sgd(module), sgd(into)
+    for weight in module.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    smt.save_state(f"{path}/state", module, optimizer)
+    smt.load_state(f"{path}/state", into, other)
+    smt.export(f"{path}/module", module)
+    smt.export(f"{path}/tensors", dict(module.named_parameters()))
+    smt.load_weights(f"{path}/module", filled)
+    moments = [state["momentum_buffer"] for state in other.state.values()]
+    found = [*into.parameters(), *filled.parameters(), *moments]
+    lost = caught(lambda: smt.export(f"{path}/new", {"w": torch.ones(2)}, mesh=sm.Mesh(world=4)))
+    return [local_of(one).tolist() for one in found], lost
+
+
 def on_some_of_the_ranks(rank: int, path: str, step: str) -> Any:
     """Saves or fills a plain module, said to be on rank 0 alone."""
     module = nn.Linear(2, 2)

@@ -16,10 +16,11 @@ import shardmath as sm
 from shardmath import buffers
 from shardmath.algebra import cuts, runs
 from shardmath.base.arguments import as_integer, instance, known, listed, mapping, text
-from shardmath.base.errors import LayoutError, MeshError, PlanError, ShardError
+from shardmath.base.errors import LayoutError, MeshError, ParamLayoutError, PlanError, ShardError
 from shardmath.base.text import plural, shown
 from shardmath.families import rules
 from shardmath.layouts import edits, store
+from shardmath.pictures import buffer_map, buffer_svg, grid
 from shardmath.pictures.text import show
 
 PLAIN = (int, float, str, bool, type(None), complex)
@@ -192,6 +193,7 @@ PLAN, TREE = sm.plan(A, B), sm.plan({"a": A}, {"a": B})
 PROGRAM = sm.schedule(PLAN)
 PARAMS = [buffers.Param("a", (4, 6)), buffers.Param("b", (3,))]
 FLAT = buffers.zero(PARAMS, data_parallel_world_size=2)
+WHOLE = {param.name: sm.Layout(param.shape, SMALL, {}) for param in PARAMS}
 HELD = store.Store({("a", 0): store.View("b")})
 ARRAYS = {r: np.zeros(A.local_shape(r)) for r in range(4)}
 
@@ -271,6 +273,21 @@ CALLS: dict[str, tuple[Callable[..., object], list[object], dict[str, object]]] 
     "parse": (rules.parse, ["dp=2 tp=2: * ..."], {"first_rank": 0}), "Rule": (rules.Rule, ["*", "..."], {}),
     "layouts": (rules.parse("tp=2").layouts, [{"a": ((4, 6), "int8")}], {}), "show": (show, [A], {}),
     "Side": (rules.Side, [MESH, ()], {}), "most": (show, [PLAN, 3], {}),
+    "in a mesh": (MESH.__contains__, [1], {}), "position": (MESH.position, [1], {}),
+    "groups": (MESH.groups, [["dp"]], {}),
+    "grid": (grid, [A], {"most": 8}), "svg of a plan": (PLAN.svg, [], {"topology": None, "tensor": ""}),
+    "svg of a program": (PROGRAM.svg, [], {"tensor": None}), "svg of a mesh": (MESH.svg, [], {"topology": None}),
+    "buffer_map": (buffer_map, [FLAT, 2], {}), "buffer_svg": (buffer_svg, [FLAT, 2], {}),
+    "local_name": (store.local_name, ["w", 0, 2], {}),
+    "local_tensors": (lambda *a: list(store.local_tensors(*a)), ["w", (A, B)], {}),
+    "locals_of": (lambda *a: list(store.locals_of(*a)), [{"w": A}, 0], {}),
+    "shard_numel": (buffers.shard_numel, [FLAT, 2], {}),
+    "state_numel": (buffers.state_numel, [FLAT, SMALL], {"axis": None}),
+    "model_parallel_state": (
+        buffers.model_parallel_state, [PARAMS, WHOLE],
+        {"mesh": SMALL, "axis": "tp", "rule": buffers.zero, "dtype": "int8", "ranks": None, "buffer": "s"},
+    ),
+    "svg of an adjoint": (sm.adjoint(PLAN).svg, [], {"tensor": None}),
 }  # fmt: skip
 
 
@@ -289,6 +306,15 @@ def test_what_is_wrong_with_a_value_is_a_shard_error(name: str) -> None:
 def _refused(call: Callable[..., object], args: list[object], keywords: dict[str, object]) -> None:
     with contextlib.suppress(ShardError):
         call(*args, **keywords)
+
+
+def test_a_size_that_the_mesh_has_given_again(fails) -> None:
+    given = {"mesh": SMALL, "axis": "tp", "rule": buffers.zero, "data_parallel_world_size": 2}
+    fails(
+        lambda: buffers.model_parallel_state(PARAMS, WHOLE, **given),
+        ParamLayoutError,
+        "data_parallel_world_size is the size of each group along the axis; leave it out",
+    )
 
 
 # the checkers

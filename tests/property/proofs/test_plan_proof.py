@@ -26,6 +26,7 @@ from shardmath.plans.balance import balance
 from shardmath.plans.demands import Batch, gather_lines
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.template import Template, make_template
+from shardmath.proofs.templates import End
 from tests.property.drawn.edits import (
     ANY,
     FIVE,
@@ -331,6 +332,40 @@ def other_of(rng: random.Random, p: Plan, row: Row, kind: str) -> Any:
         kind
     ]
     return rng.randrange(int(most))
+
+
+def test_ranks_beyond_64_bits() -> None:
+    """A set of ranks is a tuple of Python's integers."""
+    p = plan(Layout((4,), Mesh(tp=2), "(tp n)"), Layout((4,), Mesh(ranks=[2]), "n"))
+    sets = (*p.lines.sets[:-1], (*p.lines.sets[-1], 2**70))
+    with pytest.raises(PlanError):
+        verify(dataclasses.replace(p, lines=dataclasses.replace(p.lines, sets=sets)))
+
+
+@given(st.lists(st.lists(st.integers(-2, 5), max_size=3), min_size=1, max_size=3), st.data())
+def test_who_has_a_unit(sets: list[list[int]], data: st.DataObject) -> None:
+    """Parts that no position holds are no other set's."""
+    held = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    units = range(len(sets))
+    number = np.array([[unit] for unit in units])
+    end = End([tuple(map(tuple, sets))], [np.array(held)], number, number[:, 0])
+    asked = [(unit, at) for unit in units for at in range(-1, len(held))]
+    unit, at = np.array(asked).T
+    wanted = [at >= 0 and held[at] in sets[unit] for unit, at in asked]
+    assert end.has(unit, at).tolist() == wanted
+
+
+def test_meshes_that_are_equal_are_seldom_compared() -> None:
+    """Each tensor may have a mesh of its own; of ranks there are many more, and of rows again."""
+    src, dst = {}, {}
+    for i in range(9):
+        src[f"w{i}"] = Layout((100 + i, 8), Mesh(dp=4, tp=4), "(tp dp n) h")
+        dst[f"w{i}"] = Layout((100 + i, 8), Mesh(tp=8, rep=3, ranks=range(16, 40)), "n (tp h)")
+    p = plan(src, dst)
+    same = Mesh.__eq__
+    with mock.patch.object(Mesh, "__eq__", autospec=True, side_effect=same) as compare:
+        verify(p)
+    assert compare.call_count < 40 * len(src) < len(p.lines.batch)
 
 
 @pytest.mark.parametrize("most", [100, pytest.param(500, marks=pytest.mark.slow)])

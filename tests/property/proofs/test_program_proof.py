@@ -20,6 +20,7 @@ from shardmath import Layout, Mesh, PlanError, Program, plan, schedule, verify
 from shardmath.plans.demands import Demands
 from shardmath.programs.legs import Bands
 from shardmath.programs.streams import list_streams
+from shardmath.proofs.program_proof import prove_program
 from tests.property.drawn.programs import (
     PROGRAMS,
     carried_out,
@@ -38,7 +39,7 @@ def _small_tensors_are_cut() -> Iterator[None]:
 def refused(prog: Program) -> bool:
     """Whether PlanError comes out; nothing else may."""
     try:
-        verify(prog)
+        prove_program(prog)
     except PlanError:
         return True
     return False
@@ -62,7 +63,7 @@ def test_a_proof_does_not_depend_on_what_schedule_leaves_whole() -> None:
     """Programs cut anywhere are right where only large boxes may be cut: what counts is rows."""
     with cut_anywhere(1 << 16):
         for name in ("nodes", "relays", "slots and turns"):
-            verify(dataclasses.replace(PROGRAMS[name], slots=1, max_inflight_bytes=1 << 20))
+            prove_program(dataclasses.replace(PROGRAMS[name], slots=1, max_inflight_bytes=1 << 20))
 
 
 # Mutations: one thing anywhere in the tables is another
@@ -293,11 +294,11 @@ def passing_on() -> Program:
 )
 def test_counts_and_limits(new: dict[str, int], message: str, fails) -> None:
     prog = dataclasses.replace(passing_on(), **new)
-    fails(lambda: verify(prog), PlanError, f"{prog!r}: {message}; schedule it anew")
+    fails(lambda: prove_program(prog), PlanError, f"{prog!r}: {message}; schedule it anew")
 
 
 def test_the_widest_counts_and_limits() -> None:
-    verify(
+    prove_program(
         dataclasses.replace(
             passing_on(), slots=4096, turns=36, max_inflight_bytes=64, max_ops_per_group=3
         )
@@ -374,9 +375,9 @@ def test_streams(column: str, numbers: tuple[int, ...], message: str | None, fai
     other = made._replace(**{column: np.array(numbers)})
     with mock.patch("shardmath.proofs.program_proof.list_streams", return_value=other):
         if message is None:
-            verify(prog)
+            prove_program(prog)
         else:
-            fails(lambda: verify(prog), PlanError, f"{prog!r}: {message}; schedule it anew")
+            fails(lambda: prove_program(prog), PlanError, f"{prog!r}: {message}; schedule it anew")
 
 
 def test_what_is_relayed_comes_as_a_whole(fails) -> None:
@@ -389,7 +390,7 @@ def test_what_is_relayed_comes_as_a_whole(fails) -> None:
         "shardmath.proofs.program_proof.list_streams", return_value=made._replace(**columns)
     ):
         fails(
-            lambda: verify(prog),
+            lambda: prove_program(prog),
             PlanError,
             f"{prog!r}: {C.replace('32', '16')} {LATE}; schedule it anew",
         )
@@ -405,7 +406,7 @@ def test_a_part_is_not_relayed_by_itself(fails) -> None:
         "shardmath.proofs.program_proof.list_streams", return_value=made._replace(**columns)
     ):
         fails(
-            lambda: verify(prog),
+            lambda: prove_program(prog),
             PlanError,
             f"{prog!r}: {C.replace('0:', '16:')} {LATE}; schedule it anew",
         )
@@ -443,7 +444,7 @@ def test_sums_are_not_relayed(fails) -> None:
         side_effect=lambda legs, n: wrong if n == second else list_streams(legs, n),
     ):
         what = "are relayed where another addend is already"
-        fails(lambda: verify(prog), PlanError, f"{prog!r}: {where} {what}; schedule it anew")
+        fails(lambda: prove_program(prog), PlanError, f"{prog!r}: {where} {what}; schedule it anew")
 
 
 def test_tables_that_cannot_be_read(fails) -> None:
@@ -457,11 +458,11 @@ def test_tables_that_cannot_be_read(fails) -> None:
     ):
         wrong = dataclasses.replace(prog, legs=dataclasses.replace(prog.legs, bands=broken))
         with pytest.raises(PlanError, match=rf"^{what}$"):
-            verify(wrong)
+            prove_program(wrong)
     narrow = dataclasses.replace(bands, at=bands.at.astype(np.int32))
     wrong = dataclasses.replace(prog, legs=dataclasses.replace(prog.legs, bands=narrow))
     fails(
-        lambda: verify(wrong),
+        lambda: prove_program(wrong),
         PlanError,
         f"{prog!r}: Bands.at is not of 64-bit integers; schedule it anew",
     )
@@ -473,7 +474,7 @@ def test_a_fault_of_ours_is_not_a_wrong_program() -> None:
         mock.patch("shardmath.proofs.program_proof._check_once", side_effect=KeyError("ours")),
         pytest.raises(KeyError, match="ours"),
     ):
-        verify(passing_on())
+        prove_program(passing_on())
 
 
 def with_far_numbers(table: object) -> Iterator[object]:
@@ -496,7 +497,7 @@ def test_a_wrong_number_takes_no_memory() -> None:
     try:
         for one in wrong:
             with contextlib.suppress(PlanError):
-                verify(dataclasses.replace(passing_on(), legs=one))
+                prove_program(dataclasses.replace(passing_on(), legs=one))
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()

@@ -23,15 +23,18 @@ from shardmath import (
     Partial,
     Plan,
     PlanError,
+    Program,
     Table,
     Transfer,
     Transposed,
     adjoint,
     plan,
+    schedule,
     testing,
     verify,
 )
 from shardmath.algebra.runs import from_ranges
+from shardmath.flows.topology import Topology
 from tests.property.drawn.plans import FAR, FORWARD, PLANS, halves, of, right
 
 
@@ -485,3 +488,54 @@ def test_many_boxes_are_weighed(name: str) -> None:
             others.remove(t)
             assert raises_plan_error(lambda others=others: verify(p, transfers=others))
             assert raises_plan_error(lambda t=t: verify(p, transfers=[*p.transfers(), t]))
+
+
+# Digests, by which ranks tell what they are about to do apart
+
+
+def _swap_digests(
+    one: Plan | Transposed | Program, other: Plan | Transposed | Program
+) -> list[Plan | Transposed | Program]:
+    return [dataclasses.replace(one, digest=other.digest), dataclasses.replace(other, digest="")]
+
+
+PAIR = Mesh(tp=2)
+LINE = plan(Layout((4,), PAIR, "(tp n)"), Layout((4,), PAIR, "n"))
+TURNED = plan(Layout((4,), PAIR, "(tp n)"), Layout((4,), PAIR, "(n tp)"))
+ON_NODES = plan(LINE.src[""][0], LINE.dst[""][0], topology=Topology(ranks_per_node=1))
+TREES = [plan({name: LINE.src[""][0]}, {name: LINE.dst[""][0]}) for name in "ab"]
+PAIRS: dict[str, tuple[Plan | Transposed | Program, Plan | Transposed | Program]] = {
+    "other layouts": (LINE, TURNED),
+    "a topology": (LINE, ON_NODES),
+    "names": (LINE, TREES[0]),
+    "other names": (TREES[0], TREES[1]),
+    "adjoints": (adjoint(LINE), adjoint(TURNED)),
+    "an adjoint": (LINE, adjoint(LINE)),
+    "programs": (schedule(LINE), schedule(TURNED)),
+    "other rounds": (schedule(LINE), schedule(LINE, max_inflight_bytes=8, max_ops_per_group=2)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_digests_of_something_else(name: str) -> None:
+    """Ranks with equal digests go on, so that these would move different elements together."""
+    for p in _swap_digests(*PAIRS[name]):
+        with pytest.raises(PlanError, match=r"has the digest '.*', and what it does the digest '"):
+            verify(p)
+        with pytest.raises(PlanError, match="has the digest '"):
+            verify(p, transfers=(p if not isinstance(p, Program) else p.plan).transfers())
+
+
+def test_digests_of_plans_inside() -> None:
+    """An adjoint or a program of a plan with another's digest has one that fits the plan's."""
+    wrong = dataclasses.replace(LINE, digest=TURNED.digest)
+    for p in (adjoint(wrong), schedule(wrong)):
+        with pytest.raises(PlanError, match=r"plan of 1 tensor, .* has the digest"):
+            verify(p)
+
+
+def test_digests_of_other_spellings() -> None:
+    """What ranks hold has one digest, however it is spelled."""
+    p = plan(Layout((4,), PAIR, "(tp n)"), Layout((4,), PAIR, "n"))
+    q = plan(Layout((4,), Mesh(a=2, b=1), "(a b n)"), Layout((4,), Mesh(a=1, b=2), "n"))
+    verify(dataclasses.replace(p, digest=q.digest))
