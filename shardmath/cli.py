@@ -70,6 +70,7 @@ SUMMARIES = {
     "plan": "plan a move between two layouts, prove it, and print who sends what",
     "refit": "move a model's weights between local processes, and check every byte",
     "show": "print what each rank holds of a layout",
+    "storage-check": "compare rows with what real trainers and engines stored",
 }
 """A line per command of this project; looking into those of backends would import them."""
 
@@ -80,7 +81,7 @@ def _help(commands: Iterable[str]) -> str:
     lines = [f"{usage}   (COMMAND --help says more, --version which this is)", "", "commands:"]
     for name in sorted(commands):
         summary = SUMMARIES.get(name, "of another package")
-        lines.append(f"  {name:10}{summary}")
+        lines.append(f"  {name:15}{summary}")
     return "\n".join(lines)
 
 
@@ -161,4 +162,24 @@ def _describe_proof(p: Plan) -> str:
     )
 
 
-BUILT_IN: dict[str, Command] = {"show": _show, "plan": _plan}
+def _check_storage(argv: Sequence[str]) -> int:
+    """Compare what rows say that ranks store with a file of what ranks stored."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shardmath storage-check", description=_check_storage.__doc__
+    )
+    parser.add_argument("file", help="recorded vectors, JSON or gzipped JSON")
+    parser.add_argument("models", nargs="*", help="of the file; all without any")
+    given = parser.parse_args(argv)
+    # Only this command needs the families' tables.
+    from shardmath.families.recorded import compare
+
+    found = compare(given.file, given.models)
+    print(found)
+    return 0 if not found.differences else 1
+
+
+BUILT_IN: dict[str, Command] = {
+    "show": _show,
+    "plan": _plan,
+    "storage-check": _check_storage,
+}

@@ -73,13 +73,13 @@ class Bound:
 
     def slots(self, rank: int) -> dict[str, Slot]:
         """Where each tensor that the rank holds a part of lies, by logical name."""
-        return {name: slot for name, slot, _ in self._visit(rank)}
+        return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], _Shape]:
         """The shape of each tensor that the rank stores, by chunk and name."""
-        return {(slot.chunk, slot.native): shape for _, slot, shape in self._visit(rank)}
+        return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
-    def _visit(self, rank: int) -> Iterator[tuple[str, Slot, _Shape]]:
+    def visit(self, rank: int) -> Iterator[tuple[str, Slot, _Shape]]:
         """(logical name, slot, shape of the stored tensor) of all that the rank holds."""
         coords: dict[str, int] = {}
         for mesh in self.stored.meshes:

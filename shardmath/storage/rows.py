@@ -32,6 +32,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardmath.base.errors import NotationError
+from shardmath.base.memo import memo
 from shardmath.storage import names
 from shardmath.storage.names import Index, Name
 from shardmath.storage.structure import Structure, read_dims
@@ -107,6 +108,7 @@ class _Head:
     place: Place | None = None
 
 
+@memo(64)
 def parse(text: str) -> tuple[Row, ...]:
     """The rows of a table, with their prefixes. Raises NotationError with a caret in the line."""
     rows: list[Row] = []
