@@ -100,9 +100,9 @@ class Recorded:
         parts = [np.zeros(0, np.int64)]
         for tensor, runs in segments:
             flat = self._expand(runs)
-            # Cells without a source are negative, and of no tensor.
-            start = starts[tensor] if tensor >= 0 else 0
-            parts.append(np.where(flat >= 0, flat + start + 1, 0))
+            # Cells without a source are negative, or of tensor -1.
+            has_source = (flat >= 0) & (tensor >= 0)
+            parts.append(np.where(has_source, flat + starts[tensor] + 1, 0))
         return np.concatenate(parts)
 
     def _expand(self, runs: int) -> _Ids:
