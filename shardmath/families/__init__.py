@@ -9,6 +9,5 @@ In reading order:
 - `vllm`: what the ranks of a vLLM engine hold;
 - `megatron_rows`: what each module of Megatron-Core stores, as rows;
 - `megatron_shapes`: the logical tensors of a Megatron-Core configuration;
-- `megatron_core`: what each rank of a Megatron-Core trainer stores, under its own names;
-- `recorded`: what the ranks of real trainers and engines stored, beside what rows say that they store.
+- `megatron_core`: what each rank of a Megatron-Core trainer stores, under its own names.
 """

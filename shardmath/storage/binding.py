@@ -164,7 +164,7 @@ class _Binder:
         """All rows, and an error for all that does not fit."""
         held = []
         faults = []
-        for row in self.stored.rows:
+        for row in self._list_rows():
             for star in STARS if row.logical.starred else ("",):
                 try:
                     found = self._hold(row, star)
@@ -175,6 +175,18 @@ class _Binder:
                     held.append(found)
         self._check(faults)
         return Bound(self.stored, self.layouts, tuple(held))
+
+    def _list_rows(self) -> Iterator[Row]:
+        """The rows, and one for each template that an open row takes."""
+        for row in self.stored.rows:
+            if not row.logical.is_open:
+                yield row
+                continue
+            start = row.logical.template()
+            # What a row before has taken it does not take again, so all that begin so may be tried.
+            for template in self.templates:
+                if template.startswith(start):
+                    yield row.close(template.removeprefix(start))
 
     def _check(self, faults: list[str]) -> None:
         """Raise StoreError with all that does not fit."""

@@ -17,7 +17,8 @@ import gzip
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -26,6 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.base.errors import ShardError, StoreError
+from shardmath.engines import hf_core
+from shardmath.engines.vllm_core import vllm
 from shardmath.families.megatron_core import megatron, pad_vocab
 from shardmath.families.megatron_shapes import logical_shapes
 from shardmath.storage.binding import Bound, bind
@@ -40,6 +43,9 @@ _Json: TypeAlias = Mapping[str, Any]
 
 SHOWN = 20
 """Differences that a comparison shows."""
+WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+"""Where a word of a class's name begins."""
+EXPERT = re.compile(r"\.experts\.\d+\.")
 PARAMETERS = (0, 1)
 """Kinds of entries that are there once weights are loaded: parameters and buffers."""
 
@@ -199,6 +205,61 @@ class _Megatron:
         return arrays
 
 
+class _Vllm:
+    """A model of vLLM; its reference is a Hugging Face checkpoint."""
+
+    def __init__(self, model: _Json) -> None:
+        kind = _name_kind(model["hf"])
+        self.config = {**model["config"], **model["config_over"], "model_type": kind}
+
+    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
+        """How the checkpoint stores the logical tensors that its shapes say."""
+        natives = {name: (shape, "int64") for name, shape in ref.items()}
+        shapes = hf_core.logical_shapes(self.config, natives)
+        return bind(hf_core.hf_checkpoint(self.config), shapes)
+
+    def bind(self, layout: _Json, shapes: Shapes) -> Bound:
+        """What the ranks of a layout store: of the model, or of its layers that predict further tokens."""
+        given = layout["layout"]
+        sizes = {name: given[name] for name in ("tp", "pp", "dp")}
+        draft = "MTP" in layout["module_class"]
+        side = vllm(
+            self.config,
+            ranks=range(math.prod(sizes.values())),
+            ep=given["ep"],
+            placement=given["place"],
+            redundant=given["kw"].get("eplb_config", {}).get("num_redundant_experts", 0),
+            backend=given["kw"].get("moe_backend", "triton"),
+            draft=draft,
+            unknown="replicate",
+            **sizes,
+        )
+        own = {name: shape for name, shape in shapes.items() if name.startswith("mtp.") == draft}
+        return bind(side, own)
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The arrays; where ranks have unequally many experts, gpt_oss reads one for all of a rank.
+
+        `gpt_oss.py` loads from expert `rank * (experts // ep)` on, and copies one expert into two slots without an
+        error. What refits into these slots has to write the experts that the rows say.
+        """
+        given = layout["layout"]
+        size = given["tp"] * given["dp"]
+        experts = self.config.get("num_local_experts", 0)
+        if self.config["model_type"] != "gpt_oss" or not given["ep"] or experts % size == 0:
+            return arrays
+        replica, inside = divmod(rank, given["pp"] * given["tp"])
+        own = replica * given["tp"] + inside % given["tp"]
+        read = f".experts.{own * (experts // size)}."
+        return {name: arrays[EXPERT.sub(read, name)] for name in arrays}
+
+
+def _name_kind(name: str) -> str:
+    """The `model_type` of a configuration class."""
+    words = WORD.sub("_", name.removesuffix("Config"))
+    return words.lower()
+
+
 VOCAB = 100
 """Words of every model that was recorded with Megatron, before padding."""
 
@@ -210,19 +271,24 @@ def compare(path: str | Path, models: Sequence[str] = ()) -> Comparison:
     """
     recorded = Recorded(path)
     make = _find_system(recorded.json["meta"])
+    chosen = models or list(recorded.models)
+    return _sum(_compare_model(recorded, name, make(recorded.models[name])) for name in chosen)
+
+
+def _sum(comparisons: Iterable[Comparison]) -> Comparison:
+    """All of them as one."""
     equal = total = 0
     differences: list[Difference] = []
-    for name in models or recorded.models:
-        found = _compare_model(recorded, name, make(recorded.models[name]))
-        equal += found.equal
-        total += found.total
-        differences += found.differences
+    for one in comparisons:
+        equal += one.equal
+        total += one.total
+        differences += one.differences
     return Comparison(equal, total, tuple(differences))
 
 
 def _find_system(meta: _Json) -> Callable[[_Json], System]:
     """Who recorded the file."""
-    return _Megatron
+    return _Vllm if "vllm" in meta else _Megatron
 
 
 def _compare_model(recorded: Recorded, name: str, system: System) -> Comparison:
@@ -232,22 +298,24 @@ def _compare_model(recorded: Recorded, name: str, system: System) -> Comparison:
     sizes = [math.prod(shape) for shape in ref.values()]
     starts = [0, *itertools.accumulate(sizes)]
     arrays = _number_logical(system.reference(ref), ref, starts)
-    equal = total = 0
-    differences: list[Difference] = []
+    found = []
     for layout, given in model["layouts"].items():
         # A layout is bound once for all of its ranks.
         filled = _Filled(system, given, arrays)
         for rank, listed in enumerate(given["ranks"]):
             entries = dict(recorded.entries(listed, starts))
             wrong = filled.list_wrong(rank, entries)
-            missed = wrong.keys() & entries.keys()
-            equal += len(entries) - len(missed)
-            total += len(entries)
-            differences += [
-                Difference(name, layout, rank, native, why)
-                for (_, native), why in sorted(wrong.items())
-            ]
-    return Comparison(equal, total, tuple(differences))
+            equal = len(entries.keys() - wrong.keys())
+            where = name, layout, rank
+            found.append(Comparison(equal, len(entries), _list_differences(where, wrong)))
+    return _sum(found)
+
+
+def _list_differences(
+    where: tuple[str, str, int], wrong: Mapping[_Native, str]
+) -> tuple[Difference, ...]:
+    """What is wrong on a rank, in the order of names."""
+    return tuple(Difference(*where, native, why) for (_, native), why in sorted(wrong.items()))
 
 
 def _number_logical(

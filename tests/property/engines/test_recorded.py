@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from shardmath import StoreError, cli
-from shardmath.families.recorded import Recorded, compare
+from shardmath.engines.recorded import Recorded, compare
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 MEGATRON = VECTORS / "megatron_storage.json.gz"
+VLLM = VECTORS / "vllm_storage.json.gz"
 
 
 @pytest.mark.parametrize("model", Recorded(MEGATRON).models)
@@ -66,3 +67,9 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         Recorded(path)
     with pytest.raises(StoreError, match="cannot be read"):
         Recorded(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("model", Recorded(VLLM).models)
+def test_vllm_stores_what_its_rows_say(model: str) -> None:
+    found = compare(VLLM, [model])
+    assert found.total and not found.differences, str(found)
