@@ -216,7 +216,7 @@ class _Vllm:
         """How the checkpoint stores the logical tensors that its shapes say."""
         natives = {name: (shape, "int64") for name, shape in ref.items()}
         shapes = hf_core.logical_shapes(self.config, natives)
-        return bind(hf_core.hf_checkpoint(self.config), shapes)
+        return bind(hf_core.hf_checkpoint(self.config, ref), shapes)
 
     def bind(self, layout: _Json, shapes: Shapes) -> Bound:
         """What the ranks of a layout store: of the model, or of its layers that predict further tokens."""
@@ -246,7 +246,7 @@ class _Vllm:
         given = layout["layout"]
         size = given["tp"] * given["dp"]
         experts = self.config.get("num_local_experts", 0)
-        if self.config["model_type"] != "gpt_oss" or not given["ep"] or experts % size == 0:
+        if not self.config["model_type"].startswith("gpt_oss") or not given["ep"] or experts % size == 0:
             return arrays
         replica, inside = divmod(rank, given["pp"] * given["tp"])
         own = replica * given["tp"] + inside % given["tp"]

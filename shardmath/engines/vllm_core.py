@@ -35,7 +35,7 @@ PLACEMENTS = ("linear", "round_robin")
 TILES = {"flashinfer_trtllm": 128}
 """Rows and columns of which each rank's part of an expert is made whole, by MoE backend."""
 VOCAB_MULTIPLE = 64
-WHOLE_SHARED = ("deepseek_v2", "deepseek_v3", "nemotron_h", "llama4", "qwen3_next", "qwen3_5_moe")
+WHOLE_SHARED = ("deepseekv2", "deepseekv3", "nemotronh", "llama4", "qwen3next", "qwen35moe")
 """Models whose shared experts each rank has whole, where vLLM divides tokens instead."""
 
 
@@ -158,5 +158,7 @@ def _list_numbers(config: Config, tp: int) -> dict[str, int]:
         "hd": config.head_dim,
         "rep": max(1, tp // config.kv_heads),
         "own": max(1, config.heads // tp),
+        "own_keys": max(1, config.kv_heads // tp),
+        "own_linear": max(1, config.linear_key_heads // tp),
         "shared": tp if config.groups == 1 else 1,
     }
