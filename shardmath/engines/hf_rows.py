@@ -8,8 +8,8 @@
 
 Source: transformers 5, `modeling_*.py` and `conversion_mapping.py`.
 
->>> print(table("gpt2").splitlines()[2])
-transformer.wte.weight = model.embed_tokens.weight
+>>> print(table("gpt2").splitlines()[1])
+transformer.wte.weight    = model.embed_tokens.weight
 """
 
 from __future__ import annotations

@@ -246,7 +246,11 @@ class _Vllm:
         given = layout["layout"]
         size = given["tp"] * given["dp"]
         experts = self.config.get("num_local_experts", 0)
-        if not self.config["model_type"].startswith("gpt_oss") or not given["ep"] or experts % size == 0:
+        if (
+            not self.config["model_type"].startswith("gpt_oss")
+            or not given["ep"]
+            or experts % size == 0
+        ):
             return arrays
         replica, inside = divmod(rank, given["pp"] * given["tp"])
         own = replica * given["tp"] + inside % given["tp"]

@@ -34,6 +34,9 @@ __all__ = ["vllm"]
 PLACEMENTS = ("linear", "round_robin")
 TILES = {"flashinfer_trtllm": 128}
 """Rows and columns of which each rank's part of an expert is made whole, by MoE backend."""
+SWAPS = ("flashinfer_cutlass",)
+"""MoE backends that put up before gate once weights are loaded."""
+UNKNOWN = ("refuse", "replicate")
 VOCAB_MULTIPLE = 64
 WHOLE_SHARED = ("deepseekv2", "deepseekv3", "nemotronh", "llama4", "qwen3next", "qwen35moe")
 """Models whose shared experts each rank has whole, where vLLM divides tokens instead."""
@@ -51,24 +54,32 @@ def vllm(
     redundant: int = 0,
     backend: str = "triton",
     stages: Sequence[int] | None = None,
+    processed: bool = False,
     draft: bool = False,
     unknown: str = "refuse",
 ) -> Stored:
     """How the ranks of an engine store a model of this Hugging Face configuration.
 
     `ep` deals experts whole, as `placement` says, with `redundant` copies of the first ones; `backend` is that of
-    experts; `stages` are the layers of each pipeline stage, vLLM's own choice if not given; `draft` is the model that
-    predicts further tokens; `unknown` is "refuse" or "replicate". Raises MeshError where ranks do not factor,
-    StoreError where layers do not fall to stages, and for a word that is none of those named.
+    experts; `stages` are the layers of each pipeline stage, vLLM's own choice if not given; `processed` is after
+    `process_weights_after_loading`, `draft` the model that predicts further tokens; `unknown` is "refuse" or
+    "replicate". Raises MeshError where ranks do not factor,
+    StoreError where layers do not fall to stages, for a word that is none of those named, and for processed weights
+    whose order no row says.
     """
     fields = Config(config)
     meshes = _make_meshes(tuple(ranks), tp, pp, dp, ep)
     deal = _choose_deal(fields, dp, ep, placement, redundant)
-    if known(unknown, ("refuse", "replicate")) is None:
-        raise StoreError(f"unknown={unknown!r}; use 'refuse' or 'replicate'")
-    replicate = unknown == "replicate"
+    if known(unknown, UNKNOWN) is None:
+        raise StoreError(f"unknown={unknown!r}; use one of {', '.join(UNKNOWN)}")
+    if processed and backend in TILES:
+        raise StoreError(
+            f"{backend} lays processed experts out in blocks, which no row says; "
+            f"declare them as loaded"
+        )
+    gated = "swapped" if processed and backend in SWAPS else "parts"
     make = draft_table if draft else table
-    stored = make(fields.kind, deal, replicate)
+    stored = make(fields.kind, deal, gated, unknown == "replicate")
     layers = _place_layers(fields, pp, stages)
     experts = _list_expert_numbers(fields, 1 if ep else tp * dp, redundant, backend)
     # With tokens divided over the ranks instead, there is nothing left to divide in a shared expert.

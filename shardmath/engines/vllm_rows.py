@@ -10,7 +10,7 @@
 
 Source: vLLM 0.33.0, `model_executor/layers` and `model_executor/models`.
 
->>> print(table("llama", "linear", False)[0])
+>>> print(table("llama", "linear", "parts", False)[0])
 model.embed_tokens.weight @pp=0 = model.embed_tokens.weight : (tp n=vocab) h
 """
 
@@ -123,9 +123,12 @@ experts.routed_experts.w2_weight  = experts.{e}.w2.weight             : (DEAL) h
 all, the others zeros: `wide` is so many times the output that the first part is all of it."""
 
 DEALS = {"linear": "ep~ e", "round_robin": "e ep", "redundant": "ep~ e%slots"}
-GATED = "(etp (gate^tile + up^tile))"
-INTERLEAVED = "(etp own_ffn (gate + up))"
-"""Gate and up in turn, row by row."""
+GATED = {
+    "parts": "(etp (gate^tile + up^tile))",
+    "swapped": "(etp (up^tile + gate^tile))",
+    "interleaved": "(etp own_ffn (gate + up))",
+}
+"""Part by part, the same the other way round, or row by row in turn."""
 
 NORMS = """
 input_layernorm.*             = input_layernorm.*
@@ -156,8 +159,8 @@ MODULES = {
 """What models call their attention and their MLP."""
 
 WHOLE_STAGES = """
-cohere cohere2 falcon falcon_mamba gemma gemma2 gemma3 gpt2 gpt_oss gptj granitemoe granitemoeshared granitemoehybrid jamba
-mamba mamba2 mixtral nemotron_h olmoe opt phimoe qwen2_moe qwen3_moe stablelm bloom
+bloom cohere cohere2 falcon falcon_mamba gemma gemma2 gemma3 gpt2 gpt_oss gptj granitemoe granitemoeshared
+granitemoehybrid jamba mamba mamba2 mixtral nemotron_h olmoe opt phimoe qwen2_moe qwen3_moe stablelm
 """
 """Kinds of which each pipeline stage has the first and the last modules, though it does not need them."""
 
@@ -304,22 +307,25 @@ PLACE = re.compile(r" @pp=-?\d+")
 
 
 @memo()
-def table(kind: str, deal: str, unknown: bool) -> tuple[Row, ...]:
-    """The rows of a kind of model whose experts are dealt so; `unknown` tensors are whole on each rank, or refused."""
+def table(kind: str, deal: str, gated: str, unknown: bool) -> tuple[Row, ...]:
+    """The rows of a kind of model whose experts are dealt so, gate and up so in each of them.
+
+    `unknown` tensors are whole on each rank, or refused.
+    """
     prefix = "model.layers.{l}."
-    text = _write_ends(kind) + _write_layer(prefix, prefix, kind, deal)
+    text = _write_ends(kind) + _write_layer(prefix, prefix, kind, deal, gated)
     if unknown:
-        text += f"[{prefix} = {prefix}]{UNKNOWN}[ = ]{UNKNOWN}"
+        text += _write_unknown(prefix, prefix) + f"[ = ]{UNKNOWN}"
     return _rename(text, kind)
 
 
 @memo()
-def draft_table(kind: str, deal: str, unknown: bool) -> tuple[Row, ...]:
+def draft_table(kind: str, deal: str, gated: str, unknown: bool) -> tuple[Row, ...]:
     """The rows of the model that predicts further tokens."""
-    head = "[model.layers.{m}.mtp_block. = mtp.{m}.]"
-    text = DRAFT + _write_layer("model.layers.{m}.mtp_block.", "mtp.{m}.", kind, deal)
+    names = "model.layers.{m}.mtp_block.", "mtp.{m}."
+    text = DRAFT + _write_layer(*names, kind, deal, gated)
     if unknown:
-        text += f"{head}{UNKNOWN}"
+        text += _write_unknown(*names)
     return _rename(text, kind)
 
 
@@ -333,18 +339,24 @@ def _write_ends(kind: str) -> str:
     return "".join(lines)
 
 
-def _write_layer(native: str, logical: str, kind: str, deal: str) -> str:
+def _write_layer(native: str, logical: str, kind: str, deal: str, gated: str) -> str:
     """The rows of every layer, under these prefixes."""
     qkvz, ba = FUSINGS["heads" if kind in BY_HEADS else "parts"]
     mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)
     experts = EXPERTS.replace("DEAL", DEALS[deal])
-    experts = experts.replace("GATED", INTERLEAVED if kind in INTERLEAVES else GATED)
+    experts = experts.replace("GATED", GATED["interleaved" if kind in INTERLEAVES else gated])
     text = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
     for modules, own in ((MODULES["attention"], ATTENTION), (MODULES["mlp"], MLP + experts)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
         text += "\n".join(heads) + own
     # A row may go over several lines here, of which a table has one each.
     return text.replace(":\n    (", ": (")
+
+
+def _write_unknown(native: str, logical: str) -> str:
+    """Rows of all else in a layer, module by module, so that a kind's names for modules are put in."""
+    modules = ("self_attn.", "mlp.", "mixer.", "")
+    return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 
 
 def _rename(text: str, kind: str) -> tuple[Row, ...]:
