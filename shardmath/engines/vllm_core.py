@@ -70,22 +70,29 @@ def vllm(
     fields = Config(config)
     meshes = _make_meshes(tuple(ranks), tp, pp, dp, ep)
     deal = _choose_deal(fields, dp, ep, placement, redundant)
+    gated = _choose_gated(backend, processed)
     if known(unknown, UNKNOWN) is None:
         raise StoreError(f"unknown={unknown!r}; use one of {', '.join(UNKNOWN)}")
-    if processed and backend in TILES:
-        raise StoreError(
-            f"{backend} lays processed experts out in blocks, which no row says; "
-            f"declare them as loaded"
-        )
-    gated = "swapped" if processed and backend in SWAPS else "parts"
     make = draft_table if draft else table
     stored = make(fields.kind, deal, gated, unknown == "replicate")
     layers = _place_layers(fields, pp, stages)
     experts = _list_expert_numbers(fields, 1 if ep else tp * dp, redundant, backend)
     # With tokens divided over the ranks instead, there is nothing left to divide in a shared expert.
-    alike = tp if ep and dp > 1 and fields.kind in WHOLE_SHARED else 1
-    numbers = {**_list_numbers(fields, tp), **experts, "alike": alike}
+    whole = ep and dp > 1 and fields.kind in WHOLE_SHARED
+    numbers = {**_list_numbers(fields, tp), **experts, "alike": tp if whole else 1}
     return Stored(stored, meshes, layers, numbers)
+
+
+def _choose_gated(backend: str, processed: bool) -> str:
+    """How gate and up lie in an expert. Raises StoreError where no row says it."""
+    if not processed:
+        return "parts"
+    if backend in TILES:
+        raise StoreError(
+            f"{backend} lays processed experts out in blocks, which no row says; "
+            f"declare them as loaded"
+        )
+    return "swapped" if backend in SWAPS else "parts"
 
 
 def _make_meshes(ranks: tuple[int, ...], tp: int, pp: int, dp: int, ep: bool) -> tuple[Mesh, Mesh]:
