@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,7 +70,9 @@ SUMMARIES = {
     "buffers": "lay out a model's flat buffers, and show them",
     "plan": "plan a move between two layouts, prove it, and print who sends what",
     "refit": "move a model's weights between local processes, and check every byte",
+    "refit-table": "certify refits of real models, beside what was published",
     "show": "print what each rank holds of a layout",
+    "storage-check": "compare rows with what real trainers and engines stored",
 }
 """A line per command of this project; looking into those of backends would import them."""
 
@@ -80,7 +83,7 @@ def _help(commands: Iterable[str]) -> str:
     lines = [f"{usage}   (COMMAND --help says more, --version which this is)", "", "commands:"]
     for name in sorted(commands):
         summary = SUMMARIES.get(name, "of another package")
-        lines.append(f"  {name:10}{summary}")
+        lines.append(f"  {name:15}{summary}")
     return "\n".join(lines)
 
 
@@ -161,4 +164,47 @@ def _describe_proof(p: Plan) -> str:
     )
 
 
-BUILT_IN: dict[str, Command] = {"show": _show, "plan": _plan}
+def _check_storage(argv: Sequence[str]) -> int:
+    """Compare what rows say that ranks store with a file of what ranks stored."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shardmath storage-check", description=_check_storage.__doc__
+    )
+    parser.add_argument("file", help="recorded vectors, JSON or gzipped JSON")
+    parser.add_argument("models", nargs="*", help="of the file; all without any")
+    given = parser.parse_args(argv)
+    # Only this command needs the families' tables.
+    from shardmath.engines.recorded import compare
+
+    found = compare(given.file, given.models)
+    print(found)
+    return 0 if not found.differences else 1
+
+
+def _show_refits(argv: Sequence[str]) -> int:
+    """Plan, prove and certify refits of real models, and print them beside what was published."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shardmath refit-table", description=_show_refits.__doc__
+    )
+    parser.add_argument("--model", help="rows of this model alone")
+    parser.add_argument("--row", type=int, help="this row alone, from 0")
+    parser.add_argument("--plans", action="store_true", help="without programs, which take longest")
+    parser.add_argument("--json", action="store_true", help="a list of rows")
+    given = parser.parse_args(argv)
+    # Only this command needs the shapes of real models.
+    from shardmath.refits.table import find_rows, measure, show
+
+    rows = find_rows(given.model, given.row)
+    measured = [measure(row, program=not given.plans) for row in rows]
+    if given.json:
+        print(json.dumps([one.as_json() for one in measured], indent=2))
+    else:
+        print(show(measured))
+    return 0
+
+
+BUILT_IN: dict[str, Command] = {
+    "show": _show,
+    "plan": _plan,
+    "refit-table": _show_refits,
+    "storage-check": _check_storage,
+}

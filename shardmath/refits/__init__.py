@@ -3,5 +3,7 @@
 In reading order:
 
 - `coverage`: a rank's own list of tensors against what rows say that it stores;
-- `refit`: the plan between a trainer and its engines, and where each rank has what moves.
+- `refit`: the plan between a trainer and its engines, and where each rank has what moves;
+- `models`: the shapes of real models;
+- `table`: real models from a trainer's storage to an engine's.
 """

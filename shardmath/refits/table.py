@@ -15,12 +15,13 @@ DP8 -> DP8
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from shardmath.base.errors import PlanError, ShardError
-from shardmath.base.text import table
+from shardmath.base.errors import PlanError
+from shardmath.base.text import make_table, show_bytes
 from shardmath.engines.vllm_core import vllm
 from shardmath.families.megatron_core import megatron
 from shardmath.flows.topology import Topology
@@ -123,7 +124,7 @@ ROWS: tuple[Row, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a row comes to. Bytes are those of all tensors once, and those that the busiest rank takes in or gives out."""
+    """What a row comes to: bytes of all tensors once, and those that the busiest rank takes in or gives out."""
 
     model: str
     mapping: str
@@ -224,13 +225,41 @@ def measure(row: Row, program: bool = True) -> Measured:
 
 def _count_bytes(moved: Refit) -> int:
     """All tensors of the refit, once."""
-    total = 0
-    for shape, dtype in ((w[0].shape, w[0].itemsize) for w in moved.plan.src.values()):
-        size = dtype
-        for n in shape:
-            size *= n
-        total += size
-    return total
+    layouts = [windows[0] for windows in moved.plan.src.values()]
+    return sum(math.prod(layout.shape) * layout.itemsize for layout in layouts)
+
+
+def show(measured: Iterable[Measured]) -> str:
+    """The rows as a table for people."""
+    head = (
+        "model",
+        "mapping",
+        "tensors",
+        "bytes",
+        "busiest rank",
+        "bound",
+        "program",
+        "ratio",
+        "published",
+    )
+    lines = []
+    for one in measured:
+        runs = one.plan_s if one.program_s is None else one.program_s
+        published = "-" if one.published_s is None else f"{one.published_s:g} s, {one.source}"
+        lines.append(
+            (
+                one.model,
+                one.mapping,
+                f"{one.tensors:,}",
+                show_bytes(one.bytes),
+                show_bytes(one.busiest_bytes),
+                f"{1000 * one.bound_s:.1f} ms",
+                f"{1000 * runs:.1f} ms",
+                f"{one.ratio:.4f}",
+                published,
+            )
+        )
+    return make_table(head, lines)
 
 
 def _show_trainer(trainer: Trainer) -> str:

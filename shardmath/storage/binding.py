@@ -102,23 +102,23 @@ class Bound:
 
     def slots(self, rank: int) -> dict[str, Slot]:
         """Where each tensor that the rank holds a part of lies, by logical name."""
-        return {name: slot for name, slot, _ in self._visit(rank)}
+        return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], _Shape]:
         """The shape of each tensor that the rank stores, by chunk and name."""
-        return {(slot.chunk, slot.native): shape for _, slot, shape in self._visit(rank)}
+        return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> Row:
         """The row by which the rank stores this tensor. Raises StoreError where it does not."""
         for held in self.held:
-            for _, slot, _ in self._visit(rank, (held,)):
+            for _, slot, _ in self.visit(rank, (held,)):
                 if (slot.chunk, slot.native) == native:
                     return held.row
         raise StoreError(
             f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; see its natives"
         )
 
-    def _visit(
+    def visit(
         self, rank: int, rows: Sequence[_Held] | None = None
     ) -> Iterator[tuple[str, Slot, _Shape]]:
         """(logical name, slot, shape of the stored tensor) of all that the rank holds, by these rows."""
@@ -197,7 +197,7 @@ class _Binder:
         """All rows, and an error for all that does not fit."""
         held: list[_Held] = []
         faults: list[str] = []
-        for row in self.stored.rows:
+        for row in self._list_rows():
             for star in STARS if row.logical.starred else ("",):
                 try:
                     held += self._hold(row, star)
@@ -205,6 +205,18 @@ class _Binder:
                     faults.append(f"{error}\nin the row {row}")
         self._check(faults)
         return Bound(self.stored, self.layouts, tuple(held))
+
+    def _list_rows(self) -> Iterator[Row]:
+        """The rows, and one for each template that an open row takes."""
+        for row in self.stored.rows:
+            if not row.logical.is_open:
+                yield row
+                continue
+            start = row.logical.template()
+            # What a row before has taken it does not take again, so all that begin so may be tried.
+            for template in self.vocabulary.templates:
+                if template.startswith(start):
+                    yield row.close(template.removeprefix(start))
 
     def _check(self, faults: list[str]) -> None:
         """Raise StoreError with all that does not fit."""

@@ -182,14 +182,26 @@ class _Layer:
         pieces = self._list_pieces(leaf)
         grain = self._find_grain(right)
         start, stop = self._span(leaf, sum(map(_count, pieces)), grain, cuts)
+        kept: list[_Piece] = []
+        for block in self._list_blocks(right, start, stop):
+            kept += _slice(pieces, block.start * grain, block.stop * grain)
+        return self._fill_tiles(kept, leaf)
+
+    def _list_blocks(self, right: Iterable[Word], start: int, stop: int) -> list[range]:
+        """Runs of blocks: all of them, or those that an axis right of the component deals to this coordinate."""
         dealt = [word for word in right if self.frame.is_axis(word)]
         if not dealt:
-            return list(_slice(pieces, start * grain, stop * grain))
+            return [range(start, stop)]
         (cut,) = self._list_cuts(dealt[0])
-        kept: list[_Piece] = []
-        for block in range(start + cut.at, stop, cut.parts):
-            kept += _slice(pieces, block * grain, (block + 1) * grain)
-        return kept
+        return [range(block, block + 1) for block in range(start + cut.at, stop, cut.parts)]
+
+    def _fill_tiles(self, pieces: list[_Piece], leaf: Word) -> list[_Piece]:
+        """The pieces of one part, padded to whole tiles."""
+        if leaf.tile is None:
+            return pieces
+        tile = self.frame.number(leaf.tile)
+        padding = -sum(map(_count, pieces)) % tile
+        return [*pieces, (-1, padding)] if padding else pieces
 
     def _span(self, leaf: Word, length: int, grain: int, cuts: tuple[_Cut, ...]) -> tuple[int, int]:
         """The blocks of the component that the cuts leave."""
@@ -213,13 +225,21 @@ class _Layer:
             pieces = list(self.spans.values())
         else:
             raise LayoutError(f"unknown word '{leaf}'; {self._list_meanings()}")
+        length = sum(map(_count, pieces))
+        if leaf.cycle is not None:
+            return self._repeat(pieces, length, leaf.cycle)
         if leaf.stored is None:
             return pieces
-        length = sum(map(_count, pieces))
         stored = self.frame.number(leaf.stored)
         if stored < length:
             raise LayoutError(f"'{leaf}': {length} positions do not fit {stored}")
         return [*pieces, (-1, stored - length)]
+
+    def _repeat(self, pieces: list[_Piece], length: int, cycle: Number) -> list[_Piece]:
+        """The pieces again and again, up to so many positions."""
+        slots = self.frame.number(cycle)
+        times = -(-slots // length) if length else 0
+        return list(_slice(pieces * times, 0, slots))
 
     def _divide(self, length: int, parts: int, what: str) -> int:
         if parts < 1 or length % parts:

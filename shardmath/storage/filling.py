@@ -37,11 +37,15 @@ def fill(
     """What the rank stores of these logical arrays; cells that are no tensor's have the value `empty`."""
     dtypes = {array.dtype for array in arrays.values()}
     kind = np.result_type(*dtypes) if dtypes else np.dtype(np.float64)
-    stored = {native: np.full(shape, empty, kind) for native, shape in bound.natives(rank).items()}
+    stored: dict[_Native, NDArray[Any]] = {}
+    held = _Held(bound, rank)
     # The tensors of one stored tensor share it, each written cell by cell between the others' cells.
-    for name, slot in bound.slots(rank).items():
-        held, indices = _list_held(bound.layouts[name], rank)
-        view_of(stored[slot.chunk, slot.native], slot)[held] = arrays[name][indices]
+    for name, slot, shape in bound.visit(rank):
+        native = slot.chunk, slot.native
+        if native not in stored:
+            stored[native] = np.full(shape, empty, kind)
+        cells, elements = held.find(name)
+        view_of(stored[native], slot)[cells] = arrays[name][elements]
     return stored
 
 
@@ -51,24 +55,52 @@ def gather(
     """The logical arrays of which these ranks store parts; elements that none of them has are 0."""
     arrays: dict[str, NDArray[Any]] = {}
     for rank in ranks:
-        for name, slot in bound.slots(rank).items():
+        held = _Held(bound, rank)
+        for name, slot, _ in bound.visit(rank):
             view = view_of(stored[rank][slot.chunk, slot.native], slot)
-            layout = bound.layouts[name]
             if name not in arrays:
-                arrays[name] = np.zeros(layout.shape, view.dtype)
-            held, indices = _list_held(layout, rank)
-            arrays[name][indices] = view[held]
+                arrays[name] = np.zeros(bound.layouts[name].shape, view.dtype)
+            cells, elements = held.find(name)
+            arrays[name][elements] = view[cells]
     return arrays
 
 
 def view_of(native: NDArray[Any], slot: Slot) -> NDArray[Any]:
     """The part of a stored tensor that is one logical tensor's, with the logical order of dimensions."""
-    return np.transpose(native[slot.cut], np.argsort(slot.order))
+    # The dots keep a view where every dimension is a number.
+    view = native[(*slot.cut, ...)]
+    if slot.order == tuple(range(view.ndim)):
+        return view
+    return np.transpose(view, np.argsort(slot.order))
+
+
+class _Held:
+    """Where local cells of a rank are that hold elements, and which elements these are."""
+
+    def __init__(self, bound: Bound, rank: int) -> None:
+        self.bound = bound
+        self.rank = rank
+        self.found: dict[int, tuple[Any, Any]] = {}
+
+    def find(self, name: str) -> tuple[Any, Any]:
+        """Indices of the local view, and of the logical array."""
+        layout = self.bound.layouts[name]
+        # Layers and experts share one layout, which the binding keeps.
+        key = id(layout)
+        if key not in self.found:
+            self.found[key] = _list_held(layout, self.rank)
+        return self.found[key]
 
 
 def _list_held(layout: Layout, rank: int) -> tuple[Any, Any]:
-    """Where local cells are that hold elements, and which elements these are."""
-    globals_ = layout.indices(rank)
+    """Slices where every dimension holds one stretch, else an index of each cell."""
+    runs = layout.runs(rank)
+    if all(len(own.segments) == 1 for own in runs):
+        stretches = [own.segments[0] for own in runs]
+        cells = tuple(slice(lo, lo + n) for lo, _, n in stretches)
+        elements = tuple(slice(g, g + n) for _, g, n in stretches)
+        return cells, elements
+    globals_ = [own.indices() for own in runs]
     locals_ = [np.flatnonzero(own >= 0) for own in globals_]
-    elements = [own[own >= 0] for own in globals_]
-    return np.ix_(*locals_), np.ix_(*elements)
+    held = [own[own >= 0] for own in globals_]
+    return np.ix_(*locals_), np.ix_(*held)

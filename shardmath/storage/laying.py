@@ -29,7 +29,7 @@ from shardmath.storage.fitting import Trim, fit, trim
 from shardmath.storage.rows import Row
 from shardmath.storage.structure import Group, Structure, list_words
 
-__all__ = ["Laid", "Stack", "lay", "order_of", "stack_names"]
+__all__ = ["Laid", "Stack", "give_words", "lay", "order_of", "stack_names"]
 
 Shape: TypeAlias = tuple[int, ...]
 Coords: TypeAlias = Mapping[str, int]
@@ -138,7 +138,7 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None
     stored: list[Stack | _Shown] = []
     by_dim: dict[int, Mapping[str, Dimension]] = {}
     placed: set[str] = set()
-    for word, index in _give_words(row, ndim):
+    for word, index in give_words(row, ndim):
         if index is not None and stack is not None:
             stored.append(stack)
             continue
@@ -169,7 +169,7 @@ def _check_placed(row: Row, shapes: Mapping[str, Shape], placed: set[str]) -> No
             raise StoreError(f"component {name!r} is in no dimension; write it in '{row}'")
 
 
-def _give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
+def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
     """A word for every stored dimension, and the index where it is a stack."""
     if row.dims is None:
         return [("...", None)] * ndim

@@ -4,6 +4,7 @@
    ep: a name that ranks store has the local number there, the logical name has `{e}`, the global one.
 2. `[q k v]` is a choice: one word per **component** of a fused tensor.
 3. `*` is `weight` or `bias`, the same one everywhere in a row.
+4. `...` at the end is any rest of a name, the same one in both names of a row.
 
 >>> name = parse("model.layers.{l}.self_attn.[q k v]_proj.*")
 >>> name.components, [index.name for index in name.indices]
@@ -23,10 +24,12 @@ from typing import TypeAlias
 
 from shardmath.base.errors import NotationError
 
-__all__ = ["STARS", "Choice", "Index", "Name", "Star", "join", "parse", "split"]
+__all__ = ["STARS", "Choice", "Index", "Name", "Rest", "Star", "join", "parse", "split"]
 
 STARS = ("weight", "bias")
 """What a star stands for."""
+
+REST = "..."
 
 PART = re.compile(
     r"\[(?P<choice>[^\]]*)\]|\{(?P<index>[^}]*)\}|(?P<star>\*)|(?P<plain>[^\[\]{}*]+)"
@@ -68,7 +71,15 @@ class Star:
         return "*"
 
 
-Part: TypeAlias = str | Choice | Index | Star
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Any rest of a name."""
+
+    def __str__(self) -> str:
+        return REST
+
+
+Part: TypeAlias = str | Choice | Index | Star | Rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +109,17 @@ class Name:
         """Whether it has a star."""
         return Star() in self.parts
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it ends in any rest."""
+        return Rest() in self.parts
+
+    def close(self, rest: str) -> Name:
+        """The name with this in the place of any rest: a template, of which each {} becomes a number of its own."""
+        for i in range(rest.count("{}")):
+            rest = rest.replace("{}", f"{{rest{i}}}", 1)
+        return parse(str(self).removesuffix(REST) + rest)
+
     def fill(self, numbers: Mapping[str, object], component: str = "", star: str = "") -> str:
         """The name with these numbers, by index, in their places."""
         words = []
@@ -108,6 +130,8 @@ class Name:
                 words.append(star)
             elif isinstance(part, Index):
                 words.append(str(numbers[part.name]))
+            elif isinstance(part, Rest):
+                continue
             else:
                 words.append(part)
         return "".join(words)
@@ -132,8 +156,9 @@ def parse(text: str) -> Name:
     """The pattern that the text is. Raises NotationError with a caret."""
     parts: list[Part] = []
     at = 0
-    while at < len(text):
-        match = PART.match(text, at)
+    end = len(text) - len(REST) * text.endswith(REST)
+    while at < end:
+        match = PART.match(text, at, end)
         if match is None:
             raise NotationError(
                 f"unexpected {text[at]!r} in a name",
@@ -143,6 +168,8 @@ def parse(text: str) -> Name:
             )
         parts.append(_read_part(match, text))
         at = match.end()
+    if end < len(text):
+        parts.append(Rest())
     for kind, what in ((Choice, "choice [...]"), (Star, "star")):
         if sum(isinstance(part, kind) for part in parts) > 1:
             raise NotationError(f"a name has one {what} at most", text, 0, "split the row in two")

@@ -8,7 +8,9 @@
    row stores; ranks that have the tensor already do not store it twice.
 5. `? NAME` applies where this tensor exists too, `! NAME` where it does not; `/` before it names it from the root.
 6. `.T` stores the dimensions in reverse, `.mT` the last two. `neg_exp(NAME)` stores a function of the tensor.
-7. `[NATIVE = LOGICAL]` on a line of its own puts prefixes before the rows below it, up to the next such lines.
+7. `... = ...` stores every tensor that no row before it takes, each under its own name; so does `x.... = y....` of
+   the names that begin so.
+8. `[NATIVE = LOGICAL]` on a line of its own puts prefixes before the rows below it, up to the next such lines.
 
     table  := (head+ row*)* ;  '#' begins a comment
     head   := '[' NAME '=' NAME ']' place?
@@ -27,11 +29,13 @@ True
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardmath.base.errors import NotationError
+from shardmath.base.memo import memo
 from shardmath.storage import names
 from shardmath.storage.names import Index, Name
 from shardmath.storage.structure import Structure, read_dims
@@ -93,6 +97,12 @@ class Row:
                 return index
         return None
 
+    def close(self, rest: str) -> Row:
+        """The row of the names that end in this rest (`Name.close`)."""
+        return dataclasses.replace(
+            self, native=self.native.close(rest), logical=self.logical.close(rest)
+        )
+
     def is_stacked(self, index: str) -> bool:
         """Whether this index of the logical name is a dimension, or is spread: not a number that both names have."""
         return all(own.name != index for own in self.native.indices)
@@ -107,6 +117,7 @@ class _Head:
     place: Place | None = None
 
 
+@memo(64)
 def parse(text: str) -> tuple[Row, ...]:
     """The rows of a table, with their prefixes. Raises NotationError with a caret in the line."""
     rows: list[Row] = []
@@ -281,6 +292,8 @@ def _check(row: Row, line: str) -> None:
             )
     if row.native.starred != row.logical.starred:
         raise NotationError("a star in one name only", line, 0, "write * in both names, or neither")
+    if row.native.is_open != row.logical.is_open:
+        raise NotationError("any rest in one name only", line, 0, "end both names in ..., or none")
     if row.native.components:
         raise NotationError(
             "a choice in the name that ranks store",

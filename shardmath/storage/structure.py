@@ -8,8 +8,9 @@
 3. `+` puts terms one after the other; `|` takes what there is so far as one sequence and cuts it anew.
 4. Right of a component a number is its **grain**: cuts fall between blocks of so many. An axis there deals the
    blocks round robin.
-5. `n=vocab` is stored as so many, padding at the end. `tp/rep`: `rep` neighbours along tp keep the same part.
-   `ep~`: sizes may differ by one, larger ones first.
+5. `n=vocab` is stored as so many, padding at the end; of `n^128` each part is, as the next multiple of 128.
+   `e%slots` is stored as so many, beginning anew behind its end: copies of the first ones.
+6. `tp/rep`: `rep` neighbours along tp keep the same part. `ep~`: sizes may differ by one, larger ones first.
 
 >>> print(parse("(groups (q + k)|tp  n=vocab)"))
 (groups (q + k) | tp n=vocab)
@@ -26,7 +27,7 @@ from shardmath.layouts.reader import Cursor
 
 __all__ = ["Group", "Number", "Structure", "Term", "Word", "list_words", "parse", "read_dims"]
 
-MARKS = "( ) + | = ~ / ..."
+MARKS = "( ) + | = ^ % ~ / ..."
 
 Number: TypeAlias = int | str
 """An integer, or the name of one."""
@@ -34,17 +35,20 @@ Number: TypeAlias = int | str
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A component, an axis or a number, with its marks: `tp/rep`, `ep~`, `n=vocab`."""
+    """A component, an axis or a number, with its marks: `tp/rep`, `ep~`, `n=vocab`, `n^128`, `e%slots`."""
 
     name: Number
     over: Number | None = None
     balanced: bool = False
     stored: Number | None = None
+    tile: Number | None = None
+    cycle: Number | None = None
 
     def __str__(self) -> str:
         over = "" if self.over is None else f"/{self.over}"
-        stored = "" if self.stored is None else f"={self.stored}"
-        return f"{self.name}{over}{'~' * self.balanced}{stored}"
+        marks = {"=": self.stored, "^": self.tile, "%": self.cycle}
+        written = [f"{mark}{number}" for mark, number in marks.items() if number is not None]
+        return f"{self.name}{over}{'~' * self.balanced}{''.join(written)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,9 @@ def _read_word(read: Cursor) -> Word:
     over = _read_number(read) if read.accept("/") else None
     balanced = read.accept("~")
     stored = _read_number(read) if read.accept("=") else None
-    return Word(name, over, balanced, stored)
+    tile = _read_number(read) if read.accept("^") else None
+    cycle = _read_number(read) if read.accept("%") else None
+    return Word(name, over, balanced, stored, tile, cycle)
 
 
 def _read_number(read: Cursor) -> Number:

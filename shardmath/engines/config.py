@@ -1,0 +1,147 @@
+"""Configurations: the fields of a Hugging Face configuration, by any of their names.
+
+A configuration is a mapping of its fields, such as `config.json` has, or an object that has them.
+
+>>> config = Config({"model_type": "gpt2", "n_embd": 32, "n_head": 8})
+>>> config.hidden, config.kv_heads, config.head_dim
+(32, 8, 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Config", "plain"]
+
+SYNONYMS = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_experts": ("n_routed_experts", "num_local_experts", "moe_num_experts"),
+    "n_groups": ("mamba_n_groups",),
+    "ssm_state_size": ("state_size", "mamba_d_state"),
+    "mamba_num_heads": ("mamba_n_heads", "num_heads"),
+    "mamba_expand": ("expand",),
+    "mamba_head_dim": ("mamba_d_head", "head_dim"),
+}
+"""Other names of a field, in the order in which they are looked for."""
+
+
+def plain(kind: str) -> str:
+    """A model type without what is written differently here and there.
+
+    >>> plain("qwen3_5_moe_text"), plain("MiniMaxM2")
+    ('qwen35moe', 'minimaxm2')
+    """
+    letters = "".join(filter(str.isalnum, kind)).lower()
+    return letters.removesuffix("text")
+
+
+class Config:
+    """The fields of a configuration, by any of their names."""
+
+    def __init__(self, given: object) -> None:
+        self.given = given
+        # Models of several media keep their language model's fields apart.
+        inner = self._look_up("text_config")
+        self.language = None if inner is None else Config(inner)
+
+    def _look_up(self, name: str) -> Any:
+        """The field's value, None where there is none: also of an object's computed attributes."""
+        if isinstance(self.given, Mapping):
+            return self.given.get(name)
+        return getattr(self.given, name, None)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field's value by its name or another one; the default where it is not given, or None."""
+        if self.language is not None:
+            default = self.language.get(name, default)
+            if default is not None:
+                return default
+        for known in (name, *SYNONYMS.get(name, ())):
+            value = self._look_up(known)
+            if value is not None:
+                return value
+        return default
+
+    @property
+    def kind(self) -> str:
+        """The type of model, plainly."""
+        return plain(str(self.get("model_type", "")))
+
+    @property
+    def layers(self) -> int:
+        """Layers, of a hybrid model one for each letter of its pattern."""
+        pattern = self.get("hybrid_override_pattern", "")
+        return int(self.get("num_hidden_layers", len(pattern)))
+
+    @property
+    def hidden(self) -> int:
+        return int(self.get("hidden_size", 0))
+
+    @property
+    def ffn(self) -> int:
+        return int(self.get("intermediate_size", 0))
+
+    @property
+    def heads(self) -> int:
+        return int(self.get("num_attention_heads", 1))
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        # Falcon's first models have one head for all, whatever their number of heads says.
+        if self.get("multi_query") and not self.get("new_decoder_architecture"):
+            return 1
+        return int(self.get("num_key_value_heads", self.heads))
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.get("head_dim", self.hidden // self.heads))
+
+    @property
+    def experts(self) -> int:
+        return int(self.get("num_experts", 0))
+
+    @property
+    def groups(self) -> int:
+        """Groups of a Mamba layer, each with B and C of its own."""
+        return int(self.get("n_groups", 1))
+
+    @property
+    def state(self) -> int:
+        """Rows of B, and of C, of a Mamba layer."""
+        return self.groups * int(self.get("ssm_state_size", 0))
+
+    @property
+    def inner(self) -> int:
+        """Rows of x of a Mamba layer."""
+        heads = self.get("mamba_num_heads")
+        head = self.get("mamba_head_dim")
+        if isinstance(heads, int) and isinstance(head, int):
+            return heads * head
+        return int(self.get("mamba_expand", 2)) * self.hidden
+
+    @property
+    def linear_key_heads(self) -> int:
+        """Key heads of linear attention."""
+        return int(self.get("linear_num_key_heads", 0))
+
+    @property
+    def linear_keys(self) -> int:
+        """Rows of the queries, and of the keys, of linear attention."""
+        return self.linear_key_heads * int(self.get("linear_key_head_dim", 0))
+
+    @property
+    def linear_values(self) -> int:
+        """Rows of the values of linear attention."""
+        heads = int(self.get("linear_num_value_heads", 0))
+        return heads * int(self.get("linear_value_head_dim", 0))
+
+    @property
+    def drafts(self) -> int:
+        """Layers that predict further tokens, numbered behind the others."""
+        return int(self.get("num_nextn_predict_layers", 0))

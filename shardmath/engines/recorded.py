@@ -1,0 +1,396 @@
+"""Recorded: what the ranks of real trainers and engines stored, beside what rows say that they store.
+
+1. A file of vectors has, for each model, layout, rank and stored tensor, the element of a reference that lies in each
+   cell. Megatron's reference is what one rank stores, vLLM's the Hugging Face checkpoint.
+2. Both sides are numbered: element i of all of the reference is i + 1, a cell without a source 0. The reference read
+   through its rows gives logical arrays of numbers, and these, through a layout's rows, what every rank should have.
+3. Of vLLM there are two states: once weights are loaded, and for what that changes, once they are processed.
+4. Names, shapes and numbers must all agree; a tensor that is on one side alone is a difference.
+
+>>> print(Comparison(3, 4, (Difference("llama", "tp2", 1, "lm_head.weight"),)))
+3 of 4 entries equal
+llama tp2 rank 1: lm_head.weight
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.base.errors import ShardError, StoreError
+from shardmath.engines import hf_core
+from shardmath.engines.vllm_core import vllm
+from shardmath.families.megatron_core import megatron, pad_vocab
+from shardmath.families.megatron_shapes import logical_shapes
+from shardmath.storage.binding import Bound, bind
+from shardmath.storage.filling import fill, gather
+from shardmath.storage.stored import Shapes, Stored
+
+__all__ = ["Comparison", "Difference", "Recorded", "compare"]
+
+_Ids: TypeAlias = NDArray[np.int64]
+_Native: TypeAlias = tuple[int, str]
+_Json: TypeAlias = Mapping[str, Any]
+
+SHOWN = 20
+"""Differences that a comparison shows."""
+WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+"""Where a word of a class's name begins."""
+EXPERT = re.compile(r"\.experts\.\d+\.")
+PARAMETERS = (0, 1)
+"""Kinds of entries that are there once weights are loaded: parameters and buffers."""
+
+
+class Difference(NamedTuple):
+    """One stored tensor that is not as recorded; `why` where the whole layout cannot be laid."""
+
+    model: str
+    layout: str
+    rank: int
+    name: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        why = f" ({self.why})" if self.why else ""
+        return f"{self.model} {self.layout} rank {self.rank}: {self.name}{why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How many entries are as recorded, of how many, and which are not."""
+
+    equal: int
+    total: int
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        shown = [str(difference) for difference in self.differences[:SHOWN]]
+        more = len(self.differences) - len(shown)
+        if more:
+            shown.append(f"and {more} more")
+        return "\n".join([f"{self.equal} of {self.total} entries equal", *shown])
+
+
+class Recorded:
+    """A file of vectors (see its own `meta.doc`)."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.json: _Json = _read(path)
+        self.expanded: dict[int, _Ids] = {}
+
+    @property
+    def models(self) -> _Json:
+        """The models by name."""
+        models: _Json = self.json["models"]
+        return models
+
+    def entries(
+        self, rank: _Json, starts: Sequence[int], processed: bool
+    ) -> Iterator[tuple[_Native, _Ids]]:
+        """Chunk, name and numbers of what a rank stores; the reference's tensors begin at `starts`.
+
+        It is what is loaded, or of that what is `processed` afterwards, as it is then.
+        """
+        for chunk, listed in enumerate(rank["chunks"]):
+            for name, kind, shape, _, _, segments, post, *_ in listed:
+                native = chunk, self.json["strings"][name]
+                if kind in PARAMETERS and not processed:
+                    yield native, self._number(segments, starts).reshape(shape)
+                elif kind in PARAMETERS and "posts" in self.json and post >= 0:
+                    after, moved, _ = self.json["posts"][post]
+                    yield native, self._number(moved, starts).reshape(after)
+
+    def _number(self, segments: Sequence[tuple[int, int]], starts: Sequence[int]) -> _Ids:
+        """The numbers of these segments, one after the other."""
+        parts = [np.zeros(0, np.int64)]
+        for tensor, runs in segments:
+            flat = self._expand(runs)
+            # Cells without a source are negative, or of tensor -1.
+            has_source = (flat >= 0) & (tensor >= 0)
+            parts.append(np.where(has_source, flat + starts[tensor] + 1, 0))
+        return np.concatenate(parts)
+
+    def _expand(self, runs: int) -> _Ids:
+        """The flat indices of a list of blocks."""
+        if runs not in self.expanded:
+            blocks = [_expand_block(block) for block in self.json["runs"][runs]]
+            self.expanded[runs] = np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
+        return self.expanded[runs]
+
+
+def _read(path: str | Path) -> _Json:
+    """The file's JSON. Raises StoreError for a file that has no recorded storage."""
+    try:
+        raw = Path(path).read_bytes()
+        # By its first bytes, since a file may have lost its .gz on the way.
+        text = gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw
+        read = json.loads(text)
+    except (OSError, EOFError, ValueError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    if not isinstance(read, dict) or not {"meta", "models"} <= read.keys():
+        raise StoreError(f"{path} has no recorded storage; give a file with meta and models")
+    return read
+
+
+def _expand_block(block: Sequence[int]) -> _Ids:
+    """Start, length, and perhaps twice how often and how far apart; a negative start is no source."""
+    start, length, *repeats = block
+    if start < 0:
+        return np.full(length, start, np.int64)
+    indices = np.arange(start, start + length)
+    for count, stride in zip(repeats[::2], repeats[1::2], strict=True):
+        offsets = stride * np.arange(count)
+        indices = offsets.reshape(-1, *[1] * indices.ndim) + indices
+    return indices.ravel()
+
+
+class System(Protocol):
+    """How a model of one system is declared."""
+
+    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
+        """The reference bound to its logical tensors."""
+        ...
+
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """A layout bound to these logical tensors, as its weights are loaded or once they are processed."""
+        ...
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The logical arrays as the rank's loader reads them: themselves, but for its faults."""
+        ...
+
+
+class _Megatron:
+    """A model of Megatron-Core."""
+
+    def __init__(self, model: _Json) -> None:
+        self.model = model
+        self.config = dict(model["config"])
+        self.multiple = model["make_vocab_size_divisible_by"]
+
+    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
+        """What one rank stores."""
+        positions = ref.get("embedding.position_embeddings.weight", (0,))
+        shapes = logical_shapes(
+            self.config,
+            vocab=pad_vocab(VOCAB, 1, self.multiple),
+            tied=self.model["tied"],
+            positions=positions[0],
+            pattern=self.model["kw"].get("pattern"),
+            dtype="int64",
+        )
+        return bind(self._declare(self.config, range(1)), shapes)
+
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """What the ranks of a layout store."""
+        given = layout["layout"]
+        sizes = {name: given[name] for name in ("tp", "pp", "cp", "ep", "etp", "order")}
+        sizes["vpp"] = given["vpp"] or 1
+        config = {**self.config, **given["cfg"]}
+        return bind(self._declare(config, range(given["world"]), **sizes), shapes)
+
+    def _declare(self, config: _Json, ranks: range, **sizes: Any) -> Stored:
+        return megatron(
+            config,
+            ranks=ranks,
+            spec=self.model["impl"],
+            vocab=VOCAB,
+            vocab_multiple=self.multiple,
+            **sizes,
+        )
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The arrays themselves."""
+        return arrays
+
+
+class _Vllm:
+    """A model of vLLM; its reference is a Hugging Face checkpoint."""
+
+    def __init__(self, model: _Json) -> None:
+        kind = _name_kind(model["hf"])
+        self.config = {**model["config"], **model["config_over"], "model_type": kind}
+
+    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
+        """How the checkpoint stores the logical tensors that its shapes say."""
+        natives = {name: (shape, "int64") for name, shape in ref.items()}
+        shapes = hf_core.logical_shapes(self.config, natives)
+        return bind(hf_core.hf_checkpoint(self.config, ref), shapes)
+
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """What the ranks of a layout store: of the model, or of its layers that predict further tokens."""
+        given = layout["layout"]
+        sizes = {name: given[name] for name in ("tp", "pp", "dp")}
+        draft = "MTP" in layout["module_class"]
+        side = vllm(
+            self.config,
+            ranks=range(math.prod(sizes.values())),
+            ep=given["ep"],
+            placement=given["place"],
+            redundant=given["kw"].get("eplb_config", {}).get("num_redundant_experts", 0),
+            backend=given["kw"].get("moe_backend", "triton"),
+            processed=processed,
+            draft=draft,
+            unknown="replicate",
+            **sizes,
+        )
+        own = {name: shape for name, shape in shapes.items() if name.startswith("mtp.") == draft}
+        return bind(side, own)
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The arrays; where ranks have unequally many experts, gpt_oss reads one for all of a rank.
+
+        `gpt_oss.py` loads from expert `rank * (experts // ep)` on, and copies one expert into two slots without an
+        error. What refits into these slots has to write the experts that the rows say.
+        """
+        given = layout["layout"]
+        size = given["tp"] * given["dp"]
+        experts = self.config.get("num_local_experts", 0)
+        if (
+            not self.config["model_type"].startswith("gpt_oss")
+            or not given["ep"]
+            or experts % size == 0
+        ):
+            return arrays
+        replica, inside = divmod(rank, given["pp"] * given["tp"])
+        own = replica * given["tp"] + inside % given["tp"]
+        read = f".experts.{own * (experts // size)}."
+        return {name: arrays[EXPERT.sub(read, name)] for name in arrays}
+
+
+def _name_kind(name: str) -> str:
+    """The `model_type` of a configuration class."""
+    words = WORD.sub("_", name.removesuffix("Config"))
+    return words.lower()
+
+
+VOCAB = 100
+"""Words of every model that was recorded with Megatron, before padding."""
+
+
+def compare(path: str | Path, models: Sequence[str] = ()) -> Comparison:
+    """All entries of these models of a file, or of all its models, beside what rows say.
+
+    Raises StoreError for a file that has no recorded storage.
+    """
+    recorded = Recorded(path)
+    make = _find_system(recorded.json["meta"])
+    chosen = models or list(recorded.models)
+    return _sum(one for name in chosen for one in _Model(recorded, name, make).compare())
+
+
+def _sum(comparisons: Iterable[Comparison]) -> Comparison:
+    """All of them as one."""
+    equal = total = 0
+    differences: list[Difference] = []
+    for one in comparisons:
+        equal += one.equal
+        total += one.total
+        differences += one.differences
+    return Comparison(equal, total, tuple(differences))
+
+
+def _find_system(meta: _Json) -> Callable[[_Json], System]:
+    """Who recorded the file."""
+    return _Vllm if "vllm" in meta else _Megatron
+
+
+class _Model:
+    """A model of the file, and its logical arrays of numbers."""
+
+    def __init__(self, recorded: Recorded, name: str, make: Callable[[_Json], System]) -> None:
+        self.recorded = recorded
+        self.name = name
+        self.json: _Json = recorded.models[name]
+        self.system = make(self.json)
+        ref = {tensor: tuple(shape) for tensor, shape in self.json["ref"]}
+        sizes = [math.prod(shape) for shape in ref.values()]
+        self.starts = [0, *itertools.accumulate(sizes)]
+        self.arrays = _number_logical(self.system.reference(ref), ref, self.starts)
+
+    def compare(self) -> Iterator[Comparison]:
+        """All layouts, each in both states."""
+        for layout in self.json["layouts"]:
+            yield from self._compare_layout(layout, processed=False)
+            yield from self._compare_layout(layout, processed=True)
+
+    def _compare_layout(self, layout: str, processed: bool) -> Iterator[Comparison]:
+        """All ranks of a layout in one state."""
+        given = self.json["layouts"][layout]
+        found = self.recorded.entries
+        listed = [dict(found(rank, self.starts, processed)) for rank in given["ranks"]]
+        if not any(listed):
+            return
+        # A layout is bound once for all of its ranks.
+        filled = _Filled(self.system, given, self.arrays, processed)
+        for rank, entries in enumerate(listed):
+            wrong = filled.list_wrong(rank, entries)
+            equal = len(entries.keys() - wrong.keys())
+            differences = _list_differences((self.name, layout, rank), wrong)
+            yield Comparison(equal, len(entries), differences)
+
+
+def _list_differences(
+    where: tuple[str, str, int], wrong: Mapping[_Native, str]
+) -> tuple[Difference, ...]:
+    """What is wrong on a rank, in the order of names."""
+    return tuple(Difference(*where, native, why) for (_, native), why in sorted(wrong.items()))
+
+
+def _number_logical(
+    reference: Bound, ref: Mapping[str, tuple[int, ...]], starts: Sequence[int]
+) -> dict[str, _Ids]:
+    """The logical arrays of a reference of which element i is numbered i + 1."""
+    stored: dict[_Native, _Ids] = {}
+    for (name, shape), start in zip(ref.items(), starts, strict=False):
+        flat = np.arange(start + 1, start + 1 + math.prod(shape))
+        stored[0, name] = flat.reshape(shape)
+    return gather(reference, {0: stored}, [0])
+
+
+class _Filled:
+    """What the ranks of one layout should store."""
+
+    def __init__(
+        self, system: System, layout: _Json, arrays: Mapping[str, _Ids], processed: bool
+    ) -> None:
+        self.system = system
+        self.layout = layout
+        self.arrays = arrays
+        self.processed = processed
+        self.fault = ""
+        shapes = {name: (array.shape, "int64") for name, array in arrays.items()}
+        try:
+            self.bound: Bound | None = system.bind(layout, shapes, processed)
+        except ShardError as error:
+            self.bound = None
+            self.fault = str(error).partition("\n")[0]
+
+    def list_wrong(self, rank: int, entries: Mapping[_Native, _Ids]) -> dict[_Native, str]:
+        """The tensors that are not as recorded, and why."""
+        if self.bound is None:
+            return dict.fromkeys(entries, self.fault)
+        arrays = self.system.load(self.layout, rank, self.arrays)
+        stored = fill(self.bound, arrays, rank)
+        # Of processed tensors only those that changed are listed.
+        more = set() if self.processed else stored.keys() - entries.keys()
+        wrong = dict.fromkeys(more, "not recorded")
+        for native, ids in entries.items():
+            if native not in stored:
+                wrong[native] = "no row stores it"
+            # Megatron declares stacked experts as [hidden, experts * ffn], and lays them as (experts, hidden, ffn).
+            elif stored[native].size != ids.size:
+                wrong[native] = f"shape {stored[native].shape}, recorded {ids.shape}"
+            elif not np.array_equal(stored[native].ravel(), ids.ravel()):
+                wrong[native] = "other elements"
+        return wrong

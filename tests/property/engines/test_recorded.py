@@ -1,0 +1,108 @@
+"""What real trainers and engines stored is what rows say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from shardmath import StoreError, cli
+from shardmath.engines import recorded
+from shardmath.engines.recorded import Recorded, compare
+
+VECTORS = Path(__file__).parents[2] / "vectors"
+MEGATRON = VECTORS / "megatron_storage.json.gz"
+VLLM = VECTORS / "vllm_storage.json.gz"
+
+
+@pytest.mark.parametrize("model", Recorded(MEGATRON).models)
+def test_megatron_stores_what_its_rows_say(model: str) -> None:
+    found = compare(MEGATRON, [model])
+    assert found.total and not found.differences, str(found)
+
+
+def test_gpt_oss_loads_one_expert_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks have unequally many experts its loader reads too few, and copies: a fault that rows do not have."""
+    monkeypatch.setattr(recorded._Vllm, "load", lambda self, layout, rank, arrays: arrays)
+    found = compare(VLLM, ["gpt_oss"])
+    assert len(found.differences) == 160
+    assert all(".routed_experts." in one.name for one in found.differences)
+    assert {one.layout.partition("_ep")[0] for one in found.differences} == {
+        "tp4_dp1_pp1",
+        "tp2_dp2_pp1",
+        "tp1_dp4_pp1",
+    }
+
+
+def test_processed_tensors_are_compared_too() -> None:
+    """Six tensors that FlashInfer's CUTLASS backend reorders."""
+    file = Recorded(VLLM)
+    loaded = sum(
+        sum(kind < 2 for chunk in rank["chunks"] for _, kind, *_ in chunk)
+        for model in file.models.values()
+        for layout in model["layouts"].values()
+        for rank in layout["ranks"]
+    )
+    assert loaded == 10257
+    moved = [
+        list(file.entries(rank, [0] * 1000, processed=True))
+        for model in file.models.values()
+        for layout in model["layouts"].values()
+        for rank in layout["ranks"]
+    ]
+    assert sum(map(len, moved)) == 6
+
+
+def test_all_entries_of_megatron_are_compared() -> None:
+    file = Recorded(MEGATRON)
+    layouts = [layout for model in file.models.values() for layout in model["layouts"].values()]
+    ranks = [rank for layout in layouts for rank in layout["ranks"]]
+    assert sum(len(chunk) for rank in ranks for chunk in rank["chunks"]) == 20807
+
+
+def test_a_difference_is_found_and_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The words of one rank have no source."""
+    data = json.loads(gzip.decompress(MEGATRON.read_bytes()))
+    model = data["models"]["dense_g4_tied"]
+    model["layouts"] = dict(list(model["layouts"].items())[:2])
+    data["models"] = {"dense_g4_tied": model}
+    segments = data["models"]["dense_g4_tied"]["layouts"]["tp2_pp1_ep1_etp2_dp1_cp1"]
+    (first, *_) = segments["ranks"][1]["chunks"][0]
+    first[5] = [[-1, first[5][0][1]]]
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(data))
+    assert cli.main(["storage-check", str(path)]) == 1
+    counted, *shown = capsys.readouterr().out.splitlines()
+    equal, total = counted.removesuffix(" entries equal").split(" of ")
+    assert int(equal) == int(total) - 1
+    assert shown == [
+        "dense_g4_tied tp2_pp1_ep1_etp2_dp1_cp1 rank 1: "
+        "embedding.word_embeddings.weight (other elements)"
+    ]
+
+
+def test_the_command_says_when_all_is_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["storage-check", str(MEGATRON), "dense_g4_tied"]) == 0
+    assert " entries equal" in capsys.readouterr().out
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"models": {}}')
+    with pytest.raises(StoreError, match="no recorded storage; give a file with meta and models"):
+        Recorded(path)
+    path.write_text("{")
+    with pytest.raises(StoreError, match="cannot be read"):
+        Recorded(path)
+    with pytest.raises(StoreError, match="cannot be read"):
+        Recorded(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("model", Recorded(VLLM).models)
+def test_vllm_stores_what_its_rows_say(model: str) -> None:
+    found = compare(VLLM, [model])
+    assert found.total and not found.differences, str(found)
