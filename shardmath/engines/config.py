@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Config"]
+__all__ = ["Config", "plain"]
 
 SYNONYMS = {
     "hidden_size": ("n_embd", "d_model"),
@@ -24,9 +24,20 @@ SYNONYMS = {
     "n_groups": ("mamba_n_groups",),
     "ssm_state_size": ("state_size", "mamba_d_state"),
     "mamba_num_heads": ("mamba_n_heads", "num_heads"),
+    "mamba_expand": ("expand",),
     "mamba_head_dim": ("mamba_d_head", "head_dim"),
 }
 """Other names of a field, in the order in which they are looked for."""
+
+
+def plain(kind: str) -> str:
+    """A model type without what is written differently here and there.
+
+    >>> plain("qwen3_5_moe_text"), plain("MiniMaxM2")
+    ('qwen35moe', 'minimaxm2')
+    """
+    letters = "".join(filter(str.isalnum, kind)).lower()
+    return letters.removesuffix("text")
 
 
 class Config:
@@ -36,7 +47,7 @@ class Config:
         self.given = given
         # Models of several media keep their language model's fields apart.
         inner = self._look_up("text_config")
-        self.inner = None if inner is None else Config(inner)
+        self.language = None if inner is None else Config(inner)
 
     def _look_up(self, name: str) -> Any:
         """The field's value, None where there is none: also of an object's computed attributes."""
@@ -46,8 +57,8 @@ class Config:
 
     def get(self, name: str, default: Any = None) -> Any:
         """The field's value by its name or another one; the default where it is not given, or None."""
-        if self.inner is not None:
-            default = self.inner.get(name, default)
+        if self.language is not None:
+            default = self.language.get(name, default)
             if default is not None:
                 return default
         for known in (name, *SYNONYMS.get(name, ())):
@@ -58,8 +69,8 @@ class Config:
 
     @property
     def kind(self) -> str:
-        """The type of model."""
-        return str(self.get("model_type", ""))
+        """The type of model, plainly."""
+        return plain(str(self.get("model_type", "")))
 
     @property
     def layers(self) -> int:
@@ -99,6 +110,36 @@ class Config:
     def groups(self) -> int:
         """Groups of a Mamba layer, each with B and C of its own."""
         return int(self.get("n_groups", 1))
+
+    @property
+    def state(self) -> int:
+        """Rows of B, and of C, of a Mamba layer."""
+        return self.groups * int(self.get("ssm_state_size", 0))
+
+    @property
+    def inner(self) -> int:
+        """Rows of x of a Mamba layer."""
+        heads = self.get("mamba_num_heads")
+        head = self.get("mamba_head_dim")
+        if isinstance(heads, int) and isinstance(head, int):
+            return heads * head
+        return int(self.get("mamba_expand", 2)) * self.hidden
+
+    @property
+    def linear_key_heads(self) -> int:
+        """Key heads of linear attention."""
+        return int(self.get("linear_num_key_heads", 0))
+
+    @property
+    def linear_keys(self) -> int:
+        """Rows of the queries, and of the keys, of linear attention."""
+        return self.linear_key_heads * int(self.get("linear_key_head_dim", 0))
+
+    @property
+    def linear_values(self) -> int:
+        """Rows of the values of linear attention."""
+        heads = int(self.get("linear_num_value_heads", 0))
+        return heads * int(self.get("linear_value_head_dim", 0))
 
     @property
     def drafts(self) -> int:

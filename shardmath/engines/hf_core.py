@@ -14,23 +14,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shardmath.algebra.mesh import Mesh
 from shardmath.engines.config import Config
 from shardmath.engines.hf_rows import table
 from shardmath.engines.reading import read_logical
 from shardmath.storage import rows
+from shardmath.storage.names import STARS, split
+from shardmath.storage.rows import Row
 from shardmath.storage.stored import Shapes, Spot, Stored
 
 __all__ = ["hf_checkpoint", "logical_shapes"]
 
 
-def hf_checkpoint(config: object) -> Stored:
-    """How the checkpoint of a model of this configuration stores it, on one rank."""
+def hf_checkpoint(config: object, names: Iterable[str] = ()) -> Stored:
+    """How the checkpoint of a model of this configuration stores it, on one rank.
+
+    `names` are those of the checkpoint's tensors: rows of other names are left out. Without them there are no fused
+    tensors but those of the kind of model.
+    """
     fields = Config(config)
+    templates = {split(name)[0] for name in names}
+    listed = rows.parse(table(fields.kind, fused=bool(templates)))
+    if templates:
+        listed = tuple(row for row in listed if _is_among(row, templates))
     mesh = Mesh(checkpoint=1)
-    return Stored(
-        rows.parse(table(fields.kind)), (mesh,), _list_layers(fields), _list_numbers(fields)
-    )
+    return Stored(listed, (mesh,), _list_layers(fields), _list_numbers(fields))
+
+
+def _is_among(row: Row, templates: set[str]) -> bool:
+    """Whether some tensor has the row's native name."""
+    if row.native.is_open:
+        return True
+    return any(row.native.template(star=star) in templates for star in STARS)
 
 
 def logical_shapes(config: object, checkpoint: Shapes) -> Shapes:
@@ -38,24 +55,31 @@ def logical_shapes(config: object, checkpoint: Shapes) -> Shapes:
 
     Raises StoreError for shapes that the configuration's numbers do not fit.
     """
-    return read_logical(hf_checkpoint(config), checkpoint)
+    return read_logical(hf_checkpoint(config, checkpoint), checkpoint)
 
 
 def _list_layers(config: Config) -> dict[str, tuple[Spot, ...]]:
     """Layers under their own numbers, and behind them those that predict further tokens."""
     layers = tuple(Spot({}, 0, n) for n in range(config.layers))
     further = tuple(Spot({}, 0, config.layers + m) for m in range(config.drafts))
-    return {"l": layers, "m": further} if config.layers else {}
+    return {"l": layers, "m": further}
 
 
 def _list_numbers(config: Config) -> dict[str, int]:
     """What the words of rows stand for."""
-    inner = int(config.get("mamba_num_heads", 0)) * int(config.get("mamba_head_dim", 0))
+    queries = config.heads * config.head_dim
+    keys = config.kv_heads * config.head_dim
     return {
-        "queries": config.heads * config.head_dim,
-        "keys": config.kv_heads * config.head_dim,
+        "queries": queries,
+        "keys": keys,
         "heads": config.heads,
+        "groups": config.kv_heads,
+        "query_pairs": queries // 2,
+        "key_pairs": keys // 2,
         "ffn": config.ffn,
-        "inner": inner,
-        "state": config.groups * int(config.get("ssm_state_size", 0)),
+        "inner": config.inner,
+        "state": config.state,
+        "key_heads": config.linear_key_heads,
+        "linear_keys": config.linear_keys,
+        "linear_values": config.linear_values,
     }

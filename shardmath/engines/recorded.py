@@ -4,7 +4,8 @@
    cell. Megatron's reference is what one rank stores, vLLM's the Hugging Face checkpoint.
 2. Both sides are numbered: element i of all of the reference is i + 1, a cell without a source 0. The reference read
    through its rows gives logical arrays of numbers, and these, through a layout's rows, what every rank should have.
-3. Names, shapes and numbers must all agree; a tensor that is on one side alone is a difference.
+3. Of vLLM there are two states: once weights are loaded, and for what that changes, once they are processed.
+4. Names, shapes and numbers must all agree; a tensor that is on one side alone is a difference.
 
 >>> print(Comparison(3, 4, (Difference("llama", "tp2", 1, "lm_head.weight"),)))
 3 of 4 entries equal
@@ -93,13 +94,21 @@ class Recorded:
         models: _Json = self.json["models"]
         return models
 
-    def entries(self, rank: _Json, starts: Sequence[int]) -> Iterator[tuple[_Native, _Ids]]:
-        """Chunk, name and numbers of what a rank stores; the reference's tensors begin at `starts`."""
+    def entries(
+        self, rank: _Json, starts: Sequence[int], processed: bool
+    ) -> Iterator[tuple[_Native, _Ids]]:
+        """Chunk, name and numbers of what a rank stores; the reference's tensors begin at `starts`.
+
+        It is what is loaded, or of that what is `processed` afterwards, as it is then.
+        """
         for chunk, listed in enumerate(rank["chunks"]):
-            for name, kind, shape, _, _, segments, *_ in listed:
-                if kind in PARAMETERS:
-                    native = chunk, self.json["strings"][name]
+            for name, kind, shape, _, _, segments, post, *_ in listed:
+                native = chunk, self.json["strings"][name]
+                if kind in PARAMETERS and not processed:
                     yield native, self._number(segments, starts).reshape(shape)
+                elif kind in PARAMETERS and "posts" in self.json and post >= 0:
+                    after, moved, _ = self.json["posts"][post]
+                    yield native, self._number(moved, starts).reshape(after)
 
     def _number(self, segments: Sequence[tuple[int, int]], starts: Sequence[int]) -> _Ids:
         """The numbers of these segments, one after the other."""
@@ -152,8 +161,8 @@ class System(Protocol):
         """The reference bound to its logical tensors."""
         ...
 
-    def bind(self, layout: _Json, shapes: Shapes) -> Bound:
-        """A layout bound to these logical tensors."""
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """A layout bound to these logical tensors, as its weights are loaded or once they are processed."""
         ...
 
     def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
@@ -182,7 +191,7 @@ class _Megatron:
         )
         return bind(self._declare(self.config, range(1)), shapes)
 
-    def bind(self, layout: _Json, shapes: Shapes) -> Bound:
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
         """What the ranks of a layout store."""
         given = layout["layout"]
         sizes = {name: given[name] for name in ("tp", "pp", "cp", "ep", "etp", "order")}
@@ -216,9 +225,9 @@ class _Vllm:
         """How the checkpoint stores the logical tensors that its shapes say."""
         natives = {name: (shape, "int64") for name, shape in ref.items()}
         shapes = hf_core.logical_shapes(self.config, natives)
-        return bind(hf_core.hf_checkpoint(self.config), shapes)
+        return bind(hf_core.hf_checkpoint(self.config, ref), shapes)
 
-    def bind(self, layout: _Json, shapes: Shapes) -> Bound:
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
         """What the ranks of a layout store: of the model, or of its layers that predict further tokens."""
         given = layout["layout"]
         sizes = {name: given[name] for name in ("tp", "pp", "dp")}
@@ -230,6 +239,7 @@ class _Vllm:
             placement=given["place"],
             redundant=given["kw"].get("eplb_config", {}).get("num_redundant_experts", 0),
             backend=given["kw"].get("moe_backend", "triton"),
+            processed=processed,
             draft=draft,
             unknown="replicate",
             **sizes,
@@ -246,7 +256,11 @@ class _Vllm:
         given = layout["layout"]
         size = given["tp"] * given["dp"]
         experts = self.config.get("num_local_experts", 0)
-        if self.config["model_type"] != "gpt_oss" or not given["ep"] or experts % size == 0:
+        if (
+            not self.config["model_type"].startswith("gpt_oss")
+            or not given["ep"]
+            or experts % size == 0
+        ):
             return arrays
         replica, inside = divmod(rank, given["pp"] * given["tp"])
         own = replica * given["tp"] + inside % given["tp"]
@@ -272,7 +286,7 @@ def compare(path: str | Path, models: Sequence[str] = ()) -> Comparison:
     recorded = Recorded(path)
     make = _find_system(recorded.json["meta"])
     chosen = models or list(recorded.models)
-    return _sum(_compare_model(recorded, name, make(recorded.models[name])) for name in chosen)
+    return _sum(one for name in chosen for one in _Model(recorded, name, make).compare())
 
 
 def _sum(comparisons: Iterable[Comparison]) -> Comparison:
@@ -291,24 +305,39 @@ def _find_system(meta: _Json) -> Callable[[_Json], System]:
     return _Vllm if "vllm" in meta else _Megatron
 
 
-def _compare_model(recorded: Recorded, name: str, system: System) -> Comparison:
-    """All layouts of one model."""
-    model = recorded.models[name]
-    ref = {tensor: tuple(shape) for tensor, shape in model["ref"]}
-    sizes = [math.prod(shape) for shape in ref.values()]
-    starts = [0, *itertools.accumulate(sizes)]
-    arrays = _number_logical(system.reference(ref), ref, starts)
-    found = []
-    for layout, given in model["layouts"].items():
+class _Model:
+    """A model of the file, and its logical arrays of numbers."""
+
+    def __init__(self, recorded: Recorded, name: str, make: Callable[[_Json], System]) -> None:
+        self.recorded = recorded
+        self.name = name
+        self.json: _Json = recorded.models[name]
+        self.system = make(self.json)
+        ref = {tensor: tuple(shape) for tensor, shape in self.json["ref"]}
+        sizes = [math.prod(shape) for shape in ref.values()]
+        self.starts = [0, *itertools.accumulate(sizes)]
+        self.arrays = _number_logical(self.system.reference(ref), ref, self.starts)
+
+    def compare(self) -> Iterator[Comparison]:
+        """All layouts, each in both states."""
+        for layout in self.json["layouts"]:
+            yield from self._compare_layout(layout, processed=False)
+            yield from self._compare_layout(layout, processed=True)
+
+    def _compare_layout(self, layout: str, processed: bool) -> Iterator[Comparison]:
+        """All ranks of a layout in one state."""
+        given = self.json["layouts"][layout]
+        found = self.recorded.entries
+        listed = [dict(found(rank, self.starts, processed)) for rank in given["ranks"]]
+        if not any(listed):
+            return
         # A layout is bound once for all of its ranks.
-        filled = _Filled(system, given, arrays)
-        for rank, listed in enumerate(given["ranks"]):
-            entries = dict(recorded.entries(listed, starts))
+        filled = _Filled(self.system, given, self.arrays, processed)
+        for rank, entries in enumerate(listed):
             wrong = filled.list_wrong(rank, entries)
             equal = len(entries.keys() - wrong.keys())
-            where = name, layout, rank
-            found.append(Comparison(equal, len(entries), _list_differences(where, wrong)))
-    return _sum(found)
+            differences = _list_differences((self.name, layout, rank), wrong)
+            yield Comparison(equal, len(entries), differences)
 
 
 def _list_differences(
@@ -332,14 +361,17 @@ def _number_logical(
 class _Filled:
     """What the ranks of one layout should store."""
 
-    def __init__(self, system: System, layout: _Json, arrays: Mapping[str, _Ids]) -> None:
+    def __init__(
+        self, system: System, layout: _Json, arrays: Mapping[str, _Ids], processed: bool
+    ) -> None:
         self.system = system
         self.layout = layout
         self.arrays = arrays
+        self.processed = processed
         self.fault = ""
         shapes = {name: (array.shape, "int64") for name, array in arrays.items()}
         try:
-            self.bound: Bound | None = system.bind(layout, shapes)
+            self.bound: Bound | None = system.bind(layout, shapes, processed)
         except ShardError as error:
             self.bound = None
             self.fault = str(error).partition("\n")[0]
@@ -350,7 +382,9 @@ class _Filled:
             return dict.fromkeys(entries, self.fault)
         arrays = self.system.load(self.layout, rank, self.arrays)
         stored = fill(self.bound, arrays, rank)
-        wrong = dict.fromkeys(stored.keys() - entries.keys(), "not recorded")
+        # Of processed tensors only those that changed are listed.
+        more = set() if self.processed else stored.keys() - entries.keys()
+        wrong = dict.fromkeys(more, "not recorded")
         for native, ids in entries.items():
             if native not in stored:
                 wrong[native] = "no row stores it"

@@ -34,8 +34,11 @@ __all__ = ["vllm"]
 PLACEMENTS = ("linear", "round_robin")
 TILES = {"flashinfer_trtllm": 128}
 """Rows and columns of which each rank's part of an expert is made whole, by MoE backend."""
+SWAPS = ("flashinfer_cutlass",)
+"""MoE backends that put up before gate once weights are loaded."""
+UNKNOWN = ("refuse", "replicate")
 VOCAB_MULTIPLE = 64
-WHOLE_SHARED = ("deepseek_v2", "deepseek_v3", "nemotron_h", "llama4", "qwen3_next", "qwen3_5_moe")
+WHOLE_SHARED = ("deepseekv2", "deepseekv3", "nemotronh", "llama4", "qwen3next", "qwen35moe")
 """Models whose shared experts each rank has whole, where vLLM divides tokens instead."""
 
 
@@ -51,30 +54,45 @@ def vllm(
     redundant: int = 0,
     backend: str = "triton",
     stages: Sequence[int] | None = None,
+    processed: bool = False,
     draft: bool = False,
     unknown: str = "refuse",
 ) -> Stored:
     """How the ranks of an engine store a model of this Hugging Face configuration.
 
     `ep` deals experts whole, as `placement` says, with `redundant` copies of the first ones; `backend` is that of
-    experts; `stages` are the layers of each pipeline stage, vLLM's own choice if not given; `draft` is the model that
-    predicts further tokens; `unknown` is "refuse" or "replicate". Raises MeshError where ranks do not factor,
-    StoreError where layers do not fall to stages, and for a word that is none of those named.
+    experts; `stages` are the layers of each pipeline stage, vLLM's own choice if not given; `processed` is after
+    `process_weights_after_loading`, `draft` the model that predicts further tokens; `unknown` is "refuse" or
+    "replicate". Raises MeshError where ranks do not factor,
+    StoreError where layers do not fall to stages, for a word that is none of those named, and for processed weights
+    whose order no row says.
     """
     fields = Config(config)
     meshes = _make_meshes(tuple(ranks), tp, pp, dp, ep)
     deal = _choose_deal(fields, dp, ep, placement, redundant)
-    if known(unknown, ("refuse", "replicate")) is None:
-        raise StoreError(f"unknown={unknown!r}; use 'refuse' or 'replicate'")
-    replicate = unknown == "replicate"
+    gated = _choose_gated(backend, processed)
+    if known(unknown, UNKNOWN) is None:
+        raise StoreError(f"unknown={unknown!r}; use one of {', '.join(UNKNOWN)}")
     make = draft_table if draft else table
-    stored = make(fields.kind, deal, replicate)
+    stored = make(fields.kind, deal, gated, unknown == "replicate")
     layers = _place_layers(fields, pp, stages)
     experts = _list_expert_numbers(fields, 1 if ep else tp * dp, redundant, backend)
     # With tokens divided over the ranks instead, there is nothing left to divide in a shared expert.
-    alike = tp if ep and dp > 1 and fields.kind in WHOLE_SHARED else 1
-    numbers = {**_list_numbers(fields, tp), **experts, "alike": alike}
+    whole = ep and dp > 1 and fields.kind in WHOLE_SHARED
+    numbers = {**_list_numbers(fields, tp), **experts, "alike": tp if whole else 1}
     return Stored(stored, meshes, layers, numbers)
+
+
+def _choose_gated(backend: str, processed: bool) -> str:
+    """How gate and up lie in an expert. Raises StoreError where no row says it."""
+    if not processed:
+        return "parts"
+    if backend in TILES:
+        raise StoreError(
+            f"{backend} lays processed experts out in blocks, which no row says; "
+            f"declare them as loaded"
+        )
+    return "swapped" if backend in SWAPS else "parts"
 
 
 def _make_meshes(ranks: tuple[int, ...], tp: int, pp: int, dp: int, ep: bool) -> tuple[Mesh, Mesh]:
@@ -158,5 +176,7 @@ def _list_numbers(config: Config, tp: int) -> dict[str, int]:
         "hd": config.head_dim,
         "rep": max(1, tp // config.kv_heads),
         "own": max(1, config.heads // tp),
+        "own_keys": max(1, config.kv_heads // tp),
+        "own_linear": max(1, config.linear_key_heads // tp),
         "shared": tp if config.groups == 1 else 1,
     }

@@ -10,7 +10,7 @@
 
 Source: vLLM 0.33.0, `model_executor/layers` and `model_executor/models`.
 
->>> print(table("llama", "linear", False)[0])
+>>> print(table("llama", "linear", "parts", False)[0])
 model.embed_tokens.weight @pp=0 = model.embed_tokens.weight : (tp n=vocab) h
 """
 
@@ -20,6 +20,7 @@ import dataclasses
 import re
 
 from shardmath.base.memo import memo
+from shardmath.engines.config import plain
 from shardmath.storage import names, rows
 from shardmath.storage.rows import Row
 
@@ -35,10 +36,13 @@ model.norm.* @pp=-1                   = model.norm.*
 
 ATTENTION = """
 qkv_proj.*         = [q g k v]_proj.*  : (tp own (q + g) + tp/rep k hd + tp/rep v hd) h
+qkv_proj.*         = [q_even q_odd k_even k_odd v]_proj.* :
+    (tp own (q_even + q_odd) + tp/rep own_keys (k_even + k_odd) + tp/rep v hd) h
 qkv_proj.*         = [q k v]_proj.*    : (tp q hd + tp/rep k hd + tp/rep v hd) h
 o_proj.*           = o_proj.*          : h (tp n)
 out_proj.*         = out_proj.*        : h (tp n)
 dense.*            = dense.*           : h (tp n)
+c_proj.*           = c_proj.*          : h (tp n)
 fused_qkv_a_proj.* = [q_a_proj kv_a_proj_with_mqa].* : (q_a_proj + kv_a_proj_with_mqa) h
 kv_a_proj_with_mqa.* = kv_a_proj_with_mqa.*
 q_proj.*           = q_proj.*          : (tp n) h
@@ -50,26 +54,57 @@ q_norm.*           = q_norm.*
 k_norm.*           = k_norm.*
 sinks              = sinks             : (tp n)
 """
-"""Self-attention, latent attention too."""
+"""Self-attention, latent attention too. Llama 4 stores the even rows of a head before its odd ones."""
 
 MIXERS = """
-mixer.in_proj.*            = mixer.[z x B C dt].*  : (tp z + tp x + tp/shared B + tp/shared C + tp dt) h
-mixer.conv1d.*             = mixer.conv_[x B C].*  : (tp x + tp/shared B + tp/shared C) ...
-mixer.A                    = neg_exp(mixer.A_log)  : (tp n) ...
-mixer.D                    = mixer.D               : (tp n)
-mixer.dt_bias              = mixer.dt_bias         : (tp n)
-mixer.norm.*               = mixer.norm.*          : (tp n)
-mixer.out_proj.*           = mixer.out_proj.*      : h (tp n)
+mixer.in_proj.*       = mixer.[z x B C dt].*  : (tp z + tp x + tp/shared B + tp/shared C + tp dt) h
+mixer.conv1d.*        = mixer.conv_[x B C].*  : (tp x + tp/shared B + tp/shared C) ...
+mixer.in_proj.*       = mixer.in_[x z].*      : (tp (x + z)) h
+mixer.conv1d.*        = mixer.conv1d.*        : (tp n) ...
+mixer.x_proj.*        = mixer.x_proj.*        : h (tp n)
+mixer.dt_proj.*       = mixer.dt_proj.*       : (tp n) h
+mixer.A               = neg_exp(mixer.A_log)  : (tp n) ...
+mixer.D               = mixer.D               : (tp n)
+mixer.dt_bias         = mixer.dt_bias         : (tp n)
+mixer.norm.*          = mixer.norm.*          : (tp n)
+mixer.out_proj.*      = mixer.out_proj.*      : h (tp n)
+short_conv.in_proj.*  = short_conv.in_[b c x].* : (tp (b + c + x)) h
+short_conv.conv.*     = short_conv.conv.*     : (tp n) ...
+short_conv.out_proj.* = short_conv.out_proj.* : h (tp n)
+linear_attn.in_proj_qkvz.* = linear_attn.[q k v z].* : QKVZ h
+linear_attn.in_proj_ba.*   = linear_attn.[b a].*     : BA h
+linear_attn.conv1d.*  = linear_attn.conv_[q k v].* : (tp (q + k + v)) ...
+linear_attn.A_log     = linear_attn.A_log     : (tp n)
+linear_attn.dt_bias   = linear_attn.dt_bias   : (tp n)
+linear_attn.norm.*    = linear_attn.norm.*
+linear_attn.out_proj.* = linear_attn.out_proj.* : h (tp n)
 """
-"""State-space layers."""
+"""State-space layers of the first and second kind, short convolutions, gated delta nets. QKVZ and BA stand for how a
+delta net's projections are fused: part by part, or by key heads as in its checkpoint."""
+
+FUSINGS = {
+    "parts": ("(tp (q + k + v + z))", "(tp (b + a))"),
+    "heads": ("(tp own_linear (q + k + v + z))", "(tp own_linear (b + a))"),
+}
 
 MLP = """
 gate_up_proj.*                = [gate up]_proj.*                : (tp (gate + up)) h
 up_proj.*                     = up_proj.*                       : (tp n) h
 down_proj.*                   = down_proj.*                     : h (tp n)
+gate_up_proj.*                = [w1 w3].*                       : (tp (w1 + w3)) h
+w2.*                          = w2.*                            : h (tp n)
+c_fc.*                        = c_fc.*                          : (tp n) h
+c_proj.*                      = c_proj.*                        : h (tp n)
+fc1.*                         = fc1.*                           : (tp n) h
+fc2.*                         = fc2.*                           : h (tp n)
+dense_h_to_4h.*               = dense_h_to_4h.*                 : (tp n) h
+dense_4h_to_h.*               = dense_4h_to_h.*                 : h (tp n)
 shared_experts.gate_up_proj.* = shared_experts.[gate up]_proj.* : (tp/alike (gate + up)) h
 shared_experts.up_proj.*      = shared_experts.up_proj.*        : (tp/alike n) h
 shared_experts.down_proj.*    = shared_experts.down_proj.*      : h (tp/alike n)
+shared_expert.gate_up_proj.*  = shared_expert.[gate up]_proj.*  : (tp/alike (gate + up)) h
+shared_expert.down_proj.*     = shared_expert.down_proj.*       : h (tp/alike n)
+shared_expert_gate.*          = shared_expert_gate.*
 gate.*                        = gate.*
 gate.e_score_correction_bias  = gate.e_score_correction_bias
 """
@@ -81,14 +116,19 @@ experts.routed_experts.w2_weight  = experts.{e}.down_proj.weight      : (DEAL) h
 experts.routed_experts.w13_bias   = experts.{e}.[gate up]_proj.bias   : (DEAL) GATED
 experts.routed_experts.w13_bias   = experts.{e}.up_proj.bias          : (DEAL) (etp n^tile)
 experts.routed_experts.w2_bias    = experts.{e}.down_proj.bias        : (DEAL) (etp n=wide)
+experts.routed_experts.w13_weight = experts.{e}.[w1 w3].weight        : (DEAL) (etp (w1^tile + w3^tile)) h
+experts.routed_experts.w2_weight  = experts.{e}.w2.weight             : (DEAL) h (etp n^tile)
 """
 """DEAL stands for which experts a rank has, GATED for how gate and up lie in one. Of biases of the output one rank has
 all, the others zeros: `wide` is so many times the output that the first part is all of it."""
 
 DEALS = {"linear": "ep~ e", "round_robin": "e ep", "redundant": "ep~ e%slots"}
-GATED = "(etp (gate^tile + up^tile))"
-INTERLEAVED = "(etp own_ffn (gate + up))"
-"""Gate and up in turn, row by row."""
+GATED = {
+    "parts": "(etp (gate^tile + up^tile))",
+    "swapped": "(etp (up^tile + gate^tile))",
+    "interleaved": "(etp own_ffn (gate + up))",
+}
+"""Part by part, the same the other way round, or row by row in turn."""
 
 NORMS = """
 input_layernorm.*             = input_layernorm.*
@@ -118,63 +158,174 @@ MODULES = {
 }
 """What models call their attention and their MLP."""
 
-EVERYWHERE = {
-    "mixtral": ("embed_tokens", "norm", "lm_head"),
-    "qwen2_moe": ("embed_tokens", "norm", "lm_head"),
-    "qwen3_moe": ("embed_tokens", "norm", "lm_head"),
-}
-"""What each pipeline stage of a kind of model has, though the first or last one alone needs it."""
+WHOLE_STAGES = """
+bloom cohere cohere2 falcon falcon_mamba gemma gemma2 gemma3 gpt2 gpt_oss gptj granitemoe granitemoeshared
+granitemoehybrid jamba mamba mamba2 mixtral nemotron_h olmoe opt phimoe qwen2_moe qwen3_moe stablelm
+"""
+"""Kinds of which each pipeline stage has the first and the last modules, though it does not need them."""
+
+FIRST_EVERYWHERE = "lfm2 lfm2_moe qwen3_5 qwen3_5_moe qwen3_next"
+"""Kinds of which each stage has the embedding."""
+
+LAST_EVERYWHERE = "qwen3_next"
+"""Kinds of which each stage has the head."""
+
+SPARSE = ((".mlp.", ".block_sparse_moe."),)
+GRANITE = (
+    (".mlp.shared_experts.gate_up_proj.", ".shared_mlp.input_linear."),
+    (".mlp.shared_experts.down_proj.", ".shared_mlp.output_linear."),
+    (".mlp.", ".block_sparse_moe."),
+    (".mixer.", ".mamba."),
+)
+SHARED_EXPERT = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
+BACKBONE = (
+    ("model.embed_tokens.", "backbone.embeddings."),
+    ("model.norm.", "backbone.norm_f."),
+    ("model.layers.", "backbone.layers."),
+    (".input_layernorm.", ".norm."),
+)
+FEED_FORWARD = (
+    ("model.norm.", "model.final_layernorm."),
+    (".post_attention_layernorm.", ".pre_ff_layernorm."),
+    (".mlp.gate.", ".feed_forward.router."),
+    (".mlp.", ".feed_forward."),
+)
+LFM2 = (
+    ("model.norm.", "model.embedding_norm."),
+    (".input_layernorm.", ".operator_norm."),
+    (".post_attention_layernorm.", ".ffn_norm."),
+    (".self_attn.o_proj.", ".self_attn.out_proj."),
+    (".mlp.gate_up_proj.", ".feed_forward.w13."),
+    (".mlp.down_proj.", ".feed_forward.w2."),
+    (".mlp.", ".feed_forward."),
+)
+GROUPED = (
+    ("model.embed_tokens.", "transformer.word_embeddings."),
+    ("model.norm.", "transformer.ln_f."),
+    ("model.layers.", "transformer.h."),
+    (".self_attn.qkv_proj.", ".self_attention.query_key_value."),
+    (".self_attn.o_proj.", ".self_attention.dense."),
+    (".mlp.up_proj.", ".mlp.dense_h_to_4h."),
+    (".mlp.down_proj.", ".mlp.dense_4h_to_h."),
+)
 
 RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
-    "mixtral": (("mlp.", "block_sparse_moe."),),
+    "mixtral": SPARSE,
+    "phimoe": SPARSE,
+    "minimax_m2": ((".mlp.gate.e_score_", ".block_sparse_moe.e_score_"), *SPARSE),
+    "granitemoe": GRANITE,
+    "granitemoeshared": GRANITE,
+    "granitemoehybrid": GRANITE,
+    "qwen2_moe": SHARED_EXPERT,
+    "qwen3_next": SHARED_EXPERT,
+    "qwen3_5": SHARED_EXPERT,
+    "qwen3_5_moe": SHARED_EXPERT,
+    "llama4": (
+        (".mlp.gate.", ".feed_forward.router."),
+        (".mlp.shared_experts.", ".feed_forward.shared_expert."),
+        (".mlp.", ".feed_forward."),
+    ),
     "gpt_oss": (
-        ("self_attn.", "attn."),
-        ("embed_tokens", "embedding"),
-        ("mlp.gate.", "mlp.router."),
+        (".self_attn.", ".attn."),
+        ("model.embed_tokens.", "model.embedding."),
+        (".mlp.gate.", ".mlp.router."),
     ),
     "nemotron_h": (
         ("model.norm.", "model.norm_f."),
-        ("input_layernorm.", "norm."),
-        ("post_attention_layernorm.", "norm."),
-        ("self_attn.", "mixer."),
-        ("mlp.", "mixer."),
+        (".input_layernorm.", ".norm."),
+        (".post_attention_layernorm.", ".norm."),
+        (".self_attn.", ".mixer."),
+        (".mlp.", ".mixer."),
     ),
+    "mamba": BACKBONE,
+    "falcon_mamba": BACKBONE,
+    "mamba2": BACKBONE,
+    "jamba": ((".self_attn.", "."), (".mixer.", ".mamba."), *FEED_FORWARD),
+    "falcon_h1": ((".mixer.", ".mamba.mamba."), *FEED_FORWARD),
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2,
+    "falcon": GROUPED,
+    "bloom": GROUPED,
     "gpt2": (
         ("model.embed_tokens.", "transformer.wte."),
         ("model.position_embeddings.", "transformer.wpe."),
         ("model.norm.", "transformer.ln_f."),
         ("model.layers.", "transformer.h."),
-        ("input_layernorm.", "ln_1."),
-        ("post_attention_layernorm.", "ln_2."),
-        ("self_attn.qkv_proj.", "attn.c_attn."),
-        ("self_attn.o_proj.", "attn.c_proj."),
-        ("mlp.up_proj.", "mlp.c_fc."),
-        ("mlp.down_proj.", "mlp.c_proj."),
+        (".input_layernorm.", ".ln_1."),
+        (".post_attention_layernorm.", ".ln_2."),
+        (".self_attn.qkv_proj.", ".attn.c_attn."),
+        (".self_attn.o_proj.", ".attn.c_proj."),
+        (".mlp.up_proj.", ".mlp.c_fc."),
+        (".mlp.down_proj.", ".mlp.c_proj."),
+    ),
+    "gptj": (
+        ("model.embed_tokens.", "transformer.wte."),
+        ("model.norm.", "transformer.ln_f."),
+        ("model.layers.", "transformer.h."),
+        (".input_layernorm.", ".ln_1."),
+        (".self_attn.o_proj.", ".attn.out_proj."),
+        (".self_attn.", ".attn."),
+        (".mlp.up_proj.", ".mlp.fc_in."),
+        (".mlp.down_proj.", ".mlp.fc_out."),
+    ),
+    "opt": (
+        ("model.embed_tokens.", "model.decoder.embed_tokens."),
+        ("model.position_embeddings.", "model.decoder.embed_positions."),
+        ("model.norm.", "model.decoder.final_layer_norm."),
+        ("model.layers.", "model.decoder.layers."),
+        (".input_layernorm.", ".self_attn_layer_norm."),
+        (".post_attention_layernorm.", ".final_layer_norm."),
+        (".self_attn.o_proj.", ".self_attn.out_proj."),
+        (".mlp.up_proj.", ".fc1."),
+        (".mlp.down_proj.", ".fc2."),
     ),
 }
 """What stands in vLLM's names for what, of a kind of model, in this order."""
 
+OWN = {
+    "minimax_m2": """
+[model.layers.{l}.self_attn. = model.layers.{l}.self_attn.]
+q_norm.*                      = q_norm.* : (tp n)
+k_norm.*                      = k_norm.* : (tp/rep n hd)
+""",
+}
+"""Rows of a kind of model before those of all kinds: norms of all heads, cut as heads are."""
+
+INTERLEAVES = ("gptoss",)
+BY_HEADS = ("qwen3next",)
+OWN_BY_KIND = {plain(kind): text for kind, text in OWN.items()}
+BY_KIND = {plain(kind): renames for kind, renames in RENAMES.items()}
+EVERYWHERE: dict[str, set[str]] = {
+    "embed_tokens": {plain(kind) for kind in f"{WHOLE_STAGES} {FIRST_EVERYWHERE}".split()},
+    "position_embeddings": {plain(kind) for kind in WHOLE_STAGES.split()},
+    "norm": {plain(kind) for kind in WHOLE_STAGES.split()},
+    "lm_head": {plain(kind) for kind in f"{WHOLE_STAGES} {LAST_EVERYWHERE}".split()},
+}
+"""Kinds of which each stage has a module, by its name."""
 
 PLACE = re.compile(r" @pp=-?\d+")
 
 
 @memo()
-def table(kind: str, deal: str, unknown: bool) -> tuple[Row, ...]:
-    """The rows of a kind of model whose experts are dealt so; `unknown` tensors are whole on each rank, or refused."""
+def table(kind: str, deal: str, gated: str, unknown: bool) -> tuple[Row, ...]:
+    """The rows of a kind of model whose experts are dealt so, gate and up so in each of them.
+
+    `unknown` tensors are whole on each rank, or refused.
+    """
     prefix = "model.layers.{l}."
-    text = _write_ends(kind) + _write_layer(prefix, prefix, kind, deal)
+    text = _write_ends(kind) + _write_layer(prefix, prefix, kind, deal, gated)
     if unknown:
-        text += f"[{prefix} = {prefix}]{UNKNOWN}[ = ]{UNKNOWN}"
+        text += _write_unknown(prefix, prefix) + f"[ = ]{UNKNOWN}"
     return _rename(text, kind)
 
 
 @memo()
-def draft_table(kind: str, deal: str, unknown: bool) -> tuple[Row, ...]:
+def draft_table(kind: str, deal: str, gated: str, unknown: bool) -> tuple[Row, ...]:
     """The rows of the model that predicts further tokens."""
-    head = "[model.layers.{m}.mtp_block. = mtp.{m}.]"
-    text = DRAFT + _write_layer("model.layers.{m}.mtp_block.", "mtp.{m}.", kind, deal)
+    names = "model.layers.{m}.mtp_block.", "mtp.{m}."
+    text = DRAFT + _write_layer(*names, kind, deal, gated)
     if unknown:
-        text += f"{head}{UNKNOWN}"
+        text += _write_unknown(*names)
     return _rename(text, kind)
 
 
@@ -182,21 +333,30 @@ def _write_ends(kind: str) -> str:
     """The rows of the first and last modules."""
     lines = ENDS.splitlines(keepends=True)
     for i, line in enumerate(lines):
-        for name in EVERYWHERE.get(kind, ()):
-            if line.startswith((f"{name}.", f"model.{name}.")):
+        for name, kinds in EVERYWHERE.items():
+            if kind in kinds and line.startswith((f"{name}.", f"model.{name}.")):
                 lines[i] = PLACE.sub("", line)
     return "".join(lines)
 
 
-def _write_layer(native: str, logical: str, kind: str, deal: str) -> str:
+def _write_layer(native: str, logical: str, kind: str, deal: str, gated: str) -> str:
     """The rows of every layer, under these prefixes."""
+    qkvz, ba = FUSINGS["heads" if kind in BY_HEADS else "parts"]
+    mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)
     experts = EXPERTS.replace("DEAL", DEALS[deal])
-    experts = experts.replace("GATED", INTERLEAVED if kind == "gpt_oss" else GATED)
-    text = f"[{native} = {logical}]{NORMS}{MIXERS}"
+    experts = experts.replace("GATED", GATED["interleaved" if kind in INTERLEAVES else gated])
+    text = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
     for modules, own in ((MODULES["attention"], ATTENTION), (MODULES["mlp"], MLP + experts)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
         text += "\n".join(heads) + own
-    return text
+    # A row may go over several lines here, of which a table has one each.
+    return text.replace(":\n    (", ": (")
+
+
+def _write_unknown(native: str, logical: str) -> str:
+    """Rows of all else in a layer, module by module, so that a kind's names for modules are put in."""
+    modules = ("self_attn.", "mlp.", "mixer.", "")
+    return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 
 
 def _rename(text: str, kind: str) -> tuple[Row, ...]:
@@ -205,7 +365,7 @@ def _rename(text: str, kind: str) -> tuple[Row, ...]:
     # Once heads and rows are one name, so that mlp.gate can be told from other gates.
     for row in rows.parse(text):
         name = str(row.native)
-        for old, new in RENAMES.get(kind, ()):
+        for old, new in BY_KIND.get(kind, ()):
             name = name.replace(old, new)
         renamed.append(dataclasses.replace(row, native=names.parse(name)))
     return tuple(renamed)
