@@ -171,4 +171,5 @@ class _Reader:
 def _list_named(structure: Structure, components: Sequence[str]) -> dict[str, Number | None]:
     """The components that a dimension names, and as how many positions each is stored."""
     words = () if isinstance(structure, str) else list_words((structure,))
-    return {str(word.name): word.stored for word in words if word.name in components}
+    stored = {word.name: word.stored for word in words}
+    return {name: stored[name] for name in components if name in stored}
