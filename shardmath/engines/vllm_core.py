@@ -178,5 +178,6 @@ def _list_numbers(config: Config, tp: int) -> dict[str, int]:
         "own": max(1, config.heads // tp),
         "own_keys": max(1, config.kv_heads // tp),
         "own_linear": max(1, config.linear_key_heads // tp),
+        "group": max(1, int(config.get("ssm_state_size", 1))),
         "shared": tp if config.groups == 1 else 1,
     }

@@ -57,8 +57,8 @@ sinks              = sinks             : (tp n)
 """Self-attention, latent attention too. Llama 4 stores the even rows of a head before its odd ones."""
 
 MIXERS = """
-mixer.in_proj.*       = mixer.[z x B C dt].*  : (tp z + tp x + tp/shared B + tp/shared C + tp dt) h
-mixer.conv1d.*        = mixer.conv_[x B C].*  : (tp x + tp/shared B + tp/shared C) ...
+mixer.in_proj.*       = mixer.[z x B C dt].*  : (tp z + tp x + tp/shared B group + tp/shared C group + tp dt) h
+mixer.conv1d.*        = mixer.conv_[x B C].*  : (tp x + tp/shared B group + tp/shared C group) ...
 mixer.in_proj.*       = mixer.in_[x z].*      : (tp (x + z)) h
 mixer.conv1d.*        = mixer.conv1d.*        : (tp n) ...
 mixer.x_proj.*        = mixer.x_proj.*        : h (tp n)

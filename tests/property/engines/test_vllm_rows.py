@@ -237,9 +237,9 @@ def test_one_group_of_a_mamba_layer_is_whole(groups: int, rows: int) -> None:
 
 def test_groups_that_tp_does_not_divide_are_refused() -> None:
     """Rule 17."""
-    config = {**DENSE, "model_type": "mamba2", "n_groups": 3, "state_size": 1}
+    config = {**DENSE, "model_type": "mamba2", "n_groups": 3, "state_size": 4}
     shapes = {f"{LAYER}mixer.{name}.weight": (8, 2) for name in ("z", "x", "dt")}
-    arrays = number(shapes | {f"{LAYER}mixer.{name}.weight": (3, 2) for name in "BC"})
+    arrays = number(shapes | {f"{LAYER}mixer.{name}.weight": (12, 2) for name in "BC"})
     with pytest.raises(StoreError, match="has 2 parts, and 'B' 3 to divide"):
         store(config, arrays, 0, tp=2)
 
