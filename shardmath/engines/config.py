@@ -142,6 +142,12 @@ class Config:
         return heads * int(self.get("linear_value_head_dim", 0))
 
     @property
+    def has_scales(self) -> bool:
+        """Whether linear layers have a scale for each block of their weights, as DeepSeek's FP8 has."""
+        quantization = self.get("quantization_config")
+        return quantization is not None and bool(Config(quantization).get("weight_block_size"))
+
+    @property
     def drafts(self) -> int:
         """Layers that predict further tokens, numbered behind the others."""
         return int(self.get("num_nextn_predict_layers", 0))

@@ -10,7 +10,7 @@
 
 Source: vLLM 0.33.0, `model_executor/layers` and `model_executor/models`.
 
->>> print(table("llama", "linear", "parts", False)[0])
+>>> print(table("llama", Form())[0])
 model.embed_tokens.weight @pp=0 = model.embed_tokens.weight : (tp n=vocab) h
 """
 
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import NamedTuple
 
 from shardmath.base.memo import memo
 from shardmath.engines.config import plain
 from shardmath.storage import names, rows
 from shardmath.storage.rows import Row
 
-__all__ = ["RENAMES", "draft_table", "table"]
+__all__ = ["RENAMES", "Form", "draft_table", "table"]
 
 ENDS = """
 model.embed_tokens.weight @pp=0       = model.embed_tokens.weight : (tp n=vocab) h
@@ -304,27 +305,37 @@ EVERYWHERE: dict[str, set[str]] = {
 """Kinds of which each stage has a module, by its name."""
 
 PLACE = re.compile(r" @pp=-?\d+")
+WEIGHT = re.compile(r"([._])(?:weight|\*)(?= |$)")
+GRAIN = re.compile(r" hd\b|\^tile\b")
+
+
+class Form(NamedTuple):
+    """How a model is stored beside what its kind says: how experts are dealt, how gate and up lie in each, whether
+    linear layers have a scale for each block, and whether unknown tensors are whole on each rank, or refused.
+    """
+
+    deal: str = "linear"
+    gated: str = "parts"
+    scales: bool = False
+    unknown: bool = False
 
 
 @memo()
-def table(kind: str, deal: str, gated: str, unknown: bool) -> tuple[Row, ...]:
-    """The rows of a kind of model whose experts are dealt so, gate and up so in each of them.
-
-    `unknown` tensors are whole on each rank, or refused.
-    """
+def table(kind: str, form: Form) -> tuple[Row, ...]:
+    """The rows of a kind of model in this form."""
     prefix = "model.layers.{l}."
-    text = _write_ends(kind) + _write_layer(prefix, prefix, kind, deal, gated)
-    if unknown:
+    text = _write_ends(kind) + _write_layer(prefix, prefix, kind, form)
+    if form.unknown:
         text += _write_unknown(prefix, prefix) + f"[ = ]{UNKNOWN}"
     return _rename(text, kind)
 
 
 @memo()
-def draft_table(kind: str, deal: str, gated: str, unknown: bool) -> tuple[Row, ...]:
+def draft_table(kind: str, form: Form) -> tuple[Row, ...]:
     """The rows of the model that predicts further tokens."""
     names = "model.layers.{m}.mtp_block.", "mtp.{m}."
-    text = DRAFT + _write_layer(*names, kind, deal, gated)
-    if unknown:
+    text = DRAFT + _write_layer(*names, kind, form)
+    if form.unknown:
         text += _write_unknown(*names)
     return _rename(text, kind)
 
@@ -339,18 +350,28 @@ def _write_ends(kind: str) -> str:
     return "".join(lines)
 
 
-def _write_layer(native: str, logical: str, kind: str, deal: str, gated: str) -> str:
+def _write_layer(native: str, logical: str, kind: str, form: Form) -> str:
     """The rows of every layer, under these prefixes."""
     qkvz, ba = FUSINGS["heads" if kind in BY_HEADS else "parts"]
     mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)
-    experts = EXPERTS.replace("DEAL", DEALS[deal])
-    experts = experts.replace("GATED", GATED["interleaved" if kind in INTERLEAVES else gated])
+    gated = GATED["interleaved" if kind in INTERLEAVES else form.gated]
+    experts = EXPERTS.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
     text = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
     for modules, own in ((MODULES["attention"], ATTENTION), (MODULES["mlp"], MLP + experts)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
-        text += "\n".join(heads) + own
-    # A row may go over several lines here, of which a table has one each.
-    return text.replace(":\n    (", ": (")
+        # A row may go over several lines here, of which a table has one each.
+        joined = own.replace(":\n    (", ": (")
+        text += "\n".join(heads) + joined + _write_scales(joined) * form.scales
+    return text
+
+
+def _write_scales(text: str) -> str:
+    """The same rows for a scale of each block of a weight: cut alike, but for grains, which count elements."""
+    scaled = []
+    for line in text.splitlines():
+        if WEIGHT.search(line):
+            scaled.append(GRAIN.sub("", WEIGHT.sub(r"\1weight_scale_inv", line)))
+    return "\n".join(scaled) + "\n"
 
 
 def _write_unknown(native: str, logical: str) -> str:

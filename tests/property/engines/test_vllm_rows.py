@@ -351,6 +351,28 @@ def test_a_draft_has_an_embedding_of_its_own_under_the_models_name() -> None:
     }
 
 
+def test_scales_are_cut_as_their_weights() -> None:
+    """Rule 28: fused_qkv_a has its parts' scale rows, one after the other; experts have a stack of scales."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {**SPARSE, "quantization_config": quantization}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{LAYER}self_attn.q_a_proj.weight_scale_inv": (1, 2),
+        f"{LAYER}self_attn.kv_a_proj_with_mqa.weight_scale_inv": (2, 2),
+        f"{LAYER}mlp.experts.0.gate_proj.weight_scale_inv": (4, 2),
+        f"{LAYER}mlp.experts.0.up_proj.weight_scale_inv": (4, 2),
+        f"{LAYER}mlp.down_proj.weight_scale_inv": (2, 6),
+    }
+    held = store(config, number(shapes), 1, tp=2)
+    assert {name: array.shape for name, array in held.items()} == {
+        f"{LAYER}self_attn.fused_qkv_a_proj.weight_scale_inv": (3, 2),
+        f"{LAYER}mlp.down_proj.weight_scale_inv": (2, 3),
+        f"{ROUTED}w13_weight_scale_inv": (1, 4, 2),
+    }
+    odd = number({f"{LAYER}mlp.experts.0.up_proj.weight_scale_inv": (3, 2)})
+    with pytest.raises(StoreError, match="'etp' has 2 parts, and 'n' 3 to divide"):
+        store(config, odd, 1, tp=2)
+
+
 @pytest.mark.parametrize(
     ("kind", "logical", "native"),
     [
