@@ -37,6 +37,8 @@ TILES = {"flashinfer_trtllm": 128}
 SWAPS = ("flashinfer_cutlass",)
 """MoE backends that put up before gate once weights are loaded."""
 UNKNOWN = ("refuse", "replicate")
+UNREPEATED = ("gptoss",)
+"""Kinds that vLLM does not load on more ranks than there are key heads."""
 VOCAB_MULTIPLE = 64
 WHOLE_SHARED = ("deepseekv2", "deepseekv3", "nemotronh", "llama4", "qwen3next", "qwen35moe")
 """Models whose shared experts each rank has whole, where vLLM divides tokens instead."""
@@ -173,7 +175,8 @@ def _list_numbers(config: Config, tp: int) -> dict[str, int]:
     return {
         "vocab": -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         "hd": config.head_dim,
-        "rep": max(1, tp // config.kv_heads),
+        # Where a kind does not repeat heads, a tp above their number divides nothing, and is refused.
+        "rep": 1 if config.kind in UNREPEATED else max(1, tp // config.kv_heads),
         "own": max(1, config.heads // tp),
         "own_keys": max(1, config.kv_heads // tp),
         "own_linear": max(1, config.linear_key_heads // tp),

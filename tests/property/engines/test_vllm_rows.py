@@ -169,8 +169,18 @@ def test_key_heads_below_tp_are_repeated() -> None:
     assert np.array_equal(held[f"{LAYER}self_attn.o_proj.bias"], o)
 
 
-def test_gpt_oss_cannot_have_more_ranks_than_key_heads() -> None:
-    """Rule 11, and of every kind: heads are not cut."""
+def test_gpt_oss_has_no_more_ranks_than_key_heads() -> None:
+    """Rule 11: other kinds repeat key heads, as on 4 ranks of 2 heads."""
+    shapes: dict[str, tuple[int, ...]] = {f"{LAYER}self_attn.q_proj.weight": (16, 4)}
+    shapes |= {f"{LAYER}self_attn.{name}_proj.weight": (4, 4) for name in "kv"}
+    arrays = number(shapes)
+    with pytest.raises(StoreError, match="'tp/rep' has 4 parts, and 'k' 2 to divide"):
+        store({**DENSE, "model_type": "gpt_oss"}, arrays, 0, tp=4)
+    assert store(DENSE, arrays, 0, tp=4)[f"{LAYER}self_attn.qkv_proj.weight"].shape == (8, 4)
+
+
+def test_heads_are_not_cut() -> None:
+    """Six rows of three heads do not fall to two ranks, though six is even."""
     arrays = number({f"{LAYER}self_attn.{name}_proj.weight": (6, 4) for name in "qkv"})
     config = {**DENSE, "num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(StoreError, match="'tp' has 2 parts, and 'q' 3 to divide"):
