@@ -113,6 +113,8 @@ shared_experts.down_proj.*    = shared_experts.down_proj.*      : h (tp/alike n)
 shared_expert.gate_up_proj.*  = shared_expert.[gate up]_proj.*  : (tp/alike (gate + up)) h
 shared_expert.down_proj.*     = shared_expert.down_proj.*       : h (tp/alike n)
 shared_expert_gate.*          = shared_expert_gate.*
+fc1_latent_proj.*             = fc1_latent_proj.*
+fc2_latent_proj.*             = fc2_latent_proj.*
 gate.*                        = gate.*
 gate.e_score_correction_bias  = gate.e_score_correction_bias
 """
