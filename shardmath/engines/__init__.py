@@ -9,5 +9,6 @@ In reading order:
 - `vllm_names`: what a kind of model calls its modules in vLLM, and which of them every pipeline stage has;
 - `vllm_rows`: what each module of vLLM stores, as rows;
 - `vllm_core`: what each rank of a vLLM engine stores, under its own names;
+- `systems`: how a recorded model is declared, and what its loader does otherwise;
 - `recorded`: what the ranks of real trainers and engines stored, beside what rows say that they store.
 """

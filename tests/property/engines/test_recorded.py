@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardmath import StoreError, cli
-from shardmath.engines import recorded
+from shardmath.engines import systems
 from shardmath.engines.recorded import Recorded, compare
 
 VECTORS = Path(__file__).parents[2] / "vectors"
@@ -25,7 +25,7 @@ def test_megatron_stores_what_its_rows_say(model: str) -> None:
 
 def test_gpt_oss_loads_one_expert_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks have unequally many experts its loader reads too few, and copies: a fault that rows do not have."""
-    monkeypatch.setattr(recorded._Vllm, "load", lambda self, layout, rank, arrays: arrays)
+    monkeypatch.setattr(systems.Vllm, "load", lambda self, layout, rank, arrays: arrays)
     found = compare(VLLM, ["gpt_oss"])
     assert len(found.differences) == 160
     assert all(".routed_experts." in one.name for one in found.differences)
