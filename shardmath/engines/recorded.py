@@ -179,7 +179,13 @@ class _Model:
         ref = {tensor: tuple(shape) for tensor, shape in self.json["ref"]}
         sizes = [math.prod(shape) for shape in ref.values()]
         self.starts = [0, *itertools.accumulate(sizes)]
-        self.arrays = _number_logical(self.system.reference(ref), ref, self.starts)
+        self.arrays: dict[str, _Ids] = {}
+        self.fault = ""
+        try:
+            self.arrays = _number_logical(self.system.reference(ref), ref, self.starts)
+        except ShardError as error:
+            # A model that cannot be read is all different, and the others are still compared.
+            self.fault = _name_fault(error)
 
     def compare(self) -> Iterator[Comparison]:
         """All layouts, each in both states."""
@@ -195,7 +201,7 @@ class _Model:
         if not any(listed):
             return
         # A layout is bound once for all of its ranks.
-        filled = _Filled(self.system, given, self.arrays, processed)
+        filled = _Filled(self, given, processed)
         for rank, entries in enumerate(listed):
             wrong = filled.list_wrong(rank, entries)
             equal = len(entries.keys() - wrong.keys())
@@ -222,23 +228,35 @@ def _number_logical(
     return gather(reference, {0: stored}, [0])
 
 
+def _name_fault(error: ShardError) -> str:
+    """The first line of what is wrong."""
+    return str(error).partition("\n")[0]
+
+
+def _is_shaped(own: tuple[int, ...], recorded: tuple[int, ...], system: System) -> bool:
+    """Whether the shapes are equal, but for dimensions of size 1, which checkpoints and engines add and drop."""
+    if system.reshapes:
+        return math.prod(own) == math.prod(recorded)
+    return [n for n in own if n != 1] == [n for n in recorded if n != 1]
+
+
 class _Filled:
     """What the ranks of one layout should store."""
 
-    def __init__(
-        self, system: System, layout: _Json, arrays: Mapping[str, _Ids], processed: bool
-    ) -> None:
-        self.system = system
+    def __init__(self, model: _Model, layout: _Json, processed: bool) -> None:
+        self.system = model.system
         self.layout = layout
-        self.arrays = arrays
+        self.arrays = model.arrays
         self.processed = processed
-        self.fault = ""
-        shapes = {name: (array.shape, "int64") for name, array in arrays.items()}
+        self.bound: Bound | None = None
+        self.fault = model.fault
+        shapes = {name: (array.shape, "int64") for name, array in self.arrays.items()}
+        if self.fault:
+            return
         try:
-            self.bound: Bound | None = system.bind(layout, shapes, processed)
+            self.bound = self.system.bind(layout, shapes, processed)
         except ShardError as error:
-            self.bound = None
-            self.fault = str(error).partition("\n")[0]
+            self.fault = _name_fault(error)
 
     def list_wrong(self, rank: int, entries: Mapping[_Native, _Ids]) -> dict[_Native, str]:
         """The tensors that are not as recorded, and why."""
@@ -252,8 +270,7 @@ class _Filled:
         for native, ids in entries.items():
             if native not in stored:
                 wrong[native] = "no row stores it"
-            # Megatron declares stacked experts as [hidden, experts * ffn], and lays them as (experts, hidden, ffn).
-            elif stored[native].size != ids.size:
+            elif not _is_shaped(stored[native].shape, ids.shape, self.system):
                 wrong[native] = f"shape {stored[native].shape}, recorded {ids.shape}"
             elif not np.array_equal(stored[native].ravel(), ids.ravel()):
                 wrong[native] = "other elements"

@@ -34,7 +34,9 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class System(Protocol):
-    """How a model of one system is declared."""
+    """How a model of one system is declared; `reshapes` where a tensor is declared in another shape than it is laid."""
+
+    reshapes: bool
 
     def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
         """The reference bound to its logical tensors."""
@@ -50,7 +52,9 @@ class System(Protocol):
 
 
 class Megatron:
-    """A model of Megatron-Core."""
+    """A model of Megatron-Core, which declares stacked experts as [hidden, experts * ffn]."""
+
+    reshapes = True
 
     def __init__(self, model: _Json) -> None:
         self.model = model
@@ -95,6 +99,8 @@ class Megatron:
 
 class Vllm:
     """A model of vLLM; its reference is a Hugging Face checkpoint."""
+
+    reshapes = False
 
     def __init__(self, model: _Json) -> None:
         kind = _name_kind(model["hf"])
