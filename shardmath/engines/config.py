@@ -94,7 +94,9 @@ class Config:
     def kv_heads(self) -> int:
         """Key and value heads."""
         # Falcon's first models have one head for all, whatever their number of heads says.
-        if self.get("multi_query") and not self.get("new_decoder_architecture"):
+        if self.get("multi_query", self.kind == "falcon") and not self.get(
+            "new_decoder_architecture"
+        ):
             return 1
         return int(self.get("num_key_value_heads", self.heads))
 
