@@ -6,7 +6,9 @@ In reading order:
 - `reading`: which logical tensors one rank stores, from the shapes of what it stores;
 - `hf_rows`: where a Hugging Face checkpoint's tensor is several logical tensors, or has another name;
 - `hf_core`: how a checkpoint stores a model, and which logical tensors a checkpoint has;
+- `vllm_names`: what a kind of model calls its modules in vLLM, and which of them every pipeline stage has;
 - `vllm_rows`: what each module of vLLM stores, as rows;
 - `vllm_core`: what each rank of a vLLM engine stores, under its own names;
+- `systems`: how a recorded model is declared, and what its loader does otherwise;
 - `recorded`: what the ranks of real trainers and engines stored, beside what rows say that they store.
 """

@@ -94,7 +94,9 @@ class Config:
     def kv_heads(self) -> int:
         """Key and value heads."""
         # Falcon's first models have one head for all, whatever their number of heads says.
-        if self.get("multi_query") and not self.get("new_decoder_architecture"):
+        if self.get("multi_query", self.kind == "falcon") and not self.get(
+            "new_decoder_architecture"
+        ):
             return 1
         return int(self.get("num_key_value_heads", self.heads))
 
@@ -140,6 +142,12 @@ class Config:
         """Rows of the values of linear attention."""
         heads = int(self.get("linear_num_value_heads", 0))
         return heads * int(self.get("linear_value_head_dim", 0))
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether linear layers have a scale for each block of their weights, as DeepSeek's FP8 has."""
+        quantization = self.get("quantization_config")
+        return quantization is not None and bool(Config(quantization).get("weight_block_size"))
 
     @property
     def drafts(self) -> int:

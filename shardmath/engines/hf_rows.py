@@ -263,7 +263,7 @@ fc2.*                     = mlp.down_proj.*
 }
 """Rows of a kind of model, by its `model_type`."""
 
-SAME = {"falcon_mamba": "mamba", "qwen3_5_moe": "qwen3_5", "bamba": "falcon_h1"}
+SAME = {"falcon_mamba": "mamba", "qwen3_5_moe": "qwen3_5"}
 """Kinds that store as others do."""
 
 LAST = """

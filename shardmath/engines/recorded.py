@@ -18,23 +18,18 @@ import gzip
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.base.errors import ShardError, StoreError
-from shardmath.engines import hf_core
-from shardmath.engines.vllm_core import vllm
-from shardmath.families.megatron_core import megatron, pad_vocab
-from shardmath.families.megatron_shapes import logical_shapes
-from shardmath.storage.binding import Bound, bind
+from shardmath.engines.systems import System, find_system
+from shardmath.storage.binding import Bound
 from shardmath.storage.filling import fill, gather
-from shardmath.storage.stored import Shapes, Stored
 
 __all__ = ["Comparison", "Difference", "Recorded", "compare"]
 
@@ -44,9 +39,6 @@ _Json: TypeAlias = Mapping[str, Any]
 
 SHOWN = 20
 """Differences that a comparison shows."""
-WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-"""Where a word of a class's name begins."""
-EXPERT = re.compile(r"\.experts\.\d+\.")
 PARAMETERS = (0, 1)
 """Kinds of entries that are there once weights are loaded: parameters and buffers."""
 
@@ -154,137 +146,13 @@ def _expand_block(block: Sequence[int]) -> _Ids:
     return indices.ravel()
 
 
-class System(Protocol):
-    """How a model of one system is declared."""
-
-    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
-        """The reference bound to its logical tensors."""
-        ...
-
-    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
-        """A layout bound to these logical tensors, as its weights are loaded or once they are processed."""
-        ...
-
-    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
-        """The logical arrays as the rank's loader reads them: themselves, but for its faults."""
-        ...
-
-
-class _Megatron:
-    """A model of Megatron-Core."""
-
-    def __init__(self, model: _Json) -> None:
-        self.model = model
-        self.config = dict(model["config"])
-        self.multiple = model["make_vocab_size_divisible_by"]
-
-    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
-        """What one rank stores."""
-        positions = ref.get("embedding.position_embeddings.weight", (0,))
-        shapes = logical_shapes(
-            self.config,
-            vocab=pad_vocab(VOCAB, 1, self.multiple),
-            tied=self.model["tied"],
-            positions=positions[0],
-            pattern=self.model["kw"].get("pattern"),
-            dtype="int64",
-        )
-        return bind(self._declare(self.config, range(1)), shapes)
-
-    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
-        """What the ranks of a layout store."""
-        given = layout["layout"]
-        sizes = {name: given[name] for name in ("tp", "pp", "cp", "ep", "etp", "order")}
-        sizes["vpp"] = given["vpp"] or 1
-        config = {**self.config, **given["cfg"]}
-        return bind(self._declare(config, range(given["world"]), **sizes), shapes)
-
-    def _declare(self, config: _Json, ranks: range, **sizes: Any) -> Stored:
-        return megatron(
-            config,
-            ranks=ranks,
-            spec=self.model["impl"],
-            vocab=VOCAB,
-            vocab_multiple=self.multiple,
-            **sizes,
-        )
-
-    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
-        """The arrays themselves."""
-        return arrays
-
-
-class _Vllm:
-    """A model of vLLM; its reference is a Hugging Face checkpoint."""
-
-    def __init__(self, model: _Json) -> None:
-        kind = _name_kind(model["hf"])
-        self.config = {**model["config"], **model["config_over"], "model_type": kind}
-
-    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
-        """How the checkpoint stores the logical tensors that its shapes say."""
-        natives = {name: (shape, "int64") for name, shape in ref.items()}
-        shapes = hf_core.logical_shapes(self.config, natives)
-        return bind(hf_core.hf_checkpoint(self.config, ref), shapes)
-
-    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
-        """What the ranks of a layout store: of the model, or of its layers that predict further tokens."""
-        given = layout["layout"]
-        sizes = {name: given[name] for name in ("tp", "pp", "dp")}
-        draft = "MTP" in layout["module_class"]
-        side = vllm(
-            self.config,
-            ranks=range(math.prod(sizes.values())),
-            ep=given["ep"],
-            placement=given["place"],
-            redundant=given["kw"].get("eplb_config", {}).get("num_redundant_experts", 0),
-            backend=given["kw"].get("moe_backend", "triton"),
-            processed=processed,
-            draft=draft,
-            unknown="replicate",
-            **sizes,
-        )
-        own = {name: shape for name, shape in shapes.items() if name.startswith("mtp.") == draft}
-        return bind(side, own)
-
-    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
-        """The arrays; where ranks have unequally many experts, gpt_oss reads one for all of a rank.
-
-        `gpt_oss.py` loads from expert `rank * (experts // ep)` on, and copies one expert into two slots without an
-        error. What refits into these slots has to write the experts that the rows say.
-        """
-        given = layout["layout"]
-        size = given["tp"] * given["dp"]
-        experts = self.config.get("num_local_experts", 0)
-        if (
-            not self.config["model_type"].startswith("gpt_oss")
-            or not given["ep"]
-            or experts % size == 0
-        ):
-            return arrays
-        replica, inside = divmod(rank, given["pp"] * given["tp"])
-        own = replica * given["tp"] + inside % given["tp"]
-        read = f".experts.{own * (experts // size)}."
-        return {name: arrays[EXPERT.sub(read, name)] for name in arrays}
-
-
-def _name_kind(name: str) -> str:
-    """The `model_type` of a configuration class."""
-    words = WORD.sub("_", name.removesuffix("Config"))
-    return words.lower()
-
-
-VOCAB = 100
-"""Words of every model that was recorded with Megatron, before padding."""
-
-
 def compare(path: str | Path, models: Sequence[str] = ()) -> Comparison:
     """All entries of these models of a file, or of all its models, beside what rows say.
 
     Raises StoreError for a file that has no recorded storage.
     """
     recorded = Recorded(path)
-    make = _find_system(recorded.json["meta"])
+    make = find_system(recorded.json["meta"])
     chosen = models or list(recorded.models)
     return _sum(one for name in chosen for one in _Model(recorded, name, make).compare())
 
@@ -300,11 +168,6 @@ def _sum(comparisons: Iterable[Comparison]) -> Comparison:
     return Comparison(equal, total, tuple(differences))
 
 
-def _find_system(meta: _Json) -> Callable[[_Json], System]:
-    """Who recorded the file."""
-    return _Vllm if "vllm" in meta else _Megatron
-
-
 class _Model:
     """A model of the file, and its logical arrays of numbers."""
 
@@ -316,7 +179,13 @@ class _Model:
         ref = {tensor: tuple(shape) for tensor, shape in self.json["ref"]}
         sizes = [math.prod(shape) for shape in ref.values()]
         self.starts = [0, *itertools.accumulate(sizes)]
-        self.arrays = _number_logical(self.system.reference(ref), ref, self.starts)
+        self.arrays: dict[str, _Ids] = {}
+        self.fault = ""
+        try:
+            self.arrays = _number_logical(self.system.reference(ref), ref, self.starts)
+        except ShardError as error:
+            # A model that cannot be read is all different, and the others are still compared.
+            self.fault = _name_fault(error)
 
     def compare(self) -> Iterator[Comparison]:
         """All layouts, each in both states."""
@@ -332,11 +201,12 @@ class _Model:
         if not any(listed):
             return
         # A layout is bound once for all of its ranks.
-        filled = _Filled(self.system, given, self.arrays, processed)
+        filled = _Filled(self, given, processed)
         for rank, entries in enumerate(listed):
             wrong = filled.list_wrong(rank, entries)
             equal = len(entries.keys() - wrong.keys())
-            differences = _list_differences((self.name, layout, rank), wrong)
+            state = f"{layout} processed" if processed else layout
+            differences = _list_differences((self.name, state, rank), wrong)
             yield Comparison(equal, len(entries), differences)
 
 
@@ -358,23 +228,35 @@ def _number_logical(
     return gather(reference, {0: stored}, [0])
 
 
+def _name_fault(error: ShardError) -> str:
+    """The first line of what is wrong."""
+    return str(error).partition("\n")[0]
+
+
+def _is_shaped(own: tuple[int, ...], recorded: tuple[int, ...], system: System) -> bool:
+    """Whether the shapes are equal, but for dimensions of size 1, which checkpoints and engines add and drop."""
+    if system.reshapes:
+        return math.prod(own) == math.prod(recorded)
+    return [n for n in own if n != 1] == [n for n in recorded if n != 1]
+
+
 class _Filled:
     """What the ranks of one layout should store."""
 
-    def __init__(
-        self, system: System, layout: _Json, arrays: Mapping[str, _Ids], processed: bool
-    ) -> None:
-        self.system = system
+    def __init__(self, model: _Model, layout: _Json, processed: bool) -> None:
+        self.system = model.system
         self.layout = layout
-        self.arrays = arrays
+        self.arrays = model.arrays
         self.processed = processed
-        self.fault = ""
-        shapes = {name: (array.shape, "int64") for name, array in arrays.items()}
+        self.bound: Bound | None = None
+        self.fault = model.fault
+        shapes = {name: (array.shape, "int64") for name, array in self.arrays.items()}
+        if self.fault:
+            return
         try:
-            self.bound: Bound | None = system.bind(layout, shapes, processed)
+            self.bound = self.system.bind(layout, shapes, processed)
         except ShardError as error:
-            self.bound = None
-            self.fault = str(error).partition("\n")[0]
+            self.fault = _name_fault(error)
 
     def list_wrong(self, rank: int, entries: Mapping[_Native, _Ids]) -> dict[_Native, str]:
         """The tensors that are not as recorded, and why."""
@@ -388,8 +270,7 @@ class _Filled:
         for native, ids in entries.items():
             if native not in stored:
                 wrong[native] = "no row stores it"
-            # Megatron declares stacked experts as [hidden, experts * ffn], and lays them as (experts, hidden, ffn).
-            elif stored[native].size != ids.size:
+            elif not _is_shaped(stored[native].shape, ids.shape, self.system):
                 wrong[native] = f"shape {stored[native].shape}, recorded {ids.shape}"
             elif not np.array_equal(stored[native].ravel(), ids.ravel()):
                 wrong[native] = "other elements"

@@ -26,7 +26,7 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import known
 from shardmath.base.errors import MeshError, StoreError
 from shardmath.engines.config import Config
-from shardmath.engines.vllm_rows import draft_table, table
+from shardmath.engines.vllm_rows import Form, draft_table, table
 from shardmath.storage.stored import Spot, Stored
 
 __all__ = ["vllm"]
@@ -37,6 +37,8 @@ TILES = {"flashinfer_trtllm": 128}
 SWAPS = ("flashinfer_cutlass",)
 """MoE backends that put up before gate once weights are loaded."""
 UNKNOWN = ("refuse", "replicate")
+UNREPEATED = ("gptoss",)
+"""Kinds that vLLM does not load on more ranks than there are key heads."""
 VOCAB_MULTIPLE = 64
 WHOLE_SHARED = ("deepseekv2", "deepseekv3", "nemotronh", "llama4", "qwen3next", "qwen35moe")
 """Models whose shared experts each rank has whole, where vLLM divides tokens instead."""
@@ -63,9 +65,8 @@ def vllm(
     `ep` deals experts whole, as `placement` says, with `redundant` copies of the first ones; `backend` is that of
     experts; `stages` are the layers of each pipeline stage, vLLM's own choice if not given; `processed` is after
     `process_weights_after_loading`, `draft` the model that predicts further tokens; `unknown` is "refuse" or
-    "replicate". Raises MeshError where ranks do not factor,
-    StoreError where layers do not fall to stages, for a word that is none of those named, and for processed weights
-    whose order no row says.
+    "replicate". Raises MeshError where ranks do not factor, StoreError where layers do not fall to stages, for a word
+    that is none of those named, and for processed weights whose order no row says.
     """
     fields = Config(config)
     meshes = _make_meshes(tuple(ranks), tp, pp, dp, ep)
@@ -73,14 +74,14 @@ def vllm(
     gated = _choose_gated(backend, processed)
     if known(unknown, UNKNOWN) is None:
         raise StoreError(f"unknown={unknown!r}; use one of {', '.join(UNKNOWN)}")
+    form = Form(deal, gated, fields.has_scales, unknown == "replicate")
     make = draft_table if draft else table
-    stored = make(fields.kind, deal, gated, unknown == "replicate")
     layers = _place_layers(fields, pp, stages)
     experts = _list_expert_numbers(fields, 1 if ep else tp * dp, redundant, backend)
     # With tokens divided over the ranks instead, there is nothing left to divide in a shared expert.
     whole = ep and dp > 1 and fields.kind in WHOLE_SHARED
     numbers = {**_list_numbers(fields, tp), **experts, "alike": tp if whole else 1}
-    return Stored(stored, meshes, layers, numbers)
+    return Stored(make(fields.kind, form), meshes, layers, numbers)
 
 
 def _choose_gated(backend: str, processed: bool) -> str:
@@ -174,7 +175,8 @@ def _list_numbers(config: Config, tp: int) -> dict[str, int]:
     return {
         "vocab": -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         "hd": config.head_dim,
-        "rep": max(1, tp // config.kv_heads),
+        # Where a kind does not repeat heads, a tp above their number divides nothing, and is refused.
+        "rep": 1 if config.kind in UNREPEATED else max(1, tp // config.kv_heads),
         "own": max(1, config.heads // tp),
         "own_keys": max(1, config.kv_heads // tp),
         "own_linear": max(1, config.linear_key_heads // tp),

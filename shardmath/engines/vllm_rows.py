@@ -6,11 +6,11 @@
    `tp/rep`; whole heads are `hd` positions.
 3. Expert parallelism has axes of its own over the ranks of a stage: `ep` deals experts, `etp` cuts them. One of them
    has size 1.
-4. Logical names are those of `megatron_rows`; `RENAMES` says what a kind of model calls them in vLLM.
+4. Logical names are those of `megatron_rows`; `vllm_names` says what a kind of model calls them in vLLM.
 
 Source: vLLM 0.33.0, `model_executor/layers` and `model_executor/models`.
 
->>> print(table("llama", "linear", "parts", False)[0])
+>>> print(table("llama", Form())[0])
 model.embed_tokens.weight @pp=0 = model.embed_tokens.weight : (tp n=vocab) h
 """
 
@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import NamedTuple
 
 from shardmath.base.memo import memo
 from shardmath.engines.config import plain
+from shardmath.engines.vllm_names import everywhere, rename
 from shardmath.storage import names, rows
 from shardmath.storage.rows import Row
 
-__all__ = ["RENAMES", "draft_table", "table"]
+__all__ = ["Form", "draft_table", "table"]
 
 ENDS = """
 model.embed_tokens.weight @pp=0       = model.embed_tokens.weight : (tp n=vocab) h
@@ -32,6 +34,7 @@ model.position_embeddings.* @pp=0     = model.position_embeddings.*
 lm_head.* @pp=-1                      = lm_head.*                 : (tp n=vocab) h
 also model.embed_tokens.weight @pp=-1 = model.embed_tokens.weight ! /lm_head.weight : (tp n=vocab) h
 model.norm.* @pp=-1                   = model.norm.*
+transformer.word_embeddings_layernorm.* = transformer.word_embeddings_layernorm.*
 """
 
 ATTENTION = """
@@ -52,6 +55,8 @@ q_a_layernorm.*    = q_a_layernorm.*
 kv_a_layernorm.*   = kv_a_layernorm.*
 q_norm.*           = q_norm.*
 k_norm.*           = k_norm.*
+q_layernorm.*      = q_layernorm.*
+k_layernorm.*      = k_layernorm.*
 sinks              = sinks             : (tp n)
 """
 """Self-attention, latent attention too. Llama 4 stores the even rows of a head before its odd ones."""
@@ -68,6 +73,9 @@ mixer.D               = mixer.D               : (tp n)
 mixer.dt_bias         = mixer.dt_bias         : (tp n)
 mixer.norm.*          = mixer.norm.*          : (tp n)
 mixer.out_proj.*      = mixer.out_proj.*      : h (tp n)
+mixer.dt_layernorm.*  = mixer.dt_layernorm.*
+mixer.b_layernorm.*   = mixer.b_layernorm.*
+mixer.c_layernorm.*   = mixer.c_layernorm.*
 short_conv.in_proj.*  = short_conv.in_[b c x].* : (tp (b + c + x)) h
 short_conv.conv.*     = short_conv.conv.*     : (tp n) ...
 short_conv.out_proj.* = short_conv.out_proj.* : h (tp n)
@@ -105,10 +113,10 @@ shared_experts.down_proj.*    = shared_experts.down_proj.*      : h (tp/alike n)
 shared_expert.gate_up_proj.*  = shared_expert.[gate up]_proj.*  : (tp/alike (gate + up)) h
 shared_expert.down_proj.*     = shared_expert.down_proj.*       : h (tp/alike n)
 shared_expert_gate.*          = shared_expert_gate.*
-gate.*                        = gate.*
-gate.e_score_correction_bias  = gate.e_score_correction_bias
 fc1_latent_proj.*             = fc1_latent_proj.*
 fc2_latent_proj.*             = fc2_latent_proj.*
+gate.*                        = gate.*
+gate.e_score_correction_bias  = gate.e_score_correction_bias
 """
 
 EXPERTS = """
@@ -135,6 +143,14 @@ GATED = {
 NORMS = """
 input_layernorm.*             = input_layernorm.*
 post_attention_layernorm.*    = post_attention_layernorm.*
+pre_feedforward_layernorm.*   = pre_feedforward_layernorm.*
+post_feedforward_layernorm.*  = post_feedforward_layernorm.*
+post_self_attn_layernorm.*    = post_self_attn_layernorm.*
+post_mlp_layernorm.*          = post_mlp_layernorm.*
+attention_layernorm.*         = attention_layernorm.*
+feedforward_layernorm.*       = feedforward_layernorm.*
+ln_attn.*                     = ln_attn.*
+ln_mlp.*                      = ln_mlp.*
 """
 
 UNKNOWN = """
@@ -160,130 +176,6 @@ MODULES = {
 }
 """What models call their attention and their MLP."""
 
-WHOLE_STAGES = """
-bloom cohere cohere2 falcon falcon_mamba gemma gemma2 gemma3 gpt2 gpt_oss gptj granitemoe granitemoeshared
-granitemoehybrid jamba mamba mamba2 mixtral nemotron_h olmoe opt phimoe qwen2_moe qwen3_moe stablelm
-"""
-"""Kinds of which each pipeline stage has the first and the last modules, though it does not need them."""
-
-FIRST_EVERYWHERE = "lfm2 lfm2_moe qwen3_5 qwen3_5_moe qwen3_next"
-"""Kinds of which each stage has the embedding."""
-
-LAST_EVERYWHERE = "qwen3_next"
-"""Kinds of which each stage has the head."""
-
-SPARSE = ((".mlp.", ".block_sparse_moe."),)
-GRANITE = (
-    (".mlp.shared_experts.gate_up_proj.", ".shared_mlp.input_linear."),
-    (".mlp.shared_experts.down_proj.", ".shared_mlp.output_linear."),
-    (".mlp.", ".block_sparse_moe."),
-    (".mixer.", ".mamba."),
-)
-SHARED_EXPERT = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
-BACKBONE = (
-    ("model.embed_tokens.", "backbone.embeddings."),
-    ("model.norm.", "backbone.norm_f."),
-    ("model.layers.", "backbone.layers."),
-    (".input_layernorm.", ".norm."),
-)
-FEED_FORWARD = (
-    ("model.norm.", "model.final_layernorm."),
-    (".post_attention_layernorm.", ".pre_ff_layernorm."),
-    (".mlp.gate.", ".feed_forward.router."),
-    (".mlp.", ".feed_forward."),
-)
-LFM2 = (
-    ("model.norm.", "model.embedding_norm."),
-    (".input_layernorm.", ".operator_norm."),
-    (".post_attention_layernorm.", ".ffn_norm."),
-    (".self_attn.o_proj.", ".self_attn.out_proj."),
-    (".mlp.gate_up_proj.", ".feed_forward.w13."),
-    (".mlp.down_proj.", ".feed_forward.w2."),
-    (".mlp.", ".feed_forward."),
-)
-GROUPED = (
-    ("model.embed_tokens.", "transformer.word_embeddings."),
-    ("model.norm.", "transformer.ln_f."),
-    ("model.layers.", "transformer.h."),
-    (".self_attn.qkv_proj.", ".self_attention.query_key_value."),
-    (".self_attn.o_proj.", ".self_attention.dense."),
-    (".mlp.up_proj.", ".mlp.dense_h_to_4h."),
-    (".mlp.down_proj.", ".mlp.dense_4h_to_h."),
-)
-
-RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
-    "mixtral": SPARSE,
-    "phimoe": SPARSE,
-    "minimax_m2": ((".mlp.gate.e_score_", ".block_sparse_moe.e_score_"), *SPARSE),
-    "granitemoe": GRANITE,
-    "granitemoeshared": GRANITE,
-    "granitemoehybrid": GRANITE,
-    "qwen2_moe": SHARED_EXPERT,
-    "qwen3_next": SHARED_EXPERT,
-    "qwen3_5": SHARED_EXPERT,
-    "qwen3_5_moe": SHARED_EXPERT,
-    "llama4": (
-        (".mlp.gate.", ".feed_forward.router."),
-        (".mlp.shared_experts.", ".feed_forward.shared_expert."),
-        (".mlp.", ".feed_forward."),
-    ),
-    "gpt_oss": (
-        (".self_attn.", ".attn."),
-        ("model.embed_tokens.", "model.embedding."),
-        (".mlp.gate.", ".mlp.router."),
-    ),
-    "nemotron_h": (
-        ("model.norm.", "model.norm_f."),
-        (".input_layernorm.", ".norm."),
-        (".post_attention_layernorm.", ".norm."),
-        (".self_attn.", ".mixer."),
-        (".mlp.", ".mixer."),
-    ),
-    "mamba": BACKBONE,
-    "falcon_mamba": BACKBONE,
-    "mamba2": BACKBONE,
-    "jamba": ((".self_attn.", "."), (".mixer.", ".mamba."), *FEED_FORWARD),
-    "falcon_h1": ((".mixer.", ".mamba.mamba."), *FEED_FORWARD),
-    "lfm2": LFM2,
-    "lfm2_moe": LFM2,
-    "falcon": GROUPED,
-    "bloom": GROUPED,
-    "gpt2": (
-        ("model.embed_tokens.", "transformer.wte."),
-        ("model.position_embeddings.", "transformer.wpe."),
-        ("model.norm.", "transformer.ln_f."),
-        ("model.layers.", "transformer.h."),
-        (".input_layernorm.", ".ln_1."),
-        (".post_attention_layernorm.", ".ln_2."),
-        (".self_attn.qkv_proj.", ".attn.c_attn."),
-        (".self_attn.o_proj.", ".attn.c_proj."),
-        (".mlp.up_proj.", ".mlp.c_fc."),
-        (".mlp.down_proj.", ".mlp.c_proj."),
-    ),
-    "gptj": (
-        ("model.embed_tokens.", "transformer.wte."),
-        ("model.norm.", "transformer.ln_f."),
-        ("model.layers.", "transformer.h."),
-        (".input_layernorm.", ".ln_1."),
-        (".self_attn.o_proj.", ".attn.out_proj."),
-        (".self_attn.", ".attn."),
-        (".mlp.up_proj.", ".mlp.fc_in."),
-        (".mlp.down_proj.", ".mlp.fc_out."),
-    ),
-    "opt": (
-        ("model.embed_tokens.", "model.decoder.embed_tokens."),
-        ("model.position_embeddings.", "model.decoder.embed_positions."),
-        ("model.norm.", "model.decoder.final_layer_norm."),
-        ("model.layers.", "model.decoder.layers."),
-        (".input_layernorm.", ".self_attn_layer_norm."),
-        (".post_attention_layernorm.", ".final_layer_norm."),
-        (".self_attn.o_proj.", ".self_attn.out_proj."),
-        (".mlp.up_proj.", ".fc1."),
-        (".mlp.down_proj.", ".fc2."),
-    ),
-}
-"""What stands in vLLM's names for what, of a kind of model, in this order."""
-
 OWN = {
     "minimax_m2": """
 [model.layers.{l}.self_attn. = model.layers.{l}.self_attn.]
@@ -296,37 +188,38 @@ k_norm.*                      = k_norm.* : (tp/rep n hd)
 INTERLEAVES = ("gptoss",)
 BY_HEADS = ("qwen3next",)
 OWN_BY_KIND = {plain(kind): text for kind, text in OWN.items()}
-BY_KIND = {plain(kind): renames for kind, renames in RENAMES.items()}
-EVERYWHERE: dict[str, set[str]] = {
-    "embed_tokens": {plain(kind) for kind in f"{WHOLE_STAGES} {FIRST_EVERYWHERE}".split()},
-    "position_embeddings": {plain(kind) for kind in WHOLE_STAGES.split()},
-    "norm": {plain(kind) for kind in WHOLE_STAGES.split()},
-    "lm_head": {plain(kind) for kind in f"{WHOLE_STAGES} {LAST_EVERYWHERE}".split()},
-}
-"""Kinds of which each stage has a module, by its name."""
-
 PLACE = re.compile(r" @pp=-?\d+")
+WEIGHT = re.compile(r"([._])(?:weight|\*)(?= |$)")
+GRAIN = re.compile(r" hd\b|\^tile\b")
+
+
+class Form(NamedTuple):
+    """How a model is stored beside what its kind says: how experts are dealt, how gate and up lie in each, whether
+    linear layers have a scale for each block, and whether unknown tensors are whole on each rank, or refused.
+    """
+
+    deal: str = "linear"
+    gated: str = "parts"
+    scales: bool = False
+    unknown: bool = False
 
 
 @memo()
-def table(kind: str, deal: str, gated: str, unknown: bool) -> tuple[Row, ...]:
-    """The rows of a kind of model whose experts are dealt so, gate and up so in each of them.
-
-    `unknown` tensors are whole on each rank, or refused.
-    """
+def table(kind: str, form: Form) -> tuple[Row, ...]:
+    """The rows of a kind of model in this form."""
     prefix = "model.layers.{l}."
-    text = _write_ends(kind) + _write_layer(prefix, prefix, kind, deal, gated)
-    if unknown:
+    text = _write_ends(kind) + _write_layer(prefix, prefix, kind, form)
+    if form.unknown:
         text += _write_unknown(prefix, prefix) + f"[ = ]{UNKNOWN}"
     return _rename(text, kind)
 
 
 @memo()
-def draft_table(kind: str, deal: str, gated: str, unknown: bool) -> tuple[Row, ...]:
+def draft_table(kind: str, form: Form) -> tuple[Row, ...]:
     """The rows of the model that predicts further tokens."""
     names = "model.layers.{m}.mtp_block.", "mtp.{m}."
-    text = DRAFT + _write_layer(*names, kind, deal, gated)
-    if unknown:
+    text = DRAFT + _write_layer(*names, kind, form)
+    if form.unknown:
         text += _write_unknown(*names)
     return _rename(text, kind)
 
@@ -335,24 +228,34 @@ def _write_ends(kind: str) -> str:
     """The rows of the first and last modules."""
     lines = ENDS.splitlines(keepends=True)
     for i, line in enumerate(lines):
-        for name, kinds in EVERYWHERE.items():
-            if kind in kinds and line.startswith((f"{name}.", f"model.{name}.")):
+        for name in everywhere(kind):
+            if line.startswith((f"{name}.", f"model.{name}.")):
                 lines[i] = PLACE.sub("", line)
     return "".join(lines)
 
 
-def _write_layer(native: str, logical: str, kind: str, deal: str, gated: str) -> str:
+def _write_layer(native: str, logical: str, kind: str, form: Form) -> str:
     """The rows of every layer, under these prefixes."""
     qkvz, ba = FUSINGS["heads" if kind in BY_HEADS else "parts"]
     mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)
-    experts = EXPERTS.replace("DEAL", DEALS[deal])
-    experts = experts.replace("GATED", GATED["interleaved" if kind in INTERLEAVES else gated])
+    gated = GATED["interleaved" if kind in INTERLEAVES else form.gated]
+    experts = EXPERTS.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
     text = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
     for modules, own in ((MODULES["attention"], ATTENTION), (MODULES["mlp"], MLP + experts)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
-        text += "\n".join(heads) + own
-    # A row may go over several lines here, of which a table has one each.
-    return text.replace(":\n    (", ": (")
+        # A row may go over several lines here, of which a table has one each.
+        joined = own.replace(":\n    (", ": (")
+        text += "\n".join(heads) + joined + _write_scales(joined) * form.scales
+    return text
+
+
+def _write_scales(text: str) -> str:
+    """The same rows for a scale of each block of a weight: cut alike, but for grains, which count elements."""
+    scaled = []
+    for line in text.splitlines():
+        if WEIGHT.search(line):
+            scaled.append(GRAIN.sub("", WEIGHT.sub(r"\1weight_scale_inv", line)))
+    return "\n".join(scaled) + "\n"
 
 
 def _write_unknown(native: str, logical: str) -> str:
@@ -366,8 +269,6 @@ def _rename(text: str, kind: str) -> tuple[Row, ...]:
     renamed = []
     # Once heads and rows are one name, so that mlp.gate can be told from other gates.
     for row in rows.parse(text):
-        name = str(row.native)
-        for old, new in BY_KIND.get(kind, ()):
-            name = name.replace(old, new)
+        name = rename(kind, str(row.native))
         renamed.append(dataclasses.replace(row, native=names.parse(name)))
     return tuple(renamed)

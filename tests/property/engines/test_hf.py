@@ -149,6 +149,7 @@ class Attributes:
             (3, 4, 2),
         ),
         ({"n_layer": 3, "num_attention_heads": 4, "multi_query": True}, (3, 4, 1)),
+        ({"n_layer": 3, "n_head": 4, "model_type": "falcon"}, (3, 4, 1)),
     ],
 )
 def test_fields_by_any_of_their_names(given: Any, found: tuple[int, int, int]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardmath import StoreError, cli
-from shardmath.engines import recorded
+from shardmath.engines import systems
 from shardmath.engines.recorded import Recorded, compare
 
 VECTORS = Path(__file__).parents[2] / "vectors"
@@ -25,7 +25,7 @@ def test_megatron_stores_what_its_rows_say(model: str) -> None:
 
 def test_gpt_oss_loads_one_expert_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks have unequally many experts its loader reads too few, and copies: a fault that rows do not have."""
-    monkeypatch.setattr(recorded._Vllm, "load", lambda self, layout, rank, arrays: arrays)
+    monkeypatch.setattr(systems.Vllm, "load", lambda self, layout, rank, arrays: arrays)
     found = compare(VLLM, ["gpt_oss"])
     assert len(found.differences) == 160
     assert all(".routed_experts." in one.name for one in found.differences)
@@ -106,3 +106,15 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 def test_vllm_stores_what_its_rows_say(model: str) -> None:
     found = compare(VLLM, [model])
     assert found.total and not found.differences, str(found)
+
+
+def test_a_model_that_cannot_be_read_is_all_different(tmp_path: Path) -> None:
+    """A configuration with other heads than its tensors have."""
+    data = json.loads(gzip.decompress(VLLM.read_bytes()))
+    data["models"]["phi3"]["config"]["num_attention_heads"] = 5
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(data))
+    found = compare(path, ["phi3", "gpt2"])
+    assert {one.model for one in found.differences} == {"phi3"}
+    assert found.total - found.equal == len(found.differences)
+    assert "positions are not q=30" in found.differences[0].why

@@ -169,8 +169,18 @@ def test_key_heads_below_tp_are_repeated() -> None:
     assert np.array_equal(held[f"{LAYER}self_attn.o_proj.bias"], o)
 
 
-def test_gpt_oss_cannot_have_more_ranks_than_key_heads() -> None:
-    """Rule 11, and of every kind: heads are not cut."""
+def test_gpt_oss_has_no_more_ranks_than_key_heads() -> None:
+    """Rule 11: other kinds repeat key heads, as on 4 ranks of 2 heads."""
+    shapes: dict[str, tuple[int, ...]] = {f"{LAYER}self_attn.q_proj.weight": (16, 4)}
+    shapes |= {f"{LAYER}self_attn.{name}_proj.weight": (4, 4) for name in "kv"}
+    arrays = number(shapes)
+    with pytest.raises(StoreError, match="'tp/rep' has 4 parts, and 'k' 2 to divide"):
+        store({**DENSE, "model_type": "gpt_oss"}, arrays, 0, tp=4)
+    assert store(DENSE, arrays, 0, tp=4)[f"{LAYER}self_attn.qkv_proj.weight"].shape == (8, 4)
+
+
+def test_heads_are_not_cut() -> None:
+    """Six rows of three heads do not fall to two ranks, though six is even."""
     arrays = number({f"{LAYER}self_attn.{name}_proj.weight": (6, 4) for name in "qkv"})
     config = {**DENSE, "num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(StoreError, match="'tp' has 2 parts, and 'q' 3 to divide"):
@@ -349,6 +359,28 @@ def test_a_draft_has_an_embedding_of_its_own_under_the_models_name() -> None:
         "model.layers.1.eh_proj.weight": (4, 8),
         "model.layers.1.mtp_block.mlp.down_proj.weight": (4, 4),
     }
+
+
+def test_scales_are_cut_as_their_weights() -> None:
+    """Rule 28: fused_qkv_a has its parts' scale rows, one after the other; experts have a stack of scales."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {**SPARSE, "quantization_config": quantization}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{LAYER}self_attn.q_a_proj.weight_scale_inv": (1, 2),
+        f"{LAYER}self_attn.kv_a_proj_with_mqa.weight_scale_inv": (2, 2),
+        f"{LAYER}mlp.experts.0.gate_proj.weight_scale_inv": (4, 2),
+        f"{LAYER}mlp.experts.0.up_proj.weight_scale_inv": (4, 2),
+        f"{LAYER}mlp.down_proj.weight_scale_inv": (2, 6),
+    }
+    held = store(config, number(shapes), 1, tp=2)
+    assert {name: array.shape for name, array in held.items()} == {
+        f"{LAYER}self_attn.fused_qkv_a_proj.weight_scale_inv": (3, 2),
+        f"{LAYER}mlp.down_proj.weight_scale_inv": (2, 3),
+        f"{ROUTED}w13_weight_scale_inv": (1, 4, 2),
+    }
+    odd = number({f"{LAYER}mlp.experts.0.up_proj.weight_scale_inv": (3, 2)})
+    with pytest.raises(StoreError, match="'etp' has 2 parts, and 'n' 3 to divide"):
+        store(config, odd, 1, tp=2)
 
 
 @pytest.mark.parametrize(
