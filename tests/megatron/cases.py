@@ -1,0 +1,86 @@
+"""Cases: a transformers model, and how a Megatron trainer divides it. No torch here: pytest's own process has none.
+
+>>> Case("qwen3", tp=2, pp=2).ranks, str(Case("mixtral", ep=2))
+(4, 'mixtral-ep2')
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["MODELS", "VOCAB", "Case"]
+
+VOCAB = 100
+"""Megatron pads it to a multiple of 128 times tp."""
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32,
+}
+"""Fields of transformers' configurations. No two numbers of rows are equal: what is swapped shows, or does not fit."""
+
+MODELS: dict[str, Mapping[str, Any]] = {
+    "llama": {},
+    # Fewer groups than tp=4: ranks whose part of linear_qkv has query rows only.
+    "llama-2-groups": {"model_type": "llama", "num_key_value_heads": 2},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": False,
+    },
+}
+"""Fields beside `SIZES`, by transformers' name of the model unless `model_type` says it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a trainer; `swap` is a structure of a row, and what to write in its place."""
+
+    model: str
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    layers: int = 2
+    first: int | None = None
+    tied: bool = False
+    swap: tuple[str, str] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The fewest that hold it: a stage is one replica of its dense tensors, or of its experts."""
+        return self.pp * math.lcm(self.tp, self.ep * self.etp)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All fields of the transformers configuration."""
+        own = {"model_type": self.model, "num_hidden_layers": self.layers}
+        return {**SIZES, **own, "tie_word_embeddings": self.tied, **MODELS[self.model]}
+
+    def __str__(self) -> str:
+        words = [self.model]
+        for axis in ("tp", "pp", "vpp", "ep", "etp"):
+            size = getattr(self, axis)
+            if size > 1:
+                words.append(f"{axis}{size}")
+        return "-".join([*words, *["tied"] * self.tied])

@@ -1,0 +1,133 @@
+"""What workers do: a transformers model's weights move into a Megatron model, which then runs, and come back.
+
+1. Rank 0 stores the checkpoint, as transformers has it in memory (`CHECKPOINT`), and is a rank of the trainer too.
+2. Nothing but the rows knows how either side stores a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath.families.megatron_core import megatron
+from shardmath.families.megatron_shapes import logical_shapes
+from shardmath.storage import Stored, parse, show
+from tests.megatron import trainer
+from tests.megatron.cases import VOCAB, Case
+
+__all__ = ["Found", "run"]
+
+CHECKPOINT = """
+model.embed_tokens.weight     = model.embed_tokens.weight
+model.norm.weight             = model.norm.weight
+lm_head.weight                = lm_head.weight
+[model.layers.{l}. = model.layers.{l}.]
+input_layernorm.weight        = input_layernorm.weight
+post_attention_layernorm.weight = post_attention_layernorm.weight
+self_attn.q_proj.*            = self_attn.q_proj.*
+self_attn.k_proj.*            = self_attn.k_proj.*
+self_attn.v_proj.*            = self_attn.v_proj.*
+self_attn.o_proj.*            = self_attn.o_proj.*
+self_attn.q_norm.weight       = self_attn.q_norm.weight
+self_attn.k_norm.weight       = self_attn.k_norm.weight
+mlp.gate_proj.weight          = mlp.gate_proj.weight
+mlp.up_proj.weight            = mlp.up_proj.weight
+mlp.down_proj.weight          = mlp.down_proj.weight
+mlp.gate.weight               = mlp.gate.weight
+mlp.experts.gate_up_proj      = mlp.experts.{e}.[gate up]_proj.weight : e (gate + up) h
+mlp.experts.down_proj         = mlp.experts.{e}.down_proj.weight      : e h n
+mlp.shared_expert_gate.weight = mlp.shared_expert_gate.weight
+mlp.shared_expert.gate_proj.weight = mlp.shared_experts.gate_proj.weight
+mlp.shared_expert.up_proj.weight   = mlp.shared_experts.up_proj.weight
+mlp.shared_expert.down_proj.weight = mlp.shared_experts.down_proj.weight
+"""
+"""transformers 5: experts are stacked, gate over up."""
+
+
+class Found(NamedTuple):
+    """What a rank found; without logits the rank is of another stage than the last."""
+
+    difference: float | None
+    largest: float | None
+    greedy: bool | None
+    not_back: list[str]
+
+
+def run(rank: int, case: Case) -> Found:
+    """The weights to Megatron, its logits against those of transformers, and the weights back."""
+    original = _make_model(case)
+    config = trainer.configure(case, original.config)
+    chunks = trainer.build(case, config, original.config)
+    checkpoint = Stored(parse(CHECKPOINT), (sm.Mesh(one=1, ranks=range(1)),))
+    trained = _declare(case, config)
+    shapes = logical_shapes(config, vocab=VOCAB, tied=case.tied)
+    own = trainer.own_tensors(chunks)
+
+    there = smt.Refit(sm.refit(checkpoint, trained, shapes), timeout=30.0)
+    there.prepare(dict(original.named_parameters()) if rank == 0 else None, own)
+    there(acknowledge=True)
+    tokens = torch.arange(32).mul(37).remainder(VOCAB).view(2, 16)
+    logits = trainer.forward(chunks, tokens)
+
+    returned = {name: torch.zeros_like(p) for name, p in original.named_parameters()}
+    back = smt.Refit(sm.refit(trained, checkpoint, shapes), timeout=30.0)
+    back.prepare(own, returned if rank == 0 else None)
+    back(acknowledge=True)
+    not_back = _list_changed(original, returned) if rank == 0 else []
+    if logits is None:
+        return Found(None, None, None, not_back)
+    with torch.no_grad():
+        wanted = original(tokens).logits
+    difference = float((logits - wanted).abs().max())
+    greedy = torch.equal(logits.argmax(-1), wanted.argmax(-1))
+    return Found(difference, float(wanted.abs().max()), greedy, not_back)
+
+
+def _make_model(case: Case) -> Any:
+    """The same on every rank. Weights are so large that logits are, and that attention is far from uniform."""
+    config = transformers.AutoConfig.for_model(**case.fields)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    random = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
+        drawn = torch.randn(parameter.shape, generator=random) * scale
+        # Weights of norms are about 1; biases are too, where other values would do as well.
+        parameter.data = drawn if parameter.dim() > 1 else 1 + drawn
+    return model
+
+
+def _declare(case: Case, config: Any) -> Stored:
+    """How the trainer stores its tensors, with the rows as they are or one structure swapped."""
+    side = megatron(
+        config,
+        ranks=range(case.ranks),
+        tp=case.tp,
+        pp=case.pp,
+        vpp=case.vpp,
+        ep=case.ep,
+        etp=case.etp,
+        spec="local",
+        vocab=VOCAB,
+    )
+    if case.swap is None:
+        return side
+    text = show(side.rows)
+    changed = text.replace(*case.swap)
+    assert changed != text, case.swap
+    return Stored(parse(changed), side.meshes, side.indices, side.numbers)
+
+
+def _list_changed(model: nn.Module, returned: dict[str, Tensor]) -> list[str]:
+    """The parameters that did not come back bit for bit."""
+    changed = []
+    for name, parameter in model.named_parameters():
+        if not torch.equal(parameter, returned[name]):
+            changed.append(name)
+    return changed

@@ -1,0 +1,175 @@
+"""Megatron-Core 0.16.1 on processors: the model of a case, built and run over gloo by each rank.
+
+Four things of Megatron want a GPU or TransformerEngine where a model of its local layer spec needs neither; they are
+replaced below. All else is Megatron's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+with warnings.catch_warnings():
+    # Apex and TransformerEngine are not installed, which is said once for each module that would use them.
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
+
+from shardmath.families.megatron_core import pad_vocab
+from tests.megatron.cases import VOCAB, Case
+
+__all__ = ["build", "configure", "forward", "own_tensors"]
+
+CPU = {
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "moe_token_dispatcher_type": "allgather",
+}
+"""Fields by which Megatron runs without kernels of its own."""
+
+
+@contextlib.contextmanager
+def _fork(self: Any, name: str = "") -> Iterator[None]:
+    yield
+
+
+def _replace() -> None:
+    """Dropout is off, so no state of a GPU's random numbers is needed; devices are the processor."""
+    CudaRNGStatesTracker.fork = _fork
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
+    # Without TransformerEngine the router looks for this name all the same.
+    moe_utils.te_general_gemm = None
+
+
+def configure(case: Case, hf: Any) -> TransformerConfig:
+    """Megatron's configuration of a transformers model (`hf` is its configuration)."""
+    fields = {
+        "num_layers": case.layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": getattr(hf, "head_dim", None),
+        "ffn_hidden_size": hf.intermediate_size,
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf.model_type in ("qwen2", "qwen2_moe"),
+        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp if case.vpp > 1 else None,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": case.etp,
+        "num_layers_in_first_pipeline_stage": case.first,
+        "pipeline_dtype": torch.float32,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(**fields, **_configure_experts(hf), **CPU)
+
+
+def _configure_experts(hf: Any) -> dict[str, Any]:
+    """What routed experts add."""
+    experts = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
+    if not experts:
+        return {}
+    return {
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", hf.intermediate_size),
+        "moe_shared_expert_intermediate_size": getattr(hf, "shared_expert_intermediate_size", None),
+        "moe_shared_expert_gate": hf.model_type == "qwen2_moe",
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_load_balancing_type": "none",
+        # Probabilities of all experts, or of the chosen ones, which is the same as normalising them afterwards.
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+    }
+
+
+def build(case: Case, config: TransformerConfig, hf: Any) -> list[GPTModel]:
+    """This rank's model, a chunk for each virtual stage, with Megatron's random weights."""
+    _replace()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [_build_chunk(case, config, hf, chunk) for chunk in range(case.vpp)]
+
+
+def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> GPTModel:
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=pad_vocab(VOCAB, case.tp),
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=(chunk, stage) == (0, 0),
+        post_process=(chunk, stage) == (case.vpp - 1, case.pp - 1),
+        parallel_output=False,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="rope",
+        rotary_base=hf.rope_parameters["rope_theta"],
+        vp_stage=chunk if case.vpp > 1 else None,
+    )
+    # With tp, experts refuse to train without sequence parallelism.
+    return model.eval()
+
+
+def own_tensors(chunks: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
+    """All parameters and persistent buffers of each chunk, by their own names."""
+    found = []
+    for chunk in chunks:
+        named = dict(chunk.named_parameters())
+        for name, value in chunk.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                named.setdefault(name, value)
+        found.append(named)
+    return found
+
+
+@torch.no_grad()
+def forward(chunks: Sequence[GPTModel], tokens: Tensor) -> Tensor | None:
+    """Logits of the vocabulary without its padding, on ranks of the last stage; None on others."""
+    batch, length = tokens.shape
+    positions = torch.arange(length).expand(batch, -1)
+    hidden_by_mask = torch.triu(torch.ones(length, length, dtype=torch.bool), diagonal=1)
+    out = None
+    for model in chunks:
+        if not model.pre_process:
+            # Megatron's order of dimensions: sequence, batch, hidden.
+            received = torch.empty(length, batch, model.config.hidden_size)
+            dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
+            model.set_input_tensor(received)
+        out = model(tokens, positions, hidden_by_mask[None, None])
+        if not model.post_process:
+            dist.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+    return out[..., :VOCAB] if chunks[-1].post_process else None
