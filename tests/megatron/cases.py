@@ -47,6 +47,23 @@ MODELS: dict[str, Mapping[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "norm_topk_prob": False,
     },
+    # A dense layer, then experts beside shared ones; latent queries, keys and values.
+    "deepseek_v3": {
+        "num_key_value_heads": 8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+    },
 }
 """Fields beside `SIZES`, by transformers' name of the model unless `model_type` says it."""
 

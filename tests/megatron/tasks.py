@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -35,12 +35,22 @@ self_attn.v_proj.*            = self_attn.v_proj.*
 self_attn.o_proj.*            = self_attn.o_proj.*
 self_attn.q_norm.weight       = self_attn.q_norm.weight
 self_attn.k_norm.weight       = self_attn.k_norm.weight
+self_attn.q_a_proj.weight     = self_attn.q_a_proj.weight
+self_attn.q_a_layernorm.weight = self_attn.q_a_layernorm.weight
+self_attn.q_b_proj.weight     = self_attn.q_b_proj.weight
+self_attn.kv_a_proj_with_mqa.weight = self_attn.kv_a_proj_with_mqa.weight
+self_attn.kv_a_layernorm.weight = self_attn.kv_a_layernorm.weight
+self_attn.kv_b_proj.weight    = self_attn.kv_b_proj.weight
 mlp.gate_proj.weight          = mlp.gate_proj.weight
 mlp.up_proj.weight            = mlp.up_proj.weight
 mlp.down_proj.weight          = mlp.down_proj.weight
 mlp.gate.weight               = mlp.gate.weight
+mlp.gate.e_score_correction_bias = mlp.gate.e_score_correction_bias
 mlp.experts.gate_up_proj      = mlp.experts.{e}.[gate up]_proj.weight : e (gate + up) h
 mlp.experts.down_proj         = mlp.experts.{e}.down_proj.weight      : e h n
+mlp.shared_experts.gate_proj.weight = mlp.shared_experts.gate_proj.weight
+mlp.shared_experts.up_proj.weight   = mlp.shared_experts.up_proj.weight
+mlp.shared_experts.down_proj.weight = mlp.shared_experts.down_proj.weight
 mlp.shared_expert_gate.weight = mlp.shared_expert_gate.weight
 mlp.shared_expert.gate_proj.weight = mlp.shared_experts.gate_proj.weight
 mlp.shared_expert.up_proj.weight   = mlp.shared_experts.up_proj.weight
@@ -66,19 +76,20 @@ def run(rank: int, case: Case) -> Found:
     checkpoint = Stored(parse(CHECKPOINT), (sm.Mesh(one=1, ranks=range(1)),))
     trained = _declare(case, config)
     shapes = logical_shapes(config, vocab=VOCAB, tied=case.tied)
-    own = trainer.own_tensors(chunks)
+    own = [trainer.own_tensors(chunk) for chunk in chunks]
+    stored = trainer.own_tensors(original)
 
     there = smt.Refit(sm.refit(checkpoint, trained, shapes), timeout=30.0)
-    there.prepare(dict(original.named_parameters()) if rank == 0 else None, own)
+    there.prepare(stored if rank == 0 else None, own)
     there(acknowledge=True)
     tokens = torch.arange(32).mul(37).remainder(VOCAB).view(2, 16)
     logits = trainer.forward(chunks, tokens)
 
-    returned = {name: torch.zeros_like(p) for name, p in original.named_parameters()}
+    returned = {name: torch.zeros_like(tensor) for name, tensor in stored.items()}
     back = smt.Refit(sm.refit(trained, checkpoint, shapes), timeout=30.0)
     back.prepare(own, returned if rank == 0 else None)
     back(acknowledge=True)
-    not_back = _list_changed(original, returned) if rank == 0 else []
+    not_back = _list_changed(stored, returned) if rank == 0 else []
     if logits is None:
         return Found(None, None, None, not_back)
     with torch.no_grad():
@@ -95,11 +106,11 @@ def _make_model(case: Case) -> Any:
         config, attn_implementation="eager"
     ).eval()
     random = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
-        drawn = torch.randn(parameter.shape, generator=random) * scale
+    for tensor in trainer.own_tensors(model).values():
+        scale = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.5
+        drawn = torch.randn(tensor.shape, generator=random) * scale
         # Weights of norms are about 1; biases are too, where other values would do as well.
-        parameter.data = drawn if parameter.dim() > 1 else 1 + drawn
+        tensor.data = drawn if tensor.dim() > 1 else 1 + drawn
     return model
 
 
@@ -124,10 +135,6 @@ def _declare(case: Case, config: Any) -> Stored:
     return Stored(parse(changed), side.meshes, side.indices, side.numbers)
 
 
-def _list_changed(model: nn.Module, returned: dict[str, Tensor]) -> list[str]:
-    """The parameters that did not come back bit for bit."""
-    changed = []
-    for name, parameter in model.named_parameters():
-        if not torch.equal(parameter, returned[name]):
-            changed.append(name)
-    return changed
+def _list_changed(stored: dict[str, Tensor], returned: dict[str, Tensor]) -> list[str]:
+    """The tensors that did not come back bit for bit."""
+    return [name for name, tensor in stored.items() if not torch.equal(tensor, returned[name])]

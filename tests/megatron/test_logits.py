@@ -32,6 +32,8 @@ CASES = [
     Case("mixtral", tp=2, ep=2),
     Case("qwen3_moe", tp=2, ep=2, etp=2),
     Case("qwen2_moe", tp=2, etp=2),
+    Case("deepseek_v3"),
+    Case("deepseek_v3", tp=2, ep=2),
 ]
 
 QKV = "(groups (q + k + v) | tp n)"

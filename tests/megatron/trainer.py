@@ -19,10 +19,11 @@ with warnings.catch_warnings():
     # Apex and TransformerEngine are not installed, which is said once for each module that would use them.
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.moe import moe_utils
 
 from shardmath.families.megatron_core import pad_vocab
@@ -55,6 +56,14 @@ def _replace() -> None:
     Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
     # Without TransformerEngine the router looks for this name all the same.
     moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False
+
+
+class _Attention(DotProductAttention):  # type: ignore[misc]
+    """Takes the sizes of heads that latent attention gives, and that only TransformerEngine's attention asks for."""
+
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **named: Any) -> None:
+        super().__init__(*args, **named)
 
 
 def configure(case: Case, hf: Any) -> TransformerConfig:
@@ -72,7 +81,7 @@ def configure(case: Case, hf: Any) -> TransformerConfig:
         "activation_func": nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": hf.model_type in ("qwen2", "qwen2_moe"),
-        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
+        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe", "deepseek_v3"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": case.tp,
@@ -83,17 +92,37 @@ def configure(case: Case, hf: Any) -> TransformerConfig:
         "num_layers_in_first_pipeline_stage": case.first,
         "pipeline_dtype": torch.float32,
     }
+    fields |= _configure_experts(case, hf) | CPU
+    make = TransformerConfig
+    if hf.model_type == "deepseek_v3":
+        make = MLATransformerConfig
+        fields |= _configure_latent(hf)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return TransformerConfig(**fields, **_configure_experts(hf), **CPU)
+        return make(**fields)
 
 
-def _configure_experts(hf: Any) -> dict[str, Any]:
+def _configure_latent(hf: Any) -> dict[str, Any]:
+    """What latent attention adds."""
+    return {
+        "q_lora_rank": hf.q_lora_rank,
+        "kv_lora_rank": hf.kv_lora_rank,
+        "qk_head_dim": hf.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+        "v_head_dim": hf.v_head_dim,
+        # Of the values, by which Megatron's own attention sizes its output.
+        "kv_channels": hf.v_head_dim,
+        "rope_type": "rope",
+        "rotary_base": hf.rope_parameters["rope_theta"],
+    }
+
+
+def _configure_experts(case: Case, hf: Any) -> dict[str, Any]:
     """What routed experts add."""
     experts = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
     if not experts:
         return {}
-    return {
+    fields = {
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", hf.intermediate_size),
         "moe_shared_expert_intermediate_size": getattr(hf, "shared_expert_intermediate_size", None),
@@ -103,6 +132,18 @@ def _configure_experts(hf: Any) -> dict[str, Any]:
         # Probabilities of all experts, or of the chosen ones, which is the same as normalising them afterwards.
         "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
     }
+    if hf.model_type == "deepseek_v3":
+        dense = hf.first_k_dense_replace
+        fields |= {
+            "moe_layer_freq": [0] * dense + [1] * (case.layers - dense),
+            "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": hf.n_group,
+            "moe_router_group_topk": hf.topk_group,
+            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        }
+    return fields
 
 
 def build(case: Case, config: TransformerConfig, hf: Any) -> list[GPTModel]:
@@ -122,11 +163,12 @@ def build(case: Case, config: TransformerConfig, hf: Any) -> list[GPTModel]:
 
 def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> GPTModel:
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
+    at = chunk if case.vpp > 1 else None
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=at
     )
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = _Attention
     model = GPTModel(
         config,
         spec,
@@ -138,22 +180,18 @@ def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> 
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type="rope",
         rotary_base=hf.rope_parameters["rope_theta"],
-        vp_stage=chunk if case.vpp > 1 else None,
+        vp_stage=at,
     )
     # With tp, experts refuse to train without sequence parallelism.
     return model.eval()
 
 
-def own_tensors(chunks: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
-    """All parameters and persistent buffers of each chunk, by their own names."""
-    found = []
-    for chunk in chunks:
-        named = dict(chunk.named_parameters())
-        for name, value in chunk.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
-                named.setdefault(name, value)
-        found.append(named)
-    return found
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and persistent buffers, by their own names."""
+    named: dict[str, Tensor] = dict(module.named_parameters())
+    persistent = module.state_dict()
+    named |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    return named
 
 
 @torch.no_grad()
