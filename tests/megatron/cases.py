@@ -47,6 +47,26 @@ MODELS: dict[str, Mapping[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "norm_topk_prob": False,
     },
+    # A gated delta net, then attention with an output gate.
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
     # A dense layer, then experts beside shared ones; latent queries, keys and values.
     "deepseek_v3": {
         "num_key_value_heads": 8,

@@ -12,10 +12,12 @@ from tests.distributed import pool
 pool.PRELOADED += [
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen2_moe.modeling_qwen2_moe",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.qwen3_next.modeling_qwen3_next",
 ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -29,6 +29,7 @@ lm_head.weight                = lm_head.weight
 [model.layers.{l}. = model.layers.{l}.]
 input_layernorm.weight        = input_layernorm.weight
 post_attention_layernorm.weight = post_attention_layernorm.weight
+self_attn.q_proj.*            = self_attn.[q g]_proj.* : (heads (q + g)) h
 self_attn.q_proj.*            = self_attn.q_proj.*
 self_attn.k_proj.*            = self_attn.k_proj.*
 self_attn.v_proj.*            = self_attn.v_proj.*
@@ -41,6 +42,13 @@ self_attn.q_b_proj.weight     = self_attn.q_b_proj.weight
 self_attn.kv_a_proj_with_mqa.weight = self_attn.kv_a_proj_with_mqa.weight
 self_attn.kv_a_layernorm.weight = self_attn.kv_a_layernorm.weight
 self_attn.kv_b_proj.weight    = self_attn.kv_b_proj.weight
+linear_attn.in_proj_qkvz.weight = linear_attn.[q k v z].weight : (keys (q + k + v + z)) h
+linear_attn.in_proj_ba.weight = linear_attn.[b a].weight : (keys (b + a)) h
+linear_attn.conv1d.weight     = linear_attn.conv_[q k v].weight : (q + k + v) ...
+linear_attn.A_log             = linear_attn.A_log
+linear_attn.dt_bias           = linear_attn.dt_bias
+linear_attn.norm.weight       = linear_attn.norm.weight
+linear_attn.out_proj.weight   = linear_attn.out_proj.weight
 mlp.gate_proj.weight          = mlp.gate_proj.weight
 mlp.up_proj.weight            = mlp.up_proj.weight
 mlp.down_proj.weight          = mlp.down_proj.weight
@@ -48,15 +56,15 @@ mlp.gate.weight               = mlp.gate.weight
 mlp.gate.e_score_correction_bias = mlp.gate.e_score_correction_bias
 mlp.experts.gate_up_proj      = mlp.experts.{e}.[gate up]_proj.weight : e (gate + up) h
 mlp.experts.down_proj         = mlp.experts.{e}.down_proj.weight      : e h n
+mlp.shared_expert.gate_proj.weight = mlp.shared_experts.gate_proj.weight ? mlp.shared_expert_gate.weight
+mlp.shared_expert.up_proj.weight   = mlp.shared_experts.up_proj.weight   ? mlp.shared_expert_gate.weight
+mlp.shared_expert.down_proj.weight = mlp.shared_experts.down_proj.weight ? mlp.shared_expert_gate.weight
 mlp.shared_experts.gate_proj.weight = mlp.shared_experts.gate_proj.weight
 mlp.shared_experts.up_proj.weight   = mlp.shared_experts.up_proj.weight
 mlp.shared_experts.down_proj.weight = mlp.shared_experts.down_proj.weight
 mlp.shared_expert_gate.weight = mlp.shared_expert_gate.weight
-mlp.shared_expert.gate_proj.weight = mlp.shared_experts.gate_proj.weight
-mlp.shared_expert.up_proj.weight   = mlp.shared_experts.up_proj.weight
-mlp.shared_expert.down_proj.weight = mlp.shared_experts.down_proj.weight
 """
-"""transformers 5: experts are stacked, gate over up."""
+"""transformers 5: experts are stacked, gate over up; Qwen3-Next's projections go by heads, of queries or of keys."""
 
 
 class Found(NamedTuple):
@@ -73,11 +81,11 @@ def run(rank: int, case: Case) -> Found:
     original = _make_model(case)
     config = trainer.configure(case, original.config)
     chunks = trainer.build(case, config, original.config)
-    checkpoint = Stored(parse(CHECKPOINT), (sm.Mesh(one=1, ranks=range(1)),))
-    trained = _declare(case, config)
+    checkpoint = _declare_checkpoint(original.config)
+    trained = _declare_trainer(case, config)
     shapes = logical_shapes(config, vocab=VOCAB, tied=case.tied)
     own = [trainer.own_tensors(chunk) for chunk in chunks]
-    stored = trainer.own_tensors(original)
+    stored = _list_stored(original)
 
     there = smt.Refit(sm.refit(checkpoint, trained, shapes), timeout=30.0)
     there.prepare(stored if rank == 0 else None, own)
@@ -114,7 +122,27 @@ def _make_model(case: Case) -> Any:
     return model
 
 
-def _declare(case: Case, config: Any) -> Stored:
+def _list_stored(model: nn.Module) -> dict[str, Tensor]:
+    """What the checkpoint's rank moves: the model's own tensors."""
+    stored = trainer.own_tensors(model)
+    for name, module in model.named_modules():
+        # Qwen3-Next keeps these weights less one, and Megatron's own norm keeps them whole: arithmetic is not moved.
+        if type(module).__name__ == "Qwen3NextRMSNorm":
+            stored[f"{name}.weight"] = 1 + stored[f"{name}.weight"].detach()
+    return stored
+
+
+def _declare_checkpoint(hf: Any) -> Stored:
+    """How rank 0 stores it."""
+    numbers = {
+        "heads": hf.num_attention_heads,
+        "keys": getattr(hf, "linear_num_key_heads", 1),
+    }
+    mesh = sm.Mesh(one=1, ranks=range(1))
+    return Stored(parse(CHECKPOINT), (mesh,), numbers=numbers)
+
+
+def _declare_trainer(case: Case, config: Any) -> Stored:
     """How the trainer stores its tensors, with the rows as they are or one structure swapped."""
     side = megatron(
         config,

@@ -12,8 +12,8 @@ from tests.distributed.pool import Pool
 from tests.megatron.cases import Case
 from tests.megatron.tasks import Found, run
 
-TOLERANCE = 2e-5
-"""Of float32 logits of about 1 to 5, summed in another order under tp."""
+TOLERANCE = 1e-5
+"""Of the largest logit; all is float32, and sums are in another order."""
 TIMEOUT_S = 100.0
 
 CASES = [
@@ -32,6 +32,8 @@ CASES = [
     Case("mixtral", tp=2, ep=2),
     Case("qwen3_moe", tp=2, ep=2, etp=2),
     Case("qwen2_moe", tp=2, etp=2),
+    Case("qwen3_next"),
+    Case("qwen3_next", tp=2, ep=2),
     Case("deepseek_v3"),
     Case("deepseek_v3", tp=2, ep=2),
 ]
@@ -74,7 +76,7 @@ def test_megatron_gives_the_logits_of_transformers(case: Case) -> None:
     )
     assert len(with_logits) == case.ranks // case.pp
     for one in with_logits:
-        assert one.difference < TOLERANCE
+        assert one.difference < TOLERANCE * one.largest
         assert one.greedy
     assert found[0].not_back == []
 
@@ -83,7 +85,6 @@ def test_megatron_gives_the_logits_of_transformers(case: Case) -> None:
 def test_rows_in_a_wrong_order_give_other_logits(what: str) -> None:
     found = run_alone(WRONG[what])
     for one in found:
-        assert one.difference is not None
-        assert one.difference > 0.1
+        assert one.difference > 0.1 * one.largest
     # A way there and back is blind to it: what is stored wrongly is read back in the same wrong way.
     assert found[0].not_back == []

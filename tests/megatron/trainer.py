@@ -1,12 +1,13 @@
 """Megatron-Core 0.16.1 on processors: the model of a case, built and run over gloo by each rank.
 
-Four things of Megatron want a GPU or TransformerEngine where a model of its local layer spec needs neither; they are
-replaced below. All else is Megatron's own.
+Some things of Megatron want a GPU, TransformerEngine or flash-linear-attention where a model of its local layer spec
+needs none of them; they are replaced below. All else is Megatron's own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,10 +22,18 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
+    from megatron.core.transformer import (
+        MLATransformerConfig,
+        TransformerConfig,
+        multi_latent_attention,
+    )
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from shardmath.families.megatron_core import pad_vocab
 from tests.megatron.cases import VOCAB, Case
@@ -49,6 +58,11 @@ def _fork(self: Any, name: str = "") -> Iterator[None]:
     yield
 
 
+def _l2norm(x: Tensor) -> Tensor:
+    """That of flash-linear-attention."""
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
 def _replace() -> None:
     """Dropout is off, so no state of a GPU's random numbers is needed; devices are the processor."""
     CudaRNGStatesTracker.fork = _fork
@@ -57,6 +71,11 @@ def _replace() -> None:
     # Without TransformerEngine the router looks for this name all the same.
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
+    # The deterministic gated delta net is written in torch, but for this norm.
+    gated_delta_net.HAVE_FLA = True
+    gated_delta_net.l2norm = _l2norm
+    # Small functions are compiled on first use, which would take a C++ compiler.
+    torch.compiler.set_stance("force_eager")
 
 
 class _Attention(DotProductAttention):  # type: ignore[misc]
@@ -81,7 +100,7 @@ def configure(case: Case, hf: Any) -> TransformerConfig:
         "activation_func": nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": hf.model_type in ("qwen2", "qwen2_moe"),
-        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe", "deepseek_v3"),
+        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": case.tp,
@@ -94,6 +113,8 @@ def configure(case: Case, hf: Any) -> TransformerConfig:
     }
     fields |= _configure_experts(case, hf) | CPU
     make = TransformerConfig
+    if hf.model_type == "qwen3_next":
+        fields |= _configure_linear(hf)
     if hf.model_type == "deepseek_v3":
         make = MLATransformerConfig
         fields |= _configure_latent(hf)
@@ -117,6 +138,21 @@ def _configure_latent(hf: Any) -> dict[str, Any]:
     }
 
 
+def _configure_linear(hf: Any) -> dict[str, Any]:
+    """What linear attention adds, and the gate of other attention beside it."""
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(one == "linear_attention") for one in hf.layer_types],
+        "linear_num_key_heads": hf.linear_num_key_heads,
+        "linear_num_value_heads": hf.linear_num_value_heads,
+        "linear_key_head_dim": hf.linear_key_head_dim,
+        "linear_value_head_dim": hf.linear_value_head_dim,
+        "linear_conv_kernel_dim": hf.linear_conv_kernel_dim,
+        "attention_output_gate": True,
+        "deterministic_mode": True,
+    }
+
+
 def _configure_experts(case: Case, hf: Any) -> dict[str, Any]:
     """What routed experts add."""
     experts = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
@@ -126,7 +162,7 @@ def _configure_experts(case: Case, hf: Any) -> dict[str, Any]:
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", hf.intermediate_size),
         "moe_shared_expert_intermediate_size": getattr(hf, "shared_expert_intermediate_size", None),
-        "moe_shared_expert_gate": hf.model_type == "qwen2_moe",
+        "moe_shared_expert_gate": hf.model_type in ("qwen2_moe", "qwen3_next"),
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_load_balancing_type": "none",
         # Probabilities of all experts, or of the chosen ones, which is the same as normalising them afterwards.
@@ -167,8 +203,10 @@ def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> 
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=at
     )
-    for layer in spec.layer_specs:
+    for number, layer in enumerate(spec.layer_specs):
         layer.submodules.self_attention.submodules.core_attention = _Attention
+        if config.linear_attention_freq and config.linear_attention_freq[number]:
+            spec.layer_specs[number] = _with_delta_net(layer)
     model = GPTModel(
         config,
         spec,
@@ -180,10 +218,21 @@ def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> 
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type="rope",
         rotary_base=hf.rope_parameters["rope_theta"],
+        rotary_percent=hf.rope_parameters.get("partial_rotary_factor", 1.0),
         vp_stage=at,
     )
     # With tp, experts refuse to train without sequence parallelism.
     return model.eval()
+
+
+def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
+    """The layer with a gated delta net, which Megatron puts together for TransformerEngine only."""
+    parts = gated_delta_net.GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+    )
+    mixer = ModuleSpec(module=gated_delta_net.GatedDeltaNet, submodules=parts)
+    submodules = dataclasses.replace(layer.submodules, self_attention=mixer)
+    return dataclasses.replace(layer, submodules=submodules)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
