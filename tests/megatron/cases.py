@@ -1,4 +1,4 @@
-"""Cases: a transformers model, and how a Megatron trainer divides it. No torch here: pytest's own process has none.
+"""Cases: a transformers model, and how a Megatron trainer divides it.
 
 >>> Case("qwen3", tp=2, pp=2).ranks, str(Case("mixtral", ep=2))
 (4, 'mixtral-ep2')
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["MODELS", "VOCAB", "Case"]
+__all__ = ["MODELS", "VOCAB", "Case", "Found"]
 
 VOCAB = 100
 """Megatron pads it to a multiple of 128 times tp."""
@@ -32,6 +32,8 @@ MODELS: dict[str, Mapping[str, Any]] = {
     "llama-2-groups": {"model_type": "llama", "num_key_value_heads": 2},
     "qwen2": {},
     "qwen3": {"head_dim": 8},
+    # Biases, LayerNorm, and an MLP without a gate.
+    "starcoder2": {"sliding_window": None, "bos_token_id": None, "eos_token_id": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {
         "head_dim": 8,
@@ -90,7 +92,11 @@ MODELS: dict[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a trainer; `swap` is a structure of a row, and what to write in its place."""
+    """A model and a trainer.
+
+    `first` are the layers of the first stage, `legacy` keeps all experts of a rank in one tensor, `swap` is a
+    structure of a row and what to write in its place.
+    """
 
     model: str
     tp: int = 1
@@ -101,6 +107,8 @@ class Case:
     layers: int = 2
     first: int | None = None
     tied: bool = False
+    order: str = "tp-cp-ep-dp-pp"
+    legacy: bool = False
     swap: tuple[str, str] | None = None
 
     @property
@@ -120,4 +128,15 @@ class Case:
             size = getattr(self, axis)
             if size > 1:
                 words.append(f"{axis}{size}")
-        return "-".join([*words, *["tied"] * self.tied])
+        if self.order != Case.order:
+            words.append(f"order {self.order}")
+        return "-".join([*words, *["tied"] * self.tied, *["legacy"] * self.legacy])
+
+
+class Found(NamedTuple):
+    """What a rank found; without logits the rank is of another stage than the last."""
+
+    difference: float | None
+    largest: float | None
+    greedy: bool | None
+    not_back: list[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,9 +10,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.distributed import pool
 
+# Megatron says of each module what of Apex and TransformerEngine it would have used.
+os.environ["PYTHONWARNINGS"] = "ignore"
+
 pool.PRELOADED += [
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
+    "megatron.core.ssm.gated_delta_net",
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",

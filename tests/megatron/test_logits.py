@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.megatron.cases import Case
-from tests.megatron.tasks import Found, run
+from tests.megatron.cases import Case, Found
+from tests.megatron.tasks import run
 
 TOLERANCE = 1e-5
 """Of the largest logit; all is float32, and sums are in another order."""
@@ -26,10 +26,14 @@ CASES = [
     Case("llama-2-groups", tp=4),
     Case("qwen2", tp=2),
     Case("qwen3", tp=2),
+    Case("starcoder2", tp=2),
     Case("mixtral"),
     Case("mixtral", tp=2, etp=2),
     Case("mixtral", ep=2),
     Case("mixtral", tp=2, ep=2),
+    Case("mixtral", pp=2, ep=2),
+    Case("mixtral", tp=2, pp=2, ep=2, order="pp-tp-cp-ep-dp"),
+    Case("mixtral", legacy=True, ep=2),
     Case("qwen3_moe", tp=2, ep=2, etp=2),
     Case("qwen2_moe", tp=2, etp=2),
     Case("qwen3_next"),
@@ -40,6 +44,8 @@ CASES = [
 
 QKV = "(groups (q + k + v) | tp n)"
 FC1 = "mlp.[gate up]_proj.* : (tp (gate + up))"
+DELTA = "(tp (q + k + v + z + b + a))"
+GATED = "(groups (q + g + k + v) | tp n)"
 EXPERT = "mlp.experts.{e}.[gate up]_proj.* : (etp (gate + up))"
 
 WRONG = {
@@ -54,6 +60,8 @@ WRONG = {
     "gate and up of experts": Case(
         "mixtral", swap=(EXPERT, EXPERT.replace("gate + up)", "up + gate)"))
     ),
+    "q and its gate": Case("qwen3_next", swap=(GATED, "(groups (g + q + k + v) | tp n)")),
+    "b and a": Case("qwen3_next", swap=(DELTA, "(tp (q + k + v + z + a + b))")),
 }
 """Rows that are wrong in one structure, and still cut every tensor into parts of the right shape."""
 

@@ -60,6 +60,8 @@ DEEP = re.compile(r"\b(?:from|import) (shardmath(?:_torch)?\.[\w.]+)")
 PUBLIC = {
     "shardmath.families",
     "shardmath.families.megatron",
+    "shardmath.families.megatron_core",
+    "shardmath.families.megatron_shapes",
     "shardmath.families.vllm",
     "shardmath.pictures",
     "shardmath.testing",
