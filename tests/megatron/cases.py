@@ -69,6 +69,16 @@ MODELS: dict[str, Mapping[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "norm_topk_prob": True,
     },
+    # A layer of Mamba, one of attention without positions, one of an MLP without a gate.
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+        "head_dim": 8,
+        "ssm_state_size": 6,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 10,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
     # A dense layer, then experts beside shared ones; latent queries, keys and values.
     "deepseek_v3": {
         "num_key_value_heads": 8,
@@ -119,8 +129,16 @@ class Case:
     @property
     def fields(self) -> dict[str, Any]:
         """All fields of the transformers configuration."""
-        own = {"model_type": self.model, "num_hidden_layers": self.layers}
-        return {**SIZES, **own, "tie_word_embeddings": self.tied, **MODELS[self.model]}
+        own = {"model_type": self.model, "tie_word_embeddings": self.tied}
+        # Of a hybrid model, its list of layers says how many.
+        if self.pattern is None:
+            own["num_hidden_layers"] = self.layers
+        return {**SIZES, **own, **MODELS[self.model]}
+
+    @property
+    def pattern(self) -> str | None:
+        """The modules of a hybrid model's layers."""
+        return "M*-" if self.model == "nemotron_h" else None
 
     def __str__(self) -> str:
         words = [self.model]

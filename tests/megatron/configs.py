@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
@@ -36,7 +37,9 @@ def configure(case: Case, hf: Any) -> TransformerConfig:
     make = TransformerConfig
     if hf.model_type == "starcoder2":
         fields |= _configure_gelu(hf)
-    if getattr(hf, "num_experts_per_tok", None):
+    if hf.model_type == "nemotron_h":
+        fields |= _configure_mamba(hf)
+    elif getattr(hf, "num_experts_per_tok", None):
         fields |= _configure_experts(case, hf)
     if hf.model_type == "qwen3_next":
         fields |= _configure_linear(hf)
@@ -55,7 +58,7 @@ def _configure_layers(case: Case, hf: Any) -> dict[str, Any]:
         "num_query_groups": hf.num_key_value_heads,
         "kv_channels": getattr(hf, "head_dim", None),
         "ffn_hidden_size": hf.intermediate_size,
-        "layernorm_epsilon": getattr(hf, "rms_norm_eps", None) or hf.norm_epsilon,
+        "layernorm_epsilon": _find_epsilon(hf),
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": functional.silu,
@@ -63,6 +66,11 @@ def _configure_layers(case: Case, hf: Any) -> dict[str, Any]:
         "add_qkv_bias": hf.model_type in ("qwen2", "qwen2_moe"),
         "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3"),
     }
+
+
+def _find_epsilon(hf: Any) -> float:
+    names = ("rms_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+    return next(float(getattr(hf, name)) for name in names if hasattr(hf, name))
 
 
 def _configure_parallel(case: Case) -> dict[str, Any]:
@@ -84,6 +92,21 @@ def _configure_gelu(hf: Any) -> dict[str, Any]:
         "gated_linear_unit": False,
         "activation_func": gelu,
         "add_bias_linear": True,
+    }
+
+
+def _configure_mamba(hf: Any) -> dict[str, Any]:
+    """What Mamba adds, and an MLP of squares without a gate."""
+    return {
+        "is_hybrid_model": True,
+        "gated_linear_unit": False,
+        "activation_func": squared_relu,
+        "mamba_state_dim": hf.ssm_state_size,
+        "mamba_head_dim": hf.mamba_head_dim,
+        "mamba_num_groups": hf.n_groups,
+        "mamba_num_heads": hf.mamba_num_heads,
+        # The other path is one kernel, which would cut z, x, B, C and dt apart itself.
+        "use_mamba_mem_eff_path": False,
     }
 
 

@@ -20,6 +20,7 @@ pool.PRELOADED += [
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.nemotron_h.modeling_nemotron_h",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen2_moe.modeling_qwen2_moe",
     "transformers.models.qwen3.modeling_qwen3",

@@ -68,6 +68,29 @@ mlp.shared_expert_gate.weight = mlp.shared_expert_gate.weight
 """
 """transformers 5: experts are stacked, gate over up; Qwen3-Next's projections go by heads, of queries or of keys."""
 
+HYBRID = """
+model.embeddings.weight       = model.embed_tokens.weight
+model.norm_f.weight           = model.norm.weight
+lm_head.weight                = lm_head.weight
+[model.layers.{l}. = model.layers.{l}.]
+norm.weight                   = input_layernorm.weight
+norm.weight                   = post_attention_layernorm.weight
+mixer.in_proj.weight          = mixer.[z x B C dt].weight : (z + x + B + C + dt) h
+mixer.conv1d.*                = mixer.conv_[x B C].*      : (x + B + C) ...
+mixer.A_log                   = mixer.A_log
+mixer.D                       = mixer.D
+mixer.dt_bias                 = mixer.dt_bias
+mixer.norm.weight             = mixer.norm.weight
+mixer.out_proj.weight         = mixer.out_proj.weight
+mixer.q_proj.weight           = self_attn.q_proj.weight
+mixer.k_proj.weight           = self_attn.k_proj.weight
+mixer.v_proj.weight           = self_attn.v_proj.weight
+mixer.o_proj.weight           = self_attn.o_proj.weight
+mixer.up_proj.weight          = mlp.up_proj.weight
+mixer.down_proj.weight        = mlp.down_proj.weight
+"""
+"""Nemotron-H: a layer is one module, called mixer whatever it is."""
+
 
 def move(rank: int, case: Case) -> Found:
     """The weights to Megatron, its logits against those of transformers, and the weights back."""
@@ -76,7 +99,7 @@ def move(rank: int, case: Case) -> Found:
     chunks = trainer.build(case, config, original.config)
     checkpoint = _declare_checkpoint(original.config)
     trained = _declare_trainer(case, config)
-    shapes = logical_shapes(config, vocab=VOCAB, tied=case.tied)
+    shapes = logical_shapes(config, vocab=VOCAB, tied=case.tied, pattern=case.pattern)
     own = [_list_own(case, chunk) for chunk in chunks]
     stored = _list_stored(original)
 
@@ -146,7 +169,8 @@ def _declare_checkpoint(hf: Any) -> Stored:
         "keys": getattr(hf, "linear_num_key_heads", 1),
     }
     mesh = sm.Mesh(one=1, ranks=range(1))
-    return Stored(parse(CHECKPOINT), (mesh,), numbers=numbers)
+    table = HYBRID if hf.model_type == "nemotron_h" else CHECKPOINT
+    return Stored(parse(table), (mesh,), numbers=numbers)
 
 
 def _declare_trainer(case: Case, config: Any) -> Stored:
@@ -160,7 +184,7 @@ def _declare_trainer(case: Case, config: Any) -> Stored:
         ep=case.ep,
         etp=case.etp,
         order=case.order,
-        spec="local",
+        spec="te" if case.pattern else "local",
         vocab=VOCAB,
     )
     if case.swap is None:

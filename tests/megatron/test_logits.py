@@ -38,6 +38,9 @@ CASES = [
     Case("qwen2_moe", tp=2, etp=2),
     Case("qwen3_next"),
     Case("qwen3_next", tp=2, ep=2),
+    Case("nemotron_h", layers=3),
+    Case("nemotron_h", layers=3, tp=2),
+    Case("nemotron_h", layers=3, pp=2, first=1),
     Case("deepseek_v3"),
     Case("deepseek_v3", tp=2, ep=2),
 ]

@@ -27,7 +27,7 @@ from tests.megatron.cases import VOCAB, Case
 __all__ = ["build", "forward", "own_tensors"]
 
 
-def build(case: Case, config: TransformerConfig, hf: Any) -> list[GPTModel]:
+def build(case: Case, config: TransformerConfig, hf: Any) -> list[Any]:
     """This rank's model, a chunk per virtual stage, with Megatron's random weights."""
     stand_ins.replace()
     parallel_state.initialize_model_parallel(
@@ -41,22 +41,27 @@ def build(case: Case, config: TransformerConfig, hf: Any) -> list[GPTModel]:
     return [_build_chunk(case, config, hf, chunk) for chunk in range(case.vpp)]
 
 
-def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> GPTModel:
+def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> Any:
     stage = parallel_state.get_pipeline_model_parallel_rank()
+    fields = {
+        "vocab_size": pad_vocab(VOCAB, case.tp),
+        "max_sequence_length": hf.max_position_embeddings,
+        "pre_process": (chunk, stage) == (0, 0),
+        "post_process": (chunk, stage) == (case.vpp - 1, case.pp - 1),
+        "parallel_output": False,
+        "share_embeddings_and_output_weights": case.tied,
+    }
+    if case.pattern is not None:
+        return _build_hybrid(config, case.pattern, fields)
     at = chunk if case.vpp > 1 else None
     model = GPTModel(
         config,
         _specify(config, at),
-        vocab_size=pad_vocab(VOCAB, case.tp),
-        max_sequence_length=hf.max_position_embeddings,
-        pre_process=(chunk, stage) == (0, 0),
-        post_process=(chunk, stage) == (case.vpp - 1, case.pp - 1),
-        parallel_output=False,
-        share_embeddings_and_output_weights=case.tied,
         position_embedding_type="rope",
         rotary_base=hf.rope_parameters["rope_theta"],
         rotary_percent=hf.rope_parameters.get("partial_rotary_factor", 1.0),
         vp_stage=at,
+        **fields,
     )
     for module in model.modules():
         if isinstance(module, GroupedMLP):
@@ -64,6 +69,15 @@ def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> 
             module.config = dataclasses.replace(config, bf16=True)
     # With tp, experts refuse to train without sequence parallelism.
     return model.eval()
+
+
+def _build_hybrid(config: TransformerConfig, pattern: str, fields: dict[str, Any]) -> Any:
+    """A model of Mamba layers and others, with Megatron's own list of their modules."""
+    stand_ins.replace_for_mamba()
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+    from megatron.core.models.mamba.mamba_model import MambaModel
+
+    return MambaModel(config, mamba_stack_spec, hybrid_override_pattern=pattern, **fields).eval()
 
 
 def _specify(config: TransformerConfig, chunk: int | None) -> Any:
@@ -101,7 +115,7 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def forward(chunks: Sequence[GPTModel], tokens: Tensor) -> Tensor | None:
+def forward(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
     """Logits of the vocabulary without its padding, on ranks of the last stage; None on others."""
     batch, length = tokens.shape
     positions = torch.arange(length).expand(batch, -1)
