@@ -104,8 +104,8 @@ MODELS: dict[str, Mapping[str, Any]] = {
 class Case:
     """A model and a trainer.
 
-    `first` are the layers of the first stage, `legacy` keeps all experts of a rank in one tensor, `swap` is a
-    structure of a row and what to write in its place.
+    `first` are the layers of the first stage, `spec` says whose modules layers are made of, `legacy` keeps all experts
+    of a rank in one tensor, `swap` is a structure of a row and what to write in its place.
     """
 
     model: str
@@ -118,6 +118,7 @@ class Case:
     first: int | None = None
     tied: bool = False
     order: str = "tp-cp-ep-dp-pp"
+    spec: str = "local"
     legacy: bool = False
     swap: tuple[str, str] | None = None
 
@@ -148,6 +149,8 @@ class Case:
                 words.append(f"{axis}{size}")
         if self.order != Case.order:
             words.append(f"order {self.order}")
+        if self.spec != Case.spec:
+            words.append(self.spec)
         return "-".join([*words, *["tied"] * self.tied, *["legacy"] * self.legacy])
 
 

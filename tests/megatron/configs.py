@@ -117,7 +117,7 @@ def _configure_experts(case: Case, hf: Any) -> dict[str, Any]:
         "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", hf.intermediate_size),
         "moe_shared_expert_intermediate_size": getattr(hf, "shared_expert_intermediate_size", None),
         "moe_shared_expert_gate": hf.model_type in ("qwen2_moe", "qwen3_next"),
-        "moe_grouped_gemm": case.legacy,
+        "moe_grouped_gemm": case.legacy or case.spec == "te",
         "moe_use_legacy_grouped_gemm": case.legacy,
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_load_balancing_type": "none",

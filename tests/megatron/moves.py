@@ -184,7 +184,7 @@ def _declare_trainer(case: Case, config: Any) -> Stored:
         ep=case.ep,
         etp=case.etp,
         order=case.order,
-        spec="te" if case.pattern else "local",
+        spec=case.spec,
         vocab=VOCAB,
     )
     if case.swap is None:

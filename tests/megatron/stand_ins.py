@@ -1,6 +1,6 @@
 """What Megatron-Core takes from a GPU and from packages that need one, for a model that could do without.
 
-Weights are not touched by any of this: it is arithmetic, devices and streams. All else that runs is Megatron's own.
+None of this knows how components lie in a parameter: what cuts q from k, gate from up and z from x is Megatron's own.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from unittest.mock import MagicMock
 
 import torch
 from megatron.core.extensions import transformer_engine
+from megatron.core.extensions import transformer_engine_spec_provider as provider
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.ssm import gated_delta_net
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import experts, moe_utils
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Attention", "replace", "replace_for_mamba"]
+from tests.megatron import te_modules
+
+__all__ = ["replace", "replace_for_mamba"]
 
 TRITON = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
 
@@ -40,6 +42,11 @@ def replace() -> None:
     # Without TransformerEngine, these two look for it all the same.
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
+    for module in (provider, gpt_layer_specs, multi_latent_attention):
+        te_modules.replace_in(module)
+    provider.is_te_min_version = lambda version: True
+    for module in (gpt_layer_specs, variants):
+        module.TESpecProvider = provider.TESpecProvider
     # The deterministic gated delta net is written in torch, but for this norm.
     gated_delta_net.HAVE_FLA = True
     gated_delta_net.l2norm = _normalize
@@ -51,35 +58,12 @@ def replace() -> None:
 def replace_for_mamba() -> None:
     """Before Megatron's modules of Mamba are imported: they are put together for TransformerEngine only."""
     sys.modules[TRITON] = MagicMock()
-    transformer_engine.TELayerNormColumnParallelLinear = NormAndLinear
-    transformer_engine.TERowParallelLinear = RowParallelLinear
-    transformer_engine.TEDotProductAttention = Attention
-    transformer_engine.TENorm = WrappedTorchNorm
+    te_modules.replace_in(transformer_engine)
     from megatron.core.ssm import mamba_mixer
 
     mamba_mixer.HAVE_MAMBA_SSM = True
     mamba_mixer.ExtendedRMSNorm = GatedNorm
     mamba_mixer.mamba_chunk_scan_combined = _scan
-
-
-class Attention(DotProductAttention):  # type: ignore[misc]
-    """Takes the sizes of heads that latent attention gives, and that only TransformerEngine's attention asks for."""
-
-    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **named: Any) -> None:
-        super().__init__(*args, **named)
-
-
-class NormAndLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """TransformerEngine's fused norm and linear layer, by the names of its parameters."""
-
-    def __init__(self, size: int, *args: Any, config: Any, **named: Any) -> None:
-        super().__init__(size, *args, config=config, **named)
-        self.layer_norm_weight = nn.Parameter(torch.ones(size))
-        self.epsilon = config.layernorm_epsilon
-
-    def forward(self, x: Tensor, *args: Any, **named: Any) -> Any:
-        normal = functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.epsilon)
-        return super().forward(normal, *args, **named)
 
 
 class GatedNorm(nn.Module):

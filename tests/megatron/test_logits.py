@@ -36,17 +36,22 @@ CASES = [
     Case("mixtral", legacy=True, ep=2),
     Case("qwen3_moe", tp=2, ep=2, etp=2),
     Case("qwen2_moe", tp=2, etp=2),
-    Case("qwen3_next"),
-    Case("qwen3_next", tp=2, ep=2),
-    Case("nemotron_h", layers=3),
-    Case("nemotron_h", layers=3, tp=2),
-    Case("nemotron_h", layers=3, pp=2, first=1),
+    Case("qwen3_next", spec="te"),
+    Case("qwen3_next", spec="te", tp=2, ep=2),
+    Case("nemotron_h", layers=3, spec="te"),
+    Case("nemotron_h", layers=3, spec="te", tp=2),
+    Case("nemotron_h", layers=3, spec="te", pp=2, first=1),
     Case("deepseek_v3"),
     Case("deepseek_v3", tp=2, ep=2),
+    Case("qwen3", spec="te", tp=2),
+    Case("starcoder2", spec="te", tp=2),
+    Case("mixtral", spec="te", tp=2, ep=2, etp=2),
+    Case("deepseek_v3", spec="te", tp=2, ep=2),
 ]
 
 QKV = "(groups (q + k + v) | tp n)"
 FC1 = "mlp.[gate up]_proj.* : (tp (gate + up))"
+MAMBA = "(tp (z + x + B + C + dt))"
 DELTA = "(tp (q + k + v + z + b + a))"
 GATED = "(groups (q + g + k + v) | tp n)"
 EXPERT = "mlp.experts.{e}.[gate up]_proj.* : (etp (gate + up))"
@@ -63,8 +68,12 @@ WRONG = {
     "gate and up of experts": Case(
         "mixtral", swap=(EXPERT, EXPERT.replace("gate + up)", "up + gate)"))
     ),
-    "q and its gate": Case("qwen3_next", swap=(GATED, "(groups (g + q + k + v) | tp n)")),
-    "b and a": Case("qwen3_next", swap=(DELTA, "(tp (q + k + v + z + a + b))")),
+    "q and its gate": Case(
+        "qwen3_next", spec="te", swap=(GATED, "(groups (g + q + k + v) | tp n)")
+    ),
+    "z and x": Case("nemotron_h", layers=3, spec="te", swap=(MAMBA, "(tp (x + z + B + C + dt))")),
+    "B and C": Case("nemotron_h", layers=3, spec="te", swap=(MAMBA, "(tp (z + x + C + B + dt))")),
+    "b and a": Case("qwen3_next", spec="te", swap=(DELTA, "(tp (q + k + v + z + a + b))")),
 }
 """Rows that are wrong in one structure, and still cut every tensor into parts of the right shape."""
 

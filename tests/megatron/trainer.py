@@ -9,19 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import GroupedMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from shardmath.families.megatron_core import pad_vocab
-from tests.megatron import stand_ins
+from tests.megatron import stand_ins, te_modules
 from tests.megatron.cases import VOCAB, Case
 
 __all__ = ["build", "forward", "own_tensors"]
@@ -56,7 +54,7 @@ def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> 
     at = chunk if case.vpp > 1 else None
     model = GPTModel(
         config,
-        _specify(config, at),
+        _specify(config, case.spec, at),
         position_embedding_type="rope",
         rotary_base=hf.rope_parameters["rope_theta"],
         rotary_percent=hf.rope_parameters.get("partial_rotary_factor", 1.0),
@@ -80,30 +78,19 @@ def _build_hybrid(config: TransformerConfig, pattern: str, fields: dict[str, Any
     return MambaModel(config, mamba_stack_spec, hybrid_override_pattern=pattern, **fields).eval()
 
 
-def _specify(config: TransformerConfig, chunk: int | None) -> Any:
-    """The modules of each layer: Megatron's own, not TransformerEngine's."""
-    spec = get_gpt_decoder_block_spec(
+def _specify(config: TransformerConfig, spec: str, chunk: int | None) -> Any:
+    """The modules of each layer, as Megatron puts them together: of its own, or of TransformerEngine's."""
+    if config.experimental_attention_variant:
+        return get_transformer_block_with_experimental_attention_variant_spec(config)
+    block = get_gpt_decoder_block_spec(
         config,
-        use_transformer_engine=False,
+        use_transformer_engine=spec == "te",
         normalization=config.normalization,
         vp_stage=chunk,
     )
-    first = get_transformer_layer_offset(config, vp_stage=chunk)
-    for number, layer in enumerate(spec.layer_specs):
-        layer.submodules.self_attention.submodules.core_attention = stand_ins.Attention
-        if config.linear_attention_freq and config.linear_attention_freq[first + number]:
-            spec.layer_specs[number] = _with_delta_net(layer)
-    return spec
-
-
-def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
-    """The layer with a gated delta net, which Megatron puts together for TransformerEngine only."""
-    parts = GatedDeltaNetSubmodules(
-        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
-    )
-    mixer = ModuleSpec(module=GatedDeltaNet, submodules=parts)
-    submodules = dataclasses.replace(layer.submodules, self_attention=mixer)
-    return dataclasses.replace(layer, submodules=submodules)
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = te_modules.Attention
+    return block
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
