@@ -1,4 +1,5 @@
-# The two commands: `make demo`, `make test`. Everything they need goes into .venv; what `make docs` needs, into .venv-docs.
+# The two commands: `make demo`, `make test`. Everything they need goes into .venv; what `make docs` needs, into
+# .venv-docs, and what `make test-megatron` needs, into .venv-megatron.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -22,24 +23,29 @@ DOCS_VENV := .venv-docs
 DOCS := $(DOCS_VENV)/.installed
 DOCS_INSTALL := $(DOCS_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt
 
+MEGATRON_VENV := .venv-megatron
+MEGATRON := $(MEGATRON_VENV)/.installed
+MEGATRON_INSTALL := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
 PACKAGES := shardmath backends
 # What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
-CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench
+CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/megatron
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint style test test-all docs bench mutate clean
+.PHONY: help venv demo lint style test test-all test-megatron docs bench mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
 	@echo "make test      lint, types, layers, doctests, tests, notebooks, every block of README.md and docs/"
 	@echo "make test-all  the same, deeper and slower"
+	@echo "make test-megatron  a Megatron-Core model that refits fill gives the logits of transformers' model"
 	@echo "make lint      lint, types and layers only"
 	@echo "make style     how the code reads, in figures, beside codebases held up as models"
 	@echo "make docs      the site of docs/, into site/"
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make mutate    mutation-test the core and list the mutants that survive"
 	@echo "make venv      only install .venv"
-	@echo "make clean     remove .venv, .venv-docs and every cache"
+	@echo "make clean     remove .venv, .venv-docs, .venv-megatron and every cache"
 	@echo
 	@echo "PYTHON=python3.12   another Python, 3.11 to 3.13, for a new .venv (now: $(PYTHON))"
 	@echo "TORCH_INDEX=URL     another wheel index for torch, such as https://download.pytorch.org/whl/cpu:"
@@ -93,6 +99,17 @@ test: lint
 test-all: lint
 	@HYPOTHESIS_PROFILE=deep $(PYTEST) $(SPREAD) $(CHECKED) --durations=20 --timeout=1800
 
+# An environment of its own: nothing that `make test` runs may need Megatron-Core.
+$(MEGATRON): $(INPUTS)
+	@$(PYTHON) -m venv --clear $(MEGATRON_VENV)
+	@echo "test-megatron: installing shardmath[megatron] at the versions of constraints.txt (minutes the first time)"
+	@$(MEGATRON_INSTALL) hatchling "$$(grep '^torch==' constraints.txt)" \
+	    && $(MEGATRON_INSTALL) --no-build-isolation -e '.[megatron]'
+	@touch $@
+
+test-megatron: $(MEGATRON)
+	@$(MEGATRON_VENV)/bin/python -m pytest tests/megatron --timeout=300 --durations=3
+
 # An environment of its own: the site needs neither torch nor the tests, and they do not need what builds it.
 $(DOCS): $(INPUTS)
 	@$(PYTHON) -m venv --clear $(DOCS_VENV)
@@ -120,5 +137,5 @@ mutate: $(DEV)
 	@$(BIN)/python tools/mutate.py results
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(DOCS_VENV) $(MEGATRON_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

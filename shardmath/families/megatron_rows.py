@@ -116,7 +116,11 @@ mlp.experts.weight1                    = mlp.experts.{e}.up_proj.weight.T : (ep 
 mlp.experts.weight2                    = mlp.experts.{e}.down_proj.weight.T : (ep e) (etp n) h
 """,
 }
-"""Rows of routed experts: one tensor an expert, one module an expert, or all in one tensor."""
+"""Rows of routed experts: one tensor an expert, one module an expert, or all in one tensor.
+
+Legacy experts are declared flat, (h, e n), and multiplied as the stack that the rows speak of: a trainer passes
+`weight1.view(e, h, -1)` and `weight2.view(e, -1, h)`.
+"""
 
 
 def table(spec: str = "te", experts: str = "sequential") -> str:

@@ -61,6 +61,7 @@ PUBLIC = {
     "shardmath.families",
     "shardmath.families.megatron",
     "shardmath.families.megatron_core",
+    "shardmath.families.megatron_shapes",
     "shardmath.families.vllm",
     "shardmath.pictures",
     "shardmath.testing",

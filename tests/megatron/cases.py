@@ -1,0 +1,163 @@
+"""Cases: a transformers model, and how a Megatron trainer divides it.
+
+>>> Case("qwen3", tp=2, pp=2).ranks, str(Case("mixtral", ep=2))
+(4, 'mixtral-ep2')
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["MODELS", "VOCAB", "Case", "Found"]
+
+VOCAB = 100
+"""Megatron pads it to a multiple of 128 times tp."""
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32,
+}
+"""Fields of transformers' configurations. No two numbers of rows are equal: what is swapped shows, or does not fit."""
+
+MODELS: dict[str, Mapping[str, Any]] = {
+    "llama": {},
+    # Fewer groups than tp=4: ranks whose part of linear_qkv has query rows only.
+    "llama-2-groups": {"model_type": "llama", "num_key_value_heads": 2},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    # Biases, LayerNorm, and an MLP without a gate.
+    "starcoder2": {"sliding_window": None, "bos_token_id": None, "eos_token_id": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": False,
+    },
+    # A gated delta net, then attention with an output gate.
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+    # A layer of Mamba, one of attention without positions, one of an MLP without a gate.
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+        "head_dim": 8,
+        "ssm_state_size": 6,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 10,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
+    # A dense layer, then experts beside shared ones; latent queries, keys and values.
+    "deepseek_v3": {
+        "num_key_value_heads": 8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+    },
+}
+"""Fields beside `SIZES`, by transformers' name of the model unless `model_type` says it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a trainer.
+
+    `first` are the layers of the first stage, `spec` says whose modules layers are made of, `legacy` keeps all experts
+    of a rank in one tensor, `swap` is a structure of a row and what to write in its place.
+    """
+
+    model: str
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    layers: int = 2
+    first: int | None = None
+    tied: bool = False
+    order: str = "tp-cp-ep-dp-pp"
+    spec: str = "local"
+    legacy: bool = False
+    swap: tuple[str, str] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The fewest that hold it: a stage is one replica of its dense tensors, or of its experts."""
+        return self.pp * math.lcm(self.tp, self.ep * self.etp)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All fields of the transformers configuration."""
+        own = {"model_type": self.model, "tie_word_embeddings": self.tied}
+        # Of a hybrid model, its list of layers says how many.
+        if self.pattern is None:
+            own["num_hidden_layers"] = self.layers
+        return {**SIZES, **own, **MODELS[self.model]}
+
+    @property
+    def pattern(self) -> str | None:
+        """The modules of a hybrid model's layers."""
+        return "M*-" if self.model == "nemotron_h" else None
+
+    def __str__(self) -> str:
+        words = [self.model]
+        for axis in ("tp", "pp", "vpp", "ep", "etp"):
+            size = getattr(self, axis)
+            if size > 1:
+                words.append(f"{axis}{size}")
+        if self.order != Case.order:
+            words.append(f"order {self.order}")
+        if self.spec != Case.spec:
+            words.append(self.spec)
+        return "-".join([*words, *["tied"] * self.tied, *["legacy"] * self.legacy])
+
+
+class Found(NamedTuple):
+    """What a rank found; without logits the rank is of another stage than the last."""
+
+    difference: float | None
+    largest: float | None
+    greedy: bool | None
+    not_back: list[str]

@@ -1,0 +1,200 @@
+"""A transformers model's weights move into a Megatron model, which then runs, and come back.
+
+1. Rank 0 stores the checkpoint, as transformers has it in memory (`CHECKPOINT`), and is a rank of the trainer too.
+2. Nothing but the rows knows how either side stores a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath.families.megatron_core import megatron
+from shardmath.families.megatron_shapes import logical_shapes
+from shardmath.storage import Stored, parse, show
+from tests.megatron import configs, trainer
+from tests.megatron.cases import VOCAB, Case, Found
+
+__all__ = ["move"]
+
+CHECKPOINT = """
+model.embed_tokens.weight     = model.embed_tokens.weight
+model.norm.*                  = model.norm.*
+lm_head.weight                = lm_head.weight
+[model.layers.{l}. = model.layers.{l}.]
+input_layernorm.*             = input_layernorm.*
+post_attention_layernorm.*    = post_attention_layernorm.*
+self_attn.q_proj.*            = self_attn.[q g]_proj.* : (heads (q + g)) h
+self_attn.q_proj.*            = self_attn.q_proj.*
+self_attn.k_proj.*            = self_attn.k_proj.*
+self_attn.v_proj.*            = self_attn.v_proj.*
+self_attn.o_proj.*            = self_attn.o_proj.*
+self_attn.q_norm.weight       = self_attn.q_norm.weight
+self_attn.k_norm.weight       = self_attn.k_norm.weight
+self_attn.q_a_proj.weight     = self_attn.q_a_proj.weight
+self_attn.q_a_layernorm.weight = self_attn.q_a_layernorm.weight
+self_attn.q_b_proj.weight     = self_attn.q_b_proj.weight
+self_attn.kv_a_proj_with_mqa.weight = self_attn.kv_a_proj_with_mqa.weight
+self_attn.kv_a_layernorm.weight = self_attn.kv_a_layernorm.weight
+self_attn.kv_b_proj.weight    = self_attn.kv_b_proj.weight
+linear_attn.in_proj_qkvz.weight = linear_attn.[q k v z].weight : (keys (q + k + v + z)) h
+linear_attn.in_proj_ba.weight = linear_attn.[b a].weight : (keys (b + a)) h
+linear_attn.conv1d.weight     = linear_attn.conv_[q k v].weight : (q + k + v) ...
+linear_attn.A_log             = linear_attn.A_log
+linear_attn.dt_bias           = linear_attn.dt_bias
+linear_attn.norm.weight       = linear_attn.norm.weight
+linear_attn.out_proj.weight   = linear_attn.out_proj.weight
+mlp.c_fc.*                    = mlp.up_proj.*   ! mlp.gate_proj.weight
+mlp.c_proj.*                  = mlp.down_proj.* ! mlp.gate_proj.weight
+mlp.gate_proj.weight          = mlp.gate_proj.weight
+mlp.up_proj.weight            = mlp.up_proj.weight
+mlp.down_proj.weight          = mlp.down_proj.weight
+mlp.gate.weight               = mlp.gate.weight
+mlp.gate.e_score_correction_bias = mlp.gate.e_score_correction_bias
+mlp.experts.gate_up_proj      = mlp.experts.{e}.[gate up]_proj.weight : e (gate + up) h
+mlp.experts.down_proj         = mlp.experts.{e}.down_proj.weight      : e h n
+mlp.shared_expert.gate_proj.weight = mlp.shared_experts.gate_proj.weight ? mlp.shared_expert_gate.weight
+mlp.shared_expert.up_proj.weight   = mlp.shared_experts.up_proj.weight   ? mlp.shared_expert_gate.weight
+mlp.shared_expert.down_proj.weight = mlp.shared_experts.down_proj.weight ? mlp.shared_expert_gate.weight
+mlp.shared_experts.gate_proj.weight = mlp.shared_experts.gate_proj.weight
+mlp.shared_experts.up_proj.weight   = mlp.shared_experts.up_proj.weight
+mlp.shared_experts.down_proj.weight = mlp.shared_experts.down_proj.weight
+mlp.shared_expert_gate.weight = mlp.shared_expert_gate.weight
+"""
+"""transformers 5: experts are stacked, gate over up; Qwen3-Next's projections go by heads, of queries or of keys."""
+
+HYBRID = """
+model.embeddings.weight       = model.embed_tokens.weight
+model.norm_f.weight           = model.norm.weight
+lm_head.weight                = lm_head.weight
+[model.layers.{l}. = model.layers.{l}.]
+norm.weight                   = input_layernorm.weight
+norm.weight                   = post_attention_layernorm.weight
+mixer.in_proj.weight          = mixer.[z x B C dt].weight : (z + x + B + C + dt) h
+mixer.conv1d.*                = mixer.conv_[x B C].*      : (x + B + C) ...
+mixer.A_log                   = mixer.A_log
+mixer.D                       = mixer.D
+mixer.dt_bias                 = mixer.dt_bias
+mixer.norm.weight             = mixer.norm.weight
+mixer.out_proj.weight         = mixer.out_proj.weight
+mixer.q_proj.weight           = self_attn.q_proj.weight
+mixer.k_proj.weight           = self_attn.k_proj.weight
+mixer.v_proj.weight           = self_attn.v_proj.weight
+mixer.o_proj.weight           = self_attn.o_proj.weight
+mixer.up_proj.weight          = mlp.up_proj.weight
+mixer.down_proj.weight        = mlp.down_proj.weight
+"""
+"""Nemotron-H: a layer is one module, called mixer whatever it is."""
+
+
+def move(rank: int, case: Case) -> Found:
+    """The weights to Megatron, its logits against those of transformers, and the weights back."""
+    original = _make_model(case)
+    config = configs.configure(case, original.config)
+    chunks = trainer.build(case, config, original.config)
+    checkpoint = _declare_checkpoint(original.config)
+    trained = _declare_trainer(case, config)
+    shapes = logical_shapes(config, vocab=VOCAB, tied=case.tied, pattern=case.pattern)
+    own = [_list_own(case, chunk) for chunk in chunks]
+    stored = _list_stored(original)
+
+    there = smt.Refit(sm.refit(checkpoint, trained, shapes), timeout=30.0)
+    there.prepare(stored if rank == 0 else None, own)
+    there(acknowledge=True)
+    tokens = torch.arange(32).mul(37).remainder(VOCAB).view(2, 16)
+    logits = trainer.forward(chunks, tokens)
+
+    returned = {name: torch.zeros_like(tensor) for name, tensor in stored.items()}
+    back = smt.Refit(sm.refit(trained, checkpoint, shapes), timeout=30.0)
+    back.prepare(own, returned if rank == 0 else None)
+    back(acknowledge=True)
+    not_back = _list_changed(stored, returned) if rank == 0 else []
+    if logits is None:
+        return Found(None, None, None, not_back)
+    with torch.no_grad():
+        wanted = original(tokens).logits
+    difference = float((logits - wanted).abs().max())
+    greedy = torch.equal(logits.argmax(-1), wanted.argmax(-1))
+    return Found(difference, float(wanted.abs().max()), greedy, not_back)
+
+
+def _make_model(case: Case) -> Any:
+    """The same on every rank. Weights are so large that logits are, and that attention is far from uniform."""
+    transformers.logging.set_verbosity_error()
+    config = transformers.AutoConfig.for_model(**case.fields)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    random = torch.Generator().manual_seed(1)
+    for tensor in trainer.own_tensors(model).values():
+        scale = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.5
+        drawn = torch.randn(tensor.shape, generator=random) * scale
+        # Weights of norms are about 1; biases are too, where other values would do as well.
+        tensor.data = drawn if tensor.dim() > 1 else 1 + drawn
+    return model
+
+
+def _list_own(case: Case, chunk: Any) -> dict[str, Tensor]:
+    """What a Megatron rank moves: its model's own tensors."""
+    own = trainer.own_tensors(chunk)
+    if case.legacy:
+        # Declared flat, and viewed as a stack of matrices where they are multiplied.
+        stack, hidden = chunk.config.num_moe_experts // case.ep, chunk.config.hidden_size
+        for name in [name for name in own if name.endswith("experts.weight1")]:
+            own[name] = own[name].view(stack, hidden, -1)
+        for name in [name for name in own if name.endswith("experts.weight2")]:
+            own[name] = own[name].view(stack, -1, hidden)
+    return own
+
+
+def _list_stored(model: nn.Module) -> dict[str, Tensor]:
+    """What the checkpoint's rank moves: the model's own tensors."""
+    stored = trainer.own_tensors(model)
+    for name, module in model.named_modules():
+        # Qwen3-Next keeps these weights less one, and Megatron's own norm keeps them whole: arithmetic is not moved.
+        if type(module).__name__ == "Qwen3NextRMSNorm":
+            stored[f"{name}.weight"] = 1 + stored[f"{name}.weight"].detach()
+    return stored
+
+
+def _declare_checkpoint(hf: Any) -> Stored:
+    """How rank 0 stores it."""
+    numbers = {
+        "heads": hf.num_attention_heads,
+        "keys": getattr(hf, "linear_num_key_heads", 1),
+    }
+    mesh = sm.Mesh(one=1, ranks=range(1))
+    table = HYBRID if hf.model_type == "nemotron_h" else CHECKPOINT
+    return Stored(parse(table), (mesh,), numbers=numbers)
+
+
+def _declare_trainer(case: Case, config: Any) -> Stored:
+    """How the trainer stores its tensors, with the rows as they are or one structure swapped."""
+    side = megatron(
+        config,
+        ranks=range(case.ranks),
+        tp=case.tp,
+        pp=case.pp,
+        vpp=case.vpp,
+        ep=case.ep,
+        etp=case.etp,
+        order=case.order,
+        spec=case.spec,
+        vocab=VOCAB,
+    )
+    if case.swap is None:
+        return side
+    text = show(side.rows)
+    changed = text.replace(*case.swap)
+    assert changed != text, case.swap
+    return Stored(parse(changed), side.meshes, side.indices, side.numbers)
+
+
+def _list_changed(stored: dict[str, Tensor], returned: dict[str, Tensor]) -> list[str]:
+    """The tensors that did not come back bit for bit."""
+    return [name for name, tensor in stored.items() if not torch.equal(tensor, returned[name])]

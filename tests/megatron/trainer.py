@@ -1,0 +1,120 @@
+"""Megatron-Core's model of a case, built and run over gloo, a rank per process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.experts import GroupedMLP
+from torch import Tensor, nn
+
+from shardmath.families.megatron_core import pad_vocab
+from tests.megatron import stand_ins, te_modules
+from tests.megatron.cases import VOCAB, Case
+
+__all__ = ["build", "forward", "own_tensors"]
+
+
+def build(case: Case, config: TransformerConfig, hf: Any) -> list[Any]:
+    """This rank's model, a chunk per virtual stage, with Megatron's random weights."""
+    stand_ins.replace()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+        order=case.order,
+    )
+    return [_build_chunk(case, config, hf, chunk) for chunk in range(case.vpp)]
+
+
+def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> Any:
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    fields = {
+        "vocab_size": pad_vocab(VOCAB, case.tp),
+        "max_sequence_length": hf.max_position_embeddings,
+        "pre_process": (chunk, stage) == (0, 0),
+        "post_process": (chunk, stage) == (case.vpp - 1, case.pp - 1),
+        "parallel_output": False,
+        "share_embeddings_and_output_weights": case.tied,
+    }
+    if case.pattern is not None:
+        return _build_hybrid(config, case.pattern, fields)
+    at = chunk if case.vpp > 1 else None
+    model = GPTModel(
+        config,
+        _specify(config, case.spec, at),
+        position_embedding_type="rope",
+        rotary_base=hf.rope_parameters["rope_theta"],
+        rotary_percent=hf.rope_parameters.get("partial_rotary_factor", 1.0),
+        vp_stage=at,
+        **fields,
+    )
+    for module in model.modules():
+        if isinstance(module, GroupedMLP):
+            # It refuses to run unless told so; its weights stay float32.
+            module.config = dataclasses.replace(config, bf16=True)
+    # With tp, experts refuse to train without sequence parallelism.
+    return model.eval()
+
+
+def _build_hybrid(config: TransformerConfig, pattern: str, fields: dict[str, Any]) -> Any:
+    """A model of Mamba layers and others, with Megatron's own list of their modules."""
+    stand_ins.replace_for_mamba()
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+    from megatron.core.models.mamba.mamba_model import MambaModel
+
+    return MambaModel(config, mamba_stack_spec, hybrid_override_pattern=pattern, **fields).eval()
+
+
+def _specify(config: TransformerConfig, spec: str, chunk: int | None) -> Any:
+    """The modules of each layer, as Megatron puts them together: of its own, or of TransformerEngine's."""
+    if config.experimental_attention_variant:
+        return get_transformer_block_with_experimental_attention_variant_spec(config)
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=spec == "te",
+        normalization=config.normalization,
+        vp_stage=chunk,
+    )
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = te_modules.Attention
+    return block
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and persistent buffers, by their own names."""
+    named: dict[str, Tensor] = dict(module.named_parameters())
+    persistent = module.state_dict()
+    named |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    return named
+
+
+@torch.no_grad()
+def forward(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
+    """Logits of the vocabulary without its padding, on ranks of the last stage; None on others."""
+    batch, length = tokens.shape
+    positions = torch.arange(length).expand(batch, -1)
+    later = torch.triu(torch.ones(length, length, dtype=torch.bool), diagonal=1)
+    out = None
+    for model in chunks:
+        if not model.pre_process:
+            # Megatron's order of dimensions: sequence, batch, hidden.
+            received = torch.empty(length, batch, model.config.hidden_size)
+            dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
+            model.set_input_tensor(received)
+        out = model(tokens, positions, later[None, None])
+        if not model.post_process:
+            dist.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+    return out[..., :VOCAB] if chunks[-1].post_process else None
