@@ -13,8 +13,8 @@
    then a tensor (1, ...) and a window, one cell, of the stack (E / ep, ...).
 6. What does not divide evenly is an error, as it is in Megatron.
 
-Not expressed: QKV fused and interleaved by groups, gate and up in one buffer (`stored` of a Layout, by
-hand), virtual stages, context parallelism (part of dp).
+Not expressed, and in `megatron_core`: fused tensors, virtual stages, context parallelism, other orders of ranks, and a
+rank's own names.
 
 >>> shapes = {"embed_tokens.weight": ((8, 4), "bfloat16"), "layers.0.mlp.up_proj.weight": ((6, 4), "bfloat16")}
 >>> shapes |= {f"layers.1.mlp.experts.{e}.up_proj.weight": ((2, 4), "bfloat16") for e in range(4)}

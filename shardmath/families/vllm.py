@@ -9,7 +9,8 @@
 6. `stacked` says the same of the buffers w13 (E, 2I / tp, H), gate rows before up rows, and w2 (E, H, I / tp):
    each projection of each expert is then a tensor (1, ...) and a window of its buffer.
 
-Not expressed: expert parallelism, QKV in one buffer (`stored` of a Layout, by hand), scales.
+Replicas here are engines of their own. The data parallelism inside one engine cuts experts over all its ranks:
+`engines.vllm_core` has that, and what is not expressed here: expert parallelism, fused tensors, a rank's own names.
 Source: vLLM's `fused_moe/routed_experts.py` 002d6073, `vocab_parallel_embedding.py` 00db0119 and `linear.py`.
 
 >>> shapes = {"embed_tokens.weight": ((70, 4), "bfloat16"), "layers.0.self_attn.k_proj.weight": ((6, 4), "bfloat16")}
