@@ -1,4 +1,4 @@
-"""What a refit of DeepSeek-V3's 45,395 tensors costs: from storage to a plan, and one rank's prepared call.
+"""What a refit costs: from storage to a plan, one rank's prepared call, and a gigabyte beside its peers.
 
     python tests/bench/bench_refit.py
 
@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -138,23 +139,152 @@ def move(rank: int, port: int, results: Any) -> None:
     dist.destroy_process_group()
 
 
+GIGABYTE = {
+    "num_layers": 8,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 5120,
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+}
+"""A dense model of 1.4 GB in float32."""
+DENSE = """
+model.embed_tokens.weight          = model.embed_tokens.weight : (tp n=vocab) h
+lm_head.weight                     = lm_head.weight            : (tp n=vocab) h
+model.norm.*                       = model.norm.*
+[model.layers.{l}. = model.layers.{l}.]
+input_layernorm.*                  = input_layernorm.*
+post_attention_layernorm.*         = post_attention_layernorm.*
+self_attn.qkv_proj.*               = self_attn.[q k v]_proj.* : (tp (q + k + v)) h
+self_attn.o_proj.*                 = self_attn.o_proj.* : h (tp n)
+mlp.gate_up_proj.*                 = mlp.[gate up]_proj.*  : (tp (gate + up)) h
+mlp.down_proj.*                    = mlp.down_proj.*       : h (tp n)
+"""
+VOCAB = 8192
+
+
+def exchange(rank: int, port: int, results: Any) -> None:
+    """Seconds of a refit of four trainer ranks to four engine ranks, and of its peers, each the best of some."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=8)
+    trainer = megatron(GIGABYTE, ranks=range(4), tp=2, pp=2, vocab=VOCAB, vocab_multiple=1)
+    mesh = sm.Mesh(tp=4, ranks=range(4, 8))
+    engine_side = Stored(parse(DENSE), (mesh,), numbers={"vocab": VOCAB})
+    moved = sm.refit(trainer, engine_side, logical_shapes(GIGABYTE, vocab=VOCAB))
+    refit = smt.Refit(moved, timeout=300.0)
+    side = moved.trainer if rank < 4 else moved.engines["engine"]
+    own = {name: torch.ones(shape) for (_, name), shape in side.natives(rank).items()}
+    refit.prepare(*((own, None) if rank < 4 else (None, own)))
+    peers = {
+        "refit": refit,
+        "plain messages of the same bytes": _Messages(moved, rank),
+        "gather and load": _Gather(moved, rank, own),
+    }
+    for name, act in peers.items():
+        seconds = []
+        for _ in range(4):
+            dist.barrier()
+            start = time.perf_counter()
+            act()
+            dist.barrier()
+            seconds.append(time.perf_counter() - start)
+        if rank == 0:
+            results.put((name, min(seconds), sum(moved.plan.received_bytes().values())))
+    dist.destroy_process_group()
+
+
+class _Messages:
+    """One message per pair of ranks, as large as what the plan moves between them, from and into plain buffers."""
+
+    def __init__(self, moved: sm.Refit, rank: int) -> None:
+        self.out: dict[int, torch.Tensor] = {}
+        self.into: dict[int, torch.Tensor] = {}
+        sizes: dict[tuple[int, int], int] = {}
+        for one in moved.plan.transfers():
+            pair = one.src_rank, one.dst_rank
+            sizes[pair] = sizes.get(pair, 0) + one.nbytes
+        for (src, dst), nbytes in sizes.items():
+            if src == rank:
+                self.out[dst] = torch.ones(nbytes, dtype=torch.uint8)
+            if dst == rank:
+                self.into[src] = torch.empty(nbytes, dtype=torch.uint8)
+
+    def __call__(self) -> None:
+        works = [dist.irecv(buffer, src) for src, buffer in self.into.items()]
+        works += [dist.isend(buffer, dst) for dst, buffer in self.out.items()]
+        for work in works:
+            work.wait()
+
+
+class _Gather:
+    """Every logical tensor made whole and sent to every engine rank, which takes its part: what loaders do."""
+
+    def __init__(self, moved: sm.Refit, rank: int, own: dict[str, torch.Tensor]) -> None:
+        self.rank = rank
+        self.parts = []
+        self.groups = {root: dist.new_group([root, *range(4, 8)]) for root in (0, 2)}
+        pairs = {stage: dist.new_group([stage, stage + 1]) for stage in (0, 2)}
+        for name, layout in moved.trainer.layouts.items():
+            root = layout.mesh.ranks[0]
+            whole = torch.empty(layout.shape)
+            self.parts.append((name, root, pairs[root], whole))
+        self.bound = moved.engines["engine"]
+        self.slots = self.bound.slots(rank) if rank > 3 else {}
+        self.own = own
+
+    def __call__(self) -> None:
+        for name, root, pair, whole in self.parts:
+            if self.rank in (root, root + 1):
+                # The other half of the stage's tensor, at the rank that will send it.
+                part = torch.empty(whole.numel() // 2)
+                if self.rank == root:
+                    dist.recv(part, group_src=1, group=pair)
+                else:
+                    dist.send(part, group_dst=0, group=pair)
+            if self.rank == root or self.rank > 3:
+                dist.broadcast(whole, root, group=self.groups[root])
+            if self.rank > 3:
+                slot = self.slots[name]
+                held = self.bound.layouts[name].runs(self.rank)
+                box = tuple(slice(r.segments[0][1], r.segments[0][1] + len(r)) for r in held)
+                self.own[slot.native][slot.cut].copy_(whole[box])
+
+
 def main() -> None:
     plan()
+    for task, ranks in ((move, 4), (exchange, 8)):
+        for line in _run(task, ranks):
+            print(line)
+
+
+def _run(task: Callable[..., None], ranks: int) -> list[str]:
+    """What the task's processes say, in words."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    ranks = [context.Process(target=move, args=(rank, port, results)) for rank in range(4)]
-    for process in ranks:
+    processes = [context.Process(target=task, args=(rank, port, results)) for rank in range(ranks)]
+    for process in processes:
         process.start()
-    for rank, stored, first, next_ in sorted(results.get(timeout=300) for _ in ranks):
-        print(
+    found = [results.get(timeout=500) for _ in range(4 if task is move else 3)]
+    for process in processes:
+        process.join()
+    if task is move:
+        return [
             f"rank {rank}: 45,395 local views of {stored} tensors: "
             f"first call {1000 * first:.0f} ms, next {1000 * next_:.0f} ms"
-        )
-    for process in ranks:
-        process.join()
+            for rank, stored, first, next_ in sorted(found)
+        ]
+    refit = found[0][1]
+    return [
+        f"{name:34} {nbytes / 1e9:.2f} GB {seconds:6.2f} s, {seconds / refit:5.2f} times the refit"
+        for name, seconds, nbytes in found
+    ]
 
 
 if __name__ == "__main__":
