@@ -56,6 +56,7 @@ class _Call(NamedTuple):
     records_gradient: bool = False
     objection: str = ""
     held: bool = False
+    then: Callable[[], None] | None = None
 
 
 class _Held(NamedTuple):
@@ -160,6 +161,8 @@ class Mover:
         src, dst = tensors
         mark_written(dst.values())
         self._guard(lambda: self._engine.move(src, dst))
+        if call.then is not None:
+            self._guard(call.then)
         if call.acknowledge:
             receipt = mine._replace(claim=f"{claim}: all is there")
             self._party.vote(receipt)
@@ -225,12 +228,15 @@ def move_held(
     timeout: float | None,
     acknowledge: bool,
     label: str,
+    then: Callable[[], None] | None = None,
 ) -> None:
     """A move of tensors that the caller holds and answers for: the same mappings mean the same memory.
 
-    What speaks against the move, if anything does, is an error on all ranks.
+    What speaks against the move, if anything does, is an error on all ranks. `then` is done once all has arrived here,
+    and belongs to the move: where it fails, this rank has failed.
     """
-    mover._run(_Call(src, out, timeout, acknowledge, label, objection=objection, held=True))
+    call = _Call(src, out, timeout, acknowledge, label, objection=objection, held=True, then=then)
+    mover._run(call)
 
 
 def move_in_autograd(

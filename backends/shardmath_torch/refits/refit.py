@@ -9,19 +9,31 @@ refit()                                                         # collective, af
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from shardmath.base.errors import ExchangeError, ShardError
+from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
+from shardmath.refits.coverage import show_native
 from shardmath.refits.refit import Refit as Planned
 from shardmath.storage.binding import Bound
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.transport import join
 from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, compile
+from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.mover import move_held, word_objection
-from shardmath_torch.refits.views import Function, Given, Natives, Views, bind_views, name_natives
+from shardmath_torch.refits.views import (
+    Function,
+    Given,
+    Natives,
+    Views,
+    bind_views,
+    describe,
+    name_natives,
+)
 
 __all__ = ["Refit"]
 
@@ -53,7 +65,7 @@ class Refit:
         self._party = join(compat.group_of(group), timeout, timeout)
         self._src = Views({}, [])
         self._dst = Views({}, [])
-        self._at: dict[str, tuple[Tensor, int]] | None = None
+        self._at: list[_Watched] | None = None
 
     def prepare(
         self,
@@ -73,11 +85,14 @@ class Refit:
         self._at = None
         try:
             self._bind(src, dst, own, functions or {})
-        except ShardError as error:
+        except Exception as error:
+            # The others wait for this rank's vote, whatever went wrong here.
             objection = word_objection(error)
         claim = f"prepare refit {self.planned.plan.digest[:SHOWN]}"
         ballot = Ballot(claim, objection=objection)
-        self._party.together(lambda: self._party.vote(ballot), lambda failure, rank: "")
+        self._party.together(
+            lambda: self._party.vote(ballot), lambda failure, rank: "tensors were prepared"
+        )
 
     def _bind(
         self,
@@ -90,13 +105,13 @@ class Refit:
         self._src = self._bind_side(here, None, own, functions)
         tensors: dict[str, Tensor] = {}
         computed = []
-        watched = dict(_watch("source", here))
+        watched = _watch("source", here)
         for engine, given in self._name_engines(dst).items():
             natives = name_natives(given)
             views = self._bind_side(natives, engine, own, functions)
             tensors |= views.tensors
             computed += views.computed
-            watched |= _watch(engine, natives)
+            watched += _watch(engine, natives)
         self._dst = Views(tensors, computed)
         self._at = watched
 
@@ -140,7 +155,7 @@ class Refit:
     ) -> None:
         """Move what was bound, as a mover does, and compute what functions store. Collective.
 
-        Raises ExchangeError, on all ranks, where one has not prepared, or its tensors have moved in memory.
+        Raises ExchangeError, on all ranks, where one has not prepared, or its tensors lie otherwise in memory.
         """
         move_held(
             self._mover,
@@ -150,25 +165,51 @@ class Refit:
             timeout=timeout,
             acknowledge=acknowledge,
             label=label,
+            then=self._compute if self._dst.computed else None,
         )
-        for one in self._dst.computed:
-            one.stored.copy_(one.function(one.received))
+
+    def _compute(self) -> None:
+        """Store what functions make of what has arrived."""
+        mark_written(one.stored for one in self._dst.computed)
+        with torch.inference_mode():
+            for one in self._dst.computed:
+                one.stored.copy_(one.function(one.received))
 
     def _object(self) -> str:
         """What speaks against a move: tensors that are not bound, or no longer where they were; "" for nothing."""
         if self._at is None:
             return "this rank has not prepared the refit; call prepare() on all ranks"
-        for name, (tensor, address) in self._at.items():
-            if tensor.data_ptr() != address:
+        for watched in self._at:
+            if not watched.is_there():
                 return (
-                    f"{name} has moved in memory since prepare(); call prepare() again on all ranks"
+                    f"{watched.name} lies otherwise in memory than when prepare() was called; "
+                    f"call it again on all ranks"
                 )
         return ""
 
 
-def _watch(side: str, natives: Natives) -> dict[str, tuple[Tensor, int]]:
-    """Where the tensors are in memory, by what they are called."""
-    return {f"{side} {name}": (tensor, tensor.data_ptr()) for (_, name), tensor in natives.items()}
+class _Watched(NamedTuple):
+    """A tensor as it was given, what it is called, and how it lay in memory."""
+
+    name: str
+    tensor: Tensor
+    lay: tuple[object, ...]
+
+    def is_there(self) -> bool:
+        """Whether it still lies so."""
+        try:
+            return describe(self.tensor) == self.lay
+        except RuntimeError:
+            # What has no storage any longer cannot say where it is.
+            return False
+
+
+def _watch(side: str, natives: Natives) -> list[_Watched]:
+    """The tensors, to be looked at before every move."""
+    return [
+        _Watched(f"{side} {show_native(native)}", tensor, describe(tensor))
+        for native, tensor in natives.items()
+    ]
 
 
 def _drop_window(local: str, bound: Bound) -> str:

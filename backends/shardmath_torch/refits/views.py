@@ -33,8 +33,10 @@ __all__ = [
     "Natives",
     "Views",
     "bind_views",
+    "describe",
     "make_view",
     "name_natives",
+    "to_local",
 ]
 
 Natives: TypeAlias = dict[Native, Tensor]
@@ -62,7 +64,11 @@ class Views(NamedTuple):
 
 
 def name_natives(given: Given | None) -> Natives:
-    """The tensors by (chunk, name). Raises ExchangeError for what is no mapping of tensors."""
+    """The tensors as given, by (chunk, name). Raises ExchangeError for what is not a mapping of tensors."""
+    if not isinstance(given, Mapping | Sequence | None):
+        raise ExchangeError(
+            f"tensors are {type(given).__name__}; pass a mapping from name to tensor, or a list of them"
+        )
     chunks = [given] if isinstance(given, Mapping) else list(given or ())
     natives = {}
     for chunk, named in enumerate(chunks):
@@ -74,8 +80,24 @@ def name_natives(given: Given | None) -> Natives:
         for name, tensor in named.items():
             if not isinstance(tensor, Tensor):
                 raise ExchangeError(f"{name!r} is {type(tensor).__name__}; pass tensors")
-            natives[chunk, name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            natives[chunk, name] = tensor
     return natives
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """What the rank has of the tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()
+    return local
+
+
+def describe(tensor: Tensor) -> tuple[object, ...]:
+    """Where and how the rank's part of the tensor lies: what is the same as long as views of it are of it."""
+    local = to_local(tensor)
+    storage = local.untyped_storage()
+    return local.data_ptr(), storage.nbytes(), local.shape, local.stride(), local.dtype
 
 
 def bind_views(
@@ -92,12 +114,13 @@ def bind_views(
     Raises StoreError with all that does not fit.
     """
     stored = bound.natives(rank)
-    shapes = {native: tuple(tensor.shape) for native, tensor in natives.items()}
+    locals_ = {native: to_local(tensor) for native, tensor in natives.items()}
+    shapes = {native: tuple(tensor.shape) for native, tensor in locals_.items()}
     faults = find_faults(stored, shapes, own)
     if faults:
         raise StoreError(f"rank {rank}:\n" + "\n".join(faults))
     # A view, so that an engine's (C, 1, k) is written where rows speak of (C, k).
-    reshaped = {native: natives[native].detach().view(shape) for native, shape in stored.items()}
+    reshaped = {native: locals_[native].detach().view(shape) for native, shape in stored.items()}
     tensors = {}
     computed = []
     for name, slot in slots.items():

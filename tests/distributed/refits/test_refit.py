@@ -8,7 +8,14 @@ from tests.distributed.pool import Pool
 from tests.distributed.tasks import refits
 
 
-@pytest.mark.parametrize("ranks", [range(4, 8), range(2, 6), range(4)])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        range(2, 6),
+        pytest.param(range(4, 8), marks=pytest.mark.slow),
+        pytest.param(range(4), marks=pytest.mark.slow),
+    ],
+)
 def test_every_stored_tensor_is_right_after_every_step(pool: Pool, ranks: range) -> None:
     for rank, right in enumerate(pool.run(refits.move, ranks, 3)):
         assert right == ([[], [], []] if rank in ranks else [])
@@ -20,7 +27,18 @@ def test_every_stored_tensor_is_right_after_every_step(pool: Pool, ranks: range)
         ("missing", "'lm_head.weight' (3, 8) is stored, and the rank has no such tensor"),
         ("in no row", "'extra' is in no row; add one, or name it in own="),
         ("dtype", "'lm_head.weight' is float64, the refit moves float32"),
-        ("moved", "engine lm_head.weight has moved in memory since prepare()"),
+        ("moved", "engine 'lm_head.weight' lies otherwise in memory than when prepare()"),
+        pytest.param(
+            "strides",
+            "engine 'lm_head.weight' lies otherwise in memory than when prepare()",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "shorter",
+            "engine 'lm_head.weight' lies otherwise in memory than when prepare()",
+            marks=pytest.mark.slow,
+        ),
+        ("freed", "engine 'lm_head.weight' lies otherwise in memory than when prepare()"),
     ],
 )
 def test_one_rank_s_tensors_are_an_error_on_all(pool: Pool, fault: str, what: str) -> None:
@@ -39,3 +57,34 @@ def test_whoever_has_not_prepared_is_named(pool: Pool) -> None:
 def test_engines_that_share_ranks(pool: Pool) -> None:
     found = pool.run(refits.move_to_two)
     assert found == [(0, [])] * 4 + [(1, [])] * 2 + [(2, [])] * 2
+
+
+def test_a_function_that_fails_is_heard_of(pool: Pool) -> None:
+    for told in pool.run(refits.refuse, "function"):
+        assert told is not None
+        assert "a function of the user's" in told
+    pool.broken = True  # the group is, since the move had begun
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_virtual_stages_with_equal_names(pool: Pool, chunk: int) -> None:
+    name = "'decoder.layers.0.self_attention.linear_proj.weight'"
+    for told in pool.run(refits.swap_in_a_chunk, chunk):
+        assert told is not None
+        assert name + (" of chunk 1 lies otherwise" if chunk else " lies otherwise") in told
+
+
+def test_a_dtensor_with_other_memory(pool: Pool) -> None:
+    for told in pool.run(refits.swap_inside_a_dtensor):
+        assert told is not None
+        assert "source 'w' lies otherwise in memory" in told
+
+
+def test_no_tensors_at_all(pool: Pool) -> None:
+    for told in pool.run(refits.prepare_nonsense):
+        assert told is not None
+        assert "rank 6: tensors are int; pass a mapping" in told
+
+
+def test_tensors_made_in_inference_mode(pool: Pool) -> None:
+    assert pool.run(refits.into_inference_tensors) == [[]] * 8

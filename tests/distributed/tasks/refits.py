@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -135,14 +137,113 @@ def refuse(rank: int, fault: str) -> Any:
         mine["extra"] = torch.ones(1)
     if rank == 5 and fault == "dtype":
         mine["lm_head.weight"] = mine["lm_head.weight"].double()
+    if rank == 5 and fault == "freed":
+        mine["lm_head.weight"] = mine["lm_head.weight"].clone()  # numpy's memory cannot be freed
     try:
-        refit.prepare(*((chunks, None) if rank < 4 else (None, mine)))
-        if rank == 5 and fault == "moved":
-            mine["lm_head.weight"].set_(torch.ones(3, 8))
+        refit.prepare(*((chunks, None) if rank < 4 else (None, mine)), functions=_functions(fault))
+        if rank == 5:
+            _disturb(mine, fault)
+        refit(acknowledge=True)
+    except sm.ExchangeError as error:
+        return str(error)
+    return None
+
+
+def _functions(fault: str) -> dict[str, Any]:
+    """What engine ranks make of some tensors."""
+
+    def fail(tensor: Tensor) -> Tensor:
+        raise ValueError("a function of the user's")
+
+    return {"neg_exp": fail} if fault == "function" else {}
+
+
+def _disturb(mine: dict[str, Tensor], fault: str) -> None:
+    """Do to a prepared tensor what must not be done."""
+    head = mine["lm_head.weight"]
+    if fault == "moved":
+        head.data = torch.ones(3, 8)
+    if fault == "strides":
+        head.data = head.data.view(8, 3).t()
+    if fault == "shorter":
+        head.data = head.data[:2]
+    if fault == "freed":
+        head.untyped_storage().resize_(0)
+
+
+def swap_in_a_chunk(rank: int, chunk: int) -> Any:
+    """What is said where a trainer's tensor of one virtual stage is replaced; names are equal in both."""
+    planned = sm.refit(trainer(range(4)), engine(range(4, 8)), shapes())
+    refit = smt.Refit(planned, timeout=30.0)
+    side = planned.trainer if rank < 4 else planned.engines["engine"]
+    chunks = make(side, draw(0), rank)
+    refit.prepare(*((chunks, None) if rank < 4 else (None, chunks[0])))
+    if rank == 0:
+        name = "decoder.layers.0.self_attention.linear_proj.weight"
+        chunks[chunk][name].data = chunks[chunk][name].clone()
+    try:
         refit()
     except sm.ExchangeError as error:
         return str(error)
     return None
+
+
+def swap_inside_a_dtensor(rank: int) -> Any:
+    """What is said where a DTensor of the trainer's got other memory: the parameter is the same object."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    side = Stored(parse("w = w : (tp n) h"), (sm.Mesh(tp=2),))
+    planned = sm.refit(
+        side, Stored(parse("w = w"), (sm.Mesh(ranks=[2]),)), {"w": ((4, 3), "float32")}
+    )
+    refit = smt.Refit(planned, timeout=30.0)
+    src = {}
+    if rank < 2:
+        module = torch.nn.Module()
+        module.w = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]))
+        src = dict(module.named_parameters())
+    refit.prepare(src or None, {"w": torch.empty(4, 3)} if rank == 2 else None)
+    refit()
+    if rank < 2:
+        module.to(torch.float64).to(torch.float32)
+    try:
+        refit()
+    except sm.ExchangeError as error:
+        return str(error)
+    return None
+
+
+def prepare_nonsense(rank: int) -> Any:
+    """What all are told where one rank passes no tensors at all."""
+    planned = sm.refit(trainer(range(4)), engine(range(4, 8)), shapes())
+    refit = smt.Refit(planned, timeout=30.0)
+    side = planned.trainer if rank < 4 else planned.engines["engine"]
+    chunks = make(side, draw(0), rank)
+    given: Any = 5 if rank == 6 else chunks[0]
+    try:
+        refit.prepare(*((chunks, None) if rank < 4 else (None, given)))
+    except sm.ExchangeError as error:
+        return str(error)
+    return None
+
+
+def into_inference_tensors(rank: int) -> Any:
+    """What differs in an engine whose tensors were made in inference mode."""
+    planned = sm.refit(trainer(range(4)), engine(range(4, 8)), shapes())
+    refit = smt.Refit(planned, timeout=30.0)
+    src = make(planned.trainer, draw(2), rank) if rank < 4 else None
+    dst = None
+    if rank >= 4:
+        with torch.inference_mode():
+            (zeros, _) = make(
+                planned.engines["engine"], {n: a * 0 for n, a in draw(2).items()}, rank
+            )
+            dst = {name: tensor.clone() for name, tensor in zeros.items()}
+    refit.prepare(src, dst)
+    refit()
+    if dst is None:
+        return []
+    (wanted, _) = make(planned.engines["engine"], draw(2), rank, functions=True)
+    return _compare(dst, wanted)
 
 
 def forget(rank: int) -> Any:
