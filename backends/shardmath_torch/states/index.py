@@ -26,7 +26,20 @@ from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.states.extras import KINDS, as_bytes
 from shardmath_torch.states.values import code_value, decode_value
 
-__all__ = ["INDEX", "Entry", "Group", "Index", "Like", "Own", "Value", "read_index", "write_index"]
+__all__ = [
+    "INDEX",
+    "Entries",
+    "Entry",
+    "Group",
+    "Index",
+    "Like",
+    "Own",
+    "Value",
+    "read_entries",
+    "read_index",
+    "write_entries",
+    "write_index",
+]
 
 INDEX = "training"
 """The name of the JSON in a checkpoint."""
@@ -91,7 +104,7 @@ def write_index(index: Index) -> Tensor:
     groups = None
     if index.groups is not None:
         groups = [_write_group(group) for group in index.groups]
-    state = {name: _write_entries(name, entries) for name, entries in index.state.items()}
+    state = write_entries(index.state)
     said = {"names": index.names, "extra": index.extra, "groups": groups, "state": state}
     return as_tensor(INDEX, json.dumps(said).encode())
 
@@ -101,6 +114,11 @@ def _write_group(group: Group) -> dict[str, Any]:
     for key, value in group.options.items():
         options[key] = code_value(value, f"{key!r} of a parameter group")
     return {"parameters": group.parameters, "options": options}
+
+
+def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
+    """The entries of each parameter as JSON. Raises CheckpointError for a value that JSON cannot say, naming it."""
+    return {name: _write_entries(name, entries) for name, entries in state.items()}
 
 
 def _write_entries(name: str, entries: Entries) -> dict[str, Any]:
@@ -148,9 +166,7 @@ def _read(said: object) -> Index:
     groups = None
     if parts["groups"] is not None:
         groups = tuple(map(_read_group, _check_list(parts["groups"])))
-    state = _check_object(parts["state"])
-    entries = {name: _read_entries(said) for name, said in state.items()}
-    return Index(names, extra, groups, entries)
+    return Index(names, extra, groups, read_entries(parts["state"]))
 
 
 def _read_group(said: object) -> Group:
@@ -159,6 +175,13 @@ def _read_group(said: object) -> Group:
     _check_texts(parameters)
     options = _check_object(group["options"])
     return Group(parameters, {key: decode_value(value) for key, value in options.items()})
+
+
+def read_entries(said: object) -> dict[str, Entries]:
+    """The entries of each parameter. Raises ValueError, KeyError or TypeError for JSON that `write_entries` did not
+    write."""
+    state = _check_object(said)
+    return {name: _read_entries(entries) for name, entries in state.items()}
 
 
 def _read_entries(said: object) -> Entries:

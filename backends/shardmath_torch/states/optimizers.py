@@ -7,23 +7,40 @@
    of a group, such as a learning rate.
 3. A parameter has one optimizer and one group: of two states, which one it is to have is not known.
 4. State is a parameter's. What an optimizer keeps under other keys, or for a tensor that is in none of its groups, has
-   no name in a checkpoint: that is an error.
+   no name in a checkpoint: that is an error. So is what it keeps in an optimizer of its own.
+5. State of a DTensor of other ranks' mesh is not this rank's, whatever the optimizer made of it here: these ranks say
+   what there is of it. The first of them that makes the call tells all others, since everybody has the same layouts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardmath.layouts.edits import cast
 from shardmath.layouts.layout import Layout
+from shardmath_torch import compat
+from shardmath_torch.compat import Group as ProcessGroup
+from shardmath_torch.compat import rank_or_0
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.states.index import Entry, Group, Like, Own, Value
+from shardmath_torch.files.steps import gather_all, is_alone, on_all, share_of
+from shardmath_torch.states.index import (
+    Entries,
+    Entry,
+    Group,
+    Like,
+    Own,
+    Value,
+    read_entries,
+    write_entries,
+)
 from shardmath_torch.states.memory import check_shaped, local_part
 from shardmath_torch.states.modules import Model, Slot
 
@@ -34,8 +51,12 @@ __all__ = [
     "ParameterGroup",
     "describe_optimizers",
     "find_groups",
+    "is_here",
     "lay_out_state",
     "name_trained",
+    "ranks_of_call",
+    "ranks_of_meshes",
+    "tell_entries",
 ]
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
@@ -64,7 +85,7 @@ class OptimizerState(NamedTuple):
 
     slots: dict[tuple[str, str], Slot]
     groups: tuple[Group, ...] | None
-    entries: dict[str, dict[str, Entry]]
+    entries: dict[str, Entries]
 
     @property
     def trained(self) -> tuple[str, ...] | None:
@@ -79,11 +100,13 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
     """All groups of all optimizers.
 
     Raises CheckpointError for a value that is not an optimizer, for a parameter that is not the module's, for one that
-    is in two groups, and for state that is not a parameter's.
+    is in two groups, for state that is not a parameter's, and for state that is kept in another optimizer.
     """
     groups = []
     found: set[str] = set()
-    for each in _list_optimizers(optimizer):
+    given = _list_optimizers(optimizer)
+    for each in given:
+        _check_keeps_own(each, given)
         for options in each.param_groups:
             parameters = {_name_of(model, parameter): parameter for parameter in options["params"]}
             twice = sorted(found & parameters.keys())
@@ -129,6 +152,35 @@ def name_trained(groups: Iterable[Group | ParameterGroup]) -> tuple[str, ...]:
 # State
 
 
+def _check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
+    """Raise CheckpointError for an optimizer that keeps state in another one, of its own, that was not given."""
+    seen = {id(one.state) for one in given}
+    for name, held in vars(optimizer).items():
+        for inner in _find_optimizers(held):
+            # Some wrappers have the state of what they wrap as theirs: then nothing is lost.
+            if id(inner.state) in seen:
+                continue
+            kind, of = type(optimizer).__name__, type(inner).__name__
+            what = (
+                f"{kind} keeps state in an optimizer of its own, the {of} in its attribute {name!r}"
+            )
+            give = f"give what its {name!r} is, where every rank holds all of that state"
+            other = (
+                "else divide the parameters by FSDP2, or consolidate the state in a plain optimizer"
+            )
+            raise CheckpointError(f"{what}, which would be lost; {give}, {other}")
+
+
+def _find_optimizers(held: object) -> Iterator[Optimizer]:
+    """The optimizers that a value is, or has in a list, tuple or dict."""
+    if isinstance(held, Optimizer):
+        yield held
+    elif isinstance(held, list | tuple):
+        yield from (one for one in held if isinstance(one, Optimizer))
+    elif isinstance(held, dict):
+        yield from (one for one in held.values() if isinstance(one, Optimizer))
+
+
 def _check_state(model: Model, optimizer: Optimizer) -> None:
     """Raise CheckpointError unless all that the optimizer holds is values by key for a parameter of its groups."""
     grouped = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -155,21 +207,33 @@ def _word_stray(model: Model, key: object) -> str:
     return f"{what}; delete it from optimizer.state, or put the parameter into a group"
 
 
-def describe_optimizers(model: Model, optimizer: Optimizers) -> OptimizerState:
-    """What the optimizers hold for the parameters of the module.
+def is_here(model: Model, name: str) -> bool:
+    """Whether this rank is on the mesh of a parameter."""
+    return rank_or_0() in model.slots[name].layout.mesh
+
+
+def describe_optimizers(
+    model: Model, optimizer: Optimizers, others: Mapping[str, Entries] | None = None
+) -> OptimizerState:
+    """What the optimizers hold for the parameters of the module; `others` is what other ranks say of those that are not
+    here, of which slots have an empty tensor.
 
     Raises CheckpointError for what `find_groups` does, and for state of which it is not known how it lies.
     """
     slots: dict[tuple[str, str], Slot] = {}
     groups: list[Group] = []
-    entries: dict[str, dict[str, Entry]] = {}
+    entries: dict[str, Entries] = {}
     for group in find_groups(model, optimizer):
         options = {key: value for key, value in group.options.items() if key not in UNVALUED}
         groups.append(Group(tuple(group.parameters), options))
         for name, parameter, held in group.states():
-            entries[name] = _describe_state(held, parameter, name)
             layout = model.slots[name].layout
-            slots |= _list_slots(name, held, entries[name], layout)
+            if is_here(model, name):
+                entries[name] = _describe_state(held, parameter, name)
+                slots |= _list_slots(name, held, entries[name], layout)
+            else:
+                entries[name] = (others or {}).get(name, {})
+                slots |= _list_empty(name, entries[name], layout)
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
 
 
@@ -182,6 +246,15 @@ def _list_slots(
         if not isinstance(entry, Value):
             local = local_part(f"{name}.{key}", held[key])
             slots[name, key] = Slot(local, lay_out_state(entry, parameter))
+    return slots
+
+
+def _list_empty(name: str, entries: Entries, parameter: Layout) -> dict[tuple[str, str], Slot]:
+    """The slots of the tensors that other ranks hold for a parameter that has this layout."""
+    slots = {}
+    for key, entry in entries.items():
+        if not isinstance(entry, Value):
+            slots[name, key] = Slot(torch.empty(0), lay_out_state(entry, parameter))
     return slots
 
 
@@ -228,3 +301,58 @@ def lay_out_state(entry: Like | Own, parameter: Layout) -> Layout:
     if isinstance(entry, Like):
         return cast(parameter, entry.dtype)
     return Layout(entry.shape, parameter.mesh, {}, dtype=entry.dtype)
+
+
+# State of other ranks
+
+
+def ranks_of_call(group: ProcessGroup | None) -> tuple[int, ...]:
+    """The ranks of the group."""
+    return (0,) if is_alone() else compat.ranks_of(compat.group_of(group))
+
+
+def ranks_of_meshes(model: Model) -> tuple[int, ...]:
+    """The ranks that are on a mesh of the module."""
+    ranks = {rank for slot in model.slots.values() for rank in slot.layout.mesh.ranks}
+    return tuple(sorted(ranks))
+
+
+def tell_entries(
+    model: Model, optimizer: Optimizers, ranks: Sequence[int], group: ProcessGroup | None
+) -> dict[str, Entries]:
+    """The entries of parameters whose mesh lacks one of the ranks, as the first rank on it says.
+
+    Collective over the group where there may be any. Raises CheckpointError on every rank for what
+    `describe_optimizers` does.
+    """
+    firsts = _find_firsts(model, ranks)
+    if is_alone() or not firsts:
+        return {}
+    said = on_all("describe its state", partial(_say_own, model, optimizer, firsts), group)
+    _, count = share_of(group)
+    told: dict[str, Entries] = {}
+    for one in gather_all("tell what lies on it alone", said, count, group):
+        told |= read_entries(one)
+    return told
+
+
+def _find_firsts(model: Model, ranks: Sequence[int]) -> dict[str, int | None]:
+    """The first rank on the mesh of each tensor that not all have; None where none of the ranks has it."""
+    meshes = {slot.layout.mesh for slot in model.slots.values()}
+    on_them = {mesh: [rank for rank in ranks if rank in mesh] for mesh in meshes}
+    firsts = {}
+    for name, slot in model.slots.items():
+        on_it = on_them[slot.layout.mesh]
+        if len(on_it) < len(ranks):
+            firsts[name] = min(on_it, default=None)
+    return firsts
+
+
+def _say_own(model: Model, optimizer: Optimizers, firsts: dict[str, int | None]) -> dict[str, Any]:
+    """The entries, as JSON, of the parameters of whose meshes this rank is the first."""
+    entries = describe_optimizers(model, optimizer).entries
+    own: dict[str, Entries] = {}
+    for name, said in entries.items():
+        if firsts.get(name) == rank_or_0():
+            own[name] = said
+    return write_entries(own)

@@ -6,7 +6,9 @@
 2. State that the optimizer has not yet is made like its parameter: no step is taken, and no gradient
    needed. State that the checkpoint has not is dropped, as by `Optimizer.load_state_dict`.
 3. What later groups of an optimizer begin with, its defaults, stays as it is.
-4. What may fail of options is done before anything is restored (`plan_options`).
+4. State of a DTensor of other ranks' mesh is dropped, as a fresh optimizer has none: what takes a step looks there
+   whether it is to begin.
+5. What may fail of options is done before anything is restored (`plan_options`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from shardmath_torch.states.memory import (
     spots_of,
 )
 from shardmath_torch.states.modules import Model
-from shardmath_torch.states.optimizers import UNVALUED, lay_out_state
+from shardmath_torch.states.optimizers import UNVALUED, is_here, lay_out_state
 from shardmath_torch.states.values import rebuild
 
 __all__ = [
@@ -313,7 +315,11 @@ def _clone_touched(value: object, touched: set[Spot]) -> object:
 
 
 def restore(
-    jobs: Sequence[Job], goals: Sequence[Goal], options: OptionsPlan, found: Mapping[str, Tensor]
+    model: Model,
+    jobs: Sequence[Job],
+    goals: Sequence[Goal],
+    options: OptionsPlan,
+    found: Mapping[str, Tensor],
 ) -> None:
     """Put what was found where it belongs, extra states first: a module may raise."""
     with torch.no_grad():
@@ -325,20 +331,18 @@ def restore(
         for of, key, placed in options.values:
             of[key] = placed
         for goal in goals:
-            _finish_state(goal)
+            _finish_state(model, goal)
 
 
-def _finish_state(goal: Goal) -> None:
+def _finish_state(model: Model, goal: Goal) -> None:
     """Set what is not a tensor of the state, and drop state that the checkpoint has not."""
     for name, entries in goal.entries.items():
         parameter = goal.group.parameters[name]
         states = goal.group.optimizer.state
         held = states.pop(parameter, {})
         kept = {}
-        for key, entry in entries.items():
-            if isinstance(entry, Value):
-                kept[key] = entry.value
-            elif key in held:  # not so for a new state of a DTensor of other ranks' mesh
-                kept[key] = held[key]
+        if is_here(model, name):
+            for key, entry in entries.items():
+                kept[key] = entry.value if isinstance(entry, Value) else held[key]
         if kept:
             states[parameter] = kept

@@ -8,7 +8,7 @@
        training                   JSON (bytes): options of parameter groups, values that are not tensors, all names
 
 2. Layouts are those of `layout_of`, also where a rank's part is empty; `modules` and `optimizers` have the rules. Of a
-   DTensor whose mesh a rank is not on, it has the layout and no tensor.
+   DTensor whose mesh a rank is not on, it has the layout and no tensor, and so of the optimizer's state of it.
 3. Names meet as `matching` says, and `restoring` writes into the memory that is there.
 4. Bytes are each rank's own: a rank that the checkpoint does not know gets those of the lowest that it knows.
 5. Not saved: random states, schedules (but the learning rates are), positions in data. Of DistributedDataParallel, give
@@ -37,7 +37,7 @@ from shardmath_torch.compat import Group, rank_or_0
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
 from shardmath_torch.safetensors.slices import Progress
-from shardmath_torch.states.index import INDEX, Index, read_index, write_index
+from shardmath_torch.states.index import INDEX, Entries, Index, read_index, write_index
 from shardmath_torch.states.matching import (
     Goal,
     Unmatched,
@@ -60,6 +60,9 @@ from shardmath_torch.states.optimizers import (
     describe_optimizers,
     find_groups,
     name_trained,
+    ranks_of_call,
+    ranks_of_meshes,
+    tell_entries,
 )
 from shardmath_torch.states.restoring import (
     Job,
@@ -89,14 +92,19 @@ def state_of(
     Tensors that are not DTensors are taken to be the same on all ranks of `mesh`, by default the largest mesh of the
     DTensors, or the ranks of the group. Give `mesh` where some ranks have DTensors on other meshes than other ranks, as
     under tensor parallelism with DistributedDataParallel. Parameters that FSDP2 has gathered are resharded first.
-    Collective where `layout_of` is.
+    Collective where `layout_of` is; and over the group, where an optimizer is given and some rank of it, by default of
+    the DTensors' meshes together, is not on the mesh of some parameter.
 
     Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
     say, an optimizer's parameter that is not the module's or in two groups, an optimizer's state that is not a
-    parameter's, and a module on the meta device; LayoutError as `layout_of`.
+    parameter's or is kept in another optimizer, and a module on the meta device; LayoutError as `layout_of`.
     """
     model = model_of(describe(module), mesh=mesh, group=group)
-    state = _gather_state(model, optimizer)
+    others: dict[str, Entries] = {}
+    if optimizer is not None:
+        ranks = ranks_of_meshes(model) if group is None else ranks_of_call(group)
+        others = tell_entries(model, optimizer, ranks, group)
+    state = _gather_state(model, optimizer, others)
     return state.tensors, state.layouts
 
 
@@ -121,9 +129,9 @@ class _State(NamedTuple):
         self.paths[name] = path
 
 
-def _gather_state(model: Model, optimizer: Optimizers) -> _State:
-    """All that is saved of the module and its optimizers."""
-    held = describe_optimizers(model, optimizer)
+def _gather_state(model: Model, optimizer: Optimizers, others: Mapping[str, Entries]) -> _State:
+    """All that is saved of the module and its optimizers; `others` is what other ranks say of state of theirs."""
+    held = describe_optimizers(model, optimizer, others)
     state = _State(held.trained, {}, {}, {})
     for name, slot in model.slots.items():
         state.add(("model", name), *slot)
@@ -160,7 +168,8 @@ def save_state(
     """
     with shared(group):
         model = agree_on_model(module, mesh, group)
-        gather = partial(_gather_state, model, optimizer)
+        others = tell_entries(model, optimizer, ranks_of_call(group), group)
+        gather = partial(_gather_state, model, optimizer, others)
         state = on_all("describe its state", gather, group, claim=_describe_state)
         save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
 
@@ -231,7 +240,7 @@ def load_state(
         )
         compare = partial(check_one_value, model, found, "model.")
         on_all("compare what it has found", compare, group)
-        fill = partial(restore, jobs, goals, options, found)
+        fill = partial(restore, model, jobs, goals, options, found)
         on_all("restore its state", fill, group)
         return unmatched
 

@@ -193,3 +193,46 @@ def test_empty_state_of_other_keys(tmp_path: Path) -> None:
     assert optimizer.state["global"] == {}  # type: ignore[index]
     training.save_state(tmp_path, module, optimizer)
     training.load_state(tmp_path, module, optimizer)
+
+
+class Wrapper(optim.SGD):
+    """Has other optimizers, and some state of its own."""
+
+    def __init__(self, module: nn.Module, held: object) -> None:
+        super().__init__(module.parameters(), lr=0.1)
+        self.held = held
+
+
+@pytest.mark.parametrize("step", ["state_of", "save_state", "load_state"])
+@pytest.mark.parametrize("pack", [lambda x: x, lambda x: [x], lambda x: {"a": x}])
+def test_state_in_another_optimizer(
+    tmp_path: Path, step: str, pack: Callable[[object], object]
+) -> None:
+    """It would be lost in a save, and stay as it was in a load, also where there is none yet."""
+    module = nn.Linear(2, 2)
+    inner = optim.Adam(module.parameters())
+    training.save_state(tmp_path, module, inner)
+    optimizer = Wrapper(module, pack(inner))
+    calls: dict[str, Callable[[], object]] = {
+        "state_of": lambda: training.state_of(module, optimizer),
+        "save_state": lambda: training.save_state(tmp_path / "new", module, optimizer),
+        "load_state": lambda: training.load_state(tmp_path, module, optimizer),
+    }
+    said = "Wrapper keeps state in an optimizer of its own, the Adam in its attribute 'held'"
+    with pytest.raises(CheckpointError, match=said):
+        calls[step]()
+
+
+def test_optimizers_that_know_each_other_or_have_one_state() -> None:
+    """Of these nothing is lost."""
+    module = nn.Linear(2, 2)
+    inner = optim.Adam([module.weight])
+    knowing = Wrapper(module, inner)
+    knowing.param_groups[0]["params"] = [module.bias]
+    training.state_of(module, [knowing, inner])
+    whole = optim.Adam(module.parameters())
+    sharing = Wrapper(module, whole)
+    sharing.state = whole.state
+    training.state_of(module, sharing)
+    sharing.held = sharing
+    training.state_of(module, sharing)

@@ -259,6 +259,30 @@ def test_dtensors_of_other_ranks(pool: Pool, tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.parametrize("others", ["no gradient", "a gradient", "other steps"])
+@pytest.mark.parametrize("kind", ["adam", "counted"])
+def test_optimizers_on_meshes_apart(pool: Pool, tmp_path: Path, kind: str, others: str) -> None:
+    """State is that of the ranks on a parameter's mesh, tensors and values, whatever the others made of theirs."""
+    moments = (0.1, 0.19) if kind == "adam" else (1.0, 1.5)
+    steps = {"low": (1.0, moments[0]), "high": (2.0, moments[1])}
+    for rank, (has_state, found, same) in enumerate(
+        pool.run(work.on_meshes_apart, str(tmp_path), kind, others)
+    ):
+        here, there = ("low", "high") if rank < 4 else ("high", "low")
+        assert has_state == [here]
+        assert found == [{there: steps[there]}, steps, steps, steps]
+        assert same == [True, True]
+
+
+def test_an_optimizer_that_keeps_its_state_in_another(pool: Pool, tmp_path: Path) -> None:
+    """Its own state is empty: all moments would be lost."""
+    said = "ZeroRedundancyOptimizer keeps state in an optimizer of its own, the Adam in its attribute 'optim'"
+    for saved, loaded in pool.run(work.divided_by_zero, str(tmp_path)):
+        for kind, text in (saved, loaded):
+            assert kind == "CheckpointError" and said in text and "FSDP2" in text
+    assert not (tmp_path / "new").exists()
+
+
 def test_weights_of_another_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """Other names, another type, a parameter with two names, FSDP2 in uneven rows."""
     import torch

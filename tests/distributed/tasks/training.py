@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -492,6 +492,124 @@ def on_two_meshes(rank: int, path: str) -> Any:
     found = [*into.parameters(), *filled.parameters(), *moments]
     lost = caught(lambda: smt.export(f"{path}/new", {"w": torch.ones(2)}, mesh=sm.Mesh(world=4)))
     return [local_of(one).tolist() for one in found], lost
+
+
+class Counted(torch.optim.Optimizer):
+    """Momentum, with steps counted by a number beside the tensor, and state begun where there is none."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.parameters(), {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(weight)
+                state["step"] += 1
+                state["exp_avg"].mul_(0.5).add_(weight.grad)
+                weight.sub_(state["exp_avg"] * group["lr"])
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters())
+
+
+APART = {"low": range(4), "high": range(4, 8)}
+"""The ranks that have a parameter."""
+
+
+def apart(value: float) -> nn.Module:
+    """A DTensor on the lower half of the ranks, and one on the upper half."""
+    module = Named(*APART)
+    for name, ranks in APART.items():
+        whole = torch.full((8, 2), value)
+        mesh = device_mesh(ranks, (4,))
+        part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part))
+    return module
+
+
+def step_apart(rank: int, module: nn.Module, optimizer: Any, others: str) -> None:
+    """A step of "low" and two of "high"; ranks that have not a parameter may give it a gradient all the same."""
+    for name in ("low", "high", "high"):
+        weight = module.get_parameter(name)
+        optimizer.zero_grad()
+        if rank in APART[name] or others != "no gradient":
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        if rank not in APART[name] and others == "other steps":
+            optimizer.state[weight]["step"] += 7
+
+
+def on_meshes_apart(rank: int, path: str, kind: str, others: str) -> Any:
+    """Trained, saved, restored, saved, restored, trained; and restored where all ranks have all."""
+    make: Any = {"adam": adam, "counted": Counted}[kind]
+    module = apart(3.0)
+    optimizer = make(module)
+    step_apart(rank, module, optimizer, others)
+    smt.save_state(f"{path}/first", module, optimizer)
+    again = apart(0.0)
+    second = make(again)
+    smt.load_state(f"{path}/first", again, second)
+    has_state = [name for name, weight in again.named_parameters() if weight in second.state]
+    smt.save_state(f"{path}/second", again, second)
+    tensors, layouts = smt.state_of(again, second)
+    smt.save(f"{path}/third", tensors, layouts)
+    swapped = Named(*APART)
+    for name, weight in apart(0.0).named_parameters():
+        swapped.register_parameter("high" if name == "low" else "low", nn.Parameter(weight))
+    goals = [swapped, *(_plain_apart() for _ in range(3))]
+    found = []
+    for name, goal in zip(("second", "first", "second", "third"), goals, strict=True):
+        into = make(goal)
+        smt.load_state(f"{path}/{name}", goal, into)
+        found.append(_say_state(goal, into))
+    for one, its in ((module, optimizer), (again, second)):
+        step_apart(rank, one, its, others)
+    same = [
+        local_of(a).equal(local_of(b))
+        for a, b in zip(module.parameters(), again.parameters(), strict=True)
+    ]
+    return has_state, found, same
+
+
+def _plain_apart() -> nn.Module:
+    module = Named(*APART)
+    for name in APART:
+        module.register_parameter(name, nn.Parameter(torch.zeros(8, 2)))
+    return module
+
+
+def _say_state(module: nn.Module, optimizer: Any) -> dict[str, tuple[float, float]]:
+    """Steps and the first element of the moment, of each parameter that has state."""
+    said = {}
+    for name, weight in module.named_parameters():
+        if weight in optimizer.state:
+            state = optimizer.state[weight]
+            moment = state["exp_avg"]
+            part = local_of(moment) if isinstance(weight.data, DTensor) else moment
+            assert part.eq(part.flatten()[0]).all()
+            said[name] = float(state["step"]), round(float(part.flatten()[0]), 4)
+    return said
+
+
+def divided_by_zero(rank: int, path: str) -> Any:
+    """An optimizer of which each rank has a part of the state, in another optimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    module = nn.Linear(2, 2)
+    smt.save_state(f"{path}/plain", module, adam(module))
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam)
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = caught(lambda: smt.save_state(f"{path}/new", module, optimizer))
+    loaded = caught(lambda: smt.load_state(f"{path}/plain", module, optimizer))
+    return saved, loaded
 
 
 def on_some_of_the_ranks(rank: int, path: str, step: str) -> Any:
