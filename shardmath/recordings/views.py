@@ -85,11 +85,21 @@ def _pair(boxes: Sequence[Box]) -> dict[int, int]:
     if len(set(shown.values())) != len(shown):
         raise StoreError("several of its dimensions lie along a stored one")
     dims = _list_moving([box.cell for box in boxes], shown.values())
-    own = _list_moving([box.element for box in boxes], shown)
-    if len(dims) != len(own):
-        raise StoreError(NO_PRODUCT)
-    shown.update(zip(own, dims, strict=True))
+    for of in _list_moving([box.element for box in boxes], shown):
+        found = [dim for dim in dims if _follows(boxes, dim, of)]
+        if not found:
+            raise StoreError(NO_PRODUCT)
+        shown[of] = found[0]
+        dims.remove(found[0])
     return shown
+
+
+def _follows(boxes: Sequence[Box], dim: int, of: int) -> bool:
+    """Whether where a box begins in a logical dimension is said by where it begins in a stored one."""
+    pairs = {(box.cell[dim], box.element[of]) for box in boxes}
+    cells = {cell for cell, _ in pairs}
+    elements = {element for _, element in pairs}
+    return len(cells) == len(pairs) == len(elements)
 
 
 def _list_shown(boxes: Sequence[Box]) -> set[tuple[int, int]]:
