@@ -15,10 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shardmath.algebra.runs import Runs
+from shardmath.algebra.runs import Runs, Segment
 from shardmath.base.errors import RunsError, StoreError
 from shardmath.recordings.boxes import Atom, Box, align
 from shardmath.recordings.pieces import Piece
@@ -67,13 +64,24 @@ class View:
             return Runs(((0, only, 1),), 1)
         # Boxes of a product have few stretches of each dimension.
         stretches = dict.fromkeys(_take_stretch(box, dim, of) for box in self.boxes)
-        found = [_list_positions(*stretch) for stretch in stretches]
-        positions = np.unique(np.concatenate(found), axis=0)
-        segments = [(cell, element, 1) for cell, element in positions.tolist()]
+        segments = []
+        for stretch in stretches:
+            segments += _list_segments(*stretch)
         try:
-            return Runs(segments, self.stored[dim])
+            return _join(segments, self.stored[dim])
         except RunsError:
             raise StoreError(NO_PRODUCT) from None
+
+
+def _join(segments: list[Segment], length: int) -> Runs:
+    """The segments together, where those of boxes that were cut otherwise may meet. Raises RunsError."""
+    try:
+        return Runs(segments, length)
+    except RunsError:
+        positions = set()
+        for cell, element, n in segments:
+            positions |= {(cell + i, element + i, 1) for i in range(n)}
+        return Runs(positions, length)
 
 
 def _pair(boxes: Sequence[Box]) -> dict[int, int]:
@@ -141,15 +149,17 @@ def _take_stretch(box: Box, dim: int, of: int) -> tuple[int, int, tuple[Atom, ..
     return box.cell[dim], box.element[of], atoms
 
 
-def _list_positions(cell: int, element: int, atoms: Sequence[Atom]) -> NDArray[np.int64]:
-    """(stored, logical) position of each step, one a line."""
-    found = np.array([[cell, element]], np.int64)
+def _list_segments(cell: int, element: int, atoms: Sequence[Atom]) -> list[Segment]:
+    """All steps of a stretch; those one by one are one segment."""
+    starts = [(cell, element)]
+    length = 1
     for atom in atoms:
-        step = np.array([atom.step, atom.stride])
-        steps = np.arange(atom.number)[:, None] * step
-        found = found[:, None, :] + steps
-        found = found.reshape(-1, 2)
-    return found
+        if atom.step == atom.stride == 1:
+            length = atom.number
+            continue
+        steps = [(i * atom.step, i * atom.stride) for i in range(atom.number)]
+        starts = [(at + across, of + along) for at, of in starts for across, along in steps]
+    return [(at, of, length) for at, of in starts]
 
 
 def _check_product(runs: Sequence[Runs], boxes: Sequence[Box]) -> None:
