@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from shardmath.programs.scheduling import schedule
     from shardmath.proofs.simulate import simulate
     from shardmath.proofs.verify import verify
+    from shardmath.recordings.recorded import Recorded
+    from shardmath.recordings.sides import RecordedSide
     from shardmath.refits.refit import Refit, refit
     from shardmath.relabelling.relabelling import Relabelling, relabel
     from shardmath.storage.fitting import from_holdings
@@ -60,6 +62,8 @@ LATE = {
     "Collective": "collectives.collective",
     "Plan": "plans.plan",
     "Program": "programs.program",
+    "Recorded": "recordings.recorded",
+    "RecordedSide": "recordings.sides",
     "Refit": "refits.refit",
     "Relabelling": "relabelling.relabelling",
     "Topology": "flows.topology",
@@ -141,6 +145,8 @@ __all__ = [
     "PlanError",
     "Program",
     "Ragged",
+    "Recorded",
+    "RecordedSide",
     "Refit",
     "Relabelling",
     "Replicate",

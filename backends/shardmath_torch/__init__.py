@@ -6,6 +6,8 @@ move(src_tensors, out=dst_tensors)          # collective; many times, in the sam
 refit = Refit(planned)                      # collective; a trainer's and an engine's own tensors, by their names
 refit.prepare(src=..., dst=...)             # once; then refit() after every step
 
+recorded = record(load, shapes, module)     # how a loader stores tensors, instead of rows that say it
+
 layout = from_dtensor(dtensor)              # what every rank really holds
 other = redistribute(dtensor, target)       # any mesh to any mesh, differentiable
 
@@ -28,6 +30,7 @@ from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.mover import Mover
 from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.refits.recording import record
 from shardmath_torch.refits.refit import Refit
 from shardmath_torch.states.training import load_state, load_weights, save_state, state_of
 
@@ -45,6 +48,7 @@ __all__ = [
     "load_state",
     "load_weights",
     "open_checkpoint",
+    "record",
     "redistribute",
     "save",
     "save_state",

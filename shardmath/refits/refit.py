@@ -1,7 +1,7 @@
 """Refit: the plan between a trainer and its engines, and where each rank has what moves.
 
-1. A trainer and an engine say how they store their tensors (`shardmath.storage`); both are bound to the same
-   logical tensors, and a plan moves from one to the other like any other plan.
+1. A trainer and an engine say how they store their tensors (`shardmath.storage`), as rows or as recorded; both are
+   bound to the same logical tensors, and a plan moves from one to the other like any other plan.
 2. What does not fit is one error, of both sides.
 3. Several engines are one plan: each tensor is held in a window per engine, whose local name is `name[i]`.
 
@@ -23,16 +23,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from shardmath.base.errors import PlanError, StoreError
 from shardmath.base.public import public
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
+from shardmath.recordings.sides import RecordedSide
 from shardmath.refits.coverage import Native, find_faults, show_native
-from shardmath.storage.binding import Bound, Vocabulary, bind
-from shardmath.storage.stored import Shapes, Slot, Stored
+from shardmath.storage.binding import Vocabulary, bind
+from shardmath.storage.stored import Shapes, Side, Slot, Stored
 
 __all__ = ["Refit", "refit"]
+
+Declared: TypeAlias = Stored | RecordedSide
+"""How a side stores its tensors: as rows, or as recorded."""
 
 ENGINE = "engine"
 """What an engine is called that is the only one."""
@@ -44,8 +49,8 @@ class Refit:
     """A plan from a trainer to its engines, by name, and how each side stores what it moves."""
 
     plan: Plan
-    trainer: Bound
-    engines: Mapping[str, Bound]
+    trainer: Side
+    engines: Mapping[str, Side]
 
     def slots(self, rank: int, engine: str | None = None) -> dict[str, Slot]:
         """Where the rank has each local tensor of the plan: of an engine, or of the trainer if none is named.
@@ -97,7 +102,7 @@ class Refit:
             raise StoreError(f"rank {rank} stores no {native!r}; ask for one of its natives")
         return "\n".join(lines)
 
-    def _find(self, engine: str) -> Bound:
+    def _find(self, engine: str) -> Side:
         if engine not in self.engines:
             raise PlanError(f"no engine {engine!r}; engines are {', '.join(self.engines)}")
         return self.engines[engine]
@@ -106,12 +111,12 @@ class Refit:
 def _guess_side(moved: Refit, rank: int) -> str | None:
     """The engine that the rank is of; None for the trainer."""
     for name, bound in moved.engines.items():
-        if rank in bound.stored.meshes[0]:
+        if rank in bound.ranks:
             return name
     return None
 
 
-def _list_parts(side: Bound, native: Native, rank: int) -> list[str]:
+def _list_parts(side: Side, native: Native, rank: int) -> list[str]:
     """A line for each logical tensor in the stored one."""
     lines = []
     for name, slot in side.slots(rank).items():
@@ -130,8 +135,8 @@ def _show_cut(part: int | slice) -> str:
 
 
 def refit(
-    trainer: Stored,
-    engines: Stored | Mapping[str, Stored],
+    trainer: Declared,
+    engines: Declared | Mapping[str, Declared],
     shapes: Shapes,
     *,
     unused: Sequence[str] = (),
@@ -142,16 +147,16 @@ def refit(
     PlanError where the trainer holds what an engine needs nowhere.
     """
     vocabulary = Vocabulary(shapes)
-    named = {ENGINE: engines} if isinstance(engines, Stored) else dict(engines)
+    named = {ENGINE: engines} if isinstance(engines, Declared) else dict(engines)
     if not named:
-        raise PlanError("no engine; give one Stored, or several by name")
+        raise PlanError("no engine; give one Stored or RecordedSide, or several by name")
     sides = {"trainer": trainer, **named}
-    bound: dict[str, Bound] = {}
+    bound: dict[str, Side] = {}
     faults = []
     # Both sides are bound before anything is raised, so that one message has the faults of all.
     for name, side in sides.items():
         try:
-            bound[name] = bind(side, vocabulary, unused=() if name == "trainer" else unused)
+            bound[name] = _bind(side, vocabulary, () if name == "trainer" else unused)
         except StoreError as error:
             faults.append(f"{name}: {error}")
     if faults:
@@ -161,8 +166,15 @@ def refit(
     return Refit(moved, source, bound)
 
 
+def _bind(side: Declared, vocabulary: Vocabulary, unused: Sequence[str]) -> Side:
+    """The side bound to the tensors of the vocabulary."""
+    if isinstance(side, RecordedSide):
+        return side.bind(vocabulary.shapes, unused)
+    return bind(side, vocabulary, unused)
+
+
 def _pair(
-    trainer: Bound, engines: Mapping[str, Bound]
+    trainer: Side, engines: Mapping[str, Side]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
     """Both sides of the plan."""
     first, *rest = engines.values()

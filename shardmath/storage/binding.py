@@ -20,7 +20,7 @@ float32[4, 4] (tp n) h on dp=2 tp=2
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
@@ -99,6 +99,11 @@ class Bound:
     stored: Stored
     layouts: Mapping[str, Layout]
     held: tuple[_Held, ...]
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The ranks of the side."""
+        return self.stored.meshes[0].ranks
 
     def slots(self, rank: int) -> dict[str, Slot]:
         """Where each tensor that the rank holds a part of lies, by logical name."""

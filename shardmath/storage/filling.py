@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.layouts.layout import Layout
-from shardmath.storage.binding import Bound
-from shardmath.storage.stored import Slot
+from shardmath.storage.stored import Side, Slot
 
 __all__ = ["fill", "gather", "view_of"]
 
@@ -32,7 +31,7 @@ _Native: TypeAlias = tuple[int, str]
 
 
 def fill(
-    bound: Bound, arrays: Mapping[str, NDArray[Any]], rank: int, empty: float = 0
+    bound: Side, arrays: Mapping[str, NDArray[Any]], rank: int, empty: float = 0
 ) -> dict[_Native, NDArray[Any]]:
     """What the rank stores of these logical arrays; cells that are no tensor's have the value `empty`."""
     dtypes = {array.dtype for array in arrays.values()}
@@ -50,7 +49,7 @@ def fill(
 
 
 def gather(
-    bound: Bound, stored: Mapping[int, Mapping[_Native, NDArray[Any]]], ranks: Iterable[int]
+    bound: Side, stored: Mapping[int, Mapping[_Native, NDArray[Any]]], ranks: Iterable[int]
 ) -> dict[str, NDArray[Any]]:
     """The logical arrays of which these ranks store parts; elements that none of them has are 0."""
     arrays: dict[str, NDArray[Any]] = {}
@@ -77,7 +76,7 @@ def view_of(native: NDArray[Any], slot: Slot) -> NDArray[Any]:
 class _Held:
     """Where local cells of a rank are that hold elements, and which elements these are."""
 
-    def __init__(self, bound: Bound, rank: int) -> None:
+    def __init__(self, bound: Side, rank: int) -> None:
         self.bound = bound
         self.rank = rank
         self.found: dict[int, tuple[Any, Any]] = {}

@@ -13,16 +13,17 @@ qkv.* = [q k v].* : (tp q hd + tp k hd + tp v hd) h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import StoreError
+from shardmath.layouts.layout import Layout
 from shardmath.storage import rows
 from shardmath.storage.rows import Row
 
-__all__ = ["Shapes", "Slot", "Spot", "Stored"]
+__all__ = ["Shapes", "Side", "Slot", "Spot", "Stored"]
 
 Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
 """Global shape and dtype of each logical tensor, by name."""
@@ -44,6 +45,36 @@ class Slot(NamedTuple):
     cut: tuple[int | slice, ...]
     order: tuple[int, ...]
     function: str
+
+
+class Side(Protocol):
+    """A side whose tensors are known: the layout of each, and where ranks store it."""
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """The layout of each logical tensor."""
+        ...
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The ranks of the side."""
+        ...
+
+    def slots(self, rank: int) -> dict[str, Slot]:
+        """Where each tensor that the rank holds a part of lies, by logical name."""
+        ...
+
+    def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
+        """The shape of each tensor that the rank stores, by chunk and name."""
+        ...
+
+    def row_of(self, native: tuple[int, str], rank: int) -> object:
+        """What says how the rank stores this tensor, for people. Raises StoreError where it does not."""
+        ...
+
+    def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
+        """(logical name, slot, shape of the stored tensor) of all that the rank holds."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

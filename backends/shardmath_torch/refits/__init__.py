@@ -2,6 +2,11 @@
 
 In reading order:
 
+- `targets`: the tensors into which a loader loads;
+- `contents`: what lies in the memory of a tensor without data;
+- `watching`: a loader run without data;
+- `numbering`: a loader run on element numbers;
+- `recording`: what a loader stores where, by either;
 - `views`: views of stored tensors, by the local tensors of a plan;
 - `refit`: stored tensors bound once, and moved as often as wanted.
 """

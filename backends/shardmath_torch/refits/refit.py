@@ -18,7 +18,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
 from shardmath.refits.coverage import show_native
 from shardmath.refits.refit import Refit as Planned
-from shardmath.storage.binding import Bound
+from shardmath.storage.stored import Side
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.transport import join
@@ -118,9 +118,7 @@ class Refit:
     def _name_engines(self, dst: Given | Mapping[str, Given] | None) -> dict[str, Given | None]:
         """What was given for every engine that this rank is of."""
         engines = self.planned.engines
-        mine = [
-            name for name, bound in engines.items() if self._party.rank in bound.stored.meshes[0]
-        ]
+        mine = [name for name, bound in engines.items() if self._party.rank in bound.ranks]
         if len(engines) == 1:
             return dict.fromkeys(mine, dst)  # type: ignore[arg-type]
         given: Mapping[str, object] = dst if isinstance(dst, Mapping) else {}
@@ -142,7 +140,7 @@ class Refit:
         planned = self.planned
         rank = self._party.rank
         bound = planned.trainer if engine is None else planned.engines[engine]
-        if rank not in bound.stored.meshes[0]:
+        if rank not in bound.ranks:
             if natives:
                 raise ExchangeError(f"rank {rank} is no trainer, and was given src; pass None")
             return Views({}, [])
@@ -212,6 +210,6 @@ def _watch(side: str, natives: Natives) -> list[_Watched]:
     ]
 
 
-def _drop_window(local: str, bound: Bound) -> str:
+def _drop_window(local: str, bound: Side) -> str:
     """The logical tensor of a local one: a window's has its number behind."""
     return local if local in bound.layouts else local.rpartition("[")[0]

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardmath.base import dtypes
 from shardmath.base.errors import ExchangeError, StoreError
 from shardmath.refits.coverage import Native, find_faults, show_native
-from shardmath.storage.binding import Bound
-from shardmath.storage.stored import Slot
+from shardmath.storage.stored import Side, Slot
 from shardmath_torch.dtypes import dtype_of
 
 __all__ = [
@@ -101,7 +100,7 @@ def describe(tensor: Tensor) -> tuple[object, ...]:
 
 
 def bind_views(
-    bound: Bound,
+    bound: Side,
     slots: Mapping[str, Slot],
     of_dtype: Mapping[str, str],
     natives: Natives,

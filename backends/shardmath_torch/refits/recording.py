@@ -1,0 +1,227 @@
+"""Recording: what a loader stores where, read off one run of it, instead of rows that say it.
+
+recorded = smt.record(model.load_weights, shapes, model, form="pairs")    # on each rank, without communication
+side = sm.RecordedSide({rank: recorded, ...})                             # in place of rows, for sm.refit
+
+1. The loader runs without data first: each of its copies is strides on both sides (`watching`). A target that this does
+   not explain is read from runs on element numbers (`numbering`), which any movement of elements carries.
+2. What `into` has is as before afterwards. Cells that nothing wrote are counted in `Recorded.unwritten`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardmath.base import dtypes
+from shardmath.base.errors import StoreError
+from shardmath.recordings.pieces import Piece
+from shardmath.recordings.recorded import Native, Recorded
+from shardmath.storage.stored import Shapes
+from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.refits.numbering import Numbering
+from shardmath_torch.refits.targets import Into, Kept, key_of
+from shardmath_torch.refits.watching import Watch, Write
+
+__all__ = ["Load", "record"]
+
+Load: TypeAlias = Callable[[Any], object]
+"""Copies logical tensors into its targets: takes a mapping from name to tensor, or pairs of both."""
+Form: TypeAlias = Literal["mapping", "pairs"]
+Ways: TypeAlias = Literal["views", "numbers"]
+
+
+def record(
+    load: Load,
+    shapes: Shapes,
+    into: Into,
+    *,
+    form: Form = "mapping",
+    functions: Mapping[str, str] | None = None,
+    ways: tuple[Ways, ...] = ("views", "numbers"),
+) -> Recorded:
+    """Which element of which logical tensor the loader puts into which cell of each target of `into`.
+
+    `shapes` are global shape and dtype by logical name; `load` takes such tensors as a mapping, or as `pairs` of name
+    and tensor. `into` is the module, or mutable mapping from name to tensor, that it loads into. `functions` names
+    the function of a target that is computed: {"A": "neg_exp"}. Raises StoreError for what else is computed, and
+    where two tensors are written into one cell, or an element comes twice in one target.
+    """
+    plain = {n: (tuple(shape), dtypes.canonical(dtype)) for n, (shape, dtype) in shapes.items()}
+    recording = _Recording(load, plain, into, form, dict(functions or {}))
+    return recording.record(ways)
+
+
+class _Recording:
+    """One loader, and what is known of each target so far."""
+
+    def __init__(
+        self, load: Load, shapes: Shapes, into: Into, form: Form, functions: dict[str, str]
+    ) -> None:
+        self.load = load
+        self.shapes = shapes
+        self.form = form
+        self.functions = functions
+        self.into = into
+        self.kept = Kept(into)
+        self.pieces: dict[str, list[Piece]] = {}
+        self.made: dict[str, tuple[str, ...]] = {}
+        self.ways: dict[str, str] = {}
+        absent = functions.keys() - self.kept.targets.keys()
+        if absent:
+            raise StoreError(f"functions= names {min(absent)!r}, which is no target")
+
+    def record(self, ways: tuple[Ways, ...]) -> Recorded:
+        """By each of the ways, until all targets are explained."""
+        unexplained = set(self.kept.targets)
+        failure: Exception | None = None
+        if "views" in ways:
+            try:
+                unexplained = self._watch()
+            except _Computed:
+                raise
+            # What a loader does with tensors without data is anybody's guess; it is run on real ones then.
+            except Exception as error:
+                failure = error
+                self.pieces, self.made = {}, {}
+        if unexplained and "numbers" in ways:
+            self._number(sorted(unexplained))
+        elif unexplained:
+            raise StoreError(self._word(min(unexplained), "is not explained by views")) from failure
+        return self._finish()
+
+    def _call(self, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
+        """Run the loader on tensors that are made as it asks for them, if it takes pairs."""
+        with torch.no_grad():
+            if self.form == "pairs":
+                self.load((name, make()) for name, make in tensors.items())
+            else:
+                self.load({name: make() for name, make in tensors.items()})
+
+    # By views
+
+    def _watch(self) -> set[str]:
+        """Note what copies took; the targets that this does not explain."""
+        sources = {}
+        for name, (shape, dtype) in self.shapes.items():
+            sources[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+        kept = self.kept
+        watch = Watch(sources, list(kept.targets.values()))
+        try:
+            with watch:
+                self._call({name: partial(_give, tensor) for name, tensor in sources.items()})
+            found = {name: self._list_writes(watch, name) for name in kept.targets}
+        finally:
+            kept.put_back()
+        return {name for name, writes in found.items() if not self._take(name, writes)}
+
+    def _list_writes(self, watch: Watch, name: str) -> list[Write]:
+        """What was written into a target, or put in its place."""
+        target = self.kept.targets[name]
+        now = self.kept.find().get(name, target)
+        if key_of(now) != key_of(target):
+            where = torch.empty(target.shape, dtype=target.dtype, device="meta")
+            return [watch.explain(now, where)]
+        writes = watch.writes[key_of(target)]
+        if target.is_contiguous():
+            return [_shift(write, target) for write in writes]
+        return [Write(None, write.made) for write in writes]
+
+    def _take(self, name: str, writes: list[Write]) -> bool:
+        """Whether the writes explain the target."""
+        pieces: list[Piece] = []
+        made: list[str] = []
+        for write in writes:
+            pieces += write.pieces or ()
+            if write.pieces != ():
+                made += write.made
+        self.made[name] = tuple(made)
+        if any(write.pieces is None for write in writes):
+            return False
+        if made and name not in self.functions:
+            raise _Computed(self._word(name, "is computed"))
+        # A loader that is called twice, or for an alias too, writes the same again.
+        self.pieces[name] = list(dict.fromkeys(pieces))
+        self.ways[name] = "views" if pieces else ""
+        return True
+
+    # By numbers
+
+    def _number(self, names: list[str]) -> None:
+        """Read these targets from runs on element numbers."""
+        for name in names:
+            if name in self.functions:
+                raise StoreError(self._word(name, "is a function of what cannot be followed"))
+        numbering = Numbering(self.shapes, self._list_dtypes(names))
+        runs = [self._run(numbering, run) for run in numbering.runs]
+        for name in names:
+            try:
+                self.pieces[name] = numbering.read([after[name] for after in runs])
+            except StoreError as error:
+                raise StoreError(self._word(name, f"is computed: {error}")) from None
+            self.ways[name] = "numbers" if self.pieces[name] else ""
+
+    def _list_dtypes(self, names: list[str]) -> dict[str, str]:
+        """Of all that numbers go through."""
+        of = {name: dtype for name, (_, dtype) in self.shapes.items()}
+        for name in names:
+            target = self.kept.targets[name]
+            of[f"target {name}"] = dtypes.canonical(target.dtype)
+        return of
+
+    def _run(self, numbering: Numbering, run: int) -> dict[str, Tensor]:
+        """What the targets have after a run of the loader on a digit of each number."""
+        kept = self.kept
+        before = kept.empty()
+        tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
+        try:
+            self._call(tensors)
+            now = kept.find()
+            return {name: now[name].detach().clone() for name in kept.targets}
+        finally:
+            kept.put_back()
+            kept.fill(before)
+
+    # Together
+
+    def _word(self, name: str, what: str) -> str:
+        """What is wrong with a target, and with which operations it was made."""
+        by = f" by {', '.join(self.made[name])}" if self.made.get(name) else ""
+        return f"{name!r} {what}{by}; declare it, as functions={{{name!r}: 'neg_exp'}} or by a row"
+
+    def _finish(self) -> Recorded:
+        natives = []
+        for name, target in self.kept.targets.items():
+            shape = tuple(target.shape)
+            dtype = dtypes.canonical(target.dtype)
+            pieces = tuple(self.pieces.get(name, ()))
+            way = self.ways.get(name, "")
+            function = self.functions.get(name, "")
+            natives.append(Native(name, shape, dtype, pieces, way, function))
+        tensors = [(name, shape, dtype) for name, (shape, dtype) in self.shapes.items()]
+        aliases = tuple(self.kept.aliases.items())
+        return Recorded(tuple(tensors), tuple(natives), aliases)
+
+
+def _give(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Computed(StoreError):
+    """What no other way would explain either."""
+
+
+def _shift(write: Write, target: Tensor) -> Write:
+    """The write as the target sees it, whose memory may be part of a larger one."""
+    if write.pieces is None:
+        return write
+    inside = []
+    for piece in write.pieces:
+        cell = piece.cell - int(target.storage_offset())
+        if 0 <= cell < target.numel():
+            inside.append(Piece(piece.tensor, cell, piece.element, piece.blocks))
+    return Write(tuple(inside), write.made)

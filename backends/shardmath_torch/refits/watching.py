@@ -1,0 +1,156 @@
+"""Watching: a loader run on tensors without data, and what each of its copies takes.
+
+1. Logical tensors are on the meta device. Nothing is written into targets: copies into their memory are noted, with
+   the strides of both sides.
+2. Copies and casts of views are followed, and operations that work element by element are followed under their names.
+   Anything else makes memory of which nothing is known; a target into which it is copied is not explained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmath.base.errors import StoreError
+from shardmath.recordings.pieces import Piece
+from shardmath_torch.refits.contents import Content
+from shardmath_torch.refits.targets import key_of
+
+__all__ = ["Watch", "Write"]
+
+aten = torch.ops.aten
+
+COPIES = {aten.clone.default, aten._to_copy.default, aten.contiguous.default}
+"""What makes the same elements in new memory."""
+BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
+"""What fills padding before or after the weights are written."""
+
+
+class Write(NamedTuple):
+    """What was copied into a target: pieces by cells of its memory, and what made them; None if it is not known."""
+
+    pieces: tuple[Piece, ...] | None
+    made: tuple[str, ...]
+
+
+class Watch(TorchDispatchMode):
+    """Notes copies from the memory of `sources` into that of `targets`, by the key of that memory."""
+
+    def __init__(self, sources: Mapping[str, Tensor], targets: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.writes: dict[int, list[Write]] = {key_of(target): [] for target in targets}
+        # Memory is known by its key as long as it lives, so all that is known is kept alive.
+        self._alive: list[Tensor] = [*sources.values(), *targets]
+        self._contents: dict[int, Content | None] = {}
+        self._made: dict[int, tuple[str, ...]] = {}
+        self._itemsize: dict[int, int] = {}
+        for name, tensor in sources.items():
+            shape = tuple(tensor.shape)
+            self._keep(tensor, Content(name, shape, tensor.stride(), 0))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Note the operation, and carry it out unless it writes into a target."""
+        own = dict(kwargs or {})
+        written = _find_written(func, args, own)
+        if written is not None:
+            return self._write(func, written, args, own)
+        given = _list_tensors((args, own))
+        known = [tensor for tensor in given if key_of(tensor) in self._contents]
+        if not known:
+            return func(*args, **own)
+        if "device" in own:
+            # There is no data that could go to another device.
+            own["device"] = known[0].device
+        result = func(*args, **own)
+        self._follow(func, known, result)
+        return result
+
+    def _write(self, func: Any, into: Tensor, args: tuple[Any, ...], own: dict[str, Any]) -> Any:
+        """Note what is written into a target, and let other writes happen."""
+        key = key_of(into)
+        if key in self.writes:
+            self._note(func, into, args)
+            return into
+        self._alive.append(into)
+        self._contents[key] = None
+        self._itemsize[key] = into.element_size()
+        self._made[key] = (str(func),)
+        return func(*args, **own)
+
+    def explain(self, tensor: Tensor, into: Tensor) -> Write:
+        """What a copy of the tensor brings into another."""
+        content = self._contents.get(key_of(tensor))
+        made = self._made.get(key_of(tensor), ())
+        if content is None or self._itemsize[key_of(tensor)] != tensor.element_size():
+            return Write(None, made)
+        try:
+            return Write(tuple(content.read(tensor, into)), content.made)
+        except (StoreError, RuntimeError):
+            return Write(None, made)
+
+    def _note(self, func: Any, target: Tensor, args: tuple[Any, ...]) -> None:
+        """A write into a target."""
+        name = func.overloadpacket.__name__
+        if name in BLANKS:
+            return
+        write = Write(None, (str(func),))
+        if name == "copy_":
+            write = self.explain(args[1], target)
+        self.writes[key_of(target)].append(write)
+
+    def _follow(self, func: Any, known: list[Tensor], result: Any) -> None:
+        """What is known of the results of an operation on what is known."""
+        for made in _list_tensors(result):
+            # Views are in memory that is known already.
+            if key_of(made) not in self._contents:
+                self._keep(made, self._copy(func, known, made))
+                before = self._made.get(key_of(known[0]), ())
+                self._made[key_of(made)] = before if func in COPIES else (*before, str(func))
+
+    def _copy(self, func: Any, known: list[Tensor], made: Tensor) -> Content | None:
+        """What is in the memory of a result."""
+        source = known[0]
+        before = self._contents[key_of(source)]
+        if before is None or len(known) > 1 or not _is_by_element(func, source, made):
+            return None
+        if self._itemsize[key_of(source)] != source.element_size():
+            return None
+        return before.copied(source, made, "" if func in COPIES else str(func))
+
+    def _keep(self, tensor: Tensor, content: Content | None) -> None:
+        self._alive.append(tensor)
+        self._contents[key_of(tensor)] = content
+        self._itemsize[key_of(tensor)] = tensor.element_size()
+
+
+def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor that the operation writes into, if it does."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if isinstance(value, Tensor):
+                return value
+    return None
+
+
+def _list_tensors(values: object) -> Iterator[Tensor]:
+    for value in pytree.tree_leaves(values):
+        if isinstance(value, Tensor):
+            yield value
+
+
+def _is_by_element(func: Any, source: Tensor, made: Tensor) -> bool:
+    """Whether each element of the result is made of the one in its place."""
+    by_element = func in COPIES or torch.Tag.pointwise in func.tags
+    return by_element and source.shape == made.shape

@@ -1,0 +1,156 @@
+"""Pieces: which elements of a logical tensor lie in which cells of a stored one, as strided blocks.
+
+1. Cells and elements are counted flat, in row-major order. A piece begins at one of each and repeats: a block
+   is a count, a stride of cells and a stride of elements, the outermost block first.
+2. Pieces are canonical: blocks of 1 are dropped, blocks are in the order of cells, and neighbours that continue
+   are one. So a whole tensor is one block, whatever its shape.
+
+>>> piece = Piece("q", 8, 0, ((2, 8, 4), (4, 1, 1)))
+>>> piece.cells.tolist(), piece.elements.tolist()
+([8, 9, 10, 11, 16, 17, 18, 19], [0, 1, 2, 3, 4, 5, 6, 7])
+>>> Piece("q", 0, 0, ((2, 4, 4), (4, 1, 1)))
+Piece('q', 0, 0, ((8, 1, 1),))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Block", "Piece", "overlap"]
+
+Block: TypeAlias = tuple[int, int, int]
+"""Count, stride of cells, stride of elements."""
+_Flat: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Piece:
+    """Elements of one logical tensor in cells of a stored one (see the module)."""
+
+    tensor: str
+    cell: int
+    element: int
+    blocks: tuple[Block, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", _merge(self.blocks))
+
+    def __repr__(self) -> str:
+        return f"Piece({self.tensor!r}, {self.cell}, {self.element}, {self.blocks})"
+
+    @property
+    def size(self) -> int:
+        """How many cells it fills."""
+        counts = (count for count, _, _ in self.blocks)
+        return math.prod(counts)
+
+    @property
+    def cells(self) -> _Flat:
+        """The number of each cell."""
+        steps = [(count, stride) for count, stride, _ in self.blocks]
+        return _expand(self.cell, steps)
+
+    @property
+    def elements(self) -> _Flat:
+        """The number of the element in each cell."""
+        steps = [(count, stride) for count, _, stride in self.blocks]
+        return _expand(self.element, steps)
+
+
+def _merge(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """The blocks in the order of cells, as few as there can be."""
+    given = sorted((b for b in blocks if b[0] != 1), key=lambda block: -block[1])
+    merged: list[Block] = []
+    for inner in given:
+        if merged:
+            count, cells, elements = merged[-1]
+            n, own_cells, own_elements = inner
+            if (cells, elements) == (n * own_cells, n * own_elements):
+                merged[-1] = (count * n, own_cells, own_elements)
+                continue
+        merged.append(inner)
+    return tuple(merged)
+
+
+def _expand(start: int, blocks: Sequence[tuple[int, int]]) -> _Flat:
+    """All numbers that these (count, stride) lead to."""
+    found = np.array([start], np.int64)
+    for count, stride in blocks:
+        steps = stride * np.arange(count, dtype=np.int64)
+        found = np.add.outer(found, steps)
+        found = found.ravel()
+    return found
+
+
+def overlap(pieces: Sequence[Piece], side: int) -> tuple[Piece, Piece] | None:
+    """Two pieces that share a cell (side 1) or an element (side 2), or one that has one twice; None if none do."""
+    for cluster in _cluster(pieces, side):
+        if len(cluster) == 1 and _is_nested(cluster[0], side):
+            continue
+        found = _find_shared(cluster, side)
+        if found is not None:
+            return found
+    return None
+
+
+def _find_shared(cluster: Sequence[Piece], side: int) -> tuple[Piece, Piece] | None:
+    """The first two that share a number."""
+    parts = [_numbers(piece, side) for piece in cluster]
+    numbers = np.concatenate(parts)
+    sizes = [piece.size for piece in cluster]
+    owners = np.repeat(np.arange(len(cluster)), sizes)
+    order = np.argsort(numbers, kind="stable")
+    twice = np.flatnonzero(np.diff(numbers[order]) == 0)
+    if not twice.size:
+        return None
+    at = int(twice[0])
+    first, second = owners[order[at : at + 2]]
+    return cluster[first], cluster[second]
+
+
+def _cluster(pieces: Sequence[Piece], side: int) -> Iterator[list[Piece]]:
+    """The pieces whose spans meet; others share nothing, and are not expanded."""
+    cluster: list[Piece] = []
+    reached = -1
+    spans = [_span(piece, side) for piece in pieces]
+    for i in sorted(range(len(pieces)), key=spans.__getitem__):
+        low, high = spans[i]
+        if low > reached and cluster:
+            yield cluster
+            cluster = []
+        cluster.append(pieces[i])
+        reached = max(reached, high)
+    if cluster:
+        yield cluster
+
+
+def _numbers(piece: Piece, side: int) -> _Flat:
+    return piece.cells if side == 1 else piece.elements
+
+
+def _span(piece: Piece, side: int) -> tuple[int, int]:
+    """The smallest and the largest number."""
+    low = high = piece.cell if side == 1 else piece.element
+    for block in piece.blocks:
+        steps = block[0] - 1
+        reach = steps * block[side]
+        low += min(reach, 0)
+        high += max(reach, 0)
+    return low, high
+
+
+def _is_nested(piece: Piece, side: int) -> bool:
+    """Whether every block steps over all that is inside it, so that no number comes twice."""
+    steps = [(abs(block[side]), block[0]) for block in piece.blocks]
+    reached = 0
+    for stride, count in sorted(steps):
+        if stride <= reached:
+            return False
+        reached += (count - 1) * stride
+    return True

@@ -1,0 +1,214 @@
+"""Recorded: what one rank stores, as a loader was seen to store it.
+
+1. Every parameter and persistent buffer of the rank is there, with the pieces of logical tensors that lie in it.
+   Cells that nothing wrote are counted, not passed over.
+2. No cell is written by two tensors, and no element comes twice in one stored tensor.
+3. It is a small value: it compares, pickles, and goes through JSON with its digest.
+
+>>> half = Native("qk", (4,), "int8", (Piece("q", 0, 2, ((2, 1, 1),)),), "views", "")
+>>> recorded = Recorded((("q", (4,), "int8"),), (half,))
+>>> recorded.unwritten
+{'qk': 2}
+>>> recorded.fill({"q": np.arange(4, dtype=np.int8)}, empty=-1)
+{'qk': array([ 2,  3, -1, -1], dtype=int8)}
+>>> Recorded.from_json(recorded.to_json()) == recorded
+True
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.base.digest import digest
+from shardmath.base.errors import StoreError
+from shardmath.base.public import public
+from shardmath.recordings.pieces import Piece, overlap
+
+__all__ = ["Native", "Recorded", "show"]
+
+_Shape: TypeAlias = tuple[int, ...]
+
+FORMAT = "shardmath recorded storage"
+VERSION = 1
+
+
+class Native(NamedTuple):
+    """A stored tensor: the pieces in it, how they were read ("views" or "numbers"), and what function stores it."""
+
+    name: str
+    shape: _Shape
+    dtype: str
+    pieces: tuple[Piece, ...]
+    way: str
+    function: str
+
+    @property
+    def unwritten(self) -> int:
+        """Cells that no piece fills."""
+        written = sum(piece.size for piece in self.pieces)
+        return math.prod(self.shape) - written
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What one rank stores (see the module). Raises StoreError where a cell or an element comes twice.
+
+    `tensors` are (name, shape, dtype) of the logical tensors; `aliases` (name, stored tensor of the same memory).
+    """
+
+    tensors: tuple[tuple[str, _Shape, str], ...]
+    natives: tuple[Native, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for native in self.natives:
+            _check_once(native)
+
+    def __str__(self) -> str:
+        lines = [f"{native.name} {show(native)}" for native in self.natives]
+        return "\n".join(lines)
+
+    @property
+    def unwritten(self) -> dict[str, int]:
+        """How many cells of each stored tensor nothing wrote, where there are any."""
+        left = {}
+        for native in self.natives:
+            if native.unwritten:
+                left[native.name] = native.unwritten
+        return left
+
+    @property
+    def shapes(self) -> dict[str, tuple[_Shape, str]]:
+        """Shape and dtype of each logical tensor."""
+        shapes = {}
+        for name, shape, dtype in self.tensors:
+            shapes[name] = shape, dtype
+        return shapes
+
+    @property
+    def digest(self) -> str:
+        """The same for equal values on every rank: 64 hexadecimal digits."""
+        return digest(_list_plain(self))
+
+    def fill(self, arrays: Mapping[str, NDArray[Any]], empty: float = 0) -> dict[str, NDArray[Any]]:
+        """What the rank stores of these logical arrays, without functions; other cells have the value `empty`."""
+        dtypes = {array.dtype for array in arrays.values()}
+        kind = np.result_type(*dtypes)
+        stored = {}
+        for native in self.natives:
+            cells = np.full(math.prod(native.shape), empty, kind)
+            for piece in native.pieces:
+                flat = arrays[piece.tensor].ravel()
+                cells[piece.cells] = flat[piece.elements]
+            stored[native.name] = cells.reshape(native.shape)
+        return stored
+
+    def to_json(self) -> str:
+        """As text that `from_json` reads."""
+        tensors, natives, aliases = _list_plain(self)
+        value = {
+            "format": FORMAT,
+            "version": VERSION,
+            "digest": self.digest,
+            "tensors": tensors,
+            "natives": natives,
+            "aliases": aliases,
+        }
+        return json.dumps(value, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Recorded:
+        """The value of such text. Raises StoreError for any other."""
+        try:
+            read = json.loads(text)
+            if (read["format"], read["version"]) != (FORMAT, VERSION):
+                raise StoreError(f"{read['format']!r} of version {read['version']}; give {VERSION}")
+            recorded = _read(read)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"no recorded storage ({error}); give what to_json wrote") from error
+        if recorded.digest != read["digest"]:
+            raise StoreError(
+                f"recorded storage has digest {recorded.digest[:12]}, its text says "
+                f"{str(read['digest'])[:12]}; record it again"
+            )
+        return recorded
+
+
+def show(native: Native) -> str:
+    """The stored tensor, for people."""
+    of = f" = {native.function}(...)" if native.function else ""
+    tensors = ", ".join(dict.fromkeys(piece.tensor for piece in native.pieces))
+    left = f"; {native.unwritten} cells unwritten" if native.unwritten else ""
+    return f"{native.dtype}{list(native.shape)}{of} by {native.way or 'nothing'}: {tensors}{left}"
+
+
+def _check_once(native: Native) -> None:
+    """Raise StoreError where a cell is written twice, or an element lies in two cells."""
+    cells = overlap(native.pieces, 1)
+    if cells is not None:
+        one, other = (piece.tensor for piece in cells)
+        raise StoreError(f"cells of {native.name!r} are written by {one!r} and again by {other!r}")
+    by_tensor: dict[str, list[Piece]] = {}
+    for piece in native.pieces:
+        by_tensor.setdefault(piece.tensor, []).append(piece)
+    for tensor, pieces in by_tensor.items():
+        if overlap(pieces, 2) is not None:
+            raise StoreError(f"elements of {tensor!r} lie in two cells each of {native.name!r}")
+
+
+def _list_plain(recorded: Recorded) -> tuple[Any, Any, Any]:
+    """The value as tuples of numbers and text; tensors in pieces by their place in the list."""
+    places = {name: i for i, (name, _, _) in enumerate(recorded.tensors)}
+    natives = []
+    for native in recorded.natives:
+        pieces = []
+        for piece in native.pieces:
+            place = places[piece.tensor]
+            pieces.append((place, piece.cell, piece.element, piece.blocks))
+        plain = native._replace(pieces=tuple(pieces))  # type: ignore[arg-type]
+        natives.append(tuple(plain))
+    return recorded.tensors, tuple(natives), recorded.aliases
+
+
+def _read(value: Mapping[str, Any]) -> Recorded:
+    """The value of what JSON had."""
+    tensors = []
+    for name, shape, dtype in value["tensors"]:
+        tensors.append((str(name), tuple(shape), str(dtype)))
+    names = [name for name, _, _ in tensors]
+    natives = [_read_native(names, *native) for native in value["natives"]]
+    aliases = [(str(alias), str(name)) for alias, name in value["aliases"]]
+    return Recorded(tuple(tensors), tuple(natives), tuple(aliases))
+
+
+def _read_native(
+    names: Sequence[str],
+    name: str,
+    shape: Sequence[int],
+    dtype: str,
+    listed: Sequence[Any],
+    way: str,
+    function: str,
+) -> Native:
+    """A stored tensor, whose pieces have tensors by their place in the list of names."""
+    pieces = []
+    for piece in listed:
+        pieces.append(_read_piece(names, *piece))
+    return Native(name, tuple(shape), dtype, tuple(pieces), way, function)
+
+
+def _read_piece(
+    names: Sequence[str], place: int, cell: int, element: int, listed: Sequence[Sequence[int]]
+) -> Piece:
+    blocks = []
+    for count, across, along in listed:
+        blocks.append((int(count), int(across), int(along)))
+    return Piece(names[place], int(cell), int(element), tuple(blocks))

@@ -1,0 +1,232 @@
+"""Recording: what a loader was seen to store is what rows say, by either way, and refits move it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath.storage import Stored, bind, fill
+from tests.distributed.pool import Pool
+from tests.distributed.tasks import recorded, refits
+
+SIDES = [
+    (recorded.engine, recorded.by_views, 4, {"views"}),
+    (recorded.engine, recorded.by_making, 4, {"views", "numbers"}),
+    (recorded.trainer, recorded.load_trainer, 0, {"views", "numbers"}),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("declare", "load", "first", "ways"), SIDES)
+def test_recorded_and_declared_storage_are_equal(
+    declare: Callable[[], Stored], load: recorded.Loader, first: int, ways: set[str], device: str
+) -> None:
+    """The law: cell by cell, padding too, and in the same layouts."""
+    shapes = refits.shapes()
+    side = recorded.record(declare(), load, first, device)
+    declared, seen = bind(declare(), shapes), side.bind(shapes)
+    numbers = np.arange(1, 1 + sum(int(np.prod(s)) for s, _ in shapes.values()))
+    parts = np.split(numbers, np.cumsum([int(np.prod(s)) for s, _ in shapes.values()])[:-1])
+    arrays = {n: p.reshape(s) for (n, (s, _)), p in zip(shapes.items(), parts, strict=True)}
+    for rank in declared.ranks:
+        wanted = fill(declared, arrays, rank)
+        found = fill(seen, arrays, rank)
+        flat = side.ranks[rank].fill(arrays)
+        assert wanted.keys() == found.keys()
+        for (chunk, name), array in wanted.items():
+            np.testing.assert_array_equal(found[chunk, name], array)
+            np.testing.assert_array_equal(flat[name], array)
+        assert {native.way for native in side.ranks[rank].natives} <= ways
+    for name, layout in declared.layouts.items():
+        assert sm.equivalent(seen.layouts[name], layout)
+
+
+def test_both_ways_record_the_same() -> None:
+    shapes = {n: s for n, s in refits.shapes().items() if "o_proj" not in n}
+    own = {
+        n[1]: torch.zeros(s) for n, s in bind(recorded.engine(), refits.shapes()).natives(5).items()
+    }
+
+    def load(given: dict[str, Tensor]) -> None:
+        full = {n: given.get(n, torch.zeros(8, 8)) for n in refits.shapes()}
+        kept = {n: t if "o_proj" not in n else torch.zeros(8, 2) for n, t in own.items()}
+        recorded.by_views(full, kept, 1)
+
+    views = smt.record(load, shapes, own, ways=("views",))
+    numbers = smt.record(load, shapes, own, ways=("numbers",))
+    assert [n._replace(way="") for n in views.natives] == [
+        n._replace(way="") for n in numbers.natives
+    ]
+    assert views.unwritten == numbers.unwritten
+    assert set(views.unwritten) == {n for n in own if "o_proj" in n}
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_refit_into_a_recorded_engine(pool: Pool, declared: bool) -> None:
+    assert pool.run(recorded.move, declared) == [[]] * 8
+
+
+class Fused(nn.Module):
+    """A module with a fused weight, a tied one, and a buffer that nobody loads."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.qk = nn.Linear(3, 4, bias=False, dtype=torch.bfloat16, device=device)
+        self.embed = nn.Parameter(torch.zeros(6, 3, device=device))
+        self.head = self.embed
+        self.register_buffer("scale", torch.ones(1, device=device))
+        self.register_buffer("hidden", torch.ones(1, device=device), persistent=False)
+        self.qk.weight.weight_loader = self.load_qk  # type: ignore[assignment]
+
+    def load_qk(self, param: Tensor, tensor: Tensor, which: str) -> None:
+        param.data.narrow(0, 2 * (which == "k"), 2).copy_(tensor)
+
+    def load_weights(self, weights: Any) -> None:
+        own = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name in "qk":
+                own["qk.weight"].weight_loader(own["qk.weight"], tensor, name)  # type: ignore[operator]
+            else:
+                own[name].data.copy_(tensor)
+
+
+SHAPES = {"q": ((2, 3), "bfloat16"), "k": ((2, 3), "bfloat16"), "embed": ((6, 3), "float32")}
+
+
+@pytest.mark.parametrize("ways", [("views",), ("numbers",)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_with_loaders_of_its_own(device: str, ways: Any) -> None:
+    module = Fused(device)
+    before = dict(module.named_parameters())
+    found = smt.record(module.load_weights, SHAPES, module, form="pairs", ways=ways)
+    assert found.aliases == (("head", "embed"),)
+    assert found.unwritten == {"scale": 1}
+    assert [native.name for native in found.natives] == ["embed", "scale", "qk.weight"]
+    assert sm.Recorded.from_json(found.to_json()) == found == pickle.loads(pickle.dumps(found))
+    assert {n: id(p) for n, p in module.named_parameters()} == {n: id(p) for n, p in before.items()}
+    assert device == "meta" or module.scale == 1  # type: ignore[comparison-overlap]
+
+
+def record(
+    load: Callable[[dict[str, Tensor]], object], into: dict[str, Tensor], **more: Any
+) -> Any:
+    return smt.record(load, {"q": ((4, 3), "float32"), "k": ((4, 3), "float32")}, into, **more)
+
+
+def test_what_is_put_in_place_of_a_target() -> None:
+    into = {"a": torch.zeros(4, 3), "b": torch.zeros(3, 4)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"] = given["k"].clone()
+        into["b"] = given["q"].T
+
+    kept = dict(into)
+    found = record(load, into)
+    assert {native.way for native in found.natives} == {"views"}
+    assert found.natives[1].pieces[0].blocks == ((3, 4, 1), (4, 1, 3))
+    assert found.natives == tuple(
+        native._replace(way="views") for native in record(load, into, ways=("numbers",)).natives
+    )
+    assert into["a"] is kept["a"]
+    assert into["b"] is kept["b"]
+
+
+@pytest.mark.parametrize("ways", [("views",), ("numbers",), ("views", "numbers")])
+def test_what_is_computed_is_named(ways: Any) -> None:
+    into = {"a": torch.zeros(4, 3)}
+    with pytest.raises(sm.StoreError, match="'a' is computed") as caught:
+        record(lambda given: into["a"].copy_(given["q"] * 0.5), into, ways=ways)
+    assert ("aten.mul" in str(caught.value)) == ("views" in ways)
+    declared = record(
+        lambda given: into["a"].copy_(-given["q"].exp()), into, functions={"a": "neg_exp"}
+    )
+    assert declared.natives[0].function == "neg_exp"
+
+
+def test_a_sum_of_two_tensors_is_computed() -> None:
+    into = {"a": torch.zeros(4, 3)}
+    with pytest.raises(sm.StoreError, match=r"'a' is computed: cell 0 .* by aten.add"):
+        record(lambda given: into["a"].copy_(given["q"] + given["k"]), into)
+
+
+def test_one_cell_of_two_tensors() -> None:
+    into = {"a": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].copy_(given["q"])
+        into["a"][3:].copy_(given["k"][:1])
+
+    with pytest.raises(sm.StoreError, match="cells of 'a' are written by 'q' and again by 'k'"):
+        record(load, into)
+
+
+@pytest.mark.parametrize("ways", [("views",), ("numbers",)])
+def test_an_element_that_comes_twice(ways: Any) -> None:
+    into = {"a": torch.zeros(4, 3)}
+    with pytest.raises(sm.StoreError, match="elements of 'q' lie in two cells each of 'a'"):
+        record(lambda given: into["a"].copy_(given["q"][:1]), into, ways=ways)
+
+
+def test_a_loader_that_reads_values_is_run_on_numbers() -> None:
+    into = {"a": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        if given["q"].isfinite().all().item():
+            into["a"].copy_(given["q"].flip(0))
+
+    found = record(load, into)
+    assert found.natives[0].way == "numbers"
+    assert found.fill({n: np.arange(12).reshape(4, 3) for n in "qk"})["a"][0].tolist() == [
+        9,
+        10,
+        11,
+    ]
+
+
+def test_targets_in_one_memory() -> None:
+    flat = torch.zeros(24)
+    into = {"a": flat[:12].view(4, 3), "b": flat[12:].view(4, 3).T}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].copy_(given["q"])
+        into["b"].copy_(given["k"].T)
+
+    assert [native.unwritten for native in record(load, into).natives] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", "float8_e4m3fn", "float8_e5m2", "int8", "int64", "float64"]
+)
+def test_types_of_few_bits_hold_numbers_digit_by_digit(dtype: str) -> None:
+    shapes = {"q": ((64, 40), dtype)}
+    into = {"a": torch.zeros(64, 40).to(getattr(torch, dtype))}
+    found = smt.record(lambda given: into["a"].copy_(given["q"]), shapes, into, ways=("numbers",))
+    assert found.natives[0].pieces[0].blocks == ((2560, 1, 1),)
+
+
+def test_types_that_hold_no_digit_are_recorded_by_views_alone() -> None:
+    into = {"a": torch.zeros(4, dtype=torch.bool)}
+    shapes = {"q": ((4,), "bool")}
+    assert not smt.record(lambda given: into["a"].copy_(given["q"]), shapes, into).unwritten
+    with pytest.raises(sm.StoreError, match="'q' is bool, which holds no element number"):
+        smt.record(lambda given: into["a"].copy_(given["q"].flip(0)), shapes, into)
+
+
+def test_a_loader_s_own_error_is_raised_and_everything_is_put_back() -> None:
+    into = {"a": torch.ones(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].copy_(given["k"])
+        raise KeyError("no such layer")
+
+    with pytest.raises(KeyError, match="no such layer"):
+        record(load, into)
+    assert (into["a"] == 1).all()

@@ -1,0 +1,239 @@
+"""Recordings: pieces say the same as the element numbers they were found in, and sides what rows would say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import shardmath as sm
+from shardmath.recordings.boxes import align
+from shardmath.recordings.numbers import find_pieces
+from shardmath.recordings.pieces import Piece, overlap
+from shardmath.recordings.recorded import Native
+from shardmath.storage import Stored, bind, fill, parse
+from shardmath.storage.filling import view_of
+
+Ids = NDArray[np.int64]
+
+
+def pieces_of(numbers: Ids, tensor: str = "q") -> tuple[Piece, ...]:
+    """The pieces of a stored tensor in which -1 is no element."""
+    flat = numbers.ravel()
+    cells = np.flatnonzero(flat >= 0)
+    return tuple(find_pieces(tensor, cells, flat[cells]))
+
+
+def expand(pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> Ids:
+    """The element in each cell, one by one."""
+    found = np.full(shape, -1).ravel()
+    for piece in pieces:
+        found[piece.cells] = piece.elements
+    return found.reshape(shape)
+
+
+@st.composite
+def stored(draw: st.DrawFn) -> tuple[tuple[int, ...], Ids]:
+    """A logical shape, and what some positions of each dimension store of it, transposed, among other cells."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    numbers = np.arange(np.prod(shape)).reshape(shape)
+    for dim, n in enumerate(shape):
+        kept = draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+        numbers = numbers.take(kept, axis=dim)
+    numbers = numbers.transpose(draw(st.permutations(range(len(shape)))))
+    wider = [n + draw(st.integers(0, 2)) for n in numbers.shape]
+    cells = np.full(wider, -1)
+    cells[tuple(map(slice, numbers.shape))] = numbers
+    return shape, cells
+
+
+@given(st.permutations(range(24)), st.integers(0, 23))
+@example([*range(0, 24, 2), *range(1, 24, 2)], 0)
+def test_pieces_are_the_numbers_they_were_found_in(numbers: list[int], holes: int) -> None:
+    cells = np.array(numbers) - holes
+    assert np.array_equal(expand(pieces_of(cells), cells.shape), np.maximum(cells, -1))
+
+
+@given(stored())
+def test_boxes_are_the_piece_along_both_shapes(case: tuple[tuple[int, ...], Ids]) -> None:
+    shape, cells = case
+    found = {}
+    for piece in pieces_of(cells):
+        for box in align(piece, cells.shape, shape):
+            steps = np.array([[*box.cell, *box.element]])
+            for atom in box.atoms:
+                step = np.zeros(steps.shape[1], np.int64)
+                step[atom.dim] = atom.step
+                step[cells.ndim + atom.of] = atom.stride
+                steps = (steps[:, None] + np.arange(atom.number)[:, None] * step).reshape(
+                    -1, len(step)
+                )
+            for at in steps.tolist():
+                found[tuple(at[: cells.ndim])] = np.ravel_multi_index(at[cells.ndim :], shape)
+    assert found == {at: n for at, n in np.ndenumerate(cells) if n >= 0}
+
+
+@given(st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=4, unique=True), max_size=3))
+def test_what_overlaps(listed: list[list[int]]) -> None:
+    pieces = [
+        piece for own in listed for piece in find_pieces("q", np.array(sorted(own)), np.array(own))
+    ]
+    cells = [cell for own in listed for cell in own]
+    assert (overlap(pieces, 1) is None) == (len(set(cells)) == len(cells))
+    assert (overlap(pieces, 2) is None) == (len(set(cells)) == len(cells))
+
+
+def record(shapes: Mapping[str, tuple[tuple[int, ...], str]], **natives: Ids) -> sm.Recorded:
+    """A rank that stores these numbers, which count through all tensors."""
+    start = 0
+    starts = {}
+    for name, (shape, _) in shapes.items():
+        starts[name] = start
+        start += int(np.prod(shape))
+    own = []
+    for native, numbers in natives.items():
+        pieces: tuple[Piece, ...] = ()
+        for name, (shape, _) in shapes.items():
+            local = numbers - starts[name]
+            pieces += pieces_of(np.where((local >= 0) & (local < np.prod(shape)), local, -1), name)
+        own.append(Native(native, numbers.shape, "int64", pieces, "numbers", ""))
+    tensors = tuple((name, *entry) for name, entry in shapes.items())
+    return sm.Recorded(tensors, tuple(own))  # type: ignore[arg-type]
+
+
+@given(stored())
+# Rows and columns taken by number, transposed: which dimension is which is not said by their order.
+@example(((2, 1, 2), np.array([[[2, 0], [3, 1]]])))
+def test_a_part_of_each_dimension_is_a_view(case: tuple[tuple[int, ...], Ids]) -> None:
+    shape, cells = case
+    shapes = {"q": (shape, "int64")}
+    bound = sm.RecordedSide({3: record(shapes, w=cells)}).bind(shapes)
+    numbers = np.arange(np.prod(shape)).reshape(shape)
+    assert np.array_equal(
+        fill(bound, {"q": numbers}, 3, empty=-1)[0, "w"].reshape(cells.shape), cells
+    )
+    slot = bound.slots(3)["q"]
+    view = view_of(cells.reshape(bound.natives(3)[0, "w"]), slot)
+    assert view.shape == bound.layouts["q"].local_shape(3)
+
+
+ROWS = """
+qkv.*     = [q k v].*                     : (tp (q + k + v)) h
+gate_up.* = [gate up].*                   : h (tp half (gate + up))
+w13       = experts.{e}.[gate up].T       : e h (tp (gate + up))
+raw.*     = [a b].*                       : (2 (a + b) | tp n) h
+embed     = embed                         : (tp n=vocab) h
+norm      = norm
+"""
+
+SHAPES = {
+    **{f"{x}.weight": ((8, 4), "int64") for x in ("q", "k", "v", "a", "b")},
+    **{f"experts.{e}.{x}": ((8, 4), "int64") for e in range(3) for x in ("gate", "up")},
+    "embed": ((10, 4), "int64"),
+    "norm": ((4,), "int64"),
+}
+
+
+def test_a_side_of_recorded_ranks_is_what_rows_say() -> None:
+    declared = bind(
+        Stored(parse(ROWS), (sm.Mesh(dp=2, tp=4),), numbers={"half": 2, "vocab": 12}), SHAPES
+    )
+    sizes = np.cumsum([0] + [np.prod(shape) for shape, _ in SHAPES.values()])
+    arrays = {
+        name: np.arange(start, start + np.prod(shape)).reshape(shape)
+        for (name, (shape, _)), start in zip(SHAPES.items(), sizes[:-1], strict=True)
+    }
+    ranks = {}
+    for rank in declared.ranks:
+        natives = {name: ids for (_, name), ids in fill(declared, arrays, rank, empty=-1).items()}
+        ranks[rank] = record(SHAPES, **natives)
+    assert len(set(ranks.values())) == 4
+    seen = sm.RecordedSide(ranks).bind(SHAPES)
+    for rank in declared.ranks:
+        assert declared.natives(rank) == seen.natives(rank)
+        for native, ids in fill(declared, arrays, rank, empty=-1).items():
+            np.testing.assert_array_equal(fill(seen, arrays, rank, empty=-1)[native], ids)
+    moved = sm.refit(sm.RecordedSide(ranks), sm.RecordedSide(ranks), SHAPES)
+    assert not any(moved.plan.received_bytes().values())
+    assert "recorded: int64[6, 4] by numbers: q.weight, k.weight, v.weight" in moved.explain(
+        "qkv.weight", rank=1
+    )
+
+
+Q = {"q": ((4, 6), "int64")}
+
+
+@pytest.mark.parametrize(
+    ("cells", "what"),
+    [
+        (np.array([[0, 1], [6, 8]]), "its cells are no product of positions of each dimension"),
+        (np.array([0, 7]), "no product"),
+        (np.arange(24), "lie along a stored one"),
+        (np.arange(24).reshape(2, 2, 6), "its dimension 0 lies along several stored ones"),
+        (np.array([[0, 1, 6], [6, 7, 12]]) + np.array([[0], [1]]), "no product"),
+    ],
+)
+def test_what_is_no_view_is_told(cells: Ids, what: str) -> None:
+    side = sm.RecordedSide({5: record(Q, w=cells)})
+    with pytest.raises(sm.StoreError, match=f"rank 5: 'q' is no view of 'w': .*{what}"):
+        side.bind(Q)
+
+
+def test_all_that_does_not_fit_is_one_error() -> None:
+    whole = np.arange(24).reshape(4, 6)
+    side = sm.RecordedSide({0: record(Q, w=whole, again=whole), 1: record(Q, w=whole)})
+    with pytest.raises(sm.StoreError, match="rank 0: 'q' lies in 'w' and again in 'again'"):
+        side.bind(Q)
+    side = sm.RecordedSide({0: record(Q, w=whole)})
+    with pytest.raises(sm.StoreError, match=r"'q' was recorded as .*int64.* and is .*int8"):
+        side.bind({"q": ((4, 6), "int8")})
+    stored_apart = Stored(parse("q = q"), (sm.Mesh(),))
+    with pytest.raises(sm.StoreError, match="engine: no rank stores k; load them too"):
+        sm.refit(Stored(parse("q = q\nk = k"), (sm.Mesh(),)), side, {**Q, "k": ((4, 6), "int64")})
+    more = {**Q, "k": ((4, 6), "int64")}
+    with pytest.raises(sm.StoreError, match="trainer: no rank stores k"):
+        sm.refit(side, stored_apart, more, unused=["k"])
+    with pytest.raises(sm.StoreError, match="no rank is recorded"):
+        sm.RecordedSide({})
+    with pytest.raises(sm.StoreError, match="rank 7 is not recorded; ranks are"):
+        side.bind(Q).slots(7)
+
+
+def test_parts_that_some_ranks_share() -> None:
+    """Two heads over three ranks are no mesh of a dimension and copies, and one layout all the same."""
+    whole = np.arange(24).reshape(4, 6)
+    parts = [whole[:2], whole[:2], whole[2:]]
+    side = sm.RecordedSide({rank: record(Q, w=part) for rank, part in enumerate(parts)})
+    layout = side.bind(Q).layouts["q"]
+    assert [layout.runs(rank)[0].extent for rank in range(3)] == [2, 2, 4]
+
+
+def test_an_axis_of_one_that_is_stored_or_not() -> None:
+    """A convolution's (C, 1, k) is (C, k) in some versions of an engine."""
+    shapes = {"c": ((4, 1, 3), "int64")}
+    side = sm.RecordedSide({0: record(shapes, conv=np.arange(12).reshape(4, 3))})
+    bound = side.bind(shapes)
+    assert bound.natives(0) == {(0, "conv"): (4, 3, 1)}
+    moved = sm.refit(side, Stored(parse("c = c"), (sm.Mesh(),)), shapes)
+    moved.check(0, {(0, "conv"): (4, 3)})
+
+
+def test_text_that_was_changed_is_refused() -> None:
+    recorded = record(Q, w=np.arange(24).reshape(4, 6))
+    text = recorded.to_json()
+    assert sm.Recorded.from_json(text) == recorded
+    changed = json.loads(text)
+    changed["natives"][0][3][0][2] = 1
+    for broken, what in (
+        (json.dumps(changed), "has digest"),
+        (text.replace('"version":1', '"version":2'), "version 2"),
+        ("{}", "no recorded storage"),
+        ("[", "no recorded storage"),
+    ):
+        with pytest.raises(sm.StoreError, match=what):
+            sm.Recorded.from_json(broken)
