@@ -3,6 +3,7 @@
 In reading order:
 
 - `coverage`: a rank's own list of tensors against what rows say that it stores;
+- `plain`: tensors that ranks store each alone, under their logical names;
 - `refit`: the plan between a trainer and its engines, and where each rank has what moves;
 - `models`: the shapes of real models;
 - `table`: real models from a trainer's storage to an engine's.

@@ -31,13 +31,14 @@ from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath.recordings.sides import RecordedSide
 from shardmath.refits.coverage import Native, find_faults, show_native
+from shardmath.refits.plain import PlainSide
 from shardmath.storage.binding import Vocabulary, bind
 from shardmath.storage.stored import Shapes, Side, Slot, Stored
 
 __all__ = ["Refit", "refit"]
 
-Declared: TypeAlias = Stored | RecordedSide
-"""How a side stores its tensors: as rows, or as recorded."""
+Declared: TypeAlias = Stored | RecordedSide | Mapping[str, Layout]
+"""How a side stores its tensors: as rows, as recorded, or each alone under its logical name."""
 
 ENGINE = "engine"
 """What an engine is called that is the only one."""
@@ -143,13 +144,12 @@ def refit(
 ) -> Refit:
     """The plan from a trainer to an engine, or to several by name, that store these logical tensors.
 
-    `unused` are globs of tensors that no engine needs. Raises StoreError with all that does not fit on any side,
-    PlanError where the trainer holds what an engine needs nowhere.
+    A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` gives of a module under
+    FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs. Raises StoreError with all that
+    does not fit on any side, PlanError where the trainer holds what an engine needs nowhere.
     """
     vocabulary = Vocabulary(shapes)
-    named = {ENGINE: engines} if isinstance(engines, Declared) else dict(engines)
-    if not named:
-        raise PlanError("no engine; give one Stored or RecordedSide, or several by name")
+    named = _name_engines(engines)
     sides = {"trainer": trainer, **named}
     bound: dict[str, Side] = {}
     faults = []
@@ -166,10 +166,25 @@ def refit(
     return Refit(moved, source, bound)
 
 
+def _name_engines(engines: Declared | Mapping[str, Declared]) -> dict[str, Declared]:
+    """The engines by name. Raises PlanError for none."""
+    if isinstance(engines, Stored | RecordedSide):
+        return {ENGINE: engines}
+    given: dict[str, object] = dict(engines)
+    if not given:
+        raise PlanError("no engine; give one side, or several by name")
+    # A mapping of layouts is one engine, of which every tensor is stored alone.
+    if all(isinstance(layout, Layout) for layout in given.values()):
+        return {ENGINE: given}  # type: ignore[dict-item]
+    return given  # type: ignore[return-value]
+
+
 def _bind(side: Declared, vocabulary: Vocabulary, unused: Sequence[str]) -> Side:
     """The side bound to the tensors of the vocabulary."""
     if isinstance(side, RecordedSide):
         return side.bind(vocabulary.shapes, unused)
+    if isinstance(side, Mapping):
+        return PlainSide(side).bind(vocabulary.shapes, unused)
     return bind(side, vocabulary, unused)
 
 

@@ -88,3 +88,11 @@ def test_no_tensors_at_all(pool: Pool) -> None:
 
 def test_tensors_made_in_inference_mode(pool: Pool) -> None:
     assert pool.run(refits.into_inference_tensors) == [[]] * 8
+
+
+def test_a_module_under_fsdp(pool: Pool) -> None:
+    """Uneven shards of two layers become rows of one fused tensor."""
+    q = [[6.0 * row + column for column in range(6)] for row in range(5)]
+    k = [[100 + 6.0 * row + column for column in range(6)] for row in range(3)]
+    whole = q + k
+    assert pool.run(refits.from_fsdp) == [None] * 4 + [whole[:4], whole[4:]] + [None] * 2

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import shardmath as sm
@@ -274,3 +276,31 @@ def move_to_two(rank: int) -> Any:
         (wanted, _) = make(planned.engines[name], draw(3), rank, functions=True)
         wrong += _compare(natives, wanted)
     return len(dst), wrong
+
+
+def from_fsdp(rank: int) -> Any:
+    """A module under FSDP2, of which four ranks have uneven shards, into an engine that fuses its projections."""
+    of = {"q.weight": ((5, 6), "float32"), "k.weight": ((3, 6), "float32")}
+    table = "qk.weight = [q k].weight : (q + k | tp n) h"
+    fused = Stored(parse(table), (sm.Mesh(tp=2, ranks=range(4, 6)),))
+    device_mesh = DeviceMesh("cpu", range(4))
+    module = torch.nn.Module()
+    module.q = torch.nn.Linear(6, 5, bias=False)
+    module.k = torch.nn.Linear(6, 3, bias=False)
+    for seed, layer in enumerate(module.children()):
+        with torch.no_grad():
+            layer.weight.copy_(
+                torch.arange(layer.weight.numel()).view_as(layer.weight) + 100 * seed
+            )
+    layouts: Any = None
+    if rank < 4:
+        fully_shard(module, mesh=device_mesh)
+        layouts = smt.layout_of(module)
+    told = [layouts]
+    dist.broadcast_object_list(told, src=0)
+    planned = sm.refit(told[0], fused, of)
+    refit = smt.Refit(planned, timeout=30.0)
+    engine_has = {"qk.weight": torch.empty(4, 6)} if rank in (4, 5) else None
+    refit.prepare(dict(module.named_parameters()) if rank < 4 else None, engine_has)
+    refit()
+    return None if engine_has is None else engine_has["qk.weight"].tolist()

@@ -85,7 +85,7 @@ def check_arrived(moved: sm.Refit, arrays: dict[str, Array], name: str) -> None:
     """Everything that the engine's ranks hold has arrived; cells of other tensors are theirs."""
     arrived = carry(moved, arrays)
     bound = moved.engines[name]
-    for rank in bound.stored.meshes[0].ranks:
+    for rank in bound.ranks:
         wanted = take(bound, fill(bound, arrays, rank), rank)
         slots = moved.slots(rank, name)
         for local, (tensor, array) in zip(slots, wanted.items(), strict=True):
@@ -184,3 +184,34 @@ def test_what_is_explained_is_stored() -> None:
     assert "(groups (q + k + v) | tp n) h" in text
     with pytest.raises(sm.StoreError, match="rank 4 stores no 'decoder"):
         moved.explain("decoder.final_layernorm.weight", rank=4)
+
+
+def test_tensors_that_are_stored_each_alone() -> None:
+    """As a module under FSDP2 over tensor parallelism: layouts by name."""
+    mesh = sm.Mesh(dp=2, tp=2)
+    of = shapes()
+    alone = {}
+    for name, (shape, dtype) in of.items():
+        text = "(tp dp n) ..." if len(shape) > 1 else "(dp n)"
+        alone[name] = sm.Layout(shape, mesh, text, dtype=dtype)
+    moved = sm.refit(alone, engine(), of)
+    sm.verify(moved.plan)
+    check_arrived(moved, draw(of), "engine")
+    back = sm.refit(engine(), alone, of)
+    assert back.slots(3, "engine")["model.norm.weight"].native == "model.norm.weight"
+    assert "model.norm.weight = model.norm.weight" in back.explain("model.norm.weight", rank=1)
+
+
+def test_layouts_that_do_not_fit() -> None:
+    of = shapes()
+    alone = {
+        name: sm.Layout(shape, sm.Mesh(), "...", dtype="float32") for name, (shape, _) in of.items()
+    }
+    del alone["lm_head.weight"]
+    with pytest.raises(sm.StoreError) as caught:
+        sm.refit(alone, engine(), of)
+    message = str(caught.value)
+    assert message.startswith(
+        "trainer: 'model.embed_tokens.weight' is int64[10, 8], and its layout float32[10, 8]"
+    )
+    assert "no layout of 'lm_head.weight'; give one" in message
