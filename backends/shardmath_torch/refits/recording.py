@@ -142,12 +142,20 @@ class _Recording:
         self.made[name] = tuple(made)
         if any(write.pieces is None for write in writes):
             return False
-        if made and name not in self.functions:
-            raise _Computed(self._word(name, "is computed"))
+        if pieces:
+            self._check_function(name)
         # A loader that is called twice, or for an alias too, writes the same again.
         self.pieces[name] = list(dict.fromkeys(pieces))
         self.ways[name] = "views" if pieces else ""
         return True
+
+    def _check_function(self, name: str) -> None:
+        """Raise StoreError where a target is computed and not declared so, and the other way round."""
+        function = self.functions.get(name)
+        if self.made[name] and function is None:
+            raise _Computed(self._word(name, "is computed"))
+        if function is not None and not self.made[name]:
+            raise _Computed(f"{name!r} is stored as it is, and functions= says {function!r}")
 
     # By numbers
 
@@ -222,6 +230,12 @@ def _shift(write: Write, target: Tensor) -> Write:
     inside = []
     for piece in write.pieces:
         cell = piece.cell - int(target.storage_offset())
-        if 0 <= cell < target.numel():
+        last = cell
+        for count, stride, _ in piece.blocks:
+            last += (count - 1) * stride
+        if cell >= 0 and last < target.numel():
             inside.append(Piece(piece.tensor, cell, piece.element, piece.blocks))
+        elif last >= 0 and cell < target.numel():
+            # One copy into several targets at once: what of it is whose is read from numbers.
+            return Write(None, write.made)
     return Write(tuple(inside), write.made)

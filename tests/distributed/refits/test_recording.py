@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.storage import Stored, bind, fill
+from shardmath.storage import Stored, bind, fill, parse
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import recorded, refits
 
@@ -212,6 +212,25 @@ def test_types_of_few_bits_hold_numbers_digit_by_digit(dtype: str) -> None:
     assert found.natives[0].pieces[0].blocks == ((2560, 1, 1),)
 
 
+def test_one_copy_into_several_targets() -> None:
+    flat = torch.zeros(24)
+    into = {"a": flat[:12].view(4, 3), "b": flat[12:].view(4, 3)}
+    whole = {"q": ((24,), "float32")}
+    found = smt.record(lambda given: flat.copy_(given["q"]), whole, into)
+    assert [native.pieces[0].element for native in found.natives] == [0, 12]
+    assert {native.way for native in found.natives} == {"numbers"}
+
+
+def test_a_function_that_is_none() -> None:
+    into = {"a": torch.zeros(4, 3)}
+    with pytest.raises(
+        sm.StoreError, match="'a' is stored as it is, and functions= says 'neg_exp'"
+    ):
+        record(lambda given: into["a"].copy_(given["q"]), into, functions={"a": "neg_exp"})
+    with pytest.raises(sm.StoreError, match="functions= names 'b', which is no target"):
+        record(lambda given: into["a"].copy_(given["q"]), into, functions={"b": "neg_exp"})
+
+
 def test_types_that_hold_no_digit_are_recorded_by_views_alone() -> None:
     into = {"a": torch.zeros(4, dtype=torch.bool)}
     shapes = {"q": ((4,), "bool")}
@@ -230,3 +249,33 @@ def test_a_loader_s_own_error_is_raised_and_everything_is_put_back() -> None:
     with pytest.raises(KeyError, match="no such layer"):
         record(load, into)
     assert (into["a"] == 1).all()
+
+
+def test_transformers_own_conversion_of_experts() -> None:
+    """Its loader merges and concatenates the checkpoint's experts, and is recorded as it is."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    experts = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 4}
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, **experts, tie_word_embeddings=False)
+    with torch.device("meta"):
+        into = transformers.Qwen3MoeForCausalLM(config).state_dict()
+    shapes = {n: (tuple(t.shape), "float32") for n, t in into.items() if ".experts." not in n}
+    inner = "model.layers.0.mlp.experts."
+    for e in range(3):
+        shapes |= {f"{inner}{e}.{x}_proj.weight": ((4, 8), "float32") for x in ("gate", "up")}
+        shapes[f"{inner}{e}.down_proj.weight"] = (8, 4), "float32"
+
+    def load(given: dict[str, Tensor]) -> None:
+        model = transformers.Qwen3MoeForCausalLM
+        made = model.from_pretrained(None, config=config, state_dict=dict(given))
+        into.update(made.state_dict())
+
+    found = smt.record(load, shapes, into)
+    assert not found.unwritten
+    seen = sm.RecordedSide({0: found}).bind(shapes)
+    layer = "model.layers.{l}.mlp.experts."
+    row = f"{layer}gate_up_proj = {layer}{{e}}.[gate up]_proj.weight : e (gate + up) h"
+    fused = {n: s for n, s in shapes.items() if n.endswith(("gate_proj.weight", "up_proj.weight"))}
+    declared = bind(Stored(parse(row), (sm.Mesh(),)), fused)
+    assert declared.slots(0).items() <= seen.slots(0).items()
