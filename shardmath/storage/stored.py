@@ -92,9 +92,17 @@ class Stored:
     exact: bool = True
 
     def __post_init__(self) -> None:
+        # Copies, so that nobody changes what the value says.
+        object.__setattr__(self, "rows", tuple(self.rows))
+        object.__setattr__(self, "meshes", tuple(self.meshes))
+        object.__setattr__(self, "indices", dict(self.indices))
+        object.__setattr__(self, "numbers", dict(self.numbers))
         if not self.meshes or len({frozenset(mesh.ranks) for mesh in self.meshes}) != 1:
             raise StoreError(f"meshes {list(self.meshes)} do not have the same ranks; give some")
         _check_axes(self.meshes)
+
+    def __hash__(self) -> int:
+        return hash((self.rows, self.meshes, tuple(sorted(self.numbers.items())), self.exact))
 
     def __str__(self) -> str:
         meshes = "\n".join(f"# {mesh!r}" for mesh in self.meshes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -207,3 +209,13 @@ def test_all_faults_are_in_one_message() -> None:
 def test_meshes_have_the_same_ranks() -> None:
     with pytest.raises(StoreError, match="do not have the same ranks"):
         Stored((), (Mesh(tp=2), Mesh(ep=4)))
+
+
+def test_a_side_is_a_value() -> None:
+    numbers = {"vocab": 12}
+    one = Stored(rows.parse("a = b : (tp n=vocab)"), (Mesh(tp=2),), numbers=numbers)
+    other = pickle.loads(pickle.dumps(one))
+    assert (one, hash(one)) == (other, hash(other))
+    numbers["vocab"] = 99
+    assert one.numbers == {"vocab": 12}
+    assert one.extended("c = d").rows[1:] == one.rows
