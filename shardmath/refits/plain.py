@@ -45,7 +45,7 @@ class PlainSide:
             if layout is None:
                 if not any(fnmatchcase(name, pattern) for pattern in unused):
                     faults.append(f"no layout of {name!r}; give one, or name it in unused=")
-            elif (layout.shape, layout.dtype) != (tuple(shape), dtype):
+            elif layout.shape != tuple(shape) or layout.dtype != dtype:
                 faults.append(f"{name!r} is {dtype}{list(shape)}, and its layout {layout}")
             else:
                 held[name] = layout
@@ -67,7 +67,9 @@ class PlainSide:
             if rank in layout.mesh:
                 shape = layout.local_shape(rank)
                 cut = tuple(slice(0, n, 1) for n in shape)
-                yield name, Slot(0, name, cut, tuple(range(len(shape))), ""), shape
+                order = tuple(range(len(shape)))
+                slot = Slot(0, name, cut, order, "")
+                yield name, slot, shape
 
     def row_of(self, native: tuple[int, str], rank: int) -> str:
         """Its layout, which stands for a row. Raises StoreError for what the rank does not store."""

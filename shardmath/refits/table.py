@@ -204,9 +204,9 @@ def measure(row: Row, program: bool = True) -> Measured:
     verify(plan)
     planned = certify(plan, topology=rack)
     best = certify(schedule(plan, topology=rack)) if program else planned
-    busiest = max(
-        max(plan.received_bytes().values(), default=0), max(plan.sent_bytes().values(), default=0)
-    )
+    taken_in = max(plan.received_bytes().values(), default=0)
+    given_out = max(plan.sent_bytes().values(), default=0)
+    busiest = max(taken_in, given_out)
     return Measured(
         model=row.model,
         mapping=row.mapping,

@@ -93,16 +93,21 @@ class Stored:
 
     def __post_init__(self) -> None:
         # Copies, so that nobody changes what the value says.
-        object.__setattr__(self, "rows", tuple(self.rows))
-        object.__setattr__(self, "meshes", tuple(self.meshes))
-        object.__setattr__(self, "indices", dict(self.indices))
-        object.__setattr__(self, "numbers", dict(self.numbers))
+        kept = {
+            "rows": tuple(self.rows),
+            "meshes": tuple(self.meshes),
+            "indices": dict(self.indices),
+            "numbers": dict(self.numbers),
+        }
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
         if not self.meshes or len({frozenset(mesh.ranks) for mesh in self.meshes}) != 1:
             raise StoreError(f"meshes {list(self.meshes)} do not have the same ranks; give some")
         _check_axes(self.meshes)
 
     def __hash__(self) -> int:
-        return hash((self.rows, self.meshes, tuple(sorted(self.numbers.items())), self.exact))
+        numbers = tuple(sorted(self.numbers.items()))
+        return hash((self.rows, self.meshes, numbers, self.exact))
 
     def __str__(self) -> str:
         meshes = "\n".join(f"# {mesh!r}" for mesh in self.meshes)
