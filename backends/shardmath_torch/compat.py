@@ -46,6 +46,7 @@ __all__ = [
     "ranks_of",
     "shape_of_scalar",
     "spec_of",
+    "identity_of",
     "storage_start",
     "store_of",
     "time_limit_of",
@@ -294,6 +295,11 @@ def shape_of_scalar(local: Tensor) -> Tensor:
 def local_of(tensor: DTensor) -> Tensor:
     """The local tensor, not part of the DTensor's graph."""
     return tensor._local_tensor
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that are alive, also from a later one at its address."""
+    return int(storage._cdata)
 
 
 def storage_start(tensor: Tensor) -> int | None:

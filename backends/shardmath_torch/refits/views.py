@@ -22,6 +22,7 @@ from shardmath.base import dtypes
 from shardmath.base.errors import ExchangeError, StoreError
 from shardmath.refits.coverage import Native, find_faults, show_native
 from shardmath.storage.stored import Side, Slot
+from shardmath_torch import compat
 from shardmath_torch.dtypes import dtype_of
 
 __all__ = [
@@ -96,7 +97,10 @@ def describe(tensor: Tensor) -> tuple[object, ...]:
     """Where and how the rank's part of the tensor lies: what is the same as long as views of it are of it."""
     local = to_local(tensor)
     storage = local.untyped_storage()
-    return local.data_ptr(), storage.nbytes(), local.shape, local.stride(), local.dtype
+    # Memory that was freed may be given again at the same address; the views keep their own storage alive, and with
+    # it its identity.
+    where = compat.identity_of(storage), local.data_ptr(), storage.nbytes()
+    return (*where, local.shape, local.stride(), local.dtype)
 
 
 def bind_views(

@@ -51,6 +51,7 @@ __all__ = [
     "ParameterGroup",
     "describe_optimizers",
     "find_groups",
+    "hold",
     "is_here",
     "lay_out_state",
     "name_trained",
@@ -117,6 +118,11 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
             groups.append(ParameterGroup(each, options, parameters))
         _check_state(model, each)
     return groups
+
+
+def hold(given: Optimizers) -> Optimizers:
+    """The optimizers, to be gone through as often as wanted: a generator is gone through once."""
+    return tuple(given) if isinstance(given, Iterator) else given
 
 
 def _list_optimizers(given: object) -> tuple[Optimizer, ...]:
@@ -328,7 +334,9 @@ def tell_entries(
     firsts = _find_firsts(model, ranks)
     if is_alone() or not firsts:
         return {}
-    said = on_all("describe its state", partial(_say_own, model, optimizer, firsts), group)
+    # A name of its own: ranks that read meshes otherwise are not in this step, and are told so at once.
+    say = partial(_say_own, model, optimizer, firsts)
+    said = on_all("describe what lies on meshes apart", say, group)
     _, count = share_of(group)
     told: dict[str, Entries] = {}
     for one in gather_all("tell what lies on it alone", said, count, group):

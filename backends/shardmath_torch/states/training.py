@@ -59,6 +59,7 @@ from shardmath_torch.states.optimizers import (
     OptimizerState,
     describe_optimizers,
     find_groups,
+    hold,
     name_trained,
     ranks_of_call,
     ranks_of_meshes,
@@ -99,6 +100,7 @@ def state_of(
     say, an optimizer's parameter that is not the module's or in two groups, an optimizer's state that is not a
     parameter's or is kept in another optimizer, and a module on the meta device; LayoutError as `layout_of`.
     """
+    optimizer = hold(optimizer)
     model = model_of(describe(module), mesh=mesh, group=group)
     others: dict[str, Entries] = {}
     if optimizer is not None:
@@ -166,6 +168,7 @@ def save_state(
 
     Raises CheckpointError on every rank for what either raises on one, and where modules differ.
     """
+    optimizer = hold(optimizer)
     with shared(group):
         model = agree_on_model(module, mesh, group)
         others = tell_entries(model, optimizer, ranks_of_call(group), group)
@@ -225,6 +228,7 @@ def load_state(
     common; and for what `state_of`, `load` and `matching` do not allow. Then nothing was restored, unless a module's
     set_extra_state raised: these come first. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
+    optimizer = hold(optimizer)
     with shared(group):
         open_it = partial(_open_state, path)
         checkpoint = on_all("find what save_state wrote", open_it, group)
