@@ -80,6 +80,12 @@ def test_a_dtensor_with_other_memory(pool: Pool) -> None:
         assert "source 'w' lies otherwise in memory" in told
 
 
+def test_memory_that_is_given_again(pool: Pool) -> None:
+    for told in pool.run(refits.free_and_take_again):
+        assert told is not None
+        assert "source 'w' lies otherwise in memory" in told
+
+
 def test_no_tensors_at_all(pool: Pool) -> None:
     for told in pool.run(refits.prepare_nonsense):
         assert told is not None

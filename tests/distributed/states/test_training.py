@@ -274,6 +274,19 @@ def test_optimizers_on_meshes_apart(pool: Pool, tmp_path: Path, kind: str, other
         assert same == [True, True]
 
 
+def test_optimizers_from_a_generator(pool: Pool, tmp_path: Path) -> None:
+    """It is gone through once, and its optimizers are asked for twice."""
+    for rank, found in enumerate(pool.run(work.from_a_generator, str(tmp_path / "c"))):
+        assert found == ({"low": (1.0, 0.1)} if rank < 4 else {"high": (2.0, 0.19)})
+
+
+def test_ranks_that_read_meshes_otherwise_are_told_at_once(pool: Pool, tmp_path: Path) -> None:
+    for (kind, text), seconds in pool.run(work.with_other_meshes, str(tmp_path / "c")):
+        assert kind == "CheckpointError", text
+        assert seconds < 20
+    assert pool.run(work.from_a_generator, str(tmp_path / "d"))[0]  # the group is whole
+
+
 def test_an_optimizer_that_keeps_its_state_in_another(pool: Pool, tmp_path: Path) -> None:
     """Its own state is empty: all moments would be lost."""
     said = "ZeroRedundancyOptimizer keeps state in an optimizer of its own, the Adam in its attribute 'optim'"

@@ -214,6 +214,26 @@ def swap_inside_a_dtensor(rank: int) -> Any:
     return None
 
 
+def free_and_take_again(rank: int) -> Any:
+    """What is said where a tensor's memory was freed, and other memory of it came to lie at the same address."""
+    side = Stored(parse("w = w"), (sm.Mesh(ranks=[0]),))
+    to = Stored(parse("w = w"), (sm.Mesh(ranks=[1]),))
+    planned = sm.refit(side, to, {"w": ((1 << 22,), "float32")})
+    refit = smt.Refit(planned, timeout=30.0)
+    own = {"w": torch.empty(1 << 22)}
+    refit.prepare(own if rank == 0 else None, own if rank == 1 else None)
+    if rank == 0:
+        address = own["w"].data_ptr()
+        own["w"].untyped_storage().resize_(0)
+        tries = [torch.empty(1 << 22) for _ in range(8)]
+        own["w"].data = next((t for t in tries if t.data_ptr() == address), tries[0])
+    try:
+        refit()
+    except sm.ExchangeError as error:
+        return str(error)
+    return None
+
+
 def prepare_nonsense(rank: int) -> Any:
     """What all are told where one rank passes no tensors at all."""
     planned = sm.refit(trainer(range(4)), engine(range(4, 8)), shapes())

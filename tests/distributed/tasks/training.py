@@ -14,6 +14,7 @@ them, (8,) is FSDP2 alone, and () is rank 0 alone with a plain module.
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -576,6 +577,27 @@ def on_meshes_apart(rank: int, path: str, kind: str, others: str) -> Any:
         for a, b in zip(module.parameters(), again.parameters(), strict=True)
     ]
     return has_state, found, same
+
+
+def from_a_generator(rank: int, path: str) -> Any:
+    """The steps of parameters on meshes apart, saved and restored with optimizers that are generated."""
+    module = apart(3.0)
+    optimizer = adam(module)
+    step_apart(rank, module, optimizer, "a gradient")
+    smt.save_state(path, module, (each for each in [optimizer]))
+    again = apart(0.0)
+    second = adam(again)
+    smt.load_state(path, again, iter([second]))
+    return _say_state(again, second)
+
+
+def with_other_meshes(rank: int, path: str) -> Any:
+    """What ranks are told of which the first alone reads plain parameters as on a mesh of half of them."""
+    module = nn.Linear(2, 2)
+    mesh = sm.Mesh(dp=4) if rank == 0 else None
+    start = time.monotonic()
+    told = caught(lambda: smt.save_state(path, module, adam(module), mesh=mesh))
+    return told, time.monotonic() - start
 
 
 def _plain_apart() -> nn.Module:
