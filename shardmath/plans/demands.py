@@ -258,12 +258,13 @@ def _split_pairs(
     listed = list(sets.number)
     parts: list[tuple[int, int, bool]] = []
     first = [0]
+    nodes = [frozenset(map(node, ranks)) for ranks in listed]
     for here, there in zip(holders.tolist(), receivers.tolist(), strict=True):
-        split = _split_pair(listed[here], listed[there], node)
-        for holding, asking, near in split:
-            sending = sets.add(holding)
-            receiving = sets.add(asking)
-            parts.append((sending, receiving, near))
+        if nodes[here].isdisjoint(nodes[there]):
+            parts.append((here, there, False))
+        else:
+            for holding, asking, near in _split_pair(listed[here], listed[there], node):
+                parts.append((sets.add(holding), sets.add(asking), near))
         first.append(len(parts))
     table = np.array(parts, np.int64)
     begin = np.array(first, np.int64)

@@ -21,6 +21,7 @@ from shardmath.plans.demands import Demands, Ranks, list_receivers
 __all__ = [
     "Stretch",
     "block_at",
+    "list_all_receivers",
     "list_kept",
     "list_received",
     "list_sent",
@@ -54,6 +55,18 @@ def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> in
     """Of the items first..end-1, whose places ascend, the last one that is not after `at`."""
     before = np.searchsorted(places[first:end], at, "right")
     return int(first + before) - 1
+
+
+def list_all_receivers(demands: Demands, line: int) -> list[Ranks]:
+    """The receivers of each block of a line, as `list_receivers` has them."""
+    first, end = demands.first[line : line + 2].tolist()
+    # Lists are quicker to walk than arrays, and there may be many blocks.
+    numbers = demands.receivers[first:end].tolist()
+    receivers = [demands.sets[number] for number in numbers]
+    some_hold = demands.count[first:end] < lengths(receivers)
+    for i in np.flatnonzero(some_hold).tolist():
+        receivers[i] = list_receivers(demands, line, first + i)
+    return receivers
 
 
 def list_sent(demands: Demands, rank: int) -> Iterator[Stretch]:

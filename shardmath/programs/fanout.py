@@ -12,19 +12,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardmath.base.arrays import Bools, Ints, Offsets
+from shardmath.base.arrays import Bools, Ints, Offsets, ranges
+from shardmath.base.memo import memo
 from shardmath.flows.shedding import find_least_sent, shed_to_target
 from shardmath.plans.balance import make_grid, share_lines
 from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan
-from shardmath.programs.legs import Bands, Legs, group_receivers
+from shardmath.programs.legs import Bands, Legs, list_nodes
 from shardmath.programs.streams import list_straight
 
 __all__ = ["find_legs"]
@@ -41,7 +42,7 @@ def find_legs(
     no_bands = Bands(*[none] * 10)
     sharing = per_node if by_node else 1
     bare = Legs(on, no_bands, sharing)
-    groups = _count_by_node(bare)
+    groups = _count_by_node(on, sharing)
     shed = _choose_shed(on, groups) if relays else {}
     if relays and not shed:
         return
@@ -50,12 +51,16 @@ def find_legs(
     yield _cut_first_leg(p, legs, groups)
 
 
-def _count_by_node(legs: Legs) -> list[list[int]]:
+@memo(2)
+def _count_by_node(on: Demands, sharing: int) -> list[list[int]]:
     """For each block, how many of its receivers are in each of their nodes."""
-    owners = legs.lines.blocks.owners().tolist()
-    groups = []
-    for block, line in enumerate(owners):
-        groups.append([len(ranks) for ranks in group_receivers(legs, line, block)])
+    groups: list[list[int]] = [[] for _ in on.receivers]
+    for line in range(len(on.holders)):
+        nodes = list_nodes(on, sharing, line)
+        blocks = nodes.block.tolist()
+        sizes = nodes.size.tolist()
+        for block, size in zip(blocks, sizes, strict=True):
+            groups[block].append(size)
     return groups
 
 
@@ -174,12 +179,12 @@ class _Plot(NamedTuple):
     """How nodes relay a content: in how many classes they are, and what goes straight to which."""
 
     classes: int
-    parts: list[_Part]
+    parts: tuple[_Part, ...]
 
 
 def _plot_blocks(on: Demands, groups: list[list[int]], shed: dict[int, int]) -> list[_Plot]:
     """How the nodes of each block relay its content; those of most relay nothing."""
-    all_straight = _Plot(1, [_Part(0, 0, 1)])
+    all_straight = _Plot(1, (_Part(0, 0, 1),))
     plots = [all_straight] * len(groups)
     for block, nbytes in shed.items():
         copies = len(groups[block])
@@ -214,24 +219,34 @@ def _plot(size: int, nodes: int, straight: int) -> _Plot:
             parts.append(_Part(at, c, d))
         if middle < end:
             parts.append(_Part(middle, c, d + 1))
-    return _Plot(classes, parts)
+    return _Plot(classes, tuple(parts))
 
 
 # Bands
 
 
+class _Kind(NamedTuple):
+    """What the bands of a block depend on; `replicas` are the sizes of its nodes."""
+
+    size: int
+    replicas: frozenset[int]
+    plot: _Plot
+
+
+_Stripe: TypeAlias = tuple[int, int, int, int, int]
+
+
 def _make_bands(p: Plan, legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> Bands:
     """Bands of all blocks: a new one where a part of the plot begins or a stripe does."""
-    rows = list(_list_bands(legs, groups, plots))
-    table = np.array(rows, np.int64)
-    block, wanted, begin, count, place, span = table.reshape(-1, 6).T
+    first, stripes = _list_bands(legs, groups, plots)
+    wanted, begin, count, place, span = stripes.T
     classes = [plot.classes for plot in plots]
     where = make_grid(legs.lines, p.batches)
     none = np.zeros(0, np.int64)
     return Bands(
-        first=np.searchsorted(block, np.arange(len(groups) + 1)),
+        first=first,
         classes=np.array(classes, np.int64),
-        at=where.snapped(block, wanted),
+        at=where.snapped(Offsets(first).owners(), wanted),
         begin=begin,
         count=count,
         place=place,
@@ -242,33 +257,49 @@ def _make_bands(p: Plan, legs: Legs, groups: list[list[int]], plots: Sequence[_P
     )
 
 
-def _list_bands(
-    legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]
-) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """(block, byte, first class, classes, place, span) of each band, not yet snapped."""
+def _list_bands(legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> tuple[Ints, Ints]:
+    """Where the bands of each block begin, and a row for each band, not yet snapped.
+
+    A row is (byte, first class, classes, place, span).
+    """
+    # Most blocks are of few sizes, and divided alike.
+    kinds: dict[_Kind, int] = {}
+    numbers = []
     sizes = legs.lines.nbytes.tolist()
-    for block, plot in enumerate(plots):
-        replicas = set(groups[block]) or {1}
-        for stripe in _list_stripes(sizes[block], replicas, plot.parts):
-            yield block, *stripe
+    for size, nodes, plot in zip(sizes, groups, plots, strict=True):
+        kind = _Kind(size, frozenset(nodes or [1]), plot)
+        number = kinds.setdefault(kind, len(kinds))
+        numbers.append(number)
+    stripes: list[_Stripe] = []
+    first = [0]
+    for kind in kinds:
+        stripes += _list_stripes(kind.size, kind.replicas, kind.plot.parts)
+        first.append(len(stripes))
+    table = np.array(stripes, np.int64)
+    begin = np.array(first, np.int64)
+    of_block = np.array(numbers, np.int64)
+    row, block = ranges(begin[of_block], begin[of_block + 1])
+    places = np.arange(len(of_block) + 1)
+    bands = table.reshape(-1, 5)[row]
+    return np.searchsorted(block, places), bands
 
 
-def _list_stripes(
-    size: int, replicas: set[int], parts: list[_Part]
-) -> Iterator[tuple[int, int, int, int, int]]:
+def _list_stripes(size: int, replicas: Set[int], parts: tuple[_Part, ...]) -> list[_Stripe]:
     """The bands of a content, each part in stripes for nodes of so many replicas each.
 
     A band is: byte, first class, classes, place, span.
     """
     ends = [part.at for part in parts[1:]]
     ends.append(size)
+    stripes = []
     for (at, begin, classes), end in zip(parts, ends, strict=True):
         span = end - at
         for place in _list_borders(span, replicas):
-            yield at + place, begin, classes, place, span
+            stripes.append((at + place, begin, classes, place, span))
+    return stripes
 
 
-def _list_borders(span: int, replicas: set[int]) -> list[int]:
+def _list_borders(span: int, replicas: Set[int]) -> list[int]:
     """Where stripes of so many bytes begin, in nodes of any of these sizes, ascending."""
     # Bands begin at the stripes of nodes of every size, so that every stripe is whole bands.
     places = set()

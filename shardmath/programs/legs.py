@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Ints
-from shardmath.base.memo import memo
-from shardmath.plans.demands import Demands, Ranks, list_receivers
+from shardmath.base.arrays import Ints, Offsets, lengths
+from shardmath.plans.demands import Demands
+from shardmath.plans.stretches import list_all_receivers
 
-__all__ = ["Bands", "Legs", "Streams", "group_receivers", "legs_as_cut"]
+__all__ = ["Bands", "Legs", "Nodes", "Streams", "legs_as_cut", "list_nodes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,20 +73,57 @@ class Legs:
     _streams: dict[int, Streams] = field(default_factory=dict, init=False, repr=False)
 
 
-@memo()
-def nodes_of(ranks: Ranks, per_node: int) -> tuple[Ranks, ...]:
-    """The ranks by node of `per_node` ranks, in order."""
-    by_node = itertools.groupby(ranks, lambda rank: rank // per_node)
-    return tuple(tuple(group) for _, group in by_node)
+class Nodes(NamedTuple):
+    """The receivers of some blocks by what shares what enters: node i is `size[i]` of `ranks`, from `start[i]` on.
+
+    It is node `number[i]` of the `total[i]` nodes of `block[i]`.
+    """
+
+    ranks: Ints
+    start: Ints
+    size: Ints
+    block: Ints
+    number: Ints
+    total: Ints
 
 
-def group_receivers(legs: Legs, line: int, block: int) -> tuple[Ranks, ...]:
-    """The receivers of a block by what shares what enters: nodes, or every rank by itself."""
-    receivers = list_receivers(legs.lines, line, block)
+MOST_SHARING = 1 << 62
+
+
+def list_nodes(on: Demands, sharing: int, line: int) -> Nodes:
+    """The receivers of a line in groups of `sharing`, block by block."""
+    first, end = on.first[line : line + 2].tolist()
+    receivers = list_all_receivers(on, line)
+    in_order = list(itertools.chain.from_iterable(receivers))
+    ranks = np.array(in_order, np.int64)
+    inside = np.arange(end - first)
+    inside = inside.repeat(lengths(receivers))
+    shared = _find_sharing(on, sharing, line)
+    node = ranks // shared[inside]
+    # A node begins where the block changes, or the node does.
+    is_first = np.diff(inside, prepend=-1) != 0
+    is_first |= np.diff(node, prepend=-1) != 0
+    start = np.flatnonzero(is_first)
+    inside = inside[start]
+    totals = np.bincount(inside, minlength=end - first)
+    before = Offsets.of_counts(totals)
+    return Nodes(
+        ranks=ranks,
+        start=start,
+        size=np.diff(start, append=len(ranks)),
+        block=first + inside,
+        number=np.arange(len(start)) - before.first[inside],
+        total=totals[inside],
+    )
+
+
+def _find_sharing(on: Demands, sharing: int, line: int) -> Ints:
+    """By block of a line, how many ranks in a row share what enters them: a node's, or 1 where each is served alone."""
+    first, end = on.first[line : line + 2].tolist()
     # A later addend is folded on top of the first, and cannot be relayed from there.
-    alone = legs.lines.near[line] or legs.lines.addend[block]
-    sharing = 1 if alone else legs.sharing
-    return nodes_of(receivers, sharing)
+    alone = on.near[line] | (on.addend[first:end] > 0)
+    # A node may be larger than any number of ranks.
+    return np.where(alone, 1, min(sharing, MOST_SHARING))
 
 
 def legs_as_cut(on: Demands) -> Legs:

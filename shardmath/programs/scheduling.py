@@ -68,6 +68,9 @@ SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Slots to choose from where something is relayed: many, because the first and last are not full;
 few, because each has its latency."""
 
+ABOUT = 1.005
+"""Of slots that take at most so many times as long as the best, the fewest are taken."""
+
 MOST_SLOTS = 1 << 12
 """More are not tried: turns divide what goes in a slot further, and cost no more than the messages
 they divide."""
@@ -258,7 +261,9 @@ def _choose_slots(where: Topology, loads: Loads) -> tuple[float, int]:
     for slots in SLOTS if relays else (1,):
         time = estimate_slots(where, loads, slots)
         options.append((time, slots))
-    return min(options)
+    least, _ = min(options)
+    # The fewest of those that are about as fast: each slot makes all lists longer.
+    return next(option for option in options if option[0] <= least * ABOUT)
 
 
 def _divide(way: _Way, slots: int) -> tuple[float, Program]:

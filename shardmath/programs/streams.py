@@ -10,15 +10,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import numpy as np
 
 from shardmath.base.arrays import Ints, Offsets, ranges
 from shardmath.base.memo import memo
-from shardmath.plans.demands import Ranks, list_receivers
-from shardmath.programs.legs import Bands, Legs, Streams, group_receivers
+from shardmath.programs.legs import Bands, Legs, Nodes, Streams, list_nodes
 
 __all__ = ["Straight", "list_straight", "list_streams"]
 
@@ -27,7 +25,8 @@ class _Entries(NamedTuple):
     """Bands of blocks at their entries: bytes lo..hi-1 of the content of a block enter at a rank.
 
     `origin` is the number of the entry that a band comes through: its own where it comes straight
-    from the holders. `others` are the other ranks of its node.
+    from the holders. The rank is number `place` of the `size` ranks of its node, which begin at
+    `start` of the line's.
     """
 
     block: Ints
@@ -35,7 +34,9 @@ class _Entries(NamedTuple):
     lo: Ints
     hi: Ints
     origin: Ints
-    others: list[Ranks]
+    start: Ints
+    size: Ints
+    place: Ints
 
     @property
     def number(self) -> Ints:
@@ -43,123 +44,53 @@ class _Entries(NamedTuple):
         return np.arange(len(self.rank))
 
 
-def _list_entries(legs: Legs, line: int) -> _Entries:
-    """All entries of a line, block by block and node by node."""
-    first, end = legs.lines.first[line : line + 2].tolist()
-    if _is_straight(legs, first, end):
-        return _list_receivers(legs, line, first, end)
-    none = np.zeros(0, np.int64)
-    parts = [_Entries(none, none, none, none, none, [])]
-    before = 0
-    for block in range(first, end):
-        groups = group_receivers(legs, line, block)
-        if groups:
-            part = _list_entries_of_block(legs, block, groups, before)
-            before += len(part.rank)
-            parts.append(part)
-    return _join_entries(parts)
+def _list_entries(legs: Legs, nodes: Nodes) -> _Entries:
+    """All entries of these nodes, block by block and node by node.
 
-
-def _join_entries(parts: list[_Entries]) -> _Entries:
-    """These entries one after the other."""
-    *columns, others = zip(*parts, strict=True)
-    block, rank, lo, hi, origin = map(np.concatenate, columns)
-    joined = list(itertools.chain.from_iterable(others))
-    return _Entries(block, rank, lo, hi, origin, joined)
-
-
-def _is_straight(legs: Legs, first: int, end: int) -> bool:
-    """Whether blocks first..end-1 go whole from the holders to every rank that asks for them."""
-    bands = legs.bands
-    begin = bands.first[first : end + 1]
-    counts = np.diff(begin)
-    if legs.sharing > 1 or np.any(counts != 1):
-        return False
-    place = bands.place[begin[:-1]]
-    classes = bands.classes[first:end]
-    has_relays = np.any(classes != 1)
-    return not has_relays and not place.any()
-
-
-def _list_receivers(legs: Legs, line: int, first: int, end: int) -> _Entries:
-    """The entries of a line that goes straight: its receivers, all blocks at once.
-
-    Where many lines have many blocks, looking at each block takes seconds.
+    All at once: where many lines have many blocks, looking at each block takes seconds.
     """
-    receivers = [list_receivers(legs.lines, line, block) for block in range(first, end)]
-    counts = list(map(len, receivers))
-    block = np.arange(first, end).repeat(counts)
-    ranks = list(itertools.chain.from_iterable(receivers))
-    count = len(ranks)
-    band = legs.bands.first[block]
+    bands = legs.bands
+    first = bands.first[nodes.block]
+    end = bands.first[nodes.block + 1]
+    band, node = ranges(first, end)
+    block = nodes.block[node]
+    size = nodes.size[node]
+    start = nodes.start[node]
+    stripe = bands.place[band] * size
+    place = stripe // bands.span[band]
+    # A band goes on to the next of its block, or to the end of the block.
+    is_last = band + 1 == end[node]
+    after = np.append(bands.at[1:], 0)
+    nbytes = legs.lines.nbytes[block]
     return _Entries(
         block=block,
-        rank=np.array(ranks, np.int64),
-        lo=legs.bands.at[band],
-        hi=legs.lines.nbytes[block],
-        origin=np.arange(count),
-        others=[()] * count,
+        rank=nodes.ranks[start + place],
+        lo=bands.at[band],
+        hi=np.where(is_last, nbytes, after[band]),
+        origin=_find_origins(bands, nodes, node, band),
+        start=start,
+        size=size,
+        place=place,
     )
 
 
-def _list_entries_of_block(
-    legs: Legs, block: int, groups: tuple[Ranks, ...], before: int
-) -> _Entries:
-    """The entries of a block, node by node; `before` entries of the line stand before them."""
-    bands = legs.bands
-    first, end = bands.first[block : block + 2].tolist()
-    lo = bands.at[first:end]
-    hi = np.append(lo[1:], legs.lines.nbytes[block])
-    count = len(groups)
-    if count > 1:
-        lo = np.tile(lo, count)
-        hi = np.tile(hi, count)
-    rank = _pick_entries(bands, first, end, groups)
-    origin = _find_origins(bands, block, count)
-    return _Entries(
-        block=np.full(rank.size, block),
-        rank=rank,
-        lo=lo,
-        hi=hi,
-        origin=origin.ravel() + before,
-        others=_list_others(groups, rank.tolist()),
-    )
-
-
-def _pick_entries(bands: Bands, first: int, end: int, groups: tuple[Ranks, ...]) -> Ints:
-    """The entry rank of the bands first..end-1 in each node, node by node."""
-    sizes = list(map(len, groups))
-    replicas = np.array(sizes, np.int64)[:, None]
-    place = bands.place[first:end]
-    span = bands.span[first:end]
-    inside = place * replicas // span
-    # Ranks of all nodes end to end: node i has those from start[i] on.
-    in_order = list(itertools.chain.from_iterable(groups))
-    ranks = np.array(in_order, np.int64)
-    start = np.cumsum(replicas, axis=0) - replicas
-    entry: Ints = ranks[start + inside]
-    return entry.ravel()
-
-
-def _find_origins(bands: Bands, block: int, nodes: int) -> Ints:
-    """By node and band, the number of the entry through which the band comes."""
-    first, end = bands.first[block : block + 2].tolist()
-    width = end - first
-    number = np.arange(nodes * width).reshape(nodes, width)
-    classes = int(bands.classes[block])
-    if classes == 1:
-        return number
-    begin = bands.begin[first:end]
-    count = bands.count[first:end]
-    node = _find_relays(begin, count, classes, nodes)
-    origin: Ints = number[node, np.arange(width)]
+def _find_origins(bands: Bands, nodes: Nodes, node: Ints, band: Ints) -> Ints:
+    """By entry, which is a node and a band, the number of the entry through which the band comes."""
+    block = nodes.block[node]
+    own = nodes.number[node]
+    relay = _find_relays(bands, block, band, own, nodes.total[node])
+    # The nodes of a block stand together, each with all bands of the block.
+    width = bands.first[block + 1] - bands.first[block]
+    further = (relay - own) * width
+    origin: Ints = np.arange(len(node)) + further
     return origin
 
 
-def _find_relays(begin: Ints, count: Ints, classes: int, nodes: int) -> Ints:
-    """By node and band, the node whose entry the band comes through: its own where that is served
-    straight."""
-    node = np.arange(nodes)[:, None]
+def _find_relays(bands: Bands, block: Ints, band: Ints, node: Ints, nodes: Ints) -> Ints:
+    """By entry, the node of the block whose entry the band comes through: its own where that is served straight."""
+    classes = bands.classes[block]
+    begin = bands.begin[band]
+    count = bands.count[band]
     # How many classes after the first that is served straight a node's own class comes.
     turn = (node % classes - begin) % classes
     # Other classes divide themselves among those served straight. A node asks the one of that class
@@ -172,18 +103,6 @@ def _find_relays(begin: Ints, count: Ints, classes: int, nodes: int) -> Ints:
     relay = np.maximum(relay, 0)
     is_straight = turn < count
     return np.where(is_straight, node, relay)
-
-
-def _list_others(groups: tuple[Ranks, ...], entries: list[int]) -> list[Ranks]:
-    """The other ranks of each entry's node."""
-    bands = len(entries) // len(groups)
-    others: list[Ranks] = []
-    for i, group in enumerate(groups):
-        first = i * bands
-        for entry in entries[first : first + bands]:
-            rest = tuple(rank for rank in group if rank != entry)
-            others.append(rest)
-    return others
 
 
 class Straight(NamedTuple):
@@ -202,7 +121,7 @@ class Straight(NamedTuple):
 
 def list_straight(legs: Legs, line: int) -> Straight:
     """What goes straight from the holders of a line, as it lies on the line."""
-    entries = _list_entries(legs, line)
+    entries = _list_entries(legs, list_nodes(legs.lines, legs.sharing, line))
     return _pick_straight(legs, entries)
 
 
@@ -252,10 +171,11 @@ class _Roots(NamedTuple):
 @memo(512)
 def _find_streams(legs: Legs, line: int) -> Streams:
     """The three legs: straight, to other nodes, inside nodes."""
-    entries = _list_entries(legs, line)
+    nodes = list_nodes(legs.lines, legs.sharing, line)
+    entries = _list_entries(legs, nodes)
     roots = _leave_holders(legs, line, entries)
     to_nodes = _relay_to_nodes(entries, roots)
-    inside_nodes = _relay_inside_nodes(entries, roots)
+    inside_nodes = _relay_inside_nodes(entries, roots, nodes.ranks)
     columns = zip(roots.streams, to_nodes, inside_nodes, strict=True)
     return Streams(*map(np.concatenate, columns))
 
@@ -323,12 +243,13 @@ def _relay_to_nodes(entries: _Entries, roots: _Roots) -> Streams:
     return _relay(entries, roots, entry, sender, receiver, leg)
 
 
-def _relay_inside_nodes(entries: _Entries, roots: _Roots) -> Streams:
-    """The streams from each entry to all other ranks of its node."""
-    counts = list(map(len, entries.others))
-    entry = entries.number.repeat(counts)
-    others = list(itertools.chain.from_iterable(entries.others))
-    receiver = np.array(others, np.int64)
+def _relay_inside_nodes(entries: _Entries, roots: _Roots, ranks: Ints) -> Streams:
+    """The streams from each entry to all other ranks of its node; nodes are parts of `ranks`."""
+    none = np.zeros_like(entries.size)
+    other, entry = ranges(none, entries.size - 1)
+    # Ranks from the entry's own place on come one later.
+    place = other + (other >= entries.place[entry])
+    receiver = ranks[entries.start[entry] + place]
     sender = entries.rank[entry]
     origin = entries.origin[entry]
     # One leg later where the entry had it from another node.

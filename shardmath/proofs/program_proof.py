@@ -28,9 +28,9 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints, Offsets, lengths
 from shardmath.base.errors import PlanError
 from shardmath.plans.balance import make_grid, measure_lines
-from shardmath.plans.demands import Demands, list_receivers
+from shardmath.plans.demands import Demands
 from shardmath.plans.pieces import is_legal_cut
-from shardmath.plans.stretches import row_at
+from shardmath.plans.stretches import list_all_receivers, row_at
 from shardmath.programs.legs import Streams
 from shardmath.programs.loads import LEGS, count_messages, sum_pairs, sum_round_loads
 from shardmath.programs.program import Program
@@ -142,7 +142,7 @@ def _list_inbox(prog: Program, line: int) -> _Inbox:
     demands = prog.legs.lines
     first, end = demands.first[line : line + 2].tolist()
     numbers = range(first, end)
-    asking = [list_receivers(demands, line, number) for number in numbers]
+    asking = list_all_receivers(demands, line)
     ranks = list(itertools.chain.from_iterable(asking))
     rank = np.array(ranks, np.int64)
     counts = lengths(asking)
