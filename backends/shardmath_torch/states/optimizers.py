@@ -7,7 +7,8 @@
    of a group, such as a learning rate.
 3. A parameter has one optimizer and one group: of two states, which one it is to have is not known.
 4. State is a parameter's. What an optimizer keeps under other keys, or for a tensor that is in none of its groups, has
-   no name in a checkpoint: that is an error. So is what it keeps in an optimizer of its own.
+   no name in a checkpoint: that is an error. So is what it keeps in an optimizer of its own, and what its state dict
+   has beside the state of an optimizer that it wraps.
 5. State of a DTensor of other ranks' mesh is not this rank's, whatever the optimizer made of it here: these ranks say
    what there is of it. The first of them that makes the call tells all others, since everybody has the same layouts.
 """
@@ -53,6 +54,7 @@ __all__ = [
     "find_groups",
     "hold",
     "is_here",
+    "list_inner",
     "lay_out_state",
     "name_trained",
     "ranks_of_call",
@@ -65,6 +67,10 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 
 UNVALUED = ("params", "param_names")
 """Keys of a group that say which parameters it has."""
+
+
+SHOWN = 8
+"""Optimizers that an error lists."""
 
 
 class ParameterGroup(NamedTuple):
@@ -101,7 +107,8 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
     """All groups of all optimizers.
 
     Raises CheckpointError for a value that is not an optimizer, for a parameter that is not the module's, for one that
-    is in two groups, for state that is not a parameter's, and for state that is kept in another optimizer.
+    is in two groups, for state that is not a parameter's, for state that is kept in another optimizer, and for what a
+    wrapper adds to it.
     """
     groups = []
     found: set[str] = set()
@@ -159,32 +166,51 @@ def name_trained(groups: Iterable[Group | ParameterGroup]) -> tuple[str, ...]:
 
 
 def _check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError for an optimizer that keeps state in another one, of its own, that was not given."""
+    """Raise CheckpointError for an optimizer that keeps state in others, of its own, that were not given, or something
+    besides the state of another."""
     seen = {id(one.state) for one in given}
+    inner = list(list_inner(optimizer))
+    # Some wrappers have the state of what they wrap as theirs: then none of it is lost.
+    apart = {path: one for path, one in inner if id(one.state) not in seen}
+    kind = type(optimizer).__name__
+    if apart:
+        first, one = next(iter(apart.items()))
+        name = first.partition("[")[0]
+        of = type(one).__name__
+        what = f"{kind} keeps state in an optimizer of its own, the {of} in its attribute {name!r}"
+        listed = ", ".join(f"optimizer.{path}" for path in list(apart)[:SHOWN])
+        listed += f" and {len(apart) - SHOWN} more" if len(apart) > SHOWN else ""
+        give = f"give [{listed}] of it, where every rank holds all of that state"
+        other = "else divide the parameters by FSDP2, or consolidate the state in a plain optimizer"
+        raise CheckpointError(f"{what}, which would be lost; {give}, {other}")
+    for path, one in inner:
+        if one is not optimizer and one.state is optimizer.state:
+            _check_adds_nothing(optimizer, path)
+
+
+def _check_adds_nothing(optimizer: Optimizer, path: str) -> None:
+    """Raise CheckpointError for a wrapper whose own state dict has more than that of the optimizer that it wraps."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return
+    more = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
+    if more:
+        kind = type(optimizer).__name__
+        what = f"{kind} keeps {', '.join(map(repr, more))} beside the state of its {path!r}"
+        fix = (
+            f"give optimizer.{path}, and keep the rest as an option of a group in its param_groups"
+        )
+        raise CheckpointError(f"{what}, which would be lost; {fix}")
+
+
+def list_inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers that attributes are, or have in a list, tuple or dict, and how each is reached."""
     for name, held in vars(optimizer).items():
-        for inner in _find_optimizers(held):
-            # Some wrappers have the state of what they wrap as theirs: then nothing is lost.
-            if id(inner.state) in seen:
-                continue
-            kind, of = type(optimizer).__name__, type(inner).__name__
-            what = (
-                f"{kind} keeps state in an optimizer of its own, the {of} in its attribute {name!r}"
-            )
-            give = f"give what its {name!r} is, where every rank holds all of that state"
-            other = (
-                "else divide the parameters by FSDP2, or consolidate the state in a plain optimizer"
-            )
-            raise CheckpointError(f"{what}, which would be lost; {give}, {other}")
-
-
-def _find_optimizers(held: object) -> Iterator[Optimizer]:
-    """The optimizers that a value is, or has in a list, tuple or dict."""
-    if isinstance(held, Optimizer):
-        yield held
-    elif isinstance(held, list | tuple):
-        yield from (one for one in held if isinstance(one, Optimizer))
-    elif isinstance(held, dict):
-        yield from (one for one in held.values() if isinstance(one, Optimizer))
+        found: Iterable[tuple[str, object]] = [(name, held)]
+        if isinstance(held, list | tuple):
+            found = [(f"{name}[{i}]", one) for i, one in enumerate(held)]
+        elif isinstance(held, dict):
+            found = [(f"{name}[{key!r}]", one) for key, one in held.items()]
+        yield from ((path, one) for path, one in found if isinstance(one, Optimizer))
 
 
 def _check_state(model: Model, optimizer: Optimizer) -> None:
