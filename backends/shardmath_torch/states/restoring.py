@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.layouts.layout import Layout
 from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.states.extras import KINDS, Extra
 from shardmath_torch.states.index import Index, Like, Own, Value
 from shardmath_torch.states.matching import Goal
 from shardmath_torch.states.memory import (
@@ -38,7 +37,7 @@ from shardmath_torch.states.memory import (
 )
 from shardmath_torch.states.modules import Model
 from shardmath_torch.states.optimizers import UNVALUED, is_here, lay_out_state, list_inner
-from shardmath_torch.states.values import rebuild
+from shardmath_torch.states.values import KINDS, Extra, rebuild
 
 __all__ = [
     "Free",
