@@ -172,7 +172,7 @@ def _make_view(name: str, shape: _Shape, holders: Sequence[Native]) -> View:
     try:
         return View(first.shape, shape, pieces)
     except StoreError as error:
-        raise StoreError(f"{name!r} is no view of {first.name!r}: {error}") from None
+        raise StoreError(f"{name!r} is not a view of {first.name!r}: {error}") from None
 
 
 def _find_holders(recorded: Recorded, tensors: Shapes) -> dict[str, list[Native]]:

@@ -73,7 +73,7 @@ class _Recording:
         self.ways: dict[str, str] = {}
         absent = functions.keys() - self.kept.targets.keys()
         if absent:
-            raise StoreError(f"functions= names {min(absent)!r}, which is no target")
+            raise StoreError(f"functions= names {min(absent)!r}, which is not a target")
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
         """By each of the ways, until all targets are explained."""

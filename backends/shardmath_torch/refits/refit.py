@@ -57,7 +57,9 @@ class Refit:
         max_inflight_bytes: int | None = None,
     ) -> None:
         if not isinstance(planned, Planned):
-            raise ExchangeError(f"{type(planned).__name__} is no refit; give what sm.refit gives")
+            raise ExchangeError(
+                f"planned is not a refit, but {type(planned).__name__}; give what sm.refit gives"
+            )
         self.planned = planned
         self._mover = compile(
             planned.plan, group=group, timeout=timeout, max_inflight_bytes=max_inflight_bytes
@@ -118,16 +120,13 @@ class Refit:
     def _name_engines(self, dst: Given | Mapping[str, Given] | None) -> dict[str, Given | None]:
         """What was given for every engine that this rank is of."""
         engines = self.planned.engines
-        mine = [name for name, bound in engines.items() if self._party.rank in bound.ranks]
-        if len(engines) == 1:
-            return dict.fromkeys(mine, dst)  # type: ignore[arg-type]
-        given: Mapping[str, object] = dst if isinstance(dst, Mapping) else {}
-        if set(given) != set(mine):
-            raise ExchangeError(
-                f"rank {self._party.rank} is of {', '.join(mine) or 'no engine'}, and was given "
-                f"{', '.join(map(str, given)) or 'none'}; pass dst={{engine: tensors}} for each of them"
-            )
-        return dict(given)  # type: ignore[arg-type]
+        rank = self._party.rank
+        mine = [name for name, bound in engines.items() if rank in bound.ranks]
+        if len(engines) > 1:
+            return dict(_check_named(rank, mine, dst))
+        if not mine and name_natives(dst):  # type: ignore[arg-type]
+            raise ExchangeError(f"rank {rank} is not of the engine, and was given dst; pass None")
+        return dict.fromkeys(mine, dst)  # type: ignore[arg-type]
 
     def _bind_side(
         self,
@@ -142,7 +141,7 @@ class Refit:
         bound = planned.trainer if engine is None else planned.engines[engine]
         if rank not in bound.ranks:
             if natives:
-                raise ExchangeError(f"rank {rank} is no trainer, and was given src; pass None")
+                raise ExchangeError(f"rank {rank} is not a trainer, and was given src; pass None")
             return Views({}, [])
         slots = planned.slots(rank, engine)
         dtypes = {name: bound.layouts[_drop_window(name, bound)].dtype for name in slots}
@@ -184,6 +183,20 @@ class Refit:
                     f"call it again on all ranks"
                 )
         return ""
+
+
+def _check_named(
+    rank: int, mine: Sequence[str], dst: Given | Mapping[str, Given] | None
+) -> Mapping[str, Given]:
+    """What was given by engine, for these of the rank. Raises ExchangeError where it is of others, or not by engine."""
+    given = dst or {}
+    named = list(given) if isinstance(given, Mapping) else [type(given).__name__]
+    if not isinstance(given, Mapping) or set(named) != set(mine):
+        raise ExchangeError(
+            f"rank {rank} is of {', '.join(mine) or 'no engine'}, and was given "
+            f"{', '.join(map(str, named)) or 'none'}; pass dst={{engine: tensors}} for each of them"
+        )
+    return given  # type: ignore[return-value]
 
 
 class _Watched(NamedTuple):

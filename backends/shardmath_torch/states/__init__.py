@@ -2,13 +2,13 @@
 
 In reading order:
 
-- `values`: options and values as JSON;
+- `values`: options and values as JSON, extra states of modules as bytes;
 - `memory`: where a tensor lies, and which tensors meet;
-- `extras`: extra states of modules, as bytes;
 - `asking`: how DTensors lie, asked of a whole group;
 - `modules`: what a module holds;
 - `index`: the JSON that `save_state` writes;
 - `optimizers`: what optimizers hold;
+- `telling`: what is held by other ranks alone;
 - `matching`: names, options and state, here and in a checkpoint;
 - `restoring`: values into the memory that is there;
 - `training`: `save_state`, `load_state`, `load_weights`.

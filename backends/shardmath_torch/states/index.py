@@ -13,7 +13,7 @@ True
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,8 +23,7 @@ from shardmath.base.dtypes import ITEMSIZE
 from shardmath_torch.checkpoints.saving import as_tensor
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.states.extras import KINDS, as_bytes
-from shardmath_torch.states.values import code_value, decode_value
+from shardmath_torch.states.values import KINDS, as_bytes, code_value, decode_value
 
 __all__ = [
     "INDEX",
@@ -36,8 +35,10 @@ __all__ = [
     "Own",
     "Value",
     "read_entries",
+    "read_groups",
     "read_index",
     "write_entries",
+    "write_groups",
     "write_index",
 ]
 
@@ -103,17 +104,22 @@ def write_index(index: Index) -> Tensor:
     """The index as bytes. Raises CheckpointError for a value that JSON cannot say, naming it."""
     groups = None
     if index.groups is not None:
-        groups = [_write_group(group) for group in index.groups]
+        groups = write_groups(index.groups)
     state = write_entries(index.state)
     said = {"names": index.names, "extra": index.extra, "groups": groups, "state": state}
     return as_tensor(INDEX, json.dumps(said).encode())
+
+
+def write_groups(groups: Iterable[Group]) -> list[dict[str, Any]]:
+    """The groups as JSON. Raises CheckpointError for an option that JSON cannot say, naming it."""
+    return [_write_group(group) for group in groups]
 
 
 def _write_group(group: Group) -> dict[str, Any]:
     options = {}
     for key, value in group.options.items():
         options[key] = code_value(value, f"{key!r} of a parameter group")
-    return {"parameters": group.parameters, "options": options}
+    return {"parameters": list(group.parameters), "options": options}
 
 
 def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
@@ -165,8 +171,13 @@ def _read(said: object) -> Index:
             raise ValueError(f"{shown(kind)} is not a kind of extra states")
     groups = None
     if parts["groups"] is not None:
-        groups = tuple(map(_read_group, _check_list(parts["groups"])))
+        groups = read_groups(parts["groups"])
     return Index(names, extra, groups, read_entries(parts["state"]))
+
+
+def read_groups(said: object) -> tuple[Group, ...]:
+    """The groups. Raises ValueError, KeyError or TypeError for JSON that `write_groups` did not write."""
+    return tuple(map(_read_group, _check_list(said)))
 
 
 def _read_group(said: object) -> Group:

@@ -28,7 +28,6 @@ from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
 from shardmath_torch.states.asking import ask_group, rename
-from shardmath_torch.states.extras import Extra, pack_extra
 from shardmath_torch.states.memory import (
     Spot,
     check_shaped,
@@ -38,6 +37,7 @@ from shardmath_torch.states.memory import (
     say_unwritable,
     spot_of,
 )
+from shardmath_torch.states.values import Extra, pack_extra
 
 __all__ = [
     "Description",

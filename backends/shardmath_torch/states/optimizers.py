@@ -7,15 +7,16 @@
    of a group, such as a learning rate.
 3. A parameter has one optimizer and one group: of two states, which one it is to have is not known.
 4. State is a parameter's. What an optimizer keeps under other keys, or for a tensor that is in none of its groups, has
-   no name in a checkpoint: that is an error. So is what it keeps in an optimizer of its own.
+   no name in a checkpoint: that is an error. So is what it keeps in an optimizer of its own, and what its state dict
+   has beside the state of an optimizer that it wraps.
 5. State of a DTensor of other ranks' mesh is not this rank's, whatever the optimizer made of it here: these ranks say
-   what there is of it. The first of them that makes the call tells all others, since everybody has the same layouts.
+   what there is of it (`telling`), and so of the options of a group that has nothing here. Parameters of such DTensors
+   may be in no group here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,12 +26,9 @@ from torch.optim import Optimizer
 
 from shardmath.layouts.edits import cast
 from shardmath.layouts.layout import Layout
-from shardmath_torch import compat
-from shardmath_torch.compat import Group as ProcessGroup
 from shardmath_torch.compat import rank_or_0
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.files.steps import gather_all, is_alone, on_all, share_of
 from shardmath_torch.states.index import (
     Entries,
     Entry,
@@ -38,26 +36,25 @@ from shardmath_torch.states.index import (
     Like,
     Own,
     Value,
-    read_entries,
-    write_entries,
 )
 from shardmath_torch.states.memory import check_shaped, local_part
 from shardmath_torch.states.modules import Model, Slot
 
 __all__ = [
+    "NOWHERE",
     "UNVALUED",
+    "Elsewhere",
     "OptimizerState",
     "Optimizers",
     "ParameterGroup",
     "describe_optimizers",
+    "find_all_groups",
     "find_groups",
     "hold",
     "is_here",
+    "list_inner",
     "lay_out_state",
     "name_trained",
-    "ranks_of_call",
-    "ranks_of_meshes",
-    "tell_entries",
 ]
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
@@ -65,6 +62,10 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 
 UNVALUED = ("params", "param_names")
 """Keys of a group that say which parameters it has."""
+
+
+SHOWN = 8
+"""Optimizers that an error lists."""
 
 
 class ParameterGroup(NamedTuple):
@@ -94,6 +95,16 @@ class OptimizerState(NamedTuple):
         return None if self.groups is None else name_trained(self.groups)
 
 
+class Elsewhere(NamedTuple):
+    """What other ranks say of parameters that are not here: entries of their state, and the groups they are in."""
+
+    entries: Mapping[str, Entries]
+    groups: tuple[Group, ...]
+
+
+NOWHERE = Elsewhere({}, ())
+
+
 # Groups
 
 
@@ -101,7 +112,8 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
     """All groups of all optimizers.
 
     Raises CheckpointError for a value that is not an optimizer, for a parameter that is not the module's, for one that
-    is in two groups, for state that is not a parameter's, and for state that is kept in another optimizer.
+    is in two groups, for state that is not a parameter's, for state that is kept in another optimizer, and for what a
+    wrapper adds to it.
     """
     groups = []
     found: set[str] = set()
@@ -117,6 +129,21 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
             found |= parameters.keys()
             groups.append(ParameterGroup(each, options, parameters))
         _check_state(model, each)
+    return groups
+
+
+def find_all_groups(
+    model: Model, optimizer: Optimizers, elsewhere: Elsewhere
+) -> list[ParameterGroup]:
+    """The same, and groups of parameters that are only in other ranks' optimizers, as if one were here."""
+    groups = find_groups(model, optimizer)
+    known = set(name_trained(groups))
+    for group in elsewhere.groups:
+        lacking = [name for name in group.parameters if name not in known]
+        parameters = {name: model.slots[name].local for name in lacking}
+        if parameters:
+            absent = Optimizer(list(parameters.values()), {})
+            groups.append(ParameterGroup(absent, dict(group.options), parameters))
     return groups
 
 
@@ -159,32 +186,51 @@ def name_trained(groups: Iterable[Group | ParameterGroup]) -> tuple[str, ...]:
 
 
 def _check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError for an optimizer that keeps state in another one, of its own, that was not given."""
+    """Raise CheckpointError for an optimizer that keeps state in others, of its own, that were not given, or something
+    besides the state of another."""
     seen = {id(one.state) for one in given}
+    inner = list(list_inner(optimizer))
+    # Some wrappers have the state of what they wrap as theirs: then none of it is lost.
+    apart = {path: one for path, one in inner if id(one.state) not in seen}
+    kind = type(optimizer).__name__
+    if apart:
+        first, one = next(iter(apart.items()))
+        name = first.partition("[")[0]
+        of = type(one).__name__
+        what = f"{kind} keeps state in an optimizer of its own, the {of} in its attribute {name!r}"
+        listed = ", ".join(f"optimizer.{path}" for path in list(apart)[:SHOWN])
+        listed += f" and {len(apart) - SHOWN} more" if len(apart) > SHOWN else ""
+        give = f"give [{listed}] of it, where every rank holds all of that state"
+        other = "else divide the parameters by FSDP2, or consolidate the state in a plain optimizer"
+        raise CheckpointError(f"{what}, which would be lost; {give}, {other}")
+    for path, one in inner:
+        if one is not optimizer and one.state is optimizer.state:
+            _check_adds_nothing(optimizer, path)
+
+
+def _check_adds_nothing(optimizer: Optimizer, path: str) -> None:
+    """Raise CheckpointError for a wrapper whose own state dict has more than that of the optimizer that it wraps."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return
+    more = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
+    if more:
+        kind = type(optimizer).__name__
+        what = f"{kind} keeps {', '.join(map(repr, more))} beside the state of its {path!r}"
+        fix = (
+            f"give optimizer.{path}, and keep the rest as an option of a group in its param_groups"
+        )
+        raise CheckpointError(f"{what}, which would be lost; {fix}")
+
+
+def list_inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers that attributes are, or have in a list, tuple or dict, and how each is reached."""
     for name, held in vars(optimizer).items():
-        for inner in _find_optimizers(held):
-            # Some wrappers have the state of what they wrap as theirs: then nothing is lost.
-            if id(inner.state) in seen:
-                continue
-            kind, of = type(optimizer).__name__, type(inner).__name__
-            what = (
-                f"{kind} keeps state in an optimizer of its own, the {of} in its attribute {name!r}"
-            )
-            give = f"give what its {name!r} is, where every rank holds all of that state"
-            other = (
-                "else divide the parameters by FSDP2, or consolidate the state in a plain optimizer"
-            )
-            raise CheckpointError(f"{what}, which would be lost; {give}, {other}")
-
-
-def _find_optimizers(held: object) -> Iterator[Optimizer]:
-    """The optimizers that a value is, or has in a list, tuple or dict."""
-    if isinstance(held, Optimizer):
-        yield held
-    elif isinstance(held, list | tuple):
-        yield from (one for one in held if isinstance(one, Optimizer))
-    elif isinstance(held, dict):
-        yield from (one for one in held.values() if isinstance(one, Optimizer))
+        found: Iterable[tuple[str, object]] = [(name, held)]
+        if isinstance(held, list | tuple):
+            found = [(f"{name}[{i}]", one) for i, one in enumerate(held)]
+        elif isinstance(held, dict):
+            found = [(f"{name}[{key!r}]", one) for key, one in held.items()]
+        yield from ((path, one) for path, one in found if isinstance(one, Optimizer))
 
 
 def _check_state(model: Model, optimizer: Optimizer) -> None:
@@ -219,28 +265,36 @@ def is_here(model: Model, name: str) -> bool:
 
 
 def describe_optimizers(
-    model: Model, optimizer: Optimizers, others: Mapping[str, Entries] | None = None
+    model: Model, optimizer: Optimizers, elsewhere: Elsewhere = NOWHERE
 ) -> OptimizerState:
-    """What the optimizers hold for the parameters of the module; `others` is what other ranks say of those that are not
-    here, of which slots have an empty tensor.
+    """What the optimizers hold for the parameters of the module; `elsewhere` is what other ranks say of those that are
+    not here, of which slots have an empty tensor.
 
     Raises CheckpointError for what `find_groups` does, and for state of which it is not known how it lies.
     """
     slots: dict[tuple[str, str], Slot] = {}
     groups: list[Group] = []
     entries: dict[str, Entries] = {}
-    for group in find_groups(model, optimizer):
-        options = {key: value for key, value in group.options.items() if key not in UNVALUED}
-        groups.append(Group(tuple(group.parameters), options))
+    for group in find_all_groups(model, optimizer, elsewhere):
+        groups.append(Group(tuple(group.parameters), _options_of(model, group, elsewhere)))
         for name, parameter, held in group.states():
             layout = model.slots[name].layout
             if is_here(model, name):
                 entries[name] = _describe_state(held, parameter, name)
                 slots |= _list_slots(name, held, entries[name], layout)
             else:
-                entries[name] = (others or {}).get(name, {})
+                entries[name] = elsewhere.entries.get(name, {})
                 slots |= _list_empty(name, entries[name], layout)
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
+
+
+def _options_of(model: Model, group: ParameterGroup, elsewhere: Elsewhere) -> Mapping[str, object]:
+    """The options of a group: those of other ranks where all of its parameters are theirs."""
+    if not any(is_here(model, name) for name in group.parameters):
+        for told in elsewhere.groups:
+            if not group.parameters.keys().isdisjoint(told.parameters):
+                return told.options
+    return {key: value for key, value in group.options.items() if key not in UNVALUED}
 
 
 def _list_slots(
@@ -307,60 +361,3 @@ def lay_out_state(entry: Like | Own, parameter: Layout) -> Layout:
     if isinstance(entry, Like):
         return cast(parameter, entry.dtype)
     return Layout(entry.shape, parameter.mesh, {}, dtype=entry.dtype)
-
-
-# State of other ranks
-
-
-def ranks_of_call(group: ProcessGroup | None) -> tuple[int, ...]:
-    """The ranks of the group."""
-    return (0,) if is_alone() else compat.ranks_of(compat.group_of(group))
-
-
-def ranks_of_meshes(model: Model) -> tuple[int, ...]:
-    """The ranks that are on a mesh of the module."""
-    ranks = {rank for slot in model.slots.values() for rank in slot.layout.mesh.ranks}
-    return tuple(sorted(ranks))
-
-
-def tell_entries(
-    model: Model, optimizer: Optimizers, ranks: Sequence[int], group: ProcessGroup | None
-) -> dict[str, Entries]:
-    """The entries of parameters whose mesh lacks one of the ranks, as the first rank on it says.
-
-    Collective over the group where there may be any. Raises CheckpointError on every rank for what
-    `describe_optimizers` does.
-    """
-    firsts = _find_firsts(model, ranks)
-    if is_alone() or not firsts:
-        return {}
-    # A name of its own: ranks that read meshes otherwise are not in this step, and are told so at once.
-    say = partial(_say_own, model, optimizer, firsts)
-    said = on_all("describe what lies on meshes apart", say, group)
-    _, count = share_of(group)
-    told: dict[str, Entries] = {}
-    for one in gather_all("tell what lies on it alone", said, count, group):
-        told |= read_entries(one)
-    return told
-
-
-def _find_firsts(model: Model, ranks: Sequence[int]) -> dict[str, int | None]:
-    """The first rank on the mesh of each tensor that not all have; None where none of the ranks has it."""
-    meshes = {slot.layout.mesh for slot in model.slots.values()}
-    on_them = {mesh: [rank for rank in ranks if rank in mesh] for mesh in meshes}
-    firsts = {}
-    for name, slot in model.slots.items():
-        on_it = on_them[slot.layout.mesh]
-        if len(on_it) < len(ranks):
-            firsts[name] = min(on_it, default=None)
-    return firsts
-
-
-def _say_own(model: Model, optimizer: Optimizers, firsts: dict[str, int | None]) -> dict[str, Any]:
-    """The entries, as JSON, of the parameters of whose meshes this rank is the first."""
-    entries = describe_optimizers(model, optimizer).entries
-    own: dict[str, Entries] = {}
-    for name, said in entries.items():
-        if firsts.get(name) == rank_or_0():
-            own[name] = said
-    return write_entries(own)

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.layouts.layout import Layout
 from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.states.extras import KINDS, Extra
 from shardmath_torch.states.index import Index, Like, Own, Value
 from shardmath_torch.states.matching import Goal
 from shardmath_torch.states.memory import (
@@ -37,8 +36,8 @@ from shardmath_torch.states.memory import (
     spots_of,
 )
 from shardmath_torch.states.modules import Model
-from shardmath_torch.states.optimizers import UNVALUED, is_here, lay_out_state
-from shardmath_torch.states.values import rebuild
+from shardmath_torch.states.optimizers import UNVALUED, is_here, lay_out_state, list_inner
+from shardmath_torch.states.values import KINDS, Extra, rebuild
 
 __all__ = [
     "Free",
@@ -290,14 +289,23 @@ def _keep_defaults(
     """The defaults of optimizers, with copies of what they have of memory that is filled."""
     kept: list[tuple[dict[str, Any], str, object]] = []
     spots = set(spots_of(filled))
-    optimizers = {id(goal.group.optimizer): goal.group.optimizer for goal in goals}
-    for optimizer in optimizers.values():
-        defaults = optimizer.defaults
+    for defaults in _list_defaults(goals):
         own = [held for value in defaults.values() for held, _ in _pair_tensors(value, None)]
         touched = spots | find_crowded([*own, *filled])
         for key, value in defaults.items():
             kept.append((defaults, key, _clone_touched(value, touched)))
     return kept
+
+
+def _list_defaults(goals: Iterable[Goal]) -> Iterator[dict[str, Any]]:
+    """The defaults of optimizers and of those that they wrap, each once; a wrapper may have none."""
+    found: dict[int, dict[str, Any]] = {}
+    for goal in goals:
+        optimizer = goal.group.optimizer
+        for one in (optimizer, *(inner for _, inner in list_inner(optimizer))):
+            defaults = getattr(one, "defaults", {})
+            found[id(defaults)] = defaults
+    yield from found.values()
 
 
 def _clone_touched(value: object, touched: set[Spot]) -> object:

@@ -37,7 +37,7 @@ from shardmath_torch.compat import Group, rank_or_0
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
 from shardmath_torch.safetensors.slices import Progress
-from shardmath_torch.states.index import INDEX, Entries, Index, read_index, write_index
+from shardmath_torch.states.index import INDEX, Index, read_index, write_index
 from shardmath_torch.states.matching import (
     Goal,
     Unmatched,
@@ -55,15 +55,14 @@ from shardmath_torch.states.modules import (
     model_of,
 )
 from shardmath_torch.states.optimizers import (
+    NOWHERE,
+    Elsewhere,
     Optimizers,
     OptimizerState,
     describe_optimizers,
-    find_groups,
+    find_all_groups,
     hold,
     name_trained,
-    ranks_of_call,
-    ranks_of_meshes,
-    tell_entries,
 )
 from shardmath_torch.states.restoring import (
     Job,
@@ -74,6 +73,7 @@ from shardmath_torch.states.restoring import (
     plan_options,
     restore,
 )
+from shardmath_torch.states.telling import tell_among_meshes, tell_names, tell_state
 
 __all__ = ["Optimizers", "Unmatched", "load_state", "load_weights", "save_state", "state_of"]
 
@@ -93,20 +93,28 @@ def state_of(
     Tensors that are not DTensors are taken to be the same on all ranks of `mesh`, by default the largest mesh of the
     DTensors, or the ranks of the group. Give `mesh` where some ranks have DTensors on other meshes than other ranks, as
     under tensor parallelism with DistributedDataParallel. Parameters that FSDP2 has gathered are resharded first.
-    Collective where `layout_of` is; and over the group, where an optimizer is given and some rank of it, by default of
-    the DTensors' meshes together, is not on the mesh of some parameter.
+    Collective where `layout_of` is; and over the group, where an optimizer is given and some rank of the group is not
+    on the mesh of some parameter. Without a group, that is over the ranks of the DTensors' meshes together, if these
+    are all ranks, or those of a mesh of one axis.
+
+    Of an optimizer's parameter whose mesh a rank is not on, what the ranks on it say counts, and so of the options of a
+    group of such parameters; the rank's own optimizer may lack them.
 
     Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
     say, an optimizer's parameter that is not the module's or in two groups, an optimizer's state that is not a
-    parameter's or is kept in another optimizer, and a module on the meta device; LayoutError as `layout_of`.
+    parameter's or is kept in another optimizer, a module on the meta device, and where a group has to be given;
+    LayoutError as `layout_of`.
     """
     optimizer = hold(optimizer)
-    model = model_of(describe(module), mesh=mesh, group=group)
-    others: dict[str, Entries] = {}
-    if optimizer is not None:
-        ranks = ranks_of_meshes(model) if group is None else ranks_of_call(group)
-        others = tell_entries(model, optimizer, ranks, group)
-    state = _gather_state(model, optimizer, others)
+    described = describe(module)
+    model = model_of(described, mesh=mesh, group=group)
+    elsewhere = NOWHERE
+    if optimizer is not None and group is None:
+        tensors = described.parameters | described.buffers
+        elsewhere = tell_among_meshes(model, optimizer, tensors.values())
+    elif optimizer is not None:
+        elsewhere = tell_state(model, optimizer, group)
+    state = _gather_state(model, optimizer, elsewhere)
     return state.tensors, state.layouts
 
 
@@ -131,9 +139,9 @@ class _State(NamedTuple):
         self.paths[name] = path
 
 
-def _gather_state(model: Model, optimizer: Optimizers, others: Mapping[str, Entries]) -> _State:
-    """All that is saved of the module and its optimizers; `others` is what other ranks say of state of theirs."""
-    held = describe_optimizers(model, optimizer, others)
+def _gather_state(model: Model, optimizer: Optimizers, elsewhere: Elsewhere) -> _State:
+    """All that is saved of the module and its optimizers; `elsewhere` is what other ranks say of state of theirs."""
+    held = describe_optimizers(model, optimizer, elsewhere)
     state = _State(held.trained, {}, {}, {})
     for name, slot in model.slots.items():
         state.add(("model", name), *slot)
@@ -166,13 +174,16 @@ def save_state(
 ) -> None:
     """`save` of `state_of`, with its `progress`. Collective over the group, by default all ranks.
 
+    Each rank's optimizer may have the parameters of all meshes of the module, or of its own alone, as under pipeline
+    stages that are meshes apart. Options of a group are those of the ranks that its parameters are on.
+
     Raises CheckpointError on every rank for what either raises on one, and where modules differ.
     """
     optimizer = hold(optimizer)
     with shared(group):
         model = agree_on_model(module, mesh, group)
-        others = tell_entries(model, optimizer, ranks_of_call(group), group)
-        gather = partial(_gather_state, model, optimizer, others)
+        elsewhere = tell_state(model, optimizer, group)
+        gather = partial(_gather_state, model, optimizer, elsewhere)
         state = on_all("describe its state", gather, group, claim=_describe_state)
         save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
 
@@ -234,7 +245,8 @@ def load_state(
         checkpoint = on_all("find what save_state wrote", open_it, group)
         index = load(checkpoint, {INDEX: None}, group=group, verify=verify)[INDEX]
         model = agree_on_model(module, mesh, group)
-        match = partial(_match_state, path, index, model, optimizer, strict)
+        elsewhere = tell_names(model, optimizer, group)
+        match = partial(_match_state, path, index, model, optimizer, elsewhere, strict)
         matched = on_all("match its state", match, group, claim=_describe_match)
         unmatched, goals, jobs, options, _ = matched
         layouts = {job.here: job.layout for job in jobs}
@@ -259,12 +271,17 @@ def _open_state(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _match_state(
-    path: object, index: Tensor, model: Model, optimizer: Optimizers, strict: bool
+    path: object,
+    index: Tensor,
+    model: Model,
+    optimizer: Optimizers,
+    elsewhere: Elsewhere,
+    strict: bool,
 ) -> _Matched:
     """What is to be done. Raises CheckpointError for all that can be known before data are read."""
     check_slots(model)
     saved = read_index(path, index)
-    groups = find_groups(model, optimizer)
+    groups = find_all_groups(model, optimizer, elsewhere)
     stored = find_stored(model, saved)
     unmatched = find_unmatched(model, saved, stored, None if optimizer is None else groups)
     if strict and any(unmatched):

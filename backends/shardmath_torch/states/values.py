@@ -1,35 +1,42 @@
-"""Values: options of optimizers, and values of their state, as JSON and back.
+"""Values: what is not a tensor: options and state of optimizers as JSON and back, extra states of modules as bytes.
 
 1. A value is a number, text, None, a tensor, or a list, tuple or dict by text of values.
 2. Tuples, dicts and tensors are objects of one key, which says what they are; a caller's dict is
    inside of one, so its own keys are never taken for that.
 3. Numbers may be NaN and infinite, in Python's spelling. What would not come back is an error that
    names the value.
+4. Whatever a module's `get_extra_state` gives comes back as the same kind, but for bytearray and memoryview, which come
+   back as bytes. A checkpoint keeps the bytes, and a word that says what they were.
 
 >>> coded = code_value((0.5, {"tensor": None}), "'betas'")
 >>> coded
 {'tuple': [0.5, {'dict': {'tensor': None}}]}
 >>> decode_value(coded)
 (0.5, {'tensor': None})
+>>> given = pack_extra(nn.Module(), "_extra_state", io.BytesIO(b"abc"))
+>>> given.kind, KINDS[given.kind].restore(given.packed).read()
+('file', b'abc')
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardmath.base.dtypes import ITEMSIZE
 from shardmath.base.text import shown
+from shardmath_torch.checkpoints.saving import as_tensor
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.exchange.memory import missing_memory, plain
 from shardmath_torch.files.places import CheckpointError
 
-__all__ = ["code_value", "decode_value", "rebuild"]
+__all__ = ["KINDS", "Extra", "as_bytes", "code_value", "decode_value", "pack_extra", "rebuild"]
 
 MOST_DEPTH = 64
 """Values inside of values; Python's JSON ends in a RecursionError at some hundreds."""
@@ -143,3 +150,55 @@ def rebuild(
     make = getattr(kind, "_make", kind)
     rebuilt: tuple[object, ...] | list[object] = make(list(items))
     return rebuilt
+
+
+# Extra states
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    """The bytes of a 1-d tensor of uint8."""
+    array = tensor.cpu().numpy()
+    return array.tobytes()
+
+
+class Kind(NamedTuple):
+    """What an extra state may be: the types, and what makes one of a tensor of bytes again."""
+
+    types: tuple[type, ...]
+    restore: Callable[[Tensor], object]
+
+
+KINDS = {
+    "tensor": Kind((Tensor,), Tensor.clone),
+    "file": Kind((io.BytesIO,), lambda data: io.BytesIO(as_bytes(data))),
+    "bytes": Kind((bytes, bytearray, memoryview), as_bytes),
+    "none": Kind((type(None),), lambda data: None),
+}
+"""By the word that the checkpoint keeps."""
+
+
+class Extra(NamedTuple):
+    """What a module's get_extra_state gave, as bytes, and which of KINDS it is."""
+
+    module: nn.Module
+    kind: str
+    packed: Tensor
+
+
+def pack_extra(module: nn.Module, name: str, value: object) -> Extra:
+    """The module's extra state of that name. Raises CheckpointError for a value that is not bytes."""
+    kind = _kind_of(value)
+    if kind is None:
+        what = f"extra state {name!r} is of type {type(value).__name__}"
+        raise CheckpointError(f"{what}; return bytes, a BytesIO, or a 1-d tensor of uint8")
+    return Extra(module, kind, as_tensor(name, b"" if value is None else value))
+
+
+def _kind_of(value: object) -> str | None:
+    """The word for a value, None for one that is not bytes."""
+    if isinstance(value, Tensor) and (value.dtype != torch.uint8 or value.ndim != 1):
+        return None
+    for word, kind in KINDS.items():
+        if isinstance(value, kind.types):
+            return word
+    return None

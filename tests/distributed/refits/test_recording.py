@@ -227,7 +227,7 @@ def test_a_function_that_is_none() -> None:
         sm.StoreError, match="'a' is stored as it is, and functions= says 'neg_exp'"
     ):
         record(lambda given: into["a"].copy_(given["q"]), into, functions={"a": "neg_exp"})
-    with pytest.raises(sm.StoreError, match="functions= names 'b', which is no target"):
+    with pytest.raises(sm.StoreError, match="functions= names 'b', which is not a target"):
         record(lambda given: into["a"].copy_(given["q"]), into, functions={"b": "neg_exp"})
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import shardmath as sm
+import shardmath_torch as smt
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import refits
 
@@ -84,6 +86,29 @@ def test_memory_that_is_given_again(pool: Pool) -> None:
     for told in pool.run(refits.free_and_take_again):
         assert told is not None
         assert "source 'w' lies otherwise in memory" in told
+
+
+ELSEWHERE = {
+    "src": "rank 5 is not a trainer, and was given src; pass None",
+    "dst": "rank 1 is not of the engine, and was given dst; pass None",
+    "dst of several": "rank 1 is of no engine, and was given list; pass dst={engine: tensors}",
+    "an engine's name": "rank 1 is of no engine, and was given decode; pass dst={engine: tensors}",
+    "dst by chunk": "rank 6 is of prefill, decode, and was given list; pass dst={engine: tensors}",
+}
+
+
+def test_tensors_of_a_side_that_the_rank_is_not_of(pool: Pool) -> None:
+    """Nobody would move them: an error on all ranks, of which nobody waits."""
+    for told in pool.run(refits.prepare_elsewhere):
+        assert told.keys() == ELSEWHERE.keys()
+        for case, what in ELSEWHERE.items():
+            kind, text = told[case]
+            assert kind == "ExchangeError" and what in text, (case, text)
+
+
+def test_what_is_not_a_refit() -> None:
+    with pytest.raises(sm.ExchangeError, match="planned is not a refit, but int; give what sm"):
+        smt.Refit(5)  # type: ignore[arg-type]
 
 
 def test_no_tensors_at_all(pool: Pool) -> None:

@@ -223,6 +223,107 @@ def test_state_in_another_optimizer(
         calls[step]()
 
 
+@pytest.mark.parametrize(
+    ("pack", "said"),
+    [
+        (lambda one, other: one, "[optimizer.held]"),
+        (lambda one, other: [one, 5, other], "[optimizer.held[0], optimizer.held[2]]"),
+        (lambda one, other: (one, other), "[optimizer.held[0], optimizer.held[1]]"),
+        (lambda one, other: {"a": one, 1: other}, "[optimizer.held['a'], optimizer.held[1]]"),
+    ],
+)
+def test_what_is_said_to_give_of_a_wrapper_is_saved(
+    tmp_path: Path, pack: Callable[[Any, Any], object], said: str
+) -> None:
+    def made() -> tuple[nn.Module, optim.Optimizer]:
+        module = small()
+        inner = optim.Adam(module[0].parameters()), optim.SGD(module[1].parameters(), momentum=0.5)
+        return module, Wrapper(module, pack(*inner))
+
+    def give(optimizer: optim.Optimizer) -> Any:
+        with pytest.raises(CheckpointError) as error:
+            training.state_of(module, optimizer)
+        assert f"give {said} of it" in str(error.value)
+        return eval(said, {"optimizer": optimizer})
+
+    module, optimizer = made()
+    given = give(optimizer)
+    for each in given:
+        train(module, each, range(1))
+    training.save_state(tmp_path, module, given)
+    other, fresh = made()
+    restored = give(fresh)
+    training.load_state(tmp_path, other, restored)
+    a, b = (training.state_of(*x)[0] for x in ((module, given), (other, restored)))
+    assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+class Bare(optim.Optimizer):
+    """Shares groups and state with what it wraps, and is otherwise not set up; its state dict may have more."""
+
+    def __init__(self, wrapped: optim.Optimizer, **more: object) -> None:
+        self.wrapped, self.more = wrapped, more
+        self.param_groups = wrapped.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.wrapped.state
+
+    def state_dict(self) -> Any:
+        return self.wrapped.state_dict() | self.more
+
+
+def test_a_wrapper_that_has_nothing_of_its_own(tmp_path: Path) -> None:
+    """As it is saved it is restored, and the defaults of what it wraps stay as they are."""
+    module = small()
+    rate = torch.tensor(0.5)
+    wrapped = optim.Adam(module.parameters(), lr=rate.clone())
+    train(module, wrapped, range(2))
+    training.save_state(tmp_path, module, Bare(wrapped))
+    other = small(seed=1)
+    fresh = optim.Adam(other.parameters(), lr=torch.tensor(0.25))
+    training.load_state(tmp_path, other, Bare(fresh))
+    assert fresh.param_groups[0]["lr"] == 0.5 and fresh.defaults["lr"] == 0.25
+    a, b = (training.state_of(*x)[0] for x in ((module, wrapped), (other, fresh)))
+    assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+def test_a_wrapper_that_keeps_more_than_it_wraps(tmp_path: Path) -> None:
+    """Refused by save and load alike; what the error says to do keeps all of it."""
+    from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    class Averager(ModelAverager):
+        def __init__(self) -> None:
+            self.step = 0
+
+        def average_parameters(self, params: Any) -> None:
+            self.step += 1
+
+    def made(seed: int) -> tuple[nn.Module, Any]:
+        module = small(seed)
+        return module, PostLocalSGDOptimizer(optim.Adam(module.parameters()), Averager())
+
+    module, optimizer = made(0)
+    train(module, optimizer, range(3))
+    said = (
+        "PostLocalSGDOptimizer keeps 'step' beside the state of its 'optim', which would be lost; "
+        "give optimizer.optim, and keep the rest as an option of a group in its param_groups"
+    )
+    for act in (training.save_state, training.load_state):
+        path = tmp_path / "c"
+        training.save_state(path, module, optimizer.optim)
+        with pytest.raises(CheckpointError, match=said):
+            act(path, module, optimizer)
+    optimizer.optim.param_groups[0]["averager_step"] = optimizer.averager.step
+    training.save_state(tmp_path, module, optimizer.optim)
+    other, fresh = made(1)
+    training.load_state(tmp_path, other, fresh.optim)
+    assert fresh.optim.param_groups[0]["averager_step"] == 3
+    a, b = (training.state_of(*x)[0] for x in ((module, optimizer.optim), (other, fresh.optim)))
+    assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
 def test_optimizers_that_know_each_other_or_have_one_state() -> None:
     """Of these nothing is lost."""
     module = nn.Linear(2, 2)

@@ -280,6 +280,49 @@ def test_optimizers_from_a_generator(pool: Pool, tmp_path: Path) -> None:
         assert found == ({"low": (1.0, 0.1)} if rank < 4 else {"high": (2.0, 0.19)})
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_optimizers_of_stages(pool: Pool, tmp_path: Path, own: bool) -> None:
+    """Each with all parameters, or its own stage's alone: what the stage's ranks have is saved, also of options."""
+    rates = {"low": 0.25, "high": 0.5}
+    states = {"low": (1.0, 0.1), "high": (2.0, 0.19)}
+    for rank, found in enumerate(pool.run(work.of_stages, str(tmp_path), own)):
+        here, there = ("low", "high") if rank < 4 else ("high", "low")
+        wanted: list[Any] = []
+        for stage in (here, there):
+            held = {stage: rates[stage]} if own else rates
+            wanted.append((held, {stage: states[stage]}))
+        wanted.append((rates, states))
+        assert found == wanted * 2
+
+
+NAMED = [f"model.{name}" for name in ("high", "low")] + [
+    f"optim.state.{name}.{key}"
+    for name in ("high", "low")
+    for key in ("exp_avg", "exp_avg_sq", "step")
+]
+
+
+@pytest.mark.parametrize("case", ["spanned", "some", "all"])
+def test_state_of_what_is_on_some_ranks(pool: Pool, case: str) -> None:
+    """Those tell each other in the group of a mesh that has all of them, or in the group given; nobody waits."""
+    found = pool.run(work.on_meshes_of_some, case)
+    calling = 8 if case == "all" else 4
+    assert found == [[*NAMED, "training"]] * calling + [None] * (8 - calling)
+
+
+def test_state_of_what_no_group_has(pool: Pool) -> None:
+    for rank, told in enumerate(pool.run(work.on_meshes_of_some, "apart")):
+        if rank < 4:
+            kind, text = told
+            assert kind == "CheckpointError" and "ranks [4, 5, 6, 7] are on no mesh" in text
+            assert "give group=, of the ranks that call: one of these others, or" in text
+    for rank, told in enumerate(pool.run(work.on_meshes_of_some, "outside")):
+        if rank > 3:
+            kind, text = told
+            assert kind == "CheckpointError" and f"rank {rank} is on no mesh of the module" in text
+            assert "give group= of all ranks that call, this one too" in text
+
+
 def test_ranks_that_read_meshes_otherwise_are_told_at_once(pool: Pool, tmp_path: Path) -> None:
     for (kind, text), seconds in pool.run(work.with_other_meshes, str(tmp_path / "c")):
         assert kind == "CheckpointError", text

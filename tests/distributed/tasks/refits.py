@@ -19,6 +19,7 @@ import shardmath_torch as smt
 from shardmath.families.megatron_core import megatron
 from shardmath.families.megatron_shapes import logical_shapes
 from shardmath.storage import Bound, Stored, fill, parse
+from tests.distributed.tasks.dtensors import caught
 
 CONFIG = {
     "num_layers": 4,
@@ -232,6 +233,39 @@ def free_and_take_again(rank: int) -> Any:
     except sm.ExchangeError as error:
         return str(error)
     return None
+
+
+def prepare_elsewhere(rank: int) -> Any:
+    """What is said where a rank passes tensors of a side that it is not of, by what is wrong."""
+    one = sm.refit(trainer(range(4)), engine(range(4, 8)), shapes())
+    two = sm.refit(
+        trainer(range(4)), {"prefill": engine(range(4, 8)), "decode": engine(range(6, 8))}, shapes()
+    )
+    tensors = {"lm_head.weight": torch.ones(3, 8)}
+    cases: dict[str, tuple[Any, int, dict[str, Any]]] = {
+        "src": (one, 5, {"src": tensors}),
+        "dst": (one, 1, {"dst": tensors}),
+        "dst of several": (two, 1, {"dst": [tensors]}),
+        "an engine's name": (two, 1, {"dst": {"decode": tensors}}),
+        "dst by chunk": (two, 6, {"dst": [tensors]}),
+    }
+    told: dict[str, Any] = {}
+    for case, (planned, odd, wrong) in cases.items():
+        refit = smt.Refit(planned, timeout=30.0)
+        given = _fit(planned, rank) | (wrong if rank == odd else {})
+        told[case] = caught(lambda: refit.prepare(**given))  # noqa: B023 (called at once)
+    return told
+
+
+def _fit(planned: sm.Refit, rank: int) -> dict[str, Any]:
+    """Tensors that are right for the rank."""
+    engines = {}
+    for name, bound in planned.engines.items():
+        if rank in bound.ranks:
+            engines[name] = make(bound, draw(0), rank)[0]
+    src = make(planned.trainer, draw(0), rank) if rank in planned.trainer.ranks else None
+    one = next(iter(engines.values()), None)
+    return {"src": src, "dst": one if len(planned.engines) == 1 else engines}
 
 
 def prepare_nonsense(rank: int) -> Any:

@@ -591,6 +591,74 @@ def from_a_generator(rank: int, path: str) -> Any:
     return _say_state(again, second)
 
 
+RATES = {"low": 0.25, "high": 0.5}
+
+
+def _groups_apart(rank: int, module: nn.Module, own: bool) -> torch.optim.Optimizer:
+    """A group for each parameter, or for those alone that are on the rank; others have a rate that nobody tended."""
+    groups = []
+    for name, weight in module.named_parameters():
+        is_here = rank in mesh_of(weight.device_mesh).ranks
+        if is_here or not own:
+            groups.append({"params": [weight], "lr": RATES[name] if is_here else 9.0 + rank})
+    return torch.optim.Adam(groups)
+
+
+def _swapped_apart() -> nn.Module:
+    """The parameters on each other's ranks."""
+    swapped = Named(*APART)
+    for name, weight in apart(0.0).named_parameters():
+        swapped.register_parameter("high" if name == "low" else "low", nn.Parameter(weight))
+    return swapped
+
+
+def of_stages(rank: int, path: str, own: bool) -> Any:
+    """Rates and state after a load into stages, other stages, and where everybody has all; of two checkpoints."""
+    module = apart(3.0)
+    optimizer = _groups_apart(rank, module, own)
+    for name in ("low", "high", "high"):
+        if rank in APART[name]:
+            optimizer.zero_grad()
+            module.get_parameter(name).grad = torch.ones_like(module.get_parameter(name))
+            optimizer.step()
+    smt.save_state(f"{path}/first", module, optimizer)
+    tensors, layouts = smt.state_of(module, optimizer)
+    smt.save(f"{path}/second", tensors, layouts)
+    found = []
+    for name in ("first", "second"):
+        for goal in (apart(0.0), _swapped_apart(), _plain_apart()):
+            if isinstance(goal.low.data, DTensor):
+                into = _groups_apart(rank, goal, own)
+            else:
+                into = torch.optim.Adam([{"params": [one]} for one in goal.parameters()])
+            smt.load_state(f"{path}/{name}", goal, into)
+            names = {id(weight): name for name, weight in goal.named_parameters()}
+            rates = {names[id(g["params"][0])]: g["lr"] for g in into.param_groups}
+            found.append((rates, _say_state(goal, into)))
+    return found
+
+
+def on_meshes_of_some(rank: int, case: str) -> Any:
+    """The layouts' names, or the error, of a state of parameters on meshes that the upper half is not on."""
+    ranks = (range(2), range(4) if case == "spanned" else range(2, 4))
+    meshes = [device_mesh(of, (len(of),)) for of in ranks]
+    few = group_for(range(4))
+    module = Named(*APART)
+    for name, mesh in zip(APART, meshes, strict=True):
+        part = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part))
+    optimizer = adam(module)
+    for weight in module.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    if case == "outside":
+        return caught(lambda: smt.state_of(module, optimizer)) if rank > 3 else None
+    if rank > 3 and case != "all":
+        return None
+    group = {"some": few, "all": dist.group.WORLD}.get(case)
+    return caught(lambda: sorted(smt.state_of(module, optimizer, group=group)[1]))
+
+
 def with_other_meshes(rank: int, path: str) -> Any:
     """What ranks are told of which the first alone reads plain parameters as on a mesh of half of them."""
     module = nn.Linear(2, 2)

@@ -180,7 +180,7 @@ Q = {"q": ((4, 6), "int64")}
 )
 def test_what_is_no_view_is_told(cells: Ids, what: str) -> None:
     side = sm.RecordedSide({5: record(Q, w=cells)})
-    with pytest.raises(sm.StoreError, match=f"rank 5: 'q' is no view of 'w': .*{what}"):
+    with pytest.raises(sm.StoreError, match=f"rank 5: 'q' is not a view of 'w': .*{what}"):
         side.bind(Q)
 
 
