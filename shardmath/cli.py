@@ -191,7 +191,8 @@ def _show_refits(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="a list of rows")
     given = parser.parse_args(argv)
     # Only this command needs the shapes of real models.
-    from shardmath.refits.table import find_rows, measure, show
+    from shardmath.refits.mappings import find_rows
+    from shardmath.refits.table import measure, show
 
     rows = find_rows(given.model, given.row)
     measured = [measure(row, program=not given.plans) for row in rows]

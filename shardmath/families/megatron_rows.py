@@ -43,6 +43,7 @@ LAYERS = """
 self_attention.linear_qkv.*            = self_attn.[q g k v]_proj.* : (groups (q + g + k + v) | tp n) h
 self_attention.linear_qkv.*            = self_attn.[q k v]_proj.*   : (groups (q + k + v) | tp n) h
 self_attention.linear_proj.*           = self_attn.o_proj.*         : h (tp n)
+self_attention.core_attention.softmax_offset = self_attn.sinks      : (tp n)
 self_attention.linear_q_proj.*         = self_attn.q_proj.*         : (tp n) h
 self_attention.linear_q_up_proj.*      = self_attn.q_b_proj.*       : (tp n) h
 self_attention.linear_kv_up_proj.*     = self_attn.kv_b_proj.*      : (tp n) h

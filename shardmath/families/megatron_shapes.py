@@ -212,6 +212,8 @@ def _list_attention(config: Config) -> Iterator[tuple[str, Shape]]:
     for name in ("k", "v"):
         yield from _linear(f"self_attn.{name}_proj", config.groups * config.head_dim, h, bias)
     yield from _linear("self_attn.o_proj", h, rows, config.get("add_bias_linear"))
+    if config.get("softmax_type") == "learnable":
+        yield "self_attn.sinks", (config.heads,)
     if config.get("qk_layernorm"):
         yield from _norm(config, "self_attn.q_norm", config.head_dim)
         yield from _norm(config, "self_attn.k_norm", config.head_dim)
@@ -259,7 +261,7 @@ def _ffn(config: Config, prefix: str, inner: int, h: int) -> Iterator[tuple[str,
 
 def _list_experts(config: Config) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
-    yield "mlp.gate.weight", (config.experts, h)
+    yield from _linear("mlp.gate", config.experts, h, config.get("add_bias_linear"))
     if config.get("moe_router_enable_expert_bias"):
         yield "mlp.gate.e_score_correction_bias", (config.experts,)
     inner = int(config.get("moe_ffn_hidden_size", config.ffn))

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from shardmath.base.arguments import as_integer
-from shardmath.base.arrays import Ints
+from shardmath.base.arrays import Ints, Offsets, ranges
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
@@ -178,34 +178,34 @@ class Slices(NamedTuple):
 
 def list_slices(prog: Program, line: int, of: Streams) -> Slices:
     """All slices of streams of a line that are not empty."""
-    borders = _find_borders(prog, of)
+    # What is relayed is cut as it came: streams of one root are cut once.
+    _, one, root = np.unique(of.root, return_index=True, return_inverse=True)
+    borders = _find_borders(prog, of.block[one], of.lo[one], of.hi[one])
     size = np.diff(borders, axis=1)
-    stream, at = size.nonzero()
+    cut, at = size.nonzero()
+    by_root = Offsets.of_counts(np.bincount(cut, minlength=len(one)))
+    which, stream = ranges(by_root.first[root], by_root.first[root + 1])
     # Streams of one root take the slots in one order, each leg one slot later.
     first_slot = of.root + line
-    turned = (np.arange(prog.slots) + first_slot[:, None]) % prog.slots
-    slot = turned + of.leg[:, None] - 1
-    return Slices(
-        stream=stream,
-        slot=slot[stream, at],
-        lo=borders[stream, at],
-        hi=borders[stream, at + 1],
-    )
+    slot = (at[which] + first_slot[stream]) % prog.slots
+    slot += of.leg[stream] - 1
+    lo = borders[cut, at]
+    hi = borders[cut, at + 1]
+    return Slices(stream, slot, lo[which], hi[which])
 
 
-def _find_borders(prog: Program, of: Streams) -> Ints:
-    """Where slices begin and end: a row for each stream, one border more than there are slots.
+def _find_borders(prog: Program, block: Ints, lo: Ints, hi: Ints) -> Ints:
+    """Where slices of bytes lo..hi-1 of blocks begin and end: a row for each, one border more than there are slots.
 
     Borders are evenly spaced, and then snapped to rows of boxes.
     """
-    lo = of.lo[:, None]
-    hi = of.hi[:, None]
+    lo = lo[:, None]
+    hi = hi[:, None]
     inner = np.arange(1, prog.slots)
     length = hi - lo
     even = lo + length * inner // prog.slots
     where = make_grid(prog.legs.lines, prog.plan.batches)
-    block = of.block.repeat(len(inner))
-    snapped = where.snapped(block, even.ravel())
+    snapped = where.snapped(block.repeat(len(inner)), even.ravel())
     snapped = snapped.reshape(even.shape)
     # A row may begin before its stream does: the first slices are then empty.
     snapped = np.maximum(snapped, lo)

@@ -4,7 +4,9 @@ In reading order:
 
 - `coverage`: a rank's own list of tensors against what rows say that it stores;
 - `plain`: tensors that ranks store each alone, under their logical names;
+- `sharing`: engines that store a tensor alike, as one window of it;
 - `refit`: the plan between a trainer and its engines, and where each rank has what moves;
 - `models`: the shapes of real models;
+- `mappings`: which model goes from which trainer to which engines;
 - `table`: real models from a trainer's storage to an engine's.
 """

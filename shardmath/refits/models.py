@@ -131,6 +131,21 @@ MODELS: dict[str, Model] = {
         131072,
         pattern=SUPER,
     ),
+    "gpt-oss-120b": Model(
+        "gpt_oss",
+        _dense(
+            36,
+            2880,
+            64,
+            8,
+            2880,
+            add_bias_linear=True,
+            softmax_type="learnable",
+            **_experts(128, 2880),
+        )
+        | {"kv_channels": 64},
+        201088,
+    ),
     "llama-3-70b": Model("llama", _dense(80, 8192, 64, 8, 28672), 128256),
     "glm-4.5": Model(
         "glm4_moe",

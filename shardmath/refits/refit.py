@@ -3,7 +3,8 @@
 1. A trainer and an engine say how they store their tensors (`shardmath.storage`), as rows or as recorded; both are
    bound to the same logical tensors, and a plan moves from one to the other like any other plan.
 2. What does not fit is one error, of both sides.
-3. Several engines are one plan: each tensor is held in a window per engine, whose local name is `name[i]`.
+3. Several engines are one plan. Those that store a tensor alike are one window of it (`sharing`); where there are
+   several windows, the local name of each is `name[i]`.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.storage import rows
@@ -32,6 +33,7 @@ from shardmath.plans.plan import Plan, plan
 from shardmath.recordings.sides import RecordedSide
 from shardmath.refits.coverage import Native, find_faults, show_native
 from shardmath.refits.plain import PlainSide
+from shardmath.refits.sharing import share
 from shardmath.storage.binding import Vocabulary, bind
 from shardmath.storage.stored import Shapes, Side, Slot, Stored
 
@@ -62,10 +64,13 @@ class Refit:
             held = self.trainer.slots(rank)
             return {name: slot for name, slot in held.items() if name in self.plan.src}
         found = self._find(engine).slots(rank)
-        if len(self.engines) == 1:
-            return found
-        window = list(self.engines).index(engine)
-        return {f"{name}[{window}]": slot for name, slot in found.items()}
+        place = list(self.engines).index(engine)
+        named = {}
+        for name, slot in found.items():
+            _, windows = share(_list_held(self.engines, name))
+            local = self.plan.dst[name].local_name(name, windows[place])
+            named[local] = slot
+        return named
 
     def check(
         self,
@@ -197,10 +202,10 @@ def _pair(
     needed = {name: trainer.layouts[name] for name in first.layouts}
     if not rest:
         return needed, dict(first.layouts)
-    windows: dict[str, tuple[Layout, ...]] = {}
-    # Equal tuples are one object, so that the plan reads each pair of layouts once.
-    known: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
-    for name in needed:
-        held = tuple(engine.layouts[name] for engine in engines.values())
-        windows[name] = known.setdefault(held, held)
+    windows = {name: share(_list_held(engines, name))[0] for name in needed}
     return needed, windows
+
+
+def _list_held(engines: Mapping[str, Side], name: str) -> tuple[Layout, ...]:
+    """How each engine holds the tensor."""
+    return tuple(engine.layouts[name] for engine in engines.values())

@@ -24,6 +24,7 @@ from typing import TypeAlias
 from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.runs import Runs, restrict
 from shardmath.base.errors import StoreError
+from shardmath.base.memo import memo
 from shardmath.storage.cutting import Frame, axes_of, lay_out
 from shardmath.storage.fitting import Trim, fit, trim
 from shardmath.storage.rows import Row
@@ -35,6 +36,8 @@ Shape: TypeAlias = tuple[int, ...]
 Coords: TypeAlias = Mapping[str, int]
 _At: TypeAlias = tuple[int, ...]
 """A coordinate on each of some axes."""
+_Sizes: TypeAlias = tuple[tuple[str, int], ...]
+"""Names and what is counted of each, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,8 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None
             continue
         d = next(shown)
         lengths = {name: shape[d] for name, shape in shapes.items()}
-        part, by_dim[d], named = _show(word, lengths, frame)
+        spans = tuple(lengths.items())
+        part, by_dim[d], named = _show(word, spans, *_freeze(frame))
         placed |= named
         stored.append(part)
     _check_placed(row, shapes, placed)
@@ -198,10 +202,21 @@ def _expand(shown: list[Structure], ndim: int, row: Row) -> list[Structure]:
     return words[:ndim]
 
 
+def _freeze(frame: Frame) -> tuple[_Sizes, _Sizes, bool]:
+    """What a dimension depends on of a frame."""
+    return tuple(frame.axes.items()), tuple(frame.numbers.items()), frame.exact
+
+
+@memo(1024)
 def _show(
-    word: Structure, lengths: Mapping[str, int], frame: Frame
+    word: Structure, spans: _Sizes, mesh: _Sizes, numbers: _Sizes, exact: bool
 ) -> tuple[_Shown, dict[str, Dimension], set[str]]:
-    """One dimension: where each component lies in it, its dimension in a layout, and who is named in it."""
+    """One dimension: where each component lies in it, its dimension in a layout, and who is named in it.
+
+    Kept, since engines that are copies of each other differ in ranks alone.
+    """
+    lengths = dict(spans)
+    frame = Frame(dict(mesh), dict(numbers), {}, exact)
     if isinstance(word, str):
         return (*_show_whole(lengths), set())
     words = {part.name for part in list_words((word,))}

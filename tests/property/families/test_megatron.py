@@ -12,6 +12,9 @@ from shardmath.families.hf import (
     grouped,
 )
 from shardmath.families.megatron import trainer
+from shardmath.families.megatron_core import logical_shapes
+from shardmath.families.megatron_core import megatron as megatron_core
+from shardmath.storage.binding import bind
 from tests.property.families.model import (
     EXPERTS,
     STAGES,
@@ -176,3 +179,14 @@ BF = "bfloat16"
 )
 def test_errors(make, error: type[Exception], message: str, fails) -> None:
     fails(make, error, message)
+
+
+def test_routers_have_biases_where_linear_layers_do_and_softmax_an_offset_a_head() -> None:
+    """As `router.py` and `dot_product_attention.py` of Megatron-Core 0.16.1 make them, and GPT-OSS has them."""
+    config = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 4, "num_moe_experts": 2}
+    config |= {"softmax_type": "learnable"}
+    shapes = logical_shapes(config, vocab=8)
+    bound = bind(megatron_core(config, ranks=range(2), tp=2, vocab=8), shapes)
+    stored = {name: shape for (_, name), shape in bound.natives(1).items()}
+    assert stored["decoder.layers.0.mlp.router.bias"] == (2,)
+    assert stored["decoder.layers.0.self_attention.core_attention.softmax_offset"] == (2,)

@@ -118,6 +118,17 @@ def test_several_engines_are_one_plan() -> None:
     assert "model.norm.weight[1]" in moved.slots(7, "decode")
 
 
+def test_engines_that_store_alike_are_one_window() -> None:
+    engines = {"a": engine(range(4, 8)), "b": engine(range(8, 12)), "c": engine(range(4, 6), rep=1)}
+    moved = sm.refit(trainer(), engines, shapes())
+    sm.verify(moved.plan)
+    for name in engines:
+        check_arrived(moved, draw(shapes()), name)
+    windows = moved.plan.dst["model.norm.weight"]
+    assert [set(layout.mesh.ranks) for layout in windows] == [set(range(4, 12)), {4, 5}]
+    assert "model.norm.weight[0]" in moved.slots(9, "b")
+
+
 def test_all_that_does_not_fit_is_one_error() -> None:
     with pytest.raises(sm.StoreError) as caught:
         sm.refit(trainer(), engine(hd=3, vocab=9), shapes())
