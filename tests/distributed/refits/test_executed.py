@@ -1,0 +1,99 @@
+"""Refits of every family over gloo, between storage that plain references fill and check.
+
+1. A trainer's storage is filled by `tests/references/megatron.py`. After each of three steps, with other weights each, every
+   byte of the engines is what `tests/references/vllm.py` loads.
+2. The refit the other way gives the trainer's bytes back.
+3. A transformers model of what the engines store gives the logits of the original, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.distributed.pool import Pool
+from tests.distributed.tasks import executed
+from tests.distributed.tasks.executed import STEPS, Found
+from tests.references import vllm
+from tests.references.checkpoint import Weights, stack, unstack
+from tests.references.shapes import shapes_of
+from tests.refits.cases import CASES, LARGE, Case
+from tests.refits.families import FAMILIES
+
+TOKENS = torch.arange(32).mul(37).remainder(100).view(2, 16)
+
+
+@functools.cache
+def make_model(family: str) -> Any:
+    """The transformers model, with weights of its own."""
+    transformers.logging.set_verbosity_error()
+    config = transformers.AutoConfig.for_model(**FAMILIES[family].hf)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.eval()
+
+
+@torch.no_grad()
+def compute_logits(family: str, weights: Weights) -> Tensor:
+    """What the model computes with these weights, all of which it takes."""
+    model = make_model(family)
+    state = {name: torch.from_numpy(array) for name, array in stack(weights).items()}
+    if FAMILIES[family].tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state)
+    return model(TOKENS).logits
+
+
+@functools.cache
+def compute_wanted(family: str, step: int) -> Tensor:
+    case = Case(family, CASES[0].trainer, {})
+    return compute_logits(family, executed.draw_step(case, step))
+
+
+def check(case: Case, found: list[Found]) -> None:
+    """Nothing differs there or back, and logits are equal to the last bit."""
+    for rank, one in enumerate(found):
+        assert one.there == [], rank
+        assert one.back == [], rank
+    shapes = shapes_of(case.family.hf)
+    for name, engine in case.engines.items():
+        stored = {rank: found[rank].engines[name] for rank in engine.ranks}
+        weights = vllm.unload(stored, case.family.hf, engine, shapes)
+        logits = compute_logits(case.name, weights)
+        assert torch.equal(logits, compute_wanted(case.name, STEPS - 1)), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_engines_load_what_the_trainer_stores(pool: Pool, case: Case) -> None:
+    check(case, pool.run(executed.move, case))
+
+
+@pytest.fixture(scope="module")
+def sixteen() -> Any:
+    pool = Pool(16)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_sixteen_ranks(sixteen: Pool, case: Case) -> None:
+    check(case, sixteen.run(executed.move, case, timeout=100.0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_references_speak_of_transformers_models(family: str) -> None:
+    state = {name: tensor.numpy() for name, tensor in make_model(family).state_dict().items()}
+    if FAMILIES[family].tied:
+        del state["lm_head.weight"]
+    found = {name: array.shape for name, array in unstack(state).items()}
+    assert found == shapes_of(FAMILIES[family].hf)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_weights_give_other_logits(family: str) -> None:
+    assert not torch.equal(compute_wanted(family, 0), compute_wanted(family, 1))
