@@ -1,7 +1,7 @@
 """Checkpoints: a transformers model's weights by the names of published checkpoints, an expert at a time.
 
-Nothing in this folder knows of shardmath: what it says was read off Megatron-Core, vLLM and transformers, and is written
-in loops, as slowly and plainly as can be.
+Nothing in this folder knows of shardmath: what it says was read off Megatron-Core, vLLM and transformers, and is
+written in loops, as slowly and plainly as can be.
 
 >>> weights = unstack({"mlp.experts.gate_up_proj": np.arange(8).reshape(2, 4, 1)})
 >>> {name: array.ravel().tolist() for name, array in weights.items()}
@@ -20,10 +20,23 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "Shapes", "Weights", "count_experts", "cut", "draw", "number", "stack", "unstack"]
+__all__ = [
+    "Array",
+    "Order",
+    "Shapes",
+    "Weights",
+    "count_experts",
+    "cut",
+    "draw",
+    "number",
+    "stack",
+    "unstack",
+]
 
 Array: TypeAlias = NDArray[Any]
 Weights: TypeAlias = dict[str, Array]
+Order: TypeAlias = Mapping[str, tuple[str, ...]]
+"""In which order components are fused, by what they are fused into."""
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")

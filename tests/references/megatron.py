@@ -14,15 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from tests.references.checkpoint import Array, Weights, count_experts, cut
+from tests.references.checkpoint import Array, Order, Weights, count_experts, cut
 
 __all__ = ["ORDER", "Trainer", "store"]
-
-Order: TypeAlias = Mapping[str, tuple[str, ...]]
 
 ORDER: Order = {
     "qkv": ("q", "k", "v"),
@@ -106,7 +104,9 @@ class _Rank:
                 self._store_layer(self.chunks[chunk], f"model.layers.{layer}.", native)
 
     def _store_ends(self) -> None:
-        words = self.weights["model.embeddings.weight" if self.hybrid else "model.embed_tokens.weight"]
+        words = self.weights[
+            "model.embeddings.weight" if self.hybrid else "model.embed_tokens.weight"
+        ]
         norm = self.weights["model.norm_f.weight" if self.hybrid else "model.norm.weight"]
         head = self.weights.get("lm_head.weight")
         first, last = self.pp == 0, self.pp == self.trainer.pp - 1
@@ -154,7 +154,11 @@ class _Rank:
             self._store_latent(out, logical, own)
         else:
             fused = own + "linear_qkv."
-            before = fused + "layer_norm_weight" if self.trainer.te else native + "input_layernorm.weight"
+            before = (
+                fused + "layer_norm_weight"
+                if self.trainer.te
+                else native + "input_layernorm.weight"
+            )
             out[before] = weights[norm + "weight"]
             out[fused + "weight"] = self._cut(self._fuse_groups(logical))
         for name in ("q", "k"):
@@ -178,7 +182,9 @@ class _Rank:
             normed = weights[f"{logical}{name}_a_layernorm.weight"]
             up = f"{own}linear_{name}_up_proj."
             local = f"{own}{name}_layernorm.weight"
-            out[f"{own}linear_{name}_down_proj.weight"] = whole if self.trainer.te else self._cut(whole)
+            out[f"{own}linear_{name}_down_proj.weight"] = (
+                whole if self.trainer.te else self._cut(whole)
+            )
             out[up + "layer_norm_weight" if self.trainer.te else local] = normed
             out[up + "weight"] = self._cut(weights[f"{logical}{name}_b_proj.weight"])
 
@@ -188,7 +194,9 @@ class _Rank:
         weights = self.weights
         own = native + "mixer."
         out[own + "in_proj.layer_norm_weight"] = weights[norm + "weight"]
-        out[own + "in_proj.weight"] = self._cut_sections(weights[logical + "in_proj.weight"], "mamba")
+        out[own + "in_proj.weight"] = self._cut_sections(
+            weights[logical + "in_proj.weight"], "mamba"
+        )
         for name in ("weight", "bias"):
             conv = weights[f"{logical}conv1d.{name}"]
             out[f"{own}conv1d.{name}"] = self._cut_sections(conv, "conv")
@@ -216,7 +224,9 @@ class _Rank:
         own = native + "mlp."
         routed = logical + "gate.weight" in weights
         fused = self.trainer.te and not routed
-        before = own + "linear_fc1.layer_norm_weight" if fused else native + "pre_mlp_layernorm.weight"
+        before = (
+            own + "linear_fc1.layer_norm_weight" if fused else native + "pre_mlp_layernorm.weight"
+        )
         out[before] = weights[norm + "weight"]
         if not routed:
             tp = self.tp, self.trainer.tp

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
-from tests.references.checkpoint import Array, Shapes, Weights, count_experts, cut, number
+from tests.references.checkpoint import Array, Order, Shapes, Weights, count_experts, cut, number
 
 __all__ = ["ORDER", "Engine", "load", "unload"]
-
-Order: TypeAlias = Mapping[str, tuple[str, ...]]
 
 ORDER: Order = {
     "qkv": ("q", "k", "v"),
@@ -237,7 +235,9 @@ class _Rank:
 
     def _load_mamba(self, prefix: str) -> None:
         weights, out = self.weights, self.out
-        out[prefix + "in_proj.weight"] = self._cut_sections(weights[prefix + "in_proj.weight"], "mamba")
+        out[prefix + "in_proj.weight"] = self._cut_sections(
+            weights[prefix + "in_proj.weight"], "mamba"
+        )
         for name in ("conv1d.weight", "conv1d.bias"):
             out[prefix + name] = self._cut_sections(weights[prefix + name], "conv")
         for name in ("D", "dt_bias", "norm.weight"):
@@ -307,7 +307,11 @@ class _Rank:
     def _deal(self, experts: int, index: int, parts: int) -> range:
         """The experts of one of so many ranks."""
         engine = self.engine
-        if engine.placement == "round_robin" and self.config.get("n_group", 1) > 1 and engine.dp == 1:
+        if (
+            engine.placement == "round_robin"
+            and self.config.get("n_group", 1) > 1
+            and engine.dp == 1
+        ):
             return range(index, experts, parts)
         each, more = divmod(experts, parts)
         start = index * each + min(index, more)

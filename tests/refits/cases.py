@@ -17,7 +17,10 @@ from tests.references.megatron import VOCAB_MULTIPLE, Trainer
 from tests.references.vllm import Engine
 from tests.refits.families import FAMILIES, Family
 
-__all__ = ["CASES", "LARGE", "Case"]
+__all__ = ["CASES", "LARGE", "LOGARITHM", "Case"]
+
+LOGARITHM = "mixer.A_log"
+"""An engine has no A_log, only what was computed of it: a way there, and none back."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,11 @@ class Case:
         engines = {name: self.declare_engine(name) for name in self.engines}
         return sm.refit(self.declare_trainer(), engines, self.family.shapes())
 
+    def refit_back(self, name: str) -> sm.Refit:
+        """From an engine to the trainer: all but what the engine has only computed."""
+        shapes = {one: of for one, of in self.family.shapes().items() if LOGARITHM not in one}
+        return sm.refit(self.declare_engine(name), self.declare_trainer(), shapes)
+
 
 ALL = range(8)
 FIRST = range(4)
@@ -105,10 +113,14 @@ CASES = [
     _case("qwen3_moe", Trainer(ALL, tp=2, pp=2, ep=4), Engine(ALL, tp=4, dp=2)),
     _case("qwen3_moe", Trainer(ALL, tp=4, ep=2, etp=2), Engine(ALL, tp=8)),
     _case("qwen3_moe", Trainer(ALL, ep=8), Engine(ALL, tp=2, dp=4, ep=True)),
-    _case("qwen3_moe", Trainer(ALL, tp=2, ep=4, te=False), Engine(range(1, 7), tp=2, dp=3, ep=True)),
+    _case(
+        "qwen3_moe", Trainer(ALL, tp=2, ep=4, te=False), Engine(range(1, 7), tp=2, dp=3, ep=True)
+    ),
     _case("qwen3_moe", Trainer(FIRST, pp=2, vpp=2, ep=2), Engine(LAST, tp=4, ep=True)),
     _case("deepseek_v3", Trainer(ALL, pp=2, ep=4), Engine(ALL, tp=4, dp=2)),
-    _case("deepseek_v3", Trainer(ALL, tp=2, ep=2, etp=2, te=False), Engine(ALL, tp=2, dp=4, ep=True)),
+    _case(
+        "deepseek_v3", Trainer(ALL, tp=2, ep=2, etp=2, te=False), Engine(ALL, tp=2, dp=4, ep=True)
+    ),
     _case(
         "deepseek_v3",
         Trainer(ALL, tp=2, pp=2, ep=2),

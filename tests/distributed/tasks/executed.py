@@ -17,15 +17,13 @@ import shardmath_torch as smt
 from tests.references import megatron, vllm
 from tests.references.checkpoint import Weights, draw
 from tests.references.shapes import shapes_of
-from tests.refits.cases import Case
+from tests.refits.cases import LOGARITHM, Case
 
 Tensors: TypeAlias = dict[str, Tensor]
 
 BEFORE = -7.0
 """What every cell has before anything is moved."""
 STEPS = 3
-LOGARITHM = "mixer.A_log"
-"""An engine has no A_log, only what was computed of it: a way there, and none back."""
 
 
 class Found(NamedTuple):
@@ -41,10 +39,9 @@ def draw_step(case: Case, step: int) -> Weights:
     return draw(shapes_of(case.family.hf), step)
 
 
-def move(rank: int, case: Case) -> Found:
-    """The refit after each step, and the engines' weights back to the trainer."""
-    planned = case.refit()
-    refit = smt.Refit(planned, timeout=30.0)
+def move(rank: int, case: Case, there: sm.Refit, back: Mapping[str, sm.Refit]) -> Found:
+    """The refit after each step, and then every engine's weights back to the trainer."""
+    refit = smt.Refit(there, timeout=30.0)
     trained = _make_trainer(case, rank) if rank in case.trainer.ranks else None
     engines = {
         name: _blank(vllm.load(draw_step(case, 0), case.family.hf, engine, rank))
@@ -52,25 +49,25 @@ def move(rank: int, case: Case) -> Found:
         if rank in engine.ranks
     }
     refit.prepare(trained, _give(case, engines))
-    there = []
+    wrong = []
     for step in range(STEPS):
         if trained is not None:
             _train(case, rank, trained, step)
         refit(acknowledge=True)
-        there += [f"{name} after step {step}" for name in _check_engines(case, rank, engines, step)]
-    back = list(_move_back(case, rank, engines))
+        wrong += [f"{name} after step {step}" for name in _check_engines(case, rank, engines, step)]
+    not_back = list(_move_back(case, rank, back, engines))
     stored = {
         name: {one: tensor.numpy() for one, tensor in tensors.items()}
         for name, tensors in engines.items()
     }
-    return Found(there, back, stored)
+    return Found(wrong, not_back, stored)
 
 
-def _move_back(case: Case, rank: int, engines: Mapping[str, Tensors]) -> Iterator[str]:
+def _move_back(
+    case: Case, rank: int, back: Mapping[str, sm.Refit], engines: Mapping[str, Tensors]
+) -> Iterator[str]:
     """What the trainer does not get back of each engine, after the last step."""
-    shapes = {name: of for name, of in case.family.shapes().items() if LOGARITHM not in name}
-    for name in case.engines:
-        planned = sm.refit(case.declare_engine(name), case.declare_trainer(), shapes)
+    for name, planned in back.items():
         refit = smt.Refit(planned, timeout=30.0)
         returned = _make_trainer(case, rank) if rank in case.trainer.ranks else None
         refit.prepare(engines.get(name), returned, own=["*.A", f"*.{LOGARITHM}"])

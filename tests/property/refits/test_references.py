@@ -12,18 +12,21 @@ import numpy as np
 import pytest
 
 import shardmath as sm
+from shardmath.engines.recorded import Recorded
 from shardmath.storage.filling import view_of
 from shardmath.storage.stored import Side, Slot
 from tests.references import checkpoint, megatron, vllm
-from tests.references.checkpoint import Array, Weights
+from tests.references.checkpoint import Array, Order, Weights
 from tests.references.shapes import shapes_of
 from tests.refits.cases import CASES, LARGE, Case
 
+REFERENCES = Path(checkpoint.__file__).parent
+VECTORS = REFERENCES.parent / "vectors"
 EMPTY = -7.0
 """What cells have that are no element's, in stored tensors of either side."""
 
 
-def fill_trainer(case: Case, weights: Weights, order: megatron.Order = megatron.ORDER) -> Stored:
+def fill_trainer(case: Case, weights: Weights, order: Order = megatron.ORDER) -> Stored:
     """What all trainer ranks store."""
     stored = {}
     for rank in case.trainer.ranks:
@@ -71,14 +74,22 @@ def put(side: Side, slots: dict[str, Slot], arrived: Weights, rank: int) -> Weig
     return out
 
 
-def list_wrong(case: Case, engines: dict[str, dict[int, Weights]], weights: Weights) -> list[str]:
-    """The stored tensors that are not as the engine's own rules make them."""
-    wrong = []
+def list_wrong(
+    case: Case,
+    engines: dict[str, dict[int, Weights]],
+    weights: Weights,
+    order: Order = vllm.ORDER,
+) -> set[str]:
+    """The stored tensors that are not as the engine's own rules make them, by the ends of their names."""
+    wrong = set()
     for name, ranks in engines.items():
         for rank, found in ranks.items():
-            wanted = vllm.load(weights, case.family.hf, case.engines[name], rank, empty=EMPTY)
+            engine = case.engines[name]
+            wanted = vllm.load(weights, case.family.hf, engine, rank, empty=EMPTY, order=order)
             assert found.keys() == wanted.keys()
-            wrong += [one for one in wanted if found[one].tobytes() != wanted[one].tobytes()]
+            for one, array in wanted.items():
+                if found[one].tobytes() != array.tobytes():
+                    wrong.add(one.removesuffix(".weight").rpartition(".")[2])
     return wrong
 
 
@@ -89,4 +100,104 @@ def draw(case: Case) -> Weights:
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 def test_what_the_trainer_stores_is_what_the_engine_loads(case: Case) -> None:
     weights = draw(case)
-    assert list_wrong(case, move(case, fill_trainer(case, weights)), weights) == []
+    assert list_wrong(case, move(case, fill_trainer(case, weights)), weights) == set()
+
+
+QKV, LATENT, GATED = {"qkv_proj"}, {"fused_qkv_a_proj"}, {"gate_up_proj"}
+ROUTED = {"w13_weight"}
+MAMBA, CONV = {"in_proj"}, {"conv1d", "bias"}
+
+SWAPPED = [
+    ("llama", "qkv", "k q v", QKV),
+    ("llama", "qkv", "q v k", QKV),
+    ("llama", "gated", "up gate", GATED),
+    ("qwen3", "qkv", "v k q", QKV),
+    ("qwen3_moe", "gated", "up gate", ROUTED),
+    ("deepseek_v3", "gated", "up gate", ROUTED | GATED),
+    ("nemotron_h", "mamba", "x z B C dt", MAMBA),
+    ("nemotron_h", "mamba", "z x C B dt", MAMBA),
+    ("nemotron_h", "conv", "x C B", CONV),
+    ("nemotron_h", "qkv", "k q v", QKV),
+]
+"""A family, what is fused in another order there, and which of an engine's tensors are then wrong."""
+
+
+@pytest.mark.parametrize(("family", "fused", "order", "wrong"), SWAPPED)
+def test_a_trainer_in_another_order_is_not_what_the_engine_loads(
+    family: str, fused: str, order: str, wrong: set[str]
+) -> None:
+    case = next(case for case in CASES if case.name == family)
+    weights = draw(case)
+    swapped = {**megatron.ORDER, fused: tuple(order.split())}
+    assert list_wrong(case, move(case, fill_trainer(case, weights, swapped)), weights) == wrong
+
+
+@pytest.mark.parametrize(
+    ("family", "fused", "order", "wrong"),
+    [*SWAPPED, ("deepseek_v3", "latent", "kv_a_proj_with_mqa q_a_proj", LATENT)],
+)
+def test_an_engine_in_another_order_is_not_what_arrives(
+    family: str, fused: str, order: str, wrong: set[str]
+) -> None:
+    case = next(case for case in CASES if case.name == family)
+    weights = draw(case)
+    swapped = {**vllm.ORDER, fused: tuple(order.split())}
+    assert list_wrong(case, move(case, fill_trainer(case, weights)), weights, swapped) == wrong
+
+
+# The references themselves
+
+MODELS = {
+    "llama": "llama",
+    "llama_tied": "llama",
+    "llama_pp": "llama",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
+    "deepseek_v3": "deepseek_v3",
+    "nemotron_h": "nemotron_h",
+}
+"""Models that vLLM has loaded, with the kind of each."""
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Recorded:
+    return Recorded(VECTORS / "vllm_storage.json.gz")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_vllm_loads_as_its_reference_says(recorded: Recorded, model: str) -> None:
+    of = recorded.models[model]
+    shapes = {name.replace("backbone.", "model."): tuple(shape) for name, shape in of["ref"]}
+    sizes = [int(np.prod(shape)) for shape in shapes.values()]
+    starts = np.cumsum([0, *sizes]).tolist()
+    numbers = checkpoint.number(shapes)
+    config = {**of["config"], "model_type": MODELS[model]}
+    config.setdefault("num_hidden_layers", len(config.get("hybrid_override_pattern", "")))
+    compared = 0
+    for layout in of["layouts"].values():
+        given = layout["layout"]
+        if given["kw"]:
+            continue
+        world = given["tp"] * given["pp"] * given["dp"]
+        sizes = {name: given[name] for name in ("tp", "pp", "dp", "ep")}
+        engine = vllm.Engine(range(world), **sizes, placement=given["place"])
+        for rank in range(world):
+            wanted = vllm.load(numbers, config, engine, rank, compute=lambda array: array)
+            entries = recorded.entries(layout["ranks"][rank], starts, processed=False)
+            found = {name: array for (_, name), array in entries}
+            assert found.keys() == wanted.keys()
+            for name, array in wanted.items():
+                np.testing.assert_array_equal(found[name], array, f"{given} rank {rank}: {name}")
+            compared += len(found)
+    assert compared > 100
+
+
+def test_references_know_nothing_of_shardmath() -> None:
+    for path in REFERENCES.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                modules.append(node.module or "")
+            for module in modules:
+                assert not module.startswith("shardmath")
+                assert not module.startswith("tests") or module.startswith("tests.references")
