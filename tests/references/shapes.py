@@ -50,8 +50,7 @@ def _list_layer(found: _Found, config: Config, prefix: str, layer: int) -> None:
         _list_attention(found, config, attention)
     experts = _count_experts(config)
     if experts and layer >= config.get("first_k_dense_replace", 0):
-        shared = config["moe_intermediate_size"] * config.get("n_shared_experts", 0)
-        _list_experts(found, config, prefix + "mlp.", shared)
+        _list_experts(found, config, prefix + "mlp.")
     else:
         _list_mlp(found, config, prefix + "mlp.", config["intermediate_size"])
 
@@ -93,7 +92,7 @@ def _list_mlp(found: _Found, config: Config, prefix: str, inner: int) -> None:
     found[prefix + "down_proj.weight"] = (h, inner)
 
 
-def _list_experts(found: _Found, config: Config, prefix: str, shared: int) -> None:
+def _list_experts(found: _Found, config: Config, prefix: str) -> None:
     experts = _count_experts(config)
     found[prefix + "gate.weight"] = (experts, config["hidden_size"])
     if config["model_type"] != "qwen3_moe":
@@ -101,6 +100,8 @@ def _list_experts(found: _Found, config: Config, prefix: str, shared: int) -> No
     for expert in range(experts):
         inner = config["moe_intermediate_size"]
         _list_mlp(found, config, f"{prefix}experts.{expert}.", inner)
+    each = config["moe_intermediate_size"] * config.get("n_shared_experts", 0)
+    shared = config.get("moe_shared_expert_intermediate_size", each)
     if shared:
         _list_mlp(found, config, prefix + "shared_experts.", shared)
 
@@ -113,7 +114,7 @@ def _list_mixer(found: _Found, config: Config, prefix: str, kind: str) -> None:
     elif kind == "full_attention":
         _list_attention(found, config, mixer)
     elif kind == "moe":
-        _list_experts(found, config, mixer, config["moe_shared_expert_intermediate_size"])
+        _list_experts(found, config, mixer)
     else:
         _list_mlp(found, config, mixer, config["intermediate_size"])
 

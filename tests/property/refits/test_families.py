@@ -5,14 +5,10 @@ One process simulates all ranks. `tests/distributed/refits/test_executed.py` mov
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath.engines.recorded import Recorded
 from shardmath.storage.filling import view_of
 from shardmath.storage.stored import Side, Slot
 from tests.references import checkpoint, megatron, vllm
@@ -20,8 +16,6 @@ from tests.references.checkpoint import Array, Order, Weights
 from tests.references.shapes import shapes_of
 from tests.refits.cases import CASES, LARGE, Case
 
-REFERENCES = Path(checkpoint.__file__).parent
-VECTORS = REFERENCES.parent / "vectors"
 EMPTY = -7.0
 """What cells have that are no element's, in stored tensors of either side."""
 
@@ -143,61 +137,3 @@ def test_an_engine_in_another_order_is_not_what_arrives(
     weights = draw(case)
     swapped = {**vllm.ORDER, fused: tuple(order.split())}
     assert list_wrong(case, move(case, fill_trainer(case, weights)), weights, swapped) == wrong
-
-
-# The references themselves
-
-MODELS = {
-    "llama": "llama",
-    "llama_tied": "llama",
-    "llama_pp": "llama",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3_moe",
-    "deepseek_v3": "deepseek_v3",
-    "nemotron_h": "nemotron_h",
-}
-"""Models that vLLM has loaded, with the kind of each."""
-
-
-@pytest.fixture(scope="module")
-def recorded() -> Recorded:
-    return Recorded(VECTORS / "vllm_storage.json.gz")
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_vllm_loads_as_its_reference_says(recorded: Recorded, model: str) -> None:
-    of = recorded.models[model]
-    shapes = {name.replace("backbone.", "model."): tuple(shape) for name, shape in of["ref"]}
-    sizes = [int(np.prod(shape)) for shape in shapes.values()]
-    starts = np.cumsum([0, *sizes]).tolist()
-    numbers = checkpoint.number(shapes)
-    config = {**of["config"], "model_type": MODELS[model]}
-    config.setdefault("num_hidden_layers", len(config.get("hybrid_override_pattern", "")))
-    compared = 0
-    for layout in of["layouts"].values():
-        given = layout["layout"]
-        if given["kw"]:
-            continue
-        world = given["tp"] * given["pp"] * given["dp"]
-        sizes = {name: given[name] for name in ("tp", "pp", "dp", "ep")}
-        engine = vllm.Engine(range(world), **sizes, placement=given["place"])
-        for rank in range(world):
-            wanted = vllm.load(numbers, config, engine, rank, compute=lambda array: array)
-            entries = recorded.entries(layout["ranks"][rank], starts, processed=False)
-            found = {name: array for (_, name), array in entries}
-            assert found.keys() == wanted.keys()
-            for name, array in wanted.items():
-                np.testing.assert_array_equal(found[name], array, f"{given} rank {rank}: {name}")
-            compared += len(found)
-    assert compared > 100
-
-
-def test_references_know_nothing_of_shardmath() -> None:
-    for path in REFERENCES.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                modules.append(node.module or "")
-            for module in modules:
-                assert not module.startswith("shardmath")
-                assert not module.startswith("tests") or module.startswith("tests.references")
