@@ -23,50 +23,23 @@ from tests.megatron.cases import VOCAB, Case, Found
 __all__ = ["move"]
 
 CHECKPOINT = """
-model.embed_tokens.weight     = model.embed_tokens.weight
-model.norm.*                  = model.norm.*
-lm_head.weight                = lm_head.weight
 [model.layers.{l}. = model.layers.{l}.]
-input_layernorm.*             = input_layernorm.*
-post_attention_layernorm.*    = post_attention_layernorm.*
 self_attn.q_proj.*            = self_attn.[q g]_proj.* : (heads (q + g)) h
-self_attn.q_proj.*            = self_attn.q_proj.*
-self_attn.k_proj.*            = self_attn.k_proj.*
-self_attn.v_proj.*            = self_attn.v_proj.*
-self_attn.o_proj.*            = self_attn.o_proj.*
-self_attn.q_norm.weight       = self_attn.q_norm.weight
-self_attn.k_norm.weight       = self_attn.k_norm.weight
-self_attn.q_a_proj.weight     = self_attn.q_a_proj.weight
-self_attn.q_a_layernorm.weight = self_attn.q_a_layernorm.weight
-self_attn.q_b_proj.weight     = self_attn.q_b_proj.weight
-self_attn.kv_a_proj_with_mqa.weight = self_attn.kv_a_proj_with_mqa.weight
-self_attn.kv_a_layernorm.weight = self_attn.kv_a_layernorm.weight
-self_attn.kv_b_proj.weight    = self_attn.kv_b_proj.weight
 linear_attn.in_proj_qkvz.weight = linear_attn.[q k v z].weight : (keys (q + k + v + z)) h
 linear_attn.in_proj_ba.weight = linear_attn.[b a].weight : (keys (b + a)) h
 linear_attn.conv1d.weight     = linear_attn.conv_[q k v].weight : (q + k + v) ...
-linear_attn.A_log             = linear_attn.A_log
-linear_attn.dt_bias           = linear_attn.dt_bias
-linear_attn.norm.weight       = linear_attn.norm.weight
-linear_attn.out_proj.weight   = linear_attn.out_proj.weight
 mlp.c_fc.*                    = mlp.up_proj.*   ! mlp.gate_proj.weight
 mlp.c_proj.*                  = mlp.down_proj.* ! mlp.gate_proj.weight
-mlp.gate_proj.weight          = mlp.gate_proj.weight
-mlp.up_proj.weight            = mlp.up_proj.weight
-mlp.down_proj.weight          = mlp.down_proj.weight
-mlp.gate.weight               = mlp.gate.weight
-mlp.gate.e_score_correction_bias = mlp.gate.e_score_correction_bias
 mlp.experts.gate_up_proj      = mlp.experts.{e}.[gate up]_proj.weight : e (gate + up) h
 mlp.experts.down_proj         = mlp.experts.{e}.down_proj.weight      : e h n
 mlp.shared_expert.gate_proj.weight = mlp.shared_experts.gate_proj.weight ? mlp.shared_expert_gate.weight
 mlp.shared_expert.up_proj.weight   = mlp.shared_experts.up_proj.weight   ? mlp.shared_expert_gate.weight
 mlp.shared_expert.down_proj.weight = mlp.shared_experts.down_proj.weight ? mlp.shared_expert_gate.weight
-mlp.shared_experts.gate_proj.weight = mlp.shared_experts.gate_proj.weight
-mlp.shared_experts.up_proj.weight   = mlp.shared_experts.up_proj.weight
-mlp.shared_experts.down_proj.weight = mlp.shared_experts.down_proj.weight
-mlp.shared_expert_gate.weight = mlp.shared_expert_gate.weight
+[ = ]
+... = ...
 """
-"""transformers 5: experts are stacked, gate over up; Qwen3-Next's projections go by heads, of queries or of keys."""
+"""transformers 5: experts are stacked, gate over up; Qwen3-Next's projections go by heads, of queries or of keys. All
+else has its own name."""
 
 HYBRID = """
 model.embeddings.weight       = model.embed_tokens.weight
@@ -77,17 +50,12 @@ norm.weight                   = input_layernorm.weight
 norm.weight                   = post_attention_layernorm.weight
 mixer.in_proj.weight          = mixer.[z x B C dt].weight : (z + x + B + C + dt) h
 mixer.conv1d.*                = mixer.conv_[x B C].*      : (x + B + C) ...
-mixer.A_log                   = mixer.A_log
-mixer.D                       = mixer.D
-mixer.dt_bias                 = mixer.dt_bias
-mixer.norm.weight             = mixer.norm.weight
-mixer.out_proj.weight         = mixer.out_proj.weight
-mixer.q_proj.weight           = self_attn.q_proj.weight
-mixer.k_proj.weight           = self_attn.k_proj.weight
-mixer.v_proj.weight           = self_attn.v_proj.weight
-mixer.o_proj.weight           = self_attn.o_proj.weight
-mixer.up_proj.weight          = mlp.up_proj.weight
-mixer.down_proj.weight        = mlp.down_proj.weight
+[model.layers.{l}.mixer. = model.layers.{l}.mixer.]
+... = ...
+[model.layers.{l}.mixer. = model.layers.{l}.self_attn.]
+... = ...
+[model.layers.{l}.mixer. = model.layers.{l}.mlp.]
+... = ...
 """
 """Nemotron-H: a layer is one module, called mixer whatever it is."""
 
