@@ -77,7 +77,7 @@ class Refit:
     ) -> None:
         """Bind this rank's tensors by their own names: all its parameters and persistent buffers. Collective.
 
-        `src` is a trainer rank's, `dst` an engine rank's, by engine where there are several; a mapping per chunk where
+        `src` is a trainer rank's, `dst` an engine rank's, by engine where these have names; a mapping per chunk where
         a rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are those that
         rows name. Raises ExchangeError on all ranks, with all that does not fit on one.
         """
@@ -119,7 +119,7 @@ class Refit:
         """What was given for every engine that this rank is of."""
         engines = self.planned.engines
         mine = [name for name, bound in engines.items() if self._party.rank in bound.ranks]
-        if len(engines) == 1:
+        if len(engines) == 1 and not _is_by_name(dst, engines):
             return dict.fromkeys(mine, dst)  # type: ignore[arg-type]
         given: Mapping[str, object] = dst if isinstance(dst, Mapping) else {}
         if set(given) != set(mine):
@@ -184,6 +184,13 @@ class Refit:
                     f"call it again on all ranks"
                 )
         return ""
+
+
+def _is_by_name(dst: object, engines: Mapping[str, Side]) -> bool:
+    """Whether the tensors of the only engine are given under its name, as those of several are."""
+    if not isinstance(dst, Mapping) or set(dst) != set(engines):
+        return False
+    return not any(isinstance(given, Tensor) for given in dst.values())
 
 
 class _Watched(NamedTuple):

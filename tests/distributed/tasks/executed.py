@@ -6,7 +6,7 @@ What is compared is every byte that a rank stores, cells of no element too, whic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ def move(rank: int, case: Case, there: sm.Refit, back: Mapping[str, sm.Refit]) -
         for name, engine in case.engines.items()
         if rank in engine.ranks
     }
-    refit.prepare(trained, _give(case, engines))
+    refit.prepare(trained, engines)
     wrong = []
     for step in range(STEPS):
         if trained is not None:
@@ -75,13 +75,6 @@ def _move_back(
         if returned is not None:
             for one in _check_trainer(case, rank, returned):
                 yield f"{one} from {name}"
-
-
-def _give(case: Case, engines: dict[str, Tensors]) -> Any:
-    """A rank's engines as `prepare` takes them: by name where there are several."""
-    if len(case.engines) > 1:
-        return engines
-    return next(iter(engines.values()), None)
 
 
 # What ranks store

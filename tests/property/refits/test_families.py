@@ -14,7 +14,7 @@ from shardmath.storage.stored import Side, Slot
 from tests.references import checkpoint, megatron, vllm
 from tests.references.checkpoint import Array, Order, Weights
 from tests.references.shapes import shapes_of
-from tests.refits.cases import CASES, LARGE, Case
+from tests.refits.cases import CASES, LARGE, MORE, Case
 
 EMPTY = -7.0
 """What cells have that are no element's, in stored tensors of either side."""
@@ -91,7 +91,7 @@ def draw(case: Case) -> Weights:
     return checkpoint.draw(shapes_of(case.family.hf), 0)
 
 
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *MORE, *LARGE], ids=str)
 def test_what_the_trainer_stores_is_what_the_engine_loads(case: Case) -> None:
     weights = draw(case)
     assert list_wrong(case, move(case, fill_trainer(case, weights)), weights) == set()
