@@ -75,9 +75,7 @@ def load(
     compute: Callable[[Array], Array] = neg_exp,
 ) -> Weights:
     """What the rank stores; cells of no element have the value `empty`."""
-    loader = _Rank(weights, config, engine, rank, order)
-    loader.empty = empty
-    loader.compute = compute
+    loader = _Rank(weights, config, engine, rank, empty, order, compute)
     loader.load()
     return loader.out
 
@@ -116,21 +114,22 @@ def _solve(computed: Array) -> Array:
 class _Rank:
     """One rank, and what it has loaded so far."""
 
-    empty: float = 0
-    compute: Callable[[Array], Array] = staticmethod(neg_exp)
-
     def __init__(
         self,
         weights: Mapping[str, Array],
         config: Mapping[str, Any],
         engine: Engine,
         rank: int,
+        empty: float,
         order: Order,
+        compute: Callable[[Array], Array],
     ) -> None:
         self.weights = weights
         self.config = config
         self.engine = engine
+        self.empty = empty
         self.order = order
+        self.compute = compute
         self.kind = config["model_type"]
         at = engine.ranks.index(rank)
         self.tp = at % engine.tp
