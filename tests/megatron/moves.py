@@ -1,13 +1,15 @@
 """A transformers model's weights move into a Megatron model, which then runs, and come back.
 
 1. Rank 0 stores the checkpoint, as transformers has it in memory (`CHECKPOINT`), and is a rank of the trainer too.
-2. Nothing but the rows knows how either side stores a tensor.
+2. Nothing but the rows knows how either side stores a tensor. What they say is also what the plain reference says,
+   whose order of components is thereby that of Megatron's logits.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -19,6 +21,8 @@ from shardmath.families.megatron_shapes import logical_shapes
 from shardmath.storage import Stored, parse, show
 from tests.megatron import configs, trainer
 from tests.megatron.cases import VOCAB, Case, Found
+from tests.references.checkpoint import unstack
+from tests.references.megatron import Trainer, store
 
 __all__ = ["move"]
 
@@ -74,6 +78,7 @@ def move(rank: int, case: Case) -> Found:
     there = smt.Refit(sm.refit(checkpoint, trained, shapes), timeout=30.0)
     there.prepare(stored if rank == 0 else None, own)
     there(acknowledge=True)
+    strange = _list_strange(case, original, own, rank)
     tokens = torch.arange(32).mul(37).remainder(VOCAB).view(2, 16)
     logits = trainer.forward(chunks, tokens)
 
@@ -83,12 +88,12 @@ def move(rank: int, case: Case) -> Found:
     back(acknowledge=True)
     not_back = _list_changed(stored, returned) if rank == 0 else []
     if logits is None:
-        return Found(None, None, None, not_back)
+        return Found(None, None, None, not_back, strange)
     with torch.no_grad():
         wanted = original(tokens).logits
     difference = float((logits - wanted).abs().max())
     greedy = torch.equal(logits.argmax(-1), wanted.argmax(-1))
-    return Found(difference, float(wanted.abs().max()), greedy, not_back)
+    return Found(difference, float(wanted.abs().max()), greedy, not_back, strange)
 
 
 def _make_model(case: Case) -> Any:
@@ -161,6 +166,27 @@ def _declare_trainer(case: Case, config: Any) -> Stored:
     changed = text.replace(*case.swap)
     assert changed != text, case.swap
     return Stored(parse(changed), side.meshes, side.indices, side.numbers)
+
+
+def _list_strange(case: Case, original: Any, own: list[dict[str, Tensor]], rank: int) -> list[str]:
+    """The rank's tensors that are not as the plain reference fills them, but for padding, which nothing fills."""
+    if not case.is_plain:
+        return []
+    state = {name: tensor.detach().numpy() for name, tensor in _list_stored(original).items()}
+    hf = original.config
+    fields = {**hf.to_dict(), "num_hidden_layers": hf.num_hidden_layers}
+    sizes = {"tp": case.tp, "pp": case.pp, "vpp": case.vpp, "ep": case.ep, "etp": case.etp}
+    plain = Trainer(range(case.ranks), **sizes, te=case.spec == "te", multiple=128)
+    filled = [store(unstack(state), fields, plain, rank, empty=empty) for empty in (0, 1)]
+    strange = []
+    for has, zeros, ones in zip(own, *filled, strict=True):
+        strange += sorted(has.keys() ^ zeros.keys())
+        for name in has.keys() & zeros.keys():
+            elements = zeros[name] == ones[name]
+            found = has[name].detach().numpy()
+            if not np.array_equal(found[elements], zeros[name][elements]):
+                strange.append(name)
+    return strange
 
 
 def _list_changed(stored: dict[str, Tensor], returned: dict[str, Tensor]) -> list[str]:

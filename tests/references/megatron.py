@@ -30,12 +30,12 @@ ORDER: Order = {
 }
 """In which order components are fused."""
 VOCAB_MULTIPLE = 8
-"""`make_vocab_size_divisible_by`, smaller than usual, so that more than one rank has words."""
+"""`make_vocab_size_divisible_by`, smaller than Megatron's own, so that more than one rank has words."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """A trainer's ranks; `te` says whose layer spec it has."""
+    """A trainer's ranks; `te` says whose layer spec it has, `multiple` to what words are padded, times tp."""
 
     ranks: range
     tp: int = 1
@@ -44,6 +44,7 @@ class Trainer:
     ep: int = 1
     etp: int = 1
     te: bool = True
+    multiple: int = VOCAB_MULTIPLE
 
     def __str__(self) -> str:
         sizes = {"PP": self.pp, "VPP": self.vpp, "TP": self.tp, "EP": self.ep, "ETP": self.etp}
@@ -123,7 +124,7 @@ class _Rank:
             self.chunks[-1]["output_layer.weight"] = self._cut_words(words)
 
     def _cut_words(self, table: Array) -> Array:
-        step = VOCAB_MULTIPLE * self.trainer.tp
+        step = self.trainer.multiple * self.trainer.tp
         padded = np.full((-(-len(table) // step) * step, table.shape[1]), self.empty, table.dtype)
         padded[: len(table)] = table
         return self._cut(padded)

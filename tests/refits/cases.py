@@ -13,7 +13,7 @@ import shardmath as sm
 from shardmath.engines.vllm_core import vllm
 from shardmath.families.megatron_core import megatron
 from shardmath.storage import Stored
-from tests.references.megatron import VOCAB_MULTIPLE, Trainer
+from tests.references.megatron import Trainer
 from tests.references.vllm import Engine
 from tests.refits.families import FAMILIES, Family
 
@@ -64,7 +64,7 @@ class Case:
             spec="te" if trainer.te else "local",
             experts="grouped" if trainer.te else "sequential",
             vocab=self.family.hf["vocab_size"],
-            vocab_multiple=VOCAB_MULTIPLE,
+            vocab_multiple=trainer.multiple,
         )
 
     def declare_engine(self, name: str) -> Stored:
