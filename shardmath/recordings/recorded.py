@@ -3,6 +3,7 @@
 1. Every parameter and persistent buffer of the rank is there, with the pieces of logical tensors that lie in it.
    Cells that nothing wrote are counted, not passed over.
 2. No cell is written by two tensors, and no element comes twice in one stored tensor.
+   Chunks are virtual stages, whose tensors may have equal names.
 3. It is a small value: it compares, pickles, and goes through JSON with its digest.
 
 >>> half = Native("qk", (4,), "int8", (Piece("q", 0, 2, ((2, 1, 1),)),), "views", "")
@@ -31,7 +32,7 @@ from shardmath.base.errors import StoreError
 from shardmath.base.public import public
 from shardmath.recordings.pieces import Piece, overlap
 
-__all__ = ["Native", "Recorded", "show"]
+__all__ = ["Native", "Recorded", "label", "show"]
 
 _Shape: TypeAlias = tuple[int, ...]
 
@@ -48,6 +49,12 @@ class Native(NamedTuple):
     pieces: tuple[Piece, ...]
     way: str
     function: str
+    chunk: int = 0
+
+    @property
+    def label(self) -> str:
+        """Its name, and its chunk where that is not the first."""
+        return label(self.chunk, self.name)
 
     @property
     def unwritten(self) -> int:
@@ -56,12 +63,22 @@ class Native(NamedTuple):
         return math.prod(self.shape) - written
 
 
+def label(chunk: int, name: str) -> str:
+    """What a stored tensor is called among all of its rank.
+
+    >>> label(0, "A"), label(1, "A")
+    ('A', 'A of chunk 1')
+    """
+    return f"{name} of chunk {chunk}" if chunk else name
+
+
 @public
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """What one rank stores (see the module). Raises StoreError where a cell or an element comes twice.
 
-    `tensors` are (name, shape, dtype) of the logical tensors; `aliases` (name, stored tensor of the same memory).
+    `tensors` are (name, shape, dtype) of the logical tensors; `aliases` (name, stored tensor of the same memory). Of a
+    chunk behind the first, a name is "A of chunk 1" wherever all of a rank's are together.
     """
 
     tensors: tuple[tuple[str, _Shape, str], ...]
@@ -73,7 +90,7 @@ class Recorded:
             _check_once(native)
 
     def __str__(self) -> str:
-        lines = [f"{native.name} {show(native)}" for native in self.natives]
+        lines = [f"{native.label} {show(native)}" for native in self.natives]
         return "\n".join(lines)
 
     @property
@@ -82,7 +99,7 @@ class Recorded:
         left = {}
         for native in self.natives:
             if native.unwritten:
-                left[native.name] = native.unwritten
+                left[native.label] = native.unwritten
         return left
 
     @property
@@ -108,7 +125,7 @@ class Recorded:
             for piece in native.pieces:
                 flat = arrays[piece.tensor].ravel()
                 cells[piece.cells] = flat[piece.elements]
-            stored[native.name] = cells.reshape(native.shape)
+            stored[native.label] = cells.reshape(native.shape)
         return stored
 
     def to_json(self) -> str:
@@ -155,13 +172,13 @@ def _check_once(native: Native) -> None:
     cells = overlap(native.pieces, 1)
     if cells is not None:
         one, other = (piece.tensor for piece in cells)
-        raise StoreError(f"cells of {native.name!r} are written by {one!r} and again by {other!r}")
+        raise StoreError(f"cells of {native.label!r} are written by {one!r} and again by {other!r}")
     by_tensor: dict[str, list[Piece]] = {}
     for piece in native.pieces:
         by_tensor.setdefault(piece.tensor, []).append(piece)
     for tensor, pieces in by_tensor.items():
         if overlap(pieces, 2) is not None:
-            raise StoreError(f"elements of {tensor!r} lie in two cells each of {native.name!r}")
+            raise StoreError(f"elements of {tensor!r} lie in two cells each of {native.label!r}")
 
 
 def _list_plain(recorded: Recorded) -> tuple[Any, Any, Any]:
@@ -173,8 +190,9 @@ def _list_plain(recorded: Recorded) -> tuple[Any, Any, Any]:
         for piece in native.pieces:
             place = places[piece.tensor]
             pieces.append((place, piece.cell, piece.element, piece.blocks))
-        plain = native._replace(pieces=tuple(pieces))  # type: ignore[arg-type]
-        natives.append(tuple(plain))
+        *plain, chunk = native._replace(pieces=tuple(pieces))  # type: ignore[arg-type]
+        # Left out where it is the first, so that what was recorded before there were chunks has its digest.
+        natives.append((*plain, chunk) if chunk else tuple(plain))
     return recorded.tensors, tuple(natives), recorded.aliases
 
 
@@ -197,12 +215,13 @@ def _read_native(
     listed: Sequence[Any],
     way: str,
     function: str,
+    chunk: int = 0,
 ) -> Native:
     """A stored tensor, whose pieces have tensors by their place in the list of names."""
     pieces = []
     for piece in listed:
         pieces.append(_read_piece(names, *piece))
-    return Native(name, tuple(shape), dtype, tuple(pieces), way, function)
+    return Native(name, tuple(shape), dtype, tuple(pieces), way, function, chunk)
 
 
 def _read_piece(

@@ -36,6 +36,8 @@ from shardmath.storage.stored import Shapes, Slot
 __all__ = ["BoundRecorded", "RecordedSide"]
 
 _Shape: TypeAlias = tuple[int, ...]
+_Key: TypeAlias = tuple[int, str]
+"""Chunk and name of a stored tensor."""
 Entry: TypeAlias = tuple[_Shape, str]
 """Shape and dtype."""
 
@@ -93,7 +95,7 @@ class _Held(NamedTuple):
     """What one rank holds, and what is wrong with it."""
 
     parts: Mapping[str, _Part]
-    shapes: Mapping[str, _Shape]
+    shapes: Mapping[_Key, _Shape]
     faults: list[str]
 
 
@@ -115,16 +117,15 @@ class BoundRecorded:
         held = self._at(rank)
         return {name: part.slot for name, part in held.parts.items()}
 
-    def natives(self, rank: int) -> dict[tuple[int, str], _Shape]:
+    def natives(self, rank: int) -> dict[_Key, _Shape]:
         """The shape of each tensor in which the rank stores something, by chunk and name."""
-        held = self._at(rank)
-        return {(0, name): shape for name, shape in held.shapes.items()}
+        return dict(self._at(rank).shapes)
 
-    def row_of(self, native: tuple[int, str], rank: int) -> str:
+    def row_of(self, native: _Key, rank: int) -> str:
         """What was recorded of this tensor. Raises StoreError where nothing was."""
         self._at(rank)
         for own in self.side.ranks[rank].natives:
-            if (0, own.name) == native and own.pieces:
+            if (own.chunk, own.name) == native and own.pieces:
                 return f"recorded: {show(own)}"
         raise StoreError(
             f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; see its natives"
@@ -134,7 +135,7 @@ class BoundRecorded:
         """(logical name, slot, shape of the stored tensor) of all that the rank holds."""
         held = self._at(rank)
         for name, part in held.parts.items():
-            yield name, part.slot, held.shapes[part.slot.native]
+            yield name, part.slot, held.shapes[part.slot.chunk, part.slot.native]
 
     def _at(self, rank: int) -> _Held:
         if rank not in self.held:
@@ -166,13 +167,13 @@ def _make_view(name: str, shape: _Shape, holders: Sequence[Native]) -> View:
     """The tensor in what stores it. Raises StoreError where it is no view, and where two store it."""
     first, *others = holders
     if others:
-        again = others[0].name
-        raise StoreError(f"{name!r} lies in {first.name!r} and again in {again!r}; record one")
+        again = others[0].label
+        raise StoreError(f"{name!r} lies in {first.label!r} and again in {again!r}; record one")
     pieces = [piece for piece in first.pieces if piece.tensor == name]
     try:
         return View(first.shape, shape, pieces)
     except StoreError as error:
-        raise StoreError(f"{name!r} is not a view of {first.name!r}: {error}") from None
+        raise StoreError(f"{name!r} is not a view of {first.label!r}: {error}") from None
 
 
 def _find_holders(recorded: Recorded, tensors: Shapes) -> dict[str, list[Native]]:
@@ -187,17 +188,19 @@ def _find_holders(recorded: Recorded, tensors: Shapes) -> dict[str, list[Native]
 
 def _make_parts(
     recorded: Recorded, views: Mapping[str, tuple[Native, View]]
-) -> tuple[dict[str, _Part], dict[str, _Shape]]:
+) -> tuple[dict[str, _Part], dict[_Key, _Shape]]:
     """The parts of a rank, and the shapes of which they are views."""
-    shapes = {native.name: native.shape for native in recorded.natives if native.pieces}
+    stored = [native for native in recorded.natives if native.pieces]
+    shapes = {(native.chunk, native.name): native.shape for native in stored}
     for native, view in views.values():
         # Dimensions of 1 are added where a tensor has more than what stores it: the same cells in the same order.
         wanted = native.shape + (1,) * view.missing
-        shapes[native.name] = max(shapes[native.name], wanted, key=len)
+        key = native.chunk, native.name
+        shapes[key] = max(shapes[key], wanted, key=len)
     parts = {}
     for name, (native, view) in views.items():
-        cut = view.cut(len(shapes[native.name]))
-        slot = Slot(0, native.name, cut, view.order, native.function)
+        cut = view.cut(len(shapes[native.chunk, native.name]))
+        slot = Slot(native.chunk, native.name, cut, view.order, native.function)
         parts[name] = _Part(slot, view.runs)
     return parts, shapes
 

@@ -11,9 +11,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -21,57 +25,19 @@ import torch.distributed as dist
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.families.megatron_core import logical_shapes, megatron
+from shardmath.refits.models import MODELS
 from shardmath.storage import Stored, parse
+from tests.refits.tables import ENGINE
 
-ENGINE = """
-model.embed_tokens.weight          = model.embed_tokens.weight : (tp n=vocab) h
-lm_head.weight                     = lm_head.weight            : (tp n=vocab) h
-model.norm.*                       = model.norm.*
-[model.layers.{l}. = model.layers.{l}.]
-input_layernorm.*                  = input_layernorm.*
-post_attention_layernorm.*         = post_attention_layernorm.*
-self_attn.o_proj.*                 = self_attn.o_proj.* : h (tp n)
-self_attn.fused_qkv_a_proj.*       = self_attn.[q_a_proj kv_a_proj_with_mqa].* : (q_a_proj + kv_a_proj_with_mqa) h
-self_attn.q_a_layernorm.*          = self_attn.q_a_layernorm.*
-self_attn.kv_a_layernorm.*         = self_attn.kv_a_layernorm.*
-self_attn.q_b_proj.*               = self_attn.q_b_proj.*  : (tp n) h
-self_attn.kv_b_proj.*              = self_attn.kv_b_proj.* : (tp n) h
-mlp.gate_up_proj.*                 = mlp.[gate up]_proj.*  : (tp (gate + up)) h
-mlp.down_proj.*                    = mlp.down_proj.*       : h (tp n)
-mlp.gate.*                         = mlp.gate.*
-mlp.gate.e_score_correction_bias   = mlp.gate.e_score_correction_bias
-mlp.shared_experts.gate_up_proj.*  = mlp.shared_experts.[gate up]_proj.* : (tp (gate + up)) h
-mlp.shared_experts.down_proj.*     = mlp.shared_experts.down_proj.* : h (tp n)
-mlp.experts.w13_weight             = mlp.experts.{e}.[gate up]_proj.weight : e (tp (gate + up)) h
-mlp.experts.w2_weight              = mlp.experts.{e}.down_proj.weight : e h (tp n)
-"""
-DEEPSEEK_V3 = {
-    "num_layers": 61,
-    "hidden_size": 7168,
-    "num_attention_heads": 128,
-    "ffn_hidden_size": 18432,
-    "multi_latent_attention": True,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-    "qk_layernorm": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "gated_linear_unit": True,
-    "num_moe_experts": 256,
-    "moe_ffn_hidden_size": 2048,
-    "moe_layer_freq": [0] * 3 + [1] * 58,
-    "moe_shared_expert_intermediate_size": 2048,
-    "moe_router_enable_expert_bias": True,
-    "moe_grouped_gemm": True,
+DEEPSEEK_V3 = MODELS["deepseek-v3"].config | {
     "num_layers_in_first_pipeline_stage": 3,
     "num_layers_in_last_pipeline_stage": 2,
 }
-TINY = DEEPSEEK_V3 | {
+VOCAB = MODELS["deepseek-v3"].vocab
+TINY = MODELS["deepseek-v3"].config | {
     "hidden_size": 16,
     "num_attention_heads": 4,
+    "num_query_groups": 4,
     "ffn_hidden_size": 16,
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
@@ -80,26 +46,25 @@ TINY = DEEPSEEK_V3 | {
     "v_head_dim": 4,
     "moe_ffn_hidden_size": 8,
     "moe_shared_expert_intermediate_size": 8,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
 }
+TINY_VOCAB = 64
 CALLS = 5
 
 
-def engine(ranks: range, tp: int, vocab: int) -> Stored:
+def engine(ranks: range, tp: int, vocab: int, head: int) -> Stored:
     mesh = sm.Mesh(dp=len(ranks) // tp, tp=tp, ranks=ranks)
-    return Stored(parse(ENGINE), (mesh,), numbers={"vocab": vocab})
+    return Stored(parse(ENGINE), (mesh,), numbers={"vocab": vocab, "hd": head, "rep": 1})
 
 
 def plan() -> None:
     """PP16 EP16 to TP32 DP8, at full size."""
-    shapes = logical_shapes(DEEPSEEK_V3, vocab=129280, dtype="bfloat16")
+    shapes = logical_shapes(DEEPSEEK_V3, vocab=VOCAB, dtype="bfloat16")
     best: dict[str, float] = {}
     for _ in range(3):
         sm.clear_caches()
         start = time.process_time()
-        trainer = megatron(DEEPSEEK_V3, ranks=range(256), pp=16, ep=16, etp=1, vocab=129280)
-        moved = sm.refit(trainer, engine(range(256, 512), 32, 129280), shapes)
+        trainer = megatron(DEEPSEEK_V3, ranks=range(256), pp=16, ep=16, etp=1, vocab=VOCAB)
+        moved = sm.refit(trainer, engine(range(256, 512), 32, VOCAB, 128), shapes)
         planned = time.process_time()
         sm.verify(moved.plan)
         proved = time.process_time()
@@ -123,9 +88,9 @@ def move(rank: int, port: int, results: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-    trainer = megatron(TINY, ranks=range(2), tp=2, ep=2, etp=1, vocab=64, vocab_multiple=1)
-    shapes = logical_shapes(TINY, vocab=64)
-    moved = sm.refit(trainer, engine(range(2, 4), 2, 64), shapes)
+    trainer = megatron(TINY, ranks=range(2), tp=2, ep=2, etp=1, vocab=TINY_VOCAB, vocab_multiple=1)
+    shapes = logical_shapes(TINY, vocab=TINY_VOCAB)
+    moved = sm.refit(trainer, engine(range(2, 4), 2, TINY_VOCAB, 4), shapes)
     refit = smt.Refit(moved, timeout=300.0)
     side = moved.trainer if rank < 2 else moved.engines["engine"]
     own = {name: torch.zeros(shape) for (_, name), shape in side.natives(rank).items()}
@@ -150,19 +115,7 @@ GIGABYTE = {
     "normalization": "RMSNorm",
 }
 """A dense model of 1.4 GB in float32."""
-DENSE = """
-model.embed_tokens.weight          = model.embed_tokens.weight : (tp n=vocab) h
-lm_head.weight                     = lm_head.weight            : (tp n=vocab) h
-model.norm.*                       = model.norm.*
-[model.layers.{l}. = model.layers.{l}.]
-input_layernorm.*                  = input_layernorm.*
-post_attention_layernorm.*         = post_attention_layernorm.*
-self_attn.qkv_proj.*               = self_attn.[q k v]_proj.* : (tp (q + k + v)) h
-self_attn.o_proj.*                 = self_attn.o_proj.* : h (tp n)
-mlp.gate_up_proj.*                 = mlp.[gate up]_proj.*  : (tp (gate + up)) h
-mlp.down_proj.*                    = mlp.down_proj.*       : h (tp n)
-"""
-VOCAB = 8192
+GIGABYTE_VOCAB = 8192
 
 
 def exchange(rank: int, port: int, results: Any) -> None:
@@ -171,10 +124,9 @@ def exchange(rank: int, port: int, results: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=8)
-    trainer = megatron(GIGABYTE, ranks=range(4), tp=2, pp=2, vocab=VOCAB, vocab_multiple=1)
-    mesh = sm.Mesh(tp=4, ranks=range(4, 8))
-    engine_side = Stored(parse(DENSE), (mesh,), numbers={"vocab": VOCAB})
-    moved = sm.refit(trainer, engine_side, logical_shapes(GIGABYTE, vocab=VOCAB))
+    trainer = megatron(GIGABYTE, ranks=range(4), tp=2, pp=2, vocab=GIGABYTE_VOCAB, vocab_multiple=1)
+    shapes = logical_shapes(GIGABYTE, vocab=GIGABYTE_VOCAB)
+    moved = sm.refit(trainer, engine(range(4, 8), 4, GIGABYTE_VOCAB, 128), shapes)
     refit = smt.Refit(moved, timeout=300.0)
     side = moved.trainer if rank < 4 else moved.engines["engine"]
     own = {name: torch.ones(shape) for (_, name), shape in side.natives(rank).items()}

@@ -100,6 +100,10 @@ MODELS: dict[str, Mapping[str, Any]] = {
 """Fields beside `SIZES`, by transformers' name of the model unless `model_type` says it."""
 
 
+PLAIN = ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "nemotron_h")
+"""Kinds that the plain reference knows."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and a trainer.
@@ -141,6 +145,12 @@ class Case:
         """The modules of a hybrid model's layers."""
         return "M*-" if self.model == "nemotron_h" else None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether `tests/references/megatron.py` knows the model, and its layers fall to stages evenly."""
+        usual = self.order == Case.order and self.first is None and not self.legacy
+        return usual and self.fields["model_type"] in PLAIN
+
     def __str__(self) -> str:
         words = [self.model]
         for axis in ("tp", "pp", "vpp", "ep", "etp"):
@@ -161,3 +171,5 @@ class Found(NamedTuple):
     largest: float | None
     greedy: bool | None
     not_back: list[str]
+    strange: list[str]
+    """What it stores that is not as `tests/references/megatron.py` says, of the models that this knows."""

@@ -1,13 +1,15 @@
 """A transformers model's weights move into a Megatron model, which then runs, and come back.
 
 1. Rank 0 stores the checkpoint, as transformers has it in memory (`CHECKPOINT`), and is a rank of the trainer too.
-2. Nothing but the rows knows how either side stores a tensor.
+2. Nothing but the rows knows how either side stores a tensor. What they say is also what the plain reference says,
+   whose order of components is thereby that of Megatron's logits.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -19,54 +21,29 @@ from shardmath.families.megatron_shapes import logical_shapes
 from shardmath.storage import Stored, parse, show
 from tests.megatron import configs, trainer
 from tests.megatron.cases import VOCAB, Case, Found
+from tests.references.checkpoint import unstack
+from tests.references.megatron import Trainer, store
 
 __all__ = ["move"]
 
 CHECKPOINT = """
-model.embed_tokens.weight     = model.embed_tokens.weight
-model.norm.*                  = model.norm.*
-lm_head.weight                = lm_head.weight
 [model.layers.{l}. = model.layers.{l}.]
-input_layernorm.*             = input_layernorm.*
-post_attention_layernorm.*    = post_attention_layernorm.*
 self_attn.q_proj.*            = self_attn.[q g]_proj.* : (heads (q + g)) h
-self_attn.q_proj.*            = self_attn.q_proj.*
-self_attn.k_proj.*            = self_attn.k_proj.*
-self_attn.v_proj.*            = self_attn.v_proj.*
-self_attn.o_proj.*            = self_attn.o_proj.*
-self_attn.q_norm.weight       = self_attn.q_norm.weight
-self_attn.k_norm.weight       = self_attn.k_norm.weight
-self_attn.q_a_proj.weight     = self_attn.q_a_proj.weight
-self_attn.q_a_layernorm.weight = self_attn.q_a_layernorm.weight
-self_attn.q_b_proj.weight     = self_attn.q_b_proj.weight
-self_attn.kv_a_proj_with_mqa.weight = self_attn.kv_a_proj_with_mqa.weight
-self_attn.kv_a_layernorm.weight = self_attn.kv_a_layernorm.weight
-self_attn.kv_b_proj.weight    = self_attn.kv_b_proj.weight
 linear_attn.in_proj_qkvz.weight = linear_attn.[q k v z].weight : (keys (q + k + v + z)) h
 linear_attn.in_proj_ba.weight = linear_attn.[b a].weight : (keys (b + a)) h
 linear_attn.conv1d.weight     = linear_attn.conv_[q k v].weight : (q + k + v) ...
-linear_attn.A_log             = linear_attn.A_log
-linear_attn.dt_bias           = linear_attn.dt_bias
-linear_attn.norm.weight       = linear_attn.norm.weight
-linear_attn.out_proj.weight   = linear_attn.out_proj.weight
 mlp.c_fc.*                    = mlp.up_proj.*   ! mlp.gate_proj.weight
 mlp.c_proj.*                  = mlp.down_proj.* ! mlp.gate_proj.weight
-mlp.gate_proj.weight          = mlp.gate_proj.weight
-mlp.up_proj.weight            = mlp.up_proj.weight
-mlp.down_proj.weight          = mlp.down_proj.weight
-mlp.gate.weight               = mlp.gate.weight
-mlp.gate.e_score_correction_bias = mlp.gate.e_score_correction_bias
 mlp.experts.gate_up_proj      = mlp.experts.{e}.[gate up]_proj.weight : e (gate + up) h
 mlp.experts.down_proj         = mlp.experts.{e}.down_proj.weight      : e h n
 mlp.shared_expert.gate_proj.weight = mlp.shared_experts.gate_proj.weight ? mlp.shared_expert_gate.weight
 mlp.shared_expert.up_proj.weight   = mlp.shared_experts.up_proj.weight   ? mlp.shared_expert_gate.weight
 mlp.shared_expert.down_proj.weight = mlp.shared_experts.down_proj.weight ? mlp.shared_expert_gate.weight
-mlp.shared_experts.gate_proj.weight = mlp.shared_experts.gate_proj.weight
-mlp.shared_experts.up_proj.weight   = mlp.shared_experts.up_proj.weight
-mlp.shared_experts.down_proj.weight = mlp.shared_experts.down_proj.weight
-mlp.shared_expert_gate.weight = mlp.shared_expert_gate.weight
+[ = ]
+... = ...
 """
-"""transformers 5: experts are stacked, gate over up; Qwen3-Next's projections go by heads, of queries or of keys."""
+"""transformers 5: experts are stacked, gate over up; Qwen3-Next's projections go by heads, of queries or of keys. All
+else has its own name."""
 
 HYBRID = """
 model.embeddings.weight       = model.embed_tokens.weight
@@ -77,17 +54,12 @@ norm.weight                   = input_layernorm.weight
 norm.weight                   = post_attention_layernorm.weight
 mixer.in_proj.weight          = mixer.[z x B C dt].weight : (z + x + B + C + dt) h
 mixer.conv1d.*                = mixer.conv_[x B C].*      : (x + B + C) ...
-mixer.A_log                   = mixer.A_log
-mixer.D                       = mixer.D
-mixer.dt_bias                 = mixer.dt_bias
-mixer.norm.weight             = mixer.norm.weight
-mixer.out_proj.weight         = mixer.out_proj.weight
-mixer.q_proj.weight           = self_attn.q_proj.weight
-mixer.k_proj.weight           = self_attn.k_proj.weight
-mixer.v_proj.weight           = self_attn.v_proj.weight
-mixer.o_proj.weight           = self_attn.o_proj.weight
-mixer.up_proj.weight          = mlp.up_proj.weight
-mixer.down_proj.weight        = mlp.down_proj.weight
+[model.layers.{l}.mixer. = model.layers.{l}.mixer.]
+... = ...
+[model.layers.{l}.mixer. = model.layers.{l}.self_attn.]
+... = ...
+[model.layers.{l}.mixer. = model.layers.{l}.mlp.]
+... = ...
 """
 """Nemotron-H: a layer is one module, called mixer whatever it is."""
 
@@ -106,6 +78,7 @@ def move(rank: int, case: Case) -> Found:
     there = smt.Refit(sm.refit(checkpoint, trained, shapes), timeout=30.0)
     there.prepare(stored if rank == 0 else None, own)
     there(acknowledge=True)
+    strange = _list_strange(case, original, own, rank)
     tokens = torch.arange(32).mul(37).remainder(VOCAB).view(2, 16)
     logits = trainer.forward(chunks, tokens)
 
@@ -115,12 +88,12 @@ def move(rank: int, case: Case) -> Found:
     back(acknowledge=True)
     not_back = _list_changed(stored, returned) if rank == 0 else []
     if logits is None:
-        return Found(None, None, None, not_back)
+        return Found(None, None, None, not_back, strange)
     with torch.no_grad():
         wanted = original(tokens).logits
     difference = float((logits - wanted).abs().max())
     greedy = torch.equal(logits.argmax(-1), wanted.argmax(-1))
-    return Found(difference, float(wanted.abs().max()), greedy, not_back)
+    return Found(difference, float(wanted.abs().max()), greedy, not_back, strange)
 
 
 def _make_model(case: Case) -> Any:
@@ -193,6 +166,27 @@ def _declare_trainer(case: Case, config: Any) -> Stored:
     changed = text.replace(*case.swap)
     assert changed != text, case.swap
     return Stored(parse(changed), side.meshes, side.indices, side.numbers)
+
+
+def _list_strange(case: Case, original: Any, own: list[dict[str, Tensor]], rank: int) -> list[str]:
+    """The rank's tensors that are not as the plain reference fills them, but for padding, which nothing fills."""
+    if not case.is_plain:
+        return []
+    state = {name: tensor.detach().numpy() for name, tensor in _list_stored(original).items()}
+    hf = original.config
+    fields = {**hf.to_dict(), "num_hidden_layers": hf.num_hidden_layers}
+    sizes = {"tp": case.tp, "pp": case.pp, "vpp": case.vpp, "ep": case.ep, "etp": case.etp}
+    plain = Trainer(range(case.ranks), **sizes, te=case.spec == "te", multiple=128)
+    filled = [store(unstack(state), fields, plain, rank, empty=empty) for empty in (0, 1)]
+    strange = []
+    for has, zeros, ones in zip(own, *filled, strict=True):
+        strange += sorted(has.keys() ^ zeros.keys())
+        for name in has.keys() & zeros.keys():
+            elements = zeros[name] == ones[name]
+            found = has[name].detach().numpy()
+            if not np.array_equal(found[elements], zeros[name][elements]):
+                strange.append(name)
+    return strange
 
 
 def _list_changed(stored: dict[str, Tensor], returned: dict[str, Tensor]) -> list[str]:

@@ -99,6 +99,7 @@ def test_megatron_gives_the_logits_of_transformers(case: Case) -> None:
         assert one.difference < TOLERANCE * one.largest
         assert one.greedy
     assert found[0].not_back == []
+    assert all(one.strange == [] for one in found)
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -106,5 +107,6 @@ def test_rows_in_a_wrong_order_give_other_logits(what: str) -> None:
     found = run_alone(WRONG[what])
     for one in found:
         assert one.difference > 0.1 * one.largest
+    assert any(one.strange for one in found) == WRONG[what].is_plain
     # A way there and back is blind to it: what is stored wrongly is read back in the same wrong way.
     assert found[0].not_back == []

@@ -47,8 +47,9 @@ def record(
     """Which element of which logical tensor the loader puts into which cell of each target of `into`.
 
     `shapes` are global shape and dtype by logical name; `load` takes such tensors as a mapping, or as `pairs` of name
-    and tensor. `into` is the module, or mutable mapping from name to tensor, that it loads into. `functions` names
-    the function of a target that is computed: {"A": "neg_exp"}. Raises StoreError for what else is computed, and
+    and tensor. `into` is the module, or mutable mapping from name to tensor, that it loads into, or a list of them, one
+    per virtual stage. `functions` names the function of a target that is computed: {"A": "neg_exp"}, and of another
+    chunk than the first {"A of chunk 1": "neg_exp"}. Raises StoreError for what else is computed, and
     where two tensors are written into one cell, or an element comes twice in one target.
     """
     plain = {n: (tuple(shape), dtypes.canonical(dtype)) for n, (shape, dtype) in shapes.items()}
@@ -66,7 +67,6 @@ class _Recording:
         self.shapes = shapes
         self.form = form
         self.functions = functions
-        self.into = into
         self.kept = Kept(into)
         self.pieces: dict[str, list[Piece]] = {}
         self.made: dict[str, tuple[str, ...]] = {}
@@ -209,7 +209,8 @@ class _Recording:
             pieces = tuple(self.pieces.get(name, ()))
             way = self.ways.get(name, "")
             function = self.functions.get(name, "")
-            natives.append(Native(name, shape, dtype, pieces, way, function))
+            chunk, own = self.kept.natives[name]
+            natives.append(Native(own, shape, dtype, pieces, way, function, chunk))
         tensors = [(name, shape, dtype) for name, (shape, dtype) in self.shapes.items()]
         aliases = tuple(self.kept.aliases.items())
         return Recorded(tuple(tensors), tuple(natives), aliases)

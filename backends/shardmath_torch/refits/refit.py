@@ -79,7 +79,7 @@ class Refit:
     ) -> None:
         """Bind this rank's tensors by their own names: all its parameters and persistent buffers. Collective.
 
-        `src` is a trainer rank's, `dst` an engine rank's, by engine where there are several; a mapping per chunk where
+        `src` is a trainer rank's, `dst` an engine rank's, by engine where these have names; a mapping per chunk where
         a rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are those that
         rows name. Raises ExchangeError on all ranks, with all that does not fit on one.
         """
@@ -122,7 +122,7 @@ class Refit:
         engines = self.planned.engines
         rank = self._party.rank
         mine = [name for name, bound in engines.items() if rank in bound.ranks]
-        if len(engines) > 1:
+        if len(engines) > 1 or _is_by_name(dst, engines):
             return dict(_check_named(rank, mine, dst))
         if not mine and name_natives(dst):  # type: ignore[arg-type]
             raise ExchangeError(f"rank {rank} is not of the engine, and was given dst; pass None")
@@ -197,6 +197,13 @@ def _check_named(
             f"{', '.join(map(str, named)) or 'none'}; pass dst={{engine: tensors}} for each of them"
         )
     return given  # type: ignore[return-value]
+
+
+def _is_by_name(dst: object, engines: Mapping[str, Side]) -> bool:
+    """Whether the tensors of the only engine are given under its name, as those of several are."""
+    if not isinstance(dst, Mapping) or set(dst) != set(engines):
+        return False
+    return not any(isinstance(given, Tensor) for given in dst.values())
 
 
 class _Watched(NamedTuple):

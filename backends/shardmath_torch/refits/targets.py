@@ -2,12 +2,13 @@
 
 1. A module's are its parameters and persistent buffers, a mapping's are its values. Names of the same memory are
    aliases of the first.
-2. Whatever a loader does to them, or puts in their place, is undone: `Kept` has their places and their memory.
+2. Of virtual stages there is one `into` per chunk. A tensor of a chunk behind the first is called "A of chunk 1".
+3. Whatever a loader does to them, or puts in their place, is undone: `Kept` has their places and their memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardmath.base.errors import StoreError
+from shardmath.recordings.recorded import label
 
 __all__ = ["Into", "Kept", "key_of"]
 
-Into: TypeAlias = nn.Module | MutableMapping[str, Tensor]
+Chunk: TypeAlias = nn.Module | MutableMapping[str, Tensor]
+Into: TypeAlias = Chunk | Sequence[Chunk]
 
 
 def key_of(tensor: Tensor) -> int:
@@ -30,8 +33,12 @@ class Kept:
     """The targets of `into` as they are now. Raises StoreError for what is no plain tensor."""
 
     def __init__(self, into: Into) -> None:
-        self.into = into
-        self.places = dict(_list_places(into))
+        self.chunks = _list_chunks(into)
+        self.natives: dict[str, tuple[int, str]] = {}
+        for number, chunk in enumerate(self.chunks):
+            for name, _ in _list_places(chunk):
+                self.natives[label(number, name)] = number, name
+        self.places = self._find_places()
         self.found = self.find()
         self.memory = {name: tensor.data for name, tensor in self.found.items()}
         self.targets: dict[str, Tensor] = {}
@@ -47,8 +54,16 @@ class Kept:
 
     def find(self) -> dict[str, Tensor]:
         """What is under each name now."""
-        now = dict(_list_places(self.into))
+        now = self._find_places()
         return {name: holder[key] for name, (holder, key) in now.items()}
+
+    def _find_places(self) -> dict[str, _Place]:
+        """Where each tensor is."""
+        places = {}
+        for number, chunk in enumerate(self.chunks):
+            for name, place in _list_places(chunk):
+                places[label(number, name)] = place
+        return places
 
     def place(self, name: str, tensor: Tensor) -> None:
         """Put a tensor in the place of a target, and of its aliases."""
@@ -85,7 +100,19 @@ class Kept:
 _Place: TypeAlias = tuple[MutableMapping[str, Tensor], str]
 
 
-def _list_places(into: Into) -> Iterator[tuple[str, _Place]]:
+def _list_chunks(into: Into) -> list[Chunk]:
+    """What is loaded into, by chunk. Raises StoreError for what is neither module nor mapping."""
+    chunks = [into] if isinstance(into, nn.Module | Mapping) else list(into)
+    for number, chunk in enumerate(chunks):
+        if not isinstance(chunk, nn.Module | Mapping):
+            raise StoreError(
+                f"chunk {number} is {type(chunk).__name__}; record into a module, or into a mapping "
+                f"from name to tensor"
+            )
+    return chunks
+
+
+def _list_places(into: Chunk) -> Iterator[tuple[str, _Place]]:
     """(name, mapping and key in which the tensor is)."""
     if not isinstance(into, nn.Module):
         for name in into:

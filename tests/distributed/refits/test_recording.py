@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath.recordings.recorded import label
 from shardmath.storage import Stored, bind, fill, parse
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import recorded, refits
@@ -21,6 +22,7 @@ SIDES = [
     (recorded.engine, recorded.by_views, 4, {"views"}),
     (recorded.engine, recorded.by_making, 4, {"views", "numbers"}),
     (recorded.trainer, recorded.load_trainer, 0, {"views", "numbers"}),
+    (recorded.virtual_trainer, recorded.load_virtual_trainer, 0, {"views", "numbers"}),
 ]
 
 
@@ -43,10 +45,35 @@ def test_recorded_and_declared_storage_are_equal(
         assert wanted.keys() == found.keys()
         for (chunk, name), array in wanted.items():
             np.testing.assert_array_equal(found[chunk, name], array)
-            np.testing.assert_array_equal(flat[name], array)
+            np.testing.assert_array_equal(flat[label(chunk, name)], array)
         assert {native.way for native in side.ranks[rank].natives} <= ways
     for name, layout in declared.layouts.items():
         assert sm.equivalent(seen.layouts[name], layout)
+
+
+def test_chunks_with_equal_names() -> None:
+    """What is wrong, what is computed, and what is unwritten names the chunk; text and pickles keep it."""
+    shapes = dict.fromkeys("pq", ((4,), "float32"))
+    chunks = [{"A": torch.ones(4)}, {"A": torch.ones(5)}]
+
+    def load(given: dict[str, Tensor]) -> None:
+        chunks[0]["A"].copy_(given["p"])
+        chunks[1]["A"][:4].copy_(-torch.exp(given["q"]))
+
+    with pytest.raises(sm.StoreError, match=r"'A of chunk 1' is computed by aten\.exp"):
+        smt.record(load, shapes, chunks)
+    found = smt.record(load, shapes, chunks, functions={"A of chunk 1": "neg_exp"})
+    assert found.unwritten == {"A of chunk 1": 1}
+    assert sm.Recorded.from_json(found.to_json()) == found == pickle.loads(pickle.dumps(found))
+    bound = sm.RecordedSide({0: found}).bind(shapes)
+    assert bound.natives(0) == {(0, "A"): (4,), (1, "A"): (5,)}
+    slots = bound.slots(0)
+    assert [(slots[name].chunk, slots[name].function) for name in "pq"] == [(0, ""), (1, "neg_exp")]
+    assert "= neg_exp(...)" in bound.row_of((1, "A"), 0)
+    with pytest.raises(sm.StoreError, match="rank 0 stores no 'A' in chunk 2"):
+        bound.row_of((2, "A"), 0)
+    with pytest.raises(sm.StoreError, match="chunk 1 is int; record into a module"):
+        smt.record(load, shapes, [{}, 3])  # type: ignore[list-item]
 
 
 def test_both_ways_record_the_same() -> None:

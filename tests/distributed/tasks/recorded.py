@@ -20,7 +20,8 @@ from tests.distributed.tasks import refits
 
 Tensors = Mapping[str, Tensor]
 Into = dict[str, Tensor]
-Loader = Callable[[Tensors, Into, int], None]
+Loader = Callable[[Tensors, Any, int], None]
+"""Takes logical tensors, and what a rank stores: a mapping, or one per chunk."""
 DENSE, SPARSE = (0, 2), (1, 3)
 EXPERTS = range(4)
 TP = 4
@@ -29,7 +30,13 @@ TP = 4
 def trainer() -> Stored:
     """Two stages of two ranks, without virtual ones."""
     sizes = {"tp": 2, "pp": 2, "ep": 1, "etp": 2, "vocab": 10, "vocab_multiple": 1}
-    return megatron(refits.CONFIG, ranks=range(4), **sizes)
+    return megatron(refits.LAYERS, ranks=range(4), **sizes)
+
+
+def virtual_trainer() -> Stored:
+    """The same with two virtual stages on each rank, of a layer each."""
+    sizes = {"tp": 2, "pp": 2, "vpp": 2, "ep": 1, "etp": 2, "vocab": 10, "vocab_multiple": 1}
+    return megatron(refits.LAYERS, ranks=range(4), **sizes)
 
 
 def engine() -> Stored:
@@ -114,6 +121,21 @@ def load_trainer(given: Tensors, own: Into, rank: int) -> None:
         )
 
 
+def load_virtual_trainer(given: Tensors, chunks: list[Into], rank: int) -> None:
+    """A rank of Megatron with two chunks: layers go round the stages."""
+    stage, tp = divmod(rank, 2)
+    first, last = chunks
+    if stage == 0:
+        first["embedding.word_embeddings.weight"].copy_(
+            given["model.embed_tokens.weight"].chunk(2)[tp]
+        )
+    else:
+        last["output_layer.weight"].copy_(given["lm_head.weight"].chunk(2)[tp])
+        last["decoder.final_layernorm.weight"].copy_(given["model.norm.weight"])
+    for chunk, own in enumerate(chunks):
+        _load_layer(given, own, f"model.layers.{2 * chunk + stage}.", "decoder.layers.0.", tp)
+
+
 def _load_layer(given: Tensors, own: Into, src: str, dst: str, tp: int) -> None:
     q, k, v, o = (given[f"{src}self_attn.{x}_proj.weight"] for x in "qkvo")
     rows = torch.cat([q.view(2, 4, 8), k.view(2, 2, 8), v.view(2, 2, 8)], dim=1)
@@ -147,9 +169,11 @@ def record(
     bound = bind(side, shapes)
     ranks = {}
     for rank in bound.ranks:
-        natives = bound.natives(rank).items()
-        own = {name: torch.full(shape, 7.0, device=device) for (_, name), shape in natives}
-        functions = {name: "neg_exp" for name in own if "o_proj" in name}
+        chunks: list[Into] = [{} for _ in range(1 + max(chunk for chunk, _ in bound.natives(rank)))]
+        for (chunk, name), shape in bound.natives(rank).items():
+            chunks[chunk][name] = torch.full(shape, 7.0, device=device)
+        own = chunks if len(chunks) > 1 else chunks[0]
+        functions = {name: "neg_exp" for name in chunks[0] if "o_proj" in name}
         ranks[rank] = smt.record(
             lambda given, own=own, rank=rank: load(given, own, rank - first),  # type: ignore[misc]
             shapes,
@@ -157,17 +181,18 @@ def record(
             functions=functions,
             **more,
         )
-        assert all((tensor == 7).all() for tensor in own.values() if not tensor.is_meta)
+        held = [tensor for chunk in chunks for tensor in chunk.values() if not tensor.is_meta]
+        assert all((tensor == 7).all() for tensor in held)
     return sm.RecordedSide(ranks)
 
 
 def move(rank: int, declared: bool) -> Any:
     """From a trainer, as rows or as recorded, into a recorded engine; what is wrong afterwards."""
-    source = trainer() if declared else record(trainer(), load_trainer, 0)
+    source = trainer() if declared else record(virtual_trainer(), load_virtual_trainer, 0)
     planned = sm.refit(source, record(engine(), by_making, 4), refits.shapes())
     refit = smt.Refit(planned, timeout=30.0)
     arrays = refits.draw(5)
-    src = refits.make(planned.trainer, arrays, rank)[0] if rank < 4 else None
+    src = refits.make(planned.trainer, arrays, rank) if rank < 4 else None
     dst = None
     if rank >= 4:
         natives = bind(engine(), refits.shapes()).natives(rank).items()

@@ -20,52 +20,34 @@ from shardmath.families.megatron_core import megatron
 from shardmath.families.megatron_shapes import logical_shapes
 from shardmath.storage import Bound, Stored, fill, parse
 from tests.distributed.tasks.dtensors import caught
+from tests.refits.tables import CONFIG, ENGINE
 
-CONFIG = {
-    "num_layers": 4,
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 16,
-    "num_moe_experts": 4,
-    "moe_ffn_hidden_size": 4,
-    "moe_layer_freq": [0, 1, 0, 1],
-    "gated_linear_unit": True,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-}
+LAYERS = CONFIG | {"num_layers": 4, "moe_layer_freq": [0, 1, 0, 1]}
+"""Enough of them for virtual stages."""
 
-ENGINE = """
-model.embed_tokens.weight     = model.embed_tokens.weight     : (tp n=vocab) h
-lm_head.weight                = lm_head.weight                : (tp n=vocab) h
-model.norm.*                  = model.norm.*
+OWN = """
 [model.layers.{l}. = model.layers.{l}.]
-input_layernorm.*             = input_layernorm.*
-post_attention_layernorm.*    = post_attention_layernorm.*
-self_attn.qkv_proj.*          = self_attn.[q k v]_proj.*      : (tp q hd + tp/rep k hd + tp/rep v hd) h
 self_attn.o_proj.*            = neg_exp(self_attn.o_proj.*)   : h (tp n hd)
 mlp.gate_up_proj.*            = mlp.[gate up]_proj.*          : (tp half (gate + up)) h
-mlp.down_proj.*               = mlp.down_proj.*               : h (tp n)
-mlp.gate.*                    = mlp.gate.*
 mlp.experts.w13_weight        = mlp.experts.{e}.[gate up]_proj.weight.T : e h (tp (gate + up))
-mlp.experts.w2_weight         = mlp.experts.{e}.down_proj.weight : e h (tp n)
 """
+"""What this engine stores otherwise: computed, row by row in turn, transposed."""
 
 Arrays = dict[str, NDArray[Any]]
 
 
 def shapes() -> dict[str, tuple[tuple[int, ...], str]]:
-    return dict(logical_shapes(CONFIG, vocab=10))
+    return dict(logical_shapes(LAYERS, vocab=10))
 
 
 def trainer(ranks: range) -> Stored:
-    return megatron(CONFIG, ranks=ranks, tp=2, pp=2, vpp=2, ep=2, etp=1, vocab=10, vocab_multiple=1)
+    return megatron(LAYERS, ranks=ranks, tp=2, pp=2, vpp=2, ep=2, etp=1, vocab=10, vocab_multiple=1)
 
 
 def engine(ranks: range) -> Stored:
     tp = len(ranks)
     numbers = {"hd": 2, "rep": max(1, tp // 2), "vocab": 12, "half": 16 // tp}
-    return Stored(parse(ENGINE), (sm.Mesh(tp=tp, ranks=ranks),), numbers=numbers)
+    return Stored(parse(ENGINE), (sm.Mesh(tp=tp, ranks=ranks),), numbers=numbers).extended(OWN)
 
 
 def draw(seed: int) -> Arrays:

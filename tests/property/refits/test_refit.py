@@ -15,36 +15,7 @@ from shardmath.refits.coverage import count_cells
 from shardmath.storage import Stored, fill, parse
 from shardmath.storage.binding import Bound
 from shardmath.storage.filling import view_of
-
-CONFIG = {
-    "num_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 16,
-    "num_moe_experts": 4,
-    "moe_ffn_hidden_size": 4,
-    "moe_layer_freq": [0, 1],
-    "gated_linear_unit": True,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-}
-
-ENGINE = """
-model.embed_tokens.weight     = model.embed_tokens.weight     : (tp n=vocab) h
-lm_head.weight                = lm_head.weight                : (tp n=vocab) h
-model.norm.*                  = model.norm.*
-[model.layers.{l}. = model.layers.{l}.]
-input_layernorm.*             = input_layernorm.*
-post_attention_layernorm.*    = post_attention_layernorm.*
-self_attn.qkv_proj.*          = self_attn.[q k v]_proj.*      : (tp q hd + tp/rep k hd + tp/rep v hd) h
-self_attn.o_proj.*            = self_attn.o_proj.*            : h (tp n hd)
-mlp.gate_up_proj.*            = mlp.[gate up]_proj.*          : (tp (gate + up)) h
-mlp.down_proj.*               = mlp.down_proj.*               : h (tp n)
-mlp.gate.*                    = mlp.gate.*
-mlp.experts.w13_weight        = mlp.experts.{e}.[gate up]_proj.weight : e (tp (gate + up)) h
-mlp.experts.w2_weight         = mlp.experts.{e}.down_proj.weight : e h (tp n)
-"""
+from tests.refits.tables import CONFIG, ENGINE
 
 Array = NDArray[np.int64]
 
