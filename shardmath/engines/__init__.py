@@ -1,4 +1,4 @@
-"""Engines: how engines and checkpoints store weights, as rows, and that they do.
+"""Engines: how engines and checkpoints store weights, as rows.
 
 In reading order:
 
@@ -8,7 +8,5 @@ In reading order:
 - `hf_core`: how a checkpoint stores a model, and which logical tensors a checkpoint has;
 - `vllm_names`: what a kind of model calls its modules in vLLM, and which of them every pipeline stage has;
 - `vllm_rows`: what each module of vLLM stores, as rows;
-- `vllm_core`: what each rank of a vLLM engine stores, under its own names;
-- `systems`: how a recorded model is declared, and what its loader does otherwise;
-- `recorded`: what the ranks of real trainers and engines stored, beside what rows say that they store.
+- `vllm_core`: what each rank of a vLLM engine stores, under its own names.
 """

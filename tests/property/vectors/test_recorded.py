@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardmath import StoreError, cli
-from shardmath.engines import systems
-from shardmath.engines.recorded import Recorded, compare
+from shardmath.vectors import systems
+from shardmath.vectors.recorded import Recorded, compare
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 MEGATRON = VECTORS / "megatron_storage.json.gz"
