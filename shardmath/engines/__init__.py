@@ -8,5 +8,7 @@ In reading order:
 - `hf_core`: how a checkpoint stores a model, and which logical tensors a checkpoint has;
 - `vllm_names`: what a kind of model calls its modules in vLLM, and which of them every pipeline stage has;
 - `vllm_rows`: what each module of vLLM stores, as rows;
-- `vllm_core`: what each rank of a vLLM engine stores, under its own names.
+- `vllm_core`: what each rank of a vLLM engine stores, under its own names;
+- `sglang_rows`: what each module of SGLang stores, as rows;
+- `sglang_core`: what each rank of an SGLang engine stores, under its own names.
 """

@@ -15,6 +15,7 @@ from shardmath.vectors.recorded import Recorded, compare
 VECTORS = Path(__file__).parents[2] / "vectors"
 MEGATRON = VECTORS / "megatron_storage.json.gz"
 VLLM = VECTORS / "vllm_storage.json.gz"
+SGLANG = VECTORS / "sglang_storage.json.gz"
 
 
 @pytest.mark.parametrize("model", Recorded(MEGATRON).models)
@@ -106,6 +107,20 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 def test_vllm_stores_what_its_rows_say(model: str) -> None:
     found = compare(VLLM, [model])
     assert found.total and not found.differences, str(found)
+
+
+@pytest.mark.parametrize("model", Recorded(SGLANG).models)
+def test_sglang_stores_what_its_rows_say(model: str) -> None:
+    found = compare(SGLANG, [model])
+    assert found.total and not found.differences, str(found)
+
+
+def test_all_entries_of_sglang_are_compared() -> None:
+    file = Recorded(SGLANG)
+    layouts = [layout for model in file.models.values() for layout in model["layouts"].values()]
+    ranks = [rank for layout in layouts for rank in layout["ranks"]]
+    assert len(layouts) == 72
+    assert sum(len(chunk) for rank in ranks for chunk in rank["chunks"]) == 4152
 
 
 def test_a_model_that_cannot_be_read_is_all_different(tmp_path: Path) -> None:
