@@ -1,4 +1,4 @@
-"""Engines: how engines and checkpoints store weights, as rows.
+"""Engines: how engines, checkpoints and trainers of Hugging Face models store weights, as rows.
 
 In reading order:
 
@@ -10,5 +10,6 @@ In reading order:
 - `vllm_rows`: what each module of vLLM stores, as rows;
 - `vllm_core`: what each rank of a vLLM engine stores, under its own names;
 - `sglang_rows`: what each module of SGLang stores, as rows;
-- `sglang_core`: what each rank of an SGLang engine stores, under its own names.
+- `sglang_core`: what each rank of an SGLang engine stores, under its own names;
+- `torchtitan`: what each rank of a torchtitan trainer stores, under its own names.
 """

@@ -65,28 +65,24 @@ def sglang(
     attention = {"adp": attn_dp, "acp": attn_cp}
     experts = {"mdp": moe_dp, "ep": ep}
     meshes = _make_meshes(tuple(ranks), (dp, pp, tp), attention, experts)
-    atp = meshes[1].axis_size("atp")
-    etp = meshes[2].axis_size("etp")
-    words_in = "atp" if attn_dp > 1 else "tp"
-    words_out = "atp" if dp_lm_head else "tp"
     form = Form(
-        words_in,
-        words_out,
+        words_in="atp" if attn_dp > 1 else "tp",
+        words_out="atp" if dp_lm_head else "tp",
         staged=pp > 1,
         scales=fields.has_scales,
         unknown=unknown == "replicate",
     )
-    parts = {"tp": tp, "atp": atp}
     numbers = {
-        **_list_numbers(fields, atp, etp),
-        "in_vocab": _pad_vocab(fields, parts[words_in]),
-        "out_vocab": _pad_vocab(fields, parts[words_out]),
+        **_list_numbers(fields, form, meshes),
         "dense": tp if moe_dense_tp == 1 else 1,
         "alike": tp if whole_shared else 1,
     }
-    rows = table(fields.kind, form)
-    layers = _place_layers(fields, pp, stages)
-    return Stored(rows, meshes, layers, numbers)
+    return Stored(
+        table(fields.kind, form),
+        meshes,
+        _place_layers(fields, pp, stages),
+        numbers,
+    )
 
 
 def _check(unknown: str, fused_shared: bool, moe_dense_tp: int | None, tp: int) -> None:
@@ -102,9 +98,16 @@ def _check(unknown: str, fused_shared: bool, moe_dense_tp: int | None, tp: int) 
         raise StoreError(f"moe_dense_tp={moe_dense_tp}: SGLang has 1 or tp={tp} alone; give one")
 
 
-def _list_numbers(config: Config, atp: int, etp: int) -> dict[str, int]:
-    """What the words of rows of attention and experts stand for."""
+def _list_numbers(config: Config, form: Form, meshes: tuple[Mesh, Mesh, Mesh]) -> dict[str, int]:
+    """What the words of rows stand for, but for those of layers that are whole if asked."""
+    dense, attention, experts = meshes
+    tp = dense.axis_size("tp")
+    atp = attention.axis_size("atp")
+    etp = experts.axis_size("etp")
+    parts = {"tp": tp, "atp": atp}
     return {
+        "in_vocab": _pad_vocab(config, parts[form.words_in]),
+        "out_vocab": _pad_vocab(config, parts[form.words_out]),
         "hd": config.head_dim,
         "rep": max(1, atp // config.kv_heads),
         "own": max(1, config.heads // atp),
@@ -161,12 +164,22 @@ def _place_layers(
     config: Config, pp: int, stages: Sequence[int] | None
 ) -> dict[str, tuple[Spot, ...]]:
     """Where each layer is."""
-    each, more = divmod(config.layers, pp)
-    chosen = [each + (stage >= pp - more) for stage in range(pp)]
-    counts = chosen if stages is None else list(stages)
+    counts = _count_layers(config.layers, pp) if stages is None else list(stages)
     if len(counts) != pp or sum(counts) != config.layers:
         raise StoreError(
             f"stages={counts}: {config.layers} layers and pp={pp}; give each layer one"
         )
-    owners = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    return {"l": tuple(Spot({"pp": stage}, 0, n) for n, stage in enumerate(owners))}
+    spots: list[Spot] = []
+    for stage, count in enumerate(counts):
+        start = len(spots)
+        coords = {"pp": stage}
+        spots += [Spot(coords, 0, start + n) for n in range(count)]
+    return {"l": tuple(spots)}
+
+
+def _count_layers(layers: int, pp: int) -> list[int]:
+    """The layers of each stage."""
+    each, more = divmod(layers, pp)
+    first = [each] * (pp - more)
+    last = [each + 1] * more
+    return first + last

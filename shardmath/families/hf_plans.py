@@ -154,9 +154,11 @@ class _Side(NamedTuple):
                 f"{shape[dim]} experts of {name!r} and {self.axis}={size}; choose a divisor"
             )
         words = [f"d{d}" for d in range(len(shape))]
-        halves = "2 " * (style.halves and len(shape) > 1)
+        has_halves = style.halves and len(shape) > 1
+        halves = "2 " if has_halves else ""
         words[dim] = f"({halves}{self.axis} n)"
-        return Layout(shape, self.mesh, " ".join(words), dtype=dtype)
+        text = " ".join(words)
+        return Layout(shape, self.mesh, text, dtype=dtype)
 
 
 def _divided(style: Style, name: str, shape: tuple[int, ...]) -> int | None:
@@ -176,11 +178,11 @@ def _generalize(name: str) -> str:
 
 def _drop(side: _Side, experts: Mapping[str, str]) -> _Side:
     """The side without rules of what experts' rules name, or modules of theirs have."""
-    kept = {
-        pattern: style
-        for pattern, style in side.plan.items()
-        if not any(f"{pattern}.".startswith(f"{module}.") for module in experts)
-    }
+    heads = tuple(f"{module}." for module in experts)
+    kept = {}
+    for pattern, style in side.plan.items():
+        if not f"{pattern}.".startswith(heads):
+            kept[pattern] = style
     return side._replace(plan=kept)
 
 
@@ -198,15 +200,17 @@ def _check_used(rules: Iterable[str], names: Iterable[str], unused: Sequence[str
     """Raises LayoutError for patterns that match no parameter and no module of one."""
     modules: set[str] = set()
     for name in {_generalize(name) for name in names}:
-        words = name.split(".")
-        modules |= {".".join(words[:i]) for i in range(1, len(words) + 1)}
-    idle = [
-        pattern
-        for pattern in rules
-        if pattern not in modules and not any(fnmatchcase(pattern, glob) for glob in unused)
-    ]
+        while name:
+            modules.add(name)
+            name = name.rpartition(".")[0]
+    idle = []
+    for pattern in rules:
+        is_excused = any(fnmatchcase(pattern, glob) for glob in unused)
+        if pattern not in modules and not is_excused:
+            idle.append(pattern)
     if idle:
+        listed = ", ".join(idle)
         raise LayoutError(
-            f"rules match nothing: {', '.join(idle)}; "
+            f"rules match nothing: {listed}; "
             f"give the names of the model's modules, or name these in unused="
         )

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.engines import hf_core
+from shardmath.engines import torchtitan as titan
 from shardmath.engines.sglang_core import sglang
 from shardmath.engines.vllm_core import vllm
 from shardmath.families.megatron_core import megatron, pad_vocab
@@ -22,7 +23,7 @@ from shardmath.families.megatron_shapes import logical_shapes
 from shardmath.storage.binding import Bound, bind
 from shardmath.storage.stored import Shapes, Stored
 
-__all__ = ["Megatron", "Sglang", "System", "Vllm", "find_system"]
+__all__ = ["Megatron", "Sglang", "System", "Torchtitan", "Vllm", "find_system"]
 
 _Ids: TypeAlias = NDArray[np.int64]
 _Json: TypeAlias = Mapping[str, Any]
@@ -137,6 +138,24 @@ class Sglang(_Checkpoint):
         return arrays
 
 
+class Torchtitan(_Checkpoint):
+    """A model of torchtitan."""
+
+    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
+        """How the checkpoint stores the logical tensors that its shapes say."""
+        natives = {name: (shape, "int64") for name, shape in ref.items()}
+        shapes = titan.logical_shapes(self.config, natives)
+        return bind(titan.checkpoint(self.config, ref), shapes)
+
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """What one rank stores."""
+        return bind(titan.torchtitan(self.config, ranks=range(1)), shapes)
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The arrays themselves."""
+        return arrays
+
+
 class Vllm(_Checkpoint):
     """A model of vLLM."""
 
@@ -197,7 +216,11 @@ def _name_kind(name: str) -> str:
 
 def find_system(meta: _Json) -> Callable[[_Json], System]:
     """Who recorded the file."""
-    named: dict[str, Callable[[_Json], System]] = {"vllm": Vllm, "sglang": Sglang}
+    named: dict[str, Callable[[_Json], System]] = {
+        "vllm": Vllm,
+        "sglang": Sglang,
+        "torchtitan": Torchtitan,
+    }
     for name, system in named.items():
         if name in meta:
             return system

@@ -16,6 +16,7 @@ VECTORS = Path(__file__).parents[2] / "vectors"
 MEGATRON = VECTORS / "megatron_storage.json.gz"
 VLLM = VECTORS / "vllm_storage.json.gz"
 SGLANG = VECTORS / "sglang_storage.json.gz"
+TORCHTITAN = VECTORS / "torchtitan_storage.json.gz"
 
 
 @pytest.mark.parametrize("model", Recorded(MEGATRON).models)
@@ -133,3 +134,9 @@ def test_a_model_that_cannot_be_read_is_all_different(tmp_path: Path) -> None:
     assert {one.model for one in found.differences} == {"phi3"}
     assert found.total - found.equal == len(found.differences)
     assert "positions are not q=30" in found.differences[0].why
+
+
+@pytest.mark.parametrize("model", Recorded(TORCHTITAN).models)
+def test_torchtitan_stores_what_its_rows_say(model: str) -> None:
+    found = compare(TORCHTITAN, [model])
+    assert found.total and not found.differences, str(found)
