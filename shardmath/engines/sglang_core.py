@@ -22,15 +22,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shardmath.algebra.mesh import Mesh
-from shardmath.base.arguments import known
 from shardmath.base.errors import MeshError, StoreError
 from shardmath.engines.config import Config
 from shardmath.engines.sglang_rows import Form, table
-from shardmath.storage.stored import Spot, Stored
+from shardmath.storage.stored import Spot, Stored, replicates
 
 __all__ = ["sglang"]
 
-UNKNOWN = ("refuse", "replicate")
 VOCAB_MULTIPLE = 64
 
 
@@ -61,7 +59,7 @@ def sglang(
     factor, StoreError where layers do not fall to stages, and for what no row says.
     """
     fields = Config(config)
-    _check(unknown, fused_shared, moe_dense_tp, tp)
+    _check(fused_shared, moe_dense_tp, tp)
     attention = {"adp": attn_dp, "acp": attn_cp}
     experts = {"mdp": moe_dp, "ep": ep}
     meshes = _make_meshes(tuple(ranks), (dp, pp, tp), attention, experts)
@@ -70,7 +68,7 @@ def sglang(
         words_out="atp" if dp_lm_head else "tp",
         staged=pp > 1,
         scales=fields.has_scales,
-        unknown=unknown == "replicate",
+        unknown=replicates(unknown),
     )
     numbers = {
         **_list_numbers(fields, form, meshes),
@@ -85,10 +83,8 @@ def sglang(
     )
 
 
-def _check(unknown: str, fused_shared: bool, moe_dense_tp: int | None, tp: int) -> None:
+def _check(fused_shared: bool, moe_dense_tp: int | None, tp: int) -> None:
     """Raises StoreError for what no row says."""
-    if known(unknown, UNKNOWN) is None:
-        raise StoreError(f"unknown={unknown!r}; use one of {', '.join(UNKNOWN)}")
     if fused_shared:
         raise StoreError(
             "fused shared experts lie behind the routed ones of each rank, which no row says; "

@@ -28,7 +28,7 @@ from shardmath.engines.config import Config
 from shardmath.engines.hf_core import hf_checkpoint
 from shardmath.engines.reading import read_logical
 from shardmath.storage import rows
-from shardmath.storage.stored import Shapes, Spot, Stored
+from shardmath.storage.stored import Shapes, Spot, Stored, replicates
 
 __all__ = ["checkpoint", "logical_shapes", "torchtitan"]
 
@@ -110,7 +110,6 @@ UNKNOWN = """
 [ = ]
 ... = ...
 """
-CHOICES = ("refuse", "replicate")
 
 
 def torchtitan(
@@ -132,8 +131,9 @@ def torchtitan(
     StoreError where layers do not fall to stages, and for a word that is none of those named.
     """
     fields = Config(config)
-    _check_word("names", names, tuple(NAMES))
-    _check_word("unknown", unknown, CHOICES)
+    if known(names, tuple(NAMES)) is None:
+        listed = ", ".join(NAMES)
+        raise StoreError(f"names={names!r}; use one of {listed}")
     layers = _place_layers(fields, stages)
     sizes = {
         "pp": 1 if stages is None else len(stages),
@@ -143,7 +143,7 @@ def torchtitan(
     }
     meshes = _make_meshes(tuple(ranks), sizes, ep)
     text = _write(fields, meshes, ep, names)
-    if unknown == "replicate":
+    if replicates(unknown):
         text += UNKNOWN
     return Stored(
         rows.parse(text),
@@ -152,13 +152,6 @@ def torchtitan(
         _list_numbers(fields),
         exact=False,
     )
-
-
-def _check_word(what: str, given: str, choices: Sequence[str]) -> None:
-    """Raises StoreError for a word that is none of these."""
-    if known(given, choices) is None:
-        listed = ", ".join(choices)
-        raise StoreError(f"{what}={given!r}; use one of {listed}")
 
 
 def _place_layers(config: Config, stages: Sequence[int] | None) -> tuple[Spot, ...]:
