@@ -2,7 +2,8 @@
 
 1. Tensor parallelism cuts first, FSDP2 cuts what it leaves, in dimension 0: parts as of `torch.chunk`, so that the last
    ranks may have less. With `ep` experts are dealt whole over `ep` and `efsdp`, else they are cut as other layers are.
-   Where there are more ranks than experts FSDP2 cuts dimension 1 of experts.
+   FSDP2 cuts dimension 1 of experts where torchtitan counts more ranks than experts (`expert_dim`). With context
+   parallelism `dp_shard` is what FSDP2 cuts over, both together.
 2. Llama 3 turns neighbours in a head, its checkpoint the two halves of a head. The rows of queries and keys are two
    tensors here, even and odd: pair by pair in torchtitan, head by head in the checkpoint (`checkpoint`) and in engines.
 3. Stages of a pipeline have so many layers as `stages` says; layers keep their global numbers.
@@ -43,7 +44,7 @@ ffn_norm.weight               = post_attention_layernorm.weight : (fsdp n)
 [layers.{l}.attention. = model.layers.{l}.self_attn.]
 QKV.wq.*                      = [q_even q_odd]_proj.* : (query_pairs (q_even + q_odd) | tp fsdp n) h
 QKV.wk.*                      = [k_even k_odd]_proj.* : (key_pairs (k_even + k_odd) | tp fsdp n) h
-wq.*                          = q_proj.*              ? kv_a_proj_with_mqa.* : (tp fsdp n) h
+wq.*                          = q_proj.*              ? kv_a_proj_with_mqa.weight : (tp fsdp n) h
 QKV.wq.*                      = q_proj.*              : (tp fsdp n) h
 QKV.wk.*                      = k_proj.*              : (tp fsdp n) h
 QKV.wv.*                      = v_proj.*              : (tp fsdp n) h
@@ -91,12 +92,12 @@ NAMES = {
 }
 """What stands for what in the table, by version."""
 ROUTED = {
-    ("fsdp", False): ("(fsdp e) (tp n) h", "(fsdp e) h (tp n)"),
-    ("fsdp", True): ("e (tp fsdp n) h", "e (fsdp h) (tp n)"),
-    ("ep", False): ("(ep efsdp e) n h", "(ep efsdp e) h n"),
-    ("ep", True): ("(ep e) (efsdp n) h", "(ep e) (efsdp h) n"),
+    ("fsdp", 0): ("(fsdp e) (tp n) h", "(fsdp e) h (tp n)"),
+    ("fsdp", 1): ("e (tp fsdp n) h", "e (fsdp h) (tp n)"),
+    ("ep", 0): ("(ep efsdp e) n h", "(ep efsdp e) h n"),
+    ("ep", 1): ("(ep e) (efsdp n) h", "(ep e) (efsdp h) n"),
 }
-"""Experts' columns and rows, by what deals them, and whether there are more ranks than experts."""
+"""Experts' columns and rows, by what deals them, and which dimension FSDP2 cuts."""
 HALVES = """
 [model.layers.{l}.self_attn. = model.layers.{l}.self_attn.]
 q_proj.* = [q_even q_odd]_proj.* : (heads (q_even + q_odd)) h
@@ -121,13 +122,15 @@ def torchtitan(
     tp: int = 1,
     ep: int = 1,
     stages: Sequence[int] | None = None,
+    expert_dim: int | None = None,
     names: str = "0.3",
     unknown: str = "refuse",
 ) -> Stored:
     """How the ranks of a trainer store a model of this Hugging Face configuration.
 
-    Sizes are those of torchtitan's ParallelDims; `stages` are the layers of each pipeline stage, `names` the version
-    whose names modules have, `unknown` is "refuse" or "replicate". Raises MeshError where ranks do not factor,
+    Sizes are those of torchtitan's ParallelDims; `stages` are the layers of each pipeline stage, `expert_dim` the
+    dimension of experts that FSDP2 cuts, 0 or 1, as the version has it if not given, `names` the version whose names
+    modules have, `unknown` is "refuse" or "replicate". Raises MeshError where ranks do not factor,
     StoreError where layers do not fall to stages, and for a word that is none of those named.
     """
     fields = Config(config)
@@ -142,7 +145,9 @@ def torchtitan(
         "tp": tp,
     }
     meshes = _make_meshes(tuple(ranks), sizes, ep)
-    text = _write(fields, meshes, ep, names)
+    if expert_dim is None:
+        expert_dim = _choose_dim(fields.experts, sizes, ep, names)
+    text = _write(expert_dim, ep, names)
     if replicates(unknown):
         text += UNKNOWN
     return Stored(
@@ -178,19 +183,27 @@ def _list_numbers(config: Config) -> dict[str, int]:
     }
 
 
-def _write(config: Config, meshes: tuple[Mesh, Mesh], ep: int, names: str) -> str:
+def _choose_dim(experts: int, sizes: dict[str, int], ep: int, names: str) -> int:
+    """The dimension of experts that FSDP2 cuts."""
+    inner = sizes["fsdp"] * sizes["tp"]
+    replicas = sizes["dp_replicate"]
+    # Without ep 0.3 counts its whole mesh, 0.2 nothing; with it 0.2 counts replicas too.
+    counts = {
+        ("0.3", True): inner,
+        ("0.3", False): replicas * inner,
+        ("0.2", True): replicas * inner,
+        ("0.2", False): 0,
+    }
+    return int(counts[names, ep > 1] > experts)
+
+
+def _write(expert_dim: int, ep: int, names: str) -> str:
     """The rows of a version, and of how experts are dealt."""
     text = TABLE.replace("DENSE", DENSE)
     for word, name in NAMES[names].items():
         text = text.replace(word, name)
-    dense, routed = meshes
-    if ep > 1:
-        axis = "ep"
-        over = ep * routed.axis_size("efsdp")
-    else:
-        axis = "fsdp"
-        over = dense.axis_size("fsdp")
-    columns, down = ROUTED[axis, over > config.experts]
+    axis = "ep" if ep > 1 else "fsdp"
+    columns, down = ROUTED[axis, expert_dim]
     text = text.replace("COLUMNS", columns)
     return text.replace("ROWS", down)
 

@@ -162,7 +162,7 @@ def test_fsdp_hsdp_and_tensor_parallelism(
             f"{name}.weight": cut(name, array, (tp, at), fsdp) for name, array in full.items()
         }
         if config is SPARSE:
-            expected |= cut_experts(arrays, (tp, at), fsdp)
+            expected |= cut_experts(arrays, (tp, at), fsdp, dim=int(world > 5))
         assert_equal(store(side, arrays, rank), expected)
 
 
@@ -175,12 +175,12 @@ EXPERTS = {"w1_EFD": "gate_proj", "w3_EFD": "up_proj", "w2_EDF": "down_proj"}
 INNER = "moe.routed_experts.inner_experts"
 
 
-def cut_experts(arrays: Arrays, tp: tuple[int, int], fsdp: tuple[int, int]) -> Arrays:
+def cut_experts(arrays: Arrays, tp: tuple[int, int], fsdp: tuple[int, int], dim: int) -> Arrays:
     """Experts that tensor parallelism cuts."""
     expected = {}
     for layer, (own, name) in itertools.product(range(3), EXPERTS.items()):
         part = chunk(stack(arrays, layer, name), *tp, dim=2 if own == "w2_EDF" else 1)
-        expected[f"layers.{layer}.{INNER}.{own}"] = chunk(part, *fsdp, dim=int(fsdp[0] > 5))
+        expected[f"layers.{layer}.{INNER}.{own}"] = chunk(part, *fsdp, dim=dim)
     return expected
 
 
@@ -203,12 +203,27 @@ def test_experts_are_dealt(shards: int, tp: int, ep: int) -> None:
         assert_equal({name: stored[name] for name in stored if INNER in name}, expected)
 
 
-def test_more_ranks_than_experts_cut_their_columns() -> None:
-    arrays = make(SPARSE)
-    side = torchtitan(SPARSE, ranks=range(6), dp_shard=6)
-    stored = store(side, arrays, 1)
-    expected = cut_experts(arrays, (1, 0), (6, 1))
-    assert_equal({name: stored[name] for name in stored if INNER in name}, expected)
+@pytest.mark.parametrize(
+    ("given", "dim"),
+    [
+        ({"dp_shard": 6}, 1),
+        ({"dp_shard": 4}, 0),
+        ({"dp_shard": 2, "dp_replicate": 3}, 1),
+        ({"dp_shard": 3, "dp_replicate": 2, "ep": 3}, 0),
+        ({"dp_shard": 6, "expert_dim": 0}, 0),
+        ({"dp_shard": 6, "names": "0.2"}, 0),
+        ({"dp_shard": 3, "dp_replicate": 2, "ep": 3, "names": "0.2"}, 1),
+    ],
+)
+def test_fsdp_cuts_columns_of_experts_where_ranks_are_more(given: dict[str, Any], dim: int) -> None:
+    """Of five experts; each version counts other ranks."""
+    world = given["dp_shard"] * given.get("dp_replicate", 1)
+    side = torchtitan(SPARSE, ranks=range(world), **given)
+    stored = store(side, make(SPARSE), 0)
+    (columns,) = (
+        array for name, array in stored.items() if name.startswith("layers.0.moe.") and "w1" in name
+    )
+    assert (columns.shape[1] < 15) == dim
 
 
 def test_stages_have_their_layers() -> None:
@@ -234,6 +249,21 @@ def test_names_of_an_older_version() -> None:
     assert len(stored) == len(newer)
     for new, old in renames.items():
         assert np.array_equal(stored[old], newer[new])
+
+
+@pytest.mark.parametrize("names", ["0.3", "0.2"])
+def test_latent_attention_without_a_query_rank_has_its_own_name(names: str) -> None:
+    """Its wq is in no module for queries, keys and values."""
+    config = {**LLAMA, "model_type": "deepseek_v3"}
+    prefix = "model.layers.0.self_attn."
+    arrays = {
+        f"{prefix}{name}.weight": np.ones((8, 10), np.int64)
+        for name in ("q_proj", "kv_a_proj_with_mqa")
+    }
+    side = torchtitan(config, ranks=range(1), names=names)
+    shapes = hf_shapes(config, entries(arrays))
+    stored = {name for _, name in fill(bind(side, shapes), arrays, 0)}
+    assert stored == {f"layers.0.attention.{name}.weight" for name in ("wq", "wkv_a")}
 
 
 def test_an_engine_stores_even_and_odd_rows_as_its_own_checkpoint() -> None:
