@@ -209,10 +209,10 @@ def test_experts_are_dealt(shards: int, tp: int, ep: int) -> None:
         ({"dp_shard": 6}, 1),
         ({"dp_shard": 4}, 0),
         ({"dp_shard": 2, "dp_replicate": 3}, 1),
-        ({"dp_shard": 3, "dp_replicate": 2, "ep": 3}, 0),
+        ({"dp_shard": 4, "dp_replicate": 2, "ep": 2}, 0),
         ({"dp_shard": 6, "expert_dim": 0}, 0),
         ({"dp_shard": 6, "names": "0.2"}, 0),
-        ({"dp_shard": 3, "dp_replicate": 2, "ep": 3, "names": "0.2"}, 1),
+        ({"dp_shard": 4, "dp_replicate": 2, "ep": 2, "names": "0.2"}, 1),
     ],
 )
 def test_fsdp_cuts_columns_of_experts_where_ranks_are_more(given: dict[str, Any], dim: int) -> None:
