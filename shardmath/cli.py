@@ -173,7 +173,7 @@ def _check_storage(argv: Sequence[str]) -> int:
     parser.add_argument("models", nargs="*", help="of the file; all without any")
     given = parser.parse_args(argv)
     # Only this command needs the families' tables.
-    from shardmath.engines.recorded import compare
+    from shardmath.vectors.recorded import compare
 
     found = compare(given.file, given.models)
     print(found)

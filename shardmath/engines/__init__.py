@@ -1,4 +1,4 @@
-"""Engines: how engines and checkpoints store weights, as rows, and that they do.
+"""Engines: how engines, checkpoints and trainers of Hugging Face models store weights, as rows.
 
 In reading order:
 
@@ -9,6 +9,7 @@ In reading order:
 - `vllm_names`: what a kind of model calls its modules in vLLM, and which of them every pipeline stage has;
 - `vllm_rows`: what each module of vLLM stores, as rows;
 - `vllm_core`: what each rank of a vLLM engine stores, under its own names;
-- `systems`: how a recorded model is declared, and what its loader does otherwise;
-- `recorded`: what the ranks of real trainers and engines stored, beside what rows say that they store.
+- `sglang_rows`: what each module of SGLang stores, as rows;
+- `sglang_core`: what each rank of an SGLang engine stores, under its own names;
+- `torchtitan`: what each rank of a torchtitan trainer stores, under its own names.
 """

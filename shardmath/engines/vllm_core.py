@@ -27,7 +27,7 @@ from shardmath.base.arguments import known
 from shardmath.base.errors import MeshError, StoreError
 from shardmath.engines.config import Config
 from shardmath.engines.vllm_rows import Form, draft_table, table
-from shardmath.storage.stored import Spot, Stored
+from shardmath.storage.stored import Spot, Stored, replicates
 
 __all__ = ["vllm"]
 
@@ -36,7 +36,6 @@ TILES = {"flashinfer_trtllm": 128}
 """Rows and columns of which each rank's part of an expert is made whole, by MoE backend."""
 SWAPS = ("flashinfer_cutlass",)
 """MoE backends that put up before gate once weights are loaded."""
-UNKNOWN = ("refuse", "replicate")
 UNREPEATED = ("gptoss",)
 """Kinds that vLLM does not load on more ranks than there are key heads."""
 VOCAB_MULTIPLE = 64
@@ -72,9 +71,7 @@ def vllm(
     meshes = _make_meshes(tuple(ranks), tp, pp, dp, ep)
     deal = _choose_deal(fields, dp, ep, placement, redundant)
     gated = _choose_gated(backend, processed)
-    if known(unknown, UNKNOWN) is None:
-        raise StoreError(f"unknown={unknown!r}; use one of {', '.join(UNKNOWN)}")
-    form = Form(deal, gated, fields.has_scales, unknown == "replicate")
+    form = Form(deal, gated, fields.has_scales, replicates(unknown))
     make = draft_table if draft else table
     layers = _place_layers(fields, pp, stages)
     experts = _list_expert_numbers(fields, 1 if ep else tp * dp, redundant, backend)

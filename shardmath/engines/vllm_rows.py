@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from shardmath.base.memo import memo
@@ -26,7 +28,21 @@ from shardmath.engines.vllm_names import everywhere, rename
 from shardmath.storage import names, rows
 from shardmath.storage.rows import Row
 
-__all__ = ["Form", "draft_table", "table"]
+__all__ = [
+    "ATTENTION",
+    "EXPERTS",
+    "GATED",
+    "INTERLEAVES",
+    "MLP",
+    "NORMS",
+    "UNKNOWN",
+    "Form",
+    "draft_table",
+    "rename_rows",
+    "table",
+    "write_modules",
+    "write_unknown",
+]
 
 ENDS = """
 model.embed_tokens.weight @pp=0       = model.embed_tokens.weight : (tp n=vocab) h
@@ -210,8 +226,8 @@ def table(kind: str, form: Form) -> tuple[Row, ...]:
     prefix = "model.layers.{l}."
     text = _write_ends(kind) + _write_layer(prefix, prefix, kind, form)
     if form.unknown:
-        text += _write_unknown(prefix, prefix) + f"[ = ]{UNKNOWN}"
-    return _rename(text, kind)
+        text += write_unknown(prefix, prefix) + f"[ = ]{UNKNOWN}"
+    return rename_rows(text, partial(rename, kind))
 
 
 @memo()
@@ -220,8 +236,8 @@ def draft_table(kind: str, form: Form) -> tuple[Row, ...]:
     names = "model.layers.{m}.mtp_block.", "mtp.{m}."
     text = DRAFT + _write_layer(*names, kind, form)
     if form.unknown:
-        text += _write_unknown(*names)
-    return _rename(text, kind)
+        text += write_unknown(*names)
+    return rename_rows(text, partial(rename, kind))
 
 
 def _write_ends(kind: str) -> str:
@@ -240,12 +256,18 @@ def _write_layer(native: str, logical: str, kind: str, form: Form) -> str:
     mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)
     gated = GATED["interleaved" if kind in INTERLEAVES else form.gated]
     experts = EXPERTS.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
-    text = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
-    for modules, own in ((MODULES["attention"], ATTENTION), (MODULES["mlp"], MLP + experts)):
+    own = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
+    return own + write_modules(native, logical, ATTENTION, MLP + experts, scales=form.scales)
+
+
+def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
+    """These rows under each name that models give their modules."""
+    text = ""
+    for modules, own in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
         # A row may go over several lines here, of which a table has one each.
         joined = own.replace(":\n    (", ": (")
-        text += "\n".join(heads) + joined + _write_scales(joined) * form.scales
+        text += "\n".join(heads) + joined + _write_scales(joined) * scales
     return text
 
 
@@ -258,17 +280,17 @@ def _write_scales(text: str) -> str:
     return "\n".join(scaled) + "\n"
 
 
-def _write_unknown(native: str, logical: str) -> str:
+def write_unknown(native: str, logical: str) -> str:
     """Rows of all else in a layer, module by module, so that a kind's names for modules are put in."""
     modules = ("self_attn.", "mlp.", "mixer.", "")
     return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 
 
-def _rename(text: str, kind: str) -> tuple[Row, ...]:
-    """The rows with the kind's names for what ranks store."""
+def rename_rows(text: str, rename: Callable[[str], str]) -> tuple[Row, ...]:
+    """The rows with a kind's names for what ranks store."""
     renamed = []
     # Once heads and rows are one name, so that mlp.gate can be told from other gates.
     for row in rows.parse(text):
-        name = rename(kind, str(row.native))
+        name = rename(str(row.native))
         renamed.append(dataclasses.replace(row, native=names.parse(name)))
     return tuple(renamed)

@@ -3,6 +3,7 @@
 In reading order:
 
 - `hf`: Hugging Face's names;
+- `hf_plans`: which part of each parameter a rank loads where transformers carries its plans out;
 - `styles`: how tensor parallelism divides which layer;
 - `rules`: which tensors of a model lie how, in one line of text;
 - `megatron`: what the ranks of a Megatron trainer hold;

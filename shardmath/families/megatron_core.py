@@ -26,7 +26,7 @@ from shardmath.base.errors import MeshError, StoreError
 from shardmath.families.megatron_rows import table
 from shardmath.families.megatron_shapes import Config, logical_shapes
 from shardmath.storage import rows
-from shardmath.storage.stored import Spot, Stored
+from shardmath.storage.stored import Spot, Stored, replicates
 
 __all__ = ["logical_shapes", "megatron", "pad_vocab"]
 
@@ -56,17 +56,20 @@ def megatron(
     experts: str | None = None,
     vocab: int | None = None,
     vocab_multiple: int = 128,
+    unknown: str = "refuse",
 ) -> Stored:
     """How the ranks of a trainer store a model of this TransformerConfig.
 
     `etp` is tp if not given, `vpp` the virtual stages of a rank, `spec` "te" or "local", `experts` "grouped",
-    "sequential" or "legacy", found from the configuration if not given, `vocab` the vocabulary before it is padded.
+    "sequential" or "legacy", found from the configuration if not given, `vocab` the vocabulary before it is padded,
+    `unknown` "refuse" or "replicate".
     Raises MeshError where ranks do not factor, StoreError where layers do not fall to stages.
     """
     fields = Config(config)
     sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": tp if etp is None else etp}
     meshes = _make_meshes(tuple(ranks), sizes, order)
-    text = table(spec, experts or _find_experts(fields, spec))
+    stacked = experts or _find_experts(fields, spec)
+    text = table(spec, stacked, unknown=replicates(unknown))
     if fields.get("is_hybrid_model"):
         text = text.replace("decoder.final_layernorm", "decoder.final_norm")
     numbers = {}

@@ -123,9 +123,21 @@ Legacy experts are declared flat, (h, e n), and multiplied as the stack that the
 `weight1.view(e, h, -1)` and `weight2.view(e, -1, h)`.
 """
 
+UNKNOWN = """
+[decoder.layers.{l}.self_attention. = model.layers.{l}.self_attn.]
+[mtp.layers.{m}.transformer_layer.self_attention. = mtp.{m}.self_attn.] @pp=-1
+...                                    = ...
+[decoder.layers.{l}. = model.layers.{l}.]
+[mtp.layers.{m}.transformer_layer. = mtp.{m}.] @pp=-1
+...                                    = ...
+[ = ]
+...                                    = ...
+"""
+"""Every other tensor is whole on each rank that has its layer, under its own name."""
 
-def table(spec: str = "te", experts: str = "sequential") -> str:
-    """The rows of a model with this layer spec and these experts.
+
+def table(spec: str = "te", experts: str = "sequential", *, unknown: bool = False) -> str:
+    """The rows of a model with this layer spec and these experts; with `unknown` of all other tensors too.
 
     Raises StoreError for a name that is neither.
     """
@@ -136,4 +148,5 @@ def table(spec: str = "te", experts: str = "sequential") -> str:
             f"spec={spec!r}, experts={experts!r}; use one of {', '.join(SPECS)}, "
             f"and one of {', '.join(EXPERTS)}"
         )
-    return ENDS + HEADS + SPECS[own] + LAYERS + NORMS + EXPERTS[routed]
+    layers = HEADS + SPECS[own] + LAYERS + NORMS + EXPERTS[routed]
+    return ENDS + layers + UNKNOWN * unknown

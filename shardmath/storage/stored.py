@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 from shardmath.algebra.mesh import Mesh
+from shardmath.base.arguments import known
 from shardmath.base.errors import StoreError
 from shardmath.layouts.layout import Layout
 from shardmath.storage import rows
 from shardmath.storage.rows import Row
 
-__all__ = ["Shapes", "Side", "Slot", "Spot", "Stored"]
+__all__ = ["Shapes", "Side", "Slot", "Spot", "Stored", "replicates"]
 
+UNKNOWN = ("refuse", "replicate")
 Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
 """Global shape and dtype of each logical tensor, by name."""
 
@@ -133,3 +135,14 @@ def _check_axes(meshes: tuple[Mesh, ...]) -> None:
                         f"rank {rank} is at {axis}={before} of one mesh and at {axis}={coordinate} "
                         f"of another; give other ranks, or the axis another name"
                     )
+
+
+def replicates(unknown: str) -> bool:
+    """Whether tensors that no row knows are whole on each rank, and not refused.
+
+    Raises StoreError for a word that says neither.
+    """
+    if known(unknown, UNKNOWN) is None:
+        listed = ", ".join(UNKNOWN)
+        raise StoreError(f"unknown={unknown!r}; use one of {listed}")
+    return unknown == "replicate"

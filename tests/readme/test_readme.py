@@ -58,7 +58,10 @@ RECIPE = re.compile(r"^demo:.*\n\t@\$\(BIN\)/python (.*)$", re.M)
 """What `make demo` runs once everything is installed, which is no task for a test."""
 DEEP = re.compile(r"\b(?:from|import) (shardmath(?:_torch)?\.[\w.]+)")
 PUBLIC = {
+    "shardmath.engines",
+    "shardmath.engines.sglang_core",
     "shardmath.families",
+    "shardmath.families.hf_plans",
     "shardmath.families.megatron",
     "shardmath.families.megatron_core",
     "shardmath.families.megatron_shapes",

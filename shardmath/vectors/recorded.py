@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.base.errors import ShardError, StoreError
-from shardmath.engines.systems import System, find_system
 from shardmath.storage.binding import Bound
 from shardmath.storage.filling import fill, gather
+from shardmath.vectors.systems import System, find_system
 
 __all__ = ["Comparison", "Difference", "Recorded", "compare"]
 

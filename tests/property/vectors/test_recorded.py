@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from shardmath import StoreError, cli
-from shardmath.engines import systems
-from shardmath.engines.recorded import Recorded, compare
+from shardmath.vectors import systems
+from shardmath.vectors.recorded import Recorded, compare
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 MEGATRON = VECTORS / "megatron_storage.json.gz"
 VLLM = VECTORS / "vllm_storage.json.gz"
+SGLANG = VECTORS / "sglang_storage.json.gz"
+TORCHTITAN = VECTORS / "torchtitan_storage.json.gz"
 
 
 @pytest.mark.parametrize("model", Recorded(MEGATRON).models)
@@ -108,6 +110,20 @@ def test_vllm_stores_what_its_rows_say(model: str) -> None:
     assert found.total and not found.differences, str(found)
 
 
+@pytest.mark.parametrize("model", Recorded(SGLANG).models)
+def test_sglang_stores_what_its_rows_say(model: str) -> None:
+    found = compare(SGLANG, [model])
+    assert found.total and not found.differences, str(found)
+
+
+def test_all_entries_of_sglang_are_compared() -> None:
+    file = Recorded(SGLANG)
+    layouts = [layout for model in file.models.values() for layout in model["layouts"].values()]
+    ranks = [rank for layout in layouts for rank in layout["ranks"]]
+    assert len(layouts) == 72
+    assert sum(len(chunk) for rank in ranks for chunk in rank["chunks"]) == 4152
+
+
 def test_a_model_that_cannot_be_read_is_all_different(tmp_path: Path) -> None:
     """A configuration with other heads than its tensors have."""
     data = json.loads(gzip.decompress(VLLM.read_bytes()))
@@ -118,3 +134,9 @@ def test_a_model_that_cannot_be_read_is_all_different(tmp_path: Path) -> None:
     assert {one.model for one in found.differences} == {"phi3"}
     assert found.total - found.equal == len(found.differences)
     assert "positions are not q=30" in found.differences[0].why
+
+
+@pytest.mark.parametrize("model", Recorded(TORCHTITAN).models)
+def test_torchtitan_stores_what_its_rows_say(model: str) -> None:
+    found = compare(TORCHTITAN, [model])
+    assert found.total and not found.differences, str(found)

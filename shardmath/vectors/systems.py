@@ -15,13 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.engines import hf_core
+from shardmath.engines import torchtitan as titan
+from shardmath.engines.sglang_core import sglang
 from shardmath.engines.vllm_core import vllm
 from shardmath.families.megatron_core import megatron, pad_vocab
 from shardmath.families.megatron_shapes import logical_shapes
 from shardmath.storage.binding import Bound, bind
 from shardmath.storage.stored import Shapes, Stored
 
-__all__ = ["Megatron", "System", "Vllm", "find_system"]
+__all__ = ["Megatron", "Sglang", "System", "Torchtitan", "Vllm", "find_system"]
 
 _Ids: TypeAlias = NDArray[np.int64]
 _Json: TypeAlias = Mapping[str, Any]
@@ -30,6 +32,7 @@ VOCAB = 100
 """Words of every model that was recorded with Megatron, before padding."""
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 """Where a word of a class's name begins."""
+SGLANG_SIZES = ("tp", "pp", "ep", "attn_dp", "attn_cp", "moe_dp")
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -97,8 +100,8 @@ class Megatron:
         return arrays
 
 
-class Vllm:
-    """A model of vLLM; its reference is a Hugging Face checkpoint."""
+class _Checkpoint:
+    """A model whose reference is a Hugging Face checkpoint."""
 
     reshapes = False
 
@@ -111,6 +114,50 @@ class Vllm:
         natives = {name: (shape, "int64") for name, shape in ref.items()}
         shapes = hf_core.logical_shapes(self.config, natives)
         return bind(hf_core.hf_checkpoint(self.config, ref), shapes)
+
+
+class Sglang(_Checkpoint):
+    """A model of SGLang."""
+
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """What the ranks of a layout store."""
+        given = layout["layout"]
+        sizes = {name: given.get(name, 1) for name in SGLANG_SIZES}
+        side = sglang(
+            self.config,
+            ranks=range(sizes["tp"] * sizes["pp"]),
+            moe_dense_tp=given.get("moe_dense_tp_size"),
+            dp_lm_head=given.get("enable_dp_lm_head", False),
+            whole_shared="SGLANG_SHARED_EXPERT_TP1" in given,
+            **sizes,
+        )
+        return bind(side, shapes)
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The arrays themselves."""
+        return arrays
+
+
+class Torchtitan(_Checkpoint):
+    """A model of torchtitan."""
+
+    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
+        """How the checkpoint stores the logical tensors that its shapes say."""
+        natives = {name: (shape, "int64") for name, shape in ref.items()}
+        shapes = titan.logical_shapes(self.config, natives)
+        return bind(titan.checkpoint(self.config, ref), shapes)
+
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """What one rank stores."""
+        return bind(titan.torchtitan(self.config, ranks=range(1)), shapes)
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The arrays themselves."""
+        return arrays
+
+
+class Vllm(_Checkpoint):
+    """A model of vLLM."""
 
     def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
         """What the ranks of a layout store: of the model, or of its layers that predict further tokens."""
@@ -169,4 +216,12 @@ def _name_kind(name: str) -> str:
 
 def find_system(meta: _Json) -> Callable[[_Json], System]:
     """Who recorded the file."""
-    return Vllm if "vllm" in meta else Megatron
+    named: dict[str, Callable[[_Json], System]] = {
+        "vllm": Vllm,
+        "sglang": Sglang,
+        "torchtitan": Torchtitan,
+    }
+    for name, system in named.items():
+        if name in meta:
+            return system
+    return Megatron
