@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardmath.engines.recorded import Recorded
+from shardmath.vectors.recorded import Recorded
 from tests.references import checkpoint, megatron, vllm
 from tests.references.shapes import shapes_of
 
