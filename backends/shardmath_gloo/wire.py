@@ -24,7 +24,7 @@ from shardmath_torch.agreement import threads
 from shardmath_torch.agreement.wire import PeerFailure, Pending, check_is_torchs, says_ended
 from shardmath_torch.compat import Group
 
-__all__ = ["GlooWire"]
+__all__ = ["LONG", "GlooWire"]
 
 OURS = 1 << 30
 """In the tag of each of our messages, so that they never meet the caller's own."""

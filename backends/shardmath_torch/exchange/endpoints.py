@@ -5,11 +5,13 @@
    tensors that lie alike.
 2. A message whose views are one **contiguous** view needs no packing: it is sent from, or received
    into, the tensor itself. Pieces that are folded into what is there are never received in place.
-3. Other messages go through staging: a block of bytes, at least as large as the round that needs
+3. Over some wires large pieces are messages of their own (`apart`), so that those go in place that
+   are contiguous. Both ends divide a message alike, by the sizes of its pieces.
+4. Other messages go through staging: a block of bytes, at least as large as the round that needs
    most of it. Each message of a round has its own part of the block.
-4. A message is read from source tensors, or, where it is relayed (`Message.relayed`), from
+5. A message is read from source tensors, or, where it is relayed (`Message.relayed`), from
    destination tensors.
-5. Copies move words (`dtypes.words`), so every element type moves bit by bit. A move allocates
+6. Copies move words (`dtypes.words`), so every element type moves bit by bit. A move allocates
    views, no memory.
 
 >>> rows = locate("w", (8, 1), (slice(2, 4), slice(0, 8)), (2, 8))
@@ -22,14 +24,15 @@ StridedView(key='w', shape=(16,), strides=(1,), offset=16)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shardmath.algebra.mesh import strides as row_major
-from shardmath.programs.messages import Message, Round, align
+from shardmath.plans.plan import Transfer
+from shardmath.programs.messages import Message, Round, align, make_message
 
 __all__ = [
     "BoundRound",
@@ -113,9 +116,35 @@ def _is_contiguous(view: StridedView) -> bool:
     return all(n == 1 or step == packed for n, step, packed in dims)
 
 
-def bind(rounds: Iterable[Round], src: Strides, dst: Strides) -> tuple[BoundRound, ...]:
-    """The rounds, for source and destination tensors of these strides."""
+def bind(
+    rounds: Iterable[Round], src: Strides, dst: Strides, apart: int | None = None
+) -> tuple[BoundRound, ...]:
+    """The rounds, for source and destination tensors of these strides.
+
+    Pieces of at least `apart` bytes are messages of their own; none are if it is None.
+    """
+    if apart is not None:
+        rounds = [_set_apart(one, apart) for one in rounds]
     return tuple(_bind_round(one, src, dst) for one in rounds)
+
+
+def _set_apart(one: Round, apart: int) -> Round:
+    """The round with large pieces in messages of their own."""
+    sends = [part for message in one.sends for part in _divide(message, apart)]
+    receives = [part for message in one.receives for part in _divide(message, apart)]
+    return one._replace(sends=tuple(sends), receives=tuple(receives))
+
+
+def _divide(message: Message, apart: int) -> Iterator[Message]:
+    """The message in parts: each large piece, and what stands between them."""
+    parts: list[list[Transfer]] = [[]]
+    for piece in message.pieces:
+        if piece.nbytes >= apart:
+            parts += [piece], []
+        else:
+            parts[-1].append(piece)
+    for part in filter(None, parts):
+        yield make_message(message.step, message.src_rank, message.dst_rank, message.leg, part)
 
 
 def count_staging_bytes(rounds: Iterable[BoundRound]) -> int:

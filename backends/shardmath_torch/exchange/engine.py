@@ -36,10 +36,15 @@ _OnItsWay: TypeAlias = tuple[Endpoint, Pending]
 
 
 class Exchange:
-    """The engine of both transports. `fence` says how a move waits for the one that had its staging before."""
+    """The engine of both transports.
 
-    def __init__(self, task: Task, fence: Fence | None = None) -> None:
+    `fence` says how a move waits for the one that had its staging before, `apart` from how many bytes on a piece is a
+    message of its own.
+    """
+
+    def __init__(self, task: Task, fence: Fence | None = None, apart: int | None = None) -> None:
         self._task = task
+        self._apart = apart
         self._fence = fence or Fence()
         self._bound_to: object = None
         self._rounds: tuple[BoundRound, ...] = ()
@@ -67,7 +72,7 @@ class Exchange:
         if wanted != self._bound_to:
             # Bound to nothing until all is found: an interrupt in between leaves half of it.
             self._bound_to = None
-            self._rounds = bind(self._task.part.rounds, src_strides, dst_strides)
+            self._rounds = bind(self._task.part.rounds, src_strides, dst_strides, self._apart)
             self._staging = staging_of(self._task.group, device)
             self._needed = count_staging_bytes(self._rounds)
             self._bound_to = wanted

@@ -243,3 +243,16 @@ def test_moving_again_moves_what_is_there_now(pool: Pool) -> None:
     for i, (_, wanted) in enumerate(cases):
         for rank, named in wanted.items():
             assert got[rank][i] == named
+
+
+def test_long_pieces_go_in_place_beside_short_ones(pool: Pool) -> None:
+    """Whole rows of 2 MB are messages of their own; columns and short rows between them share staging."""
+    here, there = sm.Mesh(tp=2), sm.Mesh(tp=2, ranks=(2, 3))
+    shapes = {"a": (1024, 1024), "b": (6, 4), "c": (64, 8), "d": (1024, 1024), "e": (3,)}
+    src = {name: sm.Layout(shape, here, "(tp n) ...") for name, shape in shapes.items()}
+    dst = {name: sm.Layout(shape, there, "(tp n) ...") for name, shape in shapes.items()}
+    dst["c"] = sm.Layout(shapes["c"], there, "n (tp h)")
+    case, wanted = make_case(sm.plan(src, dst))
+    check(pool, [(case, wanted)])
+    for seen in pool.run(staging, case, 1):
+        assert seen == [] or seen[0][0] < 1 << 12
