@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -54,7 +53,7 @@ REFUSED = {
 
 FUNCTIONS = (".mixer.A", ".mamba.A")
 LARGEST_S = 10.0
-"""Of one rank of Qwen3-30B-A3B, recorded."""
+"""Of a processor, to record one rank of Qwen3-30B-A3B and to bind what was recorded."""
 
 
 def record(
@@ -191,17 +190,16 @@ def describe_qwen3_30b() -> tuple[Any, checkpoints.Shapes]:
 def test_a_rank_of_qwen3_30b_is_recorded_in_seconds(tmp_path: Path) -> None:
     config, shapes = describe_qwen3_30b()
     config.save_pretrained(tmp_path)
-    start = time.perf_counter()
     with engine.built(tmp_path, 1, 4) as model:
-        built = time.perf_counter()
+        start = time.process_time()
         found = smt.record(model.load_weights, shapes, model, form="pairs")
-    recorded = time.perf_counter()
+    recorded = time.process_time()
     seen = sm.RecordedSide({0: found}).bind(shapes)
-    bound = time.perf_counter()
+    bound = time.process_time()
     print(
-        f"Qwen3-30B-A3B, rank 1 of TP 4, {len(shapes)} tensors: built {built - start:.1f} s, "
-        f"recorded {recorded - built:.1f} s, bound {bound - recorded:.1f} s"
+        f"Qwen3-30B-A3B, rank 1 of TP 4, {len(shapes)} tensors: "
+        f"recorded in {recorded - start:.1f} s, bound in {bound - recorded:.1f} s"
     )
     assert {native.way for native in found.natives} == {"views", ""}
     assert len(seen.slots(0)) == len(shapes)
-    assert recorded - built < LARGEST_S * torch.get_num_threads()
+    assert bound - start < LARGEST_S

@@ -24,12 +24,14 @@ def run_alone(task: Any, *args: Any) -> Any:
         pool.close()
 
 
-@pytest.mark.parametrize("model", ["llama"])
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
 def test_tokens_are_those_of_an_engine_started_on_the_checkpoint(
     model: str, tmp_path: Path
 ) -> None:
     # A head is 32 wide at least, which vLLM's attention on a CPU asks for.
     wide = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 32}
+    if "moe" in model:
+        wide["moe_intermediate_size"] = 64
     first, then = (
         checkpoints.save(fields(model, **wide), tmp_path / str(seed), seed) for seed in range(2)
     )

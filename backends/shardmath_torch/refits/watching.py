@@ -63,6 +63,9 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         """Note the operation, and carry it out unless it writes into a target."""
         own = dict(kwargs or {})
+        # Views are in memory that is known already, and a loader makes several for each copy.
+        if _makes_views(func):
+            return func(*args, **own)
         written = _find_written(func, args, own)
         if written is not None:
             return self._write(func, written, args, own)
@@ -140,7 +143,7 @@ class Watch(TorchDispatchMode):
     def _follow(self, func: Any, known: list[Tensor], result: Any) -> None:
         """What is known of the results of an operation on what is known."""
         for made in _list_tensors(result):
-            # Views are in memory that is known already.
+            # Some operations return what they were given.
             if key_of(made) not in self._contents:
                 self._keep(made, self._copy(func, known, made))
                 before = self._made.get(key_of(known[0]), ())
@@ -175,6 +178,13 @@ def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         if isinstance(value, Tensor):
             return value
     return None
+
+
+@functools.cache
+def _makes_views(func: Any) -> bool:
+    """Whether all results are views of what the operation is given."""
+    results = [result.alias_info for result in func._schema.returns]
+    return bool(results) and all(alias and not alias.is_write for alias in results)
 
 
 @functools.cache
