@@ -1,7 +1,8 @@
 """Cases: models whose checkpoints vLLM loads, tiny, by transformers' names.
 
->>> sorted(fields("deepseek_v3", layers=3)) == sorted({**SIZES, **MODELS["deepseek_v3"], "model_type": ""})
-True
+>>> given = fields("llama-tied", num_hidden_layers=1)
+>>> given["model_type"], given["tie_word_embeddings"], given["num_hidden_layers"]
+('llama', True, 1)
 """
 
 from __future__ import annotations

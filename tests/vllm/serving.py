@@ -25,7 +25,7 @@ from shardmath.storage import Stored, parse
 from tests.vllm import checkpoints, engine
 from tests.vllm.cases import VOCAB
 
-__all__ = ["generate", "reload", "start"]
+__all__ = ["generate", "load_again", "reload", "start"]
 
 CHECKPOINT = "... = ..."
 
@@ -62,6 +62,21 @@ def reload(first: Path, then: Path) -> tuple[list[list[int]], list[list[int]]]:
     llm.apply_model(lambda model: _hand_over(model, llm, filled))
     llm.reset_prefix_cache()
     return before, generate(llm)
+
+
+def load_again(first: Path, then: Path) -> list[list[int]]:
+    """The tokens of an engine on one checkpoint once vLLM itself has loaded another."""
+    llm = start(first)
+    generate(llm)
+
+    def load(model: nn.Module) -> None:
+        initialize_layerwise_reload(model)
+        model.load_weights(checkpoints.read(then))
+        finalize_layerwise_reload(model, llm.llm_engine.model_config)
+
+    llm.apply_model(load)
+    llm.reset_prefix_cache()
+    return generate(llm)
 
 
 def _refit(

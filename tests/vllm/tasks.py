@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["generate", "refit", "reload"]
+__all__ = ["generate", "load_again", "refit", "reload"]
 
 
 def refit(rank: int, folders: list[Path]) -> list[list[str]]:
@@ -27,3 +27,10 @@ def reload(rank: int, first: Path, then: Path) -> Any:
     from tests.vllm import serving
 
     return serving.reload(first, then)
+
+
+def load_again(rank: int, first: Path, then: Path) -> list[list[int]]:
+    """The greedy tokens of an engine on one checkpoint, once vLLM itself has loaded another."""
+    from tests.vllm import serving
+
+    return serving.load_again(first, then)
