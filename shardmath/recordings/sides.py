@@ -28,6 +28,7 @@ from shardmath.base.dtypes import canonical
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.base.public import public
 from shardmath.layouts.layout import Layout, intern
+from shardmath.recordings.pieces import Piece
 from shardmath.recordings.recorded import Native, Recorded, show
 from shardmath.recordings.views import View
 from shardmath.storage.fitting import fit, from_holdings
@@ -147,12 +148,19 @@ def _hold(recorded: Recorded, tensors: Shapes) -> _Held:
     """What one rank holds of these tensors."""
     faults = []
     views: dict[str, tuple[Native, View]] = {}
+    # Made anew at each look, of as many tensors as a model has.
+    shapes = recorded.shapes
+    make = _Views()
     for name, holders in _find_holders(recorded, tensors).items():
+        recorded_as = shapes[name]
+        native = holders[0].native
         try:
-            _check_entry(name, recorded.shapes[name], tensors[name])
-            views[name] = holders[0], _make_view(name, recorded.shapes[name][0], holders)
+            _check_entry(name, recorded_as, tensors[name])
+            view = make.find(name, recorded_as[0], holders)
         except StoreError as error:
             faults.append(str(error))
+        else:
+            views[name] = native, view
     return _Held(*_make_parts(recorded, views), faults)
 
 
@@ -163,26 +171,58 @@ def _check_entry(name: str, recorded: Entry, given: Entry) -> None:
         raise StoreError(f"{name!r} was recorded as {recorded}, and is {wanted}; record it so")
 
 
-def _make_view(name: str, shape: _Shape, holders: Sequence[Native]) -> View:
-    """The tensor in what stores it. Raises StoreError where it is no view, and where two store it."""
-    first, *others = holders
-    if others:
-        again = others[0].label
-        raise StoreError(f"{name!r} lies in {first.label!r} and again in {again!r}; record one")
-    pieces = [piece for piece in first.pieces if piece.tensor == name]
-    try:
-        return View(first.shape, shape, pieces)
-    except StoreError as error:
-        raise StoreError(f"{name!r} is not a view of {first.label!r}: {error}") from None
+class _Holder(NamedTuple):
+    """A stored tensor, and the pieces in it of one logical tensor."""
+
+    native: Native
+    pieces: list[Piece]
 
 
-def _find_holders(recorded: Recorded, tensors: Shapes) -> dict[str, list[Native]]:
+class _Views:
+    """Tensors in what stores them. Layers that are alike have equal views, each of which is made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, View] = {}
+
+    def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> View:
+        """A tensor's view. Raises StoreError where it is none, and where two store it."""
+        first, *others = holders
+        stored = first.native
+        if others:
+            again = others[0].native.label
+            raise StoreError(
+                f"{name!r} lies in {stored.label!r} and again in {again!r}; record one"
+            )
+        try:
+            return self._make(stored.shape, shape, first.pieces)
+        except StoreError as error:
+            raise StoreError(f"{name!r} is not a view of {stored.label!r}: {error}") from None
+
+    def _make(self, stored: _Shape, shape: _Shape, pieces: Sequence[Piece]) -> View:
+        placed = []
+        for piece in pieces:
+            placed.append((piece.cell, piece.element, piece.blocks))
+        key = stored, shape, tuple(placed)
+        known = self._known.get(key)
+        if known is None:
+            known = View(stored, shape, pieces)
+            self._known[key] = known
+        return known
+
+
+def _find_holders(recorded: Recorded, tensors: Shapes) -> dict[str, list[_Holder]]:
     """The stored tensors in which each of these lies."""
-    holders: dict[str, list[Native]] = {}
+    holders: dict[str, list[_Holder]] = {}
     for native in recorded.natives:
-        for name in dict.fromkeys(piece.tensor for piece in native.pieces):
-            if name in tensors:
-                holders.setdefault(name, []).append(native)
+        by_tensor: dict[str, list[Piece]] = {}
+        for piece in native.pieces:
+            own = by_tensor.setdefault(piece.tensor, [])
+            own.append(piece)
+        for name, pieces in by_tensor.items():
+            if name not in tensors:
+                continue
+            listed = holders.setdefault(name, [])
+            listed.append(_Holder(native, pieces))
     return holders
 
 

@@ -4,6 +4,7 @@ stands under them.
 1. `python` blocks of a page run in order in one module of its own, in an empty folder; a `text` block right after one
    is what it prints.
 2. A `python` block whose first line is `# name.py` is a file, which commands of that page may run.
+   One whose first line is `# name.py, in .venv-NAME` is run by the tests of that environment, and not here.
 3. `console` blocks are commands with their output, run where the files of their page are. What `torchrun` starts is
    forked, but for the README's, which torch's own `torchrun` starts.
 4. `sh` blocks are commands with words to fill in; they must at least exist.
@@ -38,6 +39,7 @@ MOST_LINES = 150
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 PROGRAM = re.compile(r"# (\w+\.py)\n")
+ELSEWHERE = re.compile(r"# (\w+)\.py, in (\.venv-\w+)\n")
 DIFFERS = (
     (re.compile(r"^\[.*\n", re.M), ""),
     (re.compile(r"\d[\d.]* (ms|us|s|.?B/s)(?!\w)"), "TIME"),
@@ -141,7 +143,7 @@ def test_python(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     found = blocks(page)
     for block, after in zip(found, [*found[1:], Block(page, 0, "", "")], strict=True):
-        if block.language != "python" or PROGRAM.match(block.text):
+        if block.language != "python" or PROGRAM.match(block.text) or ELSEWHERE.match(block.text):
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -184,6 +186,17 @@ def test_programs_are_run() -> None:
         for block in of(page, "python"):
             program = PROGRAM.match(block.text)
             assert program is None or program[1] in run, f"{page}, line {block.line}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_programs_of_other_environments_are_run_there(page: str) -> None:
+    """Tests of that environment name the program and the page."""
+    for block in of(page, "python"):
+        program = ELSEWHERE.match(block.text)
+        if program:
+            folder = program[2].removeprefix(".venv-")
+            tests = [path.read_text() for path in (ROOT / "tests" / folder).glob("test_*.py")]
+            assert any(program[1] in text and page in text for text in tests), f"line {block.line}"
 
 
 def test_make_targets_exist() -> None:

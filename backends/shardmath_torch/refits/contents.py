@@ -23,7 +23,7 @@ from shardmath.base.errors import StoreError
 from shardmath.recordings.boxes import Box, align
 from shardmath.recordings.pieces import Block, Piece
 
-__all__ = ["Content"]
+__all__ = ["BLANK", "Content", "is_dense"]
 
 _Shape: TypeAlias = tuple[int, ...]
 
@@ -75,11 +75,13 @@ class Content:
 
     def copied(self, view: Tensor, copy: Tensor, made: str = "") -> Content | None:
         """What a copy of the view has in its own memory; None where that is no one set of strides."""
+        if not is_dense(copy):
+            return None
         try:
             pieces = self.read(view, copy)
         except StoreError:
             return None
-        if len(pieces) != 1 or not _is_dense(copy):
+        if len(pieces) != 1:
             return None
         (piece,) = pieces
         shape = tuple(count for count, _, _ in piece.blocks)
@@ -88,7 +90,11 @@ class Content:
         return Content(self.tensor, shape, strides, piece.element, operations)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+BLANK = Content("", (), (), 0)
+"""Memory that was filled with a constant: nothing of a logical tensor."""
+
+
+def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor is all of its memory."""
     cells = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.storage_offset() == 0 and cells == tensor.numel()

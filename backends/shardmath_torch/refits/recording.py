@@ -114,18 +114,19 @@ class _Recording:
         try:
             with watch:
                 self._call({name: partial(_give, tensor) for name, tensor in sources.items()})
-            found = {name: self._list_writes(watch, name) for name in kept.targets}
+            now = kept.find()
+            found = {name: self._list_writes(watch, name, now) for name in kept.targets}
         finally:
             kept.put_back()
         return {name for name, writes in found.items() if not self._take(name, writes)}
 
-    def _list_writes(self, watch: Watch, name: str) -> list[Write]:
-        """What was written into a target, or put in its place."""
+    def _list_writes(self, watch: Watch, name: str, now: Mapping[str, Tensor]) -> list[Write]:
+        """What was written into a target, or put in its place, where these are now."""
         target = self.kept.targets[name]
-        now = self.kept.find().get(name, target)
-        if key_of(now) != key_of(target):
+        own = now.get(name, target)
+        if key_of(own) != key_of(target):
             where = torch.empty(target.shape, dtype=target.dtype, device="meta")
-            return [watch.explain(now, where)]
+            return [watch.explain(own, where)]
         writes = watch.writes[key_of(target)]
         if target.is_contiguous():
             return [_shift(write, target) for write in writes]

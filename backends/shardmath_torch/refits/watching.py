@@ -4,21 +4,22 @@
    the strides of both sides.
 2. Copies and casts of views are followed, and operations that work element by element are followed under their names.
    Anything else makes memory of which nothing is known; a target into which it is copied is not explained.
+3. A target that was written as a whole may be read again: some loaders store first, and then a function of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmath.base.errors import StoreError
-from shardmath.recordings.pieces import Piece
-from shardmath_torch.refits.contents import Content
+from shardmath.recordings.pieces import Piece, overlap
+from shardmath_torch.refits.contents import BLANK, Content, is_dense
 from shardmath_torch.refits.targets import key_of
 
 __all__ = ["Watch", "Write"]
@@ -62,6 +63,9 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         """Note the operation, and carry it out unless it writes into a target."""
         own = dict(kwargs or {})
+        # Views are in memory that is known already, and a loader makes several for each copy.
+        if _makes_views(func):
+            return func(*args, **own)
         written = _find_written(func, args, own)
         if written is not None:
             return self._write(func, written, args, own)
@@ -82,9 +86,7 @@ class Watch(TorchDispatchMode):
         if key in self.writes:
             self._note(func, into, args)
             return into
-        self._alive.append(into)
-        self._contents[key] = None
-        self._itemsize[key] = into.element_size()
+        self._keep(into, BLANK if _is_blank(func) and is_dense(into) else None)
         self._made[key] = (str(func),)
         return func(*args, **own)
 
@@ -94,6 +96,8 @@ class Watch(TorchDispatchMode):
         made = self._made.get(key_of(tensor), ())
         if content is None or self._itemsize[key_of(tensor)] != tensor.element_size():
             return Write(None, made)
+        if content is BLANK:
+            return Write((), ())
         try:
             return Write(tuple(content.read(tensor, into)), content.made)
         except (StoreError, RuntimeError):
@@ -101,18 +105,45 @@ class Watch(TorchDispatchMode):
 
     def _note(self, func: Any, target: Tensor, args: tuple[Any, ...]) -> None:
         """A write into a target."""
-        name = func.overloadpacket.__name__
-        if name in BLANKS:
-            return
+        key = key_of(target)
         write = Write(None, (str(func),))
-        if name == "copy_":
+        content = None
+        if _is_blank(func):
+            write = Write((), ())
+        elif func is aten.copy_.default:
             write = self.explain(args[1], target)
-        self.writes[key_of(target)].append(write)
+            content = self._content_of_copy(args[1], target)
+        if write.pieces == ():
+            if not self._is_written(target):
+                return
+            # What it held is gone, and what of it is left is read from numbers.
+            write = Write(None, (str(func),))
+        self.writes[key].append(write)
+        self._keep(target, content)
+        self._made[key] = write.made
+
+    def _content_of_copy(self, source: Tensor, target: Tensor) -> Content | None:
+        """What a target has once the source was copied into it, if it is all of its memory."""
+        content = self._contents.get(key_of(source))
+        if content is None or self._itemsize[key_of(source)] != source.element_size():
+            return None
+        return content.copied(source, target)
+
+    def _is_written(self, target: Tensor) -> bool:
+        """Whether one of these cells, or of cells of which it is not known, was written before."""
+        blocks = [(n, stride, 0) for n, stride in zip(target.shape, target.stride(), strict=True)]
+        cells = Piece("", int(target.storage_offset()), 0, tuple(blocks))
+        for write in self.writes[key_of(target)] if target.numel() else ():
+            if write.pieces is None:
+                return True
+            if any(overlap((cells, piece), 1) is not None for piece in write.pieces):
+                return True
+        return False
 
     def _follow(self, func: Any, known: list[Tensor], result: Any) -> None:
         """What is known of the results of an operation on what is known."""
         for made in _list_tensors(result):
-            # Views are in memory that is known already.
+            # Some operations return what they were given.
             if key_of(made) not in self._contents:
                 self._keep(made, self._copy(func, known, made))
                 before = self._made.get(key_of(known[0]), ())
@@ -126,6 +157,8 @@ class Watch(TorchDispatchMode):
             return None
         if self._itemsize[key_of(source)] != source.element_size():
             return None
+        if before is BLANK:
+            return BLANK if func in COPIES else None
         return before.copied(source, made, "" if func in COPIES else str(func))
 
     def _keep(self, tensor: Tensor, content: Content | None) -> None:
@@ -134,20 +167,45 @@ class Watch(TorchDispatchMode):
         self._itemsize[key_of(tensor)] = tensor.element_size()
 
 
+def _is_blank(func: Any) -> bool:
+    return func.overloadpacket.__name__ in BLANKS
+
+
 def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor that the operation writes into, if it does."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            if isinstance(value, Tensor):
-                return value
+    for i, name in _list_written(func):
+        value = args[i] if i < len(args) else kwargs.get(name)
+        if isinstance(value, Tensor):
+            return value
     return None
 
 
+@functools.cache
+def _makes_views(func: Any) -> bool:
+    """Whether all results are views of what the operation is given."""
+    results = [result.alias_info for result in func._schema.returns]
+    return bool(results) and all(alias and not alias.is_write for alias in results)
+
+
+@functools.cache
+def _list_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The place and the name of each argument that the operation writes into."""
+    written = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append((i, argument.name))
+    return tuple(written)
+
+
 def _list_tensors(values: object) -> Iterator[Tensor]:
-    for value in pytree.tree_leaves(values):
-        if isinstance(value, Tensor):
-            yield value
+    """The tensors in arguments or results: plain ones, and lists of them."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _list_tensors(values.values())
+    elif isinstance(values, Iterable) and not isinstance(values, str):
+        for value in values:
+            yield from _list_tensors(value)
 
 
 def _is_by_element(func: Any, source: Tensor, made: Tensor) -> bool:

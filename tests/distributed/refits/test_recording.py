@@ -248,6 +248,63 @@ def test_one_copy_into_several_targets() -> None:
     assert {native.way for native in found.natives} == {"numbers"}
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_loader_that_stores_first_and_then_a_function_of_what_it_stored(device: str) -> None:
+    """As vLLM's composed_weight_loader does with the A of Mamba."""
+    into = {"a": torch.zeros(2, 3, device=device)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].data.copy_(given["q"].narrow(0, 2, 2))
+        into["a"].data.copy_(-torch.exp(into["a"].float()))
+
+    found = record(load, into, functions={"a": "neg_exp"})
+    assert (found.natives[0].way, found.natives[0].pieces[0].element) == ("views", 6)
+    with pytest.raises(sm.StoreError, match=r"'a' is computed by aten.exp.default, aten.neg"):
+        record(load, into)
+
+
+def test_a_part_that_is_stored_and_read_again_is_not_followed() -> None:
+    into = {"a": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"][:2].copy_(given["q"][:2])
+        into["a"][2:].copy_(into["a"][:2])
+
+    with pytest.raises(sm.StoreError, match="elements of 'q' lie in two cells each of 'a'"):
+        record(load, into)
+
+
+def test_a_tensor_that_the_loader_empties_before_it_is_stored() -> None:
+    """As vLLM's gpt_oss does with a bias that one rank alone adds."""
+    into = {"a": torch.zeros(4, 3), "b": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        given["q"].zero_()
+        into["a"].copy_(given["q"])
+        into["b"].copy_(given["k"])
+
+    found = record(load, into, ways=("views",))
+    assert found.unwritten == {"a": 12}
+    found = record(load, into, ways=("numbers",))
+    assert found.unwritten == {"a": 12}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_cells_that_are_emptied_after_they_were_stored(rows: int) -> None:
+    into = {"a": torch.zeros(6, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"][:4].copy_(given["q"])
+        into["a"][4:].fill_(0)
+        into["a"][:rows].zero_()
+
+    found = record(load, into)
+    assert (found.unwritten, found.natives[0].way) == (
+        {"a": 6 + 3 * rows},
+        "numbers" if rows < 4 else "",
+    )
+
+
 def test_a_function_that_is_none() -> None:
     into = {"a": torch.zeros(4, 3)}
     with pytest.raises(

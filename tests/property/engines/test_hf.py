@@ -148,6 +148,7 @@ class Attributes:
             {"hybrid_override_pattern": "M*E", "num_attention_heads": 4, "num_kv_heads": 2},
             (3, 4, 2),
         ),
+        ({"layers_block_type": ["linear_attention", "mlp", "moe"], "n_head": 4}, (3, 4, 4)),
         ({"n_layer": 3, "num_attention_heads": 4, "multi_query": True}, (3, 4, 1)),
         ({"n_layer": 3, "n_head": 4, "model_type": "falcon"}, (3, 4, 1)),
     ],

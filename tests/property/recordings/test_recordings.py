@@ -165,6 +165,20 @@ def test_a_side_of_recorded_ranks_is_what_rows_say() -> None:
     )
 
 
+@pytest.mark.timeout(30)
+def test_many_experts_of_many_layers_are_bound_at_once() -> None:
+    """As many tensors as a model of 30B has: a look at all of them for each would take an hour."""
+    layers, experts = 48, 256
+    tensors = tuple((f"{n}.{e}", (4, 6), "int8") for n in range(layers) for e in range(experts))
+    natives = []
+    for n in range(layers):
+        pieces = tuple(Piece(f"{n}.{e}", 24 * e, 0, ((24, 1, 1),)) for e in range(experts))
+        natives.append(Native(f"w{n}", (experts, 4, 6), "int8", pieces, "views", ""))
+    side = sm.RecordedSide({0: sm.Recorded(tensors, tuple(natives))})
+    bound = side.bind({name: (shape, dtype) for name, shape, dtype in tensors})
+    assert bound.slots(0)["47.255"].cut == (255, slice(0, 4, 1), slice(0, 6, 1))
+
+
 Q = {"q": ((4, 6), "int64")}
 
 

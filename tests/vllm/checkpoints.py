@@ -1,0 +1,56 @@
+"""Checkpoints: what transformers saves of a model, and what vLLM reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor
+
+__all__ = ["Shapes", "read", "save", "shapes_of"]
+
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+
+
+def save(fields: dict[str, Any], folder: Path, seed: int = 0) -> Path:
+    """A model of random weights, as transformers saves it in bfloat16."""
+    transformers.logging.set_verbosity_error()
+    config = transformers.AutoConfig.for_model(**fields)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        # A configuration says how its weights begin: too small for tokens to depend on them.
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        parameter.data = parameter.data.to(torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        # The bias of a router, which is float32 in every checkpoint.
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    model.save_pretrained(folder)
+    # What transformers has as code alone, vLLM looks for in the file.
+    file = folder / "config.json"
+    named = {key: fields[key] for key in ("topk_method", "scoring_func") if key in fields}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    return folder
+
+
+def read(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of all that the checkpoint has."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
+
+
+def shapes_of(folder: Path) -> Shapes:
+    """Shape and dtype of each of its tensors."""
+    found = {}
+    for name, tensor in read(folder):
+        found[name] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    return found

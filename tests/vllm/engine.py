@@ -1,0 +1,82 @@
+"""Engines: vLLM's own model of a rank, before `process_weights_after_loading`.
+
+One process is every rank in turn: building and loading asks vLLM's groups for a rank and a size, and sends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import registry
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from tests.distributed.pool import free_port
+
+__all__ = ["VERSION", "built", "configure", "initialise"]
+
+VERSION = vllm.__version__
+
+# vLLM asks a process of its own what a model's class can do, which takes the time that importing takes.
+registry._run_in_subprocess = lambda ask: ask()
+
+
+def configure(folder: Path, tp: int = 1, **more: Any) -> VllmConfig:
+    """vLLM's configuration of a saved model."""
+    given = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=64,
+        max_num_seqs=2,
+        tensor_parallel_size=tp,
+        **more,
+    )
+    return given.create_engine_config()
+
+
+def initialise() -> None:
+    """vLLM's groups, of this process alone unless torch has a group already."""
+    if parallel_state.model_parallel_is_initialized():
+        return
+    with set_current_vllm_config(VllmConfig()):
+        where = f"tcp://127.0.0.1:{free_port()}"
+        parallel_state.init_distributed_environment(1, 0, where, 0, "gloo")
+        parallel_state.initialize_model_parallel(1)
+
+
+@contextlib.contextmanager
+def placed(rank: int, size: int) -> Iterator[None]:
+    """This process as a rank of tensor parallelism."""
+    groups = [parallel_state._TP, parallel_state._EP]
+    before = [(group, group.rank_in_group, group.world_size) for group in groups if group]
+    try:
+        for group, _, _ in before:
+            group.rank_in_group, group.world_size = rank, size
+        yield
+    finally:
+        for group, own, world in before:
+            group.rank_in_group, group.world_size = own, world
+
+
+@contextlib.contextmanager
+def built(
+    folder: Path, rank: int = 0, tp: int = 1, device: str = "meta", **more: Any
+) -> Iterator[nn.Module]:
+    """The rank's model, which is as if it were on that rank as long as the block is."""
+    initialise()
+    config = configure(folder, tp, **more)
+    with placed(rank, tp), set_current_vllm_config(config):
+        with set_default_torch_dtype(torch.bfloat16), torch.device(device):
+            model = initialize_model(config)
+        yield model
