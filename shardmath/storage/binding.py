@@ -254,6 +254,14 @@ class _Binder:
         templates = [row.logical.template(word, star) for word in words]
         if not set(templates) <= self.vocabulary.templates.keys():
             return
+        blocks = self._make_blocks(row, words, templates)
+        if blocks:
+            yield _Held(row, star, words, tuple(blocks))
+
+    def _make_blocks(
+        self, row: Row, words: tuple[str, ...], templates: Sequence[str]
+    ) -> list[_Block]:
+        """The stored tensors of the row whose components' names are of these templates."""
         maker = _Maker(self.stored, self.shapes, row, words)
         stacked = maker.owners.place_stacked()
         found = [self.vocabulary.find(template, stacked) for template in templates]
@@ -263,8 +271,7 @@ class _Binder:
             block = maker.make(numbers, names)
             if self._note(row, block):
                 blocks.append(block)
-        if blocks:
-            yield _Held(row, star, words, tuple(blocks))
+        return blocks
 
     def _list_taken(
         self, row: Row, found: Sequence[Mapping[_Numbers, Mapping[int, str]]], stacked: int | None
@@ -367,8 +374,9 @@ class _Maker:
         return ordered
 
     def _lay(self, entries: tuple[tuple[_Shape, str], ...], owner: Owner) -> Laid:
+        stored = self.stored
         axes = self.owners.mesh.shape
-        frame = Frame(axes, self.stored.numbers, {}, self.stored.exact)
+        frame = Frame(axes, stored.numbers, {}, stored.exact)
         shapes = [shape for shape, _ in entries]
         by_word = dict(zip(self.components, shapes, strict=True))
         return lay(self.row, by_word, frame, owner.stack)

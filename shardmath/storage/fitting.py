@@ -23,12 +23,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.dimension import Dimension, Field, cells, divided
 from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs
+from shardmath.algebra.runs import Runs, Segment
 from shardmath.base import dtypes
 from shardmath.base.arguments import as_integer, listed
 from shardmath.base.errors import LayoutError, PlacementError
@@ -71,13 +71,18 @@ def trim(runs: Runs) -> tuple[Trim, Runs]:
     # Rows of two components in turn are one strided view of each, not a run a row.
     step = _find_step(runs)
     if step > 1:
-        positions = [g for _, g, _ in segments]
-        dense = [(i, g, 1) for i, g in enumerate(positions)]
-        return Trim(offset, step, len(dense)), Runs(dense)
+        return Trim(offset, step, len(segments)), _close_up(segments)
     last, _, behind = segments[-1]
     length = last + behind - offset
     moved = [(lo - offset, g, n) for lo, g, n in segments]
     return Trim(offset, 1, length), Runs(moved, length)
+
+
+def _close_up(segments: Iterable[Segment]) -> Runs:
+    """Single positions one after the other."""
+    positions = [g for _, g, _ in segments]
+    dense = [(i, g, 1) for i, g in enumerate(positions)]
+    return Runs(dense)
 
 
 def _find_step(runs: Runs) -> int:
@@ -194,7 +199,8 @@ def from_holdings(
     if not held:
         raise LayoutError("no rank holds anything; give {rank: one Runs per dimension}")
     parts = {rank: _check_parts(sizes, rank, runs) for rank, runs in held.items()}
-    windows = _Finder(sizes, dtypes.canonical(dtype)).find(parts)
+    finder = _Finder(sizes, dtypes.canonical(dtype))
+    windows = finder.find(parts)
     return windows[0] if len(windows) == 1 else tuple(windows)
 
 
@@ -264,10 +270,11 @@ class _Finder:
         """The layout over an axis for each dimension, and one of copies."""
         axes: dict[str, int] = {}
         dims = []
-        for d, (n, parts) in enumerate(zip(self.sizes, shown, strict=True)):
-            own = {f"d{d}": len(parts)}
-            dims.append(fit(n, own, parts))
-            axes |= own
+        for d, parts in enumerate(shown):
+            axis = f"d{d}"
+            axes[axis] = len(parts)
+            dim = fit(self.sizes[d], {axis: len(parts)}, parts)
+            dims.append(dim)
         axes["copy"] = copies
         divided_by = {axis: n for axis, n in axes.items() if n > 1}
         mesh = Mesh(divided_by, ranks=ranks)

@@ -232,4 +232,5 @@ def _make_group(*words: Word) -> Group:
 def pile(meshes: Sequence[Mesh]) -> Mesh:
     """Meshes of the same axes, one after the other along an axis of copies."""
     ranks = [rank for mesh in meshes for rank in mesh.ranks]
-    return Mesh({"copy": len(meshes), **meshes[0].shape}, ranks=ranks)
+    shape = {"copy": len(meshes), **meshes[0].shape}
+    return Mesh(shape, ranks=ranks)
