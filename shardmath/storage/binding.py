@@ -292,14 +292,9 @@ class _Binder:
         if stacked is not None:
             del indices[stacked]
         by_index = dict(zip(indices, numbers, strict=True))
-        if row.needs is not None:
-            needed = row.needs.fill(by_index)
-            if needed not in self.shapes:
-                return False
-        if row.lacks is None:
-            return True
-        lacked = row.lacks.fill(by_index)
-        return lacked not in self.shapes
+        if row.needs is not None and row.needs.fill(by_index) not in self.shapes:
+            return False
+        return row.lacks is None or row.lacks.fill(by_index) not in self.shapes
 
     def _note(self, row: Row, block: _Block) -> bool:
         """Keep the layouts; False for a copy where the tensor is already."""
