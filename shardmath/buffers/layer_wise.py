@@ -76,9 +76,11 @@ def layer_wise(
         for shard, home in enumerate(homes):
             position = first + shard * shard_size
             for param in home:
-                position = draft.place(param.name, round_up(position, START), param.numel)
+                start = round_up(position, START)
+                position = draft.place(param.name, start, param.numel)
+        stop = first + shards * shard_size
         numel = sum(param.numel for param in bucket)
-        draft.close(first + shards * shard_size, unpadded=numel)
+        draft.close(stop, unpadded=numel)
     return draft.finish(listed, ranks=shards, shards=shards)
 
 
@@ -137,8 +139,9 @@ def _assign(bucket: Sequence[Param], work: list[int]) -> tuple[list[list[Param]]
 
     A shared embedding is in shard 0, and counts as no work.
     """
-    if bucket[0].shared_embedding:
-        return [list(bucket)], bucket[0].numel
+    first = bucket[0]
+    if first.shared_embedding:
+        return [list(bucket)], first.numel
     ordered = sorted(bucket, key=_estimate_cost, reverse=True)
     sizes = [param.numel for param in ordered]
     # To each parameter the smallest of it and all that follow.
@@ -171,10 +174,13 @@ class _Shards:
     def __init__(self, work: list[int], most: int) -> None:
         self.work = work
         self.most = most
-        self.homes: list[list[Param]] = [[] for _ in work]
-        self.held = [0] * len(work)
-        self._idlest: list[_Entry] = [(done, shard) for shard, done in enumerate(work)]
-        self._emptiest: list[_Entry] = [(0, shard) for shard in range(len(work))]
+        shards = range(len(work))
+        self.homes: list[list[Param]] = [[] for _ in shards]
+        self.held = [0 for _ in shards]
+        idlest = zip(work, shards, strict=True)
+        emptiest = zip(self.held, shards, strict=True)
+        self._idlest: list[_Entry] = list(idlest)
+        self._emptiest: list[_Entry] = list(emptiest)
         heapq.heapify(self._idlest)
 
     def add(self, param: Param, least: int) -> None:

@@ -177,7 +177,10 @@ def _check_same(params: Sequence[Param], layout: PerBufferParamLayout) -> None:
     if differ:
         what = f"parameters and layout differ in {differ[:8]}"
         raise ParamLayoutError(f"{what}; give the layout of these parameters")
-    buckets = [layout.param_index_map[param.name][2] for param in reversed(params)]
+    buckets = []
+    for param in reversed(params):
+        _, _, bucket = layout.param_index_map[param.name]
+        buckets.append(bucket)
     in_order = list(dict.fromkeys(buckets))
     if in_order != sorted(in_order) or len(in_order) != len(layout.bucket_indices):
         what = f"last parameter first, they lie in buckets {buckets[:8]}"

@@ -136,7 +136,8 @@ class PerBufferParamLayout:
     @property
     def padding(self) -> int:
         """Elements of the buffer that are no parameter's."""
-        return self.numel - sum(end - start for _, (start, end, _) in self.placed)
+        sizes = [end - start for _, (start, end, _) in self.placed]
+        return self.numel - sum(sizes)
 
     @property
     def padding_share(self) -> float:

@@ -233,8 +233,10 @@ def model_parallel_state(
         if key not in laid:
             local = _make_local(listed, sizes)
             count = len(group)
-            made = apply_rule(rule, local, {**options, "data_parallel_world_size": count})
-            laid[key] = list(list_shares(made, count, interned))
+            given = {**options, "data_parallel_world_size": count}
+            made = apply_rule(rule, local, given)
+            found = list_shares(made, count, interned)
+            laid[key] = list(found)
         for name, shares in laid[key]:
             own = GroupShares(group, parts[name], shares)
             held[name].append(own)

@@ -78,7 +78,8 @@ def make_windows(
         alike = tuple((one.group, id(one.runs), id(one.shares.cuts)) for one in groups)
         key = shapes[name], alike
         if key not in made:
-            divided, holders = _divide(name, shapes[name], groups, dtype)
+            shape = shapes[name]
+            divided, holders = _divide(name, shape, groups, dtype)
             if ranks is not None:
                 holders = [holder for holder in holders if holder.rank in ranks]
             made[key] = divided, holders
@@ -125,7 +126,8 @@ def _divide(
             for box in flat_boxes(sizes, lo, hi):
                 holders += _list_holders(len(windows), having, ranks, at)
                 stored = _select_box(runs, box)
-                windows.append(Layout(shape, mesh, {}, dtype=dtype, stored=stored))
+                window = Layout(shape, mesh, {}, dtype=dtype, stored=stored)
+                windows.append(window)
                 at += volume(box)
     if not windows:
         return _make_empty(shape, groups[0], dtype)

@@ -153,8 +153,10 @@ def _make_stages(ranks: tuple[int, ...], tp: int, pp: int, ep: int) -> tuple[_St
 def _make_stage(ranks: tuple[int, ...], tp: int, ep: int) -> _Stage:
     """The meshes of one stage."""
     size = len(ranks)
-    dense = Mesh(dp=size // tp, tp=tp, ranks=ranks)
-    experts = Mesh(edp=size // ep, ep=ep, ranks=ranks)
+    dp = size // tp
+    dense = Mesh(dp=dp, tp=tp, ranks=ranks)
+    edp = size // ep
+    experts = Mesh(edp=edp, ep=ep, ranks=ranks)
     holders = tuple(experts.select(ep=at) for at in range(ep))
     return _Stage(dense, experts, holders)
 

@@ -34,6 +34,9 @@ ORDER = "tp-cp-ep-dp-pp"
 REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)
 """A group, or one letter, so many times."""
 
+OF_EXPERTS = {"tp": "etp", "dp": "edp", "ep": "ep", "pp": "pp"}
+"""The axis of routed experts in the place of each of the order's."""
+
 
 def pad_vocab(vocab: int, tp: int, multiple: int = 128) -> int:
     """Rows of the vocabulary that are stored: a multiple of `multiple` times tp."""
@@ -66,25 +69,30 @@ def megatron(
     Raises MeshError where ranks do not factor, StoreError where layers do not fall to stages.
     """
     fields = Config(config)
-    sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": tp if etp is None else etp}
+    etp = tp if etp is None else etp
+    sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
     meshes = _make_meshes(tuple(ranks), sizes, order)
-    stacked = experts or _find_experts(fields, spec)
-    text = table(spec, stacked, unknown=replicates(unknown))
+    experts = experts or _find_experts(fields, spec)
+    text = table(spec, experts, unknown=replicates(unknown))
     if fields.get("is_hybrid_model"):
         text = text.replace("decoder.final_layernorm", "decoder.final_norm")
+    table_rows = rows.parse(text)
+    indices = _place_layers(fields, pp, vpp)
     numbers = {}
     if vocab is not None:
         numbers["vocab"] = pad_vocab(vocab, tp, vocab_multiple)
     if fields.get("num_attention_heads"):
         numbers["groups"] = fields.groups
-    return Stored(rows.parse(text), meshes, _place_layers(fields, pp, vpp), numbers)
+    return Stored(table_rows, meshes, indices, numbers)
 
 
 def _place_layers(config: Config, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
     """Where each layer is. Those that predict further tokens are where the last one is, numbered from 0."""
-    layers = _list_spots(_count_layers(config, pp, vpp), pp)
+    counts = _count_layers(config, pp, vpp)
+    layers = _list_spots(counts, pp)
     chunk = layers[-1].chunk if layers else 0
-    further = tuple(Spot({"pp": pp - 1}, chunk, m) for m in range(config.mtp))
+    last = {"pp": pp - 1}
+    further = tuple(Spot(last, chunk, m) for m in range(config.mtp))
     return {"l": layers, "m": further}
 
 
@@ -98,15 +106,23 @@ def _find_experts(config: Config, spec: str) -> str:
 def _make_meshes(ranks: tuple[int, ...], sizes: Mapping[str, int], order: str) -> tuple[Mesh, ...]:
     """The mesh of dense tensors, and that of routed experts. Raises MeshError where ranks do not factor."""
     names = _read_order(order)
-    dense = {name: sizes[name] for name in ("tp", "cp", "pp")}
-    dense["dp"] = _divide(len(ranks), dense)
-    routed = {name: sizes[name] for name in ("etp", "ep", "pp")}
-    routed["edp"] = _divide(len(ranks), routed)
-    of_experts = {"tp": "etp", "dp": "edp", "ep": "ep", "pp": "pp"}
-    axes = [of_experts[name] for name in names if name != "cp"]
-    first = {name: dense[name] for name in names if name != "ep"}
-    second = {axis: routed[axis] for axis in axes}
-    return Mesh(first, ranks=ranks), Mesh(second, ranks=ranks)
+    given = {name: sizes[name] for name in ("tp", "cp", "pp")}
+    axes = [name for name in names if name != "ep"]
+    dense = _make_mesh(ranks, given, "dp", axes)
+    given = {name: sizes[name] for name in ("etp", "ep", "pp")}
+    axes = [OF_EXPERTS[name] for name in names if name != "cp"]
+    routed = _make_mesh(ranks, given, "edp", axes)
+    return dense, routed
+
+
+def _make_mesh(
+    ranks: tuple[int, ...], given: Mapping[str, int], rest: str, axes: Sequence[str]
+) -> Mesh:
+    """The mesh of these axes, slowest first; `rest` is the one of the ranks that the given ones leave."""
+    every = dict(given)
+    every[rest] = _divide(len(ranks), given)
+    shape = {axis: every[axis] for axis in axes}
+    return Mesh(shape, ranks=ranks)
 
 
 def _read_order(order: str) -> list[str]:
@@ -167,14 +183,8 @@ def _count_evenly(config: Config, pp: int, vpp: int) -> list[int]:
         bool(config.get("account_for_loss_in_pipeline_split")),
     )
     # What is counted as a layer for the balance, but is none, is taken off its stage below.
-    middle = pp - (first is not None) - (last is not None)
-    left = config.layers + sum(ends) - (first or 0) - (last or 0)
-    each = left // middle if middle else 0
-    stages = [each] * pp
-    if first is not None:
-        stages[0] = first
-    if last is not None:
-        stages[-1] = last
+    total = config.layers + sum(ends)
+    stages = _divide_among_stages(total, pp, first, last)
     # Chunk 0 of every stage comes before chunk 1 of any, as the schedule interleaves them.
     counts = [count // vpp for _ in range(vpp) for count in stages]
     counts[0] -= ends[0]
@@ -182,14 +192,29 @@ def _count_evenly(config: Config, pp: int, vpp: int) -> list[int]:
     return counts
 
 
+def _divide_among_stages(layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
+    """The layers of each stage: what the first and the last are given, and an even part of the rest for the others."""
+    middle = pp - (first is not None) - (last is not None)
+    left = layers - (first or 0) - (last or 0)
+    each = left // middle if middle else 0
+    stages = [each] * pp
+    if first is not None:
+        stages[0] = first
+    if last is not None:
+        stages[-1] = last
+    return stages
+
+
 def _read_layout(written: object) -> list[int]:
     """The decoder layers of each virtual stage of a layout: text, or lists of names."""
     if not isinstance(written, str):
         return [list(stage).count("decoder") for stage in _flatten(written)]
-    text = written.replace(",", "").replace(" ", "")
+    text = written.replace(",", "")
+    text = text.replace(" ", "")
     while REPEAT.search(text):
         text = REPEAT.sub(_repeat, text)
-    return [stage.count("t") for stage in text.split("|")]
+    stages = text.split("|")
+    return [stage.count("t") for stage in stages]
 
 
 def _repeat(match: re.Match[str]) -> str:

@@ -10,7 +10,7 @@ Source: Megatron-Core 0.16.1, `models/gpt`, `models/mamba`, `transformer`, `ssm`
 
 >>> from shardmath.storage import rows
 >>> len(rows.parse(table("te", "grouped")))
-100
+102
 """
 
 from __future__ import annotations

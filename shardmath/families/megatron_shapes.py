@@ -205,13 +205,15 @@ def _list_attention(config: Config) -> Iterator[tuple[str, Shape]]:
         return
     h = config.hidden
     rows = config.heads * config.head_dim
-    bias = config.get("add_bias_linear") or config.get("add_qkv_bias")
-    yield from _linear("self_attn.q_proj", rows, h, bias)
+    bias = config.get("add_bias_linear")
+    bias_of_queries = bias or config.get("add_qkv_bias")
+    yield from _linear("self_attn.q_proj", rows, h, bias_of_queries)
     if config.get("attention_output_gate"):
-        yield from _linear("self_attn.g_proj", rows, h, bias)
+        yield from _linear("self_attn.g_proj", rows, h, bias_of_queries)
+    shared = config.groups * config.head_dim
     for name in ("k", "v"):
-        yield from _linear(f"self_attn.{name}_proj", config.groups * config.head_dim, h, bias)
-    yield from _linear("self_attn.o_proj", h, rows, config.get("add_bias_linear"))
+        yield from _linear(f"self_attn.{name}_proj", shared, h, bias_of_queries)
+    yield from _linear("self_attn.o_proj", h, rows, bias)
     if config.get("softmax_type") == "learnable":
         yield "self_attn.sinks", (config.heads,)
     if config.get("qk_layernorm"):
@@ -222,16 +224,18 @@ def _list_attention(config: Config) -> Iterator[tuple[str, Shape]]:
 def _list_latent(config: Config) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
     rank = config.get("kv_lora_rank")
+    keys = config.get("qk_head_dim")
     rope = config.get("qk_pos_emb_head_dim")
-    values = config.get("v_head_dim")
-    yield from _list_latent_queries(config, config.get("qk_head_dim") + rope)
+    head = config.get("v_head_dim")
+    yield from _list_latent_queries(config, keys + rope)
     yield from _linear("self_attn.kv_a_proj_with_mqa", rank + rope, h)
-    rows = config.heads * (config.get("qk_head_dim") + values)
+    rows = config.heads * (keys + head)
     yield from _linear("self_attn.kv_b_proj", rows, rank)
     if config.get("qk_layernorm"):
         yield from _norm(config, "self_attn.kv_a_layernorm", rank)
+    values = config.heads * head
     bias = config.get("add_bias_linear")
-    yield from _linear("self_attn.o_proj", h, config.heads * values, bias)
+    yield from _linear("self_attn.o_proj", h, values, bias)
 
 
 def _list_latent_queries(config: Config, head: int) -> Iterator[tuple[str, Shape]]:
@@ -261,21 +265,28 @@ def _ffn(config: Config, prefix: str, inner: int, h: int) -> Iterator[tuple[str,
 
 def _list_experts(config: Config) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
-    yield from _linear("mlp.gate", config.experts, h, config.get("add_bias_linear"))
+    bias = config.get("add_bias_linear")
+    yield from _linear("mlp.gate", config.experts, h, bias)
     if config.get("moe_router_enable_expert_bias"):
         yield "mlp.gate.e_score_correction_bias", (config.experts,)
-    inner = int(config.get("moe_ffn_hidden_size", config.ffn))
-    latent = config.get("moe_latent_size")
-    if latent:
-        yield from _linear("mlp.fc1_latent_proj", latent, h, config.get("add_bias_linear"))
-        yield from _linear("mlp.fc2_latent_proj", h, latent, config.get("add_bias_linear"))
-    for expert in range(config.experts):
-        yield from _ffn(config, f"mlp.experts.{expert}.", inner, latent or h)
+    yield from _list_routed(config)
     shared = config.get("moe_shared_expert_intermediate_size")
     if shared:
         yield from _ffn(config, "mlp.shared_experts.", shared, h)
         if config.get("moe_shared_expert_gate"):
             yield "mlp.shared_expert_gate.weight", (1, h)
+
+
+def _list_routed(config: Config) -> Iterator[tuple[str, Shape]]:
+    h = config.hidden
+    bias = config.get("add_bias_linear")
+    inner = int(config.get("moe_ffn_hidden_size", config.ffn))
+    latent = config.get("moe_latent_size")
+    if latent:
+        yield from _linear("mlp.fc1_latent_proj", latent, h, bias)
+        yield from _linear("mlp.fc2_latent_proj", h, latent, bias)
+    for expert in range(config.experts):
+        yield from _ffn(config, f"mlp.experts.{expert}.", inner, latent or h)
 
 
 def _list_mamba(config: Config) -> Iterator[tuple[str, Shape]]:
@@ -301,14 +312,15 @@ def _list_delta_net(config: Config) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
     heads = config.get("linear_num_value_heads")
     keys = config.get("linear_num_key_heads") * config.get("linear_key_head_dim")
-    values = heads * config.get("linear_value_head_dim")
+    head = config.get("linear_value_head_dim")
+    values = heads * head
     sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
     for name, n in sizes.items():
         yield f"linear_attn.{name}.weight", (n, h)
+    width = config.get("linear_conv_kernel_dim")
     for name in ("q", "k", "v"):
-        shape = sizes[name], 1, config.get("linear_conv_kernel_dim")
-        yield f"linear_attn.conv_{name}.weight", shape
+        yield f"linear_attn.conv_{name}.weight", (sizes[name], 1, width)
     yield "linear_attn.A_log", (heads,)
     yield "linear_attn.dt_bias", (heads,)
-    yield "linear_attn.norm.weight", (config.get("linear_value_head_dim"),)
+    yield "linear_attn.norm.weight", (head,)
     yield from _linear("linear_attn.out_proj", h, values)

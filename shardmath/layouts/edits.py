@@ -27,8 +27,9 @@ __all__ = ["cast", "relabelled", "repartialed", "sliced", "transposed", "window"
 def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
     """The same division with addends along exactly these axes, waiting for `op`."""
     named = set(axes)
-    partial = tuple((name, op) for name in layout.mesh.shape if name in named)
-    return intern(layout.shape, layout.dtype, layout.mesh, layout.dims, partial)
+    mesh = layout.mesh
+    partial = tuple((name, op) for name in mesh.shape if name in named)
+    return intern(layout.shape, layout.dtype, mesh, layout.dims, partial)
 
 
 def cast(layout: Layout, dtype: object) -> Layout:
@@ -74,7 +75,8 @@ def window(layout: Layout, box: Box) -> Layout:
     box = _read_box(layout, box)
     dims = []
     for dim, (lo, hi) in zip(layout.dims, box, strict=True):
-        dims.append(Dimension(dim.size, dim.fields, _keep(dim, lo, hi)))
+        kept = _keep(dim, lo, hi)
+        dims.append(Dimension(dim.size, dim.fields, kept))
     return intern(layout.shape, layout.dtype, layout.mesh, tuple(dims), layout.partial)
 
 
@@ -90,8 +92,10 @@ def sliced(layout: Layout, box: Box) -> Layout:
         # The slice counts its positions from its own beginning.
         segments = [(local, g - lo, n) for local, g, n in kept.segments]
         stored = Runs(segments, len(kept))
-        dims.append(Dimension(hi - lo, dim.fields, stored))
-    return intern(shape(box), layout.dtype, layout.mesh, tuple(dims), layout.partial)
+        length = hi - lo
+        dims.append(Dimension(length, dim.fields, stored))
+    sizes = shape(box)
+    return intern(sizes, layout.dtype, layout.mesh, tuple(dims), layout.partial)
 
 
 def _keep(dim: Dimension, lo: int, hi: int) -> Runs:
@@ -109,10 +113,13 @@ def _read_box(layout: Layout, box: Box) -> Box:
     _check_layout(layout)
     spans = []
     for span in listed(box, "spans", LayoutError):
-        spans.append(listed(span, "the start and stop of a box", LayoutError))
+        borders = listed(span, "the start and stop of a box", LayoutError)
+        spans.append(borders)
+    what = f"a border of box {spans}"
     read = []
-    for span in spans:
-        read.append(tuple(as_integer(x, f"a border of box {spans}", LayoutError) for x in span))
+    for borders in spans:
+        integers = tuple(as_integer(x, what, LayoutError) for x in borders)
+        read.append(integers)
     if len(read) != layout.ndim or not all(map(_is_inside, read, layout.shape)):
         raise LayoutError(
             f"box {box} is not inside shape {layout.shape}; give one (start, stop) a dimension"

@@ -193,8 +193,10 @@ def read_windows(
     known: dict[int, Windows] = {}
     # Tens of thousands of tensors go through here, so each object is read once, and the rest is map.
     # Reversed, so that an object is kept with the first of its names.
-    first = dict(zip(map(id, reversed(held)), reversed(order), strict=True))
+    ids = list(map(id, held))
+    backwards = zip(reversed(ids), reversed(order), strict=True)
+    first = dict(backwards)
     for at, name in first.items():
         known[at] = windows_of(side[name], name, error)
-    windows = map(known.__getitem__, map(id, held))
+    windows = map(known.__getitem__, ids)
     return dict(zip(order, windows, strict=True))

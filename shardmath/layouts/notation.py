@@ -255,8 +255,11 @@ def _read_mark(read: Reader, word: Word) -> Word:
         return Word(word.at, word.axes, mark="~")
     # `tp[7 3]` gives sizes to the coordinates of tp; in `tp [7 3]` the sizes are a digit of their own.
     before = read.tokens[read.next - 1]
-    if read.here.text == "[" and read.here.at == before.at + len(before.text):
-        return Word(word.at, word.axes, sizes=_read_sizes(read))
+    behind = before.at + len(before.text)
+    here = read.here
+    if here.text == "[" and here.at == behind:
+        sizes = _read_sizes(read)
+        return Word(word.at, word.axes, sizes=sizes)
     if read.accept("@"):
         _, name, at = read.word("the name of a rule")
         if name not in read.rules:

@@ -102,8 +102,10 @@ _Ranges: TypeAlias = list[tuple[int, int]]
 
 def _chunk(lo: int, hi: int, parts: int) -> _Ranges:
     """torch.chunk of the range, padded with empty ranges."""
-    step = -(-(hi - lo) // parts)  # rounded up
-    ends = [min(hi, lo + i * step) for i in range(parts + 1)]
+    length = hi - lo
+    step = -(-length // parts)  # rounded up
+    even = [lo + i * step for i in range(parts + 1)]
+    ends = [min(hi, end) for end in even]
     return list(itertools.pairwise(ends))
 
 

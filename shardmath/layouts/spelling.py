@@ -101,21 +101,31 @@ def from_placements(
     """What the placements say. Raises LayoutError or PlacementError."""
     pairs = _pair(spec, mesh)
     _check_once(pairs)
+    by_dim, ops = _sort(pairs, shape)
+    kept = _read_stored(stored, shape)
+    decode = _decode_order if reading == "order" else _apply
+    dims = []
+    for d, own in enumerate(by_dim):
+        stages = decode(own, mesh)
+        dim = _divide(d, shape, stages, kept[d])
+        dims.append(dim)
+    partial = tuple((name, ops[name]) for name in mesh.shape if name in ops)
+    return tuple(dims), partial
+
+
+def _sort(pairs: _Pairs, shape: tuple[int, ...]) -> tuple[list[_Pairs], dict[str, str]]:
+    """What divides each dimension, and by axis the operation that Partial waits for."""
     by_dim: list[_Pairs] = [[] for _ in shape]
     ops: dict[str, str] = {}
     for axes, placement in pairs:
         if isinstance(placement, Partial):
-            ops.update(dict.fromkeys(axes, placement.op))
+            waiting = dict.fromkeys(axes, placement.op)
+            ops.update(waiting)
         elif not isinstance(placement, Replicate):
             d = _dimension_of(placement, shape)
-            by_dim[d].append((axes, placement))
-    kept = _read_stored(stored, shape)
-    dims = []
-    for d, own in enumerate(by_dim):
-        stages = _decode_order(own, mesh) if reading == "order" else _apply(own, mesh)
-        dims.append(_divide(d, shape, stages, kept[d]))
-    partial = tuple((name, ops[name]) for name in mesh.shape if name in ops)
-    return tuple(dims), partial
+            pair = axes, placement
+            by_dim[d].append(pair)
+    return by_dim, ops
 
 
 def _divide(d: int, shape: tuple[int, ...], stages: list[Stage], stored: Runs | None) -> Dimension:

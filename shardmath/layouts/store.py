@@ -105,10 +105,10 @@ class View:
     def __post_init__(self) -> None:
         if type(self.buffer) is str and type(self.offset) is int and self.strides is None:
             return  # nearly all: a flat buffer has a view of each of a model's parameters
-        object.__setattr__(self, "buffer", text(self.buffer, "the buffer of a View", StoreError))
-        object.__setattr__(
-            self, "offset", as_integer(self.offset, "the offset of a View", StoreError)
-        )
+        buffer = text(self.buffer, "the buffer of a View", StoreError)
+        offset = as_integer(self.offset, "the offset of a View", StoreError)
+        object.__setattr__(self, "buffer", buffer)
+        object.__setattr__(self, "offset", offset)
         if self.strides is not None:
             given = listed(self.strides, "the strides of a View", StoreError)
             steps = tuple(as_integer(step, "a stride of a View", StoreError) for step in given)
@@ -202,7 +202,8 @@ def _read_entry(entry: Any) -> _Entry:
     if type(local) is str and type(rank) is int:
         return key, view
     name = text(local, "the name of a local tensor", StoreError)
-    return (name, as_integer(rank, f"the rank of {name!r}", StoreError)), view
+    number = as_integer(rank, f"the rank of {name!r}", StoreError)
+    return (name, number), view
 
 
 Buffers = Mapping[str, NDArray[Any]]
@@ -216,10 +217,11 @@ def views(store: Store, layouts: Held, rank: int, buffers: Buffers) -> dict[str,
     """
     instance(store, Store, "views takes a Store", StoreError)
     mapping(buffers, "buffers are ", "name to a flat numpy array", StoreError)
-    places = {local: store.place(local, layout, rank) for local, layout in locals_of(layouts, rank)}
     views = {}
-    for local, place in places.items():
-        views[local] = _stride(place, _find_buffer(place, local, buffers))
+    for local, layout in list(locals_of(layouts, rank)):
+        place = store.place(local, layout, rank)
+        buffer = _find_buffer(place, local, buffers)
+        views[local] = _stride(place, buffer)
     return views
 
 
@@ -239,8 +241,10 @@ def _find_buffer(place: Place, local: str, buffers: Buffers) -> NDArray[Any]:
 
 def _stride(place: Place, buffer: NDArray[Any]) -> NDArray[Any]:
     """The place as an array, a view of the buffer."""
-    steps = tuple(step * buffer.itemsize for step in place.strides)  # numpy's strides are in bytes
-    return np.lib.stride_tricks.as_strided(buffer[place.offset :], place.shape, steps)
+    itemsize = buffer.itemsize  # numpy's strides are in bytes
+    steps = tuple(step * itemsize for step in place.strides)
+    start = buffer[place.offset :]
+    return np.lib.stride_tricks.as_strided(start, place.shape, steps)
 
 
 def check(store: Store, layouts: Held, rank: int) -> None:
@@ -283,9 +287,12 @@ def _find_clash(owner: NDArray[np.int32], elements: NDArray[np.int64]) -> int | 
 def _list_elements(place: Place, layout: Layout, rank: int) -> NDArray[np.int64]:
     """The buffer elements of the tensor's own cells, row-major."""
     elements = np.array([place.offset])
-    for index, step in zip(layout.indices(rank), place.strides, strict=True):
-        offsets = np.flatnonzero(index >= 0) * step
-        elements = (elements[:, None] + offsets).ravel()
+    indices = layout.indices(rank)
+    for index, step in zip(indices, place.strides, strict=True):
+        held = np.flatnonzero(index >= 0)
+        offsets = held * step
+        table = np.add.outer(elements, offsets)
+        elements = table.ravel()
     return elements
 
 
@@ -305,20 +312,23 @@ def flat_windows(
     """
     layouts: list[Layout] = []
     places: list[tuple[int, int]] = []  # the rank of each window, and its offset
-    sizes = Layout(shape, Mesh(), "...", dtype=dtype).shape
+    whole = Layout(shape, Mesh(), "...", dtype=dtype)
+    sizes = whole.shape
     name = text(name, "the name of a tensor", StoreError)
     held = mapping(ranges, "ranges are ", "rank to (start, stop)", StoreError)
     for rank, span in held.items():
         lo, hi = _read_range(rank, span)
         offset = 0
         for box in flat_boxes(sizes, lo, hi):
-            layouts.append(_hold_box(sizes, rank, box, dtype))
+            layout = _hold_box(sizes, rank, box, dtype)
+            layouts.append(layout)
             places.append((rank, offset))
             offset += volume(box)
     home = name if buffer is None else buffer
     windows = Windows(layouts)
+    names = windows.local_names(name)
     views = {}
-    for local, (rank, offset) in zip(windows.local_names(name), places, strict=True):
+    for local, (rank, offset) in zip(names, places, strict=True):
         views[local, rank] = View(home, offset)
     return windows, Store(views)
 
@@ -334,5 +344,7 @@ def _read_range(rank: object, span: object) -> tuple[int, ...]:
 
 def _hold_box(shape: tuple[int, ...], rank: int, box: Box, dtype: object) -> Layout:
     """One rank holds exactly the box."""
-    stored = {d: from_ranges([span]) for d, span in enumerate(box)}
-    return Layout(shape, Mesh(ranks=[rank]), (), dtype=dtype, stored=stored)
+    runs = [from_ranges([span]) for span in box]
+    stored = dict(enumerate(runs))
+    mesh = Mesh(ranks=[rank])
+    return Layout(shape, mesh, (), dtype=dtype, stored=stored)

@@ -276,21 +276,35 @@ def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, mo
 
 def _draw_bucket(bucket: Bucket, width: int, most: int) -> Iterator[str]:
     """The lines of a bucket: what it holds, a bar, and its largest parameters."""
-    room = min(most, len(LETTERS))
-    listed = heapq.nlargest(room, bucket.params, key=lambda span: span.numel)
-    listed.sort(key=_PLACE)
+    listed = _pick_largest(bucket, most)
     names = [span.name for span in listed]
     letters = dict(zip(names, LETTERS, strict=False))
     yield _head_bucket(bucket)
     yield from _draw_bar(bucket, letters, width)
     rows = [("", "elements", "ranks", "at", "shape", "parameter")]
     for span in listed:
-        at = f"{bucket.at(span):,}"
-        place = (bucket.within(span), bucket.held_by(span), at)
-        name = replace_unprintable(span.name)
-        rows.append((letters[span.name], *place, shape_of(span), name))
+        letter = letters[span.name]
+        row = _describe(bucket, span, letter)
+        rows.append(row)
     yield from align(rows)
     yield from count_more(len(bucket.params), len(listed), "parameter")
+
+
+def _pick_largest(bucket: Bucket, most: int) -> list[Span]:
+    """At most so many of the parameters, in order."""
+    room = min(most, len(LETTERS))
+    listed = heapq.nlargest(room, bucket.params, key=lambda span: span.numel)
+    listed.sort(key=_PLACE)
+    return listed
+
+
+def _describe(bucket: Bucket, span: Span, letter: str) -> tuple[str, str, str, str, str, str]:
+    """The row of a parameter in the list."""
+    elements = bucket.within(span)
+    ranks = bucket.held_by(span)
+    at = f"{bucket.at(span):,}"
+    name = replace_unprintable(span.name)
+    return letter, elements, ranks, at, shape_of(span), name
 
 
 def _head_bucket(bucket: Bucket) -> str:
@@ -341,8 +355,10 @@ def _draw_cells(bucket: Bucket, letters: dict[str, str], width: int) -> str:
         other = OTHERS[number % 2]
         sign = PADDING if span.padding else letters.get(span.name, other)
         for cell, amount in _spread(span, bucket.numel, width):
-            found[cell][sign] += amount
-    return "".join(map(_pick_sign, found))
+            in_cell = found[cell]
+            in_cell[sign] += amount
+    signs = map(_pick_sign, found)
+    return "".join(signs)
 
 
 def _spread(span: Span, numel: int, width: int) -> Iterator[tuple[int, int]]:

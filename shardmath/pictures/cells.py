@@ -224,9 +224,10 @@ class _Names:
     """The ranks of a layout by the positions that hold something; the same positions are named once."""
 
     def __init__(self, layout: Layout) -> None:
-        self.ranks = np.array(layout.mesh.ranks, np.int64)
+        mesh = layout.mesh
+        self.ranks = np.array(mesh.ranks, np.int64)
         summed = [name for name, _ in layout.partial]
-        self.addend = layout.mesh.coordinate(summed)
+        self.addend = mesh.coordinate(summed)
         self.known: dict[bytes, Holders] = {}
 
     def of_panel(

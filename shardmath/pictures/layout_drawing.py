@@ -36,6 +36,7 @@ from shardmath.pictures.elements import (
     LINE,
     VERMILION,
     Drawing,
+    Scale,
     Stretch,
     below,
     beside,
@@ -361,25 +362,31 @@ def _local_tensors(layout: Layout) -> Drawing:
 
 def _local_tensor(layout: Layout, rank: int) -> Drawing:
     """The last two dimensions of what a rank stores: what each box holds, and holes."""
-    runs = layout.runs(rank)[-2:]
-    row_spans, row_texts = [(0, 1)], ["0:1"]
-    if len(runs) > 1:
-        row_spans, row_texts = list_pieces(runs[0])
-    spans, texts = list_pieces(runs[-1])
-    down = scale_stretches(row_spans, HIGH / 2)
+    *before, columns = layout.runs(rank)[-2:]
+    down, texts_down = _scale_rows(before)
+    spans, texts = list_pieces(columns)
     across = scale_stretches(spans, WIDE / 2)
-    shape = "x".join(map(str, layout.local_shape(rank)))
-    head = f"rank {rank}: {shape}"
+    sizes = map(str, layout.local_shape(rank))
+    head = f"rank {rank}: {'x'.join(sizes)}"
     parts = [elements.words(0, 12, head)]
     top = LINE + 4
-    for rows, y, height in zip(row_texts, down.at, down.size, strict=True):
-        for columns, x, width in zip(texts, across.at, across.size, strict=True):
-            held = (rows, columns) if len(runs) > 1 else (columns,)
+    for above, y, height in zip(texts_down, down.at, down.size, strict=True):
+        for text, x, width in zip(texts, across.at, across.size, strict=True):
+            held = (*above, text)
             area = (x, top + y, width, height)
             parts.append(_piece(held, area))
     room = max(across.total, len(head) * LETTER)
     bottom = top + 2 + down.total
     return Drawing(room, bottom, tuple(parts))
+
+
+def _scale_rows(before: Sequence[Runs]) -> tuple[Scale, list[tuple[str, ...]]]:
+    """The rows of boxes, and what each holds of the dimension before the last; one row where there is none."""
+    if not before:
+        return scale_stretches([(0, 1)], HIGH / 2), [()]
+    (rows,) = before
+    spans, texts = list_pieces(rows)
+    return scale_stretches(spans, HIGH / 2), [(text,) for text in texts]
 
 
 def _piece(held: Sequence[str], area: tuple[float, float, float, float]) -> str:

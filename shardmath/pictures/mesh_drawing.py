@@ -67,9 +67,10 @@ def _draw(mesh: Mesh, topology: Topology | None) -> Drawing:
     look = _look(mesh, topology)
     panels = [_panel(mesh, at, look) for at in _leading(mesh)]
     head = _write_coords(mesh.shape) or "one rank"
-    notes = _notes(mesh, len(panels), topology)
     heading = lines([head], font_weight="bold")
-    parts = [heading, in_rows(panels), lines(notes)]
+    drawn = in_rows(panels)
+    notes = _notes(mesh, len(panels), topology)
+    parts = [heading, drawn, lines(notes)]
     filled = [part for part in parts if part.height]
     return below(filled, 6)
 

@@ -159,11 +159,20 @@ def _place_groups(groups: tuple[Group, ...], each: float) -> _Axis:
 
 def _draw_heat(moved: Traffic, where: Topology | None) -> Drawing:
     """Who sends how much to whom."""
+    heat = _draw_boxes(moved, where)
+    head = lines(["bytes from sender (row) to receiver (column)"], font_weight="bold")
+    legend = _draw_legend(moved, where)
+    return below([head, heat, legend], 8)
+
+
+def _draw_boxes(moved: Traffic, where: Topology | None) -> Drawing:
+    """A box for each sender and receiver, with their names."""
     few = max(moved.sent.shape) <= FEW
     high, wide = (24.0, 54.0) if few else (18.0, 18.0)
     rows = _place_groups(moved.senders, high)
     columns = _place_groups(moved.receivers, wide)
-    left = (_measure_names(rows) + 1) * LETTER
+    letters = _measure_names(rows) + 1
+    left = letters * LETTER
     top = TOP + _column_names_height(columns)
     if where is not None:
         left += NODE_NAME
@@ -175,10 +184,7 @@ def _draw_heat(moved: Traffic, where: Topology | None) -> Drawing:
     ]
     width = left + columns.total
     height = top + rows.total
-    heat = Drawing(width, height, tuple(parts))
-    head = lines(["bytes from sender (row) to receiver (column)"], font_weight="bold")
-    legend = _draw_legend(moved, where)
-    return below([head, heat, legend], 8)
+    return Drawing(width, height, tuple(parts))
 
 
 def _measure_names(axis: _Axis) -> int:
@@ -258,8 +264,8 @@ def _boxes(moved: Traffic, rows: _Axis, columns: _Axis, left: float, top: float)
     has_room = columns.each > 3 * LINE
     for i, j in np.ndindex(moved.sent.shape):
         sent, stays, far = _read_pair(moved, i, j)
-        amount = _amount(sent, stays, far)
-        title = f"{senders[i]} to {receivers[j]}: {amount}"
+        ends = f"{senders[i]} to {receivers[j]}"
+        title = f"{ends}: {_amount(sent, stays, far)}"
         fill = _fill(sent, stays, far, largest)
         x = left + columns.at[j]
         y = top + rows.at[i]

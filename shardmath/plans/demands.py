@@ -263,8 +263,10 @@ def _split_pairs(
         if nodes[here].isdisjoint(nodes[there]):
             parts.append((here, there, False))
         else:
-            for holding, asking, near in _split_pair(listed[here], listed[there], node):
-                parts.append((sets.add(holding), sets.add(asking), near))
+            split = _split_pair(listed[here], listed[there], node)
+            for holding, asking, near in split:
+                part = sets.add(holding), sets.add(asking), near
+                parts.append(part)
         first.append(len(parts))
     table = np.array(parts, np.int64)
     begin = np.array(first, np.int64)

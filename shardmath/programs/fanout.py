@@ -262,26 +262,34 @@ def _list_bands(legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> 
 
     A row is (byte, first class, classes, place, span).
     """
-    # Most blocks are of few sizes, and divided alike.
-    kinds: dict[_Kind, int] = {}
-    numbers = []
-    sizes = legs.lines.nbytes.tolist()
-    for size, nodes, plot in zip(sizes, groups, plots, strict=True):
-        kind = _Kind(size, frozenset(nodes or [1]), plot)
-        number = kinds.setdefault(kind, len(kinds))
-        numbers.append(number)
+    kinds, of_block = _number_kinds(legs, groups, plots)
     stripes: list[_Stripe] = []
     first = [0]
     for kind in kinds:
         stripes += _list_stripes(kind.size, kind.replicas, kind.plot.parts)
         first.append(len(stripes))
     table = np.array(stripes, np.int64)
+    bands = table.reshape(-1, 5)
     begin = np.array(first, np.int64)
-    of_block = np.array(numbers, np.int64)
     row, block = ranges(begin[of_block], begin[of_block + 1])
     places = np.arange(len(of_block) + 1)
-    bands = table.reshape(-1, 5)[row]
-    return np.searchsorted(block, places), bands
+    return np.searchsorted(block, places), bands[row]
+
+
+def _number_kinds(
+    legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]
+) -> tuple[list[_Kind], Ints]:
+    """The kinds, of which most blocks share few, and the number of each block's."""
+    number: dict[_Kind, int] = {}
+    numbers = []
+    sizes = legs.lines.nbytes.tolist()
+    for size, nodes, plot in zip(sizes, groups, plots, strict=True):
+        replicas = frozenset(nodes or [1])
+        kind = _Kind(size, replicas, plot)
+        own = number.setdefault(kind, len(number))
+        numbers.append(own)
+    of_block = np.array(numbers, np.int64)
+    return list(number), of_block
 
 
 def _list_stripes(size: int, replicas: Set[int], parts: tuple[_Part, ...]) -> list[_Stripe]:

@@ -183,15 +183,24 @@ def list_slices(prog: Program, line: int, of: Streams) -> Slices:
     borders = _find_borders(prog, of.block[one], of.lo[one], of.hi[one])
     size = np.diff(borders, axis=1)
     cut, at = size.nonzero()
-    by_root = Offsets.of_counts(np.bincount(cut, minlength=len(one)))
-    which, stream = ranges(by_root.first[root], by_root.first[root + 1])
-    # Streams of one root take the slots in one order, each leg one slot later.
-    first_slot = of.root + line
-    slot = (at[which] + first_slot[stream]) % prog.slots
-    slot += of.leg[stream] - 1
     lo = borders[cut, at]
     hi = borders[cut, at + 1]
+    counts = np.bincount(cut, minlength=len(one))
+    which, stream = _give_to_streams(counts, root)
+    # Streams of one root take the slots in one order, each leg one slot later.
+    first_slot = of.root + line
+    slot = at[which] + first_slot[stream]
+    slot %= prog.slots
+    slot += of.leg[stream] - 1
     return Slices(stream, slot, lo[which], hi[which])
+
+
+def _give_to_streams(counts: Ints, root: Ints) -> tuple[Ints, Ints]:
+    """(slice, stream) of every slice of each stream's root; roots have so many slices, one after the other."""
+    by_root = Offsets.of_counts(counts)
+    first = by_root.first[root]
+    end = by_root.first[root + 1]
+    return ranges(first, end)
 
 
 def _find_borders(prog: Program, block: Ints, lo: Ints, hi: Ints) -> Ints:

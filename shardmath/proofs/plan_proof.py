@@ -93,7 +93,8 @@ def _list_distinct_rows(p: Plan, sets: Ints, *, source: bool) -> list[Ints]:
     for batch in p.batches:
         mesh = batch.src if source else batch.dst
         key = batch.template, mesh
-        numbers.append(number.setdefault(key, len(number)))
+        own = number.setdefault(key, len(number))
+        numbers.append(own)
     of_batch = np.array(numbers, np.int64)
     end = of_batch[p.lines.batch]
     codes = [find_end(t, source).code for t, _ in number]
@@ -102,7 +103,10 @@ def _list_distinct_rows(p: Plan, sets: Ints, *, source: bool) -> list[Ints]:
     order = np.lexsort((sets, code, end))
     is_new = _find_new(sets[order], code[order], end[order])
     rows = order[is_new]
-    return np.split(rows, begins(end[rows])[1:]) if len(rows) else []
+    if not len(rows):
+        return []
+    first = begins(end[rows])
+    return np.split(rows, first[1:])
 
 
 def _find_new(*columns: Ints) -> Bools:
@@ -115,14 +119,17 @@ def _find_new(*columns: Ints) -> Bools:
 
 def _check_end(p: Plan, places: Places, rows: Ints, sets: Ints, *, source: bool) -> None:
     """The sets of ranks have the units of their rows, all of one template and mesh."""
-    batch = _batch_of(p, int(rows[0]))
+    first = int(rows[0])
+    batch = _batch_of(p, first)
     mesh = batch.src if source else batch.dst
     positions, owner = places.within(mesh).of(sets)
     end = find_end(batch.template, source)
-    has = end.has(p.lines.unit[rows[owner]], positions)
+    units = p.lines.unit[rows[owner]]
+    has = end.has(units, positions)
     if has.all():
         return
-    _raise_stranger(p, rows, sets, owner, int(np.argmin(has)), source)
+    stranger = int(np.argmin(has))
+    _raise_stranger(p, rows, sets, owner, stranger, source)
 
 
 def _raise_stranger(

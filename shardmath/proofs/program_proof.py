@@ -56,6 +56,7 @@ def _prove(prog: Program) -> None:
     """Prove a program whose tables are tables."""
     demands = prog.legs.lines
     _check_numbers(prog)
+    _check_bands(prog)
     misfit = find_misfit_of_bands(prog.legs)
     _require(not misfit, prog, misfit)
     check_numbers_of_sets(demands)
@@ -88,7 +89,7 @@ def _require(holds: object, prog: Program, what: str) -> None:
 
 
 def _check_numbers(prog: Program) -> None:
-    """Counts are counts, and tables are of 64-bit integers: no float decides anything."""
+    """Counts are counts, of which there are not too many."""
     counts = (
         prog.slots,
         prog.turns,
@@ -104,8 +105,13 @@ def _check_numbers(prog: Program) -> None:
     few = prog.slots <= MOST_SLOTS and prog.turns <= most_turns and rounds <= MOST_ROUNDS
     given = f"{prog.slots} slots and {prog.turns} turns"
     _require(few, prog, f"{given} are more than {MOST_SLOTS} and {most_turns}")
-    for field in fields(prog.legs.bands):
-        column = getattr(prog.legs.bands, field.name)
+
+
+def _check_bands(prog: Program) -> None:
+    """Tables are of 64-bit integers: no float decides anything."""
+    bands = prog.legs.bands
+    for field in fields(bands):
+        column = getattr(bands, field.name)
         integers = column.dtype == np.int64
         _require(integers, prog, f"Bands.{field.name} is not of 64-bit integers")
 

@@ -58,20 +58,15 @@ def require(holds: object, what: str) -> None:
 def check_sides(p: Plan | Transposed) -> None:
     """Raise PlanError unless all that is said of tensors is said of the same ones, and of its kind."""
     if isinstance(p, Transposed):
-        forward: object = p.forward
-        if not isinstance(forward, Plan):
-            what = f"forward={shown(forward)} is not a Plan"
-            raise PlanError(f"{what}; transpose one by adjoint(plan)")
-        check_sides(forward)
+        _check_forward(p.forward)
     _check_type(p, Plan | Transposed, "the plan of the program")
     _check_windows(p.src, "the source")
     _check_windows(p.dst, "the destination")
     _check_values(p.rules, Reduction, "the rules of the plan")
     names = list(p.src)
     same = names == list(p.dst) and names == list(p.rules)
-    require(
-        same, "the source, the destination and the rules of the plan are of tensors of other names"
-    )
+    what = "the source, the destination and the rules of the plan"
+    require(same, f"{what} are of tensors of other names")
     _check_type(p.is_tree, bool, "is_tree")
     require(p.is_tree or names == [""], "a plan of two layouts has tensors by name")
     _check_type(p.topology, Topology | None, "the topology of the plan")
@@ -93,11 +88,21 @@ def _check_values(by_name: object, kind: type, what: str) -> None:
     """The values are of the class itself, by names, in a dict: another mapping may change its mind."""
     _check_type(by_name, dict, what)
     assert isinstance(by_name, dict)
-    for name in {type(name): name for name in by_name}.values():
+    names = {type(name): name for name in by_name}
+    for name in names.values():
         _check_type(name, str, f"a name of {what}")
-    for value in {type(value): value for value in by_name.values()}.values():
+    values = {type(value): value for value in by_name.values()}
+    for value in values.values():
         is_other = type(value) is not kind
         require(not is_other, f"{what} has a {type(value).__name__}, not a {kind.__name__}")
+
+
+def _check_forward(forward: object) -> None:
+    """Raise PlanError unless what an adjoint turns round is a plan, and is said of the same tensors."""
+    if not isinstance(forward, Plan):
+        what = f"forward={shown(forward)} is not a Plan"
+        raise PlanError(f"{what}; transpose one by adjoint(plan)")
+    check_sides(forward)
 
 
 def check_plan_shapes(p: Plan) -> None:
@@ -109,15 +114,21 @@ def check_plan_shapes(p: Plan) -> None:
     _check_items(p.batches, Batch, "the plan's batches")
     known: set[int] = set()
     for batch in p.batches:
-        _check_items(batch.names, str, "the names of a batch")
-        _check_type(batch.source, int, "the source window of a batch")
-        _check_type(batch.target, int, "the destination window of a batch")
-        _check_type(batch.src, Mesh, "the source mesh of a batch")
-        _check_type(batch.dst, Mesh, "the destination mesh of a batch")
-        _check_type(batch.template, Template, "the template of a batch")
-        if id(batch.template) not in known:
-            known.add(id(batch.template))
-            _check_template(batch.template)
+        _check_batch(batch)
+        template = batch.template
+        if id(template) not in known:
+            known.add(id(template))
+            _check_template(template)
+
+
+def _check_batch(batch: Batch) -> None:
+    """Raise PlanError unless the fields of a batch are of their kinds."""
+    _check_items(batch.names, str, "the names of a batch")
+    _check_type(batch.source, int, "the source window of a batch")
+    _check_type(batch.target, int, "the destination window of a batch")
+    _check_type(batch.src, Mesh, "the source mesh of a batch")
+    _check_type(batch.dst, Mesh, "the destination mesh of a batch")
+    _check_type(batch.template, Template, "the template of a batch")
 
 
 def check_program_shapes(prog: Program) -> None:

@@ -368,4 +368,5 @@ class Places:
     def _find(self, mesh: Mesh) -> Members:
         at = [mesh.position(rank) if rank in mesh else -1 for rank in self._ranks]
         positions = np.array(at, np.int64)
-        return Members(self._of_set, positions[self._which])
+        of_each = positions[self._which]
+        return Members(self._of_set, of_each)

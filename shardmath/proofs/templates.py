@@ -241,17 +241,21 @@ class End(NamedTuple):
 
 def _are_members(sets: Parts, number: Ints, part: Ints) -> Bools:
     """Whether each part is one of the set of its number."""
+    every = itertools.chain.from_iterable(sets)
+    members = np.fromiter(every, np.int64)
     # Most sets are of one part, and comparing is far quicker than isin.
     if all(len(parts) == 1 for parts in sets):
-        only = np.array([parts[0] for parts in sets], np.int64)
-        return np.equal(part, only[number])
-    members = np.fromiter(itertools.chain.from_iterable(sets), np.int64)
-    owners = Offsets.of_counts(lengths(sets)).owners()
+        only = members[number]
+        return np.equal(part, only)
+    by_set = Offsets.of_counts(lengths(sets))
+    owners = by_set.owners()
     # (set, part) as one number; of parts that are not asked for the numbers would be another set's.
     count = 1 + part.max(initial=-1)
     is_asked = (members >= 0) & (members < count)
-    code = owners[is_asked] * count + members[is_asked]
-    return (part >= 0) & np.isin(number * count + part, code)
+    code = owners[is_asked] * count
+    code += members[is_asked]
+    wanted = number * count + part
+    return (part >= 0) & np.isin(wanted, code)
 
 
 @memo()

@@ -188,14 +188,19 @@ def find_rows(model: str | None = None, row: int | None = None) -> tuple[Row, ..
 
 
 def _show_trainer(trainer: Trainer) -> str:
-    dp = trainer.ranks // (trainer.tp * trainer.pp * trainer.cp)
-    return _join(TP=trainer.tp, CP=trainer.cp, PP=trainer.pp, EP=trainer.ep, DP=dp)
+    tp = trainer.tp
+    cp = trainer.cp
+    pp = trainer.pp
+    dp = trainer.ranks // (tp * cp * pp)
+    return _join(TP=tp, CP=cp, PP=pp, EP=trainer.ep, DP=dp)
 
 
 def _show_engine(engine: Engine) -> str:
     ep = engine.tp * engine.dp if engine.ep else 1
     one = _join(TP=engine.tp, EP=ep, DP=engine.dp)
-    return f"{engine.copies} x {one}" if engine.copies > 1 else one
+    if engine.copies == 1:
+        return one
+    return f"{engine.copies} x {one}"
 
 
 def _join(**sizes: int) -> str:

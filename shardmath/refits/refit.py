@@ -61,14 +61,17 @@ class Refit:
         The names are the plan's. Raises PlanError for an engine that there is not.
         """
         if engine is None:
-            held = self.trainer.slots(rank)
-            return {name: slot for name, slot in held.items() if name in self.plan.src}
+            moved = self.plan.src
+            stored = self.trainer.slots(rank)
+            return {name: slot for name, slot in stored.items() if name in moved}
         found = self._find(engine).slots(rank)
         place = list(self.engines).index(engine)
         named = {}
         for name, slot in found.items():
-            _, windows = share(_list_held(self.engines, name))
-            local = self.plan.dst[name].local_name(name, windows[place])
+            held = _list_held(self.engines, name)
+            _, windows = share(held)
+            window = windows[place]
+            local = self.plan.dst[name].local_name(name, window)
             named[local] = slot
         return named
 
@@ -85,10 +88,12 @@ class Refit:
         are no tensors of the trainer's.
         """
         side = self.trainer if engine is None else self._find(engine)
+        stored = side.natives(rank)
         shapes = {native: tuple(shape) for native, shape in has.items()}
-        faults = find_faults(side.natives(rank), shapes, own)
+        faults = find_faults(stored, shapes, own)
         if faults:
-            raise StoreError(f"rank {rank}:\n" + "\n".join(faults))
+            said = [f"rank {rank}:", *faults]
+            raise StoreError("\n".join(said))
 
     def explain(self, native: str, rank: int, engine: str | None = None) -> str:
         """The row behind a stored tensor of a rank, and which logical tensors lie where in it.

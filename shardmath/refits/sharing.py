@@ -47,8 +47,10 @@ def _find_group(groups: list[list[Layout]], layout: Layout) -> int:
 
 def _is_copy(one: Layout, other: Layout) -> bool:
     """Whether two layouts differ in their ranks alone, and have none in common."""
-    is_alike = one.form == other.form and AXIS not in one.mesh.shape
-    return is_alike and set(one.mesh.ranks).isdisjoint(other.mesh.ranks)
+    if one.form != other.form or AXIS in one.mesh.shape:
+        return False
+    ranks = set(one.mesh.ranks)
+    return ranks.isdisjoint(other.mesh.ranks)
 
 
 def _join(group: list[Layout]) -> Layout:
@@ -57,5 +59,6 @@ def _join(group: list[Layout]) -> Layout:
     if not others:
         return first
     ranks = [rank for layout in group for rank in layout.mesh.ranks]
-    mesh = Mesh({AXIS: len(group), **first.mesh.shape}, ranks=ranks)
+    shape = {AXIS: len(group), **first.mesh.shape}
+    mesh = Mesh(shape, ranks=ranks)
     return intern(first.shape, first.dtype, mesh, first.dims, first.partial)

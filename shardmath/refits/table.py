@@ -96,11 +96,14 @@ def _make_engines(row: Row) -> Stored | dict[str, Stored]:
     engine = row.engine
     config = hf_config(MODELS[row.model])
     size = engine.tp * engine.dp
+    start = row.trainer.ranks
     made = {}
     for copy in range(engine.copies):
-        start = row.trainer.ranks + copy * size
-        ranks = range(start, start + size)
-        made[str(copy)] = vllm(config, ranks=ranks, tp=engine.tp, dp=engine.dp, ep=engine.ep)
+        stop = start + size
+        ranks = range(start, stop)
+        name = str(copy)
+        made[name] = vllm(config, ranks=ranks, tp=engine.tp, dp=engine.dp, ep=engine.ep)
+        start = stop
     return made["0"] if engine.copies == 1 else made
 
 
@@ -159,8 +162,12 @@ def _explain(prog: Program, best: Certificate) -> str:
 
 def _count_bytes(moved: Refit) -> int:
     """All tensors of the refit, once."""
-    layouts = [windows[0] for windows in moved.plan.src.values()]
-    return sum(math.prod(layout.shape) * layout.itemsize for layout in layouts)
+    total = 0
+    for windows in moved.plan.src.values():
+        layout = windows[0]
+        numel = math.prod(layout.shape)
+        total += numel * layout.itemsize
+    return total
 
 
 def show(measured: Iterable[Measured]) -> str:

@@ -38,6 +38,8 @@ __all__ = ["Bound", "Vocabulary", "bind"]
 
 _Numbers: TypeAlias = tuple[int, ...]
 _Shape: TypeAlias = tuple[int, ...]
+_Grouped: TypeAlias = dict[_Numbers, dict[int, str]]
+"""Names by all numbers but the stacked one, then by that."""
 
 SHOWN = 5
 """Tensors without a row that a message names."""
@@ -49,12 +51,13 @@ class Vocabulary:
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.templates: dict[str, dict[_Numbers, str]] = {}
-        self._found: dict[tuple[str, int | None], dict[_Numbers, dict[int, str]]] = {}
+        self._found: dict[tuple[str, int | None], _Grouped] = {}
         for name in shapes:
             template, numbers = split(name)
-            self.templates.setdefault(template, {})[numbers] = name
+            by_numbers = self.templates.setdefault(template, {})
+            by_numbers[numbers] = name
 
-    def find(self, template: str, stacked: int | None) -> dict[_Numbers, dict[int, str]]:
+    def find(self, template: str, stacked: int | None) -> _Grouped:
         """The names of a template, by all numbers but the stacked one, then by that."""
         # Both sides ask for nearly all templates in the same way.
         key = template, stacked
@@ -62,14 +65,17 @@ class Vocabulary:
             self._found[key] = self._group(template, stacked)
         return self._found[key]
 
-    def _group(self, template: str, stacked: int | None) -> dict[_Numbers, dict[int, str]]:
+    def _group(self, template: str, stacked: int | None) -> _Grouped:
         names = self.templates.get(template, {})
         if stacked is None:
             return {numbers: {0: name} for numbers, name in names.items()}
-        found: dict[_Numbers, dict[int, str]] = {}
+        behind = stacked + 1
+        found: _Grouped = {}
         for numbers, name in names.items():
-            others = numbers[:stacked] + numbers[stacked + 1 :]
-            found.setdefault(others, {})[numbers[stacked]] = name
+            others = numbers[:stacked] + numbers[behind:]
+            by_stacked = found.setdefault(others, {})
+            number = numbers[stacked]
+            by_stacked[number] = name
         return found
 
 
@@ -156,26 +162,34 @@ def _list_slots(
 ) -> Iterator[tuple[str, Slot, _Shape]]:
     """(logical name, slot, shape of the stored tensor) of each component, for these numbers."""
     laid = block.laid
+    order = laid.order
     shape = laid.shape(coords)
-    natives = _fill(held, block.owner, [local for local, _ in numbers])
+    owner = block.owner
+    chunk = owner.chunk
+    function = held.row.function
+    local = [own for own, _ in numbers]
+    natives = _fill(held, owner, local)
     for component, names in zip(held.components, block.names, strict=True):
-        cuts = laid.cuts(component, coords, [local for local, _ in numbers])
+        cuts = laid.cuts(component, coords, local)
         for (_, number), native, cut in zip(numbers, natives, cuts, strict=True):
-            slot = Slot(block.owner.chunk, native, cut, laid.order, held.row.function)
+            slot = Slot(chunk, native, cut, order, function)
             yield names[number], slot, shape
 
 
 def _fill(held: _Held, owner: Owner, local: Sequence[int]) -> list[str]:
     """The native names; an index that is spread in them has these local numbers."""
     numbers = dict(owner.local)
-    native = held.row.native
-    if owner.stack is None or held.row.spread is None:
-        return [native.fill(numbers, star=held.star)] * len(local)
+    row = held.row
+    spread = row.spread
+    if owner.stack is None or spread is None:
+        name = row.native.fill(numbers, star=held.star)
+        return [name] * len(local)
     names = []
     for number in local:
         numbers[owner.stack.index] = number
-        numbers[held.row.spread.name] = number
-        names.append(native.fill(numbers, star=held.star))
+        numbers[spread.name] = number
+        name = row.native.fill(numbers, star=held.star)
+        names.append(name)
     return names
 
 
@@ -240,16 +254,24 @@ class _Binder:
         templates = [row.logical.template(word, star) for word in words]
         if not set(templates) <= self.vocabulary.templates.keys():
             return
+        blocks = self._make_blocks(row, words, templates)
+        if blocks:
+            yield _Held(row, star, words, tuple(blocks))
+
+    def _make_blocks(
+        self, row: Row, words: tuple[str, ...], templates: Sequence[str]
+    ) -> list[_Block]:
+        """The stored tensors of the row whose components' names are of these templates."""
         maker = _Maker(self.stored, self.shapes, row, words)
         stacked = maker.owners.place_stacked()
         found = [self.vocabulary.find(template, stacked) for template in templates]
         blocks = []
         for numbers in self._list_taken(row, found, stacked):
-            block = maker.make(numbers, [of[numbers] for of in found])
+            names = [of[numbers] for of in found]
+            block = maker.make(numbers, names)
             if self._note(row, block):
                 blocks.append(block)
-        if blocks:
-            yield _Held(row, star, words, tuple(blocks))
+        return blocks
 
     def _list_taken(
         self, row: Row, found: Sequence[Mapping[_Numbers, Mapping[int, str]]], stacked: int | None
@@ -257,8 +279,10 @@ class _Binder:
         """The numbers for which all components are there, and no row before has taken them."""
         first, *rest = found
         for numbers, names in first.items():
-            taken = next(iter(names.values())) in self.layouts
-            complete = all(other.get(numbers, {}).keys() == names.keys() for other in rest)
+            some = next(iter(names.values()))
+            taken = some in self.layouts
+            others = [other.get(numbers, {}) for other in rest]
+            complete = all(other.keys() == names.keys() for other in others)
             if complete and taken == row.also and self._applies(row, numbers, stacked):
                 yield numbers
 
@@ -282,7 +306,8 @@ class _Binder:
         for name, layout in zip(names, layouts, strict=True):
             # Where one stage is first and last, the copy is the tensor itself.
             before = self.layouts[name]
-            if not set(before.mesh.ranks).isdisjoint(layout.mesh.ranks):
+            has_it = set(before.mesh.ranks)
+            if not has_it.isdisjoint(layout.mesh.ranks):
                 return False
             self.layouts[name] = _merge(before, layout)
         return True
@@ -307,28 +332,33 @@ class _Maker:
 
         Raises StoreError where numbers of a stack are missing, or differ in shape or dtype.
         """
-        ordered = tuple(self._order(of) for of in names)
-        owner = self.owners.find(numbers, len(ordered[0]))
+        ordered = tuple(map(self._order, names))
+        count = len(ordered[0])
+        owner = self.owners.find(numbers, count)
         entries = tuple(self.shapes[of[0]] for of in ordered)
-        key = entries, len(ordered[0])
-        if key not in self.laid:
-            self.laid[key] = self._lay(entries, owner)
-        laid = self.laid[key]
+        key = entries, count
+        laid = self.laid.get(key)
+        if laid is None:
+            laid = self._lay(entries, owner)
+            self.laid[key] = laid
         # Layers of one stage have their owners' meshes, and so their layouts, as one tuple.
         shared = key, id(owner.meshes)
-        if shared not in self.made:
-            self.made[shared] = self._make_layouts(entries, laid, owner)
-        return _Block(ordered, self.made[shared], laid, owner)
+        layouts = self.made.get(shared)
+        if layouts is None:
+            layouts = self._make_layouts(entries, laid, owner)
+            self.made[shared] = layouts
+        return _Block(ordered, layouts, laid, owner)
 
     def _order(self, names: Mapping[int, str]) -> list[str]:
         """The names by number. Raises StoreError where one is missing, or differs from the others."""
-        absent = set(range(len(names))).difference(names)
+        numbers = range(len(names))
+        absent = set(numbers).difference(names)
         if absent:
             raise StoreError(
                 f"number {min(absent)} of index {self.owners.stacked!r} is missing, and "
                 f"{max(names)} is there; give all of a stack"
             )
-        ordered = [names[number] for number in range(len(names))]
+        ordered = [names[number] for number in numbers]
         first = self.shapes[ordered[0]]
         for name in ordered:
             if self.shapes[name] != first:
@@ -339,8 +369,9 @@ class _Maker:
         return ordered
 
     def _lay(self, entries: tuple[tuple[_Shape, str], ...], owner: Owner) -> Laid:
+        stored = self.stored
         axes = self.owners.mesh.shape
-        frame = Frame(axes, self.stored.numbers, {}, self.stored.exact)
+        frame = Frame(axes, stored.numbers, {}, stored.exact)
         shapes = [shape for shape, _ in entries]
         by_word = dict(zip(self.components, shapes, strict=True))
         return lay(self.row, by_word, frame, owner.stack)
@@ -350,10 +381,12 @@ class _Maker:
     ) -> tuple[tuple[Layout, ...], ...]:
         """The layouts of each component, by number."""
         layouts = []
+        meshes = set(owner.meshes)
         for word, (shape, dtype) in zip(self.components, entries, strict=True):
             dims = laid.dims[word]
-            by_mesh = {mesh: intern(shape, dtype, mesh, dims, ()) for mesh in set(owner.meshes)}
-            layouts.append(tuple(by_mesh[mesh] for mesh in owner.meshes))
+            by_mesh = {mesh: intern(shape, dtype, mesh, dims, ()) for mesh in meshes}
+            by_number = map(by_mesh.__getitem__, owner.meshes)
+            layouts.append(tuple(by_number))
         return tuple(layouts)
 
 

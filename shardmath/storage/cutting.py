@@ -148,14 +148,15 @@ class _Layer:
     def _list_meanings(self) -> str:
         """What words may be here, for people."""
         frame = self.frame
-        return "; ".join(
-            f"{what}: {', '.join(names) or 'none'}"
-            for what, names in (
-                ("components", frame.lengths),
-                ("mesh axes", frame.axes),
-                ("numbers", frame.numbers),
-            )
-        )
+        known = {
+            "components": frame.lengths,
+            "mesh axes": frame.axes,
+            "numbers": frame.numbers,
+        }
+        listed = []
+        for what, names in known.items():
+            listed.append(f"{what}: {', '.join(names) or 'none'}")
+        return "; ".join(listed)
 
     def _list_cuts(self, word: Word) -> list[_Cut]:
         """The cuts that the word stands for: one for an axis, all parts in order for a number."""
@@ -181,10 +182,13 @@ class _Layer:
         """What the cuts leave of the component."""
         pieces = self._list_pieces(leaf)
         grain = self._find_grain(right)
-        start, stop = self._span(leaf, sum(map(_count, pieces)), grain, cuts)
+        length = sum(map(_count, pieces))
+        start, stop = self._span(leaf, length, grain, cuts)
         kept: list[_Piece] = []
         for block in self._list_blocks(right, start, stop):
-            kept += _slice(pieces, block.start * grain, block.stop * grain)
+            lo = block.start * grain
+            hi = block.stop * grain
+            kept += _slice(pieces, lo, hi)
         return self._fill_tiles(kept, leaf)
 
     def _list_blocks(self, right: Iterable[Word], start: int, stop: int) -> list[range]:
@@ -193,14 +197,17 @@ class _Layer:
         if not dealt:
             return [range(start, stop)]
         (cut,) = self._list_cuts(dealt[0])
-        return [range(block, block + 1) for block in range(start + cut.at, stop, cut.parts)]
+        first = start + cut.at
+        own = range(first, stop, cut.parts)
+        return [range(block, block + 1) for block in own]
 
     def _fill_tiles(self, pieces: list[_Piece], leaf: Word) -> list[_Piece]:
         """The pieces of one part, padded to whole tiles."""
         if leaf.tile is None:
             return pieces
         tile = self.frame.number(leaf.tile)
-        padding = -sum(map(_count, pieces)) % tile
+        length = sum(map(_count, pieces))
+        padding = -length % tile
         return [*pieces, (-1, padding)] if padding else pieces
 
     def _span(self, leaf: Word, length: int, grain: int, cuts: tuple[_Cut, ...]) -> tuple[int, int]:
@@ -251,8 +258,9 @@ class _Layer:
         n = stop - start
         if cut.word.balanced:
             step, extra = divmod(n, cut.parts)
-            lo = cut.at * step + min(cut.at, extra)
-            return start + lo, start + lo + step + (cut.at < extra)
+            larger = cut.at < extra
+            lo = start + cut.at * step + min(cut.at, extra)
+            return lo, lo + step + larger
         if self.frame.exact and n % cut.parts:
             raise LayoutError(
                 f"'{cut.word}' has {cut.parts} parts, and '{leaf}' {n} to divide; "

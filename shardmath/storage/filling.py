@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shardmath.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
 from shardmath.storage.stored import Side, Slot
 
@@ -43,8 +44,10 @@ def fill(
         native = slot.chunk, slot.native
         if native not in stored:
             stored[native] = np.full(shape, empty, kind)
+        view = view_of(stored[native], slot)
+        logical = arrays[name]
         cells, elements = held.find(name)
-        view_of(stored[native], slot)[cells] = arrays[name][elements]
+        view[cells] = logical[elements]
     return stored
 
 
@@ -56,7 +59,8 @@ def gather(
     for rank in ranks:
         held = _Held(bound, rank)
         for name, slot, _ in bound.visit(rank):
-            view = view_of(stored[rank][slot.chunk, slot.native], slot)
+            native = slot.chunk, slot.native
+            view = view_of(stored[rank][native], slot)
             if name not in arrays:
                 arrays[name] = np.zeros(bound.layouts[name].shape, view.dtype)
             cells, elements = held.find(name)
@@ -95,11 +99,23 @@ def _list_held(layout: Layout, rank: int) -> tuple[Any, Any]:
     """Slices where every dimension holds one stretch, else an index of each cell."""
     runs = layout.runs(rank)
     if all(len(own.segments) == 1 for own in runs):
-        stretches = [own.segments[0] for own in runs]
-        cells = tuple(slice(lo, lo + n) for lo, _, n in stretches)
-        elements = tuple(slice(g, g + n) for _, g, n in stretches)
-        return cells, elements
-    globals_ = [own.indices() for own in runs]
-    locals_ = [np.flatnonzero(own >= 0) for own in globals_]
-    held = [own[own >= 0] for own in globals_]
-    return np.ix_(*locals_), np.ix_(*held)
+        return _list_slices(runs)
+    cells = []
+    elements = []
+    for own in runs:
+        positions = own.indices()
+        held = np.flatnonzero(positions >= 0)
+        cells.append(held)
+        elements.append(positions[held])
+    return np.ix_(*cells), np.ix_(*elements)
+
+
+def _list_slices(runs: Iterable[Runs]) -> tuple[Any, Any]:
+    """The slices of runs of one segment each."""
+    cells = []
+    elements = []
+    for own in runs:
+        ((lo, g, n),) = own.segments
+        cells.append(slice(lo, lo + n))
+        elements.append(slice(g, g + n))
+    return tuple(cells), tuple(elements)

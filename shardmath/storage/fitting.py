@@ -4,7 +4,6 @@
    given sizes, round robin. What none of them says is a Table.
 2. What a rank holds is **trimmed** first: positions at equal distances, with none of the tensor's before, between
    or behind them, are a view with an offset and a step, and no holes.
-
 3. `from_holdings` finds the mesh too: parts that are held in every combination, equally often, are one layout;
    else windows, each of which is.
 
@@ -24,12 +23,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.dimension import Dimension, Field, cells, divided
 from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs
+from shardmath.algebra.runs import Runs, Segment
 from shardmath.base import dtypes
 from shardmath.base.arguments import as_integer, listed
 from shardmath.base.errors import LayoutError, PlacementError
@@ -68,16 +67,22 @@ def trim(runs: Runs) -> tuple[Trim, Runs]:
     segments = runs.segments
     if not segments:
         return Trim(0, 1, 0), Runs((), 0)
-    first, last = segments[0], segments[-1]
-    offset = first[0]
+    offset, _, _ = segments[0]
     # Rows of two components in turn are one strided view of each, not a run a row.
     step = _find_step(runs)
     if step > 1:
-        dense = [(i, g, 1) for i, (_, g, _) in enumerate(segments)]
-        return Trim(offset, step, len(dense)), Runs(dense)
-    length = last[0] + last[2] - offset
+        return Trim(offset, step, len(segments)), _close_up(segments)
+    last, _, behind = segments[-1]
+    length = last + behind - offset
     moved = [(lo - offset, g, n) for lo, g, n in segments]
     return Trim(offset, 1, length), Runs(moved, length)
+
+
+def _close_up(segments: Iterable[Segment]) -> Runs:
+    """Single positions one after the other."""
+    positions = [g for _, g, _ in segments]
+    dense = [(i, g, 1) for i, g in enumerate(positions)]
+    return Runs(dense)
 
 
 def _find_step(runs: Runs) -> int:
@@ -85,7 +90,8 @@ def _find_step(runs: Runs) -> int:
     segments = runs.segments
     if len(segments) < 2 or any(n != 1 for _, _, n in segments):
         return 1
-    steps = {b[0] - a[0] for a, b in itertools.pairwise(segments)}
+    starts = [lo for lo, _, _ in segments]
+    steps = {b - a for a, b in itertools.pairwise(starts)}
     return steps.pop() if len(steps) == 1 else 1
 
 
@@ -96,14 +102,12 @@ def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
         (runs,) = parts
         return Dimension(n, (Field(len(runs)),), runs)
     for dimension in _list_candidates(n, used, parts):
-        found = (
-            list(cells(dimension))
-            if list(dimension.axes) == list(used)
-            else _reorder(dimension, used)
-        )
+        in_order = list(dimension.axes) == list(used)
+        found = list(cells(dimension)) if in_order else _reorder(dimension, used)
         if found == parts:
             return dimension
-    return _make(n, Table(0, tuple(parts)), used)
+    table = Table(0, tuple(parts))
+    return _make(n, table, used)
 
 
 def _drop_axes(axes: dict[str, int], held: list[Runs]) -> tuple[dict[str, int], list[Runs]]:
@@ -145,21 +149,23 @@ def _list_candidates(n: int, axes: dict[str, int], parts: list[Runs]) -> Iterato
     """Dimensions that people would write, each on all these axes."""
     # Where axes do not divide evenly, the order in which they cut shows: (tp dp n) is not (dp tp n).
     if len(axes) <= MOST_AXES:
-        for order in itertools.permutations(axes):
-            stages = [stage_of(Shard(0), (axis,), (axes[axis],)) for axis in order]
-            yield Dimension(n, (divided(n, stages),))
+        shards = [stage_of(Shard(0), (axis,), (size,)) for axis, size in axes.items()]
+        for stages in itertools.permutations(shards):
+            field = divided(n, stages)
+            yield Dimension(n, (field,))
+    yield _make(n, Balanced(0), axes)
     sizes = tuple(runs.size for runs in parts)
-    placements: list[Placement] = [Balanced(0), BlockCyclic(0)]
     if sum(sizes) == n:
-        placements.insert(1, Ragged(0, sizes))
-    for placement in placements:
-        yield _make(n, placement, axes)
+        yield _make(n, Ragged(0, sizes), axes)
+    yield _make(n, BlockCyclic(0), axes)
 
 
 def _make(n: int, placement: Placement, axes: Mapping[str, int]) -> Dimension:
     """The dimension that the placement divides over the axes, flattened."""
-    stage = stage_of(placement, tuple(axes), tuple(axes.values()))
-    return Dimension(n, (divided(n, [stage]),))
+    sizes = tuple(axes.values())
+    stage = stage_of(placement, tuple(axes), sizes)
+    field = divided(n, [stage])
+    return Dimension(n, (field,))
 
 
 def _reorder(dimension: Dimension, axes: Mapping[str, int]) -> list[Runs]:
@@ -188,11 +194,13 @@ def from_holdings(
     The law: `equivalent(from_holdings(x.shape, {rank: x.runs(rank) for rank in x.mesh.ranks}), x)` for a layout x
     without Partial. Raises LayoutError for no ranks, another number of dimensions, and what is not inside the shape.
     """
-    sizes = tuple(as_integer(n, "a size", LayoutError) for n in listed(shape, "sizes", LayoutError))
+    written = listed(shape, "sizes", LayoutError)
+    sizes = tuple(as_integer(n, "a size", LayoutError) for n in written)
     if not held:
         raise LayoutError("no rank holds anything; give {rank: one Runs per dimension}")
     parts = {rank: _check_parts(sizes, rank, runs) for rank, runs in held.items()}
-    windows = _find_windows(sizes, parts, dtype)
+    finder = _Finder(sizes, dtypes.canonical(dtype))
+    windows = finder.find(parts)
     return windows[0] if len(windows) == 1 else tuple(windows)
 
 
@@ -210,43 +218,76 @@ def _check_parts(sizes: tuple[int, ...], rank: int, runs: Sequence[Runs]) -> Par
     return parts
 
 
-def _find_windows(sizes: tuple[int, ...], held: dict[int, Parts], dtype: str) -> list[Layout]:
-    """Layouts that together say what is held: one, or those of the dimension that needs fewest."""
-    whole = _find_layout(sizes, held, dtype)
-    if whole is not None:
-        return [whole]
-    best: list[Layout] = []
-    for d in range(len(sizes)):
-        groups: dict[Runs, dict[int, Parts]] = {}
-        for rank, parts in held.items():
-            groups.setdefault(parts[d], {})[rank] = parts
-        if len(groups) > 1:
-            found = [w for group in groups.values() for w in _find_windows(sizes, group, dtype)]
-            best = found if not best or len(found) < len(best) else best
-    return best
+class _Finder:
+    """Finds the windows of what ranks hold, once for ranks that are grouped by the same parts again."""
+
+    def __init__(self, sizes: tuple[int, ...], dtype: str) -> None:
+        self.sizes = sizes
+        self.dtype = dtype
+        self.known: dict[frozenset[int], list[Layout]] = {}
+
+    def find(self, held: dict[int, Parts]) -> list[Layout]:
+        """Layouts that together say what is held: one, or those of the dimension that needs fewest."""
+        # First by one dimension and then by another makes the groups of the other order.
+        ranks = frozenset(held)
+        found = self.known.get(ranks)
+        if found is None:
+            whole = self._find_layout(held)
+            found = self._find_windows(held) if whole is None else [whole]
+            self.known[ranks] = found
+        return found
+
+    def _find_windows(self, held: dict[int, Parts]) -> list[Layout]:
+        """Of the dimensions by whose parts the ranks can be grouped, the windows of the one that needs fewest."""
+        best: list[Layout] = []
+        for d in range(len(self.sizes)):
+            groups = _group_by_part(held, d)
+            if len(groups) == 1:
+                continue
+            found: list[Layout] = []
+            for group in groups:
+                found += self.find(group)
+            if not best or len(found) < len(best):
+                best = found
+        return best
+
+    def _find_layout(self, held: dict[int, Parts]) -> Layout | None:
+        """The one layout of what is held; None where parts are not held in every combination alike."""
+        by_dimension = zip(*held.values(), strict=True)
+        shown = [_repeat_parts(Counter(parts)) for parts in by_dimension]
+        count = math.prod(map(len, shown))
+        # Before the combinations are made: of many dimensions there may be far more than ranks.
+        if len(held) % count:
+            return None
+        copies = len(held) // count
+        combinations = list(itertools.product(*shown))
+        if Counter(combinations * copies) != Counter(held.values()):
+            return None
+        ranks = _order(combinations, held, copies)
+        return self._make_layout(shown, copies, ranks)
+
+    def _make_layout(self, shown: Sequence[list[Runs]], copies: int, ranks: list[int]) -> Layout:
+        """The layout over an axis for each dimension, and one of copies."""
+        axes: dict[str, int] = {}
+        dims = []
+        for d, parts in enumerate(shown):
+            axis = f"d{d}"
+            axes[axis] = len(parts)
+            dim = fit(self.sizes[d], {axis: len(parts)}, parts)
+            dims.append(dim)
+        axes["copy"] = copies
+        divided_by = {axis: n for axis, n in axes.items() if n > 1}
+        mesh = Mesh(divided_by, ranks=ranks)
+        return intern(self.sizes, self.dtype, mesh, tuple(dims), ())
 
 
-def _find_layout(sizes: tuple[int, ...], held: dict[int, Parts], dtype: str) -> Layout | None:
-    """The one layout of what is held; None where parts are not held in every combination alike."""
-    counts = Counter(held.values())
-    axes: dict[str, int] = {}
-    shown: list[list[Runs]] = []
-    for d in range(len(sizes)):
-        parts = _repeat_parts(Counter(parts[d] for parts in held.values()))
-        axes[f"d{d}"] = len(parts)
-        shown.append(parts)
-    copies, rest = divmod(len(held), math.prod(axes.values()))
-    combinations = list(itertools.product(*shown))
-    if rest or Counter(combinations * copies) != counts:
-        return None
-    axes["copy"] = copies
-    mesh = Mesh(
-        {axis: n for axis, n in axes.items() if n > 1}, ranks=_order(combinations, held, copies)
-    )
-    dims = []
-    for d, n in enumerate(sizes):
-        dims.append(fit(n, {f"d{d}": axes[f"d{d}"]}, shown[d]))
-    return intern(sizes, dtypes.canonical(dtype), mesh, tuple(dims), ())
+def _group_by_part(held: Mapping[int, Parts], d: int) -> Collection[dict[int, Parts]]:
+    """The ranks that hold the same part of dimension d."""
+    groups: dict[Runs, dict[int, Parts]] = {}
+    for rank, parts in held.items():
+        group = groups.setdefault(parts[d], {})
+        group[rank] = parts
+    return groups.values()
 
 
 def _repeat_parts(counts: Counter[Runs]) -> list[Runs]:
@@ -258,7 +299,8 @@ def _repeat_parts(counts: Counter[Runs]) -> list[Runs]:
 
 def _first_position(runs: Runs) -> tuple[float, tuple[object, ...]]:
     """Where the part begins; parts of nothing are last, as the last of ceil-chunks are."""
-    first = min((g for _, g, _ in runs.segments), default=math.inf)
+    positions = [g for _, g, _ in runs.segments]
+    first = min(positions, default=math.inf)
     return first, runs.segments
 
 

@@ -124,8 +124,10 @@ def stack_names(row: Row) -> dict[int, str]:
     stacked = {index.name for index in row.logical.indices}
     found = {}
     for i, dim in enumerate(row.dims or ()):
-        words = {dim} if isinstance(dim, str) else {word.name for word in list_words((dim,))}
-        for name in stacked.intersection(map(str, words)):
+        words = {str(word.name) for word in list_words((dim,))}
+        if isinstance(dim, str):
+            words.add(dim)
+        for name in stacked & words:
             found[i] = name
     return found
 
@@ -181,13 +183,15 @@ def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
     shown = [dim for i, dim in enumerate(row.dims) if i not in stacks]
     given = iter(_expand(shown, ndim, row))
     words: list[tuple[Structure, str | None]] = []
+    rest = max(ndim - len(shown) + 1, 0)
     for i, dim in enumerate(row.dims):
         if i in stacks:
             words.append((dim, stacks[i]))
-        else:
-            count = ndim - len(shown) + 1 if dim == "..." else 1
-            # A tensor of fewer dimensions takes the first words, and leaves the last.
-            words += [(word, None) for word in itertools.islice(given, max(count, 0))]
+            continue
+        count = rest if dim == "..." else 1
+        # A tensor of fewer dimensions takes the first words, and leaves the last.
+        taken = itertools.islice(given, count)
+        words += [(word, None) for word in taken]
     return words
 
 
@@ -216,23 +220,31 @@ def _show(
     Kept, since engines that are copies of each other differ in ranks alone.
     """
     lengths = dict(spans)
-    frame = Frame(dict(mesh), dict(numbers), {}, exact)
     if isinstance(word, str):
-        return (*_show_whole(lengths), set())
+        shown, fitted = _show_whole(lengths)
+        return shown, fitted, set()
     words = {part.name for part in list_words((word,))}
-    named = words.intersection(lengths)
+    named = {name for name in lengths if name in words}
     # Components that a dimension does not name, such as h of q, k and v, all lie in it in the same way.
-    own = dataclasses.replace(frame, lengths=lengths if named else _only(lengths))
-    axes = axes_of(word, own)
+    own = lengths if named else _only(lengths)
+    frame = Frame(dict(mesh), dict(numbers), own, exact)
+    shown, fitted = _show_group(word, frame)
+    if not named:
+        trims = dict.fromkeys(lengths, shown.trims[""])
+        shown = dataclasses.replace(shown, trims=trims)
+        fitted = dict.fromkeys(lengths, fitted[""])
+    return shown, fitted, named
+
+
+def _show_group(group: Group, frame: Frame) -> tuple[_Shown, dict[str, Dimension]]:
+    """A dimension that a group divides, for each component of the frame."""
+    axes = axes_of(group, frame)
     sizes = {axis: frame.axes[axis] for axis in axes}
-    held = _cut_everywhere(word, own, sizes)
+    held = _cut_everywhere(group, frame, sizes)
     # Of the stored tensor itself: padding and holes are cells too.
     total = {at: len(runs) for at, runs in held.items()}
-    trims, fitted = _fit_each(own.lengths, held, sizes)
-    if not named:
-        trims = dict.fromkeys(lengths, trims[""])
-        fitted = dict.fromkeys(lengths, fitted[""])
-    return _Shown(axes, total, trims), fitted, {str(name) for name in named}
+    trims, fitted = _fit_each(frame.lengths, held, sizes)
+    return _Shown(axes, total, trims), fitted
 
 
 def _cut_everywhere(word: Group, frame: Frame, sizes: Mapping[str, int]) -> dict[_At, Runs]:
@@ -252,11 +264,14 @@ def _fit_each(
     fitted = {}
     start = 0
     for name, n in spans.items():
-        trimmed = [trim(_extract(runs, start, start + n)) for runs in held.values()]
+        stop = start + n
+        own = [_extract(runs, start, stop) for runs in held.values()]
+        trimmed = list(map(trim, own))
         views = [view for view, _ in trimmed]
+        inside = [runs for _, runs in trimmed]
         trims[name] = dict(zip(held, views, strict=True))
-        fitted[name] = fit(n, sizes, [runs for _, runs in trimmed])
-        start += n
+        fitted[name] = fit(n, sizes, inside)
+        start = stop
     return trims, fitted
 
 
@@ -269,14 +284,19 @@ def _only(lengths: Mapping[str, int]) -> dict[str, int]:
 
 def _show_whole(lengths: Mapping[str, int]) -> tuple[_Shown, dict[str, Dimension]]:
     """A dimension that every rank has whole."""
-    ((_, n),) = _only(lengths).items()
-    whole = Runs(((0, 0, n),) if n else (), n)
-    view: dict[_At, Trim] = {(): Trim(0, 1, n)}
+    (n,) = _only(lengths).values()
+    segments = ((0, 0, n),) if n else ()
+    whole = Runs(segments, n)
+    dimension = fit(n, {}, [whole])
+    nowhere: _At = ()
+    view = {nowhere: Trim(0, 1, n)}
     trims = dict.fromkeys(lengths, view)
-    return _Shown((), {(): n}, trims), dict.fromkeys(lengths, fit(n, {}, [whole]))
+    shown = _Shown((), {nowhere: n}, trims)
+    return shown, dict.fromkeys(lengths, dimension)
 
 
 def _extract(runs: Runs, start: int, stop: int) -> Runs:
     """What is stored of one component, counted from its own beginning."""
     kept = restrict(runs, start, stop)
-    return Runs([(lo, g - start, n) for lo, g, n in kept.segments], len(kept))
+    moved = [(lo, g - start, n) for lo, g, n in kept.segments]
+    return Runs(moved, len(kept))

@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 from shardmath.base.errors import NotationError
 
-__all__ = ["STARS", "Choice", "Index", "Name", "Rest", "Star", "join", "parse", "split"]
+__all__ = ["STARS", "Choice", "Index", "Name", "Rest", "Star", "parse", "split"]
 
 STARS = ("weight", "bias")
 """What a star stands for."""
@@ -145,11 +145,6 @@ def split(name: str) -> tuple[str, tuple[int, ...]]:
     """A tensor's name as a template with {} for each number between dots, and the numbers."""
     words = NUMBER.split(name)
     return "{}".join(words[::2]), tuple(map(int, words[1::2]))
-
-
-def join(prefix: Name, name: Name) -> Name:
-    """One name after the other."""
-    return parse(f"{prefix}{name}")
 
 
 def parse(text: str) -> Name:

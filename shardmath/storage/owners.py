@@ -101,20 +101,30 @@ class Owners:
 
         Raises StoreError for a number that no spot is declared for, and for one that nobody has.
         """
+        found = self._locate(numbers)
+        stack = self._find_stack(count) if self.stacked else None
+        key = (*found.where.items(), count)
+        meshes = self.meshes.get(key)
+        if meshes is None:
+            listed = self._list_meshes(found.where, stack)
+            meshes = tuple(listed)
+            self.meshes[key] = meshes
+        return Owner(meshes, found.chunk, found.local, stack)
+
+    def _locate(self, numbers: Sequence[int]) -> _Found:
+        """Where these numbers of the indices that are not stacked are, and the row's place."""
         found = _Found({}, {})
+        declared = self.stored.indices
         others = [index for index in self.indices if index != self.stacked]
         for index, number in zip(others, numbers, strict=True):
-            if index in self.stored.indices:
+            if index in declared:
                 self._go_to_spot(index, number, found)
             else:
                 found.local[index] = number
-        if self.row.place:
-            self._go_to(self.row.place, found)
-        stack = self._find_stack(count) if self.stacked else None
-        key = (*found.where.items(), count)
-        if key not in self.meshes:
-            self.meshes[key] = tuple(self._list_meshes(found.where, stack))
-        return Owner(self.meshes[key], found.chunk, found.local, stack)
+        place = self.row.place
+        if place:
+            self._go_to(place, found)
+        return found
 
     def _go_to_spot(self, index: str, number: int, found: _Found) -> None:
         """Note where this number of a declared index is."""
@@ -134,36 +144,45 @@ class Owners:
         found.where[place.axis] = place.at % size
         if place.at < 0:
             # What stands behind all layers is with the last of them, in its virtual stage.
-            spots = itertools.chain.from_iterable(self.stored.indices.values())
-            found.chunk = max((spot.chunk for spot in spots), default=0)
+            declared = self.stored.indices.values()
+            spots = itertools.chain.from_iterable(declared)
+            chunks = [spot.chunk for spot in spots]
+            found.chunk = max(chunks, default=0)
 
     def _find_stack(self, count: int) -> Stack:
         """Who has which of so many numbers."""
-        if count not in self.stacks:
-            self.stacks[count] = self._make_stack(count)
-        return self.stacks[count]
+        stack = self.stacks.get(count)
+        if stack is None:
+            stack = self._make_stack(count)
+            self.stacks[count] = stack
+        return stack
 
     def _make_stack(self, count: int) -> Stack:
+        stored = self.stored
         index = self.stacked or ""
         group = self._find_group(index)
-        frame = Frame(self.mesh.shape, self.stored.numbers, {index: count}, self.stored.exact)
+        lengths = {index: count}
+        frame = Frame(self.mesh.shape, stored.numbers, lengths, stored.exact)
         axes = axes_of(group, frame)
-        sizes = [self.mesh.axis_size(axis) for axis in axes]
+        sizes = map(self.mesh.axis_size, axes)
+        coordinates = map(range, sizes)
         held = {}
-        for at in itertools.product(*map(range, sizes)):
+        for at in itertools.product(*coordinates):
             coords = dict(zip(axes, at, strict=True))
             held[at] = lay_out(group, frame, coords)
         return Stack(index, count, axes, held)
 
     def _find_group(self, index: str) -> Group:
         """The structure of the index: its dimension, or its words in the native name."""
+        dims = self.row.dims or ()
         for i, name in self.in_dims.items():
-            if name == index and self.row.dims:
-                dim = self.row.dims[i]
-                return dim if isinstance(dim, Group) else Group(((Term((Word(dim),)),),))
+            if name == index:
+                dim = dims[i]
+                return dim if isinstance(dim, Group) else _make_group(Word(dim))
         spread = self.row.spread
-        words = spread.words if spread else (index,)
-        return Group(((Term(_read_words(words)),),))
+        written = spread.words if spread else (index,)
+        words = map(_read_word, written)
+        return _make_group(*words)
 
     def _list_meshes(self, where: Mapping[str, int], stack: Stack | None) -> Iterator[Mesh]:
         """The ranks that have each number of the stack, or the stored tensor."""
@@ -172,15 +191,18 @@ class Owners:
             yield whole
             return
         known: dict[object, Mesh] = {}
+        everywhere = len(stack.held)
         for number, holders in enumerate(stack.list_holders()):
             if not holders:
                 raise StoreError(f"no rank has number {number} of '{self.row}'; store every number")
-            if len(holders) == len(stack.held):
+            if len(holders) == everywhere:
                 yield whole
                 continue
-            if holders not in known:
-                known[holders] = self._make_mesh(where, stack, holders)
-            yield known[holders]
+            mesh = known.get(holders)
+            if mesh is None:
+                mesh = self._make_mesh(where, stack, holders)
+                known[holders] = mesh
+            yield mesh
 
     def _make_mesh(
         self, where: Mapping[str, int], stack: Stack, holders: tuple[tuple[int, ...], ...]
@@ -194,12 +216,21 @@ class Owners:
         return parts[0] if len(parts) == 1 else pile(parts)
 
 
-def _read_words(words: Sequence[str]) -> tuple[Word, ...]:
-    """The words of an index in a name."""
-    return tuple(Word(word.rstrip("~"), balanced=word.endswith("~")) for word in words)
+def _read_word(written: str) -> Word:
+    """A word of an index in a name."""
+    name = written.rstrip("~")
+    return Word(name, balanced=written.endswith("~"))
+
+
+def _make_group(*words: Word) -> Group:
+    """The group of one term."""
+    term = Term(words)
+    stage = (term,)
+    return Group((stage,))
 
 
 def pile(meshes: Sequence[Mesh]) -> Mesh:
     """Meshes of the same axes, one after the other along an axis of copies."""
     ranks = [rank for mesh in meshes for rank in mesh.ranks]
-    return Mesh({"copy": len(meshes), **meshes[0].shape}, ranks=ranks)
+    shape = {"copy": len(meshes), **meshes[0].shape}
+    return Mesh(shape, ranks=ranks)

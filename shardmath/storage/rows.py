@@ -103,10 +103,6 @@ class Row:
             self, native=self.native.close(rest), logical=self.logical.close(rest)
         )
 
-    def is_stacked(self, index: str) -> bool:
-        """Whether this index of the logical name is a dimension, or is spread: not a number that both names have."""
-        return all(own.name != index for own in self.native.indices)
-
 
 @dataclass(frozen=True, slots=True)
 class _Head:
@@ -143,9 +139,9 @@ def show(rows: Iterable[Row]) -> str:
 
 
 def _is_head(line: str) -> bool:
-    """Whether the brackets that open the line have an = in them; a choice has none."""
-    inside, closed, _ = line.partition("]")
-    return line.lstrip().startswith("[") and bool(closed) and "=" in inside
+    """Whether the brackets that open the line, closed or not, have an = in them; a choice has none."""
+    inside, _, _ = line.partition("]")
+    return inside.lstrip().startswith("[") and "=" in inside
 
 
 class _Line:
@@ -204,9 +200,11 @@ def _read_head(line: str) -> _Head:
     """[NATIVE = LOGICAL], and perhaps a place."""
     read = _Line(line)
     read.expect("[", "write [NATIVE = LOGICAL]")
+    rest = read.text[read.at :]
+    inside, _, _ = rest.partition("]")
     # The last = is the one between the names: a place stands behind the bracket.
-    native, _, logical = read.text[read.at : read.text.index("]", read.at)].rpartition("=")
-    read.at = read.text.index("]", read.at)
+    native, _, logical = inside.rpartition("=")
+    read.at += len(inside)
     read.expect("]", "close the head")
     place = read.place()
     if read.at < len(line):
@@ -263,7 +261,9 @@ def _read_condition(read: _Line, mark: str, head: _Head) -> Name | None:
     if not read.accept(mark):
         return None
     text = str(read.name("the name of a tensor"))
-    return names.parse(text[1:] if text.startswith("/") else f"{head.logical}{text}")
+    if text.startswith("/"):
+        return names.parse(text[1:])
+    return names.parse(f"{head.logical}{text}")
 
 
 def _read_structure(read: _Line) -> tuple[Structure, ...] | None:

@@ -118,8 +118,10 @@ class Stored:
 
     def extended(self, text: str, **numbers: int) -> Stored:
         """With these rows before its own, and these numbers."""
-        more = rows.parse(text) + self.rows
-        return Stored(more, self.meshes, self.indices, {**self.numbers, **numbers}, self.exact)
+        before = rows.parse(text)
+        every = before + self.rows
+        together = {**self.numbers, **numbers}
+        return Stored(every, self.meshes, self.indices, together, self.exact)
 
 
 def _check_axes(meshes: tuple[Mesh, ...]) -> None:

@@ -151,12 +151,17 @@ def _read_term(read: Cursor) -> Term:
 def _read_word(read: Cursor) -> Word:
     """A word with its marks."""
     name = _read_number(read)
-    over = _read_number(read) if read.accept("/") else None
+    over = _read_marked(read, "/")
     balanced = read.accept("~")
-    stored = _read_number(read) if read.accept("=") else None
-    tile = _read_number(read) if read.accept("^") else None
-    cycle = _read_number(read) if read.accept("%") else None
+    stored = _read_marked(read, "=")
+    tile = _read_marked(read, "^")
+    cycle = _read_marked(read, "%")
     return Word(name, over, balanced, stored, tile, cycle)
+
+
+def _read_marked(read: Cursor, mark: str) -> Number | None:
+    """The number behind the mark, if that is next."""
+    return _read_number(read) if read.accept(mark) else None
 
 
 def _read_number(read: Cursor) -> Number:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,8 @@ from shardmath import (
 )
 from shardmath.algebra.dimension import Dimension
 from shardmath.layouts.layout import intern
-from shardmath.storage.fitting import fit, trim
+from shardmath.storage import fitting
+from shardmath.storage.fitting import Parts, _Finder, fit, trim
 from shardmath.testing.strategies import layouts
 
 
@@ -94,6 +96,47 @@ def test_whatever_ranks_hold_is_found(boxes: dict[int, tuple[list[int], list[int
     windows = (found,) if isinstance(found, Layout) else found
     back = {rank: layout.runs(rank) for layout in windows for rank in layout.mesh.ranks}
     assert back == held
+
+
+def test_boxes_that_are_no_product_take_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+
+    def count(n: int, axes: Mapping[str, int], parts: Sequence[Runs]) -> Dimension:
+        nonlocal made
+        made += 1
+        return fit(n, axes, parts)
+
+    monkeypatch.setattr(fitting, "fit", count)
+    # All combinations of 64 parts each would be 64 ** 6; and all orders of the dimensions, 720.
+    dims = 6
+    held = {}
+    for rank in range(64):
+        starts = [(rank * (2 * d + 1) + d * d) % 64 for d in range(dims)]
+        held[rank] = tuple(from_ranges([(lo, lo + 1)]) for lo in starts)
+    found = from_holdings((64,) * dims, held)
+    assert isinstance(found, tuple)
+    assert [layout.mesh.ranks for layout in found] == [(rank,) for rank in range(64)]
+    assert made == dims * 64
+
+
+def test_groups_of_groups_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[frozenset[int]] = []
+    find_layout = _Finder._find_layout
+
+    def note(finder: _Finder, held: dict[int, Parts]) -> Layout | None:
+        looked_at.append(frozenset(held))
+        return find_layout(finder, held)
+
+    monkeypatch.setattr(_Finder, "_find_layout", note)
+    # One corner of a cube is missing in 6 dimensions, so that many groups of groups are no product.
+    corners = list(itertools.product(range(2), repeat=6))[1:]
+    held = {}
+    for rank, corner in enumerate(corners):
+        held[rank] = tuple(from_ranges([(at, at + 1)]) for at in corner)
+    found = from_holdings((2,) * 6, held)
+    assert isinstance(found, tuple)
+    assert len(found) == 6
+    assert len(set(looked_at)) == len(looked_at) <= 3**6
 
 
 def test_from_holdings_prints_as_people_write() -> None:

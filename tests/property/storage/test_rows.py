@@ -59,6 +59,7 @@ def test_heads_that_follow_each_other_share_rows() -> None:
         ("[a b].w = c.w", 0, "a choice in the name that ranks store"),
         ("a.{l}.w = b.w", 2, "index {l} is not in the logical name b.w"),
         ("[a. = b.] @pp=0 w", 16, "a head ends here"),
+        ("[a. = b.", 8, "expected ']', found 'the end'"),
         ("a.w = f(b.w : h", 12, "expected ')', found ': h'"),
     ],
 )
