@@ -223,6 +223,7 @@ def expand(
     return _expand(t, unit, here, there, lo, hi, relayed)
 
 
+@memo(1 << 14)
 def _find_source_columns(t: Template, unit: int, position: int) -> Columns:
     """Which part of each of the unit's keys a position of the source holds."""
     columns = []
@@ -233,6 +234,7 @@ def _find_source_columns(t: Template, unit: int, position: int) -> Columns:
     return tuple(columns)
 
 
+@memo(1 << 14)
 def _find_columns(t: Template, unit: int, position: int) -> Columns:
     """Which part of each of the unit's goals a position of the destination holds."""
     columns = []

@@ -55,10 +55,11 @@ from shardmath.plans.pieces import Piece, Transfer, expand
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.stretches import (
     Stretch,
+    find_rows,
     list_kept,
     list_received,
+    list_rows,
     list_sent,
-    row_at,
     sum_received,
     sum_sent,
 )
@@ -305,36 +306,22 @@ def spell_transfers(
     Where `relayed`, the sender is a rank of the destination and sends what it has received, folded
     in already.
     """
-    for row, first, last in _find_rows(demands, stretch):
-        batch = p.batches[int(demands.batch[row])]
+    on = list_rows(demands)
+    for row, first, last in find_rows(on, stretch):
+        batch = p.batches[on.batch[row]]
         t = batch.template
         itemsize = t.src.itemsize
-        unit = int(demands.unit[row])
-        element = int(demands.lo[row])
-        each = int(demands.each[row])
+        unit = on.unit[row]
+        element = on.lo[row]
         sending = batch.dst if relayed else batch.src
         here = sending.position(stretch.sender)
         there = batch.dst.position(stretch.receiver)
-        for i, k, a, b in _divide_by_tensor(first, last, each):
+        for i, k, a, b in _divide_by_tensor(first, last, on.each[row]):
             lo = element + a // itemsize
             hi = element + b // itemsize
             pieces = expand(t, unit, here, there, lo, hi, relayed=relayed)
             names = batch.names[i:k]
             yield from _name_pieces(p, batch, names, stretch, pieces, relayed)
-
-
-def _find_rows(demands: Demands, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
-    """(row, first byte of it, last byte of it + 1) of all rows that the stretch has a part of."""
-    block, _, _, lo, hi = stretch
-    end = int(demands.row_first[block + 1])
-    for row in range(row_at(demands, block, lo), end):
-        start = int(demands.at[row])
-        if start >= hi:
-            return
-        # A row ends where the next one begins, the last one where the block does.
-        is_last = row + 1 == end
-        stop = int(demands.nbytes[block] if is_last else demands.at[row + 1])
-        yield row, max(lo - start, 0), min(hi, stop) - start
 
 
 def _divide_by_tensor(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, int, int]]:

@@ -21,9 +21,11 @@ from shardmath.plans.demands import Demands, Ranks, list_receivers
 __all__ = [
     "Stretch",
     "block_at",
+    "find_rows",
     "list_all_receivers",
     "list_kept",
     "list_received",
+    "list_rows",
     "list_sent",
     "row_at",
     "sum_received",
@@ -55,6 +57,44 @@ def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> in
     """Of the items first..end-1, whose places ascend, the last one that is not after `at`."""
     before = np.searchsorted(places[first:end], at, "right")
     return int(first + before) - 1
+
+
+class Rows(NamedTuple):
+    """Columns of demands, `row_first` and `nbytes` by block, the others by row.
+
+    Lists are quicker to ask for one item than arrays.
+    """
+
+    row_first: list[int]
+    nbytes: list[int]
+    at: list[int]
+    batch: list[int]
+    unit: list[int]
+    lo: list[int]
+    each: list[int]
+
+
+@memo(8)
+def list_rows(demands: Demands) -> Rows:
+    """The columns of these demands."""
+    columns = [getattr(demands, name) for name in Rows._fields]
+    return Rows(*(column.tolist() for column in columns))
+
+
+def find_rows(on: Rows, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
+    """(row, first byte of it, last byte of it + 1) of all rows that the stretch has a part of."""
+    block, _, _, lo, hi = stretch
+    begin = on.row_first[block]
+    end = on.row_first[block + 1]
+    first = bisect.bisect_right(on.at, lo, begin, end) - 1
+    for row in range(first, end):
+        start = on.at[row]
+        if start >= hi:
+            return
+        # A row ends where the next one begins, the last one where the block does.
+        is_last = row + 1 == end
+        stop = on.nbytes[block] if is_last else on.at[row + 1]
+        yield row, max(lo - start, 0), min(hi, stop) - start
 
 
 def list_all_receivers(demands: Demands, line: int) -> list[Ranks]:
