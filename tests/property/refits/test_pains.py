@@ -6,6 +6,9 @@ wire is in `test_pains_on_the_wire`.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -229,3 +232,12 @@ def test_types_that_a_table_did_not_have() -> None:
     moved = sm.refit(divided(rows, range(2)), divided(rows, range(2, 6)), shapes)
     sm.verify(moved.plan)
     assert sum(moved.plan.received_bytes().values()) == 16 * sum(ITEMSIZE.values())
+
+
+def test_tables_of_the_docs_name_tests_that_there_are() -> None:
+    root = Path(__file__).parents[3]
+    written = "".join(path.read_text() for path in (root / "tests").rglob("test_*.py"))
+    defined = set(re.findall(r"^def (test_\w+)", written, re.M))
+    for page in ("refit.md", "storage.md"):
+        named = set(re.findall(r"`(test_\w+)`", (root / "docs" / page).read_text()))
+        assert len(named) > 20 and not named - defined
