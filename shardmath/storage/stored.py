@@ -4,28 +4,37 @@
 2. A **declared index**, such as the layer, says for each of its numbers at which coordinates it is, in which
    chunk (virtual stage) of the model there, and which number it has in that chunk. An index that is not declared is
    everywhere, under its own number.
+3. It is a small value: it compares, pickles, and goes through JSON with its digest, so that ranks of the other side
+   learn it as text.
 
->>> print(Stored(rows.parse("qkv.* = [q k v].* : (tp q hd + tp k hd + tp v hd) h"), (Mesh(tp=2),), numbers={"hd": 64}))
+>>> side = Stored(rows.parse("qkv.* = [q k v].* : (tp q hd + tp k hd + tp v hd) h"), (Mesh(tp=2),), numbers={"hd": 64})
+>>> print(side)
 # Mesh(tp=2)
 # hd=64
 qkv.* = [q k v].* : (tp q hd + tp k hd + tp v hd) h
+>>> Stored.from_json(side.to_json()) == side
+True
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import known
-from shardmath.base.errors import StoreError
+from shardmath.base.digest import digest
+from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout
 from shardmath.storage import rows
 from shardmath.storage.rows import Row
 
 __all__ = ["Shapes", "Side", "Slot", "Spot", "Stored", "replicates"]
 
+FORMAT = "shardmath declared storage"
+VERSION = 1
 UNKNOWN = ("refuse", "replicate")
 Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
 """Global shape and dtype of each logical tensor, by name."""
@@ -116,6 +125,43 @@ class Stored:
         numbers = " ".join(f"{name}={n}" for name, n in self.numbers.items())
         return f"{meshes}\n# {numbers or 'no numbers'}\n{rows.show(self.rows)}"
 
+    @property
+    def digest(self) -> str:
+        """The same for equal values on every rank: 64 hexadecimal digits."""
+        # Sorted, since equal mappings may have their entries in any order.
+        plain = _list_plain(self)
+        text = json.dumps(plain, sort_keys=True)
+        return digest(text)
+
+    def to_json(self) -> str:
+        """As text that `from_json` reads."""
+        value = {
+            "format": FORMAT,
+            "version": VERSION,
+            "digest": self.digest,
+            **_list_plain(self),
+        }
+        return json.dumps(value, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Stored:
+        """The value of such text. Raises StoreError for any other, NotationError with a caret in a row that is none."""
+        try:
+            read = json.loads(text)
+            if (read["format"], read["version"]) != (FORMAT, VERSION):
+                raise StoreError(f"{read['format']!r} of version {read['version']}; give {VERSION}")
+            stored = _read(read)
+        except ShardError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"no declared storage ({error}); give what to_json wrote") from error
+        if stored.digest != read["digest"]:
+            raise StoreError(
+                f"declared storage has digest {stored.digest[:12]}, its text says "
+                f"{str(read['digest'])[:12]}; write it again"
+            )
+        return stored
+
     def extended(self, text: str, **numbers: int) -> Stored:
         """With these rows before its own, and these numbers."""
         before = rows.parse(text)
@@ -137,6 +183,57 @@ def _check_axes(meshes: tuple[Mesh, ...]) -> None:
                         f"rank {rank} is at {axis}={before} of one mesh and at {axis}={coordinate} "
                         f"of another; give other ranks, or the axis another name"
                     )
+
+
+def _list_plain(stored: Stored) -> dict[str, Any]:
+    """The value as lists of numbers and text; integers may have been numpy's."""
+    indices = {}
+    for name, spots in stored.indices.items():
+        indices[name] = [_list_spot(spot) for spot in spots]
+    numbers = {}
+    for name, number in stored.numbers.items():
+        numbers[name] = int(number)
+    return {
+        "rows": [str(row) for row in stored.rows],
+        "meshes": [(mesh.axes, mesh.ranks) for mesh in stored.meshes],
+        "indices": indices,
+        "numbers": numbers,
+        "exact": stored.exact,
+    }
+
+
+def _list_spot(spot: Spot) -> tuple[dict[str, int], int, int]:
+    coords = {}
+    for axis, at in spot.coords.items():
+        coords[axis] = int(at)
+    return coords, int(spot.chunk), int(spot.number)
+
+
+def _read(value: Mapping[str, Any]) -> Stored:
+    """The value of what JSON had."""
+    table = "\n".join(value["rows"])
+    meshes = []
+    for axes, ranks in value["meshes"]:
+        mesh = Mesh(dict(axes), ranks=ranks)
+        meshes.append(mesh)
+    indices = {}
+    for name, spots in value["indices"].items():
+        indices[name] = tuple(_read_spot(*spot) for spot in spots)
+    numbers = {}
+    for name, number in value["numbers"].items():
+        numbers[name] = int(number)
+    return Stored(
+        rows=rows.parse(table),
+        meshes=tuple(meshes),
+        indices=indices,
+        numbers=numbers,
+        exact=bool(value["exact"]),
+    )
+
+
+def _read_spot(coords: Mapping[str, int], chunk: int, number: int) -> Spot:
+    own = dict(coords)
+    return Spot(own, int(chunk), int(number))
 
 
 def replicates(unknown: str) -> bool:

@@ -50,6 +50,10 @@ def test_one_rank_s_tensors_are_an_error_on_all(pool: Pool, fault: str, what: st
         assert "rank 5" in told
 
 
+def test_sides_that_tell_each_other_how_they_store(pool: Pool) -> None:
+    assert pool.run(refits.learn) == [[]] * 8
+
+
 def test_whoever_has_not_prepared_is_named(pool: Pool) -> None:
     for told in pool.run(refits.forget):
         assert told is not None

@@ -284,6 +284,26 @@ def into_inference_tensors(rank: int) -> Any:
     return _compare(dst, wanted)
 
 
+def learn(rank: int) -> Any:
+    """What differs in an engine where each side tells the other how it stores, as text."""
+    told: list[Any] = [trainer(range(4)).to_json() if rank == 0 else None]
+    dist.broadcast_object_list(told, src=0)
+    asked: list[Any] = [engine(range(4, 8)).to_json() if rank == 4 else None]
+    dist.broadcast_object_list(asked, src=4)
+    planned = sm.refit(Stored.from_json(told[0]), Stored.from_json(asked[0]), shapes())
+    refit = smt.Refit(planned, timeout=30.0)
+    src = make(planned.trainer, draw(5), rank) if rank < 4 else None
+    dst = None
+    if rank >= 4:
+        (dst, _) = make(planned.engines["engine"], {n: a * 0 for n, a in draw(5).items()}, rank)
+    refit.prepare(src, dst)
+    refit()
+    if dst is None:
+        return []
+    (wanted, _) = make(planned.engines["engine"], draw(5), rank, functions=True)
+    return _compare(dst, wanted)
+
+
 def forget(rank: int) -> Any:
     """Whoever has not prepared is named on all ranks."""
     planned = sm.refit(trainer(range(4)), engine(range(4, 8)), shapes())
