@@ -71,6 +71,7 @@ class Legs:
     bands: Bands
     sharing: int
     _streams: dict[int, Streams] = field(default_factory=dict, init=False, repr=False)
+    _loads: dict[object, tuple[object, Ints]] = field(default_factory=dict, init=False, repr=False)
 
 
 class Nodes(NamedTuple):
