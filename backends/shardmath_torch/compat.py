@@ -35,8 +35,10 @@ __all__ = [
     "group_of",
     "group_of_mesh",
     "groups_of_axes",
+    "has_gathered",
     "hold_nothing",
     "in_backward",
+    "is_keeper",
     "is_registered",
     "is_served_here",
     "local_of",
@@ -274,6 +276,19 @@ def spec_of(tensor: DTensor) -> Spec:
 def in_backward() -> bool:
     """Whether autograd computes gradients in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_keeper(kind: type) -> bool:
+    """Whether its objects are what FSDP2 keeps of a parameter, their `sharded_param` (torch 2.13: FSDPParam)."""
+    return kind.__name__ == "FSDPParam" and kind.__module__.startswith("torch.distributed.fsdp")
+
+
+def has_gathered(keeper: object, sharded: Tensor, now: object) -> bool:
+    """Whether FSDP2 has what it gathered of a sharded parameter in its place, or a part of that, for the time being."""
+    if now is None or getattr(keeper, "sharded_param", None) is not sharded:
+        return False
+    gathered = getattr(keeper, "_unsharded_param", None)
+    return now is gathered or now is getattr(keeper, "_sharded_post_forward_param", None)
 
 
 def hold_nothing(tensor: DTensor) -> None:

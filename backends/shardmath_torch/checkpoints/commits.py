@@ -32,6 +32,7 @@ from shardmath_torch.files.places import (
     synced,
 )
 from shardmath_torch.files.sealed import DIGITS, SEAL, save_of
+from shardmath_torch.safetensors.hf_folder import has_export
 
 __all__ = [
     "DATA",
@@ -85,7 +86,10 @@ class Claim(NamedTuple):
 
 
 def claim(folder: Place, save: str) -> Claim:
-    """Begins a save."""
+    """Begins a save. Raises CheckpointError for a folder with an export, which no later one could replace then."""
+    if isinstance(folder, Path) and has_export(folder):
+        what = f"{folder} has an export, which could not be replaced beside a save"
+        raise CheckpointError(f"{what}; give another folder, or move the export away")
     draft = folder / name_draft(save)
     if isinstance(draft, Remote):
         draft.write_bytes(b"")

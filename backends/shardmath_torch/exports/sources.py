@@ -28,9 +28,8 @@ from shardmath_torch.dtensors.dtensor import Ask, from_dtensors, local_of
 from shardmath_torch.dtensors.modules import lift
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
-from shardmath_torch.states.asking import ask_group
 from shardmath_torch.states.memory import check_shaped
-from shardmath_torch.states.modules import Model, agree_on_model
+from shardmath_torch.states.modules import Model, agree_on_model, ask_group
 
 __all__ = ["Source", "check_source", "describe_source", "lay_out", "list_ranks"]
 

@@ -7,6 +7,8 @@ In reading order:
 - `watching`: a loader run without data;
 - `numbering`: a loader run on element numbers;
 - `recording`: what a loader stores where, by either;
+- `divided`: DTensors compared with a plan;
 - `views`: views of stored tensors, by the local tensors of a plan;
+- `holders`: where tensors were found, and whether they still are there;
 - `refit`: stored tensors bound once, and moved as often as wanted.
 """

@@ -9,14 +9,12 @@ refit()                                                         # collective, af
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
-from shardmath.refits.coverage import show_native
 from shardmath.refits.refit import Refit as Planned
 from shardmath.storage.stored import Side
 from shardmath_torch import compat
@@ -25,13 +23,20 @@ from shardmath_torch.agreement.transport import join
 from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, compile
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.mover import move_held, word_objection
+from shardmath_torch.refits.holders import (
+    Watched,
+    find_moved,
+    find_owners,
+    find_replaced,
+    watch,
+)
 from shardmath_torch.refits.views import (
     Function,
     Given,
     Natives,
     Views,
     bind_views,
-    describe,
+    compute,
     name_natives,
 )
 
@@ -67,7 +72,7 @@ class Refit:
         self._party = join(compat.group_of(group), timeout, timeout)
         self._src = Views({}, [])
         self._dst = Views({}, [])
-        self._at: list[_Watched] | None = None
+        self._at: list[Watched] | None = None
 
     def prepare(
         self,
@@ -107,15 +112,25 @@ class Refit:
         self._src = self._bind_side(here, None, own, functions)
         tensors: dict[str, Tensor] = {}
         computed = []
-        watched = _watch("source", here)
+        watched = self._watch("source", src, here, self.planned.trainer)
         for engine, given in self._name_engines(dst).items():
             natives = name_natives(given)
             views = self._bind_side(natives, engine, own, functions)
             tensors |= views.tensors
             computed += views.computed
-            watched += _watch(engine, natives)
+            watched += self._watch(engine, given, natives, self.planned.engines[engine])
+        find_owners(watched)
         self._dst = Views(tensors, computed)
         self._at = watched
+
+    def _watch(
+        self, name: str, given: Given | None, natives: Natives, bound: Side
+    ) -> list[Watched]:
+        """The tensors that move, to be looked at before every move; those that are a rank's own may be anywhere."""
+        if self._party.rank not in bound.ranks:
+            return []
+        stored = bound.natives(self._party.rank)
+        return watch(name, given, {n: tensor for n, tensor in natives.items() if n in stored})
 
     def _name_engines(self, dst: Given | Mapping[str, Given] | None) -> dict[str, Given | None]:
         """What was given for every engine that this rank is of."""
@@ -144,15 +159,16 @@ class Refit:
                 raise ExchangeError(f"rank {rank} is not a trainer, and was given src; pass None")
             return Views({}, [])
         slots = planned.slots(rank, engine)
-        dtypes = {name: bound.layouts[_drop_window(name, bound)].dtype for name in slots}
-        return bind_views(bound, slots, dtypes, natives, rank, own, functions)
+        layouts = {name: bound.layouts[_drop_window(name, bound)] for name in slots}
+        return bind_views(bound, slots, layouts, natives, rank, own, functions)
 
     def __call__(
         self, *, timeout: float | None = None, acknowledge: bool = False, label: str = ""
     ) -> None:
         """Move what was bound, as a mover does, and compute what functions store. Collective.
 
-        Raises ExchangeError, on all ranks, where one has not prepared, or its tensors lie otherwise in memory.
+        Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory, or
+        where another is in the place of one: in the mapping that was given, or in a module that had it.
         """
         move_held(
             self._mover,
@@ -170,18 +186,24 @@ class Refit:
         mark_written(one.stored for one in self._dst.computed)
         with torch.inference_mode():
             for one in self._dst.computed:
-                one.stored.copy_(one.function(one.received))
+                compute(one)
 
     def _object(self) -> str:
         """What speaks against a move: tensors that are not bound, or no longer where they were; "" for nothing."""
         if self._at is None:
             return "this rank has not prepared the refit; call prepare() on all ranks"
-        for watched in self._at:
-            if not watched.is_there():
-                return (
-                    f"{watched.name} lies otherwise in memory than when prepare() was called; "
-                    f"call it again on all ranks"
-                )
+        moved = find_moved(self._at)
+        if moved is not None:
+            return (
+                f"{moved} lies otherwise in memory than when prepare() was called; "
+                f"call it again on all ranks"
+            )
+        replaced = find_replaced(self._at)
+        if replaced is not None:
+            return (
+                f"in the place of {replaced} is another tensor than when prepare() was called; "
+                f"prepare again on all ranks"
+            )
         return ""
 
 
@@ -204,30 +226,6 @@ def _is_by_name(dst: object, engines: Mapping[str, Side]) -> bool:
     if not isinstance(dst, Mapping) or set(dst) != set(engines):
         return False
     return not any(isinstance(given, Tensor) for given in dst.values())
-
-
-class _Watched(NamedTuple):
-    """A tensor as it was given, what it is called, and how it lay in memory."""
-
-    name: str
-    tensor: Tensor
-    lay: tuple[object, ...]
-
-    def is_there(self) -> bool:
-        """Whether it still lies so."""
-        try:
-            return describe(self.tensor) == self.lay
-        except RuntimeError:
-            # What has no storage any longer cannot say where it is.
-            return False
-
-
-def _watch(side: str, natives: Natives) -> list[_Watched]:
-    """The tensors, to be looked at before every move."""
-    return [
-        _Watched(f"{side} {show_native(native)}", tensor, describe(tensor))
-        for native, tensor in natives.items()
-    ]
 
 
 def _drop_window(local: str, bound: Side) -> str:

@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.base import dtypes
 from shardmath.base.errors import ExchangeError, StoreError
+from shardmath.layouts.layout import Layout
 from shardmath.refits.coverage import Native, find_faults, show_native
 from shardmath.storage.stored import Side, Slot
 from shardmath_torch import compat
 from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.refits.divided import find_contradictions
 
 __all__ = [
     "FUNCTIONS",
@@ -33,7 +35,9 @@ __all__ = [
     "Natives",
     "Views",
     "bind_views",
+    "compute",
     "describe",
+    "list_chunks",
     "make_view",
     "name_natives",
     "to_local",
@@ -49,8 +53,9 @@ FUNCTIONS: dict[str, Function] = {"neg_exp": lambda tensor: -torch.exp(tensor.fl
 
 
 class Computed(NamedTuple):
-    """What is stored of a tensor that arrives beside it."""
+    """What is stored of a tensor that arrives beside it, and the name of that."""
 
+    name: str
     received: Tensor
     stored: Tensor
     function: Function
@@ -69,9 +74,8 @@ def name_natives(given: Given | None) -> Natives:
         raise ExchangeError(
             f"tensors are {type(given).__name__}; pass a mapping from name to tensor, or a list of them"
         )
-    chunks = [given] if isinstance(given, Mapping) else list(given or ())
     natives = {}
-    for chunk, named in enumerate(chunks):
+    for chunk, named in enumerate(list_chunks(given)):
         if not isinstance(named, Mapping):
             raise ExchangeError(
                 f"chunk {chunk} is {type(named).__name__}; pass a mapping from name to tensor, "
@@ -82,6 +86,11 @@ def name_natives(given: Given | None) -> Natives:
                 raise ExchangeError(f"{name!r} is {type(tensor).__name__}; pass tensors")
             natives[chunk, name] = tensor
     return natives
+
+
+def list_chunks(given: Given | None) -> list[Mapping[str, Tensor]]:
+    """The mapping of each chunk."""
+    return [given] if isinstance(given, Mapping) else list(given or ())
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -106,13 +115,13 @@ def describe(tensor: Tensor) -> tuple[object, ...]:
 def bind_views(
     bound: Side,
     slots: Mapping[str, Slot],
-    of_dtype: Mapping[str, str],
+    layouts: Mapping[str, Layout],
     natives: Natives,
     rank: int,
     own: Sequence[str],
     functions: Mapping[str, Function],
 ) -> Views:
-    """A view for every slot; `of_dtype` has the dtype that is moved of each.
+    """A view for every slot; `layouts` are those of each.
 
     Raises StoreError with all that does not fit.
     """
@@ -120,6 +129,7 @@ def bind_views(
     locals_ = {native: to_local(tensor) for native, tensor in natives.items()}
     shapes = {native: tuple(tensor.shape) for native, tensor in locals_.items()}
     faults = find_faults(stored, shapes, own)
+    faults += find_contradictions(stored, slots, layouts, natives, rank)
     if faults:
         raise StoreError(f"rank {rank}:\n" + "\n".join(faults))
     # A view, so that an engine's (C, 1, k) is written where rows speak of (C, k).
@@ -128,13 +138,15 @@ def bind_views(
     computed = []
     for name, slot in slots.items():
         view = make_view(reshaped, slot)
+        dtype = layouts[name].dtype
         if not slot.function:
-            _check_dtype(view, of_dtype[name], slot)
+            _check_dtype(view, dtype, slot)
             tensors[name] = view
             continue
-        beside = torch.empty(view.shape, dtype=dtype_of(of_dtype[name]), device=view.device)
+        beside = torch.empty(view.shape, dtype=dtype_of(dtype), device=view.device)
         tensors[name] = beside
-        computed.append(Computed(beside, view, _find_function(slot, functions)))
+        what = show_native((slot.chunk, slot.native))
+        computed.append(Computed(what, beside, view, _find_function(slot, functions)))
     return Views(tensors, computed)
 
 
@@ -152,6 +164,28 @@ def _check_dtype(view: Tensor, wanted: str, slot: Slot) -> None:
             f"{show_native((slot.chunk, slot.native))} is {found}, the refit moves {wanted}; "
             f"nothing is cast on the way: plan in {found}, or pass cast tensors"
         )
+
+
+def compute(one: Computed) -> None:
+    """Store what the function makes of what has arrived. Raises StoreError where that is not such a tensor."""
+    made: object = one.function(one.received)
+    wanted = f"{dtypes.canonical(one.stored.dtype)}{list(one.stored.shape)}"
+    if not isinstance(made, Tensor):
+        found = type(made).__name__
+    elif made.shape == one.stored.shape and _kind_of(made) == _kind_of(one.stored):
+        one.stored.copy_(made)
+        return
+    else:
+        found = f"{dtypes.canonical(made.dtype)}{list(made.shape)}"
+    raise StoreError(
+        f"the function of {one.name} gives {found}, and {wanted} is stored; give one that keeps "
+        f"the shape, and numbers of that kind"
+    )
+
+
+def _kind_of(tensor: Tensor) -> tuple[bool, bool, bool]:
+    """What a cast of the tensor keeps: whether numbers are complex or have fractions, or are truths."""
+    return tensor.is_complex(), tensor.is_floating_point(), tensor.dtype == torch.bool
 
 
 def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:

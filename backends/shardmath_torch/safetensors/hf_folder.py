@@ -50,6 +50,7 @@ __all__ = [
     "check_tied",
     "commit",
     "discard",
+    "has_export",
     "locked",
     "told",
 ]
@@ -185,6 +186,12 @@ def _is_ours(file: Path) -> bool:
     except WeightsError:
         return False
     return OURS in metadata
+
+
+def has_export(folder: Path) -> bool:
+    """Whether an export is in the folder."""
+    index = folder / INDEX
+    return index.is_file() and _is_index_of_ours(index)
 
 
 def _is_index_of_ours(file: Path) -> bool:

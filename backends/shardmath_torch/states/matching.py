@@ -3,7 +3,8 @@
 1. A parameter is found under any of its names. Several names of one parameter are saved once, and
    may be restored into parameters of their own; the other way round is an error, since the
    checkpoint has several values.
-2. A group takes the options that its parameters had, which have to be the same for all of them.
+2. A group takes the options that its parameters had, which have to be the same for all of them that are here. A
+   group of which nothing is here, and of whose parameters options differ, keeps its own: no step is taken with them.
 3. A number goes into the tensor that an optimizer has in its place, and is an error where that
    tensor would round it.
 
@@ -16,6 +17,7 @@ tensor(0.1000)
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -29,7 +31,7 @@ from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.states.index import Entry, Index, Value
 from shardmath_torch.states.memory import can_fill
 from shardmath_torch.states.modules import Model
-from shardmath_torch.states.optimizers import ParameterGroup
+from shardmath_torch.states.optimizers import ParameterGroup, is_here
 from shardmath_torch.states.values import code_value, rebuild
 
 __all__ = [
@@ -119,14 +121,14 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 # Options and state
 
 
-def set_goal(group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
-    """What the group is to have. Raises CheckpointError where its parameters had different options."""
+def set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
+    """What the group is to have. Raises CheckpointError where its parameters that are here had different options."""
     entries = {}
     for name in group.parameters:
         kept = stored.get(name)
         if kept is not None and kept in saved.state:
             entries[name] = _own_values(saved.state[kept])
-    return Goal(group, _match_options(group, saved, stored), entries)
+    return Goal(group, _match_options(model, group, saved, stored), entries)
 
 
 def _own_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
@@ -139,19 +141,21 @@ def _own_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
 
 
 def _match_options(
-    group: ParameterGroup, saved: Index, stored: Mapping[str, str]
+    model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The options that the group's parameters had: the same for all of them."""
+    """The options that the group's parameters had: the same for all of them that are here."""
     by_name = saved.options()
     found = {}
     for name in group.parameters:
         kept = stored.get(name)
         if kept in by_name:
             found[name] = by_name[kept]
-    if not found:
+    here = {name: options for name, options in found.items() if is_here(model, name)}
+    if here:
+        _check_same_options(here)
+    elif not found or _find_different(found):
         return {}
-    _check_same_options(found)
-    first, options = next(iter(found.items()))
+    first, options = next(iter((here or found).items()))
     matched = {}
     for key, value in options.items():
         what = f"{key!r} of the group of {first}"
@@ -162,6 +166,18 @@ def _match_options(
 
 def _check_same_options(found: Mapping[str, Mapping[str, object]]) -> None:
     """Raise CheckpointError where parameters of one group had options that are not the same."""
+    different = _find_different(found)
+    if different is not None:
+        first, name, keys = different
+        what = f"{first} and {name} are in one group of the optimizer here"
+        fix = "give them groups of their own"
+        raise CheckpointError(f"{what}, and differ in {', '.join(keys)} there; {fix}")
+
+
+def _find_different(
+    found: Mapping[str, Mapping[str, object]],
+) -> tuple[str, str, list[str]] | None:
+    """The first parameter, one that had other options, and the keys of these; None where all had the same."""
     first, options = next(iter(found.items()))
     for name, other in found.items():
         if other is options:  # as they are where the group has not changed
@@ -169,15 +185,15 @@ def _check_same_options(found: Mapping[str, Mapping[str, object]]) -> None:
         keys = sorted({*options, *other})
         differ = [key for key in keys if not _is_same(options.get(key), other.get(key))]
         if differ:
-            what = f"{first} and {name} are in one group of the optimizer here"
-            fix = "give them groups of their own"
-            raise CheckpointError(f"{what}, and differ in {', '.join(differ)} there; {fix}")
+            return first, name, differ
+    return None
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether two options are equal, NaN to NaN."""
+    """Whether two options are equal, NaN to NaN, and dicts whatever the order of their keys."""
     coded = [code_value(value, "an option") for value in (one, other)]
-    return repr(coded[0]) == repr(coded[1])
+    texts = [json.dumps(value, sort_keys=True) for value in coded]
+    return texts[0] == texts[1]
 
 
 def fit_option(what: str, held: object, value: object) -> object:

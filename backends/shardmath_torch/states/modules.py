@@ -4,6 +4,9 @@
 2. A parameter with several names has one slot, under the first. Names that `torch.compile` and
    activation checkpointing add are left out.
 3. What is plain is the same on all ranks of a mesh; DTensors lie as `layout_of` says.
+4. Where placements may stand for two layouts, the local shapes of other ranks tell which. A module's DTensors may be on
+   several meshes, each with groups of its own; of these a rank that has failed cannot be heard. So all ranks of the
+   group of the call are asked at once.
 
 >>> model = model_of(describe(nn.Linear(3, 2)), mesh=Mesh(world=1))
 >>> [(name, str(slot.layout)) for name, slot in model.slots.items()]
@@ -12,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -21,13 +24,15 @@ from torch.distributed.tensor import DTensor
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
 from shardmath.layouts.layout import Layout
+from shardmath_torch import compat
 from shardmath_torch.compat import Group, rank_or_0, ranks_of
-from shardmath_torch.dtensors.dtensor import Ask
+from shardmath_torch.dtensors.devicemesh import mesh_of
+from shardmath_torch.dtensors.dtensor import Ask, local_of
 from shardmath_torch.dtensors.modules import lay_out
+from shardmath_torch.dtensors.placements import Shape
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.files.steps import on_all
-from shardmath_torch.states.asking import ask_group, rename
+from shardmath_torch.files.steps import gather_all, is_alone, on_all, share_of
 from shardmath_torch.states.memory import (
     Spot,
     check_shaped,
@@ -44,6 +49,7 @@ __all__ = [
     "Model",
     "Slot",
     "agree_on_model",
+    "ask_group",
     "check_one_value",
     "check_slots",
     "describe",
@@ -200,7 +206,7 @@ def model_of(
     """
     module, parameters, buffers, extra, names, first = described
     mesh = mesh or _mesh_of_group(module, group)
-    laid_out = lay_out(module, mesh, rename(ask, _strip_wrappers))
+    laid_out = lay_out(module, mesh, _rename(ask, _strip_wrappers))
     layouts = {_strip_wrappers(name): layout for name, layout in laid_out.items()}
     layouts |= _lay_out_buffers(buffers, layouts.values(), mesh, ask)
     tensors = parameters | buffers
@@ -231,7 +237,7 @@ def _lay_out_buffers(
         parameter = nn.Parameter(buffer.detach(), requires_grad=False)
         listed.append(parameter)
     own_names = list(buffers)
-    layouts = lay_out(listed, mesh, rename(ask, lambda place: own_names[int(place)]))
+    layouts = lay_out(listed, mesh, _rename(ask, lambda place: own_names[int(place)]))
     return dict(zip(buffers, layouts.values(), strict=True))
 
 
@@ -243,6 +249,57 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
             what = f"rank {rank} has {name!r} in its module, and is not on the mesh {mesh}"
             fix = "give a mesh of all ranks that have the module, or a group of those on the mesh"
             raise CheckpointError(f"{what}, ranks {list(mesh.ranks[:8])}; {fix}")
+
+
+# How DTensors lie
+
+
+def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
+    """The local shapes of these tensors on all ranks of the group, gathered now; None where none is a DTensor.
+
+    All ranks are known to have DTensors of the same names. Raises CheckpointError where one is gone.
+    """
+    mine: dict[str, Shape] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            mine[name] = tuple(local_of(tensor).shape)
+    if not mine or is_alone():
+        return None
+    _, count = share_of(group)
+    said = gather_all("find out how its DTensors lie", mine, count, group)
+    ranks = ranks_of(compat.group_of(group))
+    shapes: dict[int, dict[str, Shape]] = dict(zip(ranks, said, strict=True))
+
+    def ask(unsure: Mapping[str, DTensor]) -> dict[str, dict[int, Shape]]:
+        return {name: _find_shapes(name, tensor, shapes) for name, tensor in unsure.items()}
+
+    return ask
+
+
+def _find_shapes(
+    name: str, tensor: DTensor, shapes: Mapping[int, Mapping[str, Shape]]
+) -> dict[int, Shape]:
+    """The local shapes of a tensor on the ranks of its mesh. Raises CheckpointError where one is not of the group."""
+    found = {}
+    for rank in mesh_of(tensor.device_mesh).ranks:
+        if rank not in shapes:
+            what = f"tensor {name!r} is on rank {rank} too, the group has {sorted(shapes)[:8]}"
+            raise CheckpointError(f"{what}; give a group of all ranks that hold it")
+        found[rank] = shapes[rank][name]
+    return found
+
+
+def _rename(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:
+    """The same, asked about tensors under other names, which `spell` turns into its own."""
+    if ask is None:
+        return None
+
+    def asked(unsure: Mapping[str, DTensor]) -> dict[str, dict[int, Shape]]:
+        own = {spell(name): tensor for name, tensor in unsure.items()}
+        answers = ask(own)
+        return {name: answers[spell(name)] for name in unsure}
+
+    return asked
 
 
 # Whether it can be filled

@@ -8,10 +8,10 @@
 3. A parameter has one optimizer and one group: of two states, which one it is to have is not known.
 4. State is a parameter's. What an optimizer keeps under other keys, or for a tensor that is in none of its groups, has
    no name in a checkpoint: that is an error. So is what it keeps in an optimizer of its own, and what its state dict
-   has beside the state of an optimizer that it wraps.
+   has beside the state of parameters and their groups.
 5. State of a DTensor of other ranks' mesh is not this rank's, whatever the optimizer made of it here: these ranks say
-   what there is of it (`telling`), and so of the options of a group that has nothing here. Parameters of such DTensors
-   may be in no group here.
+   what there is of it (`telling`), and so of its options, parameter by parameter: a group of parameters whose ranks say
+   different options is several in what is saved. Parameters of such DTensors may be in no group here.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from shardmath_torch.states.index import (
 )
 from shardmath_torch.states.memory import check_shaped, local_part
 from shardmath_torch.states.modules import Model, Slot
+from shardmath_torch.states.wrappers import check_keeps_own
 
 __all__ = [
     "NOWHERE",
@@ -52,7 +53,6 @@ __all__ = [
     "find_groups",
     "hold",
     "is_here",
-    "list_inner",
     "lay_out_state",
     "name_trained",
 ]
@@ -62,10 +62,6 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 
 UNVALUED = ("params", "param_names")
 """Keys of a group that say which parameters it has."""
-
-
-SHOWN = 8
-"""Optimizers that an error lists."""
 
 
 class ParameterGroup(NamedTuple):
@@ -101,6 +97,13 @@ class Elsewhere(NamedTuple):
     entries: Mapping[str, Entries]
     groups: tuple[Group, ...]
 
+    def options(self) -> dict[str, Mapping[str, object]]:
+        """The options of each parameter that is told of."""
+        found: dict[str, Mapping[str, object]] = {}
+        for group in self.groups:
+            found |= dict.fromkeys(group.parameters, group.options)
+        return found
+
 
 NOWHERE = Elsewhere({}, ())
 
@@ -112,14 +115,14 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
     """All groups of all optimizers.
 
     Raises CheckpointError for a value that is not an optimizer, for a parameter that is not the module's, for one that
-    is in two groups, for state that is not a parameter's, for state that is kept in another optimizer, and for what a
-    wrapper adds to it.
+    is in two groups, for state that is not a parameter's, for state that is kept in another optimizer, and for what an
+    optimizer adds to it.
     """
     groups = []
     found: set[str] = set()
     given = _list_optimizers(optimizer)
     for each in given:
-        _check_keeps_own(each, given)
+        check_keeps_own(each, given)
         for options in each.param_groups:
             parameters = {_name_of(model, parameter): parameter for parameter in options["params"]}
             twice = sorted(found & parameters.keys())
@@ -135,11 +138,16 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
 def find_all_groups(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere
 ) -> list[ParameterGroup]:
-    """The same, and groups of parameters that are only in other ranks' optimizers, as if one were here."""
+    """The same, and groups of parameters that are only in other ranks' optimizers, as if one were here.
+
+    Not of what is here: that an optimizer on a parameter's mesh lacks it is for the comparison of ranks to find.
+    """
     groups = find_groups(model, optimizer)
     known = set(name_trained(groups))
     for group in elsewhere.groups:
-        lacking = [name for name in group.parameters if name not in known]
+        lacking = [
+            name for name in group.parameters if name not in known and not is_here(model, name)
+        ]
         parameters = {name: model.slots[name].local for name in lacking}
         if parameters:
             absent = Optimizer(list(parameters.values()), {})
@@ -185,54 +193,6 @@ def name_trained(groups: Iterable[Group | ParameterGroup]) -> tuple[str, ...]:
 # State
 
 
-def _check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError for an optimizer that keeps state in others, of its own, that were not given, or something
-    besides the state of another."""
-    seen = {id(one.state) for one in given}
-    inner = list(list_inner(optimizer))
-    # Some wrappers have the state of what they wrap as theirs: then none of it is lost.
-    apart = {path: one for path, one in inner if id(one.state) not in seen}
-    kind = type(optimizer).__name__
-    if apart:
-        first, one = next(iter(apart.items()))
-        name = first.partition("[")[0]
-        of = type(one).__name__
-        what = f"{kind} keeps state in an optimizer of its own, the {of} in its attribute {name!r}"
-        listed = ", ".join(f"optimizer.{path}" for path in list(apart)[:SHOWN])
-        listed += f" and {len(apart) - SHOWN} more" if len(apart) > SHOWN else ""
-        give = f"give [{listed}] of it, where every rank holds all of that state"
-        other = "else divide the parameters by FSDP2, or consolidate the state in a plain optimizer"
-        raise CheckpointError(f"{what}, which would be lost; {give}, {other}")
-    for path, one in inner:
-        if one is not optimizer and one.state is optimizer.state:
-            _check_adds_nothing(optimizer, path)
-
-
-def _check_adds_nothing(optimizer: Optimizer, path: str) -> None:
-    """Raise CheckpointError for a wrapper whose own state dict has more than that of the optimizer that it wraps."""
-    if type(optimizer).state_dict is Optimizer.state_dict:
-        return
-    more = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
-    if more:
-        kind = type(optimizer).__name__
-        what = f"{kind} keeps {', '.join(map(repr, more))} beside the state of its {path!r}"
-        fix = (
-            f"give optimizer.{path}, and keep the rest as an option of a group in its param_groups"
-        )
-        raise CheckpointError(f"{what}, which would be lost; {fix}")
-
-
-def list_inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizers that attributes are, or have in a list, tuple or dict, and how each is reached."""
-    for name, held in vars(optimizer).items():
-        found: Iterable[tuple[str, object]] = [(name, held)]
-        if isinstance(held, list | tuple):
-            found = [(f"{name}[{i}]", one) for i, one in enumerate(held)]
-        elif isinstance(held, dict):
-            found = [(f"{name}[{key!r}]", one) for key, one in held.items()]
-        yield from ((path, one) for path, one in found if isinstance(one, Optimizer))
-
-
 def _check_state(model: Model, optimizer: Optimizer) -> None:
     """Raise CheckpointError unless all that the optimizer holds is values by key for a parameter of its groups."""
     grouped = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -275,8 +235,9 @@ def describe_optimizers(
     slots: dict[tuple[str, str], Slot] = {}
     groups: list[Group] = []
     entries: dict[str, Entries] = {}
+    told = elsewhere.options()
     for group in find_all_groups(model, optimizer, elsewhere):
-        groups.append(Group(tuple(group.parameters), _options_of(model, group, elsewhere)))
+        groups += _split(model, group, told)
         for name, parameter, held in group.states():
             layout = model.slots[name].layout
             if is_here(model, name):
@@ -288,13 +249,20 @@ def describe_optimizers(
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
 
 
-def _options_of(model: Model, group: ParameterGroup, elsewhere: Elsewhere) -> Mapping[str, object]:
-    """The options of a group: those of other ranks where all of its parameters are theirs."""
-    if not any(is_here(model, name) for name in group.parameters):
-        for told in elsewhere.groups:
-            if not group.parameters.keys().isdisjoint(told.parameters):
-                return told.options
-    return {key: value for key, value in group.options.items() if key not in UNVALUED}
+def _split(
+    model: Model, group: ParameterGroup, told: Mapping[str, Mapping[str, object]]
+) -> list[Group]:
+    """The group as it is saved: its parameters by their options, which of those that are not here are as told."""
+    own: Mapping[str, object] = {k: v for k, v in group.options.items() if k not in UNVALUED}
+    named: dict[int, list[str]] = {}
+    options: dict[int, Mapping[str, object]] = {id(own): own}
+    for name in group.parameters:
+        its = own if is_here(model, name) else told.get(name, own)
+        options[id(its)] = its
+        named.setdefault(id(its), []).append(name)
+    if not named:
+        return [Group((), own)]
+    return [Group(tuple(names), options[key]) for key, names in named.items()]
 
 
 def _list_slots(

@@ -8,13 +8,14 @@
 3. What later groups of an optimizer begin with, its defaults, stays as it is.
 4. State of a DTensor of other ranks' mesh is dropped, as a fresh optimizer has none: what takes a step looks there
    whether it is to begin.
-5. What may fail of options is done before anything is restored (`plan_options`).
+5. What may fail of options is done before anything is restored (`plan_options`), and what may fail of a module's own
+   set_extra_state after all else: as by `load_state_dict`, a module finds its weights there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard, cast
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.layouts.layout import Layout
 from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.states.index import Index, Like, Own, Value
 from shardmath_torch.states.matching import Goal
 from shardmath_torch.states.memory import (
@@ -36,13 +38,15 @@ from shardmath_torch.states.memory import (
     spots_of,
 )
 from shardmath_torch.states.modules import Model
-from shardmath_torch.states.optimizers import UNVALUED, is_here, lay_out_state, list_inner
+from shardmath_torch.states.optimizers import UNVALUED, is_here, lay_out_state
 from shardmath_torch.states.values import KINDS, Extra, rebuild
+from shardmath_torch.states.wrappers import list_inner
 
 __all__ = [
     "Free",
     "Job",
     "OptionsPlan",
+    "check_fillable",
     "find_free",
     "list_module_jobs",
     "list_state_jobs",
@@ -127,6 +131,17 @@ def _keeps_memory(held: Tensor, free: frozenset[Spot]) -> bool:
     return not local.numel() or spot_of(held) in free  # without elements there is nothing to share
 
 
+def check_fillable(goals: Iterable[Goal]) -> None:
+    """Raise CheckpointError for an optimizer whose state takes no values, before any is restored."""
+    for goal in goals:
+        optimizer = goal.group.optimizer
+        held = [optimizer.state, *(values for _, _, values in goal.group.states() if values)]
+        for one in held:
+            if not isinstance(one, MutableMapping):
+                what = f"{type(optimizer).__name__} has state in a {type(one).__name__}"
+                raise CheckpointError(f"{what}, into which nothing is put; give a dict there")
+
+
 # Jobs
 
 
@@ -169,7 +184,8 @@ def _put_state(
 ) -> None:
     """Put a value into the optimizer's tensor, or into a new one where it has none that fits and is its own."""
     parameter = goal.group.parameters[name]
-    state = goal.group.optimizer.state[parameter]
+    # A wrapper's state may be a plain dict, in which nothing is begun by asking.
+    state = goal.group.optimizer.state.setdefault(parameter, {})
     device = _device_of_state(goal, parameter, key, entry)
     held = state.get(key)
     if not _fits(held, parameter, entry, device) or not _keeps_memory(held, free.states):
@@ -302,7 +318,7 @@ def _list_defaults(goals: Iterable[Goal]) -> Iterator[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for goal in goals:
         optimizer = goal.group.optimizer
-        for one in (optimizer, *(inner for _, inner in list_inner(optimizer))):
+        for one in (optimizer, *(inner.optimizer for inner in list_inner(optimizer))):
             defaults = getattr(one, "defaults", {})
             found[id(defaults)] = defaults
     yield from found.values()
@@ -329,10 +345,11 @@ def restore(
     options: OptionsPlan,
     found: Mapping[str, Tensor],
 ) -> None:
-    """Put what was found where it belongs, extra states first: a module may raise."""
+    """Put what was found where it belongs, extra states last: a module may look at its weights, and may raise."""
+    there = [job for job in jobs if job.here in found]  # not so for a DTensor of other ranks' mesh
     with torch.no_grad():
-        for job in sorted(jobs, key=lambda job: job.layout is not None):
-            if job.here in found:  # not so for a DTensor of other ranks' mesh
+        for job in there:
+            if job.layout is not None:
                 job.put(found[job.here])
         for held, value in options.copies:
             held.copy_(value)
@@ -340,6 +357,9 @@ def restore(
             of[key] = placed
         for goal in goals:
             _finish_state(model, goal)
+        for job in there:
+            if job.layout is None:
+                job.put(found[job.here])
 
 
 def _finish_state(model: Model, goal: Goal) -> None:

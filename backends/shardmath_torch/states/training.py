@@ -67,6 +67,7 @@ from shardmath_torch.states.optimizers import (
 from shardmath_torch.states.restoring import (
     Job,
     OptionsPlan,
+    check_fillable,
     find_free,
     list_module_jobs,
     list_state_jobs,
@@ -97,8 +98,8 @@ def state_of(
     on the mesh of some parameter. Without a group, that is over the ranks of the DTensors' meshes together, if these
     are all ranks, or those of a mesh of one axis.
 
-    Of an optimizer's parameter whose mesh a rank is not on, what the ranks on it say counts, and so of the options of a
-    group of such parameters; the rank's own optimizer may lack them.
+    Of an optimizer's parameter whose mesh a rank is not on, what the ranks on it say counts, of its state and of its
+    options; the rank's own optimizer may lack it.
 
     Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
     say, an optimizer's parameter that is not the module's or in two groups, an optimizer's state that is not a
@@ -175,7 +176,7 @@ def save_state(
     """`save` of `state_of`, with its `progress`. Collective over the group, by default all ranks.
 
     Each rank's optimizer may have the parameters of all meshes of the module, or of its own alone, as under pipeline
-    stages that are meshes apart. Options of a group are those of the ranks that its parameters are on.
+    stages that are meshes apart. Options of a parameter are those of the ranks that it is on.
 
     Raises CheckpointError on every rank for what either raises on one, and where modules differ.
     """
@@ -232,12 +233,15 @@ def load_state(
     """Restore in place what `save_state` saved of a module with the same names, whatever divides either.
 
     The optimizer may be fresh. Its groups take the options of the groups that their parameters were in; they may be
-    other groups, if those agree. Without an optimizer, only the module is restored.
+    other groups, if those agree: of parameters that are on this rank, if a group has any. Without an optimizer, only
+    the module is restored.
 
     Collective over the group. Raises CheckpointError on every rank for names that only one side has, unless not
     `strict`, when these are left alone and returned; for parameters and buffers that have a part of their memory in
     common; and for what `state_of`, `load` and `matching` do not allow. Then nothing was restored, unless a module's
-    set_extra_state raised: these come first. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
+    set_extra_state raised: these are called last, each module with all weights there, a module before those in it.
+    Then all was restored but the extra states of this module and those after it, and on other ranks all.
+    `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
     optimizer = hold(optimizer)
     with shared(group):
@@ -286,7 +290,8 @@ def _match_state(
     unmatched = find_unmatched(model, saved, stored, None if optimizer is None else groups)
     if strict and any(unmatched):
         raise CheckpointError(complain(path, unmatched))
-    goals = [set_goal(each, saved, stored) for each in groups]
+    goals = [set_goal(model, each, saved, stored) for each in groups]
+    check_fillable(goals)
     free = find_free(model, goals)
     jobs = [
         *list_module_jobs(model, saved, stored),

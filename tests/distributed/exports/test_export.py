@@ -259,6 +259,20 @@ def test_a_link_where_an_export_writes(tmp_path: Path, name: str, kind: str) -> 
     assert precious.read_text() == "of somebody"
 
 
+def test_a_save_beside_an_export(tmp_path: Path) -> None:
+    """Neither goes where the other is, and both stay as they are."""
+    exported, saved = tmp_path / "exported", tmp_path / "saved"
+    module = nn.Linear(2, 2)
+    smt.export(exported, module)
+    smt.save_state(saved, module)
+    before = {file.name for file in tmp_path.glob("*/*")}
+    with pytest.raises(CheckpointError, match="exported has an export, which could not be repl"):
+        smt.save_state(exported, module)
+    with pytest.raises(CheckpointError, match="which no export wrote"):
+        smt.export(saved, module)
+    assert {file.name for file in tmp_path.glob("*/*")} == before
+
+
 def test_a_folder_at_the_name_of_the_index_draft(tmp_path: Path) -> None:
     """Found before anything is written."""
     draft = tmp_path / f"{INDEX}.unfinished"

@@ -131,3 +131,57 @@ def test_a_module_under_fsdp(pool: Pool) -> None:
     k = [[100 + 6.0 * row + column for column in range(6)] for row in range(3)]
     whole = q + k
     assert pool.run(refits.from_fsdp) == [None] * 4 + [whole[:4], whole[4:]] + [None] * 2
+
+
+def test_another_tensor_in_the_place_of_a_prepared_one(pool: Pool) -> None:
+    """What was bound is no longer what is trained or served, if it lies as it did. A rank's own may be anywhere."""
+    for told in pool.run(refits.replace):
+        assert told.pop("its own") is None
+        for case, (kind, text) in told.items():
+            side = "engine" if case in ("an entry of dst", "a deleted parameter") else "source"
+            name = "b" if case == "a buffer" else "w"
+            said = f"in the place of {side} {name!r} is another tensor than when prepare() was"
+            assert kind == "ExchangeError" and said in text, (case, text)
+            assert "prepare again on all ranks" in text
+
+
+def test_parameters_that_fsdp_has_gathered(pool: Pool) -> None:
+    """They are in the place of what is trained for the time being."""
+    for rank, (is_gathered, found, (kind, text)) in enumerate(pool.run(refits.gathered)):
+        assert is_gathered is (True if rank < 2 else None)
+        assert found == ([[5.0] * 3] * 4 if rank == 2 else None)
+        assert kind == "ExchangeError" and "source 'layer.weight' is another tensor than" in text
+
+
+CONTRADICTIONS = {
+    "strided": "as float32[16, 8] (tp dp n) h on dp=4 tp=2, and is planned as float32[16, 8] (dp tp",
+    "a plain side": "as float32[16, 8] (tp dp n) h on dp=4 tp=2, and is planned as float32[16, 8] (dp",
+    "flipped": "and is planned as float32[16, 8] (world n) h on world=8",
+    "partial": "'w' is a DTensor of (Partial(sum),), of which ranks hold summands; redistribute it",
+}
+
+
+def test_dtensors_that_lie_otherwise_than_planned(pool: Pool) -> None:
+    """Of the same local shapes: other rows would be moved."""
+    for told in pool.run(refits.contradict):
+        for case, said in told.items():
+            if case not in CONTRADICTIONS:
+                assert said is None, (case, said)
+                continue
+            kind, text = said
+            assert kind == "ExchangeError" and CONTRADICTIONS[case] in text, (case, text)
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [("one number", "float32[]"), ("integers", "int32[4, 3]"), ("nothing", "NoneType")],
+)
+def test_a_function_that_makes_other_tensors(pool: Pool, function: str, found: str) -> None:
+    for kind, text in pool.run(refits.store_by, function):
+        assert kind == "ExchangeError"
+        assert f"the function of 'w' gives {found}, and float32[4, 3] is stored; give" in text
+    pool.broken = True  # the group is, since the move had begun
+
+
+def test_a_function_that_rounds(pool: Pool) -> None:
+    assert pool.run(refits.store_by, "narrow") == [None] * 8

@@ -87,3 +87,51 @@ def test_extra_state_of_a_compiled_module(tmp_path: Path) -> None:
     module["one"]._orig_mod.state = b"after"
     training.load_state(tmp_path, module)
     assert module["one"]._orig_mod.state == b"before"
+
+
+class Cached(nn.Linear):
+    """Makes something of its weights and its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.inner = nn.Linear(1, 1)
+        self.cache = torch.zeros(2)
+
+    def get_extra_state(self) -> bytes:
+        return b"2"
+
+    def set_extra_state(self, state: bytes) -> None:
+        if not state:
+            raise ValueError("not this one")
+        self.cache = self.bias.detach() * int(state)
+
+
+def test_an_extra_state_finds_the_weights(tmp_path: Path) -> None:
+    """As by load_state_dict."""
+    module, other, by_torch = Cached(), Cached(), Cached()
+    training.save_state(tmp_path, module)
+    training.load_state(tmp_path, other)
+    by_torch.load_state_dict(module.state_dict())
+    assert other.cache.equal(module.bias.detach() * 2) and by_torch.cache.equal(other.cache)
+
+
+class Failing(Cached):
+    def get_extra_state(self) -> bytes:
+        return b""
+
+
+def test_an_extra_state_that_cannot_be_set(tmp_path: Path) -> None:
+    """All else is restored by then, also of the optimizer."""
+    module, other = Failing(), Failing()
+    optimizer, fresh = (
+        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in (module, other)
+    )
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 7.0
+    training.save_state(tmp_path, module, optimizer)
+    with pytest.raises(CheckpointError, match="could not restore its state: ValueError: not this"):
+        training.load_state(tmp_path, other, fresh)
+    wanted, found = (training.state_of(*x)[0] for x in ((module, optimizer), (other, fresh)))
+    assert wanted.keys() == found.keys() and all(found[n].equal(wanted[n]) for n in wanted)
+    assert fresh.param_groups[0]["lr"] == 7.0

@@ -161,3 +161,15 @@ def test_groups_that_were_one_have_options_of_their_own(tmp_path: Path) -> None:
     training.load_state(tmp_path, module, two)
     first, second = (group["rates"] for group in two.param_groups)
     assert first == second and first is not second and first[0] is not second[0]
+
+
+def test_options_that_are_dicts_in_another_order(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    groups = [
+        {"params": [module.weight], "odd": {"a": 1, "b": {"c": 2, "d": 3}}},
+        {"params": [module.bias], "odd": {"b": {"d": 3, "c": 2}, "a": 1}},
+    ]
+    training.save_state(tmp_path, module, optim.SGD(groups, lr=0.1))
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    training.load_state(tmp_path, module, optimizer)
+    assert optimizer.param_groups[0]["odd"] == groups[0]["odd"]

@@ -202,9 +202,18 @@ class Wrapper(optim.SGD):
         super().__init__(module.parameters(), lr=0.1)
         self.held = held
 
+    @classmethod
+    def sharing(cls, module: nn.Module, held: optim.Optimizer) -> Wrapper:
+        """With the state and the groups of the other."""
+        made = cls(module, held)
+        made.state, made.param_groups = held.state, held.param_groups
+        return made
+
 
 @pytest.mark.parametrize("step", ["state_of", "save_state", "load_state"])
-@pytest.mark.parametrize("pack", [lambda x: x, lambda x: [x], lambda x: {"a": x}])
+@pytest.mark.parametrize(
+    "pack", [lambda x: x, lambda x: [x], lambda x: {"a": x}, lambda x: {"a": {2: [x]}}]
+)
 def test_state_in_another_optimizer(
     tmp_path: Path, step: str, pack: Callable[[object], object]
 ) -> None:
@@ -230,6 +239,10 @@ def test_state_in_another_optimizer(
         (lambda one, other: [one, 5, other], "[optimizer.held[0], optimizer.held[2]]"),
         (lambda one, other: (one, other), "[optimizer.held[0], optimizer.held[1]]"),
         (lambda one, other: {"a": one, 1: other}, "[optimizer.held['a'], optimizer.held[1]]"),
+        (
+            lambda one, other: {"a": {2: [one]}, "b": ([other],)},
+            "[optimizer.held['a'][2][0], optimizer.held['b'][0][0]]",
+        ),
     ],
 )
 def test_what_is_said_to_give_of_a_wrapper_is_saved(
@@ -322,6 +335,91 @@ def test_a_wrapper_that_keeps_more_than_it_wraps(tmp_path: Path) -> None:
     assert fresh.optim.param_groups[0]["averager_step"] == 3
     a, b = (training.state_of(*x)[0] for x in ((module, optimizer.optim), (other, fresh.optim)))
     assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+class Adding(optim.SGD):
+    """Has a number in its state dict."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.parameters(), lr=0.1, momentum=0.9)
+        self.count = 0
+
+    def state_dict(self) -> Any:
+        return super().state_dict() | {"count": self.count}
+
+
+def add_by_a_hook(module: nn.Module) -> optim.Optimizer:
+    optimizer = optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer.register_state_dict_post_hook(lambda optimizer, found: found | {"count": 7})
+    return optimizer
+
+
+class Untold(optim.SGD):
+    """Has no state dict."""
+
+    def state_dict(self) -> Any:
+        raise NotImplementedError("see the other method")
+
+
+MORE: dict[str, tuple[Callable[[nn.Module], optim.Optimizer], str]] = {
+    "its own": (Adding, "Adding keeps 'count' in its state dict beside 'state' and 'param_groups'"),
+    "by a hook": (add_by_a_hook, "SGD keeps 'count' in its state dict beside 'state' and"),
+    "in what is wrapped": (
+        lambda module: Wrapper.sharing(module, Adding(module)),
+        "Adding keeps 'count' in its state dict beside 'state' and 'param_groups'",
+    ),
+    "not said": (
+        lambda module: Untold(module.parameters(), lr=0.1, momentum=0.9),
+        "Untold.state_dict() raises NotImplementedError: see the other method, and what it keeps",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", MORE)
+def test_an_optimizer_whose_state_dict_has_more(tmp_path: Path, how: str) -> None:
+    """Refused by save and load alike; what the error says to do keeps all of it."""
+    make, said = MORE[how]
+
+    def give(module: nn.Module, optimizer: optim.Optimizer) -> Any:
+        path = tmp_path / "c"
+        training.save_state(path, module, optim.SGD(module.parameters(), lr=0.1))
+        for act in (training.save_state, training.load_state):
+            with pytest.raises(CheckpointError) as error:
+                act(path, module, optimizer)
+            assert said in str(error.value)
+        spelled = str(error.value).partition("plain = ")[2]
+        made, _, of = spelled.partition(" with plain.state = ")
+        plain = eval(made, {"optimizer": optimizer, "torch": torch})
+        plain.state = eval(of, {"optimizer": optimizer})
+        return plain
+
+    module, other = small(), small(seed=1)
+    optimizer, fresh = make(module), make(other)
+    train(module, optimizer, range(2))
+    given, restored = give(module, optimizer), give(other, fresh)
+    given.param_groups[0]["count"] = 5
+    training.save_state(tmp_path, module, given)
+    training.load_state(tmp_path, other, restored)
+    assert fresh.param_groups[0]["count"] == 5
+    for optimizers in ((optimizer, fresh), (given, restored)):
+        for weight, into in zip(module.parameters(), other.parameters(), strict=True):
+            held = optimizers[0].state.get(weight, {})
+            found = optimizers[1].state.get(into, {})
+            assert held.keys() == found.keys()
+            assert all(found[key].equal(held[key]) for key in held)
+
+
+@pytest.mark.parametrize("step", [training.save_state, training.load_state])
+def test_a_wrapper_of_one_that_keeps_its_state_in_another(
+    tmp_path: Path, step: Callable[..., object]
+) -> None:
+    """What the wrapper has as its state is not where the state is."""
+    module = nn.Linear(2, 2)
+    inner = optim.Adam(module.parameters())
+    training.save_state(tmp_path, module, inner)
+    said = r"the Adam in its attribute 'held'.*; give \[optimizer.wrapped.held\] of it"
+    with pytest.raises(CheckpointError, match=said):
+        step(tmp_path, module, Bare(Wrapper(module, inner)))
 
 
 def test_optimizers_that_know_each_other_or_have_one_state() -> None:

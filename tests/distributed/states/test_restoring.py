@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -392,3 +393,28 @@ def test_an_option_that_cannot_be_restored(tmp_path: Path) -> None:
     assert other[0].weight.equal(before) and not restored.state
     kept = restored.param_groups[0]["betas"]
     assert type(kept) is Pair and (float(kept[0]), kept[1]) == (0.25, 0.125)
+
+
+def test_state_in_a_plain_dict(tmp_path: Path) -> None:
+    """As some wrappers have it: nothing is there by asking."""
+    training.save_state(tmp_path, *stepped())
+    module, optimizer = stepped()
+    optimizer.state = {}  # type: ignore[assignment]
+    training.load_state(tmp_path, module, optimizer)
+    assert optimizer.state[module.first]["momentum_buffer"].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_state_that_takes_no_values(tmp_path: Path, inside: bool) -> None:
+    """Is found before anything is restored."""
+    training.save_state(tmp_path, *stepped())
+    module, optimizer = stepped()
+    if inside:
+        optimizer.state[module.first] = MappingProxyType(optimizer.state[module.first])
+    else:
+        optimizer.state = MappingProxyType(optimizer.state)  # type: ignore[assignment]
+    with torch.no_grad():
+        module.first.zero_()
+    with pytest.raises(CheckpointError, match="SGD has state in a mappingproxy, into which noth"):
+        training.load_state(tmp_path, module, optimizer)
+    assert not module.first.any()

@@ -295,6 +295,16 @@ def test_optimizers_of_stages(pool: Pool, tmp_path: Path, own: bool) -> None:
         assert found == wanted * 2
 
 
+def test_options_are_those_of_each_parameters_ranks(pool: Pool, tmp_path: Path) -> None:
+    """In whatever groups it is with those of other ranks; what is not here has no say in a group at a load."""
+    for rank, (found, said) in enumerate(pool.run(work.of_mixed_groups, str(tmp_path / "c"))):
+        apart = [0.25, 0.5, 0.125]
+        assert found == [apart, [0.25, 9.0 + rank] if rank < 4 else [0.5, 0.125]]
+        kind, text = said
+        assert kind == "CheckpointError" and "rank 5 could not describe its state" in text
+        assert "the optimizer of 'top' is nothing here and given on the first" in text
+
+
 NAMED = [f"model.{name}" for name in ("high", "low")] + [
     f"optim.state.{name}.{key}"
     for name in ("high", "low")

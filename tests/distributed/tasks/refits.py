@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -215,6 +218,160 @@ def free_and_take_again(rank: int) -> Any:
     except sm.ExchangeError as error:
         return str(error)
     return None
+
+
+def _made(value: float) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.full((4, 3), value))
+    module.register_buffer("b", torch.full((4, 3), value))
+    return module
+
+
+def _assign(module: Any, given: Any) -> None:
+    module.load_state_dict({n: t + 1 for n, t in module.state_dict().items()}, assign=True)
+
+
+def _set_parameter(module: Any, given: Any) -> None:
+    module.w = torch.nn.Parameter(torch.ones(4, 3))
+
+
+def _set_buffer(module: Any, given: Any) -> None:
+    module.b = torch.ones(4, 3)
+
+
+def _set_entry(module: Any, given: Any) -> None:
+    given["w"] = torch.ones(4, 3)
+
+
+def _delete_parameter(module: Any, given: Any) -> None:
+    del module.w
+
+
+def _move_own(module: Any, given: Any) -> None:
+    given["scale"].data = torch.ones(2)
+    given["scale"] = torch.ones(1)
+
+
+def _name_all(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+REPLACED: dict[str, tuple[int, Any, Any]] = {
+    "assigned": (0, _name_all, _assign),
+    "a parameter": (0, _name_all, _set_parameter),
+    "a buffer": (0, _name_all, _set_buffer),
+    "a parameter, of a state dict": (0, lambda module: module.state_dict(), _set_parameter),
+    "a deleted parameter": (1, _name_all, _delete_parameter),
+    "an entry of src": (0, _name_all, _set_entry),
+    "an entry of dst": (1, _name_all, _set_entry),
+    "its own": (1, _name_all, _move_own),
+}
+"""The rank that does it, what it gives, and what it does between two moves."""
+
+
+def replace(rank: int) -> Any:
+    """What is said where another tensor came into the place of a prepared one, by what was done."""
+    sides = [Stored(parse("w = w\nb = b"), (sm.Mesh(ranks=[own]),)) for own in (0, 1)]
+    planned = sm.refit(*sides, dict.fromkeys("wb", ((4, 3), "float32")))
+    refit = smt.Refit(planned, timeout=30.0)
+    told: dict[str, Any] = {}
+    for case, (odd, name, act) in REPLACED.items():
+        module = _made(float(rank))
+        given = {**name(module), "scale": torch.ones(1)} if rank < 2 else None
+        refit.prepare(given if rank == 0 else None, given if rank == 1 else None, own=["scale"])
+        refit()
+        if rank == odd:
+            act(module, given)
+        told[case] = caught(refit)
+    return told
+
+
+def gathered(rank: int) -> Any:
+    """Whether an engine has what is trained, though FSDP2 has gathered parameters in its place; and what is said where
+    that was replaced."""
+    module = torch.nn.Sequential(OrderedDict(layer=torch.nn.Linear(3, 4, bias=False)))
+    mesh = DeviceMesh("cpu", [0, 1])
+    side = Stored(parse("layer.weight = layer.weight : (tp n) h"), (sm.Mesh(tp=2),))
+    to = Stored(parse("layer.weight = layer.weight"), (sm.Mesh(ranks=[2]),))
+    refit = smt.Refit(sm.refit(side, to, {"layer.weight": ((4, 3), "float32")}), timeout=30.0)
+    engine_has = {"layer.weight": torch.zeros(4, 3)} if rank == 2 else None
+    if rank < 2:
+        fully_shard(module, mesh=mesh)
+        with torch.no_grad():
+            module.layer.weight.fill_(5.0)
+    refit.prepare(dict(module.named_parameters()) if rank < 2 else None, engine_has)
+    is_gathered = None
+    if rank < 2:
+        with torch.no_grad():
+            module(torch.ones(1, 3))
+        is_gathered = not isinstance(module.layer.weight, DTensor)
+    refit()
+    if rank < 2:
+        module.reshard()  # type: ignore[operator]
+        state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        module.load_state_dict(state, assign=True)
+    said = caught(refit)
+    return is_gathered, None if engine_has is None else engine_has["layer.weight"].tolist(), said
+
+
+def contradict(rank: int) -> Any:
+    """What is said of DTensors that lie as planned, or otherwise, by how."""
+    grid = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    flipped = DeviceMesh("cpu", list(reversed(range(8))))
+    flat = DeviceMesh("cpu", list(range(8)))
+    whole = torch.arange(128.0).reshape(16, 8)
+    module = torch.nn.Linear(8, 16, bias=False)
+    parallelize_module(module, grid["tp"], ColwiseParallel())
+    fully_shard(module, mesh=grid["dp"])
+    eighth = sm.Mesh(world=8)
+    both = sm.Mesh(dp=4, tp=2)
+    shapes = {"w": ((16, 8), "float32")}
+    cases: dict[str, tuple[Any, Any]] = {
+        "as planned": ("w = w : (world n) h", distribute_tensor(whole, flat, [Shard(0)])),
+        "strided, as planned": ("w = w : (tp dp n) h", module.weight),
+        "strided, as a plain side": (
+            sm.Layout((16, 8), both, "(tp dp n) h", dtype="float32"),
+            module.weight,
+        ),
+        "transposed, as planned": (
+            "w = w.T : (world h) n",
+            distribute_tensor(whole.T, flat, [Shard(0)]),
+        ),
+        "strided": ("w = w : (dp tp n) h", module.weight),
+        "a plain side": (sm.Layout((16, 8), both, "(dp tp n) h", dtype="float32"), module.weight),
+        "flipped": ("w = w : (world n) h", distribute_tensor(whole, flipped, [Shard(0)])),
+        "partial": ("w = w", DTensor.from_local(whole / 8, flat, [Partial()])),
+    }
+    told: dict[str, Any] = {}
+    for case, (stored, tensor) in cases.items():
+        side: Any = {"w": stored}
+        if isinstance(stored, str):
+            side = Stored(parse(stored), (both if "dp" in stored else eighth,))
+        to = Stored(parse("w = w"), (sm.Mesh(ranks=[0]),))
+        refit = smt.Refit(sm.refit(side, to, shapes), timeout=30.0)
+        into = {"w": torch.zeros(16, 8)} if rank == 0 else None
+        prepare = partial(refit.prepare, {"w": tensor}, into)
+        told[case] = caught(prepare)
+    return told
+
+
+FUNCTIONS: dict[str, Any] = {
+    "narrow": lambda tensor: -torch.exp(tensor).to(torch.bfloat16),
+    "one number": torch.sum,
+    "integers": lambda tensor: tensor.to(torch.int32),
+    "nothing": lambda tensor: None,
+}
+
+
+def store_by(rank: int, function: str) -> Any:
+    """What is said where an engine's tensor is made by this function."""
+    side = Stored(parse("w = w"), (sm.Mesh(ranks=[0]),))
+    to = Stored(parse("w = neg_exp(w)"), (sm.Mesh(ranks=[1]),))
+    refit = smt.Refit(sm.refit(side, to, {"w": ((4, 3), "float32")}), timeout=30.0)
+    own = {"w": torch.ones(4, 3)}
+    functions = {"neg_exp": FUNCTIONS[function]}
+    refit.prepare(own if rank == 0 else None, own if rank == 1 else None, functions=functions)
+    return caught(lambda: refit(acknowledge=True))
 
 
 def prepare_elsewhere(rank: int) -> Any:

@@ -638,6 +638,43 @@ def of_stages(rank: int, path: str, own: bool) -> Any:
     return found
 
 
+def _mixed(rank: int, divided: bool, lacks: str = "") -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A parameter of the lower half and two of the upper; both halves have a group of some of the others'."""
+    of = {"low": range(4), "high": range(4, 8), "top": range(4, 8)}
+    module = Named(*of)
+    for name, ranks in of.items():
+        part: Tensor = torch.ones(8, 2)
+        if divided:
+            mesh = device_mesh(ranks, (4,))
+            part = distribute_tensor(part, mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part))
+    grouped = [["low"], ["high", "top"]] if rank < 4 else [["low", "high"], ["top"]]
+    if not divided:
+        grouped = [[name] for name in of]
+    groups: list[Any] = []
+    for names in grouped:
+        own = [module.get_parameter(name) for name in names if name != lacks]
+        groups.append({"params": own, "lr": 9.0 + rank})
+    return module, torch.optim.SGD(groups)
+
+
+def of_mixed_groups(rank: int, path: str) -> Any:
+    """Rates of groups after a load into other groups, and into the same; and what is said where a rank lacks one."""
+    module, optimizer = _mixed(rank, divided=True)
+    rates = [0.25, 7.0] if rank < 4 else [0.5, 0.125]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    smt.save_state(path, module, optimizer)
+    found = []
+    for divided in (False, True):
+        goal, into = _mixed(rank, divided)
+        smt.load_state(path, goal, into)
+        found.append([group["lr"] for group in into.param_groups])
+    odd = _mixed(rank, divided=True, lacks="top" if rank == 5 else "")
+    said = caught(lambda: smt.save_state(f"{path}/new", *odd))
+    return found, said
+
+
 def on_meshes_of_some(rank: int, case: str) -> Any:
     """The layouts' names, or the error, of a state of parameters on meshes that the upper half is not on."""
     ranks = (range(2), range(4) if case == "spanned" else range(2, 4))

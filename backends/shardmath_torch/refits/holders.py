@@ -1,0 +1,149 @@
+"""Holders: where each tensor was found, so that another one in its place is noticed before a move.
+
+1. A tensor given by name is in the mapping that was given, and a module has it among its own, or the parameter that it
+   is the data of: `dict(model.named_parameters())` stays as it is when `load_state_dict(assign=True)` or `setattr`
+   gives the module another parameter. Modules are found among all that are alive.
+2. FSDP2 has gathered parameters in the place of its shards during a forward, and on its root also after it. The shards
+   are what is trained, so these are no others.
+
+>>> import torch
+>>> module = torch.nn.Linear(2, 2)
+>>> (watched,) = watch("source", {"weight": module.weight}, {(0, "weight"): module.weight})
+>>> find_owners([watched])
+>>> find_replaced([watched])
+>>> module.weight = torch.nn.Parameter(torch.zeros(2, 2))
+>>> find_replaced([watched])
+"source 'weight'"
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+
+from shardmath.refits.coverage import show_native
+from shardmath_torch import compat
+from shardmath_torch.refits.views import Given, Natives, describe, list_chunks
+
+__all__ = ["Watched", "find_moved", "find_owners", "find_replaced", "watch"]
+
+_Lay: TypeAlias = tuple[object, ...]
+
+
+class _Place(NamedTuple):
+    """Where a tensor was found: what gives the one under a key now, and the one that was there."""
+
+    look: Callable[[str], object]
+    key: str
+    tensor: Tensor
+    keeper: object
+    """What FSDP2 keeps of it; None without."""
+
+
+class Watched(NamedTuple):
+    """A tensor as it was given, what it is called, how it lay in memory, and where it was found."""
+
+    name: str
+    tensor: Tensor
+    lay: _Lay
+    places: list[_Place]
+
+
+def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
+    """These tensors of those that were given, to be looked at before every move."""
+    watched = {
+        native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
+        for native, tensor in natives.items()
+    }
+    for chunk, named in enumerate(list_chunks(given)):
+        for key, tensor in named.items():
+            # A mapping may also make its tensors when it is asked.
+            if (chunk, key) in watched and named.get(key) is tensor:
+                watched[chunk, key].places.append(_Place(named.get, key, tensor, None))
+    return list(watched.values())
+
+
+def find_owners(watched: Iterable[Watched]) -> None:
+    """Add the places in modules of the tensors in this memory. Looks at all objects that are alive, once."""
+    by_lay: dict[_Lay, list[Watched]] = {}
+    for one in watched:
+        by_lay.setdefault(one.lay, []).append(one)
+    if not by_lay:
+        return
+    modules, keepers = _list_alive()
+    for holder in _list_holders(modules):
+        for key, tensor in holder.items():
+            lay = _lay_of(tensor)
+            for one in by_lay.get(lay, ()) if lay is not None else ():
+                keeper = keepers.get(id(tensor))
+                one.places.append(_Place(holder.get, key, tensor, keeper))
+
+
+def _list_alive() -> tuple[list[nn.Module], dict[int, object]]:
+    """All modules, and what FSDP2 keeps of parameters, by the id of each."""
+    modules = []
+    keepers = {}
+    # By type, of which there are few, and by its id: a metaclass may hash as it likes.
+    kinds: dict[int, str] = {}
+    for one in gc.get_objects():
+        kind = kinds.get(id(type(one)))
+        if kind is None:
+            kind = kinds[id(type(one))] = _kind_of(type(one))
+        if kind == "module":
+            modules.append(one)
+        elif kind == "keeper" and hasattr(one, "sharded_param"):
+            keepers[id(one.sharded_param)] = one
+    return modules, keepers
+
+
+def _kind_of(of: type) -> str:
+    """What objects of a type are. Objects are not asked with isinstance: proxies do anything for their __class__."""
+    if issubclass(of, nn.Module):
+        return "module"
+    return "keeper" if compat.is_keeper(of) else "other"
+
+
+def _list_holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """Their own parameters and buffers. Those of scripted modules are left out, which make tensors when asked."""
+    for module in modules:
+        for kind in ("_parameters", "_buffers"):
+            holder = vars(module).get(kind)
+            if isinstance(holder, dict):
+                yield holder
+
+
+def _lay_of(tensor: object) -> _Lay | None:
+    """How a tensor lies; None for one of which nobody knows."""
+    if not isinstance(tensor, Tensor):
+        return None
+    try:
+        return describe(tensor)
+    # Tensors of others without a storage, not yet made, or of classes that raise what they like.
+    except Exception:
+        return None
+
+
+def find_moved(watched: Iterable[Watched]) -> str | None:
+    """The name of a tensor that lies otherwise in memory; None where all lie as they did."""
+    for one in watched:
+        try:
+            is_there = describe(one.tensor) == one.lay
+        except RuntimeError:
+            # What has no storage any longer cannot say where it is.
+            is_there = False
+        if not is_there:
+            return one.name
+    return None
+
+
+def find_replaced(watched: Iterable[Watched]) -> str | None:
+    """The name of a tensor in whose place another one is; None where all are where they were found."""
+    for name, _, _, places in watched:
+        for look, key, tensor, keeper in places:
+            now = look(key)
+            if now is not tensor and not compat.has_gathered(keeper, tensor, now):
+                return name
+    return None
