@@ -38,8 +38,9 @@ def find_contradictions(
     for native, tensor in natives.items():
         if native not in stored or not isinstance(tensor, DTensor):
             continue
-        if any(placement.is_partial() for placement in tensor.placements):
-            placed = f"a DTensor of {tuple(tensor.placements)}, of which ranks hold summands"
+        placements = tuple(tensor.placements)
+        if any(one.is_partial() for one in placements):
+            placed = f"a DTensor of {placements}, of which ranks hold summands"
             faults.append(f"{show_native(native)} is {placed}; redistribute it before")
         elif native in whole:
             local = whole[native]
@@ -62,7 +63,9 @@ def _find_whole(
 def _is_all(slot: Slot, shape: tuple[int, ...]) -> bool:
     """Whether a slot has every cell of a tensor of this shape."""
     for cut, size in zip(slot.cut, shape, strict=True):
-        if not isinstance(cut, slice) or cut.indices(size) != (0, size, 1):
+        if isinstance(cut, int):
+            return False
+        if cut.indices(size) != (0, size, 1):
             return False
     return True
 
@@ -73,7 +76,8 @@ def _compare(native: Native, tensor: DTensor, layout: Layout, slot: Slot, rank: 
     if tuple(tensor.shape) != shape:
         return []
     fits = _list_fitting(tensor, rank)
-    wanted = [layout.indices(rank)[i] for i in slot.order]
+    held = layout.indices(rank)
+    wanted = [held[i] for i in slot.order]
     if not fits or any(_has_same(one, wanted, rank) for one in fits):
         return []
     what = f"{show_native(native)} is a DTensor that lies as {fits[-1]}, and is planned as {layout}"
@@ -95,4 +99,5 @@ def _list_fitting(tensor: DTensor, rank: int) -> list[Layout]:
 
 def _has_same(layout: Layout, wanted: list[NDArray[np.int64]], rank: int) -> bool:
     """Whether the rank has these elements."""
-    return all(map(np.array_equal, layout.indices(rank), wanted))
+    held = layout.indices(rank)
+    return all(map(np.array_equal, held, wanted))

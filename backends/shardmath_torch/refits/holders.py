@@ -68,7 +68,7 @@ def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
 
 def find_owners(watched: Iterable[Watched]) -> None:
     """Add the places in modules of the tensors in this memory. Looks at all objects that are alive, once."""
-    by_lay: dict[_Lay, list[Watched]] = {}
+    by_lay: dict[_Lay | None, list[Watched]] = {}
     for one in watched:
         by_lay.setdefault(one.lay, []).append(one)
     if not by_lay:
@@ -77,9 +77,9 @@ def find_owners(watched: Iterable[Watched]) -> None:
     for holder in _list_holders(modules):
         for key, tensor in holder.items():
             lay = _lay_of(tensor)
-            for one in by_lay.get(lay, ()) if lay is not None else ():
-                keeper = keepers.get(id(tensor))
-                one.places.append(_Place(holder.get, key, tensor, keeper))
+            place = _Place(holder.get, key, tensor, keepers.get(id(tensor)))
+            for one in by_lay.get(lay, []):
+                one.places.append(place)
 
 
 def _list_alive() -> tuple[list[nn.Module], dict[int, object]]:
@@ -144,6 +144,8 @@ def find_replaced(watched: Iterable[Watched]) -> str | None:
     for name, _, _, places in watched:
         for look, key, tensor, keeper in places:
             now = look(key)
-            if now is not tensor and not compat.has_gathered(keeper, tensor, now):
+            if now is tensor:
+                continue
+            if not compat.has_gathered(keeper, tensor, now):
                 return name
     return None

@@ -51,7 +51,8 @@ def _list_inner(holder: Optimizer, start: str, seen: set[int]) -> Iterator[Inner
         if attribute in STANDARD:
             continue
         for keys, found in _walk(value, seen):
-            path = start + attribute + "".join(f"[{key!r}]" for key in keys)
+            inside = [f"[{key!r}]" for key in keys]
+            path = start + attribute + "".join(inside)
             yield Inner(path, holder, attribute, found)
             yield from _list_inner(found, f"{path}.", seen)
 
