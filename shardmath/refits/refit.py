@@ -22,6 +22,7 @@ qkv.weight (6, 4) on rank 3, from the row
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -34,8 +35,8 @@ from shardmath.recordings.sides import RecordedSide
 from shardmath.refits.coverage import Native, find_faults, show_native
 from shardmath.refits.plain import PlainSide
 from shardmath.refits.sharing import share
-from shardmath.storage.binding import Vocabulary, bind
-from shardmath.storage.stored import Shapes, Side, Slot, Stored
+from shardmath.storage.binding import bind
+from shardmath.storage.stored import Shapes, Side, Slot, Stored, Vocabulary
 
 __all__ = ["Refit", "refit"]
 
@@ -65,12 +66,11 @@ class Refit:
             stored = self.trainer.slots(rank)
             return {name: slot for name, slot in stored.items() if name in moved}
         found = self._find(engine).slots(rank)
-        place = list(self.engines).index(engine)
         named = {}
         for name, slot in found.items():
             held = _list_held(self.engines, name)
-            _, windows = share(held)
-            window = windows[place]
+            _, numbers = share(tuple(held.values()))
+            window = dict(zip(held, numbers, strict=True))[engine]
             local = self.plan.dst[name].local_name(name, window)
             named[local] = slot
         return named
@@ -202,15 +202,22 @@ def _pair(
     trainer: Side, engines: Mapping[str, Side]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
     """Both sides of the plan."""
-    first, *rest = engines.values()
     # What no engine needs stays where it is: the trainer's other tensors are in no plan.
-    needed = {name: trainer.layouts[name] for name in first.layouts}
-    if not rest:
-        return needed, dict(first.layouts)
-    windows = {name: share(_list_held(engines, name))[0] for name in needed}
+    stored = [engine.layouts for engine in engines.values()]
+    names = dict.fromkeys(itertools.chain.from_iterable(stored))
+    needed = {name: trainer.layouts[name] for name in names}
+    if len(stored) == 1:
+        return needed, dict(stored[0])
+    windows = {}
+    for name in names:
+        windows[name], _ = share(tuple(_list_held(engines, name).values()))
     return needed, windows
 
 
-def _list_held(engines: Mapping[str, Side], name: str) -> tuple[Layout, ...]:
-    """How each engine holds the tensor."""
-    return tuple(engine.layouts[name] for engine in engines.values())
+def _list_held(engines: Mapping[str, Side], name: str) -> dict[str, Layout]:
+    """How each engine that stores the tensor holds it."""
+    held = {}
+    for engine, side in engines.items():
+        if name in side.layouts:
+            held[engine] = side.layouts[name]
+    return held

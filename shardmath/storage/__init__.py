@@ -14,10 +14,10 @@ In reading order:
 - `filling`: stored tensors from logical arrays, and back, cell by cell.
 """
 
-from shardmath.storage.binding import Bound, Vocabulary, bind
+from shardmath.storage.binding import Bound, bind
 from shardmath.storage.filling import fill, gather
 from shardmath.storage.rows import Row, parse, show
-from shardmath.storage.stored import Slot, Spot, Stored
+from shardmath.storage.stored import Slot, Spot, Stored, Vocabulary
 
 __all__ = [
     "Bound",

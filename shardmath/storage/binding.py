@@ -29,54 +29,18 @@ from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout, intern
 from shardmath.storage.cutting import Frame
 from shardmath.storage.laying import Laid, lay
-from shardmath.storage.names import STARS, split
+from shardmath.storage.names import STARS
 from shardmath.storage.owners import Owner, Owners, pile
 from shardmath.storage.rows import Row
-from shardmath.storage.stored import Shapes, Slot, Stored
+from shardmath.storage.stored import Shapes, Slot, Stored, Vocabulary
 
-__all__ = ["Bound", "Vocabulary", "bind"]
+__all__ = ["Bound", "bind"]
 
 _Numbers: TypeAlias = tuple[int, ...]
 _Shape: TypeAlias = tuple[int, ...]
-_Grouped: TypeAlias = dict[_Numbers, dict[int, str]]
-"""Names by all numbers but the stacked one, then by that."""
 
 SHOWN = 5
 """Tensors without a row that a message names."""
-
-
-class Vocabulary:
-    """Logical tensors by the template of their names; two sides that share one read the names once."""
-
-    def __init__(self, shapes: Shapes) -> None:
-        self.shapes = shapes
-        self.templates: dict[str, dict[_Numbers, str]] = {}
-        self._found: dict[tuple[str, int | None], _Grouped] = {}
-        for name in shapes:
-            template, numbers = split(name)
-            by_numbers = self.templates.setdefault(template, {})
-            by_numbers[numbers] = name
-
-    def find(self, template: str, stacked: int | None) -> _Grouped:
-        """The names of a template, by all numbers but the stacked one, then by that."""
-        # Both sides ask for nearly all templates in the same way.
-        key = template, stacked
-        if key not in self._found:
-            self._found[key] = self._group(template, stacked)
-        return self._found[key]
-
-    def _group(self, template: str, stacked: int | None) -> _Grouped:
-        names = self.templates.get(template, {})
-        if stacked is None:
-            return {numbers: {0: name} for numbers, name in names.items()}
-        behind = stacked + 1
-        found: _Grouped = {}
-        for numbers, name in names.items():
-            others = numbers[:stacked] + numbers[behind:]
-            by_stacked = found.setdefault(others, {})
-            number = numbers[stacked]
-            by_stacked[number] = name
-        return found
 
 
 class _Block(NamedTuple):
@@ -279,12 +243,24 @@ class _Binder:
         """The numbers for which all components are there, and no row before has taken them."""
         first, *rest = found
         for numbers, names in first.items():
-            some = next(iter(names.values()))
-            taken = some in self.layouts
             others = [other.get(numbers, {}) for other in rest]
             complete = all(other.keys() == names.keys() for other in others)
-            if complete and taken == row.also and self._applies(row, numbers, stacked):
-                yield numbers
+            if complete and self._applies(row, numbers, stacked):
+                if self._is_due(row, (names, *others)):
+                    yield numbers
+
+    def _is_due(self, row: Row, components: Sequence[Mapping[int, str]]) -> bool:
+        """Whether the row takes these tensors: free ones, or a copy those that are taken.
+
+        Raises StoreError where a row before has taken some of them.
+        """
+        names = [name for of in components for name in of.values()]
+        taken = [name for name in names if name in self.layouts]
+        if not taken or len(taken) == len(names):
+            return row.also == bool(taken)
+        free = next(name for name in names if name not in self.layouts)
+        what = f"{taken[0]!r} is stored by a row before, and {free!r} is not"
+        raise StoreError(f"{what}; leave it out there, or begin one of the rows with 'also'")
 
     def _applies(self, row: Row, numbers: _Numbers, stacked: int | None) -> bool:
         """Whether the row's conditions hold."""

@@ -29,9 +29,10 @@ from shardmath.base.digest import digest
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout
 from shardmath.storage import rows
+from shardmath.storage.names import split
 from shardmath.storage.rows import Row
 
-__all__ = ["Shapes", "Side", "Slot", "Spot", "Stored", "replicates"]
+__all__ = ["Shapes", "Side", "Slot", "Spot", "Stored", "Vocabulary", "replicates"]
 
 FORMAT = "shardmath declared storage"
 VERSION = 1
@@ -245,3 +246,42 @@ def replicates(unknown: str) -> bool:
         listed = ", ".join(UNKNOWN)
         raise StoreError(f"unknown={unknown!r}; use one of {listed}")
     return unknown == "replicate"
+
+
+_Numbers: TypeAlias = tuple[int, ...]
+_Grouped: TypeAlias = dict[_Numbers, dict[int, str]]
+"""Names by all numbers but the stacked one, then by that."""
+
+
+class Vocabulary:
+    """Logical tensors by the template of their names; two sides that share one read the names once."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self.templates: dict[str, dict[_Numbers, str]] = {}
+        self._found: dict[tuple[str, int | None], _Grouped] = {}
+        for name in shapes:
+            template, numbers = split(name)
+            by_numbers = self.templates.setdefault(template, {})
+            by_numbers[numbers] = name
+
+    def find(self, template: str, stacked: int | None) -> _Grouped:
+        """The names of a template, by all numbers but the stacked one, then by that."""
+        # Both sides ask for nearly all templates in the same way.
+        key = template, stacked
+        if key not in self._found:
+            self._found[key] = self._group(template, stacked)
+        return self._found[key]
+
+    def _group(self, template: str, stacked: int | None) -> _Grouped:
+        names = self.templates.get(template, {})
+        if stacked is None:
+            return {numbers: {0: name} for numbers, name in names.items()}
+        behind = stacked + 1
+        found: _Grouped = {}
+        for numbers, name in names.items():
+            others = numbers[:stacked] + numbers[behind:]
+            by_stacked = found.setdefault(others, {})
+            number = numbers[stacked]
+            by_stacked[number] = name
+        return found

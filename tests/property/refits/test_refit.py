@@ -100,6 +100,24 @@ def test_engines_that_store_alike_are_one_window() -> None:
     assert "model.norm.weight[0]" in moved.slots(9, "b")
 
 
+@pytest.mark.parametrize("first", ["main", "draft"])
+def test_engines_that_store_different_tensors(first: str) -> None:
+    """What one of them leaves unused arrives at the other, whichever is named first."""
+    mesh = sm.Mesh(tp=2, ranks=(2, 3))
+    sides = {
+        "main": Stored(parse("w = w : (tp n)"), (mesh,)),
+        "draft": Stored(parse("w = w\nmtp.w = mtp.w"), (sm.Mesh(dp=2, ranks=(4, 5)),)),
+    }
+    engines = {name: sides[name] for name in sorted(sides, key=lambda name: name != first)}
+    named = {"w": ((4,), "int8"), "mtp.w": ((2,), "int8")}
+    held = Stored(parse("... = ..."), (sm.Mesh(dp=2),))
+    moved = sm.refit(held, engines, named, unused=["mtp.*"])
+    sm.verify(moved.plan)
+    for name in engines:
+        check_arrived(moved, draw(named), name)
+    assert "mtp.w" in moved.slots(5, "draft")
+
+
 def test_all_that_does_not_fit_is_one_error() -> None:
     with pytest.raises(sm.StoreError) as caught:
         sm.refit(trainer(), engine(hd=3, vocab=9), shapes())

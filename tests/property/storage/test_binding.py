@@ -9,9 +9,9 @@ import pytest
 
 from shardmath import Mesh, ShardError, StoreError, plan, simulate, verify
 from shardmath.storage import rows
-from shardmath.storage.binding import Bound, Vocabulary, bind
+from shardmath.storage.binding import Bound, bind
 from shardmath.storage.filling import fill, gather, view_of
-from shardmath.storage.stored import Shapes, Spot, Stored
+from shardmath.storage.stored import Shapes, Spot, Stored, Vocabulary
 
 SHAPES: Shapes = {
     **{f"layers.{layer}.{c}.weight": ((8, 6), "int64") for layer in range(4) for c in "qkv"},
@@ -219,3 +219,17 @@ def test_a_side_is_a_value() -> None:
     numbers["vocab"] = 99
     assert one.numbers == {"vocab": 12}
     assert one.extended("c = d").rows[1:] == one.rows
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "k_only = k\nqkv = [q k v] : (q + k + v) h",
+        "kv = [k v] : (k + v) h\nqkv = [q k v] : (q + k + v) h",
+    ],
+)
+def test_a_row_may_not_take_a_part_of_what_is_taken(text: str) -> None:
+    """Else one of two stored tensors would hold it, and the other never be written."""
+    side = Stored(rows.parse(text), (Mesh(),))
+    with pytest.raises(StoreError, match="'k' is stored by a row before, and 'q' is not"):
+        bind(side, dict.fromkeys("qkv", ((1, 2), "float32")))
