@@ -245,9 +245,10 @@ class _Binder:
         for numbers, names in first.items():
             others = [other.get(numbers, {}) for other in rest]
             complete = all(other.keys() == names.keys() for other in others)
-            if complete and self._applies(row, numbers, stacked):
-                if self._is_due(row, (names, *others)):
-                    yield numbers
+            if not complete or not self._applies(row, numbers, stacked):
+                continue
+            if self._is_due(row, (names, *others)):
+                yield numbers
 
     def _is_due(self, row: Row, components: Sequence[Mapping[int, str]]) -> bool:
         """Whether the row takes these tensors: free ones, or a copy those that are taken.
