@@ -28,6 +28,7 @@ from shardmath.engines.vllm_rows import (
     INTERLEAVES,
     MLP,
     NORMS,
+    OWN_BY_KIND,
     UNKNOWN,
     rename_rows,
     write_modules,
@@ -79,7 +80,8 @@ class Form(NamedTuple):
 def table(kind: str, form: Form) -> tuple[Row, ...]:
     """The rows of a kind of model in this form."""
     prefix = "model.layers.{l}."
-    text = f"{_write_ends(kind, form)}[{prefix} = {prefix}]{NORMS}"
+    own = CUT.sub("atp", OWN_BY_KIND.get(kind, ""))
+    text = f"{_write_ends(kind, form)}{own}[{prefix} = {prefix}]{NORMS}"
     attention = CUT.sub("atp", ATTENTION).replace("fused_qkv_a_proj.", "fused_qkv_a_proj_with_mqa.")
     dense = CUT.sub("tp/dense", MLP)
     experts = _write_experts(kind)

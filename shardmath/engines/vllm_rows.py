@@ -35,6 +35,7 @@ __all__ = [
     "INTERLEAVES",
     "MLP",
     "NORMS",
+    "OWN_BY_KIND",
     "UNKNOWN",
     "Form",
     "draft_table",
@@ -198,7 +199,13 @@ OWN = {
 q_norm.*                      = q_norm.* : (tp n)
 k_norm.*                      = k_norm.* : (tp/rep n hd)
 """,
+    "cohere": """
+[model.layers.{l}.self_attn. = model.layers.{l}.self_attn.]
+q_norm.*                      = q_norm.* : (tp n) h
+k_norm.*                      = k_norm.* : (tp/rep n) h
+""",
 }
+OWN["cohere2"] = OWN["cohere"]
 """Rows of a kind of model before those of all kinds: norms of all heads, cut as heads are."""
 
 INTERLEAVES = ("gptoss",)

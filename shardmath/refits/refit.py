@@ -29,6 +29,7 @@ from typing import TypeAlias
 
 from shardmath.base.errors import PlanError, StoreError
 from shardmath.base.public import public
+from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath.recordings.sides import RecordedSide
@@ -180,6 +181,8 @@ def _name_engines(engines: Declared | Mapping[str, Declared]) -> dict[str, Decla
     """The engines by name. Raises PlanError for none."""
     if isinstance(engines, Stored | RecordedSide):
         return {ENGINE: engines}
+    if not isinstance(engines, Mapping):
+        raise PlanError(f"engines are {shown(engines)}; give one side, or several by name")
     given: dict[str, object] = dict(engines)
     if not given:
         raise PlanError("no engine; give one side, or several by name")
@@ -195,6 +198,8 @@ def _bind(side: Declared, vocabulary: Vocabulary, unused: Sequence[str]) -> Side
         return side.bind(vocabulary.shapes, unused)
     if isinstance(side, Mapping):
         return PlainSide(side).bind(vocabulary.shapes, unused)
+    if not isinstance(side, Stored):
+        raise StoreError(f"{shown(side)} is not a side; give rows, what was recorded, or layouts")
     return bind(side, vocabulary, unused)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -22,6 +22,10 @@ from shardmath.base.errors import LayoutError
 from shardmath.storage.structure import Group, Number, Term, Word, list_words
 
 __all__ = ["Frame", "axes_of", "lay_out"]
+
+
+FEW = 1 << 12
+"""Parts that take no time, of however few positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,7 @@ class _Layer:
     def _lay_term(self, term: Term, cuts: tuple[_Cut, ...]) -> list[_Piece]:
         """The term after these cuts: one run through it for every way to choose its numbers' parts."""
         read = self._read(term)
+        self._check_parts(term, read.left, cuts)
         choices = [self._list_cuts(word) for word in read.left]
         pieces: list[_Piece] = []
         # The last word changes fastest, so that parts of a number left of another's stay together.
@@ -125,6 +130,17 @@ class _Layer:
             else:
                 pieces += self._lay_leaf(read.leaf, read.right, inner)
         return pieces
+
+    def _check_parts(self, term: Term, left: Sequence[Word], cuts: Iterable[_Cut]) -> None:
+        """Raise LayoutError for numbers that make more parts than there is to divide: each part takes time."""
+        frame = self.frame
+        words = [*left, *(cut.word for cut in cuts)]
+        numbers = [word for word in words if not frame.is_axis(word) and frame.is_number(word)]
+        parts = math.prod(frame.number(word.name) for word in numbers)
+        positions = sum(frame.lengths.values())
+        if parts > max(positions, FEW):
+            what = f"'{term}' has {parts} parts of {positions} positions"
+            raise LayoutError(f"{what}; leave numbers out")
 
     def _read(self, term: Term) -> _Term:
         """The term with its component found. Raises LayoutError where there is none, or more than one."""
@@ -206,6 +222,8 @@ class _Layer:
         if leaf.tile is None:
             return pieces
         tile = self.frame.number(leaf.tile)
+        if tile < 1:
+            raise LayoutError(f"'{leaf}': a tile of {tile} positions; give a positive number")
         length = sum(map(_count, pieces))
         padding = -length % tile
         return [*pieces, (-1, padding)] if padding else pieces

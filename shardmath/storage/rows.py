@@ -290,6 +290,14 @@ def _check(row: Row, line: str) -> None:
                 max(line.find(str(index)), 0),
                 "give both names the index",
             )
+    for asked in filter(None, (row.needs, row.lacks)):
+        unknown = [index for index in asked.indices if index.name not in logical]
+        if unknown or asked.starred:
+            what = (
+                f"{asked} asks for a star" if asked.starred else f"{asked} has an index of its own"
+            )
+            at = max(line.find(str(asked)), 0)
+            raise NotationError(what, line, at, "ask for one tensor, by the row's own indices")
     if row.native.starred != row.logical.starred:
         raise NotationError("a star in one name only", line, 0, "write * in both names, or neither")
     if row.native.is_open != row.logical.is_open:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import known
 from shardmath.base.digest import digest
+from shardmath.base.dtypes import canonical
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout
 from shardmath.storage import rows
@@ -253,11 +254,22 @@ _Grouped: TypeAlias = dict[_Numbers, dict[int, str]]
 """Names by all numbers but the stacked one, then by that."""
 
 
+def _read_shapes(shapes: Shapes) -> Shapes:
+    """The shapes as tuples, and dtypes by their names, however they were spelled."""
+    known: dict[object, str] = {}
+    read = {}
+    for name, (shape, dtype) in shapes.items():
+        if dtype not in known:
+            known[dtype] = canonical(dtype)
+        read[name] = tuple(shape), known[dtype]
+    return read
+
+
 class Vocabulary:
     """Logical tensors by the template of their names; two sides that share one read the names once."""
 
     def __init__(self, shapes: Shapes) -> None:
-        self.shapes = shapes
+        self.shapes = _read_shapes(shapes)
         self.templates: dict[str, dict[_Numbers, str]] = {}
         self._found: dict[tuple[str, int | None], _Grouped] = {}
         for name in shapes:

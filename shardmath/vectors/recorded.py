@@ -18,6 +18,7 @@ import gzip
 import itertools
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,10 +127,11 @@ def _read(path: str | Path) -> _Json:
         raw = Path(path).read_bytes()
         # By its first bytes, since a file may have lost its .gz on the way.
         text = gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw
-        read = json.loads(text)
-    except (OSError, EOFError, ValueError) as error:
+        read: _Json = json.loads(text)
+    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
-    if not isinstance(read, dict) or not {"meta", "models"} <= read.keys():
+    has_both = isinstance(read, dict) and {"meta", "models"} <= read.keys()
+    if not has_both or not all(isinstance(read[key], dict) for key in ("meta", "models")):
         raise StoreError(f"{path} has no recorded storage; give a file with meta and models")
     return read
 
@@ -149,12 +151,21 @@ def _expand_block(block: Sequence[int]) -> _Ids:
 def compare(path: str | Path, models: Sequence[str] = ()) -> Comparison:
     """All entries of these models of a file, or of all its models, beside what rows say.
 
-    Raises StoreError for a file that has no recorded storage.
+    Raises StoreError for a file that has no recorded storage, or not of these models.
     """
     recorded = Recorded(path)
     make = find_system(recorded.json["meta"])
     chosen = models or list(recorded.models)
-    return _sum(one for name in chosen for one in _Model(recorded, name, make).compare())
+    absent = [name for name in chosen if name not in recorded.models]
+    if absent:
+        known = ", ".join(recorded.models) or "none"
+        raise StoreError(f"{path} has no model {absent[0]!r}; its models are {known}")
+    found = _sum(one for name in chosen for one in _Model(recorded, name, make).compare())
+    if not found.total:
+        raise StoreError(
+            f"{path} has no entries to compare; give a file with ranks that store some"
+        )
+    return found
 
 
 def _sum(comparisons: Iterable[Comparison]) -> Comparison:
@@ -183,7 +194,7 @@ class _Model:
         self.fault = ""
         try:
             self.arrays = _number_logical(self.system.reference(ref), ref, self.starts)
-        except ShardError as error:
+        except UNREADABLE as error:
             # A model that cannot be read is all different, and the others are still compared.
             self.fault = _name_fault(error)
 
@@ -228,9 +239,14 @@ def _number_logical(
     return gather(reference, {0: stored}, [0])
 
 
-def _name_fault(error: ShardError) -> str:
+UNREADABLE = (ShardError, LookupError, TypeError, ValueError, ArithmeticError)
+"""What a model's configuration may lead to: files may have models of any kind, which nobody has looked at before."""
+
+
+def _name_fault(error: Exception) -> str:
     """The first line of what is wrong."""
-    return str(error).partition("\n")[0]
+    line = str(error).partition("\n")[0]
+    return line if isinstance(error, ShardError) else f"{type(error).__name__}: {line}"
 
 
 def _is_shaped(own: tuple[int, ...], recorded: tuple[int, ...], system: System) -> bool:
@@ -255,7 +271,7 @@ class _Filled:
             return
         try:
             self.bound = self.system.bind(layout, shapes, processed)
-        except ShardError as error:
+        except UNREADABLE as error:
             self.fault = _name_fault(error)
 
     def list_wrong(self, rank: int, entries: Mapping[_Native, _Ids]) -> dict[_Native, str]:

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from shardmath import MeshError, ShardError, StoreError
 from shardmath.engines.hf_core import hf_checkpoint, logical_shapes
+from shardmath.engines.sglang_core import sglang
 from shardmath.engines.vllm_core import vllm
 from shardmath.storage.binding import bind
 from shardmath.storage.filling import fill, gather
+from shardmath.storage.stored import Stored
 
 Fails = Callable[[Callable[[], object], type[ShardError], str], None]
 
@@ -438,3 +440,30 @@ def test_words_that_are_none(fails: Fails) -> None:
         StoreError,
         "placement='random'; use one of linear, round_robin",
     )
+
+
+@pytest.mark.parametrize("make", [vllm, sglang])
+@pytest.mark.parametrize(
+    ("kind", "queries", "keys", "own"),
+    [
+        ("cohere", (4, 8), (2, 8), [(2, 8), (1, 8)]),
+        ("minimax_m2", (32,), (16,), [(16,), (8,)]),
+    ],
+)
+def test_norms_of_all_heads_are_cut_as_heads_are(
+    make: Callable[..., Stored],
+    kind: str,
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    own: list[tuple[int, ...]],
+) -> None:
+    """As `commandr.py` and `minimax_m2.py` of both engines load them."""
+    config = {"model_type": kind, "num_hidden_layers": 1, "hidden_size": 32}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+    prefix = "model.layers.0.self_attn."
+    shapes = {
+        f"{prefix}q_norm.weight": (queries, "bfloat16"),
+        f"{prefix}k_norm.weight": (keys, "bfloat16"),
+    }
+    bound = bind(make(config, ranks=range(2), tp=2), shapes)
+    assert list(bound.natives(1).values()) == own

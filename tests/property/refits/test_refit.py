@@ -215,3 +215,10 @@ def test_layouts_that_do_not_fit() -> None:
         "trainer: 'model.embed_tokens.weight' is int64[10, 8], and its layout float32[10, 8]"
     )
     assert "no layout of 'lm_head.weight'; give one" in message
+
+
+def test_sides_that_are_none() -> None:
+    with pytest.raises(sm.PlanError, match="engines are None"):
+        sm.refit(trainer(), None, shapes())  # type: ignore[arg-type]
+    with pytest.raises(sm.StoreError, match="trainer: None is not a side"):
+        sm.refit(None, engine(), shapes())  # type: ignore[arg-type]

@@ -233,3 +233,19 @@ def test_a_row_may_not_take_a_part_of_what_is_taken(text: str) -> None:
     side = Stored(rows.parse(text), (Mesh(),))
     with pytest.raises(StoreError, match="'k' is stored by a row before, and 'q' is not"):
         bind(side, dict.fromkeys("qkv", ((1, 2), "float32")))
+
+
+@pytest.mark.parametrize(
+    "dims", ["(" + "2 " * 20 + "n)", "(1000000 n)", "(100 (100 (100 (100 n))))", "(n^0)"]
+)
+@pytest.mark.parametrize("exact", [True, False])
+def test_numbers_that_divide_nothing_are_refused_at_once(dims: str, exact: bool) -> None:
+    """Without a limit the first took twice as long for each two more, of no positions at all."""
+    side = Stored(rows.parse(f"a = q : {dims}"), (Mesh(),), exact=exact)
+    with pytest.raises(StoreError, match=r"parts of 0 positions|a tile of 0"):
+        bind(side, {"q": ((0,), "int8")})
+
+
+def test_shapes_as_json_has_them() -> None:
+    side = Stored(rows.parse("a = q : (tp n)"), (Mesh(tp=2),))
+    assert bind(side, {"q": ([4], "torch.bfloat16")}).layouts["q"].dtype == "bfloat16"  # type: ignore[dict-item]

@@ -67,3 +67,16 @@ def test_carets(text: str, position: int, what: str) -> None:
     with pytest.raises(NotationError) as caught:
         rows.parse(text)
     assert (caught.value.what, caught.value.position) == (what, position)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a.{l} = q.{l} ? /x.{m}", "x.{m} has an index of its own"),
+        ("a.* = q.* ? b.*", "b.* asks for a star"),
+    ],
+)
+def test_a_condition_is_one_tensor(text: str, said: str) -> None:
+    with pytest.raises(NotationError) as caught:
+        rows.parse(text)
+    assert str(caught.value).startswith(said)

@@ -140,3 +140,29 @@ def test_a_model_that_cannot_be_read_is_all_different(tmp_path: Path) -> None:
 def test_torchtitan_stores_what_its_rows_say(model: str) -> None:
     found = compare(TORCHTITAN, [model])
     assert found.total and not found.differences, str(found)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"meta": None, "models": {}}, "has no recorded storage"),
+        ({"meta": {"vllm": "0.33.0"}, "models": {}}, "has no entries to compare"),
+        (b"\x1f\x8b" + bytes(100), "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+    ],
+)
+def test_files_that_cannot_be_compared(tmp_path: Path, content: object, said: str) -> None:
+    file = tmp_path / "file.json"
+    raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+    file.write_bytes(raw)
+    with pytest.raises(StoreError, match=said):
+        compare(file)
+
+
+def test_a_damaged_archive(tmp_path: Path) -> None:
+    file = tmp_path / "file.json.gz"
+    raw = bytearray(gzip.compress(bytes(range(256)) * 40))
+    raw[20:60] = bytes(40)
+    file.write_bytes(raw)
+    with pytest.raises(StoreError, match="cannot be read"):
+        compare(file)
