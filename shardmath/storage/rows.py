@@ -278,6 +278,18 @@ def _read_structure(read: _Line) -> tuple[Structure, ...] | None:
         raise NotationError(error.what, read.text, at, error.fix) from None
 
 
+def _check_conditions(row: Row, line: str) -> None:
+    """Raise NotationError for a condition that is not of one tensor."""
+    known = {index.name for index in row.logical.indices}
+    for asked in filter(None, (row.needs, row.lacks)):
+        unknown = [index for index in asked.indices if index.name not in known]
+        if not unknown and not asked.starred:
+            continue
+        what = f"{asked} asks for a star" if asked.starred else f"{asked} has an index of its own"
+        at = max(line.find(str(asked)), 0)
+        raise NotationError(what, line, at, "ask for one tensor, by the row's own indices")
+
+
 def _check(row: Row, line: str) -> None:
     """Raise NotationError where the two names do not fit each other."""
     logical = {index.name for index in row.logical.indices}
@@ -290,14 +302,7 @@ def _check(row: Row, line: str) -> None:
                 max(line.find(str(index)), 0),
                 "give both names the index",
             )
-    for asked in filter(None, (row.needs, row.lacks)):
-        unknown = [index for index in asked.indices if index.name not in logical]
-        if unknown or asked.starred:
-            what = (
-                f"{asked} asks for a star" if asked.starred else f"{asked} has an index of its own"
-            )
-            at = max(line.find(str(asked)), 0)
-            raise NotationError(what, line, at, "ask for one tensor, by the row's own indices")
+    _check_conditions(row, line)
     if row.native.starred != row.logical.starred:
         raise NotationError("a star in one name only", line, 0, "write * in both names, or neither")
     if row.native.is_open != row.logical.is_open:
