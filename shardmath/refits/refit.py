@@ -67,6 +67,9 @@ class Refit:
             stored = self.trainer.slots(rank)
             return {name: slot for name, slot in stored.items() if name in moved}
         found = self._find(engine).slots(rank)
+        # An engine alone has one window of each tensor, which has the tensor's name.
+        if len(self.engines) == 1:
+            return found
         named = {}
         for name, slot in found.items():
             held = _list_held(self.engines, name)
