@@ -62,6 +62,16 @@ class Piece:
         steps = [(count, stride) for count, _, stride in self.blocks]
         return _expand(self.element, steps)
 
+    def span(self, side: int) -> tuple[int, int]:
+        """The smallest and the largest cell (side 1) or element (side 2)."""
+        low = high = self.cell if side == 1 else self.element
+        for block in self.blocks:
+            steps = block[0] - 1
+            reach = steps * block[side]
+            low += min(reach, 0)
+            high += max(reach, 0)
+        return low, high
+
 
 def _merge(blocks: Iterable[Block]) -> tuple[Block, ...]:
     """The blocks in the order of cells, as few as there can be."""
@@ -118,7 +128,7 @@ def _cluster(pieces: Sequence[Piece], side: int) -> Iterator[list[Piece]]:
     """The pieces whose spans meet; others share nothing, and are not expanded."""
     cluster: list[Piece] = []
     reached = -1
-    spans = [_span(piece, side) for piece in pieces]
+    spans = [piece.span(side) for piece in pieces]
     for i in sorted(range(len(pieces)), key=spans.__getitem__):
         low, high = spans[i]
         if low > reached and cluster:
@@ -132,17 +142,6 @@ def _cluster(pieces: Sequence[Piece], side: int) -> Iterator[list[Piece]]:
 
 def _numbers(piece: Piece, side: int) -> _Flat:
     return piece.cells if side == 1 else piece.elements
-
-
-def _span(piece: Piece, side: int) -> tuple[int, int]:
-    """The smallest and the largest number."""
-    low = high = piece.cell if side == 1 else piece.element
-    for block in piece.blocks:
-        steps = block[0] - 1
-        reach = steps * block[side]
-        low += min(reach, 0)
-        high += max(reach, 0)
-    return low, high
 
 
 def _is_nested(piece: Piece, side: int) -> bool:

@@ -38,6 +38,10 @@ _Shape: TypeAlias = tuple[int, ...]
 
 FORMAT = "shardmath recorded storage"
 VERSION = 1
+BROKEN = AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError
+"""What text that nobody wrote so leads to."""
+LARGE = 1 << 24
+"""Cells of which it is not said which are written twice."""
 
 
 class Native(NamedTuple):
@@ -59,8 +63,12 @@ class Native(NamedTuple):
     @property
     def unwritten(self) -> int:
         """Cells that no piece fills."""
-        written = sum(piece.size for piece in self.pieces)
-        return math.prod(self.shape) - written
+        return math.prod(self.shape) - self.written
+
+    @property
+    def written(self) -> int:
+        """Cells that pieces fill."""
+        return sum(piece.size for piece in self.pieces)
 
 
 def label(chunk: int, name: str) -> str:
@@ -75,7 +83,8 @@ def label(chunk: int, name: str) -> str:
 @public
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What one rank stores (see the module). Raises StoreError where a cell or an element comes twice.
+    """What one rank stores (see the module). Raises StoreError where a cell, an element or a stored tensor comes
+    twice, and where a piece reaches outside.
 
     `tensors` are (name, shape, dtype) of the logical tensors; `aliases` (name, stored tensor of the same memory). Of a
     chunk behind the first, a name is "A of chunk 1" wherever all of a rank's are together.
@@ -86,7 +95,14 @@ class Recorded:
     aliases: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        sizes = {name: math.prod(shape) for name, shape, _ in self.tensors}
+        seen = set()
         for native in self.natives:
+            key = native.chunk, native.name
+            if key in seen:
+                raise StoreError(f"{native.label!r} is recorded twice; record one of each name")
+            seen.add(key)
+            _check_inside(native, sizes)
             _check_once(native)
 
     def __str__(self) -> str:
@@ -149,7 +165,7 @@ class Recorded:
             if (read["format"], read["version"]) != (FORMAT, VERSION):
                 raise StoreError(f"{read['format']!r} of version {read['version']}; give {VERSION}")
             recorded = _read(read)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except BROKEN as error:
             raise StoreError(f"no recorded storage ({error}); give what to_json wrote") from error
         if recorded.digest != read["digest"]:
             raise StoreError(
@@ -167,8 +183,31 @@ def show(native: Native) -> str:
     return f"{native.dtype}{list(native.shape)}{of} by {native.way or 'nothing'}: {tensors}{left}"
 
 
+def _check_inside(native: Native, sizes: Mapping[str, int]) -> None:
+    """Raise StoreError where a piece reaches outside the stored tensor, or outside its logical one."""
+    cells = math.prod(native.shape)
+    for piece in native.pieces:
+        if piece.tensor not in sizes:
+            raise StoreError(f"{native.label!r} has {piece}, of no logical tensor; name one")
+        if any(count < 1 for count, _, _ in piece.blocks):
+            raise StoreError(f"{native.label!r} has {piece}, which fills no cell; leave it out")
+        sides = (1, cells, native.label), (2, sizes[piece.tensor], piece.tensor)
+        for side, size, name in sides:
+            low, high = piece.span(side)
+            if low < 0 or high >= size:
+                raise StoreError(
+                    f"{native.label!r} has {piece}, which reaches from {low} to {high} in {name!r} "
+                    f"of {size}; record it again"
+                )
+
+
 def _check_once(native: Native) -> None:
     """Raise StoreError where a cell is written twice, or an element lies in two cells."""
+    if native.unwritten < 0 and native.written > LARGE:
+        raise StoreError(
+            f"{native.written} cells of {native.label!r} are written, which has "
+            f"{math.prod(native.shape)}; write each once"
+        )
     cells = overlap(native.pieces, 1)
     if cells is not None:
         one, other = (piece.tensor for piece in cells)
@@ -200,7 +239,7 @@ def _read(value: Mapping[str, Any]) -> Recorded:
     """The value of what JSON had."""
     tensors = []
     for name, shape, dtype in value["tensors"]:
-        tensors.append((str(name), tuple(shape), str(dtype)))
+        tensors.append((str(name), tuple(int(n) for n in shape), str(dtype)))
     names = [name for name, _, _ in tensors]
     natives = [_read_native(names, *native) for native in value["natives"]]
     aliases = [(str(alias), str(name)) for alias, name in value["aliases"]]
@@ -221,7 +260,8 @@ def _read_native(
     pieces = []
     for piece in listed:
         pieces.append(_read_piece(names, *piece))
-    return Native(name, tuple(shape), dtype, tuple(pieces), way, function, chunk)
+    sizes = tuple(int(n) for n in shape)
+    return Native(str(name), sizes, str(dtype), tuple(pieces), str(way), str(function), int(chunk))
 
 
 def _read_piece(

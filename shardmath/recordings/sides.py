@@ -138,6 +138,16 @@ class BoundRecorded:
         for name, part in held.parts.items():
             yield name, part.slot, held.shapes[part.slot.chunk, part.slot.native]
 
+    def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
+        """The first of these logical tensors that any rank stores as a function of it, and where; None for none."""
+        # Replicas share what they hold.
+        different = {id(held): held for held in self.held.values()}
+        for held in different.values():
+            for name, part in held.parts.items():
+                if part.slot.function and name in names:
+                    return name, part.slot
+        return None
+
     def _at(self, rank: int) -> _Held:
         if rank not in self.held:
             raise StoreError(f"rank {rank} is not recorded; ranks are {sorted(self.held)}")

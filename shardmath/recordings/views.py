@@ -25,6 +25,8 @@ __all__ = ["View"]
 
 _Shape: TypeAlias = tuple[int, ...]
 
+MOST_SEGMENTS = 1 << 20
+"""Into which one dimension is taken apart, as rows of a vocabulary that alternate with others."""
 NO_PRODUCT = "its cells are no product of positions of each dimension"
 
 
@@ -153,6 +155,9 @@ def _list_segments(cell: int, element: int, atoms: Sequence[Atom]) -> list[Segme
     """All steps of a stretch; those one by one are one segment."""
     starts = [(cell, element)]
     length = 1
+    single = [atom.number for atom in atoms if not atom.step == atom.stride == 1]
+    if math.prod(single) > MOST_SEGMENTS:
+        raise StoreError(f"a dimension of it is in more than {MOST_SEGMENTS} parts")
     for atom in atoms:
         if atom.step == atom.stride == 1:
             length = atom.number

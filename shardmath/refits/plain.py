@@ -71,6 +71,9 @@ class PlainSide:
                 slot = Slot(0, name, cut, order, "")
                 yield name, slot, shape
 
+    def find_computed(self, names: Collection[str]) -> None:
+        """None: every tensor is stored as it is."""
+
     def row_of(self, native: tuple[int, str], rank: int) -> str:
         """Its layout, which stands for a row. Raises StoreError for what the rank does not store."""
         _, name = native

@@ -23,7 +23,7 @@ qkv.weight (6, 4) on rank 3, from the row
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -176,8 +176,9 @@ def refit(
     if faults:
         raise StoreError("\n".join(faults))
     source = bound.pop("trainer")
-    moved = plan(*_pair(source, bound))
-    return Refit(moved, source, bound)
+    needed, windows = _pair(source, bound)
+    _check_sources(source, needed)
+    return Refit(plan(needed, windows), source, bound)
 
 
 def _name_engines(engines: Declared | Mapping[str, Declared]) -> dict[str, Declared]:
@@ -220,6 +221,17 @@ def _pair(
     for name in names:
         windows[name], _ = share(tuple(_list_held(engines, name).values()))
     return needed, windows
+
+
+def _check_sources(trainer: Side, needed: Collection[str]) -> None:
+    """Raise StoreError where the trainer stores a function of what engines need, and not the tensor itself."""
+    computed = trainer.find_computed(needed)
+    if computed is not None:
+        name, slot = computed
+        raise StoreError(
+            f"trainer: {show_native((slot.chunk, slot.native))} stores {slot.function}(...), from "
+            f"which {name} cannot be had; give the trainer a row that stores it"
+        )
 
 
 def _list_held(engines: Mapping[str, Side], name: str) -> dict[str, Layout]:

@@ -61,6 +61,12 @@ class _Held:
     components: tuple[str, ...]
     blocks: tuple[_Block, ...]
 
+    @property
+    def names(self) -> set[str]:
+        """All logical tensors in it."""
+        by_component = itertools.chain.from_iterable(block.names for block in self.blocks)
+        return set(itertools.chain.from_iterable(by_component))
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -92,6 +98,18 @@ class Bound:
         raise StoreError(
             f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; see its natives"
         )
+
+    def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
+        """The first of these logical tensors that any rank stores as a function of it, and where; None for none."""
+        for held in self.held:
+            # Few rows have functions, and only those are looked at rank by rank.
+            if not held.row.function or held.names.isdisjoint(names):
+                continue
+            for rank in self.ranks:
+                for name, slot, _ in self.visit(rank, (held,)):
+                    if name in names:
+                        return name, slot
+        return None
 
     def visit(
         self, rank: int, rows: Sequence[_Held] | None = None

@@ -89,6 +89,10 @@ class Side(Protocol):
         """(logical name, slot, shape of the stored tensor) of all that the rank holds."""
         ...
 
+    def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
+        """The first of these logical tensors that any rank stores as a function of it, and where; None for none."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:

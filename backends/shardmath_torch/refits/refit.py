@@ -160,7 +160,8 @@ class Refit:
             return Views({}, [])
         slots = planned.slots(rank, engine)
         layouts = {name: bound.layouts[_drop_window(name, bound)] for name in slots}
-        return bind_views(bound, slots, layouts, natives, rank, own, functions)
+        receives = engine is not None
+        return bind_views(bound, slots, layouts, natives, rank, own, functions, receives=receives)
 
     def __call__(
         self, *, timeout: float | None = None, acknowledge: bool = False, label: str = ""

@@ -120,8 +120,10 @@ def bind_views(
     rank: int,
     own: Sequence[str],
     functions: Mapping[str, Function],
+    *,
+    receives: bool,
 ) -> Views:
-    """A view for every slot; `layouts` are those of each.
+    """A view for every slot; `layouts` are those of each. A side that does not receive sends what it views.
 
     Raises StoreError with all that does not fit.
     """
@@ -143,6 +145,11 @@ def bind_views(
             _check_dtype(view, dtype, slot)
             tensors[name] = view
             continue
+        if not receives:
+            raise StoreError(
+                f"{show_native((slot.chunk, slot.native))} stores {slot.function}(...), from which "
+                f"{name} cannot be had; give the trainer a row that stores it"
+            )
         beside = torch.empty(view.shape, dtype=dtype_of(dtype), device=view.device)
         tensors[name] = beside
         what = show_native((slot.chunk, slot.native))

@@ -5,6 +5,7 @@
 2. Copies and casts of views are followed, and operations that work element by element are followed under their names.
    Anything else makes memory of which nothing is known; a target into which it is copied is not explained.
 3. A target that was written as a whole may be read again: some loaders store first, and then a function of it.
+4. Bits seen as another type are followed as long as they are only copied; a cast of them is a computation.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Watch(TorchDispatchMode):
         self._alive: list[Tensor] = [*sources.values(), *targets]
         self._contents: dict[int, Content | None] = {}
         self._made: dict[int, tuple[str, ...]] = {}
-        self._itemsize: dict[int, int] = {}
+        # What type the elements have that lie in this memory, however it is seen.
+        self._dtype: dict[int, torch.dtype] = {}
+        self._stored = _find_dtypes(targets)
         for name, tensor in sources.items():
             shape = tuple(tensor.shape)
             self._keep(tensor, Content(name, shape, tensor.stride(), 0))
@@ -67,7 +70,7 @@ class Watch(TorchDispatchMode):
         if _makes_views(func):
             return func(*args, **own)
         written = _find_written(func, args, own)
-        if written is not None:
+        if written:
             return self._write(func, written, args, own)
         given = _list_tensors((args, own))
         known = [tensor for tensor in given if key_of(tensor) in self._contents]
@@ -80,24 +83,27 @@ class Watch(TorchDispatchMode):
         self._follow(func, known, result)
         return result
 
-    def _write(self, func: Any, into: Tensor, args: tuple[Any, ...], own: dict[str, Any]) -> Any:
-        """Note what is written into a target, and let other writes happen."""
-        key = key_of(into)
-        if key in self.writes:
-            self._note(func, into, args)
-            return into
-        self._keep(into, BLANK if _is_blank(func) and is_dense(into) else None)
-        self._made[key] = (str(func),)
-        return func(*args, **own)
+    def _write(
+        self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], own: dict[str, Any]
+    ) -> Any:
+        """Note what is written into targets, and let other writes happen."""
+        targets = [into for into in written if key_of(into) in self.writes]
+        for into in written:
+            if key_of(into) in self.writes:
+                self._note(func, into, args)
+            else:
+                self._keep(into, BLANK if _is_blank(func) and is_dense(into) else None)
+                self._made[key_of(into)] = (str(func),)
+        return _return_written(func, written) if targets else func(*args, **own)
 
     def explain(self, tensor: Tensor, into: Tensor) -> Write:
         """What a copy of the tensor brings into another."""
         content = self._contents.get(key_of(tensor))
         made = self._made.get(key_of(tensor), ())
-        if content is None or self._itemsize[key_of(tensor)] != tensor.element_size():
-            return Write(None, made)
         if content is BLANK:
             return Write((), ())
+        if content is None or self._find_dtype(tensor, into) is None:
+            return Write(None, made)
         try:
             return Write(tuple(content.read(tensor, into)), content.made)
         except (StoreError, RuntimeError):
@@ -107,11 +113,16 @@ class Watch(TorchDispatchMode):
         """A write into a target."""
         key = key_of(target)
         write = Write(None, (str(func),))
-        content = None
-        if _is_blank(func):
+        content = dtype = None
+        stored = self._stored[key]
+        if stored is None or stored.itemsize != target.element_size():
+            # Cells of it are not those of the target.
+            pass
+        elif _is_blank(func):
             write = Write((), ())
         elif func is aten.copy_.default:
             write = self.explain(args[1], target)
+            dtype = self._find_dtype(args[1], target)
             content = self._content_of_copy(args[1], target)
         if write.pieces == ():
             if not self._is_written(target):
@@ -119,15 +130,29 @@ class Watch(TorchDispatchMode):
             # What it held is gone, and what of it is left is read from numbers.
             write = Write(None, (str(func),))
         self.writes[key].append(write)
-        self._keep(target, content)
+        self._keep(target, content, dtype)
         self._made[key] = write.made
 
     def _content_of_copy(self, source: Tensor, target: Tensor) -> Content | None:
         """What a target has once the source was copied into it, if it is all of its memory."""
         content = self._contents.get(key_of(source))
-        if content is None or self._itemsize[key_of(source)] != source.element_size():
+        if content is None or content is BLANK or self._find_dtype(source, target) is None:
             return None
         return content.copied(source, target)
+
+    def _find_dtype(self, source: Tensor, into: Tensor) -> torch.dtype | None:
+        """The type of what a copy of known memory brings into another; None where bits are cast."""
+        key = key_of(into)
+        own = self._stored.get(key, into.dtype)
+        kept = self._dtype.get(key_of(source))
+        if own is None or kept is None or _is_changed(source) or _is_changed(into):
+            return None
+        as_seen = source.dtype, into.dtype
+        if as_seen == (kept, own):
+            return own
+        sizes = kept.itemsize, own.itemsize
+        are_bits = source.dtype == into.dtype and sizes == (source.itemsize, into.itemsize)
+        return kept if are_bits else None
 
     def _is_written(self, target: Tensor) -> bool:
         """Whether one of these cells, or of cells of which it is not known, was written before."""
@@ -145,7 +170,7 @@ class Watch(TorchDispatchMode):
         for made in _list_tensors(result):
             # Some operations return what they were given.
             if key_of(made) not in self._contents:
-                self._keep(made, self._copy(func, known, made))
+                self._keep(made, self._copy(func, known, made), self._find_dtype(known[0], made))
                 before = self._made.get(key_of(known[0]), ())
                 self._made[key_of(made)] = before if func in COPIES else (*before, str(func))
 
@@ -155,29 +180,59 @@ class Watch(TorchDispatchMode):
         before = self._contents[key_of(source)]
         if before is None or len(known) > 1 or not _is_by_element(func, source, made):
             return None
-        if self._itemsize[key_of(source)] != source.element_size():
-            return None
         if before is BLANK:
             return BLANK if func in COPIES else None
+        is_bits = source.dtype != self._dtype[key_of(source)]
+        if self._find_dtype(source, made) is None or (is_bits and func not in COPIES):
+            return None
         return before.copied(source, made, "" if func in COPIES else str(func))
 
-    def _keep(self, tensor: Tensor, content: Content | None) -> None:
+    def _keep(
+        self, tensor: Tensor, content: Content | None, dtype: torch.dtype | None = None
+    ) -> None:
         self._alive.append(tensor)
         self._contents[key_of(tensor)] = content
-        self._itemsize[key_of(tensor)] = tensor.element_size()
+        self._dtype[key_of(tensor)] = dtype or tensor.dtype
+
+
+def _is_changed(view: Tensor) -> bool:
+    """Whether the view stands for other numbers than its memory has."""
+    return view.is_neg() or view.is_conj()
+
+
+def _find_dtypes(targets: Iterable[Tensor]) -> dict[int, torch.dtype | None]:
+    """The type of the targets in each memory; None where they have several."""
+    found: dict[int, torch.dtype | None] = {}
+    for target in targets:
+        key = key_of(target)
+        first = found.setdefault(key, target.dtype)
+        if first != target.dtype:
+            found[key] = None
+    return found
 
 
 def _is_blank(func: Any) -> bool:
     return func.overloadpacket.__name__ in BLANKS
 
 
-def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor that the operation writes into, if it does."""
+def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that the operation writes into, alone or in lists."""
+    written: list[Tensor] = []
     for i, name in _list_written(func):
         value = args[i] if i < len(args) else kwargs.get(name)
-        if isinstance(value, Tensor):
-            return value
-    return None
+        written += _list_tensors(value)
+    return written
+
+
+def _return_written(func: Any, written: Sequence[Tensor]) -> Any:
+    """What the operation returns, if that is only what it writes into. Raises StoreError where it is more."""
+    returned = [result.alias_info for result in func._schema.returns]
+    fresh = [alias for alias in returned if alias is None or not alias.is_write]
+    if fresh or len(returned) > len(written):
+        raise StoreError(f"{func} writes into a target and returns more; load it by numbers")
+    if len(returned) == 1:
+        return written[0]
+    return tuple(written) if returned else None
 
 
 @functools.cache

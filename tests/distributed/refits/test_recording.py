@@ -178,6 +178,102 @@ def test_what_is_computed_is_named(ways: Any) -> None:
     assert declared.natives[0].function == "neg_exp"
 
 
+@pytest.mark.parametrize("ways", [("views",), ("numbers",), ("views", "numbers")])
+@pytest.mark.parametrize("temporary", [False, True])
+def test_operations_that_write_lists_of_tensors(temporary: bool, ways: Any) -> None:
+    into = {"a": torch.zeros(4, 3), "b": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["b"].copy_(given["k"])
+        made = given["q"].clone() if temporary else into["a"].copy_(given["q"])
+        torch._foreach_mul_([made, torch.zeros(2)], 2.0)
+        into["a"].copy_(made)
+
+    with pytest.raises(sm.StoreError, match="'a' is"):
+        record(load, into, ways=ways)
+
+
+def test_copies_of_lists_of_tensors() -> None:
+    into = {"a": torch.zeros(4, 3), "b": torch.zeros(4, 3)}
+    found = record(lambda given: torch._foreach_copy_(list(into.values()), [*given.values()]), into)
+    assert not found.unwritten
+    assert [native.pieces[0].tensor for native in found.natives] == ["q", "k"]
+
+
+def test_an_operation_that_writes_into_two_targets() -> None:
+    into = {"a": torch.zeros(4, 3), "b": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        torch.frexp(given["q"], out=(into["a"], torch.zeros(4, 3, dtype=torch.int32)))
+        into["b"].copy_(given["k"])
+
+    with pytest.raises(sm.StoreError, match=r"'a' is computed: .* by aten\.frexp"):
+        record(load, into)
+
+
+BITS = {
+    "a cast of bits": lambda q, a: a.copy_(q.view(torch.int16).to(torch.bfloat16)),
+    "bits copied as numbers": lambda q, a: a.copy_(q.view(torch.int16)),
+    "numbers copied as bits": lambda q, a: a.view(torch.int16).copy_(q),
+    "a cast of copied bits": lambda q, a: a.copy_(
+        q.view(torch.int16).clone().to(torch.int32).to(torch.bfloat16)
+    ),
+    "a function of bits": lambda q, a: a.copy_((-q.view(torch.int16)).view(torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("case", BITS)
+@pytest.mark.parametrize("ways", [("views",), ("views", "numbers")])
+def test_bits_that_are_cast_are_computed(case: str, ways: Any) -> None:
+    into = {"a": torch.zeros(4, 3, dtype=torch.bfloat16)}
+    shapes = {"q": ((4, 3), "bfloat16")}
+    with pytest.raises(sm.StoreError, match="'a' is"):
+        smt.record(lambda given: BITS[case](given["q"], into["a"]), shapes, into, ways=ways)
+
+
+@pytest.mark.parametrize("ways", [("views",), ("numbers",)])
+@pytest.mark.parametrize("between", ["nothing", "a copy", "a cast of it"])
+def test_bits_that_are_copied_alone(between: str, ways: Any) -> None:
+    into = {"a": torch.zeros(4, 3, dtype=torch.bfloat16), "b": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        bits = given["q"].view(torch.int16)
+        if between == "nothing":
+            into["a"].view(torch.int16).copy_(bits)
+        elif between == "a copy":
+            into["a"].copy_(bits.T.contiguous().view(torch.bfloat16).T)
+        else:
+            into["a"].copy_(bits.clone().view(torch.bfloat16).to(torch.float32))
+        into["b"].copy_(into["a"])
+
+    found = smt.record(load, {"q": ((4, 3), "bfloat16")}, into, ways=ways)
+    assert [native.pieces[0].blocks for native in found.natives] == [((12, 1, 1),)] * 2
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_views_of_what_is_negated_are_computed(copied: bool) -> None:
+    into = {"a": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        pairs = torch.complex(given["q"], given["q"]) if copied else None
+        negated = pairs.conj().imag if pairs is not None else torch._neg_view(given["q"])
+        into["a"].copy_(negated.clone() if copied else negated)
+
+    with pytest.raises(sm.StoreError, match="'a' is computed"):
+        record(load, into)
+
+
+def test_part_of_a_target_that_is_seen_as_bytes() -> None:
+    """Four bytes are two cells, and not four."""
+    into = {"a": torch.zeros(4, dtype=torch.bfloat16)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].view(torch.int8)[:4].copy_(given["q"])
+
+    with pytest.raises(sm.StoreError, match="'a' is"):
+        smt.record(load, {"q": ((4,), "int8")}, into)
+
+
 def test_a_sum_of_two_tensors_is_computed() -> None:
     into = {"a": torch.zeros(4, 3)}
     with pytest.raises(sm.StoreError, match=r"'a' is computed: cell 0 .* by aten.add"):

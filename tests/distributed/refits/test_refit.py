@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath.storage import Stored, bind, parse
+from shardmath_torch.refits.views import bind_views
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import refits
 
@@ -185,3 +188,12 @@ def test_a_function_that_makes_other_tensors(pool: Pool, function: str, found: s
 
 def test_a_function_that_rounds(pool: Pool) -> None:
     assert pool.run(refits.store_by, "narrow") == [None] * 8
+
+
+def test_a_source_that_stores_a_function() -> None:
+    """No memory that nobody wrote is sent, whoever made the plan."""
+    bound = bind(Stored(parse("A = neg_exp(q)"), (sm.Mesh(),)), {"q": ((4,), "float32")})
+    given = bound.slots(0), bound.layouts, {(0, "A"): torch.ones(4)}, 0, (), {}
+    assert len(bind_views(bound, *given, receives=True).computed) == 1
+    with pytest.raises(sm.StoreError, match=r"'A' stores neg_exp\(.*, from which q cannot be had"):
+        bind_views(bound, *given, receives=False)

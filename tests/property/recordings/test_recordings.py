@@ -218,6 +218,51 @@ def test_all_that_does_not_fit_is_one_error() -> None:
         side.bind(Q).slots(7)
 
 
+FOUR = (("q", (4,), "int8"),)
+OUTSIDE = {
+    "'w' has .*, which reaches from 2 to 5 in 'w' of 4": Piece("q", 2, 0, ((4, 1, 1),)),
+    "reaches from -1 to 2 in 'w'": Piece("q", 2, 0, ((4, -1, 1),)),
+    "reaches from 2 to 5 in 'q' of 4": Piece("q", 0, 2, ((4, 1, 1),)),
+    "reaches from -1 to -1 in 'q' of 4": Piece("q", 0, -1, ()),
+    "of no logical tensor": Piece("k", 0, 0, ()),
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_pieces_that_reach_outside(what: str) -> None:
+    native = Native("w", (4,), "int8", (OUTSIDE[what],), "views", "")
+    with pytest.raises(sm.StoreError, match=what):
+        sm.Recorded(FOUR, (native,))
+
+
+@pytest.mark.parametrize("count", [0, -2])
+def test_pieces_of_nothing(count: int) -> None:
+    native = Native("w", (4,), "int8", (Piece("q", 1, 1, ((count, 1, 1),)),), "views", "")
+    with pytest.raises(sm.StoreError, match=r"'w' has .* fills no cell"):
+        sm.Recorded(FOUR, (native,))
+
+
+def test_stored_tensors_of_one_name() -> None:
+    """In other chunks they are others."""
+    halves = [Native("w", (2,), "int8", (Piece("q", 0, i, ((2, 1, 1),)),), "", "") for i in (0, 2)]
+    with pytest.raises(sm.StoreError, match="'w' is recorded twice"):
+        sm.Recorded(FOUR, tuple(halves))
+    sm.Recorded(FOUR, (halves[0], halves[1]._replace(chunk=1)))
+
+
+def test_very_many_cells() -> None:
+    """Told without a look at each."""
+    n = 10**12
+    many = (("q", (3 * n,), "int8"),)
+    native = Native("w", (2 * n,), "int8", (Piece("q", 0, 0, ((n, 2, 3),)),), "views", "")
+    side = sm.RecordedSide({0: sm.Recorded(many, (native,))})
+    with pytest.raises(sm.StoreError, match="'q' is not a view of 'w': a dimension of it is in"):
+        side.bind({"q": ((3 * n,), "int8")})
+    twice = native._replace(pieces=(Piece("q", 0, 0, ((n, 0, 3),)),), shape=(2,))
+    with pytest.raises(sm.StoreError, match="1000000000000 cells of 'w' are written, which has 2"):
+        sm.Recorded(many, (twice,))
+
+
 def test_parts_that_some_ranks_share() -> None:
     """Two heads over three ranks are no mesh of a dimension and copies, and one layout all the same."""
     whole = np.arange(24).reshape(4, 6)
@@ -242,12 +287,18 @@ def test_text_that_was_changed_is_refused() -> None:
     text = recorded.to_json()
     assert sm.Recorded.from_json(text) == recorded
     changed = json.loads(text)
-    changed["natives"][0][3][0][2] = 1
+    changed["natives"][0][0] = "v"
+    outside, endless = json.loads(text), json.loads(text)
+    outside["natives"][0][3][0][2] = 1
+    endless["natives"][0][3][0][2] = float("inf")
     for broken, what in (
         (json.dumps(changed), "has digest"),
         (text.replace('"version":1', '"version":2'), "version 2"),
         ("{}", "no recorded storage"),
         ("[", "no recorded storage"),
+        ("[" * 100_000, "no recorded storage"),
+        (json.dumps(endless), "no recorded storage"),
+        (json.dumps(outside), "reaches from 1 to 24 in 'q' of 24"),
     ):
         with pytest.raises(sm.StoreError, match=what):
             sm.Recorded.from_json(broken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,8 +12,10 @@ from numpy.typing import NDArray
 import shardmath as sm
 from shardmath.families.megatron_core import megatron
 from shardmath.families.megatron_shapes import logical_shapes
+from shardmath.recordings import recorded
+from shardmath.recordings.pieces import Piece
 from shardmath.refits.coverage import count_cells
-from shardmath.storage import Stored, fill, parse
+from shardmath.storage import Spot, Stored, fill, parse
 from shardmath.storage.binding import Bound
 from shardmath.storage.filling import view_of
 from tests.refits.tables import CONFIG, ENGINE
@@ -132,6 +135,45 @@ def test_heads_that_are_cut() -> None:
     side = Stored(parse("q = q : (tp n hd)"), (sm.Mesh(tp=4),), numbers={"hd": 4})
     with pytest.raises(sm.StoreError, match="'tp' has 4 parts, and 'n' 3 to divide"):
         sm.refit(side, side, {"q": ((12,), "int8")})
+
+
+def test_a_trainer_that_stores_functions_of_tensors() -> None:
+    """Nothing gives back what a function was made of, unless no engine needs it."""
+    shapes = dict.fromkeys(("q.0", "q.1", "k"), ((4,), "float32"))
+    whole = Stored(parse("q.{l} = q.{l}\nk = k"), (sm.Mesh(),))
+    spots = {"l": (Spot({}, 0, 0), Spot({}, 1, 0))}
+    made = Stored(parse("A.{l} = neg_exp(q.{l}) : (tp n)\nk = k"), (sm.Mesh(tp=2),), indices=spots)
+    what = (
+        "trainer: 'A.0' stores neg_exp(...), from which q.0 cannot be had; give the trainer a row"
+    )
+    with pytest.raises(sm.StoreError, match=re.escape(what)):
+        sm.refit(made, whole, shapes)
+    part = {"k": sm.Layout((4,), sm.Mesh(), "n", dtype="float32")}
+    later = {"q.1": part["k"]}
+    with pytest.raises(
+        sm.StoreError, match=r"'A\.0' of chunk 1 stores .* from which q\.1 cannot be"
+    ):
+        sm.refit(made, later, shapes, unused=["k", "q.0"])
+    moved = sm.refit(made, part, shapes, unused=["q.*"])
+    assert list(moved.plan.src) == ["k"]
+    sm.refit(whole, made, shapes)
+
+
+def test_a_recorded_trainer_that_stores_a_function() -> None:
+    shapes = dict.fromkeys("qk", ((4,), "float32"))
+    piece = {name: (Piece(name, 0, 0, ((4, 1, 1),)),) for name in "qk"}
+    natives = (
+        recorded.Native("A", (4,), "float32", piece["q"], "views", "neg_exp", 1),
+        recorded.Native("k", (4,), "float32", piece["k"], "views", ""),
+    )
+    tensors = tuple((name, *entry) for name, entry in shapes.items())
+    side = sm.RecordedSide({0: sm.Recorded(tensors, natives)})
+    whole = Stored(parse("q = q\nk = k"), (sm.Mesh(),))
+    with pytest.raises(sm.StoreError, match="trainer: 'A' of chunk 1 stores neg_exp"):
+        sm.refit(side, whole, shapes)
+    part = {"k": sm.Layout((4,), sm.Mesh(), "n", dtype="float32")}
+    assert list(sm.refit(side, part, shapes, unused=["q"]).plan.src) == ["k"]
+    sm.refit(whole, side, shapes)
 
 
 def test_tensors_that_no_engine_needs() -> None:
