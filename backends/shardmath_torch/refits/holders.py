@@ -1,9 +1,12 @@
 """Holders: where each tensor was found, so that another one in its place is noticed before a move.
 
-1. A tensor given by name is in the mapping that was given, and a module has it among its own, or the parameter that it
-   is the data of: `dict(model.named_parameters())` stays as it is when `load_state_dict(assign=True)` or `setattr`
-   gives the module another parameter. Modules are found among all that are alive.
-2. FSDP2 has gathered parameters in the place of its shards during a forward, and on its root also after it. The shards
+1. Of a tensor given by name, another one in other memory is noticed under that name in the mapping that was given, and
+   in the place of the very tensor in modules: `dict(model.named_parameters())` stays as it is when
+   `load_state_dict(assign=True)` or `setattr` gives the module another parameter. Modules are found among all that are
+   alive. A place that is empty is none of another tensor, and neither is one of another object in the same memory.
+2. Not noticed are other parameters in modules frozen by `gc.freeze()`, in modules of which views were given (slices, a
+   state dict), and in modules that came into the place of others.
+3. FSDP2 has gathered parameters in the place of its shards during a forward, and on its root also after it. The shards
    are what is trained, so these are no others.
 
 >>> import torch
@@ -24,6 +27,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from shardmath.base.errors import ExchangeError
 from shardmath.refits.coverage import show_native
 from shardmath_torch import compat
 from shardmath_torch.refits.views import Given, Natives, describe, list_chunks
@@ -34,13 +38,12 @@ _Lay: TypeAlias = tuple[object, ...]
 
 
 class _Place(NamedTuple):
-    """Where a tensor was found: what gives the one under a key now, and the one that was there."""
+    """Where a tensor was found: what gives the one under a key now."""
 
     look: Callable[[str], object]
     key: str
-    tensor: Tensor
     keeper: object
-    """What FSDP2 keeps of it; None without."""
+    """What FSDP2 keeps of the tensor; None without."""
 
 
 class Watched(NamedTuple):
@@ -62,24 +65,22 @@ def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
         for key, tensor in named.items():
             # A mapping may also make its tensors when it is asked.
             if (chunk, key) in watched and named.get(key) is tensor:
-                watched[chunk, key].places.append(_Place(named.get, key, tensor, None))
+                watched[chunk, key].places.append(_Place(named.get, key, None))
     return list(watched.values())
 
 
 def find_owners(watched: Iterable[Watched]) -> None:
-    """Add the places in modules of the tensors in this memory. Looks at all objects that are alive, once."""
-    by_lay: dict[_Lay | None, list[Watched]] = {}
+    """Add the places of these very tensors in modules. Looks at all objects that are alive, once."""
+    by_id: dict[int, list[Watched]] = {}
     for one in watched:
-        by_lay.setdefault(one.lay, []).append(one)
-    if not by_lay:
+        by_id.setdefault(id(one.tensor), []).append(one)
+    if not by_id:
         return
     modules, keepers = _list_alive()
     for holder in _list_holders(modules):
         for key, tensor in holder.items():
-            lay = _lay_of(tensor)
-            place = _Place(holder.get, key, tensor, keepers.get(id(tensor)))
-            for one in by_lay.get(lay, []):
-                one.places.append(place)
+            for one in by_id.get(id(tensor), []):
+                one.places.append(_Place(holder.get, key, keepers.get(id(tensor))))
 
 
 def _list_alive() -> tuple[list[nn.Module], dict[int, object]]:
@@ -115,17 +116,6 @@ def _list_holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
                 yield holder
 
 
-def _lay_of(tensor: object) -> _Lay | None:
-    """How a tensor lies; None for one of which nobody knows."""
-    if not isinstance(tensor, Tensor):
-        return None
-    try:
-        return describe(tensor)
-    # Tensors of others without a storage, not yet made, or of classes that raise what they like.
-    except Exception:
-        return None
-
-
 def find_moved(watched: Iterable[Watched]) -> str | None:
     """The name of a tensor that lies otherwise in memory; None where all lie as they did."""
     for one in watched:
@@ -140,12 +130,36 @@ def find_moved(watched: Iterable[Watched]) -> str | None:
 
 
 def find_replaced(watched: Iterable[Watched]) -> str | None:
-    """The name of a tensor in whose place another one is; None where all are where they were found."""
-    for name, _, _, places in watched:
-        for look, key, tensor, keeper in places:
-            now = look(key)
-            if now is tensor:
-                continue
-            if not compat.has_gathered(keeper, tensor, now):
-                return name
+    """The name of a tensor in whose place one in other memory is; None without.
+
+    Raises ExchangeError where a mapping that was given fails to say.
+    """
+    for one in watched:
+        if any(_is_replaced(one, place) for place in one.places):
+            return one.name
     return None
+
+
+def _is_replaced(one: Watched, place: _Place) -> bool:
+    try:
+        now = place.look(place.key)
+    # Mappings of others raise what they like.
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ExchangeError(
+            f"the mapping that has {one.name} raises {what}; prepare again on all ranks"
+        ) from error
+    if now is one.tensor or not isinstance(now, Tensor):
+        return False
+    if compat.has_gathered(place.keeper, one.tensor, now):
+        return False
+    return _lay_of(now) != one.lay
+
+
+def _lay_of(tensor: Tensor) -> _Lay | None:
+    """How a tensor lies; None for one of which nobody knows."""
+    try:
+        return describe(tensor)
+    # Tensors of others without a storage, not yet made, or of classes that raise what they like.
+    except Exception:
+        return None

@@ -169,7 +169,8 @@ class Refit:
         """Move what was bound, as a mover does, and compute what functions store. Collective.
 
         Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory, or
-        where another is in the place of one: in the mapping that was given, or in a module that had it.
+        where another, in other memory, is in the place of one: in the mapping that was given, or in a module that had
+        it.
         """
         move_held(
             self._mover,
@@ -199,7 +200,10 @@ class Refit:
                 f"{moved} lies otherwise in memory than when prepare() was called; "
                 f"call it again on all ranks"
             )
-        replaced = find_replaced(self._at)
+        try:
+            replaced = find_replaced(self._at)
+        except ExchangeError as error:
+            return word_objection(error)
         if replaced is not None:
             return (
                 f"in the place of {replaced} is another tensor than when prepare() was called; "

@@ -1,7 +1,7 @@
 """Wrappers: optimizers in optimizers, and what would be lost of either if only state and groups were saved.
 
 1. An optimizer may have others as attributes, in containers however deep, which may have others. Where one has state
-   of its own, it has to be given instead.
+   of its own, it has to be given instead. Containers are looked into where they keep what they have, and run nothing.
 2. What a state dict has beside state and groups is nowhere else. Only a class that makes its own, or a hook, adds any;
    they are asked.
 
@@ -10,13 +10,17 @@
 >>> outer = SGD([torch.ones(1)])
 >>> outer.more = {"a": [SGD([torch.ones(1)])]}
 >>> [one.path for one in list_inner(outer)]
-["more['a'][0]"]
+["optimizer.more['a'][0]"]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, MemberDescriptorType, SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.optim import Optimizer
 
@@ -31,6 +35,12 @@ SHOWN = 8
 """Optimizers that an error lists."""
 
 
+BY_INDEX: tuple[Any, ...] = (list, tuple, deque)
+WITHOUT_INDEX: tuple[Any, ...] = (set, frozenset)
+INDEXED, ENUMERATED, FIELD = "{}[{!r}]", "[*{}][{}]", "{}.{}"
+"""How what a container has is spelled, by what the container is and a key."""
+
+
 class Inner(NamedTuple):
     """An optimizer that another one has: how it is reached from the first, and who has it under which attribute."""
 
@@ -40,51 +50,127 @@ class Inner(NamedTuple):
     optimizer: Optimizer
 
 
+class _Step(NamedTuple):
+    """How a value is reached from where another one is: of many values, few are spelled."""
+
+    before: _Step | None
+    form: str
+    key: object
+
+
+_Part: TypeAlias = tuple[str, object, object]
+"""How something in a container is spelled, the key of that, and what it is."""
+
+
 def list_inner(optimizer: Optimizer) -> Iterator[Inner]:
-    """The optimizers that attributes are, or have in lists, tuples and dicts however deep, and theirs in turn."""
-    yield from _list_inner(optimizer, "", {id(optimizer)})
+    """The optimizers that attributes are, or have in containers however deep, and theirs in turn."""
+    yield from _list_inner(optimizer, "optimizer", {id(optimizer): optimizer})
 
 
-def _list_inner(holder: Optimizer, start: str, seen: set[int]) -> Iterator[Inner]:
+def _list_inner(holder: Optimizer, start: str, seen: dict[int, object]) -> Iterator[Inner]:
     """The same; paths begin with `start`, and whatever is `seen` is passed over."""
-    for attribute, value in vars(holder).items():
+    for attribute, value in list(vars(holder).items()):
         if attribute in STANDARD:
             continue
-        for keys, found in _walk(value, seen):
-            inside = [f"[{key!r}]" for key in keys]
-            path = start + attribute + "".join(inside)
+        for step, found in _walk(value, seen):
+            path = _spell(step, f"{start}.{attribute}")
             yield Inner(path, holder, attribute, found)
-            yield from _list_inner(found, f"{path}.", seen)
+            yield from _list_inner(found, path, seen)
 
 
-def _walk(value: object, seen: set[int]) -> Iterator[tuple[tuple[object, ...], Optimizer]]:
-    """The optimizers in a value that are not yet seen, and the keys that lead to each."""
-    if not isinstance(value, Optimizer | list | tuple | dict) or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Optimizer):
-        yield (), value
-        return
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, one in items:
-        for keys, found in _walk(one, seen):
-            yield (key, *keys), found
+def _spell(step: _Step | None, start: str) -> str:
+    """The expression that the last step is of."""
+    steps = []
+    while step is not None:
+        steps.append(step)
+        step = step.before
+    for one in reversed(steps):
+        start = one.form.format(start, one.key)
+    return start
+
+
+def _walk(value: object, seen: dict[int, object]) -> Iterator[tuple[_Step | None, Optimizer]]:
+    """The optimizers in a value that are not yet seen, and how each is reached."""
+    left: list[tuple[_Step | None, object]] = [(None, value)]
+    while left:
+        step, one = left.pop()
+        if id(one) in seen:
+            continue
+        if isinstance(one, Optimizer):
+            seen[id(one)] = one
+            yield step, one
+        elif _is_container(one):
+            # Kept, so that nothing else comes to have its id.
+            seen[id(one)] = one
+            parts = [part for part in _list_parts(one) if _may_have(part[2])]
+            left += [(_Step(step, form, key), part) for form, key, part in reversed(parts)]
+
+
+def _may_have(value: object) -> bool:
+    return isinstance(value, Optimizer) or _is_container(value)
+
+
+def _is_container(value: object) -> bool:
+    if isinstance(value, type):
+        return False
+    kinds = (*BY_INDEX, *WITHOUT_INDEX, Mapping, SimpleNamespace)
+    return isinstance(value, kinds) or dataclasses.is_dataclass(value)
+
+
+def _list_parts(value: object) -> Iterator[_Part]:
+    """What a container has. Its own methods are not called, which may make values without end, or read files."""
+    yield from _list_elements(value)
+    held = dict(value) if isinstance(value, MappingProxyType) else value
+    if isinstance(held, dict):
+        yield from ((INDEXED, key, one) for key, one in dict.items(held))
+        yield from ((ENUMERATED, i, key) for i, key in enumerate(dict.keys(held)))
+    yield from ((FIELD, name, one) for name, one in _list_fields(value))
+
+
+def _list_elements(value: object) -> Iterator[_Part]:
+    for kind in (*BY_INDEX, *WITHOUT_INDEX):
+        if isinstance(value, kind):
+            form = INDEXED if kind in BY_INDEX else ENUMERATED
+            yield from ((form, i, one) for i, one in enumerate(kind.__iter__(value)))
+
+
+def _list_fields(value: object) -> Iterator[tuple[str, object]]:
+    """The attributes that an object has of its own, in a dict or in slots: properties are not asked."""
+    own = getattr(value, "__dict__", {})
+    yield from own.items()
+    slots = {name: slot for kind in type(value).__mro__ for name, slot in vars(kind).items()}
+    for name, slot in slots.items():
+        if isinstance(slot, MemberDescriptorType):
+            # It may be empty.
+            with contextlib.suppress(AttributeError):
+                yield name, slot.__get__(value)
 
 
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError for an optimizer that keeps state in others, of its own, that were not given, or something
-    besides the state of parameters, itself or in one whose state it has."""
-    seen = {id(one.state) for one in given}
+    """Raise CheckpointError for an optimizer that keeps state in others, of its own, that were not given, that makes it
+    when it is asked, or that keeps something besides the state of parameters, itself or in one whose state it has."""
+    # Kept: of state that is made when it is asked for, the id would soon be of another.
+    states = [one.state for one in given]
+    seen = {id(state) for state in states}
     inner = list(list_inner(optimizer))
     # Some wrappers have the state of what they wrap as theirs: then none of it is lost.
     apart = [one for one in inner if id(one.optimizer.state) not in seen]
     if apart:
         raise CheckpointError(_word_apart(apart))
+    _check_keeps_state(optimizer)
     shared = [one for one in inner if one.optimizer.state is optimizer.state]
     # Of the innermost first: its wrappers say what it says.
     for one in reversed(shared):
-        _check_adds_nothing(one.optimizer, f"optimizer.{one.path}", "")
+        _check_adds_nothing(one.optimizer, one.path, "")
     _check_adds_nothing(optimizer, "optimizer", shared[0].path if shared else "")
+
+
+def _check_keeps_state(optimizer: Optimizer) -> None:
+    """Raise CheckpointError for an optimizer of which nothing can be filled."""
+    if optimizer.state is not optimizer.state:
+        what = f"{type(optimizer).__name__} makes its state anew whenever it is asked for it"
+        fix = "keep the state in one dict that its attribute state always gives, or in a plain optimizer"
+        raise CheckpointError(f"{what}, and nothing that is loaded would stay in it; {fix}")
 
 
 def _word_apart(apart: Sequence[Inner]) -> str:
@@ -95,9 +181,9 @@ def _word_apart(apart: Sequence[Inner]) -> str:
     # Those inside of one that is given are looked at when it is.
     paths: list[str] = []
     for path in (inner.path for inner in apart):
-        if not any(path.startswith(f"{outer}.") for outer in paths):
+        if not any(f"{outer}." in path for outer in paths):
             paths.append(path)
-    listed = ", ".join(f"optimizer.{path}" for path in paths[:SHOWN])
+    listed = ", ".join(paths[:SHOWN])
     listed += f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
     give = f"give [{listed}] of it, where every rank holds all of that state"
     other = "else divide the parameters by FSDP2, or consolidate the state in a plain optimizer"
@@ -107,7 +193,7 @@ def _word_apart(apart: Sequence[Inner]) -> str:
 def _check_adds_nothing(optimizer: Optimizer, spelled: str, wrapped: str) -> None:
     """Raise CheckpointError for an optimizer whose own state dict has more than state and groups.
 
-    `spelled` is how the user reaches it, `wrapped` how it reaches one whose state it has, "" for none.
+    `spelled` is how the user reaches it, `wrapped` one whose state it has, "" for none.
     """
     more = _find_more(optimizer, spelled)
     if not more:
@@ -115,8 +201,8 @@ def _check_adds_nothing(optimizer: Optimizer, spelled: str, wrapped: str) -> Non
     kind = type(optimizer).__name__
     keys = ", ".join(map(repr, more))
     if wrapped:
-        what = f"{kind} keeps {keys} beside the state of its {wrapped!r}"
-        fix = f"give {spelled}.{wrapped}, and keep the rest as an option of a group in its param_groups"
+        what = f"{kind} keeps {keys} beside the state of its {wrapped.removeprefix('optimizer.')!r}"
+        fix = f"give {wrapped}, and keep the rest as an option of a group in its param_groups"
     else:
         what = f"{kind} keeps {keys} in its state dict beside 'state' and 'param_groups'"
         fix = (
@@ -131,12 +217,15 @@ def _find_more(optimizer: Optimizer, spelled: str) -> list[str]:
     if own and not getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
         return []
     try:
-        found = optimizer.state_dict()
+        found: object = optimizer.state_dict()
     except Exception as error:
         kind = type(optimizer).__name__
         what = f"{kind}.state_dict() raises {type(error).__name__}: {error}"
         fix = _word_plain(spelled)
         raise CheckpointError(f"{what}, and what it keeps is not known; {fix}") from error
+    if not isinstance(found, Mapping):
+        what = f"{type(optimizer).__name__}.state_dict() gives {type(found).__name__}, not a dict"
+        raise CheckpointError(f"{what}, and what it keeps is not known; {_word_plain(spelled)}")
     return sorted(str(key) for key in found if key not in STANDARD)
 
 

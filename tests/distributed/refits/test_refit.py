@@ -139,9 +139,21 @@ def test_a_module_under_fsdp(pool: Pool) -> None:
 def test_another_tensor_in_the_place_of_a_prepared_one(pool: Pool) -> None:
     """What was bound is no longer what is trained or served, if it lies as it did. A rank's own may be anywhere."""
     for told in pool.run(refits.replace):
-        assert told.pop("its own") is None
+        kind, text = told.pop("a mapping that raises")
+        said = "rank 0: the mapping that has source 'w' raises OSError: it is closed; prepare again"
+        assert kind == "ExchangeError" and said in text
+        fine = {
+            "its own",
+            "a parameter, of a state dict",
+            "a deleted parameter",
+            "the same memory",
+            "a parametrization",
+            "a mapping without entries",
+            "memory that was shared",
+        }
+        assert {case: told.pop(case) for case in fine} == dict.fromkeys(fine)
         for case, (kind, text) in told.items():
-            side = "engine" if case in ("an entry of dst", "a deleted parameter") else "source"
+            side = "engine" if case == "an entry of dst" else "source"
             name = "b" if case == "a buffer" else "w"
             said = f"in the place of {side} {name!r} is another tensor than when prepare() was"
             assert kind == "ExchangeError" and said in text, (case, text)

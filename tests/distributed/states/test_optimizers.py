@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections import ChainMap, UserDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +214,72 @@ class Wrapper(optim.SGD):
         return made
 
 
+@dataclass
+class Fields:
+    one: object
+    empty: int = field(init=False)
+
+    @property
+    def asked(self) -> object:
+        raise AssertionError
+
+
+@dataclass(slots=True)
+class Slots:
+    one: object
+    empty: int = field(init=False)
+
+
+class Endless(Mapping[str, Any]):
+    """Makes another one whenever it is asked."""
+
+    def __getitem__(self, key: str) -> Endless:
+        return Endless()
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, itertools.count())
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_containers_that_end_nowhere() -> None:
+    """Nothing in them is lost: they are passed over."""
+    module = nn.Linear(2, 2)
+    circle: list[object] = [Endless()]
+    circle += [Fields(circle), SimpleNamespace(a=circle)]
+    for _ in range(3000):
+        circle = [circle]
+    training.state_of(module, Wrapper(module, circle))
+
+
+class Made(optim.SGD):
+    """Has its state in a dict of its own, and makes another of it whenever it is asked."""
+
+    @property
+    def state(self) -> Any:
+        return dict(vars(self).setdefault("own", {}))
+
+    @state.setter
+    def state(self, state: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("step", [training.save_state, training.load_state])
+def test_state_that_is_made_when_it_is_asked_for(
+    tmp_path: Path, step: Callable[..., object]
+) -> None:
+    """Nothing that is loaded would stay in it: that is said before anything is."""
+    module = nn.Linear(2, 2)
+    training.save_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))
+    with torch.no_grad():
+        module.weight.fill_(3.0)
+    said = "Made makes its state anew whenever it is asked for it, .*; keep the state in one dict"
+    with pytest.raises(CheckpointError, match=said):
+        step(tmp_path, module, Made(module.parameters(), lr=0.1))
+    assert module.weight.eq(3.0).all()
+
+
 @pytest.mark.parametrize("step", ["state_of", "save_state", "load_state"])
 @pytest.mark.parametrize(
     "pack", [lambda x: x, lambda x: [x], lambda x: {"a": x}, lambda x: {"a": {2: [x]}}]
@@ -242,6 +312,22 @@ def test_state_in_another_optimizer(
         (
             lambda one, other: {"a": {2: [one]}, "b": ([other],)},
             "[optimizer.held['a'][2][0], optimizer.held['b'][0][0]]",
+        ),
+        (
+            lambda one, other: deque([MappingProxyType({1: one}), SimpleNamespace(a=other)]),
+            "[optimizer.held[0][1], optimizer.held[1].a]",
+        ),
+        (
+            lambda one, other: ({one}, {other: 1}),
+            "[[*optimizer.held[0]][0], [*optimizer.held[1]][0]]",
+        ),
+        (
+            lambda one, other: [Fields(one), Slots(frozenset({other}))],
+            "[optimizer.held[0].one, [*optimizer.held[1].one][0]]",
+        ),
+        (
+            lambda one, other: [UserDict(a=one), ChainMap({}, {"b": other})],
+            "[optimizer.held[0].data['a'], optimizer.held[1].maps[1]['b']]",
         ),
     ],
 )
@@ -361,12 +447,23 @@ class Untold(optim.SGD):
         raise NotImplementedError("see the other method")
 
 
+class Nothing(optim.SGD):
+    """Has a state dict that is none."""
+
+    def state_dict(self) -> Any:
+        return None
+
+
 MORE: dict[str, tuple[Callable[[nn.Module], optim.Optimizer], str]] = {
     "its own": (Adding, "Adding keeps 'count' in its state dict beside 'state' and 'param_groups'"),
     "by a hook": (add_by_a_hook, "SGD keeps 'count' in its state dict beside 'state' and"),
     "in what is wrapped": (
         lambda module: Wrapper.sharing(module, Adding(module)),
         "Adding keeps 'count' in its state dict beside 'state' and 'param_groups'",
+    ),
+    "none": (
+        lambda module: Nothing(module.parameters(), lr=0.1, momentum=0.9),
+        "Nothing.state_dict() gives NoneType, not a dict, and what it keeps is not known; give plain",
     ),
     "not said": (
         lambda module: Untold(module.parameters(), lr=0.1, momentum=0.9),

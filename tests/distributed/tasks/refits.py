@@ -247,6 +247,46 @@ def _delete_parameter(module: Any, given: Any) -> None:
     del module.w
 
 
+def _wrap_again(module: Any, given: Any) -> None:
+    module.w = torch.nn.Parameter(module.w.data)
+    given["b"] = module.b.detach()
+
+
+def _parametrize(module: Any, given: Any) -> None:
+    torch.nn.utils.parametrize.register_parametrization(module, "w", torch.nn.Identity())
+
+
+def _clear(module: Any, given: Any) -> None:
+    given.clear()
+
+
+def _share_for_a_while(module: Any, given: Any) -> None:
+    module.critic.w = torch.nn.Parameter(torch.ones(4, 3))
+
+
+def _name_with_critic(module: torch.nn.Module) -> dict[str, Tensor]:
+    """And let another module have the memory of one of them."""
+    named = _name_all(module)
+    module.critic = torch.nn.Module()
+    module.critic.w = torch.nn.Parameter(named["w"].data)
+    return named
+
+
+class Telling(dict[str, Tensor]):
+    """A mapping that may come to have nothing to say."""
+
+    broken = False
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if self.broken:
+            raise OSError("it is closed")
+        return super().get(key, default)
+
+
+def _break(module: Any, given: Any) -> None:
+    given.broken = True
+
+
 def _move_own(module: Any, given: Any) -> None:
     given["scale"].data = torch.ones(2)
     given["scale"] = torch.ones(1)
@@ -260,11 +300,16 @@ REPLACED: dict[str, tuple[int, Any, Any]] = {
     "assigned": (0, _name_all, _assign),
     "a parameter": (0, _name_all, _set_parameter),
     "a buffer": (0, _name_all, _set_buffer),
-    "a parameter, of a state dict": (0, lambda module: module.state_dict(), _set_parameter),
-    "a deleted parameter": (1, _name_all, _delete_parameter),
     "an entry of src": (0, _name_all, _set_entry),
     "an entry of dst": (1, _name_all, _set_entry),
+    "a mapping that raises": (0, _name_all, _break),
     "its own": (1, _name_all, _move_own),
+    "a parameter, of a state dict": (0, lambda module: module.state_dict(), _set_parameter),
+    "a deleted parameter": (1, _name_all, _delete_parameter),
+    "the same memory": (0, _name_all, _wrap_again),
+    "a parametrization": (0, _name_all, _parametrize),
+    "a mapping without entries": (1, _name_all, _clear),
+    "memory that was shared": (0, _name_with_critic, _share_for_a_while),
 }
 """The rank that does it, what it gives, and what it does between two moves."""
 
@@ -277,7 +322,7 @@ def replace(rank: int) -> Any:
     told: dict[str, Any] = {}
     for case, (odd, name, act) in REPLACED.items():
         module = _made(float(rank))
-        given = {**name(module), "scale": torch.ones(1)} if rank < 2 else None
+        given = Telling({**name(module), "scale": torch.ones(1)}) if rank < 2 else None
         refit.prepare(given if rank == 0 else None, given if rank == 1 else None, own=["scale"])
         refit()
         if rank == odd:
