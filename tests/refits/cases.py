@@ -102,16 +102,11 @@ def _case(name: str, trainer: Trainer, *engines: Engine) -> Case:
 
 CASES = [
     _case("llama", Trainer(ALL), Engine(ALL, dp=8)),
-    _case("llama", Trainer(ALL), Engine(ALL, tp=8)),
     _case("llama", Trainer(ALL, pp=2), Engine(ALL, tp=4, dp=2)),
-    _case("llama", Trainer(ALL, tp=4, te=False), Engine(ALL, tp=2, dp=4)),
     _case("qwen3", Trainer(ALL, tp=2, pp=2, vpp=2), Engine(ALL, tp=8)),
     _case("qwen3", Trainer(range(6), tp=2, te=False), Engine(range(3, 7), tp=4)),
     _case("qwen3", Trainer(FIRST, pp=4), Engine(LAST, tp=4), Engine(range(3, 5), dp=2)),
-    _case("qwen3_moe", Trainer(ALL, tp=2, pp=2, ep=4), Engine(ALL, tp=4, dp=2)),
-    _case("qwen3_moe", Trainer(ALL, tp=4, ep=2, etp=2), Engine(ALL, tp=8)),
     _case("qwen3_moe", Trainer(ALL, ep=8), Engine(ALL, tp=2, dp=4, ep=True)),
-    _case("deepseek_v3", Trainer(ALL, pp=2, ep=4), Engine(ALL, tp=4, dp=2)),
     _case(
         "deepseek_v3",
         Trainer(ALL, tp=2, pp=2, ep=2),
@@ -120,11 +115,16 @@ CASES = [
     ),
     _case("nemotron_h", Trainer(ALL, tp=2, pp=2, ep=2), Engine(ALL, tp=4, dp=2)),
     _case("nemotron_h", Trainer(FIRST, tp=2, ep=2, etp=2), Engine(LAST, tp=2, dp=2, ep=True)),
-    _case("nemotron_h_1_group", Trainer(ALL, pp=2, ep=4), Engine(ALL, tp=4, dp=2)),
 ]
 """Of at most eight ranks: the same for both sides, some of both, or each their own; one engine, or two at once."""
 
 MORE = [
+    _case("llama", Trainer(ALL), Engine(ALL, tp=8)),
+    _case("llama", Trainer(ALL, tp=4, te=False), Engine(ALL, tp=2, dp=4)),
+    _case("qwen3_moe", Trainer(ALL, tp=2, pp=2, ep=4), Engine(ALL, tp=4, dp=2)),
+    _case("qwen3_moe", Trainer(ALL, tp=4, ep=2, etp=2), Engine(ALL, tp=8)),
+    _case("deepseek_v3", Trainer(ALL, pp=2, ep=4), Engine(ALL, tp=4, dp=2)),
+    _case("nemotron_h_1_group", Trainer(ALL, pp=2, ep=4), Engine(ALL, tp=4, dp=2)),
     _case("llama", Trainer(ALL, tp=8), Engine(ALL, tp=4, pp=2)),
     _case("qwen3", Trainer(FIRST, tp=2, pp=2), Engine(LAST, tp=2, pp=2)),
     _case(
