@@ -1,7 +1,7 @@
 """Cases: a tiny model, how a trainer divides it, and how engines do.
 
 >>> print(CASES[1], CASES[1].world)
-llama DP8 -> TP8 8
+llama PP2xDP4 -> TP4xDP2 8
 """
 
 from __future__ import annotations
