@@ -260,7 +260,7 @@ def test_random_programs(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["sum", "avg", *(pytest.param(op, marks=pytest.mark.slow) for op in ("max", "product"))]
+    "op", ["avg", *(pytest.param(op, marks=pytest.mark.slow) for op in ("sum", "max", "product"))]
 )
 def test_reductions_are_bitwise(pool: Pool, op: str) -> None:
     """All-reduce, reduce-scatter, to other ranks and to Partial: addends come in the order of simulate."""
@@ -460,7 +460,7 @@ def relays(prog: sm.Program, rank: int) -> bool:
 def some_programs() -> list[tuple[sm.Program, dict[int, tuple[Round, ...]]]]:
     """Programs of all kinds, and every rank's rounds."""
     plans = [(sm.plan(*make()), ways(1, 6)) for make in SPREADS.values()]
-    plans += [(random_plan(seed), ways(1, 5)) for seed in range(12)]
+    plans += [(random_plan(seed), ways(1, 5)) for seed in thinned(range(12))]
     plans += [(BIG, ways(24))]
     made = [
         program(plan, *way)

@@ -20,7 +20,7 @@ from tests.distributed.tasks.scenarios import Bytes, Case
 Arrays = dict[int, dict[str, np.ndarray[Any, np.dtype[Any]]]]
 _T = TypeVar("_T")
 
-STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 5
+STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 8
 """One of so many cases is moved where cases differ in little. Eight processes take 50 ms of two cores for a move."""
 
 
