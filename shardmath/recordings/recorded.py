@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from shardmath.base.digest import digest
 from shardmath.base.errors import StoreError
 from shardmath.base.public import public
+from shardmath.base.text import shown
 from shardmath.recordings.pieces import Piece, overlap
 
 __all__ = ["Native", "Recorded", "label", "show"]
@@ -162,11 +163,12 @@ class Recorded:
         """The value of such text. Raises StoreError for any other."""
         try:
             read = json.loads(text)
-            if (read["format"], read["version"]) != (FORMAT, VERSION):
-                raise StoreError(f"{read['format']!r} of version {read['version']}; give {VERSION}")
-            recorded = _read(read)
+            version = read["format"], read["version"]
+            recorded = _read(read) if version == (FORMAT, VERSION) else None
         except BROKEN as error:
             raise StoreError(f"no recorded storage ({error}); give what to_json wrote") from error
+        if recorded is None:
+            raise StoreError(f"{shown(version[0])} of version {shown(version[1])}; give {VERSION}")
         if recorded.digest != read["digest"]:
             raise StoreError(
                 f"recorded storage has digest {recorded.digest[:12]}, its text says "

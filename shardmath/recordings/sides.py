@@ -27,6 +27,7 @@ from shardmath.algebra.runs import Runs
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.base.public import public
+from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout, intern
 from shardmath.recordings.pieces import Piece
 from shardmath.recordings.recorded import Native, Recorded, show
@@ -56,6 +57,11 @@ class RecordedSide:
     def __post_init__(self) -> None:
         if not self.ranks:
             raise StoreError("no rank is recorded; give {rank: Recorded}")
+        given: Mapping[int, object] = self.ranks
+        for rank, recorded in given.items():
+            if not isinstance(recorded, Recorded):
+                what = f"rank {shown(rank)} is recorded as {shown(recorded)}"
+                raise StoreError(f"{what}; give what smt.record returned there")
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> BoundRecorded:
         """Where each rank has these tensors. Raises StoreError with all that does not fit."""

@@ -88,9 +88,12 @@ class Refit:
     ) -> None:
         """Raise StoreError with all that differs between what the rank has, and what its side says it stores.
 
-        `has` are the shapes of all its parameters and persistent buffers by (chunk, name); `own` globs of those that
-        are no tensors of the trainer's.
+        The side is the engine that is named, else the trainer, or the first engine that has the rank where the trainer
+        has not. `has` are the shapes of all its parameters and persistent buffers by (chunk, name); `own` globs of
+        those that are no tensors of the trainer's.
         """
+        if engine is None and rank not in self.trainer.ranks:
+            engine = _guess_side(self, rank)
         side = self.trainer if engine is None else self._find(engine)
         stored = side.natives(rank)
         shapes = {native: tuple(shape) for native, shape in has.items()}

@@ -214,6 +214,8 @@ def test_all_that_does_not_fit_is_one_error() -> None:
         sm.refit(side, stored_apart, more, unused=["k"])
     with pytest.raises(sm.StoreError, match="no rank is recorded"):
         sm.RecordedSide({})
+    with pytest.raises(sm.StoreError, match="rank 0 is recorded as 'x'"):
+        sm.RecordedSide({0: "x"})  # type: ignore[dict-item]
     with pytest.raises(sm.StoreError, match="rank 7 is not recorded; ranks are"):
         side.bind(Q).slots(7)
 
@@ -293,7 +295,7 @@ def test_text_that_was_changed_is_refused() -> None:
     endless["natives"][0][3][0][2] = float("inf")
     for broken, what in (
         (json.dumps(changed), "has digest"),
-        (text.replace('"version":1', '"version":2'), "version 2"),
+        (text.replace('"version":1', '"version":2'), "^'.*' of version 2; give 1$"),
         ("{}", "no recorded storage"),
         ("[", "no recorded storage"),
         ("[" * 100_000, "no recorded storage"),
