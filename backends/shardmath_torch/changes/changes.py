@@ -153,7 +153,8 @@ class Changes:
 
     def _name_tensors(self, call: _Call) -> tuple[Tensors, Tensors]:
         """The tensors by local key. Raises ExchangeError."""
-        return by_key(self._wanted[0], call.src), by_key(self._wanted[1], call.out)
+        here, there = self._wanted
+        return by_key(here, call.src), by_key(there, call.out)
 
     def _move_changes(self, call: _Call, whole: object) -> Sent:
         """Compare, vote, and move what has changed."""
@@ -216,13 +217,16 @@ class Changes:
         counts = ready.walker.exchange_counts(ready.sorted)
         ready.walker.walk(ready.sorted, counts, ready.src, ready.dst)
         for key, cells, words in ready.changed:
-            if key in self._snapshots:
-                self._snapshots[key].update(cells, words)
+            snapshot = self._snapshots.get(key)
+            if snapshot is not None:
+                snapshot.update(cells, words)
 
 
 def _sign(src: Tensors, dst: Tensors) -> object:
     """Equal where destinations are in the same memory, and sources lie alike in theirs."""
-    lying = {key: (tuple(t.shape), t.stride(), t.dtype, t.device) for key, t in src.items()}
+    lying = {}
+    for key, tensor in src.items():
+        lying[key] = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     return signature(({}, dst)), lying
 
 
@@ -247,7 +251,8 @@ def _check_positions(key: str, tensor: Tensor, cells: object) -> Tensor:
         raise ExchangeError(f"positions of {key!r} are {shown(cells)}; pass a row of int64")
     if not len(cells):
         return cells
-    low, high = int(cells.min()), int(cells.max())
+    low = int(cells.min())
+    high = int(cells.max())
     if low < 0 or high >= tensor.numel():
         what = f"positions of {key!r} go from {low} to {high}"
         raise ExchangeError(f"{what}; the tensor has cells 0 to {tensor.numel() - 1}")
@@ -263,7 +268,8 @@ def _guard(rank: int, act: Callable[[], None]) -> None:
     except PeerFailure:
         raise
     except Exception as error:
-        raise PeerFailure(rank, f"{type(error).__name__}: {message_of(error)}") from error
+        cause = f"{type(error).__name__}: {message_of(error)}"
+        raise PeerFailure(rank, cause) from error
 
 
 def compile_changes(

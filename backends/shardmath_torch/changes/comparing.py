@@ -34,10 +34,12 @@ class Snapshot:
 
     def __init__(self, tensor: Tensor) -> None:
         # Dimensions in the order in which they lie in memory: so the tensor is read end to end.
-        self._order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-        words = dtypes.words(tensor).permute(self._order)
+        dims = range(tensor.ndim)
+        self._order = sorted(dims, key=tensor.stride, reverse=True)
         self._shape = tuple(tensor.shape)
-        self._words = dtypes.flat(words.clone(memory_format=torch.contiguous_format))
+        words = dtypes.words(tensor).permute(self._order)
+        copy = words.clone(memory_format=torch.contiguous_format)
+        self._words = dtypes.flat(copy)
 
     @property
     def nbytes(self) -> int:

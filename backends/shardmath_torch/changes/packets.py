@@ -45,8 +45,10 @@ def list_sizes(message: Message) -> tuple[int, ...]:
 
 def count_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
     """Bytes of a packet with so many elements of each size."""
-    each = zip(sizes, counts, strict=True)
-    return sum((NUMBER_BYTES + size) * count for size, count in each)
+    nbytes = 0
+    for size, count in zip(sizes, counts, strict=True):
+        nbytes += (NUMBER_BYTES + size) * count
+    return nbytes
 
 
 def pack(given: Sequence[Some]) -> Tensor:
@@ -63,9 +65,11 @@ def pack(given: Sequence[Some]) -> Tensor:
 
 def unpack(packet: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> list[Some]:
     """The elements of a packet; words are views of it."""
+    parts = _divide(packet, sizes, counts)
     found = []
-    for size, (numbers, words) in zip(sizes, _divide(packet, sizes, counts), strict=True):
-        found.append(Some(size, numbers.to(torch.int64), words))
+    for size, (numbers, words) in zip(sizes, parts, strict=True):
+        wide = numbers.to(torch.int64)
+        found.append(Some(size, wide, words))
     return found
 
 

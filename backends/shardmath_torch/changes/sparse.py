@@ -75,7 +75,8 @@ class Outgoing:
             counts = [WHOLE] * len(sizes)
             if elements is not None:
                 counts = [len(some.numbers) for some in elements]
-            told.setdefault(message.dst_rank, []).extend(counts)
+            all_counts = told.setdefault(message.dst_rank, [])
+            all_counts += counts
         return told
 
 
@@ -133,7 +134,8 @@ class Incoming:
         rest = {rank: iter(counts) for rank, counts in told.items()}
         found: list[Counts] = []
         for message, sizes in zip(self.messages, self.sizes, strict=True):
-            counts = tuple(itertools.islice(rest[message.src_rank], len(sizes)))
+            following = rest[message.src_rank]
+            counts = tuple(itertools.islice(following, len(sizes)))
             found.append(None if WHOLE in counts else counts)
         return found
 

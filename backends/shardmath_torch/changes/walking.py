@@ -94,7 +94,8 @@ class Walker:
     def sort(self, changed: Sequence[Changed]) -> Sorted:
         """These changes by message. Makes room for messages that go whole."""
         self._staging.reserve(self._needed)
-        return Sorted(self._sends.sort(changed), self._kept.sort(changed))
+        sends = self._sends.sort(changed)
+        return Sorted(sends, self._kept.sort(changed))
 
     def measure(self, given: Sorted) -> Volume:
         """What goes to others."""
@@ -193,11 +194,10 @@ def _number(rounds: Iterable[BoundRound]) -> Iterator[_Step]:
     """The rounds, with numbers that go on from round to round."""
     sends = receives = keeps = 0
     for one in rounds:
-        yield _Step(
-            list(enumerate(one.sends, sends)),
-            list(enumerate(one.receives, receives)),
-            list(enumerate(one.keeps, keeps)),
-        )
+        numbered = enumerate(one.sends, sends)
+        coming = enumerate(one.receives, receives)
+        staying = enumerate(one.keeps, keeps)
+        yield _Step(list(numbered), list(coming), list(staying))
         sends += len(one.sends)
         receives += len(one.receives)
         keeps += len(one.keeps)

@@ -120,7 +120,11 @@ def test_what_one_rank_does_wrong_is_an_error_on_all(pool: Pool, name: str) -> N
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [("program", "takes a Plan, got Program"), ("reduces", "is Partial in tensor"), ("none", "got NoneType")],
+    [
+        ("program", "takes a Plan, got Program"),
+        ("reduces", "is Partial in tensor"),
+        ("none", "got NoneType"),
+    ],
 )
 def test_what_has_no_changes(pool: Pool, name: str, what: str) -> None:
     assert all(what in said for said in pool.run(work.refuses, name))
