@@ -183,8 +183,9 @@ class Changes:
             _check_call(call, whole)
             check_thread(self._party.turns, self._mover.thread)
             src, dst = self._name_tensors(call)
-            check(self._wanted, (src, dst), self._party.wire.device_type)
             if self._walker is None or self._signed != _sign(src, dst):
+                # What is wrong with a tensor says more than that it is another.
+                check(self._wanted, (src, dst), self._party.wire.device_type)
                 what = "these are not the tensors, in the same memory, of the last whole move"
                 raise ExchangeError(f"{what}; call with whole=True on all ranks")
             changed = list(self._list_changed(src, call.positions))

@@ -3,7 +3,7 @@
 1. Changed cells are routed to messages, and each message goes as a packet of numbered elements, or whole where that is
    fewer bytes.
 2. How many elements each message has is told first, pair by pair, so that both ends know how long packets are.
-3. What arrives is put where it belongs by arithmetic on numbers; a tensor is touched where something of it has changed.
+3. What arrives is put where it belongs by arithmetic on numbers, at once in all tensors that share memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from shardmath.changes.routing import Receivers, Senders, count_elements
 from shardmath.programs.messages import Message
 from shardmath_torch import dtypes
 from shardmath_torch.changes.packets import MOST_ELEMENTS, Some, count_bytes, list_sizes
-from shardmath_torch.exchange.memory import reach
 
 __all__ = ["Changed", "Counts", "Elements", "Incoming", "Outgoing"]
 
@@ -114,13 +113,14 @@ def _is_larger(message: Message, sizes: Sequence[int], elements: Sequence[Some])
 
 
 class Incoming:
-    """The messages that a rank receives, or keeps, for destination tensors of these strides."""
+    """The messages that a rank receives, or keeps, for these destination tensors."""
 
-    def __init__(self, strides: Mapping[str, tuple[int, ...]], messages: Sequence[Message]) -> None:
+    def __init__(self, dst: Tensors, messages: Sequence[Message]) -> None:
         self.messages = messages
         self.sizes = [list_sizes(message) for message in messages]
-        self._keys = list(strides)
+        strides = {key: tensor.stride() for key, tensor in dst.items()}
         self._receivers = Receivers(strides, messages)
+        self._memory = _Memory(dst.values())
 
     def count_told(self) -> dict[int, int]:
         """How many counts each sender tells."""
@@ -139,18 +139,41 @@ class Incoming:
             found.append(None if WHOLE in counts else counts)
         return found
 
-    def place(self, number: int, elements: Iterable[Some], dst: Tensors) -> None:
+    def place(self, number: int, elements: Iterable[Some]) -> None:
         """Put elements of a message where they belong."""
         for some in elements:
             placed = self._receivers.place(number, some.numbers.numpy(force=True))
-            for tensor, here in _list_groups(placed.tensor):
-                cells = torch.from_numpy(placed.cell[here]).to(some.words.device)
-                at = torch.from_numpy(here).to(some.words.device)
-                _scatter(dst[self._keys[tensor]], cells, some.words[at])
+            self._memory.scatter(placed.tensor, placed.cell, some.words)
 
 
-def _scatter(tensor: Tensor, cells: Tensor, words: Tensor) -> None:
-    """Put words into cells of the tensor, counted in memory from its first on."""
-    memory = dtypes.words(tensor)
-    row = memory.as_strided((reach(memory),), (1,), memory.storage_offset())
-    row[cells] = words
+class _Memory:
+    """Tensors as rows of words: those that share memory, as views of one fused tensor do, are one row."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._rows: list[Tensor] = []
+        numbers: dict[tuple[int, int], int] = {}
+        row_of, start_of = [], []
+        for tensor in tensors:
+            words = dtypes.words(tensor)
+            storage = words.untyped_storage()
+            size = words.element_size()
+            where = storage.data_ptr(), size
+            if where not in numbers:
+                numbers[where] = len(self._rows)
+                row = words.as_strided((storage.nbytes() // size,), (1,), 0)
+                self._rows.append(row)
+            row_of.append(numbers[where])
+            start_of.append(words.storage_offset())
+        self._row_of = np.array(row_of, np.int64)
+        self._start_of = np.array(start_of, np.int64)
+
+    def scatter(self, tensors: Ints, cells: Ints, words: Tensor) -> None:
+        """Put words into cells, counted from the first of the tensor that is named beside each."""
+        rows = self._row_of[tensors]
+        places = self._start_of[tensors] + cells
+        for row, here in _list_groups(rows):
+            at = torch.from_numpy(places[here]).to(words.device)
+            taken = words
+            if len(here) < len(words):
+                taken = words[torch.from_numpy(here).to(words.device)]
+            self._rows[row][at] = taken

@@ -87,9 +87,9 @@ class Walker:
         keeps = [m for one in part.rounds for m in one.keeps]
         shapes = {key: tuple(tensor.shape) for key, tensor in src.items()}
         self._sends = Outgoing(shapes, sends)
-        self._receives = Incoming(there, receives)
+        self._receives = Incoming(dst, receives)
         self._kept = Outgoing(shapes, keeps)
-        self._keeps = Incoming(there, keeps)
+        self._keeps = Incoming(dst, keeps)
 
     def sort(self, changed: Sequence[Changed]) -> Sorted:
         """These changes by message. Makes room for messages that go whole."""
@@ -135,10 +135,10 @@ class Walker:
                 arriving = list(self._receive(step, counts, views))
                 leaving = list(self._send(step, given, views))
                 self._wire.start()
-                self._keep(step, given, views, dst)
+                self._keep(step, given, views)
                 for one in arriving:
                     one.pending.wait()
-                    self._take_in(one, counts, views, dst)
+                    self._take_in(one, counts, views)
                 for _, pending in leaving:
                     pending.wait()
 
@@ -169,25 +169,23 @@ class Walker:
                 continue
             yield _Leaving(memory, self._wire.send(memory, rank))
 
-    def _keep(self, step: _Step, given: Sorted, views: Views, dst: Tensors) -> None:
+    def _keep(self, step: _Step, given: Sorted, views: Views) -> None:
         """What stays on this rank."""
         for number, ends in step.keeps:
             elements = given.keeps[number]
             if elements is None:
                 views.keep(*ends)
             else:
-                self._keeps.place(number, elements, dst)
+                self._keeps.place(number, elements)
 
-    def _take_in(
-        self, one: _Arriving, counts: Sequence[Counts], views: Views, dst: Tensors
-    ) -> None:
+    def _take_in(self, one: _Arriving, counts: Sequence[Counts], views: Views) -> None:
         """Put what has arrived where it belongs."""
         told = counts[one.number]
         if one.packet is None or told is None:
             views.unpack(one.endpoint)
             return
         sizes = self._receives.sizes[one.number]
-        self._receives.place(one.number, unpack(one.packet, sizes, told), dst)
+        self._receives.place(one.number, unpack(one.packet, sizes, told))
 
 
 def _number(rounds: Iterable[BoundRound]) -> Iterator[_Step]:
