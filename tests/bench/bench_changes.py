@@ -102,7 +102,7 @@ def main() -> None:
     processes = [context.Process(target=run, args=(rank, port, results)) for rank in range(RANKS)]
     for process in processes:
         process.start()
-    found = sorted(results.get(timeout=120) for _ in processes)
+    found = sorted(results.get(timeout=600) for _ in processes)
     for process in processes:
         process.join()
     nbytes = sum(one[1] for one in found[:TRAINERS])
