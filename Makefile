@@ -152,6 +152,7 @@ bench: $(DEV)
 	@$(PYTEST) tests/bench -q --timeout=1800 --benchmark-sort=name --benchmark-columns=min,median,max,rounds --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_exchange.py --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_redistribute.py --page docs/benchmarks.md
+	@$(BIN)/python tests/bench/bench_changes.py --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_checkpoint.py --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_checkpoint.py --folder /dev/shm --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_buffers.py --page docs/benchmarks.md

@@ -18,6 +18,7 @@ export(path, module)                        # whole, as transformers and engines
 
 from __future__ import annotations
 
+from shardmath_torch.changes.changes import Changes, compile_changes
 from shardmath_torch.checkpoints.checkpoint import load, save
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.dtensors.dtensor import from_dtensor, to_dtensor
@@ -35,12 +36,14 @@ from shardmath_torch.refits.refit import Refit
 from shardmath_torch.states.training import load_state, load_weights, save_state, state_of
 
 __all__ = [
+    "Changes",
     "CheckpointError",
     "Fused",
     "Mover",
     "Refit",
     "amax",
     "compile",
+    "compile_changes",
     "export",
     "from_dtensor",
     "layout_of",

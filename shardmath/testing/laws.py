@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 
+from shardmath.testing.change_laws import changes_are_the_difference
 from shardmath.testing.layout_laws import (
     compose_is_after,
     fast_is_definition,
@@ -90,6 +91,7 @@ LAWS: tuple[Law, ...] = (
     Law(casting_commutes, _copies),
     Law(slicing_commutes, st.tuples(st.data(), _copies).map(lambda x: (x[0], *x[1]))),
     Law(windows_are_their_union, st.tuples(st.data(), _copies).map(lambda x: (x[0], *x[1]))),
+    Law(changes_are_the_difference, st.tuples(st.data(), _copies).map(lambda x: (x[0], *x[1]))),
     Law(adjoint_is_transpose, _linear_pairs),
     _on(trees_are_their_tensors, trees()),
 )

@@ -28,7 +28,7 @@ from shardmath_torch.exchange.staging import Fence, staging_of
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import Fold, Views, divide, fill
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "find_device"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
@@ -67,7 +67,7 @@ class Exchange:
         self._views = None
         src_strides = {key: tensor.stride() for key, tensor in src.items()}
         dst_strides = {key: tensor.stride() for key, tensor in dst.items()}
-        device = _find_device(src, dst)
+        device = find_device(src, dst)
         wanted = src_strides, dst_strides, device
         if wanted != self._bound_to:
             # Bound to nothing until all is found: an interrupt in between leaves half of it.
@@ -137,7 +137,7 @@ class Exchange:
         return endpoint, pending
 
 
-def _find_device(src: Tensors, dst: Tensors) -> torch.device:
+def find_device(src: Tensors, dst: Tensors) -> torch.device:
     """Where the rank's tensors are, all of them on one device; the CPU where it has none."""
     for tensor in (*src.values(), *dst.values()):
         return tensor.device

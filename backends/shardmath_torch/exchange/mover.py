@@ -38,6 +38,7 @@ __all__ = [
     "move_held",
     "move_in_autograd",
     "name_given",
+    "parts_of",
     "word_objection",
 ]
 
@@ -92,6 +93,7 @@ class Mover:
         self.plan = part.plan
         self.rounds = part.rounds
         self._given = given
+        self._part = part
         self._party = party
         self._engine = engine
         self._thread = thread
@@ -110,6 +112,11 @@ class Mover:
         """Raises ExchangeError: what copies would share, and not know of each other, is how tensors lie in memory."""
         what = "a mover belongs to its process group on this rank, and cannot be copied or pickled"
         raise ExchangeError(f"{what}; use this one, or compile the plan where another is needed")
+
+    @property
+    def thread(self) -> str | None:
+        """The name by which ranks pair its calls, where `compile` was given one."""
+        return self._thread
 
     @property
     def staging_bytes(self) -> int:
@@ -237,6 +244,11 @@ def move_held(
     """
     call = _Call(src, out, timeout, acknowledge, label, objection=objection, held=True, then=then)
     mover._run(call)
+
+
+def parts_of(mover: Mover) -> tuple[Part, Party]:
+    """What the mover does on this rank, and the rank in its group: for what moves the same otherwise."""
+    return mover._part, mover._party
 
 
 def move_in_autograd(

@@ -1,0 +1,178 @@
+"""Boxes: which boxes of a tensor cells lie in, and where in them, for many cells at once.
+
+1. Cells are numbered row by row. The borders of all boxes cut each dimension into intervals, and a grid of the
+   intervals says which boxes cover each of its fields. Boxes may overlap: a cell is found in each that covers it.
+2. Dimensions that every box covers whole are one with the dimension before: boxes of whole rows are intervals.
+3. Where borders of unlike boxes would make a grid much larger than there are boxes, half of the boxes have a grid of
+   their own. So memory and time depend on how many boxes and cells there are, and never on the tensor's size.
+
+>>> halves = index_boxes((4, 6), np.array([[0, 0], [0, 3]]), np.array([[4, 3], [4, 3]]))
+>>> found = halves.find(np.array([1, 10, 23]))
+>>> found.cell.tolist(), found.box.tolist(), found.place.tolist()
+([0, 1, 2], [0, 1, 1], [1, 4, 11])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from shardmath.base.arrays import Bools, Ints, Offsets, ranges
+
+__all__ = ["Boxes", "Found", "index_boxes", "ravel_places", "unravel"]
+
+Shape: TypeAlias = tuple[int, ...]
+
+FIELDS_PER_BOX = 8
+"""How many fields a grid may have for each of its boxes before it is divided."""
+
+
+class Found(NamedTuple):
+    """Which of the cells that were asked for, which box it is in, and its number there, row by row."""
+
+    cell: Ints
+    box: Ints
+    place: Ints
+
+
+class _Grid(NamedTuple):
+    """Intervals of each dimension, by their borders; the boxes that cover each field, row by row."""
+
+    borders: tuple[Ints, ...]
+    covering: Offsets
+    boxes: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """Boxes of a tensor of this shape: rows of `low` and `size` are boxes, columns dimensions."""
+
+    shape: Shape
+    low: Ints
+    size: Ints
+    grids: tuple[_Grid, ...]
+
+    def find(self, cells: Ints) -> Found:
+        """The boxes that cover these cells."""
+        along = unravel(cells, self.shape)
+        found = [self._find_in(grid, along) for grid in self.grids]
+        return Found(*(_join(column) for column in zip(*found, strict=True)))
+
+    def _find_in(self, grid: _Grid, along: Sequence[Ints]) -> Found:
+        """The boxes of one grid that cover cells with these coordinates."""
+        inside, field = _find_fields(grid, along)
+        first = grid.covering.first
+        covering, owner = ranges(first[field], first[field + 1])
+        cell = inside[owner]
+        box = grid.boxes[covering]
+        offsets = [coordinate[cell] - self.low[box, k] for k, coordinate in enumerate(along)]
+        return Found(cell, box, ravel_places(offsets, self.size[box].T))
+
+
+def index_boxes(shape: Shape, low: Ints, size: Ints) -> Boxes:
+    """The boxes [low, low + size) of a tensor, made ready to be asked."""
+    shape, low, size = _join_dimensions(shape, low, size)
+    numbers = np.arange(len(low))
+    return Boxes(shape, low, size, tuple(_make_grids(numbers, low, low + size)))
+
+
+def unravel(cells: Ints, shape: Shape) -> list[Ints]:
+    """The coordinates of cells, by dimension."""
+    along = []
+    rest = cells
+    for n in reversed(shape[1:]):
+        rest, coordinate = np.divmod(rest, n)
+        along.append(coordinate)
+    return [rest, *reversed(along)]
+
+
+def ravel_places(offsets: Sequence[Ints], sizes: Ints) -> Ints:
+    """The number of each element in its own box, row by row, from its offsets there and the box's sizes."""
+    place = offsets[0]
+    for offset, size in zip(offsets[1:], sizes[1:], strict=True):
+        place = place * size + offset
+    return place
+
+
+def _join(columns: Sequence[Ints]) -> Ints:
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
+def _join_dimensions(shape: Shape, low: Ints, size: Ints) -> tuple[Shape, Ints, Ints]:
+    """The same boxes with as few dimensions as do, at least one."""
+    sizes = list(shape)
+    columns = [(low[:, k], size[:, k]) for k in range(len(shape))]
+    # From the last dimension on, since what is joined lies together in memory.
+    for k in range(len(sizes) - 1, 0, -1):
+        n = sizes[k]
+        if bool((columns[k][1] == n).all()):
+            start, count = columns[k - 1]
+            columns[k - 1] = start * n, count * n
+            sizes[k - 1] *= n
+            del sizes[k], columns[k]
+    if not sizes:
+        one = np.ones(len(low), np.int64)
+        return (1,), np.zeros((len(low), 1), np.int64), one[:, None]
+    lows, counts = zip(*columns, strict=True)
+    return tuple(sizes), np.stack(lows, 1), np.stack(counts, 1)
+
+
+def _make_grids(numbers: Ints, low: Ints, high: Ints) -> Iterator[_Grid]:
+    """Grids of these boxes, one where it is small enough."""
+    if not len(numbers):
+        borders = tuple(np.zeros(1, np.int64) for _ in range(low.shape[1]))
+        yield _Grid(borders, Offsets(np.zeros(1, np.int64)), numbers)
+        return
+    ends = [np.unique(np.concatenate([a, b])) for a, b in zip(low.T, high.T, strict=True)]
+    fields = math.prod(len(each) - 1 for each in ends)
+    if fields <= FIELDS_PER_BOX * len(numbers):
+        yield _make_grid(numbers, low, high, tuple(ends))
+        return
+    first = _choose_half(low, ends)
+    for half in (first, ~first):
+        yield from _make_grids(numbers[half], low[half], high[half])
+
+
+def _choose_half(low: Ints, ends: Sequence[Ints]) -> Bools:
+    """The half of the boxes that begin first along the dimension with the most borders."""
+    most = max(range(len(ends)), key=lambda k: len(ends[k]))
+    half = np.zeros(len(low), bool)
+    half[low[:, most].argsort(kind="stable")[: len(low) // 2]] = True
+    return half
+
+
+def _make_grid(numbers: Ints, low: Ints, high: Ints, borders: tuple[Ints, ...]) -> _Grid:
+    """The grid of these borders."""
+    field = np.zeros(len(numbers), np.int64)
+    owner = np.arange(len(numbers))
+    fields = 1
+    # Dimension by dimension, each box is in more fields.
+    for k, ends in enumerate(borders):
+        first = ends.searchsorted(low[owner, k])
+        past = ends.searchsorted(high[owner, k])
+        interval, which = ranges(first, past)
+        field = field[which] * (len(ends) - 1) + interval
+        owner = owner[which]
+        fields *= len(ends) - 1
+    order = field.argsort(kind="stable")
+    counts = np.bincount(field, minlength=fields)
+    return _Grid(borders, Offsets.of_counts(counts), numbers[owner[order]])
+
+
+def _find_fields(grid: _Grid, along: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Which cells are in the grid, and in which of its fields each is."""
+    inside = np.arange(len(along[0]))
+    field = np.zeros(len(inside), np.int64)
+    for coordinate, ends in zip(along, grid.borders, strict=True):
+        interval = ends.searchsorted(coordinate[inside], "right") - 1
+        within = (interval >= 0) & (interval < len(ends) - 1)
+        if not within.all():
+            inside = inside[within]
+            field = field[within]
+            interval = interval[within]
+        field = field * (len(ends) - 1) + interval
+    return inside, field

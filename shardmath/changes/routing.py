@@ -1,0 +1,170 @@
+"""Routing: from cells of a source to elements of messages, and from those to cells of a destination.
+
+1. The elements of a message are numbered piece by piece, each piece row by row, alike at both ends. So a number stands
+   for one element of one tensor, however either end stores it: fused, strided, padded, or as a window.
+2. A cell goes into each message that has it, for each receiver of it once.
+3. Nothing is as large as a tensor: work grows with the cells that are asked for.
+
+>>> from shardmath import Layout, Mesh, plan
+>>> from shardmath.programs.part import make_parts
+>>> mesh = Mesh(tp=2)
+>>> parts = make_parts(plan(Layout((4, 2), mesh, "(tp n) h"), Layout((4, 2), mesh, "n (tp h)")))
+>>> (message,) = parts[0].rounds[0].sends
+>>> Senders({"": (2, 2)}, [message]).route("", np.array([0, 3]))
+Routed(cell=array([1]), message=array([0]), element=array([1]))
+>>> Receivers({"": (1, 1)}, [message]).place(0, np.array([1]))
+Placed(tensor=array([0]), cell=array([1]))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from shardmath.base.arrays import Ints
+from shardmath.changes.boxes import Boxes, index_boxes
+from shardmath.plans.plan import Transfer
+from shardmath.programs.messages import Message
+
+__all__ = ["Placed", "Receivers", "Routed", "Senders", "count_elements"]
+
+Slices: TypeAlias = tuple[slice, ...]
+
+
+class Routed(NamedTuple):
+    """Which of the cells that were given, the message it goes into, and the number that it has there."""
+
+    cell: Ints
+    message: Ints
+    element: Ints
+
+
+class Placed(NamedTuple):
+    """Which tensor an element comes into, and how many cells behind that tensor's first in memory."""
+
+    tensor: Ints
+    cell: Ints
+
+
+def count_elements(message: Message) -> int:
+    """Elements of all pieces of the message."""
+    return sum(math.prod(piece.shape) for piece in message.pieces)
+
+
+class _Sent(NamedTuple):
+    """The pieces that leave one tensor: as boxes of it, the message of each, and the number of its first element."""
+
+    boxes: Boxes
+    message: Ints
+    first: Ints
+
+
+class Senders:
+    """What leaves a rank's source tensors, of these local shapes, in these messages."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], messages: Sequence[Message]) -> None:
+        listed: dict[str, list[tuple[int, int, Transfer]]] = {key: [] for key in shapes}
+        for number, message in enumerate(messages):
+            first = 0
+            for piece in message.pieces:
+                listed[piece.src_tensor].append((number, first, piece))
+                first += math.prod(piece.shape)
+        self._sent = {key: _index_sent(shapes[key], sent) for key, sent in listed.items() if sent}
+
+    def route(self, key: str, cells: Ints) -> Routed:
+        """Where these cells of the tensor go, numbered row by row in its local shape."""
+        sent = self._sent.get(key)
+        if sent is None:
+            nothing = np.zeros(0, np.int64)
+            return Routed(nothing, nothing, nothing)
+        found = sent.boxes.find(cells)
+        return Routed(found.cell, sent.message[found.box], sent.first[found.box] + found.place)
+
+
+def _index_sent(shape: tuple[int, ...], sent: Sequence[tuple[int, int, Transfer]]) -> _Sent:
+    """The pieces of one tensor, made ready to be asked."""
+    pieces = [piece for _, _, piece in sent]
+    low, size = _find_corners([piece.src_slices for piece in pieces], len(shape))
+    numbers = np.array([number for number, _, _ in sent], np.int64)
+    first = np.array([start for _, start, _ in sent], np.int64)
+    return _Sent(index_boxes(shape, low, size), numbers, first)
+
+
+def _find_corners(boxes: Sequence[Slices], ndim: int) -> tuple[Ints, Ints]:
+    """The first cell and the size of each box, by dimension."""
+    start = [[one.start for one in box] for box in boxes]
+    stop = [[one.stop for one in box] for box in boxes]
+    low = np.array(start, np.int64).reshape(len(boxes), ndim)
+    return low, np.array(stop, np.int64).reshape(len(boxes), ndim) - low
+
+
+class _Arriving(NamedTuple):
+    """The pieces of one message as rows: their tensors, first elements, and how their elements lie there.
+
+    `size` and `step` are by dimension, a tensor of fewer dimensions than others has some of one element in front.
+    """
+
+    tensor: Ints
+    first: Ints
+    base: Ints
+    size: Ints
+    step: Ints
+
+
+class Receivers:
+    """What comes into a rank's destination tensors in these messages.
+
+    `strides` are those of the tensors in memory, in cells; tensors are numbered in the order of that mapping.
+    """
+
+    def __init__(self, strides: Mapping[str, tuple[int, ...]], messages: Sequence[Message]) -> None:
+        numbers = {key: number for number, key in enumerate(strides)}
+        self._arriving = [_index_arriving(strides, numbers, message) for message in messages]
+
+    def find_pieces(self, message: int, elements: Ints) -> Ints:
+        """Which piece of the message each of these elements is of."""
+        first = self._arriving[message].first
+        return first.searchsorted(elements, "right") - 1
+
+    def place(self, message: int, elements: Ints) -> Placed:
+        """Where these elements of the message come."""
+        arriving = self._arriving[message]
+        piece = self.find_pieces(message, elements)
+        rest = elements - arriving.first[piece]
+        cell = arriving.base[piece]
+        # From the last dimension on, as elements are numbered row by row.
+        for k in range(arriving.size.shape[1] - 1, 0, -1):
+            rest, offset = np.divmod(rest, arriving.size[piece, k])
+            cell += offset * arriving.step[piece, k]
+        cell += rest * arriving.step[piece, 0]
+        return Placed(arriving.tensor[piece], cell)
+
+
+def _index_arriving(
+    strides: Mapping[str, tuple[int, ...]], numbers: Mapping[str, int], message: Message
+) -> _Arriving:
+    """The pieces of one message, made ready to be asked."""
+    ndim = max((len(piece.shape) for piece in message.pieces), default=0)
+    ndim = max(ndim, 1)
+    tensor, first, base, size, step = [], [], [], [], []
+    end = 0
+    for piece in message.pieces:
+        steps = strides[piece.dst_tensor]
+        missing = ndim - len(steps)
+        tensor.append(numbers[piece.dst_tensor])
+        first.append(end)
+        base.append(sum(one.start * by for one, by in zip(piece.dst_slices, steps, strict=True)))
+        size.append([1] * missing + list(piece.shape))
+        step.append([0] * missing + list(steps))
+        end += math.prod(piece.shape)
+    rows = len(tensor), ndim
+    return _Arriving(
+        np.array(tensor, np.int64),
+        np.array(first, np.int64),
+        np.array(base, np.int64),
+        np.array(size, np.int64).reshape(rows),
+        np.array(step, np.int64).reshape(rows),
+    )

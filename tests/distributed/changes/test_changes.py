@@ -1,0 +1,155 @@
+"""Moves of what has changed: always what a whole move would bring, in fewer bytes, whatever is wrong."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardmath as sm
+from shardmath_torch.changes.comparing import Snapshot, take
+from tests.distributed.pool import Pool
+from tests.distributed.tasks import changes as work
+from tests.distributed.tasks.cases import (
+    Arrays,
+    as_bytes,
+    expected,
+    random_arrays,
+    random_plan,
+    thinned,
+)
+from tests.distributed.tasks.scenarios import Case
+
+SHARES = [0.0, 0.02, 0.3, 1.0]
+"""Of cells that change from step to step."""
+
+DTYPES = ["bool", "bfloat16", "float8_e4m3fn", "float32", "int64", "complex128"]
+
+
+def change(arrays: Arrays, share: float, rng: np.random.Generator) -> Arrays:
+    """The arrays with other bits in some cells, NaN among them."""
+    out: Arrays = {}
+    for rank, named in arrays.items():
+        for key, array in named.items():
+            bits = (
+                np.ascontiguousarray(array)
+                .view(np.uint8)
+                .reshape(array.size, array.itemsize)
+                .copy()
+            )
+            which = rng.random(array.size) < share
+            bits[which] ^= 1 if array.dtype.kind == "b" else 0xFF
+            out.setdefault(rank, {})[key] = bits.view(array.dtype).reshape(array.shape)
+    return out
+
+
+def check(pool: Pool, plans: list[sm.Plan], **rest: Any) -> list[Any]:
+    """Each step's destinations are those of a whole move. Gives what rank 0 sent."""
+    cases, wanted = [], []
+    for seed, plan in enumerate(plans):
+        rng = np.random.default_rng(seed)
+        src, dst = random_arrays(plan.src, rng), random_arrays(plan.dst, rng)
+        case = Case(plan, as_bytes(src, plan.src), as_bytes(dst, plan.dst), **rest)
+        at_times = [src]
+        for share in SHARES:
+            at_times.append(change(at_times[-1], share, rng))
+        cases.append((case, [as_bytes(one, plan.src) for one in at_times[1:]]))
+        wanted.append([expected(plan, one, dst) for one in at_times])
+    found = pool.run(work.change_cases, cases)
+    for rank, mine in enumerate(found):
+        for steps, right in zip(mine, wanted, strict=True):
+            for (held, _), there in zip(steps, right, strict=True):
+                assert held == there.get(rank, {})
+    return [[sent for _, sent in steps] for steps in found[0]]
+
+
+@pytest.mark.parametrize("lying", ["contiguous", "transposed", "strided"])
+def test_random_plans(pool: Pool, lying: str) -> None:
+    seeds = thinned(range(500, 560), len(lying))
+    check(pool, [random_plan(seed, ops=()) for seed in seeds], lying=lying)
+
+
+def test_many_rounds(pool: Pool) -> None:
+    plans = [random_plan(seed, ops=()) for seed in thinned(range(560, 600))]
+    check(pool, plans, options={"max_inflight_bytes": 1000})
+
+
+def test_all_sizes_of_elements_in_one_message(pool: Pool) -> None:
+    left, right = sm.Mesh(tp=4), sm.Mesh(tp=4, ranks=range(3, 7))
+    a = {name: sm.Layout((6, 9), left, "(tp n) h", dtype=name) for name in DTYPES}
+    b = {name: sm.Layout((6, 9), right, "n (tp h)", dtype=name) for name in DTYPES}
+    ((first, nothing, few, _, everything),) = check(pool, [sm.plan(a, b)])
+    assert nothing.nbytes == nothing.elements == nothing.whole == 0
+    assert 0 < few.nbytes < first.nbytes
+    assert everything.nbytes == first.nbytes and everything.whole == first.whole > 0
+
+
+def test_bfloat16_takes_six_bytes_an_element(pool: Pool) -> None:
+    a = sm.Layout((64, 64), sm.Mesh(tp=2), "(tp n) h", dtype="bfloat16")
+    b = sm.Layout((64, 64), sm.Mesh(tp=2, ranks=(4, 5)), "n (tp h)", dtype="bfloat16")
+    ((first, _, few, many, _),) = check(pool, [sm.plan(a, b)])
+    assert first.nbytes == 64 * 64
+    assert few.whole == 0 < few.elements and few.nbytes == 6 * few.elements
+    assert many.whole == 0 and many.nbytes < first.nbytes
+
+
+FAULTS = {
+    "other memory": "rank 1: these are not the tensors, in the same memory",
+    "shape": r"rank 1: the source tensor has shape \(1, 3\)",
+    "whole": "ranks disagree",
+    "whole=1": "rank 1: whole=1; pass True or False",
+    "outside": "rank 1: positions of '' go from 4 to 4; the tensor has cells 0 to 3",
+    "twice": "rank 1: positions of '' have a cell twice",
+    "name": "rank 1: positions of 'w', which is no source tensor of this rank",
+    "kind": "rank 1: positions of '' are .*; pass a row of int64",
+    "no snapshot": "rank 1: no snapshots are kept; pass positions=",
+    "label": "ranks disagree",
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_one_rank_does_wrong_is_an_error_on_all(pool: Pool, name: str) -> None:
+    """Nothing has changed, and the next call is right."""
+    for said, after in pool.run(work.fails, name):
+        assert re.search(FAULTS[name], said), said
+        assert after == [float(rank + 10) for rank in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("program", "takes a Plan, got Program"),
+        ("reduces", "is Partial in tensor"),
+        ("none", "got NoneType"),
+    ],
+)
+def test_what_has_no_changes(pool: Pool, name: str, what: str) -> None:
+    assert all(what in said for said in pool.run(work.refuses, name))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_snapshots_compare_bits(dtype: str) -> None:
+    """NaN is itself, and zeros have signs; in any strides."""
+    base = torch.randint(0, 2, (7, 5, 16), dtype=torch.uint8)
+    for cells in (base, base.permute(1, 0, 2), base[::2], base[:, ::2]):
+        bits = cells.contiguous().view(getattr(torch, dtype))
+        tensor = bits.permute(1, 0, 2)
+        snapshot = Snapshot(tensor)
+        assert len(snapshot.find_changed(tensor)) == 0
+        some = torch.randperm(tensor.numel())[:5].sort().values
+        along = torch.unravel_index(some, tensor.shape)
+        words = tensor.view(
+            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[
+                tensor.element_size()
+            ]
+        )
+        if tensor.element_size() == 16:
+            words = tensor.view(torch.int64).unflatten(-1, (-1, 2))[..., 0]
+        words[along] = words[along] ^ 1
+        found = snapshot.find_changed(tensor).sort().values
+        assert found.equal(some)
+        snapshot.update(found, take(tensor, found))
+        assert len(snapshot.find_changed(tensor)) == 0
