@@ -19,7 +19,7 @@ import numpy as np
 from shardmath.base.dtypes import ITEMSIZE, is_bool, is_integer
 from shardmath.transforms.elements import Array, numpy_type
 
-__all__ = ["NAN", "cast_array", "is_float", "refuse_cast"]
+__all__ = ["NAN", "SHORT", "cast_array", "is_float", "refuse_cast"]
 
 EXACT_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
 """Integers of so many bits are all numbers of the type."""
@@ -45,19 +45,23 @@ def refuse_cast(src: str, dst: str, lossy: bool) -> str:
     if src == dst:
         return ""
     for dtype in (src, dst):
-        if not (is_float(dtype) or is_integer(dtype) or is_bool(dtype)):
+        if not _is_number(dtype):
             return f"{dtype} has no cast; write a Custom, with scales if it needs them"
     if is_float(src) and is_integer(dst):
         return "what NaN and large numbers become differs between machines; write a Custom"
-    rounds = is_float(src) and is_float(dst)
-    if lossy or rounds or _fits(src, dst):
+    if lossy or _fits(src, dst):
         return ""
     return "values could be lost; pass lossy=True if that is meant"
 
 
+def _is_number(dtype: str) -> bool:
+    """Whether elements are one number each, which needs no scale."""
+    return is_float(dtype) or is_integer(dtype) or is_bool(dtype)
+
+
 def _fits(src: str, dst: str) -> bool:
-    """Whether all integers of one type are numbers of the other."""
-    if is_bool(src):
+    """Whether one type has the numbers of the other; fractions are there to be rounded."""
+    if is_bool(src) or (is_float(src) and is_float(dst)):
         return True
     if is_bool(dst) or is_float(src):
         return False

@@ -254,16 +254,21 @@ def _make_empty(wires: tuple[tuple[str, Layout], ...], rank: int) -> dict[str, A
 
 def _finalize(job: Job, rank: int, given: list[Array], into: Array | None) -> Array:
     """The local array of the wire tensors; `into` itself where that is given."""
-    layout = job.layout
-    if job.wired is None or job.wired.as_held.destination:
+    layout, wired = job.layout, job.wired
+    if wired is None or wired.as_held.destination:
         (array,) = given
         if into is None:
             return array
         packed = pack(layout, rank, array)
     else:
-        packed = _compute(job, job.wired, rank, given)
+        packed = _compute(job, wired, rank, given)
     out = np.zeros(layout.local_shape(rank), packed.dtype) if into is None else into
-    unpack(layout, rank, packed, out)
+    if wired is None:
+        unpack(layout, rank, packed, out)
+        return out
+    # As words on both sides, where the arrays are another library's.
+    own = _read_local(out, job.key, layout, rank)
+    unpack(layout, rank, read_elements(packed, layout.dtype, f"array {job.key!r}"), own)
     return out
 
 
