@@ -57,7 +57,7 @@ class Cast:
         for a, b in ((first, middle), (middle, last)):
             why = refuse_cast(a, b, self.lossy)
             if why:
-                raise PlanError(f"{self} of {src} to {dst}: from {a} to {b} {why}")
+                raise PlanError(f"{self} of {src} to {dst}: {a} to {b}: {why}")
         return (Component("data", middle if self.at == "source" else first),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
