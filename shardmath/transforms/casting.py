@@ -85,6 +85,7 @@ def cast_array(array: Array, src: str, dst: str) -> Array:
     values = _widen(array) if src == "bfloat16" else array
     with np.errstate(all="ignore"):
         if dst in SHORT:
+            # numpy would round float64 to float16 once, torch rounds it twice.
             values = values.astype(np.float32)
         out = _round(values) if dst == "bfloat16" else values.astype(numpy_type(dst))
     if not is_float(src) or not is_float(dst):
@@ -102,6 +103,7 @@ def _widen(words: Array) -> Array:
 def _round(values: Array) -> Array:
     """float32 as bfloat16: the upper half, one more where the lower half is beyond the middle, or odd at it."""
     bits = values.view(np.uint32)
+    # A carry out of the fraction goes into the exponent, which is right, and infinite at the end.
     odd = (bits >> 16) & 1
     rounded = (bits + odd + 0x7FFF) >> 16
     return rounded.astype(np.uint16)

@@ -47,8 +47,10 @@ _N = TypeVar("_N", bound=_Numbers)
 def exp(x: _N, power: Callable[[_N], _N]) -> _N:
     """e^x of float64; `power` gives 2^k of integers k in float64."""
     near = x.clip(-LIMIT, LIMIT)
+    # e^x = 2^k e^rest, where rest is so small that the series ends soon.
     k = (near * LOG2_E).round()
     rest = near - k * LN2_HIGH - k * LN2_LOW
+    # A constant of the same shape and device, whatever these arrays are; NaN stays NaN.
     total = rest * 0.0 + 1 / math.factorial(TERMS)
     for n in reversed(range(TERMS)):
         total = total * rest + 1 / math.factorial(n)

@@ -177,6 +177,7 @@ def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transfo
         if key not in known:
             known[key] = wire(name, chosen[name], held, there[name])
         wired[name] = known[key]
+        # Also names of tensors that are transformed themselves: a reader could not tell which is meant.
         for own, a, b in _pair_wires(name, known[key]):
             if own in here or own in sent:
                 fix = "rename the tensor, or the component"

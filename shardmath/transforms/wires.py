@@ -160,6 +160,7 @@ def _lay_dimension(dim: Dimension, block: int, size: int) -> Dimension:
     """The dimension of so many blocks."""
     held = list(cells(dim))
     packed = [_pack_runs(runs, block) for runs in held]
+    # Nearly always: nothing is between or behind what ranks hold, and the dimension keeps its text.
     if block == 1 and held == packed:
         return dim
     return fit(size, dim.axes, packed)
@@ -189,6 +190,7 @@ def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
         return None
     for cell, runs in enumerate(cells(dim)):
         for start, stop in _list_stretches(runs):
+            # The last block may be shorter than the others, and ends with the dimension.
             for cut in (start, stop):
                 if cut % block and cut != dim.size:
                     return _BadCut(cell, start, stop, cut)

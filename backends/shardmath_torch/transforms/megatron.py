@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -75,6 +76,7 @@ class MegatronHook:
     def __init__(self, hook: Hook, parts: tuple[Component, ...]) -> None:
         self.hook = hook
         self.parts = parts
+        self._claimed: list[tuple[int, int]] = []
 
     def __str__(self) -> str:
         return f"a Megatron hook of {', '.join(map(str, self.parts))}"
@@ -101,6 +103,20 @@ class MegatronHook:
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
         """Raises PlanError: a hook takes tensors."""
         raise PlanError(f"{self} takes torch's tensors; move them by smt.compile_transformed")
+
+    def claim(self, buffers: Sequence[Tensor]) -> bool:
+        """Whether the hook's buffers can be received into: as they lie, and nobody else's, as scratch memory would be."""
+        for one in buffers:
+            if not one.is_contiguous():
+                return False
+            mine = one.data_ptr(), one.data_ptr() + one.nbytes
+            at = bisect.bisect_left(self._claimed, mine)
+            before = self._claimed[at - 1][1] if at else 0
+            behind = self._claimed[at][0] if at < len(self._claimed) else mine[1]
+            if before > mine[0] or behind < mine[1]:
+                return False
+            self._claimed.insert(at, mine)
+        return True
 
     def make_worker(
         self, job: Job, rank: int, end: End, device: torch.device
@@ -214,7 +230,6 @@ class _Receiving:
         self.job = job
         self._hook = owner.hook
         self._boxes = _list_boxes(job, rank, owner.parts, "destination")
-        shapes = {key: layout.local_shape(rank) for key, layout in job.wires}
         self._own: list[list[Tensor]] = []
         who = f"prepare_recv of {type(owner.hook).__name__} gives"
         for box in self._boxes:
@@ -224,16 +239,17 @@ class _Receiving:
                 for part, place in zip(owner.parts, box.wires, strict=True)
             ]
             check_made(own, wanted, who, str(box.shape))
+            _check_devices(own, device, who)
             self._own.append(own)
-        self.buffers: Mapping[str, Tensor] = self._make_buffers(shapes, rank, device)
+        self.buffers: Mapping[str, Tensor] = self._make_buffers(owner, rank, device)
 
     def _make_buffers(
-        self, shapes: Mapping[str, tuple[int, ...]], rank: int, device: torch.device
+        self, owner: MegatronHook, rank: int, device: torch.device
     ) -> Mapping[str, Tensor]:
         """The hook's own where there is one box, so that what arrives is not copied; else buffers of all boxes."""
-        if len(self._own) == 1:
-            (own,) = self._own
-            return dict(zip(shapes, own, strict=True))
+        if len(self._own) == 1 and owner.claim(self._own[0]):
+            names = [key for key, _ in self.job.wires]
+            return dict(zip(names, self._own[0], strict=True))
         return make_buffers(self.job, rank, device)
 
     def run(self, tensor: Tensor | None) -> None:
@@ -244,6 +260,14 @@ class _Receiving:
                     words(one).copy_(words(part))
             with torch.inference_mode(False), torch.no_grad():
                 self._hook.finalize_recv(self.job.tensor, box.local, list(own))
+
+
+def _check_devices(tensors: Sequence[Tensor], device: torch.device, who: str) -> None:
+    """Raise ExchangeError for a buffer that the group cannot receive into."""
+    for one in tensors:
+        if one.device.type != device.type:
+            what = f"{who} a buffer on '{one.device}', the process group moves tensors on"
+            raise ExchangeError(f"{what} '{device.type}'; make it there")
 
 
 def _cut(buffers: Mapping[str, Tensor], box: _Box) -> list[Tensor]:

@@ -26,6 +26,7 @@ class Moved:
     tensors_dst: Mapping[int, Bytes]
     lying: str = "contiguous"
     options: Mapping[str, Any] = field(default_factory=dict)
+    nodes: int = 0
 
 
 def move_transformed(rank: int, cases: Sequence[Moved]) -> list[tuple[dict[str, bytes], bool]]:
@@ -34,9 +35,12 @@ def move_transformed(rank: int, cases: Sequence[Moved]) -> list[tuple[dict[str, 
     for case in cases:
         src = tensors_of(case.tensors_src.get(rank), case.lying)
         dst = tensors_of(case.tensors_dst.get(rank), case.lying)
-        move = smt.compile_transformed(
-            sm.transformed(case.src, case.dst, case.rules), timeout=30.0, **case.options
-        )
+        t = sm.transformed(case.src, case.dst, case.rules)
+        given: Any = None
+        if case.nodes:
+            nodes = sm.Topology(ranks_per_node=8 // case.nodes)
+            given = sm.schedule(sm.plan(t.src, t.dst), topology=nodes)
+        move = smt.compile_transformed(t, given, timeout=30.0, **case.options)
         at = addresses(move)
         move(src, out=dst)
         first = results(dst)

@@ -138,6 +138,17 @@ def add_largest(arrays: Any) -> Any:
     return arrays[0] + np.repeat(arrays[1], 4, axis=-1)
 
 
+def test_programs_and_little_staging(pool: Pool) -> None:
+    """A program of what travels, over nodes; and a plan in many rounds."""
+    a = sm.Layout((12, 10), sm.Mesh(tp=4), "(tp n) h")
+    b = sm.Layout((12, 10), sm.Mesh(dp=4, ranks=range(4, 8)), "n h", dtype="float16")
+    rule = {"w": transforms.Cast("float16")}
+    few = {"max_inflight_bytes": 64}
+    by_program, wanted = make({"w": a}, {"w": b}, rule, 1, nodes=2)
+    assert by_program.nodes == 2
+    check(pool, [(by_program, wanted), make({"w": a}, {"w": b}, rule, 2, options=few)])
+
+
 def test_only_what_is_made_has_buffers(pool: Pool) -> None:
     """A cast has buffers at one end alone, as many bytes as travel there; a tensor without a rule has none."""
     ranks = sm.Mesh(tp=2), sm.Mesh(tp=2, ranks=(2, 3))

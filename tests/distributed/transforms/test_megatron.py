@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 import shardmath as sm
+import shardmath_torch as smt
+from shardmath.transforms import Component
 from tests.distributed.pool import Pool, alone
-from tests.distributed.tasks.transforms import COLUMNS, DEALT, move_by_hook
+from tests.distributed.tasks.transforms import COLUMNS, DEALT, HALVES, Hook, move_by_hook
 
 PLAIN = sm.Layout((8, 6), COLUMNS.mesh, "n (tp h)", dtype="bfloat16")
 
@@ -65,3 +69,84 @@ def test_a_hook_that_breaks_after_arrival_is_this_rank_s_failure() -> None:
     for error, right, _, took in got:
         assert "finalize of 'a.weight' failed: RuntimeError: no finalize_recv" in error
         assert not right and took < 15
+
+
+def test_a_hook_takes_whole_blocks() -> None:
+    """A block whose halves lie apart on a rank is whole as a tensor, not as boxes."""
+    blocks = smt.megatron_hook(
+        Hook({}), (Component("low", "uint8"), Component("high", "uint8", (4,)))
+    )
+    apart = sm.Layout((8,), sm.Mesh(), "(n)=<2:4 -1 0:2 4:8>", dtype="bfloat16")
+    t = sm.transformed({"w": apart}, {"w": apart}, {"w": blocks})
+    job = next(t.jobs(0, "source"))
+    with pytest.raises(sm.ShardError) as caught:
+        blocks.make_worker(job._replace(tensor="a.weight"), 0, "source", torch.device("cpu"))
+    assert str(caught.value) == (
+        "rank 0 has 0:2 of dimension 0 of 'w' by itself, and a hook takes whole blocks of 4; lay them together"
+    )
+
+
+def test_what_a_hook_is() -> None:
+    hook = smt.megatron_hook(Hook({}), HALVES)
+    assert str(hook) == "a Megatron hook of low uint8, high uint8"
+    assert hook.rules(["a.weight", "a.bias"]) == {"a.weight": hook}
+    t = sm.transformed({"w": PLAIN}, {"w": PLAIN}, {"w": hook})
+    job = next(t.jobs(1, "source"))
+    for make, words in (
+        (lambda: smt.megatron_hook(torch, HALVES), "module has no should_transform, prepare_send,"),
+        (lambda: smt.megatron_hook(Hook({}), ["low"]), "'low' is not a Component"),
+        (
+            lambda: t.prepare(1, {"w": np.zeros((8, 3), np.uint16)}),
+            "takes torch's tensors; move them by",
+        ),
+        (
+            lambda: hook.make_worker(job, 1, "source", torch.device("cpu")),
+            "the hook does not transform 'w', and a rule says so",
+        ),
+    ):
+        with pytest.raises(sm.ShardError) as caught:
+            make()
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("scratch", [False, True])
+def test_buffers_of_a_hook_are_received_into_where_nobody_shares_them(scratch: bool) -> None:
+    """One buffer given for every tensor would be overwritten by the next: then they are filled one by one."""
+    hook = Hook(
+        {name: torch.zeros(8, 3, dtype=torch.bfloat16) for name in ("a.weight", "b.weight")}
+    )
+    given = [torch.empty(8, 3, dtype=torch.uint8) for _ in range(4)]
+    picks = {"a.weight": given[:2], "b.weight": given[:2] if scratch else given[2:]}
+    hook.prepare_recv = lambda name, slices: list(picks[name])  # type: ignore[method-assign]
+    transform = smt.megatron_hook(hook, HALVES)
+    side = dict.fromkeys(picks, PLAIN)
+    t = sm.transformed(side, side, transform.rules(side))
+    cpu = torch.device("cpu")
+    workers = [
+        transform.make_worker(job, 1, "destination", cpu) for job in t.jobs(1, "destination")
+    ]
+    own = [buffer.data_ptr() for worker in workers for buffer in worker.buffers.values()]
+    first = [one.data_ptr() for one in given]
+    assert own[:2] == first[:2] and (own[2:] == first[2:]) is not scratch
+    for value, worker in enumerate(workers, 1):
+        for buffer in worker.buffers.values():
+            buffer.fill_(value)
+    for worker in workers:
+        worker.run(None)
+    expected = [torch.tensor([v | v << 8], dtype=torch.int16).view(torch.bfloat16) for v in (1, 2)]
+    assert all(bool((x == y).all()) for x, y in zip(hook.stored.values(), expected, strict=True))
+
+
+def test_buffers_elsewhere_are_refused() -> None:
+    hook = Hook({"a.weight": torch.zeros(8, 3, dtype=torch.bfloat16)})
+    hook.prepare_recv = lambda name, slices: [  # type: ignore[method-assign]
+        torch.empty(8, 3, dtype=torch.uint8, device="meta") for _ in range(2)
+    ]
+    transform = smt.megatron_hook(hook, HALVES)
+    t = sm.transformed({"a.weight": PLAIN}, {"a.weight": PLAIN}, transform.rules(["a.weight"]))
+    (job,) = t.jobs(1, "destination")
+    with pytest.raises(sm.ExchangeError) as caught:
+        transform.make_worker(job, 1, "destination", torch.device("cpu"))
+    assert "a buffer on 'meta', the process group moves tensors on 'cpu'; make it there" in str(
+        caught.value
+    )
