@@ -105,7 +105,7 @@ class MegatronHook:
         raise PlanError(f"{self} takes torch's tensors; move them by smt.compile_transformed")
 
     def claim(self, buffers: Sequence[Tensor]) -> bool:
-        """Whether the hook's buffers can be received into: as they lie, and nobody else's, as scratch memory would be."""
+        """Whether the hook's buffers can be received into: in rows, and nobody else's, as scratch memory would be."""
         for one in buffers:
             if not one.is_contiguous():
                 return False
