@@ -25,28 +25,37 @@ from shardmath_torch.transforms.casting import cast, cast_into, negative_exp_int
 
 __all__ = ["check_made", "describe", "finalize", "keep", "prepare"]
 
-_Into: TypeAlias = Callable[[Transform, Form, Form, Tensor, Tensor], None]
-"""What a transform with one component makes of a tensor, into another."""
+_Values: TypeAlias = Sequence[Tensor]
+"""A tensor for each component."""
+_Preparing: TypeAlias = Callable[[Transform, Form, Form, Tensor, _Values], None]
+"""What a transform makes of a tensor, into its components."""
+_Finalizing: TypeAlias = Callable[[Transform, Form, Form, _Values, Tensor], None]
+"""What a transform makes of its components, into a tensor."""
 
 
-def _prepare_cast(transform: Transform, src: Form, dst: Form, values: Tensor, out: Tensor) -> None:
-    assert isinstance(transform, Cast)
-    cast_into(values, src.dtype, transform.dtype, out)
+def _prepare_cast(t: Transform, src: Form, dst: Form, values: Tensor, out: _Values) -> None:
+    assert isinstance(t, Cast)
+    cast_into(values, src.dtype, t.dtype, out[0])
 
 
-def _finalize_cast(transform: Transform, src: Form, dst: Form, values: Tensor, out: Tensor) -> None:
-    assert isinstance(transform, Cast)
-    if transform.at == "destination":
-        values = cast(values, src.dtype, transform.dtype)
-    cast_into(values, transform.dtype, dst.dtype, out)
+def _finalize_cast(t: Transform, src: Form, dst: Form, values: _Values, out: Tensor) -> None:
+    assert isinstance(t, Cast)
+    arrived = values[0]
+    if t.at == "destination":
+        arrived = cast(arrived, src.dtype, t.dtype)
+    cast_into(arrived, t.dtype, dst.dtype, out)
 
 
-def _compute_exp(transform: Transform, src: Form, dst: Form, values: Tensor, out: Tensor) -> None:
-    negative_exp_into(values, src.dtype, dst.dtype, out)
+def _prepare_exp(t: Transform, src: Form, dst: Form, values: Tensor, out: _Values) -> None:
+    negative_exp_into(values, src.dtype, dst.dtype, out[0])
 
 
-PREPARE: dict[type, _Into] = {Cast: _prepare_cast, NegativeExp: _compute_exp}
-FINALIZE: dict[type, _Into] = {Cast: _finalize_cast, NegativeExp: _compute_exp}
+def _finalize_exp(t: Transform, src: Form, dst: Form, values: _Values, out: Tensor) -> None:
+    negative_exp_into(values[0], src.dtype, dst.dtype, out)
+
+
+PREPARE: dict[type, _Preparing] = {Cast: _prepare_cast, NegativeExp: _prepare_exp}
+FINALIZE: dict[type, _Finalizing] = {Cast: _finalize_cast, NegativeExp: _finalize_exp}
 
 
 def prepare(
@@ -55,8 +64,7 @@ def prepare(
     """The components of some blocks of the source's tensor, into `out`. Raises what the transform does."""
     into = PREPARE.get(type(transform))
     if into is not None:
-        (only,) = out
-        into(transform, src, dst, values, only)
+        into(transform, src, dst, values, out)
         return
     own = _find_own(transform, 0)
     made: object
@@ -75,8 +83,7 @@ def finalize(
     """The blocks of the destination's tensor that these parts of components stand for, into `out`."""
     into = FINALIZE.get(type(transform))
     if into is not None:
-        (only,) = values
-        into(transform, src, dst, only, out)
+        into(transform, src, dst, values, out)
         return
     own = _find_own(transform, 1)
     made: object

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardmath.transforms.components import End
 from shardmath.transforms.transformed import Job
+from shardmath.transforms.wires import Wired
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.transforms.functions import finalize, prepare
 from shardmath_torch.transforms.packing import Packing
@@ -68,7 +69,7 @@ def make_worker(job: Job, rank: int, end: End, device: torch.device) -> Worker |
     if isinstance(transform, HasWorkers):
         return transform.make_worker(job, rank, end, device)
     make = _Preparing if end == "source" else _Finalizing
-    return make(job, rank, device)
+    return make(job, job.wired, rank, device)
 
 
 def make_buffers(job: Job, rank: int, device: torch.device) -> dict[str, Tensor]:
@@ -79,48 +80,44 @@ def make_buffers(job: Job, rank: int, device: torch.device) -> dict[str, Tensor]
     }
 
 
-class _Preparing:
-    """At the source."""
+class _Packed:
+    """What both ends have."""
 
     holds = False
     opaque = False
 
-    def __init__(self, job: Job, rank: int, device: torch.device) -> None:
+    def __init__(self, job: Job, wired: Wired, rank: int, device: torch.device) -> None:
         self.job = job
         self.buffers = make_buffers(job, rank, device)
+        self._wired = wired
         self._packing = Packing(job.layout, rank, device)
+
+
+class _Preparing(_Packed):
+    """At the source."""
 
     def run(self, tensor: Tensor | None) -> None:
         """The wire tensors of the local one."""
-        wired = self.job.wired
-        assert tensor is not None and wired is not None
+        assert tensor is not None, "given by the caller"
+        wired = self._wired
         packed = self._packing.read(tensor)
         if packed.numel():
             out = tuple(self.buffers.values())
             prepare(wired.transform, wired.src, wired.dst, packed, out)
 
 
-class _Finalizing:
+class _Finalizing(_Packed):
     """At the destination."""
-
-    holds = False
-    opaque = False
-
-    def __init__(self, job: Job, rank: int, device: torch.device) -> None:
-        self.job = job
-        self.buffers = make_buffers(job, rank, device)
-        self._packing = Packing(job.layout, rank, device)
 
     def run(self, tensor: Tensor | None) -> None:
         """The local tensor of the wire ones."""
-        wired = self.job.wired
-        assert tensor is not None and wired is not None
+        assert tensor is not None, "given by the caller"
         if 0 in self._packing.shape:
             return
+        wired = self._wired
         values = tuple(self.buffers.values())
-        if self._packing.is_view:
-            finalize(wired.transform, wired.src, wired.dst, values, self._packing.read(tensor))
-            return
-        packed = torch.empty(self._packing.shape, dtype=tensor.dtype, device=tensor.device)
+        packed = self._packing.read(tensor)
+        # A copy, where it is no view: memory of the right shape, whatever is in it.
         finalize(wired.transform, wired.src, wired.dst, values, packed)
-        self._packing.write(tensor, packed)
+        if not self._packing.is_view:
+            self._packing.write(tensor, packed)
