@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,14 +59,14 @@ class TransformedMover:
     """
 
     def __init__(
-        self, transforms: Transformed, mover: Mover, rank: int, parts: tuple[list[_Part], ...]
+        self, transforms: Transformed, mover: Mover, party: Party, parts: tuple[list[_Part], ...]
     ) -> None:
         self.transforms = transforms
         self.mover = mover
         self._parts = parts
-        self._device_type = mover._party.wire.device_type
+        self._device_type = party.wire.device_type
         sides = zip(("source", "destination"), parts, strict=True)
-        first, last = (_want(transforms, side, rank, own) for side, own in sides)
+        first, last = (_want(transforms, side, party.rank, own) for side, own in sides)
         self._wanted = first, last
         # What a hook takes may have no plain memory; it knows what it can read.
         self._opaque = {part.job.key for part in parts[0] if part.worker and part.worker.opaque}
@@ -75,6 +75,11 @@ class TransformedMover:
 
     def __repr__(self) -> str:
         return f"<mover of {self.transforms!r} by {self.mover!r}>"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raises ExchangeError: copies would share wire buffers, and not know of each other."""
+        what = "a mover belongs to its process group on this rank, and cannot be copied or pickled"
+        raise ExchangeError(f"{what}; use this one, or compile the transforms again")
 
     @property
     def plan(self) -> Movable:
@@ -209,7 +214,7 @@ def compile_transformed(
         engine=engine,
         thread=thread,
     )
-    return TransformedMover(transforms, mover, party.rank, parts)
+    return TransformedMover(transforms, mover, party, parts)
 
 
 def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:

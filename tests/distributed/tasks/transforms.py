@@ -265,5 +265,10 @@ def memory(rank: int, case: Moved) -> tuple[int, bytes]:
     """Bytes of wire buffers, and the destination of a move in its own memory."""
     move = smt.compile_transformed(sm.transformed(case.src, case.dst, case.rules), timeout=30.0)
     src, dst = tensors_of(case.tensors_src.get(rank)), tensors_of(case.tensors_dst.get(rank))
+    # A trainer's parameters need gradients; a backward that needs what a destination was has to see that it changed.
+    for tensor in (src or {}).values():
+        tensor.requires_grad_()
+    before = {key: tensor._version for key, tensor in (dst or {}).items()}
     move(src, out=dst)
+    assert all(tensor._version > before[key] for key, tensor in (dst or {}).items())
     return move.wire_bytes, b"" if dst is None else bytes_of(next(iter(dst.values())))

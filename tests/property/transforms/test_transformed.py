@@ -41,6 +41,19 @@ def test_wire_tensors_follow_from_the_layouts() -> None:
     sm.verify(sm.schedule(plan))
 
 
+def test_what_travels_is_a_plan_like_any_other() -> None:
+    """A collective of the narrow type, with a certificate."""
+    sharded = sm.Layout((8, 64), TP, "(tp n) h")
+    whole = sm.Layout((8, 64), TP, "n h", dtype="bfloat16")
+    t = sm.transformed({"w": sharded}, {"w": whole}, {"w": CAST})
+    found: Any = sm.recognise(t.src["w.data"], t.dst["w.data"])  # type: ignore[arg-type]
+    assert found.kind == "all_gather"
+    rack = sm.Topology(ranks_per_node=2)
+    plan = sm.plan(t.src, t.dst)
+    assert sm.certify(sm.schedule(plan, topology=rack)).bound_s > 0
+    assert sum(plan.received_bytes().values()) == 3 * 8 * 64 * 2
+
+
 def test_two_layouts_have_components_alone() -> None:
     t = sm.transformed(WIDE, NARROW, {"*": CAST})
     assert list(t.src) == list(t.dst) == ["data"]
