@@ -26,9 +26,16 @@ def cast_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
     # torch has casts from each type of its own, of which not all round twice.
     short = values.float() if dst in SHORT else values
     out.copy_(short)
-    if is_float(src) and is_float(dst):
+    if is_float(src) and is_float(dst) and _may_have_nan(out):
         # torch's own bits of NaN differ between the middle of a tensor and its end.
-        words(out).masked_fill_(values.isnan(), NAN[dst])
+        words(out).masked_fill_(out.isnan(), NAN[dst])
+
+
+def _may_have_nan(values: Tensor) -> bool:
+    """Whether NaN has to be looked for, which on a CPU takes longer than the cast; weights have none."""
+    if values.device.type != "cpu":
+        return True  # asking would wait for the device
+    return bool(values.numel()) and bool(values.amax().isnan())
 
 
 def cast(values: Tensor, src: str, dst: str) -> Tensor:
