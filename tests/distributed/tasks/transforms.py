@@ -272,3 +272,27 @@ def memory(rank: int, case: Moved) -> tuple[int, bytes]:
     move(src, out=dst)
     assert all(tensor._version > before[key] for key, tensor in (dst or {}).items())
     return move.wire_bytes, b"" if dst is None else bytes_of(next(iter(dst.values())))
+
+
+def cut_apart(rank: int) -> tuple[str, str, bool]:
+    """The errors of sides that cut a block, on every rank, and of boxes that do, on one; and whether a good move then
+    goes well."""
+    parts = (transforms.Component("low", "uint8"), transforms.Component("high", "uint8", (4,)))
+    hook = smt.megatron_hook(Hook({"a.weight": torch.zeros(8, dtype=torch.bfloat16)}), parts)
+    whole = sm.Layout((8,), sm.Mesh(), "n")
+    apart = sm.Layout((8,), sm.Mesh(ranks=(2,)), "(n)=<2:4 -1 0:2 4:8>")
+    cut = sm.Layout((8,), sm.Mesh(tp=4), "(tp n)")
+    errors = []
+    for held in (cut, apart):
+        try:
+            t = sm.transformed({"a.weight": held}, {"a.weight": whole}, {"*": hook})
+            smt.compile_transformed(t, timeout=20.0)
+            errors.append("")
+        except sm.ShardError as error:
+            errors.append(str(error))
+    move = smt.compile_transformed(
+        sm.transformed({"w": ROWS}, {"w": COLUMNS}, {"w": custom((same, same))}), timeout=20.0
+    )
+    src, dst = locals_of(rank)
+    move(src, out=dst)
+    return errors[0], errors[1], right(rank, dst)

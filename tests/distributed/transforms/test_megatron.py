@@ -10,7 +10,14 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath.transforms import Component
 from tests.distributed.pool import Pool, alone
-from tests.distributed.tasks.transforms import COLUMNS, DEALT, HALVES, Hook, move_by_hook
+from tests.distributed.tasks.transforms import (
+    COLUMNS,
+    DEALT,
+    HALVES,
+    Hook,
+    cut_apart,
+    move_by_hook,
+)
 
 PLAIN = sm.Layout((8, 6), COLUMNS.mesh, "n (tp h)", dtype="bfloat16")
 
@@ -150,3 +157,11 @@ def test_buffers_elsewhere_are_refused() -> None:
     assert "a buffer on 'meta', the process group moves tensors on 'cpu'; make it there" in str(
         caught.value
     )
+
+
+def test_cuts_inside_a_block_are_errors_on_all_ranks(pool: Pool) -> None:
+    for cut, apart, right in pool.run(cut_apart):
+        assert "tensor 'a.weight': rank 0 holds positions 0:2 of dimension 0" in cut
+        assert "the nearest cuts to 2 are 0 and 4" in cut
+        assert "rank 2: rank 2 has 0:2 of dimension 0 of 'a.weight' by itself" in apart
+        assert right
