@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from shardmath.refits.refit import Refit, refit
     from shardmath.relabelling.relabelling import Relabelling, relabel
     from shardmath.storage.fitting import from_holdings
+    from shardmath.transforms.transformed import Transformed, transformed
 
     __version__: str
 
@@ -68,6 +69,7 @@ LATE = {
     "Relabelling": "relabelling.relabelling",
     "Topology": "flows.topology",
     "Transfer": "plans.plan",
+    "Transformed": "transforms.transformed",
     "Transposed": "plans.adjoint",
     "adjoint": "plans.adjoint",
     "certify": "programs.certify",
@@ -80,6 +82,7 @@ LATE = {
     "relabel": "relabelling.relabelling",
     "schedule": "programs.scheduling",
     "simulate": "proofs.simulate",
+    "transformed": "transforms.transformed",
     "verify": "proofs.verify",
     "window": "layouts.edits",
 }
@@ -92,6 +95,7 @@ FACES = {
     "rules": "families.rules",
     "storage": "storage",
     "store": "layouts.store",
+    "transforms": "transforms",
 }
 """Modules that people use by name, and where they are."""
 
@@ -159,6 +163,7 @@ __all__ = [
     "Table",
     "Topology",
     "Transfer",
+    "Transformed",
     "Transposed",
     "adjoint",
     "certify",
@@ -173,6 +178,7 @@ __all__ = [
     "relabel",
     "schedule",
     "simulate",
+    "transformed",
     "verify",
     "window",
 ]

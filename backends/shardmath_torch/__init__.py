@@ -3,6 +3,8 @@
 move = compile(plan)                        # collective; every rank of the group, once
 move(src_tensors, out=dst_tensors)          # collective; many times, in the same order on every rank
 
+move = compile_transformed(sm.transformed(src, dst, rules))   # where what travels is not what is held
+
 refit = Refit(planned)                      # collective; a trainer's and an engine's own tensors, by their names
 refit.prepare(src=..., dst=...)             # once; then refit() after every step
 
@@ -34,6 +36,8 @@ from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.refits.recording import record
 from shardmath_torch.refits.refit import Refit
 from shardmath_torch.states.training import load_state, load_weights, save_state, state_of
+from shardmath_torch.transforms.compile import TransformedMover, compile_transformed
+from shardmath_torch.transforms.megatron import megatron_hook
 
 __all__ = [
     "Changes",
@@ -41,15 +45,18 @@ __all__ = [
     "Fused",
     "Mover",
     "Refit",
+    "TransformedMover",
     "amax",
     "compile",
     "compile_changes",
+    "compile_transformed",
     "export",
     "from_dtensor",
     "layout_of",
     "load",
     "load_state",
     "load_weights",
+    "megatron_hook",
     "open_checkpoint",
     "record",
     "redistribute",

@@ -29,7 +29,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import as_integer, instance, listed, mapping
@@ -37,7 +36,7 @@ from shardmath.base.arguments import text as plain
 from shardmath.base.errors import MeshError, NotationError, ShardError
 from shardmath.base.text import plural
 from shardmath.families.hf import Entry, Shapes
-from shardmath.families.styles import KINDS, kind
+from shardmath.families.styles import KINDS, fits
 from shardmath.layouts.layout import Layout
 
 __all__ = ["DEFAULTS", "Rule", "Shapes", "Side", "parse", "parse_mesh"]
@@ -73,9 +72,7 @@ class Rule:
 
     def matches(self, name: str) -> bool:
         """Whether the tensor `name` is of this kind, or fits this glob."""
-        if self.pattern in KINDS:
-            return kind(name) == self.pattern
-        return fnmatchcase(name, self.pattern)
+        return fits(self.pattern, name)
 
 
 DEFAULTS: dict[tuple[str, ...], tuple[Rule, ...]] = {

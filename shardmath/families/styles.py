@@ -26,7 +26,7 @@ from shardmath.base.errors import LayoutError
 from shardmath.base.memo import memo
 from shardmath.families.hf import is_expert
 
-__all__ = ["KINDS", "MODULES", "STYLES", "Style", "dimension", "kind", "tp_text"]
+__all__ = ["KINDS", "MODULES", "STYLES", "Style", "dimension", "fits", "kind", "tp_text"]
 
 
 class Style(NamedTuple):
@@ -110,6 +110,13 @@ def _kind_of_tail(tail: str) -> str:
         if fnmatchcase(f".{module}", f"*.{end}"):
             return style if leaf == "weight" else STYLES[style].bias
     return "replicate"
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether the tensor `name` is of the kind that the pattern is, or fits this glob."""
+    if pattern in KINDS:
+        return kind(name) == pattern
+    return fnmatchcase(name, pattern)
 
 
 def dimension(name: str, ndim: int) -> int | None:

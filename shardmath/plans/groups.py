@@ -182,9 +182,13 @@ def _check_tensor(name: str, src: Windows, dst: Windows) -> None:
     for layout in (*src, *dst):
         if (layout.shape, layout.dtype) == (first.shape, first.dtype):
             continue
+        cast = ""
+        if layout.shape == first.shape:
+            rule = f"{{{name!r}: transforms.Cast({layout.dtype!r})}}"
+            cast = f"; to cast it on the way, plan what transformed(src, dst, {rule}) gives"
         raise PlanError(
             f"tensor {name!r}: {describe_form(first)} here, {describe_form(layout)} there; "
-            f"both sides and all windows hold one tensor of one shape and dtype"
+            f"both sides and all windows hold one tensor of one shape and dtype{cast}"
         )
     if len(src) > 1:
         check_disjoint(name, src)

@@ -13,8 +13,9 @@ Whoever writes a placement checks it with `check_placement`:
 `lengths(100_000)` and `parts(64)` go further. One case of a million rows takes seconds; so check a
 placement of long blocks on one of its own sizes too.
 
-A rule of buffers is checked with `check_rule`, on what `params` draws; every value of ours obeys
-`LAWS`: `given(law.cases)(lambda case: law.check(*case))`. Needs hypothesis (the extra `testing`).
+A rule of buffers is checked with `check_rule`, on what `params` draws, and a transform with
+`check_transform`, on what `transform_cases` does; every value of ours obeys `LAWS`:
+`given(law.cases)(lambda case: law.check(*case))`. Needs hypothesis (the extra `testing`).
 
 In reading order:
 
@@ -24,6 +25,7 @@ In reading order:
 - `layout_laws`: what all Runs and layouts keep;
 - `plan_laws`: what all plans keep;
 - `change_laws`: what is sent of a tensor of which a few elements have changed;
+- `transform_laws`: what all transforms keep;
 - `laws`: all of these laws by name, and their cases;
 - `buffers`: what every rule of buffers keeps;
 - `rounds`: whether ranks that walk their rounds get to the end.
@@ -54,17 +56,24 @@ from shardmath.testing.strategies import (
     tilings,
     trees,
 )
+from shardmath.testing.transform_laws import (
+    TRANSFORM_LAWS,
+    check_transform,
+    transform_cases,
+)
 
 __all__ = [
     "LAWS",
     "PLACEMENT_LAWS",
     "RULE_LAWS",
+    "TRANSFORM_LAWS",
     "Law",
     "RuleCase",
     "addends",
     "boxes",
     "check_placement",
     "check_rule",
+    "check_transform",
     "distribute",
     "layouts",
     "lengths",
@@ -79,6 +88,7 @@ __all__ = [
     "runs",
     "shapes",
     "tilings",
+    "transform_cases",
     "trees",
     "value",
 ]

@@ -35,6 +35,7 @@ from shardmath_torch.exchange.task import Engine
 __all__ = [
     "Mover",
     "describe_crossing",
+    "move_bound",
     "move_held",
     "move_in_autograd",
     "name_given",
@@ -58,6 +59,7 @@ class _Call(NamedTuple):
     objection: str = ""
     held: bool = False
     then: Callable[[], None] | None = None
+    bind: Callable[[], tuple[Local, Local]] | None = None
 
 
 class _Held(NamedTuple):
@@ -204,7 +206,8 @@ class Mover:
         """The tensors by local buffer key, checked and bound, unless these were already."""
         if call.held and self._held is not None and self._held.is_of(call):
             return self._held.tensors
-        tensors = by_key(self._wanted[0], call.src), by_key(self._wanted[1], call.out)
+        src, out = (call.src, call.out) if call.bind is None else call.bind()
+        tensors = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
         signed = signature(tensors)
         if signed != self._checked or call.held or self._held is not None:
             # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
@@ -249,6 +252,22 @@ def move_held(
 def parts_of(mover: Mover) -> tuple[Part, Party]:
     """What the mover does on this rank, and the rank in its group: for what moves the same otherwise."""
     return mover._part, mover._party
+
+
+def move_bound(
+    mover: Mover,
+    bind: Callable[[], tuple[Local, Local]],
+    *,
+    timeout: float | None,
+    acknowledge: bool,
+    label: str,
+    then: Callable[[], None],
+) -> None:
+    """A move of the tensors that `bind` gives, under the group's turn and before ranks vote.
+
+    What `bind` raises is an error on all ranks, and nothing is moved. `then` is as in `move_held`.
+    """
+    mover._run(_Call(None, None, timeout, acknowledge, label, then=then, bind=bind))
 
 
 def move_in_autograd(

@@ -288,7 +288,8 @@ def halves(layout: Layout) -> tuple[Layout, ...]:
         (
             lambda: plan(A, Layout((8, 2), TP4, "n h", dtype="int8")),
             "tensor '': float32[8, 2] here, int8[8, 2] there; both sides and all windows hold one tensor "
-            "of one shape and dtype",
+            "of one shape and dtype; to cast it on the way, plan what transformed(src, dst, "
+            "{'': transforms.Cast('int8')}) gives",
         ),
         (
             lambda: plan((window(A, ((0, 1), (0, 2))), Layout((8,), TP2, "n")), A),

@@ -1,0 +1,11 @@
+"""Transforms: what travels is not what is held, in torch.
+
+In reading order:
+
+- `casting`: numbers of one type as those of another;
+- `functions`: what transforms do, on tensors;
+- `packing`: what a rank holds, without holes;
+- `workers`: what one rank does for one of its tensors;
+- `megatron`: hooks of Megatron-Core as transforms;
+- `compile`: two sides and what travels between them, made ready.
+"""

@@ -1,0 +1,153 @@
+"""Functions: what transforms do, on tensors.
+
+1. Those of ours have a row each in `PREPARE` and `FINALIZE`, and write what they make into tensors that are there.
+2. Another transform may have functions of tensors beside those of arrays, as `Custom(on_tensors=...)` has; where it has
+   none, its functions of arrays are called, on the CPU. What they make is looked at before it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardmath.base import dtypes
+from shardmath.base.errors import ExchangeError
+from shardmath.base.text import plural
+from shardmath.transforms import Cast, Form, NegativeExp, Transform
+from shardmath.transforms.custom import OnTensors
+from shardmath.transforms.elements import Array, numpy_type, read_elements
+from shardmath_torch.dtypes import dtype_of, words
+from shardmath_torch.transforms.casting import cast, cast_into, negative_exp_into
+
+__all__ = ["check_made", "describe", "finalize", "keep", "prepare"]
+
+_Values: TypeAlias = Sequence[Tensor]
+"""A tensor for each component."""
+_Preparing: TypeAlias = Callable[[Transform, Form, Form, Tensor, _Values], None]
+"""What a transform makes of a tensor, into its components."""
+_Finalizing: TypeAlias = Callable[[Transform, Form, Form, _Values, Tensor], None]
+"""What a transform makes of its components, into a tensor."""
+
+
+def _prepare_cast(t: Transform, src: Form, dst: Form, values: Tensor, out: _Values) -> None:
+    assert isinstance(t, Cast)
+    cast_into(values, src.dtype, t.dtype, out[0])
+
+
+def _finalize_cast(t: Transform, src: Form, dst: Form, values: _Values, out: Tensor) -> None:
+    assert isinstance(t, Cast)
+    arrived = values[0]
+    if t.at == "destination":
+        arrived = cast(arrived, src.dtype, t.dtype)
+    cast_into(arrived, t.dtype, dst.dtype, out)
+
+
+def _prepare_exp(t: Transform, src: Form, dst: Form, values: Tensor, out: _Values) -> None:
+    negative_exp_into(values, src.dtype, dst.dtype, out[0])
+
+
+def _finalize_exp(t: Transform, src: Form, dst: Form, values: _Values, out: Tensor) -> None:
+    negative_exp_into(values[0], src.dtype, dst.dtype, out)
+
+
+PREPARE: dict[type, _Preparing] = {Cast: _prepare_cast, NegativeExp: _prepare_exp}
+FINALIZE: dict[type, _Finalizing] = {Cast: _finalize_cast, NegativeExp: _finalize_exp}
+
+
+def prepare(
+    transform: Transform, src: Form, dst: Form, values: Tensor, out: Sequence[Tensor]
+) -> None:
+    """The components of some blocks of the source's tensor, into `out`. Raises what the transform does."""
+    into = PREPARE.get(type(transform))
+    if into is not None:
+        into(transform, src, dst, values, out)
+        return
+    own = _find_own(transform, 0)
+    made: object
+    if own is not None:
+        made = own(values)
+    else:
+        arrays = transform.prepare(_to_array(values, src.dtype), src, dst)
+        kinds = [dtypes.canonical(there.dtype) for there in out]
+        made = _to_tensors(arrays, kinds, f"{transform} makes")
+    keep(made, out, f"{transform} makes", "at the source")
+
+
+def finalize(
+    transform: Transform, src: Form, dst: Form, values: Sequence[Tensor], out: Tensor
+) -> None:
+    """The blocks of the destination's tensor that these parts of components stand for, into `out`."""
+    into = FINALIZE.get(type(transform))
+    if into is not None:
+        into(transform, src, dst, values, out)
+        return
+    own = _find_own(transform, 1)
+    made: object
+    if own is not None:
+        made = own(tuple(values))
+    else:
+        arrays = tuple(_to_array(one, dtypes.canonical(one.dtype)) for one in values)
+        array = transform.finalize(arrays, src, dst)
+        made = _to_tensor(array, dst.dtype, f"{transform} makes")
+    keep([made], [out], f"{transform} makes", "at the destination")
+
+
+def keep(made: object, out: Sequence[Tensor], who: str, where: str) -> None:
+    """Copy what was made into the tensors that it is for. Raises ExchangeError unless it is as they are."""
+    tensors = made if isinstance(made, list | tuple) else [made]
+    check_made(tensors, [describe(one) for one in out], who, where)
+    for one, there in zip(tensors, out, strict=True):
+        words(there).copy_(words(one))
+
+
+def check_made(made: Sequence[object], wanted: Sequence[str], who: str, where: str) -> None:
+    """Raise ExchangeError for another number of tensors, or for one of another shape or dtype."""
+    if len(made) != len(wanted):
+        what = f"{who} {plural(made, 'tensor')} {where}"
+        raise ExchangeError(f"{what} for {plural(wanted, 'component')}; make one for each")
+    for one, expected in zip(made, wanted, strict=True):
+        found = describe(one)
+        if found != expected:
+            raise ExchangeError(f"{who} {found} {where}, and {expected} travels; make that")
+
+
+def describe(tensor: object) -> str:
+    """The dtype and shape of a tensor; the type of what is none."""
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+    return f"{dtypes.canonical(tensor.dtype)}{list(tensor.shape)}"
+
+
+def _to_array(tensor: Tensor, dtype: str) -> Array:
+    """The tensor's elements as numpy has them."""
+    # torch gives numpy only types that numpy has, hence by way of words.
+    array: Array = words(tensor.cpu().contiguous()).numpy()
+    return array.view(numpy_type(dtype))
+
+
+def _find_own(transform: Transform, end: int) -> Callable[..., object] | None:
+    """The transform's function of tensors at the source, 0, or the destination, 1."""
+    own: OnTensors = getattr(transform, "on_tensors", (None, None))
+    return own[end]
+
+
+def _to_tensors(arrays: Sequence[object], kinds: Sequence[str], who: str) -> list[Tensor]:
+    """Such arrays as tensors. Raises ExchangeError for another number of them."""
+    if len(arrays) != len(kinds):
+        what = f"{who} {plural(arrays, 'array')} for {plural(kinds, 'component')}"
+        raise ExchangeError(f"{what}; make one for each")
+    pairs = zip(arrays, kinds, strict=True)
+    return [_to_tensor(array, dtype, who) for array, dtype in pairs]
+
+
+def _to_tensor(array: object, dtype: str, who: str) -> Tensor:
+    """Such an array as a tensor."""
+    elements = read_elements(array, dtype, f"what {who}")
+    # numpy makes a dimension of none where it makes arrays contiguous, so bytes go as one row.
+    row = elements.flatten().view(np.uint8)
+    tensor = torch.from_numpy(row).view(dtype_of(dtype))
+    return tensor.reshape(elements.shape)

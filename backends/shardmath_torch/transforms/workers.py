@@ -1,0 +1,123 @@
+"""Workers: what one rank does for one of its tensors, at one end.
+
+1. A worker has wire buffers, made once, which stay where they are from move to move. Only tensors for which something
+   is done have any.
+2. At a source it makes the wire tensors of the local one, at a destination the local one of them.
+3. A transform that has `make_worker` makes its own: one that is called otherwise than block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from shardmath.transforms.components import End
+from shardmath.transforms.transformed import Job
+from shardmath.transforms.wires import Wired
+from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.transforms.functions import finalize, prepare
+from shardmath_torch.transforms.packing import Packing
+
+__all__ = ["HasWorkers", "Worker", "make_buffers", "make_worker"]
+
+
+class Worker(Protocol):
+    """What is done for a local tensor.
+
+    `holds` says that it has the tensor itself, and is given None; `opaque` that the tensor given may be of any kind.
+    """
+
+    @property
+    def job(self) -> Job:
+        """The tensor, and what stands for it."""
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The wire tensors by local name."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether callers pass no tensor."""
+
+    @property
+    def opaque(self) -> bool:
+        """Whether it is not looked at what kind of tensor callers pass, such as a quantised one."""
+
+    def run(self, tensor: Tensor | None) -> None:
+        """Between the tensor and the buffers."""
+
+
+@runtime_checkable
+class HasWorkers(Protocol):
+    """A transform that is called in a way of its own."""
+
+    def make_worker(self, job: Job, rank: int, end: End, device: torch.device) -> Worker:
+        """The worker of one tensor of the rank."""
+
+
+def make_worker(job: Job, rank: int, end: End, device: torch.device) -> Worker | None:
+    """The worker of a local tensor; None where nothing is done for it."""
+    if job.wired is None:
+        return None
+    as_held = job.wired.as_held
+    if as_held.source if end == "source" else as_held.destination:
+        return None
+    transform = job.wired.transform
+    if isinstance(transform, HasWorkers):
+        return transform.make_worker(job, rank, end, device)
+    make = _Preparing if end == "source" else _Finalizing
+    return make(job, job.wired, rank, device)
+
+
+def make_buffers(job: Job, rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Memory for the wire tensors of a local tensor."""
+    return {
+        key: torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype), device=device)
+        for key, layout in job.wires
+    }
+
+
+class _Packed:
+    """What both ends have."""
+
+    holds = False
+    opaque = False
+
+    def __init__(self, job: Job, wired: Wired, rank: int, device: torch.device) -> None:
+        self.job = job
+        self.buffers = make_buffers(job, rank, device)
+        self._wired = wired
+        self._packing = Packing(job.layout, rank, device)
+
+
+class _Preparing(_Packed):
+    """At the source."""
+
+    def run(self, tensor: Tensor | None) -> None:
+        """The wire tensors of the local one."""
+        assert tensor is not None, "given by the caller"
+        wired = self._wired
+        packed = self._packing.read(tensor)
+        if packed.numel():
+            out = tuple(self.buffers.values())
+            prepare(wired.transform, wired.src, wired.dst, packed, out)
+
+
+class _Finalizing(_Packed):
+    """At the destination."""
+
+    def run(self, tensor: Tensor | None) -> None:
+        """The local tensor of the wire ones."""
+        assert tensor is not None, "given by the caller"
+        if 0 in self._packing.shape:
+            return
+        wired = self._wired
+        values = tuple(self.buffers.values())
+        packed = self._packing.read(tensor)
+        # A copy, where it is no view: memory of the right shape, whatever is in it.
+        finalize(wired.transform, wired.src, wired.dst, values, packed)
+        if not self._packing.is_view:
+            self._packing.write(tensor, packed)

@@ -1,0 +1,216 @@
+"""Transform laws: what every transform keeps, wherever its tensor is cut.
+
+Whoever writes a transform checks it with `check_transform`:
+
+    @given(testing.transform_cases(mine, (6, 64), "float32", "bfloat16"))
+    def test_mine(case):
+        testing.check_transform(*case)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+
+from shardmath.algebra.dimension import Dimension, cells
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.runs import Runs
+from shardmath.layouts.layout import Layout, intern
+from shardmath.plans.plan import plan
+from shardmath.proofs.simulate import simulate
+from shardmath.storage.fitting import fit
+from shardmath.testing.strategies import layouts
+from shardmath.transforms.components import End, Form, Transform
+from shardmath.transforms.elements import Array, numpy_type
+from shardmath.transforms.packing import pack
+from shardmath.transforms.transformed import Transformed, transformed
+
+__all__ = ["TRANSFORM_LAWS", "check_transform", "transform_cases"]
+
+Case = tuple[Transform, Layout, Layout, int]
+"""A transform, how its tensor is held at both ends, and a seed of its elements."""
+
+
+def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
+    """Every law of transforms for one tensor, held so at its ends. Raises AssertionError."""
+    for law in TRANSFORM_LAWS:
+        law(transform, src, dst, seed)
+
+
+def preparing_commutes_with_slicing(
+    transform: Transform, src: Layout, dst: Layout, seed: int
+) -> None:
+    """What is made of a rank's part is the rank's part of what is made of the whole."""
+    whole, parts = _both(transform, src, dst)
+    tensor = _draw_tensor(src, seed)
+    made = whole.prepare(0, {"w": tensor})
+    for rank in src.mesh.ranks:
+        found = parts.prepare(rank, {"w": _distribute(src, rank, tensor)})
+        _check_parts(parts, "source", rank, made, found)
+
+
+def finalizing_commutes_with_slicing(
+    transform: Transform, src: Layout, dst: Layout, seed: int
+) -> None:
+    """The rank's part of the destination is made of the rank's part of what travels."""
+    whole, parts = _both(transform, src, dst)
+    made = whole.prepare(0, {"w": _draw_tensor(src, seed)})
+    tensor = _only(whole.finalize(0, made))
+    for rank in dst.mesh.ranks:
+        given = {}
+        for job in parts.jobs(rank, "destination"):
+            for key, layout in job.wires:
+                given[key] = _distribute(layout, rank, made[key])
+        found = _only(parts.finalize(rank, given))
+        _check_same(pack(dst, rank, found), pack(dst, rank, _distribute(dst, rank, tensor)), rank)
+
+
+def moving_is_transforming(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
+    """What arrives by a plan of what travels is what the transform makes of the whole."""
+    whole, parts = _both(transform, src, dst)
+    tensor = _draw_tensor(src, seed)
+    wanted = _only(whole.finalize(0, whole.prepare(0, {"w": tensor})))
+    held = {
+        rank: parts.prepare(rank, {"w": _distribute(src, rank, tensor)}) for rank in src.mesh.ranks
+    }
+    arrived: Any = simulate(plan(parts.src, parts.dst), held)
+    for rank in dst.mesh.ranks:
+        found = _only(parts.finalize(rank, arrived[rank]))
+        _check_same(pack(dst, rank, found), pack(dst, rank, _distribute(dst, rank, wanted)), rank)
+
+
+def outside_is_kept(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
+    """Cells that are not the tensor's own stay as they are."""
+    whole, parts = _both(transform, src, dst)
+    made = whole.prepare(0, {"w": _draw_tensor(src, seed)})
+    for rank in dst.mesh.ranks:
+        ((job),) = parts.jobs(rank, "destination")
+        given = {key: _distribute(layout, rank, made[key]) for key, layout in job.wires}
+        cells_of = numpy_type(dst.dtype)
+        count = math.prod(dst.local_shape(rank)) * cells_of.itemsize
+        before = np.full(count, 1, np.uint8).view(cells_of).reshape(dst.local_shape(rank))
+        after = before.copy()
+        parts.finalize(rank, given, {"w": after})
+        held = np.zeros(after.shape, bool)
+        index = [np.flatnonzero(own >= 0) for own in dst.indices(rank)]
+        held[np.ix_(*index)] = True
+        assert (after[~held] == before[~held]).all(), f"rank {rank} has written outside"
+
+
+TRANSFORM_LAWS = (
+    preparing_commutes_with_slicing,
+    finalizing_commutes_with_slicing,
+    moving_is_transforming,
+    outside_is_kept,
+)
+"""What every transform keeps; `check_transform` checks all."""
+
+
+def _both(transform: Transform, src: Layout, dst: Layout) -> tuple[Transformed, Transformed]:
+    """The tensor on one rank, and as held."""
+    one = Mesh()
+    whole = [Layout(x.shape, one, "...", dtype=x.dtype) for x in (src, dst)]
+    rules = {"w": transform}
+    return (
+        transformed({"w": whole[0]}, {"w": whole[1]}, rules),
+        transformed({"w": src}, {"w": dst}, rules),
+    )
+
+
+def _draw_tensor(layout: Layout, seed: int) -> Array:
+    """Random bits: all kinds of numbers."""
+    kind = numpy_type(layout.dtype)
+    rng = np.random.default_rng(seed)
+    if kind.kind == "b":
+        return rng.integers(0, 2, layout.shape).astype(bool)
+    data = rng.bytes(math.prod(layout.shape) * kind.itemsize)
+    return np.frombuffer(data, kind).reshape(layout.shape).copy()
+
+
+def _distribute(layout: Layout, rank: int, tensor: Array) -> Array:
+    """The rank's local array, with zeros in holes."""
+    local = np.zeros(layout.local_shape(rank), tensor.dtype)
+    here = []
+    there = []
+    for index in layout.indices(rank):
+        here.append(np.flatnonzero(index >= 0))
+        there.append(index[index >= 0])
+    local[np.ix_(*here)] = tensor[np.ix_(*there)]
+    return local
+
+
+def _only(arrays: Any) -> Array:
+    """The one array of one tensor."""
+    (array,) = arrays.values()
+    found: Array = array
+    return found
+
+
+def _check_parts(
+    t: Transformed, end: End, rank: int, made: dict[str, Array], found: dict[str, Array]
+) -> None:
+    """Each wire tensor of the rank is its part of the whole."""
+    for job in t.jobs(rank, end):
+        for key, layout in job.wires:
+            _check_same(found[key], _distribute(layout, rank, made[key]), rank)
+
+
+def _check_same(found: Array, wanted: Array, rank: int) -> None:
+    """Bit for bit the same."""
+    assert found.shape == wanted.shape, f"rank {rank}: {found.shape}, not {wanted.shape}"
+    assert found.tobytes() == wanted.tobytes(), f"rank {rank}: {found}, not {wanted}"
+
+
+# Cases
+
+
+@st.composite
+def transform_cases(
+    draw: st.DrawFn,
+    transform: Transform,
+    shape: tuple[int, ...],
+    src: str,
+    dst: str,
+    dst_shape: tuple[int, ...] | None = None,
+) -> Case:
+    """The transform of a tensor of this shape and these dtypes, cut anyhow between its blocks.
+
+    Parts may be strided, block-cyclic, permuted, empty, held by several ranks, and beside holes.
+    """
+    ends = Form(shape, src), Form(shape if dst_shape is None else dst_shape, dst)
+    first = draw(_legal_layouts(transform, *ends, "source"))
+    last = draw(_legal_layouts(transform, *ends, "destination"))
+    return transform, first, last, draw(st.integers(0, 1 << 32))
+
+
+@st.composite
+def _legal_layouts(draw: st.DrawFn, transform: Transform, src: Form, dst: Form, end: End) -> Layout:
+    """A layout of the tensor at one end that cuts no block: one of the blocks, of which each is widened."""
+    form = src if end == "source" else dst
+    parts = transform.components(src, dst)
+    by_part = [part.block(len(form.shape), end) for part in parts]
+    blocks = [math.lcm(*each) for each in zip(*by_part, strict=True)]
+    counts = tuple(-(-n // block) for n, block in zip(form.shape, blocks, strict=True))
+    drawn: Layout = draw(layouts(counts))
+    dims = []
+    for n, block, dim in zip(form.shape, blocks, drawn.dims, strict=True):
+        dims.append(_widen(dim, block, n))
+    return intern(form.shape, form.dtype, drawn.mesh, tuple(dims), ())
+
+
+def _widen(dim: Dimension, block: int, n: int) -> Dimension:
+    """The dimension whose positions were blocks; the last may be shorter, and leaves a hole behind it."""
+    if block == 1:
+        return dim
+    held = []
+    for runs in cells(dim):
+        segments = []
+        for lo, g, count in runs.segments:
+            first = g * block
+            stop = min((g + count) * block, n)
+            segments.append((lo * block, first, stop - first))
+        held.append(Runs(segments, len(runs) * block))
+    return fit(n, dim.axes, held)

@@ -1,0 +1,139 @@
+"""Components: what a transform says of itself.
+
+1. A transform is a value that stands for two pure functions. `prepare` makes **wire tensors** of a tensor at its
+   source, `finalize` makes the tensor of them at its destination.
+2. Each wire tensor is a **component**. A position of it stands for a block of positions of the tensor, of as many in
+   each dimension as its **grain** says; the last block of a dimension may be shorter.
+3. Functions work block by block: what they make of some blocks does not depend on the others. So a tensor may be cut
+   between blocks, and what is made of a slice is a slice of what is made of the whole.
+4. Arrays that functions take and give have no holes, and their blocks in ascending order. Of a rank that holds nothing
+   no function is called.
+
+>>> scale = Component("scale", "uint8", (32,))
+>>> scale.block(2, "source"), scale.shape(Form((6, 70), "bfloat16"), "source")
+((1, 32), (6, 3))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+from shardmath.base import dtypes
+from shardmath.base.arguments import as_integer, known, listed, text
+from shardmath.base.errors import PlanError
+from shardmath.base.text import shown
+from shardmath.transforms.elements import Array
+
+__all__ = ["AsHeld", "Component", "End", "Form", "Transform", "read_end"]
+
+End: TypeAlias = Literal["source", "destination"]
+"""Where a tensor is held."""
+
+
+class Form(NamedTuple):
+    """The global shape and the dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class AsHeld(NamedTuple):
+    """At which ends the only component is the tensor as it is held: nothing is done there, and nothing copied."""
+
+    source: bool
+    destination: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A wire tensor of a transform: its name and dtype, and positions of the tensor per position, last dimensions last.
+
+    `grain` is of the source, and of the destination too unless `at_destination` is given; dimensions before those
+    named have 1. Raises PlanError for a name with a dot or a bracket, and for a grain below 1.
+    """
+
+    name: str
+    dtype: str
+    grain: tuple[int, ...] = ()
+    at_destination: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        name = text(self.name, "the name of a component", PlanError)
+        if not name or set(name) & set(".[]"):
+            raise PlanError(f"component {name!r} has no plain name; write one such as 'scale'")
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "dtype", dtypes.canonical(self.dtype))
+        object.__setattr__(self, "grain", _read_grain(name, self.grain))
+        if self.at_destination is not None:
+            object.__setattr__(self, "at_destination", _read_grain(name, self.at_destination))
+
+    def __str__(self) -> str:
+        blocks = "x".join(map(str, self.grain))
+        there = self.at_destination
+        other = "" if there is None else f" to {'x'.join(map(str, there)) or 1}"
+        return f"{self.name} {self.dtype}" + (
+            f" per {blocks or 1}{other}" if blocks + other else ""
+        )
+
+    def block(self, ndim: int, end: End) -> tuple[int, ...]:
+        """Positions of the tensor per position of this, in each of so many dimensions.
+
+        Raises PlanError where the grain has more of them.
+        """
+        grain = self.grain
+        if end == "destination" and self.at_destination is not None:
+            grain = self.at_destination
+        if len(grain) > ndim:
+            what = f"component {str(self)!r} has a grain of {len(grain)} dimensions"
+            raise PlanError(f"{what}, the tensor {ndim}; give a grain of {ndim} at most")
+        return (1,) * (ndim - len(grain)) + grain
+
+    def shape(self, form: Form, end: End) -> tuple[int, ...]:
+        """The global shape of the wire tensor, by the tensor's form at one end."""
+        blocks = self.block(len(form.shape), end)
+        return tuple(-(-n // block) for n, block in zip(form.shape, blocks, strict=True))
+
+
+def _read_grain(name: str, grain: object) -> tuple[int, ...]:
+    """The grain as integers. Raises PlanError for one that is none."""
+    given = listed(grain, f"the grain of component {name!r}", PlanError)
+    read = tuple(as_integer(n, f"a grain of component {name!r}", PlanError) for n in given)
+    if min(read, default=1) < 1:
+        raise PlanError(f"component {name!r} has grain {read}; a block has 1 position at least")
+    return read
+
+
+def read_end(given: object, what: str) -> End:
+    """`given`, if it is an end. Raises PlanError, which says `what` has it, if not."""
+    if known(given, ("source", "destination")) is None:
+        raise PlanError(f"{what} has at={shown(given)}; give 'source' or 'destination'")
+    return given  # type: ignore[return-value]
+
+
+@runtime_checkable
+class Transform(Protocol):
+    """What stands for a tensor on its way; hashable. Ranks compare `str` of it, so that has to say all that it does.
+
+    `components` are the wire tensors of a tensor that has these forms at its ends; it raises PlanError where the
+    transform has no meaning for them. `as_held` says where nothing is done, and that function is then not called.
+    """
+
+    def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
+        """One or more wire tensors, with names of their own."""
+        ...
+
+    def as_held(self, src: Form, dst: Form) -> AsHeld:
+        """Where nothing is done."""
+        ...
+
+    def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
+        """An array for each component, made of some blocks of the source's tensor."""
+        ...
+
+    def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
+        """The blocks of the destination's tensor that these parts of the components stand for."""
+        ...

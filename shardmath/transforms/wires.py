@@ -1,0 +1,233 @@
+"""Wires: how the tensors that travel lie, which follows from how those that are held do.
+
+1. A rank has of a component what it has of the tensor, block by block; where nothing is done it is the tensor, in its
+   own place, and else an array of its own, packed.
+2. A layout that cuts inside a block is an error, which names the nearest cuts between blocks.
+3. A tensor whose ranks hold addends (Partial) is reduced as it is held: what is made of addends does not add up to what
+   is made of their sum. So nothing may be done at its source, and nothing is Partial at the destination.
+
+>>> from shardmath.algebra.mesh import Mesh
+>>> layout = Layout((4, 128), Mesh(tp=2), "n (tp k)", dtype="bfloat16")
+>>> print(lay(layout, Component("scale", "uint8", (32,)), "source", "w"))
+uint8[4, 4] n (tp h) on tp=2
+>>> lay(layout, Component("scale", "uint8", (48,)), "source", "w")
+Traceback (most recent call last):
+shardmath.PlanError: tensor 'w': rank 0 holds positions 0:64 of dimension 1 under bfloat16[4, 128] n (tp h) on tp=2, \
+and component 'scale uint8 per 48' is cut every 48: the nearest cuts to 64 are 48 and 96; divide the dimension there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from shardmath.algebra.dimension import Dimension, cells
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.partition import partition
+from shardmath.algebra.runs import Runs, Segment
+from shardmath.base.errors import PlanError, ShardError
+from shardmath.layouts.holdings import LayoutOrWindows
+from shardmath.layouts.layout import Layout, intern
+from shardmath.storage.fitting import fit
+from shardmath.transforms.components import AsHeld, Component, End, Form, Transform
+
+__all__ = ["Wired", "lay", "wire"]
+
+_Held: TypeAlias = tuple[LayoutOrWindows, ...]
+"""How a side holds each component."""
+
+
+class _BadCut(NamedTuple):
+    """The coordinate of the dividing axes that holds start:stop, and the end of these inside a block."""
+
+    cell: int
+    start: int
+    stop: int
+    cut: int
+
+
+class Wired(NamedTuple):
+    """A tensor, and what travels for it: `sent` and `received` are how the components lie at the two ends."""
+
+    transform: Transform
+    src: Form
+    dst: Form
+    as_held: AsHeld
+    components: tuple[Component, ...]
+    sent: _Held
+    received: _Held
+
+    def __str__(self) -> str:
+        parts = ", ".join(map(str, self.components))
+        return f"{self.src} to {self.dst} by {self.transform} as {parts}"
+
+
+def wire(name: str, transform: Transform, src: LayoutOrWindows, dst: LayoutOrWindows) -> Wired:
+    """What travels for the tensor `name`, held so at its two ends.
+
+    Raises PlanError where the transform does not fit the tensor, or a layout cuts a block.
+    """
+    ends = _form_of(name, src), _form_of(name, dst)
+    components = _list_components(name, transform, *ends)
+    as_held = AsHeld(*transform.as_held(*ends))
+    sides: list[_Held] = []
+    for end, held, form, is_held in zip(ENDS, (src, dst), ends, as_held, strict=True):
+        _check_addends(name, _list_layouts(held), end, is_held)
+        if is_held:
+            _check_as_held(name, transform, components, form, end)
+            sides.append((held,))
+        else:
+            sides.append(tuple(_lay_all(held, part, end, name) for part in components))
+    wired = Wired(transform, *ends, as_held, components, *sides)
+    _check_shapes(name, wired)
+    return wired
+
+
+ENDS: tuple[End, End] = ("source", "destination")
+
+
+def _list_layouts(held: LayoutOrWindows) -> tuple[Layout, ...]:
+    return held if isinstance(held, tuple) else (held,)
+
+
+def _form_of(name: str, held: LayoutOrWindows) -> Form:
+    """What the tensor is at one end. Raises PlanError where windows are of different tensors."""
+    forms = {Form(layout.shape, layout.dtype) for layout in _list_layouts(held)}
+    if len(forms) > 1:
+        some = ", ".join(sorted(map(str, forms)))
+        raise PlanError(f"tensor {name!r} has windows of {some}; give windows of one tensor")
+    return forms.pop()
+
+
+def _list_components(
+    name: str, transform: Transform, src: Form, dst: Form
+) -> tuple[Component, ...]:
+    """The components. Raises PlanError for none, and for two of one name."""
+    try:
+        components = tuple(transform.components(src, dst))
+    except ShardError as error:
+        raise PlanError(f"tensor {name!r}: {error}") from error
+    names = [part.name for part in components]
+    if not names or len(set(names)) < len(names):
+        what = f"tensor {name!r}: {transform} has components {names}"
+        raise PlanError(f"{what}; give one at least, each with a name of its own")
+    return components
+
+
+def _check_as_held(
+    name: str, transform: Transform, components: Sequence[Component], form: Form, end: End
+) -> None:
+    """Raise PlanError unless the only component is the tensor itself."""
+    what = f"tensor {name!r}: {transform} does nothing at the {end}, where {form} is held"
+    found = [f"{part.dtype}{list(part.shape(form, end))}" for part in components]
+    if found != [str(form)]:
+        raise PlanError(f"{what}, and sends {', '.join(found)}; give it a function at the {end}")
+
+
+def _check_shapes(name: str, wired: Wired) -> None:
+    """Raise PlanError for a component of another shape at each end."""
+    for part in wired.components:
+        here = part.shape(wired.src, "source")
+        there = part.shape(wired.dst, "destination")
+        if here != there:
+            what = f"tensor {name!r}: component {str(part)!r} is {list(here)} of {wired.src}"
+            fix = "give shapes and grains that fit each other"
+            raise PlanError(f"{what}, and {list(there)} of {wired.dst}; {fix}")
+
+
+def _lay_all(held: LayoutOrWindows, part: Component, end: End, name: str) -> LayoutOrWindows:
+    """The layouts of a component; as many windows as the tensor has."""
+    if isinstance(held, tuple):
+        return tuple(lay(layout, part, end, name) for layout in held)
+    return lay(held, part, end, name)
+
+
+def lay(layout: Layout, component: Component, end: End, name: str) -> Layout:
+    """The packed layout of a component of the tensor `name`. Raises PlanError for a cut inside a block."""
+    blocks = component.block(layout.ndim, end)
+    shape = component.shape(Form(layout.shape, layout.dtype), end)
+    dims = []
+    for d, (dim, block) in enumerate(zip(layout.dims, blocks, strict=True)):
+        bad = _find_bad_cut(dim, block)
+        if bad is not None:
+            what = _word_bad_cut(layout, component, block, d, bad)
+            raise PlanError(f"tensor {name!r}: {what}")
+        dims.append(_lay_dimension(dim, block, shape[d]))
+    return intern(shape, component.dtype, layout.mesh, tuple(dims), ())
+
+
+def _lay_dimension(dim: Dimension, block: int, size: int) -> Dimension:
+    """The dimension of so many blocks."""
+    held = list(cells(dim))
+    packed = [_pack_runs(runs, block) for runs in held]
+    # Nearly always: nothing is between or behind what ranks hold, and the dimension keeps its text.
+    if block == 1 and held == packed:
+        return dim
+    return fit(size, dim.axes, packed)
+
+
+def _pack_runs(runs: Runs, block: int) -> Runs:
+    """The same positions in ascending order without holes, counted in blocks."""
+    segments: list[Segment] = []
+    at = 0
+    for start, stop in _list_stretches(runs):
+        first = start // block
+        count = -(-stop // block) - first
+        segments.append((at, first, count))
+        at += count
+    return Runs(segments, at)
+
+
+def _list_stretches(runs: Runs) -> list[tuple[int, int]]:
+    """The positions as ascending (start, stop): what meets is one, however far apart it lies in the local tensor."""
+    in_place = Runs([(g, g, n) for _, g, n in runs.segments], runs.extent)
+    return [(start, start + n) for start, _, n in in_place.segments]
+
+
+def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
+    """A stretch that ends inside a block; None where there is none."""
+    if block == 1:
+        return None
+    for cell, runs in enumerate(cells(dim)):
+        for start, stop in _list_stretches(runs):
+            # The last block may be shorter than the others, and ends with the dimension.
+            for cut in (start, stop):
+                if cut % block and cut != dim.size:
+                    return _BadCut(cell, start, stop, cut)
+    return None
+
+
+def _word_bad_cut(layout: Layout, component: Component, block: int, d: int, bad: _BadCut) -> str:
+    """What is wrong with a cut inside a block, and where it may be instead."""
+    dim = layout.dims[d]
+    below = bad.cut - bad.cut % block
+    above = min(below + block, dim.size)
+    rank = _find_rank(dim, layout.mesh, bad.cell)
+    what = (
+        f"rank {rank} holds positions {bad.start}:{bad.stop} of dimension {d} under {layout}, and "
+        f"component {str(component)!r} is cut every {block}"
+    )
+    return (
+        f"{what}: the nearest cuts to {bad.cut} are {below} and {above}; divide the dimension there"
+    )
+
+
+def _find_rank(dim: Dimension, mesh: Mesh, cell: int) -> int:
+    """The first rank that holds what the cell of the dimension does."""
+    parts = partition(dim)
+    at = parts.by_rank(mesh).tolist().index(int(parts.cell[cell]))
+    rank: int = mesh.ranks[at]
+    return rank
+
+
+def _check_addends(name: str, layouts: Sequence[Layout], end: End, is_held: bool) -> None:
+    """Raise PlanError for a tensor whose ranks hold addends of which something would be made."""
+    for layout in layouts:
+        waiting = [axis for axis, _ in layout.partial if layout.mesh.axis_size(axis) > 1]
+        if not waiting or (end == "source" and is_held):
+            continue
+        what = f"tensor {name!r} is Partial at the {end}: {layout}"
+        if end == "source":
+            why = "what is made of addends does not add up to what is made of their sum"
+            raise PlanError(f"{what}; {why}: transform it at the destination, after the reduction")
+        raise PlanError(f"{what}; transforms give values, not addends: reduce it to Replicate")
