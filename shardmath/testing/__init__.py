@@ -23,6 +23,7 @@ In reading order:
 - `placements`: what every placement keeps;
 - `layout_laws`: what all Runs and layouts keep;
 - `plan_laws`: what all plans keep;
+- `digest_laws`: what digests of content keep;
 - `laws`: all of these laws by name, and their cases;
 - `buffers`: what every rule of buffers keeps;
 - `rounds`: whether ranks that walk their rounds get to the end.

@@ -1,0 +1,169 @@
+"""Cells: what the ranks of a side hold of one tensor, as disjoint products of ranges, and who holds each.
+
+1. Windows that share no element are looked at one by one; those that do, together.
+2. Each dimension is cut wherever what holds it changes (`overlay`). Ranges that the same parts hold are
+   one set; a cell is a product of sets, one of each dimension, that some rank holds whole.
+3. So ranks that hold the same hold the same cells, and where holdings overlap they have cells in common.
+
+>>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.holdings import windows_of
+>>> from shardmath.layouts.layout import Layout
+>>> layout = Layout((4,), Mesh(dp=2, tp=2), "(tp n)")
+>>> for cell in list_cells(windows_of(layout, "w", ValueError)):
+...     print(cell.ranges, [holder.rank for holder in cell.holders])
+(((0, 2),),) [0, 2]
+(((2, 4),),) [1, 3]
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardmath.algebra.box import Box
+from shardmath.algebra.gaps import Ranges
+from shardmath.algebra.overlay import overlay
+from shardmath.algebra.partition import Partition, partition
+from shardmath.algebra.runs import Runs, compose, restrict
+from shardmath.base.memo import memo
+from shardmath.layouts.holdings import Windows
+from shardmath.plans.uncovered import list_sharing
+
+__all__ = ["Cell", "Holder", "Portion", "hull", "list_cells", "list_portions", "narrow"]
+
+
+class Holder(NamedTuple):
+    """A rank, and the window by which it holds a cell."""
+
+    window: int
+    rank: int
+
+
+class Cell(NamedTuple):
+    """The elements of a product of ranges, and all who hold it."""
+
+    ranges: tuple[Ranges, ...]
+    holders: tuple[Holder, ...]
+
+
+class Portion(NamedTuple):
+    """A cell as one holder has it: the cell's number, the window, and where its elements lie there."""
+
+    cell: int
+    window: int
+    runs: tuple[Runs, ...]
+
+
+@memo(512)
+def list_cells(windows: Windows) -> tuple[Cell, ...]:
+    """All cells of a tensor's windows; they share no element, and none is empty."""
+    cells: list[Cell] = []
+    for together in _group_sharing(windows):
+        cells += _cut(windows, together)
+    return tuple(cells)
+
+
+def _group_sharing(windows: Windows) -> list[list[int]]:
+    """The numbers of windows, those in one list that share elements, or share them with others there."""
+    group_of = {window: [window] for window in range(len(windows))}
+    for i, j in list_sharing(windows):
+        here = group_of[i]
+        there = group_of[j]
+        if here is not there:
+            here += there
+            group_of |= dict.fromkeys(there, here)
+    distinct = {id(group): sorted(group) for group in group_of.values()}
+    return sorted(distinct.values())
+
+
+class _Sets(NamedTuple):
+    """The sets of a dimension: their ranges, and by window and part the sets that the part has."""
+
+    ranges: tuple[Ranges, ...]
+    of_part: list[list[list[int]]]
+
+
+def _cut(windows: Windows, together: Sequence[int]) -> list[Cell]:
+    """The cells of these windows."""
+    dims = [_cut_dimension(windows, together, d) for d in range(windows[0].ndim)]
+    holders: dict[tuple[int, ...], list[Holder]] = {}
+    for i, window in enumerate(together):
+        layout = windows[window]
+        parts = [partition(dim).by_rank(layout.mesh).tolist() for dim in layout.dims]
+        for at, rank in enumerate(layout.mesh.ranks):
+            sets = [own.of_part[i][part[at]] for own, part in zip(dims, parts, strict=True)]
+            for key in itertools.product(*sets):
+                holders.setdefault(key, []).append(Holder(window, rank))
+    cells = []
+    for key, found in holders.items():
+        ranges = tuple(own.ranges[number] for own, number in zip(dims, key, strict=True))
+        cells.append(Cell(ranges, tuple(found)))
+    return cells
+
+
+def _cut_dimension(windows: Windows, together: Sequence[int], dimension: int) -> _Sets:
+    """One dimension of these windows, cut wherever the parts that hold it change."""
+    divided = [partition(windows[i].dims[dimension]) for i in together]
+    parts: list[Runs] = []
+    for own in divided:
+        parts += own.parts
+    joint = Partition((), tuple(parts), np.arange(len(parts)))
+    over = overlay(joint, joint)
+    # Overlaid with itself, each set meets itself alone: there is one pair for each.
+    ranges: list[Ranges] = [()] * len(over.keys)
+    for pair, number in enumerate(over.pair_key.tolist()):
+        rows = slice(int(over.first[pair]), int(over.first[pair + 1]))
+        starts = over.start[rows]
+        stops = starts + over.size[rows]
+        ranges[number] = tuple(sorted(zip(starts.tolist(), stops.tolist(), strict=True)))
+    of_part: list[list[int]] = [[] for _ in parts]
+    for number, members in enumerate(over.keys):
+        for part in members:
+            of_part[part].append(number)
+    by_window = []
+    begin = 0
+    for own in divided:
+        end = begin + len(own.parts)
+        by_window.append(of_part[begin:end])
+        begin = end
+    return _Sets(tuple(ranges), by_window)
+
+
+@memo(512)
+def list_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
+    """What the rank holds of each cell, in the order of cells."""
+    portions = []
+    for number, cell in enumerate(list_cells(windows)):
+        for holder in cell.holders:
+            if holder.rank == rank:
+                runs = windows[holder.window].runs(rank)
+                portions.append(Portion(number, holder.window, _keep(runs, cell.ranges)))
+    return tuple(portions)
+
+
+def _keep(runs: Sequence[Runs], ranges: Sequence[Ranges]) -> tuple[Runs, ...]:
+    """The Runs with holes for all that is outside of the ranges."""
+    kept = []
+    for own, inside in zip(runs, ranges, strict=True):
+        if own.size == sum(hi - lo for lo, hi in inside):
+            kept.append(own)
+            continue
+        segments = tuple((lo, lo, hi - lo) for lo, hi in inside)
+        # Positions beyond the last range are holes, too.
+        held = Runs(segments, max(own.extent, inside[-1][1]))
+        kept.append(compose(own, held))
+    return tuple(kept)
+
+
+def narrow(portion: Portion, box: Box) -> Portion:
+    """The portion with holes outside of the box."""
+    runs = tuple(restrict(own, lo, hi) for own, (lo, hi) in zip(portion.runs, box, strict=True))
+    return portion._replace(runs=runs)
+
+
+def hull(cell: Cell) -> Box:
+    """The smallest box that has all of the cell."""
+    return tuple((ranges[0][0], ranges[-1][1]) for ranges in cell.ranges)
