@@ -39,19 +39,45 @@ def find_bounds(box: Box, differ: Differ) -> Box:
     last = list(box)
     while True:
         known = _join(first, last)
-        asked = [(d, span) for d in range(len(box)) for span in dict.fromkeys((first[d], last[d]))]
-        slabs = {key: _cut(key[1]) for key in asked if key[1][1] - key[1][0] > 1}
-        boxes = [_replace(known, d, slab) for (d, _), cut in slabs.items() for slab in cut]
-        if not boxes:
+        slabs = _cut_ends(first, last)
+        found = _ask(known, slabs, differ)
+        if not all(found.values()) or not found:
             return known
-        answers = iter(differ(boxes))
-        found = {key: [slab for slab in cut if next(answers)] for key, cut in slabs.items()}
-        if not all(found.values()):
-            return known
-        for d in range(len(box)):
-            # A span of one position was not asked about.
-            first[d] = found.get((d, first[d]), [first[d]])[0]
-            last[d] = found.get((d, last[d]), [last[d]])[-1]
+        _narrow(first, found, 0)
+        _narrow(last, found, -1)
+
+
+_Slabs: TypeAlias = dict[tuple[int, _Span], list[_Span]]
+"""Parts of a span, by dimension and span."""
+
+
+def _cut_ends(first: list[_Span], last: list[_Span]) -> _Slabs:
+    """The parts of all spans that have more than one position."""
+    slabs: _Slabs = {}
+    for spans in (first, last):
+        for d, span in enumerate(spans):
+            if span[1] - span[0] > 1:
+                slabs[d, span] = _cut(span)
+    return slabs
+
+
+def _ask(known: Box, slabs: _Slabs, differ: Differ) -> _Slabs:
+    """The parts in which something differs."""
+    boxes = []
+    for (d, _), cut in slabs.items():
+        boxes += [(*known[:d], slab, *known[d + 1 :]) for slab in cut]
+    answers = iter(differ(boxes) if boxes else ())
+    found: _Slabs = {}
+    for key, cut in slabs.items():
+        found[key] = [slab for slab in cut if next(answers)]
+    return found
+
+
+def _narrow(spans: list[_Span], found: _Slabs, which: int) -> None:
+    """Go on with the first or the last part of each span that was asked about."""
+    for d, span in enumerate(spans):
+        if (d, span) in found:
+            spans[d] = found[d, span][which]
 
 
 def _join(first: list[_Span], last: list[_Span]) -> Box:
@@ -65,8 +91,3 @@ def _cut(span: _Span) -> list[_Span]:
     ways = min(WAYS, hi - lo)
     cuts = [lo + (hi - lo) * i // ways for i in range(ways + 1)]
     return list(itertools.pairwise(cuts))
-
-
-def _replace(box: Box, dimension: int, span: _Span) -> Box:
-    """The box with another span in one dimension."""
-    return (*box[:dimension], span, *box[dimension + 1 :])

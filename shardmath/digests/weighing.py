@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,8 @@ __all__ = ["NUMPY", "Array", "Library", "weigh"]
 
 WORDS = -1
 """The number of the dimension whose positions are the words of an element."""
+
+WORD_BYTES = 2
 
 BLOCK = 1 << 18
 """Words that are float64 at a time: 2 MB."""
@@ -110,84 +112,83 @@ def weigh(array: Array, runs: Sequence[Runs], seed: int = 0, library: Library = 
     """The weighted sum of the elements that `runs` places, one Runs for each dimension of the array."""
     if 0 in array.shape:
         return 0
-    strides = library.strides(array)
-    sizes = array.shape
-    # A dimension of one element lies nowhere: it is taken last.
-    order = sorted(range(len(runs)), key=lambda d: (sizes[d] == 1, abs(strides[d]), -d))
-    count = max(1, array.itemsize // 2)
+    words = max(1, array.itemsize // WORD_BYTES)
+    order = _order_by_distance(array, library)
     total = 0
-    for piece in list_pieces(runs, order, count):
-        total += _weigh_piece(array, piece, tuple(order), count, seed, library)
+    for piece in list_pieces(runs, order, words):
+        total += _weigh_piece(array, piece, order, words, seed, library)
     return total % PRIME
 
 
+def _order_by_distance(array: Array, library: Library) -> list[int]:
+    """The dimensions, those whose elements lie closest together first."""
+    strides = library.strides(array)
+    # A dimension of one element lies nowhere: it is taken last.
+    keys = [(array.shape[d] == 1, abs(stride), -d) for d, stride in enumerate(strides)]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
 def _weigh_piece(
-    array: Array,
-    piece: Piece,
-    order: tuple[int, ...],
-    words: int,
-    seed: int,
-    library: Library,
+    array: Array, piece: Piece, order: list[int], words: int, seed: int, library: Library
 ) -> int:
     """The weighted sum of one piece of the array."""
+    outward = order[::-1]
+    axes = _list_axes(piece, outward)
+    lengths = [axis.length for axis in axes]
     index = tuple(slice(part.start, part.stop) for part in piece)
-    axes = _list_axes(piece, order)
-    lengths = [length for _, _, length in axes]
-    # The farthest apart first, so that rows are at the end.
-    outward = list(reversed(order))
+    # Axes are only cut in two here, of which no library makes a copy.
     held = library.transpose(array[index], outward).reshape(lengths)
-    rows = _count_outer(lengths, words)
-    factors = [_weigh_axis(seed, d, piece[d], at) for d, at, _ in axes[:rows]]
-    inner = tuple((d, piece[d], at) for d, at, _ in axes[rows:])
-    row = _weigh_row(seed, inner, words)
-    halves = [library.constant(half, held) for half in row]
-    outer = [library.constant(factor, held) for factor in factors]
-    return int(_sum_rows(held, outer, halves, library))
+    outer = _count_outer(lengths, words)
+    weights = [library.constant(_weigh_axis(seed, axis), held) for axis in axes[:outer]]
+    halves = [library.constant(half, held) for half in _weigh_row(seed, axes[outer:], words)]
+    return int(_sum_rows(held, weights, halves, library))
 
 
-_Axis: TypeAlias = tuple[int, int, int]
-"""(dimension, which of its part's axes, length)."""
+class _Axis(NamedTuple):
+    """An axis of a piece: the part of a dimension, or the outer or inner axis of one that is cut in two."""
+
+    dimension: int
+    part: Part
+    number: int
+    length: int
 
 
-def _list_axes(piece: Piece, order: Sequence[int]) -> list[_Axis]:
-    """The axes of the piece, the farthest apart first."""
+def _list_axes(piece: Piece, outward: Sequence[int]) -> tuple[_Axis, ...]:
+    """The axes of the piece, the dimensions in this order."""
     axes = []
-    for d in reversed(order):
+    for d in outward:
         part = piece[d]
+        block = 1 << part.inner
+        axes.append(_Axis(d, part, 0, part.size // block))
         if part.inner:
-            block = 1 << part.inner
-            axes.append((d, 0, part.size // block))
-            axes.append((d, 1, block))
-        else:
-            axes.append((d, 0, part.size))
-    return axes
+            axes.append(_Axis(d, part, 1, block))
+    return tuple(axes)
 
 
 def _count_outer(lengths: Sequence[int], words: int) -> int:
     """How many axes are outside of rows: rows have ROW words or more, where there are as many."""
     row = words
-    for outer in range(len(lengths), 0, -1):
-        if row >= ROW:
-            return outer
-        row *= lengths[outer - 1]
-    return 0
+    outer = len(lengths)
+    while outer and row < ROW:
+        outer -= 1
+        row *= lengths[outer]
+    return outer
 
 
-def _weigh_axis(seed: int, dimension: int, part: Part, axis: int) -> Ints:
-    return weigh_part(seed, dimension, part)[axis]
+def _weigh_axis(seed: int, axis: _Axis) -> Ints:
+    return weigh_part(seed, axis.dimension, axis.part)[axis.number]
 
 
 @memo(256)
 def _weigh_row(
-    seed: int, inner: tuple[tuple[int, Part, int], ...], words: int
+    seed: int, axes: tuple[_Axis, ...], words: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The weights of a row's words, cut in two: 2^31 times the second, and the first."""
+    """The weights of a row's words, cut in two: the lower part, and the higher one, which counts 2^31."""
     row = np.ones(1, np.int64)
-    for dimension, part, axis in inner:
-        factor = _weigh_axis(seed, dimension, part, axis)
+    factors = [_weigh_axis(seed, axis) for axis in axes]
+    factors.append(table(seed, WORDS, 0, (words - 1).bit_length()))
+    for factor in factors:
         row = multiply(row[:, None], factor).ravel()
-    own = table(seed, WORDS, 0, (words - 1).bit_length())
-    row = multiply(row[:, None], own).ravel()
     # Near 0 on both sides, which saves a bit of each part.
     centered = row - PRIME * (row > PRIME // 2)
     high = (centered + (1 << (HALF - 1))) >> HALF
@@ -196,44 +197,44 @@ def _weigh_row(
 
 
 def _sum_rows(
-    held: Array, outer: Sequence[Array], halves: Sequence[Array], library: Library
-) -> Any:
+    held: Array, weights: Sequence[Array], halves: Sequence[Array], library: Library
+) -> Numbers:
     """The sum over the outer axes of their weights times the sums of rows."""
-    size = math.prod(held.shape[: len(outer)]) * len(halves[0])
-    if not outer or size <= ROWS:
-        low, high = _sum_words(held, len(outer), halves, library)
-        sums = (double(high % PRIME, HALF) + low % PRIME) % PRIME
-        for factor in reversed(outer):
+    if not weights or _count_words(held, len(weights), halves) <= ROWS:
+        sums = _sum_words(held, len(weights), halves, library)
+        for factor in reversed(weights):
             sums = add_up(multiply(sums, factor))
         return sums
-    total = 0
-    first, *rest = outer
-    length = held.shape[0]
-    step = max(1, ROWS * length // size)
-    for start in range(0, length, step):
-        some = held[start : start + step]
-        if step > 1:
-            total += int(_sum_rows(some, [first[start : start + step], *rest], halves, library))
-        else:
-            inside = int(_sum_rows(some[0], rest, halves, library))
-            total += inside * int(first[start])
+    first, *rest = weights
+    if len(first) == 1:
+        return int(first[0]) * int(_sum_rows(held[0], rest, halves, library)) % PRIME
+    step = max(1, ROWS * len(first) // _count_words(held, len(weights), halves))
+    total: Numbers = 0
+    for start in range(0, len(first), step):
+        some = slice(start, start + step)
+        total += int(_sum_rows(held[some], [first[some], *rest], halves, library))
     return total % PRIME
 
 
-def _sum_words(
-    held: Array, outer: int, halves: Sequence[Array], library: Library
-) -> tuple[Numbers, Numbers]:
-    """The sums of all rows, by the lower and the higher part of the weights."""
+def _count_words(held: Array, outer: int, halves: Sequence[Array]) -> int:
+    """The words of an array of so many outer axes."""
+    rows: int = math.prod(held.shape[:outer])
+    return rows * len(halves[0])
+
+
+def _sum_words(held: Array, outer: int, halves: Sequence[Array], library: Library) -> Numbers:
+    """The sums of all rows, as the outer axes have them."""
+    length = len(halves[0])
     lows = []
     highs = []
-    row = len(halves[0])
-    for block in _list_blocks(held, outer, row):
-        floats = library.words(block).reshape(-1, row)
-        low, high = (_multiply_rows(floats, half, library) for half in halves)
-        lows.append(low)
-        highs.append(high)
-    shape = held.shape[:outer]
-    return library.join(lows).reshape(shape), library.join(highs).reshape(shape)
+    for block in _list_blocks(held, outer, length):
+        rows = library.words(block).reshape(-1, length)
+        lows.append(_multiply_rows(rows, halves[0], library))
+        highs.append(_multiply_rows(rows, halves[1], library))
+    low = library.join(lows) % PRIME
+    high = library.join(highs) % PRIME
+    sums = (double(high, HALF) + low) % PRIME
+    return sums.reshape(held.shape[:outer])
 
 
 def _list_blocks(held: Array, outer: int, row: int) -> Iterator[Array]:
@@ -251,10 +252,10 @@ def _list_blocks(held: Array, outer: int, row: int) -> Iterator[Array]:
             yield from _list_blocks(held[start], outer - 1, row)
 
 
-def _multiply_rows(floats: Array, weights: Array, library: Library) -> Numbers:
+def _multiply_rows(rows: Array, weights: Array, library: Library) -> Numbers:
     """The sums of rows of words times weights, in int64: at most 2^53 for each ROW words."""
     total: Numbers = 0
     for start in range(0, len(weights), ROW):
-        stop = start + ROW
-        total = total + library.products(floats[:, start:stop], weights[start:stop])
+        some = slice(start, start + ROW)
+        total = total + library.products(rows[:, some], weights[some])
     return total
