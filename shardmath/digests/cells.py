@@ -25,14 +25,24 @@ import numpy as np
 
 from shardmath.algebra.box import Box
 from shardmath.algebra.gaps import Ranges
-from shardmath.algebra.overlay import overlay
+from shardmath.algebra.overlay import Overlay, overlay
 from shardmath.algebra.partition import Partition, partition
 from shardmath.algebra.runs import Runs, compose, restrict
 from shardmath.base.memo import memo
 from shardmath.layouts.holdings import Windows
+from shardmath.layouts.layout import Layout
 from shardmath.plans.uncovered import list_sharing
 
-__all__ = ["Cell", "Holder", "Portion", "hull", "list_cells", "list_portions", "narrow"]
+__all__ = [
+    "Cell",
+    "Holder",
+    "Portion",
+    "hull",
+    "list_cells",
+    "list_held",
+    "list_portions",
+    "narrow",
+]
 
 
 class Holder(NamedTuple):
@@ -92,9 +102,8 @@ def _cut(windows: Windows, together: Sequence[int]) -> list[Cell]:
     holders: dict[tuple[int, ...], list[Holder]] = {}
     for i, window in enumerate(together):
         layout = windows[window]
-        parts = [partition(dim).by_rank(layout.mesh).tolist() for dim in layout.dims]
-        for at, rank in enumerate(layout.mesh.ranks):
-            sets = [own.of_part[i][part[at]] for own, part in zip(dims, parts, strict=True)]
+        of_rank = _list_sets(layout, [own.of_part[i] for own in dims])
+        for rank, sets in zip(layout.mesh.ranks, of_rank, strict=True):
             for key in itertools.product(*sets):
                 holders.setdefault(key, []).append(Holder(window, rank))
     cells = []
@@ -102,6 +111,16 @@ def _cut(windows: Windows, together: Sequence[int]) -> list[Cell]:
         ranges = tuple(own.ranges[number] for own, number in zip(dims, key, strict=True))
         cells.append(Cell(ranges, tuple(found)))
     return cells
+
+
+def _list_sets(layout: Layout, of_part: Sequence[list[list[int]]]) -> list[list[list[int]]]:
+    """The sets that each rank has of each dimension, in mesh order, given those of each part."""
+    by_rank: list[list[list[int]]] = [[] for _ in layout.mesh.ranks]
+    for dim, sets in zip(layout.dims, of_part, strict=True):
+        parts = partition(dim).by_rank(layout.mesh)
+        for own, part in zip(by_rank, parts.tolist(), strict=True):
+            own.append(sets[part])
+    return by_rank
 
 
 def _cut_dimension(windows: Windows, together: Sequence[int], dimension: int) -> _Sets:
@@ -112,35 +131,49 @@ def _cut_dimension(windows: Windows, together: Sequence[int], dimension: int) ->
         parts += own.parts
     joint = Partition((), tuple(parts), np.arange(len(parts)))
     over = overlay(joint, joint)
-    # Overlaid with itself, each set meets itself alone: there is one pair for each.
-    ranges: list[Ranges] = [()] * len(over.keys)
-    for pair, number in enumerate(over.pair_key.tolist()):
-        rows = slice(int(over.first[pair]), int(over.first[pair + 1]))
-        starts = over.start[rows]
-        stops = starts + over.size[rows]
-        ranges[number] = tuple(sorted(zip(starts.tolist(), stops.tolist(), strict=True)))
     of_part: list[list[int]] = [[] for _ in parts]
     for number, members in enumerate(over.keys):
         for part in members:
             of_part[part].append(number)
-    by_window = []
-    begin = 0
-    for own in divided:
-        end = begin + len(own.parts)
-        by_window.append(of_part[begin:end])
-        begin = end
-    return _Sets(tuple(ranges), by_window)
+    # The parts of each window, one after the other.
+    rest = iter(of_part)
+    by_window = [[next(rest) for _ in own.parts] for own in divided]
+    return _Sets(_list_ranges(over), by_window)
+
+
+def _list_ranges(over: Overlay) -> tuple[Ranges, ...]:
+    """The ranges of each set of parts, of a dimension that is overlaid with itself."""
+    # Each set meets itself alone: there is one pair for each.
+    ranges: list[Ranges] = [()] * len(over.keys)
+    borders = itertools.pairwise(over.first.tolist())
+    for number, (begin, end) in zip(over.pair_key.tolist(), borders, strict=True):
+        starts = over.start[begin:end]
+        stops = starts + over.size[begin:end]
+        spans = zip(starts.tolist(), stops.tolist(), strict=True)
+        ranges[number] = tuple(sorted(spans))
+    return tuple(ranges)
+
+
+@memo(512)
+def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
+    """(cell, window) of all that each rank holds, in the order of cells; ranks that hold nothing are
+    left out."""
+    held: dict[int, list[tuple[int, int]]] = {}
+    for number, cell in enumerate(list_cells(windows)):
+        for window, rank in cell.holders:
+            held.setdefault(rank, []).append((number, window))
+    return {rank: tuple(pairs) for rank, pairs in held.items()}
 
 
 @memo(512)
 def list_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """What the rank holds of each cell, in the order of cells."""
+    """What the rank holds of each cell, in the order of `list_held`."""
+    cells = list_cells(windows)
     portions = []
-    for number, cell in enumerate(list_cells(windows)):
-        for holder in cell.holders:
-            if holder.rank == rank:
-                runs = windows[holder.window].runs(rank)
-                portions.append(Portion(number, holder.window, _keep(runs, cell.ranges)))
+    for number, window in list_held(windows).get(rank, ()):
+        runs = windows[window].runs(rank)
+        kept = _keep(runs, cells[number].ranges)
+        portions.append(Portion(number, window, kept))
     return tuple(portions)
 
 

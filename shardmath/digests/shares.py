@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardmath.algebra.box import Box, full
+from shardmath.algebra.box import Box
 from shardmath.base.errors import DigestError
 from shardmath.base.memo import memo
 from shardmath.base.text import show_ranks
-from shardmath.digests.cells import Holder, Portion, list_cells, list_portions, narrow
+from shardmath.digests.cells import Holder, Portion, list_cells, list_held, list_portions, narrow
 from shardmath.digests.field import PRIME
 from shardmath.digests.weighing import NUMPY, Array, Library, weigh
 from shardmath.layouts.holdings import Windows
@@ -88,10 +88,12 @@ def find_unlike(windows: Windows, shares: Shares) -> Unlike | None:
     by_holder = _by_holder(windows, shares)
     for number, cell in enumerate(list_cells(windows)):
         first = by_holder[number, cell.holders[0]]
-        alike = [holder for holder in cell.holders if by_holder[number, holder] == first]
-        if len(alike) < len(cell.holders):
-            others = [holder for holder in cell.holders if holder not in alike]
-            return Unlike(number, tuple(alike), tuple(others))
+        is_alike = [by_holder[number, holder] == first for holder in cell.holders]
+        if not all(is_alike):
+            pairs = list(zip(cell.holders, is_alike, strict=True))
+            alike = tuple(holder for holder, is_like in pairs if is_like)
+            others = tuple(holder for holder, is_like in pairs if not is_like)
+            return Unlike(number, alike, others)
     return None
 
 
@@ -99,9 +101,9 @@ def _by_holder(windows: Windows, shares: Shares) -> dict[tuple[int, Holder], int
     """The shares by cell and holder."""
     found = {}
     for rank, of_rank in shares.items():
-        portions = list_portions(windows, rank)
-        for portion, share in zip(portions, of_rank, strict=True):
-            found[portion.cell, Holder(portion.window, rank)] = share
+        held = list_held(windows).get(rank, ())
+        for (cell, window), share in zip(held, of_rank, strict=True):
+            found[cell, Holder(window, rank)] = share
     return found
 
 
@@ -174,8 +176,3 @@ def show_box(box: Box) -> str:
     '[0:4, 2:3]'
     """
     return f"[{', '.join(f'{lo}:{hi}' for lo, hi in box)}]"
-
-
-def whole(windows: Windows) -> Box:
-    """The box of all of a tensor."""
-    return full(windows[0].shape)
