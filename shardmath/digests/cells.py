@@ -73,7 +73,8 @@ def list_cells(windows: Windows) -> tuple[Cell, ...]:
     cells: list[Cell] = []
     for together in _group_sharing(windows):
         cells += _cut(windows, together)
-    return tuple(cells)
+    # In an order that does not depend on how layouts are spelled: ranks may spell them otherwise.
+    return tuple(sorted(cells))
 
 
 def _group_sharing(windows: Windows) -> list[list[int]]:
@@ -109,7 +110,7 @@ def _cut(windows: Windows, together: Sequence[int]) -> list[Cell]:
     cells = []
     for key, found in holders.items():
         ranges = tuple(own.ranges[number] for own, number in zip(dims, key, strict=True))
-        cells.append(Cell(ranges, tuple(found)))
+        cells.append(Cell(ranges, tuple(sorted(found))))
     return cells
 
 
