@@ -32,11 +32,11 @@ from shardmath.base.errors import DigestError
 from shardmath.base.public import public
 from shardmath.base.text import shown
 from shardmath.digests.bounds import find_bounds
-from shardmath.digests.cells import Portion, hull, list_cells, list_portions
 from shardmath.digests.field import PRIME
+from shardmath.digests.patches import Portion, hull, list_patches, list_portions
 from shardmath.digests.shares import (
     Unlike,
-    add_cells,
+    add_patches,
     check_digestible,
     counted_portions,
     find_unlike,
@@ -113,7 +113,7 @@ def _digest(name: str, windows: Windows, arrays: _Arrays, seed: int) -> int:
     if unlike is not None:
         box = _bound_unlike(windows, arrays, unlike, seed)
         raise DigestError(word_unlike(name, unlike, box))
-    return seal(windows, add_cells(windows, shares))
+    return seal(windows, add_patches(windows, shares))
 
 
 def find_difference(
@@ -163,13 +163,13 @@ def _bound_unlike(windows: Windows, arrays: _Arrays, unlike: Unlike, seed: int) 
     ends = []
     for window, rank in (unlike.alike[0], unlike.others[0]):
         held = list_portions(windows, rank)
-        own = [p for p in held if (p.cell, p.window) == (unlike.cell, window)]
+        own = [p for p in held if (p.patch, p.window) == (unlike.patch, window)]
         ends.append(_weigh({rank: own}, arrays, seed))
-    return _compare(hull(list_cells(windows)[unlike.cell]), *ends)
+    return _compare(hull(list_patches(windows)[unlike.patch]), *ends)
 
 
 def _weigh_all(windows: Windows, arrays: _Arrays, seed: int) -> _Weigher:
-    """What a side has in boxes, each cell by its first holder."""
+    """What a side has in boxes, each patch by its first holder."""
     counted = {rank: counted_portions(windows, rank) for rank in arrays}
     return _weigh(counted, arrays, seed)
 

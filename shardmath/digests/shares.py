@@ -1,8 +1,8 @@
 """Shares: what each rank adds to the digest of a tensor, and that replicas are alike.
 
-1. A rank's shares are one number for each cell that it holds, computed from what it holds alone.
-2. Every holder of a cell has the same number, or its replica differs. So a cell counts once, and a
-   digest is the sum of its cells' numbers, whatever the cells are.
+1. A rank's shares are one number for each patch that it holds, computed from what it holds alone.
+2. Every holder of a patch has the same number, or its replica differs. So a patch counts once, and a
+   digest is the sum of its patches' numbers, whatever the patches are.
 3. The dtype and the shape are sealed in at the end, so that zeros of two shapes differ.
 """
 
@@ -15,8 +15,15 @@ from shardmath.algebra.box import Box
 from shardmath.base.errors import DigestError
 from shardmath.base.memo import memo
 from shardmath.base.text import show_ranks
-from shardmath.digests.cells import Holder, Portion, list_cells, list_held, list_portions, narrow
 from shardmath.digests.field import PRIME
+from shardmath.digests.patches import (
+    Holder,
+    Portion,
+    list_held,
+    list_patches,
+    list_portions,
+    narrow,
+)
 from shardmath.digests.weighing import NUMPY, Array, Library, weigh
 from shardmath.layouts.holdings import Windows
 from shardmath.plans.uncovered import first_unheld, holds_all
@@ -24,7 +31,7 @@ from shardmath.plans.uncovered import first_unheld, holds_all
 __all__ = [
     "Shares",
     "Unlike",
-    "add_cells",
+    "add_patches",
     "check_digestible",
     "counted_portions",
     "find_unlike",
@@ -67,7 +74,7 @@ def list_shares(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """The rank's share of each cell that it holds, given its arrays by window."""
+    """The rank's share of each patch that it holds, given its arrays by window."""
     shares = []
     for portion in list_portions(windows, rank):
         array = arrays[portion.window]
@@ -76,21 +83,21 @@ def list_shares(
 
 
 class Unlike(NamedTuple):
-    """A cell of which two holders have different elements: those like the first, and those unlike it."""
+    """A patch of which two holders have different elements: those like the first, and those unlike it."""
 
-    cell: int
+    patch: int
     alike: tuple[Holder, ...]
     others: tuple[Holder, ...]
 
 
 def find_unlike(windows: Windows, shares: Shares) -> Unlike | None:
-    """The first cell whose holders do not all have the same; None where replicas are alike."""
+    """The first patch whose holders do not all have the same; None where replicas are alike."""
     by_holder = _by_holder(windows, shares)
-    for number, cell in enumerate(list_cells(windows)):
-        first = by_holder[number, cell.holders[0]]
-        is_alike = [by_holder[number, holder] == first for holder in cell.holders]
+    for number, patch in enumerate(list_patches(windows)):
+        first = by_holder[number, patch.holders[0]]
+        is_alike = [by_holder[number, holder] == first for holder in patch.holders]
         if not all(is_alike):
-            pairs = list(zip(cell.holders, is_alike, strict=True))
+            pairs = list(zip(patch.holders, is_alike, strict=True))
             alike = tuple(holder for holder, is_like in pairs if is_like)
             others = tuple(holder for holder, is_like in pairs if not is_like)
             return Unlike(number, alike, others)
@@ -98,24 +105,24 @@ def find_unlike(windows: Windows, shares: Shares) -> Unlike | None:
 
 
 def _by_holder(windows: Windows, shares: Shares) -> dict[tuple[int, Holder], int]:
-    """The shares by cell and holder."""
+    """The shares by patch and holder."""
     found = {}
     for rank, of_rank in shares.items():
         held = list_held(windows).get(rank, ())
-        for (cell, window), share in zip(held, of_rank, strict=True):
-            found[cell, Holder(window, rank)] = share
+        for (patch, window), share in zip(held, of_rank, strict=True):
+            found[patch, Holder(window, rank)] = share
     return found
 
 
-def add_cells(windows: Windows, shares: Shares) -> int:
-    """The sum of all cells, each by its first holder."""
+def add_patches(windows: Windows, shares: Shares) -> int:
+    """The sum of all patches, each by its first holder."""
     by_holder = _by_holder(windows, shares)
-    cells = list_cells(windows)
-    return sum(by_holder[number, cell.holders[0]] for number, cell in enumerate(cells)) % PRIME
+    patches = list_patches(windows)
+    return sum(by_holder[number, patch.holders[0]] for number, patch in enumerate(patches)) % PRIME
 
 
 def seal(windows: Windows, total: int) -> int:
-    """The digest of a tensor whose cells add up to `total`: 0 to 2^61 - 2."""
+    """The digest of a tensor whose patches add up to `total`: 0 to 2^61 - 2."""
     return (total + _draw_seal(windows[0].dtype, windows[0].shape)) % PRIME
 
 
@@ -132,11 +139,11 @@ def _draw_seal(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def counted_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """What the rank holds of the cells of which it is the first holder."""
-    cells = list_cells(windows)
+    """What the rank holds of the patches of which it is the first holder."""
+    patches = list_patches(windows)
     own = []
     for portion in list_portions(windows, rank):
-        if cells[portion.cell].holders[0] == Holder(portion.window, rank):
+        if patches[portion.patch].holders[0] == Holder(portion.window, rank):
             own.append(portion)
     return tuple(own)
 

@@ -15,7 +15,7 @@ from shardmath.base.arguments import as_integer
 from shardmath.base.digest import digest as digest_text
 from shardmath.base.errors import ExchangeError
 from shardmath.digests.content import Held, read_side
-from shardmath.digests.shares import add_cells, seal
+from shardmath.digests.shares import add_patches, seal
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, holdings_digest
 from shardmath.programs.part import stored_on
 from shardmath_torch import compat
@@ -101,7 +101,7 @@ def _agree_and_add(party: Party, given: _Given) -> dict[str, int] | str:
     odd = find_odd_replica(party, side, shares)
     if odd:
         return odd
-    return {name: seal(own, add_cells(own, shares[name])) for name, own in side.windows.items()}
+    return {name: seal(own, add_patches(own, shares[name])) for name, own in side.windows.items()}
 
 
 def _prepare(party: Party, given: _Given) -> _Prepared:

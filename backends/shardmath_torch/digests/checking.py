@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import show_ranks, shown
-from shardmath.digests.cells import hull, list_cells, list_held
-from shardmath.digests.shares import Shares, add_cells, label, show_box
+from shardmath.digests.patches import hull, list_held, list_patches
+from shardmath.digests.shares import Shares, add_patches, label, show_box
 from shardmath.layouts.holdings import Windows
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable
@@ -109,7 +109,7 @@ class Check:
         """What to say of the first tensor that is not at the destination what it is at the source."""
         for name, windows in self._src.windows.items():
             there = self._dst.windows[name]
-            if add_cells(windows, source[name]) != add_cells(there, arrived[name]):
+            if add_patches(windows, source[name]) != add_patches(there, arrived[name]):
                 box = bound_sides(party, name, (self._src, self._dst))
                 return (
                     f"{label(name)} arrived with other bits in {show_box(box)} than its source has, "
@@ -122,10 +122,10 @@ class Check:
 def _find_changed(side: Mapping[str, Windows], before: AllShares, after: AllShares) -> str:
     """What to say of the first tensor of which somebody's part is not what it was."""
     for name, windows in side.items():
-        cells = _list_changed(windows, before[name], after[name])
-        if cells:
-            ranks = {rank for rank, _ in cells}
-            box = hull(list_cells(windows)[cells[0][1]])
+        patches = _list_changed(windows, before[name], after[name])
+        if patches:
+            ranks = {rank for rank, _ in patches}
+            box = hull(list_patches(windows)[patches[0][1]])
             return (
                 f"the source of {label(name)} changed while it was moved: {show_ranks(ranks)} has "
                 f"other bits than before in {show_box(box)}; let nothing write it during a move"
@@ -134,9 +134,9 @@ def _find_changed(side: Mapping[str, Windows], before: AllShares, after: AllShar
 
 
 def _list_changed(windows: Windows, before: Shares, after: Shares) -> list[tuple[int, int]]:
-    """(rank, cell) of all that is not what it was."""
+    """(rank, patch) of all that is not what it was."""
     changed = []
     for rank, held in list_held(windows).items():
         shares = zip(held, before[rank], after[rank], strict=True)
-        changed += [(rank, cell) for (cell, _), was, now in shares if was != now]
+        changed += [(rank, patch) for (patch, _), was, now in shares if was != now]
     return changed

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from shardmath.algebra.box import Box, full
 from shardmath.digests.bounds import find_bounds
-from shardmath.digests.cells import Portion, hull, list_cells, list_portions
 from shardmath.digests.field import PRIME
+from shardmath.digests.patches import Portion, hull, list_patches, list_portions
 from shardmath.digests.shares import Shares, Unlike, counted_portions, find_unlike, word_unlike
 from shardmath_torch.agreement.party import Party
 from shardmath_torch.digests.sides import Side, gather_numbers
@@ -41,9 +41,9 @@ def _bound_unlike(party: Party, side: Side, name: str, unlike: Unlike) -> Box:
         own: list[Portion] = []
         if holder.rank == side.rank:
             held = list_portions(windows, side.rank)
-            own = [p for p in held if (p.cell, p.window) == (unlike.cell, holder.window)]
+            own = [p for p in held if (p.patch, p.window) == (unlike.patch, holder.window)]
         ends.append(_weigh(side, name, own))
-    return _bound(party, hull(list_cells(windows)[unlike.cell]), ends)
+    return _bound(party, hull(list_patches(windows)[unlike.patch]), ends)
 
 
 def bound_sides(party: Party, name: str, sides: Sequence[Side]) -> Box:

@@ -1,6 +1,6 @@
 """This rank's shares of a side, and everybody's.
 
-1. What ranks tell each other is 8 bytes for each cell that they hold of a tensor: one cell where
+1. What ranks tell each other is 8 bytes for each patch that they hold of a tensor: one patch where
    holdings do not overlap in part.
 2. Layouts say how many numbers each rank has, so nobody says it.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardmath.algebra.box import Box
-from shardmath.digests.cells import Portion, list_held
+from shardmath.digests.patches import Portion, list_held
 from shardmath.digests.shares import Shares, list_shares, weigh_boxes
 from shardmath.digests.weighing import NUMPY, Array, Library
 from shardmath.layouts.holdings import Windows

@@ -1,16 +1,16 @@
-"""Cells: what the ranks of a side hold of one tensor, as disjoint products of ranges, and who holds each.
+"""Patches: what the ranks of a side hold of one tensor, as disjoint products of ranges, and who holds each.
 
 1. Windows that share no element are looked at one by one; those that do, together.
 2. Each dimension is cut wherever what holds it changes (`overlay`). Ranges that the same parts hold are
-   one set; a cell is a product of sets, one of each dimension, that some rank holds whole.
-3. So ranks that hold the same hold the same cells, and where holdings overlap they have cells in common.
+   one set; a patch is a product of sets, one of each dimension, that some rank holds whole.
+3. So ranks that hold the same hold the same patches, and where holdings overlap they have patches in common.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.layouts.holdings import windows_of
 >>> from shardmath.layouts.layout import Layout
 >>> layout = Layout((4,), Mesh(dp=2, tp=2), "(tp n)")
->>> for cell in list_cells(windows_of(layout, "w", ValueError)):
-...     print(cell.ranges, [holder.rank for holder in cell.holders])
+>>> for patch in list_patches(windows_of(layout, "w", ValueError)):
+...     print(patch.ranges, [holder.rank for holder in patch.holders])
 (((0, 2),),) [0, 2]
 (((2, 4),),) [1, 3]
 """
@@ -34,11 +34,11 @@ from shardmath.layouts.layout import Layout
 from shardmath.plans.uncovered import list_sharing
 
 __all__ = [
-    "Cell",
+    "Patch",
     "Holder",
     "Portion",
     "hull",
-    "list_cells",
+    "list_patches",
     "list_held",
     "list_portions",
     "narrow",
@@ -46,13 +46,13 @@ __all__ = [
 
 
 class Holder(NamedTuple):
-    """A rank, and the window by which it holds a cell."""
+    """A rank, and the window by which it holds a patch."""
 
     window: int
     rank: int
 
 
-class Cell(NamedTuple):
+class Patch(NamedTuple):
     """The elements of a product of ranges, and all who hold it."""
 
     ranges: tuple[Ranges, ...]
@@ -60,21 +60,21 @@ class Cell(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """A cell as one holder has it: the cell's number, the window, and where its elements lie there."""
+    """A patch as one holder has it: the patch's number, the window, and where its elements lie there."""
 
-    cell: int
+    patch: int
     window: int
     runs: tuple[Runs, ...]
 
 
 @memo(512)
-def list_cells(windows: Windows) -> tuple[Cell, ...]:
-    """All cells of a tensor's windows; they share no element, and none is empty."""
-    cells: list[Cell] = []
+def list_patches(windows: Windows) -> tuple[Patch, ...]:
+    """All patches of a tensor's windows; they share no element, and none is empty."""
+    patches: list[Patch] = []
     for together in _group_sharing(windows):
-        cells += _cut(windows, together)
+        patches += _cut(windows, together)
     # In an order that does not depend on how layouts are spelled: ranks may spell them otherwise.
-    return tuple(sorted(cells))
+    return tuple(sorted(patches))
 
 
 def _group_sharing(windows: Windows) -> list[list[int]]:
@@ -97,8 +97,8 @@ class _Sets(NamedTuple):
     of_part: list[list[list[int]]]
 
 
-def _cut(windows: Windows, together: Sequence[int]) -> list[Cell]:
-    """The cells of these windows."""
+def _cut(windows: Windows, together: Sequence[int]) -> list[Patch]:
+    """The patches of these windows."""
     dims = [_cut_dimension(windows, together, d) for d in range(windows[0].ndim)]
     holders: dict[tuple[int, ...], list[Holder]] = {}
     for i, window in enumerate(together):
@@ -107,11 +107,11 @@ def _cut(windows: Windows, together: Sequence[int]) -> list[Cell]:
         for rank, sets in zip(layout.mesh.ranks, of_rank, strict=True):
             for key in itertools.product(*sets):
                 holders.setdefault(key, []).append(Holder(window, rank))
-    cells = []
+    patches = []
     for key, found in holders.items():
         ranges = tuple(own.ranges[number] for own, number in zip(dims, key, strict=True))
-        cells.append(Cell(ranges, tuple(sorted(found))))
-    return cells
+        patches.append(Patch(ranges, tuple(sorted(found))))
+    return patches
 
 
 def _list_sets(layout: Layout, of_part: Sequence[list[list[int]]]) -> list[list[list[int]]]:
@@ -157,23 +157,23 @@ def _list_ranges(over: Overlay) -> tuple[Ranges, ...]:
 
 @memo(512)
 def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
-    """(cell, window) of all that each rank holds, in the order of cells; ranks that hold nothing are
+    """(patch, window) of all that each rank holds, in the order of patches; ranks that hold nothing are
     left out."""
     held: dict[int, list[tuple[int, int]]] = {}
-    for number, cell in enumerate(list_cells(windows)):
-        for window, rank in cell.holders:
+    for number, patch in enumerate(list_patches(windows)):
+        for window, rank in patch.holders:
             held.setdefault(rank, []).append((number, window))
     return {rank: tuple(pairs) for rank, pairs in held.items()}
 
 
 @memo(512)
 def list_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """What the rank holds of each cell, in the order of `list_held`."""
-    cells = list_cells(windows)
+    """What the rank holds of each patch, in the order of `list_held`."""
+    patches = list_patches(windows)
     portions = []
     for number, window in list_held(windows).get(rank, ()):
         runs = windows[window].runs(rank)
-        kept = _keep(runs, cells[number].ranges)
+        kept = _keep(runs, patches[number].ranges)
         portions.append(Portion(number, window, kept))
     return tuple(portions)
 
@@ -198,6 +198,6 @@ def narrow(portion: Portion, box: Box) -> Portion:
     return portion._replace(runs=runs)
 
 
-def hull(cell: Cell) -> Box:
-    """The smallest box that has all of the cell."""
-    return tuple((ranges[0][0], ranges[-1][1]) for ranges in cell.ranges)
+def hull(patch: Patch) -> Box:
+    """The smallest box that has all of the patch."""
+    return tuple((ranges[0][0], ranges[-1][1]) for ranges in patch.ranges)

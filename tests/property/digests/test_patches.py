@@ -1,4 +1,4 @@
-"""Cells are disjoint, have all that anybody holds, and name everybody who holds it."""
+"""Patches are disjoint, have all that anybody holds, and name everybody who holds it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, testing, window
-from shardmath.digests.cells import Holder, hull, list_cells, list_portions, narrow
+from shardmath.digests.patches import Holder, hull, list_patches, list_portions, narrow
 from shardmath.layouts.holdings import Windows
 
 
@@ -18,29 +18,29 @@ def elements(windows: Windows, holder: Holder) -> set[tuple[int, ...]]:
 
 
 @given(st.data(), testing.layouts())
-def test_cells(data: st.DataObject, layout: Layout) -> None:
+def test_patches(data: st.DataObject, layout: Layout) -> None:
     windows = Windows((*data.draw(testing.tilings(layout)), layout))
     if data.draw(st.booleans()):
         windows = Windows(windows[:-1])
-    cells = list_cells(windows)
+    patches = list_patches(windows)
     held: dict[tuple[int, ...], set[Holder]] = {}
     for w, one in enumerate(windows):
         for rank in one.mesh.ranks:
             for element in elements(windows, Holder(w, rank)):
                 held.setdefault(element, set()).add(Holder(w, rank))
     found = {}
-    for cell in cells:
-        inside = [[p for lo, hi in ranges for p in range(lo, hi)] for ranges in cell.ranges]
+    for patch in patches:
+        inside = [[p for lo, hi in ranges for p in range(lo, hi)] for ranges in patch.ranges]
         for element in itertools.product(*inside):
             assert element not in found
-            found[element] = set(cell.holders)
-            assert all(lo <= p < hi for p, (lo, hi) in zip(element, hull(cell), strict=True))
+            found[element] = set(patch.holders)
+            assert all(lo <= p < hi for p, (lo, hi) in zip(element, hull(patch), strict=True))
     assert found == held
 
 
 @given(st.data(), testing.layouts())
 def test_portions(data: st.DataObject, layout: Layout) -> None:
-    """What a rank holds of all cells is what it holds; narrowed to a box, what it holds there."""
+    """What a rank holds of all patches is what it holds; narrowed to a box, what it holds there."""
     windows = Windows((layout,))
     box = data.draw(testing.boxes(layout.shape))
     for rank in layout.mesh.ranks:
@@ -67,5 +67,5 @@ def test_windows_that_share_nothing_are_not_cut_by_each_other() -> None:
         ((3, 4), (0, 4)),
         ((3, 4), (4, 6)),
     ]
-    cells = list_cells(Windows(window(whole, box) for box in rows))
-    assert sorted(map(hull, cells)) == rows
+    patches = list_patches(Windows(window(whole, box) for box in rows))
+    assert sorted(map(hull, patches)) == rows
