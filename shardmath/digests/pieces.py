@@ -29,7 +29,7 @@ ROW = 256
 LONG = 4 * ROW
 """Words of a range from which on it is long."""
 
-MOST = 16 * ROW
+MOST = 256 * ROW
 """Words, or not many more, for which weights are written out one by one where ranges are short."""
 
 

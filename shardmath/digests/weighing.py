@@ -46,6 +46,9 @@ BLOCK = 1 << 18
 ROWS = 1 << 22
 """Words whose rows' sums are kept before they are weighed: so many that a call of numpy is nothing."""
 
+FEW = 8
+"""Rows up to which they are multiplied element by element."""
+
 TOGETHER = 32
 """Rows that numpy multiplies at a time: OpenBLAS starts its threads for more than 9,216 numbers, and on a
 machine that has other work they wait for each other longer than they work."""
@@ -68,6 +71,9 @@ class Library(Protocol):
 
     def products(self, rows: Array, weights: Array) -> Array:
         """The products of rows and weights, which float64 is exact for, in int64."""
+
+    def integers(self, array: Array) -> Array:
+        """The numbers in int64."""
 
     def join(self, arrays: Sequence[Array]) -> Array:
         """Arrays of one axis end to end."""
@@ -96,7 +102,10 @@ class _Numpy:
         even = len(rows) // TOGETHER * TOGETHER
         groups = rows[:even].reshape(-1, TOGETHER, *rows.shape[1:])
         sums = [(groups @ weights).reshape(-1), rows[even:] @ weights]
-        return np.concatenate(sums).astype(np.int64)
+        return self.integers(np.concatenate(sums))
+
+    def integers(self, array: Array) -> Array:
+        return array.astype(np.int64)
 
     def join(self, arrays: Sequence[Array]) -> Array:
         return np.concatenate(arrays)
@@ -255,7 +264,14 @@ def _list_blocks(held: Array, outer: int, row: int) -> Iterator[Array]:
 def _multiply_rows(rows: Array, weights: Array, library: Library) -> Numbers:
     """The sums of rows of words times weights, in int64: at most 2^53 for each ROW words."""
     total: Numbers = 0
-    for start in range(0, len(weights), ROW):
+    begin = 0
+    if len(rows) < FEW:
+        # A product of matrices for each ROW words would take longer to call than to compute.
+        begin = len(weights) // ROW * ROW
+        products = rows[:, :begin] * weights[:begin]
+        sums = products.reshape(len(rows), -1, ROW).sum(-1)
+        total = library.integers(sums).sum(-1)
+    for start in range(begin, len(weights), ROW):
         some = slice(start, start + ROW)
         total = total + library.products(rows[:, some], weights[some])
     return total

@@ -38,7 +38,10 @@ class _Torch:
         return whole.view(word).to(torch.float64)
 
     def products(self, rows: Tensor, weights: Tensor) -> Tensor:
-        return (rows @ weights).to(torch.int64)
+        return self.integers(rows @ weights)
+
+    def integers(self, array: Tensor) -> Tensor:
+        return array.to(torch.int64)
 
     def join(self, arrays: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(arrays))
