@@ -105,13 +105,15 @@ def _cut(windows: Windows, together: Sequence[int]) -> list[Patch]:
         layout = windows[window]
         of_rank = _list_sets(layout, [own.of_part[i] for own in dims])
         for rank, sets in zip(layout.mesh.ranks, of_rank, strict=True):
-            for key in itertools.product(*sets):
-                holders.setdefault(key, []).append(Holder(window, rank))
-    patches = []
-    for key, found in holders.items():
-        ranges = tuple(own.ranges[number] for own, number in zip(dims, key, strict=True))
-        patches.append(Patch(ranges, tuple(sorted(found))))
-    return patches
+            for numbers in itertools.product(*sets):
+                holders.setdefault(numbers, []).append(Holder(window, rank))
+    return [_make_patch(dims, numbers, found) for numbers, found in holders.items()]
+
+
+def _make_patch(dims: Sequence[_Sets], numbers: Sequence[int], holders: Sequence[Holder]) -> Patch:
+    """The product of the sets of these numbers."""
+    ranges = tuple(own.ranges[number] for own, number in zip(dims, numbers, strict=True))
+    return Patch(ranges, tuple(sorted(holders)))
 
 
 def _list_sets(layout: Layout, of_part: Sequence[list[list[int]]]) -> list[list[list[int]]]:

@@ -82,7 +82,8 @@ def _cut(runs: Runs, inner: int) -> tuple[Part, ...]:
     """The parts of a dimension of which each position is `inner` words."""
     whole = _join(runs.segments)
     longest = max(size for _, _, size in runs.segments)
-    if inner >= ROW or (inner * longest < LONG and inner * whole.size <= MOST):
+    few = inner * whole.size <= MOST
+    if inner >= ROW or (few and inner * longest < LONG):
         return (whole,)
     # The least power of two that fills a row.
     bits = (-(-ROW // inner) - 1).bit_length()
@@ -93,12 +94,10 @@ def _cut(runs: Runs, inner: int) -> tuple[Part, ...]:
             short.append(segment)
             continue
         head, body, tail = _align(segment, 1 << bits)
-        short += head
-        parts += _list_short(short, inner)
-        parts.append(Part(body[0], body[0] + body[2], (body,), bits))
+        parts += _list_short([*short, *head], inner)
+        parts.append(_join([body])._replace(inner=bits))
         short = tail
-    parts += _list_short(short, inner)
-    return tuple(parts)
+    return (*parts, *_list_short(short, inner))
 
 
 def _align(segment: Segment, block: int) -> tuple[list[Segment], Segment, list[Segment]]:

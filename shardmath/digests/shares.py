@@ -117,8 +117,10 @@ def _by_holder(windows: Windows, shares: Shares) -> dict[tuple[int, Holder], int
 def add_patches(windows: Windows, shares: Shares) -> int:
     """The sum of all patches, each by its first holder."""
     by_holder = _by_holder(windows, shares)
-    patches = list_patches(windows)
-    return sum(by_holder[number, patch.holders[0]] for number, patch in enumerate(patches)) % PRIME
+    total = 0
+    for number, patch in enumerate(list_patches(windows)):
+        total += by_holder[number, patch.holders[0]]
+    return total % PRIME
 
 
 def seal(windows: Windows, total: int) -> int:
@@ -132,7 +134,8 @@ def _draw_seal(dtype: str, shape: tuple[int, ...]) -> int:
     from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
 
     text = f"shardmath digest of {dtype}{list(shape)}"
-    return int.from_bytes(sha256(text.encode()).digest(), "little") % PRIME
+    drawn = sha256(text.encode()).digest()
+    return int.from_bytes(drawn, "little") % PRIME
 
 
 # Where something differs
@@ -182,4 +185,5 @@ def show_box(box: Box) -> str:
     >>> show_box(((0, 4), (2, 3)))
     '[0:4, 2:3]'
     """
-    return f"[{', '.join(f'{lo}:{hi}' for lo, hi in box)}]"
+    spans = [f"{lo}:{hi}" for lo, hi in box]
+    return f"[{', '.join(spans)}]"

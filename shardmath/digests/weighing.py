@@ -209,15 +209,17 @@ def _sum_rows(
     held: Array, weights: Sequence[Array], halves: Sequence[Array], library: Library
 ) -> Numbers:
     """The sum over the outer axes of their weights times the sums of rows."""
-    if not weights or _count_words(held, len(weights), halves) <= ROWS:
+    words = _count_words(held, len(weights), halves)
+    if not weights or words <= ROWS:
         sums = _sum_words(held, len(weights), halves, library)
         for factor in reversed(weights):
             sums = add_up(multiply(sums, factor))
         return sums
     first, *rest = weights
     if len(first) == 1:
-        return int(first[0]) * int(_sum_rows(held[0], rest, halves, library)) % PRIME
-    step = max(1, ROWS * len(first) // _count_words(held, len(weights), halves))
+        inside = _sum_rows(held[0], rest, halves, library)
+        return int(first[0]) * int(inside) % PRIME
+    step = max(1, ROWS * len(first) // words)
     total: Numbers = 0
     for start in range(0, len(first), step):
         some = slice(start, start + step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from hashlib import sha256, shake_256
-from typing import Any
+from typing import Any, TypeAlias
 
 import hypothesis.strategies as st
 import numpy as np
@@ -36,28 +36,35 @@ PRIME = 2**61 - 1
 
 def define_digest(array: NDArray[Any], dtype: str, seed: int = 0) -> int:
     """The digest of a whole array, element by element."""
-    total = int.from_bytes(
-        sha256(f"shardmath digest of {dtype}{list(array.shape)}".encode()).digest(), "little"
-    )
+    sealed = f"shardmath digest of {dtype}{list(array.shape)}"
+    drawn = sha256(sealed.encode()).digest()
+    total = int.from_bytes(drawn, "little")
     for index in itertools.product(*map(range, array.shape)):
         weight = 1
         for dimension, position in enumerate(index):
             weight *= _weigh(seed, dimension, position)
-        bits = array[index].tobytes()
-        size = min(2, len(bits))
-        for word, start in enumerate(range(0, len(bits), size)):
-            value = int.from_bytes(bits[start : start + size], "little", signed=True)
+        for word, value in enumerate(_list_words(array[index].tobytes())):
             total += weight * _weigh(seed, -1, word) * value
     return total % PRIME
 
 
+def _list_words(bits: bytes) -> list[int]:
+    """The signed integers that an element is: of 16 bits, or of the 8 that it has."""
+    size = min(2, len(bits))
+    starts = range(0, len(bits), size)
+    parts = [bits[start : start + size] for start in starts]
+    return [int.from_bytes(part, "little", signed=True) for part in parts]
+
+
 def _weigh(seed: int, dimension: int, position: int) -> int:
     """The product of the factors of the bits that are set."""
-    drawn = shake_256(f"shardmath digest {seed} {dimension}".encode()).digest(1024)
+    text = f"shardmath digest {seed} {dimension}"
+    drawn = shake_256(text.encode()).digest(1024)
     weight = 1
     for bit in range(position.bit_length()):
         if position >> bit & 1:
-            number = int.from_bytes(drawn[16 * bit : 16 * bit + 16], "little")
+            factor = drawn[16 * bit : 16 * bit + 16]
+            number = int.from_bytes(factor, "little")
             weight = weight * (number % (PRIME - 1) + 1) % PRIME
     return weight
 
@@ -116,11 +123,10 @@ def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
     held = distribute(layout, [_draw_bits(layout.shape)])
     before = digest_of(layout, held)
     rank = data.draw(st.sampled_from(layout.mesh.ranks))
-    own = list(itertools.product(*(np.flatnonzero(i >= 0) for i in layout.indices(rank))))
+    own = _list_own(layout, rank)
     if not own:
         return
-    here = data.draw(st.sampled_from(own))
-    element = tuple(int(i[at]) for i, at in zip(layout.indices(rank), here, strict=True))
+    here, element = data.draw(st.sampled_from(own))
     held[rank].view(np.uint64)[here] ^= np.uint64(1)
     holders = [other for other in layout.mesh.ranks if _holds(layout, other, element)]
     if len(holders) == 1:
@@ -128,6 +134,20 @@ def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
         return
     box = ", ".join(f"{at}:{at + 1}" for at in element)
     assert f" other bits in [{box}] than rank" in _refusal(layout, held)
+
+
+_Index: TypeAlias = tuple[int, ...]
+
+
+def _list_own(layout: Layout, rank: int) -> list[tuple[_Index, _Index]]:
+    """(local index, global index) of all that the rank holds."""
+    indices = layout.indices(rank)
+    cells = [np.flatnonzero(index >= 0).tolist() for index in indices]
+    own = []
+    for here in itertools.product(*cells):
+        there = tuple(int(index[at]) for index, at in zip(indices, here, strict=True))
+        own.append((here, there))
+    return own
 
 
 def _refusal(layout: Layout, held: dict[int, Array]) -> str:

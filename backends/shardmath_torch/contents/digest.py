@@ -26,7 +26,7 @@ from shardmath_torch.agreement.transport import package_of
 from shardmath_torch.agreement.turns import check_thread, in_thread
 from shardmath_torch.digests.comparing import find_odd_replica
 from shardmath_torch.digests.sides import Side, count_shares, divide_shares, gather_numbers
-from shardmath_torch.exchange.local import Local, Wanted, by_key, fits
+from shardmath_torch.exchange.local import Local, Tensors, Wanted, by_key, fits
 from shardmath_torch.exchange.mover import word_objection
 
 __all__ = ["digest"]
@@ -97,7 +97,9 @@ def _agree_and_add(party: Party, given: _Given) -> dict[str, int] | str:
     assert prepared is not None, "who objects does not get past the vote"
     side, mine = prepared
     counts = {rank: count_shares(side.windows, rank) for rank in party.ranks}
-    shares = divide_shares(side.windows, gather_numbers(party, mine, counts))
+    numbers = gather_numbers(party, mine, counts)
+    rest = {rank: iter(shares) for rank, shares in numbers.items()}
+    shares = divide_shares(side.windows, rest)
     odd = find_odd_replica(party, side, shares)
     if odd:
         return odd
@@ -110,16 +112,22 @@ def _prepare(party: Party, given: _Given) -> _Prepared:
     seed = as_integer(given.seed, "seed", ExchangeError)
     windows = read_side(given.held)
     _check_ranks(party, windows)
-    tensors = {}
-    for key, (_, layout) in stored_on(windows, party.rank).items():
-        tensors[key] = layout.local_shape(party.rank), layout
     single = not isinstance(given.held, Mapping) and len(windows[""]) == 1
-    wanted = Wanted("given", party.rank, tensors, single)
-    held = by_key(wanted, given.tensors)
-    fits(wanted, held)
+    held = _read_tensors(party.rank, windows, given.tensors, single)
     ordered = dict(sorted(windows.items()))
     side = Side(ordered, party.rank, held, seed)
     return side, side.list_shares()
+
+
+def _read_tensors(rank: int, side: Mapping[str, Windows], given: Local, single: bool) -> Tensors:
+    """This rank's tensors by local name. Raises ExchangeError for those that do not fit."""
+    tensors = {}
+    for key, (_, layout) in stored_on(side, rank).items():
+        tensors[key] = layout.local_shape(rank), layout
+    wanted = Wanted("given", rank, tensors, single)
+    held = by_key(wanted, given)
+    fits(wanted, held)
+    return held
 
 
 def _check_ranks(party: Party, side: Mapping[str, Windows]) -> None:

@@ -83,27 +83,26 @@ class Check:
 
     def compare(self, party: Party) -> str:
         """What is wrong with the move, in the words of all ranks; "" for nothing. Raises PeerFailure."""
-        src = self._src.windows
-        dst = self._dst.windows
-        source = {rank: count_shares(src, rank) for rank in party.ranks}
-        counts = {rank: 2 * n + count_shares(dst, rank) for rank, n in source.items()}
-        numbers = gather_numbers(party, self._shares, counts)
-        before: dict[int, list[int]] = {}
-        after: dict[int, list[int]] = {}
-        arrived: dict[int, list[int]] = {}
-        for rank, own in numbers.items():
-            count = source[rank]
-            before[rank] = own[:count]
-            after[rank] = own[count : 2 * count]
-            arrived[rank] = own[2 * count :]
-        now = divide_shares(src, after)
-        changed = _find_changed(src, divide_shares(src, before), now)
+        before, after, arrived = self._gather(party)
+        changed = _find_changed(self._src.windows, before, after)
         if changed:
             return changed
-        odd = find_odd_replica(party, self._src, now)
+        odd = find_odd_replica(party, self._src, after)
         if odd:
             return f"before the move, too, replicas of the source differ: {odd}"
-        return self._find_wrong(party, now, divide_shares(dst, arrived))
+        return self._find_wrong(party, after, arrived)
+
+    def _gather(self, party: Party) -> tuple[AllShares, AllShares, AllShares]:
+        """All ranks' shares of the source before the move and after it, and of the destination."""
+        src = self._src.windows
+        dst = self._dst.windows
+        sides = (src, src, dst)
+        counts = {rank: sum(count_shares(side, rank) for side in sides) for rank in party.ranks}
+        numbers = gather_numbers(party, self._shares, counts)
+        # Each side goes on where the one before it ended.
+        rest = {rank: iter(shares) for rank, shares in numbers.items()}
+        before, after, arrived = (divide_shares(side, rest) for side in sides)
+        return before, after, arrived
 
     def _find_wrong(self, party: Party, source: AllShares, arrived: AllShares) -> str:
         """What to say of the first tensor that is not at the destination what it is at the source."""

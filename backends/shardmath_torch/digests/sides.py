@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
@@ -69,16 +70,18 @@ class Side:
 
 def count_shares(side: Mapping[str, Windows], rank: int) -> int:
     """How many shares a rank has of all tensors."""
-    return sum(len(list_held(windows).get(rank, ())) for windows in side.values())
+    held = [list_held(windows).get(rank, ()) for windows in side.values()]
+    return sum(map(len, held))
 
 
-def divide_shares(side: Mapping[str, Windows], numbers: Mapping[int, Sequence[int]]) -> AllShares:
-    """The shares of each tensor, given each rank's of all."""
-    rest = {rank: iter(shares) for rank, shares in numbers.items()}
+def divide_shares(side: Mapping[str, Windows], rest: Mapping[int, Iterator[int]]) -> AllShares:
+    """The shares of each tensor, given all ranks' of all tensors, of which as many are taken."""
     found: AllShares = {}
     for name, windows in side.items():
-        held = list_held(windows)
-        found[name] = {rank: [next(rest[rank]) for _ in held[rank]] for rank in held}
+        of_tensor = {}
+        for rank, held in list_held(windows).items():
+            of_tensor[rank] = list(islice(rest[rank], len(held)))
+        found[name] = of_tensor
     return found
 
 
@@ -88,12 +91,12 @@ def gather_numbers(
     """Every rank's numbers, of which each says as many as all know that it has. Raises PeerFailure."""
     nbytes = 8 * max(counts.values(), default=0)
     record = np.array(mine, np.int64).tobytes().ljust(nbytes, b"\0")
-    texts = [bytearray() for _ in party.ranks]
+    texts = [b""] * len(party.ranks)
     for start in range(0, nbytes, PIECE):
         pieces = party.gather(record[start : start + PIECE])
-        for text, piece in zip(texts, pieces, strict=True):
-            text += piece
+        texts = list(map(bytes.__add__, texts, pieces))
     found = {}
     for rank, text in zip(party.ranks, texts, strict=True):
-        found[rank] = np.frombuffer(bytes(text), np.int64)[: counts[rank]].tolist()
+        numbers = np.frombuffer(text, np.int64)
+        found[rank] = numbers[: counts[rank]].tolist()
     return found
