@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.base.errors import (
+    DigestError,
     ExchangeError,
     LayoutError,
     MeshError,
@@ -38,6 +39,7 @@ from shardmath.layouts.placement import (
 
 if TYPE_CHECKING:
     from shardmath.collectives.collective import Collective, recognise
+    from shardmath.digests.content import Difference, digest_of, find_difference
     from shardmath.flows.certificate import Certificate
     from shardmath.flows.topology import Topology
     from shardmath.layouts.edits import window
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 LATE = {
     "Certificate": "flows.certificate",
     "Collective": "collectives.collective",
+    "Difference": "digests.content",
     "Plan": "plans.plan",
     "Program": "programs.program",
     "Recorded": "recordings.recorded",
@@ -74,7 +77,9 @@ LATE = {
     "adjoint": "plans.adjoint",
     "certify": "programs.certify",
     "crossing_bytes": "programs.certify",
+    "digest_of": "digests.content",
     "equivalent": "layouts.holdings",
+    "find_difference": "digests.content",
     "from_holdings": "storage.fitting",
     "plan": "plans.plan",
     "recognise": "collectives.collective",
@@ -134,6 +139,8 @@ __all__ = [
     "BlockCyclic",
     "Certificate",
     "Collective",
+    "Difference",
+    "DigestError",
     "ExchangeError",
     "Layout",
     "LayoutError",
@@ -169,7 +176,9 @@ __all__ = [
     "certify",
     "clear_caches",
     "crossing_bytes",
+    "digest_of",
     "equivalent",
+    "find_difference",
     "from_holdings",
     "from_ranges",
     "plan",

@@ -10,6 +10,8 @@ refit.prepare(src=..., dst=...)             # once; then refit() after every ste
 
 recorded = record(load, shapes, module)     # how a loader stores tensors, instead of rows that say it
 
+digest(layout, tensor)                      # a number for what all ranks hold, the same under every layout
+
 layout = from_dtensor(dtensor)              # what every rank really holds
 other = redistribute(dtensor, target)       # any mesh to any mesh, differentiable
 
@@ -23,6 +25,7 @@ from __future__ import annotations
 from shardmath_torch.changes.changes import Changes, compile_changes
 from shardmath_torch.checkpoints.checkpoint import load, save
 from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.contents.digest import digest
 from shardmath_torch.dtensors.dtensor import from_dtensor, to_dtensor
 from shardmath_torch.dtensors.modules import layout_of
 from shardmath_torch.dtensors.redistribute import redistribute
@@ -50,6 +53,7 @@ __all__ = [
     "compile",
     "compile_changes",
     "compile_transformed",
+    "digest",
     "export",
     "from_dtensor",
     "layout_of",

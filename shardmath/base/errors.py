@@ -16,6 +16,7 @@ from __future__ import annotations
 from shardmath.base.public import public
 
 __all__ = [
+    "DigestError",
     "ExchangeError",
     "LayoutError",
     "MeshError",
@@ -106,6 +107,11 @@ class ParamLayoutError(ShardError):
 @public
 class PlanError(ShardError):
     """A plan that cannot exist, or one that does not do what its layouts ask for."""
+
+
+@public
+class DigestError(ShardError):
+    """Arrays that are not of their layouts, or replicas that are not alike."""
 
 
 @public

@@ -60,24 +60,31 @@ class Boxes:
         """The boxes that cover these cells."""
         along = unravel(cells, self.shape)
         found = [self._find_in(grid, along) for grid in self.grids]
-        return Found(*(_join(column) for column in zip(*found, strict=True)))
+        cell, box, place = zip(*found, strict=True)
+        return Found(_join(cell), _join(box), _join(place))
 
     def _find_in(self, grid: _Grid, along: Sequence[Ints]) -> Found:
         """The boxes of one grid that cover cells with these coordinates."""
         inside, field = _find_fields(grid, along)
-        first = grid.covering.first
-        covering, owner = ranges(first[field], first[field + 1])
+        begin = grid.covering.first[:-1]
+        end = grid.covering.first[1:]
+        covering, owner = ranges(begin[field], end[field])
         cell = inside[owner]
         box = grid.boxes[covering]
-        offsets = [coordinate[cell] - self.low[box, k] for k, coordinate in enumerate(along)]
-        return Found(cell, box, ravel_places(offsets, self.size[box].T))
+        offsets = []
+        for coordinate, low in zip(along, self.low.T, strict=True):
+            offset = coordinate[cell] - low[box]
+            offsets.append(offset)
+        sizes = self.size[box].T
+        return Found(cell, box, ravel_places(offsets, sizes))
 
 
 def index_boxes(shape: Shape, low: Ints, size: Ints) -> Boxes:
     """The boxes [low, low + size) of a tensor, made ready to be asked."""
     shape, low, size = _join_dimensions(shape, low, size)
     numbers = np.arange(len(low))
-    return Boxes(shape, low, size, tuple(_make_grids(numbers, low, low + size)))
+    grids = _make_grids(numbers, low, low + size)
+    return Boxes(shape, low, size, tuple(grids))
 
 
 def unravel(cells: Ints, shape: Shape) -> list[Ints]:
@@ -104,33 +111,36 @@ def _join(columns: Sequence[Ints]) -> Ints:
 
 def _join_dimensions(shape: Shape, low: Ints, size: Ints) -> tuple[Shape, Ints, Ints]:
     """The same boxes with as few dimensions as do, at least one."""
-    sizes = list(shape)
-    columns = [(low[:, k], size[:, k]) for k in range(len(shape))]
+    if not shape:
+        # A scalar is a row of one cell.
+        one = np.ones((len(low), 1), np.int64)
+        return (1,), one - 1, one
+    lengths = list(shape)
+    lows = list(low.T)
+    sizes = list(size.T)
     # From the last dimension on, since what is joined lies together in memory.
-    for k in range(len(sizes) - 1, 0, -1):
-        n = sizes[k]
-        if bool((columns[k][1] == n).all()):
-            start, count = columns[k - 1]
-            columns[k - 1] = start * n, count * n
-            sizes[k - 1] *= n
-            del sizes[k], columns[k]
-    if not sizes:
-        one = np.ones(len(low), np.int64)
-        return (1,), np.zeros((len(low), 1), np.int64), one[:, None]
-    lows, counts = zip(*columns, strict=True)
-    return tuple(sizes), np.stack(lows, 1), np.stack(counts, 1)
+    for k in range(len(shape) - 1, 0, -1):
+        n = lengths[k]
+        is_whole = sizes[k] == n
+        if is_whole.all():
+            lengths[k - 1] *= n
+            lows[k - 1] = lows[k - 1] * n
+            sizes[k - 1] = sizes[k - 1] * n
+            del lengths[k], lows[k], sizes[k]
+    return tuple(lengths), np.stack(lows, 1), np.stack(sizes, 1)
 
 
 def _make_grids(numbers: Ints, low: Ints, high: Ints) -> Iterator[_Grid]:
     """Grids of these boxes, one where it is small enough."""
-    if not len(numbers):
-        borders = tuple(np.zeros(1, np.int64) for _ in range(low.shape[1]))
-        yield _Grid(borders, Offsets(np.zeros(1, np.int64)), numbers)
-        return
-    ends = [np.unique(np.concatenate([a, b])) for a, b in zip(low.T, high.T, strict=True)]
+    ends = []
+    for begin, end in zip(low.T, high.T, strict=True):
+        both = np.concatenate([begin, end])
+        # Without boxes a dimension has one border, and no interval.
+        ends.append(np.unique(both) if len(both) else np.zeros(1, np.int64))
     fields = math.prod(len(each) - 1 for each in ends)
-    if fields <= FIELDS_PER_BOX * len(numbers):
-        yield _make_grid(numbers, low, high, tuple(ends))
+    most = FIELDS_PER_BOX * len(numbers)
+    if fields <= most or not len(numbers):
+        yield _make_grid(numbers, low, high, ends)
         return
     first = _choose_half(low, ends)
     for half in (first, ~first):
@@ -139,28 +149,34 @@ def _make_grids(numbers: Ints, low: Ints, high: Ints) -> Iterator[_Grid]:
 
 def _choose_half(low: Ints, ends: Sequence[Ints]) -> Bools:
     """The half of the boxes that begin first along the dimension with the most borders."""
-    most = max(range(len(ends)), key=lambda k: len(ends[k]))
-    half = np.zeros(len(low), bool)
-    half[low[:, most].argsort(kind="stable")[: len(low) // 2]] = True
+    counts = [len(each) for each in ends]
+    most = counts.index(max(counts))
+    order = low[:, most].argsort(kind="stable")
+    middle = len(order) // 2
+    half = np.zeros(len(order), bool)
+    half[order[:middle]] = True
     return half
 
 
-def _make_grid(numbers: Ints, low: Ints, high: Ints, borders: tuple[Ints, ...]) -> _Grid:
+def _make_grid(numbers: Ints, low: Ints, high: Ints, borders: Sequence[Ints]) -> _Grid:
     """The grid of these borders."""
     field = np.zeros(len(numbers), np.int64)
     owner = np.arange(len(numbers))
     fields = 1
     # Dimension by dimension, each box is in more fields.
     for k, ends in enumerate(borders):
+        intervals = len(ends) - 1
         first = ends.searchsorted(low[owner, k])
         past = ends.searchsorted(high[owner, k])
         interval, which = ranges(first, past)
-        field = field[which] * (len(ends) - 1) + interval
+        field = field[which] * intervals + interval
         owner = owner[which]
-        fields *= len(ends) - 1
+        fields *= intervals
     order = field.argsort(kind="stable")
+    boxes = numbers[owner[order]]
     counts = np.bincount(field, minlength=fields)
-    return _Grid(borders, Offsets.of_counts(counts), numbers[owner[order]])
+    covering = Offsets.of_counts(counts)
+    return _Grid(tuple(borders), covering, boxes)
 
 
 def _find_fields(grid: _Grid, along: Sequence[Ints]) -> tuple[Ints, Ints]:
@@ -168,11 +184,13 @@ def _find_fields(grid: _Grid, along: Sequence[Ints]) -> tuple[Ints, Ints]:
     inside = np.arange(len(along[0]))
     field = np.zeros(len(inside), np.int64)
     for coordinate, ends in zip(along, grid.borders, strict=True):
-        interval = ends.searchsorted(coordinate[inside], "right") - 1
-        within = (interval >= 0) & (interval < len(ends) - 1)
+        intervals = len(ends) - 1
+        here = coordinate[inside]
+        interval = ends.searchsorted(here, "right") - 1
+        within = (interval >= 0) & (interval < intervals)
         if not within.all():
             inside = inside[within]
             field = field[within]
             interval = interval[within]
-        field = field * (len(ends) - 1) + interval
+        field = field * intervals + interval
     return inside, field

@@ -80,25 +80,38 @@ class Senders:
         if sent is None:
             nothing = np.zeros(0, np.int64)
             return Routed(nothing, nothing, nothing)
-        found = sent.boxes.find(cells)
-        return Routed(found.cell, sent.message[found.box], sent.first[found.box] + found.place)
+        cell, box, place = sent.boxes.find(cells)
+        message = sent.message[box]
+        element = sent.first[box] + place
+        return Routed(cell, message, element)
 
 
 def _index_sent(shape: tuple[int, ...], sent: Sequence[tuple[int, int, Transfer]]) -> _Sent:
     """The pieces of one tensor, made ready to be asked."""
     pieces = [piece for _, _, piece in sent]
-    low, size = _find_corners([piece.src_slices for piece in pieces], len(shape))
-    numbers = np.array([number for number, _, _ in sent], np.int64)
-    first = np.array([start for _, start, _ in sent], np.int64)
-    return _Sent(index_boxes(shape, low, size), numbers, first)
+    slices = [piece.src_slices for piece in pieces]
+    low, size = _find_corners(slices, len(shape))
+    boxes = index_boxes(shape, low, size)
+    messages = [number for number, _, _ in sent]
+    starts = [start for _, start, _ in sent]
+    return _Sent(boxes, _as_row(messages), _as_row(starts))
+
+
+def _as_row(numbers: Sequence[int]) -> Ints:
+    return np.array(numbers, np.int64)
 
 
 def _find_corners(boxes: Sequence[Slices], ndim: int) -> tuple[Ints, Ints]:
     """The first cell and the size of each box, by dimension."""
-    start = [[one.start for one in box] for box in boxes]
-    stop = [[one.stop for one in box] for box in boxes]
-    low = np.array(start, np.int64).reshape(len(boxes), ndim)
-    return low, np.array(stop, np.int64).reshape(len(boxes), ndim) - low
+    starts = []
+    stops = []
+    for box in boxes:
+        starts += [one.start for one in box]
+        stops += [one.stop for one in box]
+    rows = len(boxes), ndim
+    low = _as_row(starts).reshape(rows)
+    high = _as_row(stops).reshape(rows)
+    return low, high - low
 
 
 class _Arriving(NamedTuple):
@@ -149,22 +162,34 @@ def _index_arriving(
     """The pieces of one message, made ready to be asked."""
     ndim = max((len(piece.shape) for piece in message.pieces), default=0)
     ndim = max(ndim, 1)
-    tensor, first, base, size, step = [], [], [], [], []
+    tensors = []
+    firsts = []
+    bases = []
+    sizes: list[int] = []
+    steps: list[int] = []
     end = 0
     for piece in message.pieces:
-        steps = strides[piece.dst_tensor]
-        missing = ndim - len(steps)
-        tensor.append(numbers[piece.dst_tensor])
-        first.append(end)
-        base.append(sum(one.start * by for one, by in zip(piece.dst_slices, steps, strict=True)))
-        size.append([1] * missing + list(piece.shape))
-        step.append([0] * missing + list(steps))
+        key = piece.dst_tensor
+        missing = ndim - len(piece.shape)
+        tensors.append(numbers[key])
+        firsts.append(end)
+        bases.append(_find_base(piece, strides[key]))
+        sizes += [*[1] * missing, *piece.shape]
+        steps += [*[0] * missing, *strides[key]]
         end += math.prod(piece.shape)
-    rows = len(tensor), ndim
+    rows = len(tensors), ndim
     return _Arriving(
-        np.array(tensor, np.int64),
-        np.array(first, np.int64),
-        np.array(base, np.int64),
-        np.array(size, np.int64).reshape(rows),
-        np.array(step, np.int64).reshape(rows),
+        tensor=_as_row(tensors),
+        first=_as_row(firsts),
+        base=_as_row(bases),
+        size=_as_row(sizes).reshape(rows),
+        step=_as_row(steps).reshape(rows),
     )
+
+
+def _find_base(piece: Transfer, strides: Sequence[int]) -> int:
+    """Cells from the tensor's first to the first of the piece."""
+    base = 0
+    for one, step in zip(piece.dst_slices, strides, strict=True):
+        base += one.start * step
+    return base

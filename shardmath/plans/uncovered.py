@@ -38,6 +38,7 @@ __all__ = [
     "find_not_whole",
     "first_unheld",
     "holds_all",
+    "list_sharing",
 ]
 
 
@@ -51,6 +52,15 @@ def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
                 f"tensor {name!r}: source windows {i} and {j} both hold element {element}; "
                 f"use shardmath.window to keep them apart"
             )
+
+
+def list_sharing(windows: tuple[Layout, ...]) -> list[tuple[int, int]]:
+    """The pairs of windows, the earlier first, that hold an element in common."""
+    pairs = []
+    for j, i in np.argwhere(_meet_earlier(windows)).tolist():
+        if _find_common(windows[i], windows[j]) is not None:
+            pairs.append((i, j))
+    return pairs
 
 
 def _find_common(a: Layout, b: Layout) -> tuple[int, ...] | None:

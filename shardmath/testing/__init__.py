@@ -24,8 +24,8 @@ In reading order:
 - `placements`: what every placement keeps;
 - `layout_laws`: what all Runs and layouts keep;
 - `plan_laws`: what all plans keep;
-- `change_laws`: what is sent of a tensor of which a few elements have changed;
 - `transform_laws`: what all transforms keep;
+- `content_laws`: what digests of content keep, and what is sent of it where little has changed;
 - `laws`: all of these laws by name, and their cases;
 - `buffers`: what every rule of buffers keeps;
 - `rounds`: whether ranks that walk their rounds get to the end.

@@ -11,7 +11,14 @@ from typing import Any
 
 import hypothesis.strategies as st
 
-from shardmath.testing.change_laws import changes_are_the_difference
+from shardmath.testing.content_laws import (
+    any_change_is_found,
+    changes_are_the_difference,
+    digest_is_its_definition,
+    digest_survives_moves,
+    replicas_are_compared,
+    windows_have_the_digest,
+)
 from shardmath.testing.layout_laws import (
     compose_is_after,
     fast_is_definition,
@@ -94,5 +101,10 @@ LAWS: tuple[Law, ...] = (
     Law(changes_are_the_difference, st.tuples(st.data(), _copies).map(lambda x: (x[0], *x[1]))),
     Law(adjoint_is_transpose, _linear_pairs),
     _on(trees_are_their_tensors, trees()),
+    _on(digest_is_its_definition, layouts()),
+    Law(digest_survives_moves, _copies),
+    _on(windows_have_the_digest, st.data(), layouts()),
+    _on(any_change_is_found, st.data(), layouts()),
+    _on(replicas_are_compared, st.data(), layouts()),
 )
 """Every law with its cases: `given(law.cases)(lambda case: law.check(*case))`."""

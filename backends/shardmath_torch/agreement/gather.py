@@ -29,7 +29,7 @@ from shardmath_torch.agreement.turns import check_thread, in_thread, turns_of
 from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.compat import Group
 
-__all__ = ["TOLD", "gather", "in_step", "mark_told", "shared", "word_lost"]
+__all__ = ["TOLD", "gather", "in_step", "mark_told", "party_of", "shared", "word_lost"]
 
 GRACE_S = 5.0
 """At most, for finding out who failed: of the group's time limit, a fifth and a little, for telling the caller."""
@@ -53,13 +53,13 @@ def gather(mine: _T, group: Group | None, what: str = "make this call") -> list[
     call, or calls for something else.
     """
     found = compat.group_of(group)
-    party = _join(found)
+    party = party_of(found)
     if party is None:
         return _gather_by_torch(mine, found, what)
     return party.together(lambda: _gather(party, mine, what), _describe(what))
 
 
-def _join(group: Group) -> Party | None:
+def party_of(group: Group) -> Party | None:
     """This rank in the group; None where no transport of ours serves it."""
     if compat.backend_of(group) not in TRANSPORTS:
         return None
@@ -146,7 +146,7 @@ def shared(group: Group | None) -> Iterator[None]:
         yield
         return
     found = compat.group_of(group)
-    party = _join(found)
+    party = party_of(found)
     patience = float("inf") if party is None else party.patience
     with turns_of(found).call(patience), _leaving(party):
         yield
@@ -192,7 +192,7 @@ def _is_counted_on(party: Party, begun: int) -> bool:
 
 def word_lost(error: Exception, group: Group | None, what: str) -> ExchangeError:
     """What to raise where a collective of torch's own broke, and the group with it; asks who failed first."""
-    party = _join(compat.group_of(group))
+    party = party_of(compat.group_of(group))
     if party is None:
         lost = f"a rank is gone, or did not {what}: {error}"
         return ExchangeError(f"{lost}; see which ended first, and start the ranks again")

@@ -4,7 +4,8 @@
    objection, hence an error on all ranks, and no destination has changed.
 2. That a sender's call returns says that its bytes have left, not that they arrived. With
    `acknowledge=True` ranks vote once more at the end, so whose call returns knows that every
-   destination has all its bytes.
+   destination has all its bytes. With `check="digest"` they compare what source and destination hold, too
+   (`digests.checking`).
 3. A plan's failures are told in its own words: which tensor was to come from whom, or to go to whom.
 """
 
@@ -28,6 +29,7 @@ from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.agreement.turns import check_thread, in_thread
 from shardmath_torch.agreement.wire import PeerFailure
+from shardmath_torch.digests.checking import Check, check_checkable
 from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Engine
@@ -60,6 +62,7 @@ class _Call(NamedTuple):
     held: bool = False
     then: Callable[[], None] | None = None
     bind: Callable[[], tuple[Local, Local]] | None = None
+    check: str | None = None
 
 
 class _Held(NamedTuple):
@@ -136,30 +139,37 @@ class Mover:
         timeout: float | None = None,
         acknowledge: bool = False,
         label: str = "",
+        check: Literal["digest"] | None = None,
     ) -> None:
         """Moves `src`, this rank's source tensors, into `out`, its destination tensors.
 
         `timeout`: seconds to wait for all ranks to make this call, where that may be longer than
         what `compile` was given, as when an engine waits for the next refit; each rank may pass its
         own. `acknowledge`, on all ranks alike: return only once every rank has all its bytes.
-        `label` says what the move is for: ranks that say otherwise disagree.
+        `label` says what the move is for: ranks that say otherwise disagree. `check="digest"`, on all
+        ranks alike, compares what the destination then holds with the source, and the source with what
+        it was before: an ExchangeError on all ranks names the tensor and the box that differs, and the
+        destination is as it came. It reads the source twice and the destination once.
         """
-        self._run(_Call(src, out, timeout, acknowledge, label))
+        self._run(_Call(src, out, timeout, acknowledge, label, check=check))
 
     def _run(self, call: _Call) -> None:
         """The move, as a turn of the group."""
         if not compat.is_registered(self._party.group):
             what = "the process group of this mover was destroyed"
             raise ExchangeError(f"{what}; compile again on a group that is there")
-        self._party.together(
+        found = self._party.together(
             lambda: self._move(call),
             lambda failure, rank: describe_crossing(self._given, failure.tensor, rank),
             "mover",
             call.timeout if is_time(call.timeout) else 0.0,
         )
+        # All ranks have moved, and found the same: the group goes on.
+        if found:
+            raise ExchangeError(found)
 
-    def _move(self, call: _Call) -> None:
-        """Vote, and then move."""
+    def _move(self, call: _Call) -> str:
+        """Vote, and then move. What was found wrong where the move is compared; "" for nothing."""
         tensors, label, objection = self._check(call)
         claim = self._word_claim(call)
         patience = call.timeout if is_time(call.timeout) else None
@@ -169,18 +179,27 @@ class Mover:
         self._moves += 1
         src, dst = tensors
         mark_written(dst.values())
+        check = Check(self.plan, self._party.rank, src, dst)
+        if call.check:
+            self._guard(check.begin)
         self._guard(lambda: self._engine.move(src, dst))
         if call.then is not None:
             self._guard(call.then)
         if call.acknowledge:
             receipt = mine._replace(claim=f"{claim}: all is there")
             self._party.vote(receipt)
+        if not call.check:
+            return ""
+        self._guard(check.end)
+        return check.compare(self._party)
 
     def _word_claim(self, call: _Call) -> str:
         """What this rank is about to do. Made before anything is known to be what it should be."""
         claim = f"move {self._moves + 1} of {name_given(self._given)} (mover {self._party.key})"
         if call.acknowledge is True:
             claim += ", acknowledged"
+        if isinstance(call.check, str) and call.check == "digest":
+            claim += ", compared"
         return claim + in_thread(self._thread)
 
     def _check(self, call: _Call) -> tuple[tuple[Tensors, Tensors], str, str]:
@@ -196,6 +215,7 @@ class Mover:
                 raise ExchangeError(word_bad_time(call.timeout))
             if not isinstance(call.acknowledge, bool):
                 raise ExchangeError(f"acknowledge={shown(call.acknowledge)}; pass True or False")
+            check_checkable(call.check, self.plan)
             tensors = self._prepare(call)
             label = _read_label(call.label)
         except Exception as error:

@@ -1,0 +1,6 @@
+"""Contents: what tensors hold, whatever their layout.
+
+In reading order:
+
+- `digest`: `digest`.
+"""

@@ -1,0 +1,216 @@
+"""Content laws: what digests of tensors' content keep, and what is sent of it where little has changed.
+
+The definition of a digest stands here once more, element by element in Python's integers: it shares no
+code with `shardmath.digests`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from hashlib import sha256, shake_256
+from typing import Any, TypeAlias
+
+import hypothesis.strategies as st
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.base.errors import DigestError
+from shardmath.changes.routing import Receivers, Senders, count_elements
+from shardmath.digests.content import Difference, digest_of, find_difference
+from shardmath.layouts.holdings import Windows
+from shardmath.layouts.layout import Layout
+from shardmath.plans.plan import Plan, plan
+from shardmath.programs.messages import Message
+from shardmath.programs.part import make_parts
+from shardmath.testing.oracle import Array, addends, distribute, run
+from shardmath.testing.strategies import tilings
+
+__all__ = [
+    "any_change_is_found",
+    "changes_are_the_difference",
+    "define_digest",
+    "digest_is_its_definition",
+    "digest_survives_moves",
+    "replicas_are_compared",
+    "windows_have_the_digest",
+]
+
+PRIME = 2**61 - 1
+
+
+def define_digest(array: NDArray[Any], dtype: str, seed: int = 0) -> int:
+    """The digest of a whole array, element by element."""
+    sealed = f"shardmath digest of {dtype}{list(array.shape)}"
+    drawn = sha256(sealed.encode()).digest()
+    total = int.from_bytes(drawn, "little")
+    for index in itertools.product(*map(range, array.shape)):
+        weight = 1
+        for dimension, position in enumerate(index):
+            weight *= _weigh(seed, dimension, position)
+        for word, value in enumerate(_list_words(array[index].tobytes())):
+            total += weight * _weigh(seed, -1, word) * value
+    return total % PRIME
+
+
+def _list_words(bits: bytes) -> list[int]:
+    """The signed integers that an element is: of 16 bits, or of the 8 that it has."""
+    size = min(2, len(bits))
+    starts = range(0, len(bits), size)
+    parts = [bits[start : start + size] for start in starts]
+    return [int.from_bytes(part, "little", signed=True) for part in parts]
+
+
+def _weigh(seed: int, dimension: int, position: int) -> int:
+    """The product of the factors of the bits that are set."""
+    text = f"shardmath digest {seed} {dimension}"
+    drawn = shake_256(text.encode()).digest(1024)
+    weight = 1
+    for bit in range(position.bit_length()):
+        if position >> bit & 1:
+            factor = drawn[16 * bit : 16 * bit + 16]
+            number = int.from_bytes(factor, "little")
+            weight = weight * (number % (PRIME - 1) + 1) % PRIME
+    return weight
+
+
+def _draw_bits(shape: tuple[int, ...], seed: int = 0) -> Array:
+    """Random bits as float64, NaNs of all kinds among them."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 1 << 64, shape, np.uint64, endpoint=False).view(np.float64)
+
+
+def digest_is_its_definition(layout: Layout) -> None:
+    """A digest is the weighted sum of all words, whatever lies in holes."""
+    values = _draw_bits(layout.shape)
+    held = distribute(layout, [values], hole=np.nan)
+    for seed in (0, 7):
+        assert digest_of(layout, held, seed=seed) == define_digest(values, layout.dtype, seed)
+
+
+def digest_survives_moves(src: Layout, dst: Layout) -> None:
+    """A plan without reductions leaves the digest as it was."""
+    held = distribute(src, [_draw_bits(src.shape)])
+    moved = run(plan(src, dst), held)
+    assert digest_of(src, held) == digest_of(dst, moved)
+    assert find_difference(src, held, dst, moved) is None
+
+
+def windows_have_the_digest(data: st.DataObject, layout: Layout) -> None:
+    """A tensor held as windows has the digest of the tensor, also where windows overlap."""
+    values = _draw_bits(layout.shape)
+    held = distribute(layout, [values])
+    tiles = Windows((*data.draw(tilings(layout)), *data.draw(tilings(layout))))
+    given: dict[int, dict[str, Array]] = {rank: {} for rank in held}
+    for key, one in tiles.locals("w"):
+        for rank, array in distribute(one, [values], hole=np.inf).items():
+            given[rank][key] = array
+    assert digest_of({"w": tiles}, given) == {"w": digest_of(layout, held)}
+
+
+def any_change_is_found(data: st.DataObject, layout: Layout) -> None:
+    """One flipped bit of one element changes the digest, and is found where it is."""
+    if 0 in layout.shape:
+        return
+    values = _draw_bits(layout.shape)
+    index = tuple(data.draw(st.integers(0, n - 1)) for n in layout.shape)
+    changed = values.copy()
+    changed.view(np.uint64)[index] ^= np.uint64(1 << data.draw(st.integers(0, 63)))
+    before = distribute(layout, [values])
+    after = distribute(layout, [changed])
+    assert digest_of(layout, before) != digest_of(layout, after)
+    box = tuple((at, at + 1) for at in index)
+    assert find_difference(layout, before, layout, after) == Difference("", box)
+
+
+def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
+    """A changed element of one rank is an error where others hold it, and a change where none does."""
+    held = distribute(layout, [_draw_bits(layout.shape)])
+    before = digest_of(layout, held)
+    rank = data.draw(st.sampled_from(layout.mesh.ranks))
+    own = _list_own(layout, rank)
+    if not own:
+        return
+    here, element = data.draw(st.sampled_from(own))
+    held[rank].view(np.uint64)[here] ^= np.uint64(1)
+    holders = [other for other in layout.mesh.ranks if _holds(layout, other, element)]
+    if len(holders) == 1:
+        assert digest_of(layout, held) != before
+        return
+    box = ", ".join(f"{at}:{at + 1}" for at in element)
+    assert f" other bits in [{box}] than rank" in _refusal(layout, held)
+
+
+_Index: TypeAlias = tuple[int, ...]
+
+
+def _list_own(layout: Layout, rank: int) -> list[tuple[_Index, _Index]]:
+    """(local index, global index) of all that the rank holds."""
+    indices = layout.indices(rank)
+    cells = [np.flatnonzero(index >= 0).tolist() for index in indices]
+    own = []
+    for here in itertools.product(*cells):
+        there = tuple(int(index[at]) for index, at in zip(indices, here, strict=True))
+        own.append((here, there))
+    return own
+
+
+def _refusal(layout: Layout, held: dict[int, Array]) -> str:
+    """Why these arrays have no digest; "" where they have one."""
+    try:
+        digest_of(layout, held)
+    except DigestError as error:
+        return str(error)
+    return ""
+
+
+def _holds(layout: Layout, rank: int, element: tuple[int, ...]) -> bool:
+    """Whether the rank holds the element."""
+    return all(at in index for index, at in zip(layout.indices(rank), element, strict=True))
+
+
+# What has changed
+
+
+def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) -> None:
+    """The changed elements, put into what a move brought before, are what a move brings now."""
+    p = plan(src, dst)
+    (old,) = addends(src)
+    last = max(old.size - 1, 0)
+    which = data.draw(st.lists(st.integers(0, last), max_size=8))
+    new = old.copy()
+    new.flat[which[: old.size]] += 1
+    before = distribute(src, [old])
+    after = distribute(src, [new])
+    held = run(p, before)
+    for rank, message, cells, values in _list_changes(p, before, after):
+        shape = dst.local_shape(rank)
+        strides = np.empty(shape, np.int8).strides
+        placed = Receivers({"": strides}, [message]).place(0, cells)
+        flat = held[rank].reshape(-1)
+        assert len(set(placed.cell.tolist())) == len(placed.cell)
+        assert not placed.tensor.any()
+        flat[placed.cell] = values
+    for rank, expected in run(p, after).items():
+        assert np.array_equal(held[rank], expected)
+
+
+def _list_changes(
+    p: Plan, before: dict[int, Array], after: dict[int, Array]
+) -> list[tuple[int, Message, Array, Array]]:
+    """For each message of which something changed: who receives it, itself, the elements' numbers and values."""
+    found = []
+    for part in make_parts(p):
+        messages = [m for one in part.rounds for m in (*one.sends, *one.keeps)]
+        if part.rank not in before:
+            continue
+        held = after[part.rank].reshape(-1)
+        cells = np.flatnonzero(before[part.rank].reshape(-1) != held)
+        routed = Senders({"": after[part.rank].shape}, messages).route("", cells)
+        assert len(set(zip(routed.message, routed.element, strict=True))) == len(routed.cell)
+        for number, message in enumerate(messages):
+            here = routed.message == number
+            elements = routed.element[here]
+            assert (elements < count_elements(message)).all()
+            values = held[cells[routed.cell[here]]]
+            found.append((message.dst_rank, message, elements, values))
+    return found
