@@ -160,8 +160,9 @@ def refit(
     """The plan from a trainer to an engine, or to several by name, that store these logical tensors.
 
     A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` gives of a module under
-    FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs; a Vocabulary of the shapes
-    is not read again. Raises StoreError with all that does not fit on any side, PlanError where the trainer holds what an engine needs nowhere.
+    FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs; a Vocabulary of the shapes is not
+    read again. Raises StoreError with all that does not fit on any side, PlanError where the trainer holds what an
+    engine needs nowhere.
     """
     vocabulary = shapes if isinstance(shapes, Vocabulary) else Vocabulary(shapes)
     named = _name_engines(engines)
