@@ -25,6 +25,7 @@ import numpy as np
 
 from shardmath.base.arguments import as_integer
 from shardmath.base.arrays import Ints, Offsets, ranges
+from shardmath.base.digest import digest
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
@@ -40,7 +41,7 @@ from shardmath.programs.legs import Legs, Streams
 from shardmath.programs.messages import Round, Step, gather_rounds, itemsize_of, make_message
 from shardmath.programs.streams import list_streams
 
-__all__ = ["Program", "Slices", "cut_streams", "list_slices", "turn_of"]
+__all__ = ["Program", "Slices", "cut_streams", "digest_program", "list_slices", "turn_of"]
 
 
 @public
@@ -140,6 +141,24 @@ class Program:
             ordered = _put_large_first(pieces[key])
             messages.append(make_message(*key, ordered))
         return gather_rounds(messages, rank)
+
+
+def digest_program(prog: Program) -> str:
+    """The digest of the plan, the topology, the legs and the rounds."""
+    bands = prog.legs.bands
+    columns = [
+        bands.first,
+        bands.classes,
+        bands.at,
+        bands.begin,
+        bands.count,
+        bands.place,
+        bands.span,
+        bands.cuts,
+    ]
+    legs = [column.tolist() for column in columns]
+    limits = prog.max_inflight_bytes, prog.max_ops_per_group, prog.slots, prog.turns
+    return digest(("program", prog.plan.digest, prog.topology, prog.legs.sharing, limits, legs))
 
 
 _End: TypeAlias = tuple[Step, int, int, int]
