@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 import shardmath
@@ -164,6 +166,26 @@ def _describe_proof(p: Plan) -> str:
     )
 
 
+@contextlib.contextmanager
+def _show_progress() -> Iterator[Callable[[int, int, str], None]]:
+    """While inside, what is called with (number, of how many, name) names on stderr what is worked on.
+
+    It is one line that changes, and is gone in the end; nothing where stderr is no terminal.
+    """
+    # One short of the width, so that the cursor stays on the line.
+    width = shutil.get_terminal_size().columns - 1
+    is_seen = sys.stderr.isatty()
+
+    def write(line: str) -> None:
+        if is_seen:
+            print(f"\r{line[:width]:{width}}\r", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield lambda number, count, name: write(f"{number} of {count}: {name}")
+    finally:
+        write("")
+
+
 def _check_storage(argv: Sequence[str]) -> int:
     """Compare what rows say that ranks store with a file of what ranks stored."""
     parser = argparse.ArgumentParser(
@@ -175,7 +197,8 @@ def _check_storage(argv: Sequence[str]) -> int:
     # Only this command needs the families' tables.
     from shardmath.vectors.recorded import compare
 
-    found = compare(given.file, given.models)
+    with _show_progress() as started:
+        found = compare(given.file, given.models, started=started)
     print(found)
     return 0 if not found.differences else 1
 
@@ -195,7 +218,11 @@ def _show_refits(argv: Sequence[str]) -> int:
     from shardmath.refits.table import measure, show
 
     rows = find_rows(given.model, given.row)
-    measured = [measure(row, program=not given.plans) for row in rows]
+    measured = []
+    with _show_progress() as started:
+        for number, row in enumerate(rows, 1):
+            started(number, len(rows), f"{row.model} {row.mapping}")
+            measured.append(measure(row, program=not given.plans))
     if given.json:
         print(json.dumps([one.as_json() for one in measured], indent=2))
     else:

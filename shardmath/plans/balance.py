@@ -205,6 +205,24 @@ class Grid:
         inside = at - self.demands.at[row]
         return row, inside % self.demands.each[row]
 
+    def describe(self, first: int, end: int) -> tuple[bytes, ...]:
+        """All that says where the contents of blocks first..end-1 may be cut.
+
+        Blocks that are described alike are cut alike, whatever their tensors and ranks are.
+        """
+        on = self.demands
+        begin, stop = on.row_first[[first, end]].tolist()
+        counts = np.diff(on.row_first[first : end + 1])
+        columns = [on.at, on.each, on.lo, self.item, self.rows]
+        described = [counts]
+        for column in columns:
+            described.append(column[begin:stop])
+        # Only of a unit of several boxes is more to be known than the row of its one box.
+        several = self.rows[begin:stop] < 0
+        for column in (on.batch, on.unit):
+            described.append(np.where(several, column[begin:stop], 0))
+        return tuple(column.tobytes() for column in described)
+
     def _snap_in_box(self, row: Ints, inside: Ints) -> Ints:
         """The last bytes not after `inside` of one tensor of rows that lie in one box."""
         lo = self.demands.lo[row]

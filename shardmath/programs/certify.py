@@ -23,9 +23,10 @@ import numpy as np
 
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
+from shardmath.base.memo import memo
 from shardmath.flows.blocks import Block
 from shardmath.flows.bound import find_bound
-from shardmath.flows.certificate import Certificate, make_certificate
+from shardmath.flows.certificate import Certificate, Witness, make_certificate
 from shardmath.flows.topology import Topology, checked
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.demands import Demands, gather_lines
@@ -33,7 +34,7 @@ from shardmath.plans.plan import Plan
 from shardmath.plans.uncovered import find_meeting
 from shardmath.programs.loads import estimate_seconds, sum_pairs, sum_round_loads
 from shardmath.programs.program import Program
-from shardmath.programs.scheduling import as_planned
+from shardmath.programs.scheduling import run_straight
 
 __all__ = ["certify", "crossing_bytes", "list_blocks"]
 
@@ -49,8 +50,14 @@ def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certifica
     prog = _find_running(p, topology)
     loads = sum_round_loads(prog)
     time = estimate_seconds(prog.topology, loads)
-    least = find_bound(list_blocks(prog.plan), prog.ranks, prog.topology)
+    least = _find_least(prog.plan, prog.plan.lines, prog.topology)
     return make_certificate(least, time)
+
+
+@memo(2)
+def _find_least(p: Plan, lines: Demands, where: Topology) -> tuple[float, Witness | None]:
+    """The bound of a plan with these lines; a plan is mostly certified beside its program."""
+    return find_bound(list_blocks(p), p.ranks, where)
 
 
 def crossing_bytes(p: Plan | Transposed | Program, *, topology: Topology | None = None) -> int:
@@ -70,7 +77,7 @@ def crossing_bytes(p: Plan | Transposed | Program, *, topology: Topology | None 
 def _find_running(p: object, topology: Topology | None) -> Program:
     """What runs when `p` is compiled. Raises PlanError as `certify` does."""
     if isinstance(p, Plan):
-        return as_planned(p, topology)
+        return run_straight(p, topology)
     if not isinstance(p, Program):
         what = "certify what plan(src, dst) or schedule(plan) returns"
         raise PlanError(f"{p!r} is not a plan or a Program; {what}")

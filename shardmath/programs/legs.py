@@ -89,6 +89,7 @@ class Nodes(NamedTuple):
 
 
 MOST_SHARING = 1 << 62
+"""Ranks of a node, of which a topology may say any number, and int64 holds no more."""
 
 
 def list_nodes(on: Demands, sharing: int, line: int) -> Nodes:

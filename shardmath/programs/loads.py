@@ -3,6 +3,9 @@
 1. A rank has four links: out and in on its node, out and in to other nodes.
 2. A round is as long as its fullest link takes, and one latency; rounds follow each other.
 3. `sum_round_loads` counts slice by slice what `for_rank` lists; `sum_leg_loads` all slots together.
+4. Lines are **alike** whose streams have the same bytes and may be cut at the same places, whoever
+   their ranks are. Their slices are the same, but for the slot in which they begin, and are counted
+   once. Of a model's lines nearly all are alike: those of stages, experts and replicas.
 
 >>> from shardmath.flows.topology import Topology
 >>> slow = Topology(intra_bytes_per_s=10, inter_bytes_per_s=1, latency_s=1)
@@ -13,15 +16,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath.base.arrays import Bools, Ints, Offsets
+from shardmath.base.arrays import Bools, Ints, Offsets, distinct
 from shardmath.flows.topology import Topology
+from shardmath.plans.balance import make_grid
 from shardmath.programs.legs import Streams
-from shardmath.programs.program import Program, list_slices, turn_of
+from shardmath.programs.program import Program, Slices, cut_streams, turn_of
 from shardmath.programs.streams import list_streams
 
 __all__ = [
@@ -181,45 +186,78 @@ def sum_round_loads(prog: Program) -> Loads:
 
 
 def _sum_rounds(prog: Program) -> Loads:
-    """Bytes by phase, slot, turn, rank and link, slice by slice."""
+    """Bytes by phase, slot, turn, rank and link, slice by slice of lines that are not alike."""
     ranks = np.array(prog.ranks, np.int64)
     phases = _count_phases(prog)
     # The last slot's slices are relayed in the slots after it.
     slots = prog.slots + LEGS - 1
     shape = phases, slots, prog.turns, len(ranks), LINKS
     loads = np.zeros(math.prod(shape), np.int64)
+    # How much further in the table each slot is.
+    ahead = np.arange(prog.slots) * math.prod(shape[2:])
+    counted: _Counted = {}
     lines = len(prog.legs.lines.holders)
     for line in range(lines):
-        _add_line(loads, shape, prog, line, ranks)
+        of = list_streams(prog.legs, line)
+        codes = _code_ends(prog, of, ranks, shape)
+        for place, by_slot in _count_line(prog, line, of, codes, counted):
+            np.add.at(loads, place[:, None] + ahead, by_slot)
     return loads.reshape(shape)
 
 
-def _add_line(
-    loads: Ints, shape: tuple[int, int, int, int, int], prog: Program, line: int, ranks: Ints
-) -> None:
-    """Add what goes in the slots of a line, at both ends; `loads` is flat."""
-    of = list_streams(prog.legs, line)
-    cut = list_slices(prog, line, of)
+_Counted: TypeAlias = dict[tuple[bytes, ...], list[Ints]]
+"""By what decides the slices of a line: bytes by end and slot, as sent and as received."""
+
+MOST_COUNTED = 64
+"""Lines that are kept to be compared with those that follow; where none are alike, memory is what matters."""
+
+
+def _count_line(
+    prog: Program, line: int, of: Streams, codes: tuple[Ints, Ints], counted: _Counted
+) -> Iterator[tuple[Ints, Ints]]:
+    """As sent and as received: each code once, and bytes by code and slot."""
+    ends = [distinct(code) for code in codes]
+    kind = _describe_line(prog, line, of, [which for _, which in ends])
+    tables = counted.get(kind)
+    if tables is None:
+        cut = cut_streams(prog, of)
+        tables = [_count_slices(cut, prog.slots, which, len(code)) for code, which in ends]
+        if len(counted) == MOST_COUNTED:
+            counted.clear()
+        counted[kind] = tables
+    for (code, _), table in zip(ends, tables, strict=True):
+        # A line begins one slot later than the line before.
+        yield code, np.roll(table, line, axis=1)
+
+
+def _describe_line(prog: Program, line: int, of: Streams, ends: list[Ints]) -> tuple[bytes, ...]:
+    """All that decides the slices of a line, and which of its `ends` each has."""
+    on = prog.legs.lines
+    first, end = on.first[line : line + 2].tolist()
+    grid = make_grid(on, prog.plan.batches)
+    columns = [of.block - first, of.lo, of.hi, of.root, *ends]
+    described = [column.tobytes() for column in columns]
+    return (*described, *grid.describe(first, end))
+
+
+def _count_slices(cut: Slices, slots: int, which: Ints, ends: int) -> Ints:
+    """Bytes by end and slot of slices, given which end each stream has."""
+    table = np.zeros((ends, slots), np.int64)
     nbytes = cut.hi - cut.lo
-    # Slices differ from their stream in the slot alone: streams are coded as if in slot 0, slices
-    # are that many slots further. There are many more slices than streams.
-    size_of_slot = math.prod(shape[2:])
-    ahead = cut.slot * size_of_slot
-    for code in _code_ends(prog, of, ranks, shape):
-        place = code[cut.stream] + ahead
-        np.add.at(loads, place, nbytes)
+    np.add.at(table, (which[cut.stream], cut.slot), nbytes)
+    return table
 
 
 def _code_ends(
     prog: Program, of: Streams, ranks: Ints, shape: tuple[int, int, int, int, int]
 ) -> tuple[Ints, Ints]:
-    """Where streams are in a table of this shape, as if in slot 0: as sent, and as received."""
+    """Where the first slots of streams are in a table of this shape: as sent, and as received."""
     sender, receiver = _find_places(ranks, of)
     phase = prog.legs.lines.addend[of.block]
     places = sender + receiver
     free_turn = turn_of(places, of.leg, len(ranks))
     turn = free_turn % prog.turns
-    slot = np.zeros_like(turn)
+    slot = of.leg - 1
     out_link = 2 * _is_far(prog, of.sender, of.receiver)
     in_link = out_link + 1
     sent = phase, slot, turn, sender, out_link

@@ -25,6 +25,7 @@ import numpy as np
 
 from shardmath.base.arguments import as_integer
 from shardmath.base.arrays import Ints, Offsets, ranges
+from shardmath.base.digest import digest
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
@@ -40,7 +41,7 @@ from shardmath.programs.legs import Legs, Streams
 from shardmath.programs.messages import Round, Step, gather_rounds, itemsize_of, make_message
 from shardmath.programs.streams import list_streams
 
-__all__ = ["Program", "Slices", "list_slices", "turn_of"]
+__all__ = ["Program", "Slices", "cut_streams", "digest_program", "list_slices", "turn_of"]
 
 
 @public
@@ -142,6 +143,24 @@ class Program:
         return gather_rounds(messages, rank)
 
 
+def digest_program(prog: Program) -> str:
+    """The digest of the plan, the topology, the legs and the rounds."""
+    bands = prog.legs.bands
+    columns = [
+        bands.first,
+        bands.classes,
+        bands.at,
+        bands.begin,
+        bands.count,
+        bands.place,
+        bands.span,
+        bands.cuts,
+    ]
+    legs = [column.tolist() for column in columns]
+    limits = prog.max_inflight_bytes, prog.max_ops_per_group, prog.slots, prog.turns
+    return digest(("program", prog.plan.digest, prog.topology, prog.legs.sharing, limits, legs))
+
+
 _End: TypeAlias = tuple[Step, int, int, int]
 """One message of a rank: its step, sender, receiver and leg."""
 
@@ -178,6 +197,15 @@ class Slices(NamedTuple):
 
 def list_slices(prog: Program, line: int, of: Streams) -> Slices:
     """All slices of streams of a line that are not empty."""
+    cut = cut_streams(prog, of)
+    # Each line begins one slot later than the line before, each leg one later than the leg before.
+    slot = (cut.slot + line) % prog.slots
+    slot += of.leg[cut.stream] - 1
+    return cut._replace(slot=slot)
+
+
+def cut_streams(prog: Program, of: Streams) -> Slices:
+    """All slices of streams that are not empty, in the slots that they would have in leg 1 of line 0."""
     # What is relayed is cut as it came: streams of one root are cut once.
     _, one, root = np.unique(of.root, return_index=True, return_inverse=True)
     borders = _find_borders(prog, of.block[one], of.lo[one], of.hi[one])
@@ -187,12 +215,9 @@ def list_slices(prog: Program, line: int, of: Streams) -> Slices:
     hi = borders[cut, at + 1]
     counts = np.bincount(cut, minlength=len(one))
     which, stream = _give_to_streams(counts, root)
-    # Streams of one root take the slots in one order, each leg one slot later.
-    first_slot = of.root + line
-    slot = at[which] + first_slot[stream]
-    slot %= prog.slots
-    slot += of.leg[stream] - 1
-    return Slices(stream, slot, lo[which], hi[which])
+    # Streams of one root take the slots in one order.
+    slot = at[which] + of.root[stream]
+    return Slices(stream, slot % prog.slots, lo[which], hi[which])
 
 
 def _give_to_streams(counts: Ints, root: Ints) -> tuple[Ints, Ints]:

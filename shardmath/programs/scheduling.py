@@ -30,7 +30,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from shardmath.base.arguments import as_integer, known
 from shardmath.base.arrays import Ints
-from shardmath.base.digest import digest
 from shardmath.base.errors import PlanError
 from shardmath.base.text import plural, shown
 from shardmath.flows.topology import Topology, checked
@@ -50,10 +49,10 @@ from shardmath.programs.loads import (
     sum_pairs,
     sum_round_loads,
 )
-from shardmath.programs.program import Program
+from shardmath.programs.program import Program, digest_program
 from shardmath.programs.streams import list_streams
 
-__all__ = ["MOST_ROUNDS", "MOST_SLOTS", "Fanout", "as_planned", "digest_program", "schedule"]
+__all__ = ["MOST_ROUNDS", "MOST_SLOTS", "Fanout", "as_planned", "run_straight", "schedule"]
 
 Fanout: TypeAlias = Literal["auto", "none", "node"]
 
@@ -114,10 +113,8 @@ def schedule(
     where = _choose_topology(p, topology)
     on = gather_lines(p.batches, where)
     _check_pieces(p, on, room)
-    options = []
-    for legs in _list_legs(p, on, where, way):
-        prog = Program(p, where, legs, 1, 1, room, most, "")
-        options.append(prog)
+    every = _list_legs(p, on, where, way)
+    options = [Program(p, where, legs, 1, 1, room, most, "") for legs in every]
     fastest = _find_fastest(options)
     return replace(fastest, digest=digest_program(fastest))
 
@@ -158,10 +155,7 @@ def as_planned(p: Plan, topology: Topology | None = None) -> Program:
     (default: the plan's own, or 8 ranks per node) says where the ranks are and changes no transfer.
     Raises PlanError for an adjoint.
     """
-    _check_plan(p, "give what plan(src, dst) returns")
-    where = _choose_topology(p, topology)
-    legs = legs_as_cut(p.lines)
-    prog = Program(p, where, legs, 1, 1, 1, 1, "")
+    prog = run_straight(p, topology)
     # Its limits are what it takes: whoever compiles a plan sets them later, by a pace.
     pairs = sum_pairs(prog)
     counts = count_messages(pairs, 1, len(prog.ranks))
@@ -170,6 +164,13 @@ def as_planned(p: Plan, topology: Topology | None = None) -> Program:
     room = max(under_way, 1)
     prog = replace(prog, max_inflight_bytes=room, max_ops_per_group=most)
     return replace(prog, digest=digest_program(prog))
+
+
+def run_straight(p: Plan, topology: Topology | None = None) -> Program:
+    """The same before its limits are counted, which its time does not depend on."""
+    _check_plan(p, "give what plan(src, dst) returns")
+    where = _choose_topology(p, topology)
+    return Program(p, where, legs_as_cut(p.lines), 1, 1, 1, 1, "")
 
 
 def _check_pieces(p: Plan, on: Demands, room: int) -> None:
@@ -231,24 +232,6 @@ def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Way]]:
         estimated.append((time, slots, _Way(prog, pairs, loads)))
     estimated.sort(key=itemgetter(0))
     return [(slots, way) for _, slots, way in estimated]
-
-
-def digest_program(prog: Program) -> str:
-    """The digest of the plan, the topology, the legs and the rounds."""
-    bands = prog.legs.bands
-    columns = [
-        bands.first,
-        bands.classes,
-        bands.at,
-        bands.begin,
-        bands.count,
-        bands.place,
-        bands.span,
-        bands.cuts,
-    ]
-    legs = [column.tolist() for column in columns]
-    limits = prog.max_inflight_bytes, prog.max_ops_per_group, prog.slots, prog.turns
-    return digest(("program", prog.plan.digest, prog.topology, prog.legs.sharing, limits, legs))
 
 
 # Rounds

@@ -349,7 +349,7 @@ class Places:
         # By a dict, as ranks that someone wrote into a table may be of any size.
         number: dict[int, int] = {}
         which = [number.setdefault(rank, len(number)) for ranks in sets for rank in ranks]
-        self._ranks = tuple(number)
+        self._number = number
         self._which = np.array(which, np.int64)
         self._known: dict[Mesh, Members] = {}
         # Meshes that are equal are many objects, which are quicker to look up than to compare. The
@@ -366,7 +366,12 @@ class Places:
         return found
 
     def _find(self, mesh: Mesh) -> Members:
-        at = [mesh.position(rank) if rank in mesh else -1 for rank in self._ranks]
+        # By the ranks of the mesh: all sets together may have many more, and meshes be as many.
+        at = [-1] * len(self._number)
+        for position, rank in enumerate(mesh.ranks):
+            number = self._number.get(rank)
+            if number is not None:
+                at[number] = position
         positions = np.array(at, np.int64)
         of_each = positions[self._which]
         return Members(self._of_set, of_each)

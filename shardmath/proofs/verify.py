@@ -107,7 +107,7 @@ def _check_digest(p: Plan | Transposed | Program) -> None:
         _check_digest(p.forward)
         found = flip_digest(p.forward.digest)
     else:
-        from shardmath.programs.scheduling import digest_program
+        from shardmath.programs.program import digest_program
 
         _check_digest(p.plan)
         found = digest_program(p)
@@ -119,20 +119,20 @@ def _check_digest(p: Plan | Transposed | Program) -> None:
 def _check_rules(p: Plan) -> None:
     """What is filled in, and divided by, is what the layouts ask for."""
     asked: dict[tuple[Layout, Layout], Reduction] = {}
-    # Tensors share their rules: one comparison of two objects is enough. Both are kept alive here, so
-    # that their ids are theirs alone.
-    compared: dict[tuple[int, int], Reduction] = {}
-    for name, windows in p.src.items():
-        src = windows[0]
-        dst = p.dst[name][0]
-        pair = src, dst
-        if pair not in asked:
-            asked[pair] = find_reduction(src, dst)
+    # Tensors share their windows and rules: what is the same three objects is compared once. The plan
+    # keeps them alive, so that their ids are theirs alone.
+    compared: set[tuple[int, int, int]] = set()
+    for name, here in p.src.items():
+        there = p.dst[name]
         given = p.rules[name]
-        both = id(given), id(asked[pair])
-        if both not in compared:
-            _check_rule(name, given, asked[pair])
-            compared[both] = given
+        objects = id(here), id(there), id(given)
+        if objects in compared:
+            continue
+        compared.add(objects)
+        pair = here[0], there[0]
+        if pair not in asked:
+            asked[pair] = find_reduction(*pair)
+        _check_rule(name, given, asked[pair])
 
 
 def _check_rule(name: str, given: Reduction | None, expected: Reduction) -> None:

@@ -4,6 +4,7 @@ In reading order:
 
 - `coverage`: a rank's own list of tensors against what rows say that it stores;
 - `plain`: tensors that ranks store each alone, under their logical names;
+- `copying`: what is bound for one engine, for another that stores alike;
 - `sharing`: engines that store a tensor alike, as one window of it;
 - `refit`: the plan between a trainer and its engines, and where each rank has what moves;
 - `models`: the shapes of real models;

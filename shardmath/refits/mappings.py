@@ -188,11 +188,8 @@ def find_rows(model: str | None = None, row: int | None = None) -> tuple[Row, ..
 
 
 def _show_trainer(trainer: Trainer) -> str:
-    tp = trainer.tp
-    cp = trainer.cp
-    pp = trainer.pp
-    dp = trainer.ranks // (tp * cp * pp)
-    return _join(TP=tp, CP=cp, PP=pp, EP=trainer.ep, DP=dp)
+    dp = trainer.ranks // (trainer.tp * trainer.cp * trainer.pp)
+    return _join(TP=trainer.tp, CP=trainer.cp, PP=trainer.pp, EP=trainer.ep, DP=dp)
 
 
 def _show_engine(engine: Engine) -> str:

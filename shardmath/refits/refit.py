@@ -33,10 +33,11 @@ from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath.recordings.sides import RecordedSide
+from shardmath.refits.copying import copy_bound
 from shardmath.refits.coverage import Native, find_faults, show_native
 from shardmath.refits.plain import PlainSide
 from shardmath.refits.sharing import share
-from shardmath.storage.binding import bind
+from shardmath.storage.binding import Bound, bind
 from shardmath.storage.stored import Shapes, Side, Slot, Stored, Vocabulary
 
 __all__ = ["Refit", "refit"]
@@ -155,17 +156,18 @@ def _show_cut(part: int | slice) -> str:
 def refit(
     trainer: Declared,
     engines: Declared | Mapping[str, Declared],
-    shapes: Shapes,
+    shapes: Shapes | Vocabulary,
     *,
     unused: Sequence[str] = (),
 ) -> Refit:
     """The plan from a trainer to an engine, or to several by name, that store these logical tensors.
 
     A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` gives of a module under
-    FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs. Raises StoreError with all that
-    does not fit on any side, PlanError where the trainer holds what an engine needs nowhere.
+    FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs; a Vocabulary of the shapes is not
+    read again. Raises StoreError with all that does not fit on any side, PlanError where the trainer holds what an
+    engine needs nowhere.
     """
-    vocabulary = Vocabulary(shapes)
+    vocabulary = shapes if isinstance(shapes, Vocabulary) else Vocabulary(shapes)
     named = _name_engines(engines)
     sides = {"trainer": trainer, **named}
     bound: dict[str, Side] = {}
@@ -173,7 +175,7 @@ def refit(
     # Both sides are bound before anything is raised, so that one message has the faults of all.
     for name, side in sides.items():
         try:
-            bound[name] = _bind(side, vocabulary, () if name == "trainer" else unused)
+            bound[name] = _bind(side, vocabulary, () if name == "trainer" else unused, bound)
         except StoreError as error:
             faults.append(f"{name}: {error}")
     if faults:
@@ -199,14 +201,20 @@ def _name_engines(engines: Declared | Mapping[str, Declared]) -> dict[str, Decla
     return given  # type: ignore[return-value]
 
 
-def _bind(side: Declared, vocabulary: Vocabulary, unused: Sequence[str]) -> Side:
-    """The side bound to the tensors of the vocabulary."""
+def _bind(
+    side: Declared, vocabulary: Vocabulary, unused: Sequence[str], others: Mapping[str, Side]
+) -> Side:
+    """The side bound to the tensors of the vocabulary; `others` are those that are bound already."""
     if isinstance(side, RecordedSide):
         return side.bind(vocabulary.shapes, unused)
     if isinstance(side, Mapping):
         return PlainSide(side).bind(vocabulary.shapes, unused)
     if not isinstance(side, Stored):
         raise StoreError(f"{shown(side)} is not a side; give rows, what was recorded, or layouts")
+    for other in others.values():
+        copy = copy_bound(other, side) if isinstance(other, Bound) else None
+        if copy is not None:
+            return copy
     return bind(side, vocabulary, unused)
 
 
@@ -222,7 +230,8 @@ def _pair(
         return needed, dict(stored[0])
     windows = {}
     for name in names:
-        windows[name], _ = share(tuple(_list_held(engines, name).values()))
+        held = [layouts[name] for layouts in stored if name in layouts]
+        windows[name], _ = share(tuple(held))
     return needed, windows
 
 

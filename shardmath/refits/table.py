@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from shardmath.base.memo import memo
 from shardmath.base.text import make_table, show_bytes
 from shardmath.engines.vllm_core import vllm
 from shardmath.families.megatron_core import megatron
@@ -32,7 +33,7 @@ from shardmath.programs.program import Program
 from shardmath.refits.mappings import Row
 from shardmath.refits.models import MODELS, hf_config, shapes_of
 from shardmath.refits.refit import Refit, refit
-from shardmath.storage.stored import Stored
+from shardmath.storage.stored import Stored, Vocabulary
 
 __all__ = ["Measured", "make_refit", "measure", "show"]
 
@@ -68,8 +69,13 @@ class Measured:
 
 def make_refit(row: Row) -> Refit:
     """The refit of a row."""
-    model = MODELS[row.model]
-    return refit(_make_trainer(row), _make_engines(row), shapes_of(model))
+    return refit(_make_trainer(row), _make_engines(row), _read_names(row.model))
+
+
+@memo(1)
+def _read_names(model: str) -> Vocabulary:
+    """The tensors of a model; rows of one model follow each other, so its names are read once."""
+    return Vocabulary(shapes_of(MODELS[model]))
 
 
 def _make_trainer(row: Row) -> Stored:

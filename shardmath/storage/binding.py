@@ -34,7 +34,7 @@ from shardmath.storage.owners import Owner, Owners, pile
 from shardmath.storage.rows import Row
 from shardmath.storage.stored import Shapes, Slot, Stored, Vocabulary
 
-__all__ = ["Bound", "bind"]
+__all__ = ["Block", "Bound", "Held", "bind"]
 
 _Numbers: TypeAlias = tuple[int, ...]
 _Shape: TypeAlias = tuple[int, ...]
@@ -43,23 +43,26 @@ SHOWN = 5
 """Tensors without a row that a message names."""
 
 
-class _Block(NamedTuple):
-    """A stored tensor: its components' names and layouts, one list per component, by number of the stack."""
+class Block(NamedTuple):
+    """A stored tensor: its components' names, one list per component, by number of the stack."""
 
     names: tuple[list[str], ...]
-    layouts: tuple[tuple[Layout, ...], ...]
     laid: Laid
     owner: Owner
 
 
+_Layouts: TypeAlias = tuple[tuple[Layout, ...], ...]
+"""Those of a block's components, by number of the stack."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Held:
+class Held:
     """What one row stores with one star."""
 
     row: Row
     star: str
     components: tuple[str, ...]
-    blocks: tuple[_Block, ...]
+    blocks: tuple[Block, ...]
 
     @property
     def names(self) -> set[str]:
@@ -74,7 +77,7 @@ class Bound:
 
     stored: Stored
     layouts: Mapping[str, Layout]
-    held: tuple[_Held, ...]
+    held: tuple[Held, ...]
 
     @property
     def ranks(self) -> Collection[int]:
@@ -112,7 +115,7 @@ class Bound:
         return None
 
     def visit(
-        self, rank: int, rows: Sequence[_Held] | None = None
+        self, rank: int, rows: Sequence[Held] | None = None
     ) -> Iterator[tuple[str, Slot, _Shape]]:
         """(logical name, slot, shape of the stored tensor) of all that the rank holds, by these rows."""
         # Axes of one name mean the same on all meshes of a side, so that coordinates can be one mapping.
@@ -130,7 +133,7 @@ class Bound:
                     yield from _list_slots(held, block, coords, numbers)
 
 
-def _list_numbers(block: _Block, coords: Mapping[str, int]) -> list[tuple[int, int]]:
+def _list_numbers(block: Block, coords: Mapping[str, int]) -> list[tuple[int, int]]:
     """(local number, number) of all that is stacked at these coordinates."""
     stack = block.owner.stack
     if stack is None:
@@ -140,7 +143,7 @@ def _list_numbers(block: _Block, coords: Mapping[str, int]) -> list[tuple[int, i
 
 
 def _list_slots(
-    held: _Held, block: _Block, coords: Mapping[str, int], numbers: list[tuple[int, int]]
+    held: Held, block: Block, coords: Mapping[str, int], numbers: list[tuple[int, int]]
 ) -> Iterator[tuple[str, Slot, _Shape]]:
     """(logical name, slot, shape of the stored tensor) of each component, for these numbers."""
     laid = block.laid
@@ -158,7 +161,7 @@ def _list_slots(
             yield names[number], slot, shape
 
 
-def _fill(held: _Held, owner: Owner, local: Sequence[int]) -> list[str]:
+def _fill(held: Held, owner: Owner, local: Sequence[int]) -> list[str]:
     """The native names; an index that is spread in them has these local numbers."""
     numbers = dict(owner.local)
     row = held.row
@@ -196,7 +199,7 @@ class _Binder:
 
     def bind(self) -> Bound:
         """All rows, and an error for all that does not fit."""
-        held: list[_Held] = []
+        held: list[Held] = []
         faults: list[str] = []
         for row in self._list_rows():
             for star in STARS if row.logical.starred else ("",):
@@ -230,7 +233,7 @@ class _Binder:
         if faults:
             raise StoreError("\n".join(faults))
 
-    def _hold(self, row: Row, star: str) -> Iterator[_Held]:
+    def _hold(self, row: Row, star: str) -> Iterator[Held]:
         """What the row stores with this star, if it is anything."""
         words = row.logical.components or ("",)
         templates = [row.logical.template(word, star) for word in words]
@@ -238,20 +241,20 @@ class _Binder:
             return
         blocks = self._make_blocks(row, words, templates)
         if blocks:
-            yield _Held(row, star, words, tuple(blocks))
+            yield Held(row, star, words, tuple(blocks))
 
     def _make_blocks(
         self, row: Row, words: tuple[str, ...], templates: Sequence[str]
-    ) -> list[_Block]:
+    ) -> list[Block]:
         """The stored tensors of the row whose components' names are of these templates."""
-        maker = _Maker(self.stored, self.shapes, row, words)
+        maker = _Maker(self.stored, self.vocabulary, row, words)
         stacked = maker.owners.place_stacked()
         found = [self.vocabulary.find(template, stacked) for template in templates]
         blocks = []
         for numbers in self._list_taken(row, found, stacked):
             names = [of[numbers] for of in found]
-            block = maker.make(numbers, names)
-            if self._note(row, block):
+            block, layouts = maker.make(numbers, names)
+            if self._note(row, block, layouts):
                 blocks.append(block)
         return blocks
 
@@ -274,9 +277,12 @@ class _Binder:
         Raises StoreError where a row before has taken some of them.
         """
         names = [name for of in components for name in of.values()]
+        # Nearly always, and then nothing is looked at one by one.
+        if self.layouts.keys().isdisjoint(names):
+            return not row.also
         taken = [name for name in names if name in self.layouts]
-        if not taken or len(taken) == len(names):
-            return row.also == bool(taken)
+        if len(taken) == len(names):
+            return row.also
         free = next(name for name in names if name not in self.layouts)
         what = f"{taken[0]!r} is stored by a row before, and {free!r} is not"
         raise StoreError(f"{what}; leave it out there, or begin one of the rows with 'also'")
@@ -291,14 +297,14 @@ class _Binder:
             return False
         return row.lacks is None or row.lacks.fill(by_index) not in self.shapes
 
-    def _note(self, row: Row, block: _Block) -> bool:
+    def _note(self, row: Row, block: Block, layouts: _Layouts) -> bool:
         """Keep the layouts; False for a copy where the tensor is already."""
         names = itertools.chain(*block.names)
-        layouts = itertools.chain(*block.layouts)
+        by_name = zip(names, itertools.chain(*layouts), strict=True)
         if not row.also:
-            self.layouts.update(zip(names, layouts, strict=True))
+            self.layouts.update(by_name)
             return True
-        for name, layout in zip(names, layouts, strict=True):
+        for name, layout in by_name:
             # Where one stage is first and last, the copy is the tensor itself.
             before = self.layouts[name]
             has_it = set(before.mesh.ranks)
@@ -312,25 +318,25 @@ class _Maker:
     """Makes the stored tensors of one row: layers and experts that are alike share what is laid out."""
 
     def __init__(
-        self, stored: Stored, shapes: Shapes, row: Row, components: tuple[str, ...]
+        self, stored: Stored, vocabulary: Vocabulary, row: Row, components: tuple[str, ...]
     ) -> None:
         self.stored = stored
-        self.shapes = shapes
+        self.vocabulary = vocabulary
         self.row = row
         self.components = components
         self.owners = Owners(stored, row)
         self.laid: dict[object, Laid] = {}
-        self.made: dict[object, tuple[tuple[Layout, ...], ...]] = {}
+        self.made: dict[object, _Layouts] = {}
 
-    def make(self, numbers: _Numbers, names: Sequence[Mapping[int, str]]) -> _Block:
+    def make(self, numbers: _Numbers, names: Sequence[Mapping[int, str]]) -> tuple[Block, _Layouts]:
         """The stored tensor of these numbers; `names` are its components' by number of the stack.
 
         Raises StoreError where numbers of a stack are missing, or differ in shape or dtype.
         """
-        ordered = tuple(map(self._order, names))
+        ordered = tuple(self.vocabulary.order(of, self.owners.stacked) for of in names)
         count = len(ordered[0])
         owner = self.owners.find(numbers, count)
-        entries = tuple(self.shapes[of[0]] for of in ordered)
+        entries = tuple(self.vocabulary.shapes[of[0]] for of in ordered)
         key = entries, count
         laid = self.laid.get(key)
         if laid is None:
@@ -342,26 +348,7 @@ class _Maker:
         if layouts is None:
             layouts = self._make_layouts(entries, laid, owner)
             self.made[shared] = layouts
-        return _Block(ordered, layouts, laid, owner)
-
-    def _order(self, names: Mapping[int, str]) -> list[str]:
-        """The names by number. Raises StoreError where one is missing, or differs from the others."""
-        numbers = range(len(names))
-        absent = set(numbers).difference(names)
-        if absent:
-            raise StoreError(
-                f"number {min(absent)} of index {self.owners.stacked!r} is missing, and "
-                f"{max(names)} is there; give all of a stack"
-            )
-        ordered = [names[number] for number in numbers]
-        first = self.shapes[ordered[0]]
-        for name in ordered:
-            if self.shapes[name] != first:
-                raise StoreError(
-                    f"{ordered[0]!r} is {first} and {name!r} is {self.shapes[name]}; "
-                    f"tensors of one index have one shape and dtype"
-                )
-        return ordered
+        return Block(ordered, laid, owner), layouts
 
     def _lay(self, entries: tuple[tuple[_Shape, str], ...], owner: Owner) -> Laid:
         stored = self.stored
@@ -373,7 +360,7 @@ class _Maker:
 
     def _make_layouts(
         self, entries: tuple[tuple[_Shape, str], ...], laid: Laid, owner: Owner
-    ) -> tuple[tuple[Layout, ...], ...]:
+    ) -> _Layouts:
         """The layouts of each component, by number."""
         layouts = []
         meshes = set(owner.meshes)

@@ -276,6 +276,7 @@ class Vocabulary:
         self.shapes = _read_shapes(shapes)
         self.templates: dict[str, dict[_Numbers, str]] = {}
         self._found: dict[tuple[str, int | None], _Grouped] = {}
+        self._ordered: dict[int, tuple[Mapping[int, str], list[str]]] = {}
         for name in shapes:
             template, numbers = split(name)
             by_numbers = self.templates.setdefault(template, {})
@@ -288,6 +289,37 @@ class Vocabulary:
         if key not in self._found:
             self._found[key] = self._group(template, stacked)
         return self._found[key]
+
+    def order(self, names: Mapping[int, str], index: str | None) -> list[str]:
+        """The names that `find` has found by number, the `index`, in order.
+
+        Raises StoreError where one is missing, or differs from the others in shape or dtype.
+        """
+        # Kept by identity, and the names with it, so that nothing else ever has it.
+        kept = self._ordered.get(id(names))
+        if kept is None:
+            ordered = self._check_order(names, index)
+            kept = names, ordered
+            self._ordered[id(names)] = kept
+        return kept[1]
+
+    def _check_order(self, names: Mapping[int, str], index: str | None) -> list[str]:
+        numbers = range(len(names))
+        absent = set(numbers).difference(names)
+        if absent:
+            raise StoreError(
+                f"number {min(absent)} of index {index!r} is missing, and "
+                f"{max(names)} is there; give all of a stack"
+            )
+        ordered = [names[number] for number in numbers]
+        first = self.shapes[ordered[0]]
+        for name in ordered:
+            if self.shapes[name] != first:
+                raise StoreError(
+                    f"{ordered[0]!r} is {first} and {name!r} is {self.shapes[name]}; "
+                    f"tensors of one index have one shape and dtype"
+                )
+        return ordered
 
     def _group(self, template: str, stacked: int | None) -> _Grouped:
         names = self.templates.get(template, {})

@@ -148,10 +148,16 @@ def _expand_block(block: Sequence[int]) -> _Ids:
     return indices.ravel()
 
 
-def compare(path: str | Path, models: Sequence[str] = ()) -> Comparison:
+def compare(
+    path: str | Path,
+    models: Sequence[str] = (),
+    *,
+    started: Callable[[int, int, str], object] = lambda *_: None,
+) -> Comparison:
     """All entries of these models of a file, or of all its models, beside what rows say.
 
-    Raises StoreError for a file that has no recorded storage, or not of these models.
+    `started` is told of each model: its number from 1, of how many, and its name. Raises StoreError for a file that
+    has no recorded storage, or not of these models.
     """
     recorded = Recorded(path)
     make = find_system(recorded.json["meta"])
@@ -160,7 +166,11 @@ def compare(path: str | Path, models: Sequence[str] = ()) -> Comparison:
     if absent:
         known = ", ".join(recorded.models) or "none"
         raise StoreError(f"{path} has no model {absent[0]!r}; its models are {known}")
-    found = _sum(one for name in chosen for one in _Model(recorded, name, make).compare())
+    compared: list[Comparison] = []
+    for number, name in enumerate(chosen, 1):
+        started(number, len(chosen), name)
+        compared += _Model(recorded, name, make).compare()
+    found = _sum(compared)
     if not found.total:
         raise StoreError(
             f"{path} has no entries to compare; give a file with ranks that store some"

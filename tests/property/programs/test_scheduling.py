@@ -487,6 +487,24 @@ def test_laws_of_random_programs(prog: Program) -> None:
         law(prog)
 
 
+def test_lines_that_are_alike_but_for_their_rows() -> None:
+    """Streams of the same bytes are cut where their own tensor's rows are, also where it is of several boxes."""
+    entry = Mesh(x=2, ranks=(4, 5))
+    layouts = {
+        "wide": (Mesh(ranks=(0,)), (40, 32768), "n h"),
+        "alike": (Mesh(ranks=(1,)), (40, 32768), "n h"),
+        "narrow": (Mesh(ranks=(2,)), (64, 20480), "n h"),
+        "cut": (Mesh(ranks=(3,)), (2, 32, 20480), "n h d"),
+    }
+    src, dst = {}, {}
+    for name, (mesh, shape, text) in layouts.items():
+        src[name] = Layout(shape, mesh, text)
+        dst[name] = Layout(shape, entry, "n (x h) d" if name == "cut" else text)
+    prog = schedule(plan(src, dst), topology=nodes_of(2), max_inflight_bytes=1 << 21)
+    assert prog.slots > 10
+    loads_are_those_of_messages(prog)
+
+
 def test_seconds_by_hand() -> None:
     where = Topology(ranks_per_node=2, intra_bytes_per_s=100, inter_bytes_per_s=10, latency_s=1)
     loads = np.array(

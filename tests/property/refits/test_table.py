@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -69,6 +70,25 @@ def test_why_a_program_is_not_nearer_to_its_bound(capsys: pytest.CaptureFixture[
     assert reason.startswith(
         "qwen3-4b PP4 DP2 -> TP4 DP2: rank 1 sends 1.10 GB in 22.1 ms; 0.4 ms more"
     )
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["a terminal", "a pipe"])
+def test_progress_is_seen_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """One line on stderr, cut to the width, and gone when the table comes."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: there)
+    monkeypatch.setenv("COLUMNS", "30")
+    assert main(["refit-table", "--model", "qwen3-4b", "--plans"]) == 0
+    captured = capsys.readouterr()
+    assert " of 7" not in captured.out
+    lines = captured.err.split("\r")
+    if there:
+        assert lines[1].rstrip() == "1 of 7: qwen3-4b DP8 -> DP8"
+        assert lines[5] == "3 of 7: qwen3-4b PP2 DP4 -> T"
+        assert lines[-2:] == [" " * 29, ""]
+    else:
+        assert lines == [""]
 
 
 def test_a_mapping_in_its_own_words_and_in_ours() -> None:

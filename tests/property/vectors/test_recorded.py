@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,14 @@ def test_a_difference_is_found_and_printed(
     ]
 
 
-def test_the_command_says_when_all_is_equal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_when_all_is_equal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert cli.main(["storage-check", str(MEGATRON), "dense_g4_tied"]) == 0
-    assert " entries equal" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert " entries equal" in captured.out
+    assert captured.err.startswith("\r1 of 1: dense_g4_tied ")
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
