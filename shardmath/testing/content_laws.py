@@ -185,11 +185,12 @@ def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) ->
     for rank, message, cells, values in _list_changes(p, before, after):
         shape = dst.local_shape(rank)
         strides = np.empty(shape, np.int8).strides
-        placed = Receivers({"": strides}, [message]).place(0, cells)
+        receivers = Receivers({"": strides}, [message])
+        tensors, places = receivers.place(0, cells)
+        assert not tensors.any()
+        assert len(np.unique(places)) == len(places)
         flat = held[rank].reshape(-1)
-        assert len(set(placed.cell.tolist())) == len(placed.cell)
-        assert not placed.tensor.any()
-        flat[placed.cell] = values
+        flat[places] = values
     for rank, expected in run(p, after).items():
         assert np.array_equal(held[rank], expected)
 
@@ -200,17 +201,23 @@ def _list_changes(
     """For each message of which something changed: who receives it, itself, the elements' numbers and values."""
     found = []
     for part in make_parts(p):
-        messages = [m for one in part.rounds for m in (*one.sends, *one.keeps)]
         if part.rank not in before:
             continue
-        held = after[part.rank].reshape(-1)
-        cells = np.flatnonzero(before[part.rank].reshape(-1) != held)
-        routed = Senders({"": after[part.rank].shape}, messages).route("", cells)
-        assert len(set(zip(routed.message, routed.element, strict=True))) == len(routed.cell)
+        messages: list[Message] = []
+        for one in part.rounds:
+            messages += one.sends
+            messages += one.keeps
+        held = after[part.rank]
+        was = before[part.rank]
+        cells = np.flatnonzero(held != was)
+        senders = Senders({"": held.shape}, messages)
+        cell, of, element = senders.route("", cells)
+        pairs = set(zip(of.tolist(), element.tolist(), strict=True))
+        assert len(pairs) == len(cell), "each element is sent once in a message"
         for number, message in enumerate(messages):
-            here = routed.message == number
-            elements = routed.element[here]
+            here = of == number
+            elements = element[here]
             assert (elements < count_elements(message)).all()
-            values = held[cells[routed.cell[here]]]
+            values = held.reshape(-1)[cells[cell[here]]]
             found.append((message.dst_rank, message, elements, values))
     return found

@@ -65,21 +65,24 @@ def finalizing_commutes_with_slicing(
             for key, layout in job.wires:
                 given[key] = _distribute(layout, rank, made[key])
         found = _only(parts.finalize(rank, given))
-        _check_same(pack(dst, rank, found), pack(dst, rank, _distribute(dst, rank, tensor)), rank)
+        _check_held(dst, rank, found, tensor)
 
 
 def moving_is_transforming(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
     """What arrives by a plan of what travels is what the transform makes of the whole."""
     whole, parts = _both(transform, src, dst)
     tensor = _draw_tensor(src, seed)
-    wanted = _only(whole.finalize(0, whole.prepare(0, {"w": tensor})))
-    held = {
-        rank: parts.prepare(rank, {"w": _distribute(src, rank, tensor)}) for rank in src.mesh.ranks
-    }
-    arrived: Any = simulate(plan(parts.src, parts.dst), held)
+    made = whole.prepare(0, {"w": tensor})
+    wanted = _only(whole.finalize(0, made))
+    held = {}
+    for rank in src.mesh.ranks:
+        local = _distribute(src, rank, tensor)
+        held[rank] = parts.prepare(rank, {"w": local})
+    wires = plan(parts.src, parts.dst)
+    arrived: Any = simulate(wires, held)
     for rank in dst.mesh.ranks:
         found = _only(parts.finalize(rank, arrived[rank]))
-        _check_same(pack(dst, rank, found), pack(dst, rank, _distribute(dst, rank, wanted)), rank)
+        _check_held(dst, rank, found, wanted)
 
 
 def outside_is_kept(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
@@ -88,10 +91,13 @@ def outside_is_kept(transform: Transform, src: Layout, dst: Layout, seed: int) -
     made = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     for rank in dst.mesh.ranks:
         ((job),) = parts.jobs(rank, "destination")
-        given = {key: _distribute(layout, rank, made[key]) for key, layout in job.wires}
-        cells_of = numpy_type(dst.dtype)
-        count = math.prod(dst.local_shape(rank)) * cells_of.itemsize
-        before = np.full(count, 1, np.uint8).view(cells_of).reshape(dst.local_shape(rank))
+        given = {}
+        for key, layout in job.wires:
+            given[key] = _distribute(layout, rank, made[key])
+        kind = numpy_type(dst.dtype)
+        shape = dst.local_shape(rank)
+        ones = np.full(math.prod(shape) * kind.itemsize, 1, np.uint8)
+        before = ones.view(kind).reshape(shape)
         after = before.copy()
         parts.finalize(rank, given, {"w": after})
         held = np.zeros(after.shape, bool)
@@ -156,6 +162,13 @@ def _check_parts(
     for job in t.jobs(rank, end):
         for key, layout in job.wires:
             _check_same(found[key], _distribute(layout, rank, made[key]), rank)
+
+
+def _check_held(layout: Layout, rank: int, found: Array, tensor: Array) -> None:
+    """The rank's own elements are those of the tensor."""
+    held = pack(layout, rank, found)
+    wanted = _distribute(layout, rank, tensor)
+    _check_same(held, pack(layout, rank, wanted), rank)
 
 
 def _check_same(found: Array, wanted: Array, rank: int) -> None:
