@@ -3,6 +3,9 @@
 move = compile(plan)                        # collective; every rank of the group, once
 move(src_tensors, out=dst_tensors)          # collective; many times, in the same order on every rank
 
+with commit(move, other):                   # several moves: all in place on all ranks, or none on any
+    ...
+
 refit = Refit(planned)                      # collective; a trainer's and an engine's own tensors, by their names
 refit.prepare(src=..., dst=...)             # once; then refit() after every step
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 from shardmath_torch.checkpoints.checkpoint import load, save
 from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.commits.blocks import commit
 from shardmath_torch.dtensors.dtensor import from_dtensor, to_dtensor
 from shardmath_torch.dtensors.modules import layout_of
 from shardmath_torch.dtensors.redistribute import redistribute
@@ -40,6 +44,7 @@ __all__ = [
     "Mover",
     "Refit",
     "amax",
+    "commit",
     "compile",
     "export",
     "from_dtensor",

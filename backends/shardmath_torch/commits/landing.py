@@ -1,0 +1,124 @@
+"""Landing: where a mover's bytes arrive on this rank, and what of them is in place.
+
+1. Without shadows they arrive in the destination itself; `torn` then says after a failure what may
+   be neither old nor new.
+2. With shadows the destination changes in `commit` alone, or at the end of a block.
+3. Whatever breaks the group while a mover moves says what its destination holds (`telling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import Tensor
+
+from shardmath.base.errors import ExchangeError
+from shardmath.base.text import message_of
+from shardmath_torch.agreement.agree import Ballot
+from shardmath_torch.agreement.naming import word_objection
+from shardmath_torch.agreement.party import Party
+from shardmath_torch.agreement.turns import Turns
+from shardmath_torch.commits.blocks import Block, Member
+from shardmath_torch.commits.entry import Entry, Standing, commit_entries, word_end
+from shardmath_torch.commits.shadows import Pair, Shadows
+
+__all__ = ["Finalize", "Landing", "make_nothing"]
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+Finalize: TypeAlias = Callable[[Tensors], Iterable[Pair]]
+"""What is to be stored besides, made of what has arrived, by local buffer key."""
+
+MOST_NAMES = 8
+"""Names that an error shows."""
+
+
+def make_nothing(arrived: Tensors) -> Iterable[Pair]:
+    """What is stored where there is nothing besides."""
+    return ()
+
+
+@dataclass
+class Landing:
+    """One mover's, on this rank; `torn` are local buffer keys."""
+
+    shadows: Shadows | None = None
+    standing: Standing = field(default_factory=Standing)
+    torn: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that shadows take."""
+        return 0 if self.shadows is None else self.shadows.nbytes
+
+    def receive_into(self, dst: Tensors) -> Tensors:
+        """The tensors in which a move to these receives; room for them is made. Raises what torch raises."""
+        return dst if self.shadows is None else self.shadows.receive_into(dst)
+
+    def commit(
+        self,
+        party: Party,
+        mine: Ballot,
+        member: Member,
+        block: Block | None,
+        dst: Tensors,
+        mark: Callable[[], None],
+        finalize: Finalize,
+    ) -> None:
+        """Put in place what is in the shadows, and what is made of it: on all ranks or on none, now or with the block.
+
+        `mine` is what this rank said of the move, `mark` tells autograd that `dst` are written. What fails here before
+        the promise is an objection. Raises as `conclude` does.
+        """
+        assert self.shadows is not None
+        pairs: list[Pair] = []
+        objection = ""
+        try:
+            pairs += self.shadows.pair(dst)
+            pairs += finalize(self.shadows.tensors)
+        except Exception as error:
+            objection = word_objection(error)
+        entry = Entry(mine.claim, mark, pairs, self.standing, self.standing.version + 1)
+        if block is not None:
+            block.objection = objection
+            block.add(member, entry)
+            return
+        promise = mine._replace(claim=f"{mine.claim}: commit", objection=objection)
+        commit_entries(party, promise, [entry])
+
+    @contextmanager
+    def telling(self, turns: Turns) -> Iterator[None]:
+        """What breaks the group inside says in what state that leaves this rank's destination."""
+        was_broken = turns.broken
+        former = self.standing.version
+        try:
+            yield
+        except BaseException as error:
+            said = self._word_state(former)
+            if was_broken or not turns.broken or not said:
+                raise
+            if isinstance(error, ExchangeError):
+                raise ExchangeError(f"{message_of(error)}; {said}") from error.__cause__
+            error.add_note(said)
+            raise
+
+    def _word_state(self, former: int) -> str:
+        """What the destination holds after a failure; "" where that is what it did."""
+        if self.shadows is not None:
+            return word_end(self.standing, former)
+        if not self.torn:
+            return ""
+        return f"{_list_names(self.torn)} here may be neither old nor new (mover.torn)"
+
+
+def _list_names(keys: tuple[str, ...]) -> str:
+    """Destinations in words, the first of many."""
+    if keys == ("",):
+        return "the destination tensor"
+    some = ", ".join(map(repr, keys[:MOST_NAMES]))
+    if len(keys) > MOST_NAMES:
+        some += f", ... ({len(keys)} in all)"
+    return f"destination tensors {some}"
