@@ -2,8 +2,8 @@
 
     python tests/bench/bench_commit.py [megabytes] [repeats]
 
-Times are seconds, the slowest rank of the median repeat; CPU time is that of all ranks together. The target: at most 1.3
-times direct.
+Times are seconds, the slowest rank of the median repeat; CPU time is that of all ranks together. The target: at most
+1.3 times direct.
 """
 
 from __future__ import annotations

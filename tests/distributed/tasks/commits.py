@@ -374,7 +374,7 @@ def piecemeal(rank: int, stop: int) -> tuple[Said, list[str], tuple[str, ...]]:
     move = smt.compile(
         sm.plan(dict.fromkeys(names, a), dict.fromkeys(names, b)),
         timeout=8.0,
-        max_inflight_bytes=2048,
+        max_inflight_bytes=1024,
     )
     src = {name: torch.ones(32, 8) for name in names}
     out = {name: torch.zeros(64, 4) for name in names}

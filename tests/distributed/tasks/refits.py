@@ -119,7 +119,7 @@ def commit(rank: int, fails: int) -> Any:
     for step in range(3):
         if src is not None:
             _overwrite(src, make(planned.trainer, draw(step), rank))
-        (kind, text) = caught(refit) or ("", "")
+        (_, text) = caught(refit) or ("", "")
         is_new = is_old = True
         if dst is not None:
             (wanted, _) = make(planned.engines["engine"], draw(step), rank, functions=True)
