@@ -48,6 +48,7 @@ class Landing:
     shadows: Shadows | None = None
     standing: Standing = field(default_factory=Standing)
     torn: tuple[str, ...] = ()
+    _left: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -91,18 +92,19 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """What breaks the group inside says in what state that leaves this rank's destination."""
+        """What breaks the group inside says in what state that leaves this rank's destination, then and ever after."""
         was_broken = turns.broken
         former = self.standing.version
         try:
             yield
         except BaseException as error:
-            said = self._word_state(former)
-            if was_broken or not turns.broken or not said:
+            if turns.broken and not was_broken:
+                self._left = self._word_state(former)
+            if not self._left:
                 raise
             if isinstance(error, ExchangeError):
-                raise ExchangeError(f"{message_of(error)}; {said}") from error.__cause__
-            error.add_note(said)
+                raise ExchangeError(f"{message_of(error)}; {self._left}") from error.__cause__
+            error.add_note(self._left)
             raise
 
     def _word_state(self, former: int) -> str:
