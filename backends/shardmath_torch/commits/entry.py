@@ -17,21 +17,29 @@ from shardmath_torch.agreement.party import Party
 from shardmath_torch.commits.conclude import conclude
 from shardmath_torch.commits.shadows import Pair, put_in_place
 
-__all__ = ["Entry", "Standing", "commit_entries", "word_end"]
+__all__ = ["Entry", "Standing", "commit_entries", "word_end", "word_torn"]
+
+MOST_NAMES = 8
+"""Names that an error shows."""
 
 
 @dataclass
 class Standing:
-    """How many moves of a mover were committed; `in_doubt`: whether that is known of one less than were tried."""
+    """How many moves of a mover were committed.
+
+    `in_doubt`: whether the others may have one more. `torn` are destinations that may be neither old nor new.
+    """
 
     version: int = 0
     in_doubt: bool = False
+    torn: tuple[str, ...] = ()
 
 
 class Entry(NamedTuple):
-    """A move in words, how autograd is told of it, what is put in place, and the version that this makes."""
+    """A move in words, its destinations, how autograd is told, what is put in place, and the version that it makes."""
 
     claim: str
+    keys: tuple[str, ...]
     mark: Callable[[], None]
     pairs: Sequence[Pair]
     standing: Standing
@@ -53,9 +61,28 @@ def commit_entries(
     try:
         conclude(party, promise, place, patience)
     finally:
-        is_lost = party.turns.protocol.verdict is Event.LOSE
-        for entry in entries:
-            entry.standing.in_doubt = is_lost
+        _note_end(party, entries)
+
+
+def _note_end(party: Party, entries: Sequence[Entry]) -> None:
+    """What is to be known of the movers when all is over."""
+    verdict = party.turns.protocol.verdict
+    for entry in entries:
+        standing = entry.standing
+        standing.in_doubt = verdict is Event.LOSE
+        # Memory that could not be written, however often that was tried.
+        if verdict is Event.COMMIT and standing.version < entry.version:
+            standing.torn = entry.keys
+
+
+def word_torn(keys: tuple[str, ...]) -> str:
+    """What is said of destinations that may be neither; the first of many."""
+    named = "the destination tensor"
+    if keys != ("",):
+        named = f"destination tensors {', '.join(map(repr, keys[:MOST_NAMES]))}"
+    if len(keys) > MOST_NAMES:
+        named += f", ... ({len(keys)} in all)"
+    return f"{named} here may be neither old nor new (mover.torn)"
 
 
 def word_end(standing: Standing, former: int) -> str:
@@ -64,6 +91,8 @@ def word_end(standing: Standing, former: int) -> str:
         why = "the group's store, which has what was decided, does not answer"
         here = f"here all is as it was, version {standing.version}"
         return f"unknown whether the others have the new version: {why}; {here}"
+    if standing.torn:
+        return f"all ranks committed, and this one could not: {word_torn(standing.torn)}"
     if standing.version > former:
         return f"all ranks committed: the new is in place here, version {standing.version}"
     return f"nothing was committed: here all is as it was, version {standing.version}"

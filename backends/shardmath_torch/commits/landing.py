@@ -1,7 +1,6 @@
 """Landing: where a mover's bytes arrive on this rank, and what of them is in place.
 
-1. Without shadows they arrive in the destination itself; `torn` then says after a failure what may
-   be neither old nor new.
+1. Without shadows they arrive in the destination itself, which a failure may leave torn.
 2. With shadows the destination changes in `commit` alone, or at the end of a block.
 3. Whatever breaks the group while a mover moves says what its destination holds (`telling`).
 """
@@ -22,7 +21,7 @@ from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.agreement.party import Party
 from shardmath_torch.agreement.turns import Turns
 from shardmath_torch.commits.blocks import Block, Member
-from shardmath_torch.commits.entry import Entry, Standing, commit_entries, word_end
+from shardmath_torch.commits.entry import Entry, Standing, commit_entries, word_end, word_torn
 from shardmath_torch.commits.shadows import Pair, Shadows
 
 __all__ = ["Finalize", "Landing", "make_nothing"]
@@ -32,9 +31,6 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 Finalize: TypeAlias = Callable[[Tensors], Iterable[Pair]]
 """What is to be stored besides, made of what has arrived, by local buffer key."""
 
-MOST_NAMES = 8
-"""Names that an error shows."""
-
 
 def make_nothing(arrived: Tensors) -> Iterable[Pair]:
     """What is stored where there is nothing besides."""
@@ -43,11 +39,10 @@ def make_nothing(arrived: Tensors) -> Iterable[Pair]:
 
 @dataclass
 class Landing:
-    """One mover's, on this rank; `torn` are local buffer keys."""
+    """One mover's, on this rank."""
 
     shadows: Shadows | None = None
     standing: Standing = field(default_factory=Standing)
-    torn: tuple[str, ...] = ()
     _left: str = ""
 
     @property
@@ -82,7 +77,7 @@ class Landing:
             pairs += finalize(self.shadows.tensors)
         except Exception as error:
             objection = word_objection(error)
-        entry = Entry(mine.claim, mark, pairs, self.standing, self.standing.version + 1)
+        entry = Entry(mine.claim, tuple(dst), mark, pairs, self.standing, self.standing.version + 1)
         if block is not None:
             block.objection = objection
             block.add(member, entry)
@@ -111,16 +106,4 @@ class Landing:
         """What the destination holds after a failure; "" where that is what it did."""
         if self.shadows is not None:
             return word_end(self.standing, former)
-        if not self.torn:
-            return ""
-        return f"{_list_names(self.torn)} here may be neither old nor new (mover.torn)"
-
-
-def _list_names(keys: tuple[str, ...]) -> str:
-    """Destinations in words, the first of many."""
-    if keys == ("",):
-        return "the destination tensor"
-    some = ", ".join(map(repr, keys[:MOST_NAMES]))
-    if len(keys) > MOST_NAMES:
-        some += f", ... ({len(keys)} in all)"
-    return f"destination tensors {some}"
+        return word_torn(self.standing.torn) if self.standing.torn else ""

@@ -152,7 +152,7 @@ class Mover:
 
         The key is that of the dict that is passed as `out`, and "" where that is one tensor.
         """
-        return self._landing.torn
+        return self._landing.standing.torn
 
     @property
     def member(self) -> Member:
@@ -223,7 +223,7 @@ class Mover:
         try:
             self._engine.move(src, dst)
         except BaseException:
-            self._landing.torn = self._part.list_torn(self._engine.begun)
+            self._landing.standing.torn = self._part.list_torn(self._engine.begun)
             raise
         # One by one, so that one at a time takes memory.
         for pair in call.finalize(dst):

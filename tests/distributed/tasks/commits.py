@@ -21,6 +21,7 @@ from shardmath_gloo.wire import DATA, GlooWire
 from shardmath_torch.agreement.party import Party
 from shardmath_torch.commits import conclude as concluding
 from shardmath_torch.commits import entry as entries
+from shardmath_torch.commits import shadows
 from shardmath_torch.commits.record import Record
 from tests.distributed.tasks.breaks import Said, ends
 
@@ -112,6 +113,9 @@ def _patch(stack: ExitStack, phase: str, reach: Once) -> None:
 
     def at_put(pairs: Any) -> None:
         pairs = list(pairs)
+        if phase == "in every swap":
+            put(pairs[:1])
+            strike("error")
         if phase == "in the swap":
             put(pairs[: len(pairs) // 2])
             reach()
@@ -359,11 +363,21 @@ def alike(rank: int) -> list[Said]:
     said.append("" if torch.equal(out, whole[:, rank : rank + 1]) else "WRONG")
     nbytes = plan.shadow_bytes()[rank], move.shadow_bytes, 4 * size
     said.append("" if len(set(nbytes)) == 1 else f"WRONG: {nbytes}")
+    out.fill_(-1.0)
+    with mock.patch.object(shadows, "_make_beside", _lack) if rank == 1 else ExitStack():
+        other = smt.compile(plan, timeout=20.0, commit="all")
+        said.append(ends(lambda: other(src.clone(), out=out)))
+    said.append("" if (other.version, set(out.flatten().tolist())) == (0, {-1.0}) else "WRONG")
+    said.append(ends(lambda: other(src.clone(), out=out)))
     said.append("" if (move.version, move.torn, move.in_doubt) == (1, (), False) else "WRONG")
     said.append(ends(lambda: smt.compile(plan, commit="all" if rank == 1 else "direct")))
     said.append(ends(lambda: smt.compile(plan, commit="most" if rank == 1 else "all")))  # type: ignore[arg-type]
     said.append(ends(lambda: move(None if rank == 1 else src, out=out)))
     return said
+
+
+def _lack(*_: object) -> Any:
+    raise torch.OutOfMemoryError("no room for a shadow")
 
 
 def piecemeal(rank: int, stop: int) -> tuple[Said, list[str], tuple[str, ...]]:
