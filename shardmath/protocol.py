@@ -137,7 +137,7 @@ VERDICTS = frozenset({Event.COMMIT, Event.ABORT, Event.LOSE})
 
 @dataclass
 class Protocol:
-    """One rank's state in one group; `verdict` is what it learned from the record after its last promise."""
+    """One rank's state in one group; `verdict` is what it learned of its promise, if that came last."""
 
     state: State = State.IDLE
     verdict: Event | None = None
@@ -156,7 +156,7 @@ class Protocol:
             may = ", ".join(others[:-1]) + " or " * (len(others) > 1) + others[-1]
             what = f"a rank that is {self.state.value} cannot {event.value}"
             raise ExchangeError(f"{what}; it has to {may}")
-        if event is Event.PROMISE:
+        if event in (Event.VOTE, Event.PROMISE):
             self.verdict = None
         if event in VERDICTS:
             self.verdict = event
