@@ -25,20 +25,17 @@ MOST_ERRORS = 8
 """Of one commit, interrupts too; after that something is wrong that no repetition mends."""
 
 
-def conclude(
-    party: Party, promise: Ballot, place: Callable[[], None], patience: float | None = None
-) -> None:
-    """Promise, and `place` what has come if all ranks have promised; it may be called again after an error.
+def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
+    """Promise, and `place` what has come if all ranks have promised: again, where it was left by an error.
 
-    Waits `patience` seconds for the others' promises. Raises Refused where one objects, PeerFailure
-    where the group is broken, and whatever else it was left by.
+    Raises Refused where a rank objects, PeerFailure where the group is broken, and whatever else it was left by.
     """
     protocol = party.turns.protocol
     left: BaseException | None = None
     errors = 0
     while True:
         try:
-            _drive(party, promise, place, patience)
+            _drive(party, promise, place)
             break
         except Refused:
             raise
@@ -54,13 +51,11 @@ def conclude(
         raise PeerFailure(None, _word_verdict(protocol))
 
 
-def _drive(
-    party: Party, promise: Ballot, place: Callable[[], None], patience: float | None
-) -> None:
+def _drive(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
     """Do what the table says until it says nothing more."""
     turns = party.turns
     if turns.protocol.state in (State.IDLE, State.ACTING):
-        party.vote(promise, patience, Event.PROMISE)
+        party.vote(promise, event=Event.PROMISE)
     while True:
         state = turns.protocol.state
         if state in PROPOSALS:

@@ -46,9 +46,7 @@ class Entry(NamedTuple):
     version: int
 
 
-def commit_entries(
-    party: Party, promise: Ballot, entries: Sequence[Entry], patience: float | None = None
-) -> None:
+def commit_entries(party: Party, promise: Ballot, entries: Sequence[Entry]) -> None:
     """Put all of them in place on all ranks, or none on any. Raises as `conclude` does."""
 
     def place() -> None:
@@ -59,7 +57,7 @@ def commit_entries(
             entry.standing.version = entry.version
 
     try:
-        conclude(party, promise, place, patience)
+        conclude(party, promise, place)
     finally:
         _note_end(party, entries)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from shardmath_torch.commits.blocks import Block, Member
 from shardmath_torch.commits.entry import Entry, Standing, commit_entries, word_end, word_torn
 from shardmath_torch.commits.shadows import Pair, Shadows
 
-__all__ = ["Finalize", "Landing", "make_nothing"]
+__all__ = ["Arrival", "Finalize", "Landing", "make_nothing"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
@@ -35,6 +35,18 @@ Finalize: TypeAlias = Callable[[Tensors], Iterable[Pair]]
 def make_nothing(arrived: Tensors) -> Iterable[Pair]:
     """What is stored where there is nothing besides."""
     return ()
+
+
+class Arrival(NamedTuple):
+    """What has arrived: for which tensors, how autograd is told that they are written, and what is made of it.
+
+    `held` tensors stay where they are from move to move.
+    """
+
+    dst: Tensors
+    mark: Callable[[], None]
+    finalize: Finalize
+    held: bool
 
 
 @dataclass
@@ -55,31 +67,25 @@ class Landing:
         return dst if self.shadows is None else self.shadows.receive_into(dst)
 
     def commit(
-        self,
-        party: Party,
-        mine: Ballot,
-        member: Member,
-        block: Block | None,
-        dst: Tensors,
-        mark: Callable[[], None],
-        finalize: Finalize,
+        self, party: Party, mine: Ballot, arrival: Arrival, member: Member, block: Block | None
     ) -> None:
         """Put in place what is in the shadows, and what is made of it: on all ranks or on none, now or with the block.
 
-        `mine` is what this rank said of the move, `mark` tells autograd that `dst` are written. What fails here before
-        the promise is an objection. Raises as `conclude` does.
+        `mine` is what this rank said of the move. What fails here before the promise is an objection. Raises as
+        `conclude` does.
         """
         assert self.shadows is not None
         pairs: list[Pair] = []
         objection = ""
         try:
-            pairs += self.shadows.pair(dst)
-            pairs += finalize(self.shadows.tensors)
+            pairs += self.shadows.pair(arrival.dst, arrival.held)
+            pairs += arrival.finalize(self.shadows.tensors)
         except Exception as error:
             objection = word_objection(error)
-        entry = Entry(mine.claim, tuple(dst), mark, pairs, self.standing, self.standing.version + 1)
+        keys, version = tuple(arrival.dst), self.standing.version + 1
+        entry = Entry(mine.claim, keys, arrival.mark, pairs, self.standing, version)
         if block is not None:
-            block.objection = objection
+            block.objection = block.objection or objection
             block.add(member, entry)
             return
         promise = mine._replace(claim=f"{mine.claim}: commit", objection=objection)

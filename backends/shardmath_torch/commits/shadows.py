@@ -47,6 +47,7 @@ class Shadows:
         self._boxes = {key: own_boxes(layout.runs(rank)) for key, layout in layouts.items()}
         self._device: torch.device | None = None
         self.tensors: dict[str, Tensor] = {}
+        self._paired: tuple[Tensors, list[Pair]] | None = None
         self.nbytes = sum(
             math.prod(self._shapes[key]) * layout.itemsize for key, layout in layouts.items()
         )
@@ -57,19 +58,24 @@ class Shadows:
         if devices and {self._device} != devices:
             # Let go of the others before these are made: both need not fit.
             self.tensors = {}
+            self._paired = None
             self._device = None
             made = {key: _make_beside(tensor, self._shapes[key]) for key, tensor in dst.items()}
             self.tensors = made
             (self._device,) = devices
         return self.tensors
 
-    def pair(self, dst: Tensors) -> list[Pair]:
-        """Every box of the tensors' own cells, and of their shadows."""
-        pairs = []
+    def pair(self, dst: Tensors, held: bool = False) -> list[Pair]:
+        """Every box of the tensors' own cells, and of their shadows; of a `held` mapping they are kept."""
+        if self._paired is not None and self._paired[0] is dst:
+            return self._paired[1]
+        pairs: list[Pair] = []
         for key, tensor in dst.items():
             here, there = dtypes.words(tensor), dtypes.words(self.tensors[key])
             for box in self._boxes[key]:
                 pairs.append((here[box], there[box]))
+        # Others are not kept, since that would keep their memory.
+        self._paired = (dst, pairs) if held else None
         return pairs
 
 

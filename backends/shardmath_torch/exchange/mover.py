@@ -35,7 +35,7 @@ from shardmath_torch.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.agreement.turns import check_thread, in_thread
 from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.commits.blocks import Block, Member, block_of
-from shardmath_torch.commits.landing import Finalize, Landing, make_nothing
+from shardmath_torch.commits.landing import Arrival, Finalize, Landing, make_nothing
 from shardmath_torch.commits.shadows import put_in_place
 from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted
 from shardmath_torch.exchange.memory import mark_written
@@ -212,8 +212,8 @@ class Mover:
             into = self._landing.shadows.tensors
             self._guard(lambda: self._engine.move(src, into))
             # A transform's `finalize` belongs to the call's: what it makes is put in place with the rest.
-            member, finalize = self.member, call.finalize
-            self._landing.commit(self._party, mine, member, block, dst, mark, finalize)
+            arrival = Arrival(dst, mark, call.finalize, call.held)
+            self._landing.commit(self._party, mine, arrival, self.member, block)
         if call.acknowledge:
             receipt = mine._replace(claim=f"{claim}: all is there")
             self._party.vote(receipt)

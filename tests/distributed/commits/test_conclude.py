@@ -67,7 +67,7 @@ class Rank:
             self.is_dead = True
             raise Dead
 
-    def vote(self, promise: Any, patience: float | None, event: Event) -> None:
+    def vote(self, promise: Any, event: Event) -> None:
         """Promise, and hear of the others'."""
         self.moment()
         self.turns.next(event)
