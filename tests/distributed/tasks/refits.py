@@ -95,8 +95,8 @@ def move(rank: int, ranks: range, steps: int) -> Any:
     return right
 
 
-def commit(rank: int, fails: int) -> Any:
-    """Three steps with commit="all", in the second of which rank `fails` has a fault of its function's.
+def commit(rank: int, fails: int, in_block: bool) -> Any:
+    """Three steps with commit="all", each in a block or not; in the second a function of rank `fails` has a fault.
 
     Of each: what is said, the version, and whether all that is stored is of that step, and of the one before.
     """
@@ -119,7 +119,7 @@ def commit(rank: int, fails: int) -> Any:
     for step in range(3):
         if src is not None:
             _overwrite(src, make(planned.trainer, draw(step), rank))
-        (_, text) = caught(refit) or ("", "")
+        (_, text) = caught(lambda: _in_block(refit) if in_block else refit()) or ("", "")
         is_new = is_old = True
         if dst is not None:
             (wanted, _) = make(planned.engines["engine"], draw(step), rank, functions=True)
@@ -128,6 +128,11 @@ def commit(rank: int, fails: int) -> Any:
             stored.append({name: tensor.clone() for name, tensor in dst.items()})
         found.append((text, refit.version, is_new, is_old))
     return found, refit.shadow_bytes == planned.plan.shadow_bytes()[rank]
+
+
+def _in_block(refit: smt.Refit) -> None:
+    with smt.commit(refit):
+        refit()
 
 
 def _overwrite(own: list[dict[str, Tensor]], new: list[dict[str, Tensor]]) -> None:
