@@ -45,6 +45,7 @@ class Broadcast:
                 if transfer.dst_rank == self._part.rank:
                     self._mine.setdefault(turn, []).append(transfer)
         self._turns = sorted(turns)
+        self.begun: int | None = 0
 
     @property
     def staging_bytes(self) -> int:
@@ -58,6 +59,8 @@ class Broadcast:
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
         """Moves. Raises PeerFailure."""
+        # Tensors come in another order than in rounds.
+        self.begun = None
         # In inference mode inference tensors, too, may be written.
         with torch.inference_mode():
             for work in self._part.fills:
@@ -69,6 +72,7 @@ class Broadcast:
                     _apply(transfer, source, destination)
             for work in self._part.divisions:
                 divide(work, dst)
+        self.begun = self._part.steps + 1
 
     def _broadcast(self, turn: _Turn, src: Mapping[str, Tensor]) -> Tensor:
         """All of that rank's source tensor."""

@@ -4,6 +4,8 @@ move = compile(plan)                        # collective; every rank of the grou
 move(src_tensors, out=dst_tensors)          # collective; many times, in the same order on every rank
 
 move = compile_transformed(sm.transformed(src, dst, rules))   # where what travels is not what is held
+with commit(move, other):                   # several moves: all in place on all ranks, or none on any
+    ...
 
 refit = Refit(planned)                      # collective; a trainer's and an engine's own tensors, by their names
 refit.prepare(src=..., dst=...)             # once; then refit() after every step
@@ -25,6 +27,7 @@ from __future__ import annotations
 from shardmath_torch.changes.changes import Changes, compile_changes
 from shardmath_torch.checkpoints.checkpoint import load, save
 from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.commits.blocks import commit
 from shardmath_torch.contents.digest import digest
 from shardmath_torch.dtensors.dtensor import from_dtensor, to_dtensor
 from shardmath_torch.dtensors.modules import layout_of
@@ -50,6 +53,7 @@ __all__ = [
     "Refit",
     "TransformedMover",
     "amax",
+    "commit",
     "compile",
     "compile_changes",
     "compile_transformed",

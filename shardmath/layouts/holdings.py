@@ -26,6 +26,8 @@ True
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
@@ -45,6 +47,7 @@ from shardmath.layouts.layout import Layout
 __all__ = [
     "LayoutOrWindows",
     "Windows",
+    "count_stored",
     "equivalent",
     "holdings_digest",
     "read_windows",
@@ -171,6 +174,22 @@ class Windows(tuple[Layout, ...]):
         for local, layout in zip(self.local_names(name), self, strict=True):
             if rank is None or rank in layout.mesh:
                 yield local, layout
+
+
+def count_stored(side: Mapping[str, Windows]) -> dict[int, int]:
+    """Bytes of each rank's local tensors on this side of a plan, with all their cells.
+
+    >>> count_stored({"w": Windows([Layout((5, 2), Mesh(tp=2), "(tp n) h")])})
+    {0: 24, 1: 16}
+    """
+    # Tensors share layouts, so each is looked at once.
+    layouts = Counter(layout for windows in side.values() for layout in windows)
+    nbytes: dict[int, int] = {}
+    for layout, times in layouts.items():
+        for rank in layout.mesh.ranks:
+            cells = math.prod(layout.local_shape(rank))
+            nbytes[rank] = nbytes.get(rank, 0) + times * cells * layout.itemsize
+    return nbytes
 
 
 def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:

@@ -28,7 +28,7 @@ from shardmath.base.operations import OPERATIONS
 from shardmath.base.public import public
 from shardmath.flows.topology import Topology
 from shardmath.layouts.edits import repartialed
-from shardmath.layouts.holdings import Windows
+from shardmath.layouts.holdings import Windows, count_stored
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, Transfer, describe, rule_of
 from shardmath.plans.reduction import Reduction, check_arithmetic, find_reduction, identity_of
@@ -153,6 +153,10 @@ class Transposed:
     def received_bytes(self) -> dict[int, int]:
         """Bytes that each rank of either side receives from other ranks."""
         return self.forward.sent_bytes()
+
+    def shadow_bytes(self) -> dict[int, int]:
+        """Bytes beside its tensors that each rank of either side takes to move with commit="all"."""
+        return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 
 @overload

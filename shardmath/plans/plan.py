@@ -36,7 +36,7 @@ from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.base.text import plural, shown
 from shardmath.flows.topology import Topology, checked
-from shardmath.layouts.holdings import Windows
+from shardmath.layouts.holdings import Windows, count_stored
 from shardmath.plans.balance import balance
 from shardmath.plans.demands import Batch, Demands, gather_lines
 from shardmath.plans.groups import (
@@ -198,6 +198,11 @@ class Plan:
     def received_bytes(self) -> dict[int, int]:
         """Bytes that each rank of either side receives from other ranks."""
         return dict.fromkeys(self.ranks, 0) | sum_received(self.lines)
+
+    def shadow_bytes(self) -> dict[int, int]:
+        """Bytes beside its tensors that each rank of either side takes to move with commit="all": what
+        its destination takes once more."""
+        return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 
 def _as_rank(rank: int | None) -> int | None:

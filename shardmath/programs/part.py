@@ -83,6 +83,30 @@ class Part:
     operations: frozenset[tuple[str, str]]
     keeps_order: bool
 
+    @property
+    def steps(self) -> int:
+        """How many steps there are: filling, the rounds, dividing."""
+        return len(self.rounds) + 2
+
+    def list_torn(self, begun: int | None) -> tuple[str, ...]:
+        """Local names of destinations that may be neither old nor new once so many steps have begun.
+
+        More than all have when all is done. None: any may be under way, whatever comes in them.
+        """
+        filled = {work.key for work in self.fills}
+        divided = {work.key for work in self.divisions}
+        came = [_list_written(one) for one in self.rounds]
+        steps = [filled, *came, divided]
+        if begun is None:
+            return tuple(sorted(set().union(*steps)))
+        before, after = steps[:begun], steps[max(begun - 1, 0) :]
+        return tuple(sorted(set().union(*before) & set().union(*after)))
+
+
+def _list_written(one: Round) -> set[str]:
+    """Local names of the destinations that the round writes to."""
+    return {piece.dst_tensor for m in one.arriving for piece in m.pieces}
+
 
 def plan_of(given: Plan | Transposed | Program) -> Plan | Transposed:
     """The plan itself, or that which the program carries out."""

@@ -8,6 +8,7 @@ In reading order:
 - `turns`: what ranks do together, one thing after another;
 - `agree`: every rank says what it is about to do;
 - `party`: this rank in a group;
+- `naming`: how plans and errors are called;
 - `transport`: the package that carries a group's bytes;
 - `gather`: what every rank says, as objects.
 """

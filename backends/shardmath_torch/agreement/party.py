@@ -17,6 +17,7 @@ import numpy as np
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of
+from shardmath.protocol import Event, State
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot, vote
 from shardmath_torch.agreement.failure import UNTOLD, FailureDetector, Report
@@ -72,15 +73,20 @@ class Party:
         """The party under a key of its own: ranks have voted as often, so they find the same one."""
         return replace(self, key=str(self.turns.votes + 1))
 
-    def vote(self, mine: Ballot, patience: float | None = None) -> tuple[Ballot, ...]:
-        """Everybody's ballots. Raises Refused if any rank objects, PeerFailure if one does not vote."""
+    def vote(
+        self, mine: Ballot, patience: float | None = None, event: Event = Event.VOTE
+    ) -> tuple[Ballot, ...]:
+        """Everybody's ballots; `event` says whether they are votes or promises.
+
+        Raises Refused if any rank objects, PeerFailure if one does not vote.
+        """
         is_first = self.turns.host == UNTOLD
         if is_first:
             serves_store = compat.is_served_here(compat.store_of(self.group))
             nonce = secrets.randbits(NONCE_BITS)
             mine = mine._replace(serves_store=serves_store, nonce=nonce)
         # Counted before anything is posted: whoever interrupts from here on breaks the group.
-        self.wire.begin(self.turns.next())
+        self.wire.begin(self.turns.next(event))
         ballots = vote(self.wire, self.ranks, mine, patience)
         self.turns.agreed()
         if is_first:
@@ -132,8 +138,8 @@ class Party:
         except Refused:
             raise
         except BaseException as error:
-            # Ctrl-C too: messages may be on their way.
-            if self.turns.under_way:
+            # Ctrl-C too: messages may be on their way, or others told that this rank has left.
+            if self.turns.protocol.state is not State.IDLE:
                 self.leave(error)
             raise
 

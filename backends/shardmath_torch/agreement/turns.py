@@ -102,8 +102,16 @@ class _Seat:
                 self._held = _nobody
 
 
+class _Heard(threading.local):
+    """What the calling thread has heard: how many of its turns were refused."""
+
+    refusals = 0
+
+
 class Turns:
     """The turns of one group on this rank.
+
+    `decided` is the number of the latest vote of which the group's store has a record (`commits`).
 
     `told` is the exception that this rank goes on with and of which all ranks have heard, in the
     call of several steps that is under way.
@@ -118,6 +126,8 @@ class Turns:
         self.broken = ""
         self.protocol = Protocol()
         self.votes = 0
+        self.decided: int | None = None
+        self.heard = _Heard()
         self.host: int | None = UNTOLD
         self.nonce = ""
         self._turn = _Seat("had the turn")
@@ -126,9 +136,9 @@ class Turns:
         self.told: BaseException | None = None
         self._names: dict[str, weakref.ref[threading.Thread]] = {}
 
-    def next(self) -> int:
-        """The number of the vote that now begins."""
-        self.protocol.note(Event.VOTE)
+    def next(self, event: Event = Event.VOTE) -> int:
+        """The number of the vote, or of the PROMISE, that now begins."""
+        self.protocol.note(event)
         self.votes += 1
         return self.votes
 
@@ -171,6 +181,7 @@ class Turns:
             self.protocol.note(Event.FINISH)
         except Refused:
             self.protocol.note(Event.REFUSE)
+            self.heard.refusals += 1
             raise
         finally:
             self._turn.give_back(turn)
@@ -234,7 +245,7 @@ class Turns:
         if self.under_way:
             self.protocol.note(Event.LEAVE)
         # Nobody could say why where an exception came on top of another that was being handled.
-        if self.protocol.state is State.BROKEN and not self.broken:
+        if self.protocol.state is not State.IDLE and not self.broken:
             self.broken = "a move or a compile was left in the middle"
             let_go()
         if self.broken:

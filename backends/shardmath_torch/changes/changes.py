@@ -32,6 +32,7 @@ from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.changes.comparing import Snapshot, take
 from shardmath_torch.changes.sparse import Changed
 from shardmath_torch.changes.walking import Sorted, Walker
+from shardmath_torch.commits.blocks import block_of
 from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, compile
 from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted
 from shardmath_torch.exchange.memory import mark_written
@@ -182,6 +183,11 @@ class Changes:
         try:
             _check_call(call, whole)
             check_thread(self._party.turns, self._mover.thread)
+            if block_of(self._party.group) is not None:
+                what = "in smt.commit nothing is in place before the block ends"
+                raise ExchangeError(
+                    f"{what}, and changes are put in place at once; send them after it"
+                )
             src, dst = self._name_tensors(call)
             if self._walker is None or self._signed != _sign(src, dst):
                 # What is wrong with a tensor says more than that it is another.

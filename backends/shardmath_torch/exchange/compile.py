@@ -34,10 +34,13 @@ from shardmath.programs.part import INFLIGHT_BYTES, Outline, Part, outline_part,
 from shardmath.programs.program import Program
 from shardmath_torch import compat, dtypes
 from shardmath_torch.agreement.agree import Ballot
+from shardmath_torch.agreement.naming import describe_crossing, name_given, word_objection
 from shardmath_torch.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.agreement.transport import join
 from shardmath_torch.agreement.turns import in_thread
-from shardmath_torch.exchange.mover import Mover, describe_crossing, name_given, word_objection
+from shardmath_torch.commits.landing import Landing
+from shardmath_torch.commits.shadows import Shadows
+from shardmath_torch.exchange.mover import Mover
 from shardmath_torch.exchange.task import Engine, Task, transport_of
 
 __all__ = ["Mover", "compile"]
@@ -45,6 +48,9 @@ __all__ = ["Mover", "compile"]
 DEFAULT_ENGINE = "exchange"
 
 DEFAULT_TIMEOUT_S = 60.0
+
+DIRECT, ALL = "direct", "all"
+"""How bytes come to the destination: as they arrive, or on all ranks at the end, or on none."""
 
 LONGEST_GRACE_S = 5.0
 """For finding out who failed, however long ranks wait for each other."""
@@ -62,12 +68,15 @@ class _Settings(NamedTuple):
     max_inflight_bytes: int
     engine: str
     thread: str | None
+    commit: str = DIRECT
 
     @property
     def text(self) -> str:
         """How agreement words them; a thread stands apart, since its name need not be given."""
         given = self._asdict()
         del given["thread"]
+        if _is_text(self.commit, DIRECT):
+            del given["commit"]
         return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
     @property
@@ -90,6 +99,7 @@ def compile(
     max_inflight_bytes: int | None = None,
     engine: str = "auto",
     thread: str | None = None,
+    commit: str = DIRECT,
 ) -> Mover:
     """The plan or program made ready on this rank. Collective over `group` (default: all ranks).
 
@@ -97,13 +107,15 @@ def compile(
     bound of its own, for the bytes of its messages; staging begins each at a multiple of 16 bytes. `engine` is
     "exchange", "broadcast" (the slow reference, on gloo, which moves a program's plan) or "auto". `thread` stands for
     the calling thread's name, by which ranks see that their calls belong together: give one where threads of different
-    names move together, such as the main thread of trainers and a worker thread of engines. Raises ExchangeError on
-    every rank where ranks pass different plans or settings, where the group lacks a rank of the plan, where torch lacks
-    arithmetic that the plan needs, or for a `max_inflight_bytes` that is not the program's own.
+    names move together, such as the main thread of trainers and a worker thread of engines. With `commit="all"` every
+    rank receives beside its destination, in as many bytes once more (`Plan.shadow_bytes`), and all put it in place, or
+    none does: a failure leaves destinations as they were. Raises ExchangeError on every rank where ranks pass different
+    plans or settings, where the group lacks a rank of the plan, where torch lacks arithmetic that the plan needs, or
+    for a `max_inflight_bytes` that is not the program's own.
     """
     limit = _read_limit(plan, max_inflight_bytes)
-    name = DEFAULT_ENGINE if _is_auto(engine) else engine
-    settings = _Settings(timeout, limit, name, thread)
+    name = DEFAULT_ENGINE if _is_text(engine, "auto") else engine
+    settings = _Settings(timeout, limit, name, thread, commit)
     # The vote that refuses a bad time needs a time as well.
     waiting = settings._replace(timeout=DEFAULT_TIMEOUT_S)
     if is_time(timeout):
@@ -116,9 +128,9 @@ def compile(
     )
 
 
-def _is_auto(engine: object) -> bool:
-    """Whether the engine is left to us; asked so that an array, too, has an answer."""
-    return isinstance(engine, str) and engine == "auto"
+def _is_text(given: object, text: str) -> bool:
+    """Whether that is given; asked so that an array, too, has an answer."""
+    return isinstance(given, str) and given == text
 
 
 def _read_limit(plan: Plan | Transposed | Program, given: int | None) -> int:
@@ -154,7 +166,15 @@ def _compile(party: Party, plan: Plan | Transposed | Program, settings: _Setting
             break
     assert made is not None, "who objects does not get past the vote"
     part, engine = made
-    return Mover(plan, party, part, engine, settings.thread)
+    return Mover(plan, party, part, engine, settings.thread, _make_landing(part, settings))
+
+
+def _make_landing(part: Part, settings: _Settings) -> Landing:
+    """Where this rank receives."""
+    if settings.commit == DIRECT:
+        return Landing()
+    layouts = {key: stored.layout for key, stored in part.destinations.items()}
+    return Landing(Shadows(layouts, part.rank))
 
 
 def _make(
@@ -183,6 +203,7 @@ def _check_and_outline(
     """What this rank will do, but for the pace. Raises ShardError to object."""
     _check_plan(plan)
     _check_settings(plan, settings)
+    _check_commit(party, settings)
     _check_engine(party, settings)
     _check_ranks(party, plan)
     mine = outline_part(plan, party.rank)
@@ -217,6 +238,15 @@ def _check_settings(plan: Plan | Transposed | Program, settings: _Settings) -> N
         own = f"the program has {plan.max_inflight_bytes} of its own"
         fix = "leave it out, or schedule the plan with it"
         raise ExchangeError(f"max_inflight_bytes={limit}, {own}; {fix}")
+
+
+def _check_commit(party: Party, settings: _Settings) -> None:
+    """Raise ExchangeError for a way to commit that there is not, and where nobody could decide."""
+    if not any(_is_text(settings.commit, known) for known in (DIRECT, ALL)):
+        raise ExchangeError(f"commit={shown(settings.commit)}; pass {DIRECT!r} or {ALL!r}")
+    if settings.commit == ALL and compat.store_of(party.group) is None:
+        what = "the process group has no store in which ranks could decide"
+        raise ExchangeError(f"{what}; compile with commit={DIRECT!r}")
 
 
 def _check_engine(party: Party, settings: _Settings) -> None:

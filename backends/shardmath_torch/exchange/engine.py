@@ -52,6 +52,7 @@ class Exchange:
         self._needed = 0
         self._held: tuple[Tensors, Tensors] | None = None
         self._views: Views | None = None
+        self.begun = 0
 
     @property
     def staging_bytes(self) -> int:
@@ -81,15 +82,20 @@ class Exchange:
     def move(self, src: Tensors, dst: Tensors) -> None:
         """Move the tensors. Raises PeerFailure."""
         part = self._task.part
+        self.begun = 0
         # In inference mode inference tensors, too, may be written.
         with torch.inference_mode(), self._staging.lend(self._needed, self._fence) as block:
             views = self._find_views(src, dst, block)
+            self.begun = 1
             for work in part.fills:
                 fill(work, dst)
             for one in self._rounds:
+                self.begun += 1
                 self._run_round(one, views)
+            self.begun = part.steps
             for work in part.divisions:
                 divide(work, dst)
+            self.begun = part.steps + 1
 
     def _find_views(self, src: Tensors, dst: Tensors, block: Tensor) -> Views:
         """The tensors and staging of a move; those of the move before where both are the same."""

@@ -192,14 +192,20 @@ def _check_memory(label: str, tensor: Tensor) -> None:
 # All of them together
 
 
-def check(wants: tuple[Wanted, Wanted], given: tuple[Tensors, Tensors], device_type: str) -> None:
-    """Raises ExchangeError for the first tensor that does not fit."""
+def check(
+    wants: tuple[Wanted, Wanted],
+    given: tuple[Tensors, Tensors],
+    device_type: str,
+    apart: bool = True,
+) -> None:
+    """Raises ExchangeError for the first tensor that does not fit; `apart`: sides may not share memory."""
     for want, tensors in zip(wants, given, strict=True):
         fits(want, tensors, device_type)
     src, dst = given
     _check_writable(dst)
     _check_one_device(src, dst)
-    _check_sides_apart(src, dst)
+    if apart:
+        _check_sides_apart(src, dst)
     _check_destinations_apart(wants[1], dst)
 
 

@@ -7,17 +7,22 @@
    destination has all its bytes. With `check="digest"` they compare what source and destination hold, too
    (`digests.checking`).
 3. A plan's failures are told in its own words: which tensor was to come from whom, or to go to whom.
+4. With shadows (`commit="all"`) bytes arrive beside the destination, and are put in place once all
+   ranks have promised that all is there (`commits`). Without, `torn` says after a failure which
+   destinations may be neither old nor new.
+5. What makes something of what has arrived (`finalize`) does so before a rank promises: where that
+   fails, it is an objection, and nothing is put in place.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, NoReturn, TypeAlias
+import functools
+from collections.abc import Callable
+from typing import Literal, NamedTuple, NoReturn
 
 from torch import Tensor
 
-from shardmath.base.errors import ExchangeError, ShardError
+from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
 from shardmath.base.text import message_of, plural, shown
 from shardmath.plans.adjoint import Transposed
@@ -26,9 +31,13 @@ from shardmath.programs.part import Part
 from shardmath.programs.program import Program
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
+from shardmath_torch.agreement.naming import describe_crossing, name_given, word_objection
 from shardmath_torch.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.agreement.turns import check_thread, in_thread
 from shardmath_torch.agreement.wire import PeerFailure
+from shardmath_torch.commits.blocks import Block, Member, block_of
+from shardmath_torch.commits.landing import Arrival, Finalize, Landing, make_nothing
+from shardmath_torch.commits.shadows import put_in_place
 from shardmath_torch.digests.checking import Check, check_checkable
 from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted
 from shardmath_torch.exchange.memory import mark_written
@@ -45,9 +54,6 @@ __all__ = [
     "word_objection",
 ]
 
-DIGEST_SHOWN = 24
-"""Hexadecimal digits of a digest that a claim has: 96 bits, by which plans are told apart."""
-
 
 class _Call(NamedTuple):
     """What a mover was called with."""
@@ -60,7 +66,7 @@ class _Call(NamedTuple):
     records_gradient: bool = False
     objection: str = ""
     held: bool = False
-    then: Callable[[], None] | None = None
+    finalize: Finalize = make_nothing
     bind: Callable[[], tuple[Local, Local]] | None = None
     check: str | None = None
 
@@ -94,6 +100,7 @@ class Mover:
         part: Part,
         engine: Engine,
         thread: str | None,
+        landing: Landing | None = None,
     ) -> None:
         self.plan = part.plan
         self.rounds = part.rounds
@@ -102,6 +109,8 @@ class Mover:
         self._party = party
         self._engine = engine
         self._thread = thread
+        self._part = part
+        self._landing = landing or Landing()
         self._wanted = wanted(self.plan, party.rank)
         self._moves = 0
         self._checked: object = None
@@ -131,6 +140,38 @@ class Mover:
         """
         return self._engine.staging_bytes
 
+    @property
+    def shadow_bytes(self) -> int:
+        """Bytes of this rank's shadows, held from the first move on; 0 without commit="all"."""
+        return self._landing.nbytes
+
+    @property
+    def version(self) -> int:
+        """How many moves were committed, and are in place here: the same on all ranks but one `in_doubt`.
+
+        Always 0 without commit="all".
+        """
+        return self._landing.standing.version
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the others may have one version more, since the group's store could not be asked."""
+        return self._landing.standing.in_doubt
+
+    @property
+    def torn(self) -> tuple[str, ...]:
+        """After a move that failed: this rank's destinations, by local buffer key, that may be neither old nor new.
+
+        The key is that of the dict that is passed as `out`, and "" where that is one tensor.
+        """
+        return self._landing.standing.torn
+
+    @property
+    def member(self) -> Member:
+        """The mover as `commit` sees it."""
+        name = f"{name_given(self._given)} (mover {self._party.key})"
+        return Member(self._party.group, self._party.key, name, self._landing.shadows is not None)
+
     def __call__(
         self,
         src: Local,
@@ -158,33 +199,42 @@ class Mover:
         if not compat.is_registered(self._party.group):
             what = "the process group of this mover was destroyed"
             raise ExchangeError(f"{what}; compile again on a group that is there")
-        found = self._party.together(
-            lambda: self._move(call),
-            lambda failure, rank: describe_crossing(self._given, failure.tensor, rank),
-            "mover",
-            call.timeout if is_time(call.timeout) else 0.0,
-        )
+        block = block_of(self._party.group)
+        with self._landing.telling(self._party.turns):
+            found = self._party.together(
+                lambda: self._move(call, block),
+                lambda failure, rank: describe_crossing(self._given, failure.tensor, rank),
+                "mover",
+                call.timeout if is_time(call.timeout) else 0.0,
+            )
+        if block is not None and block.objection:
+            raise ExchangeError(block.objection)
         # All ranks have moved, and found the same: the group goes on.
         if found:
             raise ExchangeError(found)
 
-    def _move(self, call: _Call) -> str:
+    def _move(self, call: _Call, block: Block | None) -> str:
         """Vote, and then move. What was found wrong where the move is compared; "" for nothing."""
-        tensors, label, objection = self._check(call)
-        claim = self._word_claim(call)
+        tensors, label, objection = self._check(call, block)
+        claim = self._word_claim(call, block)
         patience = call.timeout if is_time(call.timeout) else None
         mine = Ballot(claim, label, call.records_gradient, objection)
         self._party.vote(mine, patience)
         # From here on every rank moves, so all count alike, also where the move fails.
         self._moves += 1
         src, dst = tensors
-        mark_written(dst.values())
         check = Check(self.plan, self._party.rank, src, dst)
         if call.check:
             self._guard(check.begin)
-        self._guard(lambda: self._engine.move(src, dst))
-        if call.then is not None:
-            self._guard(call.then)
+        mark = functools.partial(mark_written, tuple(dst.values()))
+        if self._landing.shadows is None:
+            mark()
+            self._guard(lambda: self._write(call, src, dst))
+        else:
+            into = self._landing.shadows.tensors
+            self._guard(lambda: self._engine.move(src, into))
+            arrival = Arrival(dst, mark, call.finalize, call.held)
+            self._landing.commit(self._party, mine, arrival, self.member, block)
         if call.acknowledge:
             receipt = mine._replace(claim=f"{claim}: all is there")
             self._party.vote(receipt)
@@ -193,16 +243,29 @@ class Mover:
         self._guard(check.end)
         return check.compare(self._party)
 
-    def _word_claim(self, call: _Call) -> str:
+    def _write(self, call: _Call, src: Tensors, dst: Tensors) -> None:
+        """Move into the destination itself."""
+        try:
+            self._engine.move(src, dst)
+        except BaseException:
+            self._landing.standing.torn = self._part.list_torn(self._engine.begun)
+            raise
+        # One by one, so that one at a time takes memory.
+        for pair in call.finalize(dst):
+            put_in_place([pair])
+
+    def _word_claim(self, call: _Call, block: Block | None) -> str:
         """What this rank is about to do. Made before anything is known to be what it should be."""
         claim = f"move {self._moves + 1} of {name_given(self._given)} (mover {self._party.key})"
         if call.acknowledge is True:
             claim += ", acknowledged"
         if isinstance(call.check, str) and call.check == "digest":
             claim += ", compared"
+        if block is not None:
+            claim += ", in smt.commit"
         return claim + in_thread(self._thread)
 
-    def _check(self, call: _Call) -> tuple[tuple[Tensors, Tensors], str, str]:
+    def _check(self, call: _Call, block: Block | None) -> tuple[tuple[Tensors, Tensors], str, str]:
         """The tensors by local buffer key, the label, and what speaks against moving them.
 
         Nothing is raised: the other ranks wait for this one's vote, in which it objects.
@@ -211,11 +274,16 @@ class Mover:
             if call.objection:
                 raise ExchangeError(call.objection)
             check_thread(self._party.turns, self._thread)
+            if block is not None:
+                block.check(self.member)
             if not (call.timeout is None or is_time(call.timeout)):
                 raise ExchangeError(word_bad_time(call.timeout))
             if not isinstance(call.acknowledge, bool):
                 raise ExchangeError(f"acknowledge={shown(call.acknowledge)}; pass True or False")
             check_checkable(call.check, self.plan)
+            if block is not None and call.check is not None:
+                what = "in smt.commit nothing is in place before the block ends"
+                raise ExchangeError(f"{what}; leave check= out, and compare by smt.digest after it")
             tensors = self._prepare(call)
             label = _read_label(call.label)
         except Exception as error:
@@ -232,8 +300,10 @@ class Mover:
         if signed != self._checked or call.held or self._held is not None:
             # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
             self._checked = self._held = None
-            check(self._wanted, tensors, self._party.wire.device_type)
-            self._engine.prepare(*tensors, held=call.held)
+            is_direct = self._landing.shadows is None
+            check(self._wanted, tensors, self._party.wire.device_type, apart=is_direct)
+            into = self._landing.receive_into(tensors[1])
+            self._engine.prepare(tensors[0], into, held=call.held)
             self._checked = signed
             self._held = _Held(call.src, call.out, tensors) if call.held else None
         return tensors
@@ -258,14 +328,23 @@ def move_held(
     timeout: float | None,
     acknowledge: bool,
     label: str,
-    then: Callable[[], None] | None = None,
+    finalize: Finalize = make_nothing,
 ) -> None:
     """A move of tensors that the caller holds and answers for: the same mappings mean the same memory.
 
-    What speaks against the move, if anything does, is an error on all ranks. `then` is done once all has arrived here,
-    and belongs to the move: where it fails, this rank has failed.
+    What speaks against the move, if anything does, is an error on all ranks. `finalize` is done once all has arrived
+    here, and belongs to the move: where it fails, this rank has failed.
     """
-    call = _Call(src, out, timeout, acknowledge, label, objection=objection, held=True, then=then)
+    call = _Call(
+        src,
+        out,
+        timeout,
+        acknowledge,
+        label,
+        objection=objection,
+        held=True,
+        finalize=finalize,
+    )
     mover._run(call)
 
 
@@ -281,13 +360,13 @@ def move_bound(
     timeout: float | None,
     acknowledge: bool,
     label: str,
-    then: Callable[[], None],
+    finalize: Finalize,
 ) -> None:
     """A move of the tensors that `bind` gives, under the group's turn and before ranks vote.
 
-    What `bind` raises is an error on all ranks, and nothing is moved. `then` is as in `move_held`.
+    What `bind` raises is an error on all ranks, and nothing is moved. `finalize` is as in `move_held`.
     """
-    mover._run(_Call(None, None, timeout, acknowledge, label, then=then, bind=bind))
+    mover._run(_Call(None, None, timeout, acknowledge, label, finalize=finalize, bind=bind))
 
 
 def move_in_autograd(
@@ -307,47 +386,3 @@ def _read_label(label: object) -> str:
     if not isinstance(label, str):
         raise ExchangeError(f"label={shown(label)} is not a text; pass one, or leave it out")
     return str.__str__(label)
-
-
-def word_objection(error: Exception) -> str:
-    """What a rank says of its error to the others: that of ours as it is, another by its kind."""
-    if isinstance(error, ShardError):
-        return message_of(error)
-    return f"{type(error).__name__}: {message_of(error)}"
-
-
-def name_given(given: Plan | Transposed | Program) -> str:
-    """How agreement names a plan or a program."""
-    kind = "program" if isinstance(given, Program) else "plan"
-    return f"{kind} {given.digest[:DIGEST_SHOWN]}"
-
-
-_Way: TypeAlias = Literal["send", "receive"]
-
-
-def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """What was on its way from or to that rank; a tensor of the plan that crosses there where none is named."""
-    if not isinstance(given, Plan | Transposed | Program):
-        return "ranks were to agree"
-    if tensor is None and rank is not None:
-        sent = _list_crossing(given, rank, "send")
-        received = _list_crossing(given, rank, "receive")
-        tensor = next(itertools.chain(sent, received), None)
-    if tensor is None:
-        return "no tensor was on its way from or to it"
-    name = f"tensor {tensor!r}" if tensor else "the tensor"
-    sends = rank is not None and tensor in _list_crossing(given, rank, "send")
-    return f"{name} was to {'come from' if sends else 'go to'} it"
-
-
-def _list_crossing(given: Plan | Transposed | Program, rank: int, way: _Way) -> Iterator[str]:
-    """The names of what the rank sends to others, or receives from them."""
-    if isinstance(given, Program):
-        for one in given.for_rank(rank):
-            for message in one.sends if way == "send" else one.receives:
-                yield from (piece.tensor for piece in message.pieces)
-        return
-    moved = given.transfers(src=rank) if way == "send" else given.transfers(dst=rank)
-    for transfer in moved:
-        if transfer.src_rank != transfer.dst_rank:
-            yield transfer.tensor

@@ -36,6 +36,10 @@ class Engine(Protocol):
     def staging_bytes(self) -> int:
         """Bytes of staging memory held between moves."""
 
+    @property
+    def begun(self) -> int | None:
+        """Steps of the part that have begun, in the latest move, and one more where all is done; None: not known."""
+
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
     ) -> None:

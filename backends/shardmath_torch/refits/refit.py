@@ -8,7 +8,7 @@ refit()                                                         # collective, af
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from shardmath.refits.refit import Refit as Planned
 from shardmath.storage.stored import Side
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
+from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.agreement.transport import join
-from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, compile
+from shardmath_torch.commits.blocks import Member
+from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, DIRECT, compile
 from shardmath_torch.exchange.memory import mark_written
-from shardmath_torch.exchange.mover import move_held, word_objection
+from shardmath_torch.exchange.mover import move_held
 from shardmath_torch.refits.holders import (
     Watched,
     find_moved,
@@ -50,7 +52,8 @@ SHOWN = 24
 class Refit:
     """A planned refit made ready on this rank: `prepare` binds its tensors, a call moves them.
 
-    `timeout` is in seconds. Raises ExchangeError on every rank where ranks plan differently.
+    `timeout` is in seconds; with `commit="all"` a step is in place on all ranks or on none, as `compile` has it.
+    Raises ExchangeError on every rank where ranks plan differently.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Refit:
         group: compat.Group | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         max_inflight_bytes: int | None = None,
+        commit: str = DIRECT,
     ) -> None:
         if not isinstance(planned, Planned):
             raise ExchangeError(
@@ -67,12 +71,41 @@ class Refit:
             )
         self.planned = planned
         self._mover = compile(
-            planned.plan, group=group, timeout=timeout, max_inflight_bytes=max_inflight_bytes
+            planned.plan,
+            group=group,
+            timeout=timeout,
+            max_inflight_bytes=max_inflight_bytes,
+            commit=commit,
         )
         self._party = join(compat.group_of(group), timeout, timeout)
         self._src = Views({}, [])
         self._dst = Views({}, [])
         self._at: list[Watched] | None = None
+
+    @property
+    def version(self) -> int:
+        """How many steps were committed and are in place here, as `Mover.version` counts them."""
+        return self._mover.version
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the others may have one version more, as of `Mover.in_doubt`."""
+        return self._mover.in_doubt
+
+    @property
+    def torn(self) -> tuple[str, ...]:
+        """After a step that failed: the plan's tensors of this rank that may be neither old nor new."""
+        return self._mover.torn
+
+    @property
+    def shadow_bytes(self) -> int:
+        """Bytes beside the tensors that this rank takes with commit="all"."""
+        return self._mover.shadow_bytes
+
+    @property
+    def member(self) -> Member:
+        """The refit as `commit` sees it."""
+        return self._mover.member
 
     def prepare(
         self,
@@ -180,15 +213,16 @@ class Refit:
             timeout=timeout,
             acknowledge=acknowledge,
             label=label,
-            then=self._compute if self._dst.computed else None,
+            finalize=self._compute,
         )
 
-    def _compute(self) -> None:
-        """Store what functions make of what has arrived."""
+    def _compute(self, arrived: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """What functions make of what has arrived, and where that is stored."""
         mark_written(one.stored for one in self._dst.computed)
-        with torch.inference_mode():
-            for one in self._dst.computed:
-                compute(one)
+        for one in self._dst.computed:
+            with torch.inference_mode():
+                made = compute(one, arrived[one.key])
+            yield one.stored, made
 
     def _object(self) -> str:
         """What speaks against a move: tensors that are not bound, or no longer where they were; "" for nothing."""

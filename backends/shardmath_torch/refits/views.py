@@ -53,10 +53,10 @@ FUNCTIONS: dict[str, Function] = {"neg_exp": lambda tensor: -torch.exp(tensor.fl
 
 
 class Computed(NamedTuple):
-    """What is stored of a tensor that arrives beside it, and the name of that."""
+    """What is stored of a tensor that arrives beside it, and the names of both."""
 
+    key: str
     name: str
-    received: Tensor
     stored: Tensor
     function: Function
 
@@ -150,10 +150,9 @@ def bind_views(
                 f"{show_native((slot.chunk, slot.native))} stores {slot.function}(...), from which "
                 f"{name} cannot be had; give the trainer a row that stores it"
             )
-        beside = torch.empty(view.shape, dtype=dtype_of(dtype), device=view.device)
-        tensors[name] = beside
+        tensors[name] = torch.empty(view.shape, dtype=dtype_of(dtype), device=view.device)
         what = show_native((slot.chunk, slot.native))
-        computed.append(Computed(what, beside, view, _find_function(slot, functions)))
+        computed.append(Computed(name, what, view, _find_function(slot, functions)))
     return Views(tensors, computed)
 
 
@@ -173,15 +172,14 @@ def _check_dtype(view: Tensor, wanted: str, slot: Slot) -> None:
         )
 
 
-def compute(one: Computed) -> None:
-    """Store what the function makes of what has arrived. Raises StoreError where that is not such a tensor."""
-    made: object = one.function(one.received)
+def compute(one: Computed, received: Tensor) -> Tensor:
+    """What is to be stored of what has arrived. Raises StoreError where the function gives no such tensor."""
+    made: object = one.function(received)
     wanted = f"{dtypes.canonical(one.stored.dtype)}{list(one.stored.shape)}"
     if not isinstance(made, Tensor):
         found = type(made).__name__
     elif made.shape == one.stored.shape and _kind_of(made) == _kind_of(one.stored):
-        one.stored.copy_(made)
-        return
+        return made.to(one.stored.dtype)
     else:
         found = f"{dtypes.canonical(made.dtype)}{list(made.shape)}"
     raise StoreError(

@@ -108,7 +108,7 @@ class TransformedMover:
             timeout=timeout,
             acknowledge=acknowledge,
             label=label,
-            then=self._finalize,
+            finalize=self._finalize,
         )
 
     def _bind(self, src: Local, out: Local) -> tuple[Local, Local]:
@@ -138,13 +138,14 @@ class TransformedMover:
         check((first._replace(tensors=own), last), (plain, there), self._device_type)
         self._checked = signed
 
-    def _finalize(self) -> None:
-        """Make of what has arrived what the destination holds."""
+    def _finalize(self, arrived: Tensors) -> tuple[()]:
+        """Make of what has arrived what the destination holds: at once, so that nothing is left to be stored."""
         arriving, self._arriving = self._arriving, []
         mark_written(tensor for _, tensor in arriving if tensor is not None)
         with torch.inference_mode():
             for worker, tensor in arriving:
                 _run(worker, tensor, "finalize")
+        return ()
 
 
 def _run(worker: Worker, tensor: Tensor | None, what: str) -> None:

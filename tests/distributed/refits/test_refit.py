@@ -75,6 +75,19 @@ def test_a_function_that_fails_is_heard_of(pool: Pool) -> None:
     pool.broken = True  # the group is, since the move had begun
 
 
+@pytest.mark.parametrize("in_block", [False, True])
+def test_a_step_that_fails_leaves_all_as_it_was(pool: Pool, in_block: bool) -> None:
+    """With commit="all" a function's fault is an objection: nothing is stored, and the next step works."""
+    for rank, (found, is_said) in enumerate(pool.run(refits.commit, 5, in_block)):
+        first, second, third = found
+        assert first[:3] == ("", 1, True)
+        who = "" if in_block and rank == 5 else "rank 5: "
+        assert f"{who}ValueError: a function of the user's" in second[0]
+        assert second[1] == 1 and (rank < 4 or second[3])
+        assert third[:3] == ("", 2, True)
+        assert is_said
+
+
 @pytest.mark.parametrize("chunk", [0, 1])
 def test_virtual_stages_with_equal_names(pool: Pool, chunk: int) -> None:
     name = "'decoder.layers.0.self_attention.linear_proj.weight'"

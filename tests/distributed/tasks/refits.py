@@ -95,6 +95,46 @@ def move(rank: int, ranks: range, steps: int) -> Any:
     return right
 
 
+def commit(rank: int, fails: int, in_block: bool) -> Any:
+    """Three steps with commit="all", each in a block or not; in the second a function of rank `fails` has a fault.
+
+    Of each: what is said, the version, and whether all that is stored is of that step, and of the one before.
+    """
+    planned = sm.refit(trainer(range(4)), engine(range(4, 8)), shapes())
+    refit = smt.Refit(planned, timeout=30.0, commit="all")
+    src = make(planned.trainer, draw(0), rank) if rank < 4 else None
+    dst = None
+    if rank >= 4:
+        (dst, _) = make(planned.engines["engine"], {n: a * 0 for n, a in draw(0).items()}, rank)
+    step = 0
+
+    def neg_exp(tensor: Tensor) -> Tensor:
+        if rank == fails and step == 1:
+            raise ValueError("a function of the user's")
+        return -torch.exp(tensor.float())
+
+    refit.prepare(src, dst, functions={"neg_exp": neg_exp})
+    found = []
+    stored: list[dict[str, Tensor]] = []
+    for step in range(3):
+        if src is not None:
+            _overwrite(src, make(planned.trainer, draw(step), rank))
+        (_, text) = caught(lambda: _in_block(refit) if in_block else refit()) or ("", "")
+        is_new = is_old = True
+        if dst is not None:
+            (wanted, _) = make(planned.engines["engine"], draw(step), rank, functions=True)
+            is_new = not _compare(dst, wanted)
+            is_old = bool(stored) and all(torch.equal(t, stored[-1][n]) for n, t in dst.items())
+            stored.append({name: tensor.clone() for name, tensor in dst.items()})
+        found.append((text, refit.version, is_new, is_old))
+    return found, refit.shadow_bytes == planned.plan.shadow_bytes()[rank]
+
+
+def _in_block(refit: smt.Refit) -> None:
+    with smt.commit(refit):
+        refit()
+
+
 def _overwrite(own: list[dict[str, Tensor]], new: list[dict[str, Tensor]]) -> None:
     """As an optimizer does: in place."""
     for here, there in zip(own, new, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,46 @@ def test_an_outline_knows_what_the_part_computes(plan: sm.Plan) -> None:
         begun = {(one.destinations[work.key].tensor, "fill") for work in one.fills}
         ended = {(one.destinations[work.key].tensor, "divide") for work in one.divisions}
         assert one.operations == outline_part(plan, one.rank).operations == brought | begun | ended
+
+
+def one_by_one(one: Part, src: Arrays, out: Arrays) -> Iterator[int]:
+    """Everything that one rank's part of a plan does, into `out`; gives how many steps have begun, after each write."""
+    mine = out[one.rank]
+    yield 0
+    for work in one.fills:
+        for box in work.boxes:
+            mine[work.key][box] = work.value.real
+            yield 1
+    for begun, each in enumerate(one.rounds, start=2):
+        for t in (t for m in each.arriving for t in m.pieces):
+            into = mine[t.dst_tensor]
+            piece = src[t.src_rank][t.src_tensor][t.src_slices]
+            into[t.dst_slices] = FOLD[t.op](into[t.dst_slices], piece)
+            yield begun
+    for work in one.divisions:
+        for box in work.boxes:
+            mine[work.key][box] /= work.value.real
+            yield one.steps
+    yield one.steps + 1
+
+
+@given(plans(), st.sampled_from(LIMITS))
+def test_what_is_not_called_torn_is_old_or_new(plan: sm.Plan, limit: int) -> None:
+    """Wherever a rank is left; and once all is done nothing is."""
+    src = shards_of(plan)
+    for one in make_parts(plan, max_inflight_bytes=limit):
+        if one.rank not in plan.dst_ranks:
+            continue
+        old, new, now = blank(plan), blank(plan), blank(plan)
+        for _ in one_by_one(one, src, new):
+            pass
+        for begun in one_by_one(one, src, now):
+            torn = one.list_torn(begun)
+            for key, array in now[one.rank].items():
+                like = (array.tobytes() == held[one.rank][key].tobytes() for held in (old, new))
+                assert key in torn or any(like)
+        assert not one.list_torn(one.steps + 1)
+        assert set(one.list_torn(None)) >= set(torn)
 
 
 def test_a_limit_without_room() -> None:

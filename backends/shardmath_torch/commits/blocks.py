@@ -1,0 +1,212 @@
+"""Blocks: several moves that are committed together.
+
+with smt.commit(first, second):         # or smt.commit(group), for all movers of the group
+    first(gradients, out=buffers)       # received beside the destinations
+    second(weights, out=shards)
+                                        # here all of it is put in place, on all ranks, or none on any
+
+1. A block is of one group and one thread; every rank enters it, makes the same moves, and leaves it.
+2. Its end is one promise of all ranks, for all that was moved. One that left by an exception says so
+   in its own, and all others raise it; where they are still in a move, that move does.
+3. What any call inside is refused by, all ranks have heard of: the block has then ended on all of
+   them, and makes no promise.
+4. Left by Ctrl-C, as any call is that is under way, it breaks the group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+from shardmath.base.errors import ExchangeError
+from shardmath.base.text import message_of, plural, shown
+from shardmath_torch import compat
+from shardmath_torch.agreement.agree import Ballot
+from shardmath_torch.agreement.party import Party, is_time, word_bad_time
+from shardmath_torch.agreement.transport import join
+from shardmath_torch.agreement.turns import Turns, in_thread, turns_of
+from shardmath_torch.commits.entry import Entry, commit_entries, word_end
+
+__all__ = ["Block", "HasMember", "Member", "block_of", "commit"]
+
+DEFAULT_TIMEOUT_S = 60.0
+
+LONGEST_GRACE_S = 5.0
+"""For finding out who failed, as where a plan is compiled."""
+
+
+class Member(NamedTuple):
+    """A mover as blocks see it: its group, a key that no other mover of the group has, and its name."""
+
+    group: compat.Group
+    key: str
+    name: str
+    is_beside: bool
+
+
+class HasMember(Protocol):
+    """What a block takes: a mover, or what moves by one."""
+
+    @property
+    def member(self) -> Member:
+        """The mover as blocks see it."""
+
+
+class Block:
+    """The moves of one commit on this rank; those `named` have to be made, none is where all may."""
+
+    def __init__(self, turns: Turns, named: dict[str, Member]) -> None:
+        self._turns = turns
+        self._named = named
+        self._refusals = turns.heard.refusals
+        self._keys: set[str] = set()
+        self.entries: list[Entry] = []
+        self.objection = ""
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether all ranks have heard that it comes to nothing."""
+        return self._turns.heard.refusals != self._refusals
+
+    def check(self, member: Member) -> None:
+        """Raise ExchangeError for a mover that cannot be part of it."""
+        if not member.is_beside:
+            what = f"{member.name} writes to its destination as it moves"
+            raise ExchangeError(f"{what}; compile it with commit='all' to move in smt.commit")
+        if self._named and member.key not in self._named:
+            names = ", ".join(one.name for one in self._named.values())
+            raise ExchangeError(
+                f"smt.commit is given {names}, and {member.name} moves in it; give it that, too"
+            )
+        if member.key in self._keys:
+            what = f"{member.name} moves twice in one smt.commit"
+            raise ExchangeError(f"{what}; compile the plan once more for the second")
+
+    def add(self, member: Member, entry: Entry) -> None:
+        """The move's bytes are here."""
+        self._keys.add(member.key)
+        self.entries.append(entry)
+
+    def object(self) -> str:
+        """What speaks against its end; "" for nothing."""
+        missing = [one.name for key, one in self._named.items() if key not in self._keys]
+        if self.objection or not missing:
+            return self.objection
+        return f"smt.commit is given {', '.join(missing)}, which did not move in it"
+
+    @property
+    def claim(self) -> str:
+        """What its end commits, as all ranks must say."""
+        moves = "; ".join(entry.claim for entry in self.entries)
+        return f"commit {plural(self.entries, 'move')}: {moves}{in_thread(None)}"
+
+
+class _Here(threading.local):
+    """The blocks that the calling thread is in."""
+
+    def __init__(self) -> None:
+        self.blocks: WeakKeyDictionary[compat.Group, Block] = WeakKeyDictionary()
+
+
+_here = _Here()
+
+
+def block_of(group: compat.Group) -> Block | None:
+    """The block of the group that the calling thread is in. Raises ExchangeError where that has come to nothing."""
+    block = _here.blocks.get(group)
+    if block is not None and block.was_refused:
+        raise ExchangeError(
+            "a call in this smt.commit was refused, so that nothing in it is committed; leave it, "
+            "and begin another on all ranks"
+        )
+    return block
+
+
+@contextmanager
+def commit(*what: HasMember | compat.Group, timeout: float = DEFAULT_TIMEOUT_S) -> Iterator[None]:
+    """All moves inside are put in place together as the block ends, on all ranks, or none is on any. Collective.
+
+    `what` are the movers that move in it, compiled with commit="all", or their group (default: all ranks), for any of
+    them. `timeout`: seconds to wait for all ranks to come to the end. Raises ExchangeError on all ranks where one
+    leaves it by an exception or makes other moves; and for a block inside another of the group.
+    """
+    group, named = _read(what)
+    if not is_time(timeout):
+        raise ExchangeError(word_bad_time(timeout))
+    if group in _here.blocks:
+        raise ExchangeError("this thread is in a smt.commit of the group; leave that one first")
+    grace = min(LONGEST_GRACE_S, timeout / 5)
+    party = join(group, timeout - 1.2 * grace, grace)
+    block = Block(turns_of(group), named)
+    _here.blocks[group] = block
+    try:
+        yield
+    except BaseException as error:
+        _leave(party, block, error)
+        raise
+    finally:
+        _here.blocks.pop(group, None)
+    _end(party, block)
+
+
+def _read(what: tuple[HasMember | compat.Group, ...]) -> tuple[compat.Group, dict[str, Member]]:
+    """The group, and the movers that are named. Raises ExchangeError."""
+    if not what or isinstance(what[0], compat.Group):
+        if len(what) > 1:
+            raise ExchangeError("smt.commit takes one group, or movers; give the movers alone")
+        return compat.group_of(what[0] if what else None), {}  # type: ignore[arg-type]
+    named: dict[str, Member] = {}
+    groups = set()
+    for one in what:
+        member = getattr(one, "member", None)
+        if not isinstance(member, Member):
+            raise ExchangeError(
+                f"smt.commit takes movers, got {shown(one)}; give what smt.compile returns"
+            )
+        named[member.key] = member
+        groups.add(member.group)
+    if len(groups) > 1:
+        what_is_wrong = "the movers are of several process groups, which do not decide together"
+        raise ExchangeError(f"{what_is_wrong}; compile them on one")
+    return compat.group_of(groups.pop()), named
+
+
+def _leave(party: Party, block: Block, error: BaseException) -> None:
+    """Let the others know that this rank has left the block, unless they do."""
+    if block.was_refused or party.turns.broken:
+        return
+    if not isinstance(error, Exception):
+        party.leave(error)
+        return
+    if not block.objection:
+        block.objection = f"left smt.commit by {type(error).__name__}: {message_of(error)}"
+    try:
+        _end(party, block)
+    except ExchangeError as told:
+        # What this rank goes on with is the error itself; the others have this one.
+        error.add_note(f"smt.commit: {message_of(told)}")
+
+
+def _end(party: Party, block: Block) -> None:
+    """Promise all that was moved, and put it in place."""
+    if block.was_refused:
+        raise ExchangeError("a call in this smt.commit was refused: nothing in it is committed")
+    promise = Ballot(block.claim, objection=block.object())
+    former = [entry.standing.version for entry in block.entries]
+    try:
+        party.together(
+            lambda: commit_entries(party, promise, block.entries),
+            lambda failure, rank: f"ranks were to {block.claim}",
+            "smt.commit",
+        )
+    except BaseException as error:
+        if not party.turns.broken or not block.entries:
+            raise
+        said = word_end(block.entries[0].standing, former[0])
+        if isinstance(error, ExchangeError):
+            raise ExchangeError(f"{message_of(error)}; {said}") from error.__cause__
+        error.add_note(said)
+        raise
