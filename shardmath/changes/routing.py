@@ -137,23 +137,21 @@ class Receivers:
         numbers = {key: number for number, key in enumerate(strides)}
         self._arriving = [_index_arriving(strides, numbers, message) for message in messages]
 
-    def find_pieces(self, message: int, elements: Ints) -> Ints:
-        """Which piece of the message each of these elements is of."""
-        first = self._arriving[message].first
-        return first.searchsorted(elements, "right") - 1
-
     def place(self, message: int, elements: Ints) -> Placed:
         """Where these elements of the message come."""
         arriving = self._arriving[message]
-        piece = self.find_pieces(message, elements)
+        piece = arriving.first.searchsorted(elements, "right") - 1
         rest = elements - arriving.first[piece]
         cell = arriving.base[piece]
+        first, *others = zip(arriving.size.T, arriving.step.T, strict=True)
         # From the last dimension on, as elements are numbered row by row.
-        for k in range(arriving.size.shape[1] - 1, 0, -1):
-            rest, offset = np.divmod(rest, arriving.size[piece, k])
-            cell += offset * arriving.step[piece, k]
-        cell += rest * arriving.step[piece, 0]
-        return Placed(arriving.tensor[piece], cell)
+        for size, step in reversed(others):
+            rest, offset = np.divmod(rest, size[piece])
+            cell += offset * step[piece]
+        _, step = first
+        cell += rest * step[piece]
+        tensor = arriving.tensor[piece]
+        return Placed(tensor, cell)
 
 
 def _index_arriving(

@@ -84,7 +84,8 @@ def digest_is_its_definition(layout: Layout) -> None:
     values = _draw_bits(layout.shape)
     held = distribute(layout, [values], hole=np.nan)
     for seed in (0, 7):
-        assert digest_of(layout, held, seed=seed) == define_digest(values, layout.dtype, seed)
+        wanted = define_digest(values, layout.dtype, seed)
+        assert digest_of(layout, held, seed=seed) == wanted
 
 
 def digest_survives_moves(src: Layout, dst: Layout) -> None:
@@ -113,13 +114,16 @@ def any_change_is_found(data: st.DataObject, layout: Layout) -> None:
         return
     values = _draw_bits(layout.shape)
     index = tuple(data.draw(st.integers(0, n - 1)) for n in layout.shape)
+    bit = data.draw(st.integers(0, 63))
     changed = values.copy()
-    changed.view(np.uint64)[index] ^= np.uint64(1 << data.draw(st.integers(0, 63)))
+    words = changed.view(np.uint64)
+    words[index] ^= np.uint64(1 << bit)
     before = distribute(layout, [values])
     after = distribute(layout, [changed])
     assert digest_of(layout, before) != digest_of(layout, after)
     box = tuple((at, at + 1) for at in index)
-    assert find_difference(layout, before, layout, after) == Difference("", box)
+    found = find_difference(layout, before, layout, after)
+    assert found == Difference("", box)
 
 
 def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
@@ -131,7 +135,8 @@ def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
     if not own:
         return
     here, element = data.draw(st.sampled_from(own))
-    held[rank].view(np.uint64)[here] ^= np.uint64(1)
+    words = held[rank].view(np.uint64)
+    words[here] ^= np.uint64(1)
     holders = [other for other in layout.mesh.ranks if _holds(layout, other, element)]
     if len(holders) == 1:
         assert digest_of(layout, held) != before

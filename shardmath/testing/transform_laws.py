@@ -118,12 +118,12 @@ TRANSFORM_LAWS = (
 def _both(transform: Transform, src: Layout, dst: Layout) -> tuple[Transformed, Transformed]:
     """The tensor on one rank, and as held."""
     one = Mesh()
-    whole = [Layout(x.shape, one, "...", dtype=x.dtype) for x in (src, dst)]
+    here = Layout(src.shape, one, "...", dtype=src.dtype)
+    there = Layout(dst.shape, one, "...", dtype=dst.dtype)
     rules = {"w": transform}
-    return (
-        transformed({"w": whole[0]}, {"w": whole[1]}, rules),
-        transformed({"w": src}, {"w": dst}, rules),
-    )
+    whole = transformed({"w": here}, {"w": there}, rules)
+    parts = transformed({"w": src}, {"w": dst}, rules)
+    return whole, parts
 
 
 def _draw_tensor(layout: Layout, seed: int) -> Array:
@@ -203,14 +203,20 @@ def transform_cases(
 def _legal_layouts(draw: st.DrawFn, transform: Transform, src: Form, dst: Form, end: End) -> Layout:
     """A layout of the tensor at one end that cuts no block: one of the blocks, of which each is widened."""
     form = src if end == "source" else dst
+    ndim = len(form.shape)
     parts = transform.components(src, dst)
-    by_part = [part.block(len(form.shape), end) for part in parts]
-    blocks = [math.lcm(*each) for each in zip(*by_part, strict=True)]
-    counts = tuple(-(-n // block) for n, block in zip(form.shape, blocks, strict=True))
-    drawn: Layout = draw(layouts(counts))
+    by_part = [part.block(ndim, end) for part in parts]
+    blocks = []
+    counts = []
+    for n, *each in zip(form.shape, *by_part, strict=True):
+        block = math.lcm(*each)
+        blocks.append(block)
+        counts.append(-(-n // block))
+    drawn: Layout = draw(layouts(tuple(counts)))
     dims = []
     for n, block, dim in zip(form.shape, blocks, drawn.dims, strict=True):
-        dims.append(_widen(dim, block, n))
+        widened = _widen(dim, block, n)
+        dims.append(widened)
     return intern(form.shape, form.dtype, drawn.mesh, tuple(dims), ())
 
 
