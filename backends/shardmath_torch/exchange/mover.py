@@ -56,6 +56,7 @@ class _Call(NamedTuple):
     records_gradient: bool = False
     objection: str = ""
     held: bool = False
+    first: Callable[[], None] | None = None
     then: Callable[[], None] | None = None
 
 
@@ -158,6 +159,8 @@ class Mover:
         self._party.vote(mine, patience)
         # From here on every rank moves, so all count alike, also where the move fails.
         self._moves += 1
+        if call.first is not None:
+            self._guard(call.first)
         src, dst = tensors
         mark_written(dst.values())
         self._guard(lambda: self._engine.move(src, dst))
@@ -228,15 +231,16 @@ def move_held(
     timeout: float | None,
     acknowledge: bool,
     label: str,
+    first: Callable[[], None] | None = None,
     then: Callable[[], None] | None = None,
 ) -> None:
     """A move of tensors that the caller holds and answers for: the same mappings mean the same memory.
 
-    What speaks against the move, if anything does, is an error on all ranks. `then` is done once all has arrived here,
-    and belongs to the move: where it fails, this rank has failed.
+    What speaks against the move, if anything does, is an error on all ranks. `first` is done once all ranks have agreed
+    on the move, and `then` once all has arrived here. Both belong to the move: where one fails, this rank has failed.
     """
-    call = _Call(src, out, timeout, acknowledge, label, objection=objection, held=True, then=then)
-    mover._run(call)
+    call = _Call(src, out, timeout, acknowledge, label, objection=objection, held=True)
+    mover._run(call._replace(first=first, then=then))
 
 
 def move_in_autograd(

@@ -7,7 +7,7 @@
 2. Not noticed are other parameters in modules frozen by `gc.freeze()`, in modules of which views were given (slices, a
    state dict), and in modules that came into the place of others.
 3. FSDP2 has gathered parameters in the place of its shards during a forward, and on its root also after it. The shards
-   are what is trained, so these are no others.
+   are what is trained, and what is moved into (`gathered`), so these are no others.
 
 >>> import torch
 >>> module = torch.nn.Linear(2, 2)
@@ -76,35 +76,36 @@ def find_owners(watched: Iterable[Watched]) -> None:
         by_id.setdefault(id(one.tensor), []).append(one)
     if not by_id:
         return
-    modules, keepers = _list_alive()
-    for holder in _list_holders(modules):
-        for key, tensor in holder.items():
+    keepers = _find_keepers()
+    for holder in _list_holders(_list_modules()):
+        # A list at once: other threads may make modules meanwhile.
+        for key, tensor in list(dict.items(holder)):
             for one in by_id.get(id(tensor), []):
                 one.places.append(_Place(holder.get, key, keepers.get(id(tensor))))
 
 
-def _list_alive() -> tuple[list[nn.Module], dict[int, object]]:
-    """All modules, and what FSDP2 keeps of parameters, by the id of each."""
+def _list_modules() -> list[nn.Module]:
+    """All that are alive."""
+    # By type, of which there are few, and by its id: a metaclass may hash as it likes. Objects are not asked with
+    # isinstance: proxies do anything for their __class__.
+    kinds: dict[int, bool] = {}
     modules = []
-    keepers = {}
-    # By type, of which there are few, and by its id: a metaclass may hash as it likes.
-    kinds: dict[int, str] = {}
     for one in gc.get_objects():
         kind = kinds.get(id(type(one)))
         if kind is None:
-            kind = kinds[id(type(one))] = _kind_of(type(one))
-        if kind == "module":
+            kind = kinds[id(type(one))] = issubclass(type(one), nn.Module)
+        if kind:
             modules.append(one)
-        elif kind == "keeper" and hasattr(one, "sharded_param"):
-            keepers[id(one.sharded_param)] = one
-    return modules, keepers
+    return modules
 
 
-def _kind_of(of: type) -> str:
-    """What objects of a type are. Objects are not asked with isinstance: proxies do anything for their __class__."""
-    if issubclass(of, nn.Module):
-        return "module"
-    return "keeper" if compat.is_keeper(of) else "other"
+def _find_keepers() -> dict[int, object]:
+    """What FSDP2 keeps of parameters, by the id of each shard."""
+    keepers = {}
+    for group in compat.list_fsdp_groups():
+        for keeper in compat.list_keepers(group):
+            keepers[id(keeper.sharded_param)] = keeper
+    return keepers
 
 
 def _list_holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:

@@ -168,6 +168,15 @@ def test_parameters_that_fsdp_has_gathered(pool: Pool) -> None:
         assert kind == "ExchangeError" and "source 'layer.weight' is another tensor than" in text
 
 
+def test_engines_that_fsdp_has_gathered(pool: Pool) -> None:
+    """The next forward has what has arrived, and not what was gathered before."""
+    for rank, told in enumerate(pool.run(refits.serve)):
+        for case, (served, (kind, text)) in told.items():
+            assert served == ([15.0, 21.0] if rank < 2 else []), (case, served)
+            assert kind == "ExchangeError", (case, text)
+            assert "'layer.weight' is what FSDP2 has gathered for a forward, and not kept; call" in text
+
+
 CONTRADICTIONS = {
     "strided": "as float32[16, 8] (tp dp n) h on dp=4 tp=2, and is planned as float32[16, 8] (dp tp",
     "a plain side": "as float32[16, 8] (tp dp n) h on dp=4 tp=2, and is planned as float32[16, 8] (dp",
