@@ -29,6 +29,7 @@ from shardmath_torch.refits.holders import (
     Watched,
     find_moved,
     find_owners,
+    find_removed,
     find_replaced,
     watch,
 )
@@ -179,9 +180,9 @@ class Refit:
     ) -> None:
         """Move what was bound, as a mover does, and compute what functions store. Collective.
 
-        Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory, or
+        Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory,
         where another, in other memory, is in the place of one: in the mapping that was given, or in a module that had
-        it. What FSDP2 has gathered of the engines' parameters it gathers again for its next forward.
+        it; or where no module has it any longer that had it. What FSDP2 has gathered of the engines' parameters it gathers again for its next forward.
         """
         move_held(
             self._mover,
@@ -220,6 +221,12 @@ class Refit:
             return (
                 f"in the place of {replaced} is another tensor than when prepare() was called; "
                 f"prepare again on all ranks"
+            )
+        removed = find_removed(self._at)
+        if removed is not None:
+            return (
+                f"{removed} is no longer where its module had it when prepare() was called: it was deleted, or has "
+                f"another name, as under weight_norm; prepare again on all ranks, with what is to move"
             )
         return ""
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.utils.prune import l1_unstructured
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -257,6 +258,26 @@ def _parametrize(module: Any, given: Any) -> None:
     torch.nn.utils.parametrize.register_parametrization(module, "w", torch.nn.Identity())
 
 
+def _normalize(module: Any, given: Any) -> None:
+    torch.nn.utils.parametrizations.weight_norm(module, "w")
+
+
+def _prune(module: Any, given: Any) -> None:
+    l1_unstructured(module, "w", amount=1)
+
+
+def _name_tied(module: torch.nn.Module) -> dict[str, Tensor]:
+    """And let another module have one of them too."""
+    named = _name_all(module)
+    module.head = torch.nn.Module()
+    module.head.w = named["w"]
+    return named
+
+
+def _untie(module: Any, given: Any) -> None:
+    del module.head.w
+
+
 def _clear(module: Any, given: Any) -> None:
     given.clear()
 
@@ -309,6 +330,9 @@ REPLACED: dict[str, tuple[int, Any, Any]] = {
     "a deleted parameter": (1, _name_all, _delete_parameter),
     "the same memory": (0, _name_all, _wrap_again),
     "a parametrization": (0, _name_all, _parametrize),
+    "weight norm": (0, _name_all, _normalize),
+    "pruned": (0, _name_all, _prune),
+    "a tied parameter that is deleted in one module": (0, _name_tied, _untie),
     "a mapping without entries": (1, _name_all, _clear),
     "memory that was shared": (0, _name_with_critic, _share_for_a_while),
 }
@@ -373,11 +397,6 @@ def _round(module: Any, mesh: DeviceMesh) -> None:
     fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
-def _replicate(module: Any, mesh: DeviceMesh) -> None:
-    grid = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replica", "dp"))
-    fully_shard(module, mesh=grid)
-
-
 def _forward(module: Any) -> float:
     with torch.no_grad():
         return float(module(torch.ones(1, 3))[0, 0])
@@ -400,7 +419,7 @@ SERVED: dict[str, tuple[int, Any, Any]] = {
     "kept after a forward that failed": (4, _keep_gathered, _fail),
     "mixed precision": (4, _round, _forward),
     "gathered ahead": (4, _shard_all, _gather_ahead),
-    "replicas": (4, _replicate, _forward),
+    "replicas": (4, _shard_all, _forward),
 }
 """The rows of a weight, how FSDP2 divides an engine, and what happens between two moves."""
 
@@ -408,7 +427,8 @@ SERVED: dict[str, tuple[int, Any, Any]] = {
 def serve(rank: int) -> Any:
     """What forwards of an engine give before a move and after others, where FSDP2 has gathered parameters; and what is
     said where those are given as a destination."""
-    mesh = DeviceMesh("cpu", [0, 1])
+    flat = DeviceMesh("cpu", [0, 1])
+    grid = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replica", "dp"))
     told: dict[str, Any] = {}
     for case, (rows, divide, act) in SERVED.items():
         module = torch.nn.Sequential(OrderedDict(layer=torch.nn.Linear(3, rows, bias=False)))
@@ -420,7 +440,7 @@ def serve(rank: int) -> Any:
         )
         trained = {"layer.weight": torch.ones(rows, 3)} if rank == 2 else None
         if rank < 2:
-            divide(module, mesh)
+            divide(module, grid if case == "replicas" else flat)
         refit.prepare(trained, dict(module.named_parameters()) if rank < 2 else None)
         served = []
         for value in (5.0, 7.0):
