@@ -72,7 +72,8 @@ def on_all(
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
     """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
-    what ranks claim is not the same, with the `fix`, or that of what differs; a rank that is interrupted in it goes on with that."""
+    what ranks claim is not the same, with the `fix`, or what it gives for what differs; a rank that is interrupted in
+    it goes on with that."""
     _, count = share_of(group)
     done: list[_T] = []
     raised: BaseException | None = None

@@ -182,7 +182,8 @@ class Refit:
 
         Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory,
         where another, in other memory, is in the place of one: in the mapping that was given, or in a module that had
-        it; or where no module has it any longer that had it. What FSDP2 has gathered of the engines' parameters it gathers again for its next forward.
+        it; or where no module has it any longer that had it. What FSDP2 has gathered of the engines' parameters it
+        gathers again for its next forward.
         """
         move_held(
             self._mover,

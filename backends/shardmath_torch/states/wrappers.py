@@ -279,7 +279,10 @@ def _word_apart(optimizer: Optimizer, apart: Sequence[Inner]) -> str:
             paths.append(path)
     listed = ", ".join(paths[:SHOWN])
     listed += f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-    other = "divide the parameters by FSDP2, or consolidate the state on every rank in a plain optimizer"
+    other = (
+        "divide the parameters by FSDP2, or consolidate the state on one rank after the other, and there in a plain "
+        "optimizer of all parameters"
+    )
     give = _word_giving(optimizer, apart, listed)
     return f"{what}, which would be lost; {give}, where every rank holds all of that state, else {other}"
 

@@ -200,7 +200,10 @@ def test_engines_that_fsdp_has_gathered(pool: Pool) -> None:
         for case, (served, (kind, text)) in told.items():
             assert served == ([15.0, 21.0] if rank < 2 else []), (case, served)
             assert kind == "ExchangeError", (case, text)
-            assert "'layer.weight' is what FSDP2 has gathered for a forward, and not kept; call" in text
+            assert (
+                "'layer.weight' is what FSDP2 has gathered for a forward, and not kept; call"
+                in text
+            )
 
 
 CONTRADICTIONS = {

@@ -435,9 +435,7 @@ def serve(rank: int) -> Any:
         text = "layer.weight = layer.weight" + ("" if case == "replicas" else " : (tp~ n) h")
         sides = [Stored(parse("layer.weight = layer.weight"), (sm.Mesh(ranks=[2]),))]
         sides += [Stored(parse(text), (sm.Mesh(tp=2),))]
-        refit = smt.Refit(
-            sm.refit(*sides, {"layer.weight": ((rows, 3), "float32")}), timeout=30.0
-        )
+        refit = smt.Refit(sm.refit(*sides, {"layer.weight": ((rows, 3), "float32")}), timeout=30.0)
         trained = {"layer.weight": torch.ones(rows, 3)} if rank == 2 else None
         if rank < 2:
             divide(module, grid if case == "replicas" else flat)
