@@ -284,7 +284,7 @@ def in_backward() -> bool:
 
 def list_fsdp_groups() -> list[Any]:
     """What FSDP2 gathers together, of all modules that are alive (torch 2.13: FSDPParamGroup)."""
-    found = {}
+    found: dict[int, Any] = {}
     # A list at once: other threads may divide modules meanwhile.
     for module in [ref() for ref in _module_state_mapping.keyrefs()]:
         state = None if module is None else _get_module_state(module)

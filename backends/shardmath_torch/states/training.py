@@ -35,7 +35,7 @@ from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.stored import Checkpoint
 from shardmath_torch.compat import Group, rank_or_0
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.files.steps import SAME, on_all
+from shardmath_torch.files.steps import on_all
 from shardmath_torch.safetensors.slices import Progress
 from shardmath_torch.states.index import INDEX, Index, read_index, write_index
 from shardmath_torch.states.matching import (
@@ -74,7 +74,7 @@ from shardmath_torch.states.restoring import (
     plan_options,
     restore,
 )
-from shardmath_torch.states.telling import tell_among_meshes, tell_names, tell_state
+from shardmath_torch.states.telling import advise, tell_among_meshes, tell_names, tell_state
 
 __all__ = ["Optimizers", "Unmatched", "load_state", "load_weights", "save_state", "state_of"]
 
@@ -185,8 +185,8 @@ def save_state(
         model = agree_on_model(module, mesh, group)
         elsewhere = tell_state(model, optimizer, group)
         gather = partial(_gather_state, model, optimizer, elsewhere)
-        claim, fix = _describe_state, _advise
-        state = on_all("describe its state", gather, group, claim=claim, fix=fix)
+        claim = _describe_state
+        state = on_all("describe its state", gather, group, claim=claim, fix=advise)
         save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
 
 
@@ -196,17 +196,6 @@ def _describe_state(state: _State) -> dict[str, str]:
     for name, layout in state.layouts.items():
         said[repr(name)] = "bytes" if layout is None else describe_form(layout)
     return said
-
-
-BY_RANK = (
-    "where each rank has the state of some parameters, give every rank an optimizer of all of them, and all of their "
-    "state before each save, by broadcasts from the rank that has it; or divide the parameters by FSDP2"
-)
-
-
-def _advise(what: str) -> str:
-    """What helps where ranks describe something otherwise: of state, they may have shared it out."""
-    return BY_RANK if what.startswith(("'optim.state.", "the optimizer of ")) else SAME
 
 
 def _describe_trained(trained: Iterable[str] | None) -> dict[str, str]:
