@@ -194,9 +194,20 @@ def test_modules_that_grow_meanwhile() -> None:
     assert find_removed([watched]) == "source 'weight'"
 
 
-def test_engines_that_fsdp_has_gathered(pool: Pool) -> None:
+RARELY = ["a root", "kept gathered", "replicas"]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [case for case in refits.SERVED if case not in RARELY],
+        pytest.param(RARELY, marks=pytest.mark.slow),
+    ],
+)
+def test_engines_that_fsdp_has_gathered(pool: Pool, cases: list[str]) -> None:
     """The next forward has what has arrived, and not what was gathered before."""
-    for rank, told in enumerate(pool.run(refits.serve)):
+    for rank, told in enumerate(pool.run(refits.serve, cases)):
+        assert list(told) == cases
         for case, (served, (kind, text)) in told.items():
             assert served == ([15.0, 21.0] if rank < 2 else []), (case, served)
             assert kind == "ExchangeError", (case, text)

@@ -424,13 +424,14 @@ SERVED: dict[str, tuple[int, Any, Any]] = {
 """The rows of a weight, how FSDP2 divides an engine, and what happens between two moves."""
 
 
-def serve(rank: int) -> Any:
+def serve(rank: int, cases: list[str]) -> Any:
     """What forwards of an engine give before a move and after others, where FSDP2 has gathered parameters; and what is
     said where those are given as a destination."""
     flat = DeviceMesh("cpu", [0, 1])
     grid = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replica", "dp"))
     told: dict[str, Any] = {}
-    for case, (rows, divide, act) in SERVED.items():
+    for case in cases:
+        rows, divide, act = SERVED[case]
         module = torch.nn.Sequential(OrderedDict(layer=torch.nn.Linear(3, rows, bias=False)))
         text = "layer.weight = layer.weight" + ("" if case == "replicas" else " : (tp~ n) h")
         sides = [Stored(parse("layer.weight = layer.weight"), (sm.Mesh(ranks=[2]),))]

@@ -360,48 +360,51 @@ class Dealt(torch.optim.Optimizer):
             dist.broadcast(self.buffer(parameter), owner)
 
 
-def deal(rank: int, path: str) -> Any:
-    """What is said of state that ranks have shared out, and whether training goes on as it would have once each rank
-    has all of it, as the error says: of an optimizer of ours and of torch's."""
+def _deal_out(kind: str, module: nn.Module) -> Any:
+    """An optimizer whose state ranks share out: ours, or torch's."""
+    if kind == "ours":
+        return Dealt(module.parameters())
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.1)
+
+
+def deal(rank: int, path: str, kind: str) -> Any:
+    """What is said of state that ranks have shared out, and whether training goes on as it would have once each rank
+    has all of it, as the error says."""
+
     def made() -> Any:
-        module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        module = nn.Linear(2, 1)
         for parameter in module.parameters():
             dist.broadcast(parameter.data, 0)
-        zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.1)
-        return module, {"dealt": Dealt(module.parameters()), "zero": zero}
+        return module, _deal_out(kind, module)
 
     def step(module: nn.Module, optimizer: Any) -> None:
         module.zero_grad()
         module(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 
-    told: dict[str, Any] = {}
-    for kind in ("dealt", "zero"):
-        (module, optimizers), (other, fresh) = made(), made()
-        one, two = optimizers[kind], fresh[kind]
-        step(module, one)
-        shared = one if kind == "dealt" else one.optim
-        said = caught(lambda: training.save_state(f"{path}/{kind}", module, shared))  # noqa: B023 (called at once)
-        saved, loaded = one, two
-        if kind == "dealt":
-            one.spread()
-        else:
-            saved, loaded = (torch.optim.Adam(m.parameters()) for m in (module, other))
-            for to in range(dist.get_world_size()):
-                one.consolidate_state_dict(to=to)
-                if to == rank:
-                    saved.load_state_dict(one.state_dict())
-        training.save_state(f"{path}/{kind}", module, saved)
-        training.load_state(f"{path}/{kind}", other, loaded)
-        if kind == "zero":
-            two.load_state_dict(loaded.state_dict())
-        step(module, one)
-        step(other, two)
-        same = map(torch.equal, module.parameters(), other.parameters())
-        told[kind] = said, all(same)
-    return told
+    (module, one), (other, two) = made(), made()
+    step(module, one)
+    shared = one if kind == "ours" else one.optim
+    said = caught(lambda: training.save_state(path, module, shared))
+    saved, loaded = one, two
+    if kind == "ours":
+        one.spread()
+    else:
+        saved, loaded = (torch.optim.Adam(m.parameters()) for m in (module, other))
+        for to in range(dist.get_world_size()):
+            one.consolidate_state_dict(to=to)
+            if to == rank:
+                saved.load_state_dict(one.state_dict())
+    training.save_state(path, module, saved)
+    training.load_state(path, other, loaded)
+    if kind != "ours":
+        two.load_state_dict(loaded.state_dict())
+    step(module, one)
+    step(other, two)
+    same = map(torch.equal, module.parameters(), other.parameters())
+    return said, all(same)
 
 
 def by_torch(rank: int, path: str, vocabulary: bool) -> list[str] | str:
