@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -33,14 +34,17 @@ __all__ = [
     "backend_of",
     "check_not_forked",
     "group_of",
+    "give_shards_back",
     "group_of_mesh",
     "groups_of_axes",
     "has_gathered",
     "hold_nothing",
     "in_backward",
-    "is_keeper",
     "is_registered",
     "is_served_here",
+    "list_fsdp_groups",
+    "list_gathered",
+    "list_keepers",
     "local_of",
     "my_rank",
     "packs_saved_tensors",
@@ -278,17 +282,46 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def is_keeper(kind: type) -> bool:
-    """Whether its objects are what FSDP2 keeps of a parameter, their `sharded_param` (torch 2.13: FSDPParam)."""
-    return kind.__name__ == "FSDPParam" and kind.__module__.startswith("torch.distributed.fsdp")
+def list_fsdp_groups() -> list[Any]:
+    """What FSDP2 gathers together, of all modules that are alive (torch 2.13: FSDPParamGroup)."""
+    found: dict[int, Any] = {}
+    # A list at once: other threads may divide modules meanwhile.
+    for module in [ref() for ref in _module_state_mapping.keyrefs()]:
+        state = None if module is None else _get_module_state(module)
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        found |= {id(group): group for group in groups if group is not None}
+    return list(found.values())
+
+
+def list_keepers(group: Any) -> list[Any]:
+    """What it keeps of each parameter, with its `sharded_param` (torch 2.13: FSDPParam)."""
+    return list(group.fsdp_params)
+
+
+def list_gathered(keeper: Any) -> list[Tensor]:
+    """What FSDP2 has gathered of a parameter, whether or not it still has memory."""
+    names = "_unsharded_param", "_sharded_post_forward_param"
+    found = [getattr(keeper, name, None) for name in names]
+    return [one for one in found if one is not None]
+
+
+def give_shards_back(group: Any) -> None:
+    """Puts shards in their places, and frees what was gathered of them: as FSDP2 itself does before a `state_dict`.
+
+    Not its `reshard`, which does nothing in a forward: in one that has failed, it is for ever.
+    """
+    # What was gathered ahead came of the shards as they were.
+    group.wait_for_unshard()
+    group._to_sharded()
 
 
 def has_gathered(keeper: object, sharded: Tensor, now: object) -> bool:
     """Whether FSDP2 has what it gathered of a sharded parameter in its place, or a part of that, for the time being."""
     if now is None or getattr(keeper, "sharded_param", None) is not sharded:
         return False
-    gathered = getattr(keeper, "_unsharded_param", None)
-    return now is gathered or now is getattr(keeper, "_sharded_post_forward_param", None)
+    return any(now is one for one in list_gathered(keeper))
 
 
 def hold_nothing(tensor: DTensor) -> None:

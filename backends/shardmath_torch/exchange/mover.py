@@ -69,6 +69,7 @@ class _Call(NamedTuple):
     finalize: Finalize = make_nothing
     bind: Callable[[], tuple[Local, Local]] | None = None
     check: str | None = None
+    first: Callable[[], None] | None = None
 
 
 class _Held(NamedTuple):
@@ -222,6 +223,8 @@ class Mover:
         self._party.vote(mine, patience)
         # From here on every rank moves, so all count alike, also where the move fails.
         self._moves += 1
+        if call.first is not None:
+            self._guard(call.first)
         src, dst = tensors
         check = Check(self.plan, self._party.rank, src, dst)
         if call.check:
@@ -328,24 +331,17 @@ def move_held(
     timeout: float | None,
     acknowledge: bool,
     label: str,
+    first: Callable[[], None] | None = None,
     finalize: Finalize = make_nothing,
 ) -> None:
     """A move of tensors that the caller holds and answers for: the same mappings mean the same memory.
 
-    What speaks against the move, if anything does, is an error on all ranks. `finalize` is done once all has arrived
-    here, and belongs to the move: where it fails, this rank has failed.
+    What speaks against the move, if anything does, is an error on all ranks. `first` is done once all ranks have agreed
+    on the move, and `finalize` once all has arrived here. Both belong to the move: where one fails, this rank has
+    failed.
     """
-    call = _Call(
-        src,
-        out,
-        timeout,
-        acknowledge,
-        label,
-        objection=objection,
-        held=True,
-        finalize=finalize,
-    )
-    mover._run(call)
+    call = _Call(src, out, timeout, acknowledge, label, objection=objection, held=True)
+    mover._run(call._replace(first=first, finalize=finalize))
 
 
 def parts_of(mover: Mover) -> tuple[Part, Party]:

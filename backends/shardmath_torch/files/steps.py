@@ -22,6 +22,7 @@ from shardmath_torch.compat import Group
 from shardmath_torch.files.places import CheckpointError
 
 __all__ = [
+    "SAME",
     "Claim",
     "gather_all",
     "is_alone",
@@ -68,10 +69,11 @@ def on_all(
     group: Group | None,
     *,
     claim: Callable[[_T], Claim] | None = None,
-    fix: str = SAME,
+    fix: str | Callable[[str], str] = SAME,
 ) -> _T:
     """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
-    what ranks claim is not the same, with the `fix`; a rank that is interrupted in it goes on with that."""
+    what ranks claim is not the same, with the `fix`, or what it gives for what differs; a rank that is interrupted in
+    it goes on with that."""
     _, count = share_of(group)
     done: list[_T] = []
     raised: BaseException | None = None
@@ -99,7 +101,8 @@ def on_all(
     differs = _compare_claims(step, said, claims, group)
     if differs is not None:
         odd, what = differs
-        raise step_failed(step, {odd: f"{what}; {fix}"}, group)
+        cure = fix if isinstance(fix, str) else fix(what)
+        raise step_failed(step, {odd: f"{what}; {cure}"}, group)
     return done[0]
 
 

@@ -10,5 +10,6 @@ In reading order:
 - `divided`: DTensors compared with a plan;
 - `views`: views of stored tensors, by the local tensors of a plan;
 - `holders`: where tensors were found, and whether they still are there;
+- `gathered`: what FSDP2 has gathered of the parameters into which a refit moves;
 - `refit`: stored tensors bound once, and moved as often as wanted.
 """

@@ -3,11 +3,14 @@
 1. Of a tensor given by name, another one in other memory is noticed under that name in the mapping that was given, and
    in the place of the very tensor in modules: `dict(model.named_parameters())` stays as it is when
    `load_state_dict(assign=True)` or `setattr` gives the module another parameter. Modules are found among all that are
-   alive. A place that is empty is none of another tensor, and neither is one of another object in the same memory.
-2. Not noticed are other parameters in modules frozen by `gc.freeze()`, in modules of which views were given (slices, a
+   alive. Another object in the same memory is no other tensor.
+2. A tensor that is in none of its modules any longer is noticed too: a parametrization, as `weight_norm`, has it under
+   another name, and makes what is used of it. Entries may be missing in the mapping that was given, and in some of the
+   modules that had a tensor, as where weights were tied.
+3. Not noticed are other parameters in modules frozen by `gc.freeze()`, in modules of which views were given (slices, a
    state dict), and in modules that came into the place of others.
-3. FSDP2 has gathered parameters in the place of its shards during a forward, and on its root also after it. The shards
-   are what is trained, so these are no others.
+4. FSDP2 has gathered parameters in the place of its shards during a forward, and on its root also after it. The shards
+   are what is trained, and what is moved into (`gathered`), so these are no others.
 
 >>> import torch
 >>> module = torch.nn.Linear(2, 2)
@@ -16,6 +19,9 @@
 >>> find_replaced([watched])
 >>> module.weight = torch.nn.Parameter(torch.zeros(2, 2))
 >>> find_replaced([watched])
+"source 'weight'"
+>>> del module.weight
+>>> find_removed([watched])
 "source 'weight'"
 """
 
@@ -32,7 +38,7 @@ from shardmath.refits.coverage import show_native
 from shardmath_torch import compat
 from shardmath_torch.refits.views import Given, Natives, describe, list_chunks
 
-__all__ = ["Watched", "find_moved", "find_owners", "find_replaced", "watch"]
+__all__ = ["Watched", "find_moved", "find_owners", "find_removed", "find_replaced", "watch"]
 
 _Lay: TypeAlias = tuple[object, ...]
 
@@ -42,7 +48,8 @@ class _Place(NamedTuple):
 
     look: Callable[[str], object]
     key: str
-    keeper: object
+    in_module: bool = False
+    keeper: object = None
     """What FSDP2 keeps of the tensor; None without."""
 
 
@@ -65,7 +72,7 @@ def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
         for key, tensor in named.items():
             # A mapping may also make its tensors when it is asked.
             if (chunk, key) in watched and named.get(key) is tensor:
-                watched[chunk, key].places.append(_Place(named.get, key, None))
+                watched[chunk, key].places.append(_Place(named.get, key))
     return list(watched.values())
 
 
@@ -76,35 +83,36 @@ def find_owners(watched: Iterable[Watched]) -> None:
         by_id.setdefault(id(one.tensor), []).append(one)
     if not by_id:
         return
-    modules, keepers = _list_alive()
-    for holder in _list_holders(modules):
-        for key, tensor in holder.items():
+    keepers = _find_keepers()
+    for holder in _list_holders(_list_modules()):
+        # A list at once: other threads may make modules meanwhile.
+        for key, tensor in list(dict.items(holder)):
             for one in by_id.get(id(tensor), []):
-                one.places.append(_Place(holder.get, key, keepers.get(id(tensor))))
+                one.places.append(_Place(holder.get, key, True, keepers.get(id(tensor))))
 
 
-def _list_alive() -> tuple[list[nn.Module], dict[int, object]]:
-    """All modules, and what FSDP2 keeps of parameters, by the id of each."""
+def _list_modules() -> list[nn.Module]:
+    """All that are alive."""
+    # By type, of which there are few, and by its id: a metaclass may hash as it likes. Objects are not asked with
+    # isinstance: proxies do anything for their __class__.
+    kinds: dict[int, bool] = {}
     modules = []
-    keepers = {}
-    # By type, of which there are few, and by its id: a metaclass may hash as it likes.
-    kinds: dict[int, str] = {}
     for one in gc.get_objects():
         kind = kinds.get(id(type(one)))
         if kind is None:
-            kind = kinds[id(type(one))] = _kind_of(type(one))
-        if kind == "module":
+            kind = kinds[id(type(one))] = issubclass(type(one), nn.Module)
+        if kind:
             modules.append(one)
-        elif kind == "keeper" and hasattr(one, "sharded_param"):
-            keepers[id(one.sharded_param)] = one
-    return modules, keepers
+    return modules
 
 
-def _kind_of(of: type) -> str:
-    """What objects of a type are. Objects are not asked with isinstance: proxies do anything for their __class__."""
-    if issubclass(of, nn.Module):
-        return "module"
-    return "keeper" if compat.is_keeper(of) else "other"
+def _find_keepers() -> dict[int, object]:
+    """What FSDP2 keeps of parameters, by the id of each shard."""
+    keepers = {}
+    for group in compat.list_fsdp_groups():
+        for keeper in compat.list_keepers(group):
+            keepers[id(keeper.sharded_param)] = keeper
+    return keepers
 
 
 def _list_holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
@@ -136,6 +144,15 @@ def find_replaced(watched: Iterable[Watched]) -> str | None:
     """
     for one in watched:
         if any(_is_replaced(one, place) for place in one.places):
+            return one.name
+    return None
+
+
+def find_removed(watched: Iterable[Watched]) -> str | None:
+    """The name of a tensor in whose place nothing is in any of the modules that had it; None without."""
+    for one in watched:
+        places = [place for place in one.places if place.in_module]
+        if places and all(place.look(place.key) is None for place in places):
             return one.name
     return None
 

@@ -9,6 +9,7 @@ refit()                                                         # collective, af
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,10 +26,12 @@ from shardmath_torch.commits.blocks import Member
 from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, DIRECT, compile
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.mover import move_held
+from shardmath_torch.refits.gathered import check_not_gathered, find_groups, give_back
 from shardmath_torch.refits.holders import (
     Watched,
     find_moved,
     find_owners,
+    find_removed,
     find_replaced,
     watch,
 )
@@ -81,6 +84,7 @@ class Refit:
         self._src = Views({}, [])
         self._dst = Views({}, [])
         self._at: list[Watched] | None = None
+        self._groups: list[object] = []
 
     @property
     def version(self) -> int:
@@ -145,15 +149,19 @@ class Refit:
         self._src = self._bind_side(here, None, own, functions)
         tensors: dict[str, Tensor] = {}
         computed = []
+        received: list[Tensor] = []
         watched = self._watch("source", src, here, self.planned.trainer)
         for engine, given in self._name_engines(dst).items():
             natives = name_natives(given)
+            check_not_gathered(self._keep_stored(natives, self.planned.engines[engine]))
+            received += natives.values()
             views = self._bind_side(natives, engine, own, functions)
             tensors |= views.tensors
             computed += views.computed
             watched += self._watch(engine, given, natives, self.planned.engines[engine])
         find_owners(watched)
         self._dst = Views(tensors, computed)
+        self._groups = find_groups(received)
         self._at = watched
 
     def _watch(
@@ -162,8 +170,12 @@ class Refit:
         """The tensors that move, to be looked at before every move; those that are a rank's own may be anywhere."""
         if self._party.rank not in bound.ranks:
             return []
+        return watch(name, given, self._keep_stored(natives, bound))
+
+    def _keep_stored(self, natives: Natives, bound: Side) -> Natives:
+        """Those that the side has on this rank."""
         stored = bound.natives(self._party.rank)
-        return watch(name, given, {n: tensor for n, tensor in natives.items() if n in stored})
+        return {native: tensor for native, tensor in natives.items() if native in stored}
 
     def _name_engines(self, dst: Given | Mapping[str, Given] | None) -> dict[str, Given | None]:
         """What was given for every engine that this rank is of."""
@@ -201,9 +213,10 @@ class Refit:
     ) -> None:
         """Move what was bound, as a mover does, and compute what functions store. Collective.
 
-        Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory, or
+        Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory,
         where another, in other memory, is in the place of one: in the mapping that was given, or in a module that had
-        it.
+        it; or where no module has it any longer that had it. What FSDP2 has gathered of the engines' parameters it
+        gathers again for its next forward.
         """
         move_held(
             self._mover,
@@ -213,6 +226,7 @@ class Refit:
             timeout=timeout,
             acknowledge=acknowledge,
             label=label,
+            first=partial(give_back, self._groups) if self._groups else None,
             finalize=self._compute,
         )
 
@@ -242,6 +256,12 @@ class Refit:
             return (
                 f"in the place of {replaced} is another tensor than when prepare() was called; "
                 f"prepare again on all ranks"
+            )
+        removed = find_removed(self._at)
+        if removed is not None:
+            return (
+                f"{removed} is no longer where its module had it when prepare() was called: it was deleted, or has "
+                f"another name, as under weight_norm; prepare again on all ranks, with what is to move"
             )
         return ""
 

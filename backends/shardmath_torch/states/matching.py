@@ -31,7 +31,7 @@ from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.states.index import Entry, Index, Value
 from shardmath_torch.states.memory import can_fill
 from shardmath_torch.states.modules import Model
-from shardmath_torch.states.optimizers import ParameterGroup, is_here
+from shardmath_torch.states.optimizers import ParameterGroup, check_known, is_here
 from shardmath_torch.states.values import code_value, rebuild
 
 __all__ = [
@@ -122,12 +122,15 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 
 
 def set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
-    """What the group is to have. Raises CheckpointError where its parameters that are here had different options."""
+    """What the group is to have. Raises CheckpointError where its parameters that are here had different options, and
+    for state of which it is not known what a rank is to have."""
     entries = {}
-    for name in group.parameters:
+    for name, parameter in group.parameters.items():
         kept = stored.get(name)
         if kept is not None and kept in saved.state:
             entries[name] = _own_values(saved.state[kept])
+            for key, entry in entries[name].items():
+                check_known(entry, parameter, name, key)
     return Goal(group, _match_options(model, group, saved, stored), entries)
 
 

@@ -2,7 +2,8 @@
 
 1. State of its parameter's shape, as a moment is, lies as its parameter does; scalars, and all
    other state of plain parameters, are replicated. Of other state of DTensors it is not known what
-   a rank holds: that is an error.
+   a rank holds: that is an error, of tensors in lists, tuples and dicts too, and also where state of a plain parameter
+   would become that of a DTensor.
 2. What an optimizer has besides tensors is a value (`values`), and so are tensors among the options
    of a group, such as a learning rate.
 3. A parameter has one optimizer and one group: of two states, which one it is to have is not known.
@@ -48,6 +49,7 @@ __all__ = [
     "OptimizerState",
     "Optimizers",
     "ParameterGroup",
+    "check_known",
     "describe_optimizers",
     "find_all_groups",
     "find_groups",
@@ -300,18 +302,54 @@ def _describe_state(held: Mapping[Any, Any], parameter: Tensor, name: str) -> di
 def _entry_of(value: object, parameter: Tensor, name: str, key: str) -> Entry:
     """How a value of a parameter's state lies."""
     if not isinstance(value, Tensor):
+        check_known(Value(value), parameter, name, key)
         return Value(value)
     check_shaped(f"{name}.{key}", value)
     dtype = str(value.dtype).removeprefix("torch.")
     if _lies_like(value, parameter):
         return Like(dtype)
-    if isinstance(value, DTensor) or (value.ndim and isinstance(parameter, DTensor)):
-        shapes = f"shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}"
-        what = f"{key!r} of {name!r} has {shapes}, or other placements"
-        raise CheckpointError(
-            f"{what}; where it lies is known only of scalars and of state like the parameter"
-        )
-    return Own(dtype, tuple(value.shape))
+    own = Own(dtype, tuple(value.shape))
+    if isinstance(value, DTensor):
+        raise CheckpointError(_word_unknown(own, parameter, name, key))
+    check_known(own, parameter, name, key)
+    return own
+
+
+def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
+    """Raise CheckpointError for state of a DTensor of which it is not known what a rank holds."""
+    match entry:
+        case Own(shape=shape):
+            is_known = not shape
+        case Value(value=value):
+            is_known = not _has_elements(value)
+        case Like():
+            return
+    if isinstance(parameter, DTensor) and not is_known:
+        raise CheckpointError(_word_unknown(entry, parameter, name, key))
+
+
+def _word_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str) -> str:
+    """What is wrong with state of which it is not known what a rank holds."""
+    known = "where it lies is known only of scalars and of state like the parameter"
+    if isinstance(entry, Value):
+        what = f"{key!r} of {name!r}, which is a DTensor, has tensors in a {type(entry.value).__name__}"
+        return f"{what}; keep each under a key of its own, as a DTensor like the parameter: {known}"
+    shapes = f"shape {entry.shape}, its parameter {tuple(parameter.shape)}"
+    return f"{key!r} of {name!r} has {shapes}, or other placements; {known}"
+
+
+def _has_elements(value: object) -> bool:
+    """Whether it has tensors that are not scalars, in lists, tuples and dicts however deep."""
+    seen: dict[int, object] = {}
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor) and one.ndim:
+            return True
+        if id(one) not in seen and isinstance(one, list | tuple | dict):
+            seen[id(one)] = one
+            left += one.values() if isinstance(one, dict) else one
+    return False
 
 
 def _lies_like(value: Tensor, parameter: Tensor) -> bool:

@@ -5,6 +5,8 @@
 2. Where every rank is on all meshes, nobody talks.
 3. Without a group, ranks of the meshes tell each other, of which there has to be a group: of a mesh of one axis, or
    the default one. Whoever is outside cannot be told.
+4. Of what every rank has nobody tells: where ranks have shared out the state of that among them, nothing says so, and
+   that they differ is an error (`advise`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from shardmath_torch.compat import rank_or_0
 from shardmath_torch.dtensors.devicemesh import mesh_of
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.files.steps import gather_all, is_alone, on_all, share_of
+from shardmath_torch.files.steps import SAME, gather_all, is_alone, on_all, share_of
 from shardmath_torch.states.index import (
     Entries,
     Group,
@@ -41,7 +43,7 @@ from shardmath_torch.states.optimizers import (
     find_groups,
 )
 
-__all__ = ["tell_among_meshes", "tell_names", "tell_state"]
+__all__ = ["advise", "tell_among_meshes", "tell_names", "tell_state"]
 
 
 def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
@@ -160,3 +162,14 @@ def _keep_told(groups: Iterable[Group], firsts: Mapping[str, int | None]) -> lis
 def _is_told(name: str, firsts: Mapping[str, int | None]) -> bool:
     """Whether this rank tells the others of a parameter."""
     return firsts.get(name) == rank_or_0()
+
+
+BY_RANK = (
+    "where each rank has the state of some parameters, give every rank an optimizer of all of them, and all of their "
+    "state before each save, by broadcasts from the rank that has it; or divide the parameters by FSDP2"
+)
+
+
+def advise(what: str) -> str:
+    """What helps where ranks describe something otherwise: of state, they may have shared it out."""
+    return BY_RANK if what.startswith(("'optim.state.", "the optimizer of ")) else SAME

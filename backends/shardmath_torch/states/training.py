@@ -74,7 +74,7 @@ from shardmath_torch.states.restoring import (
     plan_options,
     restore,
 )
-from shardmath_torch.states.telling import tell_among_meshes, tell_names, tell_state
+from shardmath_torch.states.telling import advise, tell_among_meshes, tell_names, tell_state
 
 __all__ = ["Optimizers", "Unmatched", "load_state", "load_weights", "save_state", "state_of"]
 
@@ -185,7 +185,8 @@ def save_state(
         model = agree_on_model(module, mesh, group)
         elsewhere = tell_state(model, optimizer, group)
         gather = partial(_gather_state, model, optimizer, elsewhere)
-        state = on_all("describe its state", gather, group, claim=_describe_state)
+        claim = _describe_state
+        state = on_all("describe its state", gather, group, claim=claim, fix=advise)
         save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
 
 

@@ -2,7 +2,10 @@
 
 1. An optimizer may have others as attributes, in containers however deep, which may have others. Where one has state
    of its own, it has to be given instead. Containers are looked into where they keep what they have, and run nothing.
-2. What a state dict has beside state and groups is nowhere else. Only a class that makes its own, or a hook, adds any;
+2. Other objects that are attributes are looked into too, up to a number of values. One that leads back to an optimizer
+   above, as a trainer or a schedule does, has the optimizers, and not they it: nothing in it is found. Neither is
+   anything in modules, functions, loggers and hooks.
+3. What a state dict has beside state and groups is nowhere else. Only a class that makes its own, or a hook, adds any;
    they are asked.
 
 >>> import torch
@@ -17,12 +20,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType, MemberDescriptorType, SimpleNamespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import (
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple, TypeAlias
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardmath_torch.files.places import CheckpointError
 
@@ -34,6 +49,21 @@ STANDARD = ("state", "param_groups")
 SHOWN = 8
 """Optimizers that an error lists."""
 
+
+MOST_PARTS = 10_000
+"""Values that are looked at in one object that is not a container: beyond, it is more than a part of an optimizer."""
+
+REFERRING = (
+    Tensor,
+    nn.Module,
+    LRScheduler,
+    logging.Filterer,
+    ModuleType,
+    FunctionType,
+    MethodType,
+    functools.partial,
+)
+"""What has no optimizers of its own, however many it knows."""
 
 BY_INDEX: tuple[Any, ...] = (list, tuple, deque)
 WITHOUT_INDEX: tuple[Any, ...] = (set, frozenset)
@@ -64,18 +94,25 @@ _Part: TypeAlias = tuple[str, object, object]
 
 def list_inner(optimizer: Optimizer) -> Iterator[Inner]:
     """The optimizers that attributes are, or have in containers however deep, and theirs in turn."""
-    yield from _list_inner(optimizer, "optimizer", {id(optimizer): optimizer})
+    yield from _list_inner((optimizer,), "optimizer", {id(optimizer): optimizer})
 
 
-def _list_inner(holder: Optimizer, start: str, seen: dict[int, object]) -> Iterator[Inner]:
-    """The same; paths begin with `start`, and whatever is `seen` is passed over."""
+def _list_inner(above: Sequence[Optimizer], start: str, seen: dict[int, object]) -> Iterator[Inner]:
+    """The same of the last of those above; paths begin with `start`, and whatever is `seen` is passed over."""
+    holder = above[-1]
     for attribute, value in list(vars(holder).items()):
         if attribute in STANDARD:
             continue
-        for step, found in _walk(value, seen):
+        owners = () if _has_hooks(attribute) else above
+        for step, found in _walk(value, seen, owners):
             path = _spell(step, f"{start}.{attribute}")
             yield Inner(path, holder, attribute, found)
-            yield from _list_inner(found, path, seen)
+            yield from _list_inner((*above, found), path, seen)
+
+
+def _has_hooks(attribute: str) -> bool:
+    """Whether it is where torch keeps an optimizer's hooks, which are others' objects."""
+    return attribute.startswith("_optimizer_") and attribute.endswith("_hooks")
 
 
 def _spell(step: _Step | None, start: str) -> str:
@@ -89,8 +126,10 @@ def _spell(step: _Step | None, start: str) -> str:
     return start
 
 
-def _walk(value: object, seen: dict[int, object]) -> Iterator[tuple[_Step | None, Optimizer]]:
-    """The optimizers in a value that are not yet seen, and how each is reached."""
+def _walk(
+    value: object, seen: dict[int, object], owners: Sequence[Optimizer]
+) -> Iterator[tuple[_Step | None, Optimizer]]:
+    """The optimizers in a value that are not yet seen, and how each is reached; without owners, not in objects."""
     left: list[tuple[_Step | None, object]] = [(None, value)]
     while left:
         step, one = left.pop()
@@ -102,12 +141,55 @@ def _walk(value: object, seen: dict[int, object]) -> Iterator[tuple[_Step | None
         elif _is_container(one):
             # Kept, so that nothing else comes to have its id.
             seen[id(one)] = one
-            parts = [part for part in _list_parts(one) if _may_have(part[2])]
-            left += [(_Step(step, form, key), part) for form, key, part in reversed(parts)]
+            left += reversed(_list_steps(step, one))
+        elif owners and _is_object(one):
+            for further, found in _look_into(step, one, owners):
+                if id(found) not in seen:
+                    seen[id(found)] = found
+                    yield further, found
+
+
+def _list_steps(step: _Step | None, holder: object) -> list[tuple[_Step, object]]:
+    """What may have optimizers of what is there, and how it is reached."""
+    parts = [part for part in _list_parts(holder) if _may_have(part[2])]
+    return [(_Step(step, form, key), part) for form, key, part in parts]
+
+
+def _look_into(
+    step: _Step | None, start: object, owners: Sequence[Optimizer]
+) -> list[tuple[_Step, Optimizer]]:
+    """The optimizers that an object has; none of one that leads back to an owner, or to very much."""
+    found: list[tuple[_Step, Optimizer]] = []
+    passed = {id(start): start}
+    left: deque[tuple[_Step | None, object]] = deque([(step, start)])
+    looked = 0
+    while left:
+        before, holder = left.popleft()
+        for form, key, part in _list_parts(holder):
+            looked += 1
+            if looked > MOST_PARTS or any(part is owner for owner in owners):
+                return []
+            if not _may_have(part) or id(part) in passed:
+                continue
+            passed[id(part)] = part
+            after = _Step(before, form, key)
+            if isinstance(part, Optimizer):
+                found.append((after, part))
+            else:
+                left.append((after, part))
+    return found
+
+
+def _is_object(value: object) -> bool:
+    """Whether it has attributes of its own, and may be a part of an optimizer."""
+    kind = type(value)
+    if issubclass(kind, (type, *REFERRING)):
+        return False
+    return kind.__dictoffset__ != 0 or any("__slots__" in vars(base) for base in kind.__mro__)
 
 
 def _may_have(value: object) -> bool:
-    return isinstance(value, Optimizer) or _is_container(value)
+    return isinstance(value, Optimizer) or _is_container(value) or _is_object(value)
 
 
 def _is_container(value: object) -> bool:
@@ -118,12 +200,15 @@ def _is_container(value: object) -> bool:
 
 
 def _list_parts(value: object) -> Iterator[_Part]:
-    """What a container has. Its own methods are not called, which may make values without end, or read files."""
+    """What a value has. Its own methods are not called, which may make values without end, or read files.
+
+    Of each there is a list at once: other threads may add to what helpers have.
+    """
     yield from _list_elements(value)
     held = dict(value) if isinstance(value, MappingProxyType) else value
     if isinstance(held, dict):
-        yield from ((INDEXED, key, one) for key, one in dict.items(held))
-        yield from ((ENUMERATED, i, key) for i, key in enumerate(dict.keys(held)))
+        yield from ((INDEXED, key, one) for key, one in list(dict.items(held)))
+        yield from ((ENUMERATED, i, key) for i, key in enumerate(list(dict.keys(held))))
     yield from ((FIELD, name, one) for name, one in _list_fields(value))
 
 
@@ -131,19 +216,28 @@ def _list_elements(value: object) -> Iterator[_Part]:
     for kind in (*BY_INDEX, *WITHOUT_INDEX):
         if isinstance(value, kind):
             form = INDEXED if kind in BY_INDEX else ENUMERATED
-            yield from ((form, i, one) for i, one in enumerate(kind.__iter__(value)))
+            yield from ((form, i, one) for i, one in enumerate(list(kind.__iter__(value))))
 
 
 def _list_fields(value: object) -> Iterator[tuple[str, object]]:
     """The attributes that an object has of its own, in a dict or in slots: properties are not asked."""
-    own = getattr(value, "__dict__", {})
-    yield from own.items()
+    yield from list(_get_own_dict(value).items())
     slots = {name: slot for kind in type(value).__mro__ for name, slot in vars(kind).items()}
     for name, slot in slots.items():
-        if isinstance(slot, MemberDescriptorType):
+        if isinstance(slot, MemberDescriptorType) and name != "__dict__":
             # It may be empty.
             with contextlib.suppress(AttributeError):
                 yield name, slot.__get__(value)
+
+
+def _get_own_dict(value: object) -> dict[str, object]:
+    """Where it has its attributes, not by what its class may say of that."""
+    for kind in type(value).__mro__:
+        slot = vars(kind).get("__dict__")
+        if slot is not None:
+            kinds = GetSetDescriptorType, MemberDescriptorType
+            return slot.__get__(value) if isinstance(slot, kinds) else {}
+    return {}
 
 
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
@@ -156,7 +250,7 @@ def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
     # Some wrappers have the state of what they wrap as theirs: then none of it is lost.
     apart = [one for one in inner if id(one.optimizer.state) not in seen]
     if apart:
-        raise CheckpointError(_word_apart(apart))
+        raise CheckpointError(_word_apart(optimizer, apart))
     _check_keeps_state(optimizer)
     shared = [one for one in inner if one.optimizer.state is optimizer.state]
     # Of the innermost first: its wrappers say what it says.
@@ -173,7 +267,7 @@ def _check_keeps_state(optimizer: Optimizer) -> None:
         raise CheckpointError(f"{what}, and nothing that is loaded would stay in it; {fix}")
 
 
-def _word_apart(apart: Sequence[Inner]) -> str:
+def _word_apart(optimizer: Optimizer, apart: Sequence[Inner]) -> str:
     """What is wrong with optimizers that have their state in others, and what to give instead."""
     holder, attribute, one = apart[0].holder, apart[0].attribute, apart[0].optimizer
     kind, of = type(holder).__name__, type(one).__name__
@@ -185,9 +279,47 @@ def _word_apart(apart: Sequence[Inner]) -> str:
             paths.append(path)
     listed = ", ".join(paths[:SHOWN])
     listed += f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-    give = f"give [{listed}] of it, where every rank holds all of that state"
-    other = "else divide the parameters by FSDP2, or consolidate the state in a plain optimizer"
-    return f"{what}, which would be lost; {give}, {other}"
+    other = (
+        "divide the parameters by FSDP2, or consolidate the state on one rank after the other, and there in a plain "
+        "optimizer of all parameters"
+    )
+    give = _word_giving(optimizer, apart, listed)
+    return f"{what}, which would be lost; {give}, where every rank holds all of that state, else {other}"
+
+
+def _word_giving(optimizer: Optimizer, apart: Sequence[Inner], listed: str) -> str:
+    """What to give of an optimizer that has these others: it itself too, as far as it has parameters of its own.
+
+    Of parameters that both have, it may have state beside that of the others, as Lookahead has slow weights.
+    """
+    own = _list_trained([optimizer])
+    if own and not own & _list_trained(inner.optimizer for inner in apart):
+        return f"give [optimizer, {listed}]"
+    kind = type(optimizer).__name__
+    more = _find_own(optimizer)
+    if more is None:
+        return f"give [{listed}] of it, as long as {kind} has nothing in its own state"
+    rest = f"; keep {', '.join(map(repr, more))} as an option of a group" if more else ""
+    twice = f"save twice, and load twice, as {kind} has state of its own too: [{listed}] of it under one path"
+    return f"{twice}, and under another {_word_plain('optimizer').removeprefix('give ')}{rest}"
+
+
+def _list_trained(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The ids of the parameters of their groups."""
+    found: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found |= {id(parameter) for parameter in group["params"]}
+    return found
+
+
+def _find_own(optimizer: Optimizer) -> list[str] | None:
+    """What the state dict of an optimizer with state of its own has besides; None of one that has none, as far as it
+    says."""
+    more = []
+    with contextlib.suppress(CheckpointError):
+        more = _find_more(optimizer, "optimizer")
+    return more if more or any(optimizer.state.values()) else None
 
 
 def _check_adds_nothing(optimizer: Optimizer, spelled: str, wrapped: str) -> None:

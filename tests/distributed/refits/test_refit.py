@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.storage import Stored, bind, parse
+from shardmath_torch.refits.holders import find_owners, find_removed, watch
 from shardmath_torch.refits.views import bind_views
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import refits
@@ -158,13 +161,16 @@ def test_another_tensor_in_the_place_of_a_prepared_one(pool: Pool) -> None:
         fine = {
             "its own",
             "a parameter, of a state dict",
-            "a deleted parameter",
             "the same memory",
-            "a parametrization",
+            "a tied parameter that is deleted in one module",
             "a mapping without entries",
             "memory that was shared",
         }
         assert {case: told.pop(case) for case in fine} == dict.fromkeys(fine)
+        for case in ("a deleted parameter", "a parametrization", "weight norm", "pruned"):
+            kind, text = told.pop(case)
+            assert kind == "ExchangeError" and "'w' is no longer where its module had it" in text
+            assert "prepare again on all ranks" in text
         for case, (kind, text) in told.items():
             side = "engine" if case == "an entry of dst" else "source"
             name = "b" if case == "a buffer" else "w"
@@ -179,6 +185,49 @@ def test_parameters_that_fsdp_has_gathered(pool: Pool) -> None:
         assert is_gathered is (True if rank < 2 else None)
         assert found == ([[5.0] * 3] * 4 if rank == 2 else None)
         assert kind == "ExchangeError" and "source 'layer.weight' is another tensor than" in text
+
+
+class Growing(dict[str, torch.Tensor]):
+    """Parameters of a module to which another thread adds while somebody goes through them."""
+
+    def items(self) -> Any:
+        for pair in super().items():
+            yield pair
+            self[str(len(self))] = torch.empty(0)
+
+
+def test_modules_that_grow_meanwhile() -> None:
+    module = torch.nn.Linear(2, 2)
+    module._buffers = Growing(a=torch.empty(0), b=torch.empty(0))
+    weight = module.weight
+    (watched,) = watch("source", {"weight": weight}, {(0, "weight"): weight})
+    find_owners([watched])
+    assert find_removed([watched]) is None
+    del module.weight
+    assert find_removed([watched]) == "source 'weight'"
+
+
+RARELY = ["a root", "kept gathered", "replicas"]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [case for case in refits.SERVED if case not in RARELY],
+        pytest.param(RARELY, marks=pytest.mark.slow),
+    ],
+)
+def test_engines_that_fsdp_has_gathered(pool: Pool, cases: list[str]) -> None:
+    """The next forward has what has arrived, and not what was gathered before."""
+    for rank, told in enumerate(pool.run(refits.serve, cases)):
+        assert list(told) == cases
+        for case, (served, (kind, text)) in told.items():
+            assert served == ([15.0, 21.0] if rank < 2 else []), (case, served)
+            assert kind == "ExchangeError", (case, text)
+            assert (
+                "'layer.weight' is what FSDP2 has gathered for a forward, and not kept; call"
+                in text
+            )
 
 
 CONTRADICTIONS = {

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections import ChainMap, UserDict, deque
+import logging
+import threading
+from collections import ChainMap, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -230,6 +233,34 @@ class Slots:
     empty: int = field(init=False)
 
 
+class Box:
+    """An object as any other."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    @property
+    def asked(self) -> object:
+        raise AssertionError
+
+
+class Narrow:
+    """Without a dict."""
+
+    __slots__ = ("empty", "held")
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+class Lying(Box):
+    """Says something else of what it has."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise AssertionError
+
+
 class Endless(Mapping[str, Any]):
     """Makes another one whenever it is asked."""
 
@@ -251,6 +282,145 @@ def test_containers_that_end_nowhere() -> None:
     for _ in range(3000):
         circle = [circle]
     training.state_of(module, Wrapper(module, circle))
+
+
+def refer_by_a_module(optimizer: optim.Optimizer, other: optim.Optimizer) -> None:
+    module = nn.Module()
+    object.__setattr__(module, "optimizers", [other])
+    optimizer.module = Box(module)  # type: ignore[attr-defined]
+
+
+def refer_by_a_trainer(optimizer: optim.Optimizer, other: optim.Optimizer) -> None:
+    optimizer.trainer = Box({"optimizers": [other, Box([optimizer])]})  # type: ignore[attr-defined]
+
+
+def refer_by_a_schedule(optimizer: optim.Optimizer, other: optim.Optimizer) -> None:
+    schedulers = optim.lr_scheduler.ConstantLR
+    optimizer.schedules = [schedulers(optimizer), schedulers(other)]  # type: ignore[attr-defined]
+
+
+def refer_by_a_hook(optimizer: optim.Optimizer, other: optim.Optimizer) -> None:
+    class Hook(Box):
+        def __call__(self, *given: object) -> None:
+            pass
+
+    optimizer.register_step_post_hook(Hook(other))
+
+
+def refer_by_a_logger(optimizer: optim.Optimizer, other: optim.Optimizer) -> None:
+    logger = logging.Logger("of a run")
+    logger.run = other  # type: ignore[attr-defined]
+    optimizer.log = Box([logger, threading.Lock(), logger.info])  # type: ignore[attr-defined]
+
+
+def refer_by_very_much(optimizer: optim.Optimizer, other: optim.Optimizer) -> None:
+    optimizer.run = Box([*range(20_000), other])  # type: ignore[attr-defined]
+
+
+REFERRING = [
+    refer_by_a_module,
+    refer_by_a_trainer,
+    refer_by_a_schedule,
+    refer_by_a_hook,
+    refer_by_a_logger,
+    refer_by_very_much,
+    lambda optimizer, other: setattr(optimizer, "held", Lying(other)),
+    lambda optimizer, other: setattr(optimizer, "held", Box(partial(print, other))),
+    lambda optimizer, other: setattr(optimizer, "held", Box(type("Kind", (), {"held": other}))),
+]
+
+
+@pytest.mark.parametrize("refer", REFERRING)
+def test_what_knows_other_optimizers(
+    refer: Callable[[optim.Optimizer, optim.Optimizer], None],
+) -> None:
+    """Those are not the optimizer's own."""
+    module = nn.Linear(2, 2)
+    optimizer = optim.SGD(module.parameters())
+    refer(optimizer, optim.Adam(module.parameters()))
+    training.state_of(module, optimizer)
+
+
+class Lookahead(optim.Optimizer):
+    """Has slow weights as its state, and another optimizer of the same parameters."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+        self.state = defaultdict(dict)
+        self.more: dict[str, Any] = {}
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict() | self.more
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+            parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+def test_a_wrapper_with_state_beside_that_of_what_it_wraps(tmp_path: Path) -> None:
+    """What the error says to do keeps both."""
+
+    def made(seed: int) -> tuple[nn.Module, Lookahead]:
+        module = small(seed)
+        return module, Lookahead(optim.Adam(module.parameters(), lr=0.1))
+
+    def tell(optimizer: Lookahead) -> str:
+        with pytest.raises(CheckpointError) as error:
+            training.state_of(module, optimizer)
+        return str(error.value)
+
+    def follow(optimizer: Lookahead) -> Iterator[tuple[Path, Any]]:
+        spelled = said.partition("of its own too: ")[2].partition(", where every rank")[0]
+        first, _, second = spelled.partition(" of it under one path, and under another ")
+        make, _, of = second.partition(" with plain.state = ")
+        yield tmp_path / "first", eval(first, {"optimizer": optimizer})
+        plain = eval(make.removeprefix("plain = "), {"optimizer": optimizer, "torch": torch})
+        plain.state = eval(of, {"optimizer": optimizer})
+        yield tmp_path / "second", plain
+
+    module, optimizer = made(0)
+    assert "give [optimizer.inner] of it, as long as Lookahead has nothing in its own" in tell(
+        optimizer
+    )
+    train(module, optimizer, range(3))
+    said = tell(optimizer)
+    assert "save twice, and load twice, as Lookahead has state of its own too: " in said
+    other, fresh = made(1)
+    for path, given in follow(optimizer):
+        training.save_state(path, module, given)
+    for path, given in follow(fresh):
+        training.load_state(path, other, given)
+    assert len(fresh.state) == len(optimizer.state) == len(list(module.parameters()))
+    for one, its in ((module, optimizer), (other, fresh)):
+        train(one, its, range(3, 6))
+    assert all(map(torch.equal, module.parameters(), other.parameters()))
+    optimizer.more = {"count": 5}
+    optimizer.state.clear()
+    assert "save twice" in tell(optimizer) and "keep 'count' as an option of a group" in tell(
+        optimizer
+    )
+
+
+def test_a_wrapper_with_parameters_of_its_own(tmp_path: Path) -> None:
+    """It is given beside the other."""
+
+    def made(seed: int) -> tuple[nn.Module, Wrapper]:
+        module = small(seed)
+        wrapper = Wrapper(module[0], optim.Adam(module[1].parameters()))
+        wrapper.param_groups[0]["momentum"] = 0.9
+        return module, wrapper
+
+    module, optimizer = made(0)
+    with pytest.raises(CheckpointError, match=r"give \[optimizer, optimizer.held\], where"):
+        training.state_of(module, optimizer)
+    other, fresh = made(1)
+    train(module, optimizer, range(2))
+    training.save_state(tmp_path, module, [optimizer, optimizer.held])  # type: ignore[list-item]
+    training.load_state(tmp_path, other, [fresh, fresh.held])  # type: ignore[list-item]
+    assert len(fresh.state) == len(optimizer.state) > 0
 
 
 class Made(optim.SGD):
@@ -328,6 +498,10 @@ def test_state_in_another_optimizer(
         (
             lambda one, other: [UserDict(a=one), ChainMap({}, {"b": other})],
             "[optimizer.held[0].data['a'], optimizer.held[1].maps[1]['b']]",
+        ),
+        (
+            lambda one, other: Box(UserList([one, Box({"a": Narrow(other)})])),
+            "[optimizer.held.held.data[0], optimizer.held.held.data[1].held['a'].held]",
         ),
     ],
 )

@@ -171,8 +171,28 @@ def test_buffers_and_bytes(pool: Pool, tmp_path: Path) -> None:
 
 def test_state_that_lies_otherwise(pool: Pool) -> None:
     for said in pool.run(work.odd_state):
-        for kind, text in said:
+        for kind, text in said[:2]:
             assert kind == "CheckpointError" and "'row_var' of 'weight' has shape" in text
+        for (kind, text), of in zip(said[2:], ("list", "tuple", "dict"), strict=True):
+            what = (
+                f"'row_var' of 'weight', which is a DTensor, has tensors in a {of}; keep each under"
+            )
+            assert kind == "CheckpointError" and what in text
+
+
+def test_state_that_comes_to_lie_otherwise(pool: Pool, tmp_path: Path) -> None:
+    for vector, inside, numbers in pool.run(work.lay_out_anew, str(tmp_path)):
+        assert "'odd' of 'weight' has shape (9,), its parameter (9, 2)" in vector
+        assert "'odd' of 'weight', which is a DTensor, has tensors in a list" in inside
+        assert numbers == ""
+
+
+@pytest.mark.parametrize("kind", ["ours", pytest.param("torch's", marks=pytest.mark.slow)])
+def test_state_that_ranks_share_out(pool: Pool, tmp_path: Path, kind: str) -> None:
+    for (error, text), goes_on in pool.run(work.deal, str(tmp_path), kind):
+        assert error == "CheckpointError" and "nothing on the first rank" in text
+        assert "of their state before each save, by broadcasts from the rank that has it" in text
+        assert goes_on
 
 
 # What torch cannot

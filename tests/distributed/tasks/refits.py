@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.utils.prune import l1_unstructured
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -296,6 +298,26 @@ def _parametrize(module: Any, given: Any) -> None:
     torch.nn.utils.parametrize.register_parametrization(module, "w", torch.nn.Identity())
 
 
+def _normalize(module: Any, given: Any) -> None:
+    torch.nn.utils.parametrizations.weight_norm(module, "w")
+
+
+def _prune(module: Any, given: Any) -> None:
+    l1_unstructured(module, "w", amount=1)
+
+
+def _name_tied(module: torch.nn.Module) -> dict[str, Tensor]:
+    """And let another module have one of them too."""
+    named = _name_all(module)
+    module.head = torch.nn.Module()
+    module.head.w = named["w"]
+    return named
+
+
+def _untie(module: Any, given: Any) -> None:
+    del module.head.w
+
+
 def _clear(module: Any, given: Any) -> None:
     given.clear()
 
@@ -348,6 +370,9 @@ REPLACED: dict[str, tuple[int, Any, Any]] = {
     "a deleted parameter": (1, _name_all, _delete_parameter),
     "the same memory": (0, _name_all, _wrap_again),
     "a parametrization": (0, _name_all, _parametrize),
+    "weight norm": (0, _name_all, _normalize),
+    "pruned": (0, _name_all, _prune),
+    "a tied parameter that is deleted in one module": (0, _name_tied, _untie),
     "a mapping without entries": (1, _name_all, _clear),
     "memory that was shared": (0, _name_with_critic, _share_for_a_while),
 }
@@ -397,6 +422,77 @@ def gathered(rank: int) -> Any:
         module.load_state_dict(state, assign=True)
     said = caught(refit)
     return is_gathered, None if engine_has is None else engine_has["layer.weight"].tolist(), said
+
+
+def _keep_gathered(module: Any, mesh: DeviceMesh) -> None:
+    fully_shard(module.layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(module, mesh=mesh)
+
+
+def _shard_all(module: Any, mesh: DeviceMesh) -> None:
+    fully_shard(module, mesh=mesh)
+
+
+def _round(module: Any, mesh: DeviceMesh) -> None:
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+def _forward(module: Any) -> float:
+    with torch.no_grad():
+        return float(module(torch.ones(1, 3))[0, 0])
+
+
+def _fail(module: Any) -> None:
+    _forward(module)
+    with suppress(RuntimeError):
+        module(torch.ones(1, 2))
+
+
+def _gather_ahead(module: Any) -> None:
+    module.unshard(async_op=True)
+
+
+SERVED: dict[str, tuple[int, Any, Any]] = {
+    "a root": (4, _shard_all, _forward),
+    "a root, of which a rank has nothing": (1, _shard_all, _forward),
+    "kept gathered": (4, _keep_gathered, _forward),
+    "kept after a forward that failed": (4, _keep_gathered, _fail),
+    "mixed precision": (4, _round, _forward),
+    "gathered ahead": (4, _shard_all, _gather_ahead),
+    "replicas": (4, _shard_all, _forward),
+}
+"""The rows of a weight, how FSDP2 divides an engine, and what happens between two moves."""
+
+
+def serve(rank: int, cases: list[str]) -> Any:
+    """What forwards of an engine give before a move and after others, where FSDP2 has gathered parameters; and what is
+    said where those are given as a destination."""
+    flat = DeviceMesh("cpu", [0, 1])
+    grid = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replica", "dp"))
+    told: dict[str, Any] = {}
+    for case in cases:
+        rows, divide, act = SERVED[case]
+        module = torch.nn.Sequential(OrderedDict(layer=torch.nn.Linear(3, rows, bias=False)))
+        text = "layer.weight = layer.weight" + ("" if case == "replicas" else " : (tp~ n) h")
+        sides = [Stored(parse("layer.weight = layer.weight"), (sm.Mesh(ranks=[2]),))]
+        sides += [Stored(parse(text), (sm.Mesh(tp=2),))]
+        refit = smt.Refit(sm.refit(*sides, {"layer.weight": ((rows, 3), "float32")}), timeout=30.0)
+        trained = {"layer.weight": torch.ones(rows, 3)} if rank == 2 else None
+        if rank < 2:
+            divide(module, grid if case == "replicas" else flat)
+        refit.prepare(trained, dict(module.named_parameters()) if rank < 2 else None)
+        served = []
+        for value in (5.0, 7.0):
+            if rank < 2:
+                act(module)
+            if trained is not None:
+                trained["layer.weight"].fill_(value)
+            refit()
+            served += [_forward(module)] if rank < 2 else []
+        # Still gathered.
+        given = dict(module.named_parameters()) if rank < 2 else None
+        told[case] = served, caught(partial(refit.prepare, trained, given))
+    return told
 
 
 def contradict(rank: int) -> Any:

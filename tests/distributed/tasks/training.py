@@ -303,13 +303,108 @@ def odd_state(rank: int) -> list[str]:
     """What is said of state of DTensors that does not lie as they do."""
     mesh = device_mesh(range(8), (4, 2), NAMES[2])["tp"]
     said = []
-    for value in (torch.zeros(9), distribute_tensor(torch.zeros(9, 2), mesh, [Replicate()])):
+    part = torch.zeros(1, 2)
+    inside: list[Any] = [[part], (1, {"a": [part]}), {"a": part}]
+    for value in (
+        torch.zeros(9),
+        distribute_tensor(torch.zeros(9, 2), mesh, [Replicate()]),
+        *inside,
+    ):
         module = nn.Linear(2, 9, bias=False)
         module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh, [Shard(0)]))
         optimizer = torch.optim.SGD(module.parameters())
         optimizer.state[module.weight]["row_var"] = value
         said.append(caught(lambda: training.state_of(module, optimizer)))  # noqa: B023 (called at once)
     return said
+
+
+def lay_out_anew(rank: int, path: str) -> list[str]:
+    """What is said where state of a plain parameter is to become that of a DTensor, by what that is; "" of numbers."""
+    mesh = device_mesh(range(8), (8,), NAMES[1])
+    said = []
+    for i, value in enumerate((torch.zeros(9), [torch.zeros(9, 2)], [torch.zeros(()), 5])):
+        module = nn.Linear(2, 9, bias=False)
+        optimizer = torch.optim.SGD(module.parameters())
+        optimizer.state[module.weight]["odd"] = value
+        training.save_state(f"{path}/{i}", module, optimizer)
+        other = nn.Linear(2, 9, bias=False)
+        other.weight = nn.Parameter(distribute_tensor(torch.ones(9, 2), mesh, [Shard(0)]))
+        fresh = torch.optim.SGD(other.parameters())
+        told = caught(lambda: training.load_state(f"{path}/{i}", other, fresh))  # noqa: B023 (called at once)
+        is_loaded = isinstance(told, training.Unmatched)
+        said.append("" if is_loaded else told[1])
+        assert is_loaded is bool(fresh.state)
+    return said
+
+
+class Dealt(torch.optim.Optimizer):
+    """Each rank takes steps with its own of the parameters, and gives them to the others."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(list(parameters), {"lr": 0.1})
+
+    def buffer(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        found: Tensor = state.setdefault("buffer", torch.zeros_like(parameter))
+        return found
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for owner, parameter in enumerate(self.param_groups[0]["params"]):
+            if owner == dist.get_rank() and parameter.grad is not None:
+                parameter.sub_(self.buffer(parameter).add_(parameter.grad), alpha=0.1)
+            dist.broadcast(parameter.data, owner)
+
+    def spread(self) -> None:
+        for owner, parameter in enumerate(self.param_groups[0]["params"]):
+            dist.broadcast(self.buffer(parameter), owner)
+
+
+def _deal_out(kind: str, module: nn.Module) -> Any:
+    """An optimizer whose state ranks share out: ours, or torch's."""
+    if kind == "ours":
+        return Dealt(module.parameters())
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.1)
+
+
+def deal(rank: int, path: str, kind: str) -> Any:
+    """What is said of state that ranks have shared out, and whether training goes on as it would have once each rank
+    has all of it, as the error says."""
+
+    def made() -> Any:
+        module = nn.Linear(2, 1)
+        for parameter in module.parameters():
+            dist.broadcast(parameter.data, 0)
+        return module, _deal_out(kind, module)
+
+    def step(module: nn.Module, optimizer: Any) -> None:
+        module.zero_grad()
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    (module, one), (other, two) = made(), made()
+    step(module, one)
+    shared = one if kind == "ours" else one.optim
+    said = caught(lambda: training.save_state(path, module, shared))
+    saved, loaded = one, two
+    if kind == "ours":
+        one.spread()
+    else:
+        saved, loaded = (torch.optim.Adam(m.parameters()) for m in (module, other))
+        for to in range(dist.get_world_size()):
+            one.consolidate_state_dict(to=to)
+            if to == rank:
+                saved.load_state_dict(one.state_dict())
+    training.save_state(path, module, saved)
+    training.load_state(path, other, loaded)
+    if kind != "ours":
+        two.load_state_dict(loaded.state_dict())
+    step(module, one)
+    step(other, two)
+    same = map(torch.equal, module.parameters(), other.parameters())
+    return said, all(same)
 
 
 def by_torch(rank: int, path: str, vocabulary: bool) -> list[str] | str:
