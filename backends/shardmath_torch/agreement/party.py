@@ -143,6 +143,16 @@ class Party:
                 self.leave(error)
             raise
 
+    def answer_for(self, act: Callable[[], None]) -> None:
+        """What goes wrong here once others rely on this rank is this rank's failure, and they are told."""
+        try:
+            act()
+        except PeerFailure:
+            raise
+        except Exception as error:
+            cause = f"{type(error).__name__}: {message_of(error)}"
+            raise PeerFailure(self.rank, cause) from error
+
     def leave(self, error: BaseException) -> None:
         """Break the group: tell the others that this rank gives up, and why; do not ask them."""
         cause = f"it was left in the middle by {_word_error(error)}"

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -21,14 +21,13 @@ from torch import Tensor
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
-from shardmath.base.text import message_of, shown
+from shardmath.base.text import shown
 from shardmath.plans.plan import Plan
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.party import is_time, word_bad_time
 from shardmath_torch.agreement.transport import join
 from shardmath_torch.agreement.turns import check_thread, in_thread
-from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.changes.comparing import Snapshot, take
 from shardmath_torch.changes.sparse import Changed
 from shardmath_torch.changes.walking import Sorted, Walker
@@ -170,7 +169,7 @@ class Changes:
         self._party.vote(Ballot(claim, label, objection=objection), patience)
         agreed = time.perf_counter()
         assert ready is not None, "who objects does not get past the vote"
-        _guard(self._party.rank, lambda: self._exchange(ready))
+        self._party.answer_for(lambda: self._exchange(ready))
         seconds = {
             "comparing": compared - began,
             "agreeing": agreed - compared,
@@ -266,17 +265,6 @@ def _check_positions(key: str, tensor: Tensor, cells: object) -> Tensor:
     if len(cells.unique()) != len(cells):
         raise ExchangeError(f"positions of {key!r} have a cell twice; pass each once")
     return cells
-
-
-def _guard(rank: int, act: Callable[[], None]) -> None:
-    """What goes wrong here once others rely on this rank is this rank's failure, and they are told."""
-    try:
-        act()
-    except PeerFailure:
-        raise
-    except Exception as error:
-        cause = f"{type(error).__name__}: {message_of(error)}"
-        raise PeerFailure(rank, cause) from error
 
 
 def compile_changes(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
-from shardmath.base.text import message_of, plural, shown
+from shardmath.base.text import plural, shown
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.part import Part
@@ -34,7 +34,6 @@ from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.naming import describe_crossing, name_given, word_objection
 from shardmath_torch.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.agreement.turns import check_thread, in_thread
-from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.commits.blocks import Block, Member, block_of
 from shardmath_torch.commits.landing import Arrival, Finalize, Landing, make_nothing
 from shardmath_torch.commits.shadows import put_in_place
@@ -224,18 +223,18 @@ class Mover:
         # From here on every rank moves, so all count alike, also where the move fails.
         self._moves += 1
         if call.first is not None:
-            self._guard(call.first)
+            self._party.answer_for(call.first)
         src, dst = tensors
         check = Check(self.plan, self._party.rank, src, dst)
         if call.check:
-            self._guard(check.begin)
+            self._party.answer_for(check.begin)
         mark = functools.partial(mark_written, tuple(dst.values()))
         if self._landing.shadows is None:
             mark()
-            self._guard(lambda: self._write(call, src, dst))
+            self._party.answer_for(lambda: self._write(call, src, dst))
         else:
             into = self._landing.shadows.tensors
-            self._guard(lambda: self._engine.move(src, into))
+            self._party.answer_for(lambda: self._engine.move(src, into))
             arrival = Arrival(dst, mark, call.finalize, call.held)
             self._landing.commit(self._party, mine, arrival, self.member, block)
         if call.acknowledge:
@@ -243,7 +242,7 @@ class Mover:
             self._party.vote(receipt)
         if not call.check:
             return ""
-        self._guard(check.end)
+        self._party.answer_for(check.end)
         return check.compare(self._party)
 
     def _write(self, call: _Call, src: Tensors, dst: Tensors) -> None:
@@ -310,16 +309,6 @@ class Mover:
             self._checked = signed
             self._held = _Held(call.src, call.out, tensors) if call.held else None
         return tensors
-
-    def _guard(self, act: Callable[[], None]) -> None:
-        """What goes wrong here once others rely on this rank is this rank's failure, and they are told."""
-        try:
-            act()
-        except PeerFailure:
-            raise
-        except Exception as error:
-            cause = f"{type(error).__name__}: {message_of(error)}"
-            raise PeerFailure(self._party.rank, cause) from error
 
 
 def move_held(
