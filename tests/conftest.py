@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "quick",
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,

@@ -109,6 +109,7 @@ def test_one_refit_to_a_folder_at_a_time(
     assert command([*job, "--out", str(out)]) == 0
 
 
+@pytest.mark.slow
 def test_refits_at_once_of_two_models(tmp_path: Path) -> None:
     """What is there is of one, and of one that ended well."""
     lines = []
