@@ -2,9 +2,8 @@
 
 1. An optimizer may have others as attributes, in containers however deep, which may have others. Where one has state
    of its own, it has to be given instead. Containers are looked into where they keep what they have, and run nothing.
-2. Other objects that are attributes are looked into too, up to a number of values. One that leads back to an optimizer
-   above, as a trainer or a schedule does, has the optimizers, and not they it: nothing in it is found. Neither is
-   anything in modules, functions, loggers and hooks.
+2. Other objects are not looked into: an attribute that is a trainer, a monitor or a schedule has optimizers, and is no
+   part of one.
 3. What a state dict has beside state and groups is nowhere else. Only a class that makes its own, or a hook, adds any;
    they are asked.
 
@@ -20,24 +19,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import logging
-from collections import deque
+from collections import UserList, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import (
-    FunctionType,
     GetSetDescriptorType,
     MappingProxyType,
     MemberDescriptorType,
-    MethodType,
-    ModuleType,
     SimpleNamespace,
 )
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from shardmath_torch.files.places import CheckpointError
 
@@ -49,24 +41,9 @@ STANDARD = ("state", "param_groups")
 SHOWN = 8
 """Optimizers that an error lists."""
 
-
-MOST_PARTS = 10_000
-"""Values that are looked at in one object that is not a container: beyond, it is more than a part of an optimizer."""
-
-REFERRING = (
-    Tensor,
-    nn.Module,
-    LRScheduler,
-    logging.Filterer,
-    ModuleType,
-    FunctionType,
-    MethodType,
-    functools.partial,
-)
-"""What has no optimizers of its own, however many it knows."""
-
 BY_INDEX: tuple[Any, ...] = (list, tuple, deque)
 WITHOUT_INDEX: tuple[Any, ...] = (set, frozenset)
+CONTAINERS = (*BY_INDEX, *WITHOUT_INDEX, UserList, Mapping, SimpleNamespace)
 INDEXED, ENUMERATED, FIELD = "{}[{!r}]", "[*{}][{}]", "{}.{}"
 """How what a container has is spelled, by what the container is and a key."""
 
@@ -94,25 +71,18 @@ _Part: TypeAlias = tuple[str, object, object]
 
 def list_inner(optimizer: Optimizer) -> Iterator[Inner]:
     """The optimizers that attributes are, or have in containers however deep, and theirs in turn."""
-    yield from _list_inner((optimizer,), "optimizer", {id(optimizer): optimizer})
+    yield from _list_inner(optimizer, "optimizer", {id(optimizer): optimizer})
 
 
-def _list_inner(above: Sequence[Optimizer], start: str, seen: dict[int, object]) -> Iterator[Inner]:
-    """The same of the last of those above; paths begin with `start`, and whatever is `seen` is passed over."""
-    holder = above[-1]
+def _list_inner(holder: Optimizer, start: str, seen: dict[int, object]) -> Iterator[Inner]:
+    """The same, with paths that begin with `start`; whatever is `seen` is passed over."""
     for attribute, value in list(vars(holder).items()):
         if attribute in STANDARD:
             continue
-        owners = () if _has_hooks(attribute) else above
-        for step, found in _walk(value, seen, owners):
+        for step, found in _walk(value, seen):
             path = _spell(step, f"{start}.{attribute}")
             yield Inner(path, holder, attribute, found)
-            yield from _list_inner((*above, found), path, seen)
-
-
-def _has_hooks(attribute: str) -> bool:
-    """Whether it is where torch keeps an optimizer's hooks, which are others' objects."""
-    return attribute.startswith("_optimizer_") and attribute.endswith("_hooks")
+            yield from _list_inner(found, path, seen)
 
 
 def _spell(step: _Step | None, start: str) -> str:
@@ -126,77 +96,39 @@ def _spell(step: _Step | None, start: str) -> str:
     return start
 
 
-def _walk(
-    value: object, seen: dict[int, object], owners: Sequence[Optimizer]
-) -> Iterator[tuple[_Step | None, Optimizer]]:
-    """The optimizers in a value that are not yet seen, and how each is reached; without owners, not in objects."""
+def _walk(value: object, seen: dict[int, object]) -> Iterator[tuple[_Step | None, Optimizer]]:
+    """The optimizers in a value that are not yet seen, and how each is reached."""
     left: list[tuple[_Step | None, object]] = [(None, value)]
     while left:
         step, one = left.pop()
         if id(one) in seen:
             continue
-        if isinstance(one, Optimizer):
+        if _is_optimizer(one):
             seen[id(one)] = one
             yield step, one
         elif _is_container(one):
             # Kept, so that nothing else comes to have its id.
             seen[id(one)] = one
             left += reversed(_list_steps(step, one))
-        elif owners and _is_object(one):
-            for further, found in _look_into(step, one, owners):
-                if id(found) not in seen:
-                    seen[id(found)] = found
-                    yield further, found
 
 
 def _list_steps(step: _Step | None, holder: object) -> list[tuple[_Step, object]]:
     """What may have optimizers of what is there, and how it is reached."""
-    parts = [part for part in _list_parts(holder) if _may_have(part[2])]
-    return [(_Step(step, form, key), part) for form, key, part in parts]
+    steps: list[tuple[_Step, object]] = []
+    for form, key, part in _list_parts(holder):
+        if _is_optimizer(part) or _is_container(part):
+            steps.append((_Step(step, form, key), part))
+    return steps
 
 
-def _look_into(
-    step: _Step | None, start: object, owners: Sequence[Optimizer]
-) -> list[tuple[_Step, Optimizer]]:
-    """The optimizers that an object has; none of one that leads back to an owner, or to very much."""
-    found: list[tuple[_Step, Optimizer]] = []
-    passed = {id(start): start}
-    left: deque[tuple[_Step | None, object]] = deque([(step, start)])
-    looked = 0
-    while left:
-        before, holder = left.popleft()
-        for form, key, part in _list_parts(holder):
-            looked += 1
-            if looked > MOST_PARTS or any(part is owner for owner in owners):
-                return []
-            if not _may_have(part) or id(part) in passed:
-                continue
-            passed[id(part)] = part
-            after = _Step(before, form, key)
-            if isinstance(part, Optimizer):
-                found.append((after, part))
-            else:
-                left.append((after, part))
-    return found
-
-
-def _is_object(value: object) -> bool:
-    """Whether it has attributes of its own, and may be a part of an optimizer."""
-    kind = type(value)
-    if issubclass(kind, (type, *REFERRING)):
-        return False
-    return kind.__dictoffset__ != 0 or any("__slots__" in vars(base) for base in kind.__mro__)
-
-
-def _may_have(value: object) -> bool:
-    return isinstance(value, Optimizer) or _is_container(value) or _is_object(value)
+def _is_optimizer(value: object) -> TypeGuard[Optimizer]:
+    """Whether it is one by its type: proxies of what is gone raise where they are asked for their class."""
+    return issubclass(type(value), Optimizer)
 
 
 def _is_container(value: object) -> bool:
-    if isinstance(value, type):
-        return False
-    kinds = (*BY_INDEX, *WITHOUT_INDEX, Mapping, SimpleNamespace)
-    return isinstance(value, kinds) or dataclasses.is_dataclass(value)
+    kind = type(value)
+    return issubclass(kind, CONTAINERS) or dataclasses.is_dataclass(kind)
 
 
 def _list_parts(value: object) -> Iterator[_Part]:
