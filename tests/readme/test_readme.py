@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 FRONT = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
 DOCS = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")))
 PAGES = (*FRONT, *DOCS)
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 MOST_LINES = 150
 """Of the README: one screen of what it is, and where the rest is."""
 
@@ -167,7 +167,7 @@ def test_console(block: Block, tmp_path: Path) -> None:
         first, *rest = shlex.split(command)
         if first == "make":
             rest = RECIPE.findall(read("Makefile"))[0].split()
-        if first == "torchrun" and not (DEEP and block.page == "README.md"):
+        if first == "torchrun" and not (IS_DEEP and block.page == "README.md"):
             done = run_ranks(rest, cwd=tmp_path, env=env, timeout=280)
         else:
             line = [*RUNNERS[first], *rest]
