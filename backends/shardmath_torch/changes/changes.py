@@ -32,7 +32,7 @@ from shardmath_torch.changes.comparing import Snapshot, take
 from shardmath_torch.changes.sparse import Changed
 from shardmath_torch.changes.walking import Sorted, Walker
 from shardmath_torch.commits.blocks import block_of
-from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, compile
+from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, LONGEST_GRACE_S, compile
 from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.mover import (
@@ -141,6 +141,8 @@ class Changes:
         # All ranks have moved. What fails here on one of them is its objection to the next call.
         self._calls += 1
         self._signed = None
+        # Let go of before others are made: both need not fit.
+        self._snapshots = {}
         src, dst = self._name_tensors(call)
         part, party = self._part, self._party
         self._walker = Walker(part, party.group, party.wire, src, dst)
@@ -281,7 +283,9 @@ def compile_changes(
     `snapshots=False` keeps none: every call but whole ones then passes `positions`. Raises ExchangeError on every rank
     where ranks pass different plans or settings, for a plan that reduces, and for a program.
     """
-    party = join(compat.group_of(group), DEFAULT_TIMEOUT_S, DEFAULT_TIMEOUT_S / 5)
+    waiting = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
+    grace = min(LONGEST_GRACE_S, waiting / 5)
+    party = join(compat.group_of(group), waiting - grace, grace)
     objection = _find_objection(plan, snapshots)
     claim = f"compile_changes(snapshots={snapshots!r})"
     party.together(
