@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from shardmath.base.text import shown
 from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.changes.comparing import Snapshot, take
 from shardmath_torch.changes.sparse import Changed
-from shardmath_torch.changes.walking import Sorted, Walker
+from shardmath_torch.changes.walking import Put, Sorted, Walker
 from shardmath_torch.exchange.local import Tensors, signature
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Task
@@ -190,15 +190,7 @@ class Sparse:
         if not self.is_beside:
             mark_written(dst.values())
         puts = self._walker.walk(found, counts, src, dst, self.is_beside)
-
-        def put() -> None:
-            mark_written(dst.values())
-            # In inference mode inference tensors, too, may be written.
-            with torch.inference_mode():
-                for one in puts:
-                    one()
-
-        return Arrived(dst, put)
+        return Arrived(dst, lambda: put_all(dst, puts))
 
     def _measure(self, found: Sorted | None, seconds: Mapping[str, float]) -> Sent:
         """What was sent."""
@@ -237,6 +229,15 @@ class Sparse:
         self._snapshots = {}
         self._walker = None
         self._lacks = ""
+
+
+def put_all(dst: Tensors, puts: Iterable[Put]) -> None:
+    """Put in place what has come for these."""
+    mark_written(dst.values())
+    # In inference mode inference tensors, too, may be written.
+    with torch.inference_mode():
+        for put in puts:
+            put()
 
 
 def _sign(src: Tensors, dst: Tensors) -> object:
