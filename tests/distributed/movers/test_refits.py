@@ -13,7 +13,6 @@ from tests.distributed.tasks.refitted import Way
 FEW = [
     Way({"changes": True, "commit": "all", "agree": "once"}, {}, in_block=True),
     Way({"changes": True, "agree": "once"}, {"async_op": True, "check": "digest"}, computes=True),
-    Way({"commit": "all"}, {"async_op": True, "acknowledge": True}, computes=True),
 ]
 
 
@@ -54,9 +53,8 @@ def test_what_is_not_prepared_does_not_move_beside(pool: Pool) -> None:
 
 def test_functions_of_committed_changes_are_refused(pool: Pool) -> None:
     """They would be given what was there before."""
-    for said, after in pool.run(refitted.refuse_functions):
+    for said in pool.run(refitted.refuse_functions):
         assert "is made by a function of a whole tensor" in said and "nothing was moved" in said
-        assert after == "[]"
 
 
 def test_changes_that_come_to_nothing_are_sent_again(pool: Pool) -> None:

@@ -122,7 +122,7 @@ def waits(rank: int) -> list[Said]:
     rows = Rows(rank, 8, 16)
     move = smt.compile(rows.plan, timeout=20.0, group=own_group())
     if rank == 1:
-        time.sleep(2 * SLOW_S)
+        time.sleep(SLOW_S)
     handle: Any = move(rows.src, out=rows.out, async_op=True)
     found = []
     if rank != 1:
@@ -239,7 +239,7 @@ def leaves_a_block(rank: int, is_named: bool) -> tuple[list[Said], bool, float]:
     """Rank 1 leaves a block between two moves about which nobody is asked: what is said, whether all is as it was,
     and in what time."""
     first, second = Two(rank, 2), Two(rank, 2, rows=32)
-    moves = [smt.compile(two.plan, timeout=20.0, commit="all", agree="once") for two in (first, second)]  # fmt: skip
+    moves = [smt.compile(two.plan, timeout=8.0, commit="all", agree="once") for two in (first, second)]  # fmt: skip
 
     def go(leaves: bool) -> None:
         with smt.commit(*(moves if is_named else [])):
