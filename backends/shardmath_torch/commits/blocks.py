@@ -98,6 +98,11 @@ class Block:
         self._agrees_once |= member.agrees_once
         self.entries.append(entry)
 
+    def close(self) -> None:
+        """It is over: what has come beside destinations is let go of."""
+        self.is_open = False
+        self.entries = []
+
     @property
     def may_be_unheard(self) -> bool:
         """Whether others may be in a move without a vote, in which nobody hears what this rank objects to."""
@@ -169,7 +174,7 @@ def commit(*what: HasMember | compat.Group, timeout: float = DEFAULT_TIMEOUT_S) 
             _here.blocks.pop(group, None)
         _end(party, block)
     finally:
-        block.is_open = False
+        block.close()
 
 
 def _read(what: tuple[HasMember | compat.Group, ...]) -> tuple[compat.Group, dict[str, Member]]:
