@@ -86,12 +86,13 @@ class NcclWire:
 
     def __init__(self, group: Group, patience: float) -> None:
         self._group = group
-        self._patience = patience
+        self._own_patience = self._patience = patience
         self._size = dist.get_world_size(group)
         self._batch = _Batch()
 
-    def begin(self, turn: int) -> None:
-        """Nothing: NCCL pairs messages by their order alone, and votes keep that order."""
+    def begin(self, turn: int, patience: float | None = None) -> None:
+        """Of the turn, how long it waits: NCCL pairs messages by their order alone, and votes keep that order."""
+        self._patience = self._own_patience if patience is None else patience
 
     def receive(self, memory: Tensor, rank: int) -> _Pending:
         """Bytes from `rank` into `memory`, from the next start on."""

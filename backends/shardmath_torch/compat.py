@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeAlias
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ __all__ = [
     "Spec",
     "StorageInfo",
     "Store",
+    "apart_from",
     "backend_of",
     "check_not_forked",
     "group_of",
@@ -195,6 +196,21 @@ def store_of(group: Group) -> Store | None:
         return c10d._get_process_group_store(group)
     except (AttributeError, KeyError):
         return None
+
+
+_apart: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
+"""Our own connections to stores, by torch's."""
+
+
+def apart_from(store: Store) -> Store:
+    """The same store by a connection of our own: torch's is locked while one of its calls waits for other ranks.
+
+    Makes it where there is none, which takes as long as the store takes to answer.
+    """
+    if store not in _apart:
+        clone = getattr(store, "clone", None)
+        _apart[store] = store if clone is None else clone()
+    return _apart[store]
 
 
 def is_served_here(store: Store | None) -> bool:

@@ -71,8 +71,11 @@ class Wire(Protocol):
     def device_type(self) -> str:
         """The kind of device that tensors must be on: "cpu" or "cuda"."""
 
-    def begin(self, turn: int) -> None:
-        """What is posted from now on is of this turn, as `Turns` counts them, until another begins."""
+    def begin(self, turn: int, patience: float | None = None) -> None:
+        """What is posted from now on is of this turn, as `Turns` counts them, until another begins.
+
+        It waits `patience` seconds instead of the wire's own.
+        """
 
     def receive(self, memory: Tensor, rank: int) -> Pending:
         """Bytes from `rank` into `memory`. Raises PeerFailure."""
@@ -86,7 +89,7 @@ class Wire(Protocol):
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's record, all of one size, in the group's order.
 
-        Waits `patience` seconds instead of the wire's own. Raises PeerFailure.
+        Waits `patience` seconds instead of the turn's own. Raises PeerFailure.
         """
 
     def broadcast(self, memory: Tensor, rank: int) -> None:

@@ -52,13 +52,14 @@ class Changes(Mover):
     `last` says what this rank sent in the last call, `snapshot_bytes` what its snapshots take. Raises ExchangeError.
     """
 
-    def __init__(self, ready: Ready, sparse: Sparse) -> None:
+    def __init__(self, ready: Ready) -> None:
         super().__init__(ready)
-        self._sparse = sparse
+        assert isinstance(ready.carrier, Sparse), "made with it"
+        self._sparse = ready.carrier
 
     @property
     def last(self) -> Sent | None:
-        """What this rank sent in the last move that went well; None before the first."""
+        """What this rank sent in the last move, even if ranks then did not commit it; None before the first."""
         return self._sparse.last
 
     @property
@@ -132,14 +133,11 @@ def make_changes(
         lambda: party.vote(Ballot(claim, objection=objection)),
         lambda failure, rank: describe_crossing(plan, failure.tensor, rank),
     )
-    made: list[Sparse] = []
 
     def make(task: Task, engine: Engine, shadows: Shadows | None) -> Sparse:
-        made.append(Sparse(task, Whole(task.part, engine, shadows), snapshots))
-        return made[0]
+        return Sparse(task, Whole(task.part, engine, shadows), snapshots)
 
-    ready = make_ready(plan, group, settings, stages, make)
-    return Changes(ready, made[0])
+    return Changes(make_ready(plan, group, settings, stages, make))
 
 
 def _find_objection(plan: object, snapshots: object) -> str:

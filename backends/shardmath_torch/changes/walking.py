@@ -26,7 +26,7 @@ from shardmath_torch.exchange.staging import Fence, staging_of
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import Views
 
-__all__ = ["Sorted", "Volume", "Walker"]
+__all__ = ["Put", "Sorted", "Volume", "Walker"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 Put: TypeAlias = Callable[[], object]

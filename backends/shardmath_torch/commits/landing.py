@@ -44,6 +44,14 @@ class Landing:
     is_beside: bool = False
     standing: Standing = field(default_factory=Standing)
     _left: str = ""
+    _block: Block | None = None
+
+    def check_free(self, block: Block | None) -> None:
+        """Raise ExchangeError where what came in another thread's block waits beside destinations for its end."""
+        other = self._block
+        if other is not None and other is not block and other.is_open:
+            what = "this mover has moved in a smt.commit that another thread has not left"
+            raise ExchangeError(f"{what}; move after it, or compile the plan once more")
 
     def commit(
         self, party: Party, mine: Ballot, arrival: Arrival, member: Member, block: Block | None
@@ -69,6 +77,7 @@ class Landing:
         if block is not None:
             block.objection = block.objection or objection
             block.add(member, entry)
+            self._block = block
             return
         promise = mine._replace(claim=f"{mine.claim}: commit", objection=objection)
         commit_entries(party, promise, [entry])

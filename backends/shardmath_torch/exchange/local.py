@@ -256,9 +256,11 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
     return [tensors[key][box] for box in own_boxes(layout.runs(want.rank))]
 
 
-def signature(given: tuple[Tensors, Tensors]) -> tuple[object, ...]:
+def signature(given: tuple[Tensors, Tensors]) -> list[object]:
     """Equal for plain tensors that lie at the same place in the same way: what was checked need not be again."""
-    return tuple((key, *_describe_memory(t)) for side in given for key, t in side.items())
+    # A list: while another thread looks at all objects, as `prepare` of a refit does, CPython 3.11 cannot end a tuple
+    # that is made of a generator (SystemError).
+    return [(key, *_describe_memory(t)) for side in given for key, t in side.items()]
 
 
 def _describe_memory(tensor: object) -> tuple[object, ...]:

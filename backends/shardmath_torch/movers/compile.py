@@ -190,35 +190,36 @@ def _agree(
     ballots = party.vote(Ballot(claim, objection=objection, peers=peers))
     most_peers = max(ballot.peers for ballot in ballots)
     assert mine is not None, "who objects does not get past the vote"
+    own = list_own(stages)
+
+    def make(by_addend: bool) -> tuple[Part, Carrier]:
+        task, engine = _make(party, mine, settings, most_peers, by_addend)
+        shadows = make_shadows(task.part, own) if settings.commit == ALL else None
+        return task.part, make_carrier(task, engine, shadows)
+
     # One addend after the other takes more rounds, so all ranks do it only where one has to.
     for by_addend in (False, True):
-        make = functools.partial(_make, party, mine, settings, most_peers, by_addend)
-        made, objection = _attempt(make)
+        made, objection = _attempt(functools.partial(make, by_addend))
         is_unordered = made is not None and not made[0].keeps_order
         ballots = party.vote(Ballot(claim, objection=objection, is_unordered=is_unordered))
         if not any(ballot.is_unordered for ballot in ballots):
             break
     assert made is not None, "who objects does not get past the vote"
-    part, engine = made
-    shadows = None
-    if settings.commit == ALL:
-        shadows = make_shadows(part, list_own(stages))
-    task = Task(part, party.group, party.wire)
-    carrier = make_carrier(task, engine, shadows)
+    part, carrier = made
     return Ready(plan, party, part, carrier, stages, settings.thread, settings.agree)
 
 
 def _make(
     party: Party, mine: Outline, settings: Settings, peers: int, by_addend: bool
-) -> tuple[Part, Engine]:
-    """This rank's part, and the engine that moves it."""
+) -> tuple[Task, Engine]:
+    """This rank's part in the group, and the engine that moves it."""
     limit = settings.max_inflight_bytes
     assert limit is not None, "read before ranks vote"
     made = mine.part(peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
     assert made.keeps_order or not isinstance(mine.given, Program), "phases bring addends in order"
     make_engine = transport_of(party.group).ENGINES[settings.engine]
     task = Task(made, party.group, party.wire)
-    return made, make_engine(task)
+    return task, make_engine(task)
 
 
 def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
