@@ -71,9 +71,9 @@ class Handle:
             self._error = error
 
 
-def start(turns: Turns, act: Callable[[], None], device_type: str) -> Handle:
+def start(turns: Turns, act: Callable[[], None], device: torch.device) -> Handle:
     """Do it beside, after all that this group's earlier calls have left under way."""
-    handle = Handle(_OrderOfStreams() if device_type == "cuda" else _Order())
+    handle = Handle(_OrderOfStreams(device) if device.type == "cuda" else _Order())
     former = turns.beside
     handle._thread = threads.start(lambda: handle._run(act, former, turns))
     turns.beside = handle._thread
@@ -94,18 +94,19 @@ class _Order:
 class _OrderOfStreams(_Order):
     """On a GPU: a stream of the move's own, between events of its caller's."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._before = torch.cuda.Event()
-        self._before.record()
+        self._before.record(torch.cuda.current_stream(device))
         self._after = torch.cuda.Event()
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream(device)
 
     @contextmanager
     def begin(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._before)
             yield
-            self._after.record()
+            self._after.record(self._stream)
 
     def follow(self) -> None:
-        torch.cuda.current_stream().wait_event(self._after)
+        torch.cuda.current_stream(self._device).wait_event(self._after)

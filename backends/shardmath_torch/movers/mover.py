@@ -202,8 +202,7 @@ class Mover:
         except ExchangeError as error:
             objection = word_objection(error)
         mine = call._replace(objection=objection, thread=in_thread(self._thread))
-        device_type = self._party.wire.device_type
-        return start(self._party.turns, lambda: self._run(mine), device_type)
+        return start(self._party.turns, lambda: self._run(mine), self._party.wire.device)
 
     def _run(self, call: Call) -> None:
         """The move, as a turn of the group."""
@@ -335,7 +334,7 @@ class Mover:
             # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
             self._checked = self._held = None
             is_direct = not self._landing.is_beside
-            check(self._wanted, tensors, self._party.wire.device_type, apart=is_direct)
+            check(self._wanted, tensors, self._party.wire.device, apart=is_direct)
             self._carrier.prepare(*tensors, call.held)
             self._checked = signed
             self._held = _Held(src, out, tensors) if call.held else None
