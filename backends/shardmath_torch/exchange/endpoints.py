@@ -6,7 +6,8 @@
 2. A message whose views are one **contiguous** view needs no packing: it is sent from, or received
    into, the tensor itself. Pieces that are folded into what is there are never received in place.
 3. Over some wires large pieces are messages of their own (`apart`), so that those go in place that
-   are contiguous. Both ends divide a message alike, by the sizes of its pieces.
+   are contiguous. Both ends divide a message alike, by the sizes of its pieces. That is for wires
+   without groups: what bounds the messages of a group is counted before.
 4. Other messages go through staging: a block of bytes, at least as large as the round that needs
    most of it. Each message of a round has its own part of the block.
 5. A message is read from source tensors, or, where it is relayed (`Message.relayed`), from
