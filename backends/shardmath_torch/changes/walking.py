@@ -26,7 +26,7 @@ from shardmath_torch.exchange.endpoints import BoundRound, Endpoint, bind, count
 from shardmath_torch.exchange.engine import find_device
 from shardmath_torch.exchange.staging import staging_of
 from shardmath_torch.exchange.task import Task
-from shardmath_torch.exchange.views import Views
+from shardmath_torch.exchange.views import Staged, Views
 
 __all__ = ["Sorted", "Volume", "Walker"]
 
@@ -149,7 +149,7 @@ class Walker:
         """Send, receive and put in place; or, beside it, give what does that. Raises PeerFailure."""
         puts: list[Put] = []
         with torch.inference_mode(), self._staging.lend(self._needed) as block:
-            views = Views(src, dst, block)
+            views = Views(src, dst, Staged(block.memory))
             for step in self._steps:
                 # All is posted before anything is waited for: a rank that waited first could wait for ever.
                 arriving = list(self._receive(step, counts, views, is_beside))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ from shardmath_torch.exchange.endpoints import (
     bind,
     count_staging_bytes,
 )
-from shardmath_torch.exchange.staging import staging_of
+from shardmath_torch.exchange.staging import Block, staging_of
 from shardmath_torch.exchange.task import Task
-from shardmath_torch.exchange.views import Fold, Views, divide, fill
+from shardmath_torch.exchange.views import Fold, Staged, Views, divide, fill
 
 __all__ = ["Exchange", "find_device"]
 
@@ -48,6 +49,8 @@ class Exchange:
         self._needed = 0
         self._held: tuple[Tensors, Tensors] | None = None
         self._views: Views | None = None
+        # Of a block that a larger one replaces nothing is kept.
+        self._staged: WeakKeyDictionary[Block, Staged] = WeakKeyDictionary()
         self.begun: int | None = 0
 
     @property
@@ -72,6 +75,7 @@ class Exchange:
             self._rounds = bind(self._task.part.rounds, src_strides, dst_strides, self._apart)
             self._staging = staging_of(self._task.group, device)
             self._needed = count_staging_bytes(self._rounds)
+            self._staged.clear()
             self._bound_to = wanted
         self._staging.reserve(self._needed)
 
@@ -98,13 +102,16 @@ class Exchange:
         """So many steps have begun: not known where another device carries out what it was told."""
         self.begun = steps if self._task.wire.device.type == "cpu" else None
 
-    def _find_views(self, src: Tensors, dst: Tensors, block: Tensor) -> Views:
+    def _find_views(self, src: Tensors, dst: Tensors, block: Block) -> Views:
         """The tensors and staging of a move; those of the move before where both are the same."""
+        staged = self._staged.get(block)
+        if staged is None:
+            staged = self._staged[block] = Staged(block.memory)
         held = self._held is not None and src is self._held[0] and dst is self._held[1]
         if not held:
-            return Views(src, dst, block)
-        if self._views is None or self._views.block is not block:
-            self._views = Views(src, dst, block, held=True)
+            return Views(src, dst, staged)
+        if self._views is None or self._views.staged is not staged:
+            self._views = Views(src, dst, staged, held=True)
         return self._views
 
     def _run_round(self, one: BoundRound, views: Views) -> None:
@@ -116,9 +123,11 @@ class Exchange:
         folds: list[Fold] = []
         for source, target in one.keeps:
             folds += views.keep(source, target)
-        for endpoint, pending in arriving:
+        # Of many small pieces finding where they go takes as long as the wire does.
+        unpackings = [views.find_unpacking(endpoint) for endpoint, _ in arriving]
+        for (endpoint, pending), unpack in zip(arriving, unpackings, strict=True):
             _wait(pending, endpoint.message)
-            folds += views.unpack(endpoint)
+            folds += unpack()
         # What has not left must not change: a relayed message may be sent from a destination.
         for endpoint, pending in leaving:
             _wait(pending, endpoint.message)

@@ -22,7 +22,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Movable
 from shardmath.programs.part import own_boxes, stored_on
-from shardmath_torch.exchange.memory import missing_memory, plain, stored_bytes
+from shardmath_torch.exchange.memory import missing_memory, plain
 from shardmath_torch.exchange.overlaps import (
     find_meeting,
     find_meeting_sides,
@@ -260,20 +260,26 @@ def signature(given: tuple[Tensors, Tensors]) -> tuple[object, ...]:
     return tuple((key, *_describe_memory(t)) for side in given for key, t in side.items())
 
 
-def _describe_memory(tensor: object) -> tuple[object, ...]:
-    """All that a check depends on; equal to nothing for what has no memory."""
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+def _describe_memory(tensor: Tensor) -> tuple[object, ...]:
+    """All that a check depends on; equal to nothing for what has no memory.
+
+    Made of every tensor in every move, so it asks for no more than that.
+    """
+    try:
+        storage = tensor.untyped_storage()
+        return (
+            type(tensor),
+            storage.data_ptr(),
+            # A storage that shrank may stay where it was.
+            storage.nbytes(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+    except (AttributeError, RuntimeError):
+        # No tensor, or one without memory of its own.
         return (object(),)
-    if missing_memory(tensor):
-        return (object(),)
-    return (
-        tensor.data_ptr(),
-        # A storage that shrank may stay where it was.
-        stored_bytes(tensor),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )

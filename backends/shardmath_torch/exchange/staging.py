@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,14 +22,15 @@ from torch import Tensor
 
 from shardmath_torch.compat import Group
 
-__all__ = ["Staging", "staging_of"]
+__all__ = ["Block", "Staging", "staging_of"]
 
 
-class _Block(NamedTuple):
-    """Free memory, and what ends when the move that had it last has done with it: None where it has."""
+@dataclass(eq=False)
+class Block:
+    """Memory, and what ends when the move that had it last has done with it: None where it has."""
 
     memory: Tensor
-    used: torch.cuda.Event | None
+    used: torch.cuda.Event | None = None
 
 
 class Staging:
@@ -38,14 +39,14 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Blocks are taken and given back in one step each, so that threads need no lock.
-        self._free: list[_Block] = []
+        self._free: list[Block] = []
         self._lost: list[Tensor] = []
 
     def reserve(self, nbytes: int) -> None:
         """Have a free block of so many bytes. Raises what torch raises where memory is short."""
         self._free.append(self._take(nbytes))
 
-    def _take(self, nbytes: int) -> _Block:
+    def _take(self, nbytes: int) -> Block:
         """The latest free block if it is large enough, otherwise a new one in its place."""
         # Asking first whether there is one would let another thread take it in between.
         with contextlib.suppress(IndexError):
@@ -55,21 +56,22 @@ class Staging:
             # Let go of it before the larger one is made: both need not fit.
             del block
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return _Block(memory, None)
+        return Block(memory)
 
     @contextlib.contextmanager
-    def lend(self, nbytes: int) -> Iterator[Tensor]:
+    def lend(self, nbytes: int) -> Iterator[Block]:
         """A block of at least so many bytes, which nobody else has meanwhile."""
         block = self._take(nbytes)
         try:
             if block.used is not None:
                 torch.cuda.current_stream(self._device).wait_event(block.used)
-            yield block.memory
+            yield block
         except BaseException:
             # Kept alive, since messages may still arrive in it, and out of `_free`.
             self._lost.append(block.memory)
             raise
-        self._free.append(_Block(block.memory, _record_use(block.memory)))
+        block.used = _record_use(block.memory)
+        self._free.append(block)
 
 
 def _record_use(memory: Tensor) -> torch.cuda.Event | None:

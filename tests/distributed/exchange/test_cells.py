@@ -195,10 +195,10 @@ def test_views_are_slices() -> None:
     a, b, c = (slice(1, 3), slice(0, 8)), (slice(3, 4), slice(0, 8)), (slice(1, 3), slice(0, 4))
     views = [locate("t", t.stride(), s, tuple(t[s].shape)) for s in (a, b, c)]
     for view, s in zip(views, (a, b, c), strict=True):
-        assert torch.equal(select({"t": t}, view), t[s])
+        assert torch.equal(select(t, view), t[s])
     joined = join(views[:2])
     assert joined is not None
-    assert torch.equal(select({"t": t}, joined), t[1:4].flatten())
+    assert torch.equal(select(t, joined), t[1:4].flatten())
     assert join([views[1], views[0]]) is None
     assert join(views[2:]) is None
 

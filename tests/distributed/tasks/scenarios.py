@@ -270,7 +270,7 @@ def staging(rank: int, case: Case, moves: int) -> list[tuple[int, int, int]]:
         else:
             move(src, out=dst)
         with move._carrier._engine._staging.lend(move.staging_bytes) as block:
-            out.append((move.staging_bytes, block.data_ptr(), most))
+            out.append((move.staging_bytes, block.memory.data_ptr(), most))
     return out
 
 
