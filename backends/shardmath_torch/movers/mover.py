@@ -354,7 +354,7 @@ class Mover:
             # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
             self._checked = self._held = None
             is_direct = not self._landing.is_beside
-            check(self._wanted, tensors, self._party.wire.device_type, apart=is_direct)
+            check(self._wanted, tensors, self._party.wire.device, apart=is_direct)
             self._carrier.prepare(*tensors, call.held)
             self._checked = signed
             self._held = _Held(src, out, tensors) if call.held else None
