@@ -35,10 +35,10 @@ from shardmath_torch.dtensors.redistribute import redistribute
 from shardmath_torch.dtensors.scales import amax
 from shardmath_torch.dtensors.styles import Fused
 from shardmath_torch.dtensors.tensor_parallel import set_device_mesh
-from shardmath_torch.exchange.compile import compile
-from shardmath_torch.exchange.mover import Mover
 from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.movers.compile import compile
+from shardmath_torch.movers.mover import Mover
 from shardmath_torch.refits.recording import record
 from shardmath_torch.refits.refit import Refit
 from shardmath_torch.states.training import load_state, load_weights, save_state, state_of

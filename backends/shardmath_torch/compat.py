@@ -237,6 +237,11 @@ def packs_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def has_own_connections(group: Group) -> bool:
+    """Whether it is not the default group, on which a job's other collectives go."""
+    return group is not dist.group.WORLD
+
+
 def is_registered(group: Group) -> bool:
     """Whether torch still knows the group: not after `destroy_process_group`."""
     return group in c10d._world.pg_map

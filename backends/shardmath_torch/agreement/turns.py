@@ -103,15 +103,18 @@ class _Seat:
 
 
 class _Heard(threading.local):
-    """What the calling thread has heard: how many of its turns were refused."""
+    """What the calling thread has heard: how many of its turns were refused; and whether it moves beside another."""
 
     refusals = 0
+    is_beside = False
 
 
 class Turns:
     """The turns of one group on this rank.
 
     `decided` is the number of the latest vote of which the group's store has a record (`commits`).
+
+    `beside` is the latest thread that moves for another, after the ones before it: other calls wait for it.
 
     `told` is the exception that this rank goes on with and of which all ranks have heard, in the
     call of several steps that is under way.
@@ -128,6 +131,7 @@ class Turns:
         self.votes = 0
         self.decided: int | None = None
         self.heard = _Heard()
+        self.beside: threading.Thread | None = None
         self.host: int | None = UNTOLD
         self.nonce = ""
         self._turn = _Seat("had the turn")
@@ -174,6 +178,7 @@ class Turns:
         """
         turn = _Turn(threading.current_thread())
         self._refuse_nested()
+        self._wait_for_beside()
         try:
             self._turn.take(turn, patience)
             self._check_not_broken(what, let_go)
@@ -221,6 +226,14 @@ class Turns:
             yield
         finally:
             self._step.give_back(turn)
+
+    def _wait_for_beside(self) -> None:
+        """Return once the moves that go on beside are over: order says which calls belong together."""
+        beside = self.beside
+        if beside is None or self.heard.is_beside:
+            return
+        beside.join()
+        self.beside = None
 
     def _refuse_nested(self) -> None:
         """Raise ExchangeError where the thread has the turn already: it would wait for itself."""

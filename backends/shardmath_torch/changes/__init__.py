@@ -6,5 +6,6 @@ In reading order:
 - `packets`: numbered elements as bytes;
 - `sparse`: what a rank sends and receives of changed elements;
 - `walking`: the rounds of a plan, of which only what changed is sent;
+- `carrying`: a carrier of what has changed, and of all where that is asked for;
 - `changes`: `compile_changes`.
 """

@@ -4,29 +4,33 @@
    of no elements is not sent.
 2. Whole messages go as the exchange sends them: out of and into tensors, or through the group's staging. Packets have
    memory of their own.
+3. Put in place later, what has come stays in memory of its own, whole messages too; so does what the rank keeps, since
+   its source may change before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from shardmath.programs.part import Part
-from shardmath_torch import compat
-from shardmath_torch.agreement.wire import Pending, Wire
+from shardmath_torch.agreement.wire import Pending
 from shardmath_torch.changes.packets import count_bytes, pack, unpack
 from shardmath_torch.changes.sparse import Changed, Counts, Elements, Incoming, Outgoing
 from shardmath_torch.exchange.endpoints import BoundRound, Endpoint, bind, count_staging_bytes
 from shardmath_torch.exchange.engine import find_device
 from shardmath_torch.exchange.staging import Fence, staging_of
+from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import Views
 
 __all__ = ["Sorted", "Volume", "Walker"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
+Put: TypeAlias = Callable[[], object]
+"""Puts something in place, however often it is called."""
 
 
 class Sorted(NamedTuple):
@@ -71,17 +75,16 @@ class _Leaving(NamedTuple):
 class Walker:
     """A rank's part of a plan, for tensors that lie in memory as these do."""
 
-    def __init__(
-        self, part: Part, group: compat.Group, wire: Wire, src: Tensors, dst: Tensors
-    ) -> None:
-        self._wire = wire
+    def __init__(self, task: Task, src: Tensors, dst: Tensors) -> None:
+        part = task.part
+        self._wire = task.wire
         self._device = find_device(src, dst)
         here = {key: tensor.stride() for key, tensor in src.items()}
         there = {key: tensor.stride() for key, tensor in dst.items()}
         bound = bind(part.rounds, here, there)
         self._steps = list(_number(bound))
         self._needed = count_staging_bytes(bound)
-        self._staging = staging_of(group, self._device)
+        self._staging = staging_of(task.group, self._device)
         sends = [m for one in part.rounds for m in one.sends]
         receives = [m for one in part.rounds for m in one.receives]
         keeps = [m for one in part.rounds for m in one.keeps]
@@ -126,34 +129,54 @@ class Walker:
         told = {rank: memory.tolist() for rank, (memory, _) in arriving.items()}
         return self._receives.read(told)
 
-    def walk(self, given: Sorted, counts: Sequence[Counts], src: Tensors, dst: Tensors) -> None:
-        """Send, receive and put in place. Raises PeerFailure."""
+    def walk(
+        self,
+        given: Sorted,
+        counts: Sequence[Counts],
+        src: Tensors,
+        dst: Tensors,
+        is_beside: bool = False,
+    ) -> list[Put]:
+        """Send, receive and put in place; or, beside it, give what does that. Raises PeerFailure."""
+        puts: list[Put] = []
         with torch.inference_mode(), self._staging.lend(self._needed, Fence()) as block:
             views = Views(src, dst, block)
             for step in self._steps:
                 # All is posted before anything is waited for: a rank that waited first could wait for ever.
-                arriving = list(self._receive(step, counts, views))
+                arriving = list(self._receive(step, counts, views, is_beside))
                 leaving = list(self._send(step, given, views))
                 self._wire.start()
-                self._keep(step, given, views)
+                come = list(self._keep(step, given, views, is_beside))
+                _run_unless(is_beside, come)
                 for one in arriving:
                     one.pending.wait()
-                    self._take_in(one, counts, views)
+                    come.append(self._take_in(one, counts, views))
+                    _run_unless(is_beside, come)
+                puts += come
                 for _, pending in leaving:
                     pending.wait()
+        return puts
 
-    def _receive(self, step: _Step, counts: Sequence[Counts], views: Views) -> Iterator[_Arriving]:
+    def _receive(
+        self, step: _Step, counts: Sequence[Counts], views: Views, is_beside: bool
+    ) -> Iterator[_Arriving]:
         """Post the receives of the step."""
         for number, endpoint in step.receives:
             rank = endpoint.message.src_rank
             told = counts[number]
-            if told is None:
+            if told is None and not is_beside:
                 memory = views.find_bytes(endpoint, arriving=True)
                 yield _Arriving(number, endpoint, None, self._wire.receive(memory, rank))
-            elif any(told):
-                nbytes = count_bytes(self._receives.sizes[number], told)
-                packet = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            elif told is None or any(told):
+                packet = self._make_packet(number, endpoint, told)
                 yield _Arriving(number, endpoint, packet, self._wire.receive(packet, rank))
+
+    def _make_packet(self, number: int, endpoint: Endpoint, told: Counts) -> Tensor:
+        """Memory for what is told of a message."""
+        nbytes = endpoint.message.nbytes
+        if told is not None:
+            nbytes = count_bytes(self._receives.sizes[number], told)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _send(self, step: _Step, given: Sorted, views: Views) -> Iterator[_Leaving]:
         """Post the sends of the step."""
@@ -169,23 +192,43 @@ class Walker:
                 continue
             yield _Leaving(memory, self._wire.send(memory, rank))
 
-    def _keep(self, step: _Step, given: Sorted, views: Views) -> None:
+    def _keep(self, step: _Step, given: Sorted, views: Views, is_beside: bool) -> Iterator[Put]:
         """What stays on this rank."""
         for number, ends in step.keeps:
             elements = given.keeps[number]
-            if elements is None:
-                views.keep(*ends)
+            if elements is not None:
+                yield partial(self._keeps.place, number, elements)
+            elif not is_beside:
+                yield partial(views.keep, *ends)
             else:
-                self._keeps.place(number, elements)
+                here, there = map(_stage, ends)
+                memory = torch.empty(here.message.nbytes, dtype=torch.uint8, device=self._device)
+                apart = views.over(memory)
+                apart.pack(here)
+                yield partial(apart.unpack, there)
 
-    def _take_in(self, one: _Arriving, counts: Sequence[Counts], views: Views) -> None:
-        """Put what has arrived where it belongs."""
+    def _take_in(self, one: _Arriving, counts: Sequence[Counts], views: Views) -> Put:
+        """What puts what has arrived where it belongs."""
         told = counts[one.number]
-        if one.packet is None or told is None:
-            views.unpack(one.endpoint)
-            return
-        sizes = self._receives.sizes[one.number]
-        self._receives.place(one.number, unpack(one.packet, sizes, told))
+        if one.packet is None:
+            return partial(views.unpack, one.endpoint)
+        if told is None:
+            return partial(views.over(one.packet).unpack, _stage(one.endpoint))
+        elements = unpack(one.packet, self._receives.sizes[one.number], told)
+        return partial(self._receives.place, one.number, elements)
+
+
+def _run_unless(is_beside: bool, puts: list[Put]) -> None:
+    """Put in place at once, unless that is for later."""
+    if not is_beside:
+        for put in puts:
+            put()
+        puts.clear()
+
+
+def _stage(endpoint: Endpoint) -> Endpoint:
+    """The same end, of a message that lies from the first byte of its own memory on."""
+    return endpoint._replace(contiguous=None, start=0)
 
 
 def _number(rounds: Iterable[BoundRound]) -> Iterator[_Step]:

@@ -210,3 +210,5 @@ def _end(party: Party, block: Block) -> None:
             raise ExchangeError(f"{message_of(error)}; {said}") from error.__cause__
         error.add_note(said)
         raise
+    for entry in block.entries:
+        entry.end()

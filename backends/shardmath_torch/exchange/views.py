@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -85,6 +86,14 @@ class Views:
         self._typed_blocks: dict[torch.dtype, Tensor] = {}
         self._copies: dict[tuple[str, int], _Copies] = {}
         self._bytes: dict[int, Tensor] = {}
+
+    def over(self, block: Tensor) -> Views:
+        """The same tensors, and this memory as staging."""
+        apart = copy.copy(self)
+        apart.block = block
+        apart._held = False
+        apart._typed_blocks = {}
+        return apart
 
     def find_bytes(self, endpoint: Endpoint, arriving: bool) -> Tensor:
         """The message's bytes: in the tensor where they are contiguous there, otherwise in staging."""

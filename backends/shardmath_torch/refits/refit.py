@@ -9,7 +9,7 @@ refit()                                                         # collective, af
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +22,17 @@ from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.agreement.transport import join
+from shardmath_torch.changes.carrying import How
+from shardmath_torch.changes.changes import Changes, make_changes
 from shardmath_torch.commits.blocks import Member
-from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, DIRECT, compile
+from shardmath_torch.commits.shadows import Pair
+from shardmath_torch.exchange.local import Local, Tensors
 from shardmath_torch.exchange.memory import mark_written
-from shardmath_torch.exchange.mover import move_held
+from shardmath_torch.movers.calls import EVERY, Call
+from shardmath_torch.movers.compile import DEFAULT_TIMEOUT_S, DIRECT, Settings, make_ready
+from shardmath_torch.movers.handles import Handle
+from shardmath_torch.movers.mover import Mover, move_by
+from shardmath_torch.movers.stages import Stage
 from shardmath_torch.refits.gathered import check_not_gathered, find_groups, give_back
 from shardmath_torch.refits.holders import (
     Watched,
@@ -51,12 +58,40 @@ SHOWN = 24
 """Hexadecimal digits of a digest that a claim has."""
 
 
+class _Ends(Stage):
+    """What a refit does at both ends of a move: it gives its views, and computes what functions store."""
+
+    def __init__(self, refit: Refit) -> None:
+        self._refit = refit
+
+    def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
+        """The views that were bound. Raises ExchangeError where they are not, or are no longer what they were."""
+        objection = self._refit._object()
+        if objection:
+            raise ExchangeError(objection)
+        return self._refit._src.tensors or None, self._refit._dst.tensors or None
+
+    def begin(self) -> None:
+        """What FSDP2 has gathered of the engines' parameters is old from now on."""
+        give_back(self._refit._groups)
+
+    def finish(self, arrived: Tensors) -> Iterator[Pair]:
+        """What functions make of what has arrived, and where that is stored."""
+        computed = self._refit._dst.computed
+        mark_written(one.stored for one in computed)
+        for one in computed:
+            with torch.inference_mode():
+                made = compute(one, arrived[one.key])
+            yield one.stored, made
+
+
 @public
 class Refit:
     """A planned refit made ready on this rank: `prepare` binds its tensors, a call moves them.
 
-    `timeout` is in seconds; with `commit="all"` a step is in place on all ranks or on none, as `compile` has it.
-    Raises ExchangeError on every rank where ranks plan differently.
+    `timeout`, `max_inflight_bytes`, `commit` and `agree` are those of `compile`. With `changes=True` a call sends what
+    has changed since the one before, as `compile_changes` has it; `changes` is then what does so, and says what was
+    sent. Raises ExchangeError on every rank where ranks plan differently.
     """
 
     def __init__(
@@ -67,19 +102,21 @@ class Refit:
         timeout: float = DEFAULT_TIMEOUT_S,
         max_inflight_bytes: int | None = None,
         commit: str = DIRECT,
+        agree: str = EVERY,
+        changes: bool = False,
     ) -> None:
         if not isinstance(planned, Planned):
             raise ExchangeError(
                 f"planned is not a refit, but {type(planned).__name__}; give what sm.refit gives"
             )
         self.planned = planned
-        self._mover = compile(
-            planned.plan,
-            group=group,
-            timeout=timeout,
-            max_inflight_bytes=max_inflight_bytes,
-            commit=commit,
-        )
+        settings = Settings(timeout, max_inflight_bytes, commit=commit, agree=agree)
+        ends = (_Ends(self),)
+        self._mover: Mover
+        if changes:
+            self._mover = make_changes(planned.plan, group, settings, stages=ends)
+        else:
+            self._mover = Mover(make_ready(planned.plan, group, settings, ends))
         self._party = join(compat.group_of(group), timeout, timeout)
         self._src = Views({}, [])
         self._dst = Views({}, [])
@@ -209,34 +246,31 @@ class Refit:
         return bind_views(bound, slots, layouts, natives, rank, own, functions, receives=receives)
 
     def __call__(
-        self, *, timeout: float | None = None, acknowledge: bool = False, label: str = ""
-    ) -> None:
+        self,
+        *,
+        timeout: float | None = None,
+        acknowledge: bool = False,
+        label: str = "",
+        check: Literal["digest"] | None = None,
+        async_op: bool = False,
+        whole: bool = False,
+    ) -> Handle | None:
         """Move what was bound, as a mover does, and compute what functions store. Collective.
 
+        `whole`, with changes: all of it, on all ranks alike, as where an engine's weights were written by others.
         Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory,
         where another, in other memory, is in the place of one: in the mapping that was given, or in a module that had
         it; or where no module has it any longer that had it. What FSDP2 has gathered of the engines' parameters it
         gathers again for its next forward.
         """
-        move_held(
-            self._mover,
-            self._src.tensors or None,
-            out=self._dst.tensors or None,
-            objection=self._object(),
-            timeout=timeout,
-            acknowledge=acknowledge,
-            label=label,
-            first=partial(give_back, self._groups) if self._groups else None,
-            finalize=self._compute,
-        )
+        how = How(None, whole) if self.changes is not None else None
+        call = Call(None, None, timeout, acknowledge, label, check, held=True, how=how)
+        return move_by(self._mover, call, async_op)
 
-    def _compute(self, arrived: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """What functions make of what has arrived, and where that is stored."""
-        mark_written(one.stored for one in self._dst.computed)
-        for one in self._dst.computed:
-            with torch.inference_mode():
-                made = compute(one, arrived[one.key])
-            yield one.stored, made
+    @property
+    def changes(self) -> Changes | None:
+        """What sends changes alone, where it does."""
+        return self._mover if isinstance(self._mover, Changes) else None
 
     def _object(self) -> str:
         """What speaks against a move: tensors that are not bound, or no longer where they were; "" for nothing."""

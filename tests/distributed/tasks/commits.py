@@ -20,9 +20,9 @@ from shardmath.protocol import Event
 from shardmath_gloo.wire import DATA, GlooWire
 from shardmath_torch.agreement.party import Party
 from shardmath_torch.commits import conclude as concluding
-from shardmath_torch.commits import entry as entries
 from shardmath_torch.commits import shadows
 from shardmath_torch.commits.record import Record
+from shardmath_torch.movers import carriers
 from tests.distributed.tasks.breaks import Said, ends
 
 PHASES = (
@@ -89,7 +89,7 @@ def _patch(stack: ExitStack, phase: str, reach: Once) -> None:
         stack.enter_context(mock.patch.object(target, name, made))
 
     vote, send, ask = Party.vote, GlooWire._send, Record.ask
-    put = entries.put_in_place
+    put = carriers.put_in_place
 
     def at_vote(self: Any, mine: Any, patience: Any = None, event: Any = Event.VOTE) -> Any:
         if event is (Event.VOTE if phase == "before the vote" else Event.PROMISE):
@@ -130,7 +130,7 @@ def _patch(stack: ExitStack, phase: str, reach: Once) -> None:
     elif phase in ("before the decision", "after the decision"):
         patch(Record, "ask", at_ask)
     else:
-        patch(entries, "put_in_place", at_put)
+        patch(carriers, "put_in_place", at_put)
     assert concluding.Record is Record
 
 

@@ -51,7 +51,7 @@ def move_transformed(rank: int, cases: Sequence[Moved]) -> list[tuple[dict[str, 
 
 def addresses(move: Any) -> list[int]:
     """Where the wire buffers are."""
-    workers = [part.worker for side in move._parts for part in side if part.worker]
+    workers = [part.worker for side in move._ends._parts for part in side if part.worker]
     return [one.data_ptr() for worker in workers for one in worker.buffers.values()]
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -38,12 +38,14 @@ from shardmath_torch.agreement.naming import describe_crossing, name_given, word
 from shardmath_torch.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.agreement.transport import join
 from shardmath_torch.agreement.turns import in_thread
-from shardmath_torch.commits.landing import Landing
 from shardmath_torch.commits.shadows import Shadows
-from shardmath_torch.exchange.mover import Mover
 from shardmath_torch.exchange.task import Engine, Task, transport_of
+from shardmath_torch.movers.calls import EVERY, ONCE
+from shardmath_torch.movers.carriers import Carrier, Whole, make_shadows
+from shardmath_torch.movers.mover import Mover, Ready
+from shardmath_torch.movers.stages import Stage, list_own
 
-__all__ = ["Mover", "compile"]
+__all__ = ["MakeCarrier", "Mover", "Settings", "compile", "make_ready", "make_whole"]
 
 DEFAULT_ENGINE = "exchange"
 
@@ -60,15 +62,24 @@ SHOWN = 16
 
 _T = TypeVar("_T")
 
+MakeCarrier: TypeAlias = Callable[[Task, Engine, Shadows | None], Carrier]
+"""Of a rank's task, the engine that would move all of it, and shadows where it is put in place at the end."""
 
-class _Settings(NamedTuple):
+
+def make_whole(task: Task, engine: Engine, shadows: Shadows | None) -> Whole:
+    """What carries all bytes."""
+    return Whole(task.part, engine, shadows)
+
+
+class Settings(NamedTuple):
     """What every rank must pass alike, with the plan or program."""
 
-    timeout: float
-    max_inflight_bytes: int
-    engine: str
-    thread: str | None
+    timeout: float = DEFAULT_TIMEOUT_S
+    max_inflight_bytes: int | None = None
+    engine: str = "auto"
+    thread: str | None = None
     commit: str = DIRECT
+    agree: str = EVERY
 
     @property
     def text(self) -> str:
@@ -77,6 +88,8 @@ class _Settings(NamedTuple):
         del given["thread"]
         if _is_text(self.commit, DIRECT):
             del given["commit"]
+        if _is_text(self.agree, EVERY):
+            del given["agree"]
         return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
     @property
@@ -100,6 +113,7 @@ def compile(
     engine: str = "auto",
     thread: str | None = None,
     commit: str = DIRECT,
+    agree: str = EVERY,
 ) -> Mover:
     """The plan or program made ready on this rank. Collective over `group` (default: all ranks).
 
@@ -109,21 +123,35 @@ def compile(
     the calling thread's name, by which ranks see that their calls belong together: give one where threads of different
     names move together, such as the main thread of trainers and a worker thread of engines. With `commit="all"` every
     rank receives beside its destination, in as many bytes once more (`Plan.shadow_bytes`), and all put it in place, or
-    none does: a failure leaves destinations as they were. Raises ExchangeError on every rank where ranks pass different
+    none does: a failure leaves destinations as they were. With `agree="once"` ranks vote before the first move of its
+    kind alone (`acknowledge`, `check` and whether it is in a block), and what one objects to later breaks the group.
+    Raises ExchangeError on every rank where ranks pass different
     plans or settings, where the group lacks a rank of the plan, where torch lacks arithmetic that the plan needs, or
     for a `max_inflight_bytes` that is not the program's own.
     """
-    limit = _read_limit(plan, max_inflight_bytes)
-    name = DEFAULT_ENGINE if _is_text(engine, "auto") else engine
-    settings = _Settings(timeout, limit, name, thread, commit)
+    settings = Settings(timeout, max_inflight_bytes, engine, thread, commit, agree)
+    return Mover(make_ready(plan, group, settings))
+
+
+def make_ready(
+    plan: Plan | Transposed | Program,
+    group: compat.Group | None,
+    settings: Settings,
+    stages: tuple[Stage, ...] = (),
+    make_carrier: MakeCarrier = make_whole,
+) -> Ready:
+    """What ranks agree on, for a mover of these stages. Collective over the group; raises as `compile` does."""
+    settings = settings._replace(max_inflight_bytes=_read_limit(plan, settings.max_inflight_bytes))
+    if _is_text(settings.engine, "auto"):
+        settings = settings._replace(engine=DEFAULT_ENGINE)
     # The vote that refuses a bad time needs a time as well.
     waiting = settings._replace(timeout=DEFAULT_TIMEOUT_S)
-    if is_time(timeout):
-        settings = settings._replace(timeout=float(timeout))
+    if is_time(settings.timeout):
+        settings = settings._replace(timeout=float(settings.timeout))
         waiting = settings
     party = join(compat.group_of(group), waiting.patience, waiting.grace)
     return party.together(
-        lambda: _compile(party.with_own_key(), plan, settings),
+        lambda: _agree(party.with_own_key(), plan, settings, stages, make_carrier),
         lambda failure, rank: describe_crossing(plan, failure.tensor, rank),
     )
 
@@ -143,8 +171,14 @@ def _read_limit(plan: Plan | Transposed | Program, given: int | None) -> int:
     return plan.max_inflight_bytes if isinstance(plan, Program) else INFLIGHT_BYTES
 
 
-def _compile(party: Party, plan: Plan | Transposed | Program, settings: _Settings) -> Mover:
-    """The mover, on which ranks agree by two votes or three."""
+def _agree(
+    party: Party,
+    plan: Plan | Transposed | Program,
+    settings: Settings,
+    stages: tuple[Stage, ...],
+    make_carrier: MakeCarrier,
+) -> Ready:
+    """What a mover is made of, on which ranks agree by two votes or three."""
     # What fails here is an objection: the others wait for this rank's vote.
     mine, objection = _attempt(lambda: _check_and_outline(party, plan, settings))
     claim = "compile"
@@ -166,22 +200,20 @@ def _compile(party: Party, plan: Plan | Transposed | Program, settings: _Setting
             break
     assert made is not None, "who objects does not get past the vote"
     part, engine = made
-    return Mover(plan, party, part, engine, settings.thread, _make_landing(part, settings))
-
-
-def _make_landing(part: Part, settings: _Settings) -> Landing:
-    """Where this rank receives."""
-    if settings.commit == DIRECT:
-        return Landing()
-    layouts = {key: stored.layout for key, stored in part.destinations.items()}
-    return Landing(Shadows(layouts, part.rank))
+    shadows = None
+    if settings.commit == ALL:
+        shadows = make_shadows(part, list_own(stages))
+    task = Task(part, party.group, party.wire)
+    carrier = make_carrier(task, engine, shadows)
+    return Ready(plan, party, part, carrier, stages, settings.thread, settings.agree)
 
 
 def _make(
-    party: Party, mine: Outline, settings: _Settings, peers: int, by_addend: bool
+    party: Party, mine: Outline, settings: Settings, peers: int, by_addend: bool
 ) -> tuple[Part, Engine]:
     """This rank's part, and the engine that moves it."""
     limit = settings.max_inflight_bytes
+    assert limit is not None, "read before ranks vote"
     made = mine.part(peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
     assert made.keeps_order or not isinstance(mine.given, Program), "phases bring addends in order"
     make_engine = transport_of(party.group).ENGINES[settings.engine]
@@ -198,12 +230,13 @@ def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
 
 
 def _check_and_outline(
-    party: Party, plan: Plan | Transposed | Program, settings: _Settings
+    party: Party, plan: Plan | Transposed | Program, settings: Settings
 ) -> Outline:
     """What this rank will do, but for the pace. Raises ShardError to object."""
     _check_plan(plan)
     _check_settings(plan, settings)
     _check_commit(party, settings)
+    _check_agree(settings)
     _check_engine(party, settings)
     _check_ranks(party, plan)
     mine = outline_part(plan, party.rank)
@@ -211,6 +244,7 @@ def _check_and_outline(
     if not isinstance(plan, Program):
         # A limit without room is found here, in every rank's own words.
         limit = settings.max_inflight_bytes
+        assert limit is not None, "read before ranks vote"
         set_pace(plan.ranks, peers=mine.peers, max_inflight_bytes=limit, by_addend=False)
     return mine
 
@@ -222,7 +256,7 @@ def _check_plan(plan: object) -> None:
         raise ExchangeError(f"compile takes a Plan, got {type(plan).__name__}; {fix}")
 
 
-def _check_settings(plan: Plan | Transposed | Program, settings: _Settings) -> None:
+def _check_settings(plan: Plan | Transposed | Program, settings: Settings) -> None:
     """Raise ExchangeError for a time, a name or a limit that is of no use."""
     if not is_time(settings.timeout):
         raise ExchangeError(word_bad_time(settings.timeout))
@@ -240,7 +274,7 @@ def _check_settings(plan: Plan | Transposed | Program, settings: _Settings) -> N
         raise ExchangeError(f"max_inflight_bytes={limit}, {own}; {fix}")
 
 
-def _check_commit(party: Party, settings: _Settings) -> None:
+def _check_commit(party: Party, settings: Settings) -> None:
     """Raise ExchangeError for a way to commit that there is not, and where nobody could decide."""
     if not any(_is_text(settings.commit, known) for known in (DIRECT, ALL)):
         raise ExchangeError(f"commit={shown(settings.commit)}; pass {DIRECT!r} or {ALL!r}")
@@ -249,7 +283,13 @@ def _check_commit(party: Party, settings: _Settings) -> None:
         raise ExchangeError(f"{what}; compile with commit={DIRECT!r}")
 
 
-def _check_engine(party: Party, settings: _Settings) -> None:
+def _check_agree(settings: Settings) -> None:
+    """Raise ExchangeError for a way to agree that there is not."""
+    if not any(_is_text(settings.agree, known) for known in (EVERY, ONCE)):
+        raise ExchangeError(f"agree={shown(settings.agree)}; pass {EVERY!r} or {ONCE!r}")
+
+
+def _check_engine(party: Party, settings: Settings) -> None:
     """Raise ExchangeError for an engine that the group's transport does not have."""
     engines = transport_of(party.group).ENGINES
     # An array is not hashable, hence asked for its type first.
