@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from shardmath.plans.plan import Plan, Transfer, spell_transfers
 from shardmath.plans.stretches import list_sent
@@ -31,25 +32,54 @@ from shardmath.programs.cutting import Pace, cut_transfers
 from shardmath.programs.messages import Message, Round, gather_rounds
 from shardmath.programs.part import Part
 
-__all__ = ["can_follow", "find_gone", "follow"]
+__all__ = ["Difference", "compare", "count_peers", "follow"]
 
 
-def can_follow(part: Part, plan: object) -> bool:
-    """Whether the plan is that of the part but for who has left, on whose side the part's rank is not."""
+class Difference(NamedTuple):
+    """The ranks that have left since, and those that are back."""
+
+    gone: frozenset[int]
+    back: frozenset[int]
+
+
+def compare(part: Part, plan: object) -> Difference | None:
+    """Who has left the plan of the part, and who is back; None where this is another plan, or the rank is one of them.
+
+    Programs are others: who leaves may have relayed what others get.
+    """
     before = part.plan
-    if not isinstance(before, Plan) or not isinstance(plan, Plan):
+    if part.pace is None or not isinstance(before, Plan) or not isinstance(plan, Plan):
+        return None
+    if not _are_related(before, plan):
+        return None
+    if part.rank in before.left or part.rank in plan.left:
+        return None
+    left = frozenset(plan.left)
+    had_left = frozenset(before.left)
+    return Difference(left - had_left, had_left - left)
+
+
+def _are_related(one: Plan, other: Plan) -> bool:
+    """Whether they are of the same tensors, and differ in who has left and in nothing else."""
+    whole = one.whole or one
+    if whole != (other.whole or other):
         return False
-    one = before.whole or before
-    other = plan.whole or plan
-    stays = part.rank not in before.left and part.rank not in plan.left
-    return one == other and stays
+    # Tensors that nobody asks for are in no plan.
+    tensors = len(whole.src)
+    return tensors == len(one.src) == len(other.src)
 
 
-def find_gone(part: Part, plan: Plan) -> frozenset[int]:
-    """Who has left since the part was made."""
-    before = part.plan.left if isinstance(part.plan, Plan) else ()
-    gone = set(plan.left).difference(before)
-    return frozenset(gone)
+def count_peers(part: Part, plan: Plan) -> int:
+    """The `peers` of an outline of the plan, for a rank whose part can follow it."""
+    # What a rank receives comes from whom it came before.
+    senders: set[int] = set()
+    for one in part.rounds:
+        senders.update(m.src_rank for m in one.receives)
+    receivers: set[int] = set()
+    if part.rank in plan.src_ranks:
+        sent = list_sent(plan.lines, part.rank)
+        receivers.update(stretch.receiver for stretch in sent)
+    return max(len(senders), len(receivers))
 
 
 def follow(part: Part, plan: Plan, pace: Pace) -> Part | None:
@@ -57,20 +87,14 @@ def follow(part: Part, plan: Plan, pace: Pace) -> Part | None:
 
     None where nothing of the part can be kept.
     """
-    if part.pace is None or not part.pace.is_like(pace) or not can_follow(part, plan):
+    found = compare(part, plan)
+    if found is None or part.pace is None or not part.pace.is_like(pace):
         return None
-    before = part.plan
-    assert isinstance(before, Plan), "can_follow says so"
-    # Tensors that nobody asked for are in the plan again, or no longer.
-    if plan.src is not before.src:
-        return None
-    gone = find_gone(part, plan)
-    back = frozenset(before.left).difference(plan.left)
     rounds = part.rounds
     # Nobody who leaves is a source, so that of two destinations neither sends the other anything.
     if part.rank in plan.src_ranks:
-        rounds = _drop(rounds, gone)
-        new = list(_list_new(plan, part.rank, back))
+        rounds = _drop(rounds, found.gone)
+        new = list(_list_new(plan, part.rank, found.back))
         rounds = _add(rounds, new, pace, part.rank)
     return replace(part, plan=plan, rounds=rounds, pace=pace)
 

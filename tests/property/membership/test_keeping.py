@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Topology, adjoint, plan, schedule, without
-from shardmath.membership.keeping import can_follow, find_gone, follow
+from shardmath.membership.keeping import Difference, compare, count_peers, follow
 from shardmath.plans.plan import Plan
 from shardmath.programs.cutting import Pace
 from shardmath.programs.part import Part, outline_part
@@ -62,10 +62,14 @@ def test_what_follows_is_what_is_made_anew(
             continue
         left = follow(before[rank], rest, pace_of(after))
         check_same(left, after[rank])
+        assert count_peers(before[rank], rest) == outline_part(rest, rank).peers
+        assert count_peers(after[rank], p) == outline_part(p, rank).peers
         known = {id(m) for one in before[rank].rounds for m in one.messages}
         assert {id(m) for one in left.rounds for m in one.messages} <= known
         check_same(follow(after[rank], p, pace_of(before)), before[rank])
-        assert find_gone(before[rank], rest) == set(leaving) and not find_gone(after[rank], p)
+        some = frozenset(leaving)
+        assert compare(before[rank], rest) == Difference(some, frozenset())
+        assert compare(after[rank], p) == Difference(frozenset(), some)
 
 
 @given(copies(), st.data())
@@ -99,15 +103,16 @@ def test_what_cannot_follow() -> None:
     rest = without(p, [2, 3])
     parts = make(p, 3, 1 << 30)
     pace = pace_of(parts)
-    assert can_follow(parts[0], rest) and not can_follow(parts[2], rest)
+    assert compare(parts[0], rest) and not compare(parts[2], rest)
     assert follow(parts[0], rest, pace) is not None
     assert follow(parts[0], plan(src, dst, topology=Topology()), pace) is None
     assert follow(parts[0], rest, pace._replace(message_bytes=16)) is None
     assert follow(parts[0], rest, pace._replace(by_addend=True)) is None
-    assert not can_follow(parts[0], adjoint(p)) and not can_follow(parts[0], None)
+    assert compare(parts[0], adjoint(p)) is compare(parts[0], None) is None
     program = schedule(p, topology=Topology())
     of_program = outline_part(program, 0).part(peers=0)
     assert of_program.pace is None and follow(of_program, rest, pace) is None
+    assert compare(of_program, rest) is compare(parts[0], program) is None
     flipped = outline_part(adjoint(p), 0).part(peers=3)
     assert follow(flipped, rest, pace) is None
 
