@@ -105,9 +105,9 @@ def _drop(rounds: tuple[Round, ...], gone: Collection[int]) -> tuple[Round, ...]
         return rounds
     kept = []
     for one in rounds:
-        sends = tuple(m for m in one.sends if m.dst_rank not in gone)
+        sends = [m for m in one.sends if m.dst_rank not in gone]
         if sends or one.receives or one.keeps:
-            kept.append(one._replace(sends=sends))
+            kept.append(Round(tuple(sends), one.receives, one.keeps))
     return tuple(kept)
 
 

@@ -178,7 +178,7 @@ class Turns:
         """
         turn = _Turn(threading.current_thread())
         self._refuse_nested()
-        self._wait_for_beside()
+        self.wait_for_beside()
         try:
             self._turn.take(turn, patience)
             self._check_not_broken(what, let_go)
@@ -227,7 +227,7 @@ class Turns:
         finally:
             self._step.give_back(turn)
 
-    def _wait_for_beside(self) -> None:
+    def wait_for_beside(self) -> None:
         """Return once the moves that go on beside are over: order says which calls belong together."""
         beside = self.beside
         if beside is None or self.heard.is_beside:

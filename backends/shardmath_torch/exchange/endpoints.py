@@ -133,9 +133,9 @@ def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[Bou
     """The rounds without what goes to ranks that are gone; all else stays where it is in staging."""
     kept = []
     for one in rounds:
-        sends = tuple(end for end in one.sends if end.message.dst_rank not in gone)
+        sends = [end for end in one.sends if end.message.dst_rank not in gone]
         if sends or one.receives or one.keeps:
-            kept.append(one._replace(sends=sends))
+            kept.append(BoundRound(tuple(sends), one.receives, one.keeps))
     return tuple(kept)
 
 

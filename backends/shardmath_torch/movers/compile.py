@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -44,7 +45,7 @@ from shardmath_torch.exchange.task import Engine, Task, transport_of
 from shardmath_torch.movers.calls import EVERY
 from shardmath_torch.movers.carriers import Carrier, Whole, make_shadows
 from shardmath_torch.movers.mover import Mover
-from shardmath_torch.movers.ready import Again, Former, Ready
+from shardmath_torch.movers.ready import Former, Ready
 from shardmath_torch.movers.settings import (
     ALL,
     DEFAULT_ENGINE,
@@ -106,17 +107,6 @@ def compile(
     return Mover(make_ready(plan, group, settings))
 
 
-class _Asked(NamedTuple):
-    """What is to be made ready, and of what: `former` is what a mover was, which goes on by this plan."""
-
-    plan: Plan | Transposed | Program
-    settings: Settings
-    stages: tuple[Stage, ...]
-    make_carrier: MakeCarrier
-    again: Again
-    former: Former | None
-
-
 def make_ready(
     plan: Plan | Transposed | Program,
     group: compat.Group | None,
@@ -129,20 +119,52 @@ def make_ready(
 
     Whoever has agreed on something else before gives that as `agree_first`, for the plans that follow.
     """
-
-    def again(plan: object, group: compat.Group, timeout: float | None, former: Former) -> Ready:
-        given = settings if timeout is None else settings._replace(timeout=timeout)
-        if agree_first is not None:
-            agree_first(plan, group, given)
-        asked = _Asked(plan, given, stages, make_carrier, again, former)  # type: ignore[arg-type]
-        return _make_ready(group, asked)
-
-    return _make_ready(group, _Asked(plan, settings, stages, make_carrier, again, None))
+    maker = _Maker(settings, stages, make_carrier, agree_first)
+    return _make_ready(group, _Asked(plan, maker))
 
 
-def _make_ready(group: compat.Group | None, asked: _Asked) -> Ready:
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """How plans are made ready, this one and those that follow."""
+
+    settings: Settings
+    stages: tuple[Stage, ...]
+    make_carrier: MakeCarrier
+    agree_first: AgreeFirst | None
+
+    def again(
+        self,
+        plan: object,
+        group: compat.Group,
+        timeout: float | None,
+        former: Former,
+        take: Callable[[Ready], None],
+    ) -> None:
+        """As `Again` has it."""
+        settings = self.settings
+        if timeout is not None:
+            settings = settings._replace(timeout=timeout)
+        if self.agree_first is not None:
+            self.agree_first(plan, group, settings)
+        maker = replace(self, settings=settings)
+        _make_ready(group, _Asked(plan, maker, former), take)  # type: ignore[arg-type]
+
+
+class _Asked(NamedTuple):
+    """What is to be made ready, and how; `former` is what a mover was, which goes on by this plan."""
+
+    plan: Plan | Transposed | Program
+    maker: _Maker
+    former: Former | None = None
+    settings: Settings = Settings()
+
+
+def _make_ready(
+    group: compat.Group | None, asked: _Asked, take: Callable[[Ready], None] | None = None
+) -> Ready:
+    """As `make_ready` has it; `take` is called under the group's turn."""
     plan = asked.plan
-    settings = asked.settings
+    settings = asked.maker.settings
     settings = settings._replace(max_inflight_bytes=_read_limit(plan, settings.max_inflight_bytes))
     if is_text(settings.engine, "auto"):
         settings = settings._replace(engine=DEFAULT_ENGINE)
@@ -153,8 +175,15 @@ def _make_ready(group: compat.Group | None, asked: _Asked) -> Ready:
         waiting = settings
     party = join(compat.group_of(group), waiting.patience, waiting.grace)
     asked = asked._replace(settings=settings)
+
+    def act() -> Ready:
+        ready = _agree(party.with_own_key(), asked)
+        if take is not None:
+            take(ready)
+        return ready
+
     return party.together(
-        lambda: _agree(party.with_own_key(), asked),
+        act,
         lambda failure, rank: describe_crossing(plan, failure.tensor, rank),
     )
 
@@ -211,13 +240,13 @@ def _agree(party: Party, asked: _Asked) -> Ready:
         party=party,
         part=made.part,
         carrier=made.carrier,
-        stages=() if has_left else asked.stages,
+        stages=() if has_left else asked.maker.stages,
         thread=asked.settings.thread,
         agree=asked.settings.agree,
         peers=told.peers,
         version=told.version,
         keeps_bound=made.keeps_bound,
-        again=asked.again,
+        again=asked.maker.again,
     )
 
 
@@ -271,8 +300,8 @@ def _make_carrier(party: Party, asked: _Asked, part: Part) -> Carrier:
     engine = transport_of(party.group).ENGINES[asked.settings.engine](task)
     shadows = None
     if asked.settings.commit == ALL:
-        shadows = make_shadows(part, list_own(asked.stages))
-    return asked.make_carrier(task, engine, shadows)
+        shadows = make_shadows(part, list_own(asked.maker.stages))
+    return asked.maker.make_carrier(task, engine, shadows)
 
 
 def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:

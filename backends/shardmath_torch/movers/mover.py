@@ -195,8 +195,10 @@ class Mover:
         back (`shardmath.without`), messages and what was bound to tensors. `timeout` is that from now on, in seconds.
         Raises ExchangeError, on every rank, as `compile` does; then this goes on as it was.
         """
+        # A move beside goes on by what is here now, also where the next one is in another group.
+        self._party.turns.wait_for_beside()
         found = self._party.group if group is None else group
-        self._take(self._ready.again(plan, found, timeout, self._former))
+        self._ready.again(plan, found, timeout, self._former, self._take)
 
     @property
     def _former(self) -> Former:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from shardmath.membership.keeping import compare, count_peers, follow
@@ -79,8 +80,16 @@ class Ready(NamedTuple):
 
 
 class Again(Protocol):
-    """Makes ready another plan, in the place of a former one, by the settings of the first."""
+    """Makes ready another plan, in the place of a former one, by the settings of the first.
+
+    `take` is called once all have agreed: left in the middle of it, as by Ctrl-C, this rank has failed.
+    """
 
     def __call__(
-        self, plan: object, group: compat.Group, timeout: float | None, former: Former
-    ) -> Ready: ...
+        self,
+        plan: object,
+        group: compat.Group,
+        timeout: float | None,
+        former: Former,
+        take: Callable[[Ready], None],
+    ) -> None: ...

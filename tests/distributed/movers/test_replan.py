@@ -41,7 +41,7 @@ def test_groups_of_survivors_and_of_newcomers(pool: Pool, commit: str) -> None:
     for rank, (said, versions, odd) in enumerate(pool.run(replans.go_on_in_another_group, commit)):
         assert not any(said) and not any(odd)
         joined = rank in replans.engine(1)
-        expected = [2, 0, 4] if joined else [2, 3, 3, 4]
+        expected = [2, 0, 5] if joined else [2, 4, 4, 5]
         assert versions == [count * counts for count in expected]
 
 
@@ -95,10 +95,31 @@ def test_engines_of_a_refit(pool: Pool, changes: bool) -> None:
         assert len(told) == 1 and "takes a Plan, got NoneType" in told[0]
 
 
-@pytest.mark.parametrize("when", ["in a move", "between moves"])
-def test_survivors_of_a_death_go_on(when: str) -> None:
-    """Without a restart: they make a group of their own, and replan without the one that was killed."""
-    answers = alone(4, replans.survive, 0, when, gone=[3])
-    for said, version in answers:
-        expected = ["", "rank 3 failed", "", "", ""] if when == "in a move" else FINE * 4
-        assert said == expected and version == [3.0]
+def test_who_is_left_in_the_middle_of_a_replan_breaks_the_group() -> None:
+    """No rank moves by another plan than the others; in another group all go on."""
+    found = alone(2, replans.interrupted)
+    assert all(isinstance(said, list) for said in found), found
+    first, second = found
+    assert first[1].startswith("KeyboardInterrupt") and second[1] == ""
+    for said in (first, second):
+        assert said[0] == said[3] == said[4] == ""
+        assert "rank 0" in said[2] and "left in the middle by KeyboardInterrupt" in said[2]
+
+
+@pytest.mark.parametrize(
+    ("when", "replaced"),
+    [
+        ("in a move", True),
+        ("between moves", False),
+        pytest.param("in a move", False, marks=pytest.mark.slow),
+    ],
+)
+def test_survivors_of_a_death_go_on(when: str, replaced: bool) -> None:
+    """Without a restart: they make a group of their own, and then one with a process in the place of who was killed."""
+    answers = alone(4, replans.survive, when, replaced, gone=[3])
+    for rank, (said, versions) in enumerate(answers):
+        failed = [text for text in said if text]
+        assert failed == (["rank 3 failed"] if when == "in a move" else [])
+        moves = 4 + (when == "in a move")
+        assert len(said) == moves + replaced * (4 if rank == 0 else 3)
+        assert versions == ([3, 5] if replaced else [3])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -105,13 +107,17 @@ def keep(rank: int) -> tuple[bool, bool, bool, int]:
     before = move._carrier._engine
     bound = {id(end) for one in before._rounds for end in (*one.sends, *one.receives)}
     rest = sm.without(p, engine(1))
-    move.replan(rest)
+    move.replan(rest, timeout=20.0)
     held.follow(rest)
     after = move._carrier._engine
     now = {id(end) for one in after._rounds for end in (*one.sends, *one.receives)}
     same = {id(m) for one in move.rounds for m in one.messages} <= messages
     said = held.move(move, 1)
     assert not said, said
+    patience = move._party.patience
+    move.replan(p)
+    # The time goes on to hold, as it was given last.
+    assert move._party.patience == patience < 20.0
     return same, now <= bound, after._staging is before._staging, len(bound) - len(now)
 
 
@@ -126,9 +132,14 @@ def go_on_in_another_group(rank: int, commit: str) -> tuple[list[Said], list[int
     said = [held.move(move, 0), held.move(move, 1)]
     versions = [move.version]
     alone = group_of(staying)
+    again = dist.new_group(list(staying))
     if rank in staying:
         said.append(ends(lambda: move.replan(rest, group=alone)))
         held.follow(rest)
+        # The first goes on beside, and the group is replaced meanwhile.
+        handle = move(held.src or None, out=held.out or None, async_op=True)
+        said.append(ends(lambda: move.replan(rest, group=again)))
+        said.append(ends(handle.wait))
         said.append(held.move(move, 2))
         versions.append(move.version)
     # Those who join know nothing of what was, those who stay go on.
@@ -302,25 +313,52 @@ def refit_on(rank: int, changes: bool) -> list[Any]:
 # Deaths
 
 
-def survive(rank: int, host_port: int, when: str) -> tuple[list[Said], list[float]]:
-    """Rank 3, an engine, is killed; the others go on without it in a group of their own, and later with another."""
-    del host_port
-    mesh = sm.Mesh(engine=3, ranks=[1, 2, 3])
-    src = {"w": sm.Layout((64, 64), sm.Mesh(tp=1), "n h")}
-    p = sm.plan(src, {"w": sm.Layout((64, 64), mesh, "n h")})
-    rest = sm.without(p, [3])
+def interrupted(rank: int) -> list[Said]:
+    """Ctrl-C on rank 0 as it takes what all have agreed on; then a move, and one in another group."""
+    src = {"w": sm.Layout((8, 8), sm.Mesh(tp=1), "n h")}
+    p, other = (
+        sm.plan(src, {"w": sm.Layout((8, 8), sm.Mesh(ranks=[1]), d)}) for d in ("n h", "(n)=9 h")
+    )
     held = Held(rank, p)
-    move = smt.compile(p, timeout=8.0, commit="all")
+    group = dist.new_group()
+    move = smt.compile(p, group=group, timeout=8.0)
+    said = [held.move(move, 0)]
+    plain = smt.Mover._take
+
+    def stop(self: Any, ready: Any) -> None:
+        self.plan = ready.part.plan
+        raise KeyboardInterrupt
+
+    if rank == 0:
+        smt.Mover._take = stop  # type: ignore[method-assign]
+    said.append(ends(lambda: move.replan(other)))
+    smt.Mover._take = plain  # type: ignore[method-assign]
+    said.append(held.move(move, 1))
+    said.append(ends(lambda: move.replan(p, group=dist.group.WORLD)))
+    held.follow(p)
+    said.append(held.move(move, 2))
+    return said
+
+
+TIMEOUT_S = 10.0
+DEADLY = sm.Mesh(engine=3, ranks=[1, 2, 3])
+
+
+def plan_deadly() -> sm.Plan:
+    """From rank 0 to three engines of a rank each."""
+    src = {"w": sm.Layout((64, 64), sm.Mesh(tp=1), "n h")}
+    return sm.plan(src, {"w": sm.Layout((64, 64), DEADLY, "n h")})
+
+
+def survive(rank: int, when: str, replaced: bool) -> tuple[list[Said], list[int]]:
+    """Rank 3, an engine, is killed; the others go on in a group of their own, and then with one in its place."""
+    p = plan_deadly()
+    held = Held(rank, p)
+    move = smt.compile(p, timeout=TIMEOUT_S, commit="all")
     said = [held.move(move, 0)]
     if rank == 3:
         if when == "in a move":
-            plain = GlooWire.receive
-
-            def strike(self: Any, memory: torch.Tensor, peer: int) -> Any:
-                plain(self, memory, peer)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            GlooWire.receive = strike  # type: ignore[method-assign]
+            _strike_while_receiving()
             held.move(move, 1)
         os.kill(os.getpid(), signal.SIGKILL)
     if when == "in a move":
@@ -328,7 +366,64 @@ def survive(rank: int, host_port: int, when: str) -> tuple[list[Said], list[floa
         said.append("rank 3 failed" if "rank 3 failed" in failed else failed)
     # Nobody but the survivors is asked: the one that is gone could not answer.
     alone = dist.new_group([0, 1, 2], use_local_synchronization=True)
+    rest = sm.without(p, [3])
     said.append(ends(lambda: move.replan(rest, group=alone)))
     held.follow(rest)
     said += [held.move(move, step) for step in (2, 3)]
-    return said, [float(move.version)]
+    versions = [move.version]
+    if replaced:
+        said += _go_on_with_another(rank, move, held)
+        versions.append(move.version)
+    return said, versions
+
+
+def _strike_while_receiving() -> None:
+    """The next receive kills this process."""
+    plain = GlooWire.receive
+
+    def strike(self: Any, memory: torch.Tensor, peer: int) -> Any:
+        plain(self, memory, peer)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    GlooWire.receive = strike  # type: ignore[method-assign]
+
+
+def _begin_again(store: Any, rank: int) -> None:
+    """A process group of all ranks, in the place of any that is there, over the store that outlived it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    again = dist.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=4)
+
+
+def _go_on_with_another(rank: int, move: Any, held: Held) -> list[Said]:
+    """A new process takes the place of rank 3, without a restart of the others."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    started = None
+    if rank == 0:
+        code = "import sys; from tests.distributed.tasks.replans import replace; replace(int(sys.argv[1]))"
+        started = subprocess.Popen([sys.executable, "-c", code, str(store.port)])
+    _begin_again(store, rank)
+    p = plan_deadly()
+    said = [ends(lambda: move.replan(p, group=dist.group.WORLD))]
+    held.follow(p)
+    said += [held.move(move, step, acknowledge=True) for step in (4, 5)]
+    if started is not None:
+        said.append("" if started.wait(TIMEOUT_S) == 0 else "the one that joined has failed")
+    return said
+
+
+def replace(port: int) -> None:
+    """The life of the process in the place of rank 3: exits with 1 where a move goes wrong."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    _begin_again(store, 3)
+    p = plan_deadly()
+    held = Held(3, p)
+    move = smt.compile(p, timeout=TIMEOUT_S, commit="all")
+    said = [held.move(move, step, acknowledge=True) for step in (4, 5)]
+    if any(said) or move.version != 5:
+        print(said, move.version)
+        sys.exit(1)
