@@ -43,16 +43,14 @@ class Difference(NamedTuple):
 
 
 def compare(part: Part, plan: object) -> Difference | None:
-    """Who has left the plan of the part, and who is back; None where this is another plan, or the rank is one of them.
+    """Who has left the plan of the part, and who is back; None where this is another plan, or the rank had left.
 
     Programs are others: who leaves may have relayed what others get.
     """
     before = part.plan
     if part.pace is None or not isinstance(before, Plan) or not isinstance(plan, Plan):
         return None
-    if not _are_related(before, plan):
-        return None
-    if part.rank in before.left or part.rank in plan.left:
+    if part.rank in before.left or not _are_related(before, plan):
         return None
     left = frozenset(plan.left)
     had_left = frozenset(before.left)
@@ -70,7 +68,7 @@ def _are_related(one: Plan, other: Plan) -> bool:
 
 
 def count_peers(part: Part, plan: Plan) -> int:
-    """The `peers` of an outline of the plan, for a rank whose part can follow it."""
+    """The `peers` of an outline of the plan, for a rank that stays in it."""
     # What a rank receives comes from whom it came before.
     senders: set[int] = set()
     for one in part.rounds:
@@ -83,13 +81,15 @@ def count_peers(part: Part, plan: Plan) -> int:
 
 
 def follow(part: Part, plan: Plan, pace: Pace) -> Part | None:
-    """The rank's part in a plan from which others have left, or to which they have come back.
+    """The rank's part in a plan from which ranks have left, or to which they have come back.
 
     None where nothing of the part can be kept.
     """
     found = compare(part, plan)
     if found is None or part.pace is None or not part.pace.is_like(pace):
         return None
+    if part.rank in found.gone:
+        return _leave(part.rank, plan, pace)
     rounds = part.rounds
     # Nobody who leaves is a source, so that of two destinations neither sends the other anything.
     if part.rank in plan.src_ranks:
@@ -97,6 +97,22 @@ def follow(part: Part, plan: Plan, pace: Pace) -> Part | None:
         new = list(_list_new(plan, part.rank, found.back))
         rounds = _add(rounds, new, pace, part.rank)
     return replace(part, plan=plan, rounds=rounds, pace=pace)
+
+
+def _leave(rank: int, plan: Plan, pace: Pace) -> Part:
+    """What a rank does that has left: nothing."""
+    return Part(
+        plan=plan,
+        rank=rank,
+        sources={},
+        destinations={},
+        rounds=(),
+        fills=(),
+        divisions=(),
+        operations=frozenset(),
+        keeps_order=True,
+        pace=pace,
+    )
 
 
 def _drop(rounds: tuple[Round, ...], gone: Collection[int]) -> tuple[Round, ...]:

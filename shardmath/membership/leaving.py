@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from shardmath.base.arguments import as_integer, listed
 from shardmath.base.errors import PlanError
@@ -37,7 +37,7 @@ from shardmath.membership.staying import Staying, find_held
 from shardmath.plans.demands import Batch, Ranks
 from shardmath.plans.plan import Plan, digest_without, list_ranks
 from shardmath.plans.reduction import find_reduction
-from shardmath.plans.template import make_template
+from shardmath.plans.template import Template, make_template
 from shardmath.plans.uncovered import first_unheld, holds_all
 
 __all__ = ["without"]
@@ -181,17 +181,22 @@ def _find_in_part(dst: Mapping[str, Windows], distinct: Iterable[Windows]) -> tu
     return tuple(name for name, windows in dst.items() if id(windows) in short)
 
 
+_Known: TypeAlias = dict[tuple[Template, Layout], Template]
+"""The template of a batch once its destination is this layout, where ranks have left that."""
+
+
 def _keep_batches(whole: Plan, staying: Staying) -> dict[int, Batch]:
     """What stays of each batch, by its number, where its window does."""
+    known: _Known = {}
     batches = {}
     for number, batch in enumerate(whole.batches):
-        kept = _keep_batch(whole, batch, staying)
+        kept = _keep_batch(whole, batch, staying, known)
         if kept is not None:
             batches[number] = kept
     return batches
 
 
-def _keep_batch(whole: Plan, batch: Batch, staying: Staying) -> Batch | None:
+def _keep_batch(whole: Plan, batch: Batch, staying: Staying, known: _Known) -> Batch | None:
     """What stays of a batch; None where its window is gone."""
     name = batch.names[0]
     before = whole.dst[name]
@@ -202,9 +207,12 @@ def _keep_batch(whole: Plan, batch: Batch, staying: Staying) -> Batch | None:
     there = windows[target]
     template = batch.template
     if there is not before[batch.target]:
-        source = whole.src[name][batch.source]
-        _check_rule(name, batch, source, there)
-        template = make_template(source, there, template.reduction)
+        key = template, there
+        if key not in known:
+            source = whole.src[name][batch.source]
+            _check_rule(name, batch, source, there)
+            known[key] = make_template(source, there, template.reduction)
+        template = known[key]
     return Batch(template, batch.names, batch.src, there.mesh, batch.source, target)
 
 

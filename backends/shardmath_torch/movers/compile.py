@@ -61,8 +61,11 @@ from shardmath_torch.movers.stages import Stage, list_own
 
 __all__ = ["AgreeFirst", "MakeCarrier", "Mover", "compile", "make_ready", "make_whole"]
 
-VERSION = struct.Struct("<Q")
-"""How many moves a rank has committed, as it tells the others."""
+SAID = struct.Struct("<QB")
+"""What a rank tells the others: how many moves it has committed, and how its part follows the former one."""
+
+NOT_AT_ALL, AT_ONCE, BY_ADDEND = range(3)
+"""How a part follows the former one: not; all addends at once; or one after the other."""
 
 _T = TypeVar("_T")
 
@@ -198,13 +201,6 @@ def _read_limit(plan: Plan | Transposed | Program, given: int | None) -> int:
     return plan.max_inflight_bytes if isinstance(plan, Program) else INFLIGHT_BYTES
 
 
-class _Mine(NamedTuple):
-    """What this rank will do, but for the pace; no outline where its part is likely to follow the former one."""
-
-    outline: Outline | None
-    peers: int
-
-
 class _Made(NamedTuple):
     """What this rank does, and what carries it; `keeps_bound` is that of `Ready`."""
 
@@ -213,26 +209,31 @@ class _Made(NamedTuple):
     keeps_bound: bool
 
 
+class _Mine(NamedTuple):
+    """What this rank will do, but for the pace: an outline, or what follows the former part at the former pace."""
+
+    peers: int
+    outline: Outline | None = None
+    followed: _Made | None = None
+
+
 class _Told(NamedTuple):
-    """What ranks have told each other: the most peers of any rank, and the most moves that one has committed."""
+    """What ranks have told each other.
+
+    The most peers of any rank, the most moves that one has committed, and whether all follow at their former pace.
+    """
 
     claim: str
     peers: int
     version: int
+    all_follow: bool
 
 
 def _agree(party: Party, asked: _Asked) -> Ready:
-    """What a mover is made of, on which ranks agree by two votes or three."""
+    """What a mover is made of, on which ranks agree by one vote, two or three."""
     mine, told = _tell(party, asked)
-    # One addend after the other takes more rounds, so all ranks do it only where one has to.
-    for by_addend in (False, True):
-        make = functools.partial(_make, party, asked, mine, told.peers, by_addend)
-        made, objection = _attempt(make)
-        is_unordered = made is not None and not made.part.keeps_order
-        ballots = party.vote(Ballot(told.claim, objection=objection, is_unordered=is_unordered))
-        if not any(ballot.is_unordered for ballot in ballots):
-            break
-    assert made is not None, "who objects does not get past the vote"
+    made = mine.followed if told.all_follow else _make_all(party, asked, mine, told)
+    assert made is not None, "who objects does not get past a vote"
     # Who has left has nothing to do at its ends, as long as it is in the group.
     has_left = isinstance(asked.plan, Plan) and party.rank in asked.plan.left
     return Ready(
@@ -262,36 +263,71 @@ def _tell(party: Party, asked: _Asked) -> tuple[_Mine, _Told]:
         claim = f"compile({name_given(asked.plan)}, {settings.text}){in_thread(settings.thread)}"
         peers = mine.peers
     version = 0 if asked.former is None else asked.former.version
-    said = VERSION.pack(version)
+    said = SAID.pack(version, _tell_follow(mine))
     ballots = party.vote(Ballot(claim, objection=objection, peers=peers, said=said))
     assert mine is not None, "who objects does not get past the vote"
+    versions, follow = zip(*(SAID.unpack(ballot.said) for ballot in ballots), strict=True)
+    # All find the same. Whose former pace is another one cannot go on at it.
+    paces = {(ballot.peers, how) for ballot, how in zip(ballots, follow, strict=True)}
+    all_follow = len(paces) == 1 and NOT_AT_ALL not in follow
     most_peers = max(ballot.peers for ballot in ballots)
-    versions = [VERSION.unpack(ballot.said)[0] for ballot in ballots]
-    return mine, _Told(claim, most_peers, max(versions))
+    return mine, _Told(claim, most_peers, max(versions), all_follow)
+
+
+def _tell_follow(mine: _Mine | None) -> int:
+    """How this rank's part follows the former one."""
+    if mine is None or mine.followed is None:
+        return NOT_AT_ALL
+    pace = mine.followed.part.pace
+    return BY_ADDEND if pace is not None and pace.by_addend else AT_ONCE
+
+
+def _make_all(party: Party, asked: _Asked, mine: _Mine, told: _Told) -> _Made | None:
+    """What this rank does, as all do at one pace; by one vote or two."""
+    # One addend after the other takes more rounds, so all ranks do it only where one has to.
+    for by_addend in (False, True):
+        make = functools.partial(_make, party, asked, mine, told.peers, by_addend)
+        made, objection = _attempt(make)
+        is_unordered = made is not None and not made.part.keeps_order
+        ballots = party.vote(Ballot(told.claim, objection=objection, is_unordered=is_unordered))
+        if not any(ballot.is_unordered for ballot in ballots):
+            break
+    return made
 
 
 def _make(party: Party, asked: _Asked, mine: _Mine, peers: int, by_addend: bool) -> _Made:
     """This rank's part, and what carries it: the former ones, as far as they go on."""
-    limit = asked.settings.max_inflight_bytes
-    assert limit is not None, "read before ranks vote"
-    plan, former = asked.plan, asked.former
-    if mine.outline is None and former is not None:
-        pace = set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
-        followed = former.follow(plan, pace)
-        if followed is not None:
-            return _keep(party, asked, followed, former)
+    followed = _follow(party, asked, peers, by_addend)
+    if followed is not None:
+        return followed
+    plan = asked.plan
     outline = mine.outline or outline_part(plan, party.rank)
+    limit = _limit_of(asked)
     part = outline.part(peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
     assert part.keeps_order or not isinstance(plan, Program), "phases bring addends in order"
     return _Made(part, _make_carrier(party, asked, part), keeps_bound=False)
 
 
-def _keep(party: Party, asked: _Asked, part: Part, former: Former) -> _Made:
-    """What carries a part that has followed."""
+def _follow(party: Party, asked: _Asked, peers: int, by_addend: bool) -> _Made | None:
+    """What this rank did, as it goes on by the plan at this pace; None where it has to be made anew."""
+    plan, former = asked.plan, asked.former
+    if former is None or isinstance(plan, Program):
+        return None
+    limit = _limit_of(asked)
+    pace = set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
+    part = former.follow(plan, pace)
+    if part is None:
+        return None
     carrier = former.keep_carrier(Task(part, party.group, party.wire))
     if carrier is not None:
         return _Made(part, carrier, keeps_bound=True)
     return _Made(part, _make_carrier(party, asked, part), keeps_bound=False)
+
+
+def _limit_of(asked: _Asked) -> int:
+    limit = asked.settings.max_inflight_bytes
+    assert limit is not None, "read before ranks vote"
+    return limit
 
 
 def _make_carrier(party: Party, asked: _Asked, part: Part) -> Carrier:
@@ -319,14 +355,15 @@ def _check_and_outline(party: Party, asked: _Asked) -> _Mine:
     check_settings(party, plan, settings)
     if former is not None and block_of(party.group) is not None:
         raise ExchangeError("in smt.commit movers go on as they are; leave it, and replan then")
-    peers = None if former is None else former.count_peers(plan)
-    if peers is not None:
-        return _Mine(None, peers)
+    if former is not None:
+        peers = former.count_peers(plan)
+        pace = former.part.pace
+        if peers is not None and pace is not None:
+            return _Mine(peers, followed=_follow(party, asked, peers, pace.by_addend))
     mine = outline_part(plan, party.rank)
     check_arithmetic(mine)
     if not isinstance(plan, Program):
         # A limit without room is found here, in every rank's own words.
-        limit = settings.max_inflight_bytes
-        assert limit is not None, "read before ranks vote"
+        limit = _limit_of(asked)
         set_pace(plan.ranks, peers=mine.peers, max_inflight_bytes=limit, by_addend=False)
-    return _Mine(mine, mine.peers)
+    return _Mine(mine.peers, outline=mine)

@@ -43,8 +43,9 @@ class Former(NamedTuple):
         found = compare(self.part, plan)
         if found is None or not isinstance(plan, Plan):
             return None
-        own = count_peers(self.part, plan) if found.back else 0
-        return max(own, self.peers)
+        if not found.back or self.part.rank in found.gone:
+            return self.peers
+        return max(self.peers, count_peers(self.part, plan))
 
     def follow(self, plan: object, pace: Pace) -> Part | None:
         """This rank's part of the plan; None where it has to be made anew."""
@@ -53,7 +54,9 @@ class Former(NamedTuple):
     def keep_carrier(self, task: Task) -> Carrier | None:
         """What carries the part that followed, with all that was bound; None where it has to be made anew."""
         found = compare(self.part, task.part.plan)
-        if found is None or found.back or task.wire.device_type != self.device_type:
+        if found is None or found.back or self.part.rank in found.gone:
+            return None
+        if task.wire.device_type != self.device_type:
             return None
         gone = found.gone
         return self.carrier.keep(task.part, lambda engine: engine.keep(task, gone))
