@@ -6,7 +6,7 @@ exchange with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,10 @@ class Broadcast:
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
     ) -> None:
         """Nothing to prepare."""
+
+    def keep(self, task: Task, gone: Collection[int]) -> Broadcast:
+        """One for the task."""
+        return Broadcast(task)
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
         """Moves. Raises PeerFailure."""

@@ -48,6 +48,15 @@ class Pace(NamedTuple):
     peers_at_once: int
     by_addend: bool
 
+    def is_like(self, other: Pace) -> bool:
+        """Whether streams of ranks that are in both are cut alike, and go in the same steps."""
+        if self == other:
+            return True
+        # Where all go in one turn, it does not matter who the other ranks are.
+        turns = self.peers_at_once < len(self.ranks), other.peers_at_once < len(other.ranks)
+        here = self.message_bytes, self.by_addend
+        return not any(turns) and here == (other.message_bytes, other.by_addend)
+
 
 def most_peers(transfers: Iterable[Transfer]) -> int:
     """The larger of how many ranks these transfers of one rank go to, and come from."""

@@ -25,7 +25,7 @@ StridedView(key='w', shape=(16,), strides=(1,), offset=16)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -39,6 +39,7 @@ __all__ = [
     "Endpoint",
     "StridedView",
     "bind",
+    "drop_sends",
     "count_staging_bytes",
     "join",
     "locate",
@@ -126,6 +127,16 @@ def bind(
     if apart is not None:
         rounds = [_set_apart(one, apart) for one in rounds]
     return tuple(_bind_round(one, src, dst) for one in rounds)
+
+
+def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[BoundRound, ...]:
+    """The rounds without what goes to ranks that are gone; all else stays where it is in staging."""
+    kept = []
+    for one in rounds:
+        sends = [end for end in one.sends if end.message.dst_rank not in gone]
+        if sends or one.receives or one.keeps:
+            kept.append(BoundRound(tuple(sends), one.receives, one.keeps))
+    return tuple(kept)
 
 
 def _set_apart(one: Round, apart: int) -> Round:

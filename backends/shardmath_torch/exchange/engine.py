@@ -10,7 +10,7 @@ what is to be done, and waits once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,7 @@ from shardmath_torch.exchange.endpoints import (
     Endpoint,
     bind,
     count_staging_bytes,
+    drop_sends,
 )
 from shardmath_torch.exchange.staging import Block, staging_of
 from shardmath_torch.exchange.task import Task
@@ -78,6 +79,22 @@ class Exchange:
             self._staged.clear()
             self._bound_to = wanted
         self._staging.reserve(self._needed)
+
+    def keep(self, task: Task, gone: Collection[int]) -> Exchange:
+        """One that does the same without what goes to ranks that are gone, for tensors that lie as they did.
+
+        Raises what torch raises where memory is short.
+        """
+        kept = Exchange(task, self._apart)
+        kept._rounds = drop_sends(self._rounds, gone)
+        kept._bound_to = self._bound_to
+        kept._needed = self._needed
+        kept._held = self._held
+        kept._views = self._views
+        kept._staging = staging_of(task.group, self._staging.device)
+        kept._staging.take_over(self._staging)
+        kept._staging.reserve(self._needed)
+        return kept
 
     def move(self, src: Tensors, dst: Tensors) -> None:
         """Move the tensors. Raises PeerFailure."""

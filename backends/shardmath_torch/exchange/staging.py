@@ -8,6 +8,7 @@
    breaks nothing.
 3. After a failure messages may still arrive in a block: it is never lent again, and lives as long
    as its group's staging.
+4. What is free goes on to another group that takes the place of one (`take_over`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Staging:
     """The blocks of one group on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         # Blocks are taken and given back in one step each, so that threads need no lock.
         self._free: list[Block] = []
         self._lost: list[Tensor] = []
@@ -45,6 +46,14 @@ class Staging:
     def reserve(self, nbytes: int) -> None:
         """Have a free block of so many bytes. Raises what torch raises where memory is short."""
         self._free.append(self._take(nbytes))
+
+    def take_over(self, former: Staging) -> None:
+        """Have what was free of another group's."""
+        while former is not self:
+            try:
+                self._free.append(former._free.pop())
+            except IndexError:
+                return
 
     def _take(self, nbytes: int) -> Block:
         """The latest free block if it is large enough, otherwise a new one in its place."""
@@ -55,7 +64,7 @@ class Staging:
                 return block
             # Let go of it before the larger one is made: both need not fit.
             del block
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return Block(memory)
 
     @contextlib.contextmanager
@@ -64,7 +73,7 @@ class Staging:
         block = self._take(nbytes)
         try:
             if block.used is not None:
-                torch.cuda.current_stream(self._device).wait_event(block.used)
+                torch.cuda.current_stream(self.device).wait_event(block.used)
             yield block
         except BaseException:
             # Kept alive, since messages may still arrive in it, and out of `_free`.
