@@ -202,7 +202,7 @@ def _keep_bundle(legs: Legs, number: int) -> Bundle:
     return found
 
 
-@memo(512)
+@memo(32)
 def _find_bundle(legs: Legs, number: int) -> Bundle:
     """The streams of a bundle of lines: line by line, those of a line leg by leg."""
     lines = _divide_lines(legs)[number]

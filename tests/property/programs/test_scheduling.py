@@ -549,7 +549,7 @@ def overlapping(seed: int, ranks: int, positions: int, holders: float) -> Layout
 
 
 def test_streams_of_many_lines_are_found_once() -> None:
-    """A cache of the latest 512 lost each before it was asked for again: overlapping Tables took minutes."""
+    """A cache of the latest lost each before it was asked for again: overlapping Tables took minutes."""
     src = overlapping(0, 16, 700, 6.4)
     p = plan(src, Layout((700,), src.mesh, {"x": Shard(0)}))
     count = len(p.lines.holders)
