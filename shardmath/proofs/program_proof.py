@@ -185,24 +185,31 @@ def _check_inside(prog: Program, of: Streams) -> None:
     is_empty = of.lo >= of.hi
     outside = (of.lo < 0) | is_empty | (of.hi > nbytes)
     _refuse(prog, of, outside, "are no bytes of it")
-    for at in (of.lo, of.hi):
-        inner = np.flatnonzero(at < nbytes)
-        wrong = _find_bad_cuts(prog, of.block, at, inner)
-        _refuse(prog, of, wrong, "begin or end inside a row")
-
-
-def _find_bad_cuts(prog: Program, block: Ints, at: Ints, some: Ints) -> Bools:
-    """Whether bytes `at` of contents, of which some are looked at, are where none may be cut."""
+    block = np.append(of.block, of.block)
+    at = np.append(of.lo, of.hi)
     wrong = np.zeros(len(at), bool)
-    place = at[some]
+    inner = at < demands.nbytes[block]
+    wrong[inner] = _find_bad_cuts(prog, block[inner], at[inner])
+    for bad in np.split(wrong, 2):
+        _refuse(prog, of, bad, "begin or end inside a row")
+
+
+def _find_bad_cuts(prog: Program, block: Ints, at: Ints) -> Bools:
+    """Whether bytes `at` of contents are where none may be cut."""
+    where = make_grid(prog.legs.lines, prog.plan.batches)
+    # Each place once, block by block: what is known of a unit of many boxes is large, and another
+    # unit may take its room.
+    place = where.base[block] + at
+    _, one, which = np.unique(place, return_index=True, return_inverse=True)
+    block = block[one]
+    at = at[one]
     # The grid leaves small boxes whole, which is allowed and not necessary: what it moves is
     # looked at again.
-    where = make_grid(prog.legs.lines, prog.plan.batches)
-    snapped = where.snapped(block[some], place)
-    moved = some[snapped != place]
-    for i in moved.tolist():
+    wrong = where.snapped(block, at) != at
+    for i in np.flatnonzero(wrong).tolist():
         wrong[i] = not _may_cut(prog, int(block[i]), int(at[i]))
-    return wrong
+    found: Bools = wrong[which]
+    return found
 
 
 def _may_cut(prog: Program, block: int, at: int) -> bool:
