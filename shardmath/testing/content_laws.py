@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.base.errors import DigestError
-from shardmath.changes.routing import Receivers, Senders, count_elements
+from shardmath.changes.placing import Lying, Receivers
+from shardmath.changes.routing import Asked, Senders, count_elements
 from shardmath.digests.content import Difference, digest_of, find_difference
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
@@ -190,12 +191,12 @@ def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) ->
     for rank, message, cells, values in _list_changes(p, before, after):
         shape = dst.local_shape(rank)
         strides = np.empty(shape, np.int8).strides
-        receivers = Receivers({"": strides}, [message])
-        tensors, places = receivers.place(0, cells)
-        assert not tensors.any()
-        assert len(np.unique(places)) == len(places)
+        receivers = Receivers({"": Lying(0, 0, strides)}, [message])
         flat = held[rank].reshape(-1)
-        flat[places] = values
+        for row, which, places in receivers.place(0, cells):
+            assert row == 0
+            assert len(np.unique(which)) == len(np.unique(places)) == len(cells)
+            flat[places] = values[which]
     for rank, expected in run(p, after).items():
         assert np.array_equal(held[rank], expected)
 
@@ -216,12 +217,15 @@ def _list_changes(
         was = before[part.rank]
         cells = np.flatnonzero(held != was)
         senders = Senders({"": held.shape}, messages)
-        cell, of, element = senders.route("", cells)
-        pairs = set(zip(of.tolist(), element.tolist(), strict=True))
+        routed = [np.stack(one) for one in senders.route([Asked("", cells)])]
+        cell, piece, element = np.concatenate(routed, 1) if routed else np.zeros((3, 0), np.int64)
+        pairs = set(zip(piece.tolist(), element.tolist(), strict=True))
         assert len(pairs) == len(cell), "each element is sent once in a message"
-        for number, message in enumerate(messages):
-            here = of == number
+        for message, pieces in zip(messages, senders.pieces, strict=True):
+            here = np.flatnonzero((piece >= pieces.start) & (piece < pieces.stop))
+            here = here[element[here].argsort()]
             elements = element[here]
+            assert len(np.unique(elements)) == len(elements) <= count_elements(message)
             assert (elements < count_elements(message)).all()
             values = held.reshape(-1)[cells[cell[here]]]
             found.append((message.dst_rank, message, elements, values))

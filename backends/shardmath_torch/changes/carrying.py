@@ -12,14 +12,17 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shardmath.base.arrays import Ints
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
 from shardmath_torch.changes.comparing import Snapshot, take
-from shardmath_torch.changes.sparse import Changed
-from shardmath_torch.changes.walking import Sorted, Walker
+from shardmath_torch.changes.differing import Scratch
+from shardmath_torch.changes.sorting import Changed, Sorted
+from shardmath_torch.changes.walking import Walker
 from shardmath_torch.exchange.local import Tensors, signature
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Task
@@ -39,7 +42,7 @@ class Sent(NamedTuple):
     """What a rank has sent to others.
 
     `elements` have changed, `whole` messages went whole, `nbytes` are all bytes. `seconds` are of each phase:
-    "comparing", "agreeing", "moving".
+    "comparing" sources with snapshots, "mapping" what changed to messages, "agreeing", "moving".
     """
 
     elements: int
@@ -53,7 +56,7 @@ class _Load(NamedTuple):
 
     changed: list[Changed]
     sorted: Sorted | None
-    since: float
+    seconds: dict[str, float]
     until: float
 
 
@@ -67,6 +70,8 @@ class Sparse:
         self._snapshots: dict[str, Snapshot] = {}
         self._walker: Walker | None = None
         self._signed: object = None
+        self._is_known = False
+        self._scratch = Scratch()
         self._is_fresh = False
         self._held = False
         self._load: _Load | None = None
@@ -99,6 +104,7 @@ class Sparse:
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
         self._held = held
+        self._is_known = False
 
     def load(self, src: Tensors, dst: Tensors, how: object) -> None:
         """Find what has changed. Raises ExchangeError where that cannot be told."""
@@ -106,36 +112,41 @@ class Sparse:
         self._load = None
         assert isinstance(how, How), "made by those who call"
         _check_how(how)
-        changed: list[Changed] = []
-        found = None
         if self._goes_whole(how):
             self._whole.prepare(src, dst, self._held)
-        else:
-            if self._walker is None or self._signed != _sign(src, dst):
-                what = "these are not the tensors, in the same memory, of the last whole move"
-                raise ExchangeError(f"{what}; call with whole=True on all ranks")
-            changed += self._list_changed(src, how.positions)
-            found = self._walker.sort(changed)
-        self._load = _Load(changed, found, since, time.perf_counter())
+            self._load = _Load([], None, {"comparing": 0.0, "mapping": 0.0}, time.perf_counter())
+            return
+        walker = self._check_known(src, dst)
+        changed = list(self._list_changed(src, how.positions))
+        compared = time.perf_counter()
+        found = walker.sort(changed)
+        mapped = time.perf_counter()
+        seconds = {"comparing": compared - since, "mapping": mapped - compared}
+        self._load = _Load(changed, found, seconds, mapped)
+
+    def _check_known(self, src: Tensors, dst: Tensors) -> Walker:
+        """The walker for these tensors. Raises ExchangeError where it was made for others."""
+        # Tensors that are prepared for again may be others; all else are those that were compared here before.
+        if self._walker is not None and not self._is_known:
+            self._is_known = self._signed == _sign(src, dst)
+        if self._walker is None or not self._is_known:
+            what = "these are not the tensors, in the same memory, of the last whole move"
+            raise ExchangeError(f"{what}; call with whole=True on all ranks")
+        return self._walker
 
     def _list_changed(
         self, src: Tensors, positions: Mapping[str, Tensor] | None
     ) -> Iterator[Changed]:
-        """The changed cells of each source tensor. Raises ExchangeError for positions that cannot be."""
-        if positions is None and not self._keeps_snapshots:
+        """The changed cells of source tensors. Raises ExchangeError for positions that cannot be."""
+        if positions is not None:
+            yield from _read_positions(src, positions)
+            return
+        if not self._keeps_snapshots:
             raise ExchangeError("no snapshots are kept; pass positions=, or compile with snapshots")
-        for key in positions or ():
-            if key not in src:
-                raise ExchangeError(f"positions of {key!r}, which is no source tensor of this rank")
-        for key, tensor in src.items():
-            if positions is None:
-                cells = self._snapshots[key].find_changed(tensor)
-            elif key in positions:
-                cells = _check_positions(key, tensor, positions[key])
-            else:
-                continue
+        for key, snapshot in self._snapshots.items():
+            cells, words = snapshot.find_changed(src[key], self._scratch)
             if len(cells):
-                yield Changed(key, cells, take(tensor, cells))
+                yield Changed(key, cells, words)
 
     def carry(self, src: Tensors, dst: Tensors, held: bool) -> Arrived:
         load = self._load
@@ -146,7 +157,7 @@ class Sparse:
         else:
             arrived = self._carry_changes(load.sorted, src, dst)
         seconds = {
-            "comparing": load.until - load.since,
+            **load.seconds,
             "agreeing": began - load.until,
             "moving": time.perf_counter() - began,
         }
@@ -162,8 +173,10 @@ class Sparse:
         try:
             self._walker = Walker(self._task, src, dst)
             if self._keeps_snapshots:
-                self._snapshots = {key: Snapshot(tensor) for key, tensor in src.items()}
+                hulls = self._walker.outgoing.hulls
+                self._snapshots = {key: Snapshot(src[key], hull) for key, hull in hulls.items()}
             self._signed = _sign(src, dst)
+            self._is_known = True
         except Exception as error:
             # The move itself goes well: it is told to the caller, and others hear of it in the next one.
             self._walker, self._failed = None, error
@@ -188,7 +201,7 @@ class Sparse:
     def _measure(self, found: Sorted | None, seconds: Mapping[str, float]) -> Sent:
         """What was sent."""
         if found is not None and self._walker is not None:
-            return Sent(*self._walker.measure(found), seconds)
+            return Sent(*self._walker.outgoing.measure(found), seconds)
         sends = [m for one in self._task.part.rounds for m in one.sends]
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
 
@@ -231,17 +244,29 @@ def _check_how(how: How) -> None:
         raise ExchangeError(f"{what}; pass int64 tensors of cells by local key")
 
 
-def _check_positions(key: str, tensor: Tensor, cells: object) -> Tensor:
-    """The cells, where they are some of the tensor's, each once. Raises ExchangeError."""
-    if not isinstance(cells, Tensor) or cells.dtype != torch.int64 or cells.ndim != 1:
-        raise ExchangeError(f"positions of {key!r} are {shown(cells)}; pass a row of int64")
+def _read_positions(src: Tensors, positions: Mapping[str, Tensor]) -> Iterator[Changed]:
+    """The cells that the caller says have changed. Raises ExchangeError for what cannot be."""
+    for key in positions:
+        if key not in src:
+            raise ExchangeError(f"positions of {key!r}, which is no source tensor of this rank")
+    for key, given in positions.items():
+        cells = _check_positions(key, src[key], given)
+        if len(cells):
+            yield Changed(key, cells, take(src[key], cells))
+
+
+def _check_positions(key: str, tensor: Tensor, given: object) -> Ints:
+    """The cells, ascending, where they are some of the tensor's, each once. Raises ExchangeError."""
+    if not isinstance(given, Tensor) or given.dtype != torch.int64 or given.ndim != 1:
+        raise ExchangeError(f"positions of {key!r} are {shown(given)}; pass a row of int64")
+    cells = given.numpy(force=True)
+    if (cells[1:] <= cells[:-1]).any():
+        cells = np.sort(cells)
     if not len(cells):
         return cells
-    low = int(cells.min())
-    high = int(cells.max())
-    if low < 0 or high >= tensor.numel():
-        what = f"positions of {key!r} go from {low} to {high}"
+    if cells[0] < 0 or cells[-1] >= tensor.numel():
+        what = f"positions of {key!r} go from {cells[0]} to {cells[-1]}"
         raise ExchangeError(f"{what}; the tensor has cells 0 to {tensor.numel() - 1}")
-    if len(cells.unique()) != len(cells):
+    if (cells[1:] == cells[:-1]).any():
         raise ExchangeError(f"positions of {key!r} have a cell twice; pass each once")
     return cells

@@ -19,33 +19,19 @@ from torch import Tensor
 
 from shardmath_torch.agreement.wire import Pending
 from shardmath_torch.changes.packets import count_bytes, pack, unpack
-from shardmath_torch.changes.sparse import Changed, Counts, Elements, Incoming, Outgoing
+from shardmath_torch.changes.placing import Counts, Incoming
+from shardmath_torch.changes.sorting import Changed, Outgoing, Sorted
 from shardmath_torch.exchange.endpoints import BoundRound, Endpoint, bind, count_staging_bytes
 from shardmath_torch.exchange.engine import find_device
 from shardmath_torch.exchange.staging import Fence, staging_of
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import Views
 
-__all__ = ["Sorted", "Volume", "Walker"]
+__all__ = ["Walker"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 Put: TypeAlias = Callable[[], object]
 """Puts something in place, however often it is called."""
-
-
-class Sorted(NamedTuple):
-    """The elements that each message of a rank takes; None where it goes whole."""
-
-    sends: list[Elements | None]
-    keeps: list[Elements | None]
-
-
-class Volume(NamedTuple):
-    """What a rank sends to others: changed elements, messages that go whole, and bytes of both together."""
-
-    elements: int
-    whole: int
-    nbytes: int
 
 
 class _Step(NamedTuple):
@@ -89,29 +75,14 @@ class Walker:
         receives = [m for one in part.rounds for m in one.receives]
         keeps = [m for one in part.rounds for m in one.keeps]
         shapes = {key: tuple(tensor.shape) for key, tensor in src.items()}
-        self._sends = Outgoing(shapes, sends)
+        self.outgoing = Outgoing(shapes, sends, keeps)
         self._receives = Incoming(dst, receives)
-        self._kept = Outgoing(shapes, keeps)
         self._keeps = Incoming(dst, keeps)
 
     def sort(self, changed: Sequence[Changed]) -> Sorted:
         """These changes by message. Makes room for messages that go whole."""
         self._staging.reserve(self._needed)
-        sends = self._sends.sort(changed)
-        return Sorted(sends, self._kept.sort(changed))
-
-    def measure(self, given: Sorted) -> Volume:
-        """What goes to others."""
-        elements = whole = nbytes = 0
-        for message, some in zip(self._sends.messages, given.sends, strict=True):
-            if some is None:
-                whole += 1
-                nbytes += message.nbytes
-            else:
-                counts = [len(one.numbers) for one in some]
-                elements += sum(counts)
-                nbytes += count_bytes([one.itemsize for one in some], counts)
-        return Volume(elements, whole, nbytes)
+        return self.outgoing.sort(changed)
 
     def exchange_counts(self, given: Sorted) -> list[Counts]:
         """The counts of each message that is to come. Raises PeerFailure."""
@@ -120,7 +91,7 @@ class Walker:
             memory = torch.zeros(count, dtype=torch.int64, device=self._device)
             arriving[rank] = memory, self._wire.receive(memory.view(torch.uint8), rank)
         leaving = []
-        for rank, counts in self._sends.tell(given.sends).items():
+        for rank, counts in self.outgoing.tell(given).items():
             memory = torch.tensor(counts, dtype=torch.int64, device=self._device)
             leaving.append(_Leaving(memory, self._wire.send(memory.view(torch.uint8), rank)))
         self._wire.start()

@@ -11,6 +11,7 @@ import torch
 
 import shardmath as sm
 from shardmath_torch.changes.comparing import Snapshot, take
+from shardmath_torch.changes.differing import Scratch
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import changes as work
 from tests.distributed.tasks.cases import (
@@ -137,8 +138,9 @@ def test_snapshots_compare_bits(dtype: str) -> None:
     for cells in (base, base.permute(1, 0, 2), base[::2], base[:, ::2]):
         bits = cells.contiguous().view(getattr(torch, dtype))
         tensor = bits.permute(1, 0, 2)
-        snapshot = Snapshot(tensor)
-        assert len(snapshot.find_changed(tensor)) == 0
+        scratch = Scratch()
+        snapshot = Snapshot(tensor, tuple(slice(0, n) for n in tensor.shape))
+        assert len(snapshot.find_changed(tensor, scratch).cells) == 0
         some = torch.randperm(tensor.numel())[:5].sort().values
         along = torch.unravel_index(some, tensor.shape)
         words = tensor.view(
@@ -149,7 +151,9 @@ def test_snapshots_compare_bits(dtype: str) -> None:
         if tensor.element_size() == 16:
             words = tensor.view(torch.int64).unflatten(-1, (-1, 2))[..., 0]
         words[along] = words[along] ^ 1
-        found = snapshot.find_changed(tensor).sort().values
-        assert found.equal(some)
-        snapshot.update(found, take(tensor, found))
-        assert len(snapshot.find_changed(tensor)) == 0
+        found = snapshot.find_changed(tensor, scratch)
+        assert sorted(found.cells.tolist()) == some.tolist()
+        taken = take(tensor, found.cells)
+        assert found.words.view(torch.uint8).equal(taken.view(torch.uint8))
+        snapshot.update(found.cells, taken)
+        assert len(snapshot.find_changed(tensor, scratch).cells) == 0
