@@ -89,9 +89,11 @@ class Boxes:
         place = np.zeros(len(box), np.int64)
         for k, coordinate in enumerate(along):
             if k:
-                place *= self.size[:, k][box]
+                sizes = self.size[:, k]
+                place *= sizes[box]
+            lows = self.low[:, k]
             place += coordinate
-            place -= self.low[:, k][box]
+            place -= lows[box]
         return place
 
 
@@ -196,8 +198,10 @@ def _find_fields(grid: _Grid, along: Sequence[Ints]) -> tuple[Ints, Sequence[Int
     field = np.zeros(len(inside), np.int64)
     for k, ends in enumerate(grid.borders):
         intervals = len(ends) - 1
-        interval = _count_borders(ends, along[k]) - 1
-        within = (interval >= 0) & (interval < intervals)
+        interval = _count_borders(ends, along[k])
+        interval -= 1
+        within = interval >= 0
+        within &= interval < intervals
         if not within.all():
             inside = inside[within]
             field = field[within]

@@ -1,9 +1,9 @@
 """Placing: from elements of messages to cells of memory.
 
-1. Memory is rows of cells. A destination tensor lies in one of them, from some cell on, in steps; tensors that are views
-   of one, as of fused weights, lie in the same.
-2. The elements of a message come in ascending order of their numbers. So those of a piece stand together, and only the
-   borders of pieces are searched for.
+1. Memory is rows of cells. A destination tensor lies in one of them, from some cell on, in steps; tensors that are
+   views of one, as of fused weights, lie in the same.
+2. The elements of a message come in ascending order of their numbers. So those of a piece stand together, and only
+   the borders of pieces are searched for.
 3. Elements are given row by row of memory, so that each row is written once.
 
 >>> from shardmath import Layout, Mesh, plan
@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -54,7 +55,7 @@ class _Piece(NamedTuple):
 
     row: int
     first: int
-    count: int
+    past: int
     base: int
     steps: Steps
 
@@ -62,7 +63,8 @@ class _Piece(NamedTuple):
 class _Arriving(NamedTuple):
     """The pieces of a message, in the order of their rows of memory.
 
-    `sizes` and `steps` are by dimension and piece: a piece of fewer dimensions than others has some of one cell in front.
+    `sizes` and `steps` are by dimension and piece. A piece of fewer dimensions than others has some of one
+    cell in front.
     """
 
     rows: Offsets
@@ -88,16 +90,23 @@ class Receivers:
         which, piece = ranges(begin, end)
         cell = arriving.base[piece]
         rest = elements[which] - arriving.first[piece]
+        first, *others = zip(arriving.sizes, arriving.steps, strict=True)
         # From the last dimension on, as elements are numbered row by row.
-        for size, step in zip(arriving.sizes[:0:-1], arriving.steps[:0:-1], strict=True):
-            quotient = rest // size[piece]
-            cell += (rest - quotient * size[piece]) * step[piece]
+        for sizes, steps in reversed(others):
+            size = sizes[piece]
+            quotient = rest // size
+            offset = rest - quotient * size
+            cell += offset * steps[piece]
             rest = quotient
-        cell += rest * arriving.steps[0][piece]
-        borders = np.append(0, (end - begin).cumsum())[arriving.rows.first]
-        for name, first, past in zip(arriving.names, borders[:-1], borders[1:], strict=True):
-            if first < past:
-                yield Placed(name, which[first:past], cell[first:past])
+        _, steps = first
+        cell += rest * steps[piece]
+        counts = arriving.rows.sums(end - begin)
+        borders = Offsets.of_counts(counts).first.tolist()
+        for name, ends in zip(arriving.names, itertools.pairwise(borders), strict=True):
+            here = slice(*ends)
+            some = which[here]
+            if len(some):
+                yield Placed(name, some, cell[here])
 
 
 def _index_arriving(lying: Mapping[str, Lying], message: Message) -> _Arriving:
@@ -105,26 +114,38 @@ def _index_arriving(lying: Mapping[str, Lying], message: Message) -> _Arriving:
     pieces = []
     first = 0
     for piece in message.pieces:
-        count = math.prod(piece.shape)
-        base, steps = _find_steps(piece, lying[piece.dst_tensor])
-        pieces.append(_Piece(lying[piece.dst_tensor].row, first, count, base, steps))
-        first += count
+        here = lying[piece.dst_tensor]
+        past = first + math.prod(piece.shape)
+        base, steps = _find_steps(piece, here)
+        pieces.append(_Piece(here.row, first, past, base, steps))
+        first = past
     pieces.sort(key=lambda one: one.row)
-    ndim = max((len(one.steps) for one in pieces), default=1)
-    padded = [((1, 0),) * (ndim - len(one.steps)) + one.steps for one in pieces]
-    dims = np.array(padded, np.int64).reshape(len(pieces), ndim, 2)
-    firsts = as_row([one.first for one in pieces])
     names = as_row([one.row for one in pieces])
     rows = Offsets.of_sorted(names)
+    sizes, by_dimension = _stack_steps([one.steps for one in pieces])
+    each = names[rows.first[:-1]]
     return _Arriving(
         rows=rows,
-        names=tuple(names[rows.first[:-1]].tolist()),
-        first=firsts,
-        past=firsts + as_row([one.count for one in pieces]),
+        names=tuple(each.tolist()),
+        first=as_row([one.first for one in pieces]),
+        past=as_row([one.past for one in pieces]),
         base=as_row([one.base for one in pieces]),
-        sizes=dims[:, :, 0].T,
-        steps=dims[:, :, 1].T,
+        sizes=sizes,
+        steps=by_dimension,
     )
+
+
+def _stack_steps(each: Sequence[Steps]) -> tuple[Ints, Ints]:
+    """Sizes and steps by dimension and piece."""
+    ndim = max(map(len, each), default=1)
+    padded = []
+    for joined in each:
+        missing = ndim - len(joined)
+        padded.append([(1, 0)] * missing + [*joined])
+    both = np.array(padded, np.int64)
+    by_piece = both.reshape(len(each), ndim, 2)
+    sizes, steps = by_piece.transpose(2, 1, 0)
+    return sizes, steps
 
 
 def _find_steps(piece: Transfer, lying: Lying) -> tuple[int, Steps]:

@@ -21,7 +21,8 @@ range(0, 1)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -75,19 +76,20 @@ def find_hulls(messages: Sequence[Message]) -> dict[str, Slices]:
     for message in messages:
         for piece in message.pieces:
             listed.setdefault(piece.src_tensor, []).append(piece.src_slices)
-    hulls = {}
-    for key, boxes in listed.items():
-        hull = []
-        for along in zip(*boxes, strict=True):
-            low = min(one.start for one in along)
-            high = max(one.stop for one in along)
-            hull.append(slice(low, high))
-        hulls[key] = tuple(hull)
-    return hulls
+    return {key: _find_hull(boxes) for key, boxes in listed.items()}
+
+
+def _find_hull(boxes: Sequence[Slices]) -> Slices:
+    hull = []
+    for along in zip(*boxes, strict=True):
+        low = min(one.start for one in along)
+        high = max(one.stop for one in along)
+        hull.append(slice(low, high))
+    return tuple(hull)
 
 
 class _Cut(NamedTuple):
-    """How one tensor, or several alike, are cut into pieces: `pieces` are numbered, by tensor and box."""
+    """How one tensor, or several alike, are cut into pieces: the numbers of those, by tensor and box."""
 
     boxes: Boxes
     pieces: list[list[int]]
@@ -100,8 +102,15 @@ class _Place(NamedTuple):
     row: int
 
 
-class _Batched(NamedTuple):
-    """Cells of a tensor, and the number of their first over all that was asked."""
+class _Leaving(NamedTuple):
+    """A piece, and its number among those of all messages."""
+
+    number: int
+    piece: Transfer
+
+
+class _Part(NamedTuple):
+    """Some cells of a tensor, and the number of their first among all that was asked."""
 
     place: _Place
     start: int
@@ -116,32 +125,48 @@ class Senders:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], messages: Sequence[Message]) -> None:
         self.pieces: list[range] = []
-        leaving: dict[str, list[tuple[int, Transfer]]] = {}
+        self._cuts: list[_Cut] = []
+        self._places: dict[str, _Place] = {}
+        leaving: dict[str, list[_Leaving]] = {}
         firsts: list[int] = []
         for message in messages:
             before = len(firsts)
             end = 0
             for piece in message.pieces:
-                leaving.setdefault(piece.src_tensor, []).append((len(firsts), piece))
+                one = _Leaving(len(firsts), piece)
+                leaving.setdefault(piece.src_tensor, []).append(one)
                 firsts.append(end)
                 end += math.prod(piece.shape)
-            self.pieces.append(range(before, len(firsts)))
+            numbers = range(before, len(firsts))
+            self.pieces.append(numbers)
         self._firsts = as_row(firsts)
-        self._cuts: list[_Cut] = []
-        self._places: dict[str, _Place] = {}
         known: dict[object, int] = {}
         for key, pieces in leaving.items():
-            borders = [_list_borders(piece) for _, piece in pieces]
-            alike = shapes[key], itemsize_of(pieces[0][1]), tuple(borders)
-            if alike not in known:
-                known[alike] = len(self._cuts)
-                boxes = _index_borders(shapes[key], borders)
-                self._cuts.append(_Cut(boxes, []))
-            cut = self._cuts[known[alike]]
-            self._places[key] = _Place(known[alike], len(cut.pieces))
-            cut.pieces.append([number for number, _ in pieces])
+            self._index(key, shapes[key], pieces, known)
 
-    def route(self, asked: Sequence[Asked]) -> Iterator[Routed]:
+    def _index(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        leaving: Sequence[_Leaving],
+        known: dict[object, int],
+    ) -> None:
+        """Make what leaves a tensor ready to be asked; `known` are the cuts so far, by what says how they cut."""
+        size = itemsize_of(leaving[0].piece)
+        borders = []
+        for one in leaving:
+            ends = [(along.start, along.stop) for along in one.piece.src_slices]
+            borders.append(tuple(ends))
+        alike = shape, size, tuple(borders)
+        number = known.setdefault(alike, len(self._cuts))
+        if number == len(self._cuts):
+            boxes = _index_borders(shape, borders)
+            self._cuts.append(_Cut(boxes, []))
+        rows = self._cuts[number].pieces
+        self._places[key] = _Place(number, len(rows))
+        rows.append([one.number for one in leaving])
+
+    def route(self, asked: Iterable[Asked]) -> Iterator[Routed]:
         """Where these cells go, which are numbered end to end; not one after the other.
 
         Those of one piece keep their order, and stand in few runs.
@@ -149,59 +174,72 @@ class Senders:
         for batch in self._list_batches(asked):
             yield self._route(batch)
 
-    def _list_batches(self, asked: Sequence[Asked]) -> Iterator[list[_Batched]]:
-        """Cells of tensors that are cut alike, few enough for a cache with what is made of them."""
-        waiting: list[list[_Batched]] = [[] for _ in self._cuts]
-        counts = [0] * len(self._cuts)
+    def _list_batches(self, asked: Iterable[Asked]) -> Iterator[list[_Part]]:
+        """Parts of tensors that are cut alike, of few enough cells for a cache with what is made of them."""
+        waiting: dict[int, list[_Part]] = {}
+        counts: Counter[int] = Counter()
+        for part in self._list_parts(asked):
+            cut = part.place.cut
+            counts[cut] += len(part.cells)
+            if counts[cut] > BATCH and cut in waiting:
+                yield waiting.pop(cut)
+                counts[cut] = len(part.cells)
+            waiting.setdefault(cut, []).append(part)
+        yield from waiting.values()
+
+    def _list_parts(self, asked: Iterable[Asked]) -> Iterator[_Part]:
+        """Cells of tensors from which something leaves, at most BATCH of each at once."""
         start = 0
         for key, cells in asked:
             place = self._places.get(key)
             if place is not None:
                 for first in range(0, len(cells), BATCH):
                     part = cells[first : first + BATCH]
-                    if counts[place.cut] + len(part) > BATCH:
-                        yield waiting[place.cut]
-                        waiting[place.cut] = []
-                        counts[place.cut] = 0
-                    waiting[place.cut].append(_Batched(place, start + first, part))
-                    counts[place.cut] += len(part)
+                    yield _Part(place, start + first, part)
             start += len(cells)
-        yield from filter(None, waiting)
 
-    def _route(self, batch: Sequence[_Batched]) -> Routed:
+    def _route(self, batch: Sequence[_Part]) -> Routed:
         """Where the cells of a batch go."""
         cut = self._cuts[batch[0].place.cut]
-        each = [one.cells for one in batch]
+        each = []
+        rows = []
+        for part in batch:
+            each.append(part.cells)
+            rows.append(cut.pieces[part.place.row])
         cell, box, element = cut.boxes.find(np.concatenate(each))
         counts = lengths(each)
-        pieces = np.array([cut.pieces[one.place.row] for one in batch], np.int64)
-        owner = np.arange(len(batch)).repeat(counts)[cell]
-        piece = pieces[owner, box]
+        owners = np.arange(len(batch)).repeat(counts)
+        owner = owners[cell]
+        pieces = np.array(rows, np.int64)
+        piece: Ints = pieces[owner, box]
         element += self._firsts[piece]
-        # From numbers in the batch to those over all that was asked.
-        shift = as_row([one.start for one in batch]) - (counts.cumsum() - counts)
-        cell = cell + shift[owner]
+        # From numbers in the batch to those among all that was asked.
+        starts = as_row([part.start for part in batch])
+        shift = starts + counts - counts.cumsum()
+        cell += shift[owner]
         routed = Routed(cell, piece, element)
         # Rows come in few runs as they are; columns alternate.
         runs = np.count_nonzero(piece[1:] != piece[:-1])
-        return routed if runs < pieces.size else _gather_pieces(routed)
+        if runs < pieces.size:
+            return routed
+        return _gather_pieces(routed)
 
 
 def _gather_pieces(routed: Routed) -> Routed:
     """The same, in the order of pieces."""
     piece = routed.piece
     # Of small integers numpy sorts digits, in time in proportion to their number.
-    small = piece.astype(np.uint16) if piece.max() < 1 << 16 else piece
-    order = small.argsort(kind="stable")
+    is_small = piece.max() < 1 << 16
+    numbers = piece.astype(np.uint16) if is_small else piece
+    order = numbers.argsort(kind="stable")
     return Routed(routed.cell[order], piece[order], routed.element[order])
-
-
-def _list_borders(piece: Transfer) -> _Borders:
-    return tuple((one.start, one.stop) for one in piece.src_slices)
 
 
 def _index_borders(shape: tuple[int, ...], borders: Sequence[_Borders]) -> Boxes:
     """Boxes with these borders, made ready to be asked."""
-    ends = np.array(borders, np.int64).reshape(len(borders), len(shape), 2)
-    low = ends[:, :, 0]
-    return index_boxes(shape, low, ends[:, :, 1] - low)
+    ends = np.array(borders, np.int64)
+    by_dimension = ends.reshape(len(borders), len(shape), 2)
+    low = by_dimension[:, :, 0]
+    high = by_dimension[:, :, 1]
+    size = high - low
+    return index_boxes(shape, low, size)

@@ -30,7 +30,7 @@ Steps: TypeAlias = tuple[tuple[int, int], ...]
 """Of each dimension its size, and what lies between one cell and the next."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Window:
     """A box of a tensor of this shape; `steps` are between the tensor's numbers, from `first` on."""
 
@@ -41,15 +41,22 @@ class Window:
     steps: Steps
 
     @property
+    def count(self) -> int:
+        """How many cells there are."""
+        return math.prod(size for size, _ in self.steps)
+
+    @property
     def _is_interval(self) -> bool:
-        return len(self.steps) == 1 and self.steps[0][1] == 1
+        (_, step), *others = self.steps
+        return step == 1 and not others
 
     def number(self, places: Ints) -> Ints:
         """The tensor's numbers of cells that have these numbers here."""
         if self._is_interval:
             return places + self.first
         cells = np.full(len(places), self.first)
-        along = unravel(places, tuple(size for size, _ in self.steps))
+        sizes = tuple(size for size, _ in self.steps)
+        along = unravel(places, sizes)
         for coordinate, (_, step) in zip(along, self.steps, strict=True):
             cells += coordinate * step
         return cells
@@ -57,23 +64,31 @@ class Window:
     def find(self, cells: Ints) -> tuple[Ints, Ints]:
         """Which of the tensor's cells are here, and the numbers that those have."""
         if self._is_interval:
-            ((size, _),) = self.steps
-            places = cells - self.first
-            if not len(cells) or (places.min() >= 0 and places.max() < size):
-                return np.arange(len(cells)), places
-            which = np.flatnonzero((places >= 0) & (places < size))
-            return which, places[which]
-        along = unravel(cells, self.shape or (1,))
+            return _select(cells - self.first, self.count)
+        along = unravel(cells, self.shape)
         within = np.ones(len(cells), bool)
         for coordinate, one in zip(along, self.box, strict=True):
-            within &= (coordinate >= one.start) & (coordinate < one.stop)
+            within &= coordinate >= one.start
+            within &= coordinate < one.stop
         which = np.flatnonzero(within)
         places = np.zeros(len(which), np.int64)
         for k in self.order:
             one = self.box[k]
+            coordinate = along[k]
             places *= one.stop - one.start
-            places += along[k][which] - one.start
+            places += coordinate[which]
+            places -= one.start
         return which, places
+
+
+def _select(places: Ints, count: int) -> tuple[Ints, Ints]:
+    """Which of these are from 0 up to `count`, and those."""
+    within = places >= 0
+    within &= places < count
+    if within.all():
+        return np.arange(len(places)), places
+    which = np.flatnonzero(within)
+    return which, places[which]
 
 
 def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]) -> Window:
@@ -82,10 +97,13 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
     first = 0
     for k in order:
         one = box[k]
-        step = math.prod(shape[k + 1 :])
+        size = one.stop - one.start
+        inside = shape[k + 1 :]
+        step = math.prod(inside)
         first += one.start * step
-        steps.append((one.stop - one.start, step))
-    return Window(tuple(shape), tuple(box), tuple(order), first, join_steps(steps))
+        steps.append((size, step))
+    joined = join_steps(steps)
+    return Window(tuple(shape), tuple(box), tuple(order), first, joined)
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
@@ -94,7 +112,10 @@ def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
     for size, step in steps:
         if size == 1:
             continue
-        if joined and joined[-1][1] == size * step:
-            size *= joined.pop()[0]
+        _, before = joined[-1] if joined else (0, 0)
+        if before == size * step:
+            # The dimension before goes on where this one ends.
+            rows, _ = joined.pop()
+            size *= rows
         joined.append((size, step))
     return tuple(joined) or ((1, 1),)

@@ -19,9 +19,8 @@ from torch import Tensor
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
-from shardmath_torch.changes.comparing import Snapshot, take
-from shardmath_torch.changes.differing import Scratch
-from shardmath_torch.changes.sorting import Changed, Sorted
+from shardmath_torch.changes.comparing import Changed, Snapshots, take
+from shardmath_torch.changes.sorting import Sorted
 from shardmath_torch.changes.walking import Walker
 from shardmath_torch.exchange.local import Tensors, signature
 from shardmath_torch.exchange.memory import mark_written
@@ -67,11 +66,10 @@ class Sparse:
         self._task = task
         self._whole = whole
         self._keeps_snapshots = snapshots
-        self._snapshots: dict[str, Snapshot] = {}
+        self._snapshots: Snapshots | None = None
         self._walker: Walker | None = None
         self._signed: object = None
         self._is_known = False
-        self._scratch = Scratch()
         self._is_fresh = False
         self._held = False
         self._load: _Load | None = None
@@ -92,8 +90,8 @@ class Sparse:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of snapshots: those of the source tensors, once they were sent."""
-        return sum(one.nbytes for one in self._snapshots.values())
+        """Bytes of snapshots: those of what is sent of source tensors, once it was."""
+        return 0 if self._snapshots is None else self._snapshots.nbytes
 
     def _goes_whole(self, how: object) -> bool:
         asked = isinstance(how, How) and how.whole is True
@@ -143,10 +141,8 @@ class Sparse:
             return
         if not self._keeps_snapshots:
             raise ExchangeError("no snapshots are kept; pass positions=, or compile with snapshots")
-        for key, snapshot in self._snapshots.items():
-            cells, words = snapshot.find_changed(src[key], self._scratch)
-            if len(cells):
-                yield Changed(key, cells, words)
+        assert self._snapshots is not None, "made with the walker"
+        yield from self._snapshots.list_changed(src)
 
     def carry(self, src: Tensors, dst: Tensors, held: bool) -> Arrived:
         load = self._load
@@ -167,14 +163,13 @@ class Sparse:
     def _carry_whole(self, src: Tensors, dst: Tensors, held: bool) -> Arrived:
         # Let go of before others are made: both need not fit.
         self._is_fresh = False
-        self._snapshots = {}
+        self._snapshots = None
         self._walker = self._failed = None
         arrived = self._whole.carry(src, dst, held)
         try:
             self._walker = Walker(self._task, src, dst)
             if self._keeps_snapshots:
-                hulls = self._walker.outgoing.hulls
-                self._snapshots = {key: Snapshot(src[key], hull) for key, hull in hulls.items()}
+                self._snapshots = Snapshots(src, self._walker.outgoing.hulls)
             self._signed = _sign(src, dst)
             self._is_known = True
         except Exception as error:
@@ -220,10 +215,8 @@ class Sparse:
             self._whole.let_go()
             if self._failed is not None:
                 raise self._failed
-        for key, cells, words in load.changed:
-            snapshot = self._snapshots.get(key)
-            if snapshot is not None:
-                snapshot.update(cells, words)
+        if self._snapshots is not None:
+            self._snapshots.update(load.changed)
 
 
 def _sign(src: Tensors, dst: Tensors) -> object:

@@ -1,22 +1,22 @@
-"""Comparing: which cells of a tensor differ from what it held before.
+"""Comparing: which cells of tensors differ from what they held before.
 
-1. A snapshot is a contiguous copy of the words in a box of a tensor: of what leaves it. Words are compared, not values:
-   NaN is equal to itself, and -0.0 is not 0.0.
+1. Snapshots are contiguous copies of the words in a box of each tensor: of what leaves it. Words are compared, not
+   values: NaN is equal to itself, and -0.0 is not 0.0.
 2. Blocks are compared that fit a cache, in the order in which they lie in memory: nothing else is as large as a tensor.
 3. Cells are numbered row by row, however the tensor lies in memory.
 
->>> weight = torch.tensor([1.0, 2.0, 3.0])
->>> snapshot = Snapshot(weight, (slice(0, 3),))
->>> weight[1] = float("nan")
->>> cells, words = snapshot.find_changed(weight, Scratch())
->>> cells, words.view(torch.float32), snapshot.nbytes
+>>> weights = {"w": torch.tensor([1.0, 2.0, 3.0])}
+>>> snapshots = Snapshots(weights, {"w": (slice(0, 3),)})
+>>> weights["w"][1] = float("nan")
+>>> (changed,) = snapshots.list_changed(weights)
+>>> changed.cells, changed.words.view(torch.float32), snapshots.nbytes
 (array([1]), tensor([nan]), 12)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,59 +25,110 @@ from torch import Tensor
 
 from shardmath.base.arrays import Ints
 from shardmath.changes.boxes import unravel
-from shardmath.changes.windows import make_window
+from shardmath.changes.windows import Window, make_window
 from shardmath_torch import dtypes
 from shardmath_torch.changes.differing import BLOCK_BYTES, Scratch, Words, find_different_there
 
-__all__ = ["Different", "Snapshot", "take"]
+__all__ = ["Changed", "Snapshots", "take"]
 
 DEVICE_BLOCK_BYTES = 1 << 26
 """Of a tensor and its snapshot each, on a device where every block is waited for."""
 
 
-class Different(NamedTuple):
-    """Cells of a tensor, numbered row by row, and their words."""
+class Changed(NamedTuple):
+    """Cells of a source tensor, numbered row by row, and the words that they hold now.
 
+    `places` are the numbers of their words among the snapshots' of that size, where these are known.
+    """
+
+    key: str
     cells: Ints
     words: Tensor
+    places: Ints | None = None
 
 
-class Snapshot:
-    """What a tensor held in a box, given as slices with both ends."""
+class _Snapshot(NamedTuple):
+    """What a tensor held in a box: which cells, and where its words begin among those of its size."""
 
-    def __init__(self, tensor: Tensor, box: Sequence[slice]) -> None:
-        # Dimensions in the order in which they lie in memory: so the tensor is read end to end.
-        dims = range(tensor.ndim)
-        self._order = sorted(dims, key=tensor.stride, reverse=True)
-        self._box = tuple(box)
-        self._window = make_window(tensor.shape, self._box, self._order)
-        copy = self._view(tensor).clone(memory_format=torch.contiguous_format)
-        self._words = dtypes.flat(copy)
+    window: Window
+    size: int
+    first: int
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The words of the box, in the order of the snapshot."""
+        return dtypes.words(tensor)[self.window.box].permute(self.window.order)
+
+
+class Snapshots:
+    """What tensors held in these boxes, given as slices with both ends."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], boxes: Mapping[str, Sequence[slice]]) -> None:
+        self._scratch = Scratch()
+        self._snapshots: dict[str, _Snapshot] = {}
+        lengths: dict[int, int] = {}
+        for key, box in boxes.items():
+            tensor = tensors[key]
+            # Dimensions in the order in which they lie in memory: so the tensor is read end to end.
+            order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+            window = make_window(tensor.shape, box, order)
+            size = tensor.element_size()
+            first = lengths.setdefault(size, 0)
+            self._snapshots[key] = _Snapshot(window, size, first)
+            lengths[size] += window.count
+        # Words of one size are one row: where they have changed, all are brought up to date at once.
+        self._words: dict[int, Tensor] = {}
+        for size, length in lengths.items():
+            device = next(t.device for t in tensors.values() if t.element_size() == size)
+            self._words[size] = torch.empty(length, dtype=dtypes.WORDS[size], device=device)
+        for key, snapshot in self._snapshots.items():
+            view = snapshot.view(tensors[key])
+            self._before(snapshot).view(view.shape).copy_(view)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
-        return self._words.nbytes
+        """Bytes of memory that they take."""
+        return sum(words.nbytes for words in self._words.values())
 
-    def _view(self, tensor: Tensor) -> Tensor:
-        """The words of the box, in the order of the snapshot."""
-        return dtypes.words(tensor)[self._box].permute(self._order)
+    def _before(self, snapshot: _Snapshot) -> Tensor:
+        """What the tensor held, as a row."""
+        past = snapshot.first + snapshot.window.count
+        return self._words[snapshot.size][snapshot.first : past]
 
-    def find_changed(self, tensor: Tensor, scratch: Scratch) -> Different:
-        """The cells of the box that the tensor, of the same shape and type, has otherwise."""
-        view = self._view(tensor)
-        if view.device.type == "cpu":
-            places, words = _compare(view.numpy(), self._words.numpy(), scratch)
-        else:
-            places, words = _compare_there(view, self._words)
-        return Different(self._window.number(places), words)
+    def list_changed(self, tensors: Mapping[str, Tensor]) -> Iterator[Changed]:
+        """The cells of the boxes that the tensors, which lie as before, have otherwise."""
+        for key, snapshot in self._snapshots.items():
+            view = snapshot.view(tensors[key])
+            before = self._before(snapshot)
+            if view.device.type == "cpu":
+                places, words = _compare(view.numpy(), before.numpy(), self._scratch)
+            else:
+                places, words = _compare_there(view, before)
+            if len(places):
+                cells = snapshot.window.number(places)
+                yield Changed(key, cells, words, places + snapshot.first)
 
-    def update(self, cells: Ints, words: Tensor) -> None:
-        """Remember that these cells hold these words; those beyond the box are not remembered."""
-        which, places = self._window.find(cells)
-        if len(which) < len(cells):
+    def update(self, changed: Iterable[Changed]) -> None:
+        """Remember what these cells hold; those beyond the boxes are not remembered."""
+        by_size: dict[int, list[tuple[Ints, Tensor]]] = {}
+        for one in changed:
+            if one.key in self._snapshots:
+                size = one.words.element_size()
+                by_size.setdefault(size, []).append(self._locate(one))
+        for size, located in by_size.items():
+            places = np.concatenate([each for each, _ in located])
+            words = torch.cat([each for _, each in located])
+            self._words[size].scatter_(0, torch.from_numpy(places).to(words.device), words)
+
+    def _locate(self, changed: Changed) -> tuple[Ints, Tensor]:
+        """Where words are remembered, and those."""
+        if changed.places is not None:
+            return changed.places, changed.words
+        snapshot = self._snapshots[changed.key]
+        which, places = snapshot.window.find(changed.cells)
+        words = changed.words
+        if len(which) < len(words):
             words = words[torch.from_numpy(which).to(words.device)]
-        self._words.scatter_(0, torch.from_numpy(places).to(words.device), words)
+        return places + snapshot.first, words
 
 
 def take(tensor: Tensor, cells: Ints) -> Tensor:

@@ -66,10 +66,10 @@ class Scratch:
         if np.count_nonzero(mask) * MANY > len(mask) or even < len(now):
             mask = self._mask[: len(now)]
             np.not_equal(now, before, out=mask)
-            return np.flatnonzero(mask)
-        which = np.flatnonzero(mask)
+            return mask.nonzero()[0]
+        which = mask.nonzero()[0]
         bits = (wide_now[which] ^ wide_before[which]).view(now.dtype)
-        within = np.flatnonzero(bits)
+        within = bits.nonzero()[0]
         return which[within // each] * each + within % each
 
 

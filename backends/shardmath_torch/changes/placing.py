@@ -1,7 +1,8 @@
 """Placing: what a rank receives of changed elements, put where it belongs.
 
 1. How many elements each message has is told first, so that memory for packets is there.
-2. Tensors that share memory, as views of one fused tensor do, are one row of words, into which elements are put at once.
+2. Tensors that share memory, as views of one fused tensor do, are one row of words, into which elements are put at
+   once.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Incoming:
                 numbers[where] = len(self._rows)
                 row = words.as_strided((storage.nbytes() // size,), (1,), 0)
                 self._rows.append(row)
-            lying[key] = Lying(numbers[where], words.storage_offset(), words.stride())
+            lying[key] = Lying(numbers[where], int(words.storage_offset()), words.stride())
         return lying
 
     def count_told(self) -> dict[int, int]:

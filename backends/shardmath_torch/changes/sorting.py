@@ -20,23 +20,16 @@ from shardmath.base.arrays import Ints, begins
 from shardmath.changes.routing import Asked, Senders, count_elements, find_hulls
 from shardmath.programs.messages import Message
 from shardmath_torch import dtypes
+from shardmath_torch.changes.comparing import Changed
 from shardmath_torch.changes.packets import MOST_ELEMENTS, Some, count_bytes, list_sizes
 
-__all__ = ["WHOLE", "Changed", "Elements", "Outgoing", "Sorted", "Volume"]
+__all__ = ["WHOLE", "Elements", "Outgoing", "Sorted", "Volume"]
 
 WHOLE = -1
 """Told in the place of counts where a message goes whole."""
 
 Elements: TypeAlias = list[Some]
 """Elements of a message, those of each size together."""
-
-
-class Changed(NamedTuple):
-    """Cells of a source tensor, numbered row by row, and the words that they hold now."""
-
-    key: str
-    cells: Ints
-    words: Tensor
 
 
 class Sorted(NamedTuple):

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from shardmath_torch.agreement.wire import Pending
+from shardmath_torch.changes.comparing import Changed
 from shardmath_torch.changes.packets import count_bytes, pack, unpack
 from shardmath_torch.changes.placing import Counts, Incoming
-from shardmath_torch.changes.sorting import Changed, Outgoing, Sorted
+from shardmath_torch.changes.sorting import Outgoing, Sorted
 from shardmath_torch.exchange.endpoints import BoundRound, Endpoint, bind, count_staging_bytes
 from shardmath_torch.exchange.engine import find_device
 from shardmath_torch.exchange.staging import Fence, staging_of
