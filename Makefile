@@ -106,14 +106,14 @@ test: lint
 test-all: lint
 	@HYPOTHESIS_PROFILE=deep $(PYTEST) $(SPREAD) $(CHECKED) --durations=20 --timeout=1800
 
-# An environment of its own: nothing that `make test` runs may need Megatron-Core.
-$(MEGATRON): $(INPUTS)
-	@$(PYTHON) -m venv --clear $(MEGATRON_VENV)
-	@echo "# Processes of a soak are killed, stopped and interrupted; it prints what it did and found.
+# Its processes are killed, stopped and interrupted; it prints what it did and found.
 soak: $(DEV)
 	@$(BIN)/python -m tests.soak.soak --moves 1000
 
-test-megatron: installing shardmath[megatron] at the versions of constraints.txt (minutes the first time)"
+# An environment of its own: nothing that `make test` runs may need Megatron-Core.
+$(MEGATRON): $(INPUTS)
+	@$(PYTHON) -m venv --clear $(MEGATRON_VENV)
+	@echo "test-megatron: installing shardmath[megatron] at the versions of constraints.txt (minutes the first time)"
 	@$(MEGATRON_INSTALL) hatchling "$$(grep '^torch==' constraints.txt)" \
 	    && $(MEGATRON_INSTALL) --no-build-isolation -e '.[megatron]'
 	@touch $@

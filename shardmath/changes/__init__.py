@@ -3,5 +3,7 @@
 In reading order:
 
 - `boxes`: which boxes of a tensor cells lie in, for many cells at once;
-- `routing`: from cells of sources to elements of messages, and from those to cells of destinations.
+- `windows`: a box of a tensor whose cells have numbers of their own;
+- `routing`: from cells of sources to elements of messages;
+- `placing`: from elements of messages to cells of memory.
 """

@@ -23,12 +23,16 @@ import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, Offsets, ranges
 
-__all__ = ["Boxes", "Found", "index_boxes", "ravel_places", "unravel"]
+__all__ = ["Boxes", "Found", "index_boxes", "unravel"]
 
 Shape: TypeAlias = tuple[int, ...]
 
 FIELDS_PER_BOX = 8
 """How many fields a grid may have for each of its boxes before it is divided."""
+
+
+FEW = 16
+"""Borders that are all compared with each coordinate, rather than searched among."""
 
 
 class Found(NamedTuple):
@@ -40,11 +44,15 @@ class Found(NamedTuple):
 
 
 class _Grid(NamedTuple):
-    """Intervals of each dimension, by their borders; the boxes that cover each field, row by row."""
+    """Intervals of each dimension, by their borders; the boxes that cover each field, row by row.
+
+    `is_simple` where one box covers each field, as where receivers divide a tensor among them.
+    """
 
     borders: tuple[Ints, ...]
     covering: Offsets
     boxes: Ints
+    is_simple: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,18 +73,28 @@ class Boxes:
 
     def _find_in(self, grid: _Grid, along: Sequence[Ints]) -> Found:
         """The boxes of one grid that cover cells with these coordinates."""
-        inside, field = _find_fields(grid, along)
+        cell, along, field = _find_fields(grid, along)
+        if grid.is_simple:
+            box = grid.boxes[field]
+            return Found(cell, box, self._find_places(along, box))
         begin = grid.covering.first[:-1]
         end = grid.covering.first[1:]
         covering, owner = ranges(begin[field], end[field])
-        cell = inside[owner]
         box = grid.boxes[covering]
-        offsets = []
-        for coordinate, low in zip(along, self.low.T, strict=True):
-            offset = coordinate[cell] - low[box]
-            offsets.append(offset)
-        sizes = self.size[box].T
-        return Found(cell, box, ravel_places(offsets, sizes))
+        along = [coordinate[owner] for coordinate in along]
+        return Found(cell[owner], box, self._find_places(along, box))
+
+    def _find_places(self, along: Sequence[Ints], box: Ints) -> Ints:
+        """The number of each cell in its own box, row by row, from its coordinates in the tensor."""
+        place = np.zeros(len(box), np.int64)
+        for k, coordinate in enumerate(along):
+            if k:
+                sizes = self.size[:, k]
+                place *= sizes[box]
+            lows = self.low[:, k]
+            place += coordinate
+            place -= lows[box]
+        return place
 
 
 def index_boxes(shape: Shape, low: Ints, size: Ints) -> Boxes:
@@ -92,17 +110,11 @@ def unravel(cells: Ints, shape: Shape) -> list[Ints]:
     along = []
     rest = cells
     for n in reversed(shape[1:]):
-        rest, coordinate = np.divmod(rest, n)
-        along.append(coordinate)
+        # Not divmod: numpy divides by one number in vectors, and takes remainders one by one.
+        quotient = rest // n
+        along.append(rest - quotient * n)
+        rest = quotient
     return [rest, *reversed(along)]
-
-
-def ravel_places(offsets: Sequence[Ints], sizes: Ints) -> Ints:
-    """The number of each element in its own box, row by row, from its offsets there and the box's sizes."""
-    place = offsets[0]
-    for offset, size in zip(offsets[1:], sizes[1:], strict=True):
-        place = place * size + offset
-    return place
 
 
 def _join(columns: Sequence[Ints]) -> Ints:
@@ -176,21 +188,36 @@ def _make_grid(numbers: Ints, low: Ints, high: Ints, borders: Sequence[Ints]) ->
     boxes = numbers[owner[order]]
     counts = np.bincount(field, minlength=fields)
     covering = Offsets.of_counts(counts)
-    return _Grid(tuple(borders), covering, boxes)
+    is_simple = bool((counts == 1).all())
+    return _Grid(tuple(borders), covering, boxes, is_simple)
 
 
-def _find_fields(grid: _Grid, along: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Which cells are in the grid, and in which of its fields each is."""
+def _find_fields(grid: _Grid, along: Sequence[Ints]) -> tuple[Ints, Sequence[Ints], Ints]:
+    """Which cells are in the grid, their coordinates, and in which of its fields each is."""
     inside = np.arange(len(along[0]))
     field = np.zeros(len(inside), np.int64)
-    for coordinate, ends in zip(along, grid.borders, strict=True):
+    for k, ends in enumerate(grid.borders):
         intervals = len(ends) - 1
-        here = coordinate[inside]
-        interval = ends.searchsorted(here, "right") - 1
-        within = (interval >= 0) & (interval < intervals)
+        interval = _count_borders(ends, along[k])
+        interval -= 1
+        within = interval >= 0
+        within &= interval < intervals
         if not within.all():
             inside = inside[within]
             field = field[within]
             interval = interval[within]
+            along = [coordinate[within] for coordinate in along]
         field = field * intervals + interval
-    return inside, field
+    return inside, along, field
+
+
+def _count_borders(ends: Ints, along: Ints) -> Ints:
+    """How many of these ascending borders each coordinate has reached."""
+    if len(ends) > FEW:
+        return ends.searchsorted(along, "right")
+    # A search guesses which half is next, and half of the guesses are wrong; to count is to compare in vectors.
+    count = np.zeros(len(along), np.int8)
+    for end in ends:
+        reached = along >= end
+        count += reached.view(np.int8)
+    return count.astype(np.int64)

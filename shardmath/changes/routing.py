@@ -1,52 +1,63 @@
-"""Routing: from cells of a source to elements of messages, and from those to cells of a destination.
+"""Routing: from cells of sources to elements of messages.
 
 1. The elements of a message are numbered piece by piece, each piece row by row, alike at both ends. So a number stands
    for one element of one tensor, however either end stores it: fused, strided, padded, or as a window.
 2. A cell goes into each message that has it, for each receiver of it once.
-3. Nothing is as large as a tensor: work grows with the cells that are asked for.
+3. Tensors that are cut alike, as experts are, share what says so, and are asked for together.
+4. Nothing is as large as a tensor: work grows with the cells that are asked for.
 
 >>> from shardmath import Layout, Mesh, plan
 >>> from shardmath.programs.part import make_parts
 >>> mesh = Mesh(tp=2)
 >>> parts = make_parts(plan(Layout((4, 2), mesh, "(tp n) h"), Layout((4, 2), mesh, "n (tp h)")))
 >>> (message,) = parts[0].rounds[0].sends
->>> Senders({"": (2, 2)}, [message]).route("", np.array([0, 3]))
-Routed(cell=array([1]), message=array([0]), element=array([1]))
->>> Receivers({"": (1, 1)}, [message]).place(0, np.array([1]))
-Placed(tensor=array([0]), cell=array([1]))
+>>> senders = Senders({"": (2, 2)}, [message])
+>>> list(senders.route([Asked("", np.array([0, 3]))]))
+[Routed(cell=array([1]), piece=array([0]), element=array([1]))]
+>>> senders.pieces[0]
+range(0, 1)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardmath.base.arrays import Ints
+from shardmath.base.arrays import Ints, lengths
 from shardmath.changes.boxes import Boxes, index_boxes
 from shardmath.plans.plan import Transfer
-from shardmath.programs.messages import Message
+from shardmath.programs.messages import Message, itemsize_of
 
-__all__ = ["Placed", "Receivers", "Routed", "Senders", "count_elements"]
+__all__ = ["Asked", "Routed", "Senders", "as_row", "count_elements", "find_hulls"]
 
 Slices: TypeAlias = tuple[slice, ...]
+BATCH = 1 << 16
+"""Cells that are routed together: what is made of them stays in a cache, in memory that is used again."""
+
+_Borders: TypeAlias = tuple[tuple[int, int], ...]
+"""First and past cell of a box, by dimension."""
+
+
+class Asked(NamedTuple):
+    """Cells of a source tensor, numbered row by row in its local shape."""
+
+    key: str
+    cells: Ints
 
 
 class Routed(NamedTuple):
-    """Which of the cells that were given, the message it goes into, and the number that it has there."""
+    """Which of the cells that were given, the piece that it goes in, and its number in that piece's message.
+
+    Pieces are numbered message by message.
+    """
 
     cell: Ints
-    message: Ints
+    piece: Ints
     element: Ints
-
-
-class Placed(NamedTuple):
-    """Which tensor an element comes into, and how many cells behind that tensor's first in memory."""
-
-    tensor: Ints
-    cell: Ints
 
 
 def count_elements(message: Message) -> int:
@@ -54,140 +65,181 @@ def count_elements(message: Message) -> int:
     return sum(math.prod(piece.shape) for piece in message.pieces)
 
 
-class _Sent(NamedTuple):
-    """The pieces that leave one tensor: as boxes of it, the message of each, and the number of its first element."""
-
-    boxes: Boxes
-    message: Ints
-    first: Ints
-
-
-class Senders:
-    """What leaves a rank's source tensors, of these local shapes, in these messages."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], messages: Sequence[Message]) -> None:
-        listed: dict[str, list[tuple[int, int, Transfer]]] = {key: [] for key in shapes}
-        for number, message in enumerate(messages):
-            first = 0
-            for piece in message.pieces:
-                listed[piece.src_tensor].append((number, first, piece))
-                first += math.prod(piece.shape)
-        self._sent = {key: _index_sent(shapes[key], sent) for key, sent in listed.items() if sent}
-
-    def route(self, key: str, cells: Ints) -> Routed:
-        """Where these cells of the tensor go, numbered row by row in its local shape."""
-        sent = self._sent.get(key)
-        if sent is None:
-            nothing = np.zeros(0, np.int64)
-            return Routed(nothing, nothing, nothing)
-        cell, box, place = sent.boxes.find(cells)
-        message = sent.message[box]
-        element = sent.first[box] + place
-        return Routed(cell, message, element)
-
-
-def _index_sent(shape: tuple[int, ...], sent: Sequence[tuple[int, int, Transfer]]) -> _Sent:
-    """The pieces of one tensor, made ready to be asked."""
-    pieces = [piece for _, _, piece in sent]
-    slices = [piece.src_slices for piece in pieces]
-    low, size = _find_corners(slices, len(shape))
-    boxes = index_boxes(shape, low, size)
-    messages = [number for number, _, _ in sent]
-    starts = [start for _, start, _ in sent]
-    return _Sent(boxes, _as_row(messages), _as_row(starts))
-
-
-def _as_row(numbers: Sequence[int]) -> Ints:
+def as_row(numbers: Sequence[int]) -> Ints:
+    """The numbers as an array, also where there are none."""
     return np.array(numbers, np.int64)
 
 
-def _find_corners(boxes: Sequence[Slices], ndim: int) -> tuple[Ints, Ints]:
-    """The first cell and the size of each box, by dimension."""
-    starts = []
-    stops = []
-    for box in boxes:
-        starts += [one.start for one in box]
-        stops += [one.stop for one in box]
-    rows = len(boxes), ndim
-    low = _as_row(starts).reshape(rows)
-    high = _as_row(stops).reshape(rows)
-    return low, high - low
+def find_hulls(messages: Sequence[Message]) -> dict[str, Slices]:
+    """Of each source tensor from which a piece leaves the smallest box that has all of its pieces."""
+    listed: dict[str, list[Slices]] = {}
+    for message in messages:
+        for piece in message.pieces:
+            listed.setdefault(piece.src_tensor, []).append(piece.src_slices)
+    return {key: _find_hull(boxes) for key, boxes in listed.items()}
 
 
-class _Arriving(NamedTuple):
-    """The pieces of one message as rows: their tensors, first elements, and how their elements lie there.
+def _find_hull(boxes: Sequence[Slices]) -> Slices:
+    hull = []
+    for along in zip(*boxes, strict=True):
+        low = min(one.start for one in along)
+        high = max(one.stop for one in along)
+        hull.append(slice(low, high))
+    return tuple(hull)
 
-    `size` and `step` are by dimension, a tensor of fewer dimensions than others has some of one element in front.
+
+class _Cut(NamedTuple):
+    """How one tensor, or several alike, are cut into pieces: the numbers of those, by tensor and box."""
+
+    boxes: Boxes
+    pieces: list[list[int]]
+
+
+class _Place(NamedTuple):
+    """Which cut a tensor has, and its row of that cut's pieces."""
+
+    cut: int
+    row: int
+
+
+class _Leaving(NamedTuple):
+    """A piece, and its number among those of all messages."""
+
+    number: int
+    piece: Transfer
+
+
+class _Part(NamedTuple):
+    """Some cells of a tensor, and the number of their first among all that was asked."""
+
+    place: _Place
+    start: int
+    cells: Ints
+
+
+class Senders:
+    """What leaves a rank's source tensors, of these local shapes, in these messages.
+
+    `pieces` are the numbers of each message's pieces.
     """
 
-    tensor: Ints
-    first: Ints
-    base: Ints
-    size: Ints
-    step: Ints
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], messages: Sequence[Message]) -> None:
+        self.pieces: list[range] = []
+        self._cuts: list[_Cut] = []
+        self._places: dict[str, _Place] = {}
+        leaving: dict[str, list[_Leaving]] = {}
+        firsts: list[int] = []
+        for message in messages:
+            before = len(firsts)
+            end = 0
+            for piece in message.pieces:
+                one = _Leaving(len(firsts), piece)
+                leaving.setdefault(piece.src_tensor, []).append(one)
+                firsts.append(end)
+                end += math.prod(piece.shape)
+            numbers = range(before, len(firsts))
+            self.pieces.append(numbers)
+        self._firsts = as_row(firsts)
+        known: dict[object, int] = {}
+        for key, pieces in leaving.items():
+            self._index(key, shapes[key], pieces, known)
+
+    def _index(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        leaving: Sequence[_Leaving],
+        known: dict[object, int],
+    ) -> None:
+        """Make what leaves a tensor ready to be asked; `known` are the cuts so far, by what says how they cut."""
+        size = itemsize_of(leaving[0].piece)
+        borders = []
+        for one in leaving:
+            ends = [(along.start, along.stop) for along in one.piece.src_slices]
+            borders.append(tuple(ends))
+        alike = shape, size, tuple(borders)
+        number = known.setdefault(alike, len(self._cuts))
+        if number == len(self._cuts):
+            boxes = _index_borders(shape, borders)
+            self._cuts.append(_Cut(boxes, []))
+        rows = self._cuts[number].pieces
+        self._places[key] = _Place(number, len(rows))
+        rows.append([one.number for one in leaving])
+
+    def route(self, asked: Iterable[Asked]) -> Iterator[Routed]:
+        """Where these cells go, which are numbered end to end; not one after the other.
+
+        Those of one piece keep their order, and stand in few runs.
+        """
+        for batch in self._list_batches(asked):
+            yield self._route(batch)
+
+    def _list_batches(self, asked: Iterable[Asked]) -> Iterator[list[_Part]]:
+        """Parts of tensors that are cut alike, of few enough cells for a cache with what is made of them."""
+        waiting: dict[int, list[_Part]] = {}
+        counts: Counter[int] = Counter()
+        for part in self._list_parts(asked):
+            cut = part.place.cut
+            counts[cut] += len(part.cells)
+            if counts[cut] > BATCH and cut in waiting:
+                yield waiting.pop(cut)
+                counts[cut] = len(part.cells)
+            waiting.setdefault(cut, []).append(part)
+        yield from waiting.values()
+
+    def _list_parts(self, asked: Iterable[Asked]) -> Iterator[_Part]:
+        """Cells of tensors from which something leaves, at most BATCH of each at once."""
+        start = 0
+        for key, cells in asked:
+            place = self._places.get(key)
+            if place is not None:
+                for first in range(0, len(cells), BATCH):
+                    part = cells[first : first + BATCH]
+                    yield _Part(place, start + first, part)
+            start += len(cells)
+
+    def _route(self, batch: Sequence[_Part]) -> Routed:
+        """Where the cells of a batch go."""
+        cut = self._cuts[batch[0].place.cut]
+        each = []
+        rows = []
+        for part in batch:
+            each.append(part.cells)
+            rows.append(cut.pieces[part.place.row])
+        cell, box, element = cut.boxes.find(np.concatenate(each))
+        counts = lengths(each)
+        owners = np.arange(len(batch)).repeat(counts)
+        owner = owners[cell]
+        pieces = np.array(rows, np.int64)
+        piece: Ints = pieces[owner, box]
+        element += self._firsts[piece]
+        # From numbers in the batch to those among all that was asked.
+        starts = as_row([part.start for part in batch])
+        shift = starts + counts - counts.cumsum()
+        cell += shift[owner]
+        routed = Routed(cell, piece, element)
+        # Rows come in few runs as they are; columns alternate.
+        runs = np.count_nonzero(piece[1:] != piece[:-1])
+        if runs < pieces.size:
+            return routed
+        return _gather_pieces(routed)
 
 
-class Receivers:
-    """What comes into a rank's destination tensors in these messages.
-
-    `strides` are those of the tensors in memory, in cells; tensors are numbered in the order of that mapping.
-    """
-
-    def __init__(self, strides: Mapping[str, tuple[int, ...]], messages: Sequence[Message]) -> None:
-        numbers = {key: number for number, key in enumerate(strides)}
-        self._arriving = [_index_arriving(strides, numbers, message) for message in messages]
-
-    def place(self, message: int, elements: Ints) -> Placed:
-        """Where these elements of the message come."""
-        arriving = self._arriving[message]
-        piece = arriving.first.searchsorted(elements, "right") - 1
-        rest = elements - arriving.first[piece]
-        cell = arriving.base[piece]
-        first, *others = zip(arriving.size.T, arriving.step.T, strict=True)
-        # From the last dimension on, as elements are numbered row by row.
-        for size, step in reversed(others):
-            rest, offset = np.divmod(rest, size[piece])
-            cell += offset * step[piece]
-        _, step = first
-        cell += rest * step[piece]
-        tensor = arriving.tensor[piece]
-        return Placed(tensor, cell)
+def _gather_pieces(routed: Routed) -> Routed:
+    """The same, in the order of pieces."""
+    piece = routed.piece
+    # Of small integers numpy sorts digits, in time in proportion to their number.
+    is_small = piece.max() < 1 << 16
+    numbers = piece.astype(np.uint16) if is_small else piece
+    order = numbers.argsort(kind="stable")
+    return Routed(routed.cell[order], piece[order], routed.element[order])
 
 
-def _index_arriving(
-    strides: Mapping[str, tuple[int, ...]], numbers: Mapping[str, int], message: Message
-) -> _Arriving:
-    """The pieces of one message, made ready to be asked."""
-    ndim = max((len(piece.shape) for piece in message.pieces), default=0)
-    ndim = max(ndim, 1)
-    tensors = []
-    firsts = []
-    bases = []
-    sizes: list[int] = []
-    steps: list[int] = []
-    end = 0
-    for piece in message.pieces:
-        key = piece.dst_tensor
-        missing = ndim - len(piece.shape)
-        tensors.append(numbers[key])
-        firsts.append(end)
-        bases.append(_find_base(piece, strides[key]))
-        sizes += [*[1] * missing, *piece.shape]
-        steps += [*[0] * missing, *strides[key]]
-        end += math.prod(piece.shape)
-    rows = len(tensors), ndim
-    return _Arriving(
-        tensor=_as_row(tensors),
-        first=_as_row(firsts),
-        base=_as_row(bases),
-        size=_as_row(sizes).reshape(rows),
-        step=_as_row(steps).reshape(rows),
-    )
-
-
-def _find_base(piece: Transfer, strides: Sequence[int]) -> int:
-    """Cells from the tensor's first to the first of the piece."""
-    base = 0
-    for one, step in zip(piece.dst_slices, strides, strict=True):
-        base += one.start * step
-    return base
+def _index_borders(shape: tuple[int, ...], borders: Sequence[_Borders]) -> Boxes:
+    """Boxes with these borders, made ready to be asked."""
+    ends = np.array(borders, np.int64)
+    by_dimension = ends.reshape(len(borders), len(shape), 2)
+    low = by_dimension[:, :, 0]
+    high = by_dimension[:, :, 1]
+    size = high - low
+    return index_boxes(shape, low, size)

@@ -7,15 +7,18 @@ code with `shardmath.digests`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from hashlib import sha256, shake_256
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import hypothesis.strategies as st
 import numpy as np
 from numpy.typing import NDArray
 
+from shardmath.base.arrays import Ints
 from shardmath.base.errors import DigestError
-from shardmath.changes.routing import Receivers, Senders, count_elements
+from shardmath.changes.placing import Lying, Receivers
+from shardmath.changes.routing import Asked, Senders, count_elements
 from shardmath.digests.content import Difference, digest_of, find_difference
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
@@ -187,24 +190,35 @@ def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) ->
     before = distribute(src, [old])
     after = distribute(src, [new])
     held = run(p, before)
-    for rank, message, cells, values in _list_changes(p, before, after):
-        shape = dst.local_shape(rank)
-        strides = np.empty(shape, np.int8).strides
-        receivers = Receivers({"": strides}, [message])
-        tensors, places = receivers.place(0, cells)
-        assert not tensors.any()
-        assert len(np.unique(places)) == len(places)
-        flat = held[rank].reshape(-1)
-        flat[places] = values
+    for one in _list_changes(p, before, after):
+        rank = one.message.dst_rank
+        _put(held[rank], one)
     for rank, expected in run(p, after).items():
         assert np.array_equal(held[rank], expected)
 
 
-def _list_changes(
-    p: Plan, before: dict[int, Array], after: dict[int, Array]
-) -> list[tuple[int, Message, Array, Array]]:
-    """For each message of which something changed: who receives it, itself, the elements' numbers and values."""
-    found = []
+class _Sent(NamedTuple):
+    """Elements of a message, ascending, and their values."""
+
+    message: Message
+    elements: Ints
+    values: Array
+
+
+def _put(destination: Array, sent: _Sent) -> None:
+    """Put what was sent where it belongs."""
+    strides = np.empty(destination.shape, np.int8).strides
+    lying = Lying(0, 0, strides)
+    receivers = Receivers({"": lying}, [sent.message])
+    flat = destination.reshape(-1)
+    for row, which, cells in receivers.place(0, sent.elements):
+        assert row == 0
+        assert len(np.unique(cells)) == len(sent.elements)
+        flat[cells] = sent.values[which]
+
+
+def _list_changes(p: Plan, before: dict[int, Array], after: dict[int, Array]) -> Iterator[_Sent]:
+    """What each message takes of what has changed."""
     for part in make_parts(p):
         if part.rank not in before:
             continue
@@ -215,14 +229,24 @@ def _list_changes(
         held = after[part.rank]
         was = before[part.rank]
         cells = np.flatnonzero(held != was)
+        values = held.reshape(-1)[cells]
         senders = Senders({"": held.shape}, messages)
-        cell, of, element = senders.route("", cells)
-        pairs = set(zip(of.tolist(), element.tolist(), strict=True))
+        cell, piece, element = _route(senders, cells)
+        pairs = set(zip(piece.tolist(), element.tolist(), strict=True))
         assert len(pairs) == len(cell), "each element is sent once in a message"
-        for number, message in enumerate(messages):
-            here = of == number
+        for message, pieces in zip(messages, senders.pieces, strict=True):
+            here = np.isin(piece, pieces)
             elements = element[here]
+            taken = values[cell[here]]
+            order = elements.argsort()
             assert (elements < count_elements(message)).all()
-            values = held.reshape(-1)[cells[cell[here]]]
-            found.append((message.dst_rank, message, elements, values))
-    return found
+            yield _Sent(message, elements[order], taken[order])
+
+
+def _route(senders: Senders, cells: Ints) -> Ints:
+    """Which cell, which piece and which element, of all batches."""
+    nothing = np.zeros((3, 0), np.int64)
+    batches = [nothing]
+    for routed in senders.route([Asked("", cells)]):
+        batches.append(np.stack(routed))
+    return np.concatenate(batches, 1)

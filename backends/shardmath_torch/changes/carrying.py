@@ -14,16 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shardmath.base.arrays import Ints
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
 from shardmath.programs.part import Part
 from shardmath_torch.agreement.naming import word_objection
-from shardmath_torch.changes.comparing import Snapshot, take
-from shardmath_torch.changes.sparse import Changed
-from shardmath_torch.changes.walking import Put, Sorted, Walker
+from shardmath_torch.changes.comparing import Changed, Snapshots, take
+from shardmath_torch.changes.sorting import Sorted
+from shardmath_torch.changes.walking import Put, Walker
 from shardmath_torch.exchange.local import Tensors, signature
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Engine, Task
@@ -43,7 +45,7 @@ class Sent(NamedTuple):
     """What a rank has sent to others.
 
     `elements` have changed, `whole` messages went whole, `nbytes` are all bytes. `seconds` are of each phase:
-    "comparing", "agreeing", "moving".
+    "comparing" sources with snapshots, "mapping" what changed to messages, "agreeing", "moving".
     """
 
     elements: int
@@ -57,7 +59,7 @@ class _Load(NamedTuple):
 
     changed: list[Changed]
     sorted: Sorted | None
-    since: float
+    seconds: dict[str, float]
     until: float
 
 
@@ -68,9 +70,10 @@ class Sparse:
         self._task = task
         self._whole = whole
         self._keeps_snapshots = snapshots
-        self._snapshots: dict[str, Snapshot] = {}
+        self._snapshots: Snapshots | None = None
         self._walker: Walker | None = None
         self._signed: object = None
+        self._is_known = False
         self._is_fresh = False
         self._load: _Load | None = None
         self._lacks = ""
@@ -90,8 +93,8 @@ class Sparse:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of snapshots: those of the source tensors, once they were sent."""
-        return sum(one.nbytes for one in self._snapshots.values())
+        """Bytes of snapshots: those of what is sent of source tensors, once it was."""
+        return 0 if self._snapshots is None else self._snapshots.nbytes
 
     def _goes_whole(self, how: object) -> bool:
         asked = isinstance(how, How) and how.whole is True
@@ -101,7 +104,8 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Nothing: whole moves, which alone need something, are few."""
+        """Whole moves, which alone need something, are few: it is enough to know that these may be others."""
+        self._is_known = False
 
     def load(self, src: Tensors, dst: Tensors, how: object) -> None:
         """Find what has changed. Raises ExchangeError where that cannot be told."""
@@ -109,21 +113,25 @@ class Sparse:
         self._load = None
         assert isinstance(how, How), "made by those who call"
         _check_how(how)
-        changed: list[Changed] = []
-        found = None
         if self._goes_whole(how):
             # Not held: what is kept of held tensors would keep the shadows.
             self._whole.prepare(src, dst, held=False)
-        else:
-            walker = self._find_walker(src, dst)
-            changed += self._list_changed(src, how.positions)
-            found = walker.sort(changed)
-        self._load = _Load(changed, found, since, time.perf_counter())
+            self._load = _Load([], None, {"comparing": 0.0, "mapping": 0.0}, time.perf_counter())
+            return
+        walker = self._find_walker(src, dst)
+        changed = list(self._list_changed(src, how.positions))
+        compared = time.perf_counter()
+        found = walker.sort(changed)
+        mapped = time.perf_counter()
+        seconds = {"comparing": compared - since, "mapping": mapped - compared}
+        self._load = _Load(changed, found, seconds, mapped)
 
     def _find_walker(self, src: Tensors, dst: Tensors) -> Walker:
         """What brings changes to these tensors. Raises ExchangeError where nothing can."""
         what = self._lacks
-        if not what and self._signed != _sign(src, dst):
+        # Tensors that are prepared for again may be others; all else are those that were compared here before.
+        self._is_known = self._is_known or self._signed == _sign(src, dst)
+        if not what and not self._is_known:
             what = "these are not the tensors, in the same memory, of the last whole move"
         if what or self._walker is None:
             raise ExchangeError(f"{what}; call with whole=True on all ranks")
@@ -132,21 +140,14 @@ class Sparse:
     def _list_changed(
         self, src: Tensors, positions: Mapping[str, Tensor] | None
     ) -> Iterator[Changed]:
-        """The changed cells of each source tensor. Raises ExchangeError for positions that cannot be."""
-        if positions is None and not self._keeps_snapshots:
+        """The changed cells of source tensors. Raises ExchangeError for positions that cannot be."""
+        if positions is not None:
+            yield from _read_positions(src, positions)
+            return
+        if not self._keeps_snapshots:
             raise ExchangeError("no snapshots are kept; pass positions=, or compile with snapshots")
-        for key in positions or ():
-            if key not in src:
-                raise ExchangeError(f"positions of {key!r}, which is no source tensor of this rank")
-        for key, tensor in src.items():
-            if positions is None:
-                cells = self._snapshots[key].find_changed(tensor)
-            elif key in positions:
-                cells = _check_positions(key, tensor, positions[key])
-            else:
-                continue
-            if len(cells):
-                yield Changed(key, cells, take(tensor, cells))
+        assert self._snapshots is not None, "made with the walker"
+        yield from self._snapshots.list_changed(src)
 
     def carry(self, src: Tensors, dst: Tensors, held: bool) -> Arrived:
         load = self._load
@@ -154,7 +155,7 @@ class Sparse:
         began = time.perf_counter()
         arrived = self._carry(load.sorted, src, dst)
         seconds = {
-            "comparing": load.until - load.since,
+            **load.seconds,
             "agreeing": began - load.until,
             "moving": time.perf_counter() - began,
         }
@@ -172,8 +173,9 @@ class Sparse:
         with self._noting_what_it_lacks():
             self._walker = Walker(self._task, src, dst)
             if self._keeps_snapshots:
-                self._snapshots = {key: Snapshot(tensor) for key, tensor in src.items()}
+                self._snapshots = Snapshots(src, self._walker.outgoing.hulls)
             self._signed = _sign(src, dst)
+            self._is_known = True
         return arrived
 
     @contextmanager
@@ -196,7 +198,7 @@ class Sparse:
     def _measure(self, found: Sorted | None, seconds: Mapping[str, float]) -> Sent:
         """What was sent."""
         if found is not None and self._walker is not None:
-            return Sent(*self._walker.measure(found), seconds)
+            return Sent(*self._walker.outgoing.measure(found), seconds)
         sends = [m for one in self._task.part.rounds for m in one.sends]
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
 
@@ -218,10 +220,8 @@ class Sparse:
             self._whole.let_go()
             return
         with self._noting_what_it_lacks():
-            for key, cells, words in load.changed:
-                snapshot = self._snapshots.get(key)
-                if snapshot is not None:
-                    snapshot.update(cells, words)
+            if self._snapshots is not None:
+                self._snapshots.update(load.changed)
 
     def forget(self) -> None:
         self._load = None
@@ -230,7 +230,7 @@ class Sparse:
     def _drop(self) -> None:
         """Let go of what is remembered: before other snapshots are made, since both need not fit."""
         self._is_fresh = False
-        self._snapshots = {}
+        self._snapshots = None
         self._walker = None
         self._lacks = ""
 
@@ -262,17 +262,29 @@ def _check_how(how: How) -> None:
         raise ExchangeError(f"{what}; pass int64 tensors of cells by local key")
 
 
-def _check_positions(key: str, tensor: Tensor, cells: object) -> Tensor:
-    """The cells, where they are some of the tensor's, each once. Raises ExchangeError."""
-    if not isinstance(cells, Tensor) or cells.dtype != torch.int64 or cells.ndim != 1:
-        raise ExchangeError(f"positions of {key!r} are {shown(cells)}; pass a row of int64")
+def _read_positions(src: Tensors, positions: Mapping[str, Tensor]) -> Iterator[Changed]:
+    """The cells that the caller says have changed. Raises ExchangeError for what cannot be."""
+    for key in positions:
+        if key not in src:
+            raise ExchangeError(f"positions of {key!r}, which is no source tensor of this rank")
+    for key, given in positions.items():
+        cells = _check_positions(key, src[key], given)
+        if len(cells):
+            yield Changed(key, cells, take(src[key], cells))
+
+
+def _check_positions(key: str, tensor: Tensor, given: object) -> Ints:
+    """The cells, ascending, where they are some of the tensor's, each once. Raises ExchangeError."""
+    if not isinstance(given, Tensor) or given.dtype != torch.int64 or given.ndim != 1:
+        raise ExchangeError(f"positions of {key!r} are {shown(given)}; pass a row of int64")
+    cells = given.numpy(force=True)
+    if (cells[1:] <= cells[:-1]).any():
+        cells = np.sort(cells)
     if not len(cells):
         return cells
-    low = int(cells.min())
-    high = int(cells.max())
-    if low < 0 or high >= tensor.numel():
-        what = f"positions of {key!r} go from {low} to {high}"
+    if cells[0] < 0 or cells[-1] >= tensor.numel():
+        what = f"positions of {key!r} go from {cells[0]} to {cells[-1]}"
         raise ExchangeError(f"{what}; the tensor has cells 0 to {tensor.numel() - 1}")
-    if len(cells.unique()) != len(cells):
+    if (cells[1:] == cells[:-1]).any():
         raise ExchangeError(f"positions of {key!r} have a cell twice; pass each once")
     return cells

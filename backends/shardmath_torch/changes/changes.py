@@ -59,7 +59,7 @@ class Changes(Mover):
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of this rank's snapshots: those of its source tensors, once they were sent."""
+        """Bytes of this rank's snapshots: those of what it sends of its source tensors, once it was sent."""
         return self._sparse.snapshot_bytes
 
     def __call__(  # type: ignore[override]

@@ -6,19 +6,21 @@
 3. How many elements of each size there are is told beforehand. A packet that would not be smaller than the message is
    not made: the message goes whole.
 
->>> packet = pack([Some(2, torch.tensor([3, 7]), torch.tensor([1, -1], dtype=torch.int16))])
+>>> packet = pack([Some(2, np.array([3, 7]), torch.tensor([1, -1], dtype=torch.int16))])
 >>> packet.nbytes, unpack(packet, (2,), (2,))[0].numbers
-(12, tensor([3, 7]))
+(12, array([3, 7]))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shardmath.base.arrays import Ints
 from shardmath.programs.messages import Message, itemsize_of
 from shardmath_torch import dtypes
 
@@ -30,10 +32,10 @@ MOST_ELEMENTS = 1 << 31
 
 
 class Some(NamedTuple):
-    """Elements of so many bytes each: their numbers in the message, and their words."""
+    """Elements of so many bytes each: their numbers in the message, ascending, and their words."""
 
     itemsize: int
-    numbers: Tensor
+    numbers: Ints
     words: Tensor
 
 
@@ -59,7 +61,7 @@ def pack(given: Sequence[Some]) -> Tensor:
     device = max(given, key=lambda some: len(some.numbers)).words.device
     packet = torch.empty(count_bytes(sizes, counts), dtype=torch.uint8, device=device)
     for some, (numbers, words) in zip(given, _divide(packet, sizes, counts), strict=True):
-        numbers.copy_(some.numbers)
+        numbers.copy_(torch.from_numpy(some.numbers))
         words.copy_(some.words)
     return packet
 
@@ -69,7 +71,7 @@ def unpack(packet: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> list[
     parts = _divide(packet, sizes, counts)
     found = []
     for size, (numbers, words) in zip(sizes, parts, strict=True):
-        wide = numbers.to(torch.int64)
+        wide = numbers.numpy(force=True).astype(np.int64)
         found.append(Some(size, wide, words))
     return found
 
@@ -78,24 +80,28 @@ def _divide(
     packet: Tensor, sizes: Sequence[int], counts: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each size the numbers and the words, as views of the packet."""
-    large = [size for size in sizes if size >= NUMBER_BYTES]
-    small = sizes[len(large) :]
-    types = [dtypes.WORDS[size] for size in large]
-    types += [torch.int32] * len(sizes)
-    types += [dtypes.WORDS[size] for size in small]
-    lengths = [*counts[: len(large)], *counts, *counts[len(large) :]]
-    parts = list(_view_parts(packet, types, lengths))
-    words = parts[: len(large)] + parts[len(large) + len(sizes) :]
-    numbers = parts[len(large) : len(large) + len(sizes)]
-    return zip(numbers, words, strict=True)
+    rest = _Rest(packet)
+    words = {}
+    for size, count in zip(sizes, counts, strict=True):
+        if size >= NUMBER_BYTES:
+            words[size] = rest.cut(dtypes.WORDS[size], count)
+    numbers = [rest.cut(torch.int32, count) for count in counts]
+    for size, count in zip(sizes, counts, strict=True):
+        if size < NUMBER_BYTES:
+            words[size] = rest.cut(dtypes.WORDS[size], count)
+    for size, here in zip(sizes, numbers, strict=True):
+        yield here, words[size]
 
 
-def _view_parts(
-    packet: Tensor, types: Iterable[torch.dtype], lengths: Iterable[int]
-) -> Iterator[Tensor]:
-    """Parts of the packet, one behind the other, each of its type."""
-    start = 0
-    for dtype, length in zip(types, lengths, strict=True):
-        end = start + dtype.itemsize * length
-        yield packet[start:end].view(dtype)
-        start = end
+class _Rest:
+    """What is left of a packet of which parts are cut off, from its first byte on."""
+
+    def __init__(self, packet: Tensor) -> None:
+        self._bytes = packet
+
+    def cut(self, dtype: torch.dtype, count: int) -> Tensor:
+        """The next so many elements of a type."""
+        nbytes = dtype.itemsize * count
+        part = self._bytes[:nbytes]
+        self._bytes = self._bytes[nbytes:]
+        return part.view(dtype)

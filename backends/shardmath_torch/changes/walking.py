@@ -20,34 +20,21 @@ from torch import Tensor
 
 from shardmath.programs.messages import Message, Step
 from shardmath_torch.agreement.wire import Pending
+from shardmath_torch.changes.comparing import Changed
 from shardmath_torch.changes.packets import count_bytes, pack, unpack
-from shardmath_torch.changes.sparse import Changed, Counts, Elements, Incoming, Outgoing
+from shardmath_torch.changes.placing import Counts, Incoming
+from shardmath_torch.changes.sorting import Outgoing, Sorted
 from shardmath_torch.exchange.endpoints import BoundRound, Endpoint, bind, count_staging_bytes
 from shardmath_torch.exchange.engine import find_device
 from shardmath_torch.exchange.staging import staging_of
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import Staged, Views
 
-__all__ = ["Put", "Sorted", "Volume", "Walker"]
+__all__ = ["Put", "Walker"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 Put: TypeAlias = Callable[[], object]
 """Puts something in place, however often it is called."""
-
-
-class Sorted(NamedTuple):
-    """The elements that each message of a rank takes; None where it goes whole."""
-
-    sends: list[Elements | None]
-    keeps: list[Elements | None]
-
-
-class Volume(NamedTuple):
-    """What a rank sends to others: changed elements, messages that go whole, and bytes of both together."""
-
-    elements: int
-    whole: int
-    nbytes: int
 
 
 class _Step(NamedTuple):
@@ -91,36 +78,21 @@ class Walker:
         receives = [m for one in part.rounds for m in one.receives]
         keeps = [m for one in part.rounds for m in one.keeps]
         shapes = {key: tuple(tensor.shape) for key, tensor in src.items()}
-        self._sends = Outgoing(shapes, sends)
+        self.outgoing = Outgoing(shapes, sends, keeps)
         self._receives = Incoming(dst, receives)
-        self._kept = Outgoing(shapes, keeps)
         self._keeps = Incoming(dst, keeps)
 
     def sort(self, changed: Sequence[Changed]) -> Sorted:
         """These changes by message. Makes room for messages that go whole."""
         self._staging.reserve(self._needed)
-        sends = self._sends.sort(changed)
-        return Sorted(sends, self._kept.sort(changed))
-
-    def measure(self, given: Sorted) -> Volume:
-        """What goes to others."""
-        elements = whole = nbytes = 0
-        for message, some in zip(self._sends.messages, given.sends, strict=True):
-            if some is None:
-                whole += 1
-                nbytes += message.nbytes
-            else:
-                counts = [len(one.numbers) for one in some]
-                elements += sum(counts)
-                nbytes += count_bytes([one.itemsize for one in some], counts)
-        return Volume(elements, whole, nbytes)
+        return self.outgoing.sort(changed)
 
     def exchange_counts(self, given: Sorted) -> list[Counts]:
         """The counts of each message that is to come. Raises PeerFailure."""
         incoming = self._receives.count_told()
-        outgoing = self._sends.tell(given.sends)
+        outgoing = self.outgoing.tell(given)
         sources = _find_first_steps((m.src_rank, m) for m in self._receives.messages)
-        targets = _find_first_steps((m.dst_rank, m) for m in self._sends.messages)
+        targets = _find_first_steps((m.dst_rank, m) for m in self.outgoing.sends)
         arrived = {}
         for step in sorted({*sources.values(), *targets.values()}):
             under_way = []
@@ -224,13 +196,12 @@ class Walker:
             return partial(views.unpack, one.endpoint)
         if told is None:
             return partial(views.over(one.packet).unpack, _stage(one.endpoint))
-        elements = unpack(one.packet, self._receives.sizes[one.number], told)
-        return partial(self._place, one.number, elements)
+        return partial(self._place, one.number, one.packet, told)
 
-    def _place(self, number: int, elements: Elements) -> None:
+    def _place(self, number: int, packet: Tensor, told: Sequence[int]) -> None:
         """Put what has come where it belongs, which the host works out of the numbers that came with it."""
         self._wire.finish()
-        self._receives.place(number, elements)
+        self._receives.place(number, unpack(packet, self._receives.sizes[number], told))
 
 
 def _run_unless(is_beside: bool, puts: list[Put]) -> None:

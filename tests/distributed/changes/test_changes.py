@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import shardmath as sm
-from shardmath_torch.changes.comparing import Snapshot, take
+from shardmath_torch.changes import comparing
+from shardmath_torch.changes.comparing import Changed, Snapshots, take
+from shardmath_torch.changes.differing import Scratch, find_different_there
 from shardmath_torch.changes.packets import Some, pack
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import changes as work
@@ -47,8 +49,8 @@ def change(arrays: Arrays, share: float, rng: np.random.Generator) -> Arrays:
     return out
 
 
-def check(pool: Pool, plans: list[sm.Plan], **rest: Any) -> list[Any]:
-    """Each step's destinations are those of a whole move. Gives what rank 0 sent."""
+def check(pool: Pool, plans: list[sm.Plan], is_told: bool = False, **rest: Any) -> list[Any]:
+    """Each step's destinations are those of a whole move, and then nothing is left. Gives what rank 0 sent."""
     cases, wanted = [], []
     for seed, plan in enumerate(plans):
         rng = np.random.default_rng(seed)
@@ -58,19 +60,27 @@ def check(pool: Pool, plans: list[sm.Plan], **rest: Any) -> list[Any]:
         for share in SHARES:
             at_times.append(change(at_times[-1], share, rng))
         cases.append((case, [as_bytes(one, plan.src) for one in at_times[1:]]))
-        wanted.append([expected(plan, one, dst) for one in at_times])
-    found = pool.run(work.change_cases, cases)
+        wanted.append([expected(plan, one, dst) for one in (*at_times, at_times[-1])])
+    found = pool.run(work.change_cases, cases, is_told)
     for rank, mine in enumerate(found):
         for steps, right in zip(mine, wanted, strict=True):
             for (held, _), there in zip(steps, right, strict=True):
                 assert held == there.get(rank, {})
-    return [[sent for _, sent in steps] for steps in found[0]]
+            assert steps[-1][1].nbytes == 0
+    return [[sent for _, sent in steps[:-1]] for steps in found[0]]
 
 
 @pytest.mark.parametrize("lying", ["contiguous", "transposed", "strided"])
 def test_random_plans(pool: Pool, lying: str) -> None:
     seeds = thinned(range(500, 560), len(lying))
     check(pool, [random_plan(seed, ops=()) for seed in seeds], lying=lying)
+
+
+@pytest.mark.parametrize("lying", ["contiguous", "transposed"])
+def test_told(pool: Pool, lying: str) -> None:
+    """Cells that the caller tells, in any order, some of which go nowhere."""
+    plans = [random_plan(seed, ops=()) for seed in thinned(range(600, 640), len(lying))]
+    check(pool, plans, is_told=True, lying=lying)
 
 
 def test_many_rounds(pool: Pool) -> None:
@@ -138,8 +148,8 @@ def test_snapshots_compare_bits(dtype: str) -> None:
     for cells in (base, base.permute(1, 0, 2), base[::2], base[:, ::2]):
         bits = cells.contiguous().view(getattr(torch, dtype))
         tensor = bits.permute(1, 0, 2)
-        snapshot = Snapshot(tensor)
-        assert len(snapshot.find_changed(tensor)) == 0
+        snapshots = Snapshots({"": tensor}, {"": tuple(slice(0, n) for n in tensor.shape)})
+        assert list(snapshots.list_changed({"": tensor})) == []
         some = torch.randperm(tensor.numel())[:5].sort().values
         along = torch.unravel_index(some, tensor.shape)
         words = tensor.view(
@@ -150,16 +160,65 @@ def test_snapshots_compare_bits(dtype: str) -> None:
         if tensor.element_size() == 16:
             words = tensor.view(torch.int64).unflatten(-1, (-1, 2))[..., 0]
         words[along] = words[along] ^ 1
-        found = snapshot.find_changed(tensor).sort().values
-        assert found.equal(some)
-        snapshot.update(found, take(tensor, found))
-        assert len(snapshot.find_changed(tensor)) == 0
+        (found,) = snapshots.list_changed({"": tensor})
+        assert sorted(found.cells.tolist()) == some.tolist()
+        taken = take(tensor, found.cells)
+        assert found.words.view(torch.uint8).equal(taken.view(torch.uint8))
+        snapshots.update([found])
+        assert list(snapshots.list_changed({"": tensor})) == []
+
+
+WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+
+
+@pytest.mark.parametrize("size", WORDS)
+@pytest.mark.parametrize("count", [0, 1, 7, 4096, 4099])
+def test_differences_are_found_whether_few_or_many(size: int, count: int) -> None:
+    """Wherever the rows begin; and so does torch, on whatever device."""
+    rng = np.random.default_rng(count)
+    scratch = Scratch()
+    for share in (0.0, 0.001, 0.05, 1.0):
+        for shift in (0, 1):
+            before = np.frombuffer(rng.bytes((count + shift) * size), WORDS[size])[shift:]
+            now = before.copy()
+            which = np.flatnonzero(rng.random(count) < share)
+            # The last byte: of a complex word, its second half.
+            now.view(np.uint8).reshape(count, size)[which, -1] ^= 1
+            assert scratch.find_different(now, before).tolist() == which.tolist()
+            if count:
+                rows = torch.from_numpy(now), torch.from_numpy(before.copy())
+                assert find_different_there(*rows).tolist() == which.tolist()
+
+
+def test_snapshots_of_boxes_in_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes beyond the box is not seen, and not remembered where it is told."""
+    monkeypatch.setattr(comparing, "BLOCK_BYTES", 96)
+    rng = np.random.default_rng(0)
+    shape = 9, 7, 11
+    box = slice(2, 8), slice(1, 7), slice(3, 11)
+    inside = torch.zeros(shape, dtype=torch.bool)
+    inside[box] = True
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        lying = torch.zeros([shape[k] for k in order], dtype=torch.bfloat16)
+        tensor = lying.permute([order.index(k) for k in range(3)])
+        snapshots = Snapshots({"a": tensor, "b": tensor}, {"a": box, "b": box})
+        assert snapshots.nbytes == 2 * 2 * 6 * 6 * 8
+        for share in (0.01, 0.5):
+            changed = torch.from_numpy(rng.random(shape) < share)
+            tensor[changed] += 1
+            found = list(snapshots.list_changed({"a": tensor, "b": tensor}))
+            wanted = (changed & inside).reshape(-1).nonzero().view(-1).tolist()
+            assert [sorted(one.cells.tolist()) for one in found] == [wanted, wanted]
+            told = changed.reshape(-1).nonzero().view(-1).numpy()
+            (first, _) = found
+            snapshots.update([first, Changed("b", told, take(tensor, told))])
+            assert list(snapshots.list_changed({"a": tensor, "b": tensor})) == []
 
 
 def test_packets_are_where_their_elements_are() -> None:
     """Of sizes of which nothing changed there are tensors on the CPU: a packet is on the device of the others."""
-    nothing = Some(4, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))
-    numbers, words = torch.arange(3), torch.arange(3, dtype=torch.int16)
+    nothing = Some(4, np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int32))
+    numbers, words = np.arange(3), torch.arange(3, dtype=torch.int16)
     assert pack([nothing, Some(2, numbers, words)]).device.type == "cpu"
-    elsewhere = Some(2, numbers.to("meta"), words.to("meta"))
+    elsewhere = Some(2, numbers, words.to("meta"))
     assert pack([nothing, elsewhere]).device.type == "meta"

@@ -16,14 +16,17 @@ Step = dict[int, Bytes]
 
 
 def change_cases(
-    rank: int, cases: Sequence[tuple[Case, Sequence[Step]]]
+    rank: int, cases: Sequence[tuple[Case, Sequence[Step]]], is_told: bool = False
 ) -> list[list[tuple[dict[str, bytes], smt.Sent]]]:
-    """Each case's destinations, and what was sent, after each step."""
-    return [_change(rank, case, steps) for case, steps in cases]
+    """Each case's destinations, and what was sent, after each step; once more after the last.
+
+    Told or not, snapshots are kept, so in the end nothing is found that has changed.
+    """
+    return [_change(rank, case, steps, is_told) for case, steps in cases]
 
 
 def _change(
-    rank: int, case: Case, steps: Sequence[Step]
+    rank: int, case: Case, steps: Sequence[Step], is_told: bool
 ) -> list[tuple[dict[str, bytes], smt.Sent]]:
     send = smt.compile_changes(case.plan, **case.options)
     src = tensors_of(case.src.get(rank), case.lying)
@@ -31,10 +34,34 @@ def _change(
     found = [(results(out), send(src, out=out))]
     found[0] = results(out), found[0][1]
     for step in steps:
+        before = {key: _bits(tensor) for key, tensor in _name(src).items()}
         _overwrite(src, step.get(rank, {}))
-        sent = send(src, out=out)
+        positions = _tell(before, _name(src)) if is_told else None
+        sent = send(src, out=out, positions=positions)
         found.append((results(out), sent))
+    sent = send(src, out=out)
+    found.append((results(out), sent))
     return found
+
+
+def _name(tensors: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a side, by local key."""
+    return {"": tensors} if isinstance(tensors, torch.Tensor) else dict(tensors or {})
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each cell, row by row."""
+    cells = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return cells.view(-1).view(torch.uint8).view(tensor.numel(), tensor.element_size())
+
+
+def _tell(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Which cells have changed, in any order."""
+    positions = {}
+    for key, tensor in now.items():
+        cells = (_bits(tensor) != before[key]).any(1).nonzero().view(-1)
+        positions[key] = cells.flip(0)
+    return positions
 
 
 def _overwrite(tensors: Any, given: Bytes) -> None:

@@ -1,0 +1,82 @@
+"""Placing: what a rank receives of changed elements, put where it belongs.
+
+1. How many elements each message has is told first, so that memory for packets is there.
+2. Tensors that share memory, as views of one fused tensor do, are one row of words, into which elements are put at
+   once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardmath.changes.placing import Lying, Receivers
+from shardmath.changes.routing import BATCH
+from shardmath.programs.messages import Message
+from shardmath_torch import dtypes
+from shardmath_torch.changes.packets import Some, list_sizes
+from shardmath_torch.changes.sorting import WHOLE
+
+__all__ = ["Counts", "Incoming"]
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+Counts: TypeAlias = tuple[int, ...] | None
+"""Of a packet, the elements of each size; None where the message goes whole."""
+
+
+class Incoming:
+    """The messages that a rank receives, or keeps, for these destination tensors."""
+
+    def __init__(self, dst: Tensors, messages: Sequence[Message]) -> None:
+        self.messages = messages
+        self.sizes = [list_sizes(message) for message in messages]
+        self._rows: list[Tensor] = []
+        self._receivers = Receivers(self._find_rows(dst), messages)
+
+    def _find_rows(self, dst: Tensors) -> dict[str, Lying]:
+        """How each tensor lies, in rows of words that are all of a storage."""
+        numbers: dict[tuple[int, int], int] = {}
+        lying = {}
+        for key, tensor in dst.items():
+            words = dtypes.words(tensor)
+            storage = words.untyped_storage()
+            size = words.element_size()
+            where = storage.data_ptr(), size
+            if where not in numbers:
+                numbers[where] = len(self._rows)
+                row = words.as_strided((storage.nbytes() // size,), (1,), 0)
+                self._rows.append(row)
+            lying[key] = Lying(numbers[where], int(words.storage_offset()), words.stride())
+        return lying
+
+    def count_told(self) -> dict[int, int]:
+        """How many counts each sender tells."""
+        told: dict[int, int] = {}
+        for message, sizes in zip(self.messages, self.sizes, strict=True):
+            told[message.src_rank] = told.get(message.src_rank, 0) + len(sizes)
+        return told
+
+    def read(self, told: Mapping[int, Sequence[int]]) -> list[Counts]:
+        """The counts of each message, of what each sender has told."""
+        rest = {rank: iter(counts) for rank, counts in told.items()}
+        found: list[Counts] = []
+        for message, sizes in zip(self.messages, self.sizes, strict=True):
+            following = rest[message.src_rank]
+            counts = tuple(itertools.islice(following, len(sizes)))
+            found.append(None if WHOLE in counts else counts)
+        return found
+
+    def place(self, number: int, elements: Iterable[Some]) -> None:
+        """Put elements of a message where they belong."""
+        for _, numbers, words in elements:
+            for first in range(0, len(numbers), BATCH):
+                past = first + BATCH
+                for row, which, cells in self._receivers.place(number, numbers[first:past]):
+                    which_here = torch.from_numpy(which).to(words.device)
+                    taken = words[first:past].index_select(0, which_here)
+                    at = torch.from_numpy(cells).to(words.device)
+                    self._rows[row].scatter_(0, at, taken)

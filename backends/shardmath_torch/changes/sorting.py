@@ -1,0 +1,157 @@
+"""Sorting: what a rank sends of changed cells, message by message.
+
+1. Changed cells are routed to messages, and each message goes as a packet of numbered elements, or whole where that is
+   fewer bytes.
+2. Elements of a message ascend in number: whoever receives them counts on it.
+3. How many elements each message has is told first, pair by pair, so that both ends know how long packets are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardmath.base.arrays import Ints, begins
+from shardmath.changes.routing import Asked, Senders, count_elements, find_hulls
+from shardmath.programs.messages import Message
+from shardmath_torch import dtypes
+from shardmath_torch.changes.comparing import Changed
+from shardmath_torch.changes.packets import MOST_ELEMENTS, Some, count_bytes, list_sizes
+
+__all__ = ["WHOLE", "Elements", "Outgoing", "Sorted", "Volume"]
+
+WHOLE = -1
+"""Told in the place of counts where a message goes whole."""
+
+Elements: TypeAlias = list[Some]
+"""Elements of a message, those of each size together."""
+
+
+class Sorted(NamedTuple):
+    """The elements that each message of a rank takes; None where it goes whole."""
+
+    sends: list[Elements | None]
+    keeps: list[Elements | None]
+
+
+class Volume(NamedTuple):
+    """What a rank sends to others: changed elements, messages that go whole, and bytes of both together."""
+
+    elements: int
+    whole: int
+    nbytes: int
+
+
+class _Run(NamedTuple):
+    """Elements of one piece: their numbers, and which of the changed words they hold."""
+
+    numbers: Ints
+    which: Ints
+
+
+class Outgoing:
+    """The messages that a rank sends, and those that it keeps, of source tensors of these shapes.
+
+    `hulls` are the boxes of these tensors from which something goes anywhere.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        sends: Sequence[Message],
+        keeps: Sequence[Message],
+    ) -> None:
+        self._sends = sends
+        self.sends = sends
+        self._messages = [*sends, *keeps]
+        self._sizes = [list_sizes(message) for message in self._messages]
+        self._senders = Senders(shapes, self._messages)
+        self.hulls = find_hulls(self._messages)
+
+    def sort(self, changed: Iterable[Changed]) -> Sorted:
+        """These changes by message."""
+        by_size: dict[int, list[Changed]] = {}
+        for one in changed:
+            by_size.setdefault(one.words.element_size(), []).append(one)
+        parts = {size: self._sort_alike(size, alike) for size, alike in by_size.items()}
+        found = []
+        for number, (message, sizes) in enumerate(zip(self._messages, self._sizes, strict=True)):
+            elements = [parts[size][number] if size in parts else _nothing(size) for size in sizes]
+            found.append(None if _is_larger(message, sizes, elements) else elements)
+        sends = len(self._sends)
+        return Sorted(found[:sends], found[sends:])
+
+    def _sort_alike(self, size: int, changed: Sequence[Changed]) -> list[Some]:
+        """The elements of each message, of words of one size."""
+        runs = self._list_runs(changed)
+        words = torch.cat([one.words for one in changed])
+        found = []
+        for pieces in self._senders.pieces:
+            here = [run for piece in pieces for run in runs.get(piece, ())]
+            found.append(_join(size, here, words) if here else _nothing(size))
+        return found
+
+    def _list_runs(self, changed: Sequence[Changed]) -> dict[int, list[_Run]]:
+        """The elements of each piece that has some."""
+        runs: dict[int, list[_Run]] = {}
+        asked = [Asked(one.key, one.cells) for one in changed]
+        for cell, piece, element in self._senders.route(asked):
+            first = begins(piece)
+            numbers = piece[first].tolist()
+            borders = itertools.pairwise([*first.tolist(), len(piece)])
+            for number, (low, high) in zip(numbers, borders, strict=True):
+                run = _Run(element[low:high], cell[low:high])
+                runs.setdefault(number, []).append(run)
+        return runs
+
+    def tell(self, given: Sorted) -> dict[int, list[int]]:
+        """What each receiver is told: the counts of all messages to it, end to end."""
+        told: dict[int, list[int]] = {}
+        for number, (message, elements) in enumerate(zip(self._sends, given.sends, strict=True)):
+            counts = [WHOLE] * len(self._sizes[number])
+            if elements is not None:
+                counts = [len(some.numbers) for some in elements]
+            all_counts = told.setdefault(message.dst_rank, [])
+            all_counts += counts
+        return told
+
+    def measure(self, given: Sorted) -> Volume:
+        """What goes to others."""
+        elements = whole = nbytes = 0
+        for message, some in zip(self._sends, given.sends, strict=True):
+            if some is None:
+                whole += 1
+                nbytes += message.nbytes
+            else:
+                counts = [len(one.numbers) for one in some]
+                elements += sum(counts)
+                nbytes += count_bytes([one.itemsize for one in some], counts)
+        return Volume(elements, whole, nbytes)
+
+
+def _nothing(size: int) -> Some:
+    return Some(size, np.zeros(0, np.int64), torch.zeros(0, dtype=dtypes.WORDS[size]))
+
+
+def _join(size: int, runs: Sequence[_Run], words: Tensor) -> Some:
+    """All elements of one message and size."""
+    numbers = np.concatenate([run.numbers for run in runs])
+    which = np.concatenate([run.which for run in runs])
+    # As they are where tensors lie in memory as they are numbered.
+    if (numbers[1:] < numbers[:-1]).any():
+        order = numbers.argsort()
+        numbers = numbers[order]
+        which = which[order]
+    taken = words.index_select(0, torch.from_numpy(which).to(words.device))
+    return Some(size, numbers, taken)
+
+
+def _is_larger(message: Message, sizes: Sequence[int], elements: Sequence[Some]) -> bool:
+    """Whether the elements take as many bytes as the message whole, or cannot be numbered."""
+    counts = [len(some.numbers) for some in elements]
+    return count_bytes(sizes, counts) >= message.nbytes or count_elements(message) > MOST_ELEMENTS
