@@ -118,7 +118,7 @@ def _make_byte() -> Tensor:
 class GlooWire:
     """A gloo process group; waiting ends `patience` seconds after posting."""
 
-    device_type = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, group: Group, patience: float) -> None:
         self._group = group
@@ -176,6 +176,9 @@ class GlooWire:
 
     def start(self) -> None:
         """Nothing: what is posted moves."""
+
+    def finish(self) -> None:
+        """Nothing: what was waited for is there."""
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's record, all of one size, in the group's order. Raises PeerFailure.

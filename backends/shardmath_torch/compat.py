@@ -31,9 +31,12 @@ __all__ = [
     "Spec",
     "StorageInfo",
     "Store",
+    "allow_seconds",
     "apart_from",
     "backend_of",
     "check_not_forked",
+    "closing_group",
+    "device_of",
     "group_of",
     "give_shards_back",
     "group_of_mesh",
@@ -188,6 +191,36 @@ def time_limit_of(group: Group) -> float:
     backend = group._get_backend(torch.device(device))
     limit: timedelta = backend.options._timeout
     return limit.total_seconds()
+
+
+def device_of(group: Group) -> torch.device:
+    """Where the group's tensors are: on the GPU that it is bound to, or else on the current one; or on the CPU."""
+    if backend_of(group) != "nccl":
+        return torch.device("cpu")
+    bound: torch.device | None = getattr(group, "bound_device_id", None)
+    return bound or torch.device("cuda", torch.cuda.current_device())
+
+
+def allow_seconds(group: Group, seconds: float) -> None:
+    """What the group's GPUs are told next may take so long, after which torch's watchdog ends the process.
+
+    Torch 2.13. Under TORCH_DISTRIBUTED_DEBUG=DETAIL it is the group's own limit all the same.
+    """
+    missing = seconds - time_limit_of(group)
+    extend = getattr(group._get_backend(torch.device("cuda")), "_add_ephemeral_timeout", None)
+    if missing > 0 and extend is not None:
+        extend(timedelta(seconds=missing))
+
+
+@contextmanager
+def closing_group(group: Group, device: torch.device) -> Iterator[None]:
+    """Closes NCCL's group where a batch is left by an exception: torch leaves it open, for all that the thread does."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            group._end_coalescing(device)
+        raise
 
 
 def store_of(group: Group) -> Store | None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,13 +19,14 @@ from torch import Tensor
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
+from shardmath.programs.part import Part
 from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.changes.comparing import Snapshot, take
 from shardmath_torch.changes.sparse import Changed
 from shardmath_torch.changes.walking import Put, Sorted, Walker
 from shardmath_torch.exchange.local import Tensors, signature
 from shardmath_torch.exchange.memory import mark_written
-from shardmath_torch.exchange.task import Task
+from shardmath_torch.exchange.task import Engine, Task
 from shardmath_torch.movers.carriers import Arrived, Whole
 
 __all__ = ["How", "Sent", "Sparse"]
@@ -198,6 +199,9 @@ class Sparse:
             return Sent(*self._walker.measure(found), seconds)
         sends = [m for one in self._task.part.rounds for m in one.sends]
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
+
+    def keep(self, part: Part, make_engine: Callable[[Engine], Engine]) -> None:
+        """None: whoever has come back has nothing of what snapshots are of."""
 
     def list_torn(self) -> tuple[str, ...]:
         if self._load is None or self._load.sorted is None:

@@ -31,15 +31,10 @@ from shardmath_torch.exchange.local import Local
 from shardmath_torch.exchange.task import Engine, Task
 from shardmath_torch.movers.calls import EVERY, Call
 from shardmath_torch.movers.carriers import Whole
-from shardmath_torch.movers.compile import (
-    DEFAULT_TIMEOUT_S,
-    DIRECT,
-    LONGEST_GRACE_S,
-    Settings,
-    make_ready,
-)
+from shardmath_torch.movers.compile import make_ready
 from shardmath_torch.movers.handles import Handle
-from shardmath_torch.movers.mover import Mover, Ready, move_by
+from shardmath_torch.movers.mover import Mover, move_by
+from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, LONGEST_GRACE_S, Settings
 from shardmath_torch.movers.stages import Stage
 
 __all__ = ["Changes", "Sent", "compile_changes", "make_changes"]
@@ -52,10 +47,10 @@ class Changes(Mover):
     `last` says what this rank sent in the last call, `snapshot_bytes` what its snapshots take. Raises ExchangeError.
     """
 
-    def __init__(self, ready: Ready) -> None:
-        super().__init__(ready)
-        assert isinstance(ready.carrier, Sparse), "made with it"
-        self._sparse = ready.carrier
+    @property
+    def _sparse(self) -> Sparse:
+        assert isinstance(self._carrier, Sparse), "made by make_changes"
+        return self._carrier
 
     @property
     def last(self) -> Sent | None:
@@ -123,7 +118,19 @@ def make_changes(
     stages: tuple[Stage, ...] = (),
 ) -> Changes:
     """As `compile_changes`, with stages."""
-    timeout = settings.timeout
+
+    def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
+        _agree(plan, group, settings.timeout, snapshots)
+
+    def make(task: Task, engine: Engine, shadows: Shadows | None) -> Sparse:
+        return Sparse(task, Whole(task.part, engine, shadows), snapshots)
+
+    agree(plan, group, settings)
+    return Changes(make_ready(plan, group, settings, stages, make, agree))
+
+
+def _agree(plan: object, group: compat.Group | None, timeout: float, snapshots: bool) -> None:
+    """Ranks agree that they move changes, and that this is a plan by which they can."""
     waiting = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
     grace = min(LONGEST_GRACE_S, waiting / 5)
     party = join(compat.group_of(group), waiting - grace, grace)
@@ -133,11 +140,6 @@ def make_changes(
         lambda: party.vote(Ballot(claim, objection=objection)),
         lambda failure, rank: describe_crossing(plan, failure.tensor, rank),
     )
-
-    def make(task: Task, engine: Engine, shadows: Shadows | None) -> Sparse:
-        return Sparse(task, Whole(task.part, engine, shadows), snapshots)
-
-    return Changes(make_ready(plan, group, settings, stages, make))
 
 
 def _find_objection(plan: object, snapshots: object) -> str:

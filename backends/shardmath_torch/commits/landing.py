@@ -39,10 +39,11 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Landing:
-    """One mover's, on this rank."""
+    """One mover's, on this rank; `former` is how many moves were committed on others before it was there."""
 
     is_beside: bool = False
     standing: Standing = field(default_factory=Standing)
+    former: int = 0
     _left: str = ""
     _block: Block | None = None
 
@@ -52,6 +53,14 @@ class Landing:
         if other is not None and other is not block and other.is_open:
             what = "this mover has moved in a smt.commit that another thread has not left"
             raise ExchangeError(f"{what}; move after it, or compile the plan once more")
+
+    def follow(self, former: int) -> Landing:
+        """That of a mover that goes on from here in another group, or by another plan.
+
+        What was in doubt is known: the others have no more than `former`.
+        """
+        standing = Standing(self.standing.version, torn=self.standing.torn)
+        return Landing(self.is_beside, standing, former)
 
     def commit(
         self, party: Party, mine: Ballot, arrival: Arrival, member: Member, block: Block | None
@@ -72,7 +81,7 @@ class Landing:
             arrival.put()
             put_in_place(pairs)
 
-        version = self.standing.version + 1
+        version = max(self.standing.version, self.former) + 1
         entry = Entry(mine.claim, arrival.keys, put, arrival.end, self.standing, version)
         if block is not None:
             block.objection = block.objection or objection

@@ -6,7 +6,7 @@ wire that engines stand on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -50,6 +50,12 @@ class Engine(Protocol):
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
         """Moves tensors that lie like those prepared for. Raises PeerFailure."""
+
+    def keep(self, task: Task, gone: Collection[int]) -> Engine:
+        """One for the task, which is this one's without what goes to ranks that are gone, and the same tensors.
+
+        No communication.
+        """
 
 
 class Transport(Protocol):

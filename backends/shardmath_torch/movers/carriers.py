@@ -54,6 +54,9 @@ class Carrier(Protocol):
     def carry(self, src: Tensors, dst: Tensors, held: bool) -> Arrived:
         """Carry them. Raises PeerFailure."""
 
+    def keep(self, part: Part, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
+        """One for a part of the same tensors, by the engine that is made of this one's; None where there is none."""
+
     def list_torn(self) -> tuple[str, ...]:
         """The destinations that may be neither old nor new, where `carry` was left."""
 
@@ -72,6 +75,11 @@ class Whole:
         self._engine = engine
         self._shadows = shadows
         self._into: Tensors = {}
+
+    def keep(self, part: Part, make_engine: Callable[[Engine], Engine]) -> Whole:
+        kept = Whole(part, make_engine(self._engine), self._shadows)
+        kept._into = self._into
+        return kept
 
     @property
     def is_beside(self) -> bool:

@@ -20,47 +20,57 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from shardmath.base.errors import ExchangeError
-from shardmath.base.text import shown
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.cutting import set_pace
-from shardmath.programs.part import INFLIGHT_BYTES, Outline, Part, outline_part, plan_of
+from shardmath.programs.part import INFLIGHT_BYTES, Outline, Part, outline_part
 from shardmath.programs.program import Program
-from shardmath_torch import compat, dtypes
+from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.naming import describe_crossing, name_given, word_objection
-from shardmath_torch.agreement.party import Party, is_time, word_bad_time
+from shardmath_torch.agreement.party import Party, is_time
 from shardmath_torch.agreement.transport import join
 from shardmath_torch.agreement.turns import in_thread
+from shardmath_torch.commits.blocks import block_of
 from shardmath_torch.commits.shadows import Shadows
 from shardmath_torch.exchange.task import Engine, Task, transport_of
-from shardmath_torch.movers.calls import EVERY, ONCE
+from shardmath_torch.movers.calls import EVERY
 from shardmath_torch.movers.carriers import Carrier, Whole, make_shadows
-from shardmath_torch.movers.mover import Mover, Ready
+from shardmath_torch.movers.mover import Mover
+from shardmath_torch.movers.ready import Former, Ready
+from shardmath_torch.movers.settings import (
+    ALL,
+    DEFAULT_ENGINE,
+    DEFAULT_TIMEOUT_S,
+    DIRECT,
+    Settings,
+    check_arithmetic,
+    check_plan,
+    check_settings,
+    is_text,
+)
 from shardmath_torch.movers.stages import Stage, list_own
 
-__all__ = ["MakeCarrier", "Mover", "Settings", "compile", "make_ready", "make_whole"]
+__all__ = ["AgreeFirst", "MakeCarrier", "Mover", "compile", "make_ready", "make_whole"]
 
-DEFAULT_ENGINE = "exchange"
+SAID = struct.Struct("<QB")
+"""What a rank tells the others: how many moves it has committed, and how its part follows the former one."""
 
-DEFAULT_TIMEOUT_S = 60.0
-
-DIRECT, ALL = "direct", "all"
-"""How bytes come to the destination: as they arrive, or on all ranks at the end, or on none."""
-
-LONGEST_GRACE_S = 5.0
-"""For finding out who failed, however long ranks wait for each other."""
-
-SHOWN = 16
-"""Ranks that an error shows."""
+NOT_AT_ALL, AT_ONCE, BY_ADDEND = range(3)
+"""How a part follows the former one: not; all addends at once; or one after the other."""
 
 _T = TypeVar("_T")
+
+AgreeFirst: TypeAlias = Callable[[object, compat.Group | None, "Settings"], None]
+"""What else ranks agree on before they agree on a plan. Collective."""
 
 MakeCarrier: TypeAlias = Callable[[Task, Engine, Shadows | None], Carrier]
 """Of a rank's task, the engine that would move all of it, and shadows where it is put in place at the end."""
@@ -69,39 +79,6 @@ MakeCarrier: TypeAlias = Callable[[Task, Engine, Shadows | None], Carrier]
 def make_whole(task: Task, engine: Engine, shadows: Shadows | None) -> Whole:
     """What carries all bytes."""
     return Whole(task.part, engine, shadows)
-
-
-class Settings(NamedTuple):
-    """What every rank must pass alike, with the plan or program."""
-
-    timeout: float = DEFAULT_TIMEOUT_S
-    max_inflight_bytes: int | None = None
-    engine: str = "auto"
-    thread: str | None = None
-    commit: str = DIRECT
-    agree: str = EVERY
-
-    @property
-    def text(self) -> str:
-        """How agreement words them; a thread stands apart, since its name need not be given."""
-        given = self._asdict()
-        del given["thread"]
-        if _is_text(self.commit, DIRECT):
-            del given["commit"]
-        if _is_text(self.agree, EVERY):
-            del given["agree"]
-        return ", ".join(f"{name}={value!r}" for name, value in given.items())
-
-    @property
-    def patience(self) -> float:
-        """Seconds to wait for a peer; the rest of the timeout is for finding out who failed."""
-        # A fifth of the grace is for what comes after it: letting go, and telling the caller.
-        return self.timeout - 1.2 * self.grace
-
-    @property
-    def grace(self) -> float:
-        """Seconds for asking the others, once something failed."""
-        return min(LONGEST_GRACE_S, self.timeout / 5)
 
 
 def compile(
@@ -139,10 +116,60 @@ def make_ready(
     settings: Settings,
     stages: tuple[Stage, ...] = (),
     make_carrier: MakeCarrier = make_whole,
+    agree_first: AgreeFirst | None = None,
 ) -> Ready:
-    """What ranks agree on, for a mover of these stages. Collective over the group; raises as `compile` does."""
+    """What ranks agree on, for a mover of these stages. Collective over the group; raises as `compile` does.
+
+    Whoever has agreed on something else before gives that as `agree_first`, for the plans that follow.
+    """
+    maker = _Maker(settings, stages, make_carrier, agree_first)
+    return _make_ready(group, _Asked(plan, maker))
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """How plans are made ready, this one and those that follow."""
+
+    settings: Settings
+    stages: tuple[Stage, ...]
+    make_carrier: MakeCarrier
+    agree_first: AgreeFirst | None
+
+    def again(
+        self,
+        plan: object,
+        group: compat.Group,
+        timeout: float | None,
+        former: Former,
+        take: Callable[[Ready], None],
+    ) -> None:
+        """As `Again` has it."""
+        settings = self.settings
+        if timeout is not None:
+            settings = settings._replace(timeout=timeout)
+        if self.agree_first is not None:
+            self.agree_first(plan, group, settings)
+        maker = replace(self, settings=settings)
+        _make_ready(group, _Asked(plan, maker, former), take)  # type: ignore[arg-type]
+
+
+class _Asked(NamedTuple):
+    """What is to be made ready, and how; `former` is what a mover was, which goes on by this plan."""
+
+    plan: Plan | Transposed | Program
+    maker: _Maker
+    former: Former | None = None
+    settings: Settings = Settings()
+
+
+def _make_ready(
+    group: compat.Group | None, asked: _Asked, take: Callable[[Ready], None] | None = None
+) -> Ready:
+    """As `make_ready` has it; `take` is called under the group's turn."""
+    plan = asked.plan
+    settings = asked.maker.settings
     settings = settings._replace(max_inflight_bytes=_read_limit(plan, settings.max_inflight_bytes))
-    if _is_text(settings.engine, "auto"):
+    if is_text(settings.engine, "auto"):
         settings = settings._replace(engine=DEFAULT_ENGINE)
     # The vote that refuses a bad time needs a time as well.
     waiting = settings._replace(timeout=DEFAULT_TIMEOUT_S)
@@ -150,15 +177,18 @@ def make_ready(
         settings = settings._replace(timeout=float(settings.timeout))
         waiting = settings
     party = join(compat.group_of(group), waiting.patience, waiting.grace)
+    asked = asked._replace(settings=settings)
+
+    def act() -> Ready:
+        ready = _agree(party.with_own_key(), asked)
+        if take is not None:
+            take(ready)
+        return ready
+
     return party.together(
-        lambda: _agree(party.with_own_key(), plan, settings, stages, make_carrier),
+        act,
         lambda failure, rank: describe_crossing(plan, failure.tensor, rank),
     )
-
-
-def _is_text(given: object, text: str) -> bool:
-    """Whether that is given; asked so that an array, too, has an answer."""
-    return isinstance(given, str) and given == text
 
 
 def _read_limit(plan: Plan | Transposed | Program, given: int | None) -> int:
@@ -171,55 +201,143 @@ def _read_limit(plan: Plan | Transposed | Program, given: int | None) -> int:
     return plan.max_inflight_bytes if isinstance(plan, Program) else INFLIGHT_BYTES
 
 
-def _agree(
-    party: Party,
-    plan: Plan | Transposed | Program,
-    settings: Settings,
-    stages: tuple[Stage, ...],
-    make_carrier: MakeCarrier,
-) -> Ready:
-    """What a mover is made of, on which ranks agree by two votes or three."""
+class _Made(NamedTuple):
+    """What this rank does, and what carries it; `keeps_bound` is that of `Ready`."""
+
+    part: Part
+    carrier: Carrier
+    keeps_bound: bool
+
+
+class _Mine(NamedTuple):
+    """What this rank will do, but for the pace: an outline, or what follows the former part at the former pace."""
+
+    peers: int
+    outline: Outline | None = None
+    followed: _Made | None = None
+
+
+class _Told(NamedTuple):
+    """What ranks have told each other.
+
+    The most peers of any rank, the most moves that one has committed, and whether all follow at their former pace.
+    """
+
+    claim: str
+    peers: int
+    version: int
+    all_follow: bool
+
+
+def _agree(party: Party, asked: _Asked) -> Ready:
+    """What a mover is made of, on which ranks agree by one vote, two or three."""
+    mine, told = _tell(party, asked)
+    made = mine.followed if told.all_follow else _make_all(party, asked, mine, told)
+    assert made is not None, "who objects does not get past a vote"
+    # Who has left has nothing to do at its ends, as long as it is in the group.
+    has_left = isinstance(asked.plan, Plan) and party.rank in asked.plan.left
+    return Ready(
+        given=asked.plan,
+        party=party,
+        part=made.part,
+        carrier=made.carrier,
+        stages=() if has_left else asked.maker.stages,
+        thread=asked.settings.thread,
+        agree=asked.settings.agree,
+        peers=told.peers,
+        version=told.version,
+        keeps_bound=made.keeps_bound,
+        again=asked.maker.again,
+    )
+
+
+def _tell(party: Party, asked: _Asked) -> tuple[_Mine, _Told]:
+    """The first vote: what this rank will do, and what is to be known of all."""
     # What fails here is an objection: the others wait for this rank's vote.
-    mine, objection = _attempt(lambda: _check_and_outline(party, plan, settings))
+    mine, objection = _attempt(lambda: _check_and_outline(party, asked))
     claim = "compile"
     peers = 0
     if mine is not None:
         # Only now is all that is worded here what it should be.
-        claim = f"compile({name_given(plan)}, {settings.text}){in_thread(settings.thread)}"
+        settings = asked.settings
+        claim = f"compile({name_given(asked.plan)}, {settings.text}){in_thread(settings.thread)}"
         peers = mine.peers
-    ballots = party.vote(Ballot(claim, objection=objection, peers=peers))
-    most_peers = max(ballot.peers for ballot in ballots)
+    version = 0 if asked.former is None else asked.former.version
+    said = SAID.pack(version, _tell_follow(mine))
+    ballots = party.vote(Ballot(claim, objection=objection, peers=peers, said=said))
     assert mine is not None, "who objects does not get past the vote"
-    own = list_own(stages)
+    versions, follow = zip(*(SAID.unpack(ballot.said) for ballot in ballots), strict=True)
+    # All find the same. Whose former pace is another one cannot go on at it.
+    paces = {(ballot.peers, how) for ballot, how in zip(ballots, follow, strict=True)}
+    all_follow = len(paces) == 1 and NOT_AT_ALL not in follow
+    most_peers = max(ballot.peers for ballot in ballots)
+    return mine, _Told(claim, most_peers, max(versions), all_follow)
 
-    def make(by_addend: bool) -> tuple[Part, Carrier]:
-        task, engine = _make(party, mine, settings, most_peers, by_addend)
-        shadows = make_shadows(task.part, own) if settings.commit == ALL else None
-        return task.part, make_carrier(task, engine, shadows)
 
+def _tell_follow(mine: _Mine | None) -> int:
+    """How this rank's part follows the former one."""
+    if mine is None or mine.followed is None:
+        return NOT_AT_ALL
+    pace = mine.followed.part.pace
+    return BY_ADDEND if pace is not None and pace.by_addend else AT_ONCE
+
+
+def _make_all(party: Party, asked: _Asked, mine: _Mine, told: _Told) -> _Made | None:
+    """What this rank does, as all do at one pace; by one vote or two."""
     # One addend after the other takes more rounds, so all ranks do it only where one has to.
     for by_addend in (False, True):
-        made, objection = _attempt(functools.partial(make, by_addend))
-        is_unordered = made is not None and not made[0].keeps_order
-        ballots = party.vote(Ballot(claim, objection=objection, is_unordered=is_unordered))
+        make = functools.partial(_make, party, asked, mine, told.peers, by_addend)
+        made, objection = _attempt(make)
+        is_unordered = made is not None and not made.part.keeps_order
+        ballots = party.vote(Ballot(told.claim, objection=objection, is_unordered=is_unordered))
         if not any(ballot.is_unordered for ballot in ballots):
             break
-    assert made is not None, "who objects does not get past the vote"
-    part, carrier = made
-    return Ready(plan, party, part, carrier, stages, settings.thread, settings.agree)
+    return made
 
 
-def _make(
-    party: Party, mine: Outline, settings: Settings, peers: int, by_addend: bool
-) -> tuple[Task, Engine]:
-    """This rank's part in the group, and the engine that moves it."""
-    limit = settings.max_inflight_bytes
+def _make(party: Party, asked: _Asked, mine: _Mine, peers: int, by_addend: bool) -> _Made:
+    """This rank's part, and what carries it: the former ones, as far as they go on."""
+    followed = _follow(party, asked, peers, by_addend)
+    if followed is not None:
+        return followed
+    plan = asked.plan
+    outline = mine.outline or outline_part(plan, party.rank)
+    limit = _limit_of(asked)
+    part = outline.part(peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
+    assert part.keeps_order or not isinstance(plan, Program), "phases bring addends in order"
+    return _Made(part, _make_carrier(party, asked, part), keeps_bound=False)
+
+
+def _follow(party: Party, asked: _Asked, peers: int, by_addend: bool) -> _Made | None:
+    """What this rank did, as it goes on by the plan at this pace; None where it has to be made anew."""
+    plan, former = asked.plan, asked.former
+    if former is None or isinstance(plan, Program):
+        return None
+    limit = _limit_of(asked)
+    pace = set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
+    part = former.follow(plan, pace)
+    if part is None:
+        return None
+    carrier = former.keep_carrier(Task(part, party.group, party.wire))
+    if carrier is not None:
+        return _Made(part, carrier, keeps_bound=True)
+    return _Made(part, _make_carrier(party, asked, part), keeps_bound=False)
+
+
+def _limit_of(asked: _Asked) -> int:
+    limit = asked.settings.max_inflight_bytes
     assert limit is not None, "read before ranks vote"
-    made = mine.part(peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
-    assert made.keeps_order or not isinstance(mine.given, Program), "phases bring addends in order"
-    make_engine = transport_of(party.group).ENGINES[settings.engine]
-    task = Task(made, party.group, party.wire)
-    return task, make_engine(task)
+    return limit
+
+
+def _make_carrier(party: Party, asked: _Asked, part: Part) -> Carrier:
+    """What carries the part, on tensors of which nothing is known."""
+    task = Task(part, party.group, party.wire)
+    engine = transport_of(party.group).ENGINES[asked.settings.engine](task)
+    shadows = None
+    if asked.settings.commit == ALL:
+        shadows = make_shadows(part, list_own(asked.maker.stages))
+    return asked.maker.make_carrier(task, engine, shadows)
 
 
 def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
@@ -230,95 +348,22 @@ def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
         return None, word_objection(error)
 
 
-def _check_and_outline(
-    party: Party, plan: Plan | Transposed | Program, settings: Settings
-) -> Outline:
+def _check_and_outline(party: Party, asked: _Asked) -> _Mine:
     """What this rank will do, but for the pace. Raises ShardError to object."""
-    _check_plan(plan)
-    _check_settings(plan, settings)
-    _check_commit(party, settings)
-    _check_agree(settings)
-    _check_engine(party, settings)
-    _check_ranks(party, plan)
+    plan, settings, former = asked.plan, asked.settings, asked.former
+    check_plan(plan)
+    check_settings(party, plan, settings)
+    if former is not None and block_of(party.group) is not None:
+        raise ExchangeError("in smt.commit movers go on as they are; leave it, and replan then")
+    if former is not None:
+        peers = former.count_peers(plan)
+        pace = former.part.pace
+        if peers is not None and pace is not None:
+            return _Mine(peers, followed=_follow(party, asked, peers, pace.by_addend))
     mine = outline_part(plan, party.rank)
-    _check_arithmetic(mine)
+    check_arithmetic(mine)
     if not isinstance(plan, Program):
         # A limit without room is found here, in every rank's own words.
-        limit = settings.max_inflight_bytes
-        assert limit is not None, "read before ranks vote"
+        limit = _limit_of(asked)
         set_pace(plan.ranks, peers=mine.peers, max_inflight_bytes=limit, by_addend=False)
-    return mine
-
-
-def _check_plan(plan: object) -> None:
-    """Raise ExchangeError for what is neither a plan nor a program."""
-    if not isinstance(plan, Plan | Transposed | Program):
-        fix = "pass shardmath.plan(src, dst), or what shardmath.schedule makes of it"
-        raise ExchangeError(f"compile takes a Plan, got {type(plan).__name__}; {fix}")
-
-
-def _check_settings(plan: Plan | Transposed | Program, settings: Settings) -> None:
-    """Raise ExchangeError for a time, a name or a limit that is of no use."""
-    if not is_time(settings.timeout):
-        raise ExchangeError(word_bad_time(settings.timeout))
-    if not isinstance(settings.thread, str | None):
-        raise ExchangeError(
-            f"thread={settings.thread!r} is not a name; pass a text, or leave it out"
-        )
-    limit = settings.max_inflight_bytes
-    if not isinstance(limit, int) or not 0 < limit < 1 << 63:
-        what = f"max_inflight_bytes={shown(limit)} is not a number of bytes"
-        raise ExchangeError(f"{what}; pass an int from 1 on")
-    if isinstance(plan, Program) and limit != plan.max_inflight_bytes:
-        own = f"the program has {plan.max_inflight_bytes} of its own"
-        fix = "leave it out, or schedule the plan with it"
-        raise ExchangeError(f"max_inflight_bytes={limit}, {own}; {fix}")
-
-
-def _check_commit(party: Party, settings: Settings) -> None:
-    """Raise ExchangeError for a way to commit that there is not, and where nobody could decide."""
-    if not any(_is_text(settings.commit, known) for known in (DIRECT, ALL)):
-        raise ExchangeError(f"commit={shown(settings.commit)}; pass {DIRECT!r} or {ALL!r}")
-    if settings.commit == ALL and compat.store_of(party.group) is None:
-        what = "the process group has no store in which ranks could decide"
-        raise ExchangeError(f"{what}; compile with commit={DIRECT!r}")
-
-
-def _check_agree(settings: Settings) -> None:
-    """Raise ExchangeError for a way to agree that there is not."""
-    if not any(_is_text(settings.agree, known) for known in (EVERY, ONCE)):
-        raise ExchangeError(f"agree={shown(settings.agree)}; pass {EVERY!r} or {ONCE!r}")
-
-
-def _check_engine(party: Party, settings: Settings) -> None:
-    """Raise ExchangeError for an engine that the group's transport does not have."""
-    engines = transport_of(party.group).ENGINES
-    # An array is not hashable, hence asked for its type first.
-    if not isinstance(settings.engine, str) or settings.engine not in engines:
-        known = ", ".join(map(repr, ("auto", *engines)))
-        backend = compat.backend_of(party.group)
-        what = f"engine {settings.engine!r} is unknown on {backend}"
-        raise ExchangeError(f"{what}; use one of {known}")
-
-
-def _check_ranks(party: Party, plan: Plan | Transposed | Program) -> None:
-    """Raise ExchangeError where the group lacks a rank of the plan."""
-    outside = sorted(set(plan.ranks) - set(party.ranks))
-    if outside:
-        there = list(plan.ranks)[:SHOWN]
-        here = list(party.ranks)[:SHOWN]
-        what = (
-            f"the plan has ranks {there}, the group {here}: {outside[:SHOWN]} are not in the group"
-        )
-        raise ExchangeError(f"{what}; compile on a group that has all of them")
-
-
-def _check_arithmetic(mine: Outline) -> None:
-    """Every operation that this rank will do must exist in torch for the dtype that it is done in."""
-    plan = plan_of(mine.given)
-    for name, op in sorted(mine.operations):
-        dtype = plan.dst[name][0].dtype
-        if dtypes.missing(dtype, op):
-            what = f"tensor {name!r} needs {op!r} of {dtype}, which torch does not have"
-            fix = "cast it to float32 before the move and plan with dtype='float32'"
-            raise ExchangeError(f"{what}; {fix}")
+    return _Mine(mine.peers, outline=mine)

@@ -36,7 +36,8 @@ class Handle:
     def __init__(self, party: Party, act: Callable[[], None]) -> None:
         self._error: BaseException | None = None
         self._was_told = False
-        self._order = _OrderOfStreams() if party.wire.device_type == "cuda" else _Order()
+        device = party.wire.device
+        self._order = _OrderOfStreams(device) if device.type == "cuda" else _Order()
         turns = party.turns
 
         def run() -> None:
@@ -117,18 +118,19 @@ class _Order:
 class _OrderOfStreams(_Order):
     """On a GPU: a stream of the move's own, between events of its caller's."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._before = torch.cuda.Event()
-        self._before.record()
+        self._before.record(torch.cuda.current_stream(device))
         self._after = torch.cuda.Event()
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream(device)
 
     @contextmanager
     def begin(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._before)
             yield
-            self._after.record()
+            self._after.record(self._stream)
 
     def follow(self) -> None:
-        torch.cuda.current_stream().wait_event(self._after)
+        torch.cuda.current_stream(self._device).wait_event(self._after)

@@ -27,12 +27,10 @@ from shardmath.base.public import public
 from shardmath.base.text import plural, shown
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
-from shardmath.programs.part import Part
 from shardmath.programs.program import Program
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.naming import describe_crossing, name_given, word_objection
-from shardmath_torch.agreement.party import Party
 from shardmath_torch.agreement.turns import Unasked, check_thread, in_thread
 from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.commits.blocks import Block, Member, block_of
@@ -42,23 +40,11 @@ from shardmath_torch.digests.checking import Check
 from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted
 from shardmath_torch.movers import stages
 from shardmath_torch.movers.calls import ONCE, Call, Kind, check_call, read_label
-from shardmath_torch.movers.carriers import Arrived, Carrier
+from shardmath_torch.movers.carriers import Arrived
 from shardmath_torch.movers.handles import Handle, start
-from shardmath_torch.movers.stages import Stage
+from shardmath_torch.movers.ready import Former, Ready
 
-__all__ = ["Mover", "Ready", "move_by"]
-
-
-class Ready(NamedTuple):
-    """What ranks have agreed on, and what it is on this one: all that a mover is made of."""
-
-    given: Plan | Transposed | Program
-    party: Party
-    part: Part
-    carrier: Carrier
-    stages: tuple[Stage, ...]
-    thread: str | None
-    agree: str
+__all__ = ["Mover", "move_by"]
 
 
 class _Held(NamedTuple):
@@ -93,21 +79,27 @@ class Mover:
     """
 
     def __init__(self, ready: Ready) -> None:
+        self._landing = Landing(ready.carrier.is_beside)
+        self._take(ready)
+
+    def _take(self, ready: Ready) -> None:
+        """Be a mover of that from now on."""
         self.plan = ready.part.plan
         self.rounds = ready.part.rounds
+        self._ready = ready
         self._given = ready.given
-        self._part = ready.part
         self._party = ready.party
         self._carrier = ready.carrier
         self._stages = ready.stages
         self._thread = ready.thread
         self._agrees_once = ready.agree == ONCE
-        self._landing = Landing(ready.carrier.is_beside)
-        self._wanted = wanted(self.plan, ready.party.rank)
+        self._landing = self._landing.follow(ready.version)
         self._moves = 0
         self._agreed: set[Kind] = set()
-        self._checked: object = None
-        self._held: _Held | None = None
+        if not ready.keeps_bound:
+            self._wanted = wanted(self.plan, ready.party.rank)
+            self._checked: object = None
+            self._held: _Held | None = None
 
     def __repr__(self) -> str:
         broken = self._party.turns.broken
@@ -191,6 +183,32 @@ class Mover:
         the call would.
         """
         return move_by(self, Call(src, out, timeout, acknowledge, label, check), async_op)
+
+    def replan(
+        self,
+        plan: Plan | Transposed | Program,
+        *,
+        group: compat.Group | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Goes on with another plan: collective over `group` (default: the mover's own), like compiling it there.
+
+        Ranks that join compile the plan, with the arguments that this mover was compiled with, where the others call
+        this. What did not change is kept: connections, staging, and where only ranks of the plan have left, or are
+        back (`shardmath.without`), messages and what was bound to tensors. `timeout` is that from now on, in seconds.
+        Raises ExchangeError, on every rank, as `compile` does; then this goes on as it was.
+        """
+        # A move beside goes on by what is here now, also where the next one is in another group.
+        self._party.turns.wait_for_beside()
+        found = self._party.group if group is None else group
+        self._ready.again(plan, found, timeout, self._former, self._take)
+
+    @property
+    def _former(self) -> Former:
+        """What there is to go on from."""
+        ready = self._ready
+        device = ready.party.wire.device
+        return Former(ready.part, ready.carrier, device, ready.peers, self.version)
 
     def _find_objection_beside(self, async_op: object) -> str:
         """Why a move of the calling thread cannot go on beside it; "" where it can. Raises as `_run` does at once."""
@@ -300,6 +318,7 @@ class Mover:
 
     def _end(self) -> None:
         """All is in place: whoever has waited for that goes on."""
+        self._landing.standing.torn = ()
         self._carrier.end()
         stages.end(self._stages)
 
@@ -354,7 +373,7 @@ class Mover:
             # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
             self._checked = self._held = None
             is_direct = not self._landing.is_beside
-            check(self._wanted, tensors, self._party.wire.device_type, apart=is_direct)
+            check(self._wanted, tensors, self._party.wire.device, apart=is_direct)
             self._carrier.prepare(*tensors, call.held)
             self._checked = signed
             self._held = _Held(src, out, tensors) if call.held else None

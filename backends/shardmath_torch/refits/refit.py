@@ -29,9 +29,10 @@ from shardmath_torch.commits.shadows import Pair
 from shardmath_torch.exchange.local import Local, Tensors
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.movers.calls import EVERY, Call
-from shardmath_torch.movers.compile import DEFAULT_TIMEOUT_S, DIRECT, Settings, make_ready
+from shardmath_torch.movers.compile import make_ready
 from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover, move_by
+from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, Settings
 from shardmath_torch.movers.stages import Stage
 from shardmath_torch.refits.gathered import check_not_gathered, find_groups, give_back
 from shardmath_torch.refits.holders import (
@@ -115,11 +116,48 @@ class Refit:
             self._mover = make_changes(planned.plan, group, settings, stages=ends)
         else:
             self._mover = Mover(make_ready(planned.plan, group, settings, ends))
+        self._timeout = timeout
         self._party = join(compat.group_of(group), timeout, timeout)
-        self._src = Views({}, [])
-        self._dst = Views({}, [])
+        self._bound = self._src = self._dst = Views({}, [])
         self._at: list[Watched] | None = None
+        self._kept: list[Watched] | None = None
         self._groups: list[object] = []
+
+    def replan(
+        self,
+        planned: Planned,
+        *,
+        group: compat.Group | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Goes on with another refit: collective, as `Mover.replan` has it.
+
+        Where engines have left the same refit (`planned.without`), what was bound stays bound. Otherwise all ranks
+        prepare again, those of a refit to which engines have come back by `prepare()`, which binds what was bound.
+        """
+        found = self._party.group if group is None else group
+        # What is no refit is objected to in the vote, for which the others wait.
+        plan = planned.plan if isinstance(planned, Planned) else planned
+        self._mover.replan(plan, group=found, timeout=timeout)
+        self._timeout = self._timeout if timeout is None else timeout
+        self._party = join(compat.group_of(found), self._timeout, self._timeout)
+        self._kept = self._find_kept(planned)
+        only_left = set(planned.plan.left).issuperset(self.planned.plan.left)
+        self._at = self._kept if only_left and _are_related(self.planned, planned) else None
+        self._src = _keep_moved(self._bound, planned)
+        self.planned = planned
+
+    def _find_kept(self, planned: Planned) -> list[Watched] | None:
+        """What is bound here that this refit moves, too; None where other tensors are to be bound."""
+        rank = self._party.rank
+        if rank in planned.plan.left:
+            self._bound = self._dst = Views({}, [])
+            return []
+        if not _are_related(self.planned, planned) or rank in self.planned.plan.left:
+            return None
+        if _list_sides(self.planned, rank) != _list_sides(planned, rank):
+            return None
+        return self._kept if self._at is None else self._at
 
     @property
     def version(self) -> int:
@@ -166,7 +204,10 @@ class Refit:
         objection = ""
         self._at = None
         try:
-            self._bind(src, dst, own, functions or {})
+            if src is None and dst is None and self._kept is not None:
+                self._at = self._kept
+            else:
+                self._bind(src, dst, own, functions or {})
         except Exception as error:
             # The others wait for this rank's vote, whatever went wrong here.
             objection = word_objection(error)
@@ -189,7 +230,7 @@ class Refit:
         functions: Mapping[str, Function],
     ) -> None:
         here = name_natives(src)
-        self._src = self._bind_side(here, None, own, functions)
+        self._bound = self._src = self._bind_side(here, None, own, functions)
         tensors: dict[str, Tensor] = {}
         computed = []
         received: list[Tensor] = []
@@ -207,6 +248,7 @@ class Refit:
         self._dst = Views(tensors, computed)
         self._groups = find_groups(received)
         self._at = watched
+        self._kept = None
 
     def _check_computed(self, computed: Sequence[Computed]) -> None:
         """Raise ExchangeError for functions of what is not there when they are called."""
@@ -318,6 +360,27 @@ class Refit:
                 f"another name, as under weight_norm; prepare again on all ranks, with what is to move"
             )
         return ""
+
+
+def _are_related(one: Planned, other: Planned) -> bool:
+    """Whether they differ in who has left, and in nothing else that is planned."""
+    return (one.plan.whole or one.plan) == (other.plan.whole or other.plan)
+
+
+def _list_sides(planned: Planned, rank: int) -> dict[str | None, Side]:
+    """The sides that the rank is of, by engine; None for the trainer."""
+    sides: dict[str | None, Side] = {None: planned.trainer}
+    sides.update(planned.engines)
+    return {name: side for name, side in sides.items() if rank in side.ranks}
+
+
+def _keep_moved(views: Views, planned: Planned) -> Views:
+    """Those of the trainer's tensors that engines still need; the same object where all are."""
+    moved = planned.plan.src
+    if views.tensors.keys() <= moved.keys():
+        return views
+    kept = {name: tensor for name, tensor in views.tensors.items() if name in moved}
+    return Views(kept, views.computed)
 
 
 def _check_named(

@@ -35,8 +35,10 @@ from shardmath_torch.commits.shadows import Pair, Shadows
 from shardmath_torch.exchange.local import Local, Tensors, Wanted, by_key, check, signature
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.movers.calls import EVERY
-from shardmath_torch.movers.compile import ALL, DEFAULT_TIMEOUT_S, DIRECT, Settings, make_ready
-from shardmath_torch.movers.mover import Mover, Ready
+from shardmath_torch.movers.compile import make_ready
+from shardmath_torch.movers.mover import Mover
+from shardmath_torch.movers.ready import Ready
+from shardmath_torch.movers.settings import ALL, DEFAULT_TIMEOUT_S, DIRECT, Settings
 from shardmath_torch.movers.stages import Stage
 from shardmath_torch.transforms.workers import Worker, make_worker
 
@@ -65,7 +67,7 @@ class Ends(Stage):
         self, transforms: Transformed, party: Party, parts: Sequence[list[_Part]], commit: object
     ) -> None:
         self._parts = parts
-        self._device_type = party.wire.device_type
+        self._device = party.wire.device
         sides = zip(("source", "destination"), parts, strict=True)
         first, last = (_want(transforms, side, party.rank, own) for side, own in sides)
         self._wanted = first, last
@@ -118,7 +120,7 @@ class Ends(Stage):
         own = {key: held for key, held in first.tensors.items() if key not in self._opaque}
         is_direct = self.shadows is None
         wants = first._replace(tensors=own), last
-        check(wants, (plain, there), self._device_type, apart=is_direct)
+        check(wants, (plain, there), self._device, apart=is_direct)
         self._checked = signed
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
@@ -230,7 +232,13 @@ def compile_transformed(
     found = compat.group_of(group)
     given, ends = make_ends(transforms, plan, found, timeout, commit)
     settings = Settings(timeout, max_inflight_bytes, engine, thread, commit, agree)
-    return TransformedMover(transforms, make_ready(given, found, settings, (ends,)), ends)
+
+    def agree_again(plan: object, group: compat.Group | None, settings: Settings) -> None:
+        _, objection = _attempt(lambda: _check_plan(transforms, plan))
+        _agree(_join(group, settings.timeout), transforms, objection)
+
+    ready = make_ready(given, found, settings, (ends,), agree_first=agree_again)
+    return TransformedMover(transforms, ready, ends)
 
 
 def make_ends(
@@ -241,16 +249,26 @@ def make_ends(
     commit: object,
 ) -> tuple[Plan | Program, Ends]:
     """The plan of the wire tensors, and what this rank does at both ends. Collective."""
-    patience = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
-    party = join(group, patience, min(5.0, patience / 5))
+    party = _join(group, timeout)
     made, objection = _attempt(lambda: _check_and_make(party, transforms, plan, commit))
+    _agree(party, transforms, objection)
+    assert made is not None, "who objects does not get past the vote"
+    return made
+
+
+def _join(group: compat.Group | None, timeout: float) -> Party:
+    """This rank in the group."""
+    patience = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
+    return join(compat.group_of(group), patience, min(5.0, patience / 5))
+
+
+def _agree(party: Party, transforms: Transformed, objection: str) -> None:
+    """Ranks agree on the transforms. Raises ExchangeError."""
     claim = "compile transforms"
-    if made is not None:
+    if not objection:
         claim = f"compile transforms {transforms.digest[:SHOWN]}"
     ballot = Ballot(claim, objection=objection)
     party.together(lambda: party.vote(ballot), lambda failure, rank: "ranks were to agree")
-    assert made is not None, "who objects does not get past the vote"
-    return made
 
 
 def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
@@ -273,7 +291,7 @@ def _check_and_make(
         given = plan(t.src, t.dst)
     else:
         _check_plan(t, given)
-    device = torch.device(party.wire.device_type)
+    device = party.wire.device
     ends: tuple[End, End] = ("source", "destination")
     parts: list[list[_Part]] = []
     for end in ends:
@@ -291,12 +309,14 @@ def _check_commit(parts: Iterable[_Part], commit: object) -> None:
             raise ExchangeError(f"{what}; compile with commit={DIRECT!r}")
 
 
-def _check_plan(t: Transformed, given: Plan | Program) -> None:
-    """Raise ExchangeError for a plan of other sides than those of the wire tensors."""
+def _check_plan(t: Transformed, given: object) -> None:
+    """Raise ExchangeError for a plan of other sides than those of the wire tensors, whoever has left it."""
     fix = "pass sm.plan(transforms.src, transforms.dst), or a program of it"
     if not isinstance(given, Plan | Program):
         raise ExchangeError(f"the plan is {type(given).__name__}; {fix}")
-    for side, planned in ((t.src, given.src), (t.dst, given.dst)):
+    planned_of = given.plan if isinstance(given, Program) else given
+    whole = planned_of.whole or planned_of
+    for side, planned in ((t.src, whole.src), (t.dst, whole.dst)):
         wrong = side.keys() ^ planned.keys() or _find_other(side, planned)
         if wrong:
             raise ExchangeError(f"the plan is of other tensors: {min(wrong)!r} is not alike; {fix}")
