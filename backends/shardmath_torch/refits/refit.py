@@ -51,6 +51,8 @@ from shardmath_torch.refits.views import (
     Views,
     bind_views,
     compute,
+    drop_window,
+    is_by_name,
     name_natives,
 )
 
@@ -275,7 +277,7 @@ class Refit:
         engines = self.planned.engines
         rank = self._party.rank
         mine = [name for name, bound in engines.items() if rank in bound.ranks]
-        if len(engines) > 1 or _is_by_name(dst, engines):
+        if len(engines) > 1 or is_by_name(dst, engines):
             return dict(_check_named(rank, mine, dst))
         if not mine and name_natives(dst):  # type: ignore[arg-type]
             raise ExchangeError(f"rank {rank} is not of the engine, and was given dst; pass None")
@@ -297,7 +299,7 @@ class Refit:
                 raise ExchangeError(f"rank {rank} is not a trainer, and was given src; pass None")
             return Views({}, [])
         slots = planned.slots(rank, engine)
-        layouts = {name: bound.layouts[_drop_window(name, bound)] for name in slots}
+        layouts = {name: bound.layouts[drop_window(name, bound)] for name in slots}
         receives = engine is not None
         return bind_views(bound, slots, layouts, natives, rank, own, functions, receives=receives)
 
@@ -395,15 +397,3 @@ def _check_named(
             f"{', '.join(map(str, named)) or 'none'}; pass dst={{engine: tensors}} for each of them"
         )
     return given  # type: ignore[return-value]
-
-
-def _is_by_name(dst: object, engines: Mapping[str, Side]) -> bool:
-    """Whether the tensors of the only engine are given under its name, as those of several are."""
-    if not isinstance(dst, Mapping) or set(dst) != set(engines):
-        return False
-    return not any(isinstance(given, Tensor) for given in dst.values())
-
-
-def _drop_window(local: str, bound: Side) -> str:
-    """The logical tensor of a local one: a window's has its number behind."""
-    return local if local in bound.layouts else local.rpartition("[")[0]
