@@ -139,7 +139,7 @@ def _step(one: Refitted) -> list[Any]:
 def _find_odd(changes: Any, step: int, share: float) -> str:
     """What is odd of what was sent: everything first, and less from then on."""
     sent = changes.last
-    everything = sum(m.nbytes for one in changes._part.rounds for m in one.sends)
+    everything = sum(m.nbytes for one in changes._ready.part.rounds for m in one.sends)
     is_right = sent.nbytes == everything if step in (0, 3) else sent.nbytes <= everything * 0.8
     if share == 0.0:
         is_right = sent.nbytes == 0

@@ -289,7 +289,7 @@ def refit_on(rank: int, changes: bool) -> list[Any]:
     def step(number: int, engines: dict[str, Any]) -> None:
         arrays = refits.draw(number)
         if src is not None:
-            refits._overwrite(src, refits.make(planned.trainer, arrays, rank))
+            refits.overwrite(src, refits.make(planned.trainer, arrays, rank))
         found.append(ends(lambda: refit(acknowledge=True)))
         for name, bound in engines.items():
             wanted = refits.make(bound, arrays, rank, functions=True)[0]
