@@ -20,9 +20,14 @@ def test_other_collectives_go_on_meanwhile(pool: Pool) -> None:
 
 
 def test_calls_are_in_order_of_their_making(pool: Pool) -> None:
-    """Moves of two movers, and a compile after them; the calls themselves take no time."""
+    """Moves of two movers, and a compile after them; but they do not wait for each other."""
     for said in pool.run(beside.slow_wire, 0.02):
         assert said == [""] * 5
+
+
+def test_ranks_pair_threads_by_name(pool: Pool) -> None:
+    """Moves beside are of the thread that made them."""
+    assert pool.run(beside.named) == [[""]] * 8
 
 
 REFUSED = [

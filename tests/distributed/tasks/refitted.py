@@ -139,7 +139,7 @@ def _step(one: Refitted) -> list[Any]:
 def _find_odd(changes: Any, step: int, share: float) -> str:
     """What is odd of what was sent: everything first, and less from then on."""
     sent = changes.last
-    everything = sum(m.nbytes for one in changes._part.rounds for m in one.sends)
+    everything = sum(m.nbytes for one in changes._ready.part.rounds for m in one.sends)
     is_right = sent.nbytes == everything if step in (0, 3) else sent.nbytes <= everything * 0.8
     if share == 0.0:
         is_right = sent.nbytes == 0
@@ -197,27 +197,39 @@ def holds(two: Two, times: list[float]) -> str:
     return TORN
 
 
+STEPS = (
+    (1.0, True, False),
+    (2.0, False, False),
+    (3.0, True, False),
+    (2.0, False, False),
+    (3.0, True, True),
+    (3.0, False, False),
+    (4.0, True, False),
+    (5.0, False, False),
+    (5.0, False, False),
+)
+"""By how much sources are multiplied, whether the block comes to nothing, and whether it moves all."""
+
+
 def come_to_nothing(rank: int) -> list[str]:
-    """Blocks of changes, of which every second comes to nothing; after which sources may have again what they had."""
+    """Blocks of changes, some of which come to nothing, after which sources may have again what they had."""
     two = Two(rank, 8, kind="changes")
     other = Two(rank, 8, rows=8)
     send = two.compile(timeout=20.0, commit="all")
     move = other.compile(timeout=20.0, commit="all")
 
-    def block(fails: bool) -> None:
+    def block(fails: bool, whole: bool) -> None:
         with smt.commit(send, move):
-            send(two.src, out=two.out)
+            send(two.src, out=two.out, whole=whole)
             move(other.src, out=other.out)
             if fails and rank == 1:
                 raise ValueError("mine")
 
     found = []
     in_place = 0.0
-    for times, fails in (
-        (1.0, True), (2.0, False), (3.0, True), (2.0, False), (3.0, True), (4.0, False), (4.0, False)
-    ):  # fmt: skip
+    for times, fails, whole in STEPS:
         two.scale(times)
-        said = ends(lambda fails=fails: block(fails))  # type: ignore[misc]
+        said = ends(functools.partial(block, fails, whole))
         if not fails:
             in_place = times
         is_right = two.holds(in_place, in_place) == NEW and bool(said) == fails
