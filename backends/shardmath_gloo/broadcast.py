@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardmath.plans.plan import Transfer
 from shardmath.programs.part import stored_on
+from shardmath_gloo.wire import GlooWire
 from shardmath_torch import dtypes
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import divide, fill
@@ -33,7 +34,8 @@ class Broadcast:
     """The engine "broadcast"."""
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        assert isinstance(task.wire, GlooWire), "an engine of gloo's"
+        self._wire = task.wire
         self._part = task.part
         self._mine: dict[_Turn, list[Transfer]] = {}
         # Those of all ranks, also where this one takes nothing: a broadcast is made by all.
@@ -90,7 +92,7 @@ class Broadcast:
             source = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype))
         words = dtypes.words(source)
         memory = words.view(-1).view(torch.uint8)
-        self._task.wire.broadcast(memory, turn.rank)
+        self._wire.broadcast(memory, turn.rank)
         return source
 
 

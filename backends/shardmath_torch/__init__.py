@@ -38,6 +38,7 @@ from shardmath_torch.dtensors.tensor_parallel import set_device_mesh
 from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.movers.compile import compile
+from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover
 from shardmath_torch.refits.recording import record
 from shardmath_torch.refits.refit import Refit
@@ -49,6 +50,7 @@ __all__ = [
     "Changes",
     "CheckpointError",
     "Fused",
+    "Handle",
     "Mover",
     "Refit",
     "TransformedMover",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeAlias
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardmath.base.errors import ExchangeError
+from shardmath_torch.ports import find_listened_ports
 
 __all__ = [
     "Components",
@@ -31,8 +30,12 @@ __all__ = [
     "Spec",
     "StorageInfo",
     "Store",
+    "allow_seconds",
+    "apart_from",
     "backend_of",
     "check_not_forked",
+    "closing_group",
+    "device_of",
     "group_of",
     "give_shards_back",
     "group_of_mesh",
@@ -189,6 +192,36 @@ def time_limit_of(group: Group) -> float:
     return limit.total_seconds()
 
 
+def device_of(group: Group) -> torch.device:
+    """Where the group's tensors are: on the GPU that it is bound to, or else on the current one; or on the CPU."""
+    if backend_of(group) != "nccl":
+        return torch.device("cpu")
+    bound: torch.device | None = getattr(group, "bound_device_id", None)
+    return bound or torch.device("cuda", torch.cuda.current_device())
+
+
+def allow_seconds(group: Group, seconds: float) -> None:
+    """What the group's GPUs are told next may take so long, after which torch's watchdog ends the process.
+
+    Torch 2.13. Under TORCH_DISTRIBUTED_DEBUG=DETAIL it is the group's own limit all the same.
+    """
+    missing = seconds - time_limit_of(group)
+    extend = getattr(group._get_backend(torch.device("cuda")), "_add_ephemeral_timeout", None)
+    if missing > 0 and extend is not None:
+        extend(timedelta(seconds=missing))
+
+
+@contextmanager
+def closing_group(group: Group, device: torch.device) -> Iterator[None]:
+    """Closes NCCL's group where a batch is left by an exception: torch leaves it open, for all that the thread does."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            group._end_coalescing(device)
+        raise
+
+
 def store_of(group: Group) -> Store | None:
     """The group's key-value store; None where torch no longer says."""
     try:
@@ -197,39 +230,27 @@ def store_of(group: Group) -> Store | None:
         return None
 
 
+_apart: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
+"""Our own connections to stores, by torch's."""
+
+
+def apart_from(store: Store) -> Store:
+    """The same store by a connection of our own: torch's is locked while one of its calls waits for other ranks.
+
+    Makes it where there is none, which takes as long as the store takes to answer.
+    """
+    if store not in _apart:
+        clone = getattr(store, "clone", None)
+        _apart[store] = store if clone is None else clone()
+    return _apart[store]
+
+
 def is_served_here(store: Store | None) -> bool:
     """Whether this process serves the store to others: whether it listens on its port."""
     # torch tells only in the store's repr, which looks names up and may take seconds.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return isinstance(store, TCPStore) and store.port in _find_listened_ports()
-
-
-def _find_listened_ports() -> set[int]:
-    """TCP ports on which this process listens; none where the system has no list of open files."""
-    ports = set()
-    with suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            # Other threads close files meanwhile.
-            with suppress(OSError):
-                port = _find_listened_port(int(name))
-                if port is not None:
-                    ports.add(port)
-    return ports
-
-
-def _find_listened_port(fd: int) -> int | None:
-    """The TCP port on which the open file listens; None for one that does not."""
-    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-        return None
-    with socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as found:
-        listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        address = found.getsockname()
-    # Those of Unix sockets are texts.
-    if not listens or not isinstance(address, tuple):
-        return None
-    port: int = address[1]
-    return port
+    return isinstance(store, TCPStore) and store.port in find_listened_ports()
 
 
 def packs_saved_tensors() -> bool:

@@ -189,6 +189,18 @@ def test_schedule_and_verify_a_program(record: Record, name: str) -> None:
     record(f"{short}: one receiver's rounds", rounds_of(lambda: prog.for_rank(rank), 1))
 
 
+@pytest.mark.parametrize("positions", [2000, 10000])
+def test_programs_of_overlapping_tables(record: Record, positions: int) -> None:
+    """A program of as many lines as positions, of one element each: its making, its proof and one rank's rounds."""
+    p = sm.plan(*models.overlapping_tables(positions))
+    short = f"Tables of {positions:,} positions, 4 of 64 ranks each"
+    record(f"{short}: schedule", rounds_of(lambda: sm.schedule(p), 3))
+    prog = sm.schedule(p)
+    record(f"{short}: verify the program", rounds_of(lambda: sm.verify(prog), 3))
+    rank = prog.ranks[-1]
+    record(f"{short}: one rank's rounds", rounds_of(lambda: prog.for_rank(rank), 3))
+
+
 SCALES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 GROWING: dict[str, Callable[[int], models.Pair]] = {
     "TP4 -> TP8, 400 tensors": models.tp4_to_tp8,

@@ -138,7 +138,7 @@ def vote(
     """
     records = wire.gather(encode(mine), patience)
     # This rank's own is read back like the others', so that all compare what was cut alike.
-    ballots = tuple(decode(record) for record in records)
+    ballots = tuple([decode(record) for record in records])
     objections: dict[int, str] = {}
     intents: dict[int, str] = {}
     for rank, ballot in zip(ranks, ballots, strict=True):

@@ -1,7 +1,8 @@
 """Carrying: a carrier of what has changed since the move before.
 
-1. The first move is a whole one, and so is one after which snapshots could not be made.
-2. A snapshot is of what was sent: it is made, or brought up to date, only with what is in place at destinations.
+1. The first move is a whole one, and so is the next after a whole one that came to nothing.
+2. A snapshot is of what is in place at destinations, or of what will be once all ranks have promised: then it is
+   brought up to date, and not before. One that could not be is this rank's objection to the next move of changes.
 3. Beside the destination (`commit="all"`) what has come is kept as it came, packet by packet: memory in proportion to
    what changed. Only a whole move has shadows, and lets go of them.
 """
@@ -9,7 +10,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,9 +20,10 @@ from torch import Tensor
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
 from shardmath.programs.part import Part
+from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.changes.comparing import Snapshot, take
 from shardmath_torch.changes.sparse import Changed
-from shardmath_torch.changes.walking import Sorted, Walker
+from shardmath_torch.changes.walking import Put, Sorted, Walker
 from shardmath_torch.exchange.local import Tensors, signature
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Engine, Task
@@ -69,9 +72,8 @@ class Sparse:
         self._walker: Walker | None = None
         self._signed: object = None
         self._is_fresh = False
-        self._held = False
         self._load: _Load | None = None
-        self._failed: Exception | None = None
+        self._lacks = ""
         self.last: Sent | None = None
 
     @property
@@ -99,7 +101,7 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        self._held = held
+        """Nothing: whole moves, which alone need something, are few."""
 
     def load(self, src: Tensors, dst: Tensors, how: object) -> None:
         """Find what has changed. Raises ExchangeError where that cannot be told."""
@@ -110,14 +112,22 @@ class Sparse:
         changed: list[Changed] = []
         found = None
         if self._goes_whole(how):
-            self._whole.prepare(src, dst, self._held)
+            # Not held: what is kept of held tensors would keep the shadows.
+            self._whole.prepare(src, dst, held=False)
         else:
-            if self._walker is None or self._signed != _sign(src, dst):
-                what = "these are not the tensors, in the same memory, of the last whole move"
-                raise ExchangeError(f"{what}; call with whole=True on all ranks")
+            walker = self._find_walker(src, dst)
             changed += self._list_changed(src, how.positions)
-            found = self._walker.sort(changed)
+            found = walker.sort(changed)
         self._load = _Load(changed, found, since, time.perf_counter())
+
+    def _find_walker(self, src: Tensors, dst: Tensors) -> Walker:
+        """What brings changes to these tensors. Raises ExchangeError where nothing can."""
+        what = self._lacks
+        if not what and self._signed != _sign(src, dst):
+            what = "these are not the tensors, in the same memory, of the last whole move"
+        if what or self._walker is None:
+            raise ExchangeError(f"{what}; call with whole=True on all ranks")
+        return self._walker
 
     def _list_changed(
         self, src: Tensors, positions: Mapping[str, Tensor] | None
@@ -142,10 +152,7 @@ class Sparse:
         load = self._load
         assert load is not None, "who has none objects"
         began = time.perf_counter()
-        if load.sorted is None:
-            arrived = self._carry_whole(src, dst, held)
-        else:
-            arrived = self._carry_changes(load.sorted, src, dst)
+        arrived = self._carry(load.sorted, src, dst)
         seconds = {
             "comparing": load.until - load.since,
             "agreeing": began - load.until,
@@ -154,21 +161,29 @@ class Sparse:
         self.last = self._measure(load.sorted, seconds)
         return arrived
 
-    def _carry_whole(self, src: Tensors, dst: Tensors, held: bool) -> Arrived:
-        # Let go of before others are made: both need not fit.
-        self._is_fresh = False
-        self._snapshots = {}
-        self._walker = self._failed = None
-        arrived = self._whole.carry(src, dst, held)
-        try:
+    def _carry(self, found: Sorted | None, src: Tensors, dst: Tensors) -> Arrived:
+        return (
+            self._carry_whole(src, dst) if found is None else self._carry_changes(found, src, dst)
+        )
+
+    def _carry_whole(self, src: Tensors, dst: Tensors) -> Arrived:
+        self._drop()
+        arrived = self._whole.carry(src, dst, held=False)
+        with self._noting_what_it_lacks():
             self._walker = Walker(self._task, src, dst)
             if self._keeps_snapshots:
                 self._snapshots = {key: Snapshot(tensor) for key, tensor in src.items()}
             self._signed = _sign(src, dst)
-        except Exception as error:
-            # The move itself goes well: it is told to the caller, and others hear of it in the next one.
-            self._walker, self._failed = None, error
         return arrived
+
+    @contextmanager
+    def _noting_what_it_lacks(self) -> Iterator[None]:
+        """What fails inside fails once the move has gone well: the other ranks hear of it in the next."""
+        try:
+            yield
+        except Exception as error:
+            self._walker = None
+            self._lacks = f"snapshots could not be made: {word_objection(error)}"
 
     def _carry_changes(self, found: Sorted, src: Tensors, dst: Tensors) -> Arrived:
         assert self._walker is not None, "found by it"
@@ -176,15 +191,7 @@ class Sparse:
         if not self.is_beside:
             mark_written(dst.values())
         puts = self._walker.walk(found, counts, src, dst, self.is_beside)
-
-        def put() -> None:
-            mark_written(dst.values())
-            # In inference mode inference tensors, too, may be written.
-            with torch.inference_mode():
-                for one in puts:
-                    one()
-
-        return Arrived(dst, put)
+        return Arrived(dst, lambda: put_all(dst, puts))
 
     def _measure(self, found: Sorted | None, seconds: Mapping[str, float]) -> Sent:
         """What was sent."""
@@ -202,19 +209,39 @@ class Sparse:
         return self._task.part.list_torn(None)
 
     def end(self) -> None:
-        """Remember what destinations now hold. Raises what has kept this rank from doing so."""
+        """Remember what destinations now hold."""
         load, self._load = self._load, None
         if load is None:
             return
         self._is_fresh = True
         if load.sorted is None:
             self._whole.let_go()
-            if self._failed is not None:
-                raise self._failed
-        for key, cells, words in load.changed:
-            snapshot = self._snapshots.get(key)
-            if snapshot is not None:
-                snapshot.update(cells, words)
+            return
+        with self._noting_what_it_lacks():
+            for key, cells, words in load.changed:
+                snapshot = self._snapshots.get(key)
+                if snapshot is not None:
+                    snapshot.update(cells, words)
+
+    def forget(self) -> None:
+        self._load = None
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of what is remembered: before other snapshots are made, since both need not fit."""
+        self._is_fresh = False
+        self._snapshots = {}
+        self._walker = None
+        self._lacks = ""
+
+
+def put_all(dst: Tensors, puts: Iterable[Put]) -> None:
+    """Put in place what has come for these."""
+    mark_written(dst.values())
+    # In inference mode inference tensors, too, may be written.
+    with torch.inference_mode():
+        for put in puts:
+            put()
 
 
 def _sign(src: Tensors, dst: Tensors) -> object:

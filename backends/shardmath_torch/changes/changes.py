@@ -54,7 +54,7 @@ class Changes(Mover):
 
     @property
     def last(self) -> Sent | None:
-        """What this rank sent in the last move that went well; None before the first."""
+        """What this rank sent in the last move, even if ranks then did not commit it; None before the first."""
         return self._sparse.last
 
     @property

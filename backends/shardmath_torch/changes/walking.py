@@ -1,7 +1,8 @@
 """Walking: the rounds of a plan, of which only what changed is sent.
 
 1. Ranks tell each other first how many elements each message has, so that both ends know how long packets are. A packet
-   of no elements is not sent.
+   of no elements is not sent. What is told of a pair's messages goes in the step of the first of them: so it is in one
+   step at both ends, and a step has no more of it than messages.
 2. Whole messages go as the exchange sends them: out of and into tensors, or through the group's staging. Packets have
    memory of their own.
 3. Put in place later, what has come stays in memory of its own, whole messages too; so does what the rank keeps, since
@@ -17,16 +18,17 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from shardmath.programs.messages import Message, Step
 from shardmath_torch.agreement.wire import Pending
 from shardmath_torch.changes.packets import count_bytes, pack, unpack
 from shardmath_torch.changes.sparse import Changed, Counts, Elements, Incoming, Outgoing
 from shardmath_torch.exchange.endpoints import BoundRound, Endpoint, bind, count_staging_bytes
 from shardmath_torch.exchange.engine import find_device
-from shardmath_torch.exchange.staging import Fence, staging_of
+from shardmath_torch.exchange.staging import staging_of
 from shardmath_torch.exchange.task import Task
-from shardmath_torch.exchange.views import Views
+from shardmath_torch.exchange.views import Staged, Views
 
-__all__ = ["Sorted", "Volume", "Walker"]
+__all__ = ["Put", "Sorted", "Volume", "Walker"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 Put: TypeAlias = Callable[[], object]
@@ -65,7 +67,7 @@ class _Arriving(NamedTuple):
     pending: Pending
 
 
-class _Leaving(NamedTuple):
+class _OnItsWay(NamedTuple):
     """Memory that has to stay while it is on its way."""
 
     memory: Tensor
@@ -115,19 +117,26 @@ class Walker:
 
     def exchange_counts(self, given: Sorted) -> list[Counts]:
         """The counts of each message that is to come. Raises PeerFailure."""
-        arriving = {}
-        for rank, count in self._receives.count_told().items():
-            memory = torch.zeros(count, dtype=torch.int64, device=self._device)
-            arriving[rank] = memory, self._wire.receive(memory.view(torch.uint8), rank)
-        leaving = []
-        for rank, counts in self._sends.tell(given.sends).items():
-            memory = torch.tensor(counts, dtype=torch.int64, device=self._device)
-            leaving.append(_Leaving(memory, self._wire.send(memory.view(torch.uint8), rank)))
-        self._wire.start()
-        for _, pending in (*arriving.values(), *leaving):
-            pending.wait()
-        told = {rank: memory.tolist() for rank, (memory, _) in arriving.items()}
-        return self._receives.read(told)
+        incoming = self._receives.count_told()
+        outgoing = self._sends.tell(given.sends)
+        sources = _find_first_steps((m.src_rank, m) for m in self._receives.messages)
+        targets = _find_first_steps((m.dst_rank, m) for m in self._sends.messages)
+        arrived = {}
+        for step in sorted({*sources.values(), *targets.values()}):
+            under_way = []
+            for rank in _list_ranks(sources, step):
+                memory = torch.zeros(incoming[rank], dtype=torch.int64, device=self._device)
+                under_way.append(_OnItsWay(memory, self._wire.receive(_as_bytes(memory), rank)))
+                arrived[rank] = memory
+            for rank in _list_ranks(targets, step):
+                memory = torch.tensor(outgoing[rank], dtype=torch.int64, device=self._device)
+                under_way.append(_OnItsWay(memory, self._wire.send(_as_bytes(memory), rank)))
+            self._wire.start()
+            for _, pending in under_way:
+                pending.wait()
+        # The host reads it, so it waits itself.
+        self._wire.finish()
+        return self._receives.read({rank: memory.tolist() for rank, memory in arrived.items()})
 
     def walk(
         self,
@@ -139,8 +148,8 @@ class Walker:
     ) -> list[Put]:
         """Send, receive and put in place; or, beside it, give what does that. Raises PeerFailure."""
         puts: list[Put] = []
-        with torch.inference_mode(), self._staging.lend(self._needed, Fence()) as block:
-            views = Views(src, dst, block)
+        with torch.inference_mode(), self._staging.lend(self._needed) as block:
+            views = Views(src, dst, Staged(block.memory))
             for step in self._steps:
                 # All is posted before anything is waited for: a rank that waited first could wait for ever.
                 arriving = list(self._receive(step, counts, views, is_beside))
@@ -155,6 +164,7 @@ class Walker:
                 puts += come
                 for _, pending in leaving:
                     pending.wait()
+            self._wire.finish()
         return puts
 
     def _receive(
@@ -178,7 +188,7 @@ class Walker:
             nbytes = count_bytes(self._receives.sizes[number], told)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def _send(self, step: _Step, given: Sorted, views: Views) -> Iterator[_Leaving]:
+    def _send(self, step: _Step, given: Sorted, views: Views) -> Iterator[_OnItsWay]:
         """Post the sends of the step."""
         for number, endpoint in step.sends:
             rank = endpoint.message.dst_rank
@@ -190,7 +200,7 @@ class Walker:
                 memory = pack(elements)
             else:
                 continue
-            yield _Leaving(memory, self._wire.send(memory, rank))
+            yield _OnItsWay(memory, self._wire.send(memory, rank))
 
     def _keep(self, step: _Step, given: Sorted, views: Views, is_beside: bool) -> Iterator[Put]:
         """What stays on this rank."""
@@ -215,7 +225,12 @@ class Walker:
         if told is None:
             return partial(views.over(one.packet).unpack, _stage(one.endpoint))
         elements = unpack(one.packet, self._receives.sizes[one.number], told)
-        return partial(self._receives.place, one.number, elements)
+        return partial(self._place, one.number, elements)
+
+    def _place(self, number: int, elements: Elements) -> None:
+        """Put what has come where it belongs, which the host works out of the numbers that came with it."""
+        self._wire.finish()
+        self._receives.place(number, elements)
 
 
 def _run_unless(is_beside: bool, puts: list[Put]) -> None:
@@ -229,6 +244,22 @@ def _run_unless(is_beside: bool, puts: list[Put]) -> None:
 def _stage(endpoint: Endpoint) -> Endpoint:
     """The same end, of a message that lies from the first byte of its own memory on."""
     return endpoint._replace(contiguous=None, start=0)
+
+
+def _as_bytes(memory: Tensor) -> Tensor:
+    return memory.view(torch.uint8)
+
+
+def _find_first_steps(given: Iterable[tuple[int, Message]]) -> dict[int, Step]:
+    """The step of the first message of each rank."""
+    first: dict[int, Step] = {}
+    for rank, message in given:
+        first[rank] = min(message.step, first.get(rank, message.step))
+    return first
+
+
+def _list_ranks(first: Mapping[int, Step], step: Step) -> list[int]:
+    return [rank for rank, at in first.items() if at == step]
 
 
 def _number(rounds: Iterable[BoundRound]) -> Iterator[_Step]:

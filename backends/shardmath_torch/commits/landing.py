@@ -45,6 +45,14 @@ class Landing:
     standing: Standing = field(default_factory=Standing)
     former: int = 0
     _left: str = ""
+    _block: Block | None = None
+
+    def check_free(self, block: Block | None) -> None:
+        """Raise ExchangeError where what came in another thread's block waits beside destinations for its end."""
+        other = self._block
+        if other is not None and other is not block and other.is_open:
+            what = "this mover has moved in a smt.commit that another thread has not left"
+            raise ExchangeError(f"{what}; move after it, or compile the plan once more")
 
     def follow(self, former: int) -> Landing:
         """That of a mover that goes on from here in another group, or by another plan.
@@ -78,6 +86,7 @@ class Landing:
         if block is not None:
             block.objection = block.objection or objection
             block.add(member, entry)
+            self._block = block
             return
         promise = mine._replace(claim=f"{mine.claim}: commit", objection=objection)
         commit_entries(party, promise, [entry])

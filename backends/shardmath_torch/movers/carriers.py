@@ -61,7 +61,10 @@ class Carrier(Protocol):
         """The destinations that may be neither old nor new, where `carry` was left."""
 
     def end(self) -> None:
-        """What was carried is in place."""
+        """What was carried is in place. Raises nothing."""
+
+    def forget(self) -> None:
+        """What lies at destinations is not known any more: carry all of it next. All ranks forget alike."""
 
 
 class Whole:
@@ -128,6 +131,9 @@ class Whole:
         return self._part.list_torn(self._engine.begun)
 
     def end(self) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
 

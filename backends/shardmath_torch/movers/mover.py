@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from typing import Literal, NamedTuple, NoReturn
 
 from shardmath.base.errors import ExchangeError
@@ -30,7 +31,7 @@ from shardmath.programs.program import Program
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.naming import describe_crossing, name_given, word_objection
-from shardmath_torch.agreement.turns import check_thread, in_thread
+from shardmath_torch.agreement.turns import Unasked, check_thread, in_thread
 from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.commits.blocks import Block, Member, block_of
 from shardmath_torch.commits.landing import Arrival, Landing
@@ -154,7 +155,9 @@ class Mover:
     def member(self) -> Member:
         """The mover as `commit` sees it."""
         name = f"{name_given(self._given)} (mover {self._party.key})"
-        return Member(self._party.group, self._party.key, name, self._landing.is_beside)
+        return Member(
+            self._party.group, self._party.key, name, self._landing.is_beside, self._agrees_once
+        )
 
     def __call__(
         self,
@@ -204,24 +207,29 @@ class Mover:
     def _former(self) -> Former:
         """What there is to go on from."""
         ready = self._ready
-        device_type = ready.party.wire.device_type
-        return Former(ready.part, ready.carrier, device_type, ready.peers, self.version)
+        device = ready.party.wire.device
+        return Former(ready.part, ready.carrier, device, ready.peers, self.version)
 
-    def _start(self, call: Call) -> Handle:
-        """Move on a thread beside, in the name of this one. Raises ExchangeError where that cannot be."""
+    def _find_objection_beside(self, async_op: object) -> str:
+        """Why a move of the calling thread cannot go on beside it; "" where it can. Raises as `_run` does at once."""
+        self._party.turns.refuse_nested()
+        if not isinstance(async_op, bool):
+            return f"async_op={shown(async_op)}; pass True or False"
         if not compat.has_own_connections(self._party.group):
             what = "async_op=True on the default process group, whose collectives others call meanwhile"
-            raise ExchangeError(f"{what}; compile on a group of its own, dist.new_group()")
-        objection = ""
+            return f"{what}; compile on a group of its own, dist.new_group()"
+        if block_of(self._party.group) is not None:
+            return "in smt.commit moves follow each other; leave async_op out"
         try:
-            if block_of(self._party.group) is not None:
-                raise ExchangeError("in smt.commit moves follow each other; leave async_op out")
             check_thread(self._party.turns, self._thread)
         except ExchangeError as error:
-            objection = word_objection(error)
-        mine = call._replace(objection=objection, thread=in_thread(self._thread))
-        device_type = self._party.wire.device_type
-        return start(self._party.turns, lambda: self._run(mine), device_type)
+            return word_objection(error)
+        return ""
+
+    def _start(self, call: Call) -> Handle:
+        """Move on a thread beside, in the name of this one."""
+        mine = call._replace(thread=in_thread(self._thread))
+        return start(self._party, lambda: self._run(mine))
 
     def _run(self, call: Call) -> None:
         """The move, as a turn of the group."""
@@ -236,9 +244,7 @@ class Mover:
                 "mover",
                 call.patience or 0.0,
             )
-        if block is None:
-            self._end()
-        elif block.objection:
+        if block is not None and block.objection:
             raise ExchangeError(block.objection)
         # All ranks have moved, and found the same: the group goes on.
         if found:
@@ -254,16 +260,22 @@ class Mover:
         self._moves += 1
         self._party.answer_for(lambda: stages.begin(self._stages))
         compared = Check(self.plan, self._party.rank, ready.src, ready.dst)
-        if call.check:
+        if kind.check:
             self._party.answer_for(compared.begin)
         self._carry(ready, call.held, mine, block)
-        if call.acknowledge:
+        if kind.acknowledge:
             receipt = mine._replace(claim=f"{mine.claim}: all is there")
             self._party.vote(receipt)
-        if not call.check:
-            return ""
-        self._party.answer_for(compared.end)
-        return compared.compare(self._party)
+        found = ""
+        if kind.check:
+            self._party.answer_for(compared.end)
+            found = compared.compare(self._party)
+        # Within the turn: who is interrupted here breaks the group, and does not go on knowing less than the others.
+        if block is None:
+            self._end()
+        if found:
+            self._carrier.forget()
+        return found
 
     def _agree(self, mine: Ballot, kind: Kind, patience: float | None) -> None:
         """Vote, unless this was agreed on. Raises Refused where a rank objects, and PeerFailure."""
@@ -272,7 +284,8 @@ class Mover:
             if self._agrees_once:
                 self._agreed.add(kind)
             return
-        self._party.go_on()
+        mark = zlib.crc32(mine.claim.encode(errors="backslashreplace"))
+        self._party.go_on(Unasked(mark, patience))
         if mine.objection:
             # Others move already.
             raise PeerFailure(self._party.rank, mine.objection)
@@ -333,6 +346,7 @@ class Mover:
                 raise ExchangeError(call.objection)
             if call.thread is None:
                 check_thread(self._party.turns, self._thread)
+            self._landing.check_free(block)
             if block is not None:
                 block.check(self.member)
             check_call(call, self.plan, block is not None)
@@ -342,6 +356,11 @@ class Mover:
         except Exception as error:
             return _Checked({}, {}, "", word_objection(error))
         return _Checked(src, dst, label, "")
+
+    def forget(self) -> None:
+        """Agree anew on the next move, and carry all of it: called by all ranks alike, in a turn."""
+        self._agreed.clear()
+        self._carrier.forget()
 
     def _prepare(self, call: Call) -> tuple[Tensors, Tensors]:
         """The tensors by local buffer key, checked and bound, unless these were already."""
@@ -354,7 +373,7 @@ class Mover:
             # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
             self._checked = self._held = None
             is_direct = not self._landing.is_beside
-            check(self._wanted, tensors, self._party.wire.device_type, apart=is_direct)
+            check(self._wanted, tensors, self._party.wire.device, apart=is_direct)
             self._carrier.prepare(*tensors, call.held)
             self._checked = signed
             self._held = _Held(src, out, tensors) if call.held else None
@@ -363,9 +382,11 @@ class Mover:
 
 def move_by(mover: Mover, call: Call, async_op: bool = False) -> Handle | None:
     """A move as the call has it, of which some is for callers within the library alone."""
-    if not isinstance(async_op, bool):
-        raise ExchangeError(f"async_op={shown(async_op)}; pass True or False")
-    if async_op:
-        return mover._start(call)
+    if async_op is not False:
+        objection = mover._find_objection_beside(async_op)
+        if not objection:
+            return mover._start(call)
+        # Said in the vote, since others wait for it, and by this thread, which then knows that it was refused.
+        call = call._replace(objection=objection)
     mover._run(call)
     return None

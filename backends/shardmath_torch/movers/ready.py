@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import torch
+
 from shardmath.membership.keeping import compare, count_peers, follow
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
@@ -31,7 +33,7 @@ class Former(NamedTuple):
 
     part: Part
     carrier: Carrier
-    device_type: str
+    device: torch.device
     peers: int
     version: int
 
@@ -56,7 +58,7 @@ class Former(NamedTuple):
         found = compare(self.part, task.part.plan)
         if found is None or found.back or self.part.rank in found.gone:
             return None
-        if task.wire.device_type != self.device_type:
+        if task.wire.device != self.device:
             return None
         gone = found.gone
         return self.carrier.keep(task.part, lambda engine: engine.keep(task, gone))

@@ -8,6 +8,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
+from shardmath.programs.messages import MOST_OPS
 from shardmath.programs.part import Outline, plan_of
 from shardmath.programs.program import Program
 from shardmath_torch import compat, dtypes
@@ -112,6 +113,9 @@ def _check_numbers(plan: Plan | Transposed | Program, settings: Settings) -> Non
         own = f"the program has {plan.max_inflight_bytes} of its own"
         fix = "leave it out, or schedule the plan with it"
         raise ExchangeError(f"max_inflight_bytes={limit}, {own}; {fix}")
+    if isinstance(plan, Program) and plan.max_ops_per_group > MOST_OPS:
+        own = f"the program has up to {plan.max_ops_per_group} messages of a rank in a round"
+        raise ExchangeError(f"{own}; schedule the plan with max_ops_per_group={MOST_OPS} or less")
 
 
 def _check_commit(party: Party, settings: Settings) -> None:

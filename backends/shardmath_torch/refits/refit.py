@@ -44,12 +44,15 @@ from shardmath_torch.refits.holders import (
     watch,
 )
 from shardmath_torch.refits.views import (
+    Computed,
     Function,
     Given,
     Natives,
     Views,
     bind_views,
     compute,
+    drop_window,
+    is_by_name,
     name_natives,
 )
 
@@ -66,10 +69,7 @@ class _Ends(Stage):
         self._refit = refit
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """The views that were bound. Raises ExchangeError where they are not, or are no longer what they were."""
-        objection = self._refit._object()
-        if objection:
-            raise ExchangeError(objection)
+        """The views that were bound."""
         return self._refit._src.tensors or None, self._refit._dst.tensors or None
 
     def begin(self) -> None:
@@ -198,8 +198,11 @@ class Refit:
 
         `src` is a trainer rank's, `dst` an engine rank's, by engine where these have names; a mapping per chunk where
         a rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are those that
-        rows name. Raises ExchangeError on all ranks, with all that does not fit on one.
+        rows name. With changes the next call moves all. Raises ExchangeError on all ranks, with all that does not fit
+        on one.
         """
+        # One that is under way computes from what was bound for it.
+        self._party.turns.wait_for_beside()
         objection = ""
         self._at = None
         try:
@@ -213,8 +216,13 @@ class Refit:
         claim = f"prepare refit {self.planned.plan.digest[:SHOWN]}"
         ballot = Ballot(claim, objection=objection)
         self._party.together(
-            lambda: self._party.vote(ballot), lambda failure, rank: "tensors were prepared"
+            lambda: self._agree(ballot), lambda failure, rank: "tensors were prepared"
         )
+
+    def _agree(self, ballot: Ballot) -> None:
+        """Vote. Of what was prepared before, nothing holds any more, however that ends."""
+        self._mover.forget()
+        self._party.vote(ballot)
 
     def _bind(
         self,
@@ -238,10 +246,18 @@ class Refit:
             computed += views.computed
             watched += self._watch(engine, given, natives, self.planned.engines[engine])
         find_owners(watched)
+        self._check_computed(computed)
         self._dst = Views(tensors, computed)
         self._groups = find_groups(received)
         self._at = watched
         self._kept = None
+
+    def _check_computed(self, computed: Sequence[Computed]) -> None:
+        """Raise ExchangeError for functions of what is not there when they are called."""
+        if computed and self.changes is not None and self.member.is_beside:
+            what = f"{computed[0].name} is made by a function of a whole tensor"
+            why = "with changes=True and commit='all' parts of it come in place as ranks commit"
+            raise ExchangeError(f"{what}, and {why}; make the Refit without one of both")
 
     def _watch(
         self, name: str, given: Given | None, natives: Natives, bound: Side
@@ -261,7 +277,7 @@ class Refit:
         engines = self.planned.engines
         rank = self._party.rank
         mine = [name for name, bound in engines.items() if rank in bound.ranks]
-        if len(engines) > 1 or _is_by_name(dst, engines):
+        if len(engines) > 1 or is_by_name(dst, engines):
             return dict(_check_named(rank, mine, dst))
         if not mine and name_natives(dst):  # type: ignore[arg-type]
             raise ExchangeError(f"rank {rank} is not of the engine, and was given dst; pass None")
@@ -283,7 +299,7 @@ class Refit:
                 raise ExchangeError(f"rank {rank} is not a trainer, and was given src; pass None")
             return Views({}, [])
         slots = planned.slots(rank, engine)
-        layouts = {name: bound.layouts[_drop_window(name, bound)] for name in slots}
+        layouts = {name: bound.layouts[drop_window(name, bound)] for name in slots}
         receives = engine is not None
         return bind_views(bound, slots, layouts, natives, rank, own, functions, receives=receives)
 
@@ -307,7 +323,8 @@ class Refit:
         """
         how = How(None, whole) if self.changes is not None else None
         call = Call(None, None, timeout, acknowledge, label, check, held=True, how=how)
-        return move_by(self._mover, call, async_op)
+        # Looked for by the thread that calls: beside it, modules may have others in their places for a while.
+        return move_by(self._mover, call._replace(objection=self._object()), async_op)
 
     @property
     def changes(self) -> Changes | None:
@@ -318,22 +335,27 @@ class Refit:
         """What speaks against a move: tensors that are not bound, or no longer where they were; "" for nothing."""
         if self._at is None:
             return "this rank has not prepared the refit; call prepare() on all ranks"
-        moved = find_moved(self._at)
+        try:
+            return self._find_fault(self._at)
+        except Exception as error:
+            # The others wait for this rank's vote, whatever went wrong here.
+            return word_objection(error)
+
+    def _find_fault(self, watched: list[Watched]) -> str:
+        """What is no longer as it was; "" for nothing."""
+        moved = find_moved(watched)
         if moved is not None:
             return (
                 f"{moved} lies otherwise in memory than when prepare() was called; "
                 f"call it again on all ranks"
             )
-        try:
-            replaced = find_replaced(self._at)
-        except ExchangeError as error:
-            return word_objection(error)
+        replaced = find_replaced(watched)
         if replaced is not None:
             return (
                 f"in the place of {replaced} is another tensor than when prepare() was called; "
                 f"prepare again on all ranks"
             )
-        removed = find_removed(self._at)
+        removed = find_removed(watched)
         if removed is not None:
             return (
                 f"{removed} is no longer where its module had it when prepare() was called: it was deleted, or has "
@@ -375,15 +397,3 @@ def _check_named(
             f"{', '.join(map(str, named)) or 'none'}; pass dst={{engine: tensors}} for each of them"
         )
     return given  # type: ignore[return-value]
-
-
-def _is_by_name(dst: object, engines: Mapping[str, Side]) -> bool:
-    """Whether the tensors of the only engine are given under its name, as those of several are."""
-    if not isinstance(dst, Mapping) or set(dst) != set(engines):
-        return False
-    return not any(isinstance(given, Tensor) for given in dst.values())
-
-
-def _drop_window(local: str, bound: Side) -> str:
-    """The logical tensor of a local one: a window's has its number behind."""
-    return local if local in bound.layouts else local.rpartition("[")[0]

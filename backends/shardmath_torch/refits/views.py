@@ -30,6 +30,8 @@ from shardmath_torch.refits.divided import find_contradictions
 __all__ = [
     "FUNCTIONS",
     "Computed",
+    "drop_window",
+    "is_by_name",
     "Function",
     "Given",
     "Natives",
@@ -200,3 +202,15 @@ def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
             f"{slot.native!r} is stored as {slot.function}(...); pass functions={{{slot.function!r}: ...}}"
         )
     return known[slot.function]
+
+
+def is_by_name(dst: object, engines: Mapping[str, Side]) -> bool:
+    """Whether the tensors of the only engine are given under its name, as those of several are."""
+    if not isinstance(dst, Mapping) or set(dst) != set(engines):
+        return False
+    return not any(isinstance(given, Tensor) for given in dst.values())
+
+
+def drop_window(local: str, bound: Side) -> str:
+    """The logical tensor of a local one: a window's has its number behind."""
+    return local if local in bound.layouts else local.rpartition("[")[0]

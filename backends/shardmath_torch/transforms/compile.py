@@ -67,7 +67,7 @@ class Ends(Stage):
         self, transforms: Transformed, party: Party, parts: Sequence[list[_Part]], commit: object
     ) -> None:
         self._parts = parts
-        self._device_type = party.wire.device_type
+        self._device = party.wire.device
         sides = zip(("source", "destination"), parts, strict=True)
         first, last = (_want(transforms, side, party.rank, own) for side, own in sides)
         self._wanted = first, last
@@ -120,7 +120,7 @@ class Ends(Stage):
         own = {key: held for key, held in first.tensors.items() if key not in self._opaque}
         is_direct = self.shadows is None
         wants = first._replace(tensors=own), last
-        check(wants, (plain, there), self._device_type, apart=is_direct)
+        check(wants, (plain, there), self._device, apart=is_direct)
         self._checked = signed
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
@@ -291,7 +291,7 @@ def _check_and_make(
         given = plan(t.src, t.dst)
     else:
         _check_plan(t, given)
-    device = torch.device(party.wire.device_type)
+    device = party.wire.device
     ends: tuple[End, End] = ("source", "destination")
     parts: list[list[_Part]] = []
     for end in ends:
