@@ -23,7 +23,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
@@ -107,13 +107,13 @@ class _Tensors(NamedTuple):
 
     src: Mapping[str, Windows]
     dst: Mapping[str, Windows]
+    alike: tuple[tuple[str, ...], ...]
     in_part: tuple[str, ...]
 
     @property
     def src_ranks(self) -> Ranks:
         """The ranks that hold them at the source."""
-        distinct = {id(windows): windows for windows in self.src.values()}
-        return list_ranks(distinct.values())
+        return list_ranks(self.src[names[0]] for names in self.alike)
 
 
 def _keep(whole: Plan, left: frozenset[int]) -> Plan:
@@ -130,6 +130,7 @@ def _keep(whole: Plan, left: frozenset[int]) -> Plan:
         digest=digest_without(whole.digest, ascending),
         dst_ranks=tuple(sorted(left.symmetric_difference(whole.dst_ranks))),
         in_part=tensors.in_part,
+        alike=tensors.alike,
         whole=whole,
         left=ascending,
     )
@@ -141,44 +142,26 @@ def _keep(whole: Plan, left: frozenset[int]) -> Plan:
 
 def _keep_tensors(whole: Plan, staying: Staying) -> _Tensors:
     """The tensors that somebody who stays asks for. Raises PlanError for none."""
-    # Tens of thousands of tensors go through here, so each object is looked at once, and the rest is map.
-    ids = list(map(id, whole.dst.values()))
-    known = _keep_distinct(whole.dst, ids, staying)
-    windows = map(known.__getitem__, ids)
-    # A copy has its room already, which takes a third of the time to make.
+    # Of tens of thousands of tensors few differ; a copy has its room already, which is quicker.
     dst = dict(whole.dst)
-    dst.update(zip(whole.dst, windows, strict=True))
+    alike = []
+    short: list[str] = []
+    for names in whole.alike:
+        name = names[0]
+        kept = staying.keep(name, whole.dst[name])
+        dst.update(dict.fromkeys(names, kept.windows))
+        if not kept.windows:
+            continue
+        alike.append(names)
+        if not holds_all(kept.windows):
+            short += names
+    if not alike:
+        raise PlanError("all ranks of the destination leave; there is nothing left to plan")
     src = whole.src
-    if not all(known.values()):
+    if len(alike) < len(whole.alike):
         dst = {name: windows for name, windows in dst.items() if windows}
         src = {name: src[name] for name in dst}
-    if not dst:
-        raise PlanError("all ranks of the destination leave; there is nothing left to plan")
-    return _Tensors(src, dst, _find_in_part(dst, known.values()))
-
-
-def _keep_distinct(
-    dst: Mapping[str, Windows], ids: Sequence[int], staying: Staying
-) -> dict[int, Windows]:
-    """What stays of each object, by its id."""
-    backwards = zip(reversed(ids), reversed(list(dst)), strict=True)
-    first = dict(backwards)
-    known = {}
-    for at, name in first.items():
-        kept = staying.keep(name, dst[name])
-        known[at] = kept.windows
-    return known
-
-
-def _find_in_part(dst: Mapping[str, Windows], distinct: Iterable[Windows]) -> tuple[str, ...]:
-    """The tensors, ascending, that are not held whole."""
-    short = set()
-    for windows in distinct:
-        if windows and not holds_all(windows):
-            short.add(id(windows))
-    if not short:
-        return ()
-    return tuple(name for name, windows in dst.items() if id(windows) in short)
+    return _Tensors(src, dst, tuple(alike), tuple(sorted(short)))
 
 
 _Known: TypeAlias = dict[tuple[Template, Layout], Template]

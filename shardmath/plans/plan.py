@@ -135,9 +135,10 @@ class Plan:
 
     `src` and `dst` map each tensor's name to its windows, in ascending order of names; a plan of two
     Layouts has the one name "". `rules` says how each tensor's Partial axes are reduced. `in_part`
-    lists the tensors of which some element is held by no rank of the destination. `left` are ranks
-    that have left the destination of the plan `whole` (`without`). Two plans are equal if they move
-    the same elements of tensors of the same names, and between the same ranks.
+    lists the tensors of which some element is held by no rank of the destination. `alike` are groups
+    of tensors that share their windows. `left` are ranks that have left the destination of the plan
+    `whole` (`without`). Two plans are equal if they move the same elements of tensors of the same
+    names, and between the same ranks.
     """
 
     src: Mapping[str, Windows]
@@ -151,6 +152,7 @@ class Plan:
     dst_ranks: tuple[int, ...]
     topology: Topology | None = None
     in_part: tuple[str, ...] = ()
+    alike: tuple[tuple[str, ...], ...] = ()
     whole: Plan | None = None
     left: Ranks = ()
 
@@ -255,6 +257,7 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
         dst_ranks=list_ranks(group.dst for group in groups),
         topology=topology,
         in_part=in_part,
+        alike=tuple(group.names for group in alike),
     )
 
 
