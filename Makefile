@@ -156,6 +156,7 @@ bench: $(DEV)
 	@$(PIP) install --no-deps megatron-core==0.16.1
 	@$(PYTEST) tests/bench -q --timeout=1800 --benchmark-sort=name --benchmark-columns=min,median,max,rounds --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_exchange.py --page docs/benchmarks.md
+	@$(BIN)/python tests/bench/bench_small.py --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_commit.py --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_redistribute.py --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_changes.py --page docs/benchmarks.md

@@ -255,33 +255,37 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
     return [tensors[key][box] for box in own_boxes(layout.runs(want.rank))]
 
 
-def signature(given: tuple[Tensors, Tensors]) -> list[object]:
+def signature(given: tuple[Tensors, Tensors]) -> tuple[list[object], list[object]]:
     """Equal for plain tensors that lie at the same place in the same way: what was checked need not be again."""
-    # A list: while another thread looks at all objects, as `prepare` of a refit does, CPython 3.11 cannot end a tuple
-    # that is made of a generator (SystemError).
-    return [(key, *_describe_memory(t)) for side in given for key, t in side.items()]
+    src, dst = given
+    return _describe_memory(src), _describe_memory(dst)
 
 
-def _describe_memory(tensor: Tensor) -> tuple[object, ...]:
-    """All that a check depends on; equal to nothing for what has no memory.
+def _describe_memory(tensors: Tensors) -> list[object]:
+    """All that a check depends on, end to end; equal to nothing for what has no memory.
 
-    Made of every tensor in every move, so it asks for no more than that.
+    Of many small tensors this takes as long as copying them, hence one row, and no function for each.
     """
-    try:
-        storage = tensor.untyped_storage()
-        return (
-            type(tensor),
-            storage.data_ptr(),
-            # A storage that shrank may stay where it was.
-            storage.nbytes(),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-    except (AttributeError, RuntimeError):
-        # No tensor, or one without memory of its own.
-        return (object(),)
+    # No tuple is made of a generator: while another thread looks at all objects, as `prepare` of a refit does, CPython
+    # 3.11 cannot end that (SystemError).
+    found: list[object] = [*tensors]
+    for tensor in tensors.values():
+        try:
+            storage = tensor.untyped_storage()
+            found += (
+                type(tensor),
+                storage.data_ptr(),
+                # A storage that shrank may stay where it was.
+                storage.nbytes(),
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+                tensor.device,
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
+        except (AttributeError, RuntimeError):
+            # No tensor, or one without memory of its own.
+            found.append(object())
+    return found

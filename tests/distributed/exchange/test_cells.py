@@ -187,6 +187,9 @@ def test_a_signature_tells_tensors_apart() -> None:
     assert signature(({"": t}, {})) == signature(({"": t.view(6, 6)}, {}))
     for other in (torch.zeros(6, 6), t.T, t.view(torch.int32), 7):
         assert signature(({"": t}, {})) != signature(({"": other}, {}))  # type: ignore[dict-item]
+    assert signature(({"": t}, {})) != signature(({}, {"": t}))
+    assert signature(({"a": t}, {})) != signature(({"b": t}, {}))
+    assert signature(({"": t}, {})) != signature(({"": torch._neg_view(t)}, {}))
 
 
 def test_views_are_slices() -> None:
