@@ -31,6 +31,7 @@ from shardmath.families.megatron_core import logical_shapes, megatron
 from shardmath.programs.part import make_parts
 from shardmath.refits.models import MODELS
 from shardmath.storage.stored import Side
+from shardmath_torch.changes.changes import Sent
 from shardmath_torch.changes.comparing import Snapshots
 from shardmath_torch.changes.packets import Some
 from shardmath_torch.changes.placing import Incoming
@@ -77,7 +78,7 @@ class Call(NamedTuple):
 
     seconds: float
     cpu: float
-    sent: smt.Sent
+    sent: Sent
 
 
 def make_refit(layers: int) -> sm.Refit:
