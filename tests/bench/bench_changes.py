@@ -1,6 +1,6 @@
 """What it costs to send only what has changed, beside a whole move of the same refit.
 
-    python tests/bench/bench_changes.py [repeats]
+    python tests/bench/bench_changes.py [repeats] [layers]
 
 Qwen3-235B-A22B's geometry, smaller: four trainer ranks (TP 2, EP 4) to four engine ranks (TP 4) with fused weights in
 bfloat16, over eight gloo processes of one thread each. Shares of all elements change at random places; which, is found
@@ -31,6 +31,7 @@ from shardmath.families.megatron_core import logical_shapes, megatron
 from shardmath.programs.part import make_parts
 from shardmath.refits.models import MODELS
 from shardmath.storage.stored import Side
+from shardmath_torch.changes.changes import Sent
 from shardmath_torch.changes.comparing import Snapshots
 from shardmath_torch.changes.packets import Some
 from shardmath_torch.changes.placing import Incoming
@@ -40,7 +41,6 @@ from tests.bench import section
 from tests.bench.bench_refit import engine
 
 SMALLER = MODELS["qwen3-235b-a22b"].config | {
-    "num_layers": 4,
     "qk_layernorm": False,
     "hidden_size": 1024,
     "num_attention_heads": 16,
@@ -52,6 +52,8 @@ SMALLER = MODELS["qwen3-235b-a22b"].config | {
 VOCAB = 16384
 SHARES = (0.0005, 0.025)
 TRAINERS, RANKS = 4, 8
+
+HEADS = ["what moves", "seconds", "of a whole move", "CPU", "sent", "bytes an element", "phases"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -76,14 +78,15 @@ class Call(NamedTuple):
 
     seconds: float
     cpu: float
-    sent: smt.Sent
+    sent: Sent
 
 
-def make_refit() -> sm.Refit:
+def make_refit(layers: int) -> sm.Refit:
+    config = SMALLER | {"num_layers": layers}
     trainer = megatron(
-        SMALLER, ranks=range(TRAINERS), tp=2, ep=4, etp=1, vocab=VOCAB, vocab_multiple=1
+        config, ranks=range(TRAINERS), tp=2, ep=4, etp=1, vocab=VOCAB, vocab_multiple=1
     )
-    shapes = logical_shapes(SMALLER, vocab=VOCAB, dtype="bfloat16")
+    shapes = logical_shapes(config, vocab=VOCAB, dtype="bfloat16")
     return sm.refit(trainer, engine(range(TRAINERS, RANKS), 4, VOCAB, 128), shapes)
 
 
@@ -110,13 +113,13 @@ def change(own: Mapping[Any, torch.Tensor], share: float, seed: int) -> dict[Any
     return where
 
 
-def run(rank: int, port: int, repeats: int, results: Any) -> None:
+def run(rank: int, port: int, repeats: int, layers: int, results: Any) -> None:
     """All ways, turn by turn."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    moved = make_refit()
+    moved = make_refit(layers)
     side = moved.trainer if rank < TRAINERS else moved.engines["engine"]
     own = make_natives(side, rank, torch.bfloat16)
     mine = views(side, rank, own)
@@ -188,10 +191,10 @@ def measure(act: Callable[[], object], repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def bench_core(repeats: int) -> Iterator[list[str]]:
+def bench_core(repeats: int, layers: int) -> Iterator[list[str]]:
     """What the first trainer rank and the last engine rank do, each on one core."""
     torch.set_num_threads(1)
-    moved = make_refit()
+    moved = make_refit(layers)
     first, last = (make_parts(moved.plan)[rank] for rank in (0, RANKS - 1))
     own = make_natives(moved.trainer, 0, torch.bfloat16)
     src = views(moved.trainer, 0, own)
@@ -233,9 +236,9 @@ def _measure_placing(incoming: Incoming, number: int, elements: list[Some], repe
 
 
 def main() -> None:
-    args = section.arguments(__doc__ or "", repeats=9)
+    args = section.arguments(__doc__ or "", repeats=9, layers=4)
     about = "`python tests/bench/bench_changes.py`: what ranks of the table below do, one of them alone on one core."
-    rows = list(bench_core(args.repeats))
+    rows = list(bench_core(args.repeats, args.layers))
     section.show(args.page, "Changes only, one core", about, ["what", "rate"], rows)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -244,7 +247,7 @@ def main() -> None:
     results = context.Queue()
     processes = []
     for rank in range(RANKS):
-        given = rank, port, args.repeats, results
+        given = rank, port, args.repeats, args.layers, results
         processes.append(context.Process(target=run, args=given))
     for process in processes:
         process.start()
@@ -252,15 +255,13 @@ def main() -> None:
     for process in processes:
         process.join()
     nbytes = sum(one[1] for one in found[:TRAINERS])
-    section.show(
-        args.page,
-        "Changes only",
-        f"`python tests/bench/bench_changes.py`: {nbytes / 1e6:.0f} MB at four trainer ranks, into "
-        f"four engine ranks with fused weights, over eight gloo processes; the slowest rank's seconds, median of "
-        f"{args.repeats}; phases of a trainer rank, who waits for the slowest while agreeing.",
-        ["what moves", "seconds", "of a whole move", "CPU", "sent", "bytes an element", "phases"],
-        list(list_rows([one[2] for one in found])),
+    about = (
+        f"`python tests/bench/bench_changes.py`: {nbytes / 1e6:.0f} MB of {args.layers} layers at four trainer "
+        "ranks, into four engine ranks with fused weights, over eight gloo processes; the slowest rank's seconds, "
+        f"median of {args.repeats}; phases of a trainer rank, who waits for the slowest while agreeing."
     )
+    rows = list(list_rows([one[2] for one in found]))
+    section.show(args.page, "Changes only", about, HEADS, rows)
 
 
 if __name__ == "__main__":

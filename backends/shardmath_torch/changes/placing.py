@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from shardmath.base.arrays import Ints
 from shardmath.changes.placing import Lying, Receivers
 from shardmath.changes.routing import BATCH
 from shardmath.programs.messages import Message
@@ -73,10 +74,15 @@ class Incoming:
     def place(self, number: int, elements: Iterable[Some]) -> None:
         """Put elements of a message where they belong."""
         for _, numbers, words in elements:
+            # Some at once: what is made of them stays in a cache.
             for first in range(0, len(numbers), BATCH):
                 past = first + BATCH
-                for row, which, cells in self._receivers.place(number, numbers[first:past]):
-                    which_here = torch.from_numpy(which).to(words.device)
-                    taken = words[first:past].index_select(0, which_here)
-                    at = torch.from_numpy(cells).to(words.device)
-                    self._rows[row].scatter_(0, at, taken)
+                self._put(number, numbers[first:past], words[first:past])
+
+    def _put(self, number: int, numbers: Ints, words: Tensor) -> None:
+        """Put words of a message, which ascend in number, where they belong."""
+        for row, which, cells in self._receivers.place(number, numbers):
+            some = torch.from_numpy(which).to(words.device)
+            at = torch.from_numpy(cells).to(words.device)
+            taken = words.index_select(0, some)
+            self._rows[row].scatter_(0, at, taken)

@@ -70,6 +70,7 @@ class Outgoing:
         self.sends = sends
         self._messages = [*sends, *keeps]
         self._sizes = [list_sizes(message) for message in self._messages]
+        self._is_numbered = [count_elements(m) <= MOST_ELEMENTS for m in self._messages]
         self._senders = Senders(shapes, self._messages)
         self.hulls = find_hulls(self._messages)
 
@@ -77,23 +78,31 @@ class Outgoing:
         """These changes by message."""
         by_size: dict[int, list[Changed]] = {}
         for one in changed:
-            by_size.setdefault(one.words.element_size(), []).append(one)
+            size = one.words.element_size()
+            by_size.setdefault(size, []).append(one)
         parts = {size: self._sort_alike(size, alike) for size, alike in by_size.items()}
-        found = []
-        for number, (message, sizes) in enumerate(zip(self._messages, self._sizes, strict=True)):
-            elements = [parts[size][number] if size in parts else _nothing(size) for size in sizes]
-            found.append(None if _is_larger(message, sizes, elements) else elements)
+        found: list[Elements | None] = []
+        for number, message in enumerate(self._messages):
+            elements = []
+            for size in self._sizes[number]:
+                here = parts.get(size, {})
+                elements.append(here.get(number) or _nothing(size))
+            is_smaller = _count_packet(elements) < message.nbytes
+            found.append(elements if is_smaller and self._is_numbered[number] else None)
         sends = len(self._sends)
         return Sorted(found[:sends], found[sends:])
 
-    def _sort_alike(self, size: int, changed: Sequence[Changed]) -> list[Some]:
-        """The elements of each message, of words of one size."""
+    def _sort_alike(self, size: int, changed: Sequence[Changed]) -> dict[int, Some]:
+        """The elements of each message that has some, of words of one size."""
         runs = self._list_runs(changed)
         words = torch.cat([one.words for one in changed])
-        found = []
-        for pieces in self._senders.pieces:
-            here = [run for piece in pieces for run in runs.get(piece, ())]
-            found.append(_join(size, here, words) if here else _nothing(size))
+        found = {}
+        for number, pieces in enumerate(self._senders.pieces):
+            here: list[_Run] = []
+            for piece in pieces:
+                here += runs.get(piece, ())
+            if here:
+                found[number] = _join(size, here, words)
         return found
 
     def _list_runs(self, changed: Sequence[Changed]) -> dict[int, list[_Run]]:
@@ -128,14 +137,16 @@ class Outgoing:
                 whole += 1
                 nbytes += message.nbytes
             else:
-                counts = [len(one.numbers) for one in some]
-                elements += sum(counts)
-                nbytes += count_bytes([one.itemsize for one in some], counts)
+                elements += sum(len(one.numbers) for one in some)
+                nbytes += _count_packet(some)
         return Volume(elements, whole, nbytes)
 
 
 def _nothing(size: int) -> Some:
-    return Some(size, np.zeros(0, np.int64), torch.zeros(0, dtype=dtypes.WORDS[size]))
+    """No elements of that size."""
+    numbers = np.zeros(0, np.int64)
+    words = torch.zeros(0, dtype=dtypes.WORDS[size])
+    return Some(size, numbers, words)
 
 
 def _join(size: int, runs: Sequence[_Run], words: Tensor) -> Some:
@@ -151,7 +162,8 @@ def _join(size: int, runs: Sequence[_Run], words: Tensor) -> Some:
     return Some(size, numbers, taken)
 
 
-def _is_larger(message: Message, sizes: Sequence[int], elements: Sequence[Some]) -> bool:
-    """Whether the elements take as many bytes as the message whole, or cannot be numbered."""
+def _count_packet(elements: Elements) -> int:
+    """Bytes of the packet of these elements."""
+    sizes = [some.itemsize for some in elements]
     counts = [len(some.numbers) for some in elements]
-    return count_bytes(sizes, counts) >= message.nbytes or count_elements(message) > MOST_ELEMENTS
+    return count_bytes(sizes, counts)
