@@ -21,7 +21,18 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bools", "Ints", "Offsets", "begins", "distinct", "join", "lengths", "pick", "ranges"]
+__all__ = [
+    "Bools",
+    "Ints",
+    "Offsets",
+    "begins",
+    "distinct",
+    "join",
+    "lengths",
+    "number_alike",
+    "pick",
+    "ranges",
+]
 
 Bools: TypeAlias = NDArray[np.bool_]
 Ints: TypeAlias = NDArray[np.int64]
@@ -59,6 +70,23 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
     which = np.empty_like(order)
     which[order] = new.cumsum() - 1
     return numbers[order[new]], which
+
+
+def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """One item of each kind, in order of the keys, and which kind each item is.
+
+    Items are of one kind that are alike in all keys.
+
+    >>> number_alike([np.array([1, 0, 1, 1]), np.array([5, 9, 5, 4])])
+    (array([1, 3, 0]), array([2, 0, 2, 1]))
+    """
+    order = np.lexsort(keys[::-1])
+    is_new = np.zeros(len(order), bool)
+    for key in keys:
+        is_new |= _differ(key[order])
+    kind = np.empty_like(order)
+    kind[order] = np.cumsum(is_new) - 1
+    return order[is_new], kind
 
 
 def lengths(values: Iterable[Sized]) -> Ints:

@@ -17,14 +17,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from shardmath.base.arguments import as_integer
-from shardmath.base.arrays import Ints, Offsets, ranges
+from shardmath.base.arrays import Ints, Offsets, number_alike, ranges
 from shardmath.base.digest import digest
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
@@ -35,11 +36,13 @@ from shardmath.flows.topology import Topology
 from shardmath.layouts.holdings import Windows
 from shardmath.plans.balance import make_grid
 from shardmath.plans.demands import Demands
-from shardmath.plans.plan import Plan, Transfer, spell_transfers
-from shardmath.plans.stretches import Stretch, find_lines, list_kept
+from shardmath.plans.plan import Plan, Transfer
+from shardmath.plans.stretches import find_lines, list_kept
 from shardmath.programs.legs import Legs, Streams
-from shardmath.programs.messages import Round, Step, gather_rounds, itemsize_of, make_message
-from shardmath.programs.streams import list_streams
+from shardmath.programs.messages import Message, Round, gather_rounds
+from shardmath.programs.streams import list_bundles
+from shardmath.transfers.parts import Parts, Stretches, list_parts
+from shardmath.transfers.spelling import spell_parts
 
 __all__ = ["Program", "Slices", "cut_streams", "digest_program", "list_slices", "turn_of"]
 
@@ -135,11 +138,8 @@ class Program:
     def for_rank(self, rank: int) -> tuple[Round, ...]:
         """The rank's rounds, in order; none for a stranger."""
         rank = as_integer(rank, "a rank", PlanError)
-        pieces = _gather_pieces(self, rank)
-        messages = []
-        for key in sorted(pieces):
-            ordered = _put_large_first(pieces[key])
-            messages.append(make_message(*key, ordered))
+        posted = _list_posted(self, rank)
+        messages = _spell_messages(self, posted)
         return gather_rounds(messages, rank)
 
 
@@ -161,28 +161,74 @@ def digest_program(prog: Program) -> str:
     return digest(("program", prog.plan.digest, prog.topology, prog.legs.sharing, limits, legs))
 
 
-_End: TypeAlias = tuple[Step, int, int, int]
-"""One message of a rank: its step, sender, receiver and leg."""
+class _Posted(NamedTuple):
+    """Stretches that a rank keeps, sends and receives, and the step and leg of each."""
+
+    phase: Ints
+    slot: Ints
+    turn: Ints
+    leg: Ints
+    stretches: Stretches
 
 
-def _gather_pieces(prog: Program, rank: int) -> dict[_End, list[Transfer]]:
-    """The pieces of each message of a rank."""
-    lines = prog.legs.lines
-    pieces: dict[_End, list[Transfer]] = {}
-    for step, leg, stretch in _list_stretches(prog, rank):
-        end = step, stretch.sender, stretch.receiver, leg
-        message = pieces.setdefault(end, [])
-        message += spell_transfers(prog.plan, lines, stretch, relayed=leg > 1)
-    return pieces
+def _spell_messages(prog: Program, posted: _Posted) -> list[Message]:
+    """The messages of these stretches, in order of step, sender, receiver and leg."""
+    on = prog.legs.lines
+    p = prog.plan
+    given = posted.stretches
+    keys = [
+        posted.phase,
+        posted.slot,
+        posted.turn,
+        given.sender,
+        given.receiver,
+        posted.leg,
+    ]
+    first, number = number_alike(keys)
+    parts, message = _put_large_first(prog, given, number)
+    is_relayed = posted.leg > 1
+    transfers, by_part = spell_parts(p, on, given, is_relayed, parts)
+    numbers = np.arange(len(first) + 1)
+    first_parts = np.searchsorted(message, numbers)
+    by_message = Offsets(by_part.first[first_parts])
+    columns = [key[first].tolist() for key in keys]
+    messages = _make_messages(transfers, by_message, columns)
+    return list(messages)
 
 
-def _put_large_first(pieces: list[Transfer]) -> list[Transfer]:
-    """The pieces with large elements first, so that no byte of their message is padding."""
-    # Elements of one size, which is usual, need no order.
-    sizes = list(map(itemsize_of, pieces))
-    if min(sizes) < max(sizes):
-        pieces.sort(key=itemsize_of, reverse=True)
-    return pieces
+def _put_large_first(prog: Program, given: Stretches, message: Ints) -> tuple[Parts, Ints]:
+    """The parts of stretches of these messages, message by message, and the message of each."""
+    on = prog.legs.lines
+    batches = prog.plan.batches
+    parts = list_parts(on, batches, given)
+    grid = make_grid(on, batches)
+    item = grid.item[parts.row]
+    of_part = message[parts.stretch]
+    # Large elements first, so that no byte of a message is padding; else in the order of stretches.
+    order = np.lexsort((-item, of_part))
+    return parts.take(order), of_part[order]
+
+
+def _make_messages(
+    transfers: list[Transfer], of: Offsets, columns: list[list[int]]
+) -> Iterator[Message]:
+    """Messages of these transfers, each with its step, sender, receiver and leg."""
+    sizes = [t.nbytes for t in transfers]
+    nbytes = np.array(sizes, np.int64)
+    starts = of.begin(nbytes).tolist()
+    totals = of.sums(nbytes).tolist()
+    places = itertools.pairwise(of.first.tolist())
+    for (i, k), total, *key in zip(places, totals, *columns, strict=True):
+        phase, slot, turn, sender, receiver, leg = key
+        yield Message(
+            step=(phase, slot, turn),
+            src_rank=sender,
+            dst_rank=receiver,
+            leg=leg,
+            pieces=tuple(transfers[i:k]),
+            starts=tuple(starts[i:k]),
+            nbytes=total,
+        )
 
 
 class Slices(NamedTuple):
@@ -250,43 +296,53 @@ def _find_borders(prog: Program, block: Ints, lo: Ints, hi: Ints) -> Ints:
     return np.hstack((lo, snapped, hi))
 
 
-def _list_stretches(prog: Program, rank: int) -> Iterator[tuple[Step, int, Stretch]]:
-    """(step, leg, stretch) of all that the rank keeps, sends and receives, in order."""
-    on = prog.legs.lines
-    for stretch in list_kept(on, rank):
-        # What stays on the rank takes no room, so neither slots nor turns divide it.
-        phase = int(on.addend[stretch.block])
-        step = phase, 0, 0
-        yield step, 1, stretch
-    for line in _find_lines(on, rank):
-        every = list_streams(prog.legs, line)
-        mine = every.sender == rank
-        mine |= every.receiver == rank
-        some = Streams(*(column[mine] for column in every))
-        yield from _list_slices(prog, some)
-
-
-def _list_slices(prog: Program, of: Streams) -> Iterator[tuple[Step, int, Stretch]]:
-    """(step, leg, stretch) of all slices of streams, in order."""
-    rows = _tabulate_slices(prog, of)
-    for phase, turn, leg, block, sender, receiver, slot, lo, hi in rows:
-        step = phase, slot, turn
-        stretch = Stretch(block, sender, receiver, lo, hi)
-        yield step, leg, stretch
-
-
-def _tabulate_slices(prog: Program, of: Streams) -> list[list[int]]:
-    """Of each slice of streams: phase, turn, leg, block, sender, receiver, slot, lo, hi."""
-    phase = prog.legs.lines.addend[of.block]
-    turn = _find_turns(prog, of)
-    by_stream = np.array([phase, turn, of.leg, of.block, of.sender, of.receiver])
+def _list_posted(prog: Program, rank: int) -> _Posted:
+    """All that the rank keeps, and then all that it sends and receives, line by line."""
+    kept = _list_own_blocks(prog.legs.lines, rank)
+    of = _list_own_streams(prog.legs, rank)
     cut = list_slices(prog, of)
-    by_slice = by_stream[:, cut.stream]
-    columns = np.vstack((by_slice, cut.slot, cut.lo, cut.hi))
-    table = columns.T
-    # Python's integers are quicker to walk than arrays.
-    rows: list[list[int]] = table.tolist()
-    return rows
+    which = cut.stream
+    sent = Stretches(
+        block=of.block[which],
+        sender=of.sender[which],
+        receiver=of.receiver[which],
+        lo=cut.lo,
+        hi=cut.hi,
+    )
+    stretches = Stretches(*map(np.append, kept, sent))
+    turn = _find_turns(prog, of)
+    # What stays on the rank takes no room, so neither slots nor turns divide it.
+    none = np.zeros_like(kept.block)
+    return _Posted(
+        phase=prog.legs.lines.addend[stretches.block],
+        slot=np.append(none, cut.slot),
+        turn=np.append(none, turn[which]),
+        leg=np.append(none + 1, of.leg[which]),
+        stretches=stretches,
+    )
+
+
+def _list_own_blocks(on: Demands, rank: int) -> Stretches:
+    """All that stays on the rank."""
+    kept = list(list_kept(on, rank))
+    table = np.array(kept, np.int64)
+    rows = table.reshape(-1, len(Stretches._fields))
+    return Stretches(*rows.T)
+
+
+def _list_own_streams(legs: Legs, rank: int) -> Streams:
+    """All streams that the rank sends or receives, line by line."""
+    none = np.zeros((len(Streams._fields), 0), np.int64)
+    tables = [none]
+    lines = _find_lines(legs.lines, rank)
+    for found in list_bundles(legs, lines):
+        of = found.streams
+        mine = of.sender == rank
+        mine |= of.receiver == rank
+        every = np.stack(of)
+        tables.append(every[:, mine])
+    columns = np.hstack(tables)
+    return Streams(*columns)
 
 
 def _find_turns(prog: Program, of: Streams) -> Ints:
@@ -311,13 +367,11 @@ def turn_of(places: Places, leg: Places, ranks: int) -> Places:
     return places + 2 * ranks * (leg - 1)
 
 
-def _find_lines(on: Demands, rank: int) -> list[int]:
+def _find_lines(on: Demands, rank: int) -> Ints:
     """The lines that the rank holds or asks of."""
-    mine = [number for number, ranks in enumerate(on.sets) if rank in ranks]
-    is_held = np.isin(on.holders, mine)
-    is_asked = np.isin(on.receivers, mine)
-    line_of_block = on.blocks.owners()
-    holding = np.flatnonzero(is_held)
-    asking = line_of_block[is_asked]
-    found: list[int] = np.union1d(holding, asking).tolist()
-    return found
+    is_mine = np.array([rank in ranks for ranks in on.sets], bool)
+    is_held = is_mine[on.holders]
+    is_asked = is_mine[on.receivers]
+    asking = on.blocks.owners()[is_asked]
+    is_held[asking] = True
+    return np.flatnonzero(is_held)

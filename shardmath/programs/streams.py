@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -159,10 +159,15 @@ def _find_first(lines: Ints) -> int:
     return int(lines[0])
 
 
-def list_bundles(legs: Legs) -> Iterator[Bundle]:
-    """All streams of all lines, some lines at a time."""
+def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
+    """All streams, some lines at a time: of all bundles of lines, or of those with one of `some`."""
     together = _divide_lines(legs)
-    for number in range(len(together)):
+    wanted: Iterable[int] = range(len(together))
+    if some is not None:
+        first = np.array([lines[0] for lines in together], np.int64)
+        found = np.searchsorted(first, some, "right") - 1
+        wanted = np.unique(found).tolist()
+    for number in wanted:
         yield _keep_bundle(legs, number)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath.base.arrays import Offsets, begins, distinct, join, ranges
+from shardmath.base.arrays import Offsets, begins, distinct, join, number_alike, ranges
 
 NUMBERS = st.lists(st.integers(-3, 9), max_size=12)
 SIZES = st.lists(st.lists(st.integers(0, 1 << 40), max_size=4), max_size=6)
@@ -41,6 +41,16 @@ def test_distinct_is_numpy_unique(numbers: list[int]) -> None:
     found, which = distinct(ints(numbers))
     expected, inverse = np.unique(ints(numbers), return_inverse=True)
     assert found.tolist() == expected.tolist() and which.tolist() == inverse.tolist()
+
+
+@given(st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 2), st.booleans()), max_size=12))
+def test_alike_in_all_keys(items: list[tuple[int, int, bool]]) -> None:
+    """Kinds in order, the first item of each."""
+    keys = [ints([item[i] for item in items]) for i in range(3)]
+    first, kind = number_alike(keys)
+    kinds = sorted(set(items))
+    assert first.tolist() == [items.index(one) for one in kinds]
+    assert [kinds[i] for i in kind.tolist()] == items
 
 
 @given(NUMBERS.map(sorted))

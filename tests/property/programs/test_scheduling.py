@@ -574,12 +574,15 @@ def test_many_lines_are_looked_at_together() -> None:
     assert count > 1000 and calls < 4 * count
     _, calls = calls_of(lambda: verify(prog))
     assert calls < count
+    rounds, calls = calls_of(lambda: prog.for_rank(5))
+    pieces = sum(len(m.pieces) for one in rounds for m in one.messages)
+    assert pieces > 200 and calls < 2 * pieces
 
 
 def calls_of(act: Callable[[], Any]) -> tuple[Any, int]:
-    """What it returns, and how often it calls functions of programs and of their proof."""
+    """What it returns, and how often it calls functions of programs, of transfers, and of the proof of programs."""
     counted = Counter[str]()
-    files = "/shardmath/programs/", "/program_proof.py"
+    files = "/shardmath/programs/", "/shardmath/transfers/", "/program_proof.py"
 
     def count(frame: FrameType, event: str, _: object) -> None:
         counted[event] += any(file in frame.f_code.co_filename for file in files)
