@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from shardmath.plans.plan import Transfer
+from shardmath.programs.messages import Round
 from shardmath.programs.part import stored_on
 from shardmath_torch import dtypes
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import divide, fill
+from shardmath_torch.observing.laps import ARRIVED
+from shardmath_torch.observing.stopwatch import Stopwatch
 
 __all__ = ["Broadcast"]
 
@@ -57,7 +60,12 @@ class Broadcast:
     ) -> None:
         """Nothing to prepare."""
 
-    def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+    @property
+    def posted(self) -> tuple[Round, ...]:
+        """Those of the part, though all is broadcast: what the plan asks for is what is counted."""
+        return self._part.rounds
+
+    def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
         """Moves. Raises PeerFailure."""
         # Tensors come in another order than in rounds.
         self.begun = None
@@ -73,6 +81,7 @@ class Broadcast:
             for work in self._part.divisions:
                 divide(work, dst)
         self.begun = self._part.steps + 1
+        watch.lap(ARRIVED)
 
     def _broadcast(self, turn: _Turn, src: Mapping[str, Tensor]) -> Tensor:
         """All of that rank's source tensor."""

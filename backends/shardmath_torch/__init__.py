@@ -39,6 +39,9 @@ from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.mover import Mover
 from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.observing.bars import progress_bar
+from shardmath_torch.observing.moved import Moved
+from shardmath_torch.observing.tracing import trace
 from shardmath_torch.refits.recording import record
 from shardmath_torch.refits.refit import Refit
 from shardmath_torch.states.training import load_state, load_weights, save_state, state_of
@@ -49,6 +52,7 @@ __all__ = [
     "Changes",
     "CheckpointError",
     "Fused",
+    "Moved",
     "Mover",
     "Refit",
     "TransformedMover",
@@ -66,6 +70,7 @@ __all__ = [
     "load_weights",
     "megatron_hook",
     "open_checkpoint",
+    "progress_bar",
     "record",
     "redistribute",
     "save",
@@ -73,4 +78,5 @@ __all__ = [
     "set_device_mesh",
     "state_of",
     "to_dtensor",
+    "trace",
 ]

@@ -15,11 +15,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardmath.base.text import show_ranks
+from shardmath.base.errors import ExchangeError
+from shardmath.base.text import show_ranks, shown
 from shardmath_torch.agreement.turns import Refused
 from shardmath_torch.agreement.wire import Wire
 
-__all__ = ["Ballot", "decode", "encode", "vote"]
+__all__ = ["Ballot", "decode", "encode", "read_label", "vote"]
 
 RECORD = 1024
 """Bytes per rank; longer texts are cut."""
@@ -65,6 +66,13 @@ class Ballot(NamedTuple):
         label = f", label={self.label!r}" if self.label else ""
         recorded = ", a gradient to be differentiated" if self.records_gradient else ""
         return f"{self.claim}{label}{recorded}"
+
+
+def read_label(label: object) -> str:
+    """The label as a plain str: a subclass may say anything of itself. Raises ExchangeError for what is no text."""
+    if not isinstance(label, str):
+        raise ExchangeError(f"label={shown(label)} is not a text; pass one, or leave it out")
+    return str.__str__(label)
 
 
 def encode(ballot: Ballot) -> bytes:

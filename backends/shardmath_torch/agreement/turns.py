@@ -147,6 +147,11 @@ class Turns:
         self.protocol.note(Event.AGREE)
 
     @property
+    def latest(self) -> tuple[str, int]:
+        """What the latest vote is known by on all ranks, and no other vote of any group."""
+        return self.nonce, self.votes
+
+    @property
     def under_way(self) -> bool:
         """Whether others may count on this rank, which has begun to vote (`protocol`)."""
         return self.protocol.counted_on

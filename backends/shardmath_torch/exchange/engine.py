@@ -23,10 +23,21 @@ from shardmath_torch.exchange.endpoints import (
     Endpoint,
     bind,
     count_staging_bytes,
+    set_apart,
 )
 from shardmath_torch.exchange.staging import Fence, staging_of
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import Fold, Views, divide, fill
+from shardmath_torch.observing.laps import (
+    ARRIVED,
+    FOLDED,
+    KEPT,
+    LEFT,
+    PACKED,
+    POSTED,
+    UNPACKED,
+)
+from shardmath_torch.observing.stopwatch import Stopwatch
 
 __all__ = ["Exchange", "find_device"]
 
@@ -44,7 +55,7 @@ class Exchange:
 
     def __init__(self, task: Task, fence: Fence | None = None, apart: int | None = None) -> None:
         self._task = task
-        self._apart = apart
+        self.posted = set_apart(task.part.rounds, apart)
         self._fence = fence or Fence()
         self._bound_to: object = None
         self._rounds: tuple[BoundRound, ...] = ()
@@ -73,13 +84,13 @@ class Exchange:
         if wanted != self._bound_to:
             # Bound to nothing until all is found: an interrupt in between leaves half of it.
             self._bound_to = None
-            self._rounds = bind(self._task.part.rounds, src_strides, dst_strides, self._apart)
+            self._rounds = bind(self.posted, src_strides, dst_strides)
             self._staging = staging_of(self._task.group, device)
             self._needed = count_staging_bytes(self._rounds)
             self._bound_to = wanted
         self._staging.reserve(self._needed)
 
-    def move(self, src: Tensors, dst: Tensors) -> None:
+    def move(self, src: Tensors, dst: Tensors, watch: Stopwatch) -> None:
         """Move the tensors. Raises PeerFailure."""
         part = self._task.part
         self.begun = 0
@@ -89,12 +100,14 @@ class Exchange:
             self.begun = 1
             for work in part.fills:
                 fill(work, dst)
+                watch.lap(FOLDED)
             for one in self._rounds:
                 self.begun += 1
-                self._run_round(one, views)
+                self._run_round(one, views, watch)
             self.begun = part.steps
             for work in part.divisions:
                 divide(work, dst)
+                watch.lap(FOLDED)
             self.begun = part.steps + 1
 
     def _find_views(self, src: Tensors, dst: Tensors, block: Tensor) -> Views:
@@ -106,40 +119,50 @@ class Exchange:
             self._views = Views(src, dst, block, held=True)
         return self._views
 
-    def _run_round(self, one: BoundRound, views: Views) -> None:
+    def _run_round(self, one: BoundRound, views: Views, watch: Stopwatch) -> None:
         """Move the messages of one round, all of them before the next round begins."""
         # All is posted before anything is waited for: a rank that waited first could wait for ever.
-        arriving = [self._receive(endpoint, views) for endpoint in one.receives]
-        leaving = [self._send(endpoint, views) for endpoint in one.sends]
+        arriving = [self._receive(endpoint, views, watch) for endpoint in one.receives]
+        leaving = [self._send(endpoint, views, watch) for endpoint in one.sends]
         self._task.wire.start()
         folds: list[Fold] = []
         for source, target in one.keeps:
             folds += views.keep(source, target)
+            watch.lap(KEPT, source.message)
         for endpoint, pending in arriving:
-            _wait(pending, endpoint.message)
+            message = endpoint.message
+            _wait(pending, message)
+            watch.waited(ARRIVED, message, message.src_rank)
             folds += views.unpack(endpoint)
+            watch.lap(UNPACKED, message)
         # What has not left must not change: a relayed message may be sent from a destination.
         for endpoint, pending in leaving:
-            _wait(pending, endpoint.message)
+            message = endpoint.message
+            _wait(pending, message)
+            watch.waited(LEFT, message, message.dst_rank)
         # In order of addend, not of arrival: rounding depends on the order.
         for fold in sorted(folds, key=lambda fold: fold.addend):
             dtypes.fold(fold.op, fold.into, fold.piece)
+        watch.lap(FOLDED, one.step)
 
-    def _receive(self, endpoint: Endpoint, views: Views) -> _OnItsWay:
+    def _receive(self, endpoint: Endpoint, views: Views, watch: Stopwatch) -> _OnItsWay:
         """Post the receive of the message."""
         message = endpoint.message
         memory = views.find_bytes(endpoint, arriving=True)
         with _Blame(message):
             pending = self._task.wire.receive(memory, message.src_rank)
+        watch.lap(POSTED, message)
         return endpoint, pending
 
-    def _send(self, endpoint: Endpoint, views: Views) -> _OnItsWay:
+    def _send(self, endpoint: Endpoint, views: Views, watch: Stopwatch) -> _OnItsWay:
         """Pack the message, and post the send of it."""
         message = endpoint.message
         views.pack(endpoint)
+        watch.lap(PACKED, message)
         memory = views.find_bytes(endpoint, arriving=False)
         with _Blame(message):
             pending = self._task.wire.send(memory, message.dst_rank)
+        watch.lap(POSTED, message)
         return endpoint, pending
 
 

@@ -30,7 +30,7 @@ from shardmath.plans.plan import Plan
 from shardmath.programs.part import Part
 from shardmath.programs.program import Program
 from shardmath_torch import compat
-from shardmath_torch.agreement.agree import Ballot
+from shardmath_torch.agreement.agree import Ballot, read_label
 from shardmath_torch.agreement.naming import describe_crossing, name_given, word_objection
 from shardmath_torch.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.agreement.turns import check_thread, in_thread
@@ -41,6 +41,10 @@ from shardmath_torch.digests.checking import Check, check_checkable
 from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Engine
+from shardmath_torch.observing import laps
+from shardmath_torch.observing.bars import Progress, check_progress
+from shardmath_torch.observing.moved import Moved
+from shardmath_torch.observing.stopwatch import Ledger, Stopwatch
 
 __all__ = [
     "Mover",
@@ -69,6 +73,7 @@ class _Call(NamedTuple):
     bind: Callable[[], tuple[Local, Local]] | None = None
     check: str | None = None
     first: Callable[[], None] | None = None
+    progress: Progress | None = None
 
 
 class _Held(NamedTuple):
@@ -109,10 +114,10 @@ class Mover:
         self._party = party
         self._engine = engine
         self._thread = thread
-        self._part = part
         self._landing = landing or Landing()
         self._wanted = wanted(self.plan, party.rank)
         self._moves = 0
+        self._ledger = Ledger(given, party.rank, engine.posted)
         self._checked: object = None
         self._held: _Held | None = None
 
@@ -167,6 +172,11 @@ class Mover:
         return self._landing.standing.torn
 
     @property
+    def last(self) -> Moved | None:
+        """What the latest move that ended well did on this rank: bytes, messages, seconds by phase and peer."""
+        return self._ledger.last
+
+    @property
     def member(self) -> Member:
         """The mover as `commit` sees it."""
         name = f"{name_given(self._given)} (mover {self._party.key})"
@@ -181,6 +191,7 @@ class Mover:
         acknowledge: bool = False,
         label: str = "",
         check: Literal["digest"] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Moves `src`, this rank's source tensors, into `out`, its destination tensors.
 
@@ -191,10 +202,18 @@ class Mover:
         ranks alike, compares what the destination then holds with the source, and the source with what
         it was before: an ExchangeError on all ranks names the tensor and the box that differs, and the
         destination is as it came. It reads the source twice and the destination once.
+
+        `progress` is called with this rank's bytes that have moved and all that are to move, sent and received
+        together, as messages come and leave. What it raises is raised once the move has ended.
         """
-        self._run(_Call(src, out, timeout, acknowledge, label, check=check))
+        self._run(_Call(src, out, timeout, acknowledge, label, check=check, progress=progress))
 
     def _run(self, call: _Call) -> None:
+        """The move, timed."""
+        with self._ledger.time(call.label, call.progress) as watch:
+            self._take_turn(call, watch)
+
+    def _take_turn(self, call: _Call, watch: Stopwatch) -> None:
         """The move, as a turn of the group."""
         if not compat.is_registered(self._party.group):
             what = "the process group of this mover was destroyed"
@@ -202,7 +221,7 @@ class Mover:
         block = block_of(self._party.group)
         with self._landing.telling(self._party.turns):
             found = self._party.together(
-                lambda: self._move(call, block),
+                lambda: self._move(call, block, watch),
                 lambda failure, rank: describe_crossing(self._given, failure.tensor, rank),
                 "mover",
                 call.timeout if is_time(call.timeout) else 0.0,
@@ -213,48 +232,59 @@ class Mover:
         if found:
             raise ExchangeError(found)
 
-    def _move(self, call: _Call, block: Block | None) -> str:
+    def _move(self, call: _Call, block: Block | None, watch: Stopwatch) -> str:
         """Vote, and then move. What was found wrong where the move is compared; "" for nothing."""
+        watch.lap(laps.QUEUED)
         tensors, label, objection = self._check(call, block)
-        claim = self._word_claim(call, block)
+        claim = watch.name = self._word_claim(call, block)
         patience = call.timeout if is_time(call.timeout) else None
         mine = Ballot(claim, label, call.records_gradient, objection)
+        watch.lap(laps.PREPARED)
         self._party.vote(mine, patience)
+        watch.lap(laps.AGREED, self._party.turns.latest)
         # From here on every rank moves, so all count alike, also where the move fails.
         self._moves += 1
         if call.first is not None:
             self._party.answer_for(call.first)
+            watch.lap(laps.PREPARED)
         src, dst = tensors
         check = Check(self.plan, self._party.rank, src, dst)
         if call.check:
             self._party.answer_for(check.begin)
+            watch.lap(laps.COMPARED)
         mark = functools.partial(mark_written, tuple(dst.values()))
         if self._landing.shadows is None:
             mark()
-            self._party.answer_for(lambda: self._write(call, src, dst))
+            self._party.answer_for(lambda: self._write(call, src, dst, watch))
         else:
             into = self._landing.shadows.tensors
-            self._party.answer_for(lambda: self._engine.move(src, into))
+            self._party.answer_for(lambda: self._engine.move(src, into, watch))
             arrival = Arrival(dst, mark, call.finalize, call.held)
             self._landing.commit(self._party, mine, arrival, self.member, block)
+            watch.lap(laps.COMMITTED)
         if call.acknowledge:
             receipt = mine._replace(claim=f"{claim}: all is there")
             self._party.vote(receipt)
+            watch.lap(laps.AGREED)
         if not call.check:
             return ""
         self._party.answer_for(check.end)
-        return check.compare(self._party)
+        found = check.compare(self._party)
+        watch.lap(laps.COMPARED)
+        return found
 
-    def _write(self, call: _Call, src: Tensors, dst: Tensors) -> None:
+    def _write(self, call: _Call, src: Tensors, dst: Tensors, watch: Stopwatch) -> None:
         """Move into the destination itself."""
         try:
-            self._engine.move(src, dst)
+            self._engine.move(src, dst, watch)
         except BaseException:
             self._landing.standing.torn = self._part.list_torn(self._engine.begun)
             raise
         # One by one, so that one at a time takes memory.
-        for pair in call.finalize(dst):
-            put_in_place([pair])
+        if call.finalize is not make_nothing:
+            for pair in call.finalize(dst):
+                put_in_place([pair])
+            watch.lap(laps.FINALIZED)
 
     def _word_claim(self, call: _Call, block: Block | None) -> str:
         """What this rank is about to do. Made before anything is known to be what it should be."""
@@ -283,11 +313,12 @@ class Mover:
             if not isinstance(call.acknowledge, bool):
                 raise ExchangeError(f"acknowledge={shown(call.acknowledge)}; pass True or False")
             check_checkable(call.check, self.plan)
+            check_progress(call.progress)
             if block is not None and call.check is not None:
                 what = "in smt.commit nothing is in place before the block ends"
                 raise ExchangeError(f"{what}; leave check= out, and compare by smt.digest after it")
             tensors = self._prepare(call)
-            label = _read_label(call.label)
+            label = read_label(call.label)
         except Exception as error:
             return ({}, {}), "", word_objection(error)
         return tensors, label, ""
@@ -322,6 +353,7 @@ def move_held(
     label: str,
     first: Callable[[], None] | None = None,
     finalize: Finalize = make_nothing,
+    progress: Progress | None = None,
 ) -> None:
     """A move of tensors that the caller holds and answers for: the same mappings mean the same memory.
 
@@ -330,7 +362,7 @@ def move_held(
     failed.
     """
     call = _Call(src, out, timeout, acknowledge, label, objection=objection, held=True)
-    mover._run(call._replace(first=first, finalize=finalize))
+    mover._run(call._replace(first=first, finalize=finalize, progress=progress))
 
 
 def parts_of(mover: Mover) -> tuple[Part, Party]:
@@ -346,12 +378,14 @@ def move_bound(
     acknowledge: bool,
     label: str,
     finalize: Finalize,
+    progress: Progress | None = None,
 ) -> None:
     """A move of the tensors that `bind` gives, under the group's turn and before ranks vote.
 
     What `bind` raises is an error on all ranks, and nothing is moved. `finalize` is as in `move_held`.
     """
-    mover._run(_Call(None, None, timeout, acknowledge, label, finalize=finalize, bind=bind))
+    call = _Call(None, None, timeout, acknowledge, label, finalize=finalize, bind=bind)
+    mover._run(call._replace(progress=progress))
 
 
 def move_in_autograd(
@@ -364,10 +398,3 @@ def move_in_autograd(
 ) -> None:
     """A move in a forward or a backward; all ranks say alike whether autograd records it as one of a gradient."""
     mover._run(_Call(src, out, label=label, records_gradient=records_gradient))
-
-
-def _read_label(label: object) -> str:
-    """The label as a plain str: a subclass may say anything of itself. Raises ExchangeError for what is no text."""
-    if not isinstance(label, str):
-        raise ExchangeError(f"label={shown(label)} is not a text; pass one, or leave it out")
-    return str.__str__(label)
