@@ -131,10 +131,16 @@ def _make_names(where: Event, what: str, name: str, order: int) -> Iterator[Even
 
 def _make_events(span: Span, numbers: _Numbers) -> Iterator[Event]:
     """The event of a span, and its end of an arrow."""
-    where = {"pid": _find_process(span.place), "tid": numbers[span.place, span.track]}
+    process = _find_process(span.place)
+    thread = numbers[span.place, span.track]
+    where = {"pid": process, "tid": thread}
+    about = dict(span.about)
+    if span.link:
+        about[LINK] = span.link
     begin = _count_us(span.begin_s)
     # The end is rounded, not the duration: no span ends later than the next begins.
-    lasting = round(_count_us(span.end_s) - begin, DECIMALS)
+    end = _count_us(span.end_s)
+    lasting = round(end - begin, DECIMALS)
     yield {
         "ph": "X",
         **where,
@@ -142,7 +148,7 @@ def _make_events(span: Span, numbers: _Numbers) -> Iterator[Event]:
         "cat": "model" if span.place.is_model else "rank",
         "ts": begin,
         "dur": lasting,
-        "args": {**span.about, LINK: span.link} if span.link else dict(span.about),
+        "args": about,
     }
     if span.link:
         yield {**_make_arrow(span, begin, lasting), **where}
@@ -150,8 +156,10 @@ def _make_events(span: Span, numbers: _Numbers) -> Iterator[Event]:
 
 def _make_arrow(span: Span, begin: float, lasting: float) -> Event:
     """The end of an arrow, which is bound to the span that is there at its time."""
-    known = blake2b(span.link.encode(), digest_size=LINK_BYTES).digest()
-    arrow: Event = {"name": "message", "cat": LINK, "id": int.from_bytes(known)}
+    text = span.link.encode()
+    known = blake2b(text, digest_size=LINK_BYTES).digest()
+    number = int.from_bytes(known)
+    arrow: Event = {"name": "message", "cat": LINK, "id": number}
     if span.track.startswith("to "):
         return {"ph": "s", "ts": begin, **arrow}
     # A receive is posted before its message is sent, and an arrow goes forward in time.
@@ -216,8 +224,10 @@ def _note_name(event: Event, places: dict[int, Place], tracks: dict[tuple[int, i
 def _read_span(
     event: Event, places: Mapping[int, Place], tracks: Mapping[tuple[int, int], str]
 ) -> Span:
-    place = places[event["pid"]]
-    track = tracks[event["pid"], event["tid"]]
+    process = event["pid"]
+    thread = event["tid"]
+    place = places[process]
+    track = tracks[process, thread]
     begin = float(event["ts"]) / 1e6
     seconds = float(event["dur"]) / 1e6
     if not (abs(begin) < float("inf") and 0 <= seconds < float("inf")):

@@ -62,8 +62,11 @@ def model(
 
 def _list_ranks(given: Iterable[int]) -> list[int]:
     """The ranks. Raises PlanError for what is none."""
-    ranks = listed(given, "ranks", PlanError)
-    return sorted({as_integer(rank, "a rank", PlanError) for rank in ranks})
+    chosen = set()
+    for rank in listed(given, "ranks", PlanError):
+        number = as_integer(rank, "a rank", PlanError)
+        chosen.add(number)
+    return sorted(chosen)
 
 
 def _draw_rounds(rank: int, rounds: Sequence[Round], times: _Times) -> Iterator[Span]:

@@ -24,7 +24,7 @@ from shardmath.base.public import public
 from shardmath.base.text import shown
 from shardmath.plans.plan import Plan
 from shardmath_torch import compat
-from shardmath_torch.agreement.agree import Ballot
+from shardmath_torch.agreement.agree import Ballot, read_label
 from shardmath_torch.agreement.party import is_time, word_bad_time
 from shardmath_torch.agreement.transport import join
 from shardmath_torch.agreement.turns import check_thread, in_thread
@@ -42,6 +42,8 @@ from shardmath_torch.exchange.mover import (
     parts_of,
     word_objection,
 )
+from shardmath_torch.observing import laps
+from shardmath_torch.observing.stopwatch import Ledger, Stopwatch
 
 __all__ = ["Changes", "Sent", "compile_changes"]
 
@@ -94,6 +96,8 @@ class Changes:
         self._snapshots: dict[str, Snapshot] = {}
         self._walker: Walker | None = None
         self._signed: object = None
+        name = f"changes of {name_given(self._part.plan)}"
+        self._ledger = Ledger(name, None, self._party.rank, self._part.rounds)
         self._calls = 0
         self.last: Sent | None = None
 
@@ -124,12 +128,13 @@ class Changes:
         if whole is True or self._calls == 0:
             self.last = self._move_whole(call)
         else:
-            self.last = self._party.together(
-                lambda: self._move_changes(call, whole),
-                lambda failure, rank: describe_crossing(self._part.plan, failure.tensor, rank),
-                "mover",
-                timeout if is_time(timeout) else 0.0,
-            )
+            with self._ledger.time(label, None) as watch:
+                self.last = self._party.together(
+                    lambda: self._move_changes(call, whole, watch),
+                    lambda failure, rank: describe_crossing(self._part.plan, failure.tensor, rank),
+                    "mover",
+                    timeout if is_time(timeout) else 0.0,
+                )
             self._calls += 1
         return self.last
 
@@ -158,26 +163,24 @@ class Changes:
         here, there = self._wanted
         return by_key(here, call.src), by_key(there, call.out)
 
-    def _move_changes(self, call: _Call, whole: object) -> Sent:
+    def _move_changes(self, call: _Call, whole: object, watch: Stopwatch) -> Sent:
         """Compare, vote, and move what has changed."""
-        began = time.perf_counter()
+        watch.lap(laps.QUEUED)
         ready, objection = self._get_ready(call, whole)
-        compared = time.perf_counter()
         thread = in_thread(self._mover.thread)
         plan = name_given(self._part.plan)
         claim = f"changes {self._calls} of {plan} (mover {self._party.key}){thread}"
+        watch.name = claim
         label = str(call.label) if isinstance(call.label, str) else ""
         patience = call.timeout if is_time(call.timeout) else None
+        watch.lap(laps.COMPARED)
         self._party.vote(Ballot(claim, label, objection=objection), patience)
-        agreed = time.perf_counter()
+        watch.lap(laps.AGREED, self._party.turns.latest)
         assert ready is not None, "who objects does not get past the vote"
-        self._party.answer_for(lambda: self._exchange(ready))
-        seconds = {
-            "comparing": compared - began,
-            "agreeing": agreed - compared,
-            "moving": time.perf_counter() - agreed,
-        }
-        return Sent(*ready.walker.measure(ready.sorted), seconds)
+        self._party.answer_for(lambda: self._exchange(ready, watch))
+        moved = watch.sum_up()
+        seconds = {name: moved.seconds[name] for name in ("comparing", "agreeing")}
+        return Sent(*ready.walker.measure(ready.sorted), seconds | {"moving": moved.moving_s})
 
     def _get_ready(self, call: _Call, whole: object) -> tuple[_Ready | None, str]:
         """What has changed, sorted by message; or what speaks against moving it, to be said in the vote."""
@@ -219,15 +222,17 @@ class Changes:
             if len(cells):
                 yield Changed(key, cells, take(tensor, cells))
 
-    def _exchange(self, ready: _Ready) -> None:
+    def _exchange(self, ready: _Ready, watch: Stopwatch) -> None:
         """Move what is ready, and remember it."""
         mark_written(ready.dst.values())
         counts = ready.walker.exchange_counts(ready.sorted)
-        ready.walker.walk(ready.sorted, counts, ready.src, ready.dst)
+        watch.lap(laps.ARRIVED)
+        ready.walker.walk(ready.sorted, counts, ready.src, ready.dst, watch)
         for key, cells, words in ready.changed:
             snapshot = self._snapshots.get(key)
             if snapshot is not None:
                 snapshot.update(cells, words)
+        watch.lap(laps.KEPT)
 
 
 def _sign(src: Tensors, dst: Tensors) -> object:
@@ -244,9 +249,7 @@ def _check_call(call: _Call, whole: object) -> None:
         raise ExchangeError(f"whole={shown(whole)}; pass True or False")
     if not (call.timeout is None or is_time(call.timeout)):
         raise ExchangeError(word_bad_time(call.timeout))
-    label: object = call.label
-    if not isinstance(label, str):
-        raise ExchangeError(f"label={shown(label)} is not a text; pass one, or leave it out")
+    read_label(call.label)
     positions: object = call.positions
     if not (positions is None or isinstance(positions, Mapping)):
         what = f"positions={shown(positions)}"

@@ -47,7 +47,7 @@ class Outgoing:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], messages: Sequence[Message]) -> None:
         self.messages = messages
-        self._sizes = [list_sizes(message) for message in messages]
+        self.sizes = [list_sizes(message) for message in messages]
         self._senders = Senders(shapes, messages)
 
     def sort(self, changed: Iterable[Changed]) -> list[Elements | None]:
@@ -62,7 +62,7 @@ class Outgoing:
                 some = Some(size, element.to(words.device), taken)
                 parts[number].setdefault(size, []).append(some)
         found = []
-        for message, sizes, by_size in zip(self.messages, self._sizes, parts, strict=True):
+        for message, sizes, by_size in zip(self.messages, self.sizes, parts, strict=True):
             elements = [_join(size, by_size.get(size, [])) for size in sizes]
             found.append(None if _is_larger(message, sizes, elements) else elements)
         return found
@@ -70,7 +70,7 @@ class Outgoing:
     def tell(self, given: Sequence[Elements | None]) -> dict[int, list[int]]:
         """What each receiver is told: the counts of all messages to it, end to end."""
         told: dict[int, list[int]] = {}
-        for message, elements, sizes in zip(self.messages, given, self._sizes, strict=True):
+        for message, elements, sizes in zip(self.messages, given, self.sizes, strict=True):
             counts = [WHOLE] * len(sizes)
             if elements is not None:
                 counts = [len(some.numbers) for some in elements]

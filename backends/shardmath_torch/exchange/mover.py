@@ -117,7 +117,7 @@ class Mover:
         self._landing = landing or Landing()
         self._wanted = wanted(self.plan, party.rank)
         self._moves = 0
-        self._ledger = Ledger(given, party.rank, engine.posted)
+        self._ledger = Ledger(name_given(given), given, party.rank, engine.posted)
         self._checked: object = None
         self._held: _Held | None = None
 

@@ -62,10 +62,12 @@ class Meter:
             self._tell()
 
     def finish(self) -> None:
-        """All is done, also where the engine has no messages to tell of."""
+        """All is done, also where the engine has no messages to tell of. Raises what the function has raised."""
         if self._done < self._total:
             self._done = self._total
             self._tell()
+        if self.failure is not None:
+            raise self.failure
 
     def _tell(self) -> None:
         if self.failure is not None:

@@ -20,7 +20,6 @@ from typing import TypeAlias
 
 from shardmath.base.text import message_of
 from shardmath.programs.messages import Message, Round
-from shardmath_torch.agreement.naming import name_given
 from shardmath_torch.observing.bars import Meter, Progress
 from shardmath_torch.observing.laps import FAILED, LAPS, NAMES
 from shardmath_torch.observing.logs import log_move
@@ -38,12 +37,23 @@ Hear: TypeAlias = Callable[[int, object, float], None]
 class Ledger:
     """What the calls of one mover on this rank have in common, and the latest of them.
 
-    `rounds` are those that its engine posts.
+    `given` is what each call carries out, None for what is a part of it; `rounds` are those that its engine posts.
+    Moves are `logged`.
     """
 
-    def __init__(self, given: Given, rank: int, rounds: Sequence[Round]) -> None:
+    def __init__(
+        self,
+        name: str,
+        given: Given | None,
+        rank: int,
+        rounds: Sequence[Round] = (),
+        *,
+        logged: bool = True,
+    ) -> None:
+        self.name = name
         self.given = given
         self.rank = rank
+        self.logged = logged
         self._rounds = rounds
         self._traffic: Traffic | None = None
         self._last: Stopwatch | None = None
@@ -72,30 +82,18 @@ class Ledger:
 class Stopwatch:
     """One call: entered as it begins, and left as it ends; `name` says which it is."""
 
-    __slots__ = (
-        "_at",
-        "_began",
-        "_hearers",
-        "_label",
-        "_ledger",
-        "_meter",
-        "_own",
-        "_seconds",
-        "_timed",
-        "_waited",
-        "name",
-    )
+    # What most calls are without stands here, since setting it in each takes as long as a lap.
+    name = ""
+    _hearers: tuple[Hear, ...] = ()
+    _meter: Meter | None = None
+    _timed: Timed | None = None
+    _own: Traffic | None = None
 
     def __init__(self, ledger: Ledger, label: object, progress: object) -> None:
         self._ledger = ledger
         self._label = label if isinstance(label, str) else ""
         self._seconds = [0.0] * LAPS
         self._waited: dict[int, float] = {}
-        self._hearers: list[Hear] = []
-        self._meter: Meter | None = None
-        self._timed: Timed | None = None
-        self._own: Traffic | None = None
-        self.name = ""
         self._began = self._at = perf_counter()
         if callable(progress):
             self._add_meter(progress)
@@ -105,7 +103,7 @@ class Stopwatch:
 
     def _add_meter(self, progress: Progress) -> None:
         self._meter = Meter(progress, self._ledger.traffic.nbytes)
-        self._hearers.append(self._meter.hear)
+        self._hearers += (self._meter.hear,)
 
     def _add_trace(self, tracer: Tracer) -> None:
         timed = tracer.begin(self._ledger.given, self._ledger.rank, self._began)
@@ -117,7 +115,7 @@ class Stopwatch:
             marks.append(Mark(lap, about, at_s))
 
         self._timed = timed
-        self._hearers.append(note)
+        self._hearers += (note,)
 
     def lap(self, lap: int, about: object = None) -> None:
         """A lap ends, of a message, of the round of a step, or of a vote by its key."""
@@ -142,18 +140,20 @@ class Stopwatch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        ledger = self._ledger
         if error is not None:
             self.lap(FAILED)
         else:
-            ledger.note_last(self)
-            if self._meter is not None:
-                self._meter.finish()
+            self._ledger.note_last(self)
         if self._timed is not None:
             self._end_trace(self._timed, error)
-        log_move(ledger.rank, self.sum_up, error)
-        if error is None and self._meter is not None and self._meter.failure is not None:
-            raise self._meter.failure
+        if self._ledger.logged:
+            log_move(self._ledger.rank, self.sum_up, error)
+        meter = self._meter
+        # The ledger keeps this until the next call, and nothing of a trace or of the caller's with it.
+        self._hearers = ()
+        self._timed = self._meter = None
+        if meter is not None and error is None:
+            meter.finish()
 
     def _end_trace(self, timed: Timed, error: BaseException | None) -> None:
         """Say in the trace what the call was."""
@@ -184,7 +184,7 @@ class Stopwatch:
 
     @property
     def _title(self) -> str:
-        return self.name or name_given(self._ledger.given)
+        return self.name or self._ledger.name
 
     def sum_up(self) -> Moved:
         """What it did."""

@@ -49,7 +49,7 @@ class Tracer:
     """What is timed inside of one `trace`."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[Timed, Given]] = []
+        self._calls: list[tuple[Timed, Given | None]] = []
         self._threads: dict[int, str] = {}
         self._marks = 0
         self.left_out = 0
@@ -57,7 +57,7 @@ class Tracer:
         self.began_ns = time.time_ns()
         self.began_s = time.perf_counter()
 
-    def begin(self, given: Given, rank: int, began_s: float) -> Timed | None:
+    def begin(self, given: Given | None, rank: int, began_s: float) -> Timed | None:
         """A call that now begins; None where there is no room for it."""
         if self._marks >= MOST_MARKS:
             self.left_out += 1
@@ -103,7 +103,7 @@ class Tracer:
         for call, given in self._calls:
             agreed = call.agreed
             # An adjoint's rounds are no program's.
-            if agreed is None or isinstance(given, Transposed):
+            if agreed is None or given is None or isinstance(given, Transposed):
                 continue
             if given.digest not in models:
                 where = None if isinstance(given, Program) else topology

@@ -26,6 +26,8 @@ from shardmath_torch.commits.blocks import Member
 from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, DIRECT, compile
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.mover import move_held
+from shardmath_torch.observing.bars import Progress
+from shardmath_torch.observing.moved import Moved
 from shardmath_torch.refits.gathered import check_not_gathered, find_groups, give_back
 from shardmath_torch.refits.holders import (
     Watched,
@@ -100,6 +102,11 @@ class Refit:
     def torn(self) -> tuple[str, ...]:
         """After a step that failed: the plan's tensors of this rank that may be neither old nor new."""
         return self._mover.torn
+
+    @property
+    def last(self) -> Moved | None:
+        """What the latest step did on this rank, as of `Mover.last`."""
+        return self._mover.last
 
     @property
     def shadow_bytes(self) -> int:
@@ -209,9 +216,14 @@ class Refit:
         return bind_views(bound, slots, layouts, natives, rank, own, functions, receives=receives)
 
     def __call__(
-        self, *, timeout: float | None = None, acknowledge: bool = False, label: str = ""
+        self,
+        *,
+        timeout: float | None = None,
+        acknowledge: bool = False,
+        label: str = "",
+        progress: Progress | None = None,
     ) -> None:
-        """Move what was bound, as a mover does, and compute what functions store. Collective.
+        """Move what was bound, as a mover does, and compute what functions store. Collective; arguments as of a `Mover`.
 
         Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory,
         where another, in other memory, is in the place of one: in the mapping that was given, or in a module that had
@@ -228,6 +240,7 @@ class Refit:
             label=label,
             first=partial(give_back, self._groups) if self._groups else None,
             finalize=self._compute,
+            progress=progress,
         )
 
     def _compute(self, arrived: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

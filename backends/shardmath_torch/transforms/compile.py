@@ -33,6 +33,8 @@ from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, compile
 from shardmath_torch.exchange.local import Local, Tensors, Wanted, by_key, check, signature
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.mover import Mover, move_bound, word_objection
+from shardmath_torch.observing.bars import Progress
+from shardmath_torch.observing.moved import Moved
 from shardmath_torch.transforms.workers import Worker, make_worker
 
 __all__ = ["TransformedMover", "compile_transformed"]
@@ -87,6 +89,11 @@ class TransformedMover:
         return self.mover.plan
 
     @property
+    def last(self) -> Moved | None:
+        """What the latest move did on this rank, as of `Mover.last`: of the wire tensors."""
+        return self.mover.last
+
+    @property
     def wire_bytes(self) -> int:
         """Bytes of this rank's wire buffers, which are there as long as this is; staging is beside it."""
         workers = [part.worker for side in self._parts for part in side if part.worker]
@@ -100,6 +107,7 @@ class TransformedMover:
         timeout: float | None = None,
         acknowledge: bool = False,
         label: str = "",
+        progress: Progress | None = None,
     ) -> None:
         """Moves `src`, this rank's source tensors, into `out`, its destination tensors; arguments as of a `Mover`."""
         move_bound(
@@ -109,6 +117,7 @@ class TransformedMover:
             acknowledge=acknowledge,
             label=label,
             finalize=self._finalize,
+            progress=progress,
         )
 
     def _bind(self, src: Local, out: Local) -> tuple[Local, Local]:
