@@ -21,9 +21,7 @@ FIGURE = Path(__file__).parents[1] / "docs" / "trace.svg"
 TRAINERS = sm.Layout((4096, 2048), sm.Mesh(tp=2), "(tp n) h")
 ENGINES = sm.Layout((4096, 2048), sm.Mesh(dp=2, ranks=(2, 3)), "n h")
 
-PAIRS = sm.Topology(
-    ranks_per_node=2, intra_bytes_per_s=1e9, inter_bytes_per_s=1e9, latency_s=1e-3
-)
+PAIRS = sm.Topology(ranks_per_node=2, intra_bytes_per_s=1e9, inter_bytes_per_s=1e9, latency_s=1e-3)
 """Nodes of two ranks. Its rates are round numbers, and no measurement."""
 
 

@@ -176,10 +176,11 @@ def _list_rows(trace: Trace, wanted: Sequence[str]) -> list[_Row]:
 
 def _find_kind(span: Span) -> str:
     """What of spans has one colour."""
-    way, _, peer = span.track.partition(" ")
-    if way in ("to", "from") and peer:
-        return f"messages {way} others"
-    return "rounds" if span.track == "rounds" else span.name
+    # What follows is a peer, or a thread.
+    first = span.track.partition(" ")[0]
+    if first in ("to", "from"):
+        return f"messages {first} others"
+    return "rounds" if first == "rounds" else span.name
 
 
 def _choose_colours(rows: Iterable[_Row]) -> Colours:

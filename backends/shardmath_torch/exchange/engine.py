@@ -133,8 +133,9 @@ class Exchange:
             message = endpoint.message
             _wait(pending, message)
             watch.waited(ARRIVED, message, message.src_rank)
-            folds += views.unpack(endpoint)
-            watch.lap(UNPACKED, message)
+            if not endpoint.contiguous:
+                folds += views.unpack(endpoint)
+                watch.lap(UNPACKED, message)
         # What has not left must not change: a relayed message may be sent from a destination.
         for endpoint, pending in leaving:
             message = endpoint.message
@@ -157,8 +158,9 @@ class Exchange:
     def _send(self, endpoint: Endpoint, views: Views, watch: Stopwatch) -> _OnItsWay:
         """Pack the message, and post the send of it."""
         message = endpoint.message
-        views.pack(endpoint)
-        watch.lap(PACKED, message)
+        if not endpoint.contiguous:
+            views.pack(endpoint)
+            watch.lap(PACKED, message)
         memory = views.find_bytes(endpoint, arriving=False)
         with _Blame(message):
             pending = self._task.wire.send(memory, message.dst_rank)

@@ -28,7 +28,8 @@ def log_move(rank: int, tell: Callable[[], Moved], failure: BaseException | None
         return
     moved = tell()
     if failure is not None:
-        said = f"{type(failure).__name__}: {message_of(failure)}"
+        # What several ranks say is on several lines.
+        said = " ".join(f"{type(failure).__name__}: {message_of(failure)}".split())
         line = "rank %d: %s failed: %s; %s"
         LOGGER.info(line, rank, moved.title, said[:MOST_SAID], moved.phases)
         return

@@ -40,7 +40,7 @@ class Mark(NamedTuple):
 class Timed:
     """One call on this rank that is traced; times are those of `time.perf_counter`.
 
-    `thread` is what its tracks are marked by, "" for the main thread.
+    `thread` is what its tracks are marked by, "" for calls of the main thread.
     """
 
     rank: int

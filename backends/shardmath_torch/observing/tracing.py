@@ -17,6 +17,7 @@ import os
 import platform
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,7 @@ class Tracer:
     def __init__(self) -> None:
         self._calls: list[tuple[Timed, Given | None]] = []
         self._threads: dict[int, str] = {}
+        self._under_way: Counter[int] = Counter()
         self._marks = 0
         self.left_out = 0
         # Both at once: one says when the trace began, the other what times are counted from.
@@ -62,13 +64,21 @@ class Tracer:
         if self._marks >= MOST_MARKS:
             self.left_out += 1
             return None
-        call = Timed(rank, self._name_thread(), began_s)
+        call = Timed(rank, self._name_tracks(), began_s)
         self._calls.append((call, given))
+        self._under_way[threading.get_ident()] += 1
         return call
 
     def end(self, call: Timed) -> None:
-        """The call is over."""
+        """The call is over, on the thread on which it began."""
         self._marks += len(call.marks)
+        self._under_way[threading.get_ident()] -= 1
+
+    def _name_tracks(self) -> str:
+        """What tells the call's tracks from those of others that are under way at the same time."""
+        # A callback may try to move: that is refused, and shown.
+        inside = ["inside"] * self._under_way[threading.get_ident()]
+        return " ".join([self._name_thread(), *inside]).strip()
 
     def _name_thread(self) -> str:
         """What tells the thread's tracks from those of others; "" for the main one."""

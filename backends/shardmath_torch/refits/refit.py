@@ -223,7 +223,7 @@ class Refit:
         label: str = "",
         progress: Progress | None = None,
     ) -> None:
-        """Move what was bound, as a mover does, and compute what functions store. Collective; arguments as of a `Mover`.
+        """Move what was bound, as a mover does, and compute what functions store. Collective; arguments as a mover's.
 
         Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory,
         where another, in other memory, is in the place of one: in the mapping that was given, or in a module that had

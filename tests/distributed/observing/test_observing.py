@@ -184,7 +184,12 @@ def test_moves_of_every_kind_are_in_a_trace(pool: Pool, tmp_path: Path) -> None:
             "move of plan",
             "changes of plan",
             "move of plan",
+            "move of plan",
         ]
+        # What a callback tried is refused before it has a number.
+        assert "in the middle of a move" in told[rank]["inside"]
+        (refused_inside,) = named(trace.spans, rank, "moves inside")
+        assert re.fullmatch(r"plan [0-9a-f]{24}", refused_inside)
         refused = moves[4]
         assert told[rank]["refused"].startswith("rank 5: the source tensor has shape (")
         assert str(refused.about["failed"]) == f"ExchangeError: {told[rank]['refused']}"

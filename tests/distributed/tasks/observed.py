@@ -156,6 +156,7 @@ def traced(rank: int, path: str) -> dict[str, Any]:
         refused = ends(lambda: plain(rows.src[:1] if rank == 5 else rows.src, out=rows.out))
         sent = send(rows.src, out=rows.out)
         back(rows.out, out=rows.src.clone())
+        inside = ends(lambda: plain(rows.src, out=rows.out, progress=lambda *_: back(rows.out)))
         nested = ends(lambda: smt.trace(path).__enter__())
 
         def use(move: Any) -> None:
@@ -170,7 +171,7 @@ def traced(rank: int, path: str) -> dict[str, Any]:
         for thread in threads:
             thread.join()
     plain(rows.src, out=rows.out)
-    return {"refused": refused, "nested": nested, "sent": sent.nbytes}
+    return {"refused": refused, "nested": nested, "inside": inside, "sent": sent.nbytes}
 
 
 def left(rank: int, path: str) -> list[Any]:
