@@ -37,7 +37,7 @@ PACKAGES := shardmath backends
 CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/megatron --ignore=tests/vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint style test test-all test-megatron test-vllm docs bench mutate clean
+.PHONY: help venv demo lint style test test-all test-megatron test-vllm soak docs bench mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
@@ -45,6 +45,7 @@ help:
 	@echo "make test-all  the same, deeper and slower"
 	@echo "make test-megatron  a Megatron-Core model that refits fill gives the logits of transformers' model"
 	@echo "make test-vllm      real vLLM on the CPU: its loaders recorded, its weights refitted, its tokens compared"
+	@echo "make soak      1,000 moves of processes that are killed, stopped and interrupted; prints what it found"
 	@echo "make lint      lint, types and layers only"
 	@echo "make style     how the code reads, in figures, beside codebases held up as models"
 	@echo "make docs      the site of docs/, into site/"
@@ -108,7 +109,11 @@ test-all: lint
 # An environment of its own: nothing that `make test` runs may need Megatron-Core.
 $(MEGATRON): $(INPUTS)
 	@$(PYTHON) -m venv --clear $(MEGATRON_VENV)
-	@echo "test-megatron: installing shardmath[megatron] at the versions of constraints.txt (minutes the first time)"
+	@echo "# Processes of a soak are killed, stopped and interrupted; it prints what it did and found.
+soak: $(DEV)
+	@$(BIN)/python -m tests.soak.soak --moves 1000
+
+test-megatron: installing shardmath[megatron] at the versions of constraints.txt (minutes the first time)"
 	@$(MEGATRON_INSTALL) hatchling "$$(grep '^torch==' constraints.txt)" \
 	    && $(MEGATRON_INSTALL) --no-build-isolation -e '.[megatron]'
 	@touch $@

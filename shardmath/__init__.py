@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from shardmath.flows.topology import Topology
     from shardmath.layouts.edits import window
     from shardmath.layouts.holdings import equivalent
+    from shardmath.membership.leaving import without
     from shardmath.plans.adjoint import Transposed, adjoint
     from shardmath.plans.plan import Plan, Transfer, plan
     from shardmath.programs.certify import certify, crossing_bytes
@@ -90,6 +91,7 @@ LATE = {
     "transformed": "transforms.transformed",
     "verify": "proofs.verify",
     "window": "layouts.edits",
+    "without": "membership.leaving",
 }
 """Where names are that are imported on use."""
 
@@ -191,4 +193,5 @@ __all__ = [
     "transformed",
     "verify",
     "window",
+    "without",
 ]

@@ -6,7 +6,7 @@ exchange with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from shardmath.plans.plan import Transfer
 from shardmath.programs.messages import Round
 from shardmath.programs.part import stored_on
+from shardmath_gloo.wire import GlooWire
 from shardmath_torch import dtypes
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import divide, fill
@@ -36,7 +37,8 @@ class Broadcast:
     """The engine "broadcast"."""
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        assert isinstance(task.wire, GlooWire), "an engine of gloo's"
+        self._wire = task.wire
         self._part = task.part
         self._mine: dict[_Turn, list[Transfer]] = {}
         # Those of all ranks, also where this one takes nothing: a broadcast is made by all.
@@ -64,6 +66,10 @@ class Broadcast:
     def posted(self) -> tuple[Round, ...]:
         """Those of the part, though all is broadcast: what the plan asks for is what is counted."""
         return self._part.rounds
+
+    def keep(self, task: Task, gone: Collection[int]) -> Broadcast:
+        """One for the task."""
+        return Broadcast(task)
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
         """Moves. Raises PeerFailure."""
@@ -95,7 +101,7 @@ class Broadcast:
             source = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype))
         words = dtypes.words(source)
         memory = words.view(-1).view(torch.uint8)
-        self._task.wire.broadcast(memory, turn.rank)
+        self._wire.broadcast(memory, turn.rank)
         return source
 
 

@@ -47,15 +47,22 @@ TURNS = OURS // STEPS
 
 
 class _Pending(NamedTuple):
-    """What was posted, to or from `rank` (None: all ranks), and until when to wait for it."""
+    """What was posted, to or from `rank` (None: all ranks), and until when to wait for it.
+
+    `is_late`: the caller has said that it may take long.
+    """
 
     work: dist.Work | None
     rank: int | None
     until: float
+    is_late: bool = False
 
     def wait(self) -> None:
         """Return once it has come or left. Raises PeerFailure."""
         if self.work is None:
+            return
+        if self.is_late:
+            _wait_beside(self._replace(is_late=False))
             return
         left = max(LEAST_S, self.until - time.monotonic())
         try:
@@ -111,18 +118,21 @@ def _make_byte() -> Tensor:
 class GlooWire:
     """A gloo process group; waiting ends `patience` seconds after posting."""
 
-    device_type = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, group: Group, patience: float) -> None:
         self._group = group
-        self._patience = patience
+        self._own_patience = self._patience = patience
+        self._is_late = False
         self._ranks = dist.get_process_group_ranks(group)
         self._place = dist.get_rank(group)
         self._tag = OURS
 
-    def begin(self, turn: int) -> None:
-        """What is posted from now on is of this turn."""
+    def begin(self, turn: int, patience: float | None = None) -> None:
+        """What is posted from now on is of this turn, and waits `patience` seconds instead of the wire's own."""
         self._tag = OURS + turn % TURNS * STEPS
+        self._patience = self._own_patience if patience is None else patience
+        self._is_late = patience is not None
 
     def receive(self, memory: Tensor, rank: int) -> Pending:
         """Bytes from `rank` into `memory`. Raises PeerFailure."""
@@ -167,10 +177,13 @@ class GlooWire:
     def start(self) -> None:
         """Nothing: what is posted moves."""
 
+    def finish(self) -> None:
+        """Nothing: what was waited for is there."""
+
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's record, all of one size, in the group's order. Raises PeerFailure.
 
-        Waits `patience` seconds instead of the wire's own.
+        Waits `patience` seconds instead of the turn's own.
 
         Bruck's algorithm: each step doubles what a rank has, log2(size) steps in all. gloo's own
         all-gather is a ring of size - 1 steps, twice as slow for 8 ranks, and does not tell who
@@ -214,10 +227,11 @@ class GlooWire:
         nothing = _make_byte()
         # A wait that times out ends all connections. One rank after the other: a wait on a connection that is
         # closed already does not time out, and ends no other.
-        for rank in self._ranks:
-            with suppress(RuntimeError, ValueError):
-                work = dist.irecv(nothing, rank, group=self._group, tag=OURS + NOTHING)
-                if work is not None:
+        for place in range(len(self._ranks)):
+            if place != self._place:
+                with suppress(RuntimeError):
+                    # Not by dist.irecv, which refuses groups that were destroyed meanwhile.
+                    work = self._group.recv([nothing], place, OURS + NOTHING)
                     work.wait(timedelta(milliseconds=1))
 
     def _post(
@@ -225,7 +239,7 @@ class GlooWire:
     ) -> _Pending:
         """What was posted, to be waited for until the patience is over. Raises PeerFailure."""
         try:
-            return _Pending(post(), rank, time.monotonic() + patience)
+            return _Pending(post(), rank, time.monotonic() + patience, self._is_late)
         except RuntimeError as error:
             check_is_torchs(error, __file__)
             raise PeerFailure(rank, _explain(error)) from error

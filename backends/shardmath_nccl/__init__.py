@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardmath_nccl.exchange import cuda_exchange
 from shardmath_nccl.wire import NcclWire
+from shardmath_torch.exchange.engine import Exchange
 from shardmath_torch.exchange.task import Engine, Task
 
 __all__ = ["ENGINES", "open_wire"]
 
-ENGINES: dict[str, Callable[[Task], Engine]] = {"exchange": cuda_exchange}
+ENGINES: dict[str, Callable[[Task], Engine]] = {"exchange": Exchange}
 open_wire = NcclWire

@@ -1,141 +1,194 @@
 """NCCL as a wire: what is posted between two starts is one group of sends and receives.
 
-1. Kernels that pack before a `start`, and kernels that unpack after a `wait`, run on the caller's
-   current stream; torch orders NCCL's own stream after the first and before the second.
-2. NCCL does not say when a peer is gone, so waiting looks again and again whether the group is
-   done, and gives up after the patience: `wait` returns when the bytes are there, also for the
-   host.
-3. Groups are bounded by the pace (`messages.Pace.turns`): NCCL has hung on groups of many thousand
-   operations (pytorch issue 174288), and on groups whose operations the two ends split differently.
+1. A group runs on torch's own stream for the process group: after what the current stream was told
+   before `start`, and before what it is told after `wait`. The host goes on meanwhile.
+2. All ranks start groups in one order of steps, and a message is in groups of one step at both ends:
+   so no group waits for a later one. NCCL pairs messages by their order alone, without tags.
+3. The host waits in `finish` and for votes. NCCL does not say when a peer is gone: so it looks again
+   and again whether a group is done, and gives up where none has ended for the patience.
+4. Which rank kept a group waiting is not to be seen: failures name none.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmath.base.errors import ExchangeError
+from shardmath.programs.messages import MOST_OPS
+from shardmath_torch import compat
 from shardmath_torch.agreement.wire import PeerFailure, check_is_torchs
-from shardmath_torch.compat import Group
 
 __all__ = ["NcclWire"]
 
 LOOK_AGAIN_S = 0.0002
-"""Seconds between two looks at whether the group is done."""
+"""Seconds between two looks at whether a group is done."""
+
+MEET_AGAIN_S = 0.01
+"""Seconds between two looks at whether all ranks are there, which ask the store."""
+
+MOST_AHEAD = 8
+"""Groups that may be on their way before the host waits for the first of them: torch's watchdog counts the time of each
+from its start."""
+
+LATE = "it did not answer in time"
+
+_met: WeakSet[compat.Group] = WeakSet()
+"""Groups whose ranks have all been there."""
 
 
 class _Batch:
-    """What one start set moving."""
+    """Messages of one group of NCCL's, which are done together."""
 
     def __init__(self) -> None:
         self.ops: list[dist.P2POp] = []
         self.works: list[dist.Work] = []
-        self.until = 0.0
-
-
-class _Pending:
-    """One message of a batch."""
-
-    def __init__(self, batch: _Batch, rank: int) -> None:
-        self._batch = batch
-        self._rank = rank
+        self._is_ordered = False
 
     def wait(self) -> None:
-        """Return once all of the batch has come and left. Raises PeerFailure."""
-        _finish(self._batch.works, self._batch.until, self._rank)
+        """What the current stream is told from now on comes after all of them. Raises PeerFailure."""
+        if not self._is_ordered:
+            _order(self.works)
+            self._is_ordered = True
 
 
-@contextmanager
-def _blame(rank: int | None) -> Iterator[None]:
-    """What torch raises inside is a failure of this rank."""
-    try:
-        yield
-    except RuntimeError as error:
-        check_is_torchs(error, __file__)
-        raise PeerFailure(rank, str(error)) from error
-
-
-def _finish(works: Sequence[dist.Work], until: float, rank: int | None) -> None:
-    """Return when all are done, on the device and in the current stream.
-
-    Raises PeerFailure naming `rank`.
-    """
-    with _blame(rank):
-        while not all(work.is_completed() for work in works):
-            if time.monotonic() > until:
-                raise PeerFailure(rank, "it did not answer in time")
-            time.sleep(LOOK_AGAIN_S)
-        # They are done: this orders the current stream after them, and raises what they failed by.
+def _order(works: Sequence[dist.Work]) -> None:
+    """Order the current stream after them; raises what they failed by, as far as is known by now."""
+    with _blame():
         for work in works:
             work.wait()
 
 
-def _list_works(work: dist.Work | None) -> list[dist.Work]:
-    """Torch gives none where there is nothing to do."""
-    return [] if work is None else [work]
+@contextmanager
+def _blame() -> Iterator[None]:
+    """What torch raises inside is a failure of some rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        check_is_torchs(error, __file__)
+        raise PeerFailure(None, str(error)) from error
+
+
+def _settle(works: Sequence[dist.Work], patience: float) -> None:
+    """Return when all are done, for the host too. Raises PeerFailure."""
+    until = time.monotonic() + patience
+    with _blame():
+        while not all(work.is_completed() for work in works):
+            if time.monotonic() > until:
+                raise PeerFailure(None, LATE)
+            time.sleep(LOOK_AGAIN_S)
+    # Done may mean failed, which waiting raises.
+    _order(works)
+
+
+def _check_handling() -> None:
+    """Raise ExchangeError where torch's watchdog would cancel what is on its way, and let it look as if it had come."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        if os.environ.get(name) == "2":
+            what = (
+                f"under {name}=2 torch lets messages that it has cancelled look as if they had come"
+            )
+            raise ExchangeError(
+                f"{what}; leave it out, or set it to 0, so that errors come from here"
+            )
 
 
 class NcclWire:
-    """An NCCL process group; waiting ends `patience` seconds after the start."""
+    """An NCCL process group; waiting ends where nothing has come for `patience` seconds."""
 
-    device_type = "cuda"
-
-    def __init__(self, group: Group, patience: float) -> None:
+    def __init__(self, group: compat.Group, patience: float) -> None:
+        _check_handling()
         self._group = group
-        self._patience = patience
-        self._size = dist.get_world_size(group)
+        self._own_patience = self._patience = patience
+        self._ranks = compat.ranks_of(group)
         self._batch = _Batch()
+        self._started: deque[_Batch] = deque()
 
-    def begin(self, turn: int) -> None:
-        """Nothing: NCCL pairs messages by their order alone, and votes keep that order."""
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """The device that the group is bound to, or the current one: a group has one communicator per device."""
+        return compat.device_of(self._group)
 
-    def receive(self, memory: Tensor, rank: int) -> _Pending:
+    def begin(self, turn: int, patience: float | None = None) -> None:
+        """Of the turn, how long it waits: NCCL pairs messages by their order alone, and votes keep that order."""
+        self._patience = self._own_patience if patience is None else patience
+
+    def receive(self, memory: Tensor, rank: int) -> _Batch:
         """Bytes from `rank` into `memory`, from the next start on."""
-        op = dist.P2POp(dist.irecv, memory, rank, self._group)
-        return self._post(op, rank)
+        self._batch.ops.append(dist.P2POp(dist.irecv, memory, rank, self._group))
+        return self._batch
 
-    def send(self, memory: Tensor, rank: int) -> _Pending:
+    def send(self, memory: Tensor, rank: int) -> _Batch:
         """The bytes of `memory` to `rank`, from the next start on."""
-        op = dist.P2POp(dist.isend, memory, rank, self._group)
-        return self._post(op, rank)
-
-    def _post(self, op: dist.P2POp, rank: int) -> _Pending:
-        self._batch.ops.append(op)
-        return _Pending(self._batch, rank)
+        self._batch.ops.append(dist.P2POp(dist.isend, memory, rank, self._group))
+        return self._batch
 
     def start(self) -> None:
         """All that was posted goes as one group. Raises PeerFailure."""
-        batch = self._batch
         # What is posted from now on is of the next, also where this one fails.
-        self._batch = _Batch()
-        batch.until = time.monotonic() + self._patience
-        if batch.ops:
-            with _blame(None):
-                batch.works = dist.batch_isend_irecv(batch.ops)
+        batch, self._batch = self._batch, _Batch()
+        if not batch.ops:
+            return
+        assert len(batch.ops) <= MOST_OPS, "rounds are cut where both ends of each message know it"
+        if len(self._started) == MOST_AHEAD:
+            self._finish_first()
+        compat.allow_seconds(self._group, MOST_AHEAD * self._patience)
+        with _blame(), compat.closing_group(self._group, self.device):
+            batch.works = dist.batch_isend_irecv(batch.ops)
+        self._started.append(batch)
+
+    def finish(self) -> None:
+        """Return once all that was started has come and left. Raises PeerFailure."""
+        while self._started:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        # The one before is done by now, so that the patience is for this one alone.
+        _settle(self._started[0].works, self._patience)
+        self._started.popleft()
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's record, all of one size, in the group's order. Raises PeerFailure."""
         if patience is None:
             patience = self._patience
+        self._meet(patience)
+        compat.allow_seconds(self._group, patience)
         on_host = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        mine = on_host.cuda()
-        got = [torch.empty_like(mine) for _ in range(self._size)]
-        with _blame(None):
-            work = dist.all_gather(got, mine, group=self._group, async_op=True)
-        _finish(_list_works(work), time.monotonic() + patience, None)
-        # One copy to the host, not one per rank.
-        rows = torch.stack(got).cpu()
-        return [row.numpy().tobytes() for row in rows]
+        mine = on_host.to(self.device)
+        got = mine.new_empty(len(self._ranks), len(record))
+        with _blame():
+            work = dist.all_gather(list(got), mine, group=self._group, async_op=True)
+        # Torch gives none where there is nothing to do.
+        _settle([] if work is None else [work], patience)
+        return [row.numpy().tobytes() for row in got.cpu()]
 
-    def broadcast(self, memory: Tensor, rank: int) -> None:
-        """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
-        with _blame(None):
-            work = dist.broadcast(memory, rank, group=self._group, async_op=True)
-        _finish(_list_works(work), time.monotonic() + self._patience, None)
+    def _meet(self, patience: float) -> None:
+        """Wait until all ranks are there: in making its communicator NCCL would wait for them for ever, deaf to Ctrl-C.
+
+        A store that an earlier group of the same name has used may say so of ranks that are not.
+        """
+        store = compat.store_of(self._group)
+        if store is None or self._group in _met:
+            return
+        keys = {rank: f"shardmath/here/{rank}" for rank in self._ranks}
+        until = time.monotonic() + patience
+        with _blame():
+            store.set(keys[compat.my_rank()], "")
+            while not store.check(list(keys.values())):
+                if time.monotonic() > until:
+                    absent = (rank for rank, key in keys.items() if not store.check([key]))
+                    raise PeerFailure(next(absent, None), LATE)
+                time.sleep(MEET_AGAIN_S)
+        _met.add(self._group)
 
     def abandon(self) -> None:
         """Aborts the group's communicators. Never raises."""

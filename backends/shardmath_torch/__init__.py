@@ -35,10 +35,11 @@ from shardmath_torch.dtensors.redistribute import redistribute
 from shardmath_torch.dtensors.scales import amax
 from shardmath_torch.dtensors.styles import Fused
 from shardmath_torch.dtensors.tensor_parallel import set_device_mesh
-from shardmath_torch.exchange.compile import compile
-from shardmath_torch.exchange.mover import Mover
 from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.movers.compile import compile
+from shardmath_torch.movers.handles import Handle
+from shardmath_torch.movers.mover import Mover
 from shardmath_torch.observing.bars import progress_bar
 from shardmath_torch.observing.moved import Moved
 from shardmath_torch.observing.tracing import trace
@@ -52,6 +53,7 @@ __all__ = [
     "Changes",
     "CheckpointError",
     "Fused",
+    "Handle",
     "Moved",
     "Mover",
     "Refit",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeAlias
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,12 @@ __all__ = [
     "Spec",
     "StorageInfo",
     "Store",
+    "allow_seconds",
+    "apart_from",
     "backend_of",
     "check_not_forked",
+    "closing_group",
+    "device_of",
     "group_of",
     "give_shards_back",
     "group_of_mesh",
@@ -189,12 +193,57 @@ def time_limit_of(group: Group) -> float:
     return limit.total_seconds()
 
 
+def device_of(group: Group) -> torch.device:
+    """Where the group's tensors are: on the GPU that it is bound to, or else on the current one; or on the CPU."""
+    if backend_of(group) != "nccl":
+        return torch.device("cpu")
+    bound: torch.device | None = getattr(group, "bound_device_id", None)
+    return bound or torch.device("cuda", torch.cuda.current_device())
+
+
+def allow_seconds(group: Group, seconds: float) -> None:
+    """What the group's GPUs are told next may take so long, after which torch's watchdog ends the process.
+
+    Torch 2.13. Under TORCH_DISTRIBUTED_DEBUG=DETAIL it is the group's own limit all the same.
+    """
+    missing = seconds - time_limit_of(group)
+    extend = getattr(group._get_backend(torch.device("cuda")), "_add_ephemeral_timeout", None)
+    if missing > 0 and extend is not None:
+        extend(timedelta(seconds=missing))
+
+
+@contextmanager
+def closing_group(group: Group, device: torch.device) -> Iterator[None]:
+    """Closes NCCL's group where a batch is left by an exception: torch leaves it open, for all that the thread does."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            group._end_coalescing(device)
+        raise
+
+
 def store_of(group: Group) -> Store | None:
     """The group's key-value store; None where torch no longer says."""
     try:
         return c10d._get_process_group_store(group)
     except (AttributeError, KeyError):
         return None
+
+
+_apart: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
+"""Our own connections to stores, by torch's."""
+
+
+def apart_from(store: Store) -> Store:
+    """The same store by a connection of our own: torch's is locked while one of its calls waits for other ranks.
+
+    Makes it where there is none, which takes as long as the store takes to answer.
+    """
+    if store not in _apart:
+        clone = getattr(store, "clone", None)
+        _apart[store] = store if clone is None else clone()
+    return _apart[store]
 
 
 def is_served_here(store: Store | None) -> bool:
@@ -235,6 +284,11 @@ def _find_listened_port(fd: int) -> int | None:
 def packs_saved_tensors() -> bool:
     """Whether something, as activation checkpointing, packs what autograd saves here (torch 2.13)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def has_own_connections(group: Group) -> bool:
+    """Whether it is not the default group, on which a job's other collectives go."""
+    return group is not dist.group.WORLD
 
 
 def is_registered(group: Group) -> bool:

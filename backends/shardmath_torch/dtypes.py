@@ -21,10 +21,13 @@ from torch import Tensor
 from shardmath.base import dtypes
 from shardmath.base.memo import memo
 
-__all__ = ["divide", "dtype_of", "fill", "flat", "fold", "missing", "words"]
+__all__ = ["COPIED", "divide", "dtype_of", "fill", "flat", "fold", "missing", "words"]
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """The type in which elements of so many bytes are copied (complex128 is copied bit by bit, too)."""
+
+COPIED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, *WORDS.values()))
+"""Types that torch copies bit by bit, NaN with its payload. Of bool it makes 0 and 1, and some it does not copy."""
 
 FOLDS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -20,7 +21,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bools", "Ints", "Offsets", "begins", "distinct", "lengths", "pick", "ranges"]
+__all__ = ["Bools", "Ints", "Offsets", "begins", "distinct", "join", "lengths", "pick", "ranges"]
 
 Bools: TypeAlias = NDArray[np.bool_]
 Ints: TypeAlias = NDArray[np.int64]
@@ -63,6 +64,12 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 def lengths(values: Iterable[Sized]) -> Ints:
     """How many items each value has."""
     return np.fromiter(map(len, values), np.int64)
+
+
+def join(values: Iterable[Iterable[int]]) -> Ints:
+    """The integers of all values, one value after the other."""
+    integers = list(itertools.chain.from_iterable(values))
+    return np.array(integers, np.int64)
 
 
 def pick(columns: Sequence[Ints], which: Ints, place: Ints) -> Ints:

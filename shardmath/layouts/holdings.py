@@ -10,7 +10,8 @@
    that comes in, `windows_of` or `read_windows` makes it `Windows`, and nothing beyond asks which of the two
    it was.
 5. A tensor held under one layout has one local tensor, which has the tensor's name. Of several windows,
-   that of window i is `name[i]`.
+   that of window i is `name[i]`. Where all ranks of a window leave, the other windows go on to be called
+   as they were.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> one = Layout((8, 4), Mesh(dp=2, tp=2), "(dp tp n) h")
@@ -157,13 +158,24 @@ LayoutOrWindows: TypeAlias = Layout | tuple[Layout, ...]
 
 
 class Windows(tuple[Layout, ...]):
-    """The layouts of a tensor's windows; one for a tensor held under one layout."""
+    """The layouts of a tensor's windows; one for a tensor held under one layout.
 
-    __slots__ = ()
+    `numbers` are those by which the windows are called where others have left; None: their places.
+    """
+
+    numbers: tuple[int, ...] | None = None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the tensor is held under one layout, and the local tensor has its name."""
+        return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:
         """The local tensor of a window of the tensor `name`."""
-        return name if len(self) == 1 else f"{name}[{window}]"
+        if self.is_single:
+            return name
+        number = window if self.numbers is None else self.numbers[window]
+        return f"{name}[{number}]"
 
     def local_names(self, name: str) -> list[str]:
         """The local tensor of every window of the tensor `name`, in order."""
@@ -174,6 +186,28 @@ class Windows(tuple[Layout, ...]):
         for local, layout in zip(self.local_names(name), self, strict=True):
             if rank is None or rank in layout.mesh:
                 yield local, layout
+
+    def named_alike(self, layouts: Iterable[Layout]) -> Windows:
+        """Windows of other layouts, one for each of these, which are called as these are."""
+        others = Windows(layouts)
+        others.numbers = self.numbers
+        return others
+
+    def keep(self, layouts: Mapping[int, Layout]) -> Windows:
+        """What stays of them, by place, under the names that they have.
+
+        >>> from shardmath.algebra.mesh import Mesh
+        >>> both = Windows(Layout((4,), Mesh(ranks=[rank]), "n") for rank in (0, 1))
+        >>> both.keep({1: both[1]}).local_names("w")
+        ['w[1]']
+        """
+        kept = Windows(layouts.values())
+        if len(kept) == len(self):
+            kept.numbers = self.numbers
+        else:
+            numbers = self.numbers or range(len(self))
+            kept.numbers = tuple(numbers[place] for place in layouts)
+        return kept
 
 
 def count_stored(side: Mapping[str, Windows]) -> dict[int, int]:

@@ -228,8 +228,8 @@ def _make_dual(name: str, src: Windows, dst: Windows) -> _Dual:
         _check_through(name, a, dst, rules)
         firsts.append(rules[0])
     of_first = [find_reduction(src[0], b) for b in dst]
-    sent = Windows(map(_make_source, dst, of_first))
-    received = Windows(map(_make_destination, src, firsts))
+    sent = dst.named_alike(map(_make_source, dst, of_first))
+    received = src.named_alike(map(_make_destination, src, firsts))
     fill = identity_of("sum", src[0].dtype)
     rule = replace(firsts[0], fill=fill)
     return _Dual(sent, received, rule)

@@ -246,6 +246,10 @@ def _make_key(src: Windows, dst: Windows) -> tuple[object, ...]:
             rule = find_reduction(a, b)
             rules.append(rule.by_ranks(a, b))
     asked = tuple(rules) if any(rules) else ()
+    # Windows of which others have left are called otherwise than by their places.
+    called = src.numbers, dst.numbers
+    if any(called):
+        return first.shape, first.dtype, here, there, asked, called
     return first.shape, first.dtype, here, there, asked
 
 

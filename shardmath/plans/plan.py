@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardmath.base.arguments import as_integer
+from shardmath.base.digest import digest
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
@@ -38,7 +39,7 @@ from shardmath.base.text import plural, shown
 from shardmath.flows.topology import Topology, checked
 from shardmath.layouts.holdings import Windows, count_stored
 from shardmath.plans.balance import balance
-from shardmath.plans.demands import Batch, Demands, gather_lines
+from shardmath.plans.demands import Batch, Demands, Ranks, gather_lines
 from shardmath.plans.groups import (
     NOTHING,
     Group,
@@ -72,6 +73,8 @@ __all__ = [
     "Transfer",
     "describe",
     "digest_of",
+    "digest_without",
+    "list_ranks",
     "pair_by_name",
     "plan",
     "rule_of",
@@ -132,8 +135,9 @@ class Plan:
 
     `src` and `dst` map each tensor's name to its windows, in ascending order of names; a plan of two
     Layouts has the one name "". `rules` says how each tensor's Partial axes are reduced. `in_part`
-    lists the tensors of which some element is held by no rank of the destination. Two plans are
-    equal if they move the same elements of tensors of the same names.
+    lists the tensors of which some element is held by no rank of the destination. `left` are ranks
+    that have left the destination of the plan `whole` (`without`). Two plans are equal if they move
+    the same elements of tensors of the same names, and between the same ranks.
     """
 
     src: Mapping[str, Windows]
@@ -147,6 +151,8 @@ class Plan:
     dst_ranks: tuple[int, ...]
     topology: Topology | None = None
     in_part: tuple[str, ...] = ()
+    whole: Plan | None = None
+    left: Ranks = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
@@ -245,8 +251,8 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
         lines=balance(gather_lines(batches, topology), batches, topology),
         digest=digest_groups(groups, is_tree, topology),
         is_tree=is_tree,
-        src_ranks=_list_ranks(group.src for group in groups),
-        dst_ranks=_list_ranks(group.dst for group in groups),
+        src_ranks=list_ranks(group.src for group in groups),
+        dst_ranks=list_ranks(group.dst for group in groups),
         topology=topology,
         in_part=in_part,
     )
@@ -263,11 +269,18 @@ def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
 
 def digest_of(p: Plan) -> str:
     """The digest of a plan between these layouts, made anew."""
+    if p.whole is not None:
+        return digest_without(digest_of(p.whole), p.left)
     alike = group_alike(p.src, p.dst)
     return digest_groups(join_groups(alike), p.is_tree, p.topology)
 
 
-def _list_ranks(sides: Iterable[Windows]) -> tuple[int, ...]:
+def digest_without(whole: str, left: Ranks) -> str:
+    """The digest of what stays of the plan of that digest when these ranks have left."""
+    return digest(("without", whole, left))
+
+
+def list_ranks(sides: Iterable[Windows]) -> tuple[int, ...]:
     """The ranks of all meshes, ascending."""
     layouts = itertools.chain.from_iterable(sides)
     meshes = {layout.mesh for layout in layouts}
@@ -365,7 +378,7 @@ def _name_pieces(
     targets = p.dst[names[0]]
     new = tuple.__new__  # what Transfer(...) does in the end, at half the time
     # Most tensors are one window on both sides, and have no local names to make.
-    if len(sources) == len(targets) == 1:
+    if sources.is_single and targets.is_single:
         return [
             new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, at, addend))
             for name in names

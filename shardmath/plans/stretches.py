@@ -21,6 +21,7 @@ from shardmath.plans.demands import Demands, Ranks, list_receivers
 __all__ = [
     "Stretch",
     "block_at",
+    "find_lines",
     "find_rows",
     "list_all_receivers",
     "list_kept",
@@ -51,6 +52,12 @@ def block_at(demands: Demands, line: int, at: int) -> int:
 def row_at(demands: Demands, block: int, at: int) -> int:
     """The row that byte `at` of the content of a block is in."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
+
+
+def find_lines(demands: Demands, blocks: Ints) -> Ints:
+    """The line that each of these blocks is of."""
+    lines: Ints = demands.first.searchsorted(blocks, "right") - 1
+    return lines
 
 
 def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> int:
@@ -97,15 +104,18 @@ def find_rows(on: Rows, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
         yield row, max(lo - start, 0), min(hi, stop) - start
 
 
-def list_all_receivers(demands: Demands, line: int) -> list[Ranks]:
-    """The receivers of each block of a line, as `list_receivers` has them."""
-    first, end = demands.first[line : line + 2].tolist()
+def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:
+    """The receivers of each of these blocks, as `list_receivers` has them."""
     # Lists are quicker to walk than arrays, and there may be many blocks.
-    numbers = demands.receivers[first:end].tolist()
+    numbers = demands.receivers[blocks].tolist()
     receivers = [demands.sets[number] for number in numbers]
-    some_hold = demands.count[first:end] < lengths(receivers)
-    for i in np.flatnonzero(some_hold).tolist():
-        receivers[i] = list_receivers(demands, line, first + i)
+    some_hold = demands.count[blocks] < lengths(receivers)
+    places = np.flatnonzero(some_hold)
+    some = blocks[places]
+    lines = find_lines(demands, some)
+    shared = zip(places.tolist(), lines.tolist(), some.tolist(), strict=True)
+    for i, line, block in shared:
+        receivers[i] = list_receivers(demands, line, block)
     return receivers
 
 
@@ -198,7 +208,7 @@ def _asked_by(demands: Demands, rank: int) -> tuple[tuple[int, int], ...]:
     of_set = np.array(among, bool)
     is_asked = of_set[demands.receivers]
     blocks = np.flatnonzero(is_asked)
-    lines = demands.first.searchsorted(blocks, "right") - 1
+    lines = find_lines(demands, blocks)
     pairs = zip(lines.tolist(), blocks.tolist(), strict=True)
     return tuple(pairs)
 

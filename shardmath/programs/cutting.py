@@ -7,7 +7,8 @@
 2. Message k of every stream is of **slot** k.
 3. Many peers or a small limit: streams take **turns**. In one turn go the streams of
    `Pace.peers_at_once` neighbouring values of (receiver - sender) modulo the number of ranks, so a
-   rank has at most so many messages each way in hand, however many ranks there are.
+   rank has at most so many messages each way in hand, however many ranks there are, and never more
+   than `MOST_OPS` both ways together.
 4. A rank's own copies are a stream like any other that never meets the wire.
 5. Where addends would come out of order, `Pace.by_addend` gives each a **phase** of its own.
 
@@ -26,6 +27,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.plans.plan import Transfer
 from shardmath.programs.messages import (
     ALIGNMENT,
+    MOST_OPS,
     Message,
     align,
     itemsize_of,
@@ -45,6 +47,15 @@ class Pace(NamedTuple):
     message_bytes: int
     peers_at_once: int
     by_addend: bool
+
+    def is_like(self, other: Pace) -> bool:
+        """Whether streams of ranks that are in both are cut alike, and go in the same steps."""
+        if self == other:
+            return True
+        # Where all go in one turn, it does not matter who the other ranks are.
+        turns = self.peers_at_once < len(self.ranks), other.peers_at_once < len(other.ranks)
+        here = self.message_bytes, self.by_addend
+        return not any(turns) and here == (other.message_bytes, other.by_addend)
 
 
 def most_peers(transfers: Iterable[Transfer]) -> int:
@@ -69,9 +80,9 @@ def set_pace(
     for a limit that has no room for one element each way.
     """
     wanted = max(1, peers)
-    # Half of the room is for each way.
+    # Half of the room is for each way, and half of the messages.
     most_at_once = max_inflight_bytes // (2 * LEAST_MESSAGE)
-    at_once = min(wanted, max(1, most_at_once))
+    at_once = min(wanted, MOST_OPS // 2, max(1, most_at_once))
     message_bytes = max_inflight_bytes // (2 * at_once)
     message_bytes -= message_bytes % ALIGNMENT
     if message_bytes < ALIGNMENT:

@@ -25,8 +25,16 @@ from shardmath.flows.shedding import find_least_sent, shed_to_target
 from shardmath.plans.balance import make_grid, share_lines
 from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan
-from shardmath.programs.legs import Bands, Legs, list_nodes
-from shardmath.programs.streams import list_straight
+from shardmath.plans.stretches import find_lines
+from shardmath.programs.legs import (
+    Bands,
+    Legs,
+    bundle,
+    count_straight,
+    list_nodes,
+    measure_bands,
+)
+from shardmath.programs.streams import bundle_lines, list_straight
 
 __all__ = ["find_legs"]
 
@@ -54,13 +62,18 @@ def find_legs(
 @memo(2)
 def _count_by_node(on: Demands, sharing: int) -> list[list[int]]:
     """For each block, how many of its receivers are in each of their nodes."""
-    groups: list[list[int]] = [[] for _ in on.receivers]
-    for line in range(len(on.holders)):
-        nodes = list_nodes(on, sharing, line)
-        blocks = nodes.block.tolist()
+    groups: list[list[int]] = []
+    every = np.arange(len(on.holders))
+    receivers = on.blocks.sums(on.count)
+    for lines in bundle(every, receivers):
+        nodes = list_nodes(on, sharing, lines)
+        first = on.first[lines[0]]
+        end = on.first[lines[-1] + 1]
+        blocks = np.arange(first, end + 1)
+        begin = np.searchsorted(nodes.block, blocks)
         sizes = nodes.size.tolist()
-        for block, size in zip(blocks, sizes, strict=True):
-            groups[block].append(size)
+        places = itertools.pairwise(begin.tolist())
+        groups += [sizes[i:k] for i, k in places]
     return groups
 
 
@@ -326,9 +339,9 @@ def _cut_first_leg(p: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
     lines = legs.lines
     by_block = Offsets(legs.bands.first)
     owners = by_block.owners()
-    copies = _count_straight_nodes(legs.bands, owners, groups)
+    copies = count_straight(legs.bands, owners, groups)
     # Bands laid end to end, each as often as it goes straight: where blocks and lines begin there.
-    sizes = _measure_bands(lines, legs.bands)
+    sizes = measure_bands(lines, legs.bands)
     straight = sizes * copies
     sent = by_block.sums(straight)
     length = lines.blocks.sums(sent)
@@ -341,58 +354,42 @@ def _cut_first_leg(p: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
     return replace(legs, bands=bands)
 
 
-def _measure_bands(on: Demands, bands: Bands) -> Ints:
-    """The size of each band: up to the next one of its block, or to the end of the block."""
-    size = np.diff(bands.at, append=0)
-    last = bands.first[1:] - 1
-    size[last] = on.nbytes - bands.at[last]
-    return size
-
-
-def _count_straight_nodes(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """To how many nodes each band goes straight."""
-    by_block = np.array(list(map(len, groups)), np.int64)
-    nodes = by_block[block]
-    classes = bands.classes[block]
-    counts = np.zeros(len(block), np.int64)
-    most = int(bands.count.max(initial=0))
-    for i in range(most):
-        # Of the nodes, every `classes`-th from node number `kind` on is in that class.
-        kind = (bands.begin + i) % classes
-        in_class = (nodes - kind + classes - 1) // classes
-        is_served = i < bands.count
-        counts += np.where(is_served, in_class, 0)
-    return counts
-
-
 def _snap_cuts(p: Plan, legs: Legs) -> Ints:
     """The cuts at the last places not after them where contents may be cut."""
     bands = legs.bands
     cuts = bands.cuts.copy()
-    borders = itertools.pairwise(bands.cut_first.tolist())
-    for line, (first, end) in enumerate(borders):
-        last = end - 1
-        is_cut = end - first > 2 and cuts[last]
-        if is_cut:
-            inner = slice(first + 1, last)
-            cuts[inner] = _snap_cuts_of_line(p, legs, line, cuts[inner])
+    first = bands.cut_first[:-1]
+    last = bands.cut_first[1:] - 1
+    is_cut = (last - first > 1) & (cuts[last] > 0)
+    for lines in bundle_lines(legs, np.flatnonzero(is_cut)):
+        inner, line = ranges(first[lines] + 1, last[lines])
+        length = cuts[last[lines]]
+        # Lines laid end to end, so that one search serves all.
+        base = np.cumsum(length) - length
+        at = cuts[inner]
+        begin = base[line]
+        snapped = _snap_places(p, legs, lines, base, begin + at)
+        # A cut at the very end of a line is after the last byte of its items, and stays there.
+        is_end = at == length[line]
+        cuts[inner] = np.where(is_end, at, snapped - begin)
     return cuts
 
 
-def _snap_cuts_of_line(p: Plan, legs: Legs, line: int, cuts: Ints) -> Ints:
-    """The cuts inside one line, snapped."""
-    to = list_straight(legs, line)
-    item = np.searchsorted(to.place, cuts, "right") - 1
+def _snap_places(p: Plan, legs: Legs, lines: Ints, base: Ints, at: Ints) -> Ints:
+    """Places inside lines, of which `lines[i]` begins at place `base[i]`, snapped."""
+    to = list_straight(legs, lines)
+    numbers = find_lines(legs.lines, to.block)
+    line = np.searchsorted(lines, numbers)
+    begin_of_item = base[line] + to.place
+    item = np.searchsorted(begin_of_item, at, "right") - 1
     block = to.block[item]
-    place = to.place[item]
+    place = begin_of_item[item]
     begin = to.begin[item]
     size = to.size[item]
-    # A cut at the very end of the line is after the last byte of its item, and stays there.
-    is_end = cuts >= place + size
-    inside = np.minimum(cuts - place, size - 1)
+    inside = np.minimum(at - place, size - 1)
     content = begin + inside
     where = make_grid(legs.lines, p.batches)
     snapped = where.snapped(block, content)
     # A row may begin before the item does.
-    into_item = np.maximum(snapped - begin, 0)
-    return np.where(is_end, cuts, place + into_item)
+    into_item: Ints = np.maximum(snapped - begin, 0)
+    return place + into_item

@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from shardmath.base.arrays import Bools, Ints, Offsets, distinct
 from shardmath.flows.topology import Topology
 from shardmath.plans.balance import make_grid
-from shardmath.programs.legs import Streams
+from shardmath.plans.stretches import find_lines
+from shardmath.programs.legs import Bundle, Streams
 from shardmath.programs.program import Program, Slices, cut_streams, turn_of
-from shardmath.programs.streams import list_streams
+from shardmath.programs.streams import list_bundles, list_streams
 
 __all__ = [
     "LEGS",
@@ -85,20 +86,19 @@ def _sum_lines(prog: Program, ranks: Ints, shape: tuple[int, int, int, int]) -> 
     none = np.zeros(0, np.int64)
     codes = [none]
     sizes = [none]
-    # Each line is summed by itself first, so that what is kept grows with pairs and not with
-    # streams.
-    for line in range(len(prog.legs.lines.holders)):
-        code, nbytes = _sum_line(prog, line, ranks, shape)
+    # Bundles of lines are summed by themselves first, so that what is kept grows with pairs and not
+    # with streams.
+    for found in list_bundles(prog.legs):
+        code, nbytes = _sum_streams(prog, found.streams, ranks, shape)
         codes.append(code)
         sizes.append(nbytes)
     return _sum_by_code(np.concatenate(codes), np.concatenate(sizes))
 
 
-def _sum_line(
-    prog: Program, line: int, ranks: Ints, shape: tuple[int, int, int, int]
+def _sum_streams(
+    prog: Program, of: Streams, ranks: Ints, shape: tuple[int, int, int, int]
 ) -> tuple[Ints, Ints]:
-    """The pairs of a line, coded as places of a table of this shape, and the bytes of each."""
-    of = list_streams(prog.legs, line)
+    """The pairs of streams, coded as places of a table of this shape, and the bytes of each."""
     phase = prog.legs.lines.addend[of.block]
     leg = of.leg - 1
     sender, receiver = _find_places(ranks, of)
@@ -195,15 +195,54 @@ def _sum_rounds(prog: Program) -> Loads:
     shape = phases, slots, prog.turns, len(ranks), LINKS
     loads = np.zeros(math.prod(shape), np.int64)
     # How much further in the table each slot is.
-    ahead = np.arange(prog.slots) * math.prod(shape[2:])
+    width = math.prod(shape[2:])
+    ahead = width * np.arange(prog.slots)
     counted: _Counted = {}
-    lines = len(prog.legs.lines.holders)
-    for line in range(lines):
-        of = list_streams(prog.legs, line)
-        codes = _code_ends(prog, of, ranks, shape)
-        for place, by_slot in _count_line(prog, line, of, codes, counted):
-            np.add.at(loads, place[:, None] + ahead, by_slot)
+    for found in list_bundles(prog.legs):
+        small, large = _part_by_size(found, prog.slots)
+        codes = _code_ends(prog, small, ranks, shape)
+        for place, nbytes in _list_ends(prog, small, codes, ahead):
+            np.add.at(loads, place, nbytes)
+        for line in large:
+            of = list_streams(prog.legs, line)
+            codes = _code_ends(prog, of, ranks, shape)
+            for first, by_slot in _count_line(prog, line, of, codes, counted):
+                place = first[:, None] + ahead
+                np.add.at(loads, place, by_slot)
     return loads.reshape(shape)
+
+
+FEW_SLICES = 1 << 9
+"""Of a line: whether another is alike takes longer to see than its slices take to count."""
+
+
+def _part_by_size(found: Bundle, slots: int) -> tuple[Streams, list[int]]:
+    """The streams of all lines that have few slices, and the other lines."""
+    by_line = Offsets(found.first)
+    slices = by_line.counts() * slots
+    is_small = slices <= FEW_SLICES
+    some = by_line.spread(is_small)
+    small = Streams(*(column[some] for column in found.streams))
+    large = found.lines[~is_small]
+    return small, large.tolist()
+
+
+def _list_ends(
+    prog: Program, of: Streams, codes: tuple[Ints, Ints], ahead: Ints
+) -> Iterator[tuple[Ints, Ints]]:
+    """As sent and as received: where slices are in the table, and the bytes of each.
+
+    Given where the first slots of streams are, and how much further the others.
+    """
+    cut = cut_streams(prog, of)
+    line = find_lines(prog.legs.lines, of.block)
+    # A line begins one slot later than the line before.
+    slot = (cut.slot + line[cut.stream]) % prog.slots
+    further = ahead[slot]
+    nbytes = cut.hi - cut.lo
+    for code in codes:
+        first = code[cut.stream]
+        yield first + further, nbytes
 
 
 _Counted: TypeAlias = dict[tuple[bytes, ...], list[Ints]]
@@ -218,11 +257,11 @@ def _count_line(
 ) -> Iterator[tuple[Ints, Ints]]:
     """As sent and as received: each code once, and bytes by code and slot."""
     ends = [distinct(code) for code in codes]
-    kind = _describe_line(prog, line, of, [which for _, which in ends])
+    numbers = [which for _, which in ends]
+    kind = _describe_line(prog, line, of, numbers)
     tables = counted.get(kind)
     if tables is None:
-        cut = cut_streams(prog, of)
-        tables = [_count_slices(cut, prog.slots, which, len(code)) for code, which in ends]
+        tables = _count_ends(prog, of, ends)
         if len(counted) == MOST_COUNTED:
             counted.clear()
         counted[kind] = tables
@@ -241,11 +280,23 @@ def _describe_line(prog: Program, line: int, of: Streams, ends: list[Ints]) -> t
     return (*described, *grid.describe(first, end))
 
 
+def _count_ends(prog: Program, of: Streams, ends: list[tuple[Ints, Ints]]) -> list[Ints]:
+    """Bytes by end and slot, as sent and as received."""
+    cut = cut_streams(prog, of)
+    tables = []
+    for code, which in ends:
+        table = _count_slices(cut, prog.slots, which, len(code))
+        tables.append(table)
+    return tables
+
+
 def _count_slices(cut: Slices, slots: int, which: Ints, ends: int) -> Ints:
     """Bytes by end and slot of slices, given which end each stream has."""
     table = np.zeros((ends, slots), np.int64)
+    end = which[cut.stream]
+    place = end, cut.slot
     nbytes = cut.hi - cut.lo
-    np.add.at(table, (which[cut.stream], cut.slot), nbytes)
+    np.add.at(table, place, nbytes)
     return table
 
 

@@ -28,6 +28,7 @@ from shardmath.base.text import plural
 from shardmath.plans.plan import Transfer
 
 __all__ = [
+    "MOST_OPS",
     "Message",
     "Round",
     "Step",
@@ -41,6 +42,10 @@ __all__ = [
 
 ALIGNMENT = 16
 """Bytes; the largest element of any type, so that a message may begin with any of them."""
+
+MOST_OPS = 8000
+"""Messages of a rank in a round, sent and received: of one group of NCCL's 24,000 hang and 8,000 pass (pytorch 174288).
+Rounds are cut by what both ends of a message know; a rank that cut its own would wait for what is in another group."""
 
 Step: TypeAlias = tuple[int, int, int]
 """(phase, slot, turn), in the order in which ranks walk them.

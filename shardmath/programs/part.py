@@ -26,7 +26,7 @@ from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable, Plan, Transfer
-from shardmath.programs.cutting import cut_transfers, most_peers, set_pace
+from shardmath.programs.cutting import Pace, cut_transfers, most_peers, set_pace
 from shardmath.programs.messages import Round, gather_rounds, keeps_fold_order
 from shardmath.programs.program import Program
 
@@ -70,7 +70,7 @@ class Part:
 
     `sources` and `destinations` are what it stores by local name. `operations` are pairs (tensor,
     operation) that it computes: folds, "fill" and "divide". `keeps_order`: whether the addends of
-    each element come in their order.
+    each element come in their order. `pace` is that at which a plan was cut.
     """
 
     plan: Plan | Transposed
@@ -82,6 +82,7 @@ class Part:
     divisions: tuple[CellWork, ...]
     operations: frozenset[tuple[str, str]]
     keeps_order: bool
+    pace: Pace | None = None
 
     @property
     def steps(self) -> int:
@@ -183,6 +184,7 @@ class Outline:
         plan's; a program has its own. Raises ExchangeError for one without room for an element.
         """
         rounds = self.rounds
+        pace = None
         if not isinstance(self.given, Program):
             pace = set_pace(
                 self.given.ranks,
@@ -207,6 +209,7 @@ class Outline:
             divisions=tuple(divisions),
             operations=self.operations,
             keeps_order=keeps_fold_order(rounds),
+            pace=pace,
         )
 
 

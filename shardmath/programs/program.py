@@ -36,7 +36,7 @@ from shardmath.layouts.holdings import Windows
 from shardmath.plans.balance import make_grid
 from shardmath.plans.demands import Demands
 from shardmath.plans.plan import Plan, Transfer, spell_transfers
-from shardmath.plans.stretches import Stretch, list_kept
+from shardmath.plans.stretches import Stretch, find_lines, list_kept
 from shardmath.programs.legs import Legs, Streams
 from shardmath.programs.messages import Round, Step, gather_rounds, itemsize_of, make_message
 from shardmath.programs.streams import list_streams
@@ -195,19 +195,23 @@ class Slices(NamedTuple):
     hi: Ints
 
 
-def list_slices(prog: Program, line: int, of: Streams) -> Slices:
-    """All slices of streams of a line that are not empty."""
+def list_slices(prog: Program, of: Streams) -> Slices:
+    """All slices of streams that are not empty."""
     cut = cut_streams(prog, of)
+    line = find_lines(prog.legs.lines, of.block)
     # Each line begins one slot later than the line before, each leg one later than the leg before.
-    slot = (cut.slot + line) % prog.slots
+    slot = (cut.slot + line[cut.stream]) % prog.slots
     slot += of.leg[cut.stream] - 1
     return cut._replace(slot=slot)
 
 
 def cut_streams(prog: Program, of: Streams) -> Slices:
     """All slices of streams that are not empty, in the slots that they would have in leg 1 of line 0."""
-    # What is relayed is cut as it came: streams of one root are cut once.
-    _, one, root = np.unique(of.root, return_index=True, return_inverse=True)
+    # What is relayed is cut as it came: streams of one root, of a line, are cut once.
+    line = find_lines(prog.legs.lines, of.block)
+    most = of.root.max(initial=0) + 1
+    roots = line * most + of.root
+    _, one, root = np.unique(roots, return_index=True, return_inverse=True)
     borders = _find_borders(prog, of.block[one], of.lo[one], of.hi[one])
     size = np.diff(borders, axis=1)
     cut, at = size.nonzero()
@@ -259,25 +263,24 @@ def _list_stretches(prog: Program, rank: int) -> Iterator[tuple[Step, int, Stret
         mine = every.sender == rank
         mine |= every.receiver == rank
         some = Streams(*(column[mine] for column in every))
-        yield from _list_slices(prog, line, some)
+        yield from _list_slices(prog, some)
 
 
-def _list_slices(prog: Program, line: int, of: Streams) -> Iterator[tuple[Step, int, Stretch]]:
-    """(step, leg, stretch) of all slices of streams of a line, in order."""
-    rows = _tabulate_slices(prog, line, of)
+def _list_slices(prog: Program, of: Streams) -> Iterator[tuple[Step, int, Stretch]]:
+    """(step, leg, stretch) of all slices of streams, in order."""
+    rows = _tabulate_slices(prog, of)
     for phase, turn, leg, block, sender, receiver, slot, lo, hi in rows:
         step = phase, slot, turn
         stretch = Stretch(block, sender, receiver, lo, hi)
         yield step, leg, stretch
 
 
-def _tabulate_slices(prog: Program, line: int, of: Streams) -> list[list[int]]:
-    """Of each slice of streams of a line: phase, turn, leg, block, sender, receiver, slot, lo,
-    hi."""
+def _tabulate_slices(prog: Program, of: Streams) -> list[list[int]]:
+    """Of each slice of streams: phase, turn, leg, block, sender, receiver, slot, lo, hi."""
     phase = prog.legs.lines.addend[of.block]
     turn = _find_turns(prog, of)
     by_stream = np.array([phase, turn, of.leg, of.block, of.sender, of.receiver])
-    cut = list_slices(prog, line, of)
+    cut = list_slices(prog, of)
     by_slice = by_stream[:, cut.stream]
     columns = np.vstack((by_slice, cut.slot, cut.lo, cut.hi))
     table = columns.T

@@ -50,7 +50,7 @@ from shardmath.programs.loads import (
     sum_round_loads,
 )
 from shardmath.programs.program import Program, digest_program
-from shardmath.programs.streams import list_streams
+from shardmath.programs.streams import list_bundles
 
 __all__ = ["MOST_ROUNDS", "MOST_SLOTS", "Fanout", "as_planned", "run_straight", "schedule"]
 
@@ -334,9 +334,8 @@ def _list_turns(prog: Program, of: Pairs) -> list[int]:
 def _count_most_slots(prog: Program) -> int:
     """The most slots that are tried, for memory's sake."""
     count = 0
-    for line in range(len(prog.legs.lines.holders)):
-        of = list_streams(prog.legs, line)
-        count += len(of.block)
+    for found in list_bundles(prog.legs):
+        count += len(found.streams.block)
     ranks = max(len(prog.ranks), 1)
     by_slices = MOST_SLICES // max(count, 1)
     by_rounds = MOST_ROUNDS // (prog.turns * ranks)

@@ -1,4 +1,4 @@
-"""Streams: all that goes from rank to rank in the legs of a line.
+"""Streams: all that goes from rank to rank in the legs of lines.
 
 1. A band goes straight from the holders to some of the nodes, to one **entry** rank in each. The
    entries of the other nodes get it from those entries. The rest of each node gets it from the
@@ -6,19 +6,23 @@
 2. A stream is relayed as it came, so both ends of every leg cut it alike.
 3. Leg 1 leaves the holders. Legs 2 and 3 are relayed: to other nodes, then inside a node. Where a
    node was served straight, what is relayed inside it is already leg 2.
+4. Lines are looked at in bundles; those of a line are the same whatever it is bundled with.
 """
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Ints, Offsets, ranges
+from shardmath.base.arrays import Ints, Offsets, join, lengths, ranges
 from shardmath.base.memo import memo
-from shardmath.programs.legs import Bands, Legs, Nodes, Streams, list_nodes
+from shardmath.plans.stretches import find_lines
+from shardmath.programs.legs import Bands, Bundle, Legs, Nodes, Streams, bundle, list_nodes
 
-__all__ = ["Straight", "list_straight", "list_streams"]
+__all__ = ["Straight", "bundle_lines", "list_bundles", "list_straight", "list_streams"]
 
 
 class _Entries(NamedTuple):
@@ -26,7 +30,7 @@ class _Entries(NamedTuple):
 
     `origin` is the number of the entry that a band comes through: its own where it comes straight
     from the holders. The rank is number `place` of the `size` ranks of its node, which begin at
-    `start` of the line's.
+    `start` of those of all nodes.
     """
 
     block: Ints
@@ -45,10 +49,7 @@ class _Entries(NamedTuple):
 
 
 def _list_entries(legs: Legs, nodes: Nodes) -> _Entries:
-    """All entries of these nodes, block by block and node by node.
-
-    All at once: where many lines have many blocks, looking at each block takes seconds.
-    """
+    """All entries of these nodes, block by block and node by node."""
     bands = legs.bands
     first = bands.first[nodes.block]
     end = bands.first[nodes.block + 1]
@@ -106,10 +107,10 @@ def _find_relays(bands: Bands, block: Ints, band: Ints, node: Ints, nodes: Ints)
 
 
 class Straight(NamedTuple):
-    """What goes straight from the holders of a line.
+    """What goes straight from the holders of lines.
 
-    `size` bytes, from `place` on the line and from byte `begin` of the content of `block`, to entry
-    number `entry` of the line.
+    `size` bytes, from `place` on their line and from byte `begin` of the content of `block`, to
+    entry number `entry`.
     """
 
     entry: Ints
@@ -119,14 +120,15 @@ class Straight(NamedTuple):
     size: Ints
 
 
-def list_straight(legs: Legs, line: int) -> Straight:
-    """What goes straight from the holders of a line, as it lies on the line."""
-    entries = _list_entries(legs, list_nodes(legs.lines, legs.sharing, line))
+def list_straight(legs: Legs, lines: Ints) -> Straight:
+    """What goes straight from the holders of lines, line by line, as it lies on them."""
+    nodes = list_nodes(legs.lines, legs.sharing, lines)
+    entries = _list_entries(legs, nodes)
     return _pick_straight(legs, entries)
 
 
 def _pick_straight(legs: Legs, entries: _Entries) -> Straight:
-    """Of the entries of a line, those that are served straight from the holders."""
+    """Of the entries, those that are served straight from the holders."""
     entry = np.flatnonzero(entries.origin == entries.number)
     block = entries.block[entry]
     begin = entries.lo[entry]
@@ -142,95 +144,193 @@ MOST_KEPT = 1 << 20
 
 
 def list_streams(legs: Legs, line: int) -> Streams:
-    """All streams of a line: the first leg, and what is relayed of it.
+    """All streams of a line: the first leg, and what is relayed of it."""
+    together = _divide_lines(legs)
+    number = bisect.bisect_right(together, line, key=_find_first) - 1
+    found = _keep_bundle(legs, number)
+    place = line - int(found.lines[0])
+    first, end = found.first[place : place + 2].tolist()
+    mine = slice(first, end)
+    return Streams(*(column[mine] for column in found.streams))
 
-    Counting loads and proving a program walk through all lines several times. Where lines are many,
-    most have few streams, which are kept with the legs: a cache of the latest ones alone would lose
-    each before it is asked for again.
+
+def _find_first(lines: Ints) -> int:
+    """The first of these lines."""
+    return int(lines[0])
+
+
+def list_bundles(legs: Legs) -> Iterator[Bundle]:
+    """All streams of all lines, some lines at a time."""
+    together = _divide_lines(legs)
+    for number in range(len(together)):
+        yield _keep_bundle(legs, number)
+
+
+def bundle_lines(legs: Legs, lines: Ints) -> list[Ints]:
+    """The lines in bundles that have about as many streams each."""
+    on = legs.lines
+    # About as many as receivers of bands, and one more for each cut among the holders.
+    bands = Offsets(legs.bands.first).counts()
+    received = on.blocks.sums(on.count * bands)
+    holders = lengths(on.sets)
+    weights = received + holders[on.holders]
+    return bundle(lines, weights[lines])
+
+
+@memo(8)
+def _divide_lines(legs: Legs) -> list[Ints]:
+    """All lines, in bundles."""
+    count = len(legs.lines.holders)
+    return bundle_lines(legs, np.arange(count))
+
+
+def _keep_bundle(legs: Legs, number: int) -> Bundle:
+    """The streams of a bundle of lines.
+
+    Counting loads and proving a program walk through all lines several times. Where streams are
+    few, they are kept with the legs: a cache of the latest ones alone would lose each before it is
+    asked for again.
     """
-    found = legs._streams.get(line)
-    if found is not None:
-        return found
-    found = _find_streams(legs, line)
-    total = len(found.block) * len(legs.lines.holders)
+    kept = legs._bundles.get(number)
+    if kept is not None:
+        return kept
+    found = _find_bundle(legs, number)
+    together = _divide_lines(legs)
+    total = len(found.streams.block) * len(together)
     if total <= MOST_KEPT:
-        legs._streams[line] = found
+        legs._bundles[number] = found
     return found
+
+
+@memo(32)
+def _find_bundle(legs: Legs, number: int) -> Bundle:
+    """The streams of a bundle of lines: line by line, those of a line leg by leg."""
+    lines = _divide_lines(legs)[number]
+    found = _find_streams(legs, lines)
+    line = find_lines(legs.lines, found.block)
+    order = np.argsort(line, kind="stable")
+    in_order = line[order]
+    end = lines[-1] + 1
+    ends = np.append(lines, end)
+    first = np.searchsorted(in_order, ends)
+    streams = Streams(*(column[order] for column in found))
+    return Bundle(lines, streams, first)
 
 
 class _Roots(NamedTuple):
     """The streams of the first leg, entry by entry of where they go.
 
-    Entry e of the line receives those from `first[e]` to `first[e + 1] - 1`.
+    Entry e receives those from `first[e]` to `first[e + 1] - 1`.
     """
 
     streams: Streams
     first: Ints
 
 
-@memo(512)
-def _find_streams(legs: Legs, line: int) -> Streams:
+def _find_streams(legs: Legs, lines: Ints) -> Streams:
     """The three legs: straight, to other nodes, inside nodes."""
-    nodes = list_nodes(legs.lines, legs.sharing, line)
+    nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
-    roots = _leave_holders(legs, line, entries)
+    roots = _leave_holders(legs, lines, entries)
     to_nodes = _relay_to_nodes(entries, roots)
     inside_nodes = _relay_inside_nodes(entries, roots, nodes.ranks)
     columns = zip(roots.streams, to_nodes, inside_nodes, strict=True)
     return Streams(*map(np.concatenate, columns))
 
 
-def _leave_holders(legs: Legs, line: int, entries: _Entries) -> _Roots:
-    """What each holder of a line sends, by its cuts."""
+def _leave_holders(legs: Legs, lines: Ints, entries: _Entries) -> _Roots:
+    """What each holder of neighbouring lines sends, by its cuts."""
     to = _pick_straight(legs, entries)
-    holders = legs.lines.held_by(line)
-    held = np.array(holders, np.int64)
-    cuts = _find_cuts(legs.bands, line)
-    holder, item, lo, hi = _cut_items(to, cuts, len(held))
+    line = find_lines(legs.lines, to.block) - lines[0]
+    holder, item, lo, hi = _cut_items(legs, lines, to, line)
     begin = to.begin[item]
     entry = to.entry[item]
+    by_line = line[item]
+    number = np.arange(len(item))
     found = Streams(
         block=to.block[item],
         leg=np.ones_like(item),
-        sender=held[holder],
+        sender=holder,
         receiver=entries.rank[entry],
         lo=begin + lo,
         hi=begin + hi,
-        root=np.arange(len(item)),
+        root=number - np.searchsorted(by_line, by_line),
     )
-    number = np.append(entries.number, len(entries.rank))
-    first = np.searchsorted(entry, number)
+    ends = np.append(entries.number, len(entries.rank))
+    first = np.searchsorted(entry, ends)
     return _Roots(found, first)
 
 
-def _find_cuts(bands: Bands, line: int) -> Ints:
-    """Where the first leg of a line is cut, ends included."""
-    first, end = bands.cut_first[line : line + 2].tolist()
-    return bands.cuts[first:end]
+def _cut_items(legs: Legs, lines: Ints, to: Straight, line: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Holders, the items that each has a share of, and bytes lo..hi-1 of them that are its share.
 
-
-def _cut_items(to: Straight, cuts: Ints, holders: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Holders, the items that each has a share of, and bytes lo..hi-1 of them that are its share."""
-    holder, item = _find_holders(to, cuts, holders)
-    place = to.place[item]
-    begin = cuts[holder] - place
-    end = cuts[holder + 1] - place
+    Item i is on line `lines[line[i]]`.
+    """
+    # Lines laid end to end, so that one search serves all.
+    numbers = np.arange(len(lines) + 1)
+    on_lines = Offsets(np.searchsorted(line, numbers))
+    length = on_lines.sums(to.size)
+    base = np.cumsum(length) - length
+    shares = _list_shares(legs, lines, base)
+    place = base[line] + to.place
+    end = place + to.size
+    share, item = _find_shares(shares, line, place, end)
+    begin = shares.begin[share] - place[item]
+    end = shares.end[share] - place[item]
     lo = np.maximum(begin, 0)
     hi = np.minimum(end, to.size[item])
     # Some among the holders have no share.
     some = np.flatnonzero(lo < hi)
+    holder = shares.holder[share]
     return holder[some], item[some], lo[some], hi[some]
 
 
-def _find_holders(to: Straight, cuts: Ints, holders: int) -> tuple[Ints, Ints]:
-    """Which holder serves which item: all from that of its first byte to that of its last."""
-    end = to.place + to.size
-    first = np.searchsorted(cuts, to.place, "right") - 1
-    last = np.searchsorted(cuts, end, "left")
+class _Shares(NamedTuple):
+    """What holders send of lines laid end to end: share i, a rank's, is bytes `begin[i]` to `end[i] - 1`.
+
+    Line l has the shares from `first[l]` to `first[l + 1] - 1`, one for each of its holders.
+    """
+
+    first: Ints
+    holder: Ints
+    begin: Ints
+    end: Ints
+
+
+def _list_shares(legs: Legs, lines: Ints, base: Ints) -> _Shares:
+    """The shares of lines, by their cuts; line `lines[i]` begins at `base[i]`."""
+    on = legs.lines
+    bands = legs.bands
+    held = list(map(on.held_by, lines.tolist()))
+    holders = lengths(held)
+    begin = bands.cut_first[lines]
+    pieces = bands.cut_first[lines + 1] - begin - 1
+    # Only in a wrong table, which its proof refuses, are there fewer pieces than holders.
+    counts = np.clip(pieces, 0, holders)
+    cut, line = ranges(begin, begin + counts)
+    of_line = Offsets.of_counts(holders)
+    first = of_line.first[:-1]
+    place, _ = ranges(first, first + counts)
+    at = base[line]
+    ranks = join(held)
+    shares = Offsets.of_counts(counts)
+    return _Shares(
+        first=shares.first,
+        holder=ranks[place],
+        begin=at + bands.cuts[cut],
+        end=at + bands.cuts[cut + 1],
+    )
+
+
+def _find_shares(shares: _Shares, line: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Which shares serve which items: all from that of its first byte to that of its last."""
+    first = np.searchsorted(shares.begin, begin, "right") - 1
+    last = np.searchsorted(shares.begin, end, "left")
     # Only in a wrong table are there bytes beyond the cuts: nobody sends them, and its proof
     # refuses it.
-    most = min(holders, len(cuts) - 1)
-    return ranges(np.maximum(first, 0), np.minimum(last, most))
+    first = np.maximum(first, shares.first[line])
+    last = np.minimum(last, shares.first[line + 1])
+    return ranges(first, last)
 
 
 def _relay_to_nodes(entries: _Entries, roots: _Roots) -> Streams:
@@ -270,5 +370,5 @@ def _relay(
         receiver=receiver[which],
         lo=roots.streams.lo[root],
         hi=roots.streams.hi[root],
-        root=root,
+        root=roots.streams.root[root],
     )

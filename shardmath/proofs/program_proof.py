@@ -19,23 +19,22 @@ their order.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Bools, Ints, Offsets, lengths
+from shardmath.base.arrays import Bools, Ints, Offsets, join, lengths, ranges
 from shardmath.base.errors import PlanError
 from shardmath.plans.balance import make_grid, measure_lines
 from shardmath.plans.demands import Demands
 from shardmath.plans.pieces import is_legal_cut
-from shardmath.plans.stretches import list_all_receivers, row_at
+from shardmath.plans.stretches import find_lines, list_all_receivers, row_at
 from shardmath.programs.legs import Streams
 from shardmath.programs.loads import LEGS, count_messages, sum_pairs, sum_round_loads
 from shardmath.programs.program import Program
 from shardmath.programs.scheduling import MOST_ROUNDS, MOST_SLOTS
-from shardmath.programs.streams import list_streams
+from shardmath.programs.streams import list_bundles
 from shardmath.proofs.plan_proof import prove
 from shardmath.proofs.shapes import check_program_shapes
 from shardmath.proofs.tables import check_numbers_of_sets, find_misfit_of_bands
@@ -61,15 +60,15 @@ def _prove(prog: Program) -> None:
     _require(not misfit, prog, misfit)
     check_numbers_of_sets(demands)
     prove(replace(prog.plan, lines=_send_from_first(demands)))
-    for line in range(len(demands.holders)):
-        of = list_streams(prog.legs, line)
-        inbox = _list_inbox(prog, line)
+    for found in list_bundles(prog.legs):
+        of = found.streams
+        inbox = _list_inbox(prog, found.lines)
         _check_inside(prog, of)
         at, known = inbox.find(of.block, of.receiver)
         _refuse(prog, of, ~known, "go to a rank that does not ask for them")
         begin = inbox.base[at] + of.lo
         _check_once(prog, inbox, of, begin)
-        _check_in_hand(prog, line, inbox, of, begin)
+        _check_in_hand(prog, found.lines, inbox, of, begin)
     _check_limits(prog)
 
 
@@ -120,7 +119,7 @@ def _check_bands(prog: Program) -> None:
 
 
 class _Inbox(NamedTuple):
-    """Who asks for what on a line, laid end to end: `rank[i]` asks for `block[i]`, from place
+    """Who asks for what on lines, laid end to end: `rank[i]` asks for `block[i]`, from place
     `base[i]` on.
 
     The last `base` is the place where all end.
@@ -132,27 +131,27 @@ class _Inbox(NamedTuple):
 
     def find(self, block: Ints, rank: Ints) -> tuple[Ints, Bools]:
         """Which of them these are, and whether they are any."""
-        # (block, rank) as one number: requests stand in order of it.
-        ranks = np.append(self.rank, rank)
-        most = 1 + int(ranks.max(initial=0))
-        asked = self.block * most + self.rank
-        wanted = block * most + rank
+        # Requests stand in order of block and rank.
+        asked, wanted = _code_pairs((self.block, self.rank), (block, rank))
         at = np.searchsorted(asked, wanted)
         known = at < len(asked)
         known[known] = asked[at[known]] == wanted[known]
         return at, known
 
 
-def _list_inbox(prog: Program, line: int) -> _Inbox:
-    """All that is asked for on a line, block by block and rank by rank."""
+def _code_pairs(*pairs: tuple[Ints, Ints]) -> list[Ints]:
+    """Pairs (thing, rank) as one number each, in the order of things and then of ranks."""
+    most = 1 + max(int(rank.max(initial=0)) for _, rank in pairs)
+    return [thing * most + rank for thing, rank in pairs]
+
+
+def _list_inbox(prog: Program, lines: Ints) -> _Inbox:
+    """All that is asked for on lines, block by block and rank by rank."""
     demands = prog.legs.lines
-    first, end = demands.first[line : line + 2].tolist()
-    numbers = range(first, end)
-    asking = list_all_receivers(demands, line)
-    ranks = list(itertools.chain.from_iterable(asking))
-    rank = np.array(ranks, np.int64)
-    counts = lengths(asking)
-    block = np.repeat(numbers, counts)
+    blocks, _ = ranges(demands.first[lines], demands.first[lines + 1])
+    asking = list_all_receivers(demands, blocks)
+    rank = join(asking)
+    block = blocks.repeat(lengths(asking))
     nbytes = demands.nbytes[block]
     requests = Offsets.of_counts(nbytes)
     return _Inbox(block, rank, requests.first)
@@ -186,24 +185,31 @@ def _check_inside(prog: Program, of: Streams) -> None:
     is_empty = of.lo >= of.hi
     outside = (of.lo < 0) | is_empty | (of.hi > nbytes)
     _refuse(prog, of, outside, "are no bytes of it")
-    for at in (of.lo, of.hi):
-        inner = np.flatnonzero(at < nbytes)
-        wrong = _find_bad_cuts(prog, of.block, at, inner)
-        _refuse(prog, of, wrong, "begin or end inside a row")
-
-
-def _find_bad_cuts(prog: Program, block: Ints, at: Ints, some: Ints) -> Bools:
-    """Whether bytes `at` of contents, of which some are looked at, are where none may be cut."""
+    block = np.append(of.block, of.block)
+    at = np.append(of.lo, of.hi)
     wrong = np.zeros(len(at), bool)
-    place = at[some]
+    inner = at < demands.nbytes[block]
+    wrong[inner] = _find_bad_cuts(prog, block[inner], at[inner])
+    for bad in np.split(wrong, 2):
+        _refuse(prog, of, bad, "begin or end inside a row")
+
+
+def _find_bad_cuts(prog: Program, block: Ints, at: Ints) -> Bools:
+    """Whether bytes `at` of contents are where none may be cut."""
+    where = make_grid(prog.legs.lines, prog.plan.batches)
+    # Each place once, block by block: what is known of a unit of many boxes is large, and another
+    # unit may take its room.
+    place = where.base[block] + at
+    _, one, which = np.unique(place, return_index=True, return_inverse=True)
+    block = block[one]
+    at = at[one]
     # The grid leaves small boxes whole, which is allowed and not necessary: what it moves is
     # looked at again.
-    where = make_grid(prog.legs.lines, prog.plan.batches)
-    snapped = where.snapped(block[some], place)
-    moved = some[snapped != place]
-    for i in moved.tolist():
+    wrong = where.snapped(block, at) != at
+    for i in np.flatnonzero(wrong).tolist():
         wrong[i] = not _may_cut(prog, int(block[i]), int(at[i]))
-    return wrong
+    found: Bools = wrong[which]
+    return found
 
 
 def _may_cut(prog: Program, block: int, at: int) -> bool:
@@ -252,18 +258,28 @@ def _refuse_gap(prog: Program, inbox: _Inbox, place: int) -> None:
     _require(False, prog, what)
 
 
-def _check_in_hand(prog: Program, line: int, inbox: _Inbox, of: Streams, begin: Ints) -> None:
+def _check_in_hand(prog: Program, lines: Ints, inbox: _Inbox, of: Streams, begin: Ints) -> None:
     """Every sender has what it sends: as a holder, or from a stream of an earlier leg that came to
     the same place."""
     demands = prog.legs.lines
     is_relayed = of.leg != 1
-    held = np.isin(of.sender, demands.held_by(line))
+    held = _is_held(demands, lines, of)
     _refuse(prog, of, ~is_relayed & ~held, "leave a rank that does not hold them")
     is_added = demands.addend[of.block] > 0
     _refuse(prog, of, is_relayed & is_added, "are relayed where another addend is already")
     has_come = _have_come(inbox, of, begin)
     what = "are relayed by a rank that does not have them yet"
     _refuse(prog, of, is_relayed & ~has_come, what)
+
+
+def _is_held(demands: Demands, lines: Ints, of: Streams) -> Bools:
+    """Whether the sender of each stream is among the holders of its line."""
+    holders = list(map(demands.held_by, lines.tolist()))
+    held_line = lines.repeat(lengths(holders))
+    held = held_line, join(holders)
+    sent = find_lines(demands, of.block), of.sender
+    known, asked = _code_pairs(held, sent)
+    return np.isin(asked, known)
 
 
 def _have_come(inbox: _Inbox, of: Streams, begin: Ints) -> Bools:

@@ -11,18 +11,20 @@ the plan names in `in_part`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from shardmath.base.errors import PlanError
 from shardmath.base.text import shown
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed, adjoint, flip_digest
 from shardmath.plans.plan import Movable, Plan, Transfer, digest_of
 from shardmath.plans.reduction import Reduction, find_reduction
 from shardmath.plans.uncovered import find_not_whole
 from shardmath.proofs.claims import check_claim
-from shardmath.proofs.shapes import check_sides
+from shardmath.proofs.shapes import check_sides, require
 from shardmath.proofs.simulate import as_program
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def verify(p: Plan | Transposed | Program, *, transfers: Iterable[Transfer] | No
     promised = p if isinstance(p, Plan | Transposed) else p.plan
     check_sides(promised)
     _check_in_part(promised)
+    _check_left(promised.forward if isinstance(promised, Transposed) else promised)
     if transfers is None:
         _prove(p)
     else:
@@ -66,6 +69,67 @@ def _check_in_part(p: Movable) -> None:
     says = "in part" if name in given else "whole"
     what = f"tensor {name!r} is not held {says} at the destination of {p!r}"
     raise PlanError(f"{what}; make the plan anew")
+
+
+def _check_left(p: Plan) -> None:
+    """Ranks have left a plan of which nobody had, and who stays holds what it held in that."""
+    whole = p.whole
+    if whole is None:
+        nobody = isinstance(p.left, tuple) and not p.left
+        require(nobody, f"ranks {shown(p.left)} have left no plan")
+        return
+    is_whole = isinstance(whole, Plan) and whole.whole is None
+    require(is_whole, "the whole plan is none, or not whole")
+    check_sides(whole)
+    left = _read_left(p.left, whole)
+    pairs = {}
+    for name, before in whole.dst.items():
+        after = p.dst.get(name, Windows())
+        pairs[id(before), id(after)] = name, before, after
+        if name in p.src:
+            same = p.src[name] == whole.src[name]
+            require(same, f"tensor {name!r} has another source than in the whole plan")
+    others = sorted(p.src.keys() - whole.src.keys())
+    require(not others, f"the whole plan does not have the tensors {others[:8]}")
+    for name, before, after in pairs.values():
+        _check_staying(name, before, after, left)
+
+
+def _read_left(left: object, whole: Plan) -> frozenset[int]:
+    """Those who have left: ranks of the destination, ascending."""
+    wrong = f"ranks {shown(left)} have not left the whole plan"
+    ranks = left if isinstance(left, tuple) else ()
+    require(ranks and all(type(rank) is int for rank in ranks), wrong)
+    ascending = sorted(set(ranks))
+    require(ranks == tuple(ascending), wrong)
+    there: set[int] = set()
+    for layout in set(itertools.chain.from_iterable(whole.dst.values())):
+        there.update(layout.mesh.ranks)
+    gone = frozenset(ranks)
+    require(gone.issubset(there), wrong)
+    return gone
+
+
+def _check_staying(name: str, before: Windows, after: Windows, left: frozenset[int]) -> None:
+    """The windows of a tensor of which somebody stays are there, as they were on each rank that stays."""
+    there = [layout for layout in before if not left.issuperset(layout.mesh.ranks)]
+    same = len(there) == len(after)
+    require(same, f"tensor {name!r} has other windows than those of who stays")
+    for whole, layout in zip(there, after, strict=True):
+        ranks = left.symmetric_difference(whole.mesh.ranks) - left
+        same = ranks == set(layout.mesh.ranks)
+        require(same, f"tensor {name!r} is on other ranks than stay")
+        for rank in sorted(ranks):
+            held = _describe_held(layout, rank)
+            same = held == _describe_held(whole, rank)
+            require(same, f"tensor {name!r}: rank {rank} stays and holds something else")
+
+
+def _describe_held(layout: Layout, rank: int) -> tuple[object, ...]:
+    """What a rank holds, and of which addend."""
+    coords = layout.mesh.coords(rank)
+    addend = [(axis, op, coords[axis]) for axis, op in layout.partial]
+    return layout.shape, layout.dtype, layout.runs(rank), addend
 
 
 def _prove(p: Plan | Transposed | Program) -> None:

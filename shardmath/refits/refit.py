@@ -5,6 +5,7 @@
 2. What does not fit is one error, of both sides.
 3. Several engines are one plan. Those that store a tensor alike are one window of it (`sharing`); where there are
    several windows, the local name of each is `name[i]`.
+4. Engines that leave are out of the plan and of `engines`; nothing else changes, and nobody's names do.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.storage import rows
@@ -31,6 +32,7 @@ from shardmath.base.errors import PlanError, StoreError
 from shardmath.base.public import public
 from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout
+from shardmath.membership.leaving import without
 from shardmath.plans.plan import Plan, plan
 from shardmath.recordings.sides import RecordedSide
 from shardmath.refits.copying import copy_bound
@@ -52,11 +54,15 @@ ENGINE = "engine"
 @public
 @dataclass(frozen=True, slots=True)
 class Refit:
-    """A plan from a trainer to its engines, by name, and how each side stores what it moves."""
+    """A plan from a trainer to its engines, by name, and how each side stores what it moves.
+
+    `whole` is the refit of which no engine has left; None for one of which none has.
+    """
 
     plan: Plan
     trainer: Side
     engines: Mapping[str, Side]
+    whole: Refit | None = None
 
     def slots(self, rank: int, engine: str | None = None) -> dict[str, Slot]:
         """Where the rank has each local tensor of the plan: of an engine, or of the trainer if none is named.
@@ -68,17 +74,45 @@ class Refit:
             stored = self.trainer.slots(rank)
             return {name: slot for name, slot in stored.items() if name in moved}
         found = self._find(engine).slots(rank)
+        # Windows are called as they were before engines left.
+        planned = self.whole or self
         # An engine alone has one window of each tensor, which has the tensor's name.
-        if len(self.engines) == 1:
+        if len(planned.engines) == 1:
             return found
         named = {}
         for name, slot in found.items():
-            held = _list_held(self.engines, name)
+            held = _list_held(planned.engines, name)
             _, numbers = share(tuple(held.values()))
             window = dict(zip(held, numbers, strict=True))[engine]
-            local = self.plan.dst[name].local_name(name, window)
+            local = planned.plan.dst[name].local_name(name, window)
             named[local] = slot
         return named
+
+    def without(self, *engines: str) -> Refit:
+        """The refit that these engines have left: all else goes as it did, and trainers keep what no engine needs now.
+
+        Raises PlanError for an engine that there is not, where none is left, and where one that leaves has a rank of
+        one that stays.
+        """
+        staying = dict(self.engines)
+        ranks: set[int] = set()
+        for engine in dict.fromkeys(engines):
+            ranks |= set(self._find(engine).ranks)
+            del staying[engine]
+        if not staying:
+            raise PlanError(f"{', '.join(engines)} leave, and no engine is left; keep one")
+        for engine, side in staying.items():
+            shared = sorted(ranks.intersection(side.ranks))
+            if shared:
+                raise PlanError(
+                    f"rank {shared[0]} leaves with {', '.join(engines)}, and is one of {engine}, which stays; "
+                    f"plan anew: refit(trainer, engines, shapes)"
+                )
+        planned = self.whole or self
+        # An engine's ranks may hold none of what moves.
+        leaving = ranks.intersection(planned.plan.dst_ranks)
+        rest = without(self.plan, leaving, window=True)
+        return Refit(rest, self.trainer, staying, planned) if engines else self
 
     def check(
         self,

@@ -37,6 +37,8 @@ from shardmath.testing.plan_laws import (
     casting_commutes,
     ends_agree,
     identity_moves_nothing,
+    leaving_changes_nothing_else,
+    leaving_twice_is_leaving_together,
     path_independence,
     plan_is_proved,
     plan_moves_the_tensor,
@@ -48,7 +50,7 @@ from shardmath.testing.plan_laws import (
     trees_are_their_tensors,
     windows_are_their_union,
 )
-from shardmath.testing.strategies import layouts, lengths, pairs, parts, runs, trees
+from shardmath.testing.strategies import copies, layouts, lengths, pairs, parts, runs, trees
 
 __all__ = ["LAWS", "Law"]
 
@@ -101,6 +103,8 @@ LAWS: tuple[Law, ...] = (
     Law(changes_are_the_difference, st.tuples(st.data(), _copies).map(lambda x: (x[0], *x[1]))),
     Law(adjoint_is_transpose, _linear_pairs),
     _on(trees_are_their_tensors, trees()),
+    Law(leaving_changes_nothing_else, copies()),
+    Law(leaving_twice_is_leaving_together, copies()),
     _on(digest_is_its_definition, layouts()),
     Law(digest_survives_moves, _copies),
     _on(windows_have_the_digest, st.data(), layouts()),

@@ -17,6 +17,7 @@ from shardmath.layouts.edits import cast as cast_layout
 from shardmath.layouts.edits import relabelled, sliced, transposed
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
+from shardmath.membership.leaving import without
 from shardmath.plans.adjoint import adjoint
 from shardmath.plans.plan import Side, plan
 from shardmath.plans.reduction import find_reduction
@@ -32,6 +33,8 @@ __all__ = [
     "casting_commutes",
     "ends_agree",
     "identity_moves_nothing",
+    "leaving_changes_nothing_else",
+    "leaving_twice_is_leaving_together",
     "path_independence",
     "plan_is_proved",
     "plan_moves_the_tensor",
@@ -125,6 +128,45 @@ def _list_elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
         own = index[index >= 0]
         held.append(own.tolist())
     return set(itertools.product(*held))
+
+
+# Plans that ranks leave
+
+
+def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
+    """Those who stay send and receive what they did, in the same order, and the rest is a plan."""
+    p = plan(src, dst)
+    rest = without(p, leaving)
+    verify(rest)
+    for rank in p.ranks:
+        sent = p.transfers(src=rank)
+        staying = [t for t in sent if t.dst_rank not in leaving]
+        assert list(rest.transfers(src=rank)) == staying
+        received = p.transfers(dst=rank)
+        same = [] if rank in leaving else list(received)
+        assert list(rest.transfers(dst=rank)) == same
+    shards = distribute(src, addends(src))
+    before = run(p, shards)
+    after = run(rest, shards)
+    assert after.keys() == before.keys() - set(leaving)
+    for rank, array in after.items():
+        assert np.array_equal(array, before[rank], equal_nan=True)
+
+
+def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
+    """Who leaves first, and who had left before, makes no difference."""
+    p = plan(src, dst)
+    rest = without(p, leaving)
+    size = dst.mesh.size // dst.mesh.axis_size("copy")
+    twice = p
+    for first in range(0, len(leaving), size):
+        copy = leaving[first : first + size]
+        assert without(twice, copy) != twice
+        twice = without(twice, copy)
+    assert twice == rest
+    assert list(twice.transfers()) == list(rest.transfers())
+    assert rest.whole is p
+    assert without(rest, leaving) is rest
 
 
 # Plans of other spellings, names and paths

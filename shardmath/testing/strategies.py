@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import hypothesis.strategies as st
+from hypothesis import assume
 
 from shardmath.algebra.box import Box
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs, from_ranges, identity
 from shardmath.layouts.edits import window
-from shardmath.layouts.layout import Layout
+from shardmath.layouts.layout import Layout, intern
 from shardmath.layouts.placement import (
     Balanced,
     BlockCyclic,
@@ -31,9 +32,11 @@ from shardmath.layouts.placement import (
     StridedShard,
     Table,
 )
+from shardmath.plans.reduction import find_reduction
 
 __all__ = [
     "boxes",
+    "copies",
     "layouts",
     "lengths",
     "meshes",
@@ -295,6 +298,39 @@ def pairs(
         layout = draw(layouts(shape, mesh, op=op, overlap=overlap))
         out.append(layout)
     return tuple(out)
+
+
+@st.composite
+def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
+    """Layouts of one shape, the second on several copies of a mesh, and the ranks of some copies, not of all.
+
+    No rank of those copies is one of the first layout, and the others are sent what is reduced in the same way.
+    """
+    src, one = draw(pairs())
+    count = draw(st.integers(2, 4))
+    mesh = draw(_copied(src.mesh, one.mesh, count))
+    drawn = draw(st.sets(st.integers(1, count - 1), min_size=1))
+    leaving: list[int] = []
+    for number in sorted(drawn):
+        leaving += mesh.select(copy=number).ranks
+    if draw(st.booleans()):
+        order = [*one.mesh.shape, "copy"]
+        mesh = mesh.transpose(order)
+    dst = intern(one.shape, one.dtype, mesh, one.dims, one.partial)
+    # Ranks that stay may hold the very addends of the source, which then pass through in another plan.
+    assume(find_reduction(src, one) == find_reduction(src, dst))
+    return src, dst, tuple(leaving)
+
+
+@st.composite
+def _copied(draw: Draw, src: Mesh, one: Mesh, count: int) -> Mesh:
+    """The mesh `one` along with further copies of it, whose ranks neither mesh has."""
+    first = 1 + max(*src.ranks, *one.ranks)
+    more = (count - 1) * one.size
+    ranks = range(first, first + more)
+    others = draw(st.permutations(ranks))
+    axes = {"copy": count, **one.shape}
+    return Mesh(axes, ranks=[*one.ranks, *others])
 
 
 @st.composite

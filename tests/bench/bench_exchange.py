@@ -6,6 +6,9 @@ Times are seconds, the slowest rank of the median repeat. "by hand" is one batch
 packed already, with the sizes that the plan moves: the least that any exchange over gloo costs. "by hand, packed" also
 packs and unpacks. "program" is shardmath with the plan scheduled, without fan-out: the same bytes in rounds of its own.
 The targets: at most 1.5 times by hand; 8 times faster than DTensor.
+
+The second table is of moves that have nothing to move, beside dist.barrier: of ranks that agree every time, or once.
+The target: below 1 ms where they agree once.
 """
 
 from __future__ import annotations
@@ -128,6 +131,44 @@ def bench(rank: int, a: Spec, b: Spec, rows: int, repeats: int) -> dict[str, lis
     return out
 
 
+CALLS = 50
+"""In a row, so that what ranks wait for each other is in the time, and what starting them together takes is not."""
+
+
+def agree(rank: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat, by way, of calls that move nothing."""
+    nothing = sm.Layout((0, 8), MESH, "(dp n) (tp h)")
+    plan = sm.plan(nothing, nothing)
+    held = torch.empty(plan.src[""][0].local_shape(rank))
+    out = torch.empty_like(held)
+    every, once = smt.compile(plan), smt.compile(plan, agree="once")
+    both = smt.compile(plan, agree="once", commit="all")
+    ways: dict[str, Callable[[], object]] = {
+        "barrier": dist.barrier,
+        "every": lambda: every(held, out=out),
+        "once": lambda: once(held, out=out),
+        "once, committed": lambda: both(held, out=out),
+    }
+
+    def repeat(act: Callable[[], object]) -> None:
+        for _ in range(CALLS):
+            act()
+
+    return {
+        way: timed(lambda act=act: repeat(act), repeats)  # type: ignore[misc]
+        for way, act in ways.items()
+    }
+
+
+def show_agreement(workers: Pool, repeats: int, page: Path | None) -> None:
+    """Milliseconds of a call that moves nothing."""
+    ranks = workers.run(agree, repeats, timeout=300)
+    found = [slowest([r[way] for r in ranks]) / CALLS * 1e3 for way in ranks[0]]
+    about = f"milliseconds of a call, 8 gloo processes, median of {repeats}, slowest rank."
+    heads = ["barrier", "agree every time", "agree once", "once, committed"]
+    show(page, "Agreement", f"A move of nothing: {about}", heads, [[f"{x:.3f}" for x in found]])
+
+
 def main(megabytes: int = 256, repeats: int = 7, page: Path | None = None) -> None:
     """Runs all cases and shows the table."""
     rows = int((megabytes * 2**20 / 4) ** 0.5) // 8 * 8
@@ -139,9 +180,10 @@ def main(megabytes: int = 256, repeats: int = 7, page: Path | None = None) -> No
         ]
         ratios = (ours / hand, ours / packed, theirs / ours, program / ours)
         found.append([f"`{name}`", *(f"{x:.3f}" for x in seconds), *(f"{x:.2f}" for x in ratios)])
-    workers.close()
     about = f"{rows} x {rows} float32 on 8 gloo processes (dp=2 tp=4), seconds, median of {repeats}, slowest rank."
     show(page, "Exchange", about, HEADS, found)
+    show_agreement(workers, repeats, page)
+    workers.close()
 
 
 if __name__ == "__main__":

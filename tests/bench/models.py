@@ -11,6 +11,8 @@ import itertools
 from functools import cache
 from typing import TypeAlias
 
+import numpy as np
+
 import shardmath as sm
 from shardmath.families import hf, megatron, rules, vllm
 
@@ -23,6 +25,7 @@ __all__ = [
     "deepseek_v3_stacked",
     "fsdp_over_tp",
     "merged",
+    "overlapping_tables",
     "qwen3_235b",
     "tp4_to_tp8",
 ]
@@ -149,6 +152,24 @@ BLOCK: dict[str, tuple[tuple[int, ...], str]] = {
     "norm": ((8192,), "n"),
 }
 EMBED = ((128256, 8192), "(tp n) h")
+
+
+def overlapping_tables(positions: int, ranks: int = 64, holders: int = 4) -> Pair:
+    """One tensor of which each position lies anywhere, on about so many ranks, on the same ranks before and after.
+
+    The worst for what looks at sets of holders: nearly every position has a set of its own.
+    """
+    src, dst = (_scattered(seed, positions, ranks, holders) for seed in range(2))
+    return {"w": src}, {"w": dst}
+
+
+def _scattered(seed: int, positions: int, ranks: int, holders: int) -> sm.Layout:
+    """A Table of random positions, each on one rank at least."""
+    rng = np.random.default_rng(seed)
+    has = rng.random((ranks, positions)) < holders / ranks
+    has[rng.integers(0, ranks, positions), np.arange(positions)] = True
+    parts = [sm.from_ranges((at, at + 1) for at in np.flatnonzero(row).tolist()) for row in has]
+    return sm.Layout((positions,), sm.Mesh(x=ranks), {"x": sm.Table(0, tuple(parts))})
 
 
 def small(tensors: int) -> dict[str, tuple[tuple[int, ...], str]]:

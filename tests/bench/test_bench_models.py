@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 import shardmath as sm
+from shardmath.membership.keeping import follow
+from shardmath.programs.part import Part, outline_part
 from tests.bench import megatron_peer, models
 from tests.bench.test_bench_core import cold, rounds_of
 
@@ -73,6 +75,41 @@ def forget(p: sm.Plan) -> None:
     """Empty every cache, but keep the plan."""
     del p
     cold()
+
+
+def test_an_engine_leaves(record: Record) -> None:
+    """One of 8 engines leaves DeepSeek-V3, and comes back: the plan with the part of a trainer, or of an engine."""
+    src, dst = models.deepseek_v3()
+    p = planned(src, dst)
+    mesh = next(iter(p.dst.values()))[0].mesh
+    leaving = mesh.select(dp=3).ranks
+    trainer, engine = p.src_ranks[100], mesh.select(dp=5).ranks[0]
+    outlines = {rank: outline_part(p, rank) for rank in (trainer, engine)}
+    parts = {rank: outline.part(peers=256) for rank, outline in outlines.items()}
+
+    def warm() -> None:
+        """What planning keeps is that of the plan before, as where it was made in this process."""
+        cold()
+        planned(src, dst)
+
+    def leave(rank: int) -> Part:
+        rest = sm.without(p, leaving)
+        part = follow(parts[rank], rest, pace)
+        assert part is not None
+        return part
+
+    pace = parts[trainer].pace
+    assert pace is not None
+    name = "DeepSeek-V3, 256 + 256 ranks, one of 8 engines"
+    for what, rank in (("a trainer's", trainer), ("an engine's", engine)):
+        seconds = rounds_of(lambda rank=rank: leave(rank), 15, warm)  # type: ignore[misc]
+        record(f"{name} leaves: plan and {what} part", seconds, 0.02)
+    rest = leave(trainer)
+    assert len(rest.rounds) and rest.rounds != parts[trainer].rounds
+    back = rounds_of(lambda: follow(rest, p, pace), 7, warm)
+    record(f"{name} comes back: a trainer's part", back)
+    anew = rounds_of(lambda: outlines[trainer].part(peers=256), 3, warm)
+    record("the same, made anew", anew)
 
 
 def test_verify_of_a_model(record: Record, note: Record) -> None:
@@ -150,6 +187,18 @@ def test_schedule_and_verify_a_program(record: Record, name: str) -> None:
     record(f"{short}: verify the program", rounds_of(lambda: sm.verify(prog), 1))
     rank = prog.ranks[-1]
     record(f"{short}: one receiver's rounds", rounds_of(lambda: prog.for_rank(rank), 1))
+
+
+@pytest.mark.parametrize("positions", [2000, 10000])
+def test_programs_of_overlapping_tables(record: Record, positions: int) -> None:
+    """A program of as many lines as positions, of one element each: its making, its proof and one rank's rounds."""
+    p = sm.plan(*models.overlapping_tables(positions))
+    short = f"Tables of {positions:,} positions, 4 of 64 ranks each"
+    record(f"{short}: schedule", rounds_of(lambda: sm.schedule(p), 3))
+    prog = sm.schedule(p)
+    record(f"{short}: verify the program", rounds_of(lambda: sm.verify(prog), 3))
+    rank = prog.ranks[-1]
+    record(f"{short}: one rank's rounds", rounds_of(lambda: prog.for_rank(rank), 3))
 
 
 SCALES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

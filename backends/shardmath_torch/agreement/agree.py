@@ -15,12 +15,11 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardmath.base.errors import ExchangeError
-from shardmath.base.text import show_ranks, shown
+from shardmath.base.text import show_ranks
 from shardmath_torch.agreement.turns import Refused
 from shardmath_torch.agreement.wire import Wire
 
-__all__ = ["Ballot", "decode", "encode", "read_label", "vote"]
+__all__ = ["Ballot", "decode", "encode", "vote"]
 
 RECORD = 1024
 """Bytes per rank; longer texts are cut."""
@@ -66,13 +65,6 @@ class Ballot(NamedTuple):
         label = f", label={self.label!r}" if self.label else ""
         recorded = ", a gradient to be differentiated" if self.records_gradient else ""
         return f"{self.claim}{label}{recorded}"
-
-
-def read_label(label: object) -> str:
-    """The label as a plain str: a subclass may say anything of itself. Raises ExchangeError for what is no text."""
-    if not isinstance(label, str):
-        raise ExchangeError(f"label={shown(label)} is not a text; pass one, or leave it out")
-    return str.__str__(label)
 
 
 def encode(ballot: Ballot) -> bytes:
@@ -146,7 +138,7 @@ def vote(
     """
     records = wire.gather(encode(mine), patience)
     # This rank's own is read back like the others', so that all compare what was cut alike.
-    ballots = tuple(decode(record) for record in records)
+    ballots = tuple([decode(record) for record in records])
     objections: dict[int, str] = {}
     intents: dict[int, str] = {}
     for rank, ballot in zip(ranks, ballots, strict=True):

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 
 from shardmath_torch.agreement import threads
 from shardmath_torch.agreement.wire import says_ended
-from shardmath_torch.compat import Store
+from shardmath_torch.compat import Store, apart_from
 
 __all__ = ["UNTOLD", "FailureDetector", "Report", "find_first_failed"]
 
@@ -118,10 +118,11 @@ class FailureDetector:
         """Write this rank's report, and read the others'. Runs on a thread of its own."""
         try:
             if self.store is not None:
-                self.store.set(self._key_of(self.rank, "failed"), json.dumps(asdict(mine)))
+                store = apart_from(self.store)
+                store.set(self._key_of(self.rank, "failed"), json.dumps(asdict(mine)))
                 reported.set()
-                self._collect(self.store, mine)
-                self._wait_for_readers(self.store)
+                self._collect(store, mine)
+                self._wait_for_readers(store)
         except RuntimeError:
             # The store's host is gone; `answered` tells whether it ever spoke.
             pass

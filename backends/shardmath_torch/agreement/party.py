@@ -21,7 +21,7 @@ from shardmath.protocol import Event, State
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot, vote
 from shardmath_torch.agreement.failure import UNTOLD, FailureDetector, Report
-from shardmath_torch.agreement.turns import Refused, Turns
+from shardmath_torch.agreement.turns import Refused, Turns, Unasked
 from shardmath_torch.agreement.wire import PeerFailure, Wire
 
 __all__ = ["Party", "is_time", "word_bad_time"]
@@ -85,13 +85,30 @@ class Party:
             serves_store = compat.is_served_here(compat.store_of(self.group))
             nonce = secrets.randbits(NONCE_BITS)
             mine = mine._replace(serves_store=serves_store, nonce=nonce)
-        # Counted before anything is posted: whoever interrupts from here on breaks the group.
-        self.wire.begin(self.turns.next(event))
+        self._begin(event)
         ballots = vote(self.wire, self.ranks, mine, patience)
         self.turns.agreed()
         if is_first:
             self._note_host(ballots)
         return ballots
+
+    def _begin(self, event: Event = Event.VOTE) -> None:
+        """What is posted from now on is of the next vote or promise."""
+        # Counted before anything is posted: whoever interrupts from here on breaks the group.
+        number = self.turns.next(event)
+        unasked = self.turns.unasked
+        if unasked is None:
+            self.wire.begin(number)
+            return
+        # Promises are compared, so those of different calls may meet.
+        mark = 0 if event is Event.PROMISE else unasked.mark
+        self.wire.begin(number + mark, unasked.patience)
+
+    def go_on(self, unasked: Unasked) -> None:
+        """Begin what ranks have agreed on before: nobody is asked, and others count on this rank."""
+        self.turns.unasked = unasked
+        self._begin()
+        self.turns.agreed()
 
     def _note_host(self, ballots: Sequence[Ballot]) -> None:
         """Remember the rank that serves the store, and what the first rank has drawn."""
@@ -104,7 +121,7 @@ class Party:
 
     def gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, all of one size: a vote that nobody can object to. Raises PeerFailure."""
-        self.wire.begin(self.turns.next())
+        self._begin()
         records = self.wire.gather(record)
         self.turns.agreed()
         return records
@@ -134,6 +151,9 @@ class Party:
         try:
             return act()
         except PeerFailure as failure:
+            # Another thread has given up for all of them, and told the others why.
+            if self.turns.broken:
+                raise ExchangeError(self.turns.broken) from failure
             raise self.break_by(failure, describe) from failure
         except Refused:
             raise
@@ -154,8 +174,11 @@ class Party:
             raise PeerFailure(self.rank, cause) from error
 
     def leave(self, error: BaseException) -> None:
+        """Break the group, which this exception has left in the middle."""
+        self.give_up(f"it was left in the middle by {_word_error(error)}")
+
+    def give_up(self, cause: str) -> None:
         """Break the group: tell the others that this rank gives up, and why; do not ask them."""
-        cause = f"it was left in the middle by {_word_error(error)}"
         # First of all: a second Ctrl-C while others are told must find the group broken.
         self.turns.broken = f"rank {self.rank} (this one) failed: {cause}; {FIX}"
         try:

@@ -3,7 +3,15 @@
 1. They are daemons, since a call of torch may take its whole time limit and a process that is done
    should end before.
 2. Python ends daemons on their way back from C++, which ends the process with SIGABRT. So at exit
-   they are told to leave (`leaving`), and are waited for a little.
+   they are told to leave (`leaving`), and are waited for a little; errands that go on all the same
+   are called off.
+3. An errand is a thread for whose end others wait. A wait that is left by Ctrl-C leaves it as it is:
+   after `Thread.join` CPython 3.11 would take it for ended.
+
+>>> errand = Errand(lambda: None)
+>>> errand.start()
+>>> errand.wait(), errand.is_over
+(True, True)
 """
 
 from __future__ import annotations
@@ -13,16 +21,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
-__all__ = ["leaving", "start"]
+__all__ = ["Errand", "leaving", "start"]
 
 LAST_SECONDS = 3.0
 """What they get at exit, all together: time for a call that a broken connection ends."""
+
+LAST_CALL_SECONDS = 1.0
+"""What errands get after that, once they are called off."""
+
+LOOK_AGAIN_S = 1.0
+"""While an errand is under way, whether its thread still is: in a forked process it is not."""
 
 leaving = threading.Event()
 """Set once the process is about to end: loops on threads beside end with it."""
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_errands: weakref.WeakSet[Errand] = weakref.WeakSet()
 
 
 def start(act: Callable[[], None]) -> threading.Thread:
@@ -33,10 +49,81 @@ def start(act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+def _nothing() -> None:
+    return None
+
+
+class Errand:
+    """What a thread beside is to do; `act` handles its own errors. `call_off`, from any thread, makes it end early."""
+
+    def __init__(self, act: Callable[[], None], call_off: Callable[[], None] = _nothing) -> None:
+        self.is_over = False
+        self._act = act
+        self._call_off = call_off
+        self._bells: list[threading.Lock] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        _started.add(self._thread)
+        _errands.add(self)
+        self._thread.start()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether it is the calling thread that does it."""
+        return threading.current_thread() is self._thread
+
+    def _run(self) -> None:
+        try:
+            self._act()
+        finally:
+            # What it was done with is let go of.
+            self._act = self._call_off = _nothing
+            self.is_over = True
+            for bell in list(self._bells):
+                bell.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is over, at the latest after `timeout` seconds.
+
+        So it is where its thread is no more, or was never begun.
+        """
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        # A lock for each wait: no exception can leave one held that others need.
+        bell = threading.Lock()
+        bell.acquire()
+        # Before looking: whoever ends rings all the bells that are there.
+        self._bells.append(bell)
+        while not self.is_over:
+            left = min(LOOK_AGAIN_S, until - time.monotonic())
+            if left <= 0:
+                break
+            bell.acquire(timeout=left)
+            if not self._thread.is_alive():
+                return True
+        self._bells.remove(bell)
+        return self.is_over
+
+    def call_off(self) -> None:
+        """Make it end early."""
+        self._call_off()
+
+
 def _wait_for_all() -> None:
     """At exit: tell the threads to leave, and wait a little."""
     leaving.set()
-    until = time.monotonic() + LAST_SECONDS
+    _join_all(LAST_SECONDS)
+    left = [errand for errand in _errands if not errand.is_over]
+    for errand in left:
+        with suppress(Exception):
+            errand.call_off()
+    if left:
+        _join_all(LAST_CALL_SECONDS)
+
+
+def _join_all(seconds: float) -> None:
+    until = time.monotonic() + seconds
     for thread in list(_started):
         thread.join(max(0.0, until - time.monotonic()))
 

@@ -26,13 +26,15 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardmath.base.errors import ExchangeError
 from shardmath.protocol import Event, Protocol, State
+from shardmath_torch.agreement import threads
 from shardmath_torch.agreement.failure import UNTOLD
 from shardmath_torch.compat import Group, in_backward
 
-__all__ = ["Refused", "Turns", "check_thread", "in_thread", "turns_of"]
+__all__ = ["Refused", "Turns", "Unasked", "check_thread", "in_thread", "turns_of"]
 
 LONGEST = 60
 """Letters of a thread's name that a claim shows."""
@@ -43,6 +45,17 @@ LOOK_AGAIN_S = 0.001
 
 class Refused(ExchangeError):
     """All ranks know that nothing is done; the next turn may begin."""
+
+
+class Unasked(NamedTuple):
+    """A turn about which ranks have agreed before, so that nobody is asked.
+
+    `mark` is of all that they would have said: where ranks do different things, none takes bytes of the other's.
+    `patience` in seconds: to wait for a rank that comes late, where that is given.
+    """
+
+    mark: int
+    patience: float | None = None
 
 
 @dataclass(eq=False)
@@ -103,15 +116,19 @@ class _Seat:
 
 
 class _Heard(threading.local):
-    """What the calling thread has heard: how many of its turns were refused."""
+    """What the calling thread has heard: how many of its turns were refused; and whether it moves beside another."""
 
     refusals = 0
+    is_beside = False
 
 
 class Turns:
     """The turns of one group on this rank.
 
     `decided` is the number of the latest vote of which the group's store has a record (`commits`).
+
+    `beside` is the latest errand, which moves beside the thread that called, after the ones before it: other calls
+    wait for it. `unasked` is what the turn was agreed on by, where that was before.
 
     `told` is the exception that this rank goes on with and of which all ranks have heard, in the
     call of several steps that is under way.
@@ -128,6 +145,8 @@ class Turns:
         self.votes = 0
         self.decided: int | None = None
         self.heard = _Heard()
+        self.beside: threads.Errand | None = None
+        self.unasked: Unasked | None = None
         self.host: int | None = UNTOLD
         self.nonce = ""
         self._turn = _Seat("had the turn")
@@ -135,6 +154,7 @@ class Turns:
         self._step = _Seat("been in a step")
         self.told: BaseException | None = None
         self._names: dict[str, weakref.ref[threading.Thread]] = {}
+        self._queue = threading.Lock()
 
     def next(self, event: Event = Event.VOTE) -> int:
         """The number of the vote, or of the PROMISE, that now begins."""
@@ -147,9 +167,9 @@ class Turns:
         self.protocol.note(Event.AGREE)
 
     @property
-    def latest(self) -> tuple[str, int]:
-        """What the latest vote is known by on all ranks, and no other vote of any group."""
-        return self.nonce, self.votes
+    def latest(self) -> tuple[str, int, bool]:
+        """What the latest vote is known by on all ranks, as no other of any group; and whether ranks were asked."""
+        return self.nonce, self.votes, self.unasked is None
 
     @property
     def under_way(self) -> bool:
@@ -178,10 +198,12 @@ class Turns:
         it. `let_go` is called if the turn before was left in the middle and nobody could.
         """
         turn = _Turn(threading.current_thread())
-        self._refuse_nested()
+        self.refuse_nested()
+        self.wait_for_beside()
         try:
             self._turn.take(turn, patience)
             self._check_not_broken(what, let_go)
+            self.unasked = None
             yield
             self.protocol.note(Event.FINISH)
         except Refused:
@@ -227,7 +249,18 @@ class Turns:
         finally:
             self._step.give_back(turn)
 
-    def _refuse_nested(self) -> None:
+    def put_beside(self, errand: threads.Errand) -> threads.Errand | None:
+        """The latest is this one from now on; gives the one after which it comes."""
+        with self._queue:
+            former, self.beside = self.beside, errand
+        return former
+
+    def wait_for_beside(self) -> None:
+        """Return once the moves that go on beside are over: order says which calls belong together."""
+        if self.beside is not None and not self.heard.is_beside:
+            self.beside.wait()
+
+    def refuse_nested(self) -> None:
         """Raise ExchangeError where the thread has the turn already: it would wait for itself."""
         if self._turn.is_mine():
             what = "this thread is in the middle of a move or a compile, and calls another one"

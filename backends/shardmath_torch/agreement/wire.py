@@ -1,10 +1,12 @@
 """What a transport gives: bytes to a rank, bytes from a rank, and a vote.
 
 1. Everything that a rank will wait for together is posted first (`receive`, `send`), then
-   `start`ed, then waited for.
-2. Memory is contiguous bytes on the transport's kind of device.
+   `start`ed, then waited for, and at last `finish`ed. What is started together is at most
+   `MOST_OPS` messages of this rank, and of one step at both ends of each message.
+2. Memory is contiguous bytes on the wire's device. Waiting for a message is for what this rank does
+   next on that device; before the host looks at what came, it finishes.
 3. Waiting ends: with the bytes, or after the patience that the wire was opened with, by
-   PeerFailure.
+   PeerFailure. On a device it may be `finish` that finds out.
 4. `begin` says of which turn the messages are that follow: bytes of one turn never arrive in
    another's memory.
 5. After a failure nothing may write into memory that the caller owns: `abandon` cancels what is
@@ -61,18 +63,24 @@ class Pending(Protocol):
     """Bytes on their way."""
 
     def wait(self) -> None:
-        """Returns when they are there, or have left. Raises PeerFailure."""
+        """What is done on the wire's device from now on is done when they are there, or have left.
+
+        Raises PeerFailure.
+        """
 
 
 class Wire(Protocol):
     """A process group as a transport sees it; ranks are global."""
 
     @property
-    def device_type(self) -> str:
-        """The kind of device that tensors must be on: "cpu" or "cuda"."""
+    def device(self) -> torch.device:
+        """Where tensors must be."""
 
-    def begin(self, turn: int) -> None:
-        """What is posted from now on is of this turn, as `Turns` counts them, until another begins."""
+    def begin(self, turn: int, patience: float | None = None) -> None:
+        """What is posted from now on is of this turn, as `Turns` counts them, until another begins.
+
+        It waits `patience` seconds instead of the wire's own.
+        """
 
     def receive(self, memory: Tensor, rank: int) -> Pending:
         """Bytes from `rank` into `memory`. Raises PeerFailure."""
@@ -81,16 +89,16 @@ class Wire(Protocol):
         """The bytes of `memory` to `rank`. Raises PeerFailure."""
 
     def start(self) -> None:
-        """What was posted since the last start begins to move, at the latest now."""
+        """What was posted since the last start begins to move, at the latest now. Raises PeerFailure."""
+
+    def finish(self) -> None:
+        """Returns when all that was started has come and left. Raises PeerFailure."""
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's record, all of one size, in the group's order.
 
-        Waits `patience` seconds instead of the wire's own. Raises PeerFailure.
+        Waits `patience` seconds instead of the turn's own. Raises PeerFailure.
         """
-
-    def broadcast(self, memory: Tensor, rank: int) -> None:
-        """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
 
     def abandon(self) -> None:
         """Cancels what is on its way. Never raises."""

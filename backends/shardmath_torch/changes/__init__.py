@@ -7,5 +7,6 @@ In reading order:
 - `parcels`: what really goes of each message;
 - `sparse`: what a rank sends and receives of changed elements;
 - `walking`: the rounds of a plan, of which only what changed is sent;
+- `carrying`: a carrier of what has changed, and of all where that is asked for;
 - `changes`: `compile_changes`.
 """

@@ -55,7 +55,8 @@ def pack(given: Sequence[Some]) -> Tensor:
     """The elements as bytes; sizes descend."""
     sizes = [some.itemsize for some in given]
     counts = [len(some.numbers) for some in given]
-    device = given[0].words.device
+    # None of a size are on the CPU, wherever the others are.
+    device = max(given, key=lambda some: len(some.numbers)).words.device
     packet = torch.empty(count_bytes(sizes, counts), dtype=torch.uint8, device=device)
     for some, (numbers, words) in zip(given, _divide(packet, sizes, counts), strict=True):
         numbers.copy_(some.numbers)

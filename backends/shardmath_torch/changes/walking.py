@@ -1,37 +1,42 @@
 """Walking: the rounds of a plan, of which only what changed is sent.
 
 1. Ranks tell each other first how many elements each message has, so that both ends know how long packets are. A packet
-   of no elements is not sent.
+   of no elements is not sent. What is told of a pair's messages goes in the step of the first of them: so it is in one
+   step at both ends, and a step has no more of it than messages.
 2. Whole messages go as the exchange sends them: out of and into tensors, or through the group's staging. Packets have
    memory of their own.
+3. Put in place later, what has come stays in memory of its own, whole messages too; so does what the rank keeps, since
+   its source may change before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shardmath.programs.messages import Message, Round, Step
-from shardmath.programs.part import Part
-from shardmath_torch import compat
-from shardmath_torch.agreement.wire import Pending, Wire
+from shardmath_torch.agreement.wire import Pending
 from shardmath_torch.changes.packets import count_bytes, pack, unpack
 from shardmath_torch.changes.parcels import Parcel, list_parcels
 from shardmath_torch.changes.sparse import Changed, Counts, Elements, Incoming, Outgoing
 from shardmath_torch.exchange.endpoints import BoundRound, Endpoint, bind, count_staging_bytes
 from shardmath_torch.exchange.engine import find_device
-from shardmath_torch.exchange.staging import Fence, staging_of
-from shardmath_torch.exchange.views import Views
+from shardmath_torch.exchange.staging import staging_of
+from shardmath_torch.exchange.task import Task
+from shardmath_torch.exchange.views import Staged, Views
 from shardmath_torch.observing import laps
 from shardmath_torch.observing.stopwatch import Stopwatch
 from shardmath_torch.observing.traffic import Traffic, count_traffic
 
-__all__ = ["Sorted", "Volume", "Walker"]
+__all__ = ["Ends", "Put", "Sorted", "Volume", "Walker"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
+Put: TypeAlias = Callable[[], object]
+"""Puts something in place, however often it is called."""
 
 
 class Sorted(NamedTuple):
@@ -71,6 +76,14 @@ class _Parcels(NamedTuple):
         return count_traffic([Round(sends, receives, keeps)])
 
 
+class Ends(NamedTuple):
+    """The tensors at both ends; `is_beside`: what comes is put in place later."""
+
+    src: Tensors
+    dst: Tensors
+    is_beside: bool = False
+
+
 class _Call(NamedTuple):
     """What goes in one call, between which tensors, and the watch that times it."""
 
@@ -78,6 +91,7 @@ class _Call(NamedTuple):
     counts: Sequence[Counts]
     parcels: _Parcels
     views: Views
+    is_beside: bool
     watch: Stopwatch
 
 
@@ -91,7 +105,7 @@ class _Arriving(NamedTuple):
     pending: Pending
 
 
-class _Leaving(NamedTuple):
+class _OnItsWay(NamedTuple):
     """Memory that has to stay while it is on its way."""
 
     memory: Tensor
@@ -102,17 +116,16 @@ class _Leaving(NamedTuple):
 class Walker:
     """A rank's part of a plan, for tensors that lie in memory as these do."""
 
-    def __init__(
-        self, part: Part, group: compat.Group, wire: Wire, src: Tensors, dst: Tensors
-    ) -> None:
-        self._wire = wire
+    def __init__(self, task: Task, src: Tensors, dst: Tensors) -> None:
+        part = task.part
+        self._wire = task.wire
         self._device = find_device(src, dst)
         here = {key: tensor.stride() for key, tensor in src.items()}
         there = {key: tensor.stride() for key, tensor in dst.items()}
         bound = bind(part.rounds, here, there)
         self._steps = list(_number(bound))
         self._needed = count_staging_bytes(bound)
-        self._staging = staging_of(group, self._device)
+        self._staging = staging_of(task.group, self._device)
         sends = [m for one in part.rounds for m in one.sends]
         receives = [m for one in part.rounds for m in one.receives]
         keeps = [m for one in part.rounds for m in one.keeps]
@@ -143,30 +156,42 @@ class Walker:
 
     def exchange_counts(self, given: Sorted) -> list[Counts]:
         """The counts of each message that is to come. Raises PeerFailure."""
-        arriving = {}
-        for rank, count in self._receives.count_told().items():
-            memory = torch.zeros(count, dtype=torch.int64, device=self._device)
-            arriving[rank] = memory, self._wire.receive(memory.view(torch.uint8), rank)
-        leaving = []
-        for rank, counts in self._sends.tell(given.sends).items():
-            memory = torch.tensor(counts, dtype=torch.int64, device=self._device)
-            leaving.append((memory, self._wire.send(memory.view(torch.uint8), rank)))
-        self._wire.start()
-        for _, pending in (*arriving.values(), *leaving):
-            pending.wait()
-        told = {rank: memory.tolist() for rank, (memory, _) in arriving.items()}
-        return self._receives.read(told)
+        incoming = self._receives.count_told()
+        outgoing = self._sends.tell(given.sends)
+        sources = _find_first_steps((m.src_rank, m) for m in self._receives.messages)
+        targets = _find_first_steps((m.dst_rank, m) for m in self._sends.messages)
+        arrived = {}
+        for step in sorted({*sources.values(), *targets.values()}):
+            under_way = []
+            for rank in _list_ranks(sources, step):
+                memory = torch.zeros(incoming[rank], dtype=torch.int64, device=self._device)
+                under_way.append((memory, self._wire.receive(_as_bytes(memory), rank)))
+                arrived[rank] = memory
+            for rank in _list_ranks(targets, step):
+                memory = torch.tensor(outgoing[rank], dtype=torch.int64, device=self._device)
+                under_way.append((memory, self._wire.send(_as_bytes(memory), rank)))
+            self._wire.start()
+            for _, pending in under_way:
+                pending.wait()
+        # The host reads it, so it waits itself.
+        self._wire.finish()
+        return self._receives.read({rank: memory.tolist() for rank, memory in arrived.items()})
 
     def walk(
-        self, given: Sorted, counts: Sequence[Counts], src: Tensors, dst: Tensors, watch: Stopwatch
-    ) -> None:
-        """Send, receive and put in place. Raises PeerFailure."""
+        self, given: Sorted, counts: Sequence[Counts], ends: Ends, watch: Stopwatch
+    ) -> list[Put]:
+        """Send, receive and put in place; or, beside it, give what does that. Raises PeerFailure."""
         parcels = self._list_parcels(given, counts)
         watch.say_traffic(parcels.count_traffic())
-        with torch.inference_mode(), self._staging.lend(self._needed, Fence()) as block:
-            call = _Call(given, counts, parcels, Views(src, dst, block), watch)
+        puts: list[Put] = []
+        with torch.inference_mode(), self._staging.lend(self._needed) as block:
+            views = Views(ends.src, ends.dst, Staged(block.memory))
+            call = _Call(given, counts, parcels, views, ends.is_beside, watch)
             for step in self._steps:
-                self._run_step(step, call)
+                puts += self._run_step(step, call)
+            self._wire.finish()
+            watch.lap(laps.ARRIVED)
+        return puts
 
     def _list_parcels(self, given: Sorted, counts: Sequence[Counts]) -> _Parcels:
         """What goes of each message."""
@@ -177,23 +202,29 @@ class Walker:
             list_parcels(self._kept.messages, self._kept.sizes, keeps),
         )
 
-    def _run_step(self, step: _Step, call: _Call) -> None:
-        """Move what goes in the round."""
+    def _run_step(self, step: _Step, call: _Call) -> list[Put]:
+        """Move what goes in the round; what puts in place what is for later."""
         watch = call.watch
         # All is posted before anything is waited for: a rank that waited first could wait for ever.
         arriving = list(self._receive(step, call))
         leaving = list(self._send(step, call))
         self._wire.start()
-        self._keep(step, call)
+        come: list[Put] = []
+        for number, ends in step.keeps:
+            come.append(self._keep(number, ends, call))
+            _run_unless(call.is_beside, come)
+            watch.lap(laps.KEPT, call.parcels.keeps[number])
         for one in arriving:
             one.pending.wait()
             watch.waited(laps.ARRIVED, one.parcel, one.parcel.src_rank)
-            self._take_in(one, call)
+            come.append(self._take_in(one, call))
+            _run_unless(call.is_beside, come)
             watch.lap(laps.UNPACKED, one.parcel)
         for _, parcel, pending in leaving:
             pending.wait()
             watch.waited(laps.LEFT, parcel, parcel.dst_rank)
         watch.lap(laps.FOLDED, step.step)
+        return come
 
     def _receive(self, step: _Step, call: _Call) -> Iterator[_Arriving]:
         """Post the receives of the step."""
@@ -202,15 +233,19 @@ class Walker:
             if parcel is None:
                 continue
             packet: Tensor | None = None
-            if call.counts[number] is None:
+            if call.counts[number] is None and not call.is_beside:
                 memory = call.views.find_bytes(endpoint, arriving=True)
             else:
-                memory = packet = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
+                memory = packet = self._make_packet(parcel)
             pending = self._wire.receive(memory, parcel.src_rank)
             call.watch.lap(laps.POSTED, parcel)
             yield _Arriving(number, endpoint, packet, parcel, pending)
 
-    def _send(self, step: _Step, call: _Call) -> Iterator[_Leaving]:
+    def _make_packet(self, parcel: Message) -> Tensor:
+        """Memory for it."""
+        return torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
+
+    def _send(self, step: _Step, call: _Call) -> Iterator[_OnItsWay]:
         """Post the sends of the step."""
         for number, endpoint in step.sends:
             parcel = call.parcels.sends[number]
@@ -225,26 +260,63 @@ class Walker:
             call.watch.lap(laps.PACKED, parcel)
             pending = self._wire.send(memory, parcel.dst_rank)
             call.watch.lap(laps.POSTED, parcel)
-            yield _Leaving(memory, parcel, pending)
+            yield _OnItsWay(memory, parcel, pending)
 
-    def _keep(self, step: _Step, call: _Call) -> None:
-        """What stays on this rank."""
-        for number, ends in step.keeps:
-            elements = call.given.keeps[number]
-            if elements is None:
-                call.views.keep(*ends)
-            else:
-                self._keeps.place(number, elements)
-            call.watch.lap(laps.KEPT, call.parcels.keeps[number])
+    def _keep(self, number: int, ends: tuple[Endpoint, Endpoint], call: _Call) -> Put:
+        """What puts in place what stays on this rank."""
+        elements = call.given.keeps[number]
+        if elements is not None:
+            return partial(self._keeps.place, number, elements)
+        if not call.is_beside:
+            return partial(call.views.keep, *ends)
+        here, there = map(_stage, ends)
+        apart = call.views.over(self._make_packet(here.message))
+        apart.pack(here)
+        return partial(apart.unpack, there)
 
-    def _take_in(self, one: _Arriving, call: _Call) -> None:
-        """Put what has arrived where it belongs."""
+    def _take_in(self, one: _Arriving, call: _Call) -> Put:
+        """What puts what has arrived where it belongs."""
         told = call.counts[one.number]
-        if one.packet is None or told is None:
-            call.views.unpack(one.endpoint)
-            return
-        sizes = self._receives.sizes[one.number]
-        self._receives.place(one.number, unpack(one.packet, sizes, told))
+        if one.packet is None:
+            return partial(call.views.unpack, one.endpoint)
+        if told is None:
+            return partial(call.views.over(one.packet).unpack, _stage(one.endpoint))
+        elements = unpack(one.packet, self._receives.sizes[one.number], told)
+        return partial(self._place, one.number, elements)
+
+    def _place(self, number: int, elements: Elements) -> None:
+        """Put what has come where it belongs, which the host works out of the numbers that came with it."""
+        self._wire.finish()
+        self._receives.place(number, elements)
+
+
+def _run_unless(is_beside: bool, puts: list[Put]) -> None:
+    """Put in place at once, unless that is for later."""
+    if not is_beside:
+        for put in puts:
+            put()
+        puts.clear()
+
+
+def _stage(endpoint: Endpoint) -> Endpoint:
+    """The same end, of a message that lies from the first byte of its own memory on."""
+    return endpoint._replace(contiguous=None, start=0)
+
+
+def _as_bytes(memory: Tensor) -> Tensor:
+    return memory.view(torch.uint8)
+
+
+def _find_first_steps(given: Iterable[tuple[int, Message]]) -> dict[int, Step]:
+    """The step of the first message of each rank."""
+    first: dict[int, Step] = {}
+    for rank, message in given:
+        first[rank] = min(message.step, first.get(rank, message.step))
+    return first
+
+
+def _list_ranks(first: Mapping[int, Step], step: Step) -> list[int]:
+    return [rank for rank, at in first.items() if at == step]
 
 
 def _count_elements(elements: Elements | None) -> Counts:

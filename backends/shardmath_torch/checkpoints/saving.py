@@ -78,7 +78,7 @@ def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
 
 def _check_bytes_apart(side: Mapping[str, Windows], own: Iterable[str]) -> None:
     """Raises CheckpointError where a window is called like bytes of ranks' own."""
-    keys = {name: windows.local_names(name) for name, windows in side.items() if len(windows) > 1}
+    keys = {name: held.local_names(name) for name, held in side.items() if not held.is_single}
     check_apart({**keys, **{name: [name] for name in own}}, "save one under another name")
 
 

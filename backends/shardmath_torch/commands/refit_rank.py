@@ -28,7 +28,7 @@ from shardmath.families.rules import Side
 from shardmath_torch.commands.processes import Report
 from shardmath_torch.commands.refit_out import leave
 from shardmath_torch.dtypes import flat
-from shardmath_torch.exchange.compile import compile
+from shardmath_torch.movers.compile import compile
 from shardmath_torch.safetensors.slices import Progress, check, load, make_zeros
 from shardmath_torch.safetensors.weights import Weights
 

@@ -10,13 +10,14 @@ with smt.commit(first, second):         # or smt.commit(group), for all movers o
    in its own, and all others raise it; where they are still in a move, that move does.
 3. What any call inside is refused by, all ranks have heard of: the block has then ended on all of
    them, and makes no promise.
-4. Left by Ctrl-C, as any call is that is under way, it breaks the group.
+4. Left by Ctrl-C, as any call is that is under way, it breaks the group. So it does where it is left by an exception
+   while others may be in a move about which ranks agreed before: there they would not hear of it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -41,12 +42,16 @@ LONGEST_GRACE_S = 5.0
 
 
 class Member(NamedTuple):
-    """A mover as blocks see it: its group, a key that no other mover of the group has, and its name."""
+    """A mover as blocks see it: its group, a key that no other mover of the group has, and its name.
+
+    `agrees_once`: ranks may be in a move of it about which they are not asked.
+    """
 
     group: compat.Group
     key: str
     name: str
     is_beside: bool
+    agrees_once: bool = False
 
 
 class HasMember(Protocol):
@@ -65,8 +70,10 @@ class Block:
         self._named = named
         self._refusals = turns.heard.refusals
         self._keys: set[str] = set()
+        self._agrees_once = any(one.agrees_once for one in named.values())
         self.entries: list[Entry] = []
         self.objection = ""
+        self.is_open = True
 
     @property
     def was_refused(self) -> bool:
@@ -90,11 +97,26 @@ class Block:
     def add(self, member: Member, entry: Entry) -> None:
         """The move's bytes are here."""
         self._keys.add(member.key)
+        self._agrees_once |= member.agrees_once
         self.entries.append(entry)
+
+    def close(self) -> None:
+        """It is over: what has come beside destinations is let go of."""
+        self.is_open = False
+        self.entries = []
+
+    @property
+    def may_be_unheard(self) -> bool:
+        """Whether others may be in a move without a vote, in which nobody hears what this rank objects to."""
+        return self._agrees_once and (not self._named or bool(self._list_missing()))
+
+    def _list_missing(self) -> list[str]:
+        """The movers that have not moved in it, of those that have to."""
+        return [one.name for key, one in self._named.items() if key not in self._keys]
 
     def object(self) -> str:
         """What speaks against its end; "" for nothing."""
-        missing = [one.name for key, one in self._named.items() if key not in self._keys]
+        missing = self._list_missing()
         if self.objection or not missing:
             return self.objection
         return f"smt.commit is given {', '.join(missing)}, which did not move in it"
@@ -145,13 +167,16 @@ def commit(*what: HasMember | compat.Group, timeout: float = DEFAULT_TIMEOUT_S) 
     block = Block(turns_of(group), named)
     _here.blocks[group] = block
     try:
-        yield
-    except BaseException as error:
-        _leave(party, block, error)
-        raise
+        try:
+            yield
+        except BaseException as error:
+            _leave(party, block, error)
+            raise
+        finally:
+            _here.blocks.pop(group, None)
+        _end(party, block)
     finally:
-        _here.blocks.pop(group, None)
-    _end(party, block)
+        block.close()
 
 
 def _read(what: tuple[HasMember | compat.Group, ...]) -> tuple[compat.Group, dict[str, Member]]:
@@ -180,7 +205,7 @@ def _leave(party: Party, block: Block, error: BaseException) -> None:
     """Let the others know that this rank has left the block, unless they do."""
     if block.was_refused or party.turns.broken:
         return
-    if not isinstance(error, Exception):
+    if not isinstance(error, Exception) or block.may_be_unheard:
         party.leave(error)
         return
     if not block.objection:
@@ -201,7 +226,7 @@ def _end(party: Party, block: Block) -> None:
     try:
         with Ledger(block.claim, None, party.rank, logged=False).time("", None) as watch:
             party.together(
-                lambda: commit_entries(party, promise, block.entries),
+                lambda: _commit_all(party, promise, block.entries),
                 lambda failure, rank: f"ranks were to {block.claim}",
                 "smt.commit",
             )
@@ -214,3 +239,10 @@ def _end(party: Party, block: Block) -> None:
             raise ExchangeError(f"{message_of(error)}; {said}") from error.__cause__
         error.add_note(said)
         raise
+
+
+def _commit_all(party: Party, promise: Ballot, entries: Sequence[Entry]) -> None:
+    """Put all in place on all ranks, and let those know who wait for it; or nothing on any."""
+    commit_entries(party, promise, entries)
+    for entry in entries:
+        entry.end()

@@ -1,6 +1,6 @@
 """Entry: one move whose bytes are all here, beside its destination; and how several end together.
 
-1. All entries of a commit are put in place in one call, and only then counted.
+1. All entries of a commit are put in place, and only then counted. What interrupts that is raised when it is done.
 2. `Standing` counts what was committed: it is the same on all ranks but where one is in doubt.
 3. However a commit ends, `word_end` says what this rank's destination holds.
 """
@@ -15,7 +15,6 @@ from shardmath.protocol import Event
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.party import Party
 from shardmath_torch.commits.conclude import conclude
-from shardmath_torch.commits.shadows import Pair, put_in_place
 
 __all__ = ["Entry", "Standing", "commit_entries", "word_end", "word_torn"]
 
@@ -36,12 +35,15 @@ class Standing:
 
 
 class Entry(NamedTuple):
-    """A move in words, its destinations, how autograd is told, what is put in place, and the version that it makes."""
+    """A move in words, its destinations, and the version that it makes.
+
+    `put` puts it in place, and may be called again; `end` is called once the commit is over, and all is in place.
+    """
 
     claim: str
     keys: tuple[str, ...]
-    mark: Callable[[], None]
-    pairs: Sequence[Pair]
+    put: Callable[[], None]
+    end: Callable[[], None]
     standing: Standing
     version: int
 
@@ -51,8 +53,7 @@ def commit_entries(party: Party, promise: Ballot, entries: Sequence[Entry]) -> N
 
     def place() -> None:
         for entry in entries:
-            entry.mark()
-        put_in_place(pair for entry in entries for pair in entry.pairs)
+            entry.put()
         for entry in entries:
             entry.standing.version = entry.version
 

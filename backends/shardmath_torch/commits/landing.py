@@ -1,18 +1,16 @@
-"""Landing: where a mover's bytes arrive on this rank, and what of them is in place.
+"""Landing: what of a mover's bytes is in place on this rank, and what is said of it.
 
-1. Without shadows they arrive in the destination itself, which a failure may leave torn.
-2. With shadows the destination changes in `commit` alone, or at the end of a block.
+1. Carried into the destination itself, they may leave it torn where the move fails.
+2. Carried beside it, they change it in `commit` alone, or at the end of a block.
 3. Whatever breaks the group while a mover moves says what its destination holds (`telling`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
-
-from torch import Tensor
+from typing import NamedTuple
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of
@@ -22,71 +20,73 @@ from shardmath_torch.agreement.party import Party
 from shardmath_torch.agreement.turns import Turns
 from shardmath_torch.commits.blocks import Block, Member
 from shardmath_torch.commits.entry import Entry, Standing, commit_entries, word_end, word_torn
-from shardmath_torch.commits.shadows import Pair, Shadows
+from shardmath_torch.commits.shadows import Pair, put_in_place
 
-__all__ = ["Arrival", "Finalize", "Landing", "make_nothing"]
-
-Tensors: TypeAlias = Mapping[str, Tensor]
-
-Finalize: TypeAlias = Callable[[Tensors], Iterable[Pair]]
-"""What is to be stored besides, made of what has arrived, by local buffer key."""
-
-
-def make_nothing(arrived: Tensors) -> Iterable[Pair]:
-    """What is stored where there is nothing besides."""
-    return ()
+__all__ = ["Arrival", "Landing"]
 
 
 class Arrival(NamedTuple):
-    """What has arrived: for which tensors, how autograd is told that they are written, and what is made of it.
+    """What has arrived beside these destinations.
 
-    `held` tensors stay where they are from move to move.
+    `finish` gives what is stored besides, `put` puts what has come in place, and `end` is called when that is over.
     """
 
-    dst: Tensors
-    mark: Callable[[], None]
-    finalize: Finalize
-    held: bool
+    keys: tuple[str, ...]
+    finish: Callable[[], Iterable[Pair]]
+    put: Callable[[], None]
+    end: Callable[[], None]
 
 
 @dataclass
 class Landing:
-    """One mover's, on this rank."""
+    """One mover's, on this rank; `former` is how many moves were committed on others before it was there."""
 
-    shadows: Shadows | None = None
+    is_beside: bool = False
     standing: Standing = field(default_factory=Standing)
+    former: int = 0
     _left: str = ""
+    _block: Block | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that shadows take."""
-        return 0 if self.shadows is None else self.shadows.nbytes
+    def check_free(self, block: Block | None) -> None:
+        """Raise ExchangeError where what came in another thread's block waits beside destinations for its end."""
+        other = self._block
+        if other is not None and other is not block and other.is_open:
+            what = "this mover has moved in a smt.commit that another thread has not left"
+            raise ExchangeError(f"{what}; move after it, or compile the plan once more")
 
-    def receive_into(self, dst: Tensors) -> Tensors:
-        """The tensors in which a move to these receives; room for them is made. Raises what torch raises."""
-        return dst if self.shadows is None else self.shadows.receive_into(dst)
+    def follow(self, former: int) -> Landing:
+        """That of a mover that goes on from here in another group, or by another plan.
+
+        What was in doubt is known: the others have no more than `former`.
+        """
+        standing = Standing(self.standing.version, torn=self.standing.torn)
+        return Landing(self.is_beside, standing, former)
 
     def commit(
         self, party: Party, mine: Ballot, arrival: Arrival, member: Member, block: Block | None
     ) -> None:
-        """Put in place what is in the shadows, and what is made of it: on all ranks or on none, now or with the block.
+        """Put in place what has arrived, and what is made of it: on all ranks or on none, now or with the block.
 
         `mine` is what this rank said of the move. What fails here before the promise is an objection. Raises as
         `conclude` does.
         """
-        assert self.shadows is not None
         pairs: list[Pair] = []
         objection = ""
         try:
-            pairs += self.shadows.pair(arrival.dst, arrival.held)
-            pairs += arrival.finalize(self.shadows.tensors)
+            pairs += arrival.finish()
         except Exception as error:
             objection = word_objection(error)
-        keys, version = tuple(arrival.dst), self.standing.version + 1
-        entry = Entry(mine.claim, keys, arrival.mark, pairs, self.standing, version)
+
+        def put() -> None:
+            arrival.put()
+            put_in_place(pairs)
+
+        version = max(self.standing.version, self.former) + 1
+        entry = Entry(mine.claim, arrival.keys, put, arrival.end, self.standing, version)
         if block is not None:
             block.objection = block.objection or objection
             block.add(member, entry)
+            self._block = block
             return
         promise = mine._replace(claim=f"{mine.claim}: commit", objection=objection)
         commit_entries(party, promise, [entry])
@@ -110,6 +110,6 @@ class Landing:
 
     def _word_state(self, former: int) -> str:
         """What the destination holds after a failure; "" where that is what it did."""
-        if self.shadows is not None:
+        if self.is_beside:
             return word_end(self.standing, former)
         return word_torn(self.standing.torn) if self.standing.torn else ""

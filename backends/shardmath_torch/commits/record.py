@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from shardmath.protocol import Event
 from shardmath_torch.agreement import threads
-from shardmath_torch.compat import Store
+from shardmath_torch.compat import Store, apart_from
 
 __all__ = ["Record"]
 
@@ -41,19 +41,20 @@ class Record:
             # Whatever goes wrong, there is no answer then.
             with suppress(Exception):
                 if self.store is not None:
-                    name = self._name(self.number)
-                    answers.append(self.store.compare_set(name, "", proposal.value))
-                    self._forget()
+                    store = apart_from(self.store)
+                    answer = store.compare_set(self._name(self.number), "", proposal.value)
+                    answers.append(answer)
+                    self._forget(store)
 
         threads.start(propose).join(limit)
         if not answers:
             return Event.LOSE
         return Event.COMMIT if answers[0] == Event.COMMIT.value.encode() else Event.ABORT
 
-    def _forget(self) -> None:
+    def _forget(self, store: Store) -> None:
         """Remove the former record."""
-        if self.store is not None and self.former is not None:
-            self.store.delete_key(self._name(self.former))
+        if self.former is not None:
+            store.delete_key(self._name(self.former))
 
     def _name(self, number: int) -> str:
         """Where the store has it."""

@@ -52,18 +52,28 @@ class Shadows:
             math.prod(self._shapes[key]) * layout.itemsize for key, layout in layouts.items()
         )
 
+    def select(self, tensors: Tensors) -> Tensors:
+        """Those of the tensors that have shadows; the mapping itself where all have."""
+        if tensors.keys() <= self._shapes.keys():
+            return tensors
+        return {key: tensor for key, tensor in tensors.items() if key in self._shapes}
+
     def receive_into(self, dst: Tensors) -> Tensors:
         """The shadows of these tensors, made where there are none on their device. Raises what torch raises."""
         devices = {tensor.device for tensor in dst.values()}
         if devices and {self._device} != devices:
-            # Let go of the others before these are made: both need not fit.
-            self.tensors = {}
-            self._paired = None
-            self._device = None
+            # Before these are made: both need not fit.
+            self.let_go()
             made = {key: _make_beside(tensor, self._shapes[key]) for key, tensor in dst.items()}
             self.tensors = made
             (self._device,) = devices
         return self.tensors
+
+    def let_go(self) -> None:
+        """Give the memory back, until something is to be received."""
+        self.tensors = {}
+        self._paired = None
+        self._device = None
 
     def pair(self, dst: Tensors, held: bool = False) -> list[Pair]:
         """Every box of the tensors' own cells, and of their shadows; of a `held` mapping they are kept."""

@@ -21,13 +21,13 @@ from shardmath.programs.part import stored_on
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.gather import party_of
+from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.agreement.party import Party
 from shardmath_torch.agreement.transport import package_of
 from shardmath_torch.agreement.turns import check_thread, in_thread
 from shardmath_torch.digests.comparing import find_odd_replica
 from shardmath_torch.digests.sides import Side, count_shares, divide_shares, gather_numbers
 from shardmath_torch.exchange.local import Local, Tensors, Wanted, by_key, fits
-from shardmath_torch.exchange.mover import word_objection
 
 __all__ = ["digest"]
 

@@ -31,9 +31,10 @@ from shardmath.plans.reduction import Reduction
 from shardmath_torch import compat
 from shardmath_torch.agreement.turns import in_thread
 from shardmath_torch.dtensors.devicemesh import group_for, world
-from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.local import by_key, fits, wanted
-from shardmath_torch.exchange.mover import Mover, move_in_autograd
+from shardmath_torch.movers.calls import Call
+from shardmath_torch.movers.compile import compile
+from shardmath_torch.movers.mover import Mover, move_by
 
 __all__ = ["SILENT", "Move", "Moves", "Said", "Used", "move_between", "weigh_plan"]
 
@@ -69,7 +70,7 @@ class _Compiled(NamedTuple):
 
     def __call__(self, src: Tensor | None, *, out: Tensor | None, said: Said) -> None:
         label, records_gradient = said
-        move_in_autograd(self.mover, src, out=out, label=label, records_gradient=records_gradient)
+        move_by(self.mover, Call(src, out, label=label, records_gradient=records_gradient))
 
 
 class _Key(NamedTuple):

@@ -1,4 +1,4 @@
-"""Exchange: a plan made ready, and tensors moved by it.
+"""Exchange: tensors moved by a rank's part of a plan.
 
 In reading order:
 
@@ -9,7 +9,5 @@ In reading order:
 - `staging`: memory for messages on their way;
 - `views`: tensors and staging as copies from views to views;
 - `task`: what an engine is told;
-- `engine`: rounds of messages over any wire;
-- `mover`: a plan made ready;
-- `compile`: `compile`.
+- `engine`: rounds of messages over any wire.
 """

@@ -6,7 +6,8 @@
 2. A message whose views are one **contiguous** view needs no packing: it is sent from, or received
    into, the tensor itself. Pieces that are folded into what is there are never received in place.
 3. Over some wires large pieces are messages of their own (`apart`), so that those go in place that
-   are contiguous. Both ends divide a message alike, by the sizes of its pieces.
+   are contiguous. Both ends divide a message alike, by the sizes of its pieces. That is for wires
+   without groups: what bounds the messages of a group is counted before.
 4. Other messages go through staging: a block of bytes, at least as large as the round that needs
    most of it. Each message of a round has its own part of the block.
 5. A message is read from source tensors, or, where it is relayed (`Message.relayed`), from
@@ -24,10 +25,9 @@ StridedView(key='w', shape=(16,), strides=(1,), offset=16)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from shardmath.algebra.mesh import strides as row_major
@@ -39,6 +39,7 @@ __all__ = [
     "Endpoint",
     "StridedView",
     "bind",
+    "drop_sends",
     "count_staging_bytes",
     "join",
     "locate",
@@ -60,13 +61,14 @@ class Endpoint(NamedTuple):
     """One end of a message in memory: its pieces' views.
 
     `contiguous` is all of them as one view; where there is none, the message goes through staging,
-    from byte `start` on.
+    from byte `start` on. `folds`: whether some are to be folded into what is there.
     """
 
     message: Message
     views: tuple[StridedView, ...]
     contiguous: StridedView | None
     start: int
+    folds: bool = False
 
 
 class BoundRound(NamedTuple):
@@ -92,11 +94,10 @@ def locate(
     return StridedView(key, shape, tuple(strides), offset)
 
 
-def select(tensors: Mapping[str, Tensor], view: StridedView) -> Tensor:
-    """The elements of the view, without a copy."""
-    tensor = tensors[view.key]
+def select(tensor: Tensor, view: StridedView) -> Tensor:
+    """The elements of the view of this tensor, without a copy."""
     offset = tensor.storage_offset() + view.offset
-    return torch.as_strided(tensor, view.shape, view.strides, offset)
+    return tensor.as_strided(view.shape, view.strides, offset)
 
 
 def join(views: Sequence[StridedView]) -> StridedView | None:
@@ -121,6 +122,16 @@ def _is_contiguous(view: StridedView) -> bool:
 def bind(rounds: Iterable[Round], src: Strides, dst: Strides) -> tuple[BoundRound, ...]:
     """The rounds, for source and destination tensors of these strides."""
     return tuple(_bind_round(one, src, dst) for one in rounds)
+
+
+def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[BoundRound, ...]:
+    """The rounds without what goes to ranks that are gone; all else stays where it is in staging."""
+    kept = []
+    for one in rounds:
+        sends = [end for end in one.sends if end.message.dst_rank not in gone]
+        if sends or one.receives or one.keeps:
+            kept.append(one._replace(sends=tuple(sends)))
+    return tuple(kept)
 
 
 def set_apart(rounds: Iterable[Round], nbytes: int | None) -> tuple[Round, ...]:
@@ -207,5 +218,5 @@ def _bind_to_destination(message: Message, strides: Strides) -> Endpoint:
         key = piece.dst_tensor
         views.append(locate(key, strides[key], piece.dst_slices, piece.shape))
     # Received in place, a piece would overwrite what it is to be folded into.
-    overwrites = all(piece.op == "copy" for piece in message.pieces)
-    return Endpoint(message, tuple(views), join(views) if overwrites else None, 0)
+    folds = any(piece.op != "copy" for piece in message.pieces)
+    return Endpoint(message, tuple(views), None if folds else join(views), 0, folds)

@@ -4,18 +4,21 @@ A rank walks its rounds. In each it posts all receives, packs and posts all send
 keeps while the wire works, unpacks messages as they arrive, and at last folds what is reduced, in
 order of addend: so results do not depend on what arrives first, and are those of
 `shardmath.simulate` bit for bit. All of this is done before the next round packs, so what arrived
-in one may be relayed in the next.
+in one may be relayed in the next. On a GPU "before" is the order of its streams: the host only says
+what is to be done, and waits once, at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from shardmath.programs.messages import Message
+from shardmath.programs.messages import Message, Round
 from shardmath_torch import dtypes
 from shardmath_torch.agreement.wire import PeerFailure, Pending
 from shardmath_torch.exchange.endpoints import (
@@ -23,11 +26,12 @@ from shardmath_torch.exchange.endpoints import (
     Endpoint,
     bind,
     count_staging_bytes,
+    drop_sends,
     set_apart,
 )
-from shardmath_torch.exchange.staging import Fence, staging_of
+from shardmath_torch.exchange.staging import Block, staging_of
 from shardmath_torch.exchange.task import Task
-from shardmath_torch.exchange.views import Fold, Views, divide, fill
+from shardmath_torch.exchange.views import Fold, Staged, Views, divide, fill
 from shardmath_torch.observing.laps import (
     ARRIVED,
     FOLDED,
@@ -47,23 +51,25 @@ _OnItsWay: TypeAlias = tuple[Endpoint, Pending]
 
 
 class Exchange:
-    """The engine of both transports.
+    """The engine of both transports. Pieces of at least `apart` bytes, if that is given, are messages of their own."""
 
-    `fence` says how a move waits for the one that had its staging before, `apart` from how many bytes on a piece is a
-    message of its own.
-    """
-
-    def __init__(self, task: Task, fence: Fence | None = None, apart: int | None = None) -> None:
+    def __init__(self, task: Task, apart: int | None = None) -> None:
         self._task = task
-        self.posted = set_apart(task.part.rounds, apart)
-        self._fence = fence or Fence()
+        self._apart = apart
         self._bound_to: object = None
         self._rounds: tuple[BoundRound, ...] = ()
         self._staging = staging_of(task.group, torch.device("cpu"))
         self._needed = 0
         self._held: tuple[Tensors, Tensors] | None = None
         self._views: Views | None = None
-        self.begun = 0
+        # Of a block that a larger one replaces nothing is kept.
+        self._staged: WeakKeyDictionary[Block, Staged] = WeakKeyDictionary()
+        self.begun: int | None = 0
+
+    @functools.cached_property
+    def posted(self) -> tuple[Round, ...]:
+        """The part's rounds, large pieces apart."""
+        return set_apart(self._task.part.rounds, self._apart)
 
     @property
     def staging_bytes(self) -> int:
@@ -87,36 +93,63 @@ class Exchange:
             self._rounds = bind(self.posted, src_strides, dst_strides)
             self._staging = staging_of(self._task.group, device)
             self._needed = count_staging_bytes(self._rounds)
+            self._staged.clear()
             self._bound_to = wanted
         self._staging.reserve(self._needed)
+
+    def keep(self, task: Task, gone: Collection[int]) -> Exchange:
+        """One that does the same without what goes to ranks that are gone, for tensors that lie as they did.
+
+        Raises what torch raises where memory is short.
+        """
+        kept = Exchange(task, self._apart)
+        kept._rounds = drop_sends(self._rounds, gone)
+        kept._bound_to = self._bound_to
+        kept._needed = self._needed
+        kept._held = self._held
+        kept._views = self._views
+        kept._staging = staging_of(task.group, self._staging.device)
+        kept._staging.take_over(self._staging)
+        kept._staging.reserve(self._needed)
+        return kept
 
     def move(self, src: Tensors, dst: Tensors, watch: Stopwatch) -> None:
         """Move the tensors. Raises PeerFailure."""
         part = self._task.part
-        self.begun = 0
+        self._note_begun(0)
         # In inference mode inference tensors, too, may be written.
-        with torch.inference_mode(), self._staging.lend(self._needed, self._fence) as block:
+        with torch.inference_mode(), self._staging.lend(self._needed) as block:
             views = self._find_views(src, dst, block)
-            self.begun = 1
+            self._note_begun(1)
             for work in part.fills:
                 fill(work, dst)
                 watch.lap(FOLDED)
-            for one in self._rounds:
-                self.begun += 1
+            for number, one in enumerate(self._rounds):
+                self._note_begun(number + 2)
                 self._run_round(one, views, watch)
-            self.begun = part.steps
+            self._note_begun(part.steps)
             for work in part.divisions:
                 divide(work, dst)
                 watch.lap(FOLDED)
+            self._task.wire.finish()
+            if self._task.wire.device.type != "cpu":
+                watch.lap(ARRIVED)
             self.begun = part.steps + 1
 
-    def _find_views(self, src: Tensors, dst: Tensors, block: Tensor) -> Views:
+    def _note_begun(self, steps: int) -> None:
+        """So many steps have begun: not known where another device carries out what it was told."""
+        self.begun = steps if self._task.wire.device.type == "cpu" else None
+
+    def _find_views(self, src: Tensors, dst: Tensors, block: Block) -> Views:
         """The tensors and staging of a move; those of the move before where both are the same."""
+        staged = self._staged.get(block)
+        if staged is None:
+            staged = self._staged[block] = Staged(block.memory)
         held = self._held is not None and src is self._held[0] and dst is self._held[1]
         if not held:
-            return Views(src, dst, block)
-        if self._views is None or self._views.block is not block:
-            self._views = Views(src, dst, block, held=True)
+            return Views(src, dst, staged)
+        if self._views is None or self._views.staged is not staged:
+            self._views = Views(src, dst, staged, held=True)
         return self._views
 
     def _run_round(self, one: BoundRound, views: Views, watch: Stopwatch) -> None:
@@ -129,12 +162,16 @@ class Exchange:
         for source, target in one.keeps:
             folds += views.keep(source, target)
             watch.lap(KEPT, source.message)
-        for endpoint, pending in arriving:
+        # Of many small pieces finding where they go takes as long as the wire does.
+        unpackings = [views.find_unpacking(endpoint) for endpoint, _ in arriving]
+        if unpackings:
+            watch.lap(UNPACKED)
+        for (endpoint, pending), unpack in zip(arriving, unpackings, strict=True):
             message = endpoint.message
             _wait(pending, message)
             watch.waited(ARRIVED, message, message.src_rank)
             if not endpoint.contiguous:
-                folds += views.unpack(endpoint)
+                folds += unpack()
                 watch.lap(UNPACKED, message)
         # What has not left must not change: a relayed message may be sent from a destination.
         for endpoint, pending in leaving:

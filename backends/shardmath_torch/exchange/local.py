@@ -22,7 +22,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Movable
 from shardmath.programs.part import own_boxes, stored_on
-from shardmath_torch.exchange.memory import missing_memory, plain, stored_bytes
+from shardmath_torch.exchange.memory import missing_memory, plain
 from shardmath_torch.exchange.overlaps import (
     find_meeting,
     find_meeting_sides,
@@ -130,15 +130,15 @@ def _list_names(keys: Mapping[str, object]) -> str:
 # Each tensor
 
 
-def fits(want: Wanted, tensors: Tensors, device_type: str | None = None) -> None:
+def fits(want: Wanted, tensors: Tensors, device: torch.device | None = None) -> None:
     """Raises ExchangeError for the first tensor of a side that is not as stored there, or not on such a device."""
     for key, (shape, layout) in want.tensors.items():
         label = _label(want.side, key)
         tensor = tensors[key]
         _check_kind(label, tensor)
         _check_shape(label, tensor, shape, layout)
-        if device_type is not None:
-            _check_device(label, tensor, device_type)
+        if device is not None:
+            _check_device(label, tensor, device)
         _check_memory(label, tensor)
 
 
@@ -164,13 +164,12 @@ def _check_shape(label: str, tensor: Tensor, shape: tuple[int, ...], layout: Lay
         raise ExchangeError(f"{what}; {fix}")
 
 
-def _check_device(label: str, tensor: Tensor, device_type: str) -> None:
+def _check_device(label: str, tensor: Tensor, device: torch.device) -> None:
     """Raise ExchangeError for a tensor that the group cannot move."""
-    device = tensor.device
-    if device.type != device_type:
-        here = f"{label} is on device '{device}'"
-        what = f"{here}, the process group moves tensors on '{device_type}'"
-        fix = f"pass it on '{device_type}', or compile on a group for '{device.type}'"
+    here = tensor.device
+    if here != device:
+        what = f"{label} is on device '{here}', the process group moves tensors on '{device}'"
+        fix = f"pass it on '{device}', or compile on a group for '{here}'"
         raise ExchangeError(f"{what}; {fix}")
 
 
@@ -195,12 +194,12 @@ def _check_memory(label: str, tensor: Tensor) -> None:
 def check(
     wants: tuple[Wanted, Wanted],
     given: tuple[Tensors, Tensors],
-    device_type: str,
+    device: torch.device,
     apart: bool = True,
 ) -> None:
     """Raises ExchangeError for the first tensor that does not fit; `apart`: sides may not share memory."""
     for want, tensors in zip(wants, given, strict=True):
-        fits(want, tensors, device_type)
+        fits(want, tensors, device)
     src, dst = given
     _check_writable(dst)
     _check_one_device(src, dst)
@@ -256,25 +255,33 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
     return [tensors[key][box] for box in own_boxes(layout.runs(want.rank))]
 
 
-def signature(given: tuple[Tensors, Tensors]) -> tuple[object, ...]:
+def signature(given: tuple[Tensors, Tensors]) -> list[object]:
     """Equal for plain tensors that lie at the same place in the same way: what was checked need not be again."""
-    return tuple((key, *_describe_memory(t)) for side in given for key, t in side.items())
+    # A list: while another thread looks at all objects, as `prepare` of a refit does, CPython 3.11 cannot end a tuple
+    # that is made of a generator (SystemError).
+    return [(key, *_describe_memory(t)) for side in given for key, t in side.items()]
 
 
-def _describe_memory(tensor: object) -> tuple[object, ...]:
-    """All that a check depends on; equal to nothing for what has no memory."""
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+def _describe_memory(tensor: Tensor) -> tuple[object, ...]:
+    """All that a check depends on; equal to nothing for what has no memory.
+
+    Made of every tensor in every move, so it asks for no more than that.
+    """
+    try:
+        storage = tensor.untyped_storage()
+        return (
+            type(tensor),
+            storage.data_ptr(),
+            # A storage that shrank may stay where it was.
+            storage.nbytes(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+    except (AttributeError, RuntimeError):
+        # No tensor, or one without memory of its own.
         return (object(),)
-    if missing_memory(tensor):
-        return (object(),)
-    return (
-        tensor.data_ptr(),
-        # A storage that shrank may stay where it was.
-        stored_bytes(tensor),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )

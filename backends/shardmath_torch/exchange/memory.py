@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import Parameter
 
-__all__ = ["mark_written", "missing_memory", "plain", "reach", "stored_bytes"]
+__all__ = ["mark_written", "missing_memory", "plain", "reach"]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -65,11 +65,6 @@ def missing_memory(tensor: Tensor) -> str:
     if not start or storage.device != tensor.device:
         return f"has no memory on '{tensor.device}'"
     return ""
-
-
-def stored_bytes(tensor: Tensor) -> int:
-    """Bytes of the storage under the tensor, whatever the tensor uses of it."""
-    return tensor.untyped_storage().nbytes()
 
 
 def reach(tensor: Tensor) -> int:

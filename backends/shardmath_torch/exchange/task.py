@@ -6,7 +6,7 @@ wire that engines stand on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -56,6 +56,12 @@ class Engine(Protocol):
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
         """Moves tensors that lie like those prepared for; each thing that it does is a lap. Raises PeerFailure."""
+
+    def keep(self, task: Task, gone: Collection[int]) -> Engine:
+        """One for the task, which is this one's without what goes to ranks that are gone, and the same tensors.
+
+        No communication.
+        """
 
 
 class Transport(Protocol):

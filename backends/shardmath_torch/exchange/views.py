@@ -1,33 +1,41 @@
 """Views: one move's tensors and staging as copies from views to views.
 
-1. Copies move words; folds compute in the elements' own type.
-2. Views of tensors that stay where they are (`held`) are made once: the next move copies between the same ones, and
+1. Copies move bits: elements as they are where torch copies every bit of them, and words otherwise. Folds compute in
+   the elements' own type.
+2. Of many small tensors making views takes longer than copying them. So a tensor that goes whole is copied as it is,
+   and the other end of the copy, in staging, is found once.
+3. All of this is done in inference mode, so that nothing is recorded.
+4. Views of tensors that stay where they are (`held`) are made once: the next move copies between the same ones, and
    touches no tensor in Python.
 
 >>> tensors = Typed({"w": torch.tensor([1.0, 2.0])})
 >>> second = StridedView("w", (1,), (1,), 1)
->>> tensors.words(second).dtype, tensors.elements(second)
-(torch.int32, tensor([2.]))
+>>> tensors.bits(second).dtype, tensors.elements(second)
+(torch.float32, tensor([2.]))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shardmath.algebra.mesh import strides as row_major
-from shardmath.plans.plan import Transfer
 from shardmath.programs.messages import Message
 from shardmath.programs.part import CellWork
 from shardmath_torch import dtypes
 from shardmath_torch.exchange.endpoints import Endpoint, StridedView, select
 
-__all__ = ["Fold", "Typed", "Views", "divide", "fill"]
+__all__ = ["Fold", "Staged", "Typed", "Views", "divide", "fill"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
+
+MOST_PIECES = 1 << 17
+"""Views of staging that are kept, at about half a kilobyte each."""
 
 
 class Fold(NamedTuple):
@@ -39,25 +47,45 @@ class Fold(NamedTuple):
     piece: Tensor
 
 
+Unpacking: TypeAlias = Callable[[], list[Fold]]
+
+
 class Typed:
-    """Tensors as words and as elements, each made when it is first asked for."""
+    """Tensors as bits and as elements, each made when it is first asked for."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
-        self._words: dict[str, Tensor] = {}
+        self._bits: dict[str, Tensor] = {}
         self._elements: dict[str, Tensor] = {}
 
-    def words(self, view: StridedView) -> Tensor:
-        """What the view has, as words, which every element type is copied as; without a copy."""
-        if view.key not in self._words:
-            self._words[view.key] = dtypes.words(self._tensors[view.key])
-        return select(self._words, view)
+    def bits(self, piece: StridedView) -> Tensor:
+        """What the piece has, of a type that torch copies bit by bit; without a copy."""
+        tensor = self._find_bits(piece.key)
+        # A piece has the tensor's own strides, so one of its shape is the tensor.
+        return tensor if tensor.shape == piece.shape else select(tensor, piece)
+
+    def bytes(self, view: StridedView) -> Tensor:
+        """What the contiguous view has; without a copy."""
+        return select(self._find_bits(view.key), view).view(torch.uint8)
+
+    def _find_bits(self, key: str) -> Tensor:
+        tensor = self._bits.get(key)
+        if tensor is None:
+            tensor = self._tensors[key]
+            if tensor.dtype not in dtypes.COPIED:
+                tensor = dtypes.words(tensor)
+            self._bits[key] = tensor
+        return tensor
+
+    def take(self, keys: Iterable[str]) -> list[Tensor]:
+        """The tensors themselves."""
+        return [self._tensors[key] for key in keys]
 
     def elements(self, view: StridedView) -> Tensor:
         """What the view has, in its own type; without a copy."""
         if view.key not in self._elements:
             self._elements[view.key] = self._tensors[view.key].detach()
-        return select(self._elements, view)
+        return select(self._elements[view.key], view)
 
 
 class _Copies(NamedTuple):
@@ -74,17 +102,62 @@ class _Copies(NamedTuple):
         return self.folds
 
 
+class Staged:
+    """Where the pieces of endpoints lie in a block of staging, found once for each, up to MOST_PIECES.
+
+    Endpoints live as long as what is bound here, so that their identities stay theirs. Of the callers' tensors nothing
+    is kept but names: `wholes` has those of endpoints whose pieces are whole tensors, which are copied as they are.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.wholes: dict[int, list[str]] = {}
+        self._typed: dict[torch.dtype, Tensor] = {}
+        self._pieces: dict[int, list[Tensor]] = {}
+        self._kept = 0
+
+    def find(self, endpoint: Endpoint, like: Iterable[Tensor]) -> list[Tensor]:
+        """The pieces of the endpoint, in the types of these."""
+        found = self._pieces.get(id(endpoint))
+        if found is None:
+            message = endpoint.message
+            pieces = zip(message.pieces, message.starts, like, strict=True)
+            found = [
+                self._view(tensor.dtype, piece.shape, endpoint.start + start)
+                for piece, start, tensor in pieces
+            ]
+            self._kept += len(found)
+            if self._kept <= MOST_PIECES:
+                self._pieces[id(endpoint)] = found
+        return found
+
+    def _view(self, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
+        """Elements from byte `start` on."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            # Only full elements are viewed as another type: bytes beyond the last are left out.
+            fitting = self.memory.nbytes - self.memory.nbytes % dtype.itemsize
+            typed = self._typed[dtype] = self.memory[:fitting].view(dtype)
+        return typed.as_strided(shape, row_major(shape), start // dtype.itemsize)
+
+
 class Views:
     """One move's tensors and staging."""
 
-    def __init__(self, src: Tensors, dst: Tensors, block: Tensor, held: bool = False) -> None:
+    def __init__(self, src: Tensors, dst: Tensors, staged: Staged, held: bool = False) -> None:
         self._src = Typed(src)
         self._dst = Typed(dst)
-        self.block = block
+        self.staged = staged
         self._held = held
-        self._typed_blocks: dict[torch.dtype, Tensor] = {}
         self._copies: dict[tuple[str, int], _Copies] = {}
         self._bytes: dict[int, Tensor] = {}
+
+    def over(self, memory: Tensor) -> Views:
+        """The same tensors, and this memory as staging."""
+        apart = copy.copy(self)
+        apart.staged = Staged(memory)
+        apart._held = False
+        return apart
 
     def find_bytes(self, endpoint: Endpoint, arriving: bool) -> Tensor:
         """The message's bytes: in the tensor where they are contiguous there, otherwise in staging."""
@@ -98,8 +171,8 @@ class Views:
     def _locate_bytes(self, endpoint: Endpoint, arriving: bool) -> Tensor:
         if endpoint.contiguous:
             tensors = self._dst if arriving else self._read_from(endpoint.message)
-            return tensors.words(endpoint.contiguous).view(torch.uint8)
-        return self.block[endpoint.start : endpoint.start + endpoint.message.nbytes]
+            return tensors.bytes(endpoint.contiguous)
+        return self.staged.memory[endpoint.start : endpoint.start + endpoint.message.nbytes]
 
     def _read_from(self, message: Message) -> Typed:
         """The tensors from which the message is sent."""
@@ -110,11 +183,15 @@ class Views:
         if not endpoint.contiguous:
             self._find_copies("pack", endpoint).run()
 
+    def find_unpacking(self, endpoint: Endpoint) -> Unpacking:
+        """What copies the pieces out of staging, unless they come in place, and gives what is to be folded."""
+        if endpoint.contiguous:
+            return list
+        return self._find_copies("unpack", endpoint).run
+
     def unpack(self, endpoint: Endpoint) -> list[Fold]:
         """Copy the pieces out of staging, unless they came in place; give what is to be folded."""
-        if endpoint.contiguous:
-            return []
-        return self._find_copies("unpack", endpoint).run()
+        return self.find_unpacking(endpoint)()
 
     def keep(self, source: Endpoint, target: Endpoint) -> list[Fold]:
         """Copy the rank's own pieces; give what is to be folded."""
@@ -124,7 +201,6 @@ class Views:
         self, kind: str, endpoint: Endpoint, target: Endpoint | None = None
     ) -> _Copies:
         """The copies of an endpoint, made once where tensors are held."""
-        # Endpoints live as long as what is bound here, so that their identities stay theirs.
         key = kind, id(endpoint)
         copies = self._copies.get(key)
         if copies is None:
@@ -139,25 +215,41 @@ class Views:
         return self._list_packed(endpoint) if kind == "pack" else self._list_unpacked(endpoint)
 
     def _list_packed(self, endpoint: Endpoint) -> _Copies:
-        copies = _Copies([], [], [])
-        tensors = self._read_from(endpoint.message)
-        for view, piece, start in _list_staged(endpoint):
-            words = tensors.words(view)
-            copies.into.append(self._find_staged(words.dtype, piece, start))
-            copies.out_of.append(words)
-        return copies
+        bits = self._list_bits(endpoint, self._read_from(endpoint.message))
+        return _Copies(self.staged.find(endpoint, bits), bits, [])
 
     def _list_unpacked(self, endpoint: Endpoint) -> _Copies:
+        if endpoint.folds:
+            return self._list_folded(endpoint)
+        bits = self._list_bits(endpoint, self._dst)
+        return _Copies(bits, self.staged.find(endpoint, bits), [])
+
+    def _list_bits(self, endpoint: Endpoint, tensors: Typed) -> list[Tensor]:
+        """The tensors' own pieces, in the order of the message."""
+        keys = self.staged.wholes.get(id(endpoint))
+        if keys is not None:
+            return tensors.take(keys)
+        bits = [tensors.bits(view) for view in endpoint.views]
+        keys = [view.key for view in endpoint.views]
+        if all(map(operator.is_, bits, tensors.take(keys))):
+            self.staged.wholes[id(endpoint)] = keys
+        return bits
+
+    def _list_folded(self, endpoint: Endpoint) -> _Copies:
+        """What is copied, and what is folded."""
         copies = _Copies([], [], [])
-        for view, piece, start in _list_staged(endpoint):
+        pieces = endpoint.message.pieces
+        into = [
+            self._dst.bits(view) if piece.op == "copy" else self._dst.elements(view)
+            for view, piece in zip(endpoint.views, pieces, strict=True)
+        ]
+        arrived = self.staged.find(endpoint, into)
+        for piece, here, there in zip(pieces, into, arrived, strict=True):
             if piece.op == "copy":
-                words = self._dst.words(view)
-                copies.into.append(words)
-                copies.out_of.append(self._find_staged(words.dtype, piece, start))
+                copies.into.append(here)
+                copies.out_of.append(there)
             else:
-                into = self._dst.elements(view)
-                arrived = self._find_staged(into.dtype, piece, start)
-                copies.folds.append(Fold(piece.addend, piece.op, into, arrived))
+                copies.folds.append(Fold(piece.addend, piece.op, here, there))
         return copies
 
     def _list_kept(self, source: Endpoint, target: Endpoint) -> _Copies:
@@ -165,31 +257,13 @@ class Views:
         ends = zip(source.views, target.views, source.message.pieces, strict=True)
         for here, there, piece in ends:
             if piece.op == "copy":
-                copies.into.append(self._dst.words(there))
-                copies.out_of.append(self._src.words(here))
+                copies.into.append(self._dst.bits(there))
+                copies.out_of.append(self._src.bits(here))
             else:
                 into = self._dst.elements(there)
                 kept = self._src.elements(here)
                 copies.folds.append(Fold(piece.addend, piece.op, into, kept))
         return copies
-
-    def _find_staged(self, dtype: torch.dtype, piece: Transfer, start: int) -> Tensor:
-        """The piece inside staging, from byte `start` on."""
-        size = dtype.itemsize
-        block = self._typed_blocks.get(dtype)
-        if block is None:
-            # Only full elements are viewed as another type: bytes beyond the last are left out.
-            fitting = self.block.nbytes - self.block.nbytes % size
-            block = self.block[:fitting].view(dtype)
-            self._typed_blocks[dtype] = block
-        return torch.as_strided(block, piece.shape, row_major(piece.shape), start // size)
-
-
-def _list_staged(endpoint: Endpoint) -> Iterator[tuple[StridedView, Transfer, int]]:
-    """Each piece's view, itself, and the byte of staging where it begins."""
-    message = endpoint.message
-    starts = (endpoint.start + start for start in message.starts)
-    return zip(endpoint.views, message.pieces, starts, strict=True)
 
 
 # Cells before and after pieces arrive

@@ -35,7 +35,6 @@ from shardmath_torch.checkpoints.loading import local_layouts
 from shardmath_torch.checkpoints.saving import to_disk
 from shardmath_torch.compat import Group
 from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.exchange.compile import compile
 from shardmath_torch.exchange.local import by_key, fits, wanted
 from shardmath_torch.exports.sources import (
     Source,
@@ -46,6 +45,7 @@ from shardmath_torch.exports.sources import (
 )
 from shardmath_torch.files.places import CheckpointError, local_folder
 from shardmath_torch.files.steps import on_all
+from shardmath_torch.movers.compile import compile
 from shardmath_torch.safetensors.hf_folder import (
     Draft,
     check_folder,

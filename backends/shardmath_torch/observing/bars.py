@@ -61,6 +61,11 @@ class Meter:
             self._done += about.payload
             self._tell()
 
+    def expect(self, total: int) -> None:
+        """So many bytes go, and not what was said before."""
+        self._total = total
+        self._tell()
+
     def finish(self) -> None:
         """All is done, also where the engine has no messages to tell of. Raises what the function has raised."""
         if self._done < self._total:

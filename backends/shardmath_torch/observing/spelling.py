@@ -58,7 +58,7 @@ class Timed:
     @property
     def agreed(self) -> Vote | None:
         """Its first vote, after which bytes move; None where there was none."""
-        return next(find_votes([self]), None)
+        return next(find_votes([self], unasked=True), None)
 
 
 class _Lap(NamedTuple):
@@ -72,12 +72,14 @@ class _Lap(NamedTuple):
         return NAMES[self.mark.lap]
 
 
-def find_votes(calls: Iterable[Timed]) -> Iterator[Vote]:
-    """The votes of the calls."""
+def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
+    """The votes of the calls; `unasked`: those, too, that were left out, at which ranks did not meet."""
     for call in calls:
         for lap, about, at_s in call.marks:
             if lap == AGREED and isinstance(about, tuple):
-                nonce, number = about
+                nonce, number, was_asked = about
+                if not (was_asked or unasked):
+                    continue
                 yield Vote(f"{nonce}:{number}", at_s)
 
 

@@ -37,7 +37,7 @@ Hear: TypeAlias = Callable[[int, object, float], None]
 class Ledger:
     """What the calls of one mover on this rank have in common, and the latest of them.
 
-    `given` is what each call carries out, None for what is a part of it; `rounds` are those that its engine posts.
+    `given` is what each call carries out, None for what is a part of it; `list_rounds` gives what its engine posts.
     Moves are `logged`.
     """
 
@@ -46,7 +46,7 @@ class Ledger:
         name: str,
         given: Given | None,
         rank: int,
-        rounds: Sequence[Round] = (),
+        list_rounds: Callable[[], Sequence[Round]] = tuple,
         *,
         logged: bool = True,
     ) -> None:
@@ -54,7 +54,7 @@ class Ledger:
         self.given = given
         self.rank = rank
         self.logged = logged
-        self._rounds = rounds
+        self._list_rounds = list_rounds
         self._traffic: Traffic | None = None
         self._last: Stopwatch | None = None
 
@@ -62,7 +62,7 @@ class Ledger:
     def traffic(self) -> Traffic:
         """What each call sends and receives."""
         if self._traffic is None:
-            self._traffic = count_traffic(self._rounds)
+            self._traffic = count_traffic(self._list_rounds())
         return self._traffic
 
     @property
@@ -181,6 +181,8 @@ class Stopwatch:
     def say_traffic(self, traffic: Traffic) -> None:
         """What it sends and receives is this."""
         self._own = traffic
+        if self._meter is not None:
+            self._meter.expect(traffic.nbytes)
 
     @property
     def _title(self) -> str:

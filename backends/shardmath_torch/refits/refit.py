@@ -9,7 +9,7 @@ refit()                                                         # collective, af
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +22,18 @@ from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.agreement.transport import join
+from shardmath_torch.changes.carrying import How
+from shardmath_torch.changes.changes import Changes, make_changes
 from shardmath_torch.commits.blocks import Member
-from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, DIRECT, compile
+from shardmath_torch.commits.shadows import Pair
+from shardmath_torch.exchange.local import Local, Tensors
 from shardmath_torch.exchange.memory import mark_written
-from shardmath_torch.exchange.mover import move_held
+from shardmath_torch.movers.calls import EVERY, Call
+from shardmath_torch.movers.compile import make_ready
+from shardmath_torch.movers.handles import Handle
+from shardmath_torch.movers.mover import Mover, move_by
+from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, Settings
+from shardmath_torch.movers.stages import Stage
 from shardmath_torch.observing.bars import Progress
 from shardmath_torch.observing.moved import Moved
 from shardmath_torch.refits.gathered import check_not_gathered, find_groups, give_back
@@ -38,12 +46,15 @@ from shardmath_torch.refits.holders import (
     watch,
 )
 from shardmath_torch.refits.views import (
+    Computed,
     Function,
     Given,
     Natives,
     Views,
     bind_views,
+    check_named,
     compute,
+    is_by_name,
     name_natives,
 )
 
@@ -53,12 +64,37 @@ SHOWN = 24
 """Hexadecimal digits of a digest that a claim has."""
 
 
+class _Ends(Stage):
+    """What a refit does at both ends of a move: it gives its views, and computes what functions store."""
+
+    def __init__(self, refit: Refit) -> None:
+        self._refit = refit
+
+    def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
+        """The views that were bound."""
+        return self._refit._src.tensors or None, self._refit._dst.tensors or None
+
+    def begin(self) -> None:
+        """What FSDP2 has gathered of the engines' parameters is old from now on."""
+        give_back(self._refit._groups)
+
+    def finish(self, arrived: Tensors) -> Iterator[Pair]:
+        """What functions make of what has arrived, and where that is stored."""
+        computed = self._refit._dst.computed
+        mark_written(one.stored for one in computed)
+        for one in computed:
+            with torch.inference_mode():
+                made = compute(one, arrived[one.key])
+            yield one.stored, made
+
+
 @public
 class Refit:
     """A planned refit made ready on this rank: `prepare` binds its tensors, a call moves them.
 
-    `timeout` is in seconds; with `commit="all"` a step is in place on all ranks or on none, as `compile` has it.
-    Raises ExchangeError on every rank where ranks plan differently.
+    `timeout`, `max_inflight_bytes`, `commit` and `agree` are those of `compile`. With `changes=True` a call sends what
+    has changed since the one before, as `compile_changes` has it; `changes` is then what does so, and says what was
+    sent. Raises ExchangeError on every rank where ranks plan differently.
     """
 
     def __init__(
@@ -69,24 +105,63 @@ class Refit:
         timeout: float = DEFAULT_TIMEOUT_S,
         max_inflight_bytes: int | None = None,
         commit: str = DIRECT,
+        agree: str = EVERY,
+        changes: bool = False,
     ) -> None:
         if not isinstance(planned, Planned):
             raise ExchangeError(
                 f"planned is not a refit, but {type(planned).__name__}; give what sm.refit gives"
             )
         self.planned = planned
-        self._mover = compile(
-            planned.plan,
-            group=group,
-            timeout=timeout,
-            max_inflight_bytes=max_inflight_bytes,
-            commit=commit,
-        )
+        settings = Settings(timeout, max_inflight_bytes, commit=commit, agree=agree)
+        ends = (_Ends(self),)
+        self._mover: Mover
+        if changes:
+            self._mover = make_changes(planned.plan, group, settings, stages=ends)
+        else:
+            self._mover = Mover(make_ready(planned.plan, group, settings, ends))
+        self._timeout = timeout
         self._party = join(compat.group_of(group), timeout, timeout)
-        self._src = Views({}, [])
-        self._dst = Views({}, [])
+        self._bound = self._src = self._dst = Views({}, [])
         self._at: list[Watched] | None = None
+        self._kept: list[Watched] | None = None
         self._groups: list[object] = []
+
+    def replan(
+        self,
+        planned: Planned,
+        *,
+        group: compat.Group | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Goes on with another refit: collective, as `Mover.replan` has it.
+
+        Where engines have left the same refit (`planned.without`), what was bound stays bound. Otherwise all ranks
+        prepare again, those of a refit to which engines have come back by `prepare()`, which binds what was bound.
+        """
+        found = self._party.group if group is None else group
+        # What is no refit is objected to in the vote, for which the others wait.
+        plan = planned.plan if isinstance(planned, Planned) else planned
+        self._mover.replan(plan, group=found, timeout=timeout)
+        self._timeout = self._timeout if timeout is None else timeout
+        self._party = join(compat.group_of(found), self._timeout, self._timeout)
+        self._kept = self._find_kept(planned)
+        only_left = set(planned.plan.left).issuperset(self.planned.plan.left)
+        self._at = self._kept if only_left and _are_related(self.planned, planned) else None
+        self._src = _keep_moved(self._bound, planned)
+        self.planned = planned
+
+    def _find_kept(self, planned: Planned) -> list[Watched] | None:
+        """What is bound here that this refit moves, too; None where other tensors are to be bound."""
+        rank = self._party.rank
+        if rank in planned.plan.left:
+            self._bound = self._dst = Views({}, [])
+            return []
+        if not _are_related(self.planned, planned) or rank in self.planned.plan.left:
+            return None
+        if _list_sides(self.planned, rank) != _list_sides(planned, rank):
+            return None
+        return self._kept if self._at is None else self._at
 
     @property
     def version(self) -> int:
@@ -106,7 +181,7 @@ class Refit:
     @property
     def last(self) -> Moved | None:
         """What the latest step did on this rank, as of `Mover.last`."""
-        return self._mover.last
+        return self._mover.last if self.changes is None else self.changes.moved
 
     @property
     def shadow_bytes(self) -> int:
@@ -130,20 +205,31 @@ class Refit:
 
         `src` is a trainer rank's, `dst` an engine rank's, by engine where these have names; a mapping per chunk where
         a rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are those that
-        rows name. Raises ExchangeError on all ranks, with all that does not fit on one.
+        rows name. With changes the next call moves all. Raises ExchangeError on all ranks, with all that does not fit
+        on one.
         """
+        # One that is under way computes from what was bound for it.
+        self._party.turns.wait_for_beside()
         objection = ""
         self._at = None
         try:
-            self._bind(src, dst, own, functions or {})
+            if src is None and dst is None and self._kept is not None:
+                self._at = self._kept
+            else:
+                self._bind(src, dst, own, functions or {})
         except Exception as error:
             # The others wait for this rank's vote, whatever went wrong here.
             objection = word_objection(error)
         claim = f"prepare refit {self.planned.plan.digest[:SHOWN]}"
         ballot = Ballot(claim, objection=objection)
         self._party.together(
-            lambda: self._party.vote(ballot), lambda failure, rank: "tensors were prepared"
+            lambda: self._agree(ballot), lambda failure, rank: "tensors were prepared"
         )
+
+    def _agree(self, ballot: Ballot) -> None:
+        """Vote. Of what was prepared before, nothing holds any more, however that ends."""
+        self._mover.forget()
+        self._party.vote(ballot)
 
     def _bind(
         self,
@@ -153,7 +239,7 @@ class Refit:
         functions: Mapping[str, Function],
     ) -> None:
         here = name_natives(src)
-        self._src = self._bind_side(here, None, own, functions)
+        self._bound = self._src = self._bind_side(here, None, own, functions)
         tensors: dict[str, Tensor] = {}
         computed = []
         received: list[Tensor] = []
@@ -167,9 +253,18 @@ class Refit:
             computed += views.computed
             watched += self._watch(engine, given, natives, self.planned.engines[engine])
         find_owners(watched)
+        self._check_computed(computed)
         self._dst = Views(tensors, computed)
         self._groups = find_groups(received)
         self._at = watched
+        self._kept = None
+
+    def _check_computed(self, computed: Sequence[Computed]) -> None:
+        """Raise ExchangeError for functions of what is not there when they are called."""
+        if computed and self.changes is not None and self.member.is_beside:
+            what = f"{computed[0].name} is made by a function of a whole tensor"
+            why = "with changes=True and commit='all' parts of it come in place as ranks commit"
+            raise ExchangeError(f"{what}, and {why}; make the Refit without one of both")
 
     def _watch(
         self, name: str, given: Given | None, natives: Natives, bound: Side
@@ -189,8 +284,8 @@ class Refit:
         engines = self.planned.engines
         rank = self._party.rank
         mine = [name for name, bound in engines.items() if rank in bound.ranks]
-        if len(engines) > 1 or _is_by_name(dst, engines):
-            return dict(_check_named(rank, mine, dst))
+        if len(engines) > 1 or is_by_name(dst, engines):
+            return dict(check_named(rank, mine, dst))
         if not mine and name_natives(dst):  # type: ignore[arg-type]
             raise ExchangeError(f"rank {rank} is not of the engine, and was given dst; pass None")
         return dict.fromkeys(mine, dst)  # type: ignore[arg-type]
@@ -221,56 +316,54 @@ class Refit:
         timeout: float | None = None,
         acknowledge: bool = False,
         label: str = "",
+        check: Literal["digest"] | None = None,
+        async_op: bool = False,
+        whole: bool = False,
         progress: Progress | None = None,
-    ) -> None:
-        """Move what was bound, as a mover does, and compute what functions store. Collective; arguments as a mover's.
+    ) -> Handle | None:
+        """Move what was bound, as a mover does, and compute what functions store. Collective.
 
+        `whole`, with changes: all of it, on all ranks alike, as where an engine's weights were written by others.
         Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory,
         where another, in other memory, is in the place of one: in the mapping that was given, or in a module that had
         it; or where no module has it any longer that had it. What FSDP2 has gathered of the engines' parameters it
         gathers again for its next forward.
         """
-        move_held(
-            self._mover,
-            self._src.tensors or None,
-            out=self._dst.tensors or None,
-            objection=self._object(),
-            timeout=timeout,
-            acknowledge=acknowledge,
-            label=label,
-            first=partial(give_back, self._groups) if self._groups else None,
-            finalize=self._compute,
-            progress=progress,
-        )
+        how = How(None, whole) if self.changes is not None else None
+        call = Call(None, None, timeout, acknowledge, label, check, progress, held=True, how=how)
+        # Looked for by the thread that calls: beside it, modules may have others in their places for a while.
+        return move_by(self._mover, call._replace(objection=self._object()), async_op)
 
-    def _compute(self, arrived: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """What functions make of what has arrived, and where that is stored."""
-        mark_written(one.stored for one in self._dst.computed)
-        for one in self._dst.computed:
-            with torch.inference_mode():
-                made = compute(one, arrived[one.key])
-            yield one.stored, made
+    @property
+    def changes(self) -> Changes | None:
+        """What sends changes alone, where it does."""
+        return self._mover if isinstance(self._mover, Changes) else None
 
     def _object(self) -> str:
         """What speaks against a move: tensors that are not bound, or no longer where they were; "" for nothing."""
         if self._at is None:
             return "this rank has not prepared the refit; call prepare() on all ranks"
-        moved = find_moved(self._at)
+        try:
+            return self._find_fault(self._at)
+        except Exception as error:
+            # The others wait for this rank's vote, whatever went wrong here.
+            return word_objection(error)
+
+    def _find_fault(self, watched: list[Watched]) -> str:
+        """What is no longer as it was; "" for nothing."""
+        moved = find_moved(watched)
         if moved is not None:
             return (
                 f"{moved} lies otherwise in memory than when prepare() was called; "
                 f"call it again on all ranks"
             )
-        try:
-            replaced = find_replaced(self._at)
-        except ExchangeError as error:
-            return word_objection(error)
+        replaced = find_replaced(watched)
         if replaced is not None:
             return (
                 f"in the place of {replaced} is another tensor than when prepare() was called; "
                 f"prepare again on all ranks"
             )
-        removed = find_removed(self._at)
+        removed = find_removed(watched)
         if removed is not None:
             return (
                 f"{removed} is no longer where its module had it when prepare() was called: it was deleted, or has "
@@ -279,25 +372,25 @@ class Refit:
         return ""
 
 
-def _check_named(
-    rank: int, mine: Sequence[str], dst: Given | Mapping[str, Given] | None
-) -> Mapping[str, Given]:
-    """What was given by engine, for these of the rank. Raises ExchangeError where it is of others, or not by engine."""
-    given = dst or {}
-    named = list(given) if isinstance(given, Mapping) else [type(given).__name__]
-    if not isinstance(given, Mapping) or set(named) != set(mine):
-        raise ExchangeError(
-            f"rank {rank} is of {', '.join(mine) or 'no engine'}, and was given "
-            f"{', '.join(map(str, named)) or 'none'}; pass dst={{engine: tensors}} for each of them"
-        )
-    return given  # type: ignore[return-value]
+def _are_related(one: Planned, other: Planned) -> bool:
+    """Whether they differ in who has left, and in nothing else that is planned."""
+    return (one.plan.whole or one.plan) == (other.plan.whole or other.plan)
 
 
-def _is_by_name(dst: object, engines: Mapping[str, Side]) -> bool:
-    """Whether the tensors of the only engine are given under its name, as those of several are."""
-    if not isinstance(dst, Mapping) or set(dst) != set(engines):
-        return False
-    return not any(isinstance(given, Tensor) for given in dst.values())
+def _list_sides(planned: Planned, rank: int) -> dict[str | None, Side]:
+    """The sides that the rank is of, by engine; None for the trainer."""
+    sides: dict[str | None, Side] = {None: planned.trainer}
+    sides.update(planned.engines)
+    return {name: side for name, side in sides.items() if rank in side.ranks}
+
+
+def _keep_moved(views: Views, planned: Planned) -> Views:
+    """Those of the trainer's tensors that engines still need; the same object where all are."""
+    moved = planned.plan.src
+    if views.tensors.keys() <= moved.keys():
+        return views
+    kept = {name: tensor for name, tensor in views.tensors.items() if name in moved}
+    return Views(kept, views.computed)
 
 
 def _drop_window(local: str, bound: Side) -> str:

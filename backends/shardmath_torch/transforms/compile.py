@@ -6,13 +6,14 @@
    ranks raise, nothing has moved, and the next call works.
 3. What is done at the destination is done when all has arrived there. Where it fails, this rank has failed, and the
    group is broken; ranks that had nothing to wait for see it in the next call, or in this one with `acknowledge=True`.
+   With `commit="all"` it is done beside the destination: where it fails, all ranks raise, and all is as it was.
 4. A tensor for which nothing is done at an end is sent, or received, in its own memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,23 +22,27 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
 from shardmath.base.text import plural
 from shardmath.layouts.holdings import holdings_digest, windows_of
-from shardmath.plans.plan import Movable, Plan, plan
+from shardmath.plans.plan import Plan, plan
 from shardmath.programs.program import Program
 from shardmath.transforms.components import End
 from shardmath.transforms.transformed import Held, Job, Transformed
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
+from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.agreement.party import Party, is_time
 from shardmath_torch.agreement.transport import join
-from shardmath_torch.exchange.compile import DEFAULT_TIMEOUT_S, compile
+from shardmath_torch.commits.shadows import Pair, Shadows
 from shardmath_torch.exchange.local import Local, Tensors, Wanted, by_key, check, signature
 from shardmath_torch.exchange.memory import mark_written
-from shardmath_torch.exchange.mover import Mover, move_bound, word_objection
-from shardmath_torch.observing.bars import Progress
-from shardmath_torch.observing.moved import Moved
+from shardmath_torch.movers.calls import EVERY
+from shardmath_torch.movers.compile import make_ready
+from shardmath_torch.movers.mover import Mover
+from shardmath_torch.movers.ready import Ready
+from shardmath_torch.movers.settings import ALL, DEFAULT_TIMEOUT_S, DIRECT, Settings
+from shardmath_torch.movers.stages import Stage
 from shardmath_torch.transforms.workers import Worker, make_worker
 
-__all__ = ["TransformedMover", "compile_transformed"]
+__all__ = ["Ends", "TransformedMover", "compile_transformed", "make_ends"]
 
 SHOWN = 24
 """Hexadecimal digits of a digest that a claim has."""
@@ -52,77 +57,46 @@ class _Part(NamedTuple):
     worker: Worker | None
 
 
-@public
-class TransformedMover:
-    """What `compile_transformed` returns: `move(src_tensors, out=dst_tensors)`, collective, as often as wanted.
+class Ends(Stage):
+    """What a rank does at both ends: before it sends, and of what has arrived.
 
-    Sides are as in `Mover`, of tensors as they are held. Tensors that a hook stores in memory of its own are left out
-    of `out`. `transforms` is what it was made of, `mover` what moves the wire tensors. Raises ExchangeError.
+    With `shadows` it makes that beside the tensors.
     """
 
     def __init__(
-        self, transforms: Transformed, mover: Mover, party: Party, parts: tuple[list[_Part], ...]
+        self, transforms: Transformed, party: Party, parts: Sequence[list[_Part]], commit: object
     ) -> None:
-        self.transforms = transforms
-        self.mover = mover
         self._parts = parts
-        self._device_type = party.wire.device_type
+        self._device = party.wire.device
         sides = zip(("source", "destination"), parts, strict=True)
         first, last = (_want(transforms, side, party.rank, own) for side, own in sides)
         self._wanted = first, last
         # What a hook takes may have no plain memory; it knows what it can read.
         self._opaque = {part.job.key for part in parts[0] if part.worker and part.worker.opaque}
         self._checked: object = None
-        self._arriving: list[tuple[Worker, Tensor | None]] = []
-
-    def __repr__(self) -> str:
-        return f"<mover of {self.transforms!r} by {self.mover!r}>"
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raises ExchangeError: copies would share wire buffers, and not know of each other."""
-        what = "a mover belongs to its process group on this rank, and cannot be copied or pickled"
-        raise ExchangeError(f"{what}; use this one, or compile the transforms again")
+        self._made = {part.job.key: part.worker for part in parts[1] if part.worker}
+        self._arriving: dict[str, Tensor] = {}
+        self._working = ""
+        self.shadows: Shadows | None = None
+        if commit == ALL:
+            layouts = {part.job.key: part.job.layout for part in parts[1] if part.worker}
+            self.shadows = Shadows(layouts, party.rank)
 
     @property
-    def plan(self) -> Movable:
-        """The plan of the wire tensors."""
-        return self.mover.plan
+    def own(self) -> frozenset[str]:
+        """The wire tensors at the destination that are made into others."""
+        return frozenset(key for worker in self._made.values() for key in worker.buffers)
 
     @property
-    def last(self) -> Moved | None:
-        """What the latest move did on this rank, as of `Mover.last`: of the wire tensors."""
-        return self.mover.last
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of this rank's wire buffers, which are there as long as this is; staging is beside it."""
+    def nbytes(self) -> int:
+        """Bytes of wire buffers."""
         workers = [part.worker for side in self._parts for part in side if part.worker]
         return sum(one.nbytes for worker in workers for one in worker.buffers.values())
 
-    def __call__(
-        self,
-        src: Local,
-        *,
-        out: Local = None,
-        timeout: float | None = None,
-        acknowledge: bool = False,
-        label: str = "",
-        progress: Progress | None = None,
-    ) -> None:
-        """Moves `src`, this rank's source tensors, into `out`, its destination tensors; arguments as of a `Mover`."""
-        move_bound(
-            self.mover,
-            lambda: self._bind(src, out),
-            timeout=timeout,
-            acknowledge=acknowledge,
-            label=label,
-            finalize=self._finalize,
-            progress=progress,
-        )
-
-    def _bind(self, src: Local, out: Local) -> tuple[Local, Local]:
+    def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
         """The wire tensors, those of the source made. Raises what speaks against moving them."""
-        self._arriving = []
+        self._arriving = {}
+        self._working = ""
         here, there = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
         self._check(here, there)
         sources, targets = self._parts
@@ -130,9 +104,9 @@ class TransformedMover:
             for job, worker in sources:
                 if worker is not None:
                     _run(worker, here.get(job.key), "prepare")
-        self._arriving = [
-            (worker, there.get(job.key)) for job, worker in targets if worker is not None
-        ]
+        self._arriving = {key: there[key] for key in self._made if key in there}
+        if self.shadows is not None:
+            self.shadows.receive_into(self._arriving)
         return _name_wires(sources, here), _name_wires(targets, there)
 
     def _check(self, here: Tensors, there: Tensors) -> None:
@@ -144,17 +118,65 @@ class TransformedMover:
         self._checked = None
         first, last = self._wanted
         own = {key: held for key, held in first.tensors.items() if key not in self._opaque}
-        check((first._replace(tensors=own), last), (plain, there), self._device_type)
+        is_direct = self.shadows is None
+        wants = first._replace(tensors=own), last
+        check(wants, (plain, there), self._device, apart=is_direct)
         self._checked = signed
 
-    def _finalize(self, arrived: Tensors) -> tuple[()]:
-        """Make of what has arrived what the destination holds: at once, so that nothing is left to be stored."""
-        arriving, self._arriving = self._arriving, []
-        mark_written(tensor for _, tensor in arriving if tensor is not None)
-        with torch.inference_mode():
-            for worker, tensor in arriving:
-                _run(worker, tensor, "finalize")
+    def finish(self, arrived: Tensors) -> Iterable[Pair]:
+        """Make of what has arrived what the destination holds: at once, or beside it."""
+        if self.shadows is not None:
+            self._make_all(self.shadows.tensors)
+            return self.shadows.pair(self._arriving)
+        self._make_all(self._arriving)
         return ()
+
+    def _make_all(self, into: Tensors) -> None:
+        mark_written(self._arriving.values())
+        with torch.inference_mode():
+            for key, worker in self._made.items():
+                self._working = key
+                _run(worker, into.get(key), "finalize")
+        self._working = ""
+
+    def end(self) -> None:
+        """The caller's tensors are kept no longer."""
+        self._arriving = {}
+
+    def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        """The tensors that travel in their own memory, and the one that was being made."""
+        torn = [
+            job.key for job, worker in self._parts[1] if worker is None and job.wires[0][0] in keys
+        ]
+        return (*torn, self._working) if self._working in self._made else tuple(torn)
+
+
+@public
+class TransformedMover(Mover):
+    """What `compile_transformed` returns: a mover of tensors as they are held.
+
+    Tensors that a hook stores in memory of its own are left out of `out`. `transforms` is what it was made of, `plan`
+    the plan of the wire tensors, which `check="digest"` compares. Raises ExchangeError.
+    """
+
+    def __init__(self, transforms: Transformed, ready: Ready, ends: Ends) -> None:
+        super().__init__(ready)
+        self.transforms = transforms
+        self._ends = ends
+
+    def __repr__(self) -> str:
+        return f"<mover of {self.transforms!r} by {super().__repr__()}>"
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of this rank's wire buffers, which are there as long as this is; staging is beside it."""
+        return self._ends.nbytes
+
+    @property
+    def shadow_bytes(self) -> int:
+        """Bytes of this rank's shadows, held from the first move on; 0 without commit="all"."""
+        made = self._ends.shadows
+        return super().shadow_bytes + (0 if made is None else made.nbytes)
 
 
 def _run(worker: Worker, tensor: Tensor | None, what: str) -> None:
@@ -198,6 +220,8 @@ def compile_transformed(
     max_inflight_bytes: int | None = None,
     engine: str = "auto",
     thread: str | None = None,
+    commit: str = DIRECT,
+    agree: str = EVERY,
 ) -> TransformedMover:
     """The sides and what travels between them, made ready on this rank. Collective over `group` (default: all ranks).
 
@@ -206,25 +230,45 @@ def compile_transformed(
     the plan is of other sides, and where a hook does not give what it said.
     """
     found = compat.group_of(group)
+    given, ends = make_ends(transforms, plan, found, timeout, commit)
+    settings = Settings(timeout, max_inflight_bytes, engine, thread, commit, agree)
+
+    def agree_again(plan: object, group: compat.Group | None, settings: Settings) -> None:
+        _, objection = _attempt(lambda: _check_plan(transforms, plan))
+        _agree(_join(group, settings.timeout), transforms, objection)
+
+    ready = make_ready(given, found, settings, (ends,), agree_first=agree_again)
+    return TransformedMover(transforms, ready, ends)
+
+
+def make_ends(
+    transforms: Transformed,
+    plan: Plan | Program | None,
+    group: compat.Group,
+    timeout: float,
+    commit: object,
+) -> tuple[Plan | Program, Ends]:
+    """The plan of the wire tensors, and what this rank does at both ends. Collective."""
+    party = _join(group, timeout)
+    made, objection = _attempt(lambda: _check_and_make(party, transforms, plan, commit))
+    _agree(party, transforms, objection)
+    assert made is not None, "who objects does not get past the vote"
+    return made
+
+
+def _join(group: compat.Group | None, timeout: float) -> Party:
+    """This rank in the group."""
     patience = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
-    party = join(found, patience, min(5.0, patience / 5))
-    made, objection = _attempt(lambda: _check_and_make(party, transforms, plan))
+    return join(compat.group_of(group), patience, min(5.0, patience / 5))
+
+
+def _agree(party: Party, transforms: Transformed, objection: str) -> None:
+    """Ranks agree on the transforms. Raises ExchangeError."""
     claim = "compile transforms"
-    if made is not None:
+    if not objection:
         claim = f"compile transforms {transforms.digest[:SHOWN]}"
     ballot = Ballot(claim, objection=objection)
     party.together(lambda: party.vote(ballot), lambda failure, rank: "ranks were to agree")
-    assert made is not None, "who objects does not get past the vote"
-    given, parts = made
-    mover = compile(
-        given,
-        group=found,
-        timeout=timeout,
-        max_inflight_bytes=max_inflight_bytes,
-        engine=engine,
-        thread=thread,
-    )
-    return TransformedMover(transforms, mover, party, parts)
 
 
 def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
@@ -237,8 +281,8 @@ def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
 
 
 def _check_and_make(
-    party: Party, t: object, given: Plan | Program | None
-) -> tuple[Plan | Program, tuple[list[_Part], ...]]:
+    party: Party, t: object, given: Plan | Program | None, commit: object
+) -> tuple[Plan | Program, Ends]:
     """The plan, and what this rank does at both ends. Raises to object."""
     if not isinstance(t, Transformed):
         what = f"transforms are {type(t).__name__}"
@@ -247,21 +291,32 @@ def _check_and_make(
         given = plan(t.src, t.dst)
     else:
         _check_plan(t, given)
-    device = torch.device(party.wire.device_type)
+    device = party.wire.device
     ends: tuple[End, End] = ("source", "destination")
     parts: list[list[_Part]] = []
     for end in ends:
         jobs = t.jobs(party.rank, end)
         parts.append([_Part(job, make_worker(job, party.rank, end, device)) for job in jobs])
-    return given, tuple(parts)
+    _check_commit(parts[1], commit)
+    return given, Ends(t, party, parts, commit)
 
 
-def _check_plan(t: Transformed, given: Plan | Program) -> None:
-    """Raise ExchangeError for a plan of other sides than those of the wire tensors."""
+def _check_commit(parts: Iterable[_Part], commit: object) -> None:
+    """Raise ExchangeError for tensors that cannot be made beside their destination."""
+    for job, worker in parts:
+        if worker is not None and worker.holds and commit == ALL:
+            what = f"a hook stores {job.key!r} in memory of its own as soon as it has come"
+            raise ExchangeError(f"{what}; compile with commit={DIRECT!r}")
+
+
+def _check_plan(t: Transformed, given: object) -> None:
+    """Raise ExchangeError for a plan of other sides than those of the wire tensors, whoever has left it."""
     fix = "pass sm.plan(transforms.src, transforms.dst), or a program of it"
     if not isinstance(given, Plan | Program):
         raise ExchangeError(f"the plan is {type(given).__name__}; {fix}")
-    for side, planned in ((t.src, given.src), (t.dst, given.dst)):
+    planned_of = given.plan if isinstance(given, Program) else given
+    whole = planned_of.whole or planned_of
+    for side, planned in ((t.src, whole.src), (t.dst, whole.dst)):
         wrong = side.keys() ^ planned.keys() or _find_other(side, planned)
         if wrong:
             raise ExchangeError(f"the plan is of other tensors: {min(wrong)!r} is not alike; {fix}")

@@ -265,9 +265,9 @@ class _Receiving:
 def _check_devices(tensors: Sequence[Tensor], device: torch.device, who: str) -> None:
     """Raise ExchangeError for a buffer that the group cannot receive into."""
     for one in tensors:
-        if one.device.type != device.type:
+        if one.device != device:
             what = f"{who} a buffer on '{one.device}', the process group moves tensors on"
-            raise ExchangeError(f"{what} '{device.type}'; make it there")
+            raise ExchangeError(f"{what} '{device}'; make it there")
 
 
 def _cut(buffers: Mapping[str, Tensor], box: _Box) -> list[Tensor]:

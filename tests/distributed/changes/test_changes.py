@@ -11,6 +11,7 @@ import torch
 
 import shardmath as sm
 from shardmath_torch.changes.comparing import Snapshot, take
+from shardmath_torch.changes.packets import Some, pack
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import changes as work
 from tests.distributed.tasks.cases import (
@@ -153,3 +154,12 @@ def test_snapshots_compare_bits(dtype: str) -> None:
         assert found.equal(some)
         snapshot.update(found, take(tensor, found))
         assert len(snapshot.find_changed(tensor)) == 0
+
+
+def test_packets_are_where_their_elements_are() -> None:
+    """Of sizes of which nothing changed there are tensors on the CPU: a packet is on the device of the others."""
+    nothing = Some(4, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))
+    numbers, words = torch.arange(3), torch.arange(3, dtype=torch.int16)
+    assert pack([nothing, Some(2, numbers, words)]).device.type == "cpu"
+    elsewhere = Some(2, numbers.to("meta"), words.to("meta"))
+    assert pack([nothing, elsewhere]).device.type == "meta"

@@ -47,11 +47,11 @@ def test_the_oldest_moves_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(plan)
         return object()
 
-    def move_nothing(mover: object, src: object, **said: object) -> None:
+    def move_nothing(mover: object, call: object) -> None:
         pass
 
     monkeypatch.setattr("shardmath_torch.dtensors.moves.compile", fake)
-    monkeypatch.setattr("shardmath_torch.dtensors.moves.move_in_autograd", move_nothing)
+    monkeypatch.setattr("shardmath_torch.dtensors.moves.move_by", move_nothing)
     pairs = [
         tuple(sm.Layout((8 * n, 8), MESH, text) for text in ("(tp n) h", "n (tp h)"))
         for n in range(1, 8)

@@ -218,6 +218,14 @@ def test_plans_that_differ(pool: Pool) -> None:
         assert "rank 7: compile takes a Plan, got NoneType; pass shardmath.plan(src, dst)" in error
 
 
+def test_a_program_of_more_messages_than_a_group_takes(pool: Pool) -> None:
+    """NCCL hangs on many thousands: rounds are to be cut where all ranks know it, which is in the program."""
+    program = sm.schedule(SAME, max_ops_per_group=8001)
+    for error in pool.run(compile_with, [program], [{}], tuple(range(8))):
+        assert "ranks 0-7: the program has up to 8001 messages of a rank in a round" in error
+        assert "schedule the plan with max_ops_per_group=8000 or less" in error
+
+
 def test_a_group_without_a_rank_of_the_plan(pool: Pool) -> None:
     """A plan needs all of its ranks; and only ranks of the group compile on it."""
     errors = pool.run(compile_with, [APART], [{}], (0, 1, 2, 3, 5))

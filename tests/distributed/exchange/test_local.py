@@ -15,7 +15,7 @@ MESH = sm.Mesh(tp=2)
 def _check(src: dict[str, sm.Layout], dst: dict[str, sm.Layout], out: Tensors) -> None:
     wants = wanted(sm.plan(src, dst), 0)
     given = {key: torch.zeros(shape) for key, (shape, _) in wants[0].tensors.items()}
-    check(wants, (given, out), "cpu")
+    check(wants, (given, out), torch.device("cpu"))
 
 
 def _of(text: str, names: str = "ab", n: int = 4) -> dict[str, sm.Layout]:

@@ -292,7 +292,7 @@ def test_a_line_per_move(pool: Pool) -> None:
             refused,
         )
         assert (
-            f"rank {rank}: move 1 of plan" in whole and f"rank {rank}: changes 1 of plan" in changes
+            f"rank {rank}: move 1 of plan" in whole and f"rank {rank}: changes 2 of plan" in changes
         )
         # One element changed on each rank, in what goes to rank 0.
         assert (" sent 8 B in 1, " in changes) == (rank > 0)

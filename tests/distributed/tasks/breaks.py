@@ -169,14 +169,14 @@ def received(rank: int, acknowledge: bool) -> Said:
     move = smt.compile(sm.plan(a, b), timeout=8.0)
     held = torch.zeros(64, 64)
     if rank == 1:
-        plain = move._engine.move
+        plain = move._carrier._engine.move
 
         def fail(*sides: Any) -> None:
             plain(*sides)
             time.sleep(0.5)
             raise RuntimeError("no room")
 
-        move._engine.move = fail  # type: ignore[method-assign]
+        move._carrier._engine.move = fail  # type: ignore[method-assign]
     src, out = (held, None) if rank == 0 else (None, held)
     return ends(lambda: move(src, out=out, acknowledge=acknowledge))
 

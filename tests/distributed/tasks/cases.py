@@ -125,12 +125,12 @@ def random_plan(
         dtype = rng.choice(("float32", "float64", "bfloat16", "float16", "int32", "uint8"))
         op = rng.choice(ops) if ops and rng.random() < 0.5 else None
         try:
-            return sm.plan(*(_random_layout(rng, shape, dtype, op, world) for _ in range(2)))
+            return sm.plan(*(random_layout(rng, shape, dtype, op, world) for _ in range(2)))
         except sm.ShardError:
             continue
 
 
-def _random_layout(
+def random_layout(
     rng: random.Random, shape: tuple[int, ...], dtype: str, op: str | None, world: int
 ) -> sm.Layout:
     sizes = rng.choice(

@@ -16,13 +16,15 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath import transforms
 from shardmath.protocol import Event
 from shardmath_gloo.wire import DATA, GlooWire
 from shardmath_torch.agreement.party import Party
+from shardmath_torch.changes import carrying
 from shardmath_torch.commits import conclude as concluding
-from shardmath_torch.commits import entry as entries
 from shardmath_torch.commits import shadows
 from shardmath_torch.commits.record import Record
+from shardmath_torch.movers import carriers
 from tests.distributed.tasks.breaks import Said, ends
 
 PHASES = (
@@ -89,7 +91,7 @@ def _patch(stack: ExitStack, phase: str, reach: Once) -> None:
         stack.enter_context(mock.patch.object(target, name, made))
 
     vote, send, ask = Party.vote, GlooWire._send, Record.ask
-    put = entries.put_in_place
+    put, put_all = carriers.put_in_place, carrying.put_all
 
     def at_vote(self: Any, mine: Any, patience: Any = None, event: Any = Event.VOTE) -> Any:
         if event is (Event.VOTE if phase == "before the vote" else Event.PROMISE):
@@ -111,7 +113,7 @@ def _patch(stack: ExitStack, phase: str, reach: Once) -> None:
             reach()
         return verdict
 
-    def at_put(pairs: Any) -> None:
+    def at_put(pairs: Any, put: Callable[[Any], None] = put) -> None:
         pairs = list(pairs)
         if phase == "in every swap":
             put(pairs[:1])
@@ -123,6 +125,9 @@ def _patch(stack: ExitStack, phase: str, reach: Once) -> None:
         if phase == "after the swap":
             reach()
 
+    def at_put_all(dst: Any, puts: Any) -> None:
+        at_put(puts, lambda some: put_all(dst, some))
+
     if phase in ("before the vote", "before the promise"):
         patch(Party, "vote", at_vote)
     elif phase in ("data", "in the promise"):
@@ -130,7 +135,8 @@ def _patch(stack: ExitStack, phase: str, reach: Once) -> None:
     elif phase in ("before the decision", "after the decision"):
         patch(Record, "ask", at_ask)
     else:
-        patch(entries, "put_in_place", at_put)
+        patch(carriers, "put_in_place", at_put)
+        patch(carrying, "put_all", at_put_all)
     assert concluding.Record is Record
 
 
@@ -142,18 +148,36 @@ def dist_state(wire: GlooWire) -> str:
 
 
 class Two:
-    """Two tensors of one plan, whose destinations hold what tells old from new from torn."""
+    """Two tensors of one plan, whose destinations hold what tells old from new from torn.
 
-    def __init__(self, rank: int, size: int, rows: int = 64) -> None:
+    A mover of "changes" is given some that change in some places; one that is "transformed" makes one at the
+    destination of what travels.
+    """
+
+    def __init__(self, rank: int, size: int, rows: int = 64, kind: str = "plain") -> None:
         mesh, shape = sm.Mesh(tp=size), (rows, 4 * size)
         a, b = sm.Layout(shape, mesh, "(tp n) h"), sm.Layout(shape, mesh, "n (tp h)")
-        self.plan = sm.plan({"v": a, "w": a}, {"v": b, "w": b})
-        whole = torch.arange(1.0, rows * 4 * size + 1).view(shape)
+        self.kind = kind
+        self._sides = {"v": a, "w": a}, {"v": b, "w": b}
+        self.plan = sm.plan(*self._sides)
+        numbers = torch.arange(1.0, rows * 4 * size + 1)
+        if kind == "changes":
+            numbers *= numbers % 7 == 0
+        whole = numbers.view(shape)
         self._src = whole[a.indices(rank)[0]]
         self._want = whole[:, b.indices(rank)[1]]
         self.src = {key: self._src.clone() for key in ("v", "w")}
         self.out = {key: torch.zeros(b.local_shape(rank)) for key in ("v", "w")}
         self._times = 0.0
+
+    def compile(self, **options: Any) -> Any:
+        """A mover of its kind."""
+        if self.kind == "changes":
+            return smt.compile_changes(self.plan, **options)
+        if self.kind == "transformed":
+            same = transforms.Cast("float64", at="source")
+            return smt.compile_transformed(sm.transformed(*self._sides, {"w": same}), **options)
+        return smt.compile(self.plan, **options)
 
     def scale(self, times: float) -> None:
         """What moves from now on."""
@@ -179,11 +203,11 @@ def end_of(act: Callable[[], Any], two: Two, movers: list[Any], times: float = 2
 
 
 def broken(
-    rank: int, size: int, phase: str, way: str, victim: int, timeout: float, commit: str = "all"
+    rank: int, size: int, phase: str, way: str, victim: int, timeout: float, kind: str = "plain"
 ) -> End:
     """One good move, and one in which the victim is struck."""
-    two = Two(rank, size)
-    move = smt.compile(two.plan, timeout=timeout, commit=commit)
+    two = Two(rank, size, kind=kind)
+    move = two.compile(timeout=timeout, commit="all")
     move(two.src, out=two.out)
     two.scale(2.0)
     dist.barrier()
@@ -194,17 +218,17 @@ def broken(
 
 
 def errors(
-    rank: int, size: int, phases: Sequence[str], way: str
+    rank: int, size: int, phases: Sequence[str], way: str, kind: str = "plain"
 ) -> list[tuple[str, int, End, Said]]:
     """A move in each phase of which the victim is struck, on a group of its own; and what a next call says."""
-    return [_error(rank, n % size, phase, way) for n, phase in enumerate(phases)]
+    return [_error(rank, n % size, phase, way, kind) for n, phase in enumerate(phases)]
 
 
-def _error(rank: int, victim: int, phase: str, way: str) -> tuple[str, int, End, Said]:
+def _error(rank: int, victim: int, phase: str, way: str, kind: str) -> tuple[str, int, End, Said]:
     """One of them."""
     group = dist.new_group()
-    two = Two(rank, dist.get_world_size())
-    move = smt.compile(two.plan, timeout=5.0, commit="all", group=group)
+    two = Two(rank, dist.get_world_size(), kind=kind)
+    move = two.compile(timeout=5.0, commit="all", group=group)
 
     def act() -> None:
         move(two.src, out=two.out)

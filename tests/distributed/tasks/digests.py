@@ -84,13 +84,13 @@ def checked_moves(rank: int, plan: sm.Plan, reducing: sm.Plan, part: sm.Plan) ->
     move = smt.compile(plan)
     src = {name: torch.ones(own[0].local_shape(rank)) for name, own in plan.src.items()}
     out = {name: torch.zeros(own[0].local_shape(rank)) for name, own in plan.dst.items()}
-    engine = move._engine
+    engine = move._carrier._engine
     seen = [refusal(lambda: move(src, out=out, check="digest"))]
 
     def with_meddling(meddle: Callable[[Any, Any], None]) -> None:
-        move._engine = _Meddler(engine, meddle) if rank == 5 else engine
+        move._carrier._engine = _Meddler(engine, meddle) if rank == 5 else engine
         seen.append(refusal(lambda: move(src, out=out, check="digest")))
-        move._engine = engine
+        move._carrier._engine = engine
         for tensor in src.values():
             tensor.fill_(1)
 

@@ -30,11 +30,12 @@ from tests.refits.tables import CONFIG, ENGINE
 LAYERS = CONFIG | {"num_layers": 4, "moe_layer_freq": [0, 1, 0, 1]}
 """Enough of them for virtual stages."""
 
-OWN = """
-[model.layers.{l}. = model.layers.{l}.]
-self_attn.o_proj.*            = neg_exp(self_attn.o_proj.*)   : h (tp n hd)
-mlp.gate_up_proj.*            = mlp.[gate up]_proj.*          : (tp half (gate + up)) h
-mlp.experts.w13_weight        = mlp.experts.{e}.[gate up]_proj.weight.T : e h (tp (gate + up))
+COMPUTED = "self_attn.o_proj.*            = neg_exp(self_attn.o_proj.*)   : h (tp n hd)\n"
+
+OWN = f"""
+[model.layers.{{l}}. = model.layers.{{l}}.]
+{COMPUTED}mlp.gate_up_proj.*            = mlp.[gate up]_proj.*          : (tp half (gate + up)) h
+mlp.experts.w13_weight        = mlp.experts.{{e}}.[gate up]_proj.weight.T : e h (tp (gate + up))
 """
 """What this engine stores otherwise: computed, row by row in turn, transposed."""
 
@@ -49,10 +50,11 @@ def trainer(ranks: range) -> Stored:
     return megatron(LAYERS, ranks=ranks, tp=2, pp=2, vpp=2, ep=2, etp=1, vocab=10, vocab_multiple=1)
 
 
-def engine(ranks: range) -> Stored:
+def engine(ranks: range, computes: bool = True) -> Stored:
     tp = len(ranks)
     numbers = {"hd": 2, "rep": max(1, tp // 2), "vocab": 12, "half": 16 // tp}
-    return Stored(parse(ENGINE), (sm.Mesh(tp=tp, ranks=ranks),), numbers=numbers).extended(OWN)
+    own = OWN if computes else OWN.replace(COMPUTED, "")
+    return Stored(parse(ENGINE), (sm.Mesh(tp=tp, ranks=ranks),), numbers=numbers).extended(own)
 
 
 def draw(seed: int) -> Arrays:
@@ -89,7 +91,7 @@ def move(rank: int, ranks: range, steps: int) -> Any:
     for step in range(steps):
         arrays = draw(step)
         if src is not None:
-            _overwrite(src, make(planned.trainer, arrays, rank))
+            overwrite(src, make(planned.trainer, arrays, rank))
         told: list[tuple[int, int]] = []
         refit(acknowledge=True, progress=lambda *numbers: told.append(numbers))  # noqa: B023
         last = refit.last
@@ -127,7 +129,7 @@ def commit(rank: int, fails: int, in_block: bool) -> Any:
     stored: list[dict[str, Tensor]] = []
     for step in range(3):
         if src is not None:
-            _overwrite(src, make(planned.trainer, draw(step), rank))
+            overwrite(src, make(planned.trainer, draw(step), rank))
         (_, text) = caught(lambda: _in_block(refit) if in_block else refit()) or ("", "")
         is_new = is_old = True
         if dst is not None:
@@ -144,7 +146,7 @@ def _in_block(refit: smt.Refit) -> None:
         refit()
 
 
-def _overwrite(own: list[dict[str, Tensor]], new: list[dict[str, Tensor]]) -> None:
+def overwrite(own: list[dict[str, Tensor]], new: list[dict[str, Tensor]]) -> None:
     """As an optimizer does: in place."""
     for here, there in zip(own, new, strict=True):
         for name, tensor in there.items():

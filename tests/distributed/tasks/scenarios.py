@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.exchange.staging import Fence
 
 Bytes = Mapping[str, tuple[tuple[int, ...], str, bytes]]
 """Tensors by local buffer key, as (shape, dtype, bytes)."""
@@ -270,8 +269,8 @@ def staging(rank: int, case: Case, moves: int) -> list[tuple[int, int, int]]:
             most = sum(max(0, e.self_cpu_memory_usage) for e in seen.key_averages())
         else:
             move(src, out=dst)
-        with move._engine._staging.lend(move.staging_bytes, Fence()) as block:
-            out.append((move.staging_bytes, block.data_ptr(), most))
+        with move._carrier._engine._staging.lend(move.staging_bytes) as block:
+            out.append((move.staging_bytes, block.memory.data_ptr(), most))
     return out
 
 
@@ -280,7 +279,7 @@ def shared_staging(rank: int, cases: Sequence[Case]) -> tuple[list[int], list[in
     movers = [smt.compile(case.plan, timeout=30.0) for case in cases]
     for move, case in [*zip(movers, cases, strict=True)] * 2:
         move(tensors_of(case.src.get(rank)), out=tensors_of(case.dst.get(rank)))
-    blocks = [block.memory.nbytes for block in movers[0]._engine._staging._free]
+    blocks = [block.memory.nbytes for block in movers[0]._carrier._engine._staging._free]
     return [move.staging_bytes for move in movers], blocks
 
 

@@ -51,7 +51,7 @@ def move_transformed(rank: int, cases: Sequence[Moved]) -> list[tuple[dict[str, 
 
 def addresses(move: Any) -> list[int]:
     """Where the wire buffers are."""
-    workers = [part.worker for side in move._parts for part in side if part.worker]
+    workers = [part.worker for side in move._ends._parts for part in side if part.worker]
     return [one.data_ptr() for worker in workers for one in worker.buffers.values()]
 
 
@@ -94,7 +94,12 @@ ROWS = sm.Layout((8, 6), sm.Mesh(tp=2), "(tp n) h")
 COLUMNS = sm.Layout((8, 6), sm.Mesh(tp=2, ranks=(1, 2)), "n (tp h)")
 
 
-def go_wrong(rank: int, who: int, how: str) -> tuple[str, bool, bool, float]:
+NOTHING: Mapping[str, Any] = {}
+
+
+def go_wrong(
+    rank: int, who: int, how: str, options: Mapping[str, Any] = NOTHING
+) -> tuple[str, bool, bool, float]:
     """A good move, one that goes wrong on one rank, a good one: the error, whether nothing changed, whether the last
     was right, seconds."""
     broken = [False]
@@ -104,7 +109,7 @@ def go_wrong(rank: int, who: int, how: str) -> tuple[str, bool, bool, float]:
 
     functions = switch(same, WRONG[how][0]), switch(same, WRONG[how][1])
     t = sm.transformed({"w": ROWS}, {"w": COLUMNS}, {"w": custom(functions)})
-    move = smt.compile_transformed(t, timeout=20.0)
+    move = smt.compile_transformed(t, timeout=20.0, **options)
     src, dst = locals_of(rank)
     move(src, out=dst, acknowledge=True)
     for tensor in dst.values() if dst else ():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath.base.arrays import Offsets, begins, distinct, ranges
+from shardmath.base.arrays import Offsets, begins, distinct, join, ranges
 
 NUMBERS = st.lists(st.integers(-3, 9), max_size=12)
 SIZES = st.lists(st.lists(st.integers(0, 1 << 40), max_size=4), max_size=6)
@@ -28,6 +28,12 @@ def test_ranges_are_ranges(given_ranges: list[tuple[int, int]]) -> None:
     assert owner.tolist() == [
         number for number, (start, stop) in enumerate(given_ranges) for _ in range(start, stop)
     ]
+
+
+@given(st.lists(NUMBERS))
+def test_joined_lists_are_one(values: list[list[int]]) -> None:
+    found = join(map(tuple, values))
+    assert found.dtype == np.int64 and found.tolist() == list(itertools.chain(*values))
 
 
 @given(NUMBERS)

@@ -51,7 +51,7 @@ def is_right(p: Plan, done: Any) -> bool:
 # Something else at one place
 
 PARTS = (Plan, Batch, Template, Overlay, Demands, Partition, Reduction, Members)
-SPECIFICATION = ("src", "dst", "rules", "digest", "is_tree", "topology")
+SPECIFICATION = ("src", "dst", "rules", "digest", "is_tree", "topology", "whole", "left")
 """Fields of a plan that are no tables."""
 
 

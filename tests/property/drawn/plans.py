@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 from unittest import mock
 
-from shardmath import Layout, Mesh, Partial, Plan, Table, Transfer, adjoint, plan
+from shardmath import Layout, Mesh, Partial, Plan, Table, Transfer, adjoint, plan, without
 from shardmath.algebra.runs import from_ranges, identity
 from shardmath.flows.topology import Topology
 from shardmath.layouts.edits import window
@@ -84,7 +84,9 @@ def moves(p: Plan, t: Transfer) -> Iterator[tuple[Any, ...]] | None:
         (p.dst, t.dst_tensor, t.dst_rank, t.dst_slices),
     ):
         windows = side[t.tensor]
-        names = [local_name(t.tensor, i, len(windows)) for i in range(len(windows))]
+        numbers = windows.numbers or range(len(windows))
+        count = len(windows) + (windows.numbers is not None)
+        names = [local_name(t.tensor, i, count) for i in numbers]
         if local not in names or rank not in windows[names.index(local)].mesh:
             return None
         layout = windows[names.index(local)]
@@ -189,7 +191,7 @@ def executed(p: Plan) -> tuple[list[Transfer], Pairs, Pairs]:
 # Plans of all kinds
 
 NEAR, FAR = Mesh(a=2, b=2), Mesh(x=3, ranks=range(3, 6))
-LINE = Mesh(a=3)
+LINE, AWAY = Mesh(a=3), Mesh(x=3, ranks=range(4, 7))
 MIXED = Mesh(x=2, y=2, ranks=(6, 1, 3, 0))
 OVER = Table(0, (from_ranges([(0, 4)]), from_ranges([(2, 6)]), identity(6)))
 LAPS = Table(0, (from_ranges([(3, 5), (0, 2)]), from_ranges([(1, 4), 1, (5, 6)]), identity(6)))
@@ -298,7 +300,26 @@ def every_plan() -> dict[str, Plan]:
         return copies() | reductions() | trees() | nodes()
 
 
+def left() -> dict[str, Plan]:
+    """That some have left: replicas, copies of two that share a tensor, one window of two, nodes."""
+    with mock.patch("shardmath.plans.pieces.SMALL", 0):
+        copied = Layout((6, 4), Mesh(copy=3, x=2, ranks=range(4, 10)), "n (x h)")
+        summed = Layout((6, 4), Mesh(x=2, copy=2, ranks=range(4, 8)), "n h {sum: x}")
+        column, row = Layout((6, 4), NEAR, "(a b n) h"), Layout((6, 4), AWAY, "n (x h)")
+        replicas = of((5, 3), (LINE, "n h"), (Mesh(x=4, ranks=range(2, 6)), "n h"))
+        windows = plan({"w": column}, {"w": (row, Layout((6, 4), Mesh(ranks=[9]), "n h"))})
+        nodes = plan(column, copied, topology=Topology(ranks_per_node=3))
+        return {
+            "replicas that left": without(replicas, [3]),
+            "copies that left": without(plan(column, copied), [8, 9, 4, 5]),
+            "addends that left": without(plan(column, summed), [5, 7]),
+            "windows that left": without(windows, AWAY.ranks),
+            "near and left": without(nodes, [6, 7]),
+        }
+
+
 FORWARD = every_plan()
+LEFT = left()
 TRANSPOSED = (
     "gather",
     "column to row",
@@ -310,4 +331,4 @@ TRANSPOSED = (
     "near and far",
 )
 ADJOINTS = {f"adjoint of {name}": adjoint(FORWARD[name]) for name in TRANSPOSED}
-PLANS = FORWARD | ADJOINTS
+PLANS = FORWARD | ADJOINTS | LEFT

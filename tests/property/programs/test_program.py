@@ -98,7 +98,7 @@ def slices_follow_each_other(prog: Program) -> None:
         of = list_streams(prog.legs, line)
         cut: dict[int, list[tuple[int, int, int]]] = {i: [] for i in range(len(of.lo))}
         for i, slot, lo, hi in zip(
-            *(column.tolist() for column in list_slices(prog, line, of)), strict=True
+            *(column.tolist() for column in list_slices(prog, of)), strict=True
         ):
             cut[i].append((slot - int(of.leg[i]) + 1, lo, hi))
         for i, mine in cut.items():

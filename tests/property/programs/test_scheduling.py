@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -43,6 +46,7 @@ from shardmath.programs.loads import (
     sum_round_loads,
 )
 from shardmath.programs.scheduling import as_planned
+from shardmath.programs.streams import list_streams
 from tests.property.drawn.programs import (
     FANOUTS,
     PROGRAMS,
@@ -500,9 +504,10 @@ def test_lines_that_are_alike_but_for_their_rows() -> None:
     for name, (mesh, shape, text) in layouts.items():
         src[name] = Layout(shape, mesh, text)
         dst[name] = Layout(shape, entry, "n (x h) d" if name == "cut" else text)
-    prog = schedule(plan(src, dst), topology=nodes_of(2), max_inflight_bytes=1 << 21)
-    assert prog.slots > 10
-    loads_are_those_of_messages(prog)
+    with mock.patch("shardmath.programs.loads.FEW_SLICES", 0):
+        prog = schedule(plan(src, dst), topology=nodes_of(2), max_inflight_bytes=1 << 21)
+        assert prog.slots > 10
+        loads_are_those_of_messages(prog)
 
 
 def test_seconds_by_hand() -> None:
@@ -534,20 +539,74 @@ def test_one_round_by_hand() -> None:
     assert counted.tolist() == [[3, 1, 1, 1]]
 
 
-def test_streams_of_many_lines_are_found_once() -> None:
-    """A cache of the latest 512 lost each before it was asked for again: overlapping Tables took minutes."""
-    rng = np.random.default_rng(0)
-    has = rng.random((16, 700)) < 0.4
-    has[rng.integers(0, 16, 700), np.arange(700)] = True
+def overlapping(seed: int, ranks: int, positions: int, holders: float) -> Layout:
+    """Each position on about so many of the ranks, and on one at least."""
+    rng = np.random.default_rng(seed)
+    has = rng.random((ranks, positions)) < holders / ranks
+    has[rng.integers(0, ranks, positions), np.arange(positions)] = True
     parts = tuple(Runs([(i, int(g), 1) for i, g in enumerate(np.flatnonzero(row))]) for row in has)
-    mesh = Mesh(x=16)
-    p = plan(Layout((700,), mesh, {"x": Table(0, parts)}), Layout((700,), mesh, {"x": Shard(0)}))
+    return Layout((positions,), Mesh(x=ranks), {"x": Table(0, parts)})
+
+
+def test_streams_of_many_lines_are_found_once() -> None:
+    """A cache of the latest lost each before it was asked for again: overlapping Tables took minutes."""
+    src = overlapping(0, 16, 700, 6.4)
+    p = plan(src, Layout((700,), src.mesh, {"x": Shard(0)}))
     count = len(p.lines.holders)
     assert count > 512
-    with mock.patch.object(module, "_list_entries", wraps=module._list_entries) as found:
+    with (
+        mock.patch("shardmath.programs.legs.MOST_TOGETHER", 1),
+        mock.patch.object(module, "_list_entries", wraps=module._list_entries) as found,
+    ):
         prog = schedule(p, fanout="none")
         assert found.call_count <= 2 * count  # cut among holders, and as streams
         before = found.call_count
         certify(prog)
         verify(prog)
         assert found.call_count == before
+
+
+def test_many_lines_are_looked_at_together() -> None:
+    """Lines of one position each were looked at one by one, a hundred calls each: 10,000 of them took 20 s."""
+    p = plan(overlapping(0, 32, 1200, 3), overlapping(1, 32, 1200, 3))
+    prog, calls = calls_of(lambda: schedule(p))
+    count = len(prog.legs.lines.holders)
+    assert count > 1000 and calls < 4 * count
+    _, calls = calls_of(lambda: verify(prog))
+    assert calls < count
+
+
+def calls_of(act: Callable[[], Any]) -> tuple[Any, int]:
+    """What it returns, and how often it calls functions of programs and of their proof."""
+    counted = Counter[str]()
+    files = "/shardmath/programs/", "/program_proof.py"
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        counted[event] += any(file in frame.f_code.co_filename for file in files)
+
+    sys.setprofile(count)
+    try:
+        return act(), counted["call"]
+    finally:
+        sys.setprofile(None)
+
+
+# Lines in bundles
+
+
+@given(plans(), topologies(), st.sampled_from([1, 20]))
+def test_bundles_change_nothing(p: Plan, where: Topology, together: int) -> None:
+    """Neither what is scheduled nor the streams and loads of a line depend on what it is looked at with."""
+    prog = schedule(p, topology=where)
+    lines = range(len(prog.legs.lines.holders))
+    with (
+        mock.patch("shardmath.programs.legs.MOST_TOGETHER", together),
+        mock.patch("shardmath.programs.loads.FEW_SLICES", together - 1),
+    ):
+        assert schedule(p, topology=where) == prog
+        apart = replace(prog, legs=replace(prog.legs))
+        for line in lines:
+            mine, other = (list_streams(one.legs, line) for one in (apart, prog))
+            assert all(map(np.array_equal, mine, other))
+        assert (sum_round_loads(apart) == sum_round_loads(prog)).all()
+        verify(apart)

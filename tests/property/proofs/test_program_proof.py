@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Program, plan, schedule, verify
 from shardmath.plans.demands import Demands
-from shardmath.programs.legs import Bands
+from shardmath.programs.legs import Bands, Bundle, Streams
 from shardmath.programs.streams import list_streams
 from shardmath.proofs.program_proof import prove_program
 from tests.property.drawn.programs import (
@@ -316,6 +316,19 @@ C, D = (
 LATE = "are relayed by a rank that does not have them yet"
 
 
+@contextlib.contextmanager
+def having_streams(prog: Program, line: int, other: Streams) -> Iterator[None]:
+    """The proof reads these as the streams of a line, and each line by itself."""
+    lines = range(len(prog.legs.lines.holders))
+    found = {one: list_streams(prog.legs, one) for one in lines} | {line: other}
+    bundles = [
+        Bundle(np.array([one]), streams, np.array([0, len(streams.block)]))
+        for one, streams in found.items()
+    ]
+    with mock.patch("shardmath.proofs.program_proof.list_bundles", return_value=bundles):
+        yield
+
+
 @pytest.mark.parametrize(
     ("column", "numbers", "message"),
     [
@@ -373,7 +386,7 @@ def test_streams(column: str, numbers: tuple[int, ...], message: str | None, fai
         (3, 2, 32, 64, 1),
     ]
     other = made._replace(**{column: np.array(numbers)})
-    with mock.patch("shardmath.proofs.program_proof.list_streams", return_value=other):
+    with having_streams(prog, 0, other):
         if message is None:
             prove_program(prog)
         else:
@@ -386,9 +399,7 @@ def test_what_is_relayed_comes_as_a_whole(fails) -> None:
     made = list_streams(prog.legs, 0)
     columns = {name: np.insert(column, 3, column[2]) for name, column in made._asdict().items()}
     columns["hi"][2] = columns["lo"][3] = 16
-    with mock.patch(
-        "shardmath.proofs.program_proof.list_streams", return_value=made._replace(**columns)
-    ):
+    with having_streams(prog, 0, made._replace(**columns)):
         fails(
             lambda: prove_program(prog),
             PlanError,
@@ -402,9 +413,7 @@ def test_a_part_is_not_relayed_by_itself(fails) -> None:
     made = list_streams(prog.legs, 0)
     columns = {name: np.insert(column, 2, column[0]) for name, column in made._asdict().items()}
     columns["receiver"][2], columns["hi"][2], columns["lo"][3] = 3, 16, 16
-    with mock.patch(
-        "shardmath.proofs.program_proof.list_streams", return_value=made._replace(**columns)
-    ):
+    with having_streams(prog, 0, made._replace(**columns)):
         fails(
             lambda: prove_program(prog),
             PlanError,
@@ -439,10 +448,7 @@ def test_sums_are_not_relayed(fails) -> None:
     wrong = made._replace(sender=np.array([1, 2]), leg=np.array([1, 2]), root=np.array([0, 0]))
     block = int(made.block[0])
     where = f"bytes 0:32 of block {block}, tensor '', from rank 2 to 3"
-    with mock.patch(
-        "shardmath.proofs.program_proof.list_streams",
-        side_effect=lambda legs, n: wrong if n == second else list_streams(legs, n),
-    ):
+    with having_streams(prog, second, wrong):
         what = "are relayed where another addend is already"
         fails(lambda: prove_program(prog), PlanError, f"{prog!r}: {where} {what}; schedule it anew")
 

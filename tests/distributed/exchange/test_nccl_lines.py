@@ -1,0 +1,69 @@
+"""The lines of the NCCL wire do what they say, as far as that can be seen without NCCL: on the CPU, over gloo."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import shardmath as sm
+from shardmath_torch import compat
+from tests.distributed.pool import Pool
+from tests.distributed.tasks.cases import make_case, random_plan
+from tests.distributed.tasks.nccl_lines import meet, move_over_gloo, start_and_fail
+
+
+def test_moves(pool: Pool) -> None:
+    """Random plans, reduced, relayed and cut finely: what simulate says."""
+    mesh = sm.Mesh(dp=2, tp=4)
+    p = sm.plan(sm.Layout((64, 64), mesh, "(tp dp n) h"), sm.Layout((64, 64), mesh, "n (tp h)"))
+    where = sm.Topology(ranks_per_node=4, latency_s=0.0)
+    finely = {"max_inflight_bytes": 64}
+    made = [make_case(random_plan(seed), options=finely) for seed in range(4)]
+    made += [make_case(random_plan(seed)) for seed in range(4, 10)]
+    case, wanted = make_case(p)
+    program: Any = sm.schedule(p, topology=where, fanout="node")
+    made.append((dataclasses.replace(case, plan=program), wanted))
+    ends = pool.run(move_over_gloo, [case for case, _ in made])
+    for rank, mine in enumerate(ends):
+        for number, (_, wanted) in enumerate(made):
+            assert mine[number] == wanted.get(rank, {}), number
+
+
+def test_a_rank_that_does_not_come(pool: Pool) -> None:
+    """It is named, after the patience: NCCL itself would wait for it for ever."""
+    told = pool.run(meet, (3,))
+    for rank, (blamed, cause, seconds) in enumerate(told):
+        if rank != 3:
+            assert (blamed, cause) == (3, "it did not answer in time")
+            assert 0.5 <= seconds < 5
+    assert all(answer == (None, "", 0.0) for answer in pool.run(meet, ()))
+
+
+def test_what_fails(pool: Pool) -> None:
+    """Groups that do not end are given up; what torch leaves open is closed; what would hide an error is refused."""
+    late = "PeerFailure: it did not answer in time"
+    for ahead, start, finish, left, closed, refused in pool.run(start_and_fail):
+        assert ahead == "8 groups under way"
+        assert (start, finish) == (late, late)
+        assert (left, closed) == (
+            "PeerFailure: connection closed",
+            "closed on [device(type='cpu')]",
+        )
+        assert "look as if they had come; leave it out, or set it to 0" in refused
+
+
+def test_torch_waits_as_long_as_the_wire() -> None:
+    """Torch's watchdog is given what it lacks to the longer wait, and nothing where the group's own limit is longer."""
+    given: list[timedelta] = []
+    backend = SimpleNamespace(_add_ephemeral_timeout=given.append)
+    group: Any = SimpleNamespace(_get_backend=lambda device: backend)
+    with mock.patch.object(compat, "time_limit_of", return_value=600.0):
+        compat.allow_seconds(group, 54.0)
+        compat.allow_seconds(group, 3600.0)
+    assert given == [timedelta(seconds=3000)]
+    # Where torch wraps the backend there is no such call.
+    with mock.patch.object(compat, "time_limit_of", return_value=600.0):
+        compat.allow_seconds(mock.Mock(_get_backend=lambda device: object()), 3600.0)

@@ -1,0 +1,137 @@
+"""What workers do: the lines of the NCCL wire, on the CPU and over gloo, which stands in the place of NCCL.
+
+So they are run; NCCL is not. gloo, too, pairs messages by their order, but it knows no groups, and does not say whether
+a message is done: where that is asked, it is waited for. Imported by workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from shardmath.base.errors import ExchangeError
+from shardmath_nccl import wire
+from shardmath_torch import compat
+from shardmath_torch.agreement import transport
+from shardmath_torch.agreement.wire import PeerFailure
+from tests.distributed.tasks.scenarios import Case, move_cases
+
+_batch, _all_gather = dist.batch_isend_irecv, dist.all_gather
+
+
+class _Work:
+    """Done or not is found out by waiting."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+        self._is_done = False
+
+    def is_completed(self) -> bool:
+        self.wait()
+        return self._is_done
+
+    def wait(self) -> None:
+        """On the CPU the order of what is done is that of calls, so this returns when it is done."""
+        if not self._is_done:
+            self._work.wait(timedelta(seconds=30))
+            self._is_done = True
+
+
+def _start(ops: list[dist.P2POp]) -> list[Any]:
+    return [_Work(work) for work in _batch(ops)]
+
+
+def _gather(*args: Any, **how: Any) -> Any:
+    return _Work(_all_gather(*args, **how))
+
+
+@contextlib.contextmanager
+def over_gloo() -> Iterator[None]:
+    """Groups of gloo are moved over by the NCCL wire."""
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(mock.patch.object(wire.NcclWire, "device", torch.device("cpu")))
+        enter(mock.patch.object(compat, "allow_seconds"))
+        enter(mock.patch.object(dist, "batch_isend_irecv", _start))
+        enter(mock.patch.object(dist, "all_gather", _gather))
+        enter(mock.patch.dict(transport.TRANSPORTS, gloo="shardmath_nccl"))
+        yield
+
+
+def move_over_gloo(rank: int, cases: Sequence[Case]) -> list[dict[str, bytes]]:
+    """As `move_cases`."""
+    with over_gloo():
+        return move_cases(rank, cases)
+
+
+def meet(rank: int, late: Sequence[int]) -> tuple[int | None, str, float]:
+    """Whom a vote blames, and why, where these ranks do not come; and after how many seconds."""
+    group = dist.new_group(list(range(8)))
+    with over_gloo():
+        mine = wire.NcclWire(group, 0.5)
+        began = time.monotonic()
+        try:
+            if rank not in late:
+                mine.gather(b"here")
+        except PeerFailure as failure:
+            return failure.rank, failure.cause, time.monotonic() - began
+    return None, "", 0.0
+
+
+class _Never:
+    """A group that no peer joins."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def start_and_fail(rank: int) -> list[str]:
+    """What becomes of groups that do not end, and of a batch that torch leaves in the middle."""
+    group = compat.group_of(None)
+    closed: list[torch.device] = []
+    found = []
+    with over_gloo(), mock.patch.object(dist, "batch_isend_irecv", return_value=[_Never()]):
+        mine = wire.NcclWire(group, 0.05)
+        post = functools.partial(mine.send, torch.zeros(4, dtype=torch.uint8), (rank + 1) % 8)
+        for _ in range(wire.MOST_AHEAD):
+            post()
+            mine.start()
+        found.append(f"{wire.MOST_AHEAD} groups under way")
+        post()
+        found.append(_tell(mine.start))
+        found.append(_tell(mine.finish))
+
+    def fail(ops: object) -> None:
+        exec(compile("raise RuntimeError('connection closed')", torch.__file__, "exec"))
+
+    def end(group: object, device: torch.device) -> None:
+        closed.append(device)
+
+    with (
+        over_gloo(),
+        mock.patch.object(dist, "batch_isend_irecv", fail),
+        mock.patch.object(dist.ProcessGroup, "_end_coalescing", end),
+    ):
+        mine = wire.NcclWire(group, 0.05)
+        mine.send(torch.zeros(4, dtype=torch.uint8), (rank + 1) % 8)
+        found.append(_tell(mine.start))
+    found.append(f"closed on {closed}")
+    with mock.patch.dict("os.environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
+        found.append(_tell(lambda: wire.NcclWire(group, 1.0)))
+    return found
+
+
+def _tell(act: Any) -> str:
+    try:
+        act()
+    except (PeerFailure, ExchangeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
