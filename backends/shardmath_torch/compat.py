@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -23,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardmath.base.errors import ExchangeError
+from shardmath_torch.ports import find_listened_ports
 
 __all__ = [
     "Components",
@@ -251,34 +250,7 @@ def is_served_here(store: Store | None) -> bool:
     # torch tells only in the store's repr, which looks names up and may take seconds.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return isinstance(store, TCPStore) and store.port in _find_listened_ports()
-
-
-def _find_listened_ports() -> set[int]:
-    """TCP ports on which this process listens; none where the system has no list of open files."""
-    ports = set()
-    with suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            # Other threads close files meanwhile.
-            with suppress(OSError):
-                port = _find_listened_port(int(name))
-                if port is not None:
-                    ports.add(port)
-    return ports
-
-
-def _find_listened_port(fd: int) -> int | None:
-    """The TCP port on which the open file listens; None for one that does not."""
-    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-        return None
-    with socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as found:
-        listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        address = found.getsockname()
-    # Those of Unix sockets are texts.
-    if not listens or not isinstance(address, tuple):
-        return None
-    port: int = address[1]
-    return port
+    return isinstance(store, TCPStore) and store.port in find_listened_ports()
 
 
 def packs_saved_tensors() -> bool:

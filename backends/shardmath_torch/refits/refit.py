@@ -54,6 +54,7 @@ from shardmath_torch.refits.views import (
     bind_views,
     check_named,
     compute,
+    drop_window,
     is_by_name,
     name_natives,
 )
@@ -306,7 +307,7 @@ class Refit:
                 raise ExchangeError(f"rank {rank} is not a trainer, and was given src; pass None")
             return Views({}, [])
         slots = planned.slots(rank, engine)
-        layouts = {name: bound.layouts[_drop_window(name, bound)] for name in slots}
+        layouts = {name: bound.layouts[drop_window(name, bound)] for name in slots}
         receives = engine is not None
         return bind_views(bound, slots, layouts, natives, rank, own, functions, receives=receives)
 
@@ -391,8 +392,3 @@ def _keep_moved(views: Views, planned: Planned) -> Views:
         return views
     kept = {name: tensor for name, tensor in views.tensors.items() if name in moved}
     return Views(kept, views.computed)
-
-
-def _drop_window(local: str, bound: Side) -> str:
-    """The logical tensor of a local one: a window's has its number behind."""
-    return local if local in bound.layouts else local.rpartition("[")[0]

@@ -38,6 +38,7 @@ __all__ = [
     "check_named",
     "compute",
     "describe",
+    "drop_window",
     "is_by_name",
     "list_chunks",
     "make_view",
@@ -223,3 +224,8 @@ def is_by_name(dst: object, engines: Mapping[str, Side]) -> bool:
     if not isinstance(dst, Mapping) or set(dst) != set(engines):
         return False
     return not any(isinstance(given, Tensor) for given in dst.values())
+
+
+def drop_window(local: str, bound: Side) -> str:
+    """The logical tensor of a local one: a window's has its number behind."""
+    return local if local in bound.layouts else local.rpartition("[")[0]

@@ -1,0 +1,37 @@
+"""Ports: on which this process listens, as the system has it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from contextlib import suppress
+
+__all__ = ["find_listened_ports"]
+
+
+def find_listened_ports() -> set[int]:
+    """TCP ports on which this process listens; none where the system has no list of open files."""
+    ports = set()
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            # Other threads close files meanwhile.
+            with suppress(OSError):
+                port = _find_listened_port(int(name))
+                if port is not None:
+                    ports.add(port)
+    return ports
+
+
+def _find_listened_port(fd: int) -> int | None:
+    """The TCP port on which the open file listens; None for one that does not."""
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        return None
+    with socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as found:
+        listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        address = found.getsockname()
+    # Those of Unix sockets are texts.
+    if not listens or not isinstance(address, tuple):
+        return None
+    port: int = address[1]
+    return port
