@@ -102,6 +102,7 @@ FACES = {
     "rules": "families.rules",
     "storage": "storage",
     "store": "layouts.store",
+    "traces": "traces",
     "transforms": "transforms",
 }
 """Modules that people use by name, and where they are."""

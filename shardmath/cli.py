@@ -75,6 +75,7 @@ SUMMARIES = {
     "refit-table": "certify refits of real models, beside what was published",
     "show": "print what each rank holds of a layout",
     "storage-check": "compare rows with what real trainers and engines stored",
+    "trace": "merge the traces of a move's ranks into one file, and draw it",
 }
 """A line per command of this project; looking into those of backends would import them."""
 
@@ -230,9 +231,34 @@ def _show_refits(argv: Sequence[str]) -> int:
     return 0
 
 
+def _merge_traces(argv: Sequence[str]) -> int:
+    """Merge what `smt.trace` wrote on several ranks into one file, which Perfetto (ui.perfetto.dev) opens."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shardmath trace", description=_merge_traces.__doc__
+    )
+    parser.add_argument("files", nargs="+", help="one of each rank")
+    parser.add_argument("--out", help="where to write the trace of all of them")
+    parser.add_argument("--svg", help="where to draw it")
+    given = parser.parse_args(argv)
+    # Only this command needs traces.
+    from shardmath.traces import merge, read, svg, write
+    from shardmath.traces.chrome import write_text
+
+    found = [read(file) for file in given.files]
+    # One may be of all ranks already.
+    trace = merge(found) if len(found) > 1 else found[0]
+    if given.out:
+        write(trace, given.out)
+    if given.svg:
+        write_text(svg(trace), given.svg)
+    print(trace)
+    return 0
+
+
 BUILT_IN: dict[str, Command] = {
     "show": _show,
     "plan": _plan,
     "refit-table": _show_refits,
     "storage-check": _check_storage,
+    "trace": _merge_traces,
 }

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from shardmath.plans.plan import Transfer
+from shardmath.programs.messages import Round
 from shardmath.programs.part import stored_on
 from shardmath_gloo.wire import GlooWire
 from shardmath_torch import dtypes
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import divide, fill
+from shardmath_torch.observing.laps import ARRIVED
+from shardmath_torch.observing.stopwatch import Stopwatch
 
 __all__ = ["Broadcast"]
 
@@ -59,11 +62,16 @@ class Broadcast:
     ) -> None:
         """Nothing to prepare."""
 
+    @property
+    def posted(self) -> tuple[Round, ...]:
+        """Those of the part, though all is broadcast: what the plan asks for is what is counted."""
+        return self._part.rounds
+
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:
         """One for the task."""
         return Broadcast(task)
 
-    def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+    def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
         """Moves. Raises PeerFailure."""
         # Tensors come in another order than in rounds.
         self.begun = None
@@ -79,6 +87,7 @@ class Broadcast:
             for work in self._part.divisions:
                 divide(work, dst)
         self.begun = self._part.steps + 1
+        watch.lap(ARRIVED)
 
     def _broadcast(self, turn: _Turn, src: Mapping[str, Tensor]) -> Tensor:
         """All of that rank's source tensor."""

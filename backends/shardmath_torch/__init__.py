@@ -40,6 +40,9 @@ from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.movers.compile import compile
 from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover
+from shardmath_torch.observing.bars import progress_bar
+from shardmath_torch.observing.moved import Moved
+from shardmath_torch.observing.tracing import trace
 from shardmath_torch.refits.recording import record
 from shardmath_torch.refits.refit import Refit
 from shardmath_torch.states.training import load_state, load_weights, save_state, state_of
@@ -51,6 +54,7 @@ __all__ = [
     "CheckpointError",
     "Fused",
     "Handle",
+    "Moved",
     "Mover",
     "Refit",
     "TransformedMover",
@@ -68,6 +72,7 @@ __all__ = [
     "load_weights",
     "megatron_hook",
     "open_checkpoint",
+    "progress_bar",
     "record",
     "redistribute",
     "save",
@@ -75,4 +80,5 @@ __all__ = [
     "set_device_mesh",
     "state_of",
     "to_dtensor",
+    "trace",
 ]

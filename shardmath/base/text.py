@@ -18,6 +18,7 @@ __all__ = [
     "shorten_ranks",
     "show_bytes",
     "show_ranks",
+    "show_seconds",
     "show_share",
     "shown",
 ]
@@ -78,6 +79,17 @@ def show_bytes(n: float) -> str:
         if n >= size:
             return f"{n / size:.2f} {unit}"
     return f"{int(n)} B"
+
+
+def show_seconds(s: float) -> str:
+    """A time as people read it.
+
+    >>> show_seconds(2.5), show_seconds(0.01234), show_seconds(1e-5)
+    ('2.5 s', '12.34 ms', '10 us')
+    """
+    if s >= 1:
+        return f"{s:.4g} s"
+    return f"{s * 1e3:.4g} ms" if s >= 1e-3 else f"{s * 1e6:.4g} us"
 
 
 def read_bytes(text: str) -> int | None:

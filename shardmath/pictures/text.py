@@ -27,7 +27,7 @@ from shardmath.base import dtypes
 from shardmath.base.arguments import as_integer
 from shardmath.base.drawn import html
 from shardmath.base.errors import ParamLayoutError, PlanError
-from shardmath.base.text import make_table, plural, show_bytes, show_share, shown
+from shardmath.base.text import make_table, plural, show_bytes, show_seconds, show_share, shown
 from shardmath.buffers.grouping import BufferKey, FullParamLayout
 from shardmath.buffers.param_layout import PerBufferParamLayout
 from shardmath.collectives.collective import Collective
@@ -231,22 +231,15 @@ def _(topology: Topology, most: int) -> str:
     node = f"nodes of {plural(topology.ranks_per_node, 'rank')}"
     inside = f"{show_bytes(topology.intra_bytes_per_s)}/s inside a node"
     between = f"{show_bytes(topology.inter_bytes_per_s)}/s to other nodes"
-    latency = f"{_seconds(topology.latency_s)} per message"
+    latency = f"{show_seconds(topology.latency_s)} per message"
     return f"{node}; per rank and direction {inside}, {between}; {latency}"
-
-
-def _seconds(s: float) -> str:
-    """A time as people read it."""
-    if s >= 1:
-        return f"{s:.4g} s"
-    return f"{s * 1e3:.4g} ms" if s >= 1e-3 else f"{s * 1e6:.4g} us"
 
 
 @_text.register
 def _(certificate: Certificate, most: int) -> str:
     witness = certificate.witness
-    rows = [["plan", _seconds(certificate.plan_s)]]
-    rows.append(["bound", _seconds(certificate.bound_s)])
+    rows = [["plan", show_seconds(certificate.plan_s)]]
+    rows.append(["bound", show_seconds(certificate.bound_s)])
     rows.append(["ratio", f"{certificate.ratio:.4g}"])
     if witness is not None:
         way = "must take in" if witness.direction == "in" else "must give out"

@@ -36,7 +36,7 @@ from shardmath.programs.loads import estimate_seconds, sum_pairs, sum_round_load
 from shardmath.programs.program import Program
 from shardmath.programs.scheduling import run_straight
 
-__all__ = ["certify", "crossing_bytes", "list_blocks"]
+__all__ = ["certify", "crossing_bytes", "find_running", "list_blocks"]
 
 
 def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certificate:
@@ -47,7 +47,7 @@ def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certifica
     per node). Raises PlanError for anything else than what `plan` and `schedule` return, and for a
     program with another topology.
     """
-    prog = _find_running(p, topology)
+    prog = find_running(p, topology)
     loads = sum_round_loads(prog)
     time = estimate_seconds(prog.topology, loads)
     least = _find_least(prog.plan, prog.plan.lines, prog.topology)
@@ -68,13 +68,13 @@ def crossing_bytes(p: Plan | Transposed | Program, *, topology: Topology | None 
     """
     if isinstance(p, Transposed):
         p = p.forward
-    prog = _find_running(p, topology)
+    prog = find_running(p, topology)
     pairs = sum_pairs(prog)
     crossing = pairs.nbytes[pairs.far]
     return int(crossing.sum())
 
 
-def _find_running(p: object, topology: Topology | None) -> Program:
+def find_running(p: object, topology: Topology | None) -> Program:
     """What runs when `p` is compiled. Raises PlanError as `certify` does."""
     if isinstance(p, Plan):
         return run_straight(p, topology)

@@ -40,6 +40,7 @@ __all__ = [
     "sum_leg_loads",
     "sum_pairs",
     "sum_round_loads",
+    "time_rounds",
 ]
 
 LEGS = 3
@@ -323,13 +324,30 @@ def estimate_seconds(where: Topology, loads: Loads) -> float:
 
     `loads` are bytes by (..., rank, link).
     """
+    by_round = _time_links(where, loads)
+    latency = where.latency_s * np.count_nonzero(by_round)
+    return float(by_round.sum() + latency)
+
+
+def _time_links(where: Topology, loads: Loads) -> NDArray[np.float64]:
+    """By round, the seconds that its fullest link takes."""
     near = where.intra_bytes_per_s
     far = where.inter_bytes_per_s
     rate = np.array([near, near, far, far])
     by_link = loads / rate
-    by_round = by_link.max(axis=(-2, -1), initial=0.0)
-    latency = where.latency_s * np.count_nonzero(by_round)
-    return float(by_round.sum() + latency)
+    fullest: NDArray[np.float64] = by_link.max(axis=(-2, -1), initial=0.0)
+    return fullest
+
+
+def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
+    """By phase, slot and turn, from when to when the round runs, in seconds; rounds in which nothing goes take none.
+
+    The last ends when `estimate_seconds` says.
+    """
+    by_round = _time_links(where, loads)
+    lasting = by_round + where.latency_s * (by_round > 0)
+    end = lasting.cumsum().reshape(lasting.shape)
+    return np.stack((end - lasting, end), axis=-1)
 
 
 def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:

@@ -71,6 +71,11 @@ class Message(NamedTuple):
     nbytes: int
 
     @property
+    def payload(self) -> int:
+        """Bytes of the pieces, without what aligns them."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
     def relayed(self) -> bool:
         """Whether the sender reads the pieces from its destination tensors, where they have come."""
         return self.leg > 1

@@ -167,6 +167,11 @@ class Turns:
         self.protocol.note(Event.AGREE)
 
     @property
+    def latest(self) -> tuple[str, int, bool]:
+        """What the latest vote is known by on all ranks, as no other of any group; and whether ranks were asked."""
+        return self.nonce, self.votes, self.unasked is None
+
+    @property
     def under_way(self) -> bool:
         """Whether others may count on this rank, which has begun to vote (`protocol`)."""
         return self.protocol.counted_on

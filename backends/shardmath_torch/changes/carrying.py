@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -21,15 +21,18 @@ from torch import Tensor
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
+from shardmath.programs.messages import Round
 from shardmath.programs.part import Part
 from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.changes.comparing import Changed, Snapshots, take
 from shardmath_torch.changes.sorting import Sorted
-from shardmath_torch.changes.walking import Put, Walker
+from shardmath_torch.changes.walking import Ends, Put, Walker
 from shardmath_torch.exchange.local import Tensors, signature
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Engine, Task
 from shardmath_torch.movers.carriers import Arrived, Whole
+from shardmath_torch.observing import laps
+from shardmath_torch.observing.stopwatch import Stopwatch
 
 __all__ = ["How", "Sent", "Sparse"]
 
@@ -84,6 +87,10 @@ class Sparse:
         return self._whole.is_beside
 
     @property
+    def posted(self) -> Sequence[Round]:
+        return self._whole.posted
+
+    @property
     def staging_bytes(self) -> int:
         return self._whole.staging_bytes
 
@@ -107,8 +114,9 @@ class Sparse:
         """Whole moves, which alone need something, are few: it is enough to know that these may be others."""
         self._is_known = False
 
-    def load(self, src: Tensors, dst: Tensors, how: object) -> None:
+    def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
         """Find what has changed. Raises ExchangeError where that cannot be told."""
+        watch.lap(laps.PREPARED)
         since = time.perf_counter()
         self._load = None
         assert isinstance(how, How), "made by those who call"
@@ -123,6 +131,7 @@ class Sparse:
         compared = time.perf_counter()
         found = walker.sort(changed)
         mapped = time.perf_counter()
+        watch.lap(laps.COMPARED)
         seconds = {"comparing": compared - since, "mapping": mapped - compared}
         self._load = _Load(changed, found, seconds, mapped)
 
@@ -149,11 +158,11 @@ class Sparse:
         assert self._snapshots is not None, "made with the walker"
         yield from self._snapshots.list_changed(src)
 
-    def carry(self, src: Tensors, dst: Tensors, held: bool) -> Arrived:
+    def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
         load = self._load
         assert load is not None, "who has none objects"
         began = time.perf_counter()
-        arrived = self._carry(load.sorted, src, dst)
+        arrived = self._carry(load.sorted, src, dst, watch)
         seconds = {
             **load.seconds,
             "agreeing": began - load.until,
@@ -162,20 +171,21 @@ class Sparse:
         self.last = self._measure(load.sorted, seconds)
         return arrived
 
-    def _carry(self, found: Sorted | None, src: Tensors, dst: Tensors) -> Arrived:
-        return (
-            self._carry_whole(src, dst) if found is None else self._carry_changes(found, src, dst)
-        )
+    def _carry(self, found: Sorted | None, src: Tensors, dst: Tensors, watch: Stopwatch) -> Arrived:
+        if found is None:
+            return self._carry_whole(src, dst, watch)
+        return self._carry_changes(found, Ends(src, dst, self.is_beside), watch)
 
-    def _carry_whole(self, src: Tensors, dst: Tensors) -> Arrived:
+    def _carry_whole(self, src: Tensors, dst: Tensors, watch: Stopwatch) -> Arrived:
         self._drop()
-        arrived = self._whole.carry(src, dst, held=False)
+        arrived = self._whole.carry(src, dst, False, watch)
         with self._noting_what_it_lacks():
             self._walker = Walker(self._task, src, dst)
             if self._keeps_snapshots:
                 self._snapshots = Snapshots(src, self._walker.outgoing.hulls)
             self._signed = _sign(src, dst)
             self._is_known = True
+        watch.lap(laps.KEPT)
         return arrived
 
     @contextmanager
@@ -187,13 +197,14 @@ class Sparse:
             self._walker = None
             self._lacks = f"snapshots could not be made: {word_objection(error)}"
 
-    def _carry_changes(self, found: Sorted, src: Tensors, dst: Tensors) -> Arrived:
+    def _carry_changes(self, found: Sorted, ends: Ends, watch: Stopwatch) -> Arrived:
         assert self._walker is not None, "found by it"
         counts = self._walker.exchange_counts(found)
+        watch.lap(laps.ARRIVED)
         if not self.is_beside:
-            mark_written(dst.values())
-        puts = self._walker.walk(found, counts, src, dst, self.is_beside)
-        return Arrived(dst, lambda: put_all(dst, puts))
+            mark_written(ends.dst.values())
+        puts = self._walker.walk(found, counts, ends, watch)
+        return Arrived(ends.dst, lambda: put_all(ends.dst, puts))
 
     def _measure(self, found: Sorted | None, seconds: Mapping[str, float]) -> Sent:
         """What was sent."""

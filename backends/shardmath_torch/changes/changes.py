@@ -36,6 +36,8 @@ from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover, move_by
 from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, LONGEST_GRACE_S, Settings
 from shardmath_torch.movers.stages import Stage
+from shardmath_torch.observing.bars import Progress
+from shardmath_torch.observing.moved import Moved
 
 __all__ = ["Changes", "Sent", "compile_changes", "make_changes"]
 
@@ -53,9 +55,14 @@ class Changes(Mover):
         return self._carrier
 
     @property
-    def last(self) -> Sent | None:
+    def last(self) -> Sent | None:  # type: ignore[override]
         """What this rank sent in the last move, even if ranks then did not commit it; None before the first."""
         return self._sparse.last
+
+    @property
+    def moved(self) -> Moved | None:
+        """What the latest move that ended well did on this rank, as of `Mover.last`."""
+        return self._ledger.last
 
     @property
     def snapshot_bytes(self) -> int:
@@ -74,6 +81,7 @@ class Changes(Mover):
         label: str = "",
         check: Literal["digest"] | None = None,
         async_op: bool = False,
+        progress: Progress | None = None,
     ) -> Sent | Handle:
         """Bring `out` up to date with `src`; whole the first time, and where `whole` on all ranks alike.
 
@@ -81,7 +89,7 @@ class Changes(Mover):
         local shape, each once; of tensors that are not named nothing has. The other arguments are a move's.
         """
         how = How(positions, whole)
-        call = Call(src, out, timeout, acknowledge, label, check, how=how)
+        call = Call(src, out, timeout, acknowledge, label, check, progress, how=how)
         handle = move_by(self, call, async_op)
         if handle is not None:
             return handle

@@ -22,6 +22,7 @@ from shardmath.programs.messages import Message
 from shardmath_torch import dtypes
 from shardmath_torch.changes.comparing import Changed
 from shardmath_torch.changes.packets import MOST_ELEMENTS, Some, count_bytes, list_sizes
+from shardmath_torch.changes.parcels import Parcel, list_parcels
 
 __all__ = ["WHOLE", "Elements", "Outgoing", "Sorted", "Volume"]
 
@@ -66,7 +67,6 @@ class Outgoing:
         sends: Sequence[Message],
         keeps: Sequence[Message],
     ) -> None:
-        self._sends = sends
         self.sends = sends
         self._messages = [*sends, *keeps]
         self._sizes = [list_sizes(message) for message in self._messages]
@@ -89,7 +89,7 @@ class Outgoing:
                 elements.append(here.get(number) or _nothing(size))
             is_smaller = _count_packet(elements) < message.nbytes
             found.append(elements if is_smaller and self._is_numbered[number] else None)
-        sends = len(self._sends)
+        sends = len(self.sends)
         return Sorted(found[:sends], found[sends:])
 
     def _sort_alike(self, size: int, changed: Sequence[Changed]) -> dict[int, Some]:
@@ -121,7 +121,7 @@ class Outgoing:
     def tell(self, given: Sorted) -> dict[int, list[int]]:
         """What each receiver is told: the counts of all messages to it, end to end."""
         told: dict[int, list[int]] = {}
-        for number, (message, elements) in enumerate(zip(self._sends, given.sends, strict=True)):
+        for number, (message, elements) in enumerate(zip(self.sends, given.sends, strict=True)):
             counts = [WHOLE] * len(self._sizes[number])
             if elements is not None:
                 counts = [len(some.numbers) for some in elements]
@@ -129,10 +129,17 @@ class Outgoing:
             all_counts += counts
         return told
 
+    def list_parcels(self, given: Sorted) -> tuple[list[Parcel], list[Parcel]]:
+        """What goes of each message to others, and of each that is kept."""
+        counts = [_count_elements(elements) for elements in [*given.sends, *given.keeps]]
+        parcels = list_parcels(self._messages, self._sizes, counts)
+        sends = len(self.sends)
+        return parcels[:sends], parcels[sends:]
+
     def measure(self, given: Sorted) -> Volume:
         """What goes to others."""
         elements = whole = nbytes = 0
-        for message, some in zip(self._sends, given.sends, strict=True):
+        for message, some in zip(self.sends, given.sends, strict=True):
             if some is None:
                 whole += 1
                 nbytes += message.nbytes
@@ -160,6 +167,11 @@ def _join(size: int, runs: Sequence[_Run], words: Tensor) -> Some:
         which = which[order]
     taken = words.index_select(0, torch.from_numpy(which).to(words.device))
     return Some(size, numbers, taken)
+
+
+def _count_elements(elements: Elements | None) -> Sequence[int] | None:
+    """How many elements there are of each size; None where the message goes whole."""
+    return None if elements is None else [len(some.numbers) for some in elements]
 
 
 def _count_packet(elements: Elements) -> int:

@@ -18,10 +18,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmath.programs.messages import Message, Step
+from shardmath.programs.messages import Message, Round, Step
 from shardmath_torch.agreement.wire import Pending
 from shardmath_torch.changes.comparing import Changed
-from shardmath_torch.changes.packets import count_bytes, pack, unpack
+from shardmath_torch.changes.packets import pack, unpack
+from shardmath_torch.changes.parcels import Parcel, list_parcels
 from shardmath_torch.changes.placing import Counts, Incoming
 from shardmath_torch.changes.sorting import Outgoing, Sorted
 from shardmath_torch.exchange.endpoints import BoundRound, Endpoint, bind, count_staging_bytes
@@ -29,8 +30,11 @@ from shardmath_torch.exchange.engine import find_device
 from shardmath_torch.exchange.staging import staging_of
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import Staged, Views
+from shardmath_torch.observing import laps
+from shardmath_torch.observing.stopwatch import Stopwatch
+from shardmath_torch.observing.traffic import Traffic, count_traffic
 
-__all__ = ["Put", "Walker"]
+__all__ = ["Ends", "Put", "Walker"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 Put: TypeAlias = Callable[[], object]
@@ -40,9 +44,42 @@ Put: TypeAlias = Callable[[], object]
 class _Step(NamedTuple):
     """A round of which each kind of message is numbered, over all rounds."""
 
+    step: Step
     sends: list[tuple[int, Endpoint]]
     receives: list[tuple[int, Endpoint]]
     keeps: list[tuple[int, tuple[Endpoint, Endpoint]]]
+
+
+class _Parcels(NamedTuple):
+    """What goes of each message of a rank."""
+
+    sends: list[Parcel]
+    receives: list[Parcel]
+    keeps: list[Parcel]
+
+    def count_traffic(self) -> Traffic:
+        """All of it, by peer."""
+        sends, receives, keeps = (tuple(filter(None, parcels)) for parcels in self)
+        return count_traffic([Round(sends, receives, keeps)])
+
+
+class Ends(NamedTuple):
+    """The tensors at both ends; `is_beside`: what comes is put in place later."""
+
+    src: Tensors
+    dst: Tensors
+    is_beside: bool = False
+
+
+class _Call(NamedTuple):
+    """What goes in one call, between which tensors, and the watch that times it."""
+
+    given: Sorted
+    counts: Sequence[Counts]
+    parcels: _Parcels
+    views: Views
+    is_beside: bool
+    watch: Stopwatch
 
 
 class _Arriving(NamedTuple):
@@ -51,6 +88,7 @@ class _Arriving(NamedTuple):
     number: int
     endpoint: Endpoint
     packet: Tensor | None
+    parcel: Message
     pending: Pending
 
 
@@ -58,6 +96,7 @@ class _OnItsWay(NamedTuple):
     """Memory that has to stay while it is on its way."""
 
     memory: Tensor
+    parcel: Message
     pending: Pending
 
 
@@ -98,11 +137,11 @@ class Walker:
             under_way = []
             for rank in _list_ranks(sources, step):
                 memory = torch.zeros(incoming[rank], dtype=torch.int64, device=self._device)
-                under_way.append(_OnItsWay(memory, self._wire.receive(_as_bytes(memory), rank)))
+                under_way.append((memory, self._wire.receive(_as_bytes(memory), rank)))
                 arrived[rank] = memory
             for rank in _list_ranks(targets, step):
                 memory = torch.tensor(outgoing[rank], dtype=torch.int64, device=self._device)
-                under_way.append(_OnItsWay(memory, self._wire.send(_as_bytes(memory), rank)))
+                under_way.append((memory, self._wire.send(_as_bytes(memory), rank)))
             self._wire.start()
             for _, pending in under_way:
                 pending.wait()
@@ -111,91 +150,106 @@ class Walker:
         return self._receives.read({rank: memory.tolist() for rank, memory in arrived.items()})
 
     def walk(
-        self,
-        given: Sorted,
-        counts: Sequence[Counts],
-        src: Tensors,
-        dst: Tensors,
-        is_beside: bool = False,
+        self, given: Sorted, counts: Sequence[Counts], ends: Ends, watch: Stopwatch
     ) -> list[Put]:
         """Send, receive and put in place; or, beside it, give what does that. Raises PeerFailure."""
+        parcels = self._list_parcels(given, counts)
+        watch.say_traffic(parcels.count_traffic())
         puts: list[Put] = []
         with torch.inference_mode(), self._staging.lend(self._needed) as block:
-            views = Views(src, dst, Staged(block.memory))
+            views = Views(ends.src, ends.dst, Staged(block.memory))
+            call = _Call(given, counts, parcels, views, ends.is_beside, watch)
             for step in self._steps:
-                # All is posted before anything is waited for: a rank that waited first could wait for ever.
-                arriving = list(self._receive(step, counts, views, is_beside))
-                leaving = list(self._send(step, given, views))
-                self._wire.start()
-                come = list(self._keep(step, given, views, is_beside))
-                _run_unless(is_beside, come)
-                for one in arriving:
-                    one.pending.wait()
-                    come.append(self._take_in(one, counts, views))
-                    _run_unless(is_beside, come)
-                puts += come
-                for _, pending in leaving:
-                    pending.wait()
+                puts += self._run_step(step, call)
             self._wire.finish()
+            watch.lap(laps.ARRIVED)
         return puts
 
-    def _receive(
-        self, step: _Step, counts: Sequence[Counts], views: Views, is_beside: bool
-    ) -> Iterator[_Arriving]:
+    def _list_parcels(self, given: Sorted, counts: Sequence[Counts]) -> _Parcels:
+        """What goes of each message."""
+        sends, keeps = self.outgoing.list_parcels(given)
+        receives = list_parcels(self._receives.messages, self._receives.sizes, counts)
+        return _Parcels(sends, receives, keeps)
+
+    def _run_step(self, step: _Step, call: _Call) -> list[Put]:
+        """Move what goes in the round; what puts in place what is for later."""
+        watch = call.watch
+        # All is posted before anything is waited for: a rank that waited first could wait for ever.
+        arriving = list(self._receive(step, call))
+        leaving = list(self._send(step, call))
+        self._wire.start()
+        come: list[Put] = []
+        for number, ends in step.keeps:
+            come.append(self._keep(number, ends, call))
+            _run_unless(call.is_beside, come)
+            watch.lap(laps.KEPT, call.parcels.keeps[number])
+        for one in arriving:
+            one.pending.wait()
+            watch.waited(laps.ARRIVED, one.parcel, one.parcel.src_rank)
+            come.append(self._take_in(one, call))
+            _run_unless(call.is_beside, come)
+            watch.lap(laps.UNPACKED, one.parcel)
+        for _, parcel, pending in leaving:
+            pending.wait()
+            watch.waited(laps.LEFT, parcel, parcel.dst_rank)
+        watch.lap(laps.FOLDED, step.step)
+        return come
+
+    def _receive(self, step: _Step, call: _Call) -> Iterator[_Arriving]:
         """Post the receives of the step."""
         for number, endpoint in step.receives:
-            rank = endpoint.message.src_rank
-            told = counts[number]
-            if told is None and not is_beside:
-                memory = views.find_bytes(endpoint, arriving=True)
-                yield _Arriving(number, endpoint, None, self._wire.receive(memory, rank))
-            elif told is None or any(told):
-                packet = self._make_packet(number, endpoint, told)
-                yield _Arriving(number, endpoint, packet, self._wire.receive(packet, rank))
+            parcel = call.parcels.receives[number]
+            if parcel is None:
+                continue
+            packet: Tensor | None = None
+            if call.counts[number] is None and not call.is_beside:
+                memory = call.views.find_bytes(endpoint, arriving=True)
+            else:
+                memory = packet = self._make_packet(parcel)
+            pending = self._wire.receive(memory, parcel.src_rank)
+            call.watch.lap(laps.POSTED, parcel)
+            yield _Arriving(number, endpoint, packet, parcel, pending)
 
-    def _make_packet(self, number: int, endpoint: Endpoint, told: Counts) -> Tensor:
-        """Memory for what is told of a message."""
-        nbytes = endpoint.message.nbytes
-        if told is not None:
-            nbytes = count_bytes(self._receives.sizes[number], told)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+    def _make_packet(self, parcel: Message) -> Tensor:
+        """Memory for it."""
+        return torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
 
-    def _send(self, step: _Step, given: Sorted, views: Views) -> Iterator[_OnItsWay]:
+    def _send(self, step: _Step, call: _Call) -> Iterator[_OnItsWay]:
         """Post the sends of the step."""
         for number, endpoint in step.sends:
-            rank = endpoint.message.dst_rank
-            elements = given.sends[number]
-            if elements is None:
-                views.pack(endpoint)
-                memory = views.find_bytes(endpoint, arriving=False)
-            elif any(len(some.numbers) for some in elements):
-                memory = pack(elements)
-            else:
+            parcel = call.parcels.sends[number]
+            if parcel is None:
                 continue
-            yield _OnItsWay(memory, self._wire.send(memory, rank))
-
-    def _keep(self, step: _Step, given: Sorted, views: Views, is_beside: bool) -> Iterator[Put]:
-        """What stays on this rank."""
-        for number, ends in step.keeps:
-            elements = given.keeps[number]
-            if elements is not None:
-                yield partial(self._keeps.place, number, elements)
-            elif not is_beside:
-                yield partial(views.keep, *ends)
+            elements = call.given.sends[number]
+            if elements is None:
+                call.views.pack(endpoint)
+                memory = call.views.find_bytes(endpoint, arriving=False)
             else:
-                here, there = map(_stage, ends)
-                memory = torch.empty(here.message.nbytes, dtype=torch.uint8, device=self._device)
-                apart = views.over(memory)
-                apart.pack(here)
-                yield partial(apart.unpack, there)
+                memory = pack(elements)
+            call.watch.lap(laps.PACKED, parcel)
+            pending = self._wire.send(memory, parcel.dst_rank)
+            call.watch.lap(laps.POSTED, parcel)
+            yield _OnItsWay(memory, parcel, pending)
 
-    def _take_in(self, one: _Arriving, counts: Sequence[Counts], views: Views) -> Put:
+    def _keep(self, number: int, ends: tuple[Endpoint, Endpoint], call: _Call) -> Put:
+        """What puts in place what stays on this rank."""
+        elements = call.given.keeps[number]
+        if elements is not None:
+            return partial(self._keeps.place, number, elements)
+        if not call.is_beside:
+            return partial(call.views.keep, *ends)
+        here, there = map(_stage, ends)
+        apart = call.views.over(self._make_packet(here.message))
+        apart.pack(here)
+        return partial(apart.unpack, there)
+
+    def _take_in(self, one: _Arriving, call: _Call) -> Put:
         """What puts what has arrived where it belongs."""
-        told = counts[one.number]
+        told = call.counts[one.number]
         if one.packet is None:
-            return partial(views.unpack, one.endpoint)
+            return partial(call.views.unpack, one.endpoint)
         if told is None:
-            return partial(views.over(one.packet).unpack, _stage(one.endpoint))
+            return partial(call.views.over(one.packet).unpack, _stage(one.endpoint))
         return partial(self._place, one.number, one.packet, told)
 
     def _place(self, number: int, packet: Tensor, told: Sequence[int]) -> None:
@@ -240,7 +294,7 @@ def _number(rounds: Iterable[BoundRound]) -> Iterator[_Step]:
         numbered = enumerate(one.sends, sends)
         coming = enumerate(one.receives, receives)
         staying = enumerate(one.keeps, keeps)
-        yield _Step(list(numbered), list(coming), list(staying))
+        yield _Step(one.step, list(numbered), list(coming), list(staying))
         sends += len(one.sends)
         receives += len(one.receives)
         keeps += len(one.keeps)

@@ -30,6 +30,8 @@ from shardmath_torch.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.agreement.transport import join
 from shardmath_torch.agreement.turns import Turns, in_thread, turns_of
 from shardmath_torch.commits.entry import Entry, commit_entries, word_end
+from shardmath_torch.observing.laps import COMMITTED
+from shardmath_torch.observing.stopwatch import Ledger
 
 __all__ = ["Block", "HasMember", "Member", "block_of", "commit"]
 
@@ -222,11 +224,13 @@ def _end(party: Party, block: Block) -> None:
     promise = Ballot(block.claim, objection=block.object())
     former = [entry.standing.version for entry in block.entries]
     try:
-        party.together(
-            lambda: _commit_all(party, promise, block.entries),
-            lambda failure, rank: f"ranks were to {block.claim}",
-            "smt.commit",
-        )
+        with Ledger(block.claim, None, party.rank, logged=False).time("", None) as watch:
+            party.together(
+                lambda: _commit_all(party, promise, block.entries),
+                lambda failure, rank: f"ranks were to {block.claim}",
+                "smt.commit",
+            )
+            watch.lap(COMMITTED)
     except BaseException as error:
         if not party.turns.broken or not block.entries:
             raise

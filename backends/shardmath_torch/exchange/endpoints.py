@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shardmath.algebra.mesh import strides as row_major
 from shardmath.plans.plan import Transfer
-from shardmath.programs.messages import Message, Round, align, make_message
+from shardmath.programs.messages import Message, Round, Step, align, make_message
 
 __all__ = [
     "BoundRound",
@@ -44,6 +44,7 @@ __all__ = [
     "join",
     "locate",
     "select",
+    "set_apart",
 ]
 
 
@@ -73,6 +74,7 @@ class Endpoint(NamedTuple):
 class BoundRound(NamedTuple):
     """A round whose messages have endpoints here; `keeps` have two, a source and a destination."""
 
+    step: Step
     sends: tuple[Endpoint, ...]
     receives: tuple[Endpoint, ...]
     keeps: tuple[tuple[Endpoint, Endpoint], ...]
@@ -117,15 +119,8 @@ def _is_contiguous(view: StridedView) -> bool:
     return all(n == 1 or step == packed for n, step, packed in dims)
 
 
-def bind(
-    rounds: Iterable[Round], src: Strides, dst: Strides, apart: int | None = None
-) -> tuple[BoundRound, ...]:
-    """The rounds, for source and destination tensors of these strides.
-
-    Pieces of at least `apart` bytes are messages of their own; none are if it is None.
-    """
-    if apart is not None:
-        rounds = [_set_apart(one, apart) for one in rounds]
+def bind(rounds: Iterable[Round], src: Strides, dst: Strides) -> tuple[BoundRound, ...]:
+    """The rounds, for source and destination tensors of these strides."""
     return tuple(_bind_round(one, src, dst) for one in rounds)
 
 
@@ -135,14 +130,20 @@ def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[Bou
     for one in rounds:
         sends = [end for end in one.sends if end.message.dst_rank not in gone]
         if sends or one.receives or one.keeps:
-            kept.append(BoundRound(tuple(sends), one.receives, one.keeps))
+            kept.append(one._replace(sends=tuple(sends)))
     return tuple(kept)
 
 
-def _set_apart(one: Round, apart: int) -> Round:
-    """The round with large pieces in messages of their own."""
-    sends = [part for message in one.sends for part in _divide(message, apart)]
-    receives = [part for message in one.receives for part in _divide(message, apart)]
+def set_apart(rounds: Iterable[Round], nbytes: int | None) -> tuple[Round, ...]:
+    """The rounds with pieces of at least so many bytes in messages of their own; as they are if it is None."""
+    if nbytes is None:
+        return tuple(rounds)
+    return tuple(_set_apart(one, nbytes) for one in rounds)
+
+
+def _set_apart(one: Round, nbytes: int) -> Round:
+    sends = [part for message in one.sends for part in _divide(message, nbytes)]
+    receives = [part for message in one.receives for part in _divide(message, nbytes)]
     return one._replace(sends=tuple(sends), receives=tuple(receives))
 
 
@@ -183,7 +184,7 @@ def _bind_round(one: Round, src: Strides, dst: Strides) -> BoundRound:
     for message in one.keeps:
         pair = _bind_to_source(message, src), _bind_to_destination(message, dst)
         keeps.append(pair)
-    return BoundRound(tuple(sends), tuple(receives), tuple(keeps))
+    return BoundRound(one.step, tuple(sends), tuple(receives), tuple(keeps))
 
 
 def _find_staging_end(endpoint: Endpoint) -> int:

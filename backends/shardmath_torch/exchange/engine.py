@@ -10,6 +10,7 @@ what is to be done, and waits once, at the end.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shardmath.programs.messages import Message
+from shardmath.programs.messages import Message, Round
 from shardmath_torch import dtypes
 from shardmath_torch.agreement.wire import PeerFailure, Pending
 from shardmath_torch.exchange.endpoints import (
@@ -26,10 +27,21 @@ from shardmath_torch.exchange.endpoints import (
     bind,
     count_staging_bytes,
     drop_sends,
+    set_apart,
 )
 from shardmath_torch.exchange.staging import Block, staging_of
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.exchange.views import Fold, Staged, Views, divide, fill
+from shardmath_torch.observing.laps import (
+    ARRIVED,
+    FOLDED,
+    KEPT,
+    LEFT,
+    PACKED,
+    POSTED,
+    UNPACKED,
+)
+from shardmath_torch.observing.stopwatch import Stopwatch
 
 __all__ = ["Exchange", "find_device"]
 
@@ -54,6 +66,11 @@ class Exchange:
         self._staged: WeakKeyDictionary[Block, Staged] = WeakKeyDictionary()
         self.begun: int | None = 0
 
+    @functools.cached_property
+    def posted(self) -> tuple[Round, ...]:
+        """The part's rounds, large pieces apart."""
+        return set_apart(self._task.part.rounds, self._apart)
+
     @property
     def staging_bytes(self) -> int:
         """Bytes of the group's staging that a move takes."""
@@ -73,7 +90,7 @@ class Exchange:
         if wanted != self._bound_to:
             # Bound to nothing until all is found: an interrupt in between leaves half of it.
             self._bound_to = None
-            self._rounds = bind(self._task.part.rounds, src_strides, dst_strides, self._apart)
+            self._rounds = bind(self.posted, src_strides, dst_strides)
             self._staging = staging_of(self._task.group, device)
             self._needed = count_staging_bytes(self._rounds)
             self._staged.clear()
@@ -96,7 +113,7 @@ class Exchange:
         kept._staging.reserve(self._needed)
         return kept
 
-    def move(self, src: Tensors, dst: Tensors) -> None:
+    def move(self, src: Tensors, dst: Tensors, watch: Stopwatch) -> None:
         """Move the tensors. Raises PeerFailure."""
         part = self._task.part
         self._note_begun(0)
@@ -106,13 +123,17 @@ class Exchange:
             self._note_begun(1)
             for work in part.fills:
                 fill(work, dst)
+                watch.lap(FOLDED)
             for number, one in enumerate(self._rounds):
                 self._note_begun(number + 2)
-                self._run_round(one, views)
+                self._run_round(one, views, watch)
             self._note_begun(part.steps)
             for work in part.divisions:
                 divide(work, dst)
+                watch.lap(FOLDED)
             self._task.wire.finish()
+            if self._task.wire.device.type != "cpu":
+                watch.lap(ARRIVED)
             self.begun = part.steps + 1
 
     def _note_begun(self, steps: int) -> None:
@@ -131,42 +152,56 @@ class Exchange:
             self._views = Views(src, dst, staged, held=True)
         return self._views
 
-    def _run_round(self, one: BoundRound, views: Views) -> None:
+    def _run_round(self, one: BoundRound, views: Views, watch: Stopwatch) -> None:
         """Move the messages of one round, all of them before the next round begins."""
         # All is posted before anything is waited for: a rank that waited first could wait for ever.
-        arriving = [self._receive(endpoint, views) for endpoint in one.receives]
-        leaving = [self._send(endpoint, views) for endpoint in one.sends]
+        arriving = [self._receive(endpoint, views, watch) for endpoint in one.receives]
+        leaving = [self._send(endpoint, views, watch) for endpoint in one.sends]
         self._task.wire.start()
         folds: list[Fold] = []
         for source, target in one.keeps:
             folds += views.keep(source, target)
+            watch.lap(KEPT, source.message)
         # Of many small pieces finding where they go takes as long as the wire does.
         unpackings = [views.find_unpacking(endpoint) for endpoint, _ in arriving]
+        if unpackings:
+            watch.lap(UNPACKED)
         for (endpoint, pending), unpack in zip(arriving, unpackings, strict=True):
-            _wait(pending, endpoint.message)
-            folds += unpack()
+            message = endpoint.message
+            _wait(pending, message)
+            watch.waited(ARRIVED, message, message.src_rank)
+            if not endpoint.contiguous:
+                folds += unpack()
+                watch.lap(UNPACKED, message)
         # What has not left must not change: a relayed message may be sent from a destination.
         for endpoint, pending in leaving:
-            _wait(pending, endpoint.message)
+            message = endpoint.message
+            _wait(pending, message)
+            watch.waited(LEFT, message, message.dst_rank)
         # In order of addend, not of arrival: rounding depends on the order.
         for fold in sorted(folds, key=lambda fold: fold.addend):
             dtypes.fold(fold.op, fold.into, fold.piece)
+        watch.lap(FOLDED, one.step)
 
-    def _receive(self, endpoint: Endpoint, views: Views) -> _OnItsWay:
+    def _receive(self, endpoint: Endpoint, views: Views, watch: Stopwatch) -> _OnItsWay:
         """Post the receive of the message."""
         message = endpoint.message
         memory = views.find_bytes(endpoint, arriving=True)
         with _Blame(message):
             pending = self._task.wire.receive(memory, message.src_rank)
+        watch.lap(POSTED, message)
         return endpoint, pending
 
-    def _send(self, endpoint: Endpoint, views: Views) -> _OnItsWay:
+    def _send(self, endpoint: Endpoint, views: Views, watch: Stopwatch) -> _OnItsWay:
         """Pack the message, and post the send of it."""
         message = endpoint.message
-        views.pack(endpoint)
+        if not endpoint.contiguous:
+            views.pack(endpoint)
+            watch.lap(PACKED, message)
         memory = views.find_bytes(endpoint, arriving=False)
         with _Blame(message):
             pending = self._task.wire.send(memory, message.dst_rank)
+        watch.lap(POSTED, message)
         return endpoint, pending
 
 

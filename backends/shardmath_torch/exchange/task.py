@@ -6,16 +6,18 @@ wire that engines stand on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 from torch import Tensor
 
+from shardmath.programs.messages import Round
 from shardmath.programs.part import Part
 from shardmath_torch import compat
 from shardmath_torch.agreement.transport import package_of
 from shardmath_torch.agreement.wire import Wire
+from shardmath_torch.observing.stopwatch import Stopwatch
 
 __all__ = ["Engine", "Task", "Transport", "transport_of"]
 
@@ -33,6 +35,10 @@ class Engine(Protocol):
     """Moves the bytes of one plan; tensors come by local buffer key, have been checked, and all ranks agree."""
 
     @property
+    def posted(self) -> Sequence[Round]:
+        """The part's rounds, their messages as they are posted."""
+
+    @property
     def staging_bytes(self) -> int:
         """Bytes of staging memory held between moves."""
 
@@ -48,8 +54,8 @@ class Engine(Protocol):
         `held` ones, passed as the same mappings, stay where they are from move to move.
         """
 
-    def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-        """Moves tensors that lie like those prepared for. Raises PeerFailure."""
+    def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
+        """Moves tensors that lie like those prepared for; each thing that it does is a lap. Raises PeerFailure."""
 
     def keep(self, task: Task, gone: Collection[int]) -> Engine:
         """One for the task, which is this one's without what goes to ranks that are gone, and the same tensors.

@@ -9,9 +9,10 @@ from shardmath.base.text import shown
 from shardmath.plans.plan import Movable
 from shardmath_torch.agreement.party import is_time, word_bad_time
 from shardmath_torch.digests.checking import check_checkable
-from shardmath_torch.exchange.local import Local
+from shardmath_torch.exchange.local import Local, Tensors
+from shardmath_torch.observing.bars import Progress, check_progress
 
-__all__ = ["EVERY", "ONCE", "Call", "Kind", "check_call", "read_label"]
+__all__ = ["EVERY", "ONCE", "Call", "Checked", "Held", "Kind", "check_call", "read_label"]
 
 EVERY, ONCE = "every", "once"
 """How often ranks agree: before every move, or before the first of its kind."""
@@ -24,6 +25,17 @@ class Kind(NamedTuple):
     acknowledge: bool
     check: bool
     in_block: bool
+
+    def claim(self, number: int, what: str) -> str:
+        """What a rank is about to do: its move of that number, of a plan and a mover in words."""
+        claim = f"{self.word} {number} of {what}"
+        if self.acknowledge:
+            claim += ", acknowledged"
+        if self.check:
+            claim += ", compared"
+        if self.in_block:
+            claim += ", in smt.commit"
+        return claim
 
 
 class Call(NamedTuple):
@@ -40,6 +52,7 @@ class Call(NamedTuple):
     acknowledge: bool = False
     label: str = ""
     check: str | None = None
+    progress: Progress | None = None
     records_gradient: bool = False
     objection: str = ""
     held: bool = False
@@ -58,6 +71,27 @@ class Call(NamedTuple):
         return Kind(word, acknowledge, check, in_block)
 
 
+class Held(NamedTuple):
+    """Mappings that a caller holds on to, and what was bound of them."""
+
+    src: Local
+    out: Local
+    tensors: tuple[Tensors, Tensors]
+
+    def is_of(self, src: Local, out: Local) -> bool:
+        """Whether these are the same mappings."""
+        return src is self.src and out is self.out
+
+
+class Checked(NamedTuple):
+    """A call that was looked at: its tensors, by local buffer key, and what speaks against it."""
+
+    src: Tensors
+    dst: Tensors
+    label: str
+    objection: str
+
+
 def check_call(call: Call, plan: Movable, in_block: bool) -> None:
     """Raise ExchangeError for arguments that mean nothing, or nothing here."""
     if not (call.timeout is None or is_time(call.timeout)):
@@ -65,6 +99,7 @@ def check_call(call: Call, plan: Movable, in_block: bool) -> None:
     if not isinstance(call.acknowledge, bool):
         raise ExchangeError(f"acknowledge={shown(call.acknowledge)}; pass True or False")
     check_checkable(call.check, plan)
+    check_progress(call.progress)
     if in_block and call.check is not None:
         what = "in smt.commit nothing is in place before the block ends"
         raise ExchangeError(f"{what}; leave check= out, and compare by smt.digest after it")

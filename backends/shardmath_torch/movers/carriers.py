@@ -9,14 +9,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from shardmath.programs.messages import Round
 from shardmath.programs.part import Part
 from shardmath_torch.commits.shadows import Shadows, put_in_place
 from shardmath_torch.exchange.local import Tensors
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.exchange.task import Engine
+from shardmath_torch.observing.stopwatch import Stopwatch
 
 __all__ = ["Arrived", "Carrier", "Whole", "make_shadows"]
 
@@ -35,6 +37,10 @@ class Carrier(Protocol):
     def is_beside(self) -> bool: ...
 
     @property
+    def posted(self) -> Sequence[Round]:
+        """The rounds of a move of all bytes, their messages as they are posted."""
+
+    @property
     def staging_bytes(self) -> int:
         """Bytes of staging, held between moves."""
 
@@ -48,11 +54,11 @@ class Carrier(Protocol):
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
         """Get ready for tensors that lie in memory like these. `held` ones stay there from move to move."""
 
-    def load(self, src: Tensors, dst: Tensors, how: object) -> None:
+    def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
         """Get ready for one move of such tensors, as a caller asks for it."""
 
-    def carry(self, src: Tensors, dst: Tensors, held: bool) -> Arrived:
-        """Carry them. Raises PeerFailure."""
+    def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
+        """Carry them; each thing that is done is a lap. Raises PeerFailure."""
 
     def keep(self, part: Part, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
         """One for a part of the same tensors, by the engine that is made of this one's; None where there is none."""
@@ -86,6 +92,10 @@ class Whole:
         return self._shadows is not None
 
     @property
+    def posted(self) -> Sequence[Round]:
+        return self._engine.posted
+
+    @property
     def staging_bytes(self) -> int:
         return self._engine.staging_bytes
 
@@ -104,15 +114,15 @@ class Whole:
             self._into = beside if len(beside) == len(dst) else {**dst, **beside}
         self._engine.prepare(src, self._into, held=held)
 
-    def load(self, src: Tensors, dst: Tensors, how: object) -> None:
+    def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
         pass
 
-    def carry(self, src: Tensors, dst: Tensors, held: bool) -> Arrived:
+    def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
         if self._shadows is None:
             mark_written(dst.values())
-            self._engine.move(src, dst)
+            self._engine.move(src, dst, watch)
             return Arrived(dst, lambda: None)
-        self._engine.move(src, self._into)
+        self._engine.move(src, self._into, watch)
         pairs = self._shadows.pair(self._shadows.select(dst), held)
 
         def put() -> None:

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import functools
 import zlib
-from typing import Literal, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Literal, NoReturn
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
@@ -39,33 +40,16 @@ from shardmath_torch.commits.shadows import put_in_place
 from shardmath_torch.digests.checking import Check
 from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted
 from shardmath_torch.movers import stages
-from shardmath_torch.movers.calls import ONCE, Call, Kind, check_call, read_label
+from shardmath_torch.movers.calls import ONCE, Call, Checked, Held, Kind, check_call, read_label
 from shardmath_torch.movers.carriers import Arrived
 from shardmath_torch.movers.handles import Handle, start
 from shardmath_torch.movers.ready import Former, Ready
+from shardmath_torch.observing import laps
+from shardmath_torch.observing.bars import Progress
+from shardmath_torch.observing.moved import Moved
+from shardmath_torch.observing.stopwatch import Stopwatch
 
 __all__ = ["Mover", "move_by"]
-
-
-class _Held(NamedTuple):
-    """Mappings that a caller holds on to, and what was bound of them."""
-
-    src: Local
-    out: Local
-    tensors: tuple[Tensors, Tensors]
-
-    def is_of(self, src: Local, out: Local) -> bool:
-        """Whether these are the same mappings."""
-        return src is self.src and out is self.out
-
-
-class _Checked(NamedTuple):
-    """A call that was looked at: its tensors, by local buffer key, and what speaks against it."""
-
-    src: Tensors
-    dst: Tensors
-    label: str
-    objection: str
 
 
 @public
@@ -95,11 +79,12 @@ class Mover:
         self._agrees_once = ready.agree == ONCE
         self._landing = self._landing.follow(ready.version)
         self._moves = 0
+        self._ledger = ready.open_ledger()
         self._agreed: set[Kind] = set()
         if not ready.keeps_bound:
             self._wanted = wanted(self.plan, ready.party.rank)
             self._checked: object = None
-            self._held: _Held | None = None
+            self._held: Held | None = None
 
     def __repr__(self) -> str:
         broken = self._party.turns.broken
@@ -152,6 +137,11 @@ class Mover:
         return self._landing.standing.torn
 
     @property
+    def last(self) -> Moved | None:
+        """What the latest move that ended well did on this rank: bytes, messages, seconds by phase and peer."""
+        return self._ledger.last
+
+    @property
     def member(self) -> Member:
         """The mover as `commit` sees it."""
         name = f"{name_given(self._given)} (mover {self._party.key})"
@@ -169,6 +159,7 @@ class Mover:
         label: str = "",
         check: Literal["digest"] | None = None,
         async_op: bool = False,
+        progress: Progress | None = None,
     ) -> Handle | None:
         """Moves `src`, this rank's source tensors, into `out`, its destination tensors.
 
@@ -181,8 +172,12 @@ class Mover:
         destination is as it came. It reads the source twice and the destination once. With `async_op=True` the call
         returns a handle at once: the tensors are the move's until `handle.wait()` has returned, which raises what
         the call would.
+
+        `progress` is called with this rank's bytes that have moved and all that are to move, both ways together, as
+        messages come and leave, by the thread that moves. What it raises is raised once the move has ended.
         """
-        return move_by(self, Call(src, out, timeout, acknowledge, label, check), async_op)
+        call = Call(src, out, timeout, acknowledge, label, check, progress)
+        return move_by(self, call, async_op)
 
     def replan(
         self,
@@ -232,6 +227,11 @@ class Mover:
         return start(self._party, lambda: self._run(mine))
 
     def _run(self, call: Call) -> None:
+        """The move, timed."""
+        with self._ledger.time(call.label, call.progress) as watch:
+            self._take_turn(call, watch)
+
+    def _take_turn(self, call: Call, watch: Stopwatch) -> None:
         """The move, as a turn of the group."""
         if not compat.is_registered(self._party.group):
             what = "the process group of this mover was destroyed"
@@ -239,7 +239,7 @@ class Mover:
         block = block_of(self._party.group)
         with self._landing.telling(self._party.turns):
             found = self._party.together(
-                lambda: self._move(call, block),
+                lambda: self._move(call, block, watch),
                 lambda failure, rank: describe_crossing(self._given, failure.tensor, rank),
                 "mover",
                 call.patience or 0.0,
@@ -250,26 +250,35 @@ class Mover:
         if found:
             raise ExchangeError(found)
 
-    def _move(self, call: Call, block: Block | None) -> str:
+    def _move(self, call: Call, block: Block | None, watch: Stopwatch) -> str:
         """Vote, and then move. What was found wrong where the move is compared; "" for nothing."""
-        ready = self._check(call, block)
+        watch.lap(laps.QUEUED)
+        ready = self._check(call, block, watch)
         kind = call.kind(self._carrier.word(call.how), block is not None)
         mine = self._make_ballot(call, kind, ready)
+        watch.name = mine.claim
+        watch.lap(laps.PREPARED)
         self._agree(mine, kind, call.patience)
+        watch.lap(laps.AGREED, self._party.turns.latest)
         # From here on every rank moves, so all count alike, also where the move fails.
         self._moves += 1
-        self._party.answer_for(lambda: stages.begin(self._stages))
+        if self._stages:
+            self._party.answer_for(lambda: stages.begin(self._stages))
+            watch.lap(laps.PREPARED)
         compared = Check(self.plan, self._party.rank, ready.src, ready.dst)
         if kind.check:
             self._party.answer_for(compared.begin)
-        self._carry(ready, call.held, mine, block)
+            watch.lap(laps.COMPARED)
+        self._carry(ready, call.held, mine, block, watch)
         if kind.acknowledge:
             receipt = mine._replace(claim=f"{mine.claim}: all is there")
             self._party.vote(receipt)
+            watch.lap(laps.AGREED)
         found = ""
         if kind.check:
             self._party.answer_for(compared.end)
             found = compared.compare(self._party)
+            watch.lap(laps.COMPARED)
         # Within the turn: who is interrupted here breaks the group, and does not go on knowing less than the others.
         if block is None:
             self._end()
@@ -290,28 +299,34 @@ class Mover:
             # Others move already.
             raise PeerFailure(self._party.rank, mine.objection)
 
-    def _carry(self, ready: _Checked, held: bool, mine: Ballot, block: Block | None) -> None:
+    def _carry(
+        self, ready: Checked, held: bool, mine: Ballot, block: Block | None, watch: Stopwatch
+    ) -> None:
         """Carry the bytes, and put them in place."""
+        carry = functools.partial(self._carrier.carry, ready.src, ready.dst, held, watch)
         if not self._landing.is_beside:
-            self._party.answer_for(lambda: self._write(ready, held))
+            self._party.answer_for(lambda: self._write(carry, watch))
             return
         come: list[Arrived] = []
-        self._party.answer_for(lambda: come.append(self._carrier.carry(ready.src, ready.dst, held)))
+        self._party.answer_for(lambda: come.append(carry()))
         ((tensors, put),) = come
         make = functools.partial(stages.finish, self._stages, tensors)
         keys = stages.name_torn(self._stages, tuple(ready.dst))
         arrival = Arrival(keys, make, put, self._end)
         self._landing.commit(self._party, mine, arrival, self.member, block)
+        watch.lap(laps.COMMITTED)
 
-    def _write(self, ready: _Checked, held: bool) -> None:
+    def _write(self, carry: Callable[[], Arrived], watch: Stopwatch) -> None:
         """Carry into the destination itself."""
         torn = self._carrier.list_torn
         try:
-            arrived = self._carrier.carry(ready.src, ready.dst, held)
+            arrived = carry()
             # A carrier that has brought all leaves nothing torn; stages still may.
             torn = tuple
             for pair in stages.finish(self._stages, arrived.tensors):
                 put_in_place([pair])
+            if self._stages:
+                watch.lap(laps.FINALIZED)
         except BaseException:
             self._landing.standing.torn = stages.name_torn(self._stages, torn())
             raise
@@ -322,21 +337,14 @@ class Mover:
         self._carrier.end()
         stages.end(self._stages)
 
-    def _make_ballot(self, call: Call, kind: Kind, ready: _Checked) -> Ballot:
+    def _make_ballot(self, call: Call, kind: Kind, ready: Checked) -> Ballot:
         """What this rank is about to do. Nothing in it is known to be what it should be, but for the objection."""
-        claim = (
-            f"{kind.word} {self._moves + 1} of {name_given(self._given)} (mover {self._party.key})"
-        )
-        if kind.acknowledge:
-            claim += ", acknowledged"
-        if kind.check:
-            claim += ", compared"
-        if kind.in_block:
-            claim += ", in smt.commit"
+        what = f"{name_given(self._given)} (mover {self._party.key})"
+        claim = kind.claim(self._moves + 1, what)
         claim += in_thread(self._thread) if call.thread is None else call.thread
         return Ballot(claim, ready.label, call.records_gradient, ready.objection)
 
-    def _check(self, call: Call, block: Block | None) -> _Checked:
+    def _check(self, call: Call, block: Block | None, watch: Stopwatch) -> Checked:
         """What is to be moved, or what speaks against it.
 
         Nothing is raised: the other ranks wait for this one's vote, in which it objects.
@@ -351,11 +359,11 @@ class Mover:
                 block.check(self.member)
             check_call(call, self.plan, block is not None)
             src, dst = self._prepare(call)
-            self._carrier.load(src, dst, call.how)
+            self._carrier.load(src, dst, call.how, watch)
             label = read_label(call.label)
         except Exception as error:
-            return _Checked({}, {}, "", word_objection(error))
-        return _Checked(src, dst, label, "")
+            return Checked({}, {}, "", word_objection(error))
+        return Checked(src, dst, label, "")
 
     def forget(self) -> None:
         """Agree anew on the next move, and carry all of it: called by all ranks alike, in a turn."""
@@ -376,7 +384,7 @@ class Mover:
             check(self._wanted, tensors, self._party.wire.device, apart=is_direct)
             self._carrier.prepare(*tensors, call.held)
             self._checked = signed
-            self._held = _Held(src, out, tensors) if call.held else None
+            self._held = Held(src, out, tensors) if call.held else None
         return tensors
 
 

@@ -20,10 +20,12 @@ from shardmath.programs.cutting import Pace
 from shardmath.programs.part import Part
 from shardmath.programs.program import Program
 from shardmath_torch import compat
+from shardmath_torch.agreement.naming import name_given
 from shardmath_torch.agreement.party import Party
 from shardmath_torch.exchange.task import Task
 from shardmath_torch.movers.carriers import Carrier
 from shardmath_torch.movers.stages import Stage
+from shardmath_torch.observing.stopwatch import Ledger
 
 __all__ = ["Again", "Former", "Ready"]
 
@@ -82,6 +84,11 @@ class Ready(NamedTuple):
     version: int
     keeps_bound: bool
     again: Again
+
+    def open_ledger(self) -> Ledger:
+        """For the times of its moves."""
+        name, rank = name_given(self.given), self.party.rank
+        return Ledger(name, self.given, rank, lambda: self.carrier.posted)
 
 
 class Again(Protocol):

@@ -34,6 +34,8 @@ from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover, move_by
 from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, Settings
 from shardmath_torch.movers.stages import Stage
+from shardmath_torch.observing.bars import Progress
+from shardmath_torch.observing.moved import Moved
 from shardmath_torch.refits.gathered import check_not_gathered, find_groups, give_back
 from shardmath_torch.refits.holders import (
     Watched,
@@ -50,6 +52,7 @@ from shardmath_torch.refits.views import (
     Natives,
     Views,
     bind_views,
+    check_named,
     compute,
     drop_window,
     is_by_name,
@@ -177,6 +180,11 @@ class Refit:
         return self._mover.torn
 
     @property
+    def last(self) -> Moved | None:
+        """What the latest step did on this rank, as of `Mover.last`."""
+        return self._mover.last if self.changes is None else self.changes.moved
+
+    @property
     def shadow_bytes(self) -> int:
         """Bytes beside the tensors that this rank takes with commit="all"."""
         return self._mover.shadow_bytes
@@ -278,7 +286,7 @@ class Refit:
         rank = self._party.rank
         mine = [name for name, bound in engines.items() if rank in bound.ranks]
         if len(engines) > 1 or is_by_name(dst, engines):
-            return dict(_check_named(rank, mine, dst))
+            return dict(check_named(rank, mine, dst))
         if not mine and name_natives(dst):  # type: ignore[arg-type]
             raise ExchangeError(f"rank {rank} is not of the engine, and was given dst; pass None")
         return dict.fromkeys(mine, dst)  # type: ignore[arg-type]
@@ -312,6 +320,7 @@ class Refit:
         check: Literal["digest"] | None = None,
         async_op: bool = False,
         whole: bool = False,
+        progress: Progress | None = None,
     ) -> Handle | None:
         """Move what was bound, as a mover does, and compute what functions store. Collective.
 
@@ -322,7 +331,7 @@ class Refit:
         gathers again for its next forward.
         """
         how = How(None, whole) if self.changes is not None else None
-        call = Call(None, None, timeout, acknowledge, label, check, held=True, how=how)
+        call = Call(None, None, timeout, acknowledge, label, check, progress, held=True, how=how)
         # Looked for by the thread that calls: beside it, modules may have others in their places for a while.
         return move_by(self._mover, call._replace(objection=self._object()), async_op)
 
@@ -383,17 +392,3 @@ def _keep_moved(views: Views, planned: Planned) -> Views:
         return views
     kept = {name: tensor for name, tensor in views.tensors.items() if name in moved}
     return Views(kept, views.computed)
-
-
-def _check_named(
-    rank: int, mine: Sequence[str], dst: Given | Mapping[str, Given] | None
-) -> Mapping[str, Given]:
-    """What was given by engine, for these of the rank. Raises ExchangeError where it is of others, or not by engine."""
-    given = dst or {}
-    named = list(given) if isinstance(given, Mapping) else [type(given).__name__]
-    if not isinstance(given, Mapping) or set(named) != set(mine):
-        raise ExchangeError(
-            f"rank {rank} is of {', '.join(mine) or 'no engine'}, and was given "
-            f"{', '.join(map(str, named)) or 'none'}; pass dst={{engine: tensors}} for each of them"
-        )
-    return given  # type: ignore[return-value]

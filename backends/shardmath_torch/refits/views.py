@@ -30,15 +30,16 @@ from shardmath_torch.refits.divided import find_contradictions
 __all__ = [
     "FUNCTIONS",
     "Computed",
-    "drop_window",
-    "is_by_name",
     "Function",
     "Given",
     "Natives",
     "Views",
     "bind_views",
+    "check_named",
     "compute",
     "describe",
+    "drop_window",
+    "is_by_name",
     "list_chunks",
     "make_view",
     "name_natives",
@@ -202,6 +203,20 @@ def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
             f"{slot.native!r} is stored as {slot.function}(...); pass functions={{{slot.function!r}: ...}}"
         )
     return known[slot.function]
+
+
+def check_named(
+    rank: int, mine: Sequence[str], dst: Given | Mapping[str, Given] | None
+) -> Mapping[str, Given]:
+    """What was given by engine, for these of the rank. Raises ExchangeError where it is of others, or not by engine."""
+    given = dst or {}
+    named = list(given) if isinstance(given, Mapping) else [type(given).__name__]
+    if not isinstance(given, Mapping) or set(named) != set(mine):
+        raise ExchangeError(
+            f"rank {rank} is of {', '.join(mine) or 'no engine'}, and was given "
+            f"{', '.join(map(str, named)) or 'none'}; pass dst={{engine: tensors}} for each of them"
+        )
+    return given  # type: ignore[return-value]
 
 
 def is_by_name(dst: object, engines: Mapping[str, Side]) -> bool:

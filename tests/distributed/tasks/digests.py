@@ -74,8 +74,8 @@ class _Meddler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def move(self, src: Any, dst: Any) -> None:
-        self._engine.move(src, dst)
+    def move(self, src: Any, dst: Any, watch: Any) -> None:
+        self._engine.move(src, dst, watch)
         self._meddle(src, dst)
 
 

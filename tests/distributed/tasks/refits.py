@@ -78,7 +78,7 @@ def make(
 
 
 def move(rank: int, ranks: range, steps: int) -> Any:
-    """Refit after each of some steps; whether all that the engine stores is right each time."""
+    """Refit after each of some steps; whether all that the engine stores, and all that is told, is right each time."""
     planned = sm.refit(trainer(range(4)), engine(ranks), shapes())
     refit = smt.Refit(planned, timeout=30.0)
     src = make(planned.trainer, draw(0), rank) if rank < 4 else None
@@ -92,7 +92,14 @@ def move(rank: int, ranks: range, steps: int) -> Any:
         arrays = draw(step)
         if src is not None:
             overwrite(src, make(planned.trainer, arrays, rank))
-        refit(acknowledge=True)
+        told: list[tuple[int, int]] = []
+        refit(acknowledge=True, progress=lambda *numbers: told.append(numbers))  # noqa: B023
+        last = refit.last
+        assert last is not None and last.received.nbytes == planned.plan.received_bytes().get(
+            rank, 0
+        )
+        assert told[-1] == (last.traffic.nbytes, last.traffic.nbytes)
+        assert "finalizing" in last.seconds
         if dst is not None:
             (wanted, _) = make(planned.engines["engine"], arrays, rank, functions=True)
             right.append(_compare(dst, wanted))
