@@ -88,18 +88,7 @@ class Receivers:
         begin = elements.searchsorted(arriving.first)
         end = elements.searchsorted(arriving.past)
         which, piece = ranges(begin, end)
-        cell = arriving.base[piece]
-        rest = elements[which] - arriving.first[piece]
-        first, *others = zip(arriving.sizes, arriving.steps, strict=True)
-        # From the last dimension on, as elements are numbered row by row.
-        for sizes, steps in reversed(others):
-            size = sizes[piece]
-            quotient = rest // size
-            offset = rest - quotient * size
-            cell += offset * steps[piece]
-            rest = quotient
-        _, steps = first
-        cell += rest * steps[piece]
+        cell = _find_cells(arriving, piece, elements[which])
         counts = arriving.rows.sums(end - begin)
         borders = Offsets.of_counts(counts).first.tolist()
         for name, ends in zip(arriving.names, itertools.pairwise(borders), strict=True):
@@ -109,17 +98,26 @@ class Receivers:
                 yield Placed(name, some, cell[here])
 
 
+def _find_cells(arriving: _Arriving, piece: Ints, element: Ints) -> Ints:
+    """The cell of each element, of the piece beside it."""
+    cell = arriving.base[piece]
+    rest = element - arriving.first[piece]
+    first, *others = zip(arriving.sizes, arriving.steps, strict=True)
+    # From the last dimension on, as elements are numbered row by row.
+    for sizes, steps in reversed(others):
+        size = sizes[piece]
+        quotient = rest // size
+        offset = rest - quotient * size
+        cell += offset * steps[piece]
+        rest = quotient
+    _, steps = first
+    cell += rest * steps[piece]
+    return cell
+
+
 def _index_arriving(lying: Mapping[str, Lying], message: Message) -> _Arriving:
     """The pieces of one message, made ready to be asked."""
-    pieces = []
-    first = 0
-    for piece in message.pieces:
-        here = lying[piece.dst_tensor]
-        past = first + math.prod(piece.shape)
-        base, steps = _find_steps(piece, here)
-        pieces.append(_Piece(here.row, first, past, base, steps))
-        first = past
-    pieces.sort(key=lambda one: one.row)
+    pieces = sorted(_list_pieces(lying, message), key=lambda one: one.row)
     names = as_row([one.row for one in pieces])
     rows = Offsets.of_sorted(names)
     sizes, by_dimension = _stack_steps([one.steps for one in pieces])
@@ -133,6 +131,17 @@ def _index_arriving(lying: Mapping[str, Lying], message: Message) -> _Arriving:
         sizes=sizes,
         steps=by_dimension,
     )
+
+
+def _list_pieces(lying: Mapping[str, Lying], message: Message) -> Iterator[_Piece]:
+    """The pieces of a message, in their order."""
+    first = 0
+    for piece in message.pieces:
+        here = lying[piece.dst_tensor]
+        past = first + math.prod(piece.shape)
+        base, steps = _find_steps(piece, here)
+        yield _Piece(here.row, first, past, base, steps)
+        first = past
 
 
 def _stack_steps(each: Sequence[Steps]) -> tuple[Ints, Ints]:

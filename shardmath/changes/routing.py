@@ -124,24 +124,17 @@ class Senders:
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], messages: Sequence[Message]) -> None:
-        self.pieces: list[range] = []
         self._cuts: list[_Cut] = []
         self._places: dict[str, _Place] = {}
-        leaving: dict[str, list[_Leaving]] = {}
+        counts = lengths([message.pieces for message in messages])
+        ends = counts.cumsum()
+        self.pieces = list(map(range, (ends - counts).tolist(), ends.tolist()))
         firsts: list[int] = []
         for message in messages:
-            before = len(firsts)
-            end = 0
-            for piece in message.pieces:
-                one = _Leaving(len(firsts), piece)
-                leaving.setdefault(piece.src_tensor, []).append(one)
-                firsts.append(end)
-                end += math.prod(piece.shape)
-            numbers = range(before, len(firsts))
-            self.pieces.append(numbers)
+            firsts += _list_firsts(message)
         self._firsts = as_row(firsts)
         known: dict[object, int] = {}
-        for key, pieces in leaving.items():
+        for key, pieces in _group_pieces(messages).items():
             self._index(key, shapes[key], pieces, known)
 
     def _index(
@@ -201,11 +194,8 @@ class Senders:
     def _route(self, batch: Sequence[_Part]) -> Routed:
         """Where the cells of a batch go."""
         cut = self._cuts[batch[0].place.cut]
-        each = []
-        rows = []
-        for part in batch:
-            each.append(part.cells)
-            rows.append(cut.pieces[part.place.row])
+        each = [part.cells for part in batch]
+        rows = [cut.pieces[part.place.row] for part in batch]
         cell, box, element = cut.boxes.find(np.concatenate(each))
         counts = lengths(each)
         owners = np.arange(len(batch)).repeat(counts)
@@ -215,19 +205,35 @@ class Senders:
         element += self._firsts[piece]
         # From numbers in the batch to those among all that was asked.
         starts = as_row([part.start for part in batch])
-        shift = starts + counts - counts.cumsum()
-        cell += shift[owner]
-        routed = Routed(cell, piece, element)
-        # Rows come in few runs as they are; columns alternate.
-        runs = np.count_nonzero(piece[1:] != piece[:-1])
-        if runs < pieces.size:
-            return routed
-        return _gather_pieces(routed)
+        ends = counts.cumsum()
+        cell += (starts + counts - ends)[owner]
+        return _gather_pieces(Routed(cell, piece, element), pieces.size)
 
 
-def _gather_pieces(routed: Routed) -> Routed:
-    """The same, in the order of pieces."""
+def _list_firsts(message: Message) -> Iterator[int]:
+    """The number of the first element of each piece."""
+    end = 0
+    for piece in message.pieces:
+        yield end
+        end += math.prod(piece.shape)
+
+
+def _group_pieces(messages: Iterable[Message]) -> dict[str, list[_Leaving]]:
+    """The pieces of each tensor, as they are numbered over all messages."""
+    leaving: dict[str, list[_Leaving]] = {}
+    pieces = (piece for message in messages for piece in message.pieces)
+    for number, piece in enumerate(pieces):
+        one = _Leaving(number, piece)
+        leaving.setdefault(piece.src_tensor, []).append(one)
+    return leaving
+
+
+def _gather_pieces(routed: Routed, most: int) -> Routed:
+    """The same, each of so many pieces in few runs."""
     piece = routed.piece
+    # Rows come in few runs as they are; columns alternate.
+    if np.count_nonzero(piece[1:] != piece[:-1]) < most:
+        return routed
     # Of small integers numpy sorts digits, in time in proportion to their number.
     is_small = piece.max() < 1 << 16
     numbers = piece.astype(np.uint16) if is_small else piece

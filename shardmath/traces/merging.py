@@ -45,9 +45,14 @@ def merge(traces: Iterable[Trace]) -> Trace:
     in_order = sorted(zip(clocks, begins, given, strict=True), key=lambda one: one[0].rank)
     for _, begin, trace in in_order:
         spans += _shift(trace.spans, (begin - first) / 1e9)
-    earliest = min((span.begin_s for span in spans), default=0.0)
     left_out = sum(trace.left_out for trace in given)
-    return Trace(tuple(_shift(spans, -earliest)), left_out=left_out)
+    return Trace(_begin_at_zero(spans), left_out=left_out)
+
+
+def _begin_at_zero(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The spans so much later or earlier that the first begins at 0 s."""
+    earliest = min((span.begin_s for span in spans), default=0.0)
+    return tuple(_shift(spans, -earliest))
 
 
 def _shift(spans: Iterable[Span], later: float) -> Iterator[Span]:

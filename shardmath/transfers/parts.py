@@ -18,15 +18,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardmath.base.arrays import Ints, ranges
 from shardmath.plans.balance import Grid, make_grid
 from shardmath.plans.demands import Batch, Demands
 
 __all__ = ["Parts", "Stretches", "list_parts"]
+
+_Column: TypeAlias = NDArray[Any]
 
 
 class Stretches(NamedTuple):
@@ -124,23 +127,21 @@ def _cut_by_tensor(lo: Ints, hi: Ints, each: Ints) -> _ByTensor:
     begun = a > 0
     second = first + begun
     between = last - second
-    has_head = begun | inside
     has_whole = ~inside & (between > 0)
     has_tail = ~inside & (b > 0)
-    is_some = np.stack((has_head, has_whole, has_tail), axis=1)
-    head_end = np.where(inside, b, each)
-
-    def pick(head: Ints, whole: Ints, tail: Ints) -> Ints:
-        """Of each range those of the three that there are."""
-        every = np.stack((head, whole, tail), axis=1)
-        found: Ints = every[is_some]
-        return found
-
+    is_some = _side_by_side(begun | inside, has_whole, has_tail)
     which, _ = is_some.nonzero()
-    return _ByTensor(
-        which=which,
-        tensor=pick(first, second, last),
-        copies=pick(one, between, one),
-        lo=pick(a, none, none),
-        hi=pick(head_end, each, b),
+    head_end = np.where(inside, b, each)
+    columns = (
+        (first, second, last),
+        (one, between, one),
+        (a, none, none),
+        (head_end, each, b),
     )
+    chosen = (_side_by_side(*three)[is_some] for three in columns)
+    return _ByTensor(which, *chosen)
+
+
+def _side_by_side(head: _Column, whole: _Column, tail: _Column) -> _Column:
+    """Of each range the three."""
+    return np.stack((head, whole, tail), axis=1)
