@@ -266,8 +266,8 @@ def lack_memory(rank: int, where: str) -> list[str]:
         raise torch.OutOfMemoryError("no room for a snapshot")
 
     patched: dict[str, Callable[[], Any]] = {
-        "making": lambda: mock.patch.object(carrying, "Snapshot", lack),
-        "updating": lambda: mock.patch.object(carrying.Snapshot, "update", lack),
+        "making": lambda: mock.patch.object(carrying, "Snapshots", lack),
+        "updating": lambda: mock.patch.object(carrying.Snapshots, "update", lack),
     }
 
     def call(**options: Any) -> Said:
