@@ -25,7 +25,7 @@ w: float32[4] to float16[4] by Cast(dtype='float16', at='source', lossy=False) a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -107,6 +107,16 @@ class Transformed:
             transform = str(self.wired[name].transform) if name in self.wired else ""
             tensors.append((name, held, transform))
         return digest(tensors)
+
+    def find_held(self, wires: Container[str]) -> list[str]:
+        """The tensors of which something is among these wire tensors."""
+        found = []
+        for name in self.held_src:
+            wired = self.wired.get(name)
+            first = name if wired is None else _name_wires(name, wired)[0]
+            if first in wires:
+                found.append(name)
+        return found
 
     def jobs(self, rank: int, end: End) -> Iterator[Job]:
         """Every local tensor that the rank holds at an end, and what stands for it."""

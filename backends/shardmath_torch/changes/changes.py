@@ -31,7 +31,7 @@ from shardmath_torch.exchange.local import Local
 from shardmath_torch.exchange.task import Engine, Task
 from shardmath_torch.movers.calls import EVERY, Call
 from shardmath_torch.movers.carriers import Whole
-from shardmath_torch.movers.compile import make_ready
+from shardmath_torch.movers.compile import AgreeFirst, make_ready
 from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover, move_by
 from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, LONGEST_GRACE_S, Settings
@@ -124,17 +124,23 @@ def make_changes(
     settings: Settings,
     snapshots: bool = True,
     stages: tuple[Stage, ...] = (),
+    agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """As `compile_changes`, with stages."""
+    """As `compile_changes`, with stages, and what else ranks agree on before they go on by another plan."""
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
         _agree(plan, group, settings.timeout, snapshots)
+
+    def agree_again(plan: object, group: compat.Group | None, settings: Settings) -> None:
+        if agree_first is not None:
+            agree_first(plan, group, settings)
+        agree(plan, group, settings)
 
     def make(task: Task, engine: Engine, shadows: Shadows | None) -> Sparse:
         return Sparse(task, Whole(task.part, engine, shadows), snapshots)
 
     agree(plan, group, settings)
-    return Changes(make_ready(plan, group, settings, stages, make, agree))
+    return Changes(make_ready(plan, group, settings, stages, make, agree_again))
 
 
 def _agree(plan: object, group: compat.Group | None, timeout: float, snapshots: bool) -> None:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -42,7 +43,7 @@ from shardmath_torch.movers.settings import ALL, DEFAULT_TIMEOUT_S, DIRECT, Sett
 from shardmath_torch.movers.stages import Stage
 from shardmath_torch.transforms.workers import Worker, make_worker
 
-__all__ = ["Ends", "TransformedMover", "compile_transformed", "make_ends"]
+__all__ = ["Ends", "TransformedMover", "agree_again", "compile_transformed", "make_ends"]
 
 SHOWN = 24
 """Hexadecimal digits of a digest that a claim has."""
@@ -57,15 +58,30 @@ class _Part(NamedTuple):
     worker: Worker | None
 
 
+class _Bound(NamedTuple):
+    """What callers gave, and what travels for it."""
+
+    src: Local
+    out: Local
+    wires: tuple[Local, Local]
+
+
 class Ends(Stage):
     """What a rank does at both ends: before it sends, and of what has arrived.
 
-    With `shadows` it makes that beside the tensors.
+    With `shadows` it makes that beside the tensors. `holds`: callers hold on to the mappings that they pass, and never
+    change them.
     """
 
     def __init__(
-        self, transforms: Transformed, party: Party, parts: Sequence[list[_Part]], commit: object
+        self,
+        transforms: Transformed,
+        party: Party,
+        parts: Sequence[list[_Part]],
+        commit: object,
+        holds: bool = False,
     ) -> None:
+        self._holds = holds
         self._parts = parts
         self._device = party.wire.device
         sides = zip(("source", "destination"), parts, strict=True)
@@ -76,6 +92,7 @@ class Ends(Stage):
         self._checked: object = None
         self._made = {part.job.key: part.worker for part in parts[1] if part.worker}
         self._arriving: dict[str, Tensor] = {}
+        self._bound: _Bound | None = None
         self._working = ""
         self.shadows: Shadows | None = None
         if commit == ALL:
@@ -107,7 +124,13 @@ class Ends(Stage):
         self._arriving = {key: there[key] for key in self._made if key in there}
         if self.shadows is not None:
             self.shadows.receive_into(self._arriving)
-        return _name_wires(sources, here), _name_wires(targets, there)
+        bound = self._bound
+        if bound is None or bound.src is not src or bound.out is not out:
+            wires = _name_wires(sources, here), _name_wires(targets, there)
+            bound = _Bound(src, out, wires)
+        # The very mappings, for the very same: by them movers know what they have looked at.
+        self._bound = bound if self._holds else None
+        return bound.wires
 
     def _check(self, here: Tensors, there: Tensors) -> None:
         """Raise ExchangeError for tensors that are not as held, unless these were looked at already."""
@@ -130,6 +153,16 @@ class Ends(Stage):
             return self.shadows.pair(self._arriving)
         self._make_all(self._arriving)
         return ()
+
+    def unfold(self, arrived: Tensors) -> Tensors:
+        """The tensors as they are held, wherever they were made."""
+        made = self._arriving if self.shadows is None else self.shadows.tensors
+        plain = {}
+        for job, worker in self._parts[1]:
+            if worker is None:
+                ((wire, _),) = job.wires
+                plain[job.key] = arrived[wire]
+        return {**plain, **made}
 
     def _make_all(self, into: Tensors) -> None:
         mark_written(self._arriving.values())
@@ -232,13 +265,17 @@ def compile_transformed(
     found = compat.group_of(group)
     given, ends = make_ends(transforms, plan, found, timeout, commit)
     settings = Settings(timeout, max_inflight_bytes, engine, thread, commit, agree)
-
-    def agree_again(plan: object, group: compat.Group | None, settings: Settings) -> None:
-        _, objection = _attempt(lambda: _check_plan(transforms, plan))
-        _agree(_join(group, settings.timeout), transforms, objection)
-
-    ready = make_ready(given, found, settings, (ends,), agree_first=agree_again)
+    again = functools.partial(agree_again, transforms)
+    ready = make_ready(given, found, settings, (ends,), agree_first=again)
     return TransformedMover(transforms, ready, ends)
+
+
+def agree_again(
+    transforms: Transformed, plan: object, group: compat.Group | None, settings: Settings
+) -> None:
+    """Ranks agree that the plan is of these wire tensors, whoever has left it. Collective; raises ExchangeError."""
+    _, objection = _attempt(lambda: _check_plan(transforms, plan))
+    _agree(_join(group, settings.timeout), transforms, objection)
 
 
 def make_ends(
@@ -247,10 +284,11 @@ def make_ends(
     group: compat.Group,
     timeout: float,
     commit: object,
+    holds: bool = False,
 ) -> tuple[Plan | Program, Ends]:
     """The plan of the wire tensors, and what this rank does at both ends. Collective."""
     party = _join(group, timeout)
-    made, objection = _attempt(lambda: _check_and_make(party, transforms, plan, commit))
+    made, objection = _attempt(lambda: _check_and_make(party, transforms, plan, commit, holds))
     _agree(party, transforms, objection)
     assert made is not None, "who objects does not get past the vote"
     return made
@@ -281,7 +319,7 @@ def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
 
 
 def _check_and_make(
-    party: Party, t: object, given: Plan | Program | None, commit: object
+    party: Party, t: object, given: Plan | Program | None, commit: object, holds: bool
 ) -> tuple[Plan | Program, Ends]:
     """The plan, and what this rank does at both ends. Raises to object."""
     if not isinstance(t, Transformed):
@@ -298,7 +336,7 @@ def _check_and_make(
         jobs = t.jobs(party.rank, end)
         parts.append([_Part(job, make_worker(job, party.rank, end, device)) for job in jobs])
     _check_commit(parts[1], commit)
-    return given, Ends(t, party, parts, commit)
+    return given, Ends(t, party, parts, commit, holds)
 
 
 def _check_commit(parts: Iterable[_Part], commit: object) -> None:
