@@ -14,7 +14,7 @@ In reading order:
 - `transformed`: two sides, and what travels between them.
 """
 
-from shardmath.transforms.components import AsHeld, Component, Form, Transform
+from shardmath.transforms.components import AsHeld, Companion, Component, Form, Transform
 from shardmath.transforms.custom import Custom
 from shardmath.transforms.pointwise import Cast, NegativeExp
 from shardmath.transforms.transformed import Transformed, transformed
@@ -22,6 +22,7 @@ from shardmath.transforms.transformed import Transformed, transformed
 __all__ = [
     "AsHeld",
     "Cast",
+    "Companion",
     "Component",
     "Custom",
     "Form",

@@ -32,5 +32,5 @@ def test_exp(src: str) -> None:
     array = patterns(src)
     forms = Form(array.shape, src), Form(array.shape, "float32")
     out = torch.empty(array.shape, device="cuda")
-    finalize(NegativeExp(), *forms, (to_tensor(array, src).cuda(),), out)
+    finalize(NegativeExp(), *forms, (to_tensor(array, src).cuda(),), (out,))
     assert to_bytes(out.cpu()) == NegativeExp().finalize((array,), *forms).tobytes()

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -88,7 +89,8 @@ class Ends(Stage):
         first, last = (_want(transforms, side, party.rank, own) for side, own in sides)
         self._wanted = first, last
         # What a hook takes may have no plain memory; it knows what it can read.
-        self._opaque = {part.job.key for part in parts[0] if part.worker and part.worker.opaque}
+        opaque = [part.job for part in parts[0] if part.worker and part.worker.opaque]
+        self._opaque = {key for job in opaque for key, _ in job.held}
         self._checked: object = None
         self._made = {part.job.key: part.worker for part in parts[1] if part.worker}
         self._arriving: dict[str, Tensor] = {}
@@ -96,8 +98,8 @@ class Ends(Stage):
         self._working = ""
         self.shadows: Shadows | None = None
         if commit == ALL:
-            layouts = {part.job.key: part.job.layout for part in parts[1] if part.worker}
-            self.shadows = Shadows(layouts, party.rank)
+            made = (part.job.held for part in parts[1] if part.worker)
+            self.shadows = Shadows(dict(itertools.chain.from_iterable(made)), party.rank)
 
     @property
     def own(self) -> frozenset[str]:
@@ -118,10 +120,11 @@ class Ends(Stage):
         self._check(here, there)
         sources, targets = self._parts
         with torch.inference_mode():
-            for job, worker in sources:
+            for _, worker in sources:
                 if worker is not None:
-                    _run(worker, here.get(job.key), "prepare")
-        self._arriving = {key: there[key] for key in self._made if key in there}
+                    _run(worker, here, "prepare")
+        own = (key for worker in self._made.values() for key, _ in worker.job.held)
+        self._arriving = {key: there[key] for key in own if key in there}
         if self.shadows is not None:
             self.shadows.receive_into(self._arriving)
         bound = self._bound
@@ -160,8 +163,8 @@ class Ends(Stage):
         plain = {}
         for job, worker in self._parts[1]:
             if worker is None:
-                ((wire, _),) = job.wires
-                plain[job.key] = arrived[wire]
+                for (key, _), (wire, _) in zip(job.held, job.wires, strict=True):
+                    plain[key] = arrived[wire]
         return {**plain, **made}
 
     def _make_all(self, into: Tensors) -> None:
@@ -169,7 +172,7 @@ class Ends(Stage):
         with torch.inference_mode():
             for key, worker in self._made.items():
                 self._working = key
-                _run(worker, into.get(key), "finalize")
+                _run(worker, into, "finalize")
         self._working = ""
 
     def end(self) -> None:
@@ -178,10 +181,13 @@ class Ends(Stage):
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """The tensors that travel in their own memory, and the one that was being made."""
-        torn = [
-            job.key for job, worker in self._parts[1] if worker is None and job.wires[0][0] in keys
-        ]
-        return (*torn, self._working) if self._working in self._made else tuple(torn)
+        torn = []
+        for job, worker in self._parts[1]:
+            pairs = zip(job.held, job.wires, strict=True) if worker is None else ()
+            torn += [key for (key, _), (wire, _) in pairs if wire in keys]
+        if self._working in self._made:
+            torn += [key for key, _ in self._made[self._working].job.held]
+        return tuple(torn)
 
 
 @public
@@ -212,10 +218,11 @@ class TransformedMover(Mover):
         return super().shadow_bytes + (0 if made is None else made.nbytes)
 
 
-def _run(worker: Worker, tensor: Tensor | None, what: str) -> None:
+def _run(worker: Worker, tensors: Tensors, what: str) -> None:
     """Do it. Raises ExchangeError, which names the tensor, where the user's function raises."""
+    own = [] if worker.holds else [tensors[key].detach() for key, _ in worker.job.held]
     try:
-        worker.run(None if tensor is None else tensor.detach())
+        worker.run(*own)
     except Exception as error:
         name = worker.job.key or "the tensor"
         raise ExchangeError(f"{what} of {name!r} failed: {word_objection(error)}") from error
@@ -228,8 +235,8 @@ def _name_wires(parts: Iterable[_Part], tensors: Tensors) -> dict[str, Tensor]:
         if worker is not None:
             wires.update(worker.buffers)
         else:
-            ((key, _),) = job.wires
-            wires[key] = tensors[job.key]
+            for (key, _), (wire, _) in zip(job.held, job.wires, strict=True):
+                wires[wire] = tensors[key]
     return wires
 
 
@@ -238,7 +245,8 @@ def _want(t: Transformed, side: str, rank: int, parts: Iterable[_Part]) -> Wante
     tensors = {}
     for job, worker in parts:
         if worker is None or not worker.holds:
-            tensors[job.key] = job.layout.local_shape(rank), job.layout
+            for key, layout in job.held:
+                tensors[key] = layout.local_shape(rank), layout
     held = t.held_src if side == "source" else t.held_dst
     single = not t.is_tree and not isinstance(held[""], tuple)
     return Wanted(side, rank, tensors, single)

@@ -212,9 +212,9 @@ class _Sending:
         check_made(list(made), [describe(one) for one in targets], self._who, str(box.shape))
         return list(zip(made, targets, strict=True))
 
-    def run(self, tensor: Tensor | None) -> None:
+    def run(self, *tensors: Tensor) -> None:
         """The wire tensors of all boxes."""
-        assert tensor is not None, "given by the caller"
+        (tensor,) = tensors
         for box in self._boxes:
             for one, target in self._call(box, tensor):
                 words(target).copy_(words(one))
@@ -252,7 +252,7 @@ class _Receiving:
             return dict(zip(names, self._own[0], strict=True))
         return make_buffers(self.job, rank, device)
 
-    def run(self, tensor: Tensor | None) -> None:
+    def run(self, *tensors: Tensor) -> None:
         """Give the hook what has arrived, box by box."""
         for box, own in zip(self._boxes, self._own, strict=True):
             for one, part in zip(own, _cut(self.buffers, box), strict=True):

@@ -92,7 +92,7 @@ def test_exp_is_the_same_everywhere_and_right(src: str) -> None:
         made = NegativeExp().finalize((array,), form, out_form)
         exact = -np.exp(cast_array(array, src, "float64")).astype(np.float32)
     out = torch.empty(array.shape)
-    finalize(NegativeExp(), form, out_form, (to_tensor(array, src),), out)
+    finalize(NegativeExp(), form, out_form, (to_tensor(array, src),), (out,))
     assert to_bytes(out) == made.tobytes()
     numbers = ~np.isnan(exact)
     assert np.array_equal(made[numbers], exact[numbers])
@@ -121,9 +121,9 @@ def test_both_ends_cast_alike(shape: tuple[int, ...], at: str) -> None:
         if cast.as_held(form, form).source:
             sent.copy_(values)
         else:
-            prepare(transform, form, form, values, (sent,))
+            prepare(transform, form, form, (values,), (sent,))
         out = torch.empty(shape)
-        finalize(transform, form, form, (sent,), out)
+        finalize(transform, form, form, (sent,), (out,))
         results.append(out)
     wanted = torch.from_numpy(np.array(array)).to(torch.bfloat16).float()
     assert torch.equal(results[0], wanted) and torch.equal(results[1], wanted)
@@ -142,5 +142,5 @@ def test_what_arrays_make_is_looked_at() -> None:
         ),
     ):
         with pytest.raises(sm.ShardError) as caught:
-            prepare(Custom("c", part, bad), form, form, torch.zeros(4), out)
+            prepare(Custom("c", part, bad), form, form, (torch.zeros(4),), out)
         assert words in str(caught.value)
