@@ -25,8 +25,7 @@ qkv.weight (6, 4) on rank 3, from the row
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -40,6 +39,7 @@ from shardmath.plans.plan import Plan, plan
 from shardmath.recordings.sides import RecordedSide
 from shardmath.refits.copying import copy_bound
 from shardmath.refits.coverage import Native, find_faults, show_native
+from shardmath.refits.pairing import group_tensors, list_held, pair
 from shardmath.refits.plain import PlainSide
 from shardmath.refits.sharing import share
 from shardmath.storage.binding import Bound, bind
@@ -100,13 +100,24 @@ class Refit:
         if len(planned.engines) == 1:
             return found
         named = {}
-        for name, slot in found.items():
-            held = _list_held(planned.engines, name)
-            _, numbers = share(tuple(held.values()))
-            window = dict(zip(held, numbers, strict=True))[engine]
-            local = planned._list_windows(name).local_name(name, window)
-            named[local] = slot
-        return named
+        for together in planned._list_together():
+            held = list_held(planned.engines, together)
+            if engine in held:
+                _, numbers = share(tuple(held.values()))
+                window = dict(zip(held, numbers, strict=True))[engine]
+                for name in together:
+                    named[name] = planned._list_windows(name).local_name(name, window)
+        return {named[name]: slot for name, slot in found.items()}
+
+    def _list_together(self) -> Iterator[tuple[str, ...]]:
+        """The tensors of the destination, each with its companions."""
+        beside = {}
+        if self.transforms is not None:
+            for name, wired in self.transforms.wired.items():
+                _, suffixes = wired.suffixes
+                beside[name] = [name + suffix for suffix in suffixes]
+        held = self.plan.dst if self.transforms is None else self.transforms.held_dst
+        return group_tensors(held, beside)
 
     def without(self, *engines: str) -> Refit:
         """The refit that these engines have left: all else goes as it did, and trainers keep what no engine needs now.
@@ -234,10 +245,12 @@ def refit(
         asked.append(_Asked(name, side, wanted, unused))
     source, *others = _bind_all(asked)
     bound = dict(zip(named, others, strict=True))
-    needed, windows = _pair(source, bound)
-    _check_sources(source, needed)
     if rules is None and served is None:
+        needed, windows = pair(source, bound, {})
+        _check_sources(source, needed)
         return Refit(plan(needed, windows), source, bound)
+    needed, windows = pair(source, bound, rules or {})
+    _check_sources(source, needed)
     made = transformed(needed, windows, rules or {})
     return Refit(plan(made.src, made.dst), source, bound, made)
 
@@ -304,23 +317,6 @@ def _bind(asked: _Asked, others: Iterable[Side | None]) -> Side:
     return bind(side, asked.of, asked.unused)
 
 
-def _pair(
-    trainer: Side, engines: Mapping[str, Side]
-) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """Both sides of the plan."""
-    # What no engine needs stays where it is: the trainer's other tensors are in no plan.
-    stored = [engine.layouts for engine in engines.values()]
-    names = dict.fromkeys(itertools.chain.from_iterable(stored))
-    needed = {name: trainer.layouts[name] for name in names}
-    if len(stored) == 1:
-        return needed, dict(stored[0])
-    windows = {}
-    for name in names:
-        held = [layouts[name] for layouts in stored if name in layouts]
-        windows[name], _ = share(tuple(held))
-    return needed, windows
-
-
 def _check_sources(trainer: Side, needed: Collection[str]) -> None:
     """Raise StoreError where the trainer stores a function of what engines need, and not the tensor itself."""
     computed = trainer.find_computed(needed)
@@ -330,12 +326,3 @@ def _check_sources(trainer: Side, needed: Collection[str]) -> None:
             f"trainer: {show_native((slot.chunk, slot.native))} stores {slot.function}(...), from "
             f"which {name} cannot be had; give the trainer a row that stores it"
         )
-
-
-def _list_held(engines: Mapping[str, Side], name: str) -> dict[str, Layout]:
-    """How each engine that stores the tensor holds it."""
-    held = {}
-    for engine, side in engines.items():
-        if name in side.layouts:
-            held[engine] = side.layouts[name]
-    return held

@@ -62,21 +62,27 @@ def _gather(
     side: Mapping[str, LayoutOrWindows], chosen: Mapping[str, Transform], end: End
 ) -> dict[str, Held]:
     """The tensors of a side, each with its companions."""
-    beside: dict[str, list[str]] = {}
-    for name, transform in chosen.items():
-        own = [name + companion.suffix for companion in list_companions(transform, end)]
-        missing = [each for each in own if each not in side]
-        if missing:
-            what = f"the {end} holds no {missing[0]!r} beside {name!r}"
-            raise PlanError(f"{what}, and {transform} says that it does; give its layout")
-        beside[name] = own
+    beside = {name: _find_beside(side, name, one, end) for name, one in chosen.items()}
     taken = {each for own in beside.values() for each in own}
     gathered = {}
     for name, held in side.items():
         if name not in taken:
-            own = beside.get(name, [])
-            gathered[name] = (held, *(side[each] for each in own))
+            gathered[name] = (held, *beside.get(name, {}).values())
     return gathered
+
+
+def _find_beside(
+    side: Mapping[str, LayoutOrWindows], name: str, transform: Transform, end: End
+) -> dict[str, LayoutOrWindows]:
+    """The companions of a tensor. Raises PlanError for one that is missing."""
+    found = {}
+    for companion in list_companions(transform, end):
+        own = name + companion.suffix
+        if own not in side:
+            what = f"the {end} holds no {own!r} beside {name!r}"
+            raise PlanError(f"{what}, and {transform} says that it does; give its layout")
+        found[own] = side[own]
+    return found
 
 
 def choose(rules: Mapping[str, Transform], names: Sequence[str]) -> dict[str, Transform]:

@@ -336,8 +336,13 @@ def _compute(job: Job, wired: Wired, rank: int, given: Sequence[Array]) -> list[
     for value, expected, (key, layout) in zip(values, shapes, job.held, strict=True):
         what = f"what {wired.transform} makes of {key!r}"
         array = read_elements(value, layout.dtype, what)
-        if array.shape != expected:
-            found = f"{what} has shape {array.shape}"
-            raise PlanError(f"{found}, rank {rank} holds {expected}; make that shape")
+        _check_shape(what, array.shape, expected, rank)
         packed.append(array)
     return packed
+
+
+def _check_shape(what: str, found: tuple[int, ...], expected: tuple[int, ...], rank: int) -> None:
+    """Raise PlanError for another shape than the rank holds."""
+    if found != expected:
+        fix = "make that shape"
+        raise PlanError(f"{what} has shape {found}, rank {rank} holds {expected}; {fix}")

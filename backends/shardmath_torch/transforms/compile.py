@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -59,6 +59,18 @@ class _Part(NamedTuple):
     worker: Worker | None
 
 
+def _list_workers(parts: Iterable[_Part]) -> list[Worker]:
+    """What is done for the tensors for which something is done."""
+    return [part.worker for part in parts if part.worker is not None]
+
+
+def _list_keys(workers: Iterable[Worker]) -> Iterator[str]:
+    """The local tensors of these, companions too."""
+    for worker in workers:
+        for key, _ in worker.job.held:
+            yield key
+
+
 class _Bound(NamedTuple):
     """What callers gave, and what travels for it."""
 
@@ -89,17 +101,17 @@ class Ends(Stage):
         first, last = (_want(transforms, side, party.rank, own) for side, own in sides)
         self._wanted = first, last
         # What a hook takes may have no plain memory; it knows what it can read.
-        opaque = [part.job for part in parts[0] if part.worker and part.worker.opaque]
-        self._opaque = {key for job in opaque for key, _ in job.held}
+        preparing, finalizing = map(_list_workers, parts)
+        self._opaque = set(_list_keys(one for one in preparing if one.opaque))
         self._checked: object = None
-        self._made = {part.job.key: part.worker for part in parts[1] if part.worker}
+        self._made = {one.job.key: one for one in finalizing}
         self._arriving: dict[str, Tensor] = {}
         self._bound: _Bound | None = None
         self._working = ""
         self.shadows: Shadows | None = None
         if commit == ALL:
-            made = (part.job.held for part in parts[1] if part.worker)
-            self.shadows = Shadows(dict(itertools.chain.from_iterable(made)), party.rank)
+            made = itertools.chain.from_iterable(one.job.held for one in finalizing)
+            self.shadows = Shadows(dict(made), party.rank)
 
     @property
     def own(self) -> frozenset[str]:
@@ -109,7 +121,7 @@ class Ends(Stage):
     @property
     def nbytes(self) -> int:
         """Bytes of wire buffers."""
-        workers = [part.worker for side in self._parts for part in side if part.worker]
+        workers = [worker for side in self._parts for worker in _list_workers(side)]
         return sum(one.nbytes for worker in workers for one in worker.buffers.values())
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
@@ -120,10 +132,9 @@ class Ends(Stage):
         self._check(here, there)
         sources, targets = self._parts
         with torch.inference_mode():
-            for _, worker in sources:
-                if worker is not None:
-                    _run(worker, here, "prepare")
-        own = (key for worker in self._made.values() for key, _ in worker.job.held)
+            for worker in _list_workers(sources):
+                _run(worker, here, "prepare")
+        own = _list_keys(self._made.values())
         self._arriving = {key: there[key] for key in own if key in there}
         if self.shadows is not None:
             self.shadows.receive_into(self._arriving)
