@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmath_torch.agreement import threads
-from shardmath_torch.agreement.wire import PeerFailure, Pending, check_is_torchs, says_ended
+from shardmath_torch.agreement.wire import LATE, PeerFailure, Pending, check_is_torchs, says_ended
 from shardmath_torch.compat import Group
 
 __all__ = ["LONG", "GlooWire"]
@@ -106,7 +106,7 @@ def _explain(error: RuntimeError) -> str:
     """What gloo's error means, as far as its text says it."""
     text = str(error)
     if "imed out" in text:
-        return "it did not answer in time"
+        return LATE
     return "its connection closed" if says_ended(text) else text
 
 

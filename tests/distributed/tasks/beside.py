@@ -96,7 +96,7 @@ def refused(rank: int) -> list[Said]:
         handle: Any = move(src[:, :3] if odd else src, out=rows.out, async_op=True)
         first = ends(handle.wait)
         assert first == ends(handle.wait) and handle.done()
-        assert repr(handle) == "<a move that is failed>"
+        assert repr(handle) == "<a move that failed>"
         handle.wait()
 
     def wrong_flag() -> None:
