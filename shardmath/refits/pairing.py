@@ -26,17 +26,20 @@ def pair(
     """What moves as both sides hold it."""
     # What no engine needs stays where it is: the trainer's other tensors are in no plan.
     stored = [engine.layouts for engine in engines.values()]
-    names = dict.fromkeys(itertools.chain.from_iterable(stored))
-    chosen = choose(rules, [name for name in names if name in trainer.layouts])
-    for beside in _name_companions(chosen, "source").values():
-        names.update(dict.fromkeys(beside))
-    needed = {name: trainer.layouts[name] for name in names if name in trainer.layouts}
+    held = dict.fromkeys(itertools.chain.from_iterable(stored))
+    both = [name for name in held if name in trainer.layouts]
+    chosen = choose(rules, both)
+    needed = {name: trainer.layouts[name] for name in both}
+    beside = _name_companions(chosen, "source")
+    for own in itertools.chain.from_iterable(beside.values()):
+        if own in trainer.layouts:
+            needed[own] = trainer.layouts[own]
     if len(stored) == 1:
         return needed, dict(stored[0])
-    held = dict.fromkeys(itertools.chain.from_iterable(stored))
     windows: dict[str, tuple[Layout, ...]] = {}
     for together in group_tensors(held, _name_companions(chosen, "destination")):
-        each, _ = share(tuple(list_held(engines, together).values()))
+        own = list_held(engines, together)
+        each, _ = share(tuple(own.values()))
         windows.update(zip(together, each, strict=True))
     return needed, windows
 
@@ -45,7 +48,8 @@ def _name_companions(chosen: Mapping[str, Transform], end: End) -> dict[str, lis
     """What each tensor that has a transform has beside it."""
     named = {}
     for name, transform in chosen.items():
-        named[name] = [name + companion.suffix for companion in list_companions(transform, end)]
+        beside = list_companions(transform, end)
+        named[name] = [name + companion.suffix for companion in beside]
     return named
 
 

@@ -107,7 +107,11 @@ class Refit:
                 window = dict(zip(held, numbers, strict=True))[engine]
                 for name in together:
                     named[name] = planned._list_windows(name).local_name(name, window)
-        return {named[name]: slot for name, slot in found.items()}
+        slots = {}
+        for name, slot in found.items():
+            local = named[name]
+            slots[local] = slot
+        return slots
 
     def _list_together(self) -> Iterator[tuple[str, ...]]:
         """The tensors of the destination, each with its companions."""

@@ -46,11 +46,10 @@ def pair(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Paired:
     """
     here, there = key_by_name(src, dst)
     chosen = choose(rules, list(here))
-    beside = {
-        name + companion.suffix
-        for name, transform in chosen.items()
-        for companion in list_companions(transform, "source")
-    }
+    beside: set[str] = set()
+    for name, transform in chosen.items():
+        companions = list_companions(transform, "source")
+        beside.update(name + companion.suffix for companion in companions)
     own = {name: transform for name, transform in chosen.items() if name not in beside}
     sent = _gather(here, own, "source")
     received = _gather(there, own, "destination")
@@ -62,8 +61,11 @@ def _gather(
     side: Mapping[str, LayoutOrWindows], chosen: Mapping[str, Transform], end: End
 ) -> dict[str, Held]:
     """The tensors of a side, each with its companions."""
-    beside = {name: _find_beside(side, name, one, end) for name, one in chosen.items()}
-    taken = {each for own in beside.values() for each in own}
+    beside = {}
+    taken: set[str] = set()
+    for name, transform in chosen.items():
+        beside[name] = _find_beside(side, name, transform, end)
+        taken.update(beside[name])
     gathered = {}
     for name, held in side.items():
         if name not in taken:

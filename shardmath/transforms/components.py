@@ -25,7 +25,7 @@ from shardmath.base import dtypes
 from shardmath.base.arguments import as_integer, known, listed, text
 from shardmath.base.errors import PlanError
 from shardmath.base.text import shown
-from shardmath.transforms.elements import Array
+from shardmath.numbers.elements import Array
 
 __all__ = [
     "AsHeld",

@@ -20,8 +20,8 @@ from typing import TypeAlias
 from shardmath.base.arguments import instance, listed, text
 from shardmath.base.errors import PlanError
 from shardmath.base.text import shown
+from shardmath.numbers.elements import Array
 from shardmath.transforms.components import AsHeld, Companion, Component, End, Form
-from shardmath.transforms.elements import Array
 
 __all__ = ["Custom", "OnTensors"]
 
@@ -71,8 +71,10 @@ class Custom:
         object.__setattr__(self, "beside", _read_beside(name, self.beside))
 
     def __str__(self) -> str:
-        beside = ["/".join(one.suffix for one in ones) for ones in self.beside]
-        held = f" from w{beside[0]} to w{beside[1]}" if any(beside) else ""
+        here, there = ["/".join(one.suffix for one in ones) for ones in self.beside]
+        held = ""
+        if here or there:
+            held = f" from w{here} to w{there}"
         return f"Custom({self.name!r}: {', '.join(map(str, self.parts))}{held})"
 
     def companions(self, end: End) -> tuple[Companion, ...]:

@@ -25,11 +25,10 @@ w: float32[4] to float16[4] by Cast(dtype='float16', at='source', lossy=False) a
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
+from typing import TypeAlias
 
 from shardmath.base.arguments import as_integer
 from shardmath.base.digest import digest
@@ -38,41 +37,18 @@ from shardmath.base.public import public
 from shardmath.base.text import plural
 from shardmath.layouts.holdings import LayoutOrWindows, holdings_digest, windows_of
 from shardmath.layouts.layout import Layout
+from shardmath.numbers.elements import Array
 from shardmath.plans.groups import Side, describe_form, key_by_name
 from shardmath.transforms.choosing import pair
 from shardmath.transforms.components import End, Transform
-from shardmath.transforms.elements import Array, numpy_type, read_elements
-from shardmath.transforms.packing import pack, unpack
+from shardmath.transforms.local import Arrays, Job, finalize, find_array, prepare
 from shardmath.transforms.wires import Held as WithCompanions
 from shardmath.transforms.wires import Wired, wire
 
-__all__ = ["Job", "Transformed", "transformed"]
+__all__ = ["Transformed", "transformed"]
 
 Held: TypeAlias = Mapping[str, LayoutOrWindows]
 """How a side holds tensors, by name."""
-
-Arrays: TypeAlias = Mapping[str, Array] | Array
-"""Local arrays by local name; the one array of a side without names."""
-
-
-class Job(NamedTuple):
-    """A local tensor of a rank with its companions, and the wire tensors that stand for it, by local name; `wired` is
-    None, and the names are one, where it travels as it is."""
-
-    tensor: str
-    held: tuple[tuple[str, Layout], ...]
-    wires: tuple[tuple[str, Layout], ...]
-    wired: Wired | None
-
-    @property
-    def key(self) -> str:
-        """The tensor's local name."""
-        return self.held[0][0]
-
-    @property
-    def layout(self) -> Layout:
-        """The tensor's layout."""
-        return self.held[0][1]
 
 
 @public
@@ -100,7 +76,8 @@ class Transformed:
 
     def __str__(self) -> str:
         lines = [f"{name or 'the tensor'}: {wired}" for name, wired in self.wired.items()]
-        others = len(self._list_tensors(self.held_src, 0)) - len(self.wired)
+        tensors = self._list_tensors(self.held_src, 0)
+        others = len(tensors) - len(self.wired)
         if others:
             lines.append(f"{plural(others, 'tensor')} as held")
         return "\n".join(lines)
@@ -113,7 +90,10 @@ class Transformed:
             for name in sorted(side):
                 windows = windows_of(side[name], name, PlanError)
                 held.append((name, [holdings_digest(one) for one in windows]))
-        rules = [(name, str(self.wired[name].transform)) for name in sorted(self.wired)]
+        rules = []
+        for name in sorted(self.wired):
+            transform = self.wired[name].transform
+            rules.append((name, str(transform)))
         return digest([held, rules])
 
     def _list_tensors(self, held: Held, end: int) -> list[str]:
@@ -135,8 +115,9 @@ class Transformed:
 
     def jobs(self, rank: int, end: End) -> Iterator[Job]:
         """Every local tensor that the rank holds at an end, and what stands for it."""
-        number = 0 if end == "source" else 1
-        held, wires = ((self.held_src, self.src), (self.held_dst, self.dst))[number]
+        held, wires, number = self.held_src, self.src, 0
+        if end == "destination":
+            held, wires, number = self.held_dst, self.dst, 1
         for name in self._list_tensors(held, number):
             wired = self.wired.get(name)
             suffixes = () if wired is None else wired.suffixes[number]
@@ -157,8 +138,9 @@ class Transformed:
         out: dict[str, Array] = {}
         number = as_integer(rank, "a rank", PlanError)
         for job in self.jobs(number, "source"):
-            given = tuple(_find_array(arrays, key, number) for key, _ in job.held)
-            out.update(_prepare(job, number, given))
+            names = [key for key, _ in job.held]
+            given = tuple(find_array(arrays, key, number) for key in names)
+            out.update(prepare(job, number, given))
         return out
 
     def finalize(self, rank: int, arrays: Mapping[str, Array], out: Arrays | None = None) -> Arrays:
@@ -170,11 +152,11 @@ class Transformed:
         made: dict[str, Array] = {}
         number = as_integer(rank, "a rank", PlanError)
         for job in self.jobs(number, "destination"):
-            given = [_find_array(arrays, key, number) for key, _ in job.wires]
+            given = [find_array(arrays, key, number) for key, _ in job.wires]
             into: Sequence[Array | None] = [None] * len(job.held)
             if out is not None:
-                into = [_find_array(out, key, number) for key, _ in job.held]
-            made.update(_finalize(job, number, given, into))
+                into = [find_array(out, key, number) for key, _ in job.held]
+            made.update(finalize(job, number, given, into))
         if not self.is_tree and list(made) == [""]:
             return made[""]
         return made
@@ -190,27 +172,41 @@ def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transfo
     """
     here, there, chosen = pair(src, dst, rules)
     _check_dtypes(here, there, chosen)
+    wired = _wire_all(here, there, chosen)
     sent: dict[str, LayoutOrWindows] = {}
     received: dict[str, LayoutOrWindows] = {}
-    wired: dict[str, Wired] = {}
-    known: dict[object, Wired] = {}
     for name, held in here.items():
-        if name not in chosen:
-            ((sent[name],), (received[name],)) = held, there[name]
-            continue
-        # Layers share layouts, and so what is made of them.
-        key = id(chosen[name]), held, there[name]
-        if key not in known:
-            known[key] = wire(name, chosen[name], held, there[name])
-        wired[name] = known[key]
-        # Also names of tensors that are transformed themselves: a reader could not tell which is meant.
-        for own, a, b in _pair_wires(name, known[key]):
-            if own in here or own in sent:
-                fix = "rename the tensor, or the component"
-                raise PlanError(f"{own!r} is a tensor, and a component of {name!r}; {fix}")
-            sent[own], received[own] = a, b
+        names = [name]
+        ends = held, there[name]
+        if name in wired:
+            one = wired[name]
+            names = _name_wires(name, one)
+            ends = one.sent, one.received
+            # Also names of tensors that are transformed themselves: a reader could not tell which is meant.
+            _check_names(name, names, (here, sent))
+        first, last = ends
+        sent.update(zip(names, first, strict=True))
+        received.update(zip(names, last, strict=True))
     held_src, held_dst = map(dict, key_by_name(src, dst))
     return Transformed(held_src, held_dst, sent, received, wired, isinstance(src, Mapping))
+
+
+def _wire_all(
+    here: Mapping[str, WithCompanions],
+    there: Mapping[str, WithCompanions],
+    chosen: Mapping[str, Transform],
+) -> dict[str, Wired]:
+    """What travels for each tensor that has a transform."""
+    wired = {}
+    known: dict[object, Wired] = {}
+    for name, transform in chosen.items():
+        ends = here[name], there[name]
+        # Layers share layouts, and so what is made of them.
+        key = id(transform), ends
+        if key not in known:
+            known[key] = wire(name, transform, *ends)
+        wired[name] = known[key]
+    return wired
 
 
 def _check_dtypes(
@@ -239,110 +235,9 @@ def _name_wires(name: str, wired: Wired) -> list[str]:
     return [f"{name}.{part.name}" if name else part.name for part in wired.components]
 
 
-def _pair_wires(name: str, wired: Wired) -> Iterator[tuple[str, LayoutOrWindows, LayoutOrWindows]]:
-    """Each wire tensor, and how it lies at both ends."""
-    return zip(_name_wires(name, wired), wired.sent, wired.received, strict=True)
-
-
-def _find_array(arrays: Arrays, key: str, rank: int) -> Array:
-    """The local array of that name. Raises PlanError where it is missing."""
-    if not isinstance(arrays, Mapping):
-        arrays = {"": arrays}
-    if key not in arrays:
-        names = ", ".join(map(repr, arrays)) or "none"
-        raise PlanError(f"rank {rank} gives no array {key!r}; it gives {names}")
-    return arrays[key]
-
-
-def _read_local(given: object, key: str, layout: Layout, rank: int) -> Array:
-    """The array as it is held there. Raises PlanError for one of another shape or dtype."""
-    what = f"rank {rank}: array {key!r}"
-    array = read_elements(given, layout.dtype, what)
-    expected = layout.local_shape(rank)
-    if array.shape != expected:
-        there = f"{layout} has {expected} there"
-        raise PlanError(f"{what} has shape {array.shape}, {there}; pass that local array")
-    return array
-
-
-def _prepare(job: Job, rank: int, given: tuple[Array, ...]) -> dict[str, Array]:
-    """The wire tensors of a local array and its companions."""
-    wired = job.wired
-    if wired is None or wired.as_held.source:
-        return {key: array for array, (key, _) in zip(given, job.wires, strict=True)}
-    packed = []
-    for array, (key, layout) in zip(given, job.held, strict=True):
-        packed.append(pack(layout, rank, _read_local(array, key, layout, rank)))
-    if not packed[0].size:
-        return _make_empty(job.wires, rank)
-    values: Any = tuple(packed) if len(packed) > 1 else packed[0]
-    made = tuple(wired.transform.prepare(values, wired.src, wired.dst))
-    if len(made) != len(job.wires):
-        what = f"tensor {job.tensor!r}: {wired.transform} makes {plural(made, 'array')}"
-        raise PlanError(f"{what} for {plural(job.wires, 'component')}; make one for each")
-    return {
-        key: _read_local(array, key, layout, rank)
-        for array, (key, layout) in zip(made, job.wires, strict=True)
-    }
-
-
-def _make_empty(wires: tuple[tuple[str, Layout], ...], rank: int) -> dict[str, Array]:
-    """The wire tensors of a rank that holds nothing: no function has to be written for that."""
-    return {key: np.zeros(own.local_shape(rank), numpy_type(own.dtype)) for key, own in wires}
-
-
-def _finalize(
-    job: Job, rank: int, given: Sequence[Array], into: Sequence[Array | None]
-) -> dict[str, Array]:
-    """The local array of the wire tensors, and its companions; those of `into` themselves where they are given."""
-    wired = job.wired
-    is_held = wired is None or wired.as_held.destination
-    arrays = given if wired is None or is_held else _compute(job, wired, rank, given)
-    made = {}
-    for array, out, (key, layout) in zip(arrays, into, job.held, strict=True):
-        if is_held and out is None:
-            made[key] = array
-            continue
-        packed = pack(layout, rank, array) if is_held else array
-        made[key] = np.zeros(layout.local_shape(rank), packed.dtype) if out is None else out
-        _put(job, key, layout, rank, packed, made[key])
-    return made
-
-
-def _put(job: Job, key: str, layout: Layout, rank: int, packed: Array, out: Array) -> None:
-    """What was made into the local array."""
-    if job.wired is None:
-        unpack(layout, rank, packed, out)
-        return
-    # As words on both sides, where the arrays are another library's.
-    own = _read_local(out, key, layout, rank)
-    unpack(layout, rank, read_elements(packed, layout.dtype, f"array {key!r}"), own)
-
-
-def _compute(job: Job, wired: Wired, rank: int, given: Sequence[Array]) -> list[Array]:
-    """What the rank holds of the tensor and its companions, packed."""
-    wires = zip(given, job.wires, strict=True)
-    arrays = tuple(_read_local(array, key, own, rank) for array, (key, own) in wires)
-    shapes = [tuple(runs.size for runs in layout.runs(rank)) for _, layout in job.held]
-    if 0 in shapes[0]:
-        kinds = [numpy_type(layout.dtype) for _, layout in job.held]
-        return [np.zeros(shape, kind) for shape, kind in zip(shapes, kinds, strict=True)]
-    made: Any = wired.transform.finalize(arrays, wired.src, wired.dst)
-    values = (made,) if len(job.held) == 1 else tuple(made)
-    if len(values) != len(job.held):
-        what = f"{wired.transform} makes {plural(values, 'array')} of {job.key!r}"
-        raise PlanError(f"{what}, and {plural(job.held, 'tensor')} hold it; make one for each")
-    packed = []
-    for value, expected, (key, layout) in zip(values, shapes, job.held, strict=True):
-        what = f"what {wired.transform} makes of {key!r}"
-        array = read_elements(value, layout.dtype, what)
-        _check_shape(what, array.shape, expected, rank)
-        packed.append(array)
-    return packed
-
-
-def _check_shape(what: str, found: tuple[int, ...], expected: tuple[int, ...], rank: int) -> None:
-    """Raise PlanError for another shape than the rank holds."""
-    if found != expected:
-        fix = "make that shape"
-        raise PlanError(f"{what} has shape {found}, rank {rank} holds {expected}; {fix}")
+def _check_names(name: str, wires: Iterable[str], tensors: Iterable[Container[str]]) -> None:
+    """Raise PlanError for a component that has the name of another tensor."""
+    for own, others in itertools.product(wires, tensors):
+        if own in others:
+            fix = "rename the tensor, or the component"
+            raise PlanError(f"{own!r} is a tensor, and a component of {name!r}; {fix}")

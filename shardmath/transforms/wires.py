@@ -87,9 +87,11 @@ def wire(name: str, transform: Transform, src: Held, dst: Held) -> Wired:
     suffixes = []
     for end, held, is_held in zip(ENDS, (src, dst), as_held, strict=True):
         for one in held:
-            _check_addends(name, _list_layouts(one), end, is_held)
+            layouts = _list_layouts(one)
+            _check_addends(name, layouts, end, is_held)
         lay_end = _keep_as_held if is_held else _lay_end
-        sides.append(lay_end(name, transform, components, held, end))
+        side = lay_end(name, transform, components, held, end)
+        sides.append(side)
         beside = list_companions(transform, end)
         suffixes.append(tuple(one.suffix for one in beside))
     sent, received = sides

@@ -27,7 +27,8 @@ from shardmath.layouts.holdings import holdings_digest, windows_of
 from shardmath.plans.plan import Plan, plan
 from shardmath.programs.program import Program
 from shardmath.transforms.components import End
-from shardmath.transforms.transformed import Held, Job, Transformed
+from shardmath.transforms.local import Job
+from shardmath.transforms.transformed import Held, Transformed
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.naming import word_objection

@@ -17,9 +17,9 @@ from torch import Tensor
 from shardmath.base import dtypes
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural
+from shardmath.numbers.elements import Array, numpy_type, read_elements
 from shardmath.transforms import Cast, Form, NegativeExp, Transform
 from shardmath.transforms.custom import OnTensors
-from shardmath.transforms.elements import Array, numpy_type, read_elements
 from shardmath_torch.dtypes import dtype_of, words
 from shardmath_torch.transforms.casting import cast, cast_into, negative_exp_into
 

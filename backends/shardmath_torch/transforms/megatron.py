@@ -26,10 +26,10 @@ from torch.nn import Parameter
 from shardmath.base.arguments import instance, listed
 from shardmath.base.errors import ExchangeError, PlanError
 from shardmath.layouts.layout import Layout
+from shardmath.numbers.elements import Array
 from shardmath.transforms import AsHeld, Component, Form
 from shardmath.transforms.components import End
-from shardmath.transforms.elements import Array
-from shardmath.transforms.transformed import Job
+from shardmath.transforms.local import Job
 from shardmath_torch.dtypes import dtype_of, words
 from shardmath_torch.transforms.functions import check_made, describe
 from shardmath_torch.transforms.workers import make_buffers

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmath.transforms.components import End
-from shardmath.transforms.transformed import Job
+from shardmath.transforms.local import Job
 from shardmath.transforms.wires import Wired
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.transforms.functions import finalize, prepare

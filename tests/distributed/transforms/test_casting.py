@@ -11,10 +11,10 @@ import torch
 
 import shardmath as sm
 from shardmath.base.dtypes import ITEMSIZE, is_bool, is_integer
+from shardmath.numbers.casting import NAN, cast_array, is_float, refuse_cast
+from shardmath.numbers.elements import numpy_type
 from shardmath.transforms import Cast, Custom, Form, NegativeExp
-from shardmath.transforms.casting import NAN, cast_array, is_float, refuse_cast
 from shardmath.transforms.components import Component
-from shardmath.transforms.elements import numpy_type
 from shardmath_torch.transforms.casting import cast_into
 from shardmath_torch.transforms.functions import finalize, prepare
 
