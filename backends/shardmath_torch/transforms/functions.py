@@ -20,7 +20,7 @@ from shardmath.base.text import plural
 from shardmath.transforms import Cast, Form, NegativeExp, Transform
 from shardmath.transforms.custom import OnTensors
 from shardmath.transforms.elements import Array, numpy_type, read_elements
-from shardmath_torch.dtypes import dtype_of, words
+from shardmath_torch.dtypes import dtype_of, see_words, words
 from shardmath_torch.transforms.casting import cast, cast_into, negative_exp_into
 
 __all__ = ["check_made", "describe", "finalize", "keep", "prepare"]
@@ -71,7 +71,7 @@ def prepare(
     if own is not None:
         made = own(values)
     else:
-        arrays = transform.prepare(_to_array(values, src.dtype), src, dst)
+        arrays = transform.prepare(_see_array(values, src.dtype), src, dst)
         kinds = [dtypes.canonical(there.dtype) for there in out]
         made = _to_tensors(arrays, kinds, f"{transform} makes")
     keep(made, out, f"{transform} makes", "at the source")
@@ -126,6 +126,12 @@ def _to_array(tensor: Tensor, dtype: str) -> Array:
     """The tensor's elements as numpy has them."""
     # torch gives numpy only types that numpy has, hence by way of words.
     array: Array = words(tensor.cpu().contiguous()).numpy()
+    return array.view(numpy_type(dtype))
+
+
+def _see_array(tensor: Tensor, dtype: str) -> Array:
+    """The same, of memory that may be the caller's: to be read."""
+    array: Array = see_words(tensor.cpu().contiguous())
     return array.view(numpy_type(dtype))
 
 
