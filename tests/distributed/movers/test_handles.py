@@ -115,5 +115,5 @@ def test_survivors_of_a_direct_move_beside(way: str) -> None:
 def test_a_group_that_is_destroyed_meanwhile() -> None:
     """Is an error on all ranks, soon, and nothing is half there."""
     for (said, held), took in alone(2, beside.destroyed):
-        assert "is not registered" in said or "rank 0 failed" in said
+        assert said.startswith(("the process group was destroyed while", "rank 0 "))
         assert (held, took < 10.0) == (OLD, True)
