@@ -112,7 +112,7 @@ def _explain(error: RuntimeError) -> str:
 
 def _make_byte() -> Tensor:
     """Memory for what follows or answers a long message; its value means nothing."""
-    return torch.empty(1, dtype=torch.uint8)
+    return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
 class GlooWire:
@@ -195,7 +195,7 @@ class GlooWire:
             patience = self._patience
         size = len(self._ranks)
         # Row k is the record of the k-th rank after this one.
-        got = torch.zeros(size, len(record), dtype=torch.uint8)
+        got = torch.zeros(size, len(record), dtype=torch.uint8, device="cpu")
         got[0] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         have = 1
         step = 0

@@ -38,8 +38,8 @@ def pair(
         return needed, dict(stored[0])
     windows: dict[str, tuple[Layout, ...]] = {}
     for together in group_tensors(held, _name_companions(chosen, "destination")):
-        own = list_held(engines, together)
-        each, _ = share(tuple(own.values()))
+        by_engine = list_held(engines, together)
+        each, _ = share(tuple(by_engine.values()))
         windows.update(zip(together, each, strict=True))
     return needed, windows
 

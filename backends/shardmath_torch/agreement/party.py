@@ -163,6 +163,9 @@ class Party:
             # Ctrl-C too: messages may be on their way, or others told that this rank has left.
             if self.turns.protocol.state is not State.IDLE:
                 self.leave(error)
+            if isinstance(error, Exception) and not compat.is_registered(self.group):
+                what = "the process group was destroyed while a call on it was under way"
+                raise ExchangeError(f"{what}; wait for moves beside before") from error
             raise
 
     def answer_for(self, act: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ from shardmath_torch.changes.carrying import How, Sent, Sparse
 from shardmath_torch.commits.shadows import Shadows
 from shardmath_torch.exchange.local import Local
 from shardmath_torch.exchange.task import Engine, Task
-from shardmath_torch.movers.calls import EVERY, Call
+from shardmath_torch.movers.calls import EVERY, Call, keep
 from shardmath_torch.movers.carriers import Whole
 from shardmath_torch.movers.compile import AgreeFirst, make_ready
 from shardmath_torch.movers.handles import Handle
@@ -88,7 +88,7 @@ class Changes(Mover):
         `positions` tells which cells have changed, by local key: int64 tensors of numbers of cells, row by row in the
         local shape, each once; of tensors that are not named nothing has. The other arguments are a move's.
         """
-        how = How(positions, whole)
+        how = How(keep(positions), whole)
         call = Call(src, out, timeout, acknowledge, label, check, progress, how=how)
         handle = move_by(self, call, async_op)
         if handle is not None:

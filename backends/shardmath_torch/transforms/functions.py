@@ -20,7 +20,7 @@ from shardmath.base.text import plural
 from shardmath.numbers.elements import Array, numpy_type, read_elements
 from shardmath.transforms import Cast, Form, NegativeExp, Transform
 from shardmath.transforms.custom import OnTensors
-from shardmath_torch.dtypes import dtype_of, words
+from shardmath_torch.dtypes import dtype_of, see_words, words
 from shardmath_torch.transforms.casting import cast, cast_into, negative_exp_into
 
 __all__ = ["check_made", "describe", "finalize", "keep", "prepare"]
@@ -63,7 +63,7 @@ def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _V
     if own is not None:
         made = own(_unwrap(values))
     else:
-        arrays = [_to_array(one, dtypes.canonical(one.dtype)) for one in values]
+        arrays = [_see_array(one, dtypes.canonical(one.dtype)) for one in values]
         made = transform.prepare(_unwrap(arrays), src, dst)
         made = _to_tensors(made, out, f"{transform} makes")
     keep(made, out, f"{transform} makes", "at the source")
@@ -121,6 +121,12 @@ def _to_array(tensor: Tensor, dtype: str) -> Array:
     """The tensor's elements as numpy has them."""
     # torch gives numpy only types that numpy has, hence by way of words.
     array: Array = words(tensor.cpu().contiguous()).numpy()
+    return array.view(numpy_type(dtype))
+
+
+def _see_array(tensor: Tensor, dtype: str) -> Array:
+    """The same, of memory that may be the caller's: to be read."""
+    array: Array = see_words(tensor.cpu().contiguous())
     return array.view(numpy_type(dtype))
 
 

@@ -129,6 +129,21 @@ def test_both_ends_cast_alike(shape: tuple[int, ...], at: str) -> None:
     assert torch.equal(results[0], wanted) and torch.equal(results[1], wanted)
 
 
+def test_functions_cannot_write_to_the_source() -> None:
+    def double(array: Any) -> Any:
+        array *= 2
+        return (array,)
+
+    form = Form((4,), "float32")
+    custom = Custom("double", (Component("data", "float32"),), double)
+    held, array = torch.ones(4), np.ones(4, np.float32)
+    with pytest.raises(ValueError, match="read-only"):
+        prepare(custom, form, form, held, (torch.empty(4),))
+    with pytest.raises(ValueError, match="read-only"):
+        custom.prepare(array, form, form)
+    assert held.tolist() == array.tolist() == [1.0] * 4
+
+
 def test_what_arrays_make_is_looked_at() -> None:
     form = Form((4,), "float32")
     out = (torch.empty(4, dtype=torch.bfloat16),)
