@@ -93,10 +93,7 @@ class Custom:
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
         """What the function at the source makes of the array."""
         assert self.at_source is not None, "sent as held"
-        # It may be the caller's own memory, of which a function that works in place would make another source.
-        locked = array.view()
-        locked.flags.writeable = False
-        return self.at_source(locked)
+        return self.at_source(array)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
         """What the function at the destination makes of the arrays."""

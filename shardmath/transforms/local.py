@@ -76,7 +76,9 @@ def _make_wires(job: Job, wired: Wired, rank: int, given: tuple[Array, ...]) -> 
     arrays = _read_all(given, job.held, rank)
     packed = []
     for array, (_, layout) in zip(arrays, job.held, strict=True):
-        own = pack(layout, rank, array)
+        # It may be the caller's own memory, of which a function that works in place would make another source.
+        own = pack(layout, rank, array).view()
+        own.flags.writeable = False
         packed.append(own)
     if not packed[0].size:
         return _make_empty(job.wires, rank)
