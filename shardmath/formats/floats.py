@@ -139,7 +139,8 @@ def _table(kind: Float) -> Floats:
     values[unsigned > kind.largest] = np.nan
     if kind.has_infinity:
         values[unsigned == kind.largest + 1] = np.inf
-    values[codes > unsigned] *= -1
+    # Of NaN, too, the sign is kept.
+    np.negative(values, out=values, where=codes > unsigned)
     values.flags.writeable = False
     return values
 

@@ -259,10 +259,12 @@ class Format(ABC):
 
 
 def read_array(given: object, dtype: str, what: str) -> Array:
-    """The array, if its elements are of that type. Raises FormatError, which says `what` it is."""
+    """The array, if it has dimensions and elements of that type. Raises FormatError, which says `what` it is."""
     array = np.asarray(given)
     if array.dtype != np.dtype(dtype):
         raise FormatError(f"{what} has dtype {array.dtype}; pass an array of {dtype}")
+    if not array.ndim:
+        raise FormatError(f"{what} has no dimension; numbers alone are not quantised")
     return array
 
 

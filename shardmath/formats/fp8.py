@@ -3,8 +3,7 @@
 1. A scale is what data are multiplied with (`weight_scale_inv` of DeepSeek's checkpoints, `weight_scale` of vLLM's):
    amax / 448 in float32. Data are x / scale in float32, rounded to nearest, ties to even, saturated.
 2. `power_of_two` (TransformerEngine's default for tiles): 448 / amax is rounded down to a power of two, and the scale
-   is 1 over that. Quantising once more what was dequantised then changes no bit; with free scales a scale may change
-   by its last bit.
+   is 1 over that. Free scales or not, what was dequantised is unchanged when it is quantised once more.
 3. **Zero blocks**, and those with an **Inf**, have scale 1, as TransformerEngine's. Other scales are 2^-126 or more, so
    **tiny blocks** (amax below 448 times that) keep multiples of 2^-135, and nothing is divided by a subnormal number.
 4. **NaN** does not count for the amax and becomes NaN; Inf becomes the largest number.

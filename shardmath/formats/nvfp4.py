@@ -8,7 +8,8 @@
 4. E2M1 has neither **NaN** nor **Inf**: Inf becomes 6 or -6 times the block's scale, whose s is then 448, and a tensor
    with an Inf has g = 1. NaN does not count for amaxes and becomes +6 times the block's scale. An all-zero tensor has
    g = 1. Other g are 2^-126 or more.
-5. Numbers whose block has a normal s are unchanged, but for the last bits of g, when they are quantised once more.
+5. Numbers whose block has a normal s are unchanged when they are quantised once more; those of a subnormal s, which
+   has few bits, may change.
 
 >>> import numpy as np
 >>> data, scales, g = NVFP4().quantise(np.arange(16, dtype=np.float32).reshape(1, 16) * 179.2)
@@ -133,12 +134,13 @@ class NVFP4(Format):
         if g.size != 1:
             raise FormatError(f"global_scale has shape {g.shape}; it is one number")
         codes = unpack_pairs(data)
-        factors: Floats = self._read_scales(scales) * g.reshape(())
-        return decode(E2M1, codes) * window.spread(factors)
+        factors = window.spread(self._read_scales(scales))
+        # The first product is exact, so that there is one rounding.
+        products: Floats = decode(E2M1, codes) * factors
+        products *= g.item()
+        return products
 
     def _shape_of(self, data: Codes) -> tuple[int, ...]:
-        if not data.ndim:
-            raise FormatError("data have no dimension; two numbers per byte lie along the last one")
         *outer, count = data.shape
         return (*outer, 2 * count)
 
