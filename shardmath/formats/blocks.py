@@ -165,14 +165,14 @@ def _list_items(
 ) -> Iterator[tuple[int | None, int | slice]]:
     """Each dimension and what is taken of it, an integer or a normal slice; (None, 0) for each new dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
-    named = sum(item is not None and item is not Ellipsis for item in items)
-    if items.count(Ellipsis) > 1 or named > len(shape):
+    # By identity: an array, which is refused below, compares element by element.
+    dots = [at for at, item in enumerate(items) if item is Ellipsis]
+    named = sum(item is not None for item in items) - len(dots)
+    if len(dots) > 1 or named > len(shape):
         what = f"{label(name)}index {shown(index)} of {plural(shape, 'dimension')}"
         raise FormatError(f"{what} has too many items; write one for each, and ... once")
     # A short index goes on as if it ended with an Ellipsis.
-    if Ellipsis not in items:
-        items.append(Ellipsis)
-    at = items.index(Ellipsis)
+    at = dots[0] if dots else len(items)
     items[at : at + 1] = [slice(None)] * (len(shape) - named)
     d = 0
     for item in items:
