@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardmath.base.errors import FormatError
-from shardmath.base.public import public
 from shardmath.base.text import shown
 from shardmath.formats.blocks import Blocks
 from shardmath.formats.floats import Float, Floats
@@ -100,7 +99,6 @@ def _divide_roundly(amax: Floats, most: np.float32) -> Floats:
     return scales
 
 
-@public
 @dataclass(frozen=True, slots=True)
 class FP8Blocks(_Scaled):
     """A float32 scale per tile of the last dimensions: (128, 128) for weights, (1, 128) for activations.
@@ -133,7 +131,6 @@ class FP8Blocks(_Scaled):
         return Blocks(self.block)
 
 
-@public
 @dataclass(frozen=True, slots=True)
 class FP8(_Scaled):
     """A float32 scale per "tensor", or per "channel": one for all of the last dimension.

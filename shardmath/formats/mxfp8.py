@@ -27,7 +27,6 @@ import numpy as np
 
 from shardmath.base.arguments import as_integer
 from shardmath.base.errors import FormatError
-from shardmath.base.public import public
 from shardmath.formats.blocks import Blocks
 from shardmath.formats.floats import E4M3, E5M2, Codes, Float, Floats, decode_e8m0
 from shardmath.formats.format import Array, Format, Part, read_choice
@@ -42,7 +41,6 @@ SUBNORMAL = 0x40_0000
 """The fraction of 2^-127, as float32 has it."""
 
 
-@public
 @dataclass(frozen=True, slots=True)
 class MXFP8(Format):
     """Data "e4m3" or "e5m2", scales E8M0 by "rceil" or "floor", blocks of 32 along `axis` -1 or -2.

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardmath.base.errors import FormatError
-from shardmath.base.public import public
 from shardmath.formats.blocks import Blocks
 from shardmath.formats.floats import (
     E2M1,
@@ -48,7 +47,6 @@ MOST = np.float32(E2M1.most)
 MOST_OF_ALL = np.float32(E2M1.most * E4M3.most)
 
 
-@public
 @dataclass(frozen=True, slots=True)
 class NVFP4(Format):
     """Blocks of 16 in a row, or with `two_d` of 16 x 16.
