@@ -98,7 +98,7 @@ class Broadcast:
             stored = stored_on(self._part.plan.src, turn.rank)
             layout = stored[turn.key].layout
             shape = layout.local_shape(turn.rank)
-            source = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype))
+            source = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype), device="cpu")
         words = dtypes.words(source)
         memory = words.view(-1).view(torch.uint8)
         self._wire.broadcast(memory, turn.rank)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmath_torch.agreement import threads
-from shardmath_torch.agreement.wire import PeerFailure, Pending, check_is_torchs, says_ended
+from shardmath_torch.agreement.wire import LATE, PeerFailure, Pending, check_is_torchs, says_ended
 from shardmath_torch.compat import Group
 
 __all__ = ["LONG", "GlooWire"]
@@ -106,13 +106,13 @@ def _explain(error: RuntimeError) -> str:
     """What gloo's error means, as far as its text says it."""
     text = str(error)
     if "imed out" in text:
-        return "it did not answer in time"
+        return LATE
     return "its connection closed" if says_ended(text) else text
 
 
 def _make_byte() -> Tensor:
     """Memory for what follows or answers a long message; its value means nothing."""
-    return torch.empty(1, dtype=torch.uint8)
+    return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
 class GlooWire:
@@ -195,7 +195,7 @@ class GlooWire:
             patience = self._patience
         size = len(self._ranks)
         # Row k is the record of the k-th rank after this one.
-        got = torch.zeros(size, len(record), dtype=torch.uint8)
+        got = torch.zeros(size, len(record), dtype=torch.uint8, device="cpu")
         got[0] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         have = 1
         step = 0

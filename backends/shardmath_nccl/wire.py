@@ -26,7 +26,7 @@ from torch import Tensor
 from shardmath.base.errors import ExchangeError
 from shardmath.programs.messages import MOST_OPS
 from shardmath_torch import compat
-from shardmath_torch.agreement.wire import PeerFailure, check_is_torchs
+from shardmath_torch.agreement.wire import LATE, PeerFailure, check_is_torchs
 
 __all__ = ["NcclWire"]
 
@@ -39,8 +39,6 @@ MEET_AGAIN_S = 0.01
 MOST_AHEAD = 8
 """Groups that may be on their way before the host waits for the first of them: torch's watchdog counts the time of each
 from its start."""
-
-LATE = "it did not answer in time"
 
 _met: WeakSet[compat.Group] = WeakSet()
 """Groups whose ranks have all been there."""

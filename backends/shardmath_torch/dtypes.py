@@ -14,17 +14,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardmath.base import dtypes
 from shardmath.base.memo import memo
 
-__all__ = ["COPIED", "divide", "dtype_of", "fill", "flat", "fold", "missing", "words"]
+__all__ = [
+    "COPIED",
+    "divide",
+    "dtype_of",
+    "fill",
+    "flat",
+    "fold",
+    "missing",
+    "see_words",
+    "words",
+]
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """The type in which elements of so many bytes are copied (complex128 is copied bit by bit, too)."""
+
+NUMPY_WORDS = {1: "|u1", 2: "=i2", 4: "=i4", 8: "=i8", 16: "=c16"}
+"""Numpy's names of these types."""
 
 COPIED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, *WORDS.values()))
 """Types that torch copies bit by bit, NaN with its payload. Of bool it makes 0 and 1, and some it does not copy."""
@@ -59,6 +75,31 @@ def flat(tensor: Tensor) -> Tensor:
 def words(tensor: Tensor) -> Tensor:
     """The same memory, detached, as words of the element's size."""
     return tensor.detach().view(WORDS[tensor.element_size()])
+
+
+class _Seen:
+    """Memory of a tensor, as numpy is told of it, and the tensor, so that it stays."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for step in tensor.stride()),
+            "typestr": NUMPY_WORDS[size],
+        }
+
+
+def see_words(tensor: Tensor) -> NDArray[Any]:
+    """The words of a tensor on the CPU as an array of the same memory, to be read.
+
+    `Tensor.numpy` would do, but that nobody can resize the tensor's storage ever after, as FSDP does.
+    """
+    if not tensor.numel():
+        return np.zeros(tuple(tensor.shape), NUMPY_WORDS[tensor.element_size()])
+    return np.asarray(_Seen(tensor))
 
 
 def fold(op: str, into: Tensor, piece: Tensor) -> None:
@@ -99,7 +140,7 @@ def divide(cells: Tensor, by: int) -> None:
 def missing(name: str, op: str) -> bool:
     """Whether torch has no such operation on elements of the named type; `op` is a reduction, "fill" or "divide"."""
     # Made of bytes, since there are types of which torch makes no zeros.
-    memory = torch.zeros(dtypes.itemsize(name), dtype=torch.uint8)
+    memory = torch.zeros(dtypes.itemsize(name), dtype=torch.uint8, device="cpu")
     one = memory.view(dtype_of(name))
     try:
         _try(op, one)

@@ -148,7 +148,9 @@ def _make_grids(numbers: Ints, low: Ints, high: Ints) -> Iterator[_Grid]:
     for begin, end in zip(low.T, high.T, strict=True):
         both = np.concatenate([begin, end])
         # Without boxes a dimension has one border, and no interval.
-        ends.append(np.unique(both) if len(both) else np.zeros(1, np.int64))
+        if not len(both):
+            both = np.zeros(1, np.int64)
+        ends.append(np.unique(both))
     fields = math.prod(len(each) - 1 for each in ends)
     most = FIELDS_PER_BOX * len(numbers)
     if fields <= most or not len(numbers):

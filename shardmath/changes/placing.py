@@ -150,7 +150,8 @@ def _stack_steps(each: Sequence[Steps]) -> tuple[Ints, Ints]:
     padded = []
     for joined in each:
         missing = ndim - len(joined)
-        padded.append([(1, 0)] * missing + [*joined])
+        before = [(1, 0)] * missing
+        padded.append([*before, *joined])
     both = np.array(padded, np.int64)
     by_piece = both.reshape(len(each), ndim, 2)
     sizes, steps = by_piece.transpose(2, 1, 0)

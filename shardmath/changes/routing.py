@@ -126,12 +126,13 @@ class Senders:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], messages: Sequence[Message]) -> None:
         self._cuts: list[_Cut] = []
         self._places: dict[str, _Place] = {}
-        counts = lengths([message.pieces for message in messages])
-        ends = counts.cumsum()
-        self.pieces = list(map(range, (ends - counts).tolist(), ends.tolist()))
+        self.pieces: list[range] = []
         firsts: list[int] = []
         for message in messages:
+            before = len(firsts)
             firsts += _list_firsts(message)
+            numbers = range(before, len(firsts))
+            self.pieces.append(numbers)
         self._firsts = as_row(firsts)
         known: dict[object, int] = {}
         for key, pieces in _group_pieces(messages).items():

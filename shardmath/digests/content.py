@@ -133,8 +133,9 @@ def find_difference(
         others = there[name]
         ours = _read_arrays(name, windows, src_arrays, isinstance(src, Mapping))
         theirs = _read_arrays(name, others, dst_arrays, isinstance(dst, Mapping))
-        digests = _digest(name, windows, ours, number), _digest(name, others, theirs, number)
-        if digests[0] != digests[1]:
+        mine = _digest(name, windows, ours, number)
+        other = _digest(name, others, theirs, number)
+        if mine != other:
             ends = _weigh_all(windows, ours, number), _weigh_all(others, theirs, number)
             return Difference(name, _compare(full(windows[0].shape), *ends))
     return None

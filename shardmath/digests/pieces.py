@@ -142,10 +142,15 @@ def weigh_part(seed: int, dimension: int, part: Part) -> tuple[Ints, ...]:
         block = np.arange(start >> part.inner, (start + size) >> part.inner)
         outer = weigh_positions(seed, dimension, block, part.inner)
         return outer, table(seed, dimension, 0, part.inner)
+    return (_weigh_segments(seed, dimension, part),)
+
+
+def _weigh_segments(seed: int, dimension: int, part: Part) -> Ints:
+    """The weights of the part's positions, where they lie; zeros elsewhere."""
     segments = np.array(part.segments, np.int64)
     local, start, size = segments.T
     here, _ = ranges(local - part.start, local - part.start + size)
     there, _ = ranges(start, start + size)
     weights = np.zeros(part.size, np.int64)
     weights[here] = weigh_positions(seed, dimension, there)
-    return (weights,)
+    return weights

@@ -29,6 +29,7 @@ from shardmath.layouts.holdings import Windows
 from shardmath.plans.uncovered import first_unheld, holds_all
 
 __all__ = [
+    "MAKE_ALIKE",
     "Shares",
     "Unlike",
     "add_patches",
@@ -169,13 +170,16 @@ def weigh_boxes(
     return sums
 
 
-def word_unlike(name: str, unlike: Unlike, box: Box) -> str:
+MAKE_ALIKE = "make replicas alike, or lay them out as addends by Partial"
+
+
+def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> str:
     """What to say of replicas that are not alike."""
     here, there = ({holder.rank for holder in some} for some in (unlike.others, unlike.alike))
     holds = "holds" if len(here) == 1 else "hold"
     return (
         f"{label(name)}: {show_ranks(here)} {holds} other bits in {show_box(box)} "
-        f"than {show_ranks(there)}; make replicas alike, or lay them out as addends by Partial"
+        f"than {show_ranks(there)}; {fix}"
     )
 
 

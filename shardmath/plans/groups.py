@@ -29,11 +29,13 @@ __all__ = [
     "NOTHING",
     "Group",
     "Side",
+    "check_names",
     "describe_form",
     "digest_groups",
     "find_in_part",
     "group_alike",
     "join_groups",
+    "key_by_name",
     "list_windows",
     "make_batches",
     "pair_by_name",
@@ -74,15 +76,22 @@ def pair_by_name(
 
     Raises PlanError where one alone is a mapping, or names differ.
     """
+    here, there = key_by_name(src, dst)
+    check_names(here, there)
+    return here, there
+
+
+def key_by_name(
+    src: Side, dst: Side
+) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
+    """Both sides by name, which may differ. Raises PlanError where one alone is a mapping."""
     if isinstance(src, Mapping) != isinstance(dst, Mapping):
         here = _describe(src)
         there = _describe(dst)
         raise PlanError(
             f"the source is {here}, the destination {there}; give two layouts, or two mappings"
         )
-    by_name = _key_by_name(src), _key_by_name(dst)
-    _check_names(*by_name)
-    return by_name
+    return _key_by_name(src), _key_by_name(dst)
 
 
 def _describe(side: Side) -> str:
@@ -100,8 +109,8 @@ def _key_by_name(side: Side) -> Mapping[str, LayoutOrWindows]:
     return {text(name, "a tensor's name", PlanError): held for name, held in out.items()}
 
 
-def _check_names(src: Mapping[str, LayoutOrWindows], dst: Mapping[str, LayoutOrWindows]) -> None:
-    """Both sides have the same names."""
+def check_names(src: Mapping[str, object], dst: Mapping[str, object]) -> None:
+    """Raise PlanError unless both sides have the same names."""
     if src.keys() == dst.keys():
         return
     alone = {

@@ -6,6 +6,7 @@ In reading order:
 - `plain`: tensors that ranks store each alone, under their logical names;
 - `copying`: what is bound for one engine, for another that stores alike;
 - `sharing`: engines that store a tensor alike, as one window of it;
+- `pairing`: what moves, as both sides hold it;
 - `refit`: the plan between a trainer and its engines, and where each rank has what moves;
 - `models`: the shapes of real models;
 - `mappings`: which model goes from which trainer to which engines;

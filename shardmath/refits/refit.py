@@ -5,7 +5,9 @@
 2. What does not fit is one error, of both sides.
 3. Several engines are one plan. Those that store a tensor alike are one window of it (`sharing`); where there are
    several windows, the local name of each is `name[i]`.
-4. Engines that leave are out of the plan and of `engines`; nothing else changes, and nobody's names do.
+4. What engines hold may be what transforms make of the trainer's tensors, as of float32 masters. Sides store tensors as
+   they are held; what the plan moves are then the wire tensors of `transforms`.
+5. Engines that leave are out of the plan and of `engines`; nothing else changes, and nobody's names do.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.storage import rows
@@ -23,24 +25,27 @@ qkv.weight (6, 4) on rank 3, from the row
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from shardmath.base.errors import PlanError, StoreError
 from shardmath.base.public import public
 from shardmath.base.text import shown
+from shardmath.layouts.holdings import Windows, windows_of
 from shardmath.layouts.layout import Layout
 from shardmath.membership.leaving import without
 from shardmath.plans.plan import Plan, plan
 from shardmath.recordings.sides import RecordedSide
 from shardmath.refits.copying import copy_bound
 from shardmath.refits.coverage import Native, find_faults, show_native
+from shardmath.refits.pairing import group_tensors, list_held, pair
 from shardmath.refits.plain import PlainSide
 from shardmath.refits.sharing import share
 from shardmath.storage.binding import Bound, bind
 from shardmath.storage.stored import Shapes, Side, Slot, Stored, Vocabulary
+from shardmath.transforms.components import Transform
+from shardmath.transforms.transformed import Transformed, transformed
 
 __all__ = ["Refit", "refit"]
 
@@ -56,13 +61,28 @@ ENGINE = "engine"
 class Refit:
     """A plan from a trainer to its engines, by name, and how each side stores what it moves.
 
-    `whole` is the refit of which no engine has left; None for one of which none has.
+    `transforms` say what is moved for what sides hold; None where that is the same. `whole` is the refit of which no
+    engine has left; None for one of which none has.
     """
 
     plan: Plan
     trainer: Side
     engines: Mapping[str, Side]
+    transforms: Transformed | None = None
     whole: Refit | None = None
+
+    @property
+    def moved(self) -> Collection[str]:
+        """The names of the trainer's tensors that engines need."""
+        if self.transforms is None:
+            return self.plan.src
+        return self.transforms.find_held(self.plan.src)
+
+    def _list_windows(self, name: str) -> Windows:
+        """How engines hold a tensor that moves."""
+        if self.transforms is None:
+            return self.plan.dst[name]
+        return windows_of(self.transforms.held_dst[name], name, PlanError)
 
     def slots(self, rank: int, engine: str | None = None) -> dict[str, Slot]:
         """Where the rank has each local tensor of the plan: of an engine, or of the trainer if none is named.
@@ -70,7 +90,7 @@ class Refit:
         The names are the plan's. Raises PlanError for an engine that there is not.
         """
         if engine is None:
-            moved = self.plan.src
+            moved = set(self.moved)
             stored = self.trainer.slots(rank)
             return {name: slot for name, slot in stored.items() if name in moved}
         found = self._find(engine).slots(rank)
@@ -80,13 +100,28 @@ class Refit:
         if len(planned.engines) == 1:
             return found
         named = {}
+        for together in planned._list_together():
+            held = list_held(planned.engines, together)
+            if engine in held:
+                _, numbers = share(tuple(held.values()))
+                window = dict(zip(held, numbers, strict=True))[engine]
+                for name in together:
+                    named[name] = planned._list_windows(name).local_name(name, window)
+        slots = {}
         for name, slot in found.items():
-            held = _list_held(planned.engines, name)
-            _, numbers = share(tuple(held.values()))
-            window = dict(zip(held, numbers, strict=True))[engine]
-            local = planned.plan.dst[name].local_name(name, window)
-            named[local] = slot
-        return named
+            local = named[name]
+            slots[local] = slot
+        return slots
+
+    def _list_together(self) -> Iterator[tuple[str, ...]]:
+        """The tensors of the destination, each with its companions."""
+        beside = {}
+        if self.transforms is not None:
+            for name, wired in self.transforms.wired.items():
+                _, suffixes = wired.suffixes
+                beside[name] = [name + suffix for suffix in suffixes]
+        held = self.plan.dst if self.transforms is None else self.transforms.held_dst
+        return group_tensors(held, beside)
 
     def without(self, *engines: str) -> Refit:
         """The refit that these engines have left: all else goes as it did, and trainers keep what no engine needs now.
@@ -112,7 +147,9 @@ class Refit:
         # An engine's ranks may hold none of what moves.
         leaving = ranks.intersection(planned.plan.dst_ranks)
         rest = without(self.plan, leaving, window=True)
-        return Refit(rest, self.trainer, staying, planned) if engines else self
+        if not engines:
+            return self
+        return Refit(rest, self.trainer, staying, self.transforms, planned)
 
     def check(
         self,
@@ -193,31 +230,64 @@ def refit(
     shapes: Shapes | Vocabulary,
     *,
     unused: Sequence[str] = (),
+    served: Shapes | Vocabulary | None = None,
+    rules: Mapping[str, Transform] | None = None,
 ) -> Refit:
     """The plan from a trainer to an engine, or to several by name, that store these logical tensors.
 
     A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` gives of a module under
     FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs; a Vocabulary of the shapes is not
-    read again. Raises StoreError with all that does not fit on any side, PlanError where the trainer holds what an
-    engine needs nowhere.
+    read again. `served` are the tensors as engines hold them, where that is not as the trainer does; `rules` then say
+    what is made of them on the way, as `transformed` has it. Raises StoreError with all that does not fit on any side,
+    PlanError where the trainer holds what an engine needs nowhere, and for rules as `transformed` does.
     """
-    vocabulary = shapes if isinstance(shapes, Vocabulary) else Vocabulary(shapes)
+    held = _read_shapes(shapes)
+    wanted = held if served is None else _read_shapes(served)
     named = _name_engines(engines)
-    sides = {"trainer": trainer, **named}
-    bound: dict[str, Side] = {}
+    asked = [_Asked("trainer", trainer, held, ())]
+    for name, side in named.items():
+        asked.append(_Asked(name, side, wanted, unused))
+    source, *others = _bind_all(asked)
+    bound = dict(zip(named, others, strict=True))
+    if rules is None and served is None:
+        needed, windows = pair(source, bound, {})
+        _check_sources(source, needed)
+        return Refit(plan(needed, windows), source, bound)
+    needed, windows = pair(source, bound, rules or {})
+    _check_sources(source, needed)
+    made = transformed(needed, windows, rules or {})
+    return Refit(plan(made.src, made.dst), source, bound, made)
+
+
+def _read_shapes(given: Shapes | Vocabulary) -> Vocabulary:
+    return given if isinstance(given, Vocabulary) else Vocabulary(given)
+
+
+class _Asked(NamedTuple):
+    """A side to be bound to the tensors of a vocabulary."""
+
+    name: str
+    side: Declared
+    of: Vocabulary
+    unused: Sequence[str]
+
+
+def _bind_all(asked: Sequence[_Asked]) -> list[Side]:
+    """The sides, bound. Raises StoreError with the faults of all."""
+    bound: list[Side | None] = []
     faults = []
-    # Both sides are bound before anything is raised, so that one message has the faults of all.
-    for name, side in sides.items():
+    for one in asked:
+        # Those that are bound already to the same tensors.
+        before = zip(asked, bound, strict=False)
+        others = [side for other, side in before if other.of is one.of]
         try:
-            bound[name] = _bind(side, vocabulary, () if name == "trainer" else unused, bound)
+            bound.append(_bind(one, others))
         except StoreError as error:
-            faults.append(f"{name}: {error}")
+            bound.append(None)
+            faults.append(f"{one.name}: {error}")
     if faults:
         raise StoreError("\n".join(faults))
-    source = bound.pop("trainer")
-    needed, windows = _pair(source, bound)
-    _check_sources(source, needed)
-    return Refit(plan(needed, windows), source, bound)
+    return [side for side in bound if side is not None]
 
 
 def _name_engines(engines: Declared | Mapping[str, Declared]) -> dict[str, Declared]:
@@ -235,38 +305,20 @@ def _name_engines(engines: Declared | Mapping[str, Declared]) -> dict[str, Decla
     return given  # type: ignore[return-value]
 
 
-def _bind(
-    side: Declared, vocabulary: Vocabulary, unused: Sequence[str], others: Mapping[str, Side]
-) -> Side:
-    """The side bound to the tensors of the vocabulary; `others` are those that are bound already."""
+def _bind(asked: _Asked, others: Iterable[Side | None]) -> Side:
+    """The side bound to its tensors; `others` are bound to the same ones."""
+    side = asked.side
     if isinstance(side, RecordedSide):
-        return side.bind(vocabulary.shapes, unused)
+        return side.bind(asked.of.shapes, asked.unused)
     if isinstance(side, Mapping):
-        return PlainSide(side).bind(vocabulary.shapes, unused)
+        return PlainSide(side).bind(asked.of.shapes, asked.unused)
     if not isinstance(side, Stored):
         raise StoreError(f"{shown(side)} is not a side; give rows, what was recorded, or layouts")
-    for other in others.values():
+    for other in others:
         copy = copy_bound(other, side) if isinstance(other, Bound) else None
         if copy is not None:
             return copy
-    return bind(side, vocabulary, unused)
-
-
-def _pair(
-    trainer: Side, engines: Mapping[str, Side]
-) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """Both sides of the plan."""
-    # What no engine needs stays where it is: the trainer's other tensors are in no plan.
-    stored = [engine.layouts for engine in engines.values()]
-    names = dict.fromkeys(itertools.chain.from_iterable(stored))
-    needed = {name: trainer.layouts[name] for name in names}
-    if len(stored) == 1:
-        return needed, dict(stored[0])
-    windows = {}
-    for name in names:
-        held = [layouts[name] for layouts in stored if name in layouts]
-        windows[name], _ = share(tuple(held))
-    return needed, windows
+    return bind(side, asked.of, asked.unused)
 
 
 def _check_sources(trainer: Side, needed: Collection[str]) -> None:
@@ -278,12 +330,3 @@ def _check_sources(trainer: Side, needed: Collection[str]) -> None:
             f"trainer: {show_native((slot.chunk, slot.native))} stores {slot.function}(...), from "
             f"which {name} cannot be had; give the trainer a row that stores it"
         )
-
-
-def _list_held(engines: Mapping[str, Side], name: str) -> dict[str, Layout]:
-    """How each engine that stores the tensor holds it."""
-    held = {}
-    for engine, side in engines.items():
-        if name in side.layouts:
-            held[engine] = side.layouts[name]
-    return held

@@ -1,16 +1,21 @@
 """Sharing: engines that store a tensor alike are one window of it.
 
-Their ranks hold copies, as replicas of one engine do: so a node with ranks of several engines takes each byte in once.
+1. Their ranks hold copies, as replicas of one engine do: so a node with ranks of several engines takes each byte in
+   once.
+2. Tensors that belong together, as a quantised one and its scales, have the same windows: engines are one where they
+   store all of these alike.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> halves = [Layout((4,), Mesh(tp=2, ranks=range(i, i + 2)), "(tp n)") for i in (0, 2)]
 >>> whole = Layout((4,), Mesh(dp=1, ranks=[4]), "n")
->>> windows, numbers = share((*halves, whole))
+>>> (windows,), numbers = share(tuple((layout,) for layout in (*halves, whole)))
 >>> [str(layout) for layout in windows], numbers
 (['float32[4] (tp n) on engine=2 tp=2', 'float32[4] n on dp=1'], (0, 0, 1))
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.memo import memo
@@ -22,27 +27,40 @@ AXIS = "engine"
 """The axis along which engines that store alike follow each other."""
 
 
+Together: TypeAlias = tuple[Layout, ...]
+"""How one engine stores tensors that belong together."""
+
+
 @memo()
-def share(held: tuple[Layout, ...]) -> tuple[tuple[Layout, ...], tuple[int, ...]]:
-    """The windows of a tensor that engines hold so, and which of them each engine has."""
-    groups: list[list[Layout]] = []
+def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
+    """The windows of each tensor that engines hold so, and which of them each engine has."""
+    groups: list[list[Together]] = []
     numbers = []
-    for layout in held:
-        number = _find_group(groups, layout)
+    for layouts in held:
+        number = _find_group(groups, layouts)
         if number == len(groups):
             groups.append([])
-        groups[number].append(layout)
+        groups[number].append(layouts)
         numbers.append(number)
-    windows = tuple(map(_join, groups))
-    return windows, tuple(numbers)
+    joined = []
+    for group in groups:
+        each = zip(*group, strict=True)
+        joined.append([_join(layouts) for layouts in each])
+    windows = zip(*joined, strict=True)
+    return tuple(windows), tuple(numbers)
 
 
-def _find_group(groups: list[list[Layout]], layout: Layout) -> int:
-    """The first group that stores like the layout, on other ranks; the number of groups if none does."""
+def _find_group(groups: list[list[Together]], layouts: Together) -> int:
+    """The first group that stores all like these, on other ranks; the number of groups if none does."""
     for number, group in enumerate(groups):
-        if all(_is_copy(one, layout) for one in group):
+        if all(_are_copies(one, layouts) for one in group):
             return number
     return len(groups)
+
+
+def _are_copies(some: Together, others: Together) -> bool:
+    pairs = zip(some, others, strict=True)
+    return all(_is_copy(one, other) for one, other in pairs)
 
 
 def _is_copy(one: Layout, other: Layout) -> bool:
@@ -53,7 +71,7 @@ def _is_copy(one: Layout, other: Layout) -> bool:
     return ranks.isdisjoint(other.mesh.ranks)
 
 
-def _join(group: list[Layout]) -> Layout:
+def _join(group: Together) -> Layout:
     """The layout of all ranks of these copies."""
     first, *others = group
     if not others:

@@ -19,12 +19,12 @@ from shardmath.algebra.dimension import Dimension, cells
 from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
 from shardmath.layouts.layout import Layout, intern
+from shardmath.numbers.elements import Array, numpy_type
 from shardmath.plans.plan import plan
 from shardmath.proofs.simulate import simulate
 from shardmath.storage.fitting import fit
 from shardmath.testing.strategies import layouts
 from shardmath.transforms.components import End, Form, Transform
-from shardmath.transforms.elements import Array, numpy_type
 from shardmath.transforms.packing import pack
 from shardmath.transforms.transformed import Transformed, transformed
 

@@ -139,7 +139,8 @@ def _cut_by_tensor(lo: Ints, hi: Ints, each: Ints) -> _ByTensor:
         (head_end, each, b),
     )
     chosen = (_side_by_side(*three)[is_some] for three in columns)
-    return _ByTensor(which, *chosen)
+    tensor, copies, begin, end = chosen
+    return _ByTensor(which, tensor, copies, begin, end)
 
 
 def _side_by_side(head: _Column, whole: _Column, tail: _Column) -> _Column:

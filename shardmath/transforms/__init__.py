@@ -2,19 +2,17 @@
 
 In reading order:
 
-- `elements`: element types as numpy has them;
-- `casting`: numbers of one type as those of another;
-- `exponential`: exp, bit for bit the same in numpy and torch;
 - `components`: what a transform says of itself;
 - `pointwise`: functions of each number, such as casts;
 - `custom`: functions of the user's own;
 - `packing`: what a rank holds, without holes and in ascending order;
 - `wires`: how the tensors that travel lie, which follows from how those that are held do;
 - `choosing`: which transform a tensor has, by its name;
+- `local`: what one rank does, in numpy;
 - `transformed`: two sides, and what travels between them.
 """
 
-from shardmath.transforms.components import AsHeld, Component, Form, Transform
+from shardmath.transforms.components import AsHeld, Companion, Component, Form, Transform
 from shardmath.transforms.custom import Custom
 from shardmath.transforms.pointwise import Cast, NegativeExp
 from shardmath.transforms.transformed import Transformed, transformed
@@ -22,6 +20,7 @@ from shardmath.transforms.transformed import Transformed, transformed
 __all__ = [
     "AsHeld",
     "Cast",
+    "Companion",
     "Component",
     "Custom",
     "Form",

@@ -1,7 +1,8 @@
 """Choosing: which transform a tensor has, by its name.
 
 1. A pattern is a kind of layer or a glob, as in `shardmath.rules`, or the whole name. The first that matches counts.
-2. A rule that no tensor falls to is an error, since it is a typing mistake; only `*` may be idle.
+2. A tensor that has a transform takes its companions with it: they have none of their own.
+3. A rule that no tensor falls to is an error, since it is a typing mistake; only `*` may be idle.
 
 >>> from shardmath.transforms.pointwise import Cast
 >>> sorted(choose({"*.bias": Cast("float32"), "row": Cast("bfloat16")}, ["fc2.weight", "fc1.weight", "fc1.bias"]))
@@ -16,14 +17,74 @@ a pattern is a kind (column, row, vocab, replicate) or a glob on the whole name 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from shardmath.base.arguments import mapping, text
 from shardmath.base.errors import PlanError
 from shardmath.base.text import plural, shown
 from shardmath.families.styles import KINDS, fits
-from shardmath.transforms.components import Transform
+from shardmath.layouts.holdings import LayoutOrWindows
+from shardmath.plans.groups import Side, check_names, key_by_name
+from shardmath.transforms.components import End, Transform, list_companions
+from shardmath.transforms.wires import Held
 
-__all__ = ["choose"]
+__all__ = ["Paired", "choose", "pair"]
+
+
+class Paired(NamedTuple):
+    """Each tensor with its companions at both ends, and the transforms of those that have one."""
+
+    src: Mapping[str, Held]
+    dst: Mapping[str, Held]
+    chosen: Mapping[str, Transform]
+
+
+def pair(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Paired:
+    """The tensors of two sides, by the rules that take them.
+
+    Raises PlanError as `choose` does, for a companion that is missing, and for a tensor that one side alone has.
+    """
+    here, there = key_by_name(src, dst)
+    chosen = choose(rules, list(here))
+    beside: set[str] = set()
+    for name, transform in chosen.items():
+        companions = list_companions(transform, "source")
+        beside.update(name + companion.suffix for companion in companions)
+    own = {name: transform for name, transform in chosen.items() if name not in beside}
+    sent = _gather(here, own, "source")
+    received = _gather(there, own, "destination")
+    check_names(sent, received)
+    return Paired(sent, received, own)
+
+
+def _gather(
+    side: Mapping[str, LayoutOrWindows], chosen: Mapping[str, Transform], end: End
+) -> dict[str, Held]:
+    """The tensors of a side, each with its companions."""
+    beside = {}
+    taken: set[str] = set()
+    for name, transform in chosen.items():
+        beside[name] = _find_beside(side, name, transform, end)
+        taken.update(beside[name])
+    gathered = {}
+    for name, held in side.items():
+        if name not in taken:
+            gathered[name] = (held, *beside.get(name, {}).values())
+    return gathered
+
+
+def _find_beside(
+    side: Mapping[str, LayoutOrWindows], name: str, transform: Transform, end: End
+) -> dict[str, LayoutOrWindows]:
+    """The companions of a tensor. Raises PlanError for one that is missing."""
+    found = {}
+    for companion in list_companions(transform, end):
+        own = name + companion.suffix
+        if own not in side:
+            what = f"the {end} holds no {own!r} beside {name!r}"
+            raise PlanError(f"{what}, and {transform} says that it does; give its layout")
+        found[own] = side[own]
+    return found
 
 
 def choose(rules: Mapping[str, Transform], names: Sequence[str]) -> dict[str, Transform]:

@@ -6,7 +6,9 @@
    each dimension as its **grain** says; the last block of a dimension may be shorter.
 3. Functions work block by block: what they make of some blocks does not depend on the others. So a tensor may be cut
    between blocks, and what is made of a slice is a slice of what is made of the whole.
-4. Arrays that functions take and give have no holes, and their blocks in ascending order. Of a rank that holds nothing
+4. A tensor may be held as several: beside `w` lie its **companions**, such as the scales of a quantised one, under
+   names of their own. What functions take and give at that end is then a tuple, of the tensor and its companions.
+5. Arrays that functions take and give have no holes, and their blocks in ascending order. Of a rank that holds nothing
    no function is called.
 
 >>> scale = Component("scale", "uint8", (32,))
@@ -23,9 +25,18 @@ from shardmath.base import dtypes
 from shardmath.base.arguments import as_integer, known, listed, text
 from shardmath.base.errors import PlanError
 from shardmath.base.text import shown
-from shardmath.transforms.elements import Array
+from shardmath.numbers.elements import Array
 
-__all__ = ["AsHeld", "Component", "End", "Form", "Transform", "read_end"]
+__all__ = [
+    "AsHeld",
+    "Companion",
+    "Component",
+    "End",
+    "Form",
+    "Transform",
+    "list_companions",
+    "read_end",
+]
 
 End: TypeAlias = Literal["source", "destination"]
 """Where a tensor is held."""
@@ -105,6 +116,49 @@ def _read_grain(name: str, grain: object) -> tuple[int, ...]:
     if min(read, default=1) < 1:
         raise PlanError(f"component {name!r} has grain {read}; a block has 1 position at least")
     return read
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A tensor beside a tensor, of which a position stands for a block: its name is the tensor's with `suffix` behind.
+
+    `grain` is as of a Component. Raises PlanError for no suffix, and for a grain below 1.
+    """
+
+    suffix: str
+    dtype: str
+    grain: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        suffix = text(self.suffix, "the suffix of a companion", PlanError)
+        if not suffix:
+            raise PlanError("a companion has no suffix; give one such as '_scale_inv'")
+        # What a component checks holds here, too.
+        alike = Component("companion", self.dtype, self.grain)
+        object.__setattr__(self, "suffix", suffix)
+        object.__setattr__(self, "dtype", alike.dtype)
+        object.__setattr__(self, "grain", alike.grain)
+
+    @property
+    def component(self) -> Component:
+        """A component that has as many positions."""
+        return Component("companion", self.dtype, self.grain)
+
+
+@runtime_checkable
+class HasCompanions(Protocol):
+    """A transform of tensors that are held as several."""
+
+    def companions(self, end: End) -> tuple[Companion, ...]:
+        """What lies beside the tensor at that end."""
+        ...
+
+
+def list_companions(transform: object, end: End) -> tuple[Companion, ...]:
+    """What lies beside a tensor of that transform at an end; nothing for most."""
+    if isinstance(transform, HasCompanions):
+        return tuple(transform.companions(end))
+    return ()
 
 
 def read_end(given: object, what: str) -> End:

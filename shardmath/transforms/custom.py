@@ -20,8 +20,8 @@ from typing import TypeAlias
 from shardmath.base.arguments import instance, listed, text
 from shardmath.base.errors import PlanError
 from shardmath.base.text import shown
-from shardmath.transforms.components import AsHeld, Component, Form
-from shardmath.transforms.elements import Array
+from shardmath.numbers.elements import Array
+from shardmath.transforms.components import AsHeld, Companion, Component, End, Form
 
 __all__ = ["Custom", "OnTensors"]
 
@@ -31,13 +31,18 @@ OnTensors: TypeAlias = tuple[Callable[..., object] | None, Callable[..., object]
 """The same two functions, of tensors of a backend; None where that uses the arrays'."""
 
 
+Beside: TypeAlias = tuple[tuple[Companion, ...], tuple[Companion, ...]]
+"""Companions at the source, and at the destination."""
+
+
 @dataclass(frozen=True, slots=True)
 class Custom:
     """Functions that make an array of each component, and of these the array that the destination holds.
 
     Both work block by block on arrays without holes (see `components`). None: what travels is the tensor as held there.
-    `name` stands for the functions: ranks compare it. `on_tensors` are the same two of torch's tensors. Raises
-    PlanError for components that are none, or of one name, and where both functions are None.
+    `name` stands for the functions: ranks compare it. `on_tensors` are the same two of torch's tensors. `beside` are
+    the companions of the tensor at the source, and those at the destination. Raises PlanError for components that are
+    none, or of one name, and where both functions are None.
     """
 
     name: str
@@ -45,6 +50,7 @@ class Custom:
     at_source: Preparing | None = None
     at_destination: Finalizing | None = None
     on_tensors: OnTensors = (None, None)
+    beside: Beside = ((), ())
 
     def __post_init__(self) -> None:
         name = text(self.name, "the name of a Custom", PlanError)
@@ -62,9 +68,19 @@ class Custom:
                 raise PlanError(f"Custom {name!r} has {shown(function)}; give a function or None")
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "beside", _read_beside(name, self.beside))
 
     def __str__(self) -> str:
-        return f"Custom({self.name!r}: {', '.join(map(str, self.parts))})"
+        here, there = ["/".join(one.suffix for one in ones) for ones in self.beside]
+        held = ""
+        if here or there:
+            held = f" from w{here} to w{there}"
+        return f"Custom({self.name!r}: {', '.join(map(str, self.parts))}{held})"
+
+    def companions(self, end: End) -> tuple[Companion, ...]:
+        """Those given."""
+        at_source, at_destination = self.beside
+        return at_source if end == "source" else at_destination
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
         """Those given."""
@@ -77,9 +93,28 @@ class Custom:
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
         """What the function at the source makes of the array."""
         assert self.at_source is not None, "sent as held"
-        return self.at_source(array)
+        # It may be the caller's own memory, of which a function that works in place would make another source.
+        locked = array.view()
+        locked.flags.writeable = False
+        return self.at_source(locked)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
         """What the function at the destination makes of the arrays."""
         assert self.at_destination is not None, "arrives as held"
         return self.at_destination(arrays)
+
+
+def _read_beside(name: str, given: object) -> Beside:
+    """The companions at both ends. Raises PlanError for what are none."""
+    what = f"the companions of Custom {name!r}"
+    ends = listed(given, what, PlanError)
+    if len(ends) != 2:
+        raise PlanError(f"{what} are {shown(given)}; give (at_source, at_destination)")
+    read = []
+    for end in ends:
+        beside = listed(end, what, PlanError)
+        for one in beside:
+            instance(one, Companion, "give Companion(suffix, dtype, grain)", PlanError)
+        read.append(beside)
+    at_source, at_destination = read
+    return at_source, at_destination

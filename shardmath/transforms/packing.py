@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardmath.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
-from shardmath.transforms.elements import Array
+from shardmath.numbers.elements import Array
 
 __all__ = ["Cells", "find_cells", "pack", "unpack"]
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from shardmath.base import dtypes
 from shardmath.base.errors import PlanError
-from shardmath.transforms.casting import cast_array, is_float, refuse_cast
+from shardmath.numbers.casting import cast_array, is_float, refuse_cast
+from shardmath.numbers.elements import Array, numpy_type
+from shardmath.numbers.exponential import exp, power_of_two
 from shardmath.transforms.components import AsHeld, Component, End, Form, read_end
-from shardmath.transforms.elements import Array, numpy_type
-from shardmath.transforms.exponential import exp, power_of_two
 
 __all__ = ["Cast", "NegativeExp"]
 

@@ -22,53 +22,96 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from shardmath.base.errors import FormatError, PlanError, ShardError
+from shardmath.base.text import plural
 from shardmath.formats.blocks import Blocks
 from shardmath.formats.scales import lay_blocks
-from shardmath.layouts.holdings import LayoutOrWindows
+from shardmath.layouts.holdings import LayoutOrWindows, holdings_digest
 from shardmath.layouts.layout import Layout
-from shardmath.transforms.components import AsHeld, Component, End, Form, Transform
+from shardmath.transforms.components import (
+    AsHeld,
+    Companion,
+    Component,
+    End,
+    Form,
+    Transform,
+    list_companions,
+)
 
-__all__ = ["Wired", "lay", "wire"]
+__all__ = ["Held", "Wired", "lay", "wire"]
 
-_Held: TypeAlias = tuple[LayoutOrWindows, ...]
-"""How a side holds each component."""
+Held: TypeAlias = tuple[LayoutOrWindows, ...]
+"""How a side holds each component; or a tensor, and each of its companions."""
 
 
 class Wired(NamedTuple):
-    """A tensor, and what travels for it: `sent` and `received` are how the components lie at the two ends."""
+    """A tensor, and what travels for it: `sent` and `received` are how the components lie at the two ends.
+
+    `suffixes` are those of its companions at each end.
+    """
 
     transform: Transform
     src: Form
     dst: Form
     as_held: AsHeld
     components: tuple[Component, ...]
-    sent: _Held
-    received: _Held
+    sent: Held
+    received: Held
+    suffixes: tuple[tuple[str, ...], tuple[str, ...]]
 
     def __str__(self) -> str:
         parts = ", ".join(map(str, self.components))
         return f"{self.src} to {self.dst} by {self.transform} as {parts}"
 
 
-def wire(name: str, transform: Transform, src: LayoutOrWindows, dst: LayoutOrWindows) -> Wired:
-    """What travels for the tensor `name`, held so at its two ends.
+def wire(name: str, transform: Transform, src: Held, dst: Held) -> Wired:
+    """What travels for the tensor `name`, which is held so at its two ends, with its companions.
 
     Raises PlanError where the transform does not fit the tensor, or a layout cuts a block.
     """
-    ends = _form_of(name, src), _form_of(name, dst)
-    components = _list_components(name, transform, *ends)
-    as_held = AsHeld(*transform.as_held(*ends))
-    sides: list[_Held] = []
-    for end, held, form, is_held in zip(ENDS, (src, dst), ends, as_held, strict=True):
-        _check_addends(name, _list_layouts(held), end, is_held)
-        if is_held:
-            _check_as_held(name, transform, components, form, end)
-            sides.append((held,))
-        else:
-            sides.append(tuple(_lay_all(held, part, end, name) for part in components))
-    wired = Wired(transform, *ends, as_held, components, *sides)
+    here, there = _form_of(name, src[0]), _form_of(name, dst[0])
+    components = _list_components(name, transform, here, there)
+    as_held = AsHeld(*transform.as_held(here, there))
+    sides: list[Held] = []
+    suffixes = []
+    for end, held, is_held in zip(ENDS, (src, dst), as_held, strict=True):
+        for one in held:
+            layouts = _list_layouts(one)
+            _check_addends(name, layouts, end, is_held)
+        lay_end = _keep_as_held if is_held else _lay_end
+        side = lay_end(name, transform, components, held, end)
+        sides.append(side)
+        beside = list_companions(transform, end)
+        suffixes.append(tuple(one.suffix for one in beside))
+    sent, received = sides
+    first, last = suffixes
+    wired = Wired(transform, here, there, as_held, components, sent, received, (first, last))
     _check_shapes(name, wired)
     return wired
+
+
+def _lay_end(
+    name: str, transform: Transform, components: Sequence[Component], held: Held, end: End
+) -> Held:
+    """How the components lie where something is done. Raises PlanError for companions that lie otherwise."""
+    beside = list_companions(transform, end)
+    _check_companions(name, beside, held, end)
+    return tuple(_lay_all(held[0], part, end, name) for part in components)
+
+
+def _check_companions(name: str, beside: Sequence[Companion], held: Held, end: End) -> None:
+    """Raise PlanError for a companion of which a rank has other blocks than of the tensor."""
+    first, *others = map(_list_layouts, held)
+    for companion, layouts in zip(beside, others, strict=True):
+        own = name + companion.suffix
+        if len(layouts) != len(first):
+            what = f"{own!r} has {plural(layouts, 'window')}, and {name!r} {len(first)}"
+            raise PlanError(f"{what} at the {end}; give as many of both")
+        for layout, whole in zip(layouts, first, strict=True):
+            wanted = lay(whole, companion.component, end, name)
+            found = lay(layout, Component("own", layout.dtype), end, own)
+            if holdings_digest(found) != holdings_digest(wanted):
+                what = f"{own!r} is {layout} at the {end}, beside {whole}"
+                raise PlanError(f"{what}; ranks hold of both the same blocks as in {wanted}")
 
 
 ENDS: tuple[End, End] = ("source", "destination")
@@ -102,14 +145,17 @@ def _list_components(
     return components
 
 
-def _check_as_held(
-    name: str, transform: Transform, components: Sequence[Component], form: Form, end: End
-) -> None:
-    """Raise PlanError unless the only component is the tensor itself."""
-    what = f"tensor {name!r}: {transform} does nothing at the {end}, where {form} is held"
-    found = [f"{part.dtype}{list(part.shape(form, end))}" for part in components]
-    if found != [str(form)]:
+def _keep_as_held(
+    name: str, transform: Transform, components: Sequence[Component], held: Held, end: End
+) -> Held:
+    """What is held. Raises PlanError unless the components are the tensor itself, and its companions."""
+    forms = [_form_of(name, one) for one in held]
+    is_whole = ", ".join(map(str, forms))
+    what = f"tensor {name!r}: {transform} does nothing at the {end}, where {is_whole} is held"
+    found = [f"{part.dtype}{list(part.shape(forms[0], end))}" for part in components]
+    if found != list(map(str, forms)):
         raise PlanError(f"{what}, and sends {', '.join(found)}; give it a function at the {end}")
+    return held
 
 
 def _check_shapes(name: str, wired: Wired) -> None:

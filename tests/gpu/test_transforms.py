@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardmath.numbers.casting import cast_array, is_float
 from shardmath.transforms import Form, NegativeExp
-from shardmath.transforms.casting import cast_array, is_float
 from shardmath_torch.transforms.casting import cast_into
 from shardmath_torch.transforms.functions import finalize
 from tests.distributed.transforms.test_casting import NUMBERS, PAIRS, patterns, to_bytes, to_tensor
@@ -32,5 +32,5 @@ def test_exp(src: str) -> None:
     array = patterns(src)
     forms = Form(array.shape, src), Form(array.shape, "float32")
     out = torch.empty(array.shape, device="cuda")
-    finalize(NegativeExp(), *forms, (to_tensor(array, src).cuda(),), out)
+    finalize(NegativeExp(), *forms, (to_tensor(array, src).cuda(),), (out,))
     assert to_bytes(out.cpu()) == NegativeExp().finalize((array,), *forms).tobytes()

@@ -8,6 +8,8 @@ they are right.
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
 
 import torch
@@ -37,6 +39,10 @@ def refit(rank: int, folders: list[Path]) -> list[list[str]]:
 def _initialise() -> None:
     """vLLM's groups over all ranks, two and two; those of the trainer are not used."""
     size = dist.get_world_size()
+    # What vLLM's own worker takes from its address: on some processors ranks share memory under that name.
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, src=0)
+    os.environ["VLLM_DIST_IDENT"] = name[0]
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(size, dist.get_rank(), "env://", 0, "gloo")
         parallel_state.initialize_model_parallel(TP)

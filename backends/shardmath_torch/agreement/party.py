@@ -22,11 +22,13 @@ from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot, vote
 from shardmath_torch.agreement.failure import UNTOLD, FailureDetector, Report
 from shardmath_torch.agreement.turns import Refused, Turns, Unasked
-from shardmath_torch.agreement.wire import PeerFailure, Wire
+from shardmath_torch.agreement.wire import LATE, PeerFailure, Wire
 
 __all__ = ["Party", "is_time", "word_bad_time"]
 
-FIX = "see that it makes the calls that the others make; start the ranks again with a new process group"
+FIX = (
+    "this process group is broken: make a new one, in which movers go on by replan(plan, group=...)"
+)
 
 LONGEST_S = 1e9
 """Longest wait: what torch makes of seconds, nanoseconds in 64 bits, ends soon after."""
@@ -161,6 +163,9 @@ class Party:
             # Ctrl-C too: messages may be on their way, or others told that this rank has left.
             if self.turns.protocol.state is not State.IDLE:
                 self.leave(error)
+            if isinstance(error, Exception) and not compat.is_registered(self.group):
+                what = "the process group was destroyed while a call on it was under way"
+                raise ExchangeError(f"{what}; wait for moves beside before") from error
             raise
 
     def answer_for(self, act: Callable[[], None]) -> None:
@@ -180,7 +185,7 @@ class Party:
     def give_up(self, cause: str) -> None:
         """Break the group: tell the others that this rank gives up, and why; do not ask them."""
         # First of all: a second Ctrl-C while others are told must find the group broken.
-        self.turns.broken = f"rank {self.rank} (this one) failed: {cause}; {FIX}"
+        self.turns.broken = f"rank {self.rank} (this one) failed: {_word_fix(cause)}"
         try:
             mine = Report(self.rank, None, cause)
             asking = self._make_detector().report(mine, self.wire.abandon)
@@ -211,10 +216,10 @@ class Party:
         first, report = detector.detect(mine, self.wire.abandon)
         if first == self.rank:
             what = f"rank {first} (this one) failed or was given up by the others"
-            return f"{what}: {report.cause}; {FIX}"
+            return f"{what}: {_word_fix(report.cause)}"
         told = PeerFailure(report.blames, report.cause, report.tensor)
         if first is not None:
-            return f"rank {first} failed while {describe(told, first)}: {report.cause}; {FIX}"
+            return f"rank {first} failed while {describe(told, first)}: {_word_fix(report.cause)}"
         seen = "a rank" if report.blames is None else f"rank {report.blames}"
         stopped = describe(told, report.blames)
         what = f"the exchange with {seen} broke while {stopped}: {report.cause}"
@@ -235,6 +240,13 @@ class Party:
         store = compat.store_of(self.group)
         turns = self.turns
         return FailureDetector(store, turns.host, turns.nonce, self.rank, self.ranks, self.grace)
+
+
+def _word_fix(cause: str) -> str:
+    """The cause, and what to do about it and about the group."""
+    # Who is late may have made another call, and often has none to make.
+    calls = "; see that it makes the calls that the others make" if cause == LATE else ""
+    return f"{cause}{calls}; {FIX}"
 
 
 def _word_error(error: BaseException) -> str:

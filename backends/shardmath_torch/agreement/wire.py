@@ -21,9 +21,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["PeerFailure", "Pending", "Wire", "check_is_torchs", "says_ended"]
+__all__ = ["LATE", "PeerFailure", "Pending", "Wire", "check_is_torchs", "says_ended"]
 
 TORCH = os.path.dirname(torch.__file__)
+
+LATE = "it did not answer in time"
+"""The cause where nothing broke, and the time was over."""
 
 
 class PeerFailure(Exception):

@@ -154,7 +154,8 @@ class Sparse:
             yield from _read_positions(src, positions)
             return
         if not self._keeps_snapshots:
-            raise ExchangeError("no snapshots are kept; pass positions=, or compile with snapshots")
+            fix = "pass positions= on every rank, {} where nothing has changed, or compile with snapshots"
+            raise ExchangeError(f"no snapshots are kept; {fix}")
         assert self._snapshots is not None, "made with the walker"
         yield from self._snapshots.list_changed(src)
 

@@ -29,9 +29,9 @@ from shardmath_torch.changes.carrying import How, Sent, Sparse
 from shardmath_torch.commits.shadows import Shadows
 from shardmath_torch.exchange.local import Local
 from shardmath_torch.exchange.task import Engine, Task
-from shardmath_torch.movers.calls import EVERY, Call
+from shardmath_torch.movers.calls import EVERY, Call, keep
 from shardmath_torch.movers.carriers import Whole
-from shardmath_torch.movers.compile import make_ready
+from shardmath_torch.movers.compile import AgreeFirst, make_ready
 from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover, move_by
 from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, LONGEST_GRACE_S, Settings
@@ -88,7 +88,7 @@ class Changes(Mover):
         `positions` tells which cells have changed, by local key: int64 tensors of numbers of cells, row by row in the
         local shape, each once; of tensors that are not named nothing has. The other arguments are a move's.
         """
-        how = How(positions, whole)
+        how = How(keep(positions), whole)
         call = Call(src, out, timeout, acknowledge, label, check, progress, how=how)
         handle = move_by(self, call, async_op)
         if handle is not None:
@@ -124,17 +124,23 @@ def make_changes(
     settings: Settings,
     snapshots: bool = True,
     stages: tuple[Stage, ...] = (),
+    agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """As `compile_changes`, with stages."""
+    """As `compile_changes`, with stages, and what else ranks agree on before they go on by another plan."""
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
         _agree(plan, group, settings.timeout, snapshots)
+
+    def agree_again(plan: object, group: compat.Group | None, settings: Settings) -> None:
+        if agree_first is not None:
+            agree_first(plan, group, settings)
+        agree(plan, group, settings)
 
     def make(task: Task, engine: Engine, shadows: Shadows | None) -> Sparse:
         return Sparse(task, Whole(task.part, engine, shadows), snapshots)
 
     agree(plan, group, settings)
-    return Changes(make_ready(plan, group, settings, stages, make, agree))
+    return Changes(make_ready(plan, group, settings, stages, make, agree_again))
 
 
 def _agree(plan: object, group: compat.Group | None, timeout: float, snapshots: bool) -> None:

@@ -100,7 +100,7 @@ class Snapshots:
             view = snapshot.view(tensors[key])
             before = self._before(snapshot)
             if view.device.type == "cpu":
-                places, words = _compare(view.numpy(), before.numpy(), self._scratch)
+                places, words = _compare(dtypes.see_words(view), before.numpy(), self._scratch)
             else:
                 places, words = _compare_there(view, before)
             if len(places):

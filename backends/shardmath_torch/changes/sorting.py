@@ -152,7 +152,7 @@ class Outgoing:
 def _nothing(size: int) -> Some:
     """No elements of that size."""
     numbers = np.zeros(0, np.int64)
-    words = torch.zeros(0, dtype=dtypes.WORDS[size])
+    words = torch.zeros(0, dtype=dtypes.WORDS[size], device="cpu")
     return Some(size, numbers, words)
 
 

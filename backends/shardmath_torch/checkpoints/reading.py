@@ -298,7 +298,7 @@ def _map(file: Path) -> Tensor:
 def _as_memory(data: bytearray) -> Tensor:
     # frombuffer refuses a buffer of no bytes
     if not data:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(data, dtype=torch.uint8)
 
 

@@ -155,7 +155,7 @@ class SavePlanner(theirs.SavePlanner):
             lowest = min(min(window.mesh.ranks) for window in windows)
             if lowest == self._rank:
                 dtype = dtype_of(first.dtype)
-                empty = torch.empty(first.shape, dtype=dtype)
+                empty = torch.empty(first.shape, dtype=dtype, device="cpu")
                 origin = [0] * empty.ndim
                 yield self._make_item(name, first.shape, origin, empty)
 
@@ -254,7 +254,7 @@ def as_tensor(name: str, data: object) -> Tensor:
     if isinstance(data, bytes | bytearray | memoryview):
         # frombuffer refuses a buffer of no bytes
         if len(data) == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
     what = type(data).__name__
     if isinstance(data, Tensor):

@@ -117,9 +117,11 @@ class Block:
     def object(self) -> str:
         """What speaks against its end; "" for nothing."""
         missing = self._list_missing()
-        if self.objection or not missing:
-            return self.objection
-        return f"smt.commit is given {', '.join(missing)}, which did not move in it"
+        if missing and not self.objection:
+            return f"smt.commit is given {', '.join(missing)}, which did not move in it"
+        # The caller has had the destinations since they were looked at.
+        lost = (entry.find_lost() for entry in self.entries)
+        return self.objection or next(filter(None, lost), "")
 
     @property
     def claim(self) -> str:

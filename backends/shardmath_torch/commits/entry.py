@@ -38,6 +38,7 @@ class Entry(NamedTuple):
     """A move in words, its destinations, and the version that it makes.
 
     `put` puts it in place, and may be called again; `end` is called once the commit is over, and all is in place.
+    `find_lost` says why it cannot be put there any more; "" where it can.
     """
 
     claim: str
@@ -46,6 +47,7 @@ class Entry(NamedTuple):
     end: Callable[[], None]
     standing: Standing
     version: int
+    find_lost: Callable[[], str] = str
 
 
 def commit_entries(party: Party, promise: Ballot, entries: Sequence[Entry]) -> None:

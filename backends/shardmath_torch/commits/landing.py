@@ -29,12 +29,14 @@ class Arrival(NamedTuple):
     """What has arrived beside these destinations.
 
     `finish` gives what is stored besides, `put` puts what has come in place, and `end` is called when that is over.
+    `witness` gives what is asked, later, why that cannot be put in place any more; it says "" where it can.
     """
 
     keys: tuple[str, ...]
     finish: Callable[[], Iterable[Pair]]
     put: Callable[[], None]
     end: Callable[[], None]
+    witness: Callable[[], Callable[[], str]]
 
 
 @dataclass
@@ -47,12 +49,19 @@ class Landing:
     _left: str = ""
     _block: Block | None = None
 
-    def check_free(self, block: Block | None) -> None:
-        """Raise ExchangeError where what came in another thread's block waits beside destinations for its end."""
+    def word_waiting(self, block: Block | None) -> str:
+        """Where what came in another block waits beside destinations for its end, why nothing else may; else ""."""
         other = self._block
-        if other is not None and other is not block and other.is_open:
-            what = "this mover has moved in a smt.commit that another thread has not left"
-            raise ExchangeError(f"{what}; move after it, or compile the plan once more")
+        if other is None or other is block or not other.is_open:
+            return ""
+        what = "this mover has moved in a smt.commit that this or another thread has not left"
+        return f"{what}; go on after it, or compile the plan once more"
+
+    def check_free(self, block: Block | None) -> None:
+        """Raise ExchangeError where what came in another block waits."""
+        waiting = self.word_waiting(block)
+        if waiting:
+            raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
         """That of a mover that goes on from here in another group, or by another plan.
@@ -84,6 +93,7 @@ class Landing:
         version = max(self.standing.version, self.former) + 1
         entry = Entry(mine.claim, arrival.keys, put, arrival.end, self.standing, version)
         if block is not None:
+            entry = entry._replace(find_lost=arrival.witness())
             block.objection = block.objection or objection
             block.add(member, entry)
             self._block = block

@@ -112,10 +112,11 @@ class Check:
                 box = bound_sides(party, name, (self._src, self._dst))
                 return (
                     f"{label(name)} arrived with other bits in {show_box(box)} than its source has, "
-                    f"which is as it was before the move: bytes came wrong; move it again"
+                    f"which is as it was before the move: something wrote it, or bytes came wrong; move it again"
                 )
-        odd = find_odd_replica(party, self._dst, arrived)
-        return f"bytes came wrong to some replicas: {odd}" if odd else ""
+        fix = "something wrote them, or bytes came wrong; move it again"
+        odd = find_odd_replica(party, self._dst, arrived, fix)
+        return f"some replicas of the destination are wrong: {odd}" if odd else ""
 
 
 def _find_changed(side: Mapping[str, Windows], before: AllShares, after: AllShares) -> str:

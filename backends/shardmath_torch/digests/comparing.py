@@ -14,7 +14,14 @@ from shardmath.algebra.box import Box, full
 from shardmath.digests.bounds import find_bounds
 from shardmath.digests.field import PRIME
 from shardmath.digests.patches import Portion, hull, list_patches, list_portions
-from shardmath.digests.shares import Shares, Unlike, counted_portions, find_unlike, word_unlike
+from shardmath.digests.shares import (
+    MAKE_ALIKE,
+    Shares,
+    Unlike,
+    counted_portions,
+    find_unlike,
+    word_unlike,
+)
 from shardmath_torch.agreement.party import Party
 from shardmath_torch.digests.sides import Side, gather_numbers
 
@@ -24,12 +31,14 @@ _Weigher: TypeAlias = Callable[[list[Box]], list[int]]
 """What this rank has in boxes."""
 
 
-def find_odd_replica(party: Party, side: Side, shares: Mapping[str, Shares]) -> str:
+def find_odd_replica(
+    party: Party, side: Side, shares: Mapping[str, Shares], fix: str = MAKE_ALIKE
+) -> str:
     """What to say of the first tensor whose replicas differ; "" where all are alike. Raises PeerFailure."""
     for name, windows in side.windows.items():
         unlike = find_unlike(windows, shares[name])
         if unlike is not None:
-            return word_unlike(name, unlike, _bound_unlike(party, side, name, unlike))
+            return word_unlike(name, unlike, _bound_unlike(party, side, name, unlike), fix)
     return ""
 
 

@@ -58,5 +58,5 @@ def see(tensor: Tensor) -> tuple[Array, Library]:
     """The tensor's bits as an array, and the library that it is of."""
     words = dtypes.words(tensor)
     if tensor.device.type == "cpu":
-        return words.numpy(), NUMPY
+        return dtypes.see_words(words), NUMPY
     return words, TORCH

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -30,7 +30,17 @@ from shardmath_torch.exchange.overlaps import (
     shares_memory,
 )
 
-__all__ = ["Local", "Tensors", "Wanted", "by_key", "check", "fits", "signature", "wanted"]
+__all__ = [
+    "Local",
+    "Tensors",
+    "Wanted",
+    "by_key",
+    "check",
+    "fits",
+    "signature",
+    "wanted",
+    "witness",
+]
 
 Local: TypeAlias = Tensor | Mapping[str, Tensor] | None
 """What a rank passes for one side."""
@@ -253,6 +263,24 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
     """The boxes of the tensor that are its own: what lies in its holes may be another's."""
     _, layout = want.tensors[key]
     return [tensors[key][box] for box in own_boxes(layout.runs(want.rank))]
+
+
+def witness(*given: Local) -> Callable[[], str]:
+    """Asked later: which of these destination tensors is not where it is now; "" for none."""
+    tensors: dict[str, Tensor] = {}
+    for some in given:
+        named = {"": some} if isinstance(some, Tensor) else some or {}
+        tensors.update(named)
+    before = {key: _describe_memory({key: tensor}) for key, tensor in tensors.items()}
+
+    def find_lost() -> str:
+        for key, was in before.items():
+            if _describe_memory({key: tensors[key]}) != was:
+                what = f"{_label('destination', key)} was freed or moved in smt.commit"
+                return f"{what}; leave destinations alone until the block ends"
+        return ""
+
+    return find_lost
 
 
 def signature(given: tuple[Tensors, Tensors]) -> tuple[list[object], list[object]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
@@ -12,10 +14,22 @@ from shardmath_torch.digests.checking import check_checkable
 from shardmath_torch.exchange.local import Local, Tensors
 from shardmath_torch.observing.bars import Progress, check_progress
 
-__all__ = ["EVERY", "ONCE", "Call", "Checked", "Held", "Kind", "check_call", "read_label"]
+__all__ = ["EVERY", "ONCE", "Call", "Checked", "Held", "Kind", "check_call", "keep", "read_label"]
 
 EVERY, ONCE = "every", "once"
 """How often ranks agree: before every move, or before the first of its kind."""
+
+
+_T = TypeVar("_T")
+
+
+def keep(given: _T) -> _T | dict[Any, Any]:
+    """A mapping as it is now; anything else as it is."""
+    # What cannot be copied is looked at, and objected to, when ranks vote.
+    with suppress(Exception):
+        if isinstance(given, Mapping):
+            return dict(given)
+    return given
 
 
 class Kind(NamedTuple):
@@ -64,6 +78,12 @@ class Call(NamedTuple):
         """Seconds to wait for all ranks to make the call, where that is given."""
         return self.timeout if is_time(self.timeout) else None
 
+    def keep(self) -> Call:
+        """The same tensors, whatever the caller puts into its mappings from now on."""
+        if self.held:
+            return self
+        return self._replace(src=keep(self.src), out=keep(self.out))
+
     def kind(self, word: str, in_block: bool) -> Kind:
         """What others must do alike. Of what means nothing it says nothing: that is objected to."""
         acknowledge = self.acknowledge is True
@@ -84,12 +104,16 @@ class Held(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A call that was looked at: its tensors, by local buffer key, and what speaks against it."""
+    """A call that was looked at: its tensors, by local buffer key, and what speaks against it.
+
+    `out` are the destinations as the caller gave them.
+    """
 
     src: Tensors
     dst: Tensors
     label: str
     objection: str
+    out: Local = None
 
 
 def check_call(call: Call, plan: Movable, in_block: bool) -> None:

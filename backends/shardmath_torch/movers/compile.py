@@ -353,6 +353,8 @@ def _check_and_outline(party: Party, asked: _Asked) -> _Mine:
     plan, settings, former = asked.plan, asked.settings, asked.former
     check_plan(plan)
     check_settings(party, plan, settings)
+    if former is not None and former.objection:
+        raise ExchangeError(former.objection)
     if former is not None and block_of(party.group) is not None:
         raise ExchangeError("in smt.commit movers go on as they are; leave it, and replan then")
     if former is not None:

@@ -51,8 +51,8 @@ class Handle:
         former = turns.put_beside(self._errand)
 
     def __repr__(self) -> str:
-        state = "under way" if not self.done() else "failed" if self._error else "done"
-        return f"<a move that is {state}>"
+        state = "is under way" if not self.done() else "failed" if self._error else "is done"
+        return f"<a move that {state}>"
 
     def __del__(self) -> None:
         # There is none where the handle could not be made.

@@ -38,7 +38,7 @@ from shardmath_torch.commits.blocks import Block, Member, block_of
 from shardmath_torch.commits.landing import Arrival, Landing
 from shardmath_torch.commits.shadows import put_in_place
 from shardmath_torch.digests.checking import Check
-from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted
+from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted, witness
 from shardmath_torch.movers import stages
 from shardmath_torch.movers.calls import ONCE, Call, Checked, Held, Kind, check_call, read_label
 from shardmath_torch.movers.carriers import Arrived
@@ -68,8 +68,7 @@ class Mover:
 
     def _take(self, ready: Ready) -> None:
         """Be a mover of that from now on."""
-        self.plan = ready.part.plan
-        self.rounds = ready.part.rounds
+        self.plan, self.rounds = ready.part.plan, ready.part.rounds
         self._ready = ready
         self._given = ready.given
         self._party = ready.party
@@ -201,9 +200,9 @@ class Mover:
     @property
     def _former(self) -> Former:
         """What there is to go on from."""
-        ready = self._ready
+        ready, waits = self._ready, self._landing.word_waiting(None)
         device = ready.party.wire.device
-        return Former(ready.part, ready.carrier, device, ready.peers, self.version)
+        return Former(ready.part, ready.carrier, device, ready.peers, self.version, waits)
 
     def _find_objection_beside(self, async_op: object) -> str:
         """Why a move of the calling thread cannot go on beside it; "" where it can. Raises as `_run` does at once."""
@@ -223,7 +222,7 @@ class Mover:
 
     def _start(self, call: Call) -> Handle:
         """Move on a thread beside, in the name of this one."""
-        mine = call._replace(thread=in_thread(self._thread))
+        mine = call.keep()._replace(thread=in_thread(self._thread))
         return start(self._party, lambda: self._run(mine))
 
     def _run(self, call: Call) -> None:
@@ -312,7 +311,8 @@ class Mover:
         ((tensors, put),) = come
         make = functools.partial(stages.finish, self._stages, tensors)
         keys = stages.name_torn(self._stages, tuple(ready.dst))
-        arrival = Arrival(keys, make, put, self._end)
+        watched = functools.partial(witness, ready.dst, ready.out)
+        arrival = Arrival(keys, make, put, self._end, watched)
         self._landing.commit(self._party, mine, arrival, self.member, block)
         watch.lap(laps.COMMITTED)
 
@@ -363,7 +363,7 @@ class Mover:
             label = read_label(call.label)
         except Exception as error:
             return Checked({}, {}, "", word_objection(error))
-        return Checked(src, dst, label, "")
+        return Checked(src, dst, label, "", call.out)
 
     def forget(self) -> None:
         """Agree anew on the next move, and carry all of it: called by all ranks alike, in a turn."""

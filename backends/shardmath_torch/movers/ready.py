@@ -31,13 +31,17 @@ __all__ = ["Again", "Former", "Ready"]
 
 
 class Former(NamedTuple):
-    """What a rank did, and had agreed on: the most peers of any rank, and how many moves were committed."""
+    """What a rank did, and had agreed on: the most peers of any rank, and how many moves were committed.
+
+    `objection` is what speaks against going on from here.
+    """
 
     part: Part
     carrier: Carrier
     device: torch.device
     peers: int
     version: int
+    objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
         """As many peers as this rank says it has, that its part can follow the plan; None where it cannot.

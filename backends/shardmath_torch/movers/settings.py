@@ -11,6 +11,7 @@ from shardmath.plans.plan import Plan
 from shardmath.programs.messages import MOST_OPS
 from shardmath.programs.part import Outline, plan_of
 from shardmath.programs.program import Program
+from shardmath.transforms.transformed import Transformed
 from shardmath_torch import compat, dtypes
 from shardmath_torch.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.exchange.task import transport_of
@@ -85,6 +86,8 @@ def check_plan(plan: object) -> None:
     """Raise ExchangeError for what is neither a plan nor a program."""
     if not isinstance(plan, Plan | Transposed | Program):
         fix = "pass shardmath.plan(src, dst), or what shardmath.schedule makes of it"
+        if isinstance(plan, Transformed):
+            fix = "call compile_transformed"
         raise ExchangeError(f"compile takes a Plan, got {type(plan).__name__}; {fix}")
 
 

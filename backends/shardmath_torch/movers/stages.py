@@ -40,6 +40,10 @@ class Stage:
         """What is to be stored besides, made of what has arrived, by local buffer key."""
         return ()
 
+    def unfold(self, arrived: Tensors) -> Tensors:
+        """What has arrived, as the stage before has it: with what this one has made of it."""
+        return arrived
+
     def end(self) -> None:
         """All is in place."""
 
@@ -68,6 +72,7 @@ def finish(stages: Stages, arrived: Tensors) -> Iterable[Pair]:
     """What all stages store, one by one, so that one at a time takes memory."""
     for stage in reversed(stages):
         yield from stage.finish(arrived)
+        arrived = stage.unfold(arrived)
 
 
 def end(stages: Stages) -> None:

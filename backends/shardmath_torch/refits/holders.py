@@ -16,9 +16,9 @@
 >>> module = torch.nn.Linear(2, 2)
 >>> (watched,) = watch("source", {"weight": module.weight}, {(0, "weight"): module.weight})
 >>> find_owners([watched])
->>> find_replaced([watched])
+>>> _find_replaced([watched])
 >>> module.weight = torch.nn.Parameter(torch.zeros(2, 2))
->>> find_replaced([watched])
+>>> _find_replaced([watched])
 "source 'weight'"
 >>> del module.weight
 >>> find_removed([watched])
@@ -38,7 +38,7 @@ from shardmath.refits.coverage import show_native
 from shardmath_torch import compat
 from shardmath_torch.refits.views import Given, Natives, describe, list_chunks
 
-__all__ = ["Watched", "find_moved", "find_owners", "find_removed", "find_replaced", "watch"]
+__all__ = ["Watched", "find_fault", "find_owners", "find_removed", "watch"]
 
 _Lay: TypeAlias = tuple[object, ...]
 
@@ -124,7 +124,7 @@ def _list_holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
                 yield holder
 
 
-def find_moved(watched: Iterable[Watched]) -> str | None:
+def _find_moved(watched: Iterable[Watched]) -> str | None:
     """The name of a tensor that lies otherwise in memory; None where all lie as they did."""
     for one in watched:
         try:
@@ -137,7 +137,7 @@ def find_moved(watched: Iterable[Watched]) -> str | None:
     return None
 
 
-def find_replaced(watched: Iterable[Watched]) -> str | None:
+def _find_replaced(watched: Iterable[Watched]) -> str | None:
     """The name of a tensor in whose place one in other memory is; None without.
 
     Raises ExchangeError where a mapping that was given fails to say.
@@ -180,3 +180,26 @@ def _lay_of(tensor: Tensor) -> _Lay | None:
     # Tensors of others without a storage, not yet made, or of classes that raise what they like.
     except Exception:
         return None
+
+
+def find_fault(watched: list[Watched]) -> str:
+    """What is no longer as it was; "" for nothing."""
+    moved = _find_moved(watched)
+    if moved is not None:
+        return (
+            f"{moved} lies otherwise in memory than when prepare() was called; "
+            f"call it again on all ranks"
+        )
+    replaced = _find_replaced(watched)
+    if replaced is not None:
+        return (
+            f"in the place of {replaced} is another tensor than when prepare() was called; "
+            f"prepare again on all ranks"
+        )
+    removed = find_removed(watched)
+    if removed is not None:
+        return (
+            f"{removed} is no longer where its module had it when prepare() was called: it was deleted, or has "
+            f"another name, as under weight_norm; prepare again on all ranks, with what is to move"
+        )
+    return ""

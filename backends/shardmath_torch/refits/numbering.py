@@ -63,7 +63,7 @@ class Numbering:
         """The logical tensor of a run."""
         shape, dtype = self.shapes[name]
         place = list(self.shapes).index(name)
-        numbers = torch.arange(self.starts[place], self.starts[place + 1])
+        numbers = torch.arange(self.starts[place], self.starts[place + 1], device="cpu")
         values = self._digit(numbers, run) + 1
         return values.reshape(shape).to(dtype_of(dtype))
 

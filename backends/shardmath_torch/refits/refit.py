@@ -8,6 +8,7 @@ refit()                                                         # collective, af
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -29,7 +30,7 @@ from shardmath_torch.commits.shadows import Pair
 from shardmath_torch.exchange.local import Local, Tensors
 from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.movers.calls import EVERY, Call
-from shardmath_torch.movers.compile import make_ready
+from shardmath_torch.movers.compile import AgreeFirst, make_ready
 from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover, move_by
 from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, Settings
@@ -39,10 +40,8 @@ from shardmath_torch.observing.moved import Moved
 from shardmath_torch.refits.gathered import check_not_gathered, find_groups, give_back
 from shardmath_torch.refits.holders import (
     Watched,
-    find_moved,
+    find_fault,
     find_owners,
-    find_removed,
-    find_replaced,
     watch,
 )
 from shardmath_torch.refits.views import (
@@ -58,6 +57,7 @@ from shardmath_torch.refits.views import (
     is_by_name,
     name_natives,
 )
+from shardmath_torch.transforms.compile import Ends, agree_again, make_ends
 
 __all__ = ["Refit"]
 
@@ -115,18 +115,30 @@ class Refit:
             )
         self.planned = planned
         settings = Settings(timeout, max_inflight_bytes, commit=commit, agree=agree)
-        ends = (_Ends(self),)
-        self._mover: Mover
-        if changes:
-            self._mover = make_changes(planned.plan, group, settings, stages=ends)
-        else:
-            self._mover = Mover(make_ready(planned.plan, group, settings, ends))
+        self._made: Ends | None = None
+        self._mover = self._make_mover(group, settings, changes)
         self._timeout = timeout
         self._party = join(compat.group_of(group), timeout, timeout)
         self._bound = self._src = self._dst = Views({}, [])
         self._at: list[Watched] | None = None
         self._kept: list[Watched] | None = None
         self._groups: list[object] = []
+
+    def _make_mover(self, group: compat.Group | None, settings: Settings, changes: bool) -> Mover:
+        """What moves what is bound. Collective."""
+        moving = self.planned.plan
+        stages: tuple[Stage, ...] = (_Ends(self),)
+        transforms = self.planned.transforms
+        again: AgreeFirst | None = None
+        if transforms is not None:
+            found = compat.group_of(group)
+            timeout, commit = settings.timeout, settings.commit
+            _, self._made = make_ends(transforms, moving, found, timeout, commit, holds=True)
+            stages += (self._made,)
+            again = functools.partial(agree_again, transforms)
+        if changes:
+            return make_changes(moving, group, settings, stages=stages, agree_first=again)
+        return Mover(make_ready(moving, group, settings, stages, agree_first=again))
 
     def replan(
         self,
@@ -187,7 +199,13 @@ class Refit:
     @property
     def shadow_bytes(self) -> int:
         """Bytes beside the tensors that this rank takes with commit="all"."""
-        return self._mover.shadow_bytes
+        made = None if self._made is None else self._made.shadows
+        return self._mover.shadow_bytes + (0 if made is None else made.nbytes)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of this rank's wire buffers, of tensors that rules transform; staging is beside it."""
+        return 0 if self._made is None else self._made.nbytes
 
     @property
     def member(self) -> Member:
@@ -345,32 +363,10 @@ class Refit:
         if self._at is None:
             return "this rank has not prepared the refit; call prepare() on all ranks"
         try:
-            return self._find_fault(self._at)
+            return find_fault(self._at)
         except Exception as error:
             # The others wait for this rank's vote, whatever went wrong here.
             return word_objection(error)
-
-    def _find_fault(self, watched: list[Watched]) -> str:
-        """What is no longer as it was; "" for nothing."""
-        moved = find_moved(watched)
-        if moved is not None:
-            return (
-                f"{moved} lies otherwise in memory than when prepare() was called; "
-                f"call it again on all ranks"
-            )
-        replaced = find_replaced(watched)
-        if replaced is not None:
-            return (
-                f"in the place of {replaced} is another tensor than when prepare() was called; "
-                f"prepare again on all ranks"
-            )
-        removed = find_removed(watched)
-        if removed is not None:
-            return (
-                f"{removed} is no longer where its module had it when prepare() was called: it was deleted, or has "
-                f"another name, as under weight_norm; prepare again on all ranks, with what is to move"
-            )
-        return ""
 
 
 def _are_related(one: Planned, other: Planned) -> bool:
@@ -387,8 +383,8 @@ def _list_sides(planned: Planned, rank: int) -> dict[str | None, Side]:
 
 def _keep_moved(views: Views, planned: Planned) -> Views:
     """Those of the trainer's tensors that engines still need; the same object where all are."""
-    moved = planned.plan.src
-    if views.tensors.keys() <= moved.keys():
+    moved = set(planned.moved)
+    if moved.issuperset(views.tensors):
         return views
     kept = {name: tensor for name, tensor in views.tensors.items() if name in moved}
     return Views(kept, views.computed)

@@ -136,7 +136,7 @@ def _check(name: str, tensor: object) -> None:
 
 def _materialise(target: Tensor) -> Tensor:
     """A tensor with memory, all zeros, that a loader takes for the target."""
-    made = torch.zeros(target.shape, dtype=target.dtype)
+    made = torch.zeros(target.shape, dtype=target.dtype, device="cpu")
     if isinstance(target, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
         made.__class__ = type(target)

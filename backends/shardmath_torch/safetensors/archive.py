@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.serialization import skip_data
 
-from shardmath_torch.dtypes import flat
+from shardmath_torch.dtypes import flat, see_words
 from shardmath_torch.files import checksums
 from shardmath_torch.files.places import Place, synced
 from shardmath_torch.safetensors.headers import NAMES, PREFIX, RESERVED, make_entry
@@ -89,7 +89,7 @@ def write(file: Place, tensors: Named, *, progress: Progress | None = None) -> d
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, as they lie in memory."""
-    return memoryview(flat(tensor).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(see_words(flat(tensor).view(torch.uint8)))  # type: ignore[arg-type]
 
 
 class _Records(io.RawIOBase):

@@ -251,9 +251,9 @@ def _as_tensor(value: int | float | Tensor) -> Tensor | None:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     if -(2**63) <= value < 2**63:
-        return torch.tensor(value, dtype=torch.int64)
+        return torch.tensor(value, dtype=torch.int64, device="cpu")
     return None
 
 

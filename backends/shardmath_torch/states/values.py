@@ -135,7 +135,7 @@ def decode_value(coded: object) -> Any:
 def _decode_tensor(dtype: str, items: object, shape: list[Any] | None = None) -> Tensor:
     """The tensor of these elements, in the shape of their lists if not in another."""
     try:
-        tensor = torch.tensor(items, dtype=dtype_of(dtype))
+        tensor = torch.tensor(items, dtype=dtype_of(dtype), device="cpu")
         return tensor if shape is None else tensor.reshape(shape)
     except (TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{shown(items)} are not elements of {dtype}: {error}") from error

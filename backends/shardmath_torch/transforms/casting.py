@@ -1,4 +1,4 @@
-"""Casting: numbers of one type as those of another, bit for bit as `shardmath.transforms.casting` has them.
+"""Casting: numbers of one type as those of another, bit for bit as `shardmath.numbers.casting` has them.
 
 >>> halves = torch.empty(3, dtype=torch.bfloat16)
 >>> cast_into(torch.tensor([1.00390625, 1.01171875, float("nan")]), "float32", "bfloat16", halves)
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardmath.transforms.casting import NAN, SHORT, is_float
-from shardmath.transforms.exponential import exp
+from shardmath.numbers.casting import NAN, SHORT, is_float
+from shardmath.numbers.exponential import exp
 from shardmath_torch.dtypes import dtype_of, words
 
 __all__ = ["cast", "cast_into", "negative_exp_into"]

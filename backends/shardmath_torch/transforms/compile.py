@@ -12,7 +12,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -25,7 +27,8 @@ from shardmath.layouts.holdings import holdings_digest, windows_of
 from shardmath.plans.plan import Plan, plan
 from shardmath.programs.program import Program
 from shardmath.transforms.components import End
-from shardmath.transforms.transformed import Held, Job, Transformed
+from shardmath.transforms.local import Job
+from shardmath.transforms.transformed import Held, Transformed
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.naming import word_objection
@@ -42,7 +45,7 @@ from shardmath_torch.movers.settings import ALL, DEFAULT_TIMEOUT_S, DIRECT, Sett
 from shardmath_torch.movers.stages import Stage
 from shardmath_torch.transforms.workers import Worker, make_worker
 
-__all__ = ["Ends", "TransformedMover", "compile_transformed", "make_ends"]
+__all__ = ["Ends", "TransformedMover", "agree_again", "compile_transformed", "make_ends"]
 
 SHOWN = 24
 """Hexadecimal digits of a digest that a claim has."""
@@ -57,30 +60,59 @@ class _Part(NamedTuple):
     worker: Worker | None
 
 
+def _list_workers(parts: Iterable[_Part]) -> list[Worker]:
+    """What is done for the tensors for which something is done."""
+    return [part.worker for part in parts if part.worker is not None]
+
+
+def _list_keys(workers: Iterable[Worker]) -> Iterator[str]:
+    """The local tensors of these, companions too."""
+    for worker in workers:
+        for key, _ in worker.job.held:
+            yield key
+
+
+class _Bound(NamedTuple):
+    """What callers gave, and what travels for it."""
+
+    src: Local
+    out: Local
+    wires: tuple[Local, Local]
+
+
 class Ends(Stage):
     """What a rank does at both ends: before it sends, and of what has arrived.
 
-    With `shadows` it makes that beside the tensors.
+    With `shadows` it makes that beside the tensors. `holds`: callers hold on to the mappings that they pass, and never
+    change them.
     """
 
     def __init__(
-        self, transforms: Transformed, party: Party, parts: Sequence[list[_Part]], commit: object
+        self,
+        transforms: Transformed,
+        party: Party,
+        parts: Sequence[list[_Part]],
+        commit: object,
+        holds: bool = False,
     ) -> None:
+        self._holds = holds
         self._parts = parts
         self._device = party.wire.device
         sides = zip(("source", "destination"), parts, strict=True)
         first, last = (_want(transforms, side, party.rank, own) for side, own in sides)
         self._wanted = first, last
         # What a hook takes may have no plain memory; it knows what it can read.
-        self._opaque = {part.job.key for part in parts[0] if part.worker and part.worker.opaque}
+        preparing, finalizing = map(_list_workers, parts)
+        self._opaque = set(_list_keys(one for one in preparing if one.opaque))
         self._checked: object = None
-        self._made = {part.job.key: part.worker for part in parts[1] if part.worker}
+        self._made = {one.job.key: one for one in finalizing}
         self._arriving: dict[str, Tensor] = {}
+        self._bound: _Bound | None = None
         self._working = ""
         self.shadows: Shadows | None = None
         if commit == ALL:
-            layouts = {part.job.key: part.job.layout for part in parts[1] if part.worker}
-            self.shadows = Shadows(layouts, party.rank)
+            made = itertools.chain.from_iterable(one.job.held for one in finalizing)
+            self.shadows = Shadows(dict(made), party.rank)
 
     @property
     def own(self) -> frozenset[str]:
@@ -90,7 +122,7 @@ class Ends(Stage):
     @property
     def nbytes(self) -> int:
         """Bytes of wire buffers."""
-        workers = [part.worker for side in self._parts for part in side if part.worker]
+        workers = [worker for side in self._parts for worker in _list_workers(side)]
         return sum(one.nbytes for worker in workers for one in worker.buffers.values())
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
@@ -101,13 +133,19 @@ class Ends(Stage):
         self._check(here, there)
         sources, targets = self._parts
         with torch.inference_mode():
-            for job, worker in sources:
-                if worker is not None:
-                    _run(worker, here.get(job.key), "prepare")
-        self._arriving = {key: there[key] for key in self._made if key in there}
+            for worker in _list_workers(sources):
+                _run(worker, here, "prepare")
+        own = _list_keys(self._made.values())
+        self._arriving = {key: there[key] for key in own if key in there}
         if self.shadows is not None:
             self.shadows.receive_into(self._arriving)
-        return _name_wires(sources, here), _name_wires(targets, there)
+        bound = self._bound
+        if bound is None or bound.src is not src or bound.out is not out:
+            wires = _name_wires(sources, here), _name_wires(targets, there)
+            bound = _Bound(src, out, wires)
+        # The very mappings, for the very same: by them movers know what they have looked at.
+        self._bound = bound if self._holds else None
+        return bound.wires
 
     def _check(self, here: Tensors, there: Tensors) -> None:
         """Raise ExchangeError for tensors that are not as held, unless these were looked at already."""
@@ -131,12 +169,22 @@ class Ends(Stage):
         self._make_all(self._arriving)
         return ()
 
+    def unfold(self, arrived: Tensors) -> Tensors:
+        """The tensors as they are held, wherever they were made."""
+        made = self._arriving if self.shadows is None else self.shadows.tensors
+        plain = {}
+        for job, worker in self._parts[1]:
+            if worker is None:
+                for (key, _), (wire, _) in zip(job.held, job.wires, strict=True):
+                    plain[key] = arrived[wire]
+        return {**plain, **made}
+
     def _make_all(self, into: Tensors) -> None:
         mark_written(self._arriving.values())
         with torch.inference_mode():
             for key, worker in self._made.items():
                 self._working = key
-                _run(worker, into.get(key), "finalize")
+                _run(worker, into, "finalize")
         self._working = ""
 
     def end(self) -> None:
@@ -145,10 +193,13 @@ class Ends(Stage):
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """The tensors that travel in their own memory, and the one that was being made."""
-        torn = [
-            job.key for job, worker in self._parts[1] if worker is None and job.wires[0][0] in keys
-        ]
-        return (*torn, self._working) if self._working in self._made else tuple(torn)
+        torn = []
+        for job, worker in self._parts[1]:
+            pairs = zip(job.held, job.wires, strict=True) if worker is None else ()
+            torn += [key for (key, _), (wire, _) in pairs if wire in keys]
+        if self._working in self._made:
+            torn += [key for key, _ in self._made[self._working].job.held]
+        return tuple(torn)
 
 
 @public
@@ -179,10 +230,11 @@ class TransformedMover(Mover):
         return super().shadow_bytes + (0 if made is None else made.nbytes)
 
 
-def _run(worker: Worker, tensor: Tensor | None, what: str) -> None:
+def _run(worker: Worker, tensors: Tensors, what: str) -> None:
     """Do it. Raises ExchangeError, which names the tensor, where the user's function raises."""
+    own = [] if worker.holds else [tensors[key].detach() for key, _ in worker.job.held]
     try:
-        worker.run(None if tensor is None else tensor.detach())
+        worker.run(*own)
     except Exception as error:
         name = worker.job.key or "the tensor"
         raise ExchangeError(f"{what} of {name!r} failed: {word_objection(error)}") from error
@@ -195,8 +247,8 @@ def _name_wires(parts: Iterable[_Part], tensors: Tensors) -> dict[str, Tensor]:
         if worker is not None:
             wires.update(worker.buffers)
         else:
-            ((key, _),) = job.wires
-            wires[key] = tensors[job.key]
+            for (key, _), (wire, _) in zip(job.held, job.wires, strict=True):
+                wires[wire] = tensors[key]
     return wires
 
 
@@ -205,7 +257,8 @@ def _want(t: Transformed, side: str, rank: int, parts: Iterable[_Part]) -> Wante
     tensors = {}
     for job, worker in parts:
         if worker is None or not worker.holds:
-            tensors[job.key] = job.layout.local_shape(rank), job.layout
+            for key, layout in job.held:
+                tensors[key] = layout.local_shape(rank), layout
     held = t.held_src if side == "source" else t.held_dst
     single = not t.is_tree and not isinstance(held[""], tuple)
     return Wanted(side, rank, tensors, single)
@@ -232,13 +285,17 @@ def compile_transformed(
     found = compat.group_of(group)
     given, ends = make_ends(transforms, plan, found, timeout, commit)
     settings = Settings(timeout, max_inflight_bytes, engine, thread, commit, agree)
-
-    def agree_again(plan: object, group: compat.Group | None, settings: Settings) -> None:
-        _, objection = _attempt(lambda: _check_plan(transforms, plan))
-        _agree(_join(group, settings.timeout), transforms, objection)
-
-    ready = make_ready(given, found, settings, (ends,), agree_first=agree_again)
+    again = functools.partial(agree_again, transforms)
+    ready = make_ready(given, found, settings, (ends,), agree_first=again)
     return TransformedMover(transforms, ready, ends)
+
+
+def agree_again(
+    transforms: Transformed, plan: object, group: compat.Group | None, settings: Settings
+) -> None:
+    """Ranks agree that the plan is of these wire tensors, whoever has left it. Collective; raises ExchangeError."""
+    _, objection = _attempt(lambda: _check_plan(transforms, plan))
+    _agree(_join(group, settings.timeout), transforms, objection)
 
 
 def make_ends(
@@ -247,10 +304,11 @@ def make_ends(
     group: compat.Group,
     timeout: float,
     commit: object,
+    holds: bool = False,
 ) -> tuple[Plan | Program, Ends]:
     """The plan of the wire tensors, and what this rank does at both ends. Collective."""
     party = _join(group, timeout)
-    made, objection = _attempt(lambda: _check_and_make(party, transforms, plan, commit))
+    made, objection = _attempt(lambda: _check_and_make(party, transforms, plan, commit, holds))
     _agree(party, transforms, objection)
     assert made is not None, "who objects does not get past the vote"
     return made
@@ -281,7 +339,7 @@ def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
 
 
 def _check_and_make(
-    party: Party, t: object, given: Plan | Program | None, commit: object
+    party: Party, t: object, given: Plan | Program | None, commit: object, holds: bool
 ) -> tuple[Plan | Program, Ends]:
     """The plan, and what this rank does at both ends. Raises to object."""
     if not isinstance(t, Transformed):
@@ -298,7 +356,7 @@ def _check_and_make(
         jobs = t.jobs(party.rank, end)
         parts.append([_Part(job, make_worker(job, party.rank, end, device)) for job in jobs])
     _check_commit(parts[1], commit)
-    return given, Ends(t, party, parts, commit)
+    return given, Ends(t, party, parts, commit, holds)
 
 
 def _check_commit(parts: Iterable[_Part], commit: object) -> None:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,51 +17,43 @@ from torch import Tensor
 from shardmath.base import dtypes
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural
+from shardmath.numbers.elements import Array, numpy_type, read_elements
 from shardmath.transforms import Cast, Form, NegativeExp, Transform
 from shardmath.transforms.custom import OnTensors
-from shardmath.transforms.elements import Array, numpy_type, read_elements
-from shardmath_torch.dtypes import dtype_of, words
+from shardmath_torch.dtypes import dtype_of, see_words, words
 from shardmath_torch.transforms.casting import cast, cast_into, negative_exp_into
 
 __all__ = ["check_made", "describe", "finalize", "keep", "prepare"]
 
 _Values: TypeAlias = Sequence[Tensor]
 """A tensor for each component."""
-_Preparing: TypeAlias = Callable[[Transform, Form, Form, Tensor, _Values], None]
-"""What a transform makes of a tensor, into its components."""
-_Finalizing: TypeAlias = Callable[[Transform, Form, Form, _Values, Tensor], None]
-"""What a transform makes of its components, into a tensor."""
+_Making: TypeAlias = Callable[[Transform, Form, Form, _Values, _Values], None]
+"""What a transform makes: of a tensor and its companions its components, or the other way round."""
 
 
-def _prepare_cast(t: Transform, src: Form, dst: Form, values: Tensor, out: _Values) -> None:
+def _prepare_cast(t: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
     assert isinstance(t, Cast)
-    cast_into(values, src.dtype, t.dtype, out[0])
+    cast_into(values[0], src.dtype, t.dtype, out[0])
 
 
-def _finalize_cast(t: Transform, src: Form, dst: Form, values: _Values, out: Tensor) -> None:
+def _finalize_cast(t: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
     assert isinstance(t, Cast)
     arrived = values[0]
     if t.at == "destination":
         arrived = cast(arrived, src.dtype, t.dtype)
-    cast_into(arrived, t.dtype, dst.dtype, out)
+    cast_into(arrived, t.dtype, dst.dtype, out[0])
 
 
-def _prepare_exp(t: Transform, src: Form, dst: Form, values: Tensor, out: _Values) -> None:
-    negative_exp_into(values, src.dtype, dst.dtype, out[0])
+def _make_exp(t: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
+    negative_exp_into(values[0], src.dtype, dst.dtype, out[0])
 
 
-def _finalize_exp(t: Transform, src: Form, dst: Form, values: _Values, out: Tensor) -> None:
-    negative_exp_into(values[0], src.dtype, dst.dtype, out)
+PREPARE: dict[type, _Making] = {Cast: _prepare_cast, NegativeExp: _make_exp}
+FINALIZE: dict[type, _Making] = {Cast: _finalize_cast, NegativeExp: _make_exp}
 
 
-PREPARE: dict[type, _Preparing] = {Cast: _prepare_cast, NegativeExp: _prepare_exp}
-FINALIZE: dict[type, _Finalizing] = {Cast: _finalize_cast, NegativeExp: _finalize_exp}
-
-
-def prepare(
-    transform: Transform, src: Form, dst: Form, values: Tensor, out: Sequence[Tensor]
-) -> None:
-    """The components of some blocks of the source's tensor, into `out`. Raises what the transform does."""
+def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
+    """The components of some blocks of what the source holds, into `out`. Raises what the transform does."""
     into = PREPARE.get(type(transform))
     if into is not None:
         into(transform, src, dst, values, out)
@@ -69,18 +61,16 @@ def prepare(
     own = _find_own(transform, 0)
     made: object
     if own is not None:
-        made = own(values)
+        made = own(_unwrap(values))
     else:
-        arrays = transform.prepare(_to_array(values, src.dtype), src, dst)
-        kinds = [dtypes.canonical(there.dtype) for there in out]
-        made = _to_tensors(arrays, kinds, f"{transform} makes")
+        arrays = [_see_array(one, dtypes.canonical(one.dtype)) for one in values]
+        made = transform.prepare(_unwrap(arrays), src, dst)
+        made = _to_tensors(made, out, f"{transform} makes")
     keep(made, out, f"{transform} makes", "at the source")
 
 
-def finalize(
-    transform: Transform, src: Form, dst: Form, values: Sequence[Tensor], out: Tensor
-) -> None:
-    """The blocks of the destination's tensor that these parts of components stand for, into `out`."""
+def finalize(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
+    """The blocks of what the destination holds that these parts of components stand for, into `out`."""
     into = FINALIZE.get(type(transform))
     if into is not None:
         into(transform, src, dst, values, out)
@@ -92,8 +82,13 @@ def finalize(
     else:
         arrays = tuple(_to_array(one, dtypes.canonical(one.dtype)) for one in values)
         array = transform.finalize(arrays, src, dst)
-        made = _to_tensor(array, dst.dtype, f"{transform} makes")
-    keep([made], [out], f"{transform} makes", "at the destination")
+        made = _to_tensors(array if len(out) > 1 else [array], out, f"{transform} makes")
+    keep(made, out, f"{transform} makes", "at the destination")
+
+
+def _unwrap(values: Sequence[Any]) -> Any:
+    """A tensor, or a tuple of it and its companions where it has some."""
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def keep(made: object, out: Sequence[Tensor], who: str, where: str) -> None:
@@ -129,19 +124,25 @@ def _to_array(tensor: Tensor, dtype: str) -> Array:
     return array.view(numpy_type(dtype))
 
 
+def _see_array(tensor: Tensor, dtype: str) -> Array:
+    """The same, of memory that may be the caller's: to be read."""
+    array: Array = see_words(tensor.cpu().contiguous())
+    return array.view(numpy_type(dtype))
+
+
 def _find_own(transform: Transform, end: int) -> Callable[..., object] | None:
     """The transform's function of tensors at the source, 0, or the destination, 1."""
     own: OnTensors = getattr(transform, "on_tensors", (None, None))
     return own[end]
 
 
-def _to_tensors(arrays: Sequence[object], kinds: Sequence[str], who: str) -> list[Tensor]:
-    """Such arrays as tensors. Raises ExchangeError for another number of them."""
-    if len(arrays) != len(kinds):
-        what = f"{who} {plural(arrays, 'array')} for {plural(kinds, 'component')}"
+def _to_tensors(arrays: Any, out: _Values, who: str) -> list[Tensor]:
+    """Such arrays as tensors like those of `out`. Raises ExchangeError for another number of them."""
+    if len(arrays) != len(out):
+        what = f"{who} {plural(arrays, 'array')} for {plural(out, 'component')}"
         raise ExchangeError(f"{what}; make one for each")
-    pairs = zip(arrays, kinds, strict=True)
-    return [_to_tensor(array, dtype, who) for array, dtype in pairs]
+    pairs = zip(arrays, out, strict=True)
+    return [_to_tensor(array, dtypes.canonical(there.dtype), who) for array, there in pairs]
 
 
 def _to_tensor(array: object, dtype: str, who: str) -> Tensor:

@@ -26,10 +26,10 @@ from torch.nn import Parameter
 from shardmath.base.arguments import instance, listed
 from shardmath.base.errors import ExchangeError, PlanError
 from shardmath.layouts.layout import Layout
+from shardmath.numbers.elements import Array
 from shardmath.transforms import AsHeld, Component, Form
 from shardmath.transforms.components import End
-from shardmath.transforms.elements import Array
-from shardmath.transforms.transformed import Job
+from shardmath.transforms.local import Job
 from shardmath_torch.dtypes import dtype_of, words
 from shardmath_torch.transforms.functions import check_made, describe
 from shardmath_torch.transforms.workers import make_buffers
@@ -212,9 +212,9 @@ class _Sending:
         check_made(list(made), [describe(one) for one in targets], self._who, str(box.shape))
         return list(zip(made, targets, strict=True))
 
-    def run(self, tensor: Tensor | None) -> None:
+    def run(self, *tensors: Tensor) -> None:
         """The wire tensors of all boxes."""
-        assert tensor is not None, "given by the caller"
+        (tensor,) = tensors
         for box in self._boxes:
             for one, target in self._call(box, tensor):
                 words(target).copy_(words(one))
@@ -252,7 +252,7 @@ class _Receiving:
             return dict(zip(names, self._own[0], strict=True))
         return make_buffers(self.job, rank, device)
 
-    def run(self, tensor: Tensor | None) -> None:
+    def run(self, *tensors: Tensor) -> None:
         """Give the hook what has arrived, box by box."""
         for box, own in zip(self._boxes, self._own, strict=True):
             for one, part in zip(own, _cut(self.buffers, box), strict=True):

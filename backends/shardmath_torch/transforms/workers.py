@@ -8,14 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from shardmath.transforms.components import End
-from shardmath.transforms.transformed import Job
+from shardmath.transforms.local import Job
 from shardmath.transforms.wires import Wired
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.transforms.functions import finalize, prepare
@@ -25,9 +25,9 @@ __all__ = ["HasWorkers", "Worker", "make_buffers", "make_worker"]
 
 
 class Worker(Protocol):
-    """What is done for a local tensor.
+    """What is done for a local tensor and its companions.
 
-    `holds` says that it has the tensor itself, and is given None; `opaque` that the tensor given may be of any kind.
+    `holds` says that it has the tensor itself, and is given none; `opaque` that the tensor given may be of any kind.
     """
 
     @property
@@ -46,8 +46,8 @@ class Worker(Protocol):
     def opaque(self) -> bool:
         """Whether it is not looked at what kind of tensor callers pass, such as a quantised one."""
 
-    def run(self, tensor: Tensor | None) -> None:
-        """Between the tensor and the buffers."""
+    def run(self, *tensors: Tensor) -> None:
+        """Between the tensor, with its companions, and the buffers."""
 
 
 @runtime_checkable
@@ -90,18 +90,22 @@ class _Packed:
         self.job = job
         self.buffers = make_buffers(job, rank, device)
         self._wired = wired
-        self._packing = Packing(job.layout, rank, device)
+        self._packings = [Packing(layout, rank, device) for _, layout in job.held]
+
+    def _read(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the rank has of each."""
+        pairs = zip(self._packings, tensors, strict=True)
+        return tuple(packing.read(tensor) for packing, tensor in pairs)
 
 
 class _Preparing(_Packed):
     """At the source."""
 
-    def run(self, tensor: Tensor | None) -> None:
-        """The wire tensors of the local one."""
-        assert tensor is not None, "given by the caller"
+    def run(self, *tensors: Tensor) -> None:
+        """The wire tensors of the local ones."""
         wired = self._wired
-        packed = self._packing.read(tensor)
-        if packed.numel():
+        packed = self._read(tensors)
+        if packed[0].numel():
             out = tuple(self.buffers.values())
             prepare(wired.transform, wired.src, wired.dst, packed, out)
 
@@ -109,15 +113,15 @@ class _Preparing(_Packed):
 class _Finalizing(_Packed):
     """At the destination."""
 
-    def run(self, tensor: Tensor | None) -> None:
-        """The local tensor of the wire ones."""
-        assert tensor is not None, "given by the caller"
-        if 0 in self._packing.shape:
+    def run(self, *tensors: Tensor) -> None:
+        """The local tensors of the wire ones."""
+        if 0 in self._packings[0].shape:
             return
         wired = self._wired
         values = tuple(self.buffers.values())
-        packed = self._packing.read(tensor)
-        # A copy, where it is no view: memory of the right shape, whatever is in it.
+        packed = self._read(tensors)
+        # Copies, where they are no views: memory of the right shape, whatever is in it.
         finalize(wired.transform, wired.src, wired.dst, values, packed)
-        if not self._packing.is_view:
-            self._packing.write(tensor, packed)
+        for packing, tensor, made in zip(self._packings, tensors, packed, strict=True):
+            if not packing.is_view:
+                packing.write(tensor, made)

@@ -70,6 +70,11 @@ def check(pool: Pool, plans: list[sm.Plan], is_told: bool = False, **rest: Any) 
     return [[sent for _, sent in steps[:-1]] for steps in found[0]]
 
 
+def test_callers_may_have_another_default_device_and_resize_tensors(pool: Pool) -> None:
+    """As they do where models are made on GPUs, and as FSDP does to parameters that it gathers."""
+    assert pool.run(work.among_others) == [([float(r + 10) for r in range(8)], 0)] * 8
+
+
 @pytest.mark.parametrize("lying", ["contiguous", "transposed", "strided"])
 def test_random_plans(pool: Pool, lying: str) -> None:
     seeds = thinned(range(500, 560), len(lying))
@@ -116,7 +121,7 @@ FAULTS = {
     "twice": "rank 1: positions of '' have a cell twice",
     "name": "rank 1: positions of 'w', which is no source tensor of this rank",
     "kind": "rank 1: positions of '' are .*; pass a row of int64",
-    "no snapshot": "rank 1: no snapshots are kept; pass positions=",
+    "no snapshot": "rank 1: no snapshots are kept; pass positions= on every rank",
     "label": "ranks disagree",
 }
 

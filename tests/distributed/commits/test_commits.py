@@ -79,6 +79,9 @@ def test_blocks(pool: Pool) -> None:
         "another": "give it that, too",
         "unmoved": "which did not move in it",
         "nested": "leave that one first",
+        "planned_anew": "has moved in a smt.commit that this or another thread has not left",
+        "freed": "destination tensor 'w' was freed or moved in smt.commit",
+        "elsewhere": "destination tensor 'w' was freed or moved in smt.commit",
     }
     for rank, found in enumerate(pool.run(commits.blocks)):
         assert found.pop("well") == ("", NEW, NEW, 1, 1)

@@ -7,6 +7,7 @@ import re
 import pytest
 
 import shardmath as sm
+from shardmath import transforms
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import make_case
 from tests.distributed.tasks.scenarios import bad_move, compile_with, outsider, unusual_moves
@@ -216,6 +217,10 @@ def test_plans_that_differ(pool: Pool) -> None:
         assert "rank 6: compile(plan " + APART.digest[:24] in error
     for error in pool.run(compile_with, [SAME] * 7 + [None], [{}], tuple(range(8))):
         assert "rank 7: compile takes a Plan, got NoneType; pass shardmath.plan(src, dst)" in error
+    layouts = {"w": sm.Layout((8,), sm.Mesh(tp=8), "(tp n)")}
+    transformed = sm.transformed(layouts, layouts, {"w": transforms.Cast("bfloat16")})
+    for error in pool.run(compile_with, [SAME] * 7 + [transformed], [{}], tuple(range(8))):
+        assert "rank 7: compile takes a Plan, got Transformed; call compile_transformed" in error
 
 
 def test_a_program_of_more_messages_than_a_group_takes(pool: Pool) -> None:

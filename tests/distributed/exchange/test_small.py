@@ -14,7 +14,7 @@ from shardmath.programs.part import make_parts
 from shardmath_torch import dtypes
 from shardmath_torch.exchange.engine import Exchange
 from shardmath_torch.exchange.task import Task
-from tests.distributed.exchange.test_groups import Group, Recording, make_tensors
+from tests.distributed.exchange.test_groups import Group, Recording, make_tensors, time_nothing
 
 COUNT = 100
 HERE, THERE = sm.Mesh(tp=2), sm.Mesh(tp=2, ranks=(2, 3))
@@ -52,7 +52,7 @@ def count_calls(plan: sm.Plan, rank: int, held: bool) -> list[int]:
         if turn == 2:
             src, dst = make_tensors(part)
         with Calls() as calls:
-            engine.move(src, dst)
+            engine.move(src, dst, time_nothing())
         found.append(sum(calls.counts.values()))
     return found
 

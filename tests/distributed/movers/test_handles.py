@@ -69,6 +69,11 @@ def test_what_waits_in_a_block_is_not_overwritten(pool: Pool) -> None:
         assert (held, block, after, end) == (OLD, "", "", NEW)
 
 
+def test_what_moves_is_what_was_passed(pool: Pool) -> None:
+    """Whatever is put into the mappings later, tensors and positions."""
+    assert pool.run(beside.puts_others_in) == [["", "", NEW]] * 8
+
+
 def kill(phase: str, way: str, victim: int, commit: str) -> list[Any]:
     timeout = 6.0 if way == "stop" else 20.0
     found = alone(3, beside.broken, 3, phase, way, victim, timeout, commit, gone=(victim,))
@@ -110,5 +115,5 @@ def test_survivors_of_a_direct_move_beside(way: str) -> None:
 def test_a_group_that_is_destroyed_meanwhile() -> None:
     """Is an error on all ranks, soon, and nothing is half there."""
     for (said, held), took in alone(2, beside.destroyed):
-        assert "is not registered" in said or "rank 0 failed" in said
+        assert said.startswith(("the process group was destroyed while", "rank 0 "))
         assert (held, took < 10.0) == (OLD, True)

@@ -96,7 +96,7 @@ def refused(rank: int) -> list[Said]:
         handle: Any = move(src[:, :3] if odd else src, out=rows.out, async_op=True)
         first = ends(handle.wait)
         assert first == ends(handle.wait) and handle.done()
-        assert repr(handle) == "<a move that is failed>"
+        assert repr(handle) == "<a move that failed>"
         handle.wait()
 
     def wrong_flag() -> None:
@@ -185,6 +185,26 @@ def two_threads(rank: int) -> list[Said]:
     thread.join()
     found["after"] = ends(lambda: move(two.src, out=two.out))
     return [found["meanwhile"], held, found["block"], found["after"], two.holds(1.0, 0.0)]
+
+
+def puts_others_in(rank: int) -> list[Said]:
+    """While moves wait for an earlier one, their callers put other tensors into the mappings that they have passed."""
+    group = own_group()
+    first, second = Two(rank, 8), Two(rank, 8, kind="changes")
+    slow = smt.compile(first.plan, timeout=20.0, group=group)
+    send = second.compile(timeout=20.0, group=group, snapshots=False)
+    send(second.src, out=second.out)
+    second.scale(2.0)
+    cells = {key: torch.arange(tensor.numel()) for key, tensor in second.src.items()}
+    given = [dict(second.src), dict(second.out), cells]
+    if rank == 1:
+        time.sleep(SLOW_S / 4)
+    handles = [slow(first.src, out=first.out, async_op=True)]
+    handles.append(send(given[0], out=given[1], positions=given[2], async_op=True))
+    for mapping in given:
+        mapping.clear()
+    said = [ends(handle.wait) for handle in handles]
+    return [*said, second.holds(2.0, 1.0)]
 
 
 # Ranks that agree once

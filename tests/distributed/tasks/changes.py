@@ -112,6 +112,21 @@ def fails(rank: int, name: str) -> tuple[str, list[float]]:
     return said if unchanged else "changed", out.flatten().tolist()
 
 
+def among_others(rank: int) -> tuple[list[float], int]:
+    """What arrives where tensors are made elsewhere by default; and the bytes of both storages, once resized."""
+    src, out = torch.full((1, 4), float(rank)), torch.zeros(8, 1)
+    with torch.device("meta"):
+        send = smt.compile_changes(sm.plan(LINE, PLANE))
+        send(src, out=out)
+        src += 10
+        send(src, out=out, check="digest")
+    found = out.flatten().tolist()
+    storages = [tensor.untyped_storage() for tensor in (src, out)]
+    for storage in storages:
+        storage.resize_(0)
+    return found, sum(storage.nbytes() for storage in storages)
+
+
 def refuses(rank: int, name: str) -> str:
     """What every rank is told where one compiles something wrong."""
     plan: Any = sm.plan(LINE, PLANE)

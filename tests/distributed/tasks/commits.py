@@ -26,6 +26,7 @@ from shardmath_torch.commits import shadows
 from shardmath_torch.commits.record import Record
 from shardmath_torch.movers import carriers
 from tests.distributed.tasks.breaks import Said, ends
+from tests.distributed.tasks.combined import own_group
 
 PHASES = (
     "before the vote",
@@ -277,6 +278,7 @@ def blocks(rank: int) -> dict[str, tuple[Said, str, str, int, int]]:
     first, second = Two(rank, size), Two(rank, size, rows=32)
     moves = [smt.compile(one.plan, timeout=20.0, commit="all") for one in (first, second)]
     direct = smt.compile(first.plan, timeout=20.0)
+    other = own_group()
     odd = rank == 1
 
     def go(i: int) -> None:
@@ -349,6 +351,33 @@ def blocks(rank: int) -> dict[str, tuple[Said, str, str, int, int]]:
         with smt.commit(), smt.commit():
             go(0)
 
+    def planned_anew() -> None:
+        with smt.commit():
+            go(0)
+            # What it moves next would come into the memory in which this waits.
+            moves[0].replan(first.plan, group=other)
+
+    def freed() -> None:
+        memory, kept = first.out["w"].untyped_storage(), first.out["w"].clone()
+        try:
+            with smt.commit():
+                go(0)
+                if odd:
+                    memory.resize_(0)
+        finally:
+            memory.resize_(kept.nbytes)
+            first.out["w"].copy_(kept)
+
+    def elsewhere() -> None:
+        kept = first.out["w"].data
+        try:
+            with smt.commit():
+                go(0)
+                if odd:
+                    first.out["w"].data = kept.clone()
+        finally:
+            first.out["w"].data = kept
+
     def nothing() -> None:
         with smt.commit():
             pass
@@ -357,7 +386,7 @@ def blocks(rank: int) -> dict[str, tuple[Said, str, str, int, int]]:
     times = 1.0
     for act in (
         well, left_out, last_left_out, error_between, error_at_the_end, swallowed, no_block, twice,
-        directly, another, unmoved, nested, nothing, well,
+        directly, another, unmoved, nested, planned_anew, freed, elsewhere, nothing, well,
     ):  # fmt: skip
         for two in (first, second):
             two.scale(times)

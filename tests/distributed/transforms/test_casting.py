@@ -11,10 +11,10 @@ import torch
 
 import shardmath as sm
 from shardmath.base.dtypes import ITEMSIZE, is_bool, is_integer
+from shardmath.numbers.casting import NAN, cast_array, is_float, refuse_cast
+from shardmath.numbers.elements import numpy_type
 from shardmath.transforms import Cast, Custom, Form, NegativeExp
-from shardmath.transforms.casting import NAN, cast_array, is_float, refuse_cast
 from shardmath.transforms.components import Component
-from shardmath.transforms.elements import numpy_type
 from shardmath_torch.transforms.casting import cast_into
 from shardmath_torch.transforms.functions import finalize, prepare
 
@@ -92,7 +92,7 @@ def test_exp_is_the_same_everywhere_and_right(src: str) -> None:
         made = NegativeExp().finalize((array,), form, out_form)
         exact = -np.exp(cast_array(array, src, "float64")).astype(np.float32)
     out = torch.empty(array.shape)
-    finalize(NegativeExp(), form, out_form, (to_tensor(array, src),), out)
+    finalize(NegativeExp(), form, out_form, (to_tensor(array, src),), (out,))
     assert to_bytes(out) == made.tobytes()
     numbers = ~np.isnan(exact)
     assert np.array_equal(made[numbers], exact[numbers])
@@ -121,12 +121,27 @@ def test_both_ends_cast_alike(shape: tuple[int, ...], at: str) -> None:
         if cast.as_held(form, form).source:
             sent.copy_(values)
         else:
-            prepare(transform, form, form, values, (sent,))
+            prepare(transform, form, form, (values,), (sent,))
         out = torch.empty(shape)
-        finalize(transform, form, form, (sent,), out)
+        finalize(transform, form, form, (sent,), (out,))
         results.append(out)
     wanted = torch.from_numpy(np.array(array)).to(torch.bfloat16).float()
     assert torch.equal(results[0], wanted) and torch.equal(results[1], wanted)
+
+
+def test_functions_cannot_write_to_the_source() -> None:
+    def double(array: Any) -> Any:
+        array *= 2
+        return (array,)
+
+    form = Form((4,), "float32")
+    custom = Custom("double", (Component("data", "float32"),), double)
+    held, array = torch.ones(4), np.ones(4, np.float32)
+    with pytest.raises(ValueError, match="read-only"):
+        prepare(custom, form, form, held, (torch.empty(4),))
+    with pytest.raises(ValueError, match="read-only"):
+        custom.prepare(array, form, form)
+    assert held.tolist() == array.tolist() == [1.0] * 4
 
 
 def test_what_arrays_make_is_looked_at() -> None:
@@ -142,5 +157,5 @@ def test_what_arrays_make_is_looked_at() -> None:
         ),
     ):
         with pytest.raises(sm.ShardError) as caught:
-            prepare(Custom("c", part, bad), form, form, torch.zeros(4), out)
+            prepare(Custom("c", part, bad), form, form, (torch.zeros(4),), out)
         assert words in str(caught.value)

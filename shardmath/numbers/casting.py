@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardmath.base.dtypes import ITEMSIZE, is_bool, is_integer
-from shardmath.transforms.elements import Array, numpy_type
+from shardmath.numbers.elements import Array, numpy_type
 
 __all__ = ["NAN", "SHORT", "cast_array", "is_float", "refuse_cast"]
 

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from shardmath.transforms.elements import Array
+from shardmath.numbers.elements import Array
 
 __all__ = ["exp", "power_of_two"]
 
