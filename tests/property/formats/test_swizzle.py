@@ -129,6 +129,12 @@ def test_any_tensor_in_a_row(shape: tuple[int, ...], text: str) -> None:
             assert number == (-1 if -1 in place else numbers[place])
 
 
+def test_a_hole_before_the_first_element() -> None:
+    """From -1, which is a hole, to 0 is a step of 1 too."""
+    layout = sm.Layout((4,), sm.Mesh(), "(a)=<-2 0:4>", dtype="uint8")
+    assert str(flattened(layout).runs(0)[0]) == "[-2 0:4]"
+
+
 def test_errors() -> None:
     with pytest.raises(sm.FormatError, match=r"scales of shape \(3,\) have 1 dimension; tiles are"):
         swizzle(np.zeros(3, np.uint8))
