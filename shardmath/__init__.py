@@ -12,6 +12,7 @@ from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.base.errors import (
     DigestError,
     ExchangeError,
+    FormatError,
     LayoutError,
     MeshError,
     NotationError,
@@ -98,6 +99,7 @@ LATE = {
 FACES = {
     "buffers": "buffers",
     "families": "families",
+    "formats": "formats",
     "pictures": "pictures",
     "rules": "families.rules",
     "storage": "storage",
@@ -145,6 +147,7 @@ __all__ = [
     "Difference",
     "DigestError",
     "ExchangeError",
+    "FormatError",
     "Layout",
     "LayoutError",
     "Mesh",

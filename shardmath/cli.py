@@ -3,7 +3,7 @@
     python -m shardmath show "dp=4 tp=2" 9,4 "(tp dp n) h"
     python -m shardmath plan "tp=4" "tp=2 ranks=4:6" 8,4 "(tp n) h" "n (tp h)"
 
-`show` and `plan` need the core alone; backends add commands through the entry point group
+Those here need the core alone; backends add commands through the entry point group
 `shardmath.commands`, each a function of the remaining arguments that returns an exit status.
 """
 
@@ -70,6 +70,7 @@ def _run(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
 
 SUMMARIES = {
     "buffers": "lay out a model's flat buffers, and show them",
+    "formats": "list the quantised formats, their scales and where they may be cut",
     "plan": "plan a move between two layouts, prove it, and print who sends what",
     "refit": "move a model's weights between local processes, and check every byte",
     "refit-table": "certify refits of real models, beside what was published",
@@ -255,8 +256,26 @@ def _merge_traces(argv: Sequence[str]) -> int:
     return 0
 
 
+def _list_formats(argv: Sequence[str]) -> int:
+    """List the quantised formats: data, scales, shape of the scales of a matrix of M rows and K columns, and cuts."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shardmath formats", description=_list_formats.__doc__
+    )
+    parser.add_argument("--json", action="store_true", help="a list of rows")
+    given = parser.parse_args(argv)
+    # Only this command needs formats.
+    from shardmath.formats import listing, show_listing
+
+    if given.json:
+        print(json.dumps([row._asdict() for row in listing()], indent=2))
+    else:
+        print(show_listing())
+    return 0
+
+
 BUILT_IN: dict[str, Command] = {
     "show": _show,
+    "formats": _list_formats,
     "plan": _plan,
     "refit-table": _show_refits,
     "storage-check": _check_storage,

@@ -18,6 +18,7 @@ from shardmath.base.public import public
 __all__ = [
     "DigestError",
     "ExchangeError",
+    "FormatError",
     "LayoutError",
     "MeshError",
     "NotationError",
@@ -112,6 +113,11 @@ class PlanError(ShardError):
 @public
 class DigestError(ShardError):
     """Arrays that are not of their layouts, or replicas that are not alike."""
+
+
+@public
+class FormatError(ShardError):
+    """A quantised format that does not exist, or that an array, a slice or a layout does not fit."""
 
 
 @public

@@ -21,15 +21,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from shardmath.algebra.dimension import Dimension, cells
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.partition import partition
-from shardmath.algebra.runs import Runs, Segment
-from shardmath.base.errors import PlanError, ShardError
+from shardmath.base.errors import FormatError, PlanError, ShardError
 from shardmath.base.text import plural
+from shardmath.formats.blocks import Blocks
+from shardmath.formats.scales import lay_blocks
 from shardmath.layouts.holdings import LayoutOrWindows, holdings_digest
-from shardmath.layouts.layout import Layout, intern
-from shardmath.storage.fitting import fit
+from shardmath.layouts.layout import Layout
 from shardmath.transforms.components import (
     AsHeld,
     Companion,
@@ -44,15 +41,6 @@ __all__ = ["Held", "Wired", "lay", "wire"]
 
 Held: TypeAlias = tuple[LayoutOrWindows, ...]
 """How a side holds each component; or a tensor, and each of its companions."""
-
-
-class _BadCut(NamedTuple):
-    """The coordinate of the dividing axes that holds start:stop, and the end of these inside a block."""
-
-    cell: int
-    start: int
-    stop: int
-    cut: int
 
 
 class Wired(NamedTuple):
@@ -190,80 +178,12 @@ def _lay_all(held: LayoutOrWindows, part: Component, end: End, name: str) -> Lay
 
 def lay(layout: Layout, component: Component, end: End, name: str) -> Layout:
     """The packed layout of a component of the tensor `name`. Raises PlanError for a cut inside a block."""
-    blocks = component.block(layout.ndim, end)
-    shape = component.shape(Form(layout.shape, layout.dtype), end)
-    dims = []
-    for d, (dim, block) in enumerate(zip(layout.dims, blocks, strict=True)):
-        bad = _find_bad_cut(dim, block)
-        if bad is not None:
-            what = _word_bad_cut(layout, component, block, d, bad)
-            raise PlanError(f"tensor {name!r}: {what}")
-        dims.append(_lay_dimension(dim, block, shape[d]))
-    return intern(shape, component.dtype, layout.mesh, tuple(dims), ())
-
-
-def _lay_dimension(dim: Dimension, block: int, size: int) -> Dimension:
-    """The dimension of so many blocks."""
-    held = list(cells(dim))
-    packed = [_pack_runs(runs, block) for runs in held]
-    # Nearly always: nothing is between or behind what ranks hold, and the dimension keeps its text.
-    if block == 1 and held == packed:
-        return dim
-    return fit(size, dim.axes, packed)
-
-
-def _pack_runs(runs: Runs, block: int) -> Runs:
-    """The same positions in ascending order without holes, counted in blocks."""
-    segments: list[Segment] = []
-    at = 0
-    for start, stop in _list_stretches(runs):
-        first = start // block
-        count = -(-stop // block) - first
-        segments.append((at, first, count))
-        at += count
-    return Runs(segments, at)
-
-
-def _list_stretches(runs: Runs) -> list[tuple[int, int]]:
-    """The positions as ascending (start, stop): what meets is one, however far apart it lies in the local tensor."""
-    in_place = Runs([(g, g, n) for _, g, n in runs.segments], runs.extent)
-    return [(start, start + n) for start, _, n in in_place.segments]
-
-
-def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
-    """A stretch that ends inside a block; None where there is none."""
-    if block == 1:
-        return None
-    for cell, runs in enumerate(cells(dim)):
-        for start, stop in _list_stretches(runs):
-            # The last block may be shorter than the others, and ends with the dimension.
-            for cut in (start, stop):
-                if cut % block and cut != dim.size:
-                    return _BadCut(cell, start, stop, cut)
-    return None
-
-
-def _word_bad_cut(layout: Layout, component: Component, block: int, d: int, bad: _BadCut) -> str:
-    """What is wrong with a cut inside a block, and where it may be instead."""
-    dim = layout.dims[d]
-    below = bad.cut - bad.cut % block
-    above = min(below + block, dim.size)
-    rank = _find_rank(dim, layout.mesh, bad.cell)
-    what = (
-        f"rank {rank} holds positions {bad.start}:{bad.stop} of dimension {d} under {layout}, and "
-        f"component {str(component)!r} is cut every {block}"
-    )
-    return (
-        f"{what}: the nearest cuts to {bad.cut} are {below} and {above}; divide the dimension there"
-    )
-
-
-def _find_rank(dim: Dimension, mesh: Mesh, cell: int) -> int:
-    """The first rank that holds what the cell of the dimension does."""
-    parts = partition(dim)
-    at = parts.by_rank(mesh).tolist().index(int(parts.cell[cell]))
-    rank: int = mesh.ranks[at]
-    return rank
+    blocks = Blocks(component.block(layout.ndim, end))
+    what = f"component {str(component)!r}"
+    try:
+        return lay_blocks(layout, blocks, component.dtype, what, name)
+    except FormatError as error:
+        raise PlanError(str(error)) from error
 
 
 def _check_addends(name: str, layouts: Sequence[Layout], end: End, is_held: bool) -> None:

@@ -211,7 +211,7 @@ def test_make_targets_exist() -> None:
 def test_subcommands_exist() -> None:
     """Every command of `python -m shardmath` that a page names is one."""
     named = set(re.findall(r"python -m shardmath ([a-z-]+)", "\n".join(map(read, PAGES))))
-    known = {"show", "plan", "buffers", "refit", "refit-table", "storage-check", "trace"}
+    known = {"show", "plan", "formats", "buffers", "refit", "refit-table", "storage-check", "trace"}
     assert known == named
 
 

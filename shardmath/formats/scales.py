@@ -1,0 +1,116 @@
+"""Scales: how numbers per block lie, which follows from how the tensor does.
+
+1. A rank has of the scales what it has of the tensor, block by block, packed: without holes and in ascending order.
+2. A layout that cuts inside a block is an error, which names the nearest cuts between blocks.
+3. What stands for a whole dimension is on every rank, however that dimension is cut.
+
+>>> from shardmath.algebra.mesh import Mesh
+>>> layout = Layout((4, 128), Mesh(tp=2), "n (tp k)", dtype="bfloat16")
+>>> print(lay_blocks(layout, Blocks((32,)), "uint8", "scales"))
+uint8[4, 4] n (tp h) on tp=2
+>>> print(lay_blocks(layout, Blocks((None,)), "float32", "scales"))
+float32[4, 1] n h on tp=2
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardmath.algebra.dimension import Dimension, Field, cells
+from shardmath.algebra.mesh import Mesh
+from shardmath.algebra.partition import partition
+from shardmath.algebra.runs import Runs, Segment
+from shardmath.base.errors import FormatError
+from shardmath.formats.blocks import Blocks, find_cuts, label
+from shardmath.layouts.layout import Layout, intern
+from shardmath.storage.fitting import fit
+
+__all__ = ["lay_blocks"]
+
+
+class _BadCut(NamedTuple):
+    """The coordinate of the dividing axes that holds start:stop, and the end of these inside a block."""
+
+    cell: int
+    start: int
+    stop: int
+    cut: int
+
+
+def lay_blocks(layout: Layout, blocks: Blocks, dtype: str, what: str, name: str = "") -> Layout:
+    """The packed layout of one number of that dtype per block of a tensor that lies as `layout` says.
+
+    Partial axes replicate. Raises FormatError, which says `what` of the tensor `name` it is, for a cut inside a block.
+    """
+    sizes = blocks.per_dimension(layout.ndim, name)
+    shape = blocks.count(layout.shape)
+    dims = []
+    for d, (dim, block) in enumerate(zip(layout.dims, sizes, strict=True)):
+        if block is None:
+            dims.append(Dimension(shape[d], (Field(shape[d]),)))
+            continue
+        bad = _find_bad_cut(dim, block)
+        if bad is not None:
+            found = _word_bad_cut(layout, what, block, d, bad)
+            raise FormatError(f"{label(name)}{found}")
+        dims.append(_lay_dimension(dim, block, shape[d]))
+    return intern(shape, dtype, layout.mesh, tuple(dims), ())
+
+
+def _lay_dimension(dim: Dimension, block: int, size: int) -> Dimension:
+    """The dimension of so many blocks."""
+    held = list(cells(dim))
+    packed = [_pack_runs(runs, block) for runs in held]
+    # Nearly always: nothing is between or behind what ranks hold, and the dimension keeps its text.
+    if block == 1 and held == packed:
+        return dim
+    return fit(size, dim.axes, packed)
+
+
+def _pack_runs(runs: Runs, block: int) -> Runs:
+    """The same positions in ascending order without holes, counted in blocks."""
+    segments: list[Segment] = []
+    at = 0
+    for start, stop in _list_stretches(runs):
+        first = start // block
+        count = -(-stop // block) - first
+        segments.append((at, first, count))
+        at += count
+    return Runs(segments, at)
+
+
+def _list_stretches(runs: Runs) -> list[tuple[int, int]]:
+    """The positions as ascending (start, stop): what meets is one, however far apart it lies in the local tensor."""
+    in_place = Runs([(g, g, n) for _, g, n in runs.segments], runs.extent)
+    return [(start, start + n) for start, _, n in in_place.segments]
+
+
+def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
+    """A stretch that ends inside a block; None where there is none."""
+    if block == 1:
+        return None
+    for cell, runs in enumerate(cells(dim)):
+        for start, stop in _list_stretches(runs):
+            # The last block may be shorter than the others, and ends with the dimension.
+            for cut in (start, stop):
+                if cut % block and cut != dim.size:
+                    return _BadCut(cell, start, stop, cut)
+    return None
+
+
+def _word_bad_cut(layout: Layout, what: str, block: int, d: int, bad: _BadCut) -> str:
+    """What is wrong with a cut inside a block, and where it may be instead."""
+    dim = layout.dims[d]
+    below, above = find_cuts(bad.cut, block, dim.size)
+    rank = _find_rank(dim, layout.mesh, bad.cell)
+    held = f"rank {rank} holds positions {bad.start}:{bad.stop} of dimension {d} under {layout}"
+    cuts = f"the nearest cuts to {bad.cut} are {below} and {above}"
+    return f"{held}, and {what} is cut every {block}: {cuts}; divide the dimension there"
+
+
+def _find_rank(dim: Dimension, mesh: Mesh, cell: int) -> int:
+    """The first rank that holds what the cell of the dimension does."""
+    parts = partition(dim)
+    at = parts.by_rank(mesh).tolist().index(int(parts.cell[cell]))
+    rank: int = mesh.ranks[at]
+    return rank

@@ -1,0 +1,120 @@
+"""Layouts of scales: what a rank quantises alone is what it has of the scales of the whole, under random layouts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardmath as sm
+from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
+
+MESH = sm.Mesh(dp=2, tp=3)
+TEXTS = [
+    "(tp n) k",
+    "n (tp k)",
+    "(tp n) (dp k)",
+    "(dp tp n) k",
+    "n (tp k dp)",
+    "(2 tp n) k",
+    "n k",
+    "(dp*tp n) k",
+    "(n)=<16:32 -5 0:16 32:96> (tp k)",
+    "(tp n 16) k",
+]
+SHAPE = (96, 192)
+FORMATS: list[Format] = [
+    MXFP8(),
+    MXFP8(axis=-2),
+    FP8Blocks((16, 32)),
+    FP8(tensor_amax=5),
+    NVFP4(tensor_amax=5),
+]
+
+
+def packed(x: np.ndarray, layout: sm.Layout, rank: int) -> np.ndarray:
+    """What the rank has, without holes and in ascending order."""
+    kept = [np.sort(index[index >= 0]) for index in layout.indices(rank)]
+    return x[np.ix_(*kept)]
+
+
+@pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
+@given(text=st.sampled_from(TEXTS), seed=st.integers(0, 100))
+def test_what_ranks_quantise_alone_lies_as_the_layouts_say(
+    one: Format, text: str, seed: int
+) -> None:
+    layout = sm.Layout(SHAPE, MESH, text)
+    try:
+        layouts = one.layouts(layout, "w")
+    except sm.FormatError:
+        assert cuts_a_block(one, layout)
+        return
+    assert not cuts_a_block(one, layout)
+    x = np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
+    whole = one.quantise(x)
+    assert layouts[1] == one.scale_layout(layout)
+    for rank in MESH.ranks:
+        found = one.quantise(packed(x, layout, rank))
+        for own, part, lies in zip(found, whole, layouts, strict=True):
+            assert lies.shape == part.shape and lies.dtype == str(part.dtype)
+            assert own.shape == lies.local_shape(rank)
+            np.testing.assert_array_equal(own, packed(part, lies, rank))
+
+
+def cuts_a_block(one: Format, layout: sm.Layout) -> bool:
+    """Whether some rank has some positions of a block and not all, in one dimension."""
+    sizes = [blocks.blocks.per_dimension(2) for blocks in one.parts]
+    for rank in layout.mesh.ranks:
+        for d, index in enumerate(layout.indices(rank)):
+            held = index[index >= 0]
+            for size in {each[d] for each in sizes} - {None}:
+                count = np.bincount(held // size, minlength=1)
+                if (count % size).any():
+                    return True
+    return False
+
+
+def test_a_cut_inside_a_block_names_everything() -> None:
+    layout = sm.Layout((4, 128), sm.Mesh(tp=8), "n (tp k)", dtype="bfloat16")
+    with pytest.raises(sm.FormatError) as caught:
+        MXFP8().scale_layout(layout, "fc1.weight")
+    assert str(caught.value) == (
+        "tensor 'fc1.weight': rank 0 holds positions 0:16 of dimension 1 under bfloat16[4, 128] n (tp h) on tp=8, "
+        "and scales of MXFP8 e4m3 rceil rowwise is cut every 32: the nearest cuts to 16 are 0 and 32; "
+        "divide the dimension there"
+    )
+
+
+def test_a_partial_tensor_has_no_scales() -> None:
+    layout = sm.Layout((4, 128), sm.Mesh(tp=2), "n k {sum: tp}")
+    with pytest.raises(sm.FormatError, match="is Partial; reduce it before it is quantised"):
+        MXFP8().scale_layout(layout)
+
+
+def test_one_scale_is_on_every_rank() -> None:
+    layout = sm.Layout((7, 5), MESH, "(tp n) (dp k)")
+    assert str(FP8().scale_layout(layout)) == "float32[1, 1] n h on dp=2 tp=3"
+    assert str(FP8("channel").scale_layout(layout)) == "float32[7, 1] (tp n) h on dp=2 tp=3"
+
+
+@given(text=st.sampled_from(["(tp n) k", "n (dp k)", "n k"]), to=st.sampled_from(["n (tp k)", "(dp n) k"]))  # fmt: skip
+def test_data_and_scales_are_planned_like_any_tensor(text: str, to: str) -> None:
+    one = MXFP8()
+    x = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    parts = dict(zip(("data", "scales"), one.quantise(x), strict=True))
+    src, dst = (
+        dict(zip(parts, one.layouts(sm.Layout(SHAPE, MESH, spec)), strict=True))
+        for spec in (text, to)
+    )
+    plan = sm.plan(src, dst)
+    sm.verify(plan)
+    held = {
+        rank: {name: packed(parts[name], lies, rank) for name, lies in src.items()}
+        for rank in MESH.ranks
+    }
+    arrived = sm.simulate(plan, held)
+    for rank in MESH.ranks:
+        back = one.dequantise(arrived[rank]["data"], arrived[rank]["scales"])
+        expected = packed(x, sm.Layout(SHAPE, MESH, to), rank)
+        assert np.abs(back - expected).max() <= np.abs(expected).max() / 16
