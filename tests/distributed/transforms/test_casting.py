@@ -138,9 +138,10 @@ def test_functions_cannot_write_to_the_source() -> None:
     custom = Custom("double", (Component("data", "float32"),), double)
     held, array = torch.ones(4), np.ones(4, np.float32)
     with pytest.raises(ValueError, match="read-only"):
-        prepare(custom, form, form, held, (torch.empty(4),))
+        prepare(custom, form, form, (held,), (torch.empty(4),))
+    layout = sm.Layout((4,), sm.Mesh(), "n")
     with pytest.raises(ValueError, match="read-only"):
-        custom.prepare(array, form, form)
+        sm.transformed(layout, layout, {"*": custom}).prepare(0, array)
     assert held.tolist() == array.tolist() == [1.0] * 4
 
 
