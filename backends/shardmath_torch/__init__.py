@@ -12,6 +12,8 @@ refit.prepare(src=..., dst=...)             # once; then refit() after every ste
 
 recorded = record(load, shapes, module)     # how a loader stores tensors, instead of rows that say it
 
+data, scales = quantise(formats.MXFP8(), tensor)   # of any format, and dequantise, on any device
+
 digest(layout, tensor)                      # a number for what all ranks hold, the same under every layout
 
 layout = from_dtensor(dtensor)              # what every rank really holds
@@ -37,6 +39,7 @@ from shardmath_torch.dtensors.styles import Fused
 from shardmath_torch.dtensors.tensor_parallel import set_device_mesh
 from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.formats.quantising import dequantise, quantise
 from shardmath_torch.movers.compile import compile
 from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover
@@ -63,6 +66,7 @@ __all__ = [
     "compile",
     "compile_changes",
     "compile_transformed",
+    "dequantise",
     "digest",
     "export",
     "from_dtensor",
@@ -73,6 +77,7 @@ __all__ = [
     "megatron_hook",
     "open_checkpoint",
     "progress_bar",
+    "quantise",
     "record",
     "redistribute",
     "save",

@@ -2,7 +2,6 @@
 
 In reading order:
 
-- `casting`: numbers of one type as those of another;
 - `functions`: what transforms do, on tensors;
 - `packing`: what a rank holds, without holes;
 - `workers`: what one rank does for one of its tensors;

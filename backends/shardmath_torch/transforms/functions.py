@@ -21,7 +21,7 @@ from shardmath.numbers.elements import Array, numpy_type, read_elements
 from shardmath.transforms import Cast, Form, NegativeExp, Transform
 from shardmath.transforms.custom import OnTensors
 from shardmath_torch.dtypes import dtype_of, see_words, words
-from shardmath_torch.transforms.casting import cast, cast_into, negative_exp_into
+from shardmath_torch.formats.casting import cast, cast_into, negative_exp_into
 
 __all__ = ["check_made", "describe", "finalize", "keep", "prepare"]
 
