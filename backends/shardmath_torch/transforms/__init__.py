@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `quantising`: data and scales, made of numbers and read again;
 - `functions`: what transforms do, on tensors;
 - `packing`: what a rank holds, without holes;
 - `workers`: what one rank does for one of its tensors;

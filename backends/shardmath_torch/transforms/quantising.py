@@ -1,0 +1,62 @@
+"""Quantising: what Quantise, Dequantise and Requantise do, on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardmath.transforms import Dequantise, Form, Quantise, Requantise
+from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.formats.casting import cast, cast_into
+from shardmath_torch.formats.quantising import dequantise, quantise
+
+__all__ = ["dequantise_into", "prepare_numbers", "quantise_arrived", "requantise_into"]
+
+_Values = Sequence[Tensor]
+
+READ = ("bfloat16", "float16", "float32")
+"""The types that are quantised as they are."""
+
+
+def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
+    """Numbers, rounded; and quantised, where that is done at the source."""
+    assert isinstance(t, Quantise)
+    if t.at == "destination":
+        cast_into(values[0], src.dtype, t.wire, out[0])
+        return
+    rounded = cast(values[0], src.dtype, t.wire)
+    _quantise_into(t, rounded, out)
+
+
+def quantise_arrived(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
+    """Numbers that have come, quantised."""
+    assert isinstance(t, Quantise)
+    _quantise_into(t, values[0], out)
+
+
+def _quantise_into(t: Quantise, numbers: Tensor, out: _Values) -> None:
+    if t.wire not in READ:
+        numbers = cast(numbers, t.wire, "float32")
+    quantise(t.format, numbers, out)
+
+
+def dequantise_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
+    """Data and scales as numbers, at either end; every NaN has the same bits, whatever the processor makes."""
+    assert isinstance(t, Dequantise)
+    if dst.dtype in READ:
+        numbers = dequantise(t.format, values, dtype_of(dst.dtype), out[0])
+        if dst.dtype == "float32":
+            # Of narrower types it is so already.
+            numbers.masked_fill_(numbers.isnan(), torch.nan)
+        return
+    numbers = dequantise(t.format, values, torch.float32)
+    cast_into(numbers, "float32", dst.dtype, out[0])
+
+
+def requantise_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
+    """Data and scales as those of another format, at either end."""
+    assert isinstance(t, Requantise)
+    numbers = dequantise(t.old, values, torch.float32)
+    quantise(t.new, numbers, out)
