@@ -138,9 +138,9 @@ class Format(ABC):
         return self.blocks.data_slice(scale_slice, read_shape(shape), name)
 
     def layouts(
-        self, layout: Layout, name: str = "", *, duplicated: bool = False
+        self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """The packed layout of each part of a tensor that lies so.
+        """The packed layout of each part of a tensor that lies so, `kinds` with its own type instead of uint8.
 
         Raises FormatError, with the tensor's `name`, where a rank's part cuts a block, and for a Partial layout: what
         is made of addends does not add up to what is made of their sum. If `duplicated`, ranks may cut blocks: the
@@ -152,14 +152,17 @@ class Format(ABC):
         found = []
         for i, part in enumerate(self.parts):
             what = f"{part.name} of {self.name}"
+            dtype = part.kind if kinds else part.dtype
             # Data are not: of a byte of two numbers nobody can have half.
             shared = duplicated and i > 0
-            found.append(lay_blocks(layout, part.blocks, part.dtype, what, name, duplicated=shared))
+            found.append(lay_blocks(layout, part.blocks, dtype, what, name, duplicated=shared))
         return tuple(found)
 
-    def scale_layout(self, layout: Layout, name: str = "", *, duplicated: bool = False) -> Layout:
-        """The packed layout of the scales of a tensor that lies so. Raises FormatError as `layouts` does."""
-        return self.layouts(layout, name, duplicated=duplicated)[1]
+    def scale_layout(
+        self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
+    ) -> Layout:
+        """The packed layout of the scales of a tensor that lies so, and errors, as `layouts` has them."""
+        return self.layouts(layout, name, duplicated=duplicated, kinds=kinds)[1]
 
     def pad_layout(self, layout: Layout) -> Layout:
         """The layout of scales where each rank pads its own as `pad_scales` does; `layout` is that without padding.
