@@ -116,7 +116,9 @@ def cases(dtype: str) -> dict[str, torch.Tensor]:
 def by_torch(rank: int, path: str, dtype: str) -> list[str]:
     """torch saves DTensors, we load any layout, also as bytes; names of what is wrong."""
     whole = cases(dtype)
-    dcp.save({name: placed(full, WRITTEN[name]) for name, full in whole.items()}, checkpoint_id=path)
+    dcp.save(
+        {name: placed(full, WRITTEN[name]) for name, full in whole.items()}, checkpoint_id=path
+    )
     wrong = []
     for text in ("(tp dp n) h", "(n dp 2) (tp h)"):
         for kind in (dtype, "uint8"):
