@@ -238,8 +238,11 @@ def _count_position(at: int, shape: tuple[int, ...], size: int | None, d: int, n
     """The number of the scale of one position, which has to be a block of its own."""
     if size is None:
         return 0
+    if size == 1:
+        return at
     one = slice(at, at + 1, 1)
-    return cast(int, _count_slice(one, shape, size, d, name).start) if size > 1 else at
+    found = _count_slice(one, shape, size, d, name)
+    return cast(int, found.start)
 
 
 def _spread(item: int | slice, n: int, size: int | None, d: int, name: str) -> slice:
@@ -250,4 +253,6 @@ def _spread(item: int | slice, n: int, size: int | None, d: int, name: str) -> s
     if item.step != 1:
         what = f"{label(name)}slice {_write(item)} of the scales of dimension {d}"
         raise FormatError(f"{what} has a step over blocks of {block}; take consecutive scales")
-    return slice(min(n, item.start * block), min(n, item.stop * block), 1)
+    start = min(n, item.start * block)
+    stop = min(n, item.stop * block)
+    return slice(start, stop, 1)

@@ -228,7 +228,8 @@ class Format(ABC):
 
     def _quantise(self, values: Floats, window: Window, amax: Floats) -> tuple[Array, ...]:
         scales = self._make_scales(amax)
-        data = encode(self.element, self._scale_down(values, window.spread(scales)))
+        factors = window.spread(scales)
+        data = encode(self.element, self._scale_down(values, factors))
         return data, scales
 
     def dequantise(

@@ -34,7 +34,7 @@ from shardmath.formats.blocks import Blocks, find_cuts, label
 from shardmath.layouts.layout import Layout, intern
 from shardmath.storage.fitting import fit
 
-__all__ = ["lay_blocks", "pad_parts"]
+__all__ = ["lay_blocks", "pad_parts", "spread_last"]
 
 
 class _BadCut(NamedTuple):
@@ -73,6 +73,21 @@ def lay_blocks(
             raise FormatError(f"{label(name)}{found}")
         dims.append(_lay_dimension(dim, block, shape[d]))
     return intern(shape, dtype, layout.mesh, tuple(dims), ())
+
+
+def spread_last(layout: Layout, factor: int) -> Layout:
+    """The layout of a tensor that has `factor` numbers in the place of each, along the last dimension."""
+    *others, last = layout.dims
+    size = last.size * factor
+    held = []
+    for runs in cells(last):
+        segments = [
+            (local * factor, start * factor, n * factor) for local, start, n in runs.segments
+        ]
+        held.append(Runs(segments, runs.length * factor))
+    spread = fit(size, last.axes, held)
+    shape = (*layout.shape[:-1], size)
+    return intern(shape, layout.dtype, layout.mesh, (*others, spread), layout.partial)
 
 
 def _lay_dimension(dim: Dimension, block: int, size: int) -> Dimension:

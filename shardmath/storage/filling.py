@@ -35,14 +35,18 @@ def fill(
     bound: Side, arrays: Mapping[str, NDArray[Any]], rank: int, empty: float = 0
 ) -> dict[_Native, NDArray[Any]]:
     """What the rank stores of these logical arrays; cells that are no tensor's have the value `empty`."""
-    dtypes = {array.dtype for array in arrays.values()}
-    kind = np.result_type(*dtypes) if dtypes else np.dtype(np.float64)
+    kinds: dict[_Native, set[np.dtype[Any]]] = {}
+    for name, slot, _ in bound.visit(rank):
+        native = slot.chunk, slot.native
+        kinds.setdefault(native, set()).add(arrays[name].dtype)
     stored: dict[_Native, NDArray[Any]] = {}
     held = _Held(bound, rank)
     # The tensors of one stored tensor share it, each written cell by cell between the others' cells.
     for name, slot, shape in bound.visit(rank):
         native = slot.chunk, slot.native
         if native not in stored:
+            # One for all of its tensors.
+            kind = np.result_type(*kinds[native])
             stored[native] = np.full(shape, empty, kind)
         view = view_of(stored[native], slot)
         logical = arrays[name]

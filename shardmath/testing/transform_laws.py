@@ -209,7 +209,8 @@ def _legal_layouts(draw: st.DrawFn, transform: Transform, src: Form, dst: Form, 
     blocks = []
     counts = []
     for n, *each in zip(form.shape, *by_part, strict=True):
-        block = math.lcm(*each)
+        # What stands for all of a dimension does not say where that may be cut.
+        block = math.lcm(*(size or 1 for size in each))
         blocks.append(block)
         counts.append(-(-n // block))
     drawn: Layout = draw(layouts(tuple(counts)))

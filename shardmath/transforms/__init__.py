@@ -4,6 +4,7 @@ In reading order:
 
 - `components`: what a transform says of itself;
 - `pointwise`: functions of each number, such as casts;
+- `quantising`: data and scales in the place of numbers;
 - `custom`: functions of the user's own;
 - `packing`: what a rank holds, without holes and in ascending order;
 - `wires`: how the tensors that travel lie, which follows from how those that are held do;
@@ -15,6 +16,7 @@ In reading order:
 from shardmath.transforms.components import AsHeld, Companion, Component, Form, Transform
 from shardmath.transforms.custom import Custom
 from shardmath.transforms.pointwise import Cast, NegativeExp
+from shardmath.transforms.quantising import Dequantise, Quantise, Requantise
 from shardmath.transforms.transformed import Transformed, transformed
 
 __all__ = [
@@ -23,8 +25,11 @@ __all__ = [
     "Companion",
     "Component",
     "Custom",
+    "Dequantise",
     "Form",
     "NegativeExp",
+    "Quantise",
+    "Requantise",
     "Transform",
     "Transformed",
     "transformed",

@@ -25,6 +25,8 @@ from shardmath.base import dtypes
 from shardmath.base.arguments import as_integer, known, listed, text
 from shardmath.base.errors import PlanError
 from shardmath.base.text import shown
+from shardmath.formats.blocks import Blocks
+from shardmath.layouts.layout import Layout
 from shardmath.numbers.elements import Array
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Component",
     "End",
     "Form",
+    "HasConditions",
     "Transform",
     "list_companions",
     "read_end",
@@ -59,18 +62,25 @@ class AsHeld(NamedTuple):
     destination: bool
 
 
+Grain: TypeAlias = tuple[int, ...] | Blocks
+"""Positions of a tensor that one of a component stands for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Component:
     """A wire tensor of a transform: its name and dtype, and positions of the tensor per position, last dimensions last.
 
     `grain` is of the source, and of the destination too unless `at_destination` is given; dimensions before those
-    named have 1. Raises PlanError for a name with a dot or a bracket, and for a grain below 1.
+    named have 1. `Blocks` also say that a position stands for all of a dimension. `spread` is the other way round, of
+    the last dimension at each end: positions of this per position, such as numbers per byte. Raises PlanError for a
+    name with a dot or a bracket, and for less than 1.
     """
 
     name: str
     dtype: str
-    grain: tuple[int, ...] = ()
-    at_destination: tuple[int, ...] | None = None
+    grain: Grain = ()
+    at_destination: Grain | None = None
+    spread: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
         name = text(self.name, "the name of a component", PlanError)
@@ -83,39 +93,59 @@ class Component:
             object.__setattr__(self, "at_destination", _read_grain(name, self.at_destination))
 
     def __str__(self) -> str:
-        blocks = "x".join(map(str, self.grain))
+        blocks = _write_grain(self.grain)
         there = self.at_destination
-        other = "" if there is None else f" to {'x'.join(map(str, there)) or 1}"
-        return f"{self.name} {self.dtype}" + (
-            f" per {blocks or 1}{other}" if blocks + other else ""
-        )
+        other = "" if there is None else f" to {_write_grain(there) or 1}"
+        said = f" per {blocks or 1}{other}" if blocks + other else ""
+        if self.spread != (1, 1):
+            said += f", {max(self.spread)} at a time"
+        return f"{self.name} {self.dtype}{said}"
 
-    def block(self, ndim: int, end: End) -> tuple[int, ...]:
-        """Positions of the tensor per position of this, in each of so many dimensions.
-
-        Raises PlanError where the grain has more of them.
-        """
+    def blocks(self, ndim: int, end: End) -> Blocks:
+        """Positions of the tensor per position of this. Raises PlanError where they have more dimensions."""
         grain = self.grain
         if end == "destination" and self.at_destination is not None:
             grain = self.at_destination
-        if len(grain) > ndim:
-            what = f"component {str(self)!r} has a grain of {len(grain)} dimensions"
+        blocks = grain if isinstance(grain, Blocks) else Blocks(grain)
+        if len(blocks.sizes) > ndim:
+            what = f"component {str(self)!r} has a grain of {len(blocks.sizes)} dimensions"
             raise PlanError(f"{what}, the tensor {ndim}; give a grain of {ndim} at most")
-        return (1,) * (ndim - len(grain)) + grain
+        return blocks
+
+    def block(self, ndim: int, end: End) -> tuple[int | None, ...]:
+        """The same in each of so many dimensions; None for all of one."""
+        return self.blocks(ndim, end).per_dimension(ndim)
 
     def shape(self, form: Form, end: End) -> tuple[int, ...]:
         """The global shape of the wire tensor, by the tensor's form at one end."""
-        blocks = self.block(len(form.shape), end)
-        return tuple(-(-n // block) for n, block in zip(form.shape, blocks, strict=True))
+        count = self.blocks(len(form.shape), end).count(form.shape)
+        spread = self.spread_at(end)
+        if spread == 1:
+            return count
+        *others, last = count
+        return *others, last * spread
+
+    def spread_at(self, end: End) -> int:
+        """Positions of this per position of the last dimension of the tensor."""
+        return self.spread[0 if end == "source" else 1]
 
 
-def _read_grain(name: str, grain: object) -> tuple[int, ...]:
+def _read_grain(name: str, grain: object) -> Grain:
     """The grain as integers. Raises PlanError for one that is none."""
+    if isinstance(grain, Blocks):
+        return grain
     given = listed(grain, f"the grain of component {name!r}", PlanError)
     read = tuple(as_integer(n, f"a grain of component {name!r}", PlanError) for n in given)
     if min(read, default=1) < 1:
         raise PlanError(f"component {name!r} has grain {read}; a block has 1 position at least")
     return read
+
+
+def _write_grain(grain: Grain) -> str:
+    """The grain as people write it; "" for single positions."""
+    if not isinstance(grain, Blocks):
+        return "x".join(map(str, grain))
+    return "" if grain == Blocks(()) else str(grain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +157,7 @@ class Companion:
 
     suffix: str
     dtype: str
-    grain: tuple[int, ...] = ()
+    grain: Grain = ()
 
     def __post_init__(self) -> None:
         suffix = text(self.suffix, "the suffix of a companion", PlanError)
@@ -143,6 +173,15 @@ class Companion:
     def component(self) -> Component:
         """A component that has as many positions."""
         return Component("companion", self.dtype, self.grain)
+
+
+@runtime_checkable
+class HasConditions(Protocol):
+    """A transform that does not go with all layouts where it does something."""
+
+    def check_layout(self, layout: Layout, end: End, name: str) -> None:
+        """Raise PlanError where ranks hold the tensor otherwise than its functions need it."""
+        ...
 
 
 @runtime_checkable

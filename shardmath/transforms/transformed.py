@@ -7,6 +7,7 @@
 3. A tensor that no rule takes travels as it is. Its dtypes are one, or that is an error, which names the cast.
 4. What travels are sides like any others: plans, proofs, programs, certificates and collectives do not know.
 
+>>> import numpy as np
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.plans.plan import plan
 >>> from shardmath.proofs.simulate import simulate

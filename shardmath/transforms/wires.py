@@ -23,8 +23,7 @@ from typing import NamedTuple, TypeAlias
 
 from shardmath.base.errors import FormatError, PlanError, ShardError
 from shardmath.base.text import plural
-from shardmath.formats.blocks import Blocks
-from shardmath.formats.scales import lay_blocks
+from shardmath.formats.scales import lay_blocks, spread_last
 from shardmath.layouts.holdings import LayoutOrWindows, holdings_digest
 from shardmath.layouts.layout import Layout
 from shardmath.transforms.components import (
@@ -33,6 +32,7 @@ from shardmath.transforms.components import (
     Component,
     End,
     Form,
+    HasConditions,
     Transform,
     list_companions,
 )
@@ -95,6 +95,9 @@ def _lay_end(
     """How the components lie where something is done. Raises PlanError for companions that lie otherwise."""
     beside = list_companions(transform, end)
     _check_companions(name, beside, held, end)
+    if isinstance(transform, HasConditions):
+        for layout in _list_layouts(held[0]):
+            transform.check_layout(layout, end, name)
     return tuple(_lay_all(held[0], part, end, name) for part in components)
 
 
@@ -178,12 +181,14 @@ def _lay_all(held: LayoutOrWindows, part: Component, end: End, name: str) -> Lay
 
 def lay(layout: Layout, component: Component, end: End, name: str) -> Layout:
     """The packed layout of a component of the tensor `name`. Raises PlanError for a cut inside a block."""
-    blocks = Blocks(component.block(layout.ndim, end))
+    blocks = component.blocks(layout.ndim, end)
     what = f"component {str(component)!r}"
     try:
-        return lay_blocks(layout, blocks, component.dtype, what, name)
+        laid = lay_blocks(layout, blocks, component.dtype, what, name)
     except FormatError as error:
         raise PlanError(str(error)) from error
+    spread = component.spread_at(end)
+    return laid if spread == 1 else spread_last(laid, spread)
 
 
 def _check_addends(name: str, layouts: Sequence[Layout], end: End, is_held: bool) -> None:

@@ -159,9 +159,10 @@ def _list_boxes(job: Job, rank: int, parts: Sequence[Component], end: End) -> li
     return boxes
 
 
-def _place(job: Job, rank: int, d: int, block: int) -> dict[int, slice]:
+def _place(job: Job, rank: int, d: int, size: int | None) -> dict[int, slice]:
     """Where the stretch that begins at a position of the tensor lies in the packed blocks of a dimension."""
     layout: Layout = job.layout
+    block = size or max(1, layout.shape[d])
     places = {}
     at = 0
     for _, start, n in sorted(layout.runs(rank)[d].segments, key=lambda segment: segment[1]):

@@ -1,0 +1,279 @@
+"""Quantised on the way: ranks get parts of what the whole tensor becomes, for every format and at both ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardmath as sm
+from shardmath import formats
+from shardmath.numbers.casting import cast_array
+from shardmath.transforms import Custom, Dequantise, Form, Quantise, Requantise, Transform
+
+SHAPE = (512, 512)
+AMAX = 4.5
+
+FORMATS: dict[str, formats.Format] = {
+    "MXFP8": formats.MXFP8(),
+    "MXFP8 columnwise": formats.MXFP8(data="e5m2", rounding="floor", axis=-2),
+    "FP8 tiles": formats.FP8Blocks(),
+    "FP8 rows of tiles": formats.FP8Blocks((1, 128), power_of_two=True),
+    "FP8 channels": formats.FP8("channel"),
+    "FP8": formats.FP8(tensor_amax=AMAX),
+    "NVFP4": formats.NVFP4(tensor_amax=AMAX),
+    "NVFP4 2-D": formats.NVFP4(two_d=True, tensor_amax=AMAX),
+}
+TEXTS = ["(tp n) k", "n (dp k)", "(dp n) (tp k)", "n k", "(2 tp n) k"]
+CHANNELS = ["(tp n) k", "(dp tp n) k", "n k"]
+"""Of which rows are whole."""
+
+
+def draw() -> Any:
+    """Numbers in bfloat16, as float32, and some of all kinds."""
+    random = np.random.default_rng(3)
+    values = random.standard_normal(SHAPE).clip(-AMAX, AMAX).astype(np.float32)
+    values[0, :64] = 0
+    values[5, 3] = np.nan
+    values[6] *= 2.0**-130
+    return values
+
+
+def cut(layout: sm.Layout, rank: int, values: Any) -> Any:
+    """What the rank holds of an array."""
+    return values[np.ix_(*layout.indices(rank))]
+
+
+def suffixes(format: formats.Format) -> tuple[str, ...]:
+    return tuple(f"_{part.name}" for part in format.parts[1:])
+
+
+def hold(
+    format: formats.Format | None, mesh: sm.Mesh, text: str, dtype: str
+) -> dict[str, sm.Layout]:
+    """A tensor of that dtype, or the parts of a quantised one."""
+    whole = sm.Layout(SHAPE, mesh, text, dtype=dtype)
+    if format is None:
+        return {"w": whole}
+    names = ("w", *(f"w{suffix}" for suffix in suffixes(format)))
+    return dict(zip(names, format.layouts(whole), strict=True))
+
+
+def carry(
+    transform: Transform,
+    src: dict[str, sm.Layout],
+    dst: dict[str, sm.Layout],
+    given: dict[str, Any],
+) -> dict[int, Any]:
+    """What ranks of the destination then hold."""
+    t = sm.transformed(src, dst, {"w": transform})
+    plan = sm.plan(t.src, t.dst)
+    sm.verify(plan)
+    sent = {}
+    for rank in plan.src_ranks:
+        own = {name: cut(layout, rank, given[name]) for name, layout in src.items()}
+        sent[rank] = t.prepare(rank, own)
+    arrived = sm.simulate(plan, sent)
+    return {rank: t.finalize(rank, arrived[rank]) for rank in plan.dst_ranks}
+
+
+def check(found: dict[int, Any], dst: dict[str, sm.Layout], wanted: dict[str, Any]) -> None:
+    for rank, own in found.items():
+        assert own.keys() == dst.keys()
+        for name, layout in dst.items():
+            expected = cut(layout, rank, wanted[name])
+            assert own[name].dtype == expected.dtype
+            assert own[name].tobytes() == expected.tobytes(), (rank, name)
+
+
+DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+BYTES = Form((2, 64), "uint8")
+HERE, THERE = sm.Mesh(dp=2, tp=2), sm.Mesh(tp=2, dp=2, ranks=(3, 4, 5, 2))
+
+
+def list_cases(at: str) -> list[tuple[str, str, str]]:
+    """Formats, and how a tensor lies at the ends where it may: all rows whole where something is done to channels."""
+    cases = []
+    for name in FORMATS:
+        texts = CHANNELS if name == "FP8 channels" else TEXTS
+        for number, text in enumerate(texts):
+            other = TEXTS[(number + 1) % len(TEXTS)]
+            cases.append((name, text, other) if at == "source" else (name, other, text))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "here", "there"), list_cases("source"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantised_at_the_source(name: str, here: str, there: str, dtype: str) -> None:
+    check_quantised(name, here, there, dtype, "source")
+
+
+@pytest.mark.parametrize(("name", "here", "there"), list_cases("destination"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantised_at_the_destination(name: str, here: str, there: str, dtype: str) -> None:
+    check_quantised(name, here, there, dtype, "destination")
+
+
+def check_quantised(name: str, here: str, there: str, dtype: str, at: Any) -> None:
+    """Rounded to bfloat16 first, wherever that is done."""
+    format = FORMATS[name]
+    values = draw() * np.float32(1.001)
+    src = hold(None, HERE, here, dtype)
+    dst = hold(format, THERE, there, "uint8")
+    transform = Quantise(format, at, suffixes(format))
+    given = cast_array(values, "float32", dtype)
+    rounded = cast_array(cast_array(values, "float32", "bfloat16"), "bfloat16", "float32")
+    wanted = dict(zip(dst, format.quantise(rounded), strict=True))
+    check(carry(transform, src, dst, {"w": given}), dst, wanted)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("at", ["source", "destination"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("here", "there"), [("(tp n) k", "n (dp k)"), ("n (tp k)", "(2 dp n) k")])
+def test_dequantised(name: str, at: Any, dtype: str, here: str, there: str) -> None:
+    """Also rows of channels that are cut."""
+    format = FORMATS[name]
+    parts = format.quantise(draw())
+    src = hold(format, HERE, here, "uint8")
+    dst = hold(None, THERE, there, dtype)
+    numbers = cast_array(format.dequantise(*parts), "float32", dtype)
+    transform = Dequantise(format, at, suffixes(format))
+    check(carry(transform, src, dst, dict(zip(src, parts, strict=True))), dst, {"w": numbers})
+
+
+PAIRS = [
+    ("MXFP8", "FP8 tiles"),
+    ("FP8 tiles", "MXFP8 columnwise"),
+    ("FP8 channels", "MXFP8"),
+    ("NVFP4", "NVFP4 2-D"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+@pytest.mark.parametrize("at", ["source", "destination"])
+def test_requantised(old: str, new: str, at: Any) -> None:
+    first, last = FORMATS[old], FORMATS[new]
+    parts = first.quantise(draw())
+    src = hold(first, HERE, "(tp n) k", "uint8")
+    dst = hold(last, THERE, "(dp n) (tp k)", "uint8")
+    transform = Requantise(first, last, at, (suffixes(first), suffixes(last)))
+    wanted = dict(zip(dst, last.quantise(first.dequantise(*parts)), strict=True))
+    check(carry(transform, src, dst, dict(zip(src, parts, strict=True))), dst, wanted)
+
+
+def test_equal_formats_move_bytes() -> None:
+    """Without a rule; and with one that says nothing."""
+    format = FORMATS["MXFP8"]
+    parts = format.quantise(draw())
+    src = hold(format, HERE, "(tp n) k", "uint8")
+    dst = hold(format, THERE, "n (dp k)", "uint8")
+    plan = sm.plan(src, dst)
+    given = dict(zip(src, parts, strict=True))
+    sent = {rank: {n: cut(src[n], rank, given[n]) for n in src} for rank in plan.src_ranks}
+    check(sm.simulate(plan, sent), dst, given)
+    with pytest.raises(sm.PlanError, match="leave the rule out: bytes are moved"):
+        Requantise(format, replace(format))
+
+
+def test_half_the_bytes_travel() -> None:
+    """At the source 1 + 1/32 byte a number, at the destination 2."""
+    src = hold(None, HERE, "(tp dp n) k", "bfloat16")
+    for at, per_number in (("source", 1 + 1 / 32), ("destination", 2)):
+        dst = hold(FORMATS["MXFP8"], sm.Mesh(tp=2, ranks=(4, 5)), "(tp n) k", "uint8")
+        t = sm.transformed(src, dst, {"w": Quantise(FORMATS["MXFP8"], at, ("_scales",))})
+        sent = sum(sm.plan(t.src, t.dst).sent_bytes().values())
+        assert sent == 512 * 512 * per_number
+
+
+def refusal(transform: Any, here: str, there: str, dtype: str = "bfloat16") -> str:
+    src = hold(None, HERE, here, dtype)
+    dst = hold(transform.format, THERE, there, "uint8")
+    with pytest.raises(sm.PlanError) as caught:
+        sm.transformed(src, dst, {"w": transform})
+    return str(caught.value)
+
+
+def test_cuts_that_part_blocks_are_errors() -> None:
+    tiles = formats.FP8Blocks((128, 128))
+    wide = sm.Mesh(tp=8)
+    src = {"w": sm.Layout(SHAPE, wide, "n (tp k)", dtype="bfloat16")}
+    dst = hold(tiles, THERE, "n k", "uint8")
+    with pytest.raises(sm.PlanError) as caught:
+        sm.transformed(src, dst, {"w": Quantise(tiles, suffixes=("_scales",))})
+    assert "tensor 'w': rank 0 holds positions 0:64 of dimension 1" in str(caught.value)
+    assert "the nearest cuts to 64 are 0 and 128" in str(caught.value)
+    # At the destination blocks are whole.
+    sm.transformed(src, dst, {"w": Quantise(tiles, "destination", ("_scales",))})
+    fine = dst | {"w": sm.Layout(SHAPE, wide, "n (tp k)", dtype="uint8")}
+    fine["w_scales"] = sm.Layout((4, 4), wide, "n (tp k)")
+    with pytest.raises(sm.PlanError, match=r"'companion float32 per 128 x 128' is cut every 128"):
+        sm.transformed(src, fine, {"w": Quantise(tiles, "destination", ("_scales",))})
+
+
+def test_what_shares_a_scale_is_whole() -> None:
+    rows = Quantise(formats.FP8("channel"), suffixes=("_scales",))
+    said = refusal(rows, "n (tp k)", "n k")
+    assert "divides dimension 1, and scales of FP8 e4m3 per channel are of all of it" in said
+    one = Quantise(formats.NVFP4(), suffixes=("_scales", "_global_scale"))
+    assert "give the format its tensor_amax=" in refusal(one, "(tp n) k", "n k")
+
+
+def test_what_does_not_fit_is_named() -> None:
+    mx = formats.MXFP8()
+    assert "int64 has no fractions to quantise" in refusal(
+        Quantise(mx, suffixes=("_scales",)), "n k", "n k", "int64"
+    )
+    src = hold(None, HERE, "n k", "bfloat16")
+    dst = hold(mx, THERE, "n k", "uint8")
+    for wrong, said in (
+        (sm.Layout(SHAPE, THERE, "n k"), "float32[512, 512] cannot be the data of MXFP8"),
+        (
+            sm.Layout((256, 256), THERE, "n k", dtype="uint8"),
+            "the data of [512, 512] are [512, 512], not",
+        ),
+    ):
+        with pytest.raises(sm.PlanError) as caught:
+            sm.transformed(src, dst | {"w": wrong}, {"w": Quantise(mx, suffixes=("_scales",))})
+        assert said in str(caught.value)
+    for make, said in (
+        (lambda: Quantise("MXFP8"), "'MXFP8' is no format"),
+        (
+            lambda: Quantise(mx, suffixes=("_a", "_b")),
+            "MXFP8 e4m3 rceil rowwise has scales: give one for each",
+        ),
+        (lambda: Quantise(mx, "here"), "give 'source' or 'destination'"),
+        (lambda: Quantise(mx, wire="int8"), "int8 has no fractions to quantise"),
+        (
+            lambda: Requantise(mx, formats.NVFP4()).components(BYTES, BYTES),
+            "another count of numbers",
+        ),
+    ):
+        with pytest.raises(sm.PlanError) as caught:
+            make()
+        assert said in str(caught.value)
+
+
+def test_usual_names() -> None:
+    """Those of DeepSeek's checkpoints, and of Model Optimizer's."""
+    assert Quantise(formats.FP8Blocks()).suffixes == ("_scale_inv",)
+    assert Quantise(formats.MXFP8()).suffixes == ("_scale",)
+    assert Dequantise(formats.NVFP4()).suffixes == ("_scale", "_scale_2")
+
+
+def test_float8_may_be_held_as_what_it_is() -> None:
+    """With data of torch's type, whose words are uint8."""
+    format = FORMATS["FP8 tiles"]
+    dst = hold(format, THERE, "(tp n) k", "uint8")
+    dst["w"] = sm.Layout(SHAPE, THERE, "(tp n) k", dtype="float8_e4m3fn")
+    values = draw()
+    wanted = dict(zip(dst, format.quantise(values), strict=True))
+    src = hold(None, HERE, "n k", "float32")
+    transform = Quantise(format, "destination", suffixes(format), wire="float32")
+    check(carry(transform, src, dst, {"w": values}), dst, wanted)
+
+
+def test_what_is_held_as_several_is_no_custom() -> None:
+    assert not isinstance(Quantise(formats.MXFP8()), Custom)
