@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from shardmath.formats import Format
 from shardmath.transforms import Dequantise, Form, Quantise, Requantise
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.formats.casting import cast, cast_into
@@ -15,6 +17,9 @@ from shardmath_torch.formats.quantising import dequantise, quantise
 __all__ = ["dequantise_into", "prepare_numbers", "quantise_arrived", "requantise_into"]
 
 _Values = Sequence[Tensor]
+
+FEW = 1 << 20
+"""Numbers that are rounded at a time."""
 
 READ = ("bfloat16", "float16", "float32")
 """The types that are quantised as they are."""
@@ -26,8 +31,35 @@ def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Valu
     if t.at == "destination":
         cast_into(values[0], src.dtype, t.wire, out[0])
         return
-    rounded = cast(values[0], src.dtype, t.wire)
-    _quantise_into(t, rounded, out)
+    if src.dtype == t.wire:
+        _quantise_into(t, values[0], out)
+        return
+    # Some rows at a time, so that rounded numbers take little memory.
+    for some, parts in _cut_rows(t.format, values[0], out):
+        rounded = cast(some, src.dtype, t.wire)
+        _quantise_into(t, rounded, parts)
+
+
+def _cut_rows(
+    format: Format, values: Tensor, out: _Values
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """Whole blocks of rows, and their data and scales; all at once where they share a scale that is yet to be found."""
+    sizes = [part.blocks.per_dimension(values.ndim)[0] for part in format.parts]
+    is_known = getattr(format, "tensor_amax", None) is not None
+    if None in sizes and not is_known:
+        yield values, tuple(out)
+        return
+    step = math.lcm(*(size or 1 for size in sizes))
+    row = max(1, values[:1].numel())
+    rows = step * max(1, FEW // (row * step))
+    for first in range(0, len(values), rows):
+        past = min(len(values), first + rows)
+        parts = []
+        for one, size in zip(out, sizes, strict=True):
+            # What all share stays whole.
+            here = slice(None) if size is None else slice(first // size, -(-past // size))
+            parts.append(one[here])
+        yield values[first:past], tuple(parts)
 
 
 def quantise_arrived(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
