@@ -2,8 +2,8 @@
 
     python tests/bench/bench_formats.py [megabytes] [repeats]
 
-Figures are GB of bfloat16 per second of a core: process CPU time of one thread, the best of the repeats. What is measured
-of shardmath writes to tensors that are there; torchao's functions make theirs. Nothing is compiled.
+Figures are GB of bfloat16 per second of a core: process CPU time of one thread, the best of the repeats. Functions of
+shardmath write to tensors that are there; torchao's make theirs. Nothing is compiled.
 """
 
 from __future__ import annotations
