@@ -40,6 +40,7 @@ from shardmath_torch.dtensors.tensor_parallel import set_device_mesh
 from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.formats.quantising import dequantise, quantise
+from shardmath_torch.formats.views import quantised_parts, sendable
 from shardmath_torch.movers.compile import compile
 from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover
@@ -79,10 +80,12 @@ __all__ = [
     "open_checkpoint",
     "progress_bar",
     "quantise",
+    "quantised_parts",
     "record",
     "redistribute",
     "save",
     "save_state",
+    "sendable",
     "set_device_mesh",
     "state_of",
     "to_dtensor",

@@ -17,7 +17,7 @@ tensor([448., 448.], dtype=torch.bfloat16)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.formats.casting import cast_into
 from shardmath_torch.formats.rounding import make_table, read_into, round_into
 from shardmath_torch.formats.scaling import Rule, find_rule, make_global_scale
-from shardmath_torch.formats.slabs import MOST, Slab, cut_slabs, fits
+from shardmath_torch.formats.slabs import Slab, choose_most, cut_slabs, fits
 
 __all__ = ["amax_of", "dequantise", "quantise"]
 
@@ -51,9 +51,7 @@ def amax_of(format: Format, tensor: Tensor) -> Tensor:
     values = _read_tensor(tensor, "the tensor")
     shape = tuple(values.shape)
     largest = torch.zeros(format.scale_shape(shape), dtype=torch.float32, device=values.device)
-    work = _Work(values.device, _measure(format, shape), 1)
-    for slab in cut_slabs(format.blocks, shape):
-        (magnitudes,) = work.shape(slab)
+    for slab, (magnitudes,) in _Work(format, shape, values.device, 1):
         torch.abs(magnitudes.copy_(slab.take(values)), out=magnitudes)
         shared = slab.take_shared(largest)
         # Of a block that is cut into slabs, the others count, too.
@@ -107,9 +105,8 @@ class _Kernel:
     def run(self, measured: bool) -> None:
         """Quantises all slabs; scales are there where amaxes were `measured` before."""
         shape = tuple(self.values.shape)
-        work = _Work(self.values.device, _measure(self.format, shape), 2)
-        for slab in cut_slabs(self.format.blocks, shape):
-            numbers, magnitudes = work.shape(slab)
+        work = _Work(self.format, shape, self.values.device, 2)
+        for slab, (numbers, magnitudes) in work:
             numbers.copy_(slab.take(self.values))
             shared = slab.take_shared(self.scales)
             if not measured:
@@ -120,20 +117,21 @@ class _Kernel:
 
 
 class _Work:
-    """Memory of slabs, which stays in the cache from one to the next."""
+    """A tensor's slabs, and memory for them, which stays in the cache from one to the next."""
 
-    def __init__(self, device: torch.device, most: int, count: int) -> None:
-        self._rows = [torch.empty(most, dtype=torch.float32, device=device) for _ in range(count)]
+    def __init__(
+        self, format: Format, shape: tuple[int, ...], device: torch.device, count: int
+    ) -> None:
+        most = choose_most(device)
+        self._slabs = cut_slabs(format.blocks, shape, most)
+        size = min(most, math.prod(shape))
+        self._rows = [torch.empty(size, dtype=torch.float32, device=device) for _ in range(count)]
 
-    def shape(self, slab: Slab) -> list[Tensor]:
-        """Contiguous tensors for a slab, split into blocks."""
-        size = math.prod(slab.sizes)
-        return [slab.split(row[:size].view(slab.sizes)) for row in self._rows]
-
-
-def _measure(format: Format, shape: tuple[int, ...]) -> int:
-    """Positions of the largest slab."""
-    return min(MOST, math.prod(shape))
+    def __iter__(self) -> Iterator[tuple[Slab, list[Tensor]]]:
+        """Each slab, and as many contiguous tensors for it, split into blocks."""
+        for slab in self._slabs:
+            size = math.prod(slab.sizes)
+            yield slab, [slab.split(row[:size].view(slab.sizes)) for row in self._rows]
 
 
 def _per(format: Format) -> int:
@@ -163,9 +161,7 @@ def dequantise(
     g = others[0].reshape(()) if others else None
     rule = find_rule(format, g)
     table = make_table(format.element, data.device)
-    work = _Work(data.device, _measure(format, shape), 1)
-    for slab in cut_slabs(format.blocks, shape):
-        (numbers,) = work.shape(slab)
+    for slab, (numbers,) in _Work(format, shape, data.device, 1):
         read_into(table, slab.take(data, _per(format)), numbers)
         rule.scale_up(numbers, slab.take_shared(scales))
         cast_into(numbers, "float32", DTYPES[dtype], slab.take(written))
@@ -287,7 +283,7 @@ def _find_amax(format: Format, values: Tensor, given: Tensor | None) -> Tensor |
         return _read_amax(given, count, values.device)
     if isinstance(format, FP8) and format.tensor_amax is not None:
         return torch.full(count, format.tensor_amax, dtype=torch.float32, device=values.device)
-    is_whole = values.numel() > 0 and fits(format.blocks, shape)
+    is_whole = values.numel() > 0 and fits(format.blocks, shape, choose_most(values.device))
     if is_whole and not isinstance(format, NVFP4):
         return None
     return amax_of(format, values)

@@ -26,10 +26,17 @@ from torch import Tensor
 from shardmath.formats import Blocks
 from shardmath_torch.formats.casting import may_have_nan
 
-__all__ = ["MOST", "Slab", "cut_slabs", "fits"]
+__all__ = ["MOST", "Slab", "choose_most", "cut_slabs", "fits"]
 
 MOST = 1 << 18
-"""Positions of a slab: a megabyte of float32. Of fewer, the time that torch takes to begin a step counts."""
+"""Positions of a slab on a CPU: a megabyte of float32. Of fewer, the time that torch takes to begin a step counts."""
+MOST_ELSEWHERE = 1 << 24
+"""The same on a GPU, where each step has to fill all of it; 64 MB of float32."""
+
+
+def choose_most(device: torch.device) -> int:
+    """How many positions slabs on the device have."""
+    return MOST if device.type == "cpu" else MOST_ELSEWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +109,13 @@ class Slab:
         return magnitudes
 
 
-def fits(blocks: Blocks, shape: tuple[int, ...], most: int = MOST) -> bool:
+def fits(blocks: Blocks, shape: tuple[int, ...], most: int) -> bool:
     """Whether no slab cuts a block."""
     sizes = map(min, blocks.positions(shape), shape)
     return math.prod(sizes) <= most
 
 
-def cut_slabs(blocks: Blocks, shape: tuple[int, ...], most: int = MOST) -> Iterator[Slab]:
+def cut_slabs(blocks: Blocks, shape: tuple[int, ...], most: int) -> Iterator[Slab]:
     """All of a tensor of that shape, in boxes of `most` positions at most; none of an empty tensor."""
     sizes = blocks.positions(shape)
     steps = _choose_steps(sizes, shape, most)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.formats import quantising, slabs
 from shardmath_torch.formats.quantising import amax_of
 
+VECTORS = Path(__file__).parents[2] / "vectors" / "mxfp8_blocks.json"
+RULES = {"rceil": "te_rceil", "floor": "ocp_floor"}
 MX = [MXFP8(*args) for args in itertools.product(("e4m3", "e5m2"), ("rceil", "floor"), (-1, -2))]
 TILES = [
     FP8Blocks(),
@@ -92,6 +96,32 @@ def test_bits_are_those_of_the_core(one: Format) -> None:
             assert same(short.view(torch.uint16), cast_array(numbers, "float32", dtype).view("u2"))
 
 
+@pytest.mark.parametrize("one", MX, ids=str)
+def test_every_amax_of_bfloat16(one: MXFP8) -> None:
+    """In short blocks of two numbers, of which the other is 3 / 8 of it."""
+    amax = SHORTS[:0x7F80].view(torch.bfloat16)
+    tensor = torch.stack([amax, amax * -0.375], -1)
+    if one.axis == -2:
+        tensor = torch.stack(list(tensor.split(32)), -1).flatten(1)
+    expected = one.quantise(tensor.float().numpy())
+    for found, array in zip(smt.quantise(one, tensor), expected, strict=True):
+        assert same(found, array)
+
+
+@pytest.mark.parametrize("rounding", RULES)
+def test_every_recorded_block(rounding: str) -> None:
+    cases = json.loads(VECTORS.read_text())["cases"]
+    recorded = [case for case in cases if case[RULES[rounding]] is not None]
+    words = [[int(word, 16) for word in case["bf16"]] for case in recorded]
+    tensor = torch.tensor(words).to(torch.int16).view(torch.bfloat16)
+    data, scales = smt.quantise(MXFP8(rounding=rounding), tensor)
+    for i, case in enumerate(recorded):
+        wanted = case[RULES[rounding]]
+        assert scales[i].item() == wanted["scale"], case["id"]
+        assert data[i].numpy().tobytes().hex() == wanted["data"], case["id"]
+    assert len(recorded) == (113 if rounding == "rceil" else 107)
+
+
 @EACH
 def test_every_byte_is_read_as_by_the_core(one: Format) -> None:
     """NaN and infinities of others, and scales that quantising never makes."""
@@ -116,11 +146,7 @@ def test_slabs_that_cut_blocks_change_nothing(one: Format, monkeypatch: pytest.M
     expected = smt.quantise(one, tensor)
     numbers = smt.dequantise(one, expected, torch.float32)
     for most in (1 << 6, 1 << 9, 1 << 13):
-        monkeypatch.setattr(quantising, "MOST", most)
-        for name in ("cut_slabs", "fits"):
-            plain = getattr(slabs, name)
-            cut = lambda blocks, shape, plain=plain, most=most: plain(blocks, shape, most)  # noqa: E731
-            monkeypatch.setattr(quantising, name, cut)
+        monkeypatch.setattr(quantising, "choose_most", lambda _, most=most: most)
         for found, part in zip(smt.quantise(one, tensor), expected, strict=True):
             assert same(found, part.numpy()), most
         assert same(smt.dequantise(one, expected, torch.float32), numbers.numpy()), most
