@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from shardmath.base.arrays import Ints
-from shardmath.formats import Format
 from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.formats import quantising
 from shardmath_torch.safetensors.slices import Slices, list_boxes, make_zeros
 from shardmath_torch.weights.quantised import E8M0, Quantised
 
@@ -38,7 +38,8 @@ def dequantise(one: Quantised, data: Tensor, scales: Tensor, rank: int) -> Tenso
         for local, where in _begin_with_blocks(box, positions, blocks):
             cover = one.format.cover(where, shape)
             own = tuple(map(_find_scales, held, cover))
-            out[local] = _dequantise_box(one.format, data[local], factors[own])
+            parts = data[local], factors[own]
+            out[local] = quantising.dequantise(one.format, parts, torch.float32)
     return out
 
 
@@ -65,11 +66,6 @@ def _find_scales(index: Ints, blocks: slice) -> slice:
     """Where consecutive blocks are among those of which there are scales, which ascend."""
     first = int(np.searchsorted(index, blocks.start))
     return slice(first, first + blocks.stop - blocks.start)
-
-
-def _dequantise_box(format: Format, data: Tensor, scales: Tensor) -> Tensor:
-    """The float32 numbers of a tensor that begins with a block."""
-    return torch.from_numpy(format.dequantise(data.numpy(), scales.numpy()))
 
 
 def _read_scales(scales: Tensor, dtype: str) -> Tensor:
