@@ -79,7 +79,7 @@ def words(tensor: Tensor) -> Tensor:
 
 
 class Seen:
-    """Memory of a tensor, as numpy is told of it, and the tensor, so that it stays; `kind` is numpy's of its elements."""
+    """Memory of a tensor as numpy is told of it, and the tensor, so that it stays; `kind` is of its elements."""
 
     def __init__(self, tensor: Tensor, kind: str) -> None:
         self._tensor = tensor
