@@ -21,7 +21,7 @@ from shardmath.base.errors import FormatError
 from shardmath.base.text import plural, shown
 from shardmath.formats.blocks import Blocks, Index, Sliced, label, read_shape
 from shardmath.formats.floats import Codes, Float, Floats, decode, encode
-from shardmath.formats.scales import lay_blocks
+from shardmath.formats.scales import lay_blocks, pad_parts
 from shardmath.formats.windows import Window, make_window
 from shardmath.layouts.layout import Layout
 
@@ -97,13 +97,15 @@ class Format(ABC):
         return self._pad_shape(self.scale_shape(shape))
 
     def _pad_shape(self, count: tuple[int, ...]) -> tuple[int, ...]:
-        padded = list(count)
-        first = max(0, len(count) - 2)
+        multiples = self._list_multiples(len(count))
+        both = zip(count, multiples, strict=True)
+        return tuple(n + -n % multiple for n, multiple in both)
+
+    def _list_multiples(self, ndim: int) -> tuple[int, ...]:
+        """What each dimension of the scales is padded to a multiple of."""
+        every = (1,) * ndim + self.padding
         # Of scales of one dimension the last multiple counts.
-        multiples = self.padding[first - len(count) :]
-        for d, multiple in enumerate(multiples[: len(count)], first):
-            padded[d] += -padded[d] % multiple
-        return tuple(padded)
+        return every[len(every) - ndim :]
 
     def pad_scales(self, scales: Array) -> Array:
         """The scales as kernels store them, zeros behind them in the last two dimensions."""
@@ -135,23 +137,39 @@ class Format(ABC):
         """The index of a tensor of that shape that belongs to an index of its scales. Raises FormatError."""
         return self.blocks.data_slice(scale_slice, read_shape(shape), name)
 
-    def layouts(self, layout: Layout, name: str = "") -> tuple[Layout, ...]:
-        """The packed layout of each part of a tensor that lies so.
+    def layouts(
+        self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
+    ) -> tuple[Layout, ...]:
+        """The packed layout of each part of a tensor that lies so, `kinds` with its own type instead of uint8.
 
         Raises FormatError, with the tensor's `name`, where a rank's part cuts a block, and for a Partial layout: what
-        is made of addends does not add up to what is made of their sum.
+        is made of addends does not add up to what is made of their sum. If `duplicated`, ranks may cut blocks: the
+        scale of a block is on every rank that holds some of it, as is enough to move and to read what is quantised.
         """
         if layout.partial:
             fix = "reduce it before it is quantised"
             raise FormatError(f"{label(name)}{layout} is Partial; {fix}")
-        return tuple(
-            lay_blocks(layout, part.blocks, part.dtype, f"{part.name} of {self.name}", name)
-            for part in self.parts
-        )
+        found = []
+        for i, part in enumerate(self.parts):
+            what = f"{part.name} of {self.name}"
+            dtype = part.kind if kinds else part.dtype
+            # Data are not: of a byte of two numbers nobody can have half.
+            shared = duplicated and i > 0
+            found.append(lay_blocks(layout, part.blocks, dtype, what, name, duplicated=shared))
+        return tuple(found)
 
-    def scale_layout(self, layout: Layout, name: str = "") -> Layout:
-        """The packed layout of the scales of a tensor that lies so. Raises FormatError as `layouts` does."""
-        return self.layouts(layout, name)[1]
+    def scale_layout(
+        self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
+    ) -> Layout:
+        """The packed layout of the scales of a tensor that lies so, and errors, as `layouts` has them."""
+        return self.layouts(layout, name, duplicated=duplicated, kinds=kinds)[1]
+
+    def pad_layout(self, layout: Layout) -> Layout:
+        """The layout of scales where each rank pads its own as `pad_scales` does; `layout` is that without padding.
+
+        Padding is holes: nobody sends or stores it, and it is zeros where scales are loaded.
+        """
+        return pad_parts(layout, self._list_multiples(layout.ndim))
 
     # Numbers
 

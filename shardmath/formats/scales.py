@@ -1,8 +1,10 @@
 """Scales: how numbers per block lie, which follows from how the tensor does.
 
 1. A rank has of the scales what it has of the tensor, block by block, packed: without holes and in ascending order.
-2. A layout that cuts inside a block is an error, which names the nearest cuts between blocks.
+2. A layout that cuts inside a block is an error, which names the nearest cuts between blocks; or, where that is asked
+   for, the block's number is **duplicated**: every rank that holds some of the block has it.
 3. What stands for a whole dimension is on every rank, however that dimension is cut.
+4. Padding is each rank's own: the positions behind what it has are holes, which nobody sends, stores or reads.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> layout = Layout((4, 128), Mesh(tp=2), "n (tp k)", dtype="bfloat16")
@@ -10,10 +12,17 @@
 uint8[4, 4] n (tp h) on tp=2
 >>> print(lay_blocks(layout, Blocks((None,)), "float32", "scales"))
 float32[4, 1] n h on tp=2
+>>> cut = Layout((6, 128), Mesh(tp=2), "(tp n) k", dtype="bfloat16")
+>>> numbers = lay_blocks(cut, Blocks((4, 128)), "float32", "scales", duplicated=True)
+>>> [str(numbers.runs(rank)[0]) for rank in (0, 1)]
+['[0:1]', '[0:2]']
+>>> pad_parts(numbers, (128, 4)).local_shape(1)
+(128, 4)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardmath.algebra.dimension import Dimension, Field, cells
@@ -25,7 +34,7 @@ from shardmath.formats.blocks import Blocks, find_cuts, label
 from shardmath.layouts.layout import Layout, intern
 from shardmath.storage.fitting import fit
 
-__all__ = ["lay_blocks", "spread_last"]
+__all__ = ["lay_blocks", "pad_parts", "spread_last"]
 
 
 class _BadCut(NamedTuple):
@@ -37,10 +46,19 @@ class _BadCut(NamedTuple):
     cut: int
 
 
-def lay_blocks(layout: Layout, blocks: Blocks, dtype: str, what: str, name: str = "") -> Layout:
+def lay_blocks(
+    layout: Layout,
+    blocks: Blocks,
+    dtype: str,
+    what: str,
+    name: str = "",
+    *,
+    duplicated: bool = False,
+) -> Layout:
     """The packed layout of one number of that dtype per block of a tensor that lies as `layout` says.
 
-    Partial axes replicate. Raises FormatError, which says `what` of the tensor `name` it is, for a cut inside a block.
+    Partial axes replicate. Raises FormatError, which says `what` of the tensor `name` it is, for a cut inside a block,
+    unless numbers of such blocks are to be `duplicated`.
     """
     sizes = blocks.per_dimension(layout.ndim, name)
     shape = blocks.count(layout.shape)
@@ -49,7 +67,7 @@ def lay_blocks(layout: Layout, blocks: Blocks, dtype: str, what: str, name: str 
         if block is None:
             dims.append(Dimension(shape[d], (Field(shape[d]),)))
             continue
-        bad = _find_bad_cut(dim, block)
+        bad = None if duplicated else _find_bad_cut(dim, block)
         if bad is not None:
             found = _word_bad_cut(layout, what, block, d, bad)
             raise FormatError(f"{label(name)}{found}")
@@ -83,15 +101,34 @@ def _lay_dimension(dim: Dimension, block: int, size: int) -> Dimension:
 
 
 def _pack_runs(runs: Runs, block: int) -> Runs:
-    """The same positions in ascending order without holes, counted in blocks."""
+    """The blocks of which there are positions, once each, in ascending order without holes."""
     segments: list[Segment] = []
     at = 0
+    behind = 0
     for start, stop in _list_stretches(runs):
-        first = start // block
-        count = -(-stop // block) - first
-        segments.append((at, first, count))
-        at += count
+        # Two stretches may have parts of one block, where cuts inside blocks are allowed.
+        first = max(start // block, behind)
+        behind = -(-stop // block)
+        if first < behind:
+            segments.append((at, first, behind - first))
+            at += behind - first
     return Runs(segments, at)
+
+
+def pad_parts(layout: Layout, multiples: Sequence[int]) -> Layout:
+    """The layout under which each rank has, behind its own positions, holes up to a multiple in each dimension."""
+    dims = []
+    for dim, multiple in zip(layout.dims, multiples, strict=True):
+        dims.append(dim if multiple == 1 else _pad_dimension(dim, multiple))
+    return intern(layout.shape, layout.dtype, layout.mesh, tuple(dims), layout.partial)
+
+
+def _pad_dimension(dim: Dimension, multiple: int) -> Dimension:
+    padded = []
+    for runs in cells(dim):
+        size = len(runs)
+        padded.append(Runs(runs.segments, size + -size % multiple))
+    return fit(dim.size, dim.axes, padded)
 
 
 def _list_stretches(runs: Runs) -> list[tuple[int, int]]:

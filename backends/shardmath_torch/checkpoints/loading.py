@@ -2,7 +2,9 @@
 
 1. Every rank finds out by itself: its boxes, of any layout, against the boxes that are stored. No rank plans for
    others, and nothing is sent.
-2. `LoadPlanner` is what torch.distributed.checkpoint calls a planner; it works with torch's own storage readers, too,
+2. Numbers of 8 and 4 bits are bytes, and may be wanted as uint8 where they are stored as what they are, and the other
+   way round: formats compute with uint8, and files differ. The bytes are taken as they are, never converted.
+3. `LoadPlanner` is what torch.distributed.checkpoint calls a planner; it works with torch's own storage readers, too,
    for tensors.
 """
 
@@ -28,7 +30,19 @@ from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.safetensors.slices import Slices, list_boxes, make_room
 
-__all__ = ["LoadPlanner", "local_layouts"]
+__all__ = ["LoadPlanner", "has_same_bytes", "local_layouts"]
+
+
+def has_same_bytes(dtype: str, other: str) -> bool:
+    """Whether elements of one type are taken for those of the other as they are: equal types, or few bits and uint8.
+
+    >>> has_same_bytes("uint8", "float8_e8m0fnu"), has_same_bytes("float8_e5m2", "float8_e4m3fn")
+    (True, False)
+    """
+    if dtype == other:
+        return True
+    few = other if dtype == "uint8" else dtype
+    return "uint8" in (dtype, other) and few.startswith(("float8", "float4"))
 
 
 def local_layouts(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
@@ -114,10 +128,14 @@ class LoadPlanner(theirs.LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """The cells that an item goes to."""
-        local = self._tensors[read_item.dest_index.fqn]
+        local = self._tensors[read_item.dest_index.fqn].detach()
+        stored = self._find_stored(read_item.storage_index.fqn)
+        # As what is stored: whoever copies into the cells would convert.
+        if local.dtype != stored.properties.dtype:
+            local = local.view(stored.properties.dtype)
         box = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         cells = tuple(slice(at, at + n) for at, n in box)
-        return local.detach()[cells]
+        return local[cells]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing is left to do: it is the cells themselves."""
@@ -127,7 +145,7 @@ def _check_alike(name: str, layout: Layout, stored: TensorStorageMetadata) -> No
     """Raises CheckpointError for a layout that is not of what is stored, or has addends."""
     shape = tuple(stored.size)
     dtype = str(stored.properties.dtype).removeprefix("torch.")
-    if (layout.shape, layout.dtype) != (shape, dtype):
+    if layout.shape != shape or not has_same_bytes(layout.dtype, dtype):
         here = f"{dtype}{shown(list(shape))}"
         what = f"tensor {name!r} is stored as {here}, its layout says {layout}"
         raise CheckpointError(f"{what}; make the layout from `open_checkpoint(path).shapes`")

@@ -11,5 +11,5 @@ In reading order:
 - `telling`: what is held by other ranks alone;
 - `matching`: names, options and state, here and in a checkpoint;
 - `restoring`: values into the memory that is there;
-- `training`: `save_state`, `load_state`, `load_weights`.
+- `training`: `save_state`, `load_state`.
 """

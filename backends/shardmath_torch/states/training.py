@@ -18,19 +18,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from shardmath.algebra.mesh import Mesh
-from shardmath.layouts.edits import cast
 from shardmath.layouts.layout import Layout
 from shardmath.plans.groups import describe_form
 from shardmath_torch.agreement.gather import shared
-from shardmath_torch.checkpoints.checkpoint import check_names, load, save
+from shardmath_torch.checkpoints.checkpoint import load, save
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.stored import Checkpoint
 from shardmath_torch.compat import Group, rank_or_0
@@ -76,7 +74,7 @@ from shardmath_torch.states.restoring import (
 )
 from shardmath_torch.states.telling import advise, tell_among_meshes, tell_names, tell_state
 
-__all__ = ["Optimizers", "Unmatched", "load_state", "load_weights", "save_state", "state_of"]
+__all__ = ["Optimizers", "Unmatched", "load_state", "save_state", "state_of"]
 
 
 # Saving
@@ -312,82 +310,3 @@ def _describe_match(matched: _Matched) -> dict[str, str]:
     for name in matched.unmatched.unexpected:
         said[f"the place of {name!r} in what is restored"] = "nowhere"
     return said
-
-
-# Weights
-
-
-class _Weights(NamedTuple):
-    """What is to be read: the checkpoint, layouts of its types, and stored names, by name in the module."""
-
-    checkpoint: Checkpoint
-    layouts: dict[str, Layout]
-    stored: dict[str, str]
-
-
-def load_weights(
-    path: str | os.PathLike[str],
-    module: nn.Module,
-    *,
-    names: Mapping[str, str] | None = None,
-    mesh: Mesh | None = None,
-    group: Group | None = None,
-    progress: Progress | None = None,
-    verify: bool = True,
-) -> None:
-    """Fills the module's parameters and persistent buffers, in place, from any checkpoint that `load` reads.
-
-    `names` says, as {name in the module: stored name}, what is stored under another name. A parameter with several
-    names is found under any of them. Values are cast to the module's types. Collective over the group; raises
-    CheckpointError on every rank for what is missing or has another shape, where `names` are not the same on all ranks,
-    and for parameters and buffers that have a part of their memory in common. `mesh` is as in `state_of`, `progress`
-    and `verify` as in `load`.
-    """
-    with shared(group):
-        model = agree_on_model(module, mesh, group)
-        match = partial(_match_weights, path, model, names)
-        checkpoint, layouts, stored = on_all(
-            "match its weights", match, group, claim=_describe_weights
-        )
-        found = load(
-            checkpoint, layouts, names=stored, group=group, progress=progress, verify=verify
-        )
-        on_all("compare what it has found", partial(check_one_value, model, found), group)
-        on_all("fill the module", partial(_fill, model, found), group)
-
-
-def _match_weights(
-    path: str | os.PathLike[str], model: Model, names: Mapping[str, str] | None
-) -> _Weights:
-    """What is to be read. Raises CheckpointError for all that can be known before data are."""
-    check_slots(model)
-    check_names(names)
-    checkpoint = open_checkpoint(path)
-    layouts = {}
-    stored = {}
-    for name, slot in model.slots.items():
-        stored[name] = _find_weight(checkpoint, model.names[name], names or {})
-        layouts[name] = cast(slot.layout, checkpoint[stored[name]].dtype)
-    return _Weights(checkpoint, layouts, stored)
-
-
-def _describe_weights(weights: _Weights) -> dict[str, str]:
-    """What has to be the same on all ranks: the checkpoint, and what goes where."""
-    said = {"the checkpoint": weights.checkpoint.digest}
-    for name, stored in weights.stored.items():
-        said[f"the source of {name!r}"] = repr(stored)
-    return said
-
-
-def _find_weight(found: Checkpoint, names: list[str], renamed: Mapping[str, str]) -> str:
-    """The stored name of a parameter: what is said of one of its names, or the first of them that is there."""
-    told = [renamed[name] for name in names if name in renamed]
-    candidates = [*told, *names]
-    return next((name for name in candidates if name in found), candidates[0])
-
-
-def _fill(model: Model, found: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in found.items():  # without a DTensor of other ranks' mesh
-            slot = model.slots[name]
-            slot.local.copy_(value)

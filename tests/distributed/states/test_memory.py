@@ -16,6 +16,7 @@ from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.states import training
 from shardmath_torch.states.memory import find_crowded, spot_of
+from shardmath_torch.weights.filling import load_weights
 from tests.distributed.tasks.states import freed
 
 
@@ -40,7 +41,7 @@ def load(path: Path, step: str, source: nn.Module, target: nn.Module) -> None:
         training.load_state(path, target)
     else:
         export(path, source)
-        training.load_weights(path, target)
+        load_weights(path, target)
 
 
 STEPS = pytest.mark.parametrize("step", ["state", "weights"])

@@ -14,6 +14,7 @@ from shardmath_torch.dtensors.modules import layout_of
 from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.states import training
+from shardmath_torch.weights.filling import load_weights
 from tests.distributed.tasks.states import Odd, freed, in_inference, small
 
 
@@ -105,7 +106,7 @@ def test_memory_that_cannot_be_written_to(tmp_path: Path, case: str, step: str) 
     training.save_state(tmp_path / "state", Odd(torch.ones(4), 5.0))
     export(tmp_path / "weights", Odd(torch.ones(4), 5.0))
     module = Odd(make())
-    load = training.load_state if step == "state" else training.load_weights
+    load = training.load_state if step == "state" else load_weights
     with pytest.raises(CheckpointError, match=what):
         load(tmp_path / step, module)
     assert module.first.tolist() == [1.0] * 4
@@ -116,5 +117,5 @@ def test_memory_of_inference_mode_in_inference_mode(tmp_path: Path) -> None:
     export(tmp_path, Odd(torch.ones(4), 5.0))
     with torch.inference_mode():
         module = Odd(torch.zeros(4))
-        training.load_weights(tmp_path, module)
+        load_weights(tmp_path, module)
     assert module.first.tolist() == [5.0] * 4

@@ -118,3 +118,51 @@ def test_data_and_scales_are_planned_like_any_tensor(text: str, to: str) -> None
         back = one.dequantise(arrived[rank]["data"], arrived[rank]["scales"])
         expected = packed(x, sm.Layout(SHAPE, MESH, to), rank)
         assert np.abs(back - expected).max() <= np.abs(expected).max() / 16
+
+
+@pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
+@given(text=st.sampled_from([*TEXTS, "(n)=<0:5 8:20 24:96> (k dp 7)"]), seed=st.integers(0, 100))
+def test_duplicated_scales_are_those_of_every_block_that_a_rank_has_some_of(
+    one: Format, text: str, seed: int
+) -> None:
+    layout = sm.Layout(SHAPE, MESH, text)
+    try:
+        lies = one.layouts(layout, "w", duplicated=True)[1]
+    except sm.FormatError:
+        assert isinstance(one, NVFP4)  # half a byte
+        return
+    assert lies == one.scale_layout(layout, duplicated=True)
+    numbers = np.arange(np.prod(lies.shape)).reshape(lies.shape)
+    sizes = one.blocks.per_dimension(2)
+    for rank in MESH.ranks:
+        kept = []
+        for index, size in zip(layout.indices(rank), sizes, strict=True):
+            held = index[index >= 0]
+            kept.append(np.zeros(1, int) if size is None else np.unique(held // size))
+        np.testing.assert_array_equal(packed(numbers, lies, rank), numbers[np.ix_(*kept)])
+        assert lies.local_shape(rank) == tuple(map(len, kept))
+
+
+@pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
+@pytest.mark.parametrize("text", ["(tp n) k", "n (tp k)", "n k", "(n tp 32) k"])
+def test_padding_of_each_rank_is_holes(one: Format, text: str) -> None:
+    """A plan from compact scales gives each rank what `pad_scales` makes of its own."""
+    compact = one.scale_layout(sm.Layout(SHAPE, MESH, text))
+    padded = one.pad_layout(compact)
+    scales = np.arange(np.prod(compact.shape)).reshape(compact.shape).astype(compact.dtype)
+    plan = sm.plan(compact, padded)
+    sm.verify(plan)
+    held = {rank: packed(scales, compact, rank) for rank in MESH.ranks}
+    arrived = sm.simulate(plan, held)
+    for rank, own in held.items():
+        expected = one.pad_scales(own)
+        assert padded.local_shape(rank) == expected.shape
+        np.testing.assert_array_equal(arrived[rank], expected)
+    assert one.pad_layout(padded) == padded
+
+
+def test_padding_belongs_to_layouts_of_scales() -> None:
+    """Of a tensor that lies whole on a rank, the shape is that of the padded scales."""
+    one = MXFP8()
+    whole = one.scale_layout(sm.Layout((200, 96), sm.Mesh(), {}))
+    assert one.pad_layout(whole).local_shape(0) == one.padded_scale_shape((200, 96)) == (256, 4)
